@@ -1,0 +1,1 @@
+"""Measurements of a served variant, and the statistics that compare two of them."""

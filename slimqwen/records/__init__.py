@@ -1,0 +1,1 @@
+"""Measurement records: schemas, provenance, storage, and the tables generated from them."""
