@@ -1,1 +1,226 @@
-"""A variant: a name -> its config.env with inheritance, its recipe, its weights, its baseline."""
+"""A variant: a name -> its config.env with inheritance, its recipe, its weights, its baseline.
+
+config.env is a list of KEY=value lines (shell quoting, `#` comments). BASE=<variant> inherits that variant's
+lines; a later key overrides, `KEY=` unsets. What a key means is decided elsewhere: `slimqwen.serving.flags`.
+"""
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal
+
+from dotenv.parser import parse_stream
+
+from slimqwen.errors import SlimqwenError
+
+OWN_KEYS: Mapping[str, str] = MappingProxyType(
+    {
+        "BASE": "the variant whose config.env this one starts from",
+        "PLATFORM": "cuda for a variant that only a GPU can serve; unset, this machine's platform is taken",
+    }
+)
+"""The keys of config.env that are neither a flag of vLLM nor an environment variable."""
+
+_COMMITTED = "tiny"
+
+
+class UnknownVariantError(SlimqwenError):
+    """No folder of that name under experiments/."""
+
+
+class ConfigError(SlimqwenError):
+    """A config.env or measurements.json that cannot be used, with its file and line."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One line of a config.env: where it stands is kept, so that an error can name it."""
+
+    key: str
+    value: str
+    file: Path
+    line: int
+
+    @property
+    def place(self) -> str:
+        """`experiments/<variant>/config.env:<line>`, however the repository is reached."""
+        return f"experiments/{self.file.parent.name}/{self.file.name}:{self.line}"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What experiments/<name>/ says, inheritance applied.
+
+    Attributes:
+        name: the folder's name.
+        root: the repository that holds experiments/ and weights/.
+        lineage: this variant's name, its base's, that one's base's, …
+        settings: the effective lines by key, BASE left out.
+        unset: the `KEY=` lines met on the way, so that their keys are checked as well.
+        hypothesis: what the variant is expected to show, one sentence.
+        baseline: the variant it is measured against, None for a baseline.
+    """
+
+    name: str
+    root: Path
+    lineage: tuple[str, ...]
+    settings: Mapping[str, Setting]
+    unset: tuple[Setting, ...]
+    hypothesis: str
+    baseline: str | None
+
+    @property
+    def folder(self) -> Path:
+        """experiments/<name>/."""
+        return self.root / "experiments" / self.name
+
+    @property
+    def recipe(self) -> Path | None:
+        """recipe.yaml, where the variant makes weights of its own."""
+        file = self.folder / "recipe.yaml"
+        return file if file.is_file() else None
+
+    @property
+    def weights(self) -> Path:
+        """The checkpoint folder that VLLM_MODEL names, absolute."""
+        return self.root / self.settings["VLLM_MODEL"].value
+
+    @property
+    def platform(self) -> Literal["cuda"] | None:
+        """What PLATFORM asks for: cuda, or None where any platform does."""
+        return "cuda" if "PLATFORM" in self.settings else None
+
+
+def repository_root() -> Path:
+    """The checkout this package is installed from (`make install` installs it editable)."""
+    return Path(__file__).resolve().parent.parent
+
+
+def names(root: Path | None = None) -> list[str]:
+    """The variants there are, sorted: every folder of experiments/ with a config.env."""
+    root = root or repository_root()
+    return sorted(file.parent.name for file in (root / "experiments").glob("*/config.env"))
+
+
+def load(name: str, root: Path | None = None) -> Variant:
+    """Read a variant and everything it inherits.
+
+    Raises:
+        UnknownVariantError: no such variant, or a BASE that is none; names the nearest.
+        ConfigError: a malformed line, a key twice in one file, a BASE cycle, no VLLM_MODEL, bad measurements.
+    """
+    root = root or repository_root()
+    chain = _lineage(name, root)
+    settings: dict[str, Setting] = {}
+    unset: list[Setting] = []
+    for lines in reversed([lines for _, lines in chain]):
+        for setting in lines.values():
+            if setting.key == "BASE":
+                continue
+            if setting.value:
+                settings[setting.key] = setting
+            else:
+                settings.pop(setting.key, None)
+                unset.append(setting)
+    file = root / "experiments" / name / "config.env"
+    if "VLLM_MODEL" not in settings:
+        raise ConfigError(
+            f"experiments/{name}/{file.name}: no VLLM_MODEL; add VLLM_MODEL=weights/<folder>, the checkpoint to serve"
+        )
+    platform = settings.get("PLATFORM")
+    if platform is not None and platform.value != "cuda":
+        raise ConfigError(
+            f"{platform.place}: PLATFORM={platform.value}: write PLATFORM=cuda, or PLATFORM= for any platform"
+        )
+    hypothesis, baseline = _measurements(name, root)
+    return Variant(
+        name=name,
+        root=root,
+        lineage=tuple(ancestor for ancestor, _ in chain),
+        settings=MappingProxyType(settings),
+        unset=tuple(unset),
+        hypothesis=hypothesis,
+        baseline=baseline,
+    )
+
+
+def making_command(weights: Path, root: Path) -> str:
+    """The command that makes a checkpoint folder, for the error that says it is missing."""
+    name = weights.relative_to(root / "weights").parts[0] if weights.is_relative_to(root / "weights") else ""
+    recipe = root / "experiments" / name / "recipe.yaml"
+    if name == _COMMITTED:
+        return "`git checkout weights/tiny` restores it, `make tiny` trains it anew"
+    if not name or not recipe.is_file():
+        return (
+            f"put a checkpoint into {weights.relative_to(root) if weights.is_relative_to(root) else weights}"
+        )
+    return f"`make recipe VARIANT={name}` makes it"
+
+
+def _lineage(name: str, root: Path) -> list[tuple[str, dict[str, Setting]]]:
+    chain: list[tuple[str, dict[str, Setting]]] = []
+    asked_by: Setting | None = None
+    while True:
+        if any(name == seen for seen, _ in chain):
+            assert asked_by is not None
+            path = " -> ".join([*(seen for seen, _ in chain), name])
+            raise ConfigError(
+                f"{asked_by.place}: BASE goes in a circle: {path}; let one of them name another base"
+            )
+        file = root / "experiments" / name / "config.env"
+        if not file.is_file():
+            raise UnknownVariantError(_unknown(name, asked_by, root))
+        lines = _parse(file)
+        chain.append((name, lines))
+        asked_by = lines.get("BASE")
+        if asked_by is None or not asked_by.value:
+            return chain
+        name = asked_by.value
+
+
+def _unknown(name: str, asked_by: Setting | None, root: Path) -> str:
+    known = names(root)
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else "`make variants` lists them"
+    where = f"{asked_by.place}: BASE={name}: " if asked_by else ""
+    return f"{where}there is no variant {name!r} under experiments/; {hint}"
+
+
+def _parse(file: Path) -> dict[str, Setting]:
+    place = f"experiments/{file.parent.name}/{file.name}"
+    lines: dict[str, Setting] = {}
+    try:
+        stream = file.open(encoding="utf-8")
+        with stream:
+            bindings = list(parse_stream(stream))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{place}: not UTF-8 text ({error.reason}); write it as KEY=value lines") from error
+    for binding in bindings:
+        # The parser counts the blank and comment lines before a binding as a part of it.
+        blank = len(binding.original.string) - len(binding.original.string.lstrip("\n\r\t "))
+        line = binding.original.line + binding.original.string[:blank].count("\n")
+        if binding.error or (binding.key is not None and binding.value is None):
+            raise ConfigError(f"{place}:{line}: not a KEY=value line: {binding.original.string.strip()!r}")
+        if binding.key is None:
+            continue
+        if binding.key in lines:
+            raise ConfigError(
+                f"{place}:{line}: {binding.key} stands already on line {lines[binding.key].line}; keep one of them"
+            )
+        lines[binding.key] = Setting(binding.key, binding.value or "", file, line)
+    return lines
+
+
+def _measurements(name: str, root: Path) -> tuple[str, str | None]:
+    file = root / "experiments" / name / "measurements.json"
+    place = f"experiments/{name}/{file.name}"
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        return str(content["hypothesis"]), content["baseline"]
+    except FileNotFoundError:
+        raise ConfigError(f"{place} is missing; write one with hypothesis and baseline") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{place}: unusable ({error!r}); it needs hypothesis and baseline") from error

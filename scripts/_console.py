@@ -1,0 +1,63 @@
+"""What every script shows a person: one line for an expected error, progress bars, one console."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import TimeRemainingColumn
+
+from slimqwen import progress
+from slimqwen.errors import SlimqwenError
+
+console = Console(highlight=False)
+errors = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def run(main: Callable[[], int]) -> None:
+    """Run a script's main and exit: 2 with one line for an expected error, 130 for Ctrl-C, else what it says."""
+    try:
+        sys.exit(main())
+    except SlimqwenError as error:
+        errors.print(f"error: {error}", markup=False)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        errors.print("interrupted")
+        sys.exit(130)
+
+
+@contextmanager
+def progress_bar() -> Iterator[progress.Progress]:
+    """A live bar per activity with time left on a terminal; one line an activity where output is a file."""
+    if not console.is_terminal:
+        yield _line_per_activity()
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def show(activity: str, done: float, total: float) -> None:
+            if activity not in tasks:
+                tasks[activity] = bars.add_task(activity, total=None)
+            bars.update(tasks[activity], completed=done, total=total or None)
+
+        yield show
+
+
+def _line_per_activity() -> progress.Progress:
+    told: set[str] = set()
+
+    def show(activity: str, done: float, total: float) -> None:
+        if activity not in told:
+            told.add(activity)
+            console.print(f"{activity} …", markup=False)
+
+    return show
