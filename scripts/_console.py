@@ -1,5 +1,6 @@
 """What every script shows a person: one line for an expected error, progress bars, one console."""
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ from rich.progress import (
 
 from slimqwen import progress
 from slimqwen.errors import SlimqwenError
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # for imports of vLLM in the script's own process
 
 console = Console(highlight=False)
 errors = Console(stderr=True, highlight=False, soft_wrap=True)

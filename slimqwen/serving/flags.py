@@ -1,0 +1,282 @@
+"""config.env -> the flags of the installed vLLM, checked by vLLM itself before anything starts.
+
+`VLLM_<FLAG>=value` is `--<flag> value` for every option that vLLM's own parser has. A key is known only if it
+equals an option string exactly: argparse accepts prefixes, so it is never asked by parsing. Types and choices
+are checked by the parser's own actions, ranges by vLLM's config classes (vllm/config/*.py).
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import difflib
+import functools
+import io
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from pydantic import ConfigDict, ValidationError, create_model
+from pydantic.fields import FieldInfo
+
+from slimqwen.variant import OWN_KEYS, ConfigError, Setting, Variant
+
+_SECRET = re.compile(r"(API_KEY|ACCESS_KEY|TOKEN|SECRET|PASSWORD|SECRET_ACCESS_KEY)$")
+
+_FIELD_NAMES: Mapping[str, str] = MappingProxyType({"kv_cache_dtype": "cache_dtype"})
+"""Where the parser's name of a flag differs from the field of vLLM's config class."""
+
+_TORCH_VARIABLES = frozenset(
+    {
+        "OMP_NUM_THREADS",
+        "MKL_NUM_THREADS",
+        "CUDA_VISIBLE_DEVICES",
+        "CUDA_DEVICE_ORDER",
+        "PYTORCH_ALLOC_CONF",
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "TORCHINDUCTOR_CACHE_DIR",
+        "TRITON_CACHE_DIR",
+    }
+)
+"""Variables that torch reads outside the three config modules that `torch_variables` scans."""
+
+
+class FlagError(ConfigError):
+    """A line of a config.env that vLLM would not take: names file, line and the nearest known key."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """One flag of vLLM as a config.env sets it.
+
+    Attributes:
+        name: the option without its dashes, `max-num-seqs`.
+        value: what vLLM's parser makes of the text: bool, int, float, str, a list, or decoded JSON.
+        argv: the words of the command line; empty for a switch that is off.
+        setting: the line it comes from.
+    """
+
+    name: str
+    value: Any
+    argv: tuple[str, ...]
+    setting: Setting
+
+
+@dataclasses.dataclass(frozen=True)
+class Resolved:
+    """What a variant's lines mean: flags by name, and variables for the environment of vLLM."""
+
+    flags: Mapping[str, Flag]
+    environment: Mapping[str, str]
+
+
+def resolve(variant: Variant) -> Resolved:
+    """Check every line of a variant against the installed vLLM.
+
+    Raises:
+        FlagError: an unknown key, a secret, a value that vLLM's parser or config classes refuse.
+    """
+    for setting in variant.unset:
+        _require_known(setting)
+    flags: dict[str, Flag] = {}
+    environment: dict[str, str] = {}
+    for setting in variant.settings.values():
+        _require_known(setting)
+        if setting.key in OWN_KEYS:
+            continue
+        if setting.key not in options():
+            environment[setting.key] = setting.value
+            continue
+        flag = parse(setting)
+        if flag.name in flags:
+            other = flags[flag.name].setting
+            raise FlagError(
+                f"{setting.place}: {setting.key} is the same flag as {other.key} ({other.place}); keep one"
+            )
+        flags[flag.name] = flag
+    _check_ranges(flags)
+    return Resolved(MappingProxyType(flags), MappingProxyType(environment))
+
+
+@functools.cache
+def options() -> Mapping[str, argparse.Action]:
+    """The key of config.env -> the option of vLLM's parser, aliases included (about 15 s, once a process)."""
+    found: dict[str, argparse.Action] = {}
+    for action in _parser()._actions:
+        for option in action.option_strings:
+            is_negation = isinstance(action, argparse.BooleanOptionalAction) and option.startswith("--no-")
+            if option.startswith("--") and option != "--help" and not is_negation:
+                found["VLLM_" + option.removeprefix("--").upper().replace("-", "_")] = action
+    return MappingProxyType(found)
+
+
+@functools.cache
+def environment_variables() -> frozenset[str]:
+    """The environment variables that the installed vLLM and torch read."""
+    import vllm.envs
+
+    return frozenset(vllm.envs.environment_variables) | torch_variables()
+
+
+@functools.cache
+def torch_variables() -> frozenset[str]:
+    """The variables named in torch's inductor, dynamo and functorch config modules, and a few it reads elsewhere."""
+    import torch
+
+    names: set[str] = set()
+    for module in ("_inductor", "_dynamo", "_functorch"):
+        text = (Path(torch.__file__).parent / module / "config.py").read_text(encoding="utf-8")
+        names.update(re.findall(r"(?:environ(?:\.get)?|getenv)[(\[]\s*\"([A-Z][A-Z0-9_]+)\"", text))
+        names.update(re.findall(r"env_name_(?:force|default)=\"([A-Z][A-Z0-9_]+)\"", text))
+    return frozenset(names) | _TORCH_VARIABLES
+
+
+@functools.cache
+def _parser() -> argparse.ArgumentParser:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser: argparse.ArgumentParser = make_arg_parser(FlexibleArgumentParser())
+    return parser
+
+
+def _require_known(setting: Setting) -> None:
+    key = setting.key
+    if _SECRET.search(key):
+        raise FlagError(
+            f"{setting.place}: {key} is a secret; export it in the shell that serves, never in a file"
+        )
+    if key in OWN_KEYS or key in options() or key in environment_variables():
+        return
+    near = difflib.get_close_matches(key, [*OWN_KEYS, *options(), *environment_variables()], n=1)
+    hint = (
+        f"did you mean {near[0]}?"
+        if near
+        else "`python -m vllm.entrypoints.launchers.api_server.entry --help`"
+    )
+    raise FlagError(f"{setting.place}: {key} is neither a flag nor an environment variable of vLLM; {hint}")
+
+
+def parse(setting: Setting) -> Flag:
+    """Read one line whose key is a flag of vLLM.
+
+    Raises:
+        FlagError: a value that vLLM's parser refuses.
+    """
+    action = options()[setting.key]
+    option = next(option for option in action.option_strings if option.startswith("--"))
+    name = option.removeprefix("--")
+    text = setting.value
+    if action.nargs == 0:
+        if text not in ("0", "1"):
+            raise FlagError(f"{setting.place}: {setting.key}={text}: a switch takes 1 or 0")
+        if isinstance(action, argparse.BooleanOptionalAction):
+            argv: tuple[str, ...] = (option if text == "1" else f"--no-{name}",)
+        else:
+            argv = (option,) if text == "1" else ()
+        return Flag(name, text == "1", argv, setting)
+    words = [text]
+    if action.nargs in ("+", "*") and text[:1] not in ("{", "["):
+        words = [word.strip() for word in text.split(",")]
+    if text[:1] in ("{", "["):
+        try:
+            value = json.loads(text)
+        except ValueError as error:
+            raise FlagError(f"{setting.place}: {setting.key} is not JSON: {error}") from None
+        _check_fields(setting, name, value)
+        _parsed_by_vllm(setting, action, [option, *words])
+        return Flag(name, value, (option, *words), setting)
+    return Flag(name, _parsed_by_vllm(setting, action, [option, *words]), (option, *words), setting)
+
+
+def _parsed_by_vllm(setting: Setting, action: argparse.Action, argv: list[str]) -> Any:
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            return getattr(_parser().parse_args(argv), action.dest)
+    except SystemExit:
+        said = complaint.getvalue().strip().splitlines()[-1:] or ["refused"]
+        reason = said[0].rpartition("error: ")[2]
+    except Exception as error:
+        reason = " ".join(str(error).split())
+    raise FlagError(f"{setting.place}: {setting.key}={setting.value}: vLLM refuses it: {reason}") from None
+
+
+def _check_ranges(flags: Mapping[str, Flag]) -> None:
+    """Validate each value by the field of vLLM's config class that it ends in, then the scheduler's as a whole."""
+    from vllm import config
+
+    classes = (
+        config.ModelConfig,
+        config.CacheConfig,
+        config.SchedulerConfig,
+        config.ParallelConfig,
+        config.LoadConfig,
+        config.CompilationConfig,
+        config.ObservabilityConfig,
+    )
+    for flag in flags.values():
+        try:
+            name = flag.name.replace("-", "_")
+            name = _FIELD_NAMES.get(name, name)
+            for owner in classes:
+                field = owner.__pydantic_fields__.get(name)
+                if field is not None:
+                    _validate(field, flag.value)
+                    break
+        except ValidationError as error:
+            raise _refused(flag.setting, error.errors()[0]["msg"]) from None
+    _check_scheduler(flags)
+
+
+def _check_fields(setting: Setting, flag_name: str, values: Any) -> None:
+    """Check a JSON object key by key against the fields of the config class that it becomes."""
+    from vllm import config
+
+    owners: dict[str, Any] = {
+        "speculative-config": config.SpeculativeConfig,
+        "compilation-config": config.CompilationConfig,
+    }
+    if flag_name not in owners:
+        return
+    fields = owners[flag_name].__pydantic_fields__
+    for key, value in values.items():
+        if key not in fields:
+            near = difflib.get_close_matches(key, list(fields), n=1)
+            raise _refused(setting, f"{key!r} is unknown" + (f"; did you mean {near[0]!r}?" if near else ""))
+        try:
+            _validate(fields[key], value)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise _refused(setting, ".".join(map(str, (key, *first["loc"][1:]))) + ": " + first["msg"]) from None
+
+
+def _validate(field: FieldInfo, value: object) -> None:
+    """Check one value by one field alone: most of vLLM's config classes cannot be built without a model."""
+    any_type = ConfigDict(arbitrary_types_allowed=True)
+    create_model("Field", __config__=any_type, value=(field.rebuild_annotation(), ...))(value=value)
+
+
+def _check_scheduler(flags: Mapping[str, Flag]) -> None:
+    from vllm.config import SchedulerConfig
+
+    fields = ("max-num-batched-tokens", "max-num-seqs", "enable-chunked-prefill", "max-model-len")
+    given = {name.replace("-", "_"): flags[name].value for name in fields if name in flags}
+    if "max_model_len" not in given:
+        return
+    try:
+        SchedulerConfig(is_encoder_decoder=False, **given)
+    except (ValidationError, ValueError) as error:
+        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        last = max(
+            (flags[name].setting for name in fields if name in flags), key=lambda setting: setting.line
+        )
+        raise _refused(last, reason) from None
+
+
+def _refused(setting: Setting, reason: str) -> FlagError:
+    return FlagError(
+        f"{setting.place}: {setting.key}={setting.value}: vLLM refuses it: {' '.join(reason.split())}"
+    )

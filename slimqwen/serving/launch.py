@@ -1,0 +1,399 @@
+"""A variant -> the command that serves it, the checks before it, and a vLLM server that lives for a `with` block.
+
+One code path builds the command for `make serve`, for the evaluations and for the image, so that all of them
+serve the same thing. Nothing stands between a client and vLLM: `scripts/serve.py` execs the command.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import httpx
+import psutil
+
+from slimqwen import checkpoint
+from slimqwen.errors import SlimqwenError
+from slimqwen.progress import Progress, silent
+from slimqwen.serving import flags as vllm_flags
+from slimqwen.serving import platform as machine
+from slimqwen.variant import Variant, making_command
+
+_ENTRY = ("-m", "vllm.entrypoints.launchers.api_server.entry")
+_ENGINE_OVERHEAD_BYTES = int(1.5 * 2**30)  # imports and activations of vLLM on a CPU, seen: 1.1 GiB resident
+_STOP_TIMEOUT_S = 20.0
+
+
+class PlatformError(SlimqwenError):
+    """The variant asks for a device that this machine lacks."""
+
+
+class PortInUseError(SlimqwenError):
+    """Another process listens where the server should."""
+
+
+class MemoryShortError(SlimqwenError):
+    """The weights and the KV cache do not fit."""
+
+
+class ContextTooLongError(SlimqwenError):
+    """--max-model-len exceeds what the checkpoint was trained for."""
+
+
+class ServerFailedError(SlimqwenError):
+    """vLLM ended, or did not become ready in time; names the log."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LeftOut:
+    """A line of a config.env that a CPU leaves out (instead is None) or replaces."""
+
+    key: str
+    value: str
+    instead: str | None
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerCommand:
+    """What runs for a variant on a platform.
+
+    Attributes:
+        argv: the whole command line, the Python interpreter first.
+        environment: the variables added to the caller's environment.
+        flags: values by flag name, after the platform's table.
+        left_out: what the platform's table took away.
+    """
+
+    variant: Variant
+    platform: machine.Platform
+    argv: tuple[str, ...]
+    environment: Mapping[str, str]
+    flags: Mapping[str, Any]
+    left_out: tuple[LeftOut, ...]
+
+    @property
+    def host(self) -> str:
+        """The address to listen on; vLLM's own default is every interface."""
+        return str(self.flags.get("host", "0.0.0.0"))
+
+    @property
+    def port(self) -> int:
+        """The TCP port."""
+        return int(self.flags["port"])
+
+    def as_shell(self) -> str:
+        """The command as a person would type it: one variable, flag or word with its value per line."""
+        lines = [f"{key}={shlex.quote(value)}" for key, value in sorted(self.environment.items())]
+        words = list(self.argv)
+        head = " ".join(shlex.quote(word) for word in words[:3])
+        lines.append(head)
+        for word in words[3:]:
+            if word.startswith("--"):
+                lines.append("    " + word)
+            else:
+                lines[-1] += " " + shlex.quote(word)
+        return " \\\n".join(lines)
+
+    def process_environment(self) -> dict[str, str]:
+        """The environment of the vLLM process.
+
+        Stray VLLM_* variables of the calling shell would change what is measured (VLLM_PLUGINS even drops the
+        engine fixes), so only the API key passes.
+        """
+        inherited = {
+            key: value
+            for key, value in os.environ.items()
+            if not key.startswith("VLLM_") or key == "VLLM_API_KEY"
+        }
+        return inherited | dict(self.environment)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunningServer:
+    """A vLLM server that answered /health.
+
+    Attributes:
+        base_url: `http://127.0.0.1:<port>`, without a trailing slash.
+        model: the served model name.
+        weights: the checkpoint folder it serves.
+        pid: the API server's process.
+        log: where its output goes, None for a server that somebody else started.
+    """
+
+    command: ServerCommand
+    base_url: str
+    model: str
+    weights: Path
+    pid: int
+    log: Path | None
+
+
+def resolve(
+    variant: Variant, *, port: int | None = None, platform: machine.Platform | None = None
+) -> ServerCommand:
+    """Build the command that serves a variant.
+
+    Args:
+        port: overrides VLLM_PORT.
+        platform: what to resolve for; by default what the variant's PLATFORM says, else this machine's.
+
+    Raises:
+        slimqwen.serving.flags.FlagError: a line that vLLM would not take.
+    """
+    platform = platform or variant.platform or machine.detect()
+    resolved = vllm_flags.resolve(variant)
+    chosen = {name: flag.value for name, flag in resolved.flags.items()}
+    argv = {name: flag.argv for name, flag in resolved.flags.items()}
+    left_out: list[LeftOut] = []
+    if platform == "cpu":
+        left_out = _fit_to_cpu(resolved.flags, chosen, argv)
+        if "enforce-eager" not in chosen:
+            chosen["enforce-eager"], argv["enforce-eager"] = True, ("--enforce-eager",)
+    chosen["model"], argv["model"] = str(variant.weights), ("--model", str(variant.weights))
+    chosen["port"] = port if port is not None else chosen.get("port", 8000)
+    argv["port"] = ("--port", str(chosen["port"]))
+    environment = _environment(variant, platform, chosen) | dict(resolved.environment)
+    return ServerCommand(
+        variant=variant,
+        platform=platform,
+        argv=(sys.executable, *_ENTRY, *(word for words in argv.values() for word in words)),
+        environment=MappingProxyType(environment),
+        flags=MappingProxyType(chosen),
+        left_out=tuple(left_out),
+    )
+
+
+def check(command: ServerCommand) -> None:
+    """Refuse what vLLM would die of, in one line and before it starts.
+
+    Raises:
+        PlatformError: no GPU for a command that needs one.
+        slimqwen.checkpoint.MissingCheckpointError, CorruptCheckpointError: no weights, or cut short or incomplete.
+        ContextTooLongError: more context than the checkpoint has positions for.
+        MemoryShortError: weights and KV cache do not fit.
+        PortInUseError: the port is taken.
+    """
+    variant = command.variant
+    if command.platform == "cuda" and machine.detect() == "cpu":
+        raise PlatformError(
+            f"{variant.name} needs a GPU and there is none here; serve it on a GPU host, or try PLATFORM=cpu"
+        )
+    checkpoint.check(variant.weights, cure=making_command(variant.weights, variant.root))
+    _check_context(command)
+    _check_memory(command)
+    _check_port(command)
+
+
+@contextlib.contextmanager
+def serving(
+    command: ServerCommand, *, log: Path, timeout_s: float = 900, progress: Progress = silent
+) -> Iterator[RunningServer]:
+    """Run a variant's server for the length of a `with` block.
+
+    Args:
+        log: the file that receives everything vLLM prints.
+        timeout_s: how long it may take until /health answers 200.
+        progress: told the seconds since the start; the total is not known.
+
+    Raises:
+        ServerFailedError: vLLM ended or was not ready in time; the message quotes its log's last error.
+        The errors of `check`.
+    """
+    check(command)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command.argv,
+            env=command.process_environment(),
+            cwd=command.variant.root,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        _wait_until_ready(process, command, log, timeout_s, progress)
+        yield _described(command, process.pid, log)
+    finally:
+        _stop(process)
+
+
+def find_running(command: ServerCommand) -> RunningServer | None:
+    """Find a server on the command's port that runs exactly this command, environment included.
+
+    Returns None where the port is free, or taken by anything else.
+    """
+    for connection in psutil.net_connections("tcp"):
+        if connection.status != psutil.CONN_LISTEN or connection.laddr[1:2] != (command.port,):
+            continue
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(connection.pid)
+            running = process.environ()
+            if process.cmdline()[1:] == list(command.argv[1:]) and all(
+                running.get(key) == value for key, value in command.environment.items()
+            ):
+                return _described(command, process.pid, None)
+    return None
+
+
+def free_port() -> int:
+    """A TCP port that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _fit_to_cpu(
+    given: Mapping[str, vllm_flags.Flag], chosen: dict[str, Any], argv: dict[str, tuple[str, ...]]
+) -> list[LeftOut]:
+    left_out = []
+    for row in machine.GPU_ONLY:
+        if row.flag not in given or not row.applies(given[row.flag].value, chosen):
+            continue
+        setting = given[row.flag].setting
+        left_out.append(LeftOut(setting.key, setting.value, row.instead, row.why))
+        del chosen[row.flag], argv[row.flag]
+        if row.instead is not None:
+            flag = vllm_flags.parse(dataclasses.replace(setting, value=row.instead))
+            chosen[row.flag], argv[row.flag] = flag.value, flag.argv
+    return left_out
+
+
+def _environment(variant: Variant, platform: machine.Platform, chosen: Mapping[str, Any]) -> dict[str, str]:
+    cache = variant.root / ".cache"
+    compiles = not chosen.get("enforce-eager")
+    if compiles:
+        # vLLM's own cache key has left flags out before (the draft depth), so each set of flags has its own root.
+        what = {name: value for name, value in chosen.items() if name not in ("host", "port")}
+        key = hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        cache = cache / f"{variant.name}-{key}"
+    environment = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_CACHE_ROOT": str(cache / "vllm"),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+    }
+    if platform == "cpu":
+        environment["OMP_NUM_THREADS"] = str(machine.physical_cores())
+    return environment
+
+
+def _check_context(command: ServerCommand) -> None:
+    config = json.loads((command.variant.weights / "config.json").read_text(encoding="utf-8"))
+    positions = (config.get("text_config") or config).get("max_position_embeddings")
+    length = command.flags.get("max-model-len")
+    if isinstance(positions, int) and isinstance(length, int) and length > positions:
+        raise ContextTooLongError(
+            f"{command.variant.settings['VLLM_MAX_MODEL_LEN'].place}: VLLM_MAX_MODEL_LEN={length}, "
+            f"but the checkpoint has {positions} positions; set at most {positions}"
+        )
+
+
+def _check_memory(command: ServerCommand) -> None:
+    weights = sum(file.stat().st_size for file in command.variant.weights.glob("*.safetensors"))
+    if command.platform == "cpu":
+        kv_cache = int(float(command.environment.get("VLLM_CPU_KVCACHE_SPACE", "4")) * 2**30)
+        needed = weights + kv_cache + _ENGINE_OVERHEAD_BYTES
+        available = psutil.virtual_memory().available
+        parts = f"weights {_gib(weights)}, KV cache {_gib(kv_cache)}, engine {_gib(_ENGINE_OVERHEAD_BYTES)}"
+        cure = "free some memory or lower VLLM_CPU_KVCACHE_SPACE"
+    else:
+        import torch
+
+        available, total = torch.cuda.mem_get_info()
+        share = float(command.flags.get("gpu-memory-utilization", 0.92))
+        needed = max(weights, int(share * total))
+        parts = f"weights {_gib(weights)}, {share:.0%} of the GPU's {_gib(total)} asked for"
+        cure = "end what else uses the GPU or lower VLLM_GPU_MEMORY_UTILIZATION"
+        if weights > share * total:
+            needed, cure = weights, "take a smaller variant or a larger GPU"
+            available = int(share * total)
+    if needed > available:
+        raise MemoryShortError(
+            f"{command.variant.name} needs {_gib(needed)} ({parts}) and {_gib(available)} is free; {cure}"
+        )
+
+
+def _check_port(command: ServerCommand) -> None:
+    family = socket.AF_INET6 if ":" in command.host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((command.host, command.port))
+        except (OSError, OverflowError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise PortInUseError(
+                f"cannot listen on {command.host}:{command.port} ({reason}); end what listens there, "
+                f"or choose another port: make serve VARIANT={command.variant.name} PORT=8081"
+            ) from None
+
+
+def _wait_until_ready(
+    process: subprocess.Popen[bytes], command: ServerCommand, log: Path, timeout_s: float, progress: Progress
+) -> None:
+    started = time.monotonic()
+    while (elapsed := time.monotonic() - started) < timeout_s:
+        progress(f"start {command.variant.name}", elapsed, 0)
+        if process.poll() is not None:
+            raise ServerFailedError(
+                f"vLLM ended with exit code {process.returncode} before it was ready: {_last_error(log)}; log: {log}"
+            )
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(f"{_url(command)}/health", timeout=2).status_code == httpx.codes.OK:
+                progress(f"start {command.variant.name}", elapsed, elapsed)
+                return
+        time.sleep(0.25)
+    raise ServerFailedError(f"vLLM was not ready after {timeout_s:.0f} s: {_last_error(log)}; log: {log}")
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End the server and every process it started, at the latest after `_STOP_TIMEOUT_S`."""
+    members = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        members = psutil.Process(process.pid).children(recursive=True)
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(_STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    _, alive = psutil.wait_procs(members, timeout=3)
+    for member in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
+    psutil.wait_procs(alive, timeout=3)
+
+
+def _described(command: ServerCommand, pid: int, log: Path | None) -> RunningServer:
+    names = command.flags.get("served-model-name") or [str(command.variant.weights)]
+    return RunningServer(command, _url(command), names[0], command.variant.weights, pid, log)
+
+
+def _url(command: ServerCommand) -> str:
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(command.host, command.host)
+    return f"http://{host}:{command.port}"
+
+
+def _last_error(log: Path) -> str:
+    """The last line of the log that names an exception: what a person would scroll up for."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    telling = [line for line in lines if "Error" in line and "raise " not in line]
+    return (telling or lines or ["it printed nothing"])[-1].rpartition("] ")[2].strip()
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.1f} GiB"
