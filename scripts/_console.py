@@ -1,5 +1,6 @@
 """What every script shows a person: one line for an expected error, progress bars, one console."""
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from slimqwen.errors import SlimqwenError
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # for imports of vLLM in the script's own process
 
 console = Console(highlight=False)
+logging.getLogger("vllm").setLevel(logging.ERROR)  # it warns before it has read that variable
 errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
 

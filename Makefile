@@ -1,0 +1,66 @@
+# Every user action. Each line calls one script; VARIANT names a folder of experiments/.
+VARIANT ?= tiny
+PYTHON  ?= python3
+RUN     := .venv/bin/python
+PORT    ?=
+LIMIT   ?=
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: ## make .venv from the exact lock (PLATFORM=cpu|cuda; default: what this machine has)
+	@$(PYTHON) scripts/install.py $(if $(PLATFORM),--platform $(PLATFORM))
+
+demo: install ## the whole pipeline on the embedded model: calibrate, serve, score, time, compare
+	@$(RUN) scripts/demo.py
+
+variants: ## list the variants: hypothesis, baseline, weights, latest figures
+	@$(RUN) scripts/variants.py
+
+serve: ## serve VARIANT with vLLM (PORT=8080, PLATFORM=cpu|cuda)
+	@exec $(RUN) scripts/serve.py --variant $(VARIANT) $(if $(PORT),--port $(PORT)) $(if $(PLATFORM),--platform $(PLATFORM))
+
+recipe: ## run VARIANT's recipe.yaml into weights/VARIANT
+	@$(RUN) scripts/run_recipe.py run --variant $(VARIANT)
+
+recipe-status: ## say for every stage of VARIANT why it would run or be reused
+	@$(RUN) scripts/run_recipe.py status --variant $(VARIANT)
+
+calibrate: ## run VARIANT's recipe up to its AWQ calibration
+	@$(RUN) scripts/llmcompressor_calibrate.py --variant $(VARIANT)
+
+verify: ## re-hash VARIANT's checkpoint and check its tensors against its config
+	@$(RUN) scripts/run_recipe.py verify --variant $(VARIANT)
+
+clean-store: ## drop recipe outputs that no variant uses
+	@$(RUN) scripts/run_recipe.py clean
+
+eval-quality: ## score VARIANT on a sample of its suite (LIMIT=150 items a task)
+	@$(RUN) scripts/eval_quality.py --variant $(VARIANT) $(if $(LIMIT),--limit $(LIMIT))
+
+eval-quality-full: ## score VARIANT on every item of its suite
+	@$(RUN) scripts/eval_quality.py --variant $(VARIANT) --full
+
+eval-latency: ## time VARIANT over the short, medium and long classes
+	@$(RUN) scripts/eval_latency.py --variant $(VARIANT)
+
+compare: ## print the paired table of two variants (A=tiny B=tiny-awq)
+	@$(RUN) scripts/compare.py $(A) $(B)
+
+tables: ## rewrite the generated tables of the READMEs from their records
+	@$(RUN) scripts/readme_tables.py
+
+tiny: ## train the embedded model anew (about half an hour)
+	@$(RUN) scripts/train_tiny.py
+
+lint: ## ruff (lint and format) and mypy
+	@.venv/bin/ruff check
+	@.venv/bin/ruff format --check
+	@.venv/bin/mypy
+
+test: install ## every test
+	@$(RUN) -m pytest
+
+.PHONY: help install demo variants serve recipe recipe-status calibrate verify clean-store eval-quality \
+	eval-quality-full eval-latency compare tables tiny lint test

@@ -1,0 +1,29 @@
+"""Defines two operator schemas before torchvision asks for them; `scripts/install.py` says why and until when."""
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+
+class SchemasFirst(importlib.abc.MetaPathFinder):
+    """Finds no module itself: steps in once, when torchvision is first looked for."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Define torchvision::nms and ::qnms, then let the next finder find the package."""
+        if fullname == "torchvision":
+            sys.meta_path.remove(self)
+            import torch
+
+            library = torch.library.Library("torchvision", "FRAGMENT")
+            for operator in ("nms", "qnms"):
+                library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            _kept_alive.append(library)  # the schemas live as long as the library object
+        return None
+
+
+_kept_alive: list[object] = []
+sys.meta_path.insert(0, SchemasFirst())

