@@ -1,0 +1,9 @@
+"""The stages that a recipe can name."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from slimqwen.recipe import calibrate
+from slimqwen.recipe.stage import Stage
+
+STAGES: Mapping[str, Stage] = MappingProxyType({stage.name: stage for stage in (calibrate.STAGE,)})

@@ -1,0 +1,421 @@
+"""Runs a recipe: each stage once per content key, its output published whole, reused by every variant.
+
+The store is weights/store/<key>/; weights/<variant> is a link to the entry of the variant's last stage. A key is a
+SHA-256 over the digest of the input checkpoint, the parameters, the outside data, the stage's code and the versions
+of its tools, so a stage whose input came out the same is reused even where what made the input has changed.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.metadata
+import json
+import multiprocessing
+import os
+import platform
+import secrets
+import shutil
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from slimqwen import checkpoint
+from slimqwen.checkpoint import Manifest
+from slimqwen.errors import SlimqwenError
+from slimqwen.progress import Progress, silent
+from slimqwen.recipe.recipe_file import Recipe, Step
+from slimqwen.recipe.stage import Facts, source_digest
+
+_REMOVE_AND_RERUN = "delete that folder and run the recipe again"
+
+
+class StageFailedError(SlimqwenError):
+    """A stage ended without a result; names its log."""
+
+
+class DoesNotFitError(SlimqwenError):
+    """A stage needs more disk or memory than there is."""
+
+
+class StoreBusyError(SlimqwenError):
+    """The store cannot be cleaned while a recipe runs."""
+
+
+class NameTakenError(SlimqwenError):
+    """weights/<variant> is a folder of its own, not a link that a recipe may move."""
+
+
+class MissingToolError(SlimqwenError):
+    """A stage's tool is not installed."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one stage came out.
+
+    Attributes:
+        stage: its name.
+        folder: its output in the store.
+        reused: whether it was there already.
+        manifest: of its output; wall time and peak memory are those of the run that made it.
+        bytes_before: size of its input on disk.
+        bytes_after: size of its output on disk.
+        log: what the stage and its libraries printed, in the run that made it.
+    """
+
+    stage: str
+    folder: Path
+    reused: bool
+    manifest: Manifest
+    bytes_before: int
+    bytes_after: int
+    log: Path
+
+
+@dataclass(frozen=True)
+class Change:
+    """An ingredient of a content key that differs; None where one side has no such ingredient."""
+
+    ingredient: str
+    before: str | None
+    after: str | None
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a run would do with one stage, and why.
+
+    Attributes:
+        stage: its name.
+        key: its content key, None while its input is still to be made.
+        reused: whether the store has it.
+        reason: one sentence.
+        changes: where a stage runs although the store has the like: what differs from the nearest such entry.
+    """
+
+    stage: str
+    key: str | None
+    reused: bool
+    reason: str
+    changes: tuple[Change, ...] = ()
+
+
+def run(
+    recipe: Recipe,
+    variant: str,
+    weights: Path,
+    resolve: Callable[[str], Path],
+    until: str | None = None,
+    report: Progress = silent,
+) -> list[Outcome]:
+    """Bring a variant's checkpoint about: reuse the stages that the store has, run the others.
+
+    Args:
+        recipe: what to do.
+        variant: weights/<variant> is linked to the result once the last stage is there.
+        weights: the folder that holds checkpoints and the store.
+        resolve: the recipe's base -> its checkpoint folder, checked.
+        until: the stage after which to end; None for the whole recipe.
+        report: hears each running stage's progress.
+
+    Returns:
+        one outcome a stage, in order.
+
+    Raises:
+        DoesNotFitError: before a stage starts.
+        StageFailedError: a stage broke down; the store is as it was before that stage.
+        NameTakenError: weights/<variant> is not a recipe's to replace.
+        SlimqwenError: whatever a stage itself says of its input and parameters.
+    """
+    link, store = weights / variant, weights / "store"
+    if link.exists() and not link.is_symlink():
+        raise NameTakenError(
+            f"{link} was not made by a recipe; move it away to let the recipe put {variant} there"
+        )
+    store.mkdir(parents=True, exist_ok=True)
+    steps = recipe.steps
+    if until is not None:
+        names = [step.stage.name for step in steps]
+        if until not in names:
+            raise SlimqwenError(f"{recipe.file} has no stage {until}; it has {', '.join(names)}")
+        steps = steps[: names.index(until) + 1]
+    outcomes: list[Outcome] = []
+    with _lock(store / ".lock", fcntl.LOCK_SH, "the store is being cleaned", report):
+        source = resolve(recipe.base)
+        for step in steps:
+            outcome = _ensure(step, source, store, report)
+            outcomes.append(outcome)
+            source = outcome.folder
+        if len(steps) == len(recipe.steps):
+            _point(link, source)
+    return outcomes
+
+
+def status(recipe: Recipe, weights: Path, resolve: Callable[[str], Path]) -> list[Forecast]:
+    """Say for each stage whether a run would reuse it or run it, and which ingredient makes the difference."""
+    store = weights / "store"
+    source: Path | None = resolve(recipe.base)
+    forecasts = []
+    for step in recipe.steps:
+        name = step.stage.name
+        if source is None:
+            forecasts.append(Forecast(name, None, False, "its input will be made anew"))
+            continue
+        ingredients = _ingredients(step, checkpoint.digest(source))
+        key = _key(ingredients)
+        source = store / key
+        if source.is_dir():
+            forecasts.append(Forecast(name, key, True, "nothing that decides its result has changed"))
+            continue
+        source = None
+        nearest = _nearest_entry(name, ingredients, store)
+        if nearest is None:
+            forecasts.append(Forecast(name, key, False, "never made yet"))
+            continue
+        changes = _changes(nearest.ingredients, ingredients)
+        what = ", ".join(change.ingredient for change in changes)
+        forecasts.append(Forecast(name, key, False, f"changed: {what}", changes))
+    return forecasts
+
+
+def clean_store(weights: Path, keep: Iterable[str]) -> int:
+    """Delete the store entries that no variant uses.
+
+    Kept are: every entry that a link under weights points to, the entries that it was made from, and keep.
+
+    Args:
+        weights: the folder that holds checkpoints and the store.
+        keep: further keys, such as those that the variants' recipes would reuse.
+
+    Returns:
+        bytes freed.
+
+    Raises:
+        StoreBusyError: a recipe is running.
+    """
+    store = weights / "store"
+    if not store.is_dir():
+        return 0
+    with (store / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StoreBusyError(f"a recipe is running on {store}; clean it when that has ended") from None
+        entries = {folder.name: folder for folder in store.iterdir() if not folder.name.startswith(".")}
+        made_from = {checkpoint.digest(folder): name for name, folder in entries.items()}
+        linked = [link.resolve().name for link in weights.iterdir() if link.is_symlink()]
+        used, todo = set(), [*linked, *keep]
+        while todo:
+            name = todo.pop()
+            if name in entries and name not in used:
+                used.add(name)
+                todo.append(made_from.get(Manifest.read(entries[name]).ingredients["input"], ""))
+        freed = 0
+        for name in entries.keys() - used:
+            freed += checkpoint.bytes_on_disk(entries[name])
+            checkpoint.withdraw(entries[name])
+            (store / ".locks" / name).unlink(missing_ok=True)
+            for log in (store / ".logs").glob(f"*-{name[:16]}.log"):
+                log.unlink()
+        return freed
+
+
+def _ensure(step: Step, source: Path, store: Path, report: Progress) -> Outcome:
+    """The step's output: from the store, or made now."""
+    stage = step.stage
+    ingredients = _ingredients(step, checkpoint.digest(source, report))
+    key = _key(ingredients)
+    entry, log = store / key, store / ".logs" / f"{stage.name}-{key[:16]}.log"
+    reused = entry.is_dir()
+    if not reused:
+        with _lock(store / ".locks" / key, fcntl.LOCK_EX, f"another run makes {stage.name}", report):
+            reused = entry.is_dir()
+            if not reused:
+                _refuse_what_does_not_fit(step, source, store)
+                log.parent.mkdir(exist_ok=True)
+                with checkpoint.publish(entry) as staging:
+                    started = time.monotonic()
+                    facts, peak = _run_apart(step, source, staging, log, report)
+                    checkpoint.check(staging, f"the stage {stage.name} is defective, its log is {log}")
+                    Manifest(
+                        stage=stage.name,
+                        key=key,
+                        ingredients=ingredients,
+                        files=checkpoint.file_records(staging),
+                        wall_seconds=round(time.monotonic() - started, 3),
+                        peak_memory_bytes=peak,
+                        versions=_versions(stage.packages),
+                        facts=facts,
+                    ).write(staging)
+    if reused:
+        checkpoint.check(entry, _REMOVE_AND_RERUN)
+    manifest = Manifest.read(entry)
+    before, after = checkpoint.bytes_on_disk(source), checkpoint.bytes_on_disk(entry)
+    return Outcome(stage.name, entry, reused, manifest, before, after, log)
+
+
+def _ingredients(step: Step, input_digest: str) -> dict[str, str]:
+    """All that decides the stage's output, by dotted name."""
+    stage = step.stage
+    parameters = _flat("parameters", step.parameters.model_dump(mode="json"))
+    data = {f"data.{name}": digest for name, digest in stage.data(step.parameters).items()}
+    modules = dict.fromkeys((stage.run.__module__, *stage.code))
+    code = {f"code.{module}": source_digest(module) for module in modules}
+    versions = {f"version.{name}": version for name, version in _versions(stage.packages).items()}
+    return {"stage": stage.name, "input": input_digest} | parameters | data | code | versions
+
+
+def _key(ingredients: Mapping[str, str]) -> str:
+    return hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()
+
+
+def _flat(prefix: str, value: Any) -> dict[str, str]:
+    if isinstance(value, dict):
+        return {name: text for key in value for name, text in _flat(f"{prefix}.{key}", value[key]).items()}
+    return {prefix: json.dumps(value)}
+
+
+def _versions(packages: Iterable[str]) -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            raise MissingToolError(f"{package} is not installed; `make install` installs it") from None
+    return versions
+
+
+def _nearest_entry(stage: str, ingredients: Mapping[str, str], store: Path) -> Manifest | None:
+    """The entry of the same stage that shares most ingredients; of equals, the youngest."""
+    made = [Manifest.read(file.parent) for file in _by_age(store.glob(f"[!.]*/{checkpoint.MANIFEST}"))]
+    alike = [manifest for manifest in made if manifest.stage == stage]
+    return min(alike, key=lambda manifest: len(_changes(manifest.ingredients, ingredients)), default=None)
+
+
+def _by_age(files: Iterable[Path]) -> list[Path]:
+    return sorted(files, key=lambda file: file.stat().st_mtime_ns, reverse=True)
+
+
+def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[Change, ...]:
+    names = sorted(before.keys() | after.keys())
+    return tuple(
+        Change(name, before.get(name), after.get(name))
+        for name in names
+        if before.get(name) != after.get(name)
+    )
+
+
+def _refuse_what_does_not_fit(step: Step, source: Path, store: Path) -> None:
+    needs = step.stage.needs(source, step.parameters)
+    free = shutil.disk_usage(store).free
+    available = psutil.virtual_memory().available
+    for what, need, there in (("disk", needs.disk_bytes, free), ("memory", needs.memory_bytes, available)):
+        if need > there:
+            raise DoesNotFitError(
+                f"{step.stage.name} needs about {need / 2**30:.1f} GiB of {what}, {there / 2**30:.1f} GiB are free; "
+                f"free some{', for instance with `make clean-store`' if what == 'disk' else ''}"
+            )
+
+
+def _run_apart(step: Step, source: Path, staging: Path, log: Path, report: Progress) -> tuple[Facts, int]:
+    """Run a stage in a process of its own; its facts and its peak memory in bytes.
+
+    Its prints go to the log and not to a terminal, its memory and a GPU's are given back when it ends, and what
+    kills it does not kill the run.
+    """
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_stage_process, args=(step, source.resolve(), staging, log, sender))
+    child.start()
+    sender.close()
+    try:
+        while True:
+            try:
+                kind, *content = receiver.recv()
+            except EOFError:
+                child.join()
+                raise StageFailedError(_death(step.stage.name, child.exitcode, log)) from None
+            if kind == "progress":
+                report(*content)
+            elif kind == "done":
+                # A stage's libraries may need a moment to let go of a GPU or of processes of their own.
+                child.join(timeout=60)
+                return content[0], content[1]
+            elif kind == "refused":
+                raise content[0]
+            else:
+                raise StageFailedError(f"{step.stage.name} failed: {content[0]}; its log is {log}")
+    finally:
+        if child.is_alive():
+            child.terminate()
+        child.join()
+
+
+def _death(stage: str, exit_code: int | None, log: Path) -> str:
+    cause = f"exit code {exit_code}"
+    if exit_code is not None and exit_code < 0:
+        cause = f"signal {-exit_code}" + (", as when memory runs out" if exit_code == -9 else "")
+    return f"{stage} died ({cause}); its log is {log}"
+
+
+def _stage_process(step: Step, source: Path, staging: Path, log: Path, sender: Connection) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    try:
+        facts = step.stage.run(
+            source, staging, step.parameters, lambda *heard: sender.send(("progress", *heard))
+        )
+        sender.send(("done", facts, _peak_memory()))
+    except SlimqwenError as error:
+        sender.send(("refused", error))
+    except Exception as error:
+        traceback.print_exc()
+        sender.send(("failed", f"{type(error).__name__}: {' '.join(str(error).split())}"))
+    sys.stdout.flush()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    # Nobody will publish the result; exiting at once also skips every clean-up that could touch the store.
+    os._exit(1)
+
+
+def _peak_memory() -> int:
+    """Largest resident size of this process, bytes (the kernel's getrusage figure includes the parent's)."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+
+
+def _point(link: Path, target: Path) -> None:
+    """Make link point to target, replacing what it pointed to in one step."""
+    destination = Path(os.path.relpath(target, link.parent))
+    if link.is_symlink() and link.readlink() == destination:
+        return
+    fresh = link.with_name(f".{link.name}.{secrets.token_hex(4)}")
+    fresh.symlink_to(destination)
+    fresh.replace(link)
+
+
+@contextlib.contextmanager
+def _lock(file: Path, mode: int, why_waiting: str, report: Progress) -> Iterator[None]:
+    """Hold a file lock; the kernel drops it with the process, however that ends."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("w") as handle:
+        try:
+            fcntl.flock(handle, mode | fcntl.LOCK_NB)
+        except BlockingIOError:
+            report(f"waiting: {why_waiting}", 0, 0)
+            fcntl.flock(handle, mode)
+        yield

@@ -1,0 +1,71 @@
+"""What a recipe stage is: a pure function from one checkpoint folder to another, and what decides its result."""
+
+import hashlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from slimqwen.progress import Progress
+
+Facts = dict[str, str | int | float | bool]
+"""What a stage found out on its way, kept in the manifest of its output."""
+
+
+class Parameters(BaseModel):
+    """Base of every stage's parameters: unknown keys are errors, values never change, defaults are checked.
+
+    A field excluded from serialisation (a path) does not enter the content key: `Stage.data` must digest what it
+    points to.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a stage will use at most, by estimate.
+
+    Attributes:
+        disk_bytes: size of its output.
+        memory_bytes: of main memory, all included.
+    """
+
+    disk_bytes: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One kind of stage. Functions must be importable by name: a stage runs in a process of its own.
+
+    Attributes:
+        name: the key under `stages:` in a recipe.yaml.
+        parameters: their schema.
+        run: (source, destination, parameters, progress) -> facts. Reads the checkpoint source, writes a whole
+            checkpoint into the empty folder destination; the same inputs give the same bytes. What it prints
+            goes to the stage's log.
+        needs: (source, parameters) -> estimate; may raise a SlimqwenError for what cannot work, before it starts.
+        data: parameters -> digest of every outside input by name.
+        code: modules whose source decides the result, besides the one that defines `run`.
+        packages: distributions whose versions decide the result.
+    """
+
+    name: str
+    parameters: type[Parameters]
+    run: Callable[[Path, Path, Any, Progress], Facts]
+    needs: Callable[[Path, Any], Needs]
+    data: Callable[[Any], Mapping[str, str]] = lambda parameters: {}
+    code: tuple[str, ...] = ()
+    packages: tuple[str, ...] = ()
+
+
+def source_digest(module: str) -> str:
+    """SHA-256 of a module's source file, found without running the module."""
+    found = importlib.util.find_spec(module)
+    assert found is not None
+    assert found.origin is not None
+    return hashlib.sha256(Path(found.origin).read_bytes()).hexdigest()
