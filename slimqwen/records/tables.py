@@ -1,0 +1,347 @@
+"""Tables generated from records: for the terminal, and for Markdown files that are checked against the records.
+
+A Markdown file asks for one with a pair of comments, and everything between them is generated:
+
+    <!-- table:comparison tiny tiny-awq -->
+    <!-- end -->
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import rich.table
+
+from slimqwen import variant as variants
+from slimqwen.errors import SlimqwenError
+from slimqwen.evaluation import comparison
+from slimqwen.records import store
+
+_BLOCK = re.compile(
+    r"(?P<open><!-- table:(?P<name>[\w-]+)(?P<words>[^\n]*?) -->\n).*?(?P<close><!-- end -->)", re.DOTALL
+)
+_OPENINGS = re.compile(r"<!-- table:")
+_CPU_NOTE = "Measured on a CPU: no CPU figure is evidence about a GPU."
+_MEASURE_NAMES = MappingProxyType(
+    {
+        "exact_match": "exact match",
+        "answer_margin_nats": "answer margin, nats",
+        "bits_per_byte": "bits per byte (less is better)",
+        "ttft_ms": "TTFT",
+        "tpot_ms": "TPOT",
+        "itl_ms": "ITL",
+        "e2el_ms": "E2EL",
+    }
+)
+
+
+class TableError(SlimqwenError):
+    """A Markdown file asks for a table that does not exist, or does not close its block."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells ready to be shown; the first column is text, the others are figures."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...] = ()
+
+    def as_rich(self) -> rich.table.Table:
+        """For a terminal."""
+        shown = rich.table.Table(
+            title=self.title, title_justify="left", caption="\n".join(self.notes) or None
+        )
+        shown.caption_justify = "left"
+        for number, column in enumerate(self.columns):
+            shown.add_column(column, justify="right" if number else "left")
+        for row in self.rows:
+            shown.add_row(*row)
+        return shown
+
+    def as_markdown(self) -> str:
+        """For a README."""
+        lines = [
+            f"**{self.title}**",
+            "",
+            "| " + " | ".join(self.columns) + " |",
+            "|" + "|".join("---:" if number else "---" for number in range(len(self.columns))) + "|",
+            *("| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |" for row in self.rows),
+        ]
+        return "\n".join([*lines, *(["", *(f"{note}  " for note in self.notes)] if self.notes else []), ""])
+
+
+def comparison_tables(first: Path, second: Path) -> list[Table]:
+    """Two variants' folders -> quality, latency and size, paired.
+
+    Where only one kind has been measured for both, the other is left out with a note.
+
+    Raises:
+        MissingRecordError: neither kind has been measured for both.
+        NotComparableError: records exist but do not fit.
+    """
+    tables: list[Table] = []
+    missing: list[store.MissingRecordError] = []
+    for build in (_quality_comparison, _latency_comparison):
+        try:
+            tables += build(first, second)
+        except store.MissingRecordError as error:
+            missing.append(error)
+    if not tables:
+        raise missing[0]
+    if missing:
+        last = tables[-1]
+        tables[-1] = Table(
+            last.title, last.columns, last.rows, (*last.notes, *(f"Not shown: {e}." for e in missing))
+        )
+    return tables
+
+
+def results_table(path: Path) -> Table:
+    """The figures of one record, each with its standard error.
+
+    Raises:
+        RecordError: the record cannot be read.
+    """
+    build = {"quality": _quality_results, "latency": _latency_results}[path.name.partition("_")[0]]
+    return build(path)
+
+
+def results_tables(folder: Path) -> list[Table]:
+    """The latest figures of the variant whose records lie in the folder.
+
+    Raises:
+        MissingRecordError: nothing has been measured.
+    """
+    newest = [next(store.records(folder, kind), None) for kind in ("quality", "latency")]
+    if not any(newest):
+        store.latest(folder, "quality")  # raises, and names the command
+    return [results_table(path) for path in newest if path]
+
+
+def variants_table(root: Path, *, experiments: Path | None = None, with_weights: bool = False) -> Table:
+    """Every variant: hypothesis, baseline, where it stands, its latest figures.
+
+    Args:
+        root: the repository.
+        experiments: where the records lie, instead of experiments/.
+        with_weights: adds whether the checkpoint is on this machine: not for files that are committed.
+
+    Raises:
+        SlimqwenError: a variant or a record cannot be read.
+    """
+    rows = []
+    for name in variants.names(root):
+        variant = variants.load(name, root)
+        stands = store.read_measurements(variant.folder)
+        folder = (experiments or root / "experiments") / name
+        rows.append(
+            (
+                name,
+                variant.hypothesis,
+                variant.baseline or "-",
+                stands["verdict"] or stands["status"],
+                _latest_quality(folder),
+                _latest_latency(folder),
+                *(("yes" if variant.weights.is_dir() else "no",) if with_weights else ()),
+            )
+        )
+    columns = ("variant", "hypothesis", "baseline", "verdict", "quality", "median E2EL, ms")
+    return Table("Variants", (*columns, "weights here") if with_weights else columns, tuple(rows))
+
+
+def rewrite(text: str, build: Callable[[str, list[str]], str]) -> str:
+    """The same Markdown with every table block filled by `build(name, words)`.
+
+    Raises:
+        TableError: a block is not closed by `<!-- end -->`.
+    """
+    if len(_OPENINGS.findall(text)) != len(_BLOCK.findall(text)):
+        raise TableError("a <!-- table:… --> comment lacks its <!-- end -->")
+    return _BLOCK.sub(lambda m: m["open"] + build(m["name"], m["words"].split()) + m["close"], text)
+
+
+def build_markdown(root: Path, name: str, words: list[str]) -> str:
+    """One block's content.
+
+    Raises:
+        TableError: no table of that name takes these words.
+        SlimqwenError: a record that it needs is missing or damaged.
+    """
+    builders: Mapping[tuple[str, int], Callable[..., Iterable[Table]]] = {
+        ("variants", 0): lambda: [variants_table(root)],
+        ("results", 1): lambda name: results_tables(root / "experiments" / name),
+        ("comparison", 2): lambda a, b: comparison_tables(root / "experiments" / a, root / "experiments" / b),
+    }
+    build = builders.get((name, len(words)))
+    if build is None:
+        raise TableError(
+            f"no table {' '.join([name, *words])!r}; there is: variants, results VARIANT, comparison A B"
+        )
+    return "\n".join(table.as_markdown() for table in build(*words))
+
+
+def markdown_files(root: Path) -> list[Path]:
+    """The files whose table blocks are generated."""
+    return [
+        file
+        for pattern in ("README.md", "docs/**/*.md", "experiments/*/README.md")
+        for file in sorted(root.glob(pattern))
+    ]
+
+
+def outdated(root: Path) -> dict[Path, str]:
+    """Files whose tables differ from what the records generate -> what they should contain.
+
+    Raises:
+        TableError: names the file with a bad block.
+        SlimqwenError: a record is missing or damaged.
+    """
+    wrong = {}
+    for file in markdown_files(root):
+        text = file.read_text(encoding="utf-8")
+        try:
+            fresh = rewrite(text, lambda name, words: build_markdown(root, name, words))
+        except TableError as error:
+            raise TableError(f"{file.relative_to(root)}: {error}") from error
+        if fresh != text:
+            wrong[file] = fresh
+    return wrong
+
+
+def _quality_comparison(first: Path, second: Path) -> list[Table]:
+    paths = comparison.quality_pair(first, second)
+    a, b = (store.read(path) for path in paths)
+    rows = [
+        (
+            row.task,
+            _MEASURE_NAMES.get(row.measure, row.measure),
+            f"{row.first:.3f}",
+            f"{row.second:.3f}",
+            f"{row.difference.value:+.3f}",
+            f"{row.difference.standard_error:.3f}",
+            f"{row.difference.low:+.3f} to {row.difference.high:+.3f}",
+            _p_value(row.discordance.p_value) if row.discordance else "-",
+            str(row.difference.count),
+        )
+        for row in comparison.compare_quality(*paths)
+    ]
+    columns = (
+        "task", "measure", a["variant"], b["variant"],
+        "difference", "standard error", "95 % interval", "McNemar p", "items",
+    )  # fmt: skip
+    sizes = [record["provenance"]["checkpoint"]["size_bytes"] for record in (a, b)]
+    size = f"Checkpoints on disk: {sizes[0] / 1e6:,.1f} MB and {sizes[1] / 1e6:,.1f} MB, {sizes[0] / sizes[1]:.2f}x."
+    title = f"Quality: {a['variant']} and {b['variant']}, paired by item"
+    return [Table(title, columns, tuple(rows), (size, *(_source(path) for path in paths)))]
+
+
+def _latency_comparison(first: Path, second: Path) -> list[Table]:
+    paths = comparison.latency_pair(first, second)
+    a, b = (store.read(path) for path in paths)
+    rows = [
+        (
+            f"{row.prompt_class} {row.prompt_tokens} -> {row.output_tokens}",
+            _MEASURE_NAMES[row.measure],
+            f"{row.first_ms:,.1f}",
+            f"{row.second_ms:,.1f}",
+            f"{row.speedup.value:.2f}x",
+            f"{row.speedup.low:.2f} to {row.speedup.high:.2f}",
+            str(min(r["classes"][row.prompt_class]["request_count"] for r in (a, b))),
+        )
+        for row in comparison.compare_latency(*paths)
+    ]
+    columns = (
+        "class, tokens", "median", f"{a['variant']}, ms", f"{b['variant']}, ms",
+        f"speed-up of {b['variant']}", "95 % interval", "requests",
+    )  # fmt: skip
+    paired = "in turns" if a["run"] == b["run"] else "one after the other, not in turns"
+    notes = [f"On {_hardware(a)}, {paired}; intervals by bootstrap over requests."]
+    if not a["provenance"]["hardware"]["gpus"]:
+        notes.append(_CPU_NOTE)
+    title = f"Latency: {a['variant']} and {b['variant']}"
+    return [Table(title, columns, tuple(rows), (*notes, *(_source(path) for path in paths)))]
+
+
+def _quality_results(path: Path) -> Table:
+    record = store.read(path)
+    rows = [
+        (
+            task,
+            _MEASURE_NAMES.get(row["measure"], row["measure"]),
+            f"{row['value']:.3f}",
+            f"{row['standard_error']:.3f}",
+            f"{row['item_count']} of {row['available_count']}",
+            "-" if row["truncated_count"] is None else str(row["truncated_count"]),
+            "-" if row["empty_count"] is None else str(row["empty_count"]),
+        )
+        for task, row in record["tasks"].items()
+    ]
+    columns = ("task", "measure", "score", "standard error", "items", "cut short", "empty")
+    return Table(f"Quality of {record['variant']}", columns, tuple(rows), (_source(path),))
+
+
+def _latency_results(path: Path) -> Table:
+    record = store.read(path)
+    measures = ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms")
+    rows = [
+        (
+            f"{name} {row['prompt_tokens']} -> {row['output_tokens']}",
+            *(f"{row[m]['mean']:,.1f} ± {row[m]['standard_error']:,.1f}" for m in measures),
+            f"{row['output_throughput_tokens_per_s']:,.0f}",
+            f"{row['acceptance']['length']:.2f}" if row["acceptance"] else "-",
+            f"{row['request_count']} ({row['failure_count']} failed)",
+        )
+        for name, row in record["classes"].items()
+    ]
+    columns = (
+        "class, tokens", *(f"{_MEASURE_NAMES[m]}, ms" for m in measures),
+        "output tokens/s", "acceptance length", "requests",
+    )  # fmt: skip
+    notes = [f"Means ± standard errors, on {_hardware(record)}."]
+    if not record["provenance"]["hardware"]["gpus"]:
+        notes.append(_CPU_NOTE)
+    return Table(f"Latency of {record['variant']}", columns, tuple(rows), (*notes, _source(path)))
+
+
+def _latest_quality(folder: Path) -> str:
+    path = next(store.records(folder, "quality"), None)
+    if path is None:
+        return "-"
+    record = store.read(path)
+    prefix = f"{record['suite']}_"
+    return ", ".join(
+        f"{task.removeprefix(prefix)} {row['value']:.3f}±{row['standard_error']:.3f}"
+        for task, row in record["tasks"].items()
+    )
+
+
+def _latest_latency(folder: Path) -> str:
+    path = next(store.records(folder, "latency"), None)
+    if path is None:
+        return "-"
+    record = store.read(path)
+    figures = ", ".join(f"{name} {row['e2el_ms']['median']:,.0f}" for name, row in record["classes"].items())
+    return f"{figures} ({_hardware(record)})"
+
+
+def _hardware(record: store.Record) -> str:
+    hardware = record["provenance"]["hardware"]
+    if hardware["gpus"]:
+        return ", ".join(gpu["name"] for gpu in hardware["gpus"])
+    return f"{hardware['cpu_count']} CPUs of {hardware['cpu_model']}"
+
+
+def _source(path: Path) -> str:
+    record = store.read(path)
+    known = record["provenance"]
+    commit = (known["git"]["commit"] or "none")[:10] + ("+changes" if known["git"]["dirty"] else "")
+    vllm = known["packages"].get("vllm", "?")
+    return f"{record['variant']}/{path.name}: `{known['command']}`, commit {commit}, vLLM {vllm}, {_hardware(record)}."
+
+
+def _p_value(p: float) -> str:
+    return "<0.001" if p < 0.001 else f"{p:.3f}"

@@ -1,0 +1,131 @@
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slimqwen.records import provenance
+
+ROOT = Path("/home/someone/slimqwen")
+names = st.text("abcxyz019._-", min_size=1, max_size=12)
+paths = st.one_of(
+    st.lists(names, min_size=1, max_size=4).map(lambda parts: str(ROOT.joinpath(*parts))),
+    st.lists(names, min_size=1, max_size=4).map(lambda parts: "/tmp/" + "/".join(parts)),
+)
+values = st.recursive(
+    st.one_of(paths, st.integers(), st.booleans(), st.text(max_size=10).filter(lambda t: "/" not in t)),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(names, inner, max_size=3)),
+)
+
+
+@given(values)
+def test_no_place_on_this_machine_is_left(value):
+    text = json.dumps(provenance.portable(value, ROOT))
+    assert "/home/" not in text
+    assert "/tmp/" not in text
+
+
+@pytest.mark.parametrize(
+    ("value", "portable"),
+    [
+        (f"{ROOT}/weights/tiny", "weights/tiny"),
+        (ROOT / "weights" / "tiny", "weights/tiny"),
+        ("/opt/weights/tiny", ".../tiny"),
+        ({"model": f"{ROOT}/weights/tiny", "max-num-seqs": 8}, {"model": "weights/tiny", "max-num-seqs": 8}),
+        ("--limit", "--limit"),
+        (str(ROOT), "."),
+    ],
+)
+def test_paths_become_relative_to_the_repository(value, portable):
+    assert provenance.portable(value, ROOT) == portable
+
+
+@pytest.mark.parametrize("name", ["VLLM_API_KEY", "HF_TOKEN", "aws_secret_access_key", "DB_PASSWORD"])
+def test_secrets_are_redacted(name):
+    assert "hunter2" not in str(provenance.redacted({name: "hunter2", "OMP_NUM_THREADS": "2"}))
+    assert provenance.redacted({"OMP_NUM_THREADS": "2"}) == {"OMP_NUM_THREADS": "2"}
+
+
+@pytest.fixture
+def repository(tmp_path):
+    def git(*words):
+        subprocess.run(
+            ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@example.org", *words],
+            check=True,
+            capture_output=True,
+        )
+
+    (tmp_path / "code.py").write_text("1\n")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "first")
+    return tmp_path
+
+
+def test_a_fresh_record_does_not_make_the_tree_dirty(repository):
+    clean = provenance.git_state(repository)
+    assert len(clean["commit"]) == 40
+    (repository / "experiments" / "tiny").mkdir(parents=True)
+    (repository / "experiments" / "tiny" / "quality_2026-01-01T000000Z.json").write_text("{}")
+    (repository / "experiments" / "tiny" / "quality_2026-01-01T000000Z.items.jsonl").write_text("{}")
+    (repository / "README.md").write_text("a table")
+    assert clean["dirty"] is False
+    assert provenance.git_state(repository) == clean
+
+
+@pytest.mark.parametrize("change", ["code.py", "new.py", "experiments/tiny/config.env"])
+def test_changed_code_makes_the_tree_dirty(repository, change):
+    (repository / change).parent.mkdir(parents=True, exist_ok=True)
+    (repository / change).write_text("2\n")
+    assert provenance.git_state(repository)["dirty"] is True
+
+
+def test_outside_a_checkout_the_commit_is_unknown(tmp_path):
+    assert provenance.git_state(tmp_path) == {"commit": None, "dirty": None}
+
+
+def test_versions_and_hardware_of_this_machine_are_found():
+    assert {"python", "vllm", "torch", "lm_eval", "transformers"} <= set(provenance.package_versions())
+    hardware = provenance.hardware()
+    assert hardware["cpu_count"] >= 1
+    assert hardware["memory_bytes"] > 2**30
+    assert hardware["cpu_model"]
+
+
+def describe(root, weights, datasets):
+    return provenance.describe(
+        root=root,
+        command=[str(root / "scripts" / "eval_quality.py"), "--variant", "tiny"],
+        started=provenance.utc_now(),
+        flags={"model": str(weights), "max-num-seqs": 8},
+        environment={"VLLM_CACHE_ROOT": str(root / ".cache" / "vllm"), "HF_TOKEN": "hunter2"},
+        weights=weights,
+        datasets=datasets,
+        seeds={"lm_eval": 1234},
+        server="started",
+    )
+
+
+def test_a_described_run_can_be_repeated_elsewhere(repository):
+    weights = repository / "weights" / "tiny"
+    weights.mkdir(parents=True)
+    (weights / "config.json").write_text("{}")
+    items = repository / "eval" / "items.jsonl"
+    items.parent.mkdir()
+    items.write_text("{}\n")
+    described = describe(repository, weights, [items])
+    assert described["command"] == "python scripts/eval_quality.py --variant tiny"
+    assert described["checkpoint"]["path"] == described["flags"]["model"] == "weights/tiny"
+    assert described["checkpoint"]["size_bytes"] == 2
+    assert list(described["datasets"]) == ["eval/items.jsonl"]
+    assert str(repository) not in json.dumps(described)
+    assert "hunter2" not in json.dumps(described)
+
+
+def test_a_data_file_that_is_gone_is_named(repository):
+    weights = repository / "weights"
+    weights.mkdir()
+    with pytest.raises(provenance.ProvenanceError, match=r"gone\.jsonl"):
+        describe(repository, weights, [repository / "gone.jsonl"])
