@@ -1,0 +1,50 @@
+"""Time variants over a workload, in turns, and write experiments/<variant>/latency_<time>.json for each."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import _console
+
+from slimqwen import variant
+from slimqwen.evaluation import latency
+from slimqwen.records import tables
+
+
+def main() -> int:
+    """Parse, measure, show."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--variant", required=True, nargs="+", help="several take turns on fresh servers: A B A B"
+    )
+    parser.add_argument(
+        "--workload", default="classes", help="a file of eval/workloads/ (default: %(default)s)"
+    )
+    parser.add_argument("--rounds", type=int, help="instead of the workload's")
+    parser.add_argument(
+        "--records-dir", type=Path, help="write to DIR/<variant>/ instead of experiments/<variant>/"
+    )
+    parser.add_argument("--port", type=int, help="of the servers, running or to be started")
+    arguments = parser.parse_args()
+
+    chosen = [variant.load(name) for name in arguments.variant]
+    workload = latency.load_workload(arguments.workload, variant.repository_root())
+    folders = [arguments.records_dir / one.name for one in chosen] if arguments.records_dir else None
+    with _console.progress_bar() as progress:
+        paths = latency.measure(
+            chosen,
+            workload,
+            command=sys.argv,
+            rounds=arguments.rounds,
+            port=arguments.port,
+            records_folders=folders,
+            progress=progress,
+        )
+    for path in paths:
+        _console.console.print(tables.results_table(path).as_rich())
+        _console.console.print(f"record: {path}", soft_wrap=True)
+    return 0
+
+
+if __name__ == "__main__":
+    _console.run(main)

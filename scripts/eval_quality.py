@@ -1,0 +1,46 @@
+"""Score a variant over a suite and write experiments/<variant>/quality_<time>.json."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import _console
+
+from slimqwen import variant
+from slimqwen.evaluation import quality
+from slimqwen.records import tables
+
+
+def main() -> int:
+    """Parse, measure, show."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--variant", required=True)
+    parser.add_argument("--suite", default="tinyworld", help="a file of eval/suites/ (default: %(default)s)")
+    extent = parser.add_mutually_exclusive_group()
+    extent.add_argument("--limit", type=int, help="first items of each task (default: the suite's sample)")
+    extent.add_argument("--full", action="store_true", help="all items")
+    parser.add_argument(
+        "--records-dir", type=Path, help="write to DIR/<variant>/ instead of experiments/<variant>/"
+    )
+    parser.add_argument("--port", type=int, help="of the server, running or to be started")
+    arguments = parser.parse_args()
+
+    chosen = variant.load(arguments.variant)
+    suite = quality.load_suite(arguments.suite, chosen.root)
+    with _console.progress_bar() as progress:
+        path = quality.measure(
+            chosen,
+            suite,
+            command=sys.argv,
+            limit=None if arguments.full else arguments.limit or suite.sample_items,
+            port=arguments.port,
+            records_folder=arguments.records_dir and arguments.records_dir / chosen.name,
+            progress=progress,
+        )
+    _console.console.print(tables.results_table(path).as_rich())
+    _console.console.print(f"record: {path}", soft_wrap=True)
+    return 0
+
+
+if __name__ == "__main__":
+    _console.run(main)

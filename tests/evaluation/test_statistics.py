@@ -1,0 +1,119 @@
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from slimqwen.evaluation import statistics
+
+scores = st.lists(st.floats(-100, 100), min_size=2, max_size=40)
+answers = st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=60)
+
+
+@given(scores)
+def test_unweighted_mean_has_the_textbook_standard_error(values):
+    estimate = statistics.mean(values)
+    assert estimate.value == pytest.approx(np.mean(values), abs=1e-9)
+    assert estimate.standard_error == pytest.approx(stats.sem(values), abs=1e-9)
+    assert estimate.count == len(values)
+
+
+def test_weighted_mean_is_total_over_total():
+    # Three documents of 10, 30 and 60 bytes with 20, 30 and 90 bits.
+    estimate = statistics.mean([2.0, 1.0, 1.5], [10, 30, 60])
+    assert estimate.value == pytest.approx(140 / 100)
+    assert estimate.standard_error == pytest.approx(math.sqrt(1.5 * (6**2 + 12**2 + 6**2)) / 100)
+
+
+@given(scores, st.floats(0.1, 50))
+def test_scale_of_the_weights_does_not_matter(values, factor):
+    weights = np.arange(1, len(values) + 1)
+    plain, scaled = statistics.mean(values, weights), statistics.mean(values, weights * factor)
+    assert scaled.value == pytest.approx(plain.value, abs=1e-9)
+    assert scaled.standard_error == pytest.approx(plain.standard_error, abs=1e-9)
+
+
+@pytest.mark.parametrize("values", [[], [1.0]])
+def test_one_item_has_no_standard_error(values):
+    with pytest.raises(statistics.TooFewItemsError, match="at least 2"):
+        statistics.mean(values)
+
+
+def test_paired_difference_sees_what_unpaired_scores_hide():
+    first = np.linspace(0, 100, 50)
+    difference = statistics.paired_difference(first, first + 0.5 + 0.01 * np.sin(first))
+    assert difference.low > 0.49
+    assert difference.high < 0.51
+    assert difference.standard_error < 0.01 < stats.sem(first)
+
+
+@settings(max_examples=15, deadline=None)
+@given(scores)
+def test_paired_difference_with_itself_is_zero(values):
+    difference = statistics.paired_difference(values, values)
+    assert (difference.value, difference.standard_error, difference.low, difference.high) == (0, 0, 0, 0)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.tuples(st.floats(-5, 5), st.floats(-5, 5)), min_size=3, max_size=30))
+def test_paired_difference_changes_sign_with_the_order(pairs):
+    first, second = map(list, zip(*pairs, strict=True))
+    forth, back = statistics.paired_difference(first, second), statistics.paired_difference(second, first)
+    assert back.value == pytest.approx(-forth.value, abs=1e-12)
+    assert (back.low, back.high) == pytest.approx(
+        (-forth.high, -forth.low), abs=0.2 * forth.standard_error + 1e-9
+    )
+
+
+def test_bootstrap_interval_agrees_with_the_normal_one_and_never_changes():
+    chance = np.random.default_rng(1)
+    first = chance.normal(size=400)
+    second = first + chance.normal(0.1, 1.0, size=400)
+    difference = statistics.paired_difference(first, second)
+    assert difference == statistics.paired_difference(first, second)
+    normal = stats.norm.interval(0.95, difference.value, difference.standard_error)
+    assert (difference.low, difference.high) == pytest.approx(normal, abs=0.02)
+
+
+def test_weights_count_in_the_difference():
+    difference = statistics.paired_difference([0, 0, 0], [1, 0, 0], [8, 1, 1])
+    assert difference.value == pytest.approx(0.8)
+
+
+@given(answers)
+def test_mcnemar_is_the_binomial_test_of_the_discordant_pairs(pairs):
+    first, second = map(list, zip(*pairs, strict=True))
+    result = statistics.mcnemar(first, second)
+    discordant = result.only_first + result.only_second
+    assert discordant == sum(a != b for a, b in pairs)
+    expected = stats.binomtest(result.only_second, discordant).pvalue if discordant else 1.0
+    assert result.p_value == pytest.approx(expected)
+
+
+def test_mcnemar_of_a_known_table():
+    first = [True] * 10 + [False] * 2 + [True] * 30
+    second = [False] * 10 + [True] * 2 + [True] * 30
+    result = statistics.mcnemar(first, second)
+    assert (result.only_first, result.only_second) == (10, 2)
+    assert result.p_value == pytest.approx(2 * sum(math.comb(12, k) for k in range(3)) / 2**12)
+
+
+def test_ratio_of_medians_covers_the_true_ratio():
+    chance = np.random.default_rng(2)
+    ratio = statistics.ratio_of_medians(chance.normal(200, 10, 80), chance.normal(100, 10, 60))
+    assert ratio.value == pytest.approx(2, abs=0.1)
+    assert ratio.low < 2 < ratio.high
+    assert ratio.high - ratio.low < 0.3
+
+
+@pytest.mark.parametrize(("count", "percentiles"), [(9, []), (10, [90]), (99, [90]), (100, [90, 99])])
+def test_a_percentile_is_offered_only_where_a_request_lies_beyond_it(count, percentiles):
+    assert statistics.supported_percentiles(count) == percentiles
+
+
+@pytest.mark.parametrize("pair", [statistics.paired_difference, statistics.mcnemar])
+def test_unequal_sides_cannot_be_paired(pair):
+    with pytest.raises(ValueError, match=r"differ in number|shorter"):
+        pair([1, 0, 1], [1, 0])
