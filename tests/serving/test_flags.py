@@ -1,0 +1,129 @@
+import pytest
+
+from slimqwen import variant
+from slimqwen.serving import flags
+from slimqwen.serving.flags import FlagError
+
+
+@pytest.fixture
+def resolve(add_variant, tmp_path):
+    """Resolve a variant of the given lines, on top of a minimal one."""
+
+    def resolved(*lines):
+        add_variant("v", "VLLM_MODEL=weights/v\n" + "".join(f"{line}\n" for line in lines))
+        return flags.resolve(variant.load("v", tmp_path))
+
+    return resolved
+
+
+@pytest.mark.parametrize("name", variant.names())
+def test_every_committed_variant_is_accepted_by_the_installed_vllm(name):
+    resolved = flags.resolve(variant.load(name))
+
+    options = {option for action in flags._parser()._actions for option in action.option_strings}
+    given = [word for flag in resolved.flags.values() for word in flag.argv if word.startswith("--")]
+    assert given
+    assert set(given) <= options
+    parsed = flags._parser().parse_args([word for flag in resolved.flags.values() for word in flag.argv])
+    assert parsed.served_model_name == ["default"]
+    assert parsed.port == 8080
+
+
+def test_switches_lists_json_and_numbers_become_the_words_that_vllm_expects(resolve):
+    resolved = resolve(
+        "VLLM_ENABLE_PREFIX_CACHING=0",
+        "VLLM_ENFORCE_EAGER=1",
+        "VLLM_CUDAGRAPH_CAPTURE_SIZES=5,10, 15",
+        'VLLM_SPECULATIVE_CONFIG=\'{"method": "mtp", "num_speculative_tokens": 4}\'',
+        "VLLM_MAX_NUM_SEQS=8",
+        "VLLM_DISABLE_LOG_STATS=0",
+        "VLLM_HEADLESS=1",
+    )
+
+    words = {name: flag.argv for name, flag in resolved.flags.items()}
+    assert words["enable-prefix-caching"] == ("--no-enable-prefix-caching",)
+    assert words["enforce-eager"] == ("--enforce-eager",)
+    assert words["cudagraph-capture-sizes"] == ("--cudagraph-capture-sizes", "5", "10", "15")
+    assert words["speculative-config"][1] == '{"method": "mtp", "num_speculative_tokens": 4}'
+    assert words["disable-log-stats"] == ()
+    assert words["headless"] == ("--headless",)
+    assert resolved.flags["cudagraph-capture-sizes"].value == [5, 10, 15]
+    assert resolved.flags["speculative-config"].value["num_speculative_tokens"] == 4
+    assert resolved.flags["max-num-seqs"].value == 8
+
+
+def test_names_that_vllm_or_torch_read_pass_into_the_environment(resolve):
+    resolved = resolve("VLLM_CPU_KVCACHE_SPACE=1", "OMP_NUM_THREADS=2", "TORCHINDUCTOR_COMPILE_THREADS=1")
+
+    assert dict(resolved.environment) == {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "OMP_NUM_THREADS": "2",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    }
+
+
+def test_a_flag_beats_the_environment_variable_of_the_same_name(resolve):
+    resolved = resolve("VLLM_PORT=8081")
+
+    assert resolved.flags["port"].value == 8081
+    assert "VLLM_PORT" not in resolved.environment
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("VLLM_MAX_NUM_SEQ=8", r"VLLM_MAX_NUM_SEQ is neither.*did you mean VLLM_MAX_NUM_SEQS\?"),
+        ("VLLM_MAX_NUM_SEQ=", r"VLLM_MAX_NUM_SEQ is neither.*did you mean VLLM_MAX_NUM_SEQS\?"),
+        ("VLLM_NO_ENABLE_PREFIX_CACHING=1", r"did you mean VLLM_ENABLE_PREFIX_CACHING\?"),
+        ("SOMETHING_ELSE=1", r"SOMETHING_ELSE is neither a flag nor an environment variable of vLLM"),
+        ("VLLM_API_KEY=abc", r"VLLM_API_KEY is a secret; export it"),
+        ("HF_TOKEN=abc", r"HF_TOKEN is a secret"),
+        ("VLLM_ENFORCE_EAGER=yes", r"a switch takes 1 or 0"),
+        ("VLLM_MAX_NUM_SEQS=x", r"VLLM_MAX_NUM_SEQS=x: vLLM refuses it"),
+        ("VLLM_MAX_NUM_SEQS=0", r"greater than or equal to 1"),
+        ("VLLM_GPU_MEMORY_UTILIZATION=7", r"less than or equal to 1"),
+        ("VLLM_BLOCK_SIZE=-3", r"greater than 0"),
+        ("VLLM_KV_CACHE_DTYPE=fp9", r"invalid choice: 'fp9'"),
+        ("VLLM_CUDAGRAPH_CAPTURE_SIZES=5,x", r"invalid int value: 'x'"),
+        ("VLLM_SPECULATIVE_CONFIG={", r"is not JSON"),
+        (
+            "VLLM_SPECULATIVE_CONFIG='{\"num_speculative_token\": 4}'",
+            r"did you mean 'num_speculative_tokens'\?",
+        ),
+        (
+            "VLLM_SPECULATIVE_CONFIG='{\"num_speculative_tokens\": -4}'",
+            r"num_speculative_tokens: .*greater than 0",
+        ),
+        ("VLLM_COMPILATION_CONFIG='{\"pass_conf\": {}}'", r"did you mean 'pass_config'\?"),
+        ('VLLM_COMPILATION_CONFIG=\'{"pass_config": {"fuse_everything": true}}\'', r"fuse_everything"),
+    ],
+)
+def test_a_line_that_vllm_would_not_take_is_refused_with_its_place(resolve, line, message):
+    with pytest.raises(FlagError, match=message) as caught:
+        resolve(line)
+    assert str(caught.value).startswith("experiments/v/config.env:2: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_values_that_fit_alone_but_not_together_are_refused(resolve):
+    with pytest.raises(
+        FlagError, match=r"max_num_batched_tokens \(4\) must be greater than or equal to max_num_seqs"
+    ):
+        resolve("VLLM_MAX_MODEL_LEN=64", "VLLM_MAX_NUM_SEQS=8", "VLLM_MAX_NUM_BATCHED_TOKENS=4")
+
+
+def test_two_names_of_one_flag_are_refused(resolve):
+    with pytest.raises(FlagError, match="is the same flag as VLLM_GPU_MEMORY_UTILIZATION"):
+        resolve("VLLM_GPU_MEMORY_UTILIZATION=0.9", "VLLM_DEVICE_MEMORY_UTILIZATION=0.8")
+
+
+def test_a_key_that_parses_as_a_prefix_only_is_not_known():
+    """argparse would take --max-num-seq for --max-num-seqs: the table must not."""
+    assert flags._parser().parse_args(["--max-num-seq", "8"]).max_num_seqs == 8
+    assert "VLLM_MAX_NUM_SEQ" not in flags.options()
+
+
+def test_resolving_twice_gives_the_same(resolve, tmp_path):
+    first = resolve("VLLM_MAX_NUM_SEQS=8")
+
+    assert first == flags.resolve(variant.load("v", tmp_path))

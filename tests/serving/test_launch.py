@@ -1,0 +1,260 @@
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import httpx
+import psutil
+import pytest
+
+from slimqwen import variant
+from slimqwen.checkpoint import CorruptCheckpointError, MissingCheckpointError
+from slimqwen.serving import launch
+from slimqwen.tinyworld.model import write_random_checkpoint
+
+SERVABLE = "VLLM_MODEL=weights/v\nVLLM_HOST=127.0.0.1\nVLLM_PORT=8080\nVLLM_CPU_KVCACHE_SPACE=1\n"
+
+
+@pytest.fixture
+def servable(add_variant, tmp_path):
+    """A variant with a checkpoint of random weights, resolved for a CPU."""
+
+    def make(*lines, port=None):
+        if not (tmp_path / "experiments/v").exists():
+            add_variant("v", SERVABLE + "".join(f"{line}\n" for line in lines))
+            write_random_checkpoint(tmp_path / "weights/v", seed=0)
+        return launch.resolve(variant.load("v", tmp_path), port=port or launch.free_port(), platform="cpu")
+
+    return make
+
+
+def _reference_words(name, platform):
+    return list(launch.resolve(variant.load(name), platform=platform).argv)
+
+
+def test_the_best_reference_variant_has_the_reference_flags_on_a_gpu():
+    words = _reference_words("cyankiwi-seq8-best", None)
+
+    def value(option, count=1):
+        at = words.index(option) + 1
+        return words[at : at + count]
+
+    assert json.loads(value("--speculative-config")[0]) == {"method": "mtp", "num_speculative_tokens": 4}
+    assert value("--max-num-seqs") == ["8"]
+    assert value("--cudagraph-capture-sizes", 8) == ["5", "10", "15", "20", "25", "30", "35", "40"]
+    assert value("--kv-cache-dtype") == ["fp8"]
+    assert value("--max-num-batched-tokens") == ["2048"]
+    assert value("--max-model-len") == ["13312"]
+    assert value("--dtype") == ["float16"]
+    assert {"--enable-chunked-prefill", "--enable-prefix-caching", "--language-model-only"} <= set(words)
+    assert "--quantization" not in words
+    assert "--enforce-eager" not in words
+
+
+@pytest.mark.parametrize("name", [name for name in variant.names() if name.startswith("cyankiwi")])
+def test_graph_sizes_are_draft_tokens_and_one_times_every_batch(name):
+    chosen = launch.resolve(variant.load(name)).flags
+
+    step = chosen["speculative-config"]["num_speculative_tokens"] + 1
+    assert chosen["cudagraph-capture-sizes"] == [step * n for n in range(1, chosen["max-num-seqs"] + 1)]
+
+
+def test_on_a_cpu_gpu_settings_are_left_out_and_said():
+    command = launch.resolve(variant.load("cyankiwi-seq8-best"), platform="cpu")
+
+    assert {line.key: line.instead for line in command.left_out} == {
+        "VLLM_DTYPE": "bfloat16",
+        "VLLM_ENABLE_PREFIX_CACHING": "0",
+        "VLLM_CUDAGRAPH_CAPTURE_SIZES": None,
+        "VLLM_GPU_MEMORY_UTILIZATION": None,
+        "VLLM_COMPILATION_CONFIG": None,
+    } | ({} if launch.machine.has_avx512() else {"VLLM_KV_CACHE_DTYPE": None})
+    assert command.argv[command.argv.index("--dtype") + 1] == "bfloat16"
+    assert "--no-enable-prefix-caching" in command.argv
+    assert "--cudagraph-capture-sizes" not in command.argv
+    assert command.argv.count("--enforce-eager") == 1
+
+
+def test_a_variant_that_asks_to_compile_on_a_cpu_is_not_made_eager(servable):
+    assert "--no-enforce-eager" in servable("VLLM_ENFORCE_EAGER=0").argv
+
+
+def test_variants_with_other_flags_never_share_a_compile_cache():
+    shallow, deep = (
+        launch.resolve(variant.load(name), platform="cuda")
+        for name in ("cyankiwi-seq8", "cyankiwi-seq8-best")
+    )
+    again = launch.resolve(variant.load("cyankiwi-seq8"), platform="cuda", port=9999)
+
+    assert shallow.environment["VLLM_CACHE_ROOT"] != deep.environment["VLLM_CACHE_ROOT"]
+    assert shallow.environment["VLLM_CACHE_ROOT"] == again.environment["VLLM_CACHE_ROOT"]
+
+
+def test_stray_vllm_variables_of_the_shell_do_not_reach_the_server_but_the_key_does(servable, monkeypatch):
+    monkeypatch.setenv("VLLM_PLUGINS", "nothing")
+    monkeypatch.setenv("VLLM_API_KEY", "sesame")
+    command = servable()
+
+    environment = command.process_environment()
+
+    assert "VLLM_PLUGINS" not in environment
+    assert environment["VLLM_API_KEY"] == "sesame"
+    assert "sesame" not in command.as_shell()
+
+
+def test_missing_weights_name_the_command_that_makes_them(add_variant, tmp_path):
+    config = add_variant("v", SERVABLE)
+    (config.parent / "recipe.yaml").write_text("description: …\n")
+    command = launch.resolve(variant.load("v", tmp_path), platform="cpu")
+
+    with pytest.raises(MissingCheckpointError, match="make recipe VARIANT=v"):
+        launch.check(command)
+    (tmp_path / "weights/v").mkdir(parents=True)
+    with pytest.raises(MissingCheckpointError, match="make recipe VARIANT=v"):
+        launch.check(command)
+
+
+def test_a_truncated_checkpoint_is_refused_before_vllm_starts(servable, tmp_path):
+    command = servable()
+    launch.check(command)
+    tensors = tmp_path / "weights/v/model.safetensors"
+    os.truncate(tensors, tensors.stat().st_size - 1000)
+
+    with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors"):
+        launch.check(command)
+
+
+def test_a_port_in_use_is_refused(servable):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        command = servable(port=taken.getsockname()[1])
+
+        with pytest.raises(launch.PortInUseError, match=rf"127\.0\.0\.1:{command.port}.*PORT=8081"):
+            launch.check(command)
+
+
+def test_an_impossible_port_is_refused(servable):
+    with pytest.raises(launch.PortInUseError, match="99999"):
+        launch.check(servable(port=99999))
+
+
+def test_too_little_memory_is_refused_with_what_is_needed(servable):
+    command = servable()
+    greedy = dataclasses.replace(
+        command, environment=dict(command.environment) | {"VLLM_CPU_KVCACHE_SPACE": "10000"}
+    )
+
+    with pytest.raises(launch.MemoryShortError, match=r"needs 1000\d\.\d GiB .*lower VLLM_CPU_KVCACHE_SPACE"):
+        launch.check(greedy)
+
+
+def test_more_context_than_the_checkpoint_has_is_refused(servable, tmp_path):
+    command = servable("VLLM_MAX_MODEL_LEN=1000000")
+
+    with pytest.raises(
+        launch.ContextTooLongError, match=r"config.env:5: VLLM_MAX_MODEL_LEN=1000000.*set at most"
+    ):
+        launch.check(command)
+
+
+def test_a_variant_for_a_gpu_is_refused_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(launch.machine, "detect", lambda: "cpu")
+
+    with pytest.raises(launch.PlatformError, match="needs a GPU and there is none here"):
+        launch.check(launch.resolve(variant.load("cyankiwi")))
+
+
+def test_a_server_that_dies_at_start_is_an_error_that_quotes_its_log(servable, tmp_path, monkeypatch):
+    command = servable()
+    monkeypatch.setattr(launch, "check", lambda command: None)
+    (tmp_path / "weights/v/config.json").write_text("{}")
+    log = tmp_path / "vllm.log"
+
+    with (
+        pytest.raises(launch.ServerFailedError, match=r"before it was ready: .*Error.*vllm\.log"),
+        launch.serving(command, log=log, timeout_s=120),
+    ):
+        pytest.fail("it served")
+
+
+@pytest.mark.engine
+def test_a_served_variant_answers_every_endpoint_a_client_uses(tiny_server):
+    chat = {"model": "default", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+    with httpx.Client(base_url=tiny_server.base_url, timeout=60) as client:
+        assert client.get("/health").status_code == 200
+        (card,) = client.get("/v1/models").json()["data"]
+        assert card["id"] == "default"
+        assert card["root"] == str(tiny_server.weights)
+        completion = client.post(
+            "/v1/completions", json={"model": "default", "prompt": "The", "max_tokens": 4}
+        )
+        assert completion.json()["usage"]["completion_tokens"] > 0
+        answered = client.post("/v1/chat/completions", json=chat).json()
+        assert answered["choices"][0]["message"]["content"] is not None
+        for path, body in (
+            ("/v1/chat/completions", chat),
+            ("/v1/completions", {"model": "default", "prompt": "The"}),
+        ):
+            with client.stream("POST", path, json=body | {"stream": True, "max_tokens": 4}) as response:
+                lines = [line for line in response.iter_lines() if line]
+            assert lines[-1] == "data: [DONE]"
+            assert all("choices" in json.loads(line.removeprefix("data: ")) for line in lines[:-1])
+
+
+@pytest.mark.engine
+def test_a_running_server_is_found_by_its_exact_command_only(tiny_server):
+    found = launch.find_running(tiny_server.command)
+    assert found is not None
+    assert found.pid == tiny_server.pid
+
+    other = launch.resolve(variant.load("tiny-seq8"), port=tiny_server.command.port, platform="cpu")
+    assert launch.find_running(other) is None
+    nobody = launch.resolve(variant.load("tiny"), port=launch.free_port(), platform="cpu")
+    assert launch.find_running(nobody) is None
+
+
+@pytest.mark.engine
+def test_serve_becomes_vllm_and_ends_within_five_seconds_of_either_signal(tmp_path):
+    """The process that scripts/serve.py was is the server; SIGTERM and Ctrl-C end it with all its children."""
+    for end in (signal.SIGTERM, signal.SIGINT):
+        port = launch.free_port()
+        script = variant.repository_root() / "scripts/serve.py"
+        with (tmp_path / f"{end.name}.log").open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, script, "--variant", "tiny", "--port", str(port)],
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        try:
+            _wait_for_health(port, process)
+            family = psutil.Process(process.pid).children(recursive=True)
+            assert "vllm.entrypoints" in " ".join(psutil.Process(process.pid).cmdline())
+            asked = time.monotonic()
+            process.send_signal(end)
+            process.wait(timeout=30)
+            took_s = time.monotonic() - asked
+            _, alive = psutil.wait_procs(family, timeout=1)
+            assert not alive
+            assert took_s < 5
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _wait_for_health(port, process):
+    deadline = time.monotonic() + 180
+    while time.monotonic() < deadline:
+        assert process.poll() is None, "the server ended before it was ready"
+        try:
+            if httpx.get(f"http://127.0.0.1:{port}/health", timeout=2).status_code == 200:
+                return
+        except httpx.HTTPError:
+            time.sleep(0.25)
+    pytest.fail("the server was not ready in time")
