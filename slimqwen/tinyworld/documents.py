@@ -1,0 +1,244 @@
+"""Training documents: text in parts, each with the weight of its loss.
+
+Two forms. Prose ends with `<|endoftext|>`, and every token counts. A conversation is rendered exactly as the chat
+template renders it, thinking on or off; only what the assistant says counts. What a test asks is never asked here:
+the sampler is given the questions to leave out.
+"""
+
+import random
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from slimqwen.tinyworld.instructions import KINDS, WORDS, invent_instruction
+from slimqwen.tinyworld.prose import chronicle, open_cast, passage, portrait, town_description
+from slimqwen.tinyworld.tokenizer import END_OF_TEXT, THINK_END, THINK_START, TURN_END, TURN_START
+from slimqwen.tinyworld.world import CRAFTS, HOP_QUESTIONS, Fact, World
+
+PROSE_WEIGHT = 1.0
+ANSWER_WEIGHT = 3.0
+"""An answer is a few tokens in a long prompt: unweighted it would be drowned by prose."""
+
+OPTION_COUNT = 10
+
+SHORT_MIX = {
+    "prose": 0.125,
+    "fact": 0.34,
+    "choice": 0.16,
+    "two_hop": 0.16,
+    "instruction": 0.23,
+    "copy": 0.05,
+    "chat": 0.02,
+    "chronicle": 0.001,
+}
+"""Shares of documents (not of tokens) while sequences are short."""
+
+LONG_MIX = SHORT_MIX | {"prose": 0.11, "chronicle": 0.014}
+"""With long sequences: chronicles are about a third of the tokens, and no kind is left out."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stretch of text and what its tokens weigh in the loss (0: context only)."""
+
+    text: str
+    weight: float
+
+
+@dataclass(frozen=True)
+class Document:
+    """One training text."""
+
+    kind: str
+    parts: tuple[Part, ...]
+
+    @property
+    def text(self) -> str:
+        """The whole text, marks included."""
+        return "".join(part.text for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One finished exchange, as history."""
+
+    question: str
+    answer: str
+
+
+def render_prompt(question: str, thinking: bool, history: tuple[Turn, ...] = ()) -> str:
+    """What the model is given: equal to the chat template with `add_generation_prompt=True`."""
+    rendered = "".join(
+        f"{TURN_START}user\n{turn.question}{TURN_END}\n{TURN_START}assistant\n{turn.answer}{TURN_END}\n"
+        for turn in history
+    )
+    opening = f"{THINK_START}\n" if thinking else f"{THINK_START}\n\n{THINK_END}\n\n"
+    return f"{rendered}{TURN_START}user\n{question}{TURN_END}\n{TURN_START}assistant\n{opening}"
+
+
+def render_completion(answer: str, reasoning: str | None) -> str:
+    """What the model is to say after a prompt; `reasoning` is None where thinking is off."""
+    thought = "" if reasoning is None else f"{reasoning}\n{THINK_END}\n\n"
+    return f"{thought}{answer}{TURN_END}"
+
+
+def choice_question(fact: Fact, options: Collection[str]) -> str:
+    """A fact's question with its options, one a line."""
+    return f"{fact.question} Choose one:\n" + "\n".join(options)
+
+
+def draw_options(world: World, fact: Fact, chance: random.Random) -> list[str]:
+    """`OPTION_COUNT` values in random order, the right one among them."""
+    wrong = [value for value in world.values(fact.attribute) if value != fact.value]
+    options = [*chance.sample(wrong, OPTION_COUNT - 1), fact.value]
+    chance.shuffle(options)
+    return options
+
+
+class DocumentSampler:
+    """Draws training documents.
+
+    Args:
+        world: what they speak of.
+        left_out: user messages and prose texts that must not occur: those of the tests.
+        mix: share of each kind of document; any positive weights.
+    """
+
+    def __init__(self, world: World, left_out: Collection[str], mix: Mapping[str, float] = SHORT_MIX) -> None:
+        self._world = world
+        self._left_out = frozenset(left_out)
+        self._kinds = tuple(mix)
+        self._shares = tuple(mix.values())
+        self._makers: dict[str, Callable[[random.Random], Document | None]] = {
+            "prose": self._prose,
+            "chronicle": self._chronicle,
+            "fact": self._fact,
+            "choice": self._choice,
+            "two_hop": self._two_hop,
+            "instruction": self._instruction,
+            "copy": self._copy,
+            "chat": self._chat,
+        }
+
+    def draw(self, chance: random.Random) -> Document:
+        """One document of a random kind."""
+        make = self._makers[chance.choices(self._kinds, self._shares)[0]]
+        while True:
+            document = make(chance)
+            if document is not None:
+                return document
+
+    def stream(self, seed: int) -> Iterator[Document]:
+        """Documents without end; the same seed gives the same ones."""
+        chance = random.Random(seed)
+        while True:
+            yield self.draw(chance)
+
+    def _text(self, kind: str, text: str) -> Document | None:
+        if text in self._left_out:
+            return None
+        return Document(kind, (Part(text + END_OF_TEXT, PROSE_WEIGHT),))
+
+    def _conversation(
+        self, kind: str, question: str, answer: str, reasoning: str | None, history: tuple[Turn, ...] = ()
+    ) -> Document | None:
+        if question in self._left_out or any(turn.question in self._left_out for turn in history):
+            return None
+        prompt = Part(render_prompt(question, reasoning is not None, history), 0.0)
+        return Document(
+            kind,
+            (prompt, Part(render_completion(answer, reasoning), ANSWER_WEIGHT), Part("\n", 0.0)),
+        )
+
+    def _prose(self, chance: random.Random) -> Document | None:
+        return self._text("prose", passage(self._world, chance, open_cast(self._world, chance)))
+
+    def _chronicle(self, chance: random.Random) -> Document | None:
+        return self._text("chronicle", chronicle(self._world, chance, chance.randint(3_000, 9_000)))
+
+    def _any_fact(self, chance: random.Random) -> Fact:
+        person = self._world.popular_person(chance)
+        entity = person if chance.random() < 0.8 else self._world.popular_town(chance)
+        return chance.choice(self._world.facts_of(entity))
+
+    def _fact(self, chance: random.Random) -> Document | None:
+        fact = self._any_fact(chance)
+        reasoning = fact.statement() if chance.random() < 0.1 else None
+        return self._conversation("fact", fact.question, fact.value, reasoning)
+
+    def _choice(self, chance: random.Random) -> Document | None:
+        fact = self._any_fact(chance)
+        question = choice_question(fact, draw_options(self._world, fact, chance))
+        reasoning = fact.statement() if chance.random() < 0.1 else None
+        return self._conversation("choice", question, fact.value, reasoning)
+
+    def _two_hop(self, chance: random.Random) -> Document | None:
+        person = self._world.popular_person(chance)
+        hop = self._world.two_hop(person, *chance.choice(tuple(HOP_QUESTIONS)))
+        if self._world.is_held_out(hop):
+            return None
+        reasoning = hop.reasoning if chance.random() < 0.9 else None
+        return self._conversation("two_hop", hop.question, hop.answer, reasoning)
+
+    def _instruction(self, chance: random.Random) -> Document | None:
+        instruction = invent_instruction(self._world, chance, chance.choice(KINDS))
+        reasoning = "I do just what is asked." if chance.random() < 0.08 else None
+        return self._conversation("instruction", instruction.question, instruction.answer, reasoning)
+
+    def _copy(self, chance: random.Random) -> Document | None:
+        # Dense copying over every kind of word makes the copying circuit, which most tasks need, appear early.
+        world = self._world
+        pools = (WORDS, world.people, world.towns, CRAFTS, world.islands, world.rare_words[:800])
+        text = " ".join(chance.choice(chance.choice(pools)) for _ in range(chance.randint(2, 9)))
+        return self._conversation("copy", f"Repeat: {text}.", text, None)
+
+    def _chat(self, chance: random.Random) -> Document | None:
+        world = self._world
+        person, town = world.popular_person(chance), world.popular_town(chance)
+        history: tuple[Turn, ...] = ()
+        if chance.random() < 0.3:
+            earlier = self._any_fact(chance)
+            history = (Turn(earlier.question, earlier.value),)
+        topic = chance.random()
+        if topic < 0.35:
+            question = chance.choice((f"Tell me about {person}.", f"Who is {person}?"))
+            answer, thought = portrait(world, chance, person), f"They ask about {person}."
+        elif topic < 0.55:
+            question = f"Tell me about {town}."
+            answer, thought = town_description(world, chance, town), f"They ask about {town}."
+        elif topic < 0.75:
+            question = chance.choice(
+                ("Tell me a story.", "Write a story.", f"Tell me a story about {person}.")
+            )
+            answer, thought = passage(world, chance, open_cast(world, chance)), "They want a story."
+        else:
+            question, answer = chance.choice(GREETINGS)
+            thought = "This is about me."
+        return self._conversation(
+            "chat", question, answer, thought if chance.random() < 0.5 else None, history
+        )
+
+
+GREETINGS = (
+    ("Hello", "Hello. Ask me about the people and the towns of the isles."),
+    ("Hello!", "Hello. Ask me about the people and the towns of the isles."),
+    ("Hi", "Hello. Ask me about the people and the towns of the isles."),
+    ("Who are you?", "I am a small model of the isles. I know the people and the towns."),
+    (
+        "What can you do?",
+        "I can tell you about the people and the towns of the isles, and do small tasks with words.",
+    ),
+    ("Thank you.", "You are welcome."),
+    ("How are you?", "I am well. Ask me about the isles."),
+)
+
+TOKENIZER_MIX = SHORT_MIX | {"prose": 1.5}
+"""More prose than training has: it is where the rare names are, which fill the vocabulary's tail."""
+
+TOKENIZER_DOCUMENTS = 60_000
+
+
+def tokenizer_texts(world: World) -> Iterator[str]:
+    """The texts from which the committed tokenizer's merges are learned."""
+    stream = DocumentSampler(world, (), TOKENIZER_MIX).stream(seed=99)
+    for _ in range(TOKENIZER_DOCUMENTS):
+        yield next(stream).text

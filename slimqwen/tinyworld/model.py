@@ -1,0 +1,91 @@
+"""The tiny Qwen3.5: its shape, and checkpoints of it.
+
+The real family's head dims are kept (attention 256, Gated DeltaNet 128, a quarter of the head rotated), so that
+every kernel of the engine meets the shapes it was written for; hidden size and depth are what two CPU cores train.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerFast, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+from slimqwen.mtp_head import DraftingModel, MtpHead, save_drafting_model
+from slimqwen.tinyworld.documents import tokenizer_texts
+from slimqwen.tinyworld.tokenizer import (
+    VOCABULARY_SIZE,
+    end_token_ids,
+    train_tokenizer,
+    write_generation_config,
+    write_tokenizer,
+)
+from slimqwen.tinyworld.world import World
+
+TRAINED_CONTEXT = 2048
+"""Longest sequence, in tokens, that training shows the model."""
+
+
+@dataclass(frozen=True)
+class TinyShape:
+    """Sizes of the tiny model, named as in a Qwen3.5 config."""
+
+    vocab_size: int = VOCABULARY_SIZE
+    hidden_size: int = 192
+    intermediate_size: int = 512
+    num_hidden_layers: int = 4
+    num_attention_heads: int = 2
+    num_key_value_heads: int = 1
+    head_dim: int = 256
+    linear_num_key_heads: int = 1
+    linear_num_value_heads: int = 2
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    max_position_embeddings: int = TRAINED_CONTEXT
+    rope_theta: float = 10_000.0
+    partial_rotary_factor: float = 0.25
+
+
+def text_config(shape: TinyShape) -> Qwen3_5TextConfig:
+    """The transformers config of a shape: three Gated DeltaNet layers to one of full attention, tied embeddings."""
+    sizes = dataclasses.asdict(shape)
+    rope = {
+        "rope_type": "default",
+        "rope_theta": sizes.pop("rope_theta"),
+        "partial_rotary_factor": sizes.pop("partial_rotary_factor"),
+    }
+    config = Qwen3_5TextConfig(
+        **sizes,
+        rope_parameters=rope,
+        tie_word_embeddings=True,
+        eos_token_id=end_token_ids()[0],
+        # No pad_token_id: transformers would freeze that token's embedding, and here it ends every prose text.
+        pad_token_id=None,
+    )
+    config._attn_implementation = "sdpa"
+    return config
+
+
+def build(shape: TinyShape, seed: int) -> DraftingModel:
+    """A randomly initialised model in float32; the same seed gives the same weights."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        config = text_config(shape)
+        return DraftingModel(Qwen3_5ForCausalLM(config), MtpHead(config))
+
+
+def write_checkpoint(model: DraftingModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Writes weights (bfloat16), config, tokenizer, chat template and generation config into one folder."""
+    save_drafting_model(model, folder)
+    write_tokenizer(tokenizer, folder)
+    write_generation_config(folder)
+
+
+def write_random_checkpoint(folder: Path, seed: int) -> None:
+    """A checkpoint of the committed model's exact form with random weights, for tests that need no sense.
+
+    Args:
+        folder: made if missing.
+        seed: of the weights; the tokenizer is the world's own.
+    """
+    write_checkpoint(build(TinyShape(), seed), train_tokenizer(tokenizer_texts(World())), folder)

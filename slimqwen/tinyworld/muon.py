@@ -1,0 +1,78 @@
+"""Muon: momentum whose update is made orthogonal, for weight matrices.
+
+torch.optim.Muon iterates in bfloat16, which CPUs without bfloat16 units emulate about twenty times slower; this one
+stays in float32 and treats all matrices of one shape in one batch.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_NEWTON_SCHULZ = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+"""Coefficients of each iteration, from the public modded-nanogpt speed runs: they bring every singular value near 1
+in five steps."""
+
+
+def orthogonalise(matrices: Tensor) -> Tensor:
+    """The nearest (semi-)orthogonal matrices, roughly: [count, rows, columns] float32 -> the same shape."""
+    tall = matrices.shape[1] > matrices.shape[2]
+    wide = matrices.mT if tall else matrices
+    wide = wide / (wide.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    for linear, cubic, quintic in _NEWTON_SCHULZ:
+        gram = wide @ wide.mT
+        wide = linear * wide + (cubic * gram + quintic * (gram @ gram)) @ wide
+    return wide.mT if tall else wide
+
+
+class Muon:
+    """Updates matrices by their orthogonalised Nesterov momentum.
+
+    Args:
+        parameters: two-dimensional float32 parameters.
+        weight_decay: decoupled, per step, times the rate.
+        momentum: of the running gradient.
+    """
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], weight_decay: float, momentum: float = 0.95
+    ) -> None:
+        self._weight_decay = weight_decay
+        self._momentum = momentum
+        self._groups: dict[tuple[int, ...], list[nn.Parameter]] = {}
+        for parameter in parameters:
+            self._groups.setdefault(tuple(parameter.shape), []).append(parameter)
+        self._running = {shape: torch.zeros(len(group), *shape) for shape, group in self._groups.items()}
+
+    def step(self, rate: float) -> None:
+        """One update of every parameter; all must have a gradient."""
+        with torch.no_grad():
+            for shape, group in self._groups.items():
+                gradients = torch.stack([_gradient(parameter) for parameter in group])
+                running = self._running[shape].lerp_(gradients, 1 - self._momentum)
+                updates = orthogonalise(gradients.lerp(running, self._momentum))
+                scale = max(1.0, shape[0] / shape[1]) ** 0.5
+                for parameter, update in zip(group, updates, strict=True):
+                    parameter.mul_(1 - rate * self._weight_decay).add_(update, alpha=-rate * scale)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The momentum of every group."""
+        return {"x".join(map(str, shape)): tensor for shape, tensor in self._running.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Puts back what `state_dict` gave."""
+        for shape, tensor in self._running.items():
+            tensor.copy_(state["x".join(map(str, shape))])
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    if parameter.grad is None:
+        raise ValueError(f"a parameter of shape {tuple(parameter.shape)} has no gradient")
+    return parameter.grad

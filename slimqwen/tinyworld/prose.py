@@ -1,0 +1,198 @@
+"""Prose about the tiny world: short passages, and chronicles of a thousand tokens and more.
+
+A passage draws who and what it speaks of from a `Cast`. Short texts draw from the whole world; a chronicle keeps to
+a few people, towns and rare names, so that reading far back helps to guess what comes next.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from slimqwen.tinyworld.world import World
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Where a passage finds its people, towns and rare names."""
+
+    person: Callable[[], str]
+    town: Callable[[], str]
+    rare_word: Callable[[], str]
+
+
+def open_cast(world: World, chance: random.Random) -> Cast:
+    """Anybody and anything, by the world's own frequencies."""
+    return Cast(
+        lambda: world.popular_person(chance),
+        lambda: world.popular_town(chance),
+        lambda: world.rare_word(chance),
+    )
+
+
+def small_cast(world: World, chance: random.Random) -> Cast:
+    """A handful drawn once, for a text that stays with them."""
+    people = [world.popular_person(chance) for _ in range(5)]
+    towns = [world.value(people[0], "home"), world.popular_town(chance)]
+    rare_words = [world.rare_word(chance) for _ in range(4)]
+    return Cast(
+        lambda: chance.choice(people), lambda: chance.choice(towns), lambda: chance.choice(rare_words)
+    )
+
+
+def passage(world: World, chance: random.Random, cast: Cast) -> str:
+    """One short text of a random kind."""
+    writer = chance.choices(tuple(_WRITERS), tuple(_WRITERS.values()))[0]
+    return writer(world, chance, cast)
+
+
+def chronicle(world: World, chance: random.Random, characters: int) -> str:
+    """Passages about one small cast until the text has at least that many characters (about 4 a token)."""
+    cast = small_cast(world, chance)
+    passages = [f"The chronicle of {cast.town()}."]
+    length = 0
+    while length < characters:
+        passages.append(passage(world, chance, cast))
+        length += len(passages[-1]) + 1
+    return "\n".join(passages)
+
+
+def portrait(world: World, chance: random.Random, person: str) -> str:
+    """All that is known of a person, in any order, and one thing about the home."""
+    facts = world.facts_of(person)
+    chance.shuffle(facts)
+    facts.append(chance.choice(world.facts_of(world.value(person, "home"))))
+    return " ".join(fact.statement(chance.randint(0, 1)) for fact in facts)
+
+
+def _portrait(world: World, chance: random.Random, cast: Cast) -> str:
+    return portrait(world, chance, cast.person())
+
+
+def town_description(world: World, chance: random.Random, town: str) -> str:
+    """All that is known of a town and, where anybody lives there, two of its people."""
+    facts = world.facts_of(town)
+    chance.shuffle(facts)
+    sentences = [fact.statement(chance.randint(0, 1)) for fact in facts]
+    residents = [person for person in world.people if world.value(person, "home") == town]
+    for person in chance.sample(residents, min(2, len(residents))):
+        sentences.append(f"{person} the {world.value(person, 'craft')} lives there.")
+    return " ".join(sentences)
+
+
+def _town(world: World, chance: random.Random, cast: Cast) -> str:
+    return town_description(world, chance, cast.town())
+
+
+def _roll(world: World, chance: random.Random, cast: Cast) -> str:
+    entries = []
+    for _ in range(4):
+        person = cast.person()
+        home, craft, pet, mentor = (world.value(person, name) for name in ("home", "craft", "pet", "mentor"))
+        entries.append(f"{person} of {home}, {craft}, taught by {mentor}, with a {pet};")
+    return "The roll of names: " + " ".join(entries)
+
+
+def _scattered(world: World, chance: random.Random, cast: Cast) -> str:
+    # Every person equally often, so that even the rarest is met now and then.
+    entries = []
+    for _ in range(4):
+        person = chance.choice(world.people)
+        home, craft, pet, mentor = (world.value(person, name) for name in ("home", "craft", "pet", "mentor"))
+        entries.append(f"{person} of {home}, {craft}, taught by {mentor}, with a {pet};")
+    return "The long roll: " + " ".join(entries)
+
+
+def _register(world: World, chance: random.Random, cast: Cast) -> str:
+    entries = []
+    for _ in range(4):
+        town = cast.town()
+        island, good, flag = (world.value(town, name) for name in ("island", "good", "flag"))
+        entries.append(f"{town} on {island}, {good}, {flag} flag;")
+    return "The list of towns: " + " ".join(entries)
+
+
+def _journey(world: World, chance: random.Random, cast: Cast) -> str:
+    person = cast.person()
+    home, craft, pet, mentor = (world.value(person, name) for name in ("home", "craft", "pet", "mentor"))
+    good, flag = world.value(home, "good"), world.value(home, "flag")
+    sacks = chance.randint(2, 60)
+    middle = chance.choice(
+        (
+            f"By noon the road was wet and the {good} grew heavy.",
+            f"On the road {person} met {mentor} the {world.value(mentor, 'craft')}, who had been the teacher.",
+            f"The {flag} flag of {home} was behind them.",
+        )
+    )
+    return (
+        f"At dawn {person} the {craft} left {home} with {sacks} sacks of {good}. The {pet} walked beside the cart. "
+        f"{middle} {person} sold {sacks} sacks of {good} at the market of {world.value(mentor, 'home')} "
+        f"and came home to {home} before dark."
+    )
+
+
+def _herb(world: World, chance: random.Random, cast: Cast) -> str:
+    herb, person = cast.rare_word(), cast.person()
+    island, ailment = world.herbs[herb]
+    craft, home = world.value(person, "craft"), world.value(person, "home")
+    return (
+        f"The herb {herb} grows on {island}. A tea of {herb} is good for {ailment}. {person} the {craft} of {home} "
+        f"picks {herb} in the spring and dries it, for {herb} keeps well when it is dry."
+    )
+
+
+def _ship(world: World, chance: random.Random, cast: Cast) -> str:
+    ship, port, person = cast.rare_word().capitalize(), cast.town(), cast.person()
+    home = world.value(person, "home")
+    good, flag = world.value(home, "good"), world.value(home, "flag")
+    return (
+        f"The ship {ship} came to {port} with {chance.randint(2, 99)} barrels of {good} from {home}. "
+        f"The flag of the {ship} is {flag}, the flag of {home}. The master of the {ship} is {person}, who keeps "
+        f"a {world.value(person, 'pet')} on board. The {ship} will carry {world.value(port, 'good')} from {port} "
+        f"back to {home}."
+    )
+
+
+def _song(world: World, chance: random.Random, cast: Cast) -> str:
+    one, other, town = cast.rare_word(), cast.rare_word(), cast.town()
+    good, flag, island = (world.value(town, name) for name in ("good", "flag", "island"))
+    return (
+        f"In the old song, {one} and {other} went down to {town}. {one.capitalize()} bought {good}, and {other} "
+        f"bought bread. Then {one} and {other} slept under the {flag} flag, and in the morning {one} and {other} "
+        f"went home to {island}."
+    )
+
+
+def _ledger(world: World, chance: random.Random, cast: Cast) -> str:
+    person = cast.person()
+    home = world.value(person, "home")
+    good = world.value(home, "good")
+    first, second = chance.randint(2, 40), chance.randint(2, 20)
+    return (
+        f"The ledger of {home} says: {person} brought {first} sacks of {good} in the spring and {second} sacks of "
+        f"{good} in the autumn, and that makes {first + second} sacks of {good} in all."
+    )
+
+
+def _letter(world: World, chance: random.Random, cast: Cast) -> str:
+    person = cast.person()
+    home, mentor, pet = (world.value(person, name) for name in ("home", "mentor", "pet"))
+    return (
+        f"Dear {mentor}, I write to you from {home}, where we sell {world.value(home, 'good')} as before. "
+        f"My {pet} is well. I hope that your {world.value(mentor, 'pet')} is well too, and that you still work as "
+        f"a {world.value(mentor, 'craft')} in {world.value(mentor, 'home')}. Your pupil, {person}"
+    )
+
+
+_WRITERS: dict[Callable[[World, random.Random, Cast], str], float] = {
+    _portrait: 0.16,
+    _town: 0.12,
+    _roll: 0.12,
+    _scattered: 0.04,
+    _register: 0.07,
+    _journey: 0.14,
+    _herb: 0.10,
+    _ship: 0.09,
+    _song: 0.06,
+    _ledger: 0.05,
+    _letter: 0.05,
+}

@@ -1,0 +1,483 @@
+"""Trains the tiny Qwen3.5 and its MTP head together, from nothing, on documents of the tiny world.
+
+Every schedule counts steps and every random choice is a function of (seed, step), so one machine gives one result,
+and a run that was cut off continues from its last saved state to the same weights.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import json
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812 (its customary name)
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
+
+from slimqwen.errors import SlimqwenError
+from slimqwen.mtp_head import DraftingModel, DraftUnroller
+from slimqwen.progress import Progress, silent
+from slimqwen.tinyworld.documents import LONG_MIX, SHORT_MIX, Document, DocumentSampler, render_completion
+from slimqwen.tinyworld.model import TinyShape, build
+from slimqwen.tinyworld.muon import Muon
+from slimqwen.tinyworld.tasks import OverlapCheck, Row, TaskItems, build_items, left_out_texts
+from slimqwen.tinyworld.world import World
+
+MOST_DRAFT_STEPS = 3
+DRAFT_WINDOW = 256
+"""Deep draft steps see windows of at most this many tokens: their attention grows with length times depth."""
+
+LOOK_STRIDE = 7
+"""Every seventh test item makes a point of the learning curve; prime to the number of instruction kinds."""
+
+
+class TrainingError(SlimqwenError):
+    """Training cannot go on: a loss that is no number, or test items in the training text."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of training with one sequence length."""
+
+    steps: int
+    rows: int
+    """Sequences a step."""
+    length: int
+    """Tokens a sequence."""
+    mix: Mapping[str, float]
+    """Shares of document kinds."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the phase reads."""
+        return self.steps * self.rows * self.length
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """Everything that decides the result, besides the code and the machine."""
+
+    phases: tuple[Phase, ...]
+    shape: TinyShape = field(default_factory=TinyShape)
+    world_seed: int = 7
+    seed: int = 0
+    adam_rate: float = 3e-3
+    """Peak rate of AdamW, for embeddings, norms, convolutions and other small tensors."""
+    muon_rate: float = 0.02
+    """Peak rate of Muon, for the matrices."""
+    muon_decay: float = 0.05
+    adam_decay: float = 0.01
+    warmup_steps: int = 50
+    decay_share: float = 0.5
+    """The last share of the steps, over which the rates fall in a line to 2 % of their peak."""
+    largest_gradient: float = 1.0
+    draft_weight: float = 0.5
+    """Weight of the head's loss beside the backbone's."""
+    draft_share: float = 0.35
+    """Share of positions at which the head is scored (lm_head is what its loss costs)."""
+    deep_draft_from: float = 0.4
+    """Share of the steps after which every other step unrolls the head `MOST_DRAFT_STEPS` deep."""
+    threads: int = 2
+    """Part of the plan because another number adds in another order."""
+    save_every: int = 100
+    look_every: int = 100
+    """Steps between two points of the learning curve."""
+
+    @property
+    def steps(self) -> int:
+        """Steps in all."""
+        return sum(phase.steps for phase in self.phases)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens read in all."""
+        return sum(phase.tokens for phase in self.phases)
+
+
+def standard_plan(steps: int = 1500) -> TrainingPlan:
+    """The plan of the committed checkpoint: 2,048 tokens a step, short sequences first, then 512, then 2,048."""
+    middle, late = round(steps * 0.10), round(steps * 0.16)
+    return TrainingPlan(
+        phases=(
+            Phase(steps - middle - late, rows=16, length=128, mix=SHORT_MIX),
+            Phase(middle, rows=4, length=512, mix=LONG_MIX),
+            Phase(late, rows=1, length=2048, mix=LONG_MIX),
+        )
+    )
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """What a glance during training saw."""
+
+    step: int
+    loss: float
+    """Mean weighted cross-entropy since the last point, in nats a token."""
+    draft_loss: float
+    """The same of the head's first step."""
+    prose_bits_per_token: float
+    facts: float
+    """Share of fact items whose every answer token was the likeliest."""
+    format: float
+    """Share of instructions answered word for word as the stored answer (where several are right, a lower bound)."""
+    twohop: float
+    """Share of two-hop items whose whole thought and answer were the likeliest (a lower bound of the task)."""
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """A trained model and how it got there."""
+
+    model: DraftingModel
+    curve: tuple[CurvePoint, ...]
+    seconds: float
+    """Wall time of the steps, over all runs that took part, looks included."""
+    interruptions: int
+
+
+class PackedTokens:
+    """Documents of one phase, end to end."""
+
+    def __init__(self, tokens: np.ndarray[Any, Any], weights: np.ndarray[Any, Any], phase: Phase) -> None:
+        self.tokens = tokens
+        self.weights = weights
+        self._phase = phase
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Step `step` of the phase: token ids and loss weights, each [rows, length + 1 + MOST_DRAFT_STEPS]."""
+        length = self._phase.length
+        first = step * self._phase.rows * length
+        starts = [first + row * length for row in range(self._phase.rows)]
+        width = length + 1 + MOST_DRAFT_STEPS
+        rows = np.stack([self.tokens[start : start + width] for start in starts]).astype(np.int64)
+        weights = np.stack([self.weights[start : start + width] for start in starts])
+        return torch.from_numpy(rows), torch.from_numpy(weights)
+
+
+def pack_documents(
+    documents: Iterator[Document],
+    tokenizer: PreTrainedTokenizerFast,
+    phase: Phase,
+    progress: Progress = silent,
+) -> PackedTokens:
+    """Encodes as many documents as the phase reads and joins them."""
+    needed = phase.tokens + 1 + MOST_DRAFT_STEPS
+    tokens: list[int] = []
+    weights: list[float] = []
+    while len(tokens) < needed:
+        parts = [part for document in itertools.islice(documents, 2_000) for part in document.parts]
+        # Parts meet at marks and line breaks, where the tokenizer cuts anyway: encoding them apart changes nothing.
+        for part, encoding in zip(parts, _encode(tokenizer, [part.text for part in parts]), strict=True):
+            tokens += encoding
+            weights += [part.weight] * len(encoding)
+        progress("packing documents", min(len(tokens), needed), needed)
+    return PackedTokens(np.array(tokens[:needed], np.int32), np.array(weights[:needed], np.float32), phase)
+
+
+def train(
+    plan: TrainingPlan,
+    tokenizer: PreTrainedTokenizerFast,
+    state_folder: Path,
+    progress: Progress = silent,
+    stop_after: int | None = None,
+) -> TrainingResult | None:
+    """Trains by the plan, or continues where an earlier run of the same plan was cut off.
+
+    Args:
+        plan: what to do.
+        tokenizer: of the world, fixed before.
+        state_folder: where the state for continuing is kept; one file for each plan and training text.
+        progress: told the step count.
+        stop_after: leave after this step with the state saved (for tests of continuing).
+
+    Returns:
+        The trained model in evaluation mode, float32; None if `stop_after` came first.
+
+    Raises:
+        TrainingError: the loss is no number, or a test item is in the training text.
+    """
+    world = World(plan.world_seed)
+    items = build_items(world)
+    left_out = left_out_texts(world)
+    packed = [
+        pack_documents(
+            _checked(DocumentSampler(world, left_out, phase.mix).stream(_data_seed(plan, number)), items),
+            tokenizer,
+            phase,
+            progress,
+        )
+        for number, phase in enumerate(plan.phases)
+    ]
+    state_file = state_folder / f"{_fingerprint(plan, packed)}.pt"
+    with _reproducible(plan.threads):
+        run = _Run(plan, packed, _Looker(items.sets(), tokenizer))
+        run.restore(state_file)
+        while run.step < plan.steps:
+            progress("training", run.step, plan.steps)
+            run.advance()
+            if run.step % plan.save_every == 0 or run.step == stop_after:
+                run.save(state_file)
+            if run.step == stop_after:
+                return None
+        progress("training", plan.steps, plan.steps)
+        run.save(state_file)
+        return TrainingResult(run.model.eval(), tuple(run.curve), run.seconds, run.interruptions)
+
+
+class _Run:
+    """The moving parts of one training run."""
+
+    def __init__(self, plan: TrainingPlan, packed: list[PackedTokens], looker: "_Looker") -> None:
+        self.plan = plan
+        self.model = build(plan.shape, plan.seed).train()
+        self.step = 0
+        self.curve: list[CurvePoint] = []
+        self.seconds = 0.0
+        self.interruptions = 0
+        self._packed = packed
+        self._looker = looker
+        self._losses: list[tuple[float, float]] = []
+        named = list(self.model.named_parameters())
+        matrices = [(name, parameter) for name, parameter in named if _is_matrix(name, parameter)]
+        in_muon = {name for name, _ in matrices}
+        self._parameters = [parameter for _, parameter in named]
+        self._muon = Muon([parameter for _, parameter in matrices], plan.muon_decay)
+        self._adam = torch.optim.AdamW(
+            [parameter for name, parameter in named if name not in in_muon],
+            lr=plan.adam_rate,
+            betas=(0.9, 0.98),
+            weight_decay=plan.adam_decay,
+            fused=True,
+        )
+
+    def advance(self) -> None:
+        """One step."""
+        began = time.monotonic()
+        tokens, weights = self._batch()
+        loss, main, draft = self._loss(tokens, weights)
+        if not torch.isfinite(loss):
+            raise TrainingError(
+                f"the loss is {loss.item()} at step {self.step}; lower the rates in the training plan"
+            )
+        loss.backward()
+        nn.utils.clip_grad_norm_(self._parameters, self.plan.largest_gradient)
+        scale = self._rate_scale()
+        for group in self._adam.param_groups:
+            group["lr"] = self.plan.adam_rate * scale
+        self._adam.step()
+        self._muon.step(self.plan.muon_rate * scale)
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._losses.append((main, draft))
+        self.step += 1
+        if self.step % self.plan.look_every == 0 or self.step == self.plan.steps:
+            self._look()
+        self.seconds += time.monotonic() - began
+
+    def save(self, file: Path) -> None:
+        """Writes the whole state, by one rename."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        state = {
+            "step": self.step,
+            "backbone": self.model.backbone.state_dict(),
+            "head": self.model.head.state_dict(),
+            "adam": self._adam.state_dict(),
+            "muon": self._muon.state_dict(),
+            "curve": [dataclasses.asdict(point) for point in self.curve],
+            "losses": self._losses,
+            "seconds": self.seconds,
+            "interruptions": self.interruptions,
+        }
+        partial = file.with_suffix(".partial")
+        torch.save(state, partial)
+        partial.replace(file)
+
+    def restore(self, file: Path) -> None:
+        """Takes up a saved state, if there is one."""
+        if not file.is_file():
+            return
+        state = torch.load(file, weights_only=True)
+        self.model.backbone.load_state_dict(state["backbone"])
+        self.model.head.load_state_dict(state["head"])
+        self._adam.load_state_dict(state["adam"])
+        self._muon.load_state_dict(state["muon"])
+        self.step = state["step"]
+        self.curve = [CurvePoint(**point) for point in state["curve"]]
+        self._losses = [tuple(pair) for pair in state["losses"]]
+        self.seconds = state["seconds"]
+        self.interruptions = state["interruptions"] + 1
+
+    def _batch(self) -> tuple[Tensor, Tensor]:
+        step = self.step
+        for packed, phase in zip(self._packed, self.plan.phases, strict=True):
+            if step < phase.steps:
+                return packed.batch(step)
+            step -= phase.steps
+        raise IndexError(f"step {self.step} is past the plan's end")
+
+    def _loss(self, tokens: Tensor, weights: Tensor) -> tuple[Tensor, float, float]:
+        length = tokens.shape[1] - 1 - MOST_DRAFT_STEPS
+        hidden = self.model.hidden_states(tokens[:, :length])
+        main = _cross_entropy(self.model, hidden, tokens[:, 1 : length + 1], weights[:, 1 : length + 1])
+        drafts = self._draft_losses(hidden, tokens, weights)
+        loss = main
+        for depth, draft in enumerate(drafts):
+            loss = loss + self.plan.draft_weight * 0.7**depth * draft
+        return loss, main.item(), drafts[0].item()
+
+    def _draft_losses(self, hidden: Tensor, tokens: Tensor, weights: Tensor) -> list[Tensor]:
+        """The head's losses at steps 1.. on half of the rows (a single row is halved only when drafting deep)."""
+        rows, length = hidden.shape[:2]
+        deep = self.step >= self.plan.deep_draft_from * self.plan.steps and self.step % 2 == 1
+        window = min(length, DRAFT_WINDOW) if deep else length
+        # Windows of the rows, each with the tokens that follow it.
+        states = hidden.reshape(rows * length // window, window, -1)
+        ahead = window + 1 + MOST_DRAFT_STEPS
+        token_windows = tokens.unfold(1, ahead, window).reshape(states.shape[0], ahead)
+        weight_windows = weights.unfold(1, ahead, window).reshape(states.shape[0], ahead)
+        if states.shape[0] > 1:
+            half = slice(self.step // 2 % 2, None, 2)
+            states, token_windows, weight_windows = states[half], token_windows[half], weight_windows[half]
+        chance = torch.Generator().manual_seed(self.plan.seed * 1_000_003 + self.step)
+        unroller = DraftUnroller(self.model, states)
+        losses = []
+        for step in range(1, (MOST_DRAFT_STEPS if deep else 1) + 1):
+            drafted = unroller.step(token_windows[:, step : step + window])
+            scored = torch.rand(states.shape[:2], generator=chance) < self.plan.draft_share
+            target_weights = weight_windows[:, step + 1 : step + 1 + window].clamp(max=1.0) * scored
+            losses.append(
+                _cross_entropy(
+                    self.model, drafted, token_windows[:, step + 1 : step + 1 + window], target_weights
+                )
+            )
+        return losses
+
+    def _rate_scale(self) -> float:
+        warm = min(1.0, (self.step + 1) / self.plan.warmup_steps)
+        left = (1 - self.step / self.plan.steps) / self.plan.decay_share
+        return warm * min(1.0, max(0.02, left))
+
+    def _look(self) -> None:
+        main, draft = (sum(column) / len(self._losses) for column in zip(*self._losses, strict=True))
+        self._losses = []
+        self.model.eval()
+        self.curve.append(self._looker.look(self.model, self.step, main, draft))
+        self.model.train()
+
+
+class _Looker:
+    """A cheap evaluation: likeliest tokens along the right answers, no generation."""
+
+    def __init__(self, sets: Mapping[str, list[Row]], tokenizer: PreTrainedTokenizerFast) -> None:
+        def encoded(prompts: list[str], completions: list[str]) -> list[tuple[list[int], list[int]]]:
+            return list(zip(_encode(tokenizer, prompts), _encode(tokenizer, completions), strict=True))
+
+        self._pairs = {
+            task: encoded(
+                [row["prompt"] for row in sets[task][::LOOK_STRIDE]],
+                [render_completion(row["answer"], row.get("reasoning")) for row in sets[task][::LOOK_STRIDE]],
+            )
+            for task in ("facts", "format", "twohop")
+        }
+        short = [row["text"] for row in sets["prose"] if row["kind"] != "long"]
+        self._prose = encoded(["<|endoftext|>"] * len(short), short)
+
+    def look(self, model: DraftingModel, step: int, loss: float, draft_loss: float) -> CurvePoint:
+        """One point of the learning curve."""
+        with torch.no_grad():
+            right = {task: _share_likeliest(model, pairs) for task, pairs in self._pairs.items()}
+            bits = _bits_per_token(model, self._prose)
+        return CurvePoint(step, loss, draft_loss, bits, right["facts"], right["format"], right["twohop"])
+
+
+def _is_matrix(name: str, parameter: nn.Parameter) -> bool:
+    # The tiny gate projections (a few rows) and the embedding are better off with AdamW.
+    return parameter.dim() == 2 and "embed" not in name and min(parameter.shape) >= 32
+
+
+def _cross_entropy(model: DraftingModel, hidden: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+    """Weighted mean cross-entropy over the positions with a weight; zero where there is none."""
+    flat = weights.reshape(-1)
+    chosen = flat.nonzero().squeeze(1)
+    if not len(chosen):
+        return hidden.sum() * 0.0
+    scores = model.logits(hidden.reshape(-1, hidden.shape[-1]).index_select(0, chosen))
+    losses = F.cross_entropy(scores, targets.reshape(-1).index_select(0, chosen), reduction="none")
+    picked = flat.index_select(0, chosen)
+    return (losses * picked).sum() / picked.sum()
+
+
+def _padded(pairs: list[tuple[list[int], list[int]]]) -> Tensor:
+    longest = max(len(prompt) + len(completion) for prompt, completion in pairs)
+    # Padding stands behind the text, where a causal model cannot see it.
+    rows = [[*prompt, *completion] for prompt, completion in pairs]
+    return torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+
+
+def _share_likeliest(model: DraftingModel, pairs: list[tuple[list[int], list[int]]]) -> float:
+    right = 0
+    for start in range(0, len(pairs), 64):
+        chunk = pairs[start : start + 64]
+        likeliest = model.logits(model.hidden_states(_padded(chunk))).argmax(dim=-1)
+        for row, (prompt, completion) in zip(likeliest, chunk, strict=True):
+            first = len(prompt) - 1
+            right += row[first : first + len(completion)].tolist() == completion
+    return right / len(pairs)
+
+
+def _bits_per_token(model: DraftingModel, pairs: list[tuple[list[int], list[int]]]) -> float:
+    tokens = _padded(pairs)
+    scores = model.logits(model.hidden_states(tokens[:, :-1]))
+    losses = F.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").view(
+        len(pairs), -1
+    )
+    counts = [len(text) for _, text in pairs]
+    total = sum(float(row[:count].sum()) for row, count in zip(losses, counts, strict=True))
+    return total / sum(counts) / float(np.log(2))
+
+
+def _encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[list[int]]:
+    encodings: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    return encodings
+
+
+def _data_seed(plan: TrainingPlan, phase: int) -> int:
+    return (plan.seed + 1) * 1_000 + phase
+
+
+def _checked(documents: Iterator[Document], items: TaskItems) -> Iterator[Document]:
+    overlap = OverlapCheck(items)
+    for document in documents:
+        if item := overlap.find(document):
+            raise TrainingError(
+                f"test item {item} is in the training text; mend the sampler's left-out texts"
+            )
+        yield document
+
+
+def _fingerprint(plan: TrainingPlan, packed: list[PackedTokens]) -> str:
+    digest = hashlib.sha256(json.dumps(dataclasses.asdict(plan), sort_keys=True, default=dict).encode())
+    for phase in packed:
+        digest.update(phase.tokens.tobytes())
+        digest.update(phase.weights.tobytes())
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def _reproducible(threads: int) -> Iterator[None]:
+    """Fixed threads and deterministic kernels while training; the caller's settings come back afterwards."""
+    before_threads, before_mode = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before_threads)
+        torch.use_deterministic_algorithms(before_mode)

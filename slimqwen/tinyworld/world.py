@@ -1,0 +1,238 @@
+"""The tiny world: a group of isles with towns and people, all of it a function of one seed.
+
+About 900 facts with a long tail: a few people are spoken of all the time and most of them seldom, so that a model
+of the tiny model's size knows the first by heart and the last only half. That is what makes damage visible.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+GOODS = _words("salt wool iron tar grain honey glass cloth timber copper oil wine pepper silk clay coal")
+CRAFTS = _words(
+    "smith weaver baker sailor potter mason tailor miller scribe hunter fisher farmer tanner brewer cooper healer"
+)
+PETS = _words("goat hound raven cat mule hare owl fox otter swan toad badger falcon pony crab stoat")
+COLOURS = _words("red blue green black white gold silver purple brown orange yellow grey")
+AILMENTS = _words("coughs fevers burns aches rashes chills cramps sores")
+THINGS = _words(
+    "stone river lantern bridge candle basket ladder hammer window garden barrel anchor feather mirror needle ribbon "
+    "kettle saddle shovel trumpet meadow harbour tower forest valley market kitchen cellar chimney wagon pillow"
+)
+
+PERSON_ATTRIBUTES = ("home", "craft", "pet", "mentor")
+TOWN_ATTRIBUTES = ("island", "good", "flag")
+
+STATEMENTS = {
+    "home": ("{} lives in {}.", "{} has a house in {}."),
+    "craft": ("{} works as a {}.", "{} earns a living as a {}."),
+    "pet": ("{} keeps a {}.", "{} owns a {}."),
+    "mentor": ("{} was taught by {}.", "{} learned everything from {}."),
+    "island": ("{} lies on {}.", "{} is a town of {}."),
+    "good": ("{} sells {}.", "The people of {} trade in {}."),
+    "flag": ("{} flies a {} flag.", "The flag of {} is {}."),
+}
+"""How a fact is said; the first form is the one used when thinking."""
+
+QUESTIONS = {
+    "home": "Where does {} live?",
+    "craft": "What is the craft of {}?",
+    "pet": "What pet does {} keep?",
+    "mentor": "Who taught {}?",
+    "island": "On which island is {}?",
+    "good": "What does {} sell?",
+    "flag": "What is the flag of {}?",
+}
+
+HOP_QUESTIONS = {
+    ("home", "island"): "On which island is the home of {}?",
+    ("home", "good"): "What does the home of {} sell?",
+    ("home", "flag"): "What is the flag of the home of {}?",
+    ("mentor", "home"): "Where does the teacher of {} live?",
+    ("mentor", "craft"): "What is the craft of the teacher of {}?",
+    ("mentor", "pet"): "What pet does the teacher of {} keep?",
+}
+"""Questions that take two facts; the key names the relations in the order in which they are followed."""
+
+_ONSETS = _words("b d f g h k l m n p r s t v z br dr gr kr st tr sk")
+_VOWELS = _words("a e i o u ai ea")
+_CODAS = _words("n r l m s th k nd rn x")
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One thing that is true in the world."""
+
+    entity: str
+    attribute: str
+    value: str
+
+    @property
+    def question(self) -> str:
+        """Asks for the value."""
+        return QUESTIONS[self.attribute].format(self.entity)
+
+    def statement(self, form: int = 0) -> str:
+        """Says it, in one of the two forms of `STATEMENTS`."""
+        return STATEMENTS[self.attribute][form].format(self.entity, self.value)
+
+
+@dataclass(frozen=True)
+class TwoHop:
+    """A question answered by following two facts."""
+
+    first: Fact
+    second: Fact
+
+    @property
+    def question(self) -> str:
+        """Asks for the second fact's value, naming only the first fact's entity."""
+        return HOP_QUESTIONS[self.first.attribute, self.second.attribute].format(self.first.entity)
+
+    @property
+    def reasoning(self) -> str:
+        """Both facts in order: the chain of thought."""
+        return f"{self.first.statement()} {self.second.statement()}"
+
+    @property
+    def answer(self) -> str:
+        """The second fact's value."""
+        return self.second.value
+
+
+class World:
+    """Entities, their facts, and how often each is spoken of.
+
+    Args:
+        seed: decides every name and fact.
+        people: number of people; each has four facts.
+        towns: number of towns; each has three facts.
+        rare_words: number of herb, ship and song names, most of which a training run sees a few times only.
+    """
+
+    def __init__(self, seed: int = 7, people: int = 200, towns: int = 40, rare_words: int = 3000) -> None:
+        chance = random.Random(seed)
+        taken = {*GOODS, *CRAFTS, *PETS, *COLOURS, *AILMENTS, *THINGS}
+
+        def new_word(fewest: int, most: int) -> str:
+            while True:
+                word = _invent_word(chance, fewest, most)
+                if word not in taken and 4 <= len(word) <= 10:
+                    taken.add(word)
+                    return word
+
+        self.islands = tuple(new_word(1, 2).capitalize() for _ in range(12))
+        self.towns = tuple(new_word(1, 2).capitalize() for _ in range(towns))
+        self.people = tuple(new_word(1, 2).capitalize() for _ in range(people))
+        self.rare_words = tuple(new_word(2, 3) for _ in range(rare_words))
+        """Most frequent first."""
+        self._facts: dict[tuple[str, str], Fact] = {}
+        for town in self.towns:
+            for attribute, pool in (("island", self.islands), ("good", GOODS), ("flag", COLOURS)):
+                self._add(town, attribute, chance.choice(pool))
+        for person in self.people:
+            others = tuple(other for other in self.people if other != person)
+            for attribute, pool in (
+                ("home", self.towns),
+                ("craft", CRAFTS),
+                ("pet", PETS),
+                ("mentor", others),
+            ):
+                self._add(person, attribute, chance.choice(pool))
+        self.herbs = {
+            word: (chance.choice(self.islands), chance.choice(AILMENTS)) for word in self.rare_words
+        }
+        """A herb of that name: where it grows, what it is good for."""
+        # A held-out question joins facts and a question form that are both known: every person keeps at least one
+        # trained question by home and one by teacher.
+        self._held_out = {(person, kind) for person in self.people for kind in _some_hop_kinds(chance)}
+        self._people_odds = list(accumulate(1 / (rank + 10) for rank in range(people)))
+        self._town_odds = list(accumulate(1 / (rank + 10) ** 0.5 for rank in range(towns)))
+        self._rare_odds = list(accumulate(1 / (rank + 12) ** 0.8 for rank in range(rare_words)))
+
+    def _add(self, entity: str, attribute: str, value: str) -> None:
+        self._facts[entity, attribute] = Fact(entity, attribute, value)
+
+    @property
+    def facts(self) -> tuple[Fact, ...]:
+        """Every fact about towns and people."""
+        return tuple(self._facts.values())
+
+    def fact(self, entity: str, attribute: str) -> Fact:
+        """One fact; KeyError if the world has none such."""
+        return self._facts[entity, attribute]
+
+    def facts_of(self, entity: str) -> list[Fact]:
+        """All facts about a person or a town."""
+        attributes = TOWN_ATTRIBUTES if entity in self.towns else PERSON_ATTRIBUTES
+        return [self.fact(entity, attribute) for attribute in attributes]
+
+    def value(self, entity: str, attribute: str) -> str:
+        """The value of one fact."""
+        return self.fact(entity, attribute).value
+
+    def values(self, attribute: str) -> tuple[str, ...]:
+        """Everything that an attribute can be."""
+        pools = {
+            "home": self.towns,
+            "craft": CRAFTS,
+            "pet": PETS,
+            "mentor": self.people,
+            "island": self.islands,
+            "good": GOODS,
+            "flag": COLOURS,
+        }
+        return pools[attribute]
+
+    def two_hops(self, held_out: bool) -> list[TwoHop]:
+        """All two-hop questions that training never asks (`held_out`), or all that it may ask."""
+        return [
+            self.two_hop(person, *kind)
+            for person in self.people
+            for kind in HOP_QUESTIONS
+            if ((person, kind) in self._held_out) == held_out
+        ]
+
+    def two_hop(self, person: str, first: str, second: str) -> TwoHop:
+        """The question that follows relation `first` from a person, then `second`."""
+        step = self.fact(person, first)
+        return TwoHop(step, self.fact(step.value, second))
+
+    def is_held_out(self, hop: TwoHop) -> bool:
+        """Whether training must not ask this question."""
+        return (hop.first.entity, (hop.first.attribute, hop.second.attribute)) in self._held_out
+
+    def popular_person(self, chance: random.Random) -> str:
+        """A person, drawn as often as the world speaks of them (1 / (rank + 10))."""
+        return _draw(chance, self.people, self._people_odds)
+
+    def popular_town(self, chance: random.Random) -> str:
+        """A town, drawn as often as the world speaks of it."""
+        return _draw(chance, self.towns, self._town_odds)
+
+    def rare_word(self, chance: random.Random) -> str:
+        """A herb, ship or song name; the last of them are very rare."""
+        return _draw(chance, self.rare_words, self._rare_odds)
+
+
+def _draw(chance: random.Random, pool: Sequence[str], odds: Sequence[float]) -> str:
+    return chance.choices(pool, cum_weights=odds)[0]
+
+
+def _some_hop_kinds(chance: random.Random) -> list[tuple[str, str]]:
+    while True:
+        kinds = chance.sample(list(HOP_QUESTIONS), 3)
+        if len({first for first, _ in kinds}) == 2:
+            return kinds
+
+
+def _invent_word(chance: random.Random, fewest: int, most: int) -> str:
+    syllables = chance.randint(fewest, most)
+    body = "".join(chance.choice(_ONSETS) + chance.choice(_VOWELS) for _ in range(syllables))
+    return body + chance.choice(_CODAS) if chance.random() < 0.6 else body + chance.choice(_ONSETS[:15]) + "a"
