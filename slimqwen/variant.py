@@ -19,6 +19,7 @@ from slimqwen.errors import SlimqwenError
 OWN_KEYS: Mapping[str, str] = MappingProxyType(
     {
         "BASE": "the variant whose config.env this one starts from",
+        "SOURCE": "owner/name of the hub repository that weights/<this variant> is a copy of",
         "PLATFORM": "cuda for a variant that only a GPU can serve; unset, this machine's platform is taken",
     }
 )
@@ -150,10 +151,13 @@ def load(name: str, root: Path | None = None) -> Variant:
 def making_command(weights: Path, root: Path) -> str:
     """The command that makes a checkpoint folder, for the error that says it is missing."""
     name = weights.relative_to(root / "weights").parts[0] if weights.is_relative_to(root / "weights") else ""
-    recipe = root / "experiments" / name / "recipe.yaml"
+    folder = root / "experiments" / name
     if name == _COMMITTED:
         return "`git checkout weights/tiny` restores it, `make tiny` trains it anew"
-    if not name or not recipe.is_file():
+    source = _parse(folder / "config.env").get("SOURCE") if (folder / "config.env").is_file() else None
+    if name and source:
+        return f"`.venv/bin/hf download {source.value} --local-dir weights/{name}` gets it"
+    if not name or not (folder / "recipe.yaml").is_file():
         return (
             f"put a checkpoint into {weights.relative_to(root) if weights.is_relative_to(root) else weights}"
         )

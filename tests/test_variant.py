@@ -123,6 +123,9 @@ def test_the_command_that_makes_weights_follows_the_recipe(add_variant, tmp_path
 
     (config.parent / "recipe.yaml").write_text("description: …\n")
     assert "make recipe VARIANT=v" in variant.making_command(tmp_path / "weights/v", tmp_path)
+    (config.parent / "config.env").write_text("SOURCE=owner/name\nVLLM_MODEL=weights/v\n")
+    command = variant.making_command(tmp_path / "weights/v", tmp_path)
+    assert "hf download owner/name --local-dir weights/v" in command
     assert "make tiny" in variant.making_command(tmp_path / "weights/tiny", tmp_path)
 
 
