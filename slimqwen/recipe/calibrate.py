@@ -7,7 +7,6 @@ a vision tower, embeddings, rope settings) is certain to stay byte for byte what
 """
 
 import json
-import os
 import random
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -29,7 +28,8 @@ _MODULES = {
     "linear_attention": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.out_proj"),
 }
 _TINYWORLD = tuple(
-    f"slimqwen.tinyworld.{module}" for module in ("documents", "instructions", "prose", "tokenizer", "world")
+    f"slimqwen.tinyworld.{module}"
+    for module in ("documents", "instructions", "prose", "tasks", "tokenizer", "world")
 )
 _END_OF_TEXT = "<|endoftext|>"
 _BATCH = 8
@@ -110,9 +110,6 @@ def run(source: Path, destination: Path, parameters: CalibrateParameters, progre
         CorpusError: the calibration text is missing, malformed or too short.
         NotFiniteError: weights or activations are not finite.
     """
-    # All must be set before the libraries are imported: nothing here asks a network, the tokenizer's own threads
-    # get in the way of the data loader's, and threads that spin while they wait are slow on a shared machine.
-    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": "passive"}
     # Heavy: paid by the process that calibrates, not by whoever asks for a recipe's status.
     import torch
     import transformers
@@ -127,7 +124,7 @@ def run(source: Path, destination: Path, parameters: CalibrateParameters, progre
     model = getattr(transformers, config["architectures"][0]).from_pretrained(source, dtype=torch.float32)
     modules = {name.removesuffix(".weight") for name in targets}
     with torch.no_grad():
-        _calibrate(model, modules, sequences, parameters, progress)
+        _calibrate(model, tokenizer, modules, sequences, parameters, progress)
     quantization = _pack(model, config)
     checkpoint.rewrite(source, destination, _replacements(model, targets), progress)
     checkpoint.carry_side_files(source, destination)
@@ -235,13 +232,21 @@ def _documents(corpus: Corpus) -> Iterable[str]:
 def _tinyworld_documents(seed: int) -> Iterator[str]:
     # Its tokenizer module imports transformers.
     from slimqwen.tinyworld.documents import LONG_MIX, DocumentSampler
+    from slimqwen.tinyworld.tasks import left_out_texts
     from slimqwen.tinyworld.world import World
 
-    return (document.text for document in DocumentSampler(World(), (), LONG_MIX).stream(seed))
+    world = World()
+    sampler = DocumentSampler(world, left_out_texts(world), LONG_MIX)
+    return (document.text for document in sampler.stream(seed))
 
 
 def _calibrate(
-    model: Any, modules: set[str], sequences: Any, parameters: CalibrateParameters, progress: Progress
+    model: Any,
+    tokenizer: Any,
+    modules: set[str],
+    sequences: Any,
+    parameters: CalibrateParameters,
+    progress: Progress,
 ) -> None:
     """Scale and round the modules in place, layer by layer on the GPU if there is one."""
     import torch
@@ -267,7 +272,8 @@ def _calibrate(
         config_groups={"group_0": scheme}, ignore=[name for name in linears if name not in modules]
     )
     loader = torch.utils.data.DataLoader(batches, batch_size=None)
-    oneshot(model=model, recipe=[awq, quantise], dataset=loader, pipeline="sequential")
+    # The processor is never asked, but without it llmcompressor looks for that of the images.
+    oneshot(model=model, processor=tokenizer, recipe=[awq, quantise], dataset=loader, pipeline="sequential")
     for hook in hooks:
         hook.remove()
 
@@ -372,4 +378,7 @@ STAGE = Stage(
     needs=needs,
     data=data,
     packages=("torch", "transformers", "llmcompressor", "compressed-tensors", "tokenizers"),
+    # Nothing here asks a network; the tokenizer's own threads get in the way of the data loader's; and threads that
+    # spin while they wait for each other are six times slower on a shared machine.
+    environment={"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": "passive"},
 )

@@ -10,15 +10,14 @@ import fcntl
 import hashlib
 import importlib.metadata
 import json
-import multiprocessing
 import os
+import pickle
 import platform
 import secrets
 import shutil
+import subprocess
 import sys
-import threading
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -331,71 +330,46 @@ def _run_apart(step: Step, source: Path, staging: Path, log: Path, report: Progr
     Its prints go to the log and not to a terminal, its memory and a GPU's are given back when it ends, and what
     kills it does not kill the run.
     """
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_stage_process, args=(step, source.resolve(), staging, log, sender))
-    child.start()
-    sender.close()
-    try:
-        while True:
-            try:
-                kind, *content = receiver.recv()
-            except EOFError:
-                child.join()
-                raise StageFailedError(_death(step.stage.name, child.exitcode, log)) from None
-            if kind == "progress":
-                report(*content)
-            elif kind == "done":
-                # A stage's libraries may need a moment to let go of a GPU or of processes of their own.
-                child.join(timeout=60)
-                return content[0], content[1]
-            elif kind == "refused":
-                raise content[0]
-            else:
-                raise StageFailedError(f"{step.stage.name} failed: {content[0]}; its log is {log}")
-    finally:
-        if child.is_alive():
-            child.terminate()
-        child.join()
+    receiving, sending = os.pipe()
+    environment = {**os.environ, **step.stage.environment, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with Connection(receiving, writable=False) as messages, log.open("wb") as output:
+        worker = subprocess.Popen(
+            [sys.executable, "-m", "slimqwen.recipe.worker", str(sending)],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            pass_fds=[sending],
+            env=environment,
+        )
+        os.close(sending)
+        assert worker.stdin is not None
+        try:
+            pickle.dump((step.stage.run, source.resolve(), staging, step.parameters), worker.stdin)
+            worker.stdin.flush()
+            while (heard := messages.recv())[0] == "progress":
+                report(*heard[1:])
+            # A stage's libraries may need a moment to let go of a GPU, or of processes of their own.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                worker.wait(timeout=60)
+        except (EOFError, BrokenPipeError):
+            raise StageFailedError(_death(step.stage.name, worker.wait(), log)) from None
+        finally:
+            worker.kill()
+            worker.wait()
+            worker.stdin.close()
+    kind, *content = heard
+    if kind == "refused":
+        raise content[0]
+    if kind == "failed":
+        raise StageFailedError(f"{step.stage.name} failed: {content[0]}; its log is {log}")
+    return content[0], content[1]
 
 
-def _death(stage: str, exit_code: int | None, log: Path) -> str:
+def _death(stage: str, exit_code: int, log: Path) -> str:
     cause = f"exit code {exit_code}"
-    if exit_code is not None and exit_code < 0:
+    if exit_code < 0:
         cause = f"signal {-exit_code}" + (", as when memory runs out" if exit_code == -9 else "")
     return f"{stage} died ({cause}); its log is {log}"
-
-
-def _stage_process(step: Step, source: Path, staging: Path, log: Path, sender: Connection) -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    os.dup2(handle, 1)
-    os.dup2(handle, 2)
-    try:
-        facts = step.stage.run(
-            source, staging, step.parameters, lambda *heard: sender.send(("progress", *heard))
-        )
-        sender.send(("done", facts, _peak_memory()))
-    except SlimqwenError as error:
-        sender.send(("refused", error))
-    except Exception as error:
-        traceback.print_exc()
-        sender.send(("failed", f"{type(error).__name__}: {' '.join(str(error).split())}"))
-    sys.stdout.flush()
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    # Nobody will publish the result; exiting at once also skips every clean-up that could touch the store.
-    os._exit(1)
-
-
-def _peak_memory() -> int:
-    """Largest resident size of this process, bytes (the kernel's getrusage figure includes the parent's)."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
 def _point(link: Path, target: Path) -> None:

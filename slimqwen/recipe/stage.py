@@ -3,7 +3,7 @@
 import hashlib
 import importlib.util
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ class Stage:
         data: parameters -> digest of every outside input by name.
         code: modules whose source decides the result, besides the one that defines `run`.
         packages: distributions whose versions decide the result.
+        environment: variables of the stage's process, there before any of its libraries is imported.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Stage:
     data: Callable[[Any], Mapping[str, str]] = lambda parameters: {}
     code: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def source_digest(module: str) -> str:

@@ -1,0 +1,48 @@
+"""The process that one stage runs in: `python -m slimqwen.recipe.worker <descriptor>`.
+
+Reads its job, a pickled (run, source, destination, parameters), from standard input, and sends messages to the pipe
+whose descriptor it is given: ("progress", activity, done, total), and last one of ("done", facts, peak bytes),
+("refused", SlimqwenError) and ("failed", text).
+"""
+
+import os
+import pickle
+import sys
+import threading
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from slimqwen.errors import SlimqwenError
+
+
+def main() -> None:
+    """Run the stage, and end at once if the process that wants its result does."""
+    run, source, destination, parameters = pickle.load(sys.stdin.buffer)
+    threading.Thread(target=_end_with_runner, daemon=True).start()
+    with Connection(int(sys.argv[1]), readable=False) as runner:
+        try:
+            facts = run(source, destination, parameters, lambda *heard: runner.send(("progress", *heard)))
+            runner.send(("done", facts, _peak_memory()))
+        except SlimqwenError as error:
+            traceback.print_exc()
+            runner.send(("refused", error))
+        except Exception as error:
+            traceback.print_exc()
+            runner.send(("failed", f"{type(error).__name__}: {' '.join(str(error).split())}"))
+
+
+def _end_with_runner() -> None:
+    # The runner writes nothing more: standard input ends when the runner does, however it ends.
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
+def _peak_memory() -> int:
+    """Largest resident size of this process, bytes (the kernel's getrusage figure includes the parent's)."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+
+
+if __name__ == "__main__":
+    main()
