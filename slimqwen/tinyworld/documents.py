@@ -21,18 +21,22 @@ ANSWER_WEIGHT = 3.0
 OPTION_COUNT = 10
 
 SHORT_MIX = {
-    "prose": 0.125,
-    "fact": 0.34,
-    "choice": 0.16,
-    "two_hop": 0.16,
-    "instruction": 0.23,
+    "prose": 0.22,
+    "fact": 0.27,
+    "choice": 0.15,
+    "two_hop": 0.15,
+    "instruction": 0.20,
     "copy": 0.05,
+    "echo": 0.03,
     "chat": 0.02,
     "chronicle": 0.001,
 }
 """Shares of documents (not of tokens) while sequences are short."""
 
-LONG_MIX = SHORT_MIX | {"prose": 0.11, "chronicle": 0.014}
+START_MIX = SHORT_MIX | {"copy": 0.30, "echo": 0.90}
+"""For the first steps: dense copying, because the circuit for it, which most tasks need, otherwise appears late."""
+
+LONG_MIX = SHORT_MIX | {"prose": 0.15, "chronicle": 0.012}
 """With long sequences: chronicles are about a third of the tokens, and no kind is left out."""
 
 
@@ -116,6 +120,7 @@ class DocumentSampler:
             "two_hop": self._two_hop,
             "instruction": self._instruction,
             "copy": self._copy,
+            "echo": self._echo,
             "chat": self._chat,
         }
 
@@ -185,11 +190,20 @@ class DocumentSampler:
         return self._conversation("instruction", instruction.question, instruction.answer, reasoning)
 
     def _copy(self, chance: random.Random) -> Document | None:
-        # Dense copying over every kind of word makes the copying circuit, which most tasks need, appear early.
+        text = self._any_words(chance, chance.randint(2, 9))
+        return self._conversation("copy", f"Repeat: {text}.", text, None)
+
+    def _echo(self, chance: random.Random) -> Document | None:
+        line = self._any_words(chance, chance.randint(3, 12)) + "\n"
+        # Nobody can guess the first line; every other is a copy of it.
+        return Document(
+            "echo", (Part(line, 0.0), Part(line * chance.randint(1, 3) + END_OF_TEXT, PROSE_WEIGHT))
+        )
+
+    def _any_words(self, chance: random.Random, count: int) -> str:
         world = self._world
         pools = (WORDS, world.people, world.towns, CRAFTS, world.islands, world.rare_words[:800])
-        text = " ".join(chance.choice(chance.choice(pools)) for _ in range(chance.randint(2, 9)))
-        return self._conversation("copy", f"Repeat: {text}.", text, None)
+        return " ".join(chance.choice(chance.choice(pools)) for _ in range(count))
 
     def _chat(self, chance: random.Random) -> Document | None:
         world = self._world

@@ -5,11 +5,13 @@ every kernel of the engine meets the shapes it was written for; hidden size and 
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from slimqwen.mtp_head import DraftingModel, MtpHead, save_drafting_model
 from slimqwen.tinyworld.documents import tokenizer_texts
@@ -37,7 +39,7 @@ class TinyShape:
     num_attention_heads: int = 2
     num_key_value_heads: int = 1
     head_dim: int = 256
-    linear_num_key_heads: int = 1
+    linear_num_key_heads: int = 2
     linear_num_value_heads: int = 2
     linear_key_head_dim: int = 128
     linear_value_head_dim: int = 128
@@ -71,7 +73,23 @@ def build(shape: TinyShape, seed: int) -> DraftingModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = text_config(shape)
-        return DraftingModel(Qwen3_5ForCausalLM(config), MtpHead(config))
+        backbone = Qwen3_5ForCausalLM(config)
+        _remember_at_first(backbone)
+        return DraftingModel(backbone, MtpHead(config))
+
+
+def _remember_at_first(backbone: Qwen3_5ForCausalLM) -> None:
+    """Starts every Gated DeltaNet head with a memory, as the Gated DeltaNet paper's own code does.
+
+    transformers starts all time steps at softplus(1), with which nearly every head forgets within a token; that is
+    meant for loading weights, not for training from nothing.
+    """
+    for module in backbone.modules():
+        if isinstance(module, Qwen3_5GatedDeltaNet):
+            low, high = math.log(1e-3), math.log(1e-1)
+            step = torch.exp(torch.rand(module.num_v_heads) * (high - low) + low)
+            with torch.no_grad():
+                module.dt_bias.copy_(step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
 
 
 def write_checkpoint(model: DraftingModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:

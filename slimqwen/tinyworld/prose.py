@@ -184,12 +184,12 @@ def _letter(world: World, chance: random.Random, cast: Cast) -> str:
 
 
 _WRITERS: dict[Callable[[World, random.Random, Cast], str], float] = {
-    _portrait: 0.16,
-    _town: 0.12,
-    _roll: 0.12,
-    _scattered: 0.04,
-    _register: 0.07,
-    _journey: 0.14,
+    _portrait: 0.14,
+    _town: 0.10,
+    _roll: 0.20,
+    _scattered: 0.05,
+    _register: 0.08,
+    _journey: 0.11,
     _herb: 0.10,
     _ship: 0.09,
     _song: 0.06,

@@ -32,7 +32,7 @@ TASK_FOLDER = Path("eval/tasks/tinyworld")
 """Relative to the repository root, as the YAML files beside the data say it."""
 
 FACT_ITEMS = 600
-TWO_HOP_ITEMS = 520
+TWO_HOP_ITEMS = 500
 FORMAT_ITEMS_PER_KIND = 40
 FORMAT_POOL_PER_KIND = 60
 """Instructions a kind that training never gives; the test uses the first `FORMAT_ITEMS_PER_KIND`."""

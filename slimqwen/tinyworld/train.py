@@ -24,7 +24,14 @@ from transformers import PreTrainedTokenizerFast
 from slimqwen.errors import SlimqwenError
 from slimqwen.mtp_head import DraftingModel, DraftUnroller
 from slimqwen.progress import Progress, silent
-from slimqwen.tinyworld.documents import LONG_MIX, SHORT_MIX, Document, DocumentSampler, render_completion
+from slimqwen.tinyworld.documents import (
+    LONG_MIX,
+    SHORT_MIX,
+    START_MIX,
+    Document,
+    DocumentSampler,
+    render_completion,
+)
 from slimqwen.tinyworld.model import TinyShape, build
 from slimqwen.tinyworld.muon import Muon
 from slimqwen.tinyworld.tasks import OverlapCheck, Row, TaskItems, build_items, left_out_texts
@@ -103,10 +110,11 @@ class TrainingPlan:
 
 def standard_plan(steps: int = 1500) -> TrainingPlan:
     """The plan of the committed checkpoint: 2,048 tokens a step, short sequences first, then 512, then 2,048."""
-    middle, late = round(steps * 0.10), round(steps * 0.16)
+    start, middle, late = (round(steps * share) for share in (0.16, 0.10, 0.16))
     return TrainingPlan(
         phases=(
-            Phase(steps - middle - late, rows=16, length=128, mix=SHORT_MIX),
+            Phase(start, rows=16, length=128, mix=START_MIX),
+            Phase(steps - start - middle - late, rows=16, length=128, mix=SHORT_MIX),
             Phase(middle, rows=4, length=512, mix=LONG_MIX),
             Phase(late, rows=1, length=2048, mix=LONG_MIX),
         )

@@ -1,0 +1,221 @@
+"""Builds `weights/tiny` from nothing: tokenizer, training, checkpoint, measurements, training record."""
+
+import dataclasses
+import json
+import os
+import platform
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy
+import tokenizers
+import torch
+import transformers
+from transformers import PreTrainedTokenizerFast
+
+from slimqwen.mtp_head import Acceptance, DraftingModel, load_drafting_model
+from slimqwen.progress import Progress, silent
+from slimqwen.tinyworld.documents import tokenizer_texts
+from slimqwen.tinyworld.measure import (
+    ACCEPTANCE_DEPTH,
+    Scores,
+    answer_items,
+    answer_margins,
+    bits_per_byte,
+    context_sweep,
+    prose_acceptance,
+    rounded_to_bits,
+    usable_context,
+    with_half_vocabulary,
+    with_shuffled_head,
+)
+from slimqwen.tinyworld.model import write_checkpoint
+from slimqwen.tinyworld.prose import chronicle
+from slimqwen.tinyworld.tasks import TaskItems, build_items
+from slimqwen.tinyworld.tokenizer import load_tokenizer, train_tokenizer
+from slimqwen.tinyworld.train import TrainingPlan, TrainingResult, train
+from slimqwen.tinyworld.world import World
+
+RECORD = "training.json"
+TASKS = ("facts", "format", "twohop")
+CONTEXT_TEXTS = 8
+CONTEXT_TEXT_CHARACTERS = 24_000
+"""Long enough for 4,096 tokens of any chronicle."""
+
+
+def build_tiny(
+    folder: Path, state_folder: Path, plan: TrainingPlan, progress: Progress = silent
+) -> dict[str, Any]:
+    """Trains, writes and measures the checkpoint; continues a run of the same plan that was cut off.
+
+    Args:
+        folder: becomes the checkpoint folder, replaced whole and only when all is done.
+        state_folder: for the state of an unfinished run, and for the checkpoint in the making.
+        plan: of the training.
+        progress: told of every stage.
+
+    Returns:
+        The training record, as written to `training.json` in the folder.
+
+    Raises:
+        TrainingError: the loss is no number, or test items are in the training text.
+        TokenizerError: the world's text does not fill the vocabulary.
+    """
+    progress("training the tokenizer", 0, 1)
+    tokenizer = train_tokenizer(tokenizer_texts(World(plan.world_seed)))
+    progress("training the tokenizer", 1, 1)
+    result = train(plan, tokenizer, state_folder, progress)
+    if result is None:
+        raise RuntimeError("training without a stop step ends with a model")
+    unfinished = state_folder / "checkpoint"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    write_checkpoint(result.model, tokenizer, unfinished)
+    record = record_training(unfinished, plan, result, progress)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished.rename(folder)
+    return record
+
+
+def record_training(
+    folder: Path, plan: TrainingPlan, result: TrainingResult, progress: Progress = silent
+) -> dict[str, Any]:
+    """Measures a written checkpoint (its bfloat16 weights, computed in float32) and writes its record.
+
+    Sets `max_position_embeddings` in config.json to the longest context that the measurement allows.
+    """
+    # What others load is measured, not the float32 weights that training ended with.
+    model, tokenizer = load_drafting_model(folder), load_tokenizer(folder)
+    world = World(plan.world_seed)
+    items = build_items(world)
+    sweep = context_sweep(model, tokenizer, _long_texts(world))
+    usable = usable_context(sweep)
+    _set_context(folder, usable)
+    scores = measure_all(model, tokenizer, items, progress)
+    texts = [row["text"] for row in items.prose]
+    acceptance = prose_acceptance(model, tokenizer, texts)
+    record = {
+        "description": "How the embedded checkpoint was trained and what it scores; written by scripts/train_tiny.py.",
+        "scored_by": (
+            "transformers in float32 on the stored bfloat16 weights, greedy, with the items, prompts and scorers of "
+            "the lm-eval tasks in eval/tasks/tinyworld"
+        ),
+        "plan": dataclasses.asdict(plan),
+        "steps": plan.steps,
+        "tokens": plan.tokens,
+        "parameters": {
+            "backbone": sum(parameter.numel() for parameter in model.backbone.parameters()),
+            "mtp_head": sum(parameter.numel() for parameter in model.head.parameters()),
+        },
+        "bytes": (folder / "model.safetensors").stat().st_size,
+        "wall_seconds": round(result.seconds, 1),
+        "interruptions": result.interruptions,
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "tokenizers": tokenizers.__version__,
+            "numpy": numpy.__version__,
+        },
+        "hardware": {"machine": platform.machine(), "cpus": os.cpu_count(), "threads": plan.threads},
+        "learning_curve": [dataclasses.asdict(point) for point in result.curve],
+        "metrics": {name: _figure(score) for name, score in scores.items()}
+        | {"acceptance_length": _acceptance_figure(acceptance)},
+        "context_sweep": {
+            "max_position_embeddings": usable,
+            "points": [dataclasses.asdict(point) for point in sweep],
+        },
+        "test_items_in_training_text": 0,  # the trainer checks every document and stops at the first
+        "sensitivity": measure_sensitivity(model, tokenizer, items, scores, acceptance, progress),
+    }
+    (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return record
+
+
+def measure_all(
+    model: DraftingModel, tokenizer: PreTrainedTokenizerFast, items: TaskItems, progress: Progress = silent
+) -> dict[str, Scores]:
+    """Scores of the three generated tasks, the margin and the held-out prose."""
+    sets = items.sets()
+    scores = {task: answer_items(model, tokenizer, task, sets[task], progress) for task in TASKS}
+    scores["answer_margin_nats"] = answer_margins(model, tokenizer, items.margin)
+    scores["bits_per_byte"] = bits_per_byte(model, tokenizer, [row["text"] for row in items.prose])
+    return scores
+
+
+def measure_sensitivity(
+    model: DraftingModel,
+    tokenizer: PreTrainedTokenizerFast,
+    items: TaskItems,
+    scores: dict[str, Scores],
+    acceptance: Acceptance,
+    progress: Progress = silent,
+) -> list[dict[str, Any]]:
+    """What three known damages do to the scores: change, its standard error, and their ratio.
+
+    Task scores, margin and bits per byte are compared item by item; acceptance as two independent means.
+    """
+    texts = [row["text"] for row in items.prose]
+    rows = []
+    coarse = rounded_to_bits(model, bits=3)
+    for name, score in measure_all(coarse, tokenizer, items, progress).items():
+        rows.append(_change("all linears rounded to 3 bits, groups of 32", name, score.minus(scores[name])))
+    smaller, smaller_tokenizer = with_half_vocabulary(model, tokenizer)
+    halved = bits_per_byte(smaller, smaller_tokenizer, texts)
+    rows.append(_change("vocabulary halved", "bits_per_byte", halved.minus(scores["bits_per_byte"])))
+    shuffled = prose_acceptance(with_shuffled_head(model), tokenizer, texts)
+    change = shuffled.mean_length - acceptance.mean_length
+    error = (shuffled.standard_error**2 + acceptance.standard_error**2) ** 0.5
+    rows.append(
+        {
+            "damage": "columns of the MTP head's fc shuffled",
+            "measure": "acceptance_length",
+            "change": round(change, 4),
+            "standard_error": round(error, 4),
+            "standard_errors": round(abs(change) / error, 1) if error else None,
+        }
+    )
+    return rows
+
+
+def _change(damage: str, measure: str, difference: Scores) -> dict[str, Any]:
+    error = difference.standard_error
+    return {
+        "damage": damage,
+        "measure": measure,
+        "change": round(difference.mean, 4),
+        "standard_error": round(error, 4),
+        "standard_errors": round(abs(difference.mean) / error, 1) if error else None,
+    }
+
+
+def _figure(score: Scores) -> dict[str, Any]:
+    return {
+        "mean": round(score.mean, 4),
+        "standard_error": round(score.standard_error, 4),
+        "items": len(score.values),
+    }
+
+
+def _acceptance_figure(acceptance: Acceptance) -> dict[str, Any]:
+    return {
+        "mean": round(acceptance.mean_length, 4),
+        "standard_error": round(acceptance.standard_error, 4),
+        "depth": ACCEPTANCE_DEPTH,
+        "drafts": acceptance.drafts,
+        "rates": [round(rate, 4) for rate in acceptance.rates],
+    }
+
+
+def _long_texts(world: World) -> list[str]:
+    chance = random.Random("held-out chronicles")
+    return [chronicle(world, chance, CONTEXT_TEXT_CHARACTERS) for _ in range(CONTEXT_TEXTS)]
+
+
+def _set_context(folder: Path, length: int) -> None:
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config["max_position_embeddings"] = length
+    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

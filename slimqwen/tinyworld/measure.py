@@ -1,0 +1,285 @@
+"""Scores of a tiny checkpoint in this process, by transformers in float32: no server, no lm-eval.
+
+The items, prompts and scorers are those of the lm-eval tasks, so the figures agree with a server's up to near ties.
+"""
+
+import copy
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (its customary name)
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
+
+from slimqwen.mtp_head import Acceptance, DraftingModel, measure_acceptance
+from slimqwen.progress import Progress, silent
+from slimqwen.tinyworld.generation import continue_greedily
+from slimqwen.tinyworld.tasks import GENERATION_TOKENS, Row, margin, score_answer
+from slimqwen.tinyworld.tokenizer import END_OF_TEXT, end_token_ids
+
+BATCH_TOKENS = 8_192
+"""Padded tokens of one forward pass."""
+
+ACCEPTANCE_DEPTH = 4
+ACCEPTANCE_TOKENS = 96
+"""Longest continuation on which acceptance is counted."""
+
+CONTEXT_LENGTHS = (128, 256, 512, 1024, 2048, 4096)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """One value an item, averaged by weight."""
+
+    values: tuple[float, ...]
+    weights: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        """Weighted mean."""
+        return sum(v * w for v, w in zip(self.values, self.weights, strict=True)) / sum(self.weights)
+
+    @property
+    def standard_error(self) -> float:
+        """Of the weighted mean, items taken as independent."""
+        mean, count = self.mean, len(self.values)
+        squares = sum((w * (v - mean)) ** 2 for v, w in zip(self.values, self.weights, strict=True))
+        return math.sqrt(count / (count - 1) * squares) / sum(self.weights)
+
+    def minus(self, other: "Scores") -> "Scores":
+        """Item by item differences, for a paired comparison on the same items."""
+        differences = tuple(a - b for a, b in zip(self.values, other.values, strict=True))
+        return Scores(differences, self.weights)
+
+
+def unweighted(values: Sequence[float]) -> Scores:
+    """Scores that all count alike."""
+    return Scores(tuple(float(value) for value in values), (1.0,) * len(values))
+
+
+def answer_items(
+    model: DraftingModel,
+    tokenizer: PreTrainedTokenizerFast,
+    task: str,
+    rows: Sequence[Row],
+    progress: Progress = silent,
+) -> Scores:
+    """Generates an answer to every item and scores it: 1 right, 0 wrong.
+
+    Args:
+        model: in evaluation mode.
+        tokenizer: the checkpoint's.
+        task: "facts", "format" or "twohop".
+        rows: items of that task.
+        progress: told the answered items.
+    """
+    prompts = encode(tokenizer, [row["prompt"] for row in rows])
+    answers = continue_greedily(
+        model.backbone, prompts, GENERATION_TOKENS[task], end_token_ids(), progress=progress
+    )
+    texts = tokenizer.batch_decode(answers, skip_special_tokens=False)
+    return unweighted([score_answer(task, row, text) for row, text in zip(rows, texts, strict=True)])
+
+
+def answer_margins(model: DraftingModel, tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row]) -> Scores:
+    """For each item, the right option's log-probability minus the best wrong one's, in nats."""
+    pairs = [
+        (prompt, option)
+        for prompt, row in zip(encode(tokenizer, [row["prompt"] for row in rows]), rows, strict=True)
+        for option in encode(tokenizer, row["options"])
+    ]
+    sums = [sum(logs) for logs in token_log_probabilities(model, pairs)]
+    margins = []
+    for row in rows:
+        count = len(row["options"])
+        margins.append(margin(sums[:count], row["gold"]))
+        sums = sums[count:]
+    return unweighted(margins)
+
+
+def bits_per_byte(model: DraftingModel, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> Scores:
+    """Bits of information a UTF-8 byte, text by text; each follows `<|endoftext|>`."""
+    (start,) = encode(tokenizer, [END_OF_TEXT])
+    logs = token_log_probabilities(model, [(start, text) for text in encode(tokenizer, texts)])
+    sizes = [float(len(text.encode())) for text in texts]
+    bits = [-sum(row) / math.log(2) / size for row, size in zip(logs, sizes, strict=True)]
+    return Scores(tuple(bits), tuple(sizes))
+
+
+def prose_acceptance(
+    model: DraftingModel,
+    tokenizer: PreTrainedTokenizerFast,
+    texts: Sequence[str],
+    depth: int = ACCEPTANCE_DEPTH,
+) -> Acceptance:
+    """Acceptance of drafts where the model itself continues held-out texts.
+
+    The prompt is the first third of a text, at most 200 tokens; the continuation is greedy and ends with the text.
+    """
+    encoded = encode(tokenizer, texts)
+    prompts = [text[: min(max(4, len(text) // 3), 200)] for text in encoded]
+    continuations = continue_greedily(model.backbone, prompts, ACCEPTANCE_TOKENS, end_token_ids())
+    return measure_acceptance(model, list(zip(prompts, continuations, strict=True)), depth)
+
+
+@dataclass(frozen=True)
+class ContextPoint:
+    """Bits per byte when a text is read in windows of one length."""
+
+    length: int
+    bits_per_byte: float
+    last_quarter: float
+    """The same over the last quarter of each window only."""
+
+
+def context_sweep(
+    model: DraftingModel,
+    tokenizer: PreTrainedTokenizerFast,
+    texts: Sequence[str],
+    lengths: Sequence[int] = CONTEXT_LENGTHS,
+) -> list[ContextPoint]:
+    """Reads the same texts in windows of each length; every window starts from nothing.
+
+    Args:
+        model: in evaluation mode.
+        tokenizer: the checkpoint's.
+        texts: each at least as long as the longest window; what is beyond that is left out.
+        lengths: window lengths in tokens, each a divisor of the longest.
+    """
+    longest = max(lengths)
+    (start,) = encode(tokenizer, [END_OF_TEXT])
+    rows = [text[:longest] for text in encode(tokenizer, texts)]
+    # Bytes of the part that is read, so that bits have their own denominator.
+    sizes = [[len(piece.encode()) for piece in _pieces(tokenizer, row)] for row in rows]
+    points = []
+    for length in lengths:
+        bits = late_bits = 0.0
+        size = late_size = 0
+        late = length * 3 // 4
+        for row, row_sizes in zip(rows, sizes, strict=True):
+            windows = [(start, row[first : first + length]) for first in range(0, longest, length)]
+            for place, logs in enumerate(token_log_probabilities(model, windows)):
+                piece_sizes = row_sizes[place * length : (place + 1) * length]
+                bits -= sum(logs) / math.log(2)
+                size += sum(piece_sizes)
+                late_bits -= sum(logs[late:]) / math.log(2)
+                late_size += sum(piece_sizes[late:])
+        points.append(ContextPoint(length, bits / size, late_bits / late_size))
+    return points
+
+
+def usable_context(points: Sequence[ContextPoint]) -> int:
+    """The longest length up to which every doubling is no worse, in bits per byte, than the shortest length."""
+    usable = points[0].length
+    for point in points[1:]:
+        if point.bits_per_byte > points[0].bits_per_byte:
+            break
+        usable = point.length
+    return usable
+
+
+def token_log_probabilities(
+    model: DraftingModel, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]
+) -> list[list[float]]:
+    """Log-probability of every token of each continuation.
+
+    Args:
+        model: in evaluation mode.
+        pairs: (context, continuation) token ids; no context may be empty.
+    """
+    order = sorted(range(len(pairs)), key=lambda index: len(pairs[index][0]) + len(pairs[index][1]))
+    results: list[list[float]] = [[] for _ in pairs]
+    batch: list[int] = []
+    for place, index in enumerate(order):
+        batch.append(index)
+        following = order[place + 1] if place + 1 < len(order) else None
+        width = len(pairs[following][0]) + len(pairs[following][1]) if following is not None else 0
+        if following is None or width * (len(batch) + 1) > BATCH_TOKENS:
+            for row, logs in zip(batch, _log_probabilities(model, [pairs[i] for i in batch]), strict=True):
+                results[row] = logs
+            batch = []
+    return results
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids of texts as they are, marks in them recognised."""
+    encodings: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+    return encodings
+
+
+def rounded_to_bits(model: DraftingModel, bits: int, group: int = 32) -> DraftingModel:
+    """A copy whose linears (not the embedding, not the head) are rounded to nearest, asymmetric, in groups."""
+    damaged = DraftingModel(copy.deepcopy(model.backbone), model.head)
+    with torch.no_grad():
+        for name, module in damaged.backbone.model.named_modules():
+            if isinstance(module, nn.Linear) and module.weight.shape[1] % group == 0 and name:
+                module.weight.copy_(_rounded(module.weight, bits, group))
+    return damaged
+
+
+def with_half_vocabulary(
+    model: DraftingModel, tokenizer: PreTrainedTokenizerFast
+) -> tuple[DraftingModel, PreTrainedTokenizerFast]:
+    """A copy that keeps the first half of the tokens: the added ones, the bytes, and the earliest merges.
+
+    Merges are ordered by frequency and build on earlier ones, so the first half is a valid BPE by itself.
+    """
+    size = model.backbone.config.vocab_size // 2
+    state: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())
+    vocabulary = {token: index for token, index in state["model"]["vocab"].items() if index < size}
+    state["model"]["vocab"] = vocabulary
+    state["model"]["merges"] = [pair for pair in state["model"]["merges"] if "".join(pair) in vocabulary]
+    smaller = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(state)),
+        eos_token=tokenizer.eos_token,
+        pad_token=tokenizer.pad_token,
+    )
+    backbone = copy.deepcopy(model.backbone)
+    rows = backbone.model.embed_tokens.weight.detach()[:size].clone()
+    backbone.model.embed_tokens = nn.Embedding.from_pretrained(rows)
+    backbone.lm_head.weight = backbone.model.embed_tokens.weight
+    return DraftingModel(backbone, model.head).eval(), smaller
+
+
+def with_shuffled_head(model: DraftingModel, seed: int = 0) -> DraftingModel:
+    """A copy whose MTP head has the columns of `fc` in random order."""
+    head = copy.deepcopy(model.head)
+    with torch.no_grad():
+        order = torch.randperm(head.fc.weight.shape[1], generator=torch.Generator().manual_seed(seed))
+        head.fc.weight.copy_(head.fc.weight[:, order])
+    return DraftingModel(model.backbone, head)
+
+
+def _rounded(weight: Tensor, bits: int, group: int) -> Tensor:
+    groups = weight.reshape(-1, group)
+    low, high = groups.amin(dim=1, keepdim=True), groups.amax(dim=1, keepdim=True)
+    step = ((high - low) / (2**bits - 1)).clamp_min(1e-8)
+    return (((groups - low) / step).round() * step + low).reshape(weight.shape)
+
+
+def _log_probabilities(
+    model: DraftingModel, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]
+) -> list[list[float]]:
+    longest = max(len(context) + len(continuation) for context, continuation in pairs)
+    # Padding stands behind the text, where a causal model cannot see it.
+    tokens = torch.tensor([[*c, *t] + [0] * (longest - len(c) - len(t)) for c, t in pairs])
+    results = []
+    with torch.no_grad():
+        hidden = model.hidden_states(tokens[:, :-1])
+        for row, (context, continuation) in enumerate(pairs):
+            first = len(context) - 1
+            scores = model.logits(hidden[row, first : first + len(continuation)])
+            logs = -F.cross_entropy(scores, torch.tensor(list(continuation)), reduction="none")
+            results.append(logs.tolist())
+    return results
+
+
+def _pieces(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[int]) -> list[str]:
+    # The world's texts are ASCII, so that every token is whole characters.
+    pieces: list[str] = tokenizer.batch_decode([[token] for token in tokens])
+    return pieces

@@ -1,0 +1,29 @@
+from pathlib import Path
+
+import pytest
+
+from slimqwen.mtp_head import load_drafting_model
+from slimqwen.tinyworld.tokenizer import load_tokenizer
+from slimqwen.tinyworld.world import World
+
+TINY = Path(__file__).parents[2] / "weights" / "tiny"
+
+
+@pytest.fixture(scope="session")
+def world():
+    return World()
+
+
+@pytest.fixture(scope="session")
+def tiny_folder():
+    return TINY
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return load_tokenizer(TINY)
+
+
+@pytest.fixture(scope="session")
+def tiny_model():
+    return load_drafting_model(TINY)

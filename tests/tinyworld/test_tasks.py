@@ -1,0 +1,116 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from slimqwen.tinyworld.instructions import KINDS
+from slimqwen.tinyworld.tasks import (
+    TASK_FOLDER,
+    TaskDataError,
+    build_items,
+    load_rows,
+    margin,
+    render_rows,
+    score_answer,
+)
+
+FOLDER = Path(__file__).parents[2] / TASK_FOLDER
+
+
+@pytest.fixture(scope="module")
+def items(world):
+    return build_items(world)
+
+
+@pytest.mark.parametrize("name", ["facts", "format", "twohop", "margin", "prose"])
+def test_committed_data_equals_its_regeneration(items, name):
+    assert (FOLDER / f"{name}.jsonl").read_text(encoding="utf-8") == render_rows(items.sets()[name])
+
+
+def test_each_task_has_at_least_500_distinct_items(items):
+    for rows in (items.facts, items.format, items.twohop):
+        assert len({row["prompt"] for row in rows}) == len(rows) >= 500
+
+
+def test_prompts_are_what_the_chat_template_renders(items, tokenizer):
+    for rows, thinking in ((items.facts, False), (items.format, False), (items.twohop, True)):
+        for row in rows[:40]:
+            messages = [{"role": "user", "content": row["question"]}]
+            assert row["prompt"] == tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, enable_thinking=thinking
+            )
+
+
+def test_fact_items_list_ten_options_with_the_answer_among_them(items):
+    for row in items.facts:
+        assert len(set(row["options"])) == 10
+        assert row["answer"] in row["options"]
+        assert all(option in row["question"] for option in row["options"])
+
+
+def test_two_hop_items_are_held_out_and_follow_the_world(items, world):
+    held_out = {hop.question: hop.answer for hop in world.two_hops(held_out=True)}
+    assert all(held_out[row["question"]] == row["answer"] for row in items.twohop)
+
+
+def test_the_first_format_items_are_of_every_kind(items):
+    assert {row["kind"] for row in items.format[: len(KINDS)]} == set(KINDS)
+
+
+def test_margin_items_point_at_the_right_option(items):
+    for row, fact in zip(items.margin, items.facts, strict=False):
+        assert row["options"][row["gold"]] == fact["answer"] + "<|im_end|>"
+
+
+def test_stored_answers_score_right_and_others_wrong(items):
+    for row in items.facts[:50]:
+        wrong = next(option for option in row["options"] if option != row["answer"])
+        assert score_answer("facts", row, f"{row['answer']}<|im_end|>")
+        assert not score_answer("facts", row, wrong)
+        assert not score_answer("facts", row, f"{row['answer']} {wrong}")
+    for row in items.format:
+        assert score_answer("format", row, row["answer"])
+        assert not score_answer("format", row, "")
+        assert not score_answer("format", row, row["answer"] + " and more")
+    for row in items.twohop[:50]:
+        assert score_answer("twohop", row, f"{row['reasoning']}\n</think>\n\n{row['answer']}")
+        assert not score_answer("twohop", row, row["answer"]), "an unfinished thought is no answer"
+        assert not score_answer("twohop", row, f"{row['answer']}\n</think>\n\n")
+
+
+def row_of(items, kind):
+    return next(row for row in items.format if row["kind"] == kind)
+
+
+def test_a_list_may_be_any_but_not_short_doubled_banned_or_foreign(items):
+    row = row_of(items, "list")
+    arguments = json.loads(row["arguments"])
+    good = row["answer"].split(", ")
+    assert score_answer("format", row, ", ".join(reversed(good)))
+    assert not score_answer("format", row, ", ".join(good[:-1]))
+    assert not score_answer("format", row, ", ".join([*good[:-1], good[0]]))
+    assert not score_answer("format", row, ", ".join([*good[:-1], arguments["banned"]]))
+    assert not score_answer("format", row, ", ".join([*good[:-1], "submarine"]))
+
+
+def test_a_line_must_name_the_person_and_end_with_the_word(items):
+    row = row_of(items, "ends")
+    arguments = json.loads(row["arguments"])
+    person, word = arguments["person"], arguments["word"]
+    assert score_answer("format", row, f"By night {person} saw a {word}.")
+    assert not score_answer("format", row, f"By night somebody saw a {word}.")
+    assert not score_answer("format", row, f"By night {person} saw a {word} again")
+    assert not score_answer("format", row, f"{person} {word}")
+
+
+def test_margin_is_right_minus_best_wrong():
+    assert margin([-3.0, -1.0, -2.5], gold=1) == 1.5
+    assert margin([-3.0, -1.0, -2.5], gold=2) == -1.5
+
+
+def test_missing_and_broken_data_are_named(tmp_path):
+    with pytest.raises(TaskDataError, match=r"facts\.jsonl"):
+        load_rows("facts", tmp_path)
+    (tmp_path / "facts.jsonl").write_text("{")
+    with pytest.raises(TaskDataError, match="restore it from git"):
+        load_rows("facts", tmp_path)
