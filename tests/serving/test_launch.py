@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,19 +15,18 @@ import pytest
 from slimqwen import variant
 from slimqwen.checkpoint import CorruptCheckpointError, MissingCheckpointError
 from slimqwen.serving import launch
-from slimqwen.tinyworld.model import write_random_checkpoint
 
 SERVABLE = "VLLM_MODEL=weights/v\nVLLM_HOST=127.0.0.1\nVLLM_PORT=8080\nVLLM_CPU_KVCACHE_SPACE=1\n"
 
 
 @pytest.fixture
 def servable(add_variant, tmp_path):
-    """A variant with a checkpoint of random weights, resolved for a CPU."""
+    """A variant with a copy of the embedded checkpoint, resolved for a CPU."""
 
     def make(*lines, port=None):
         if not (tmp_path / "experiments/v").exists():
             add_variant("v", SERVABLE + "".join(f"{line}\n" for line in lines))
-            write_random_checkpoint(tmp_path / "weights/v", seed=0)
+            shutil.copytree(variant.load("tiny").weights, tmp_path / "weights/v")
         return launch.resolve(variant.load("v", tmp_path), port=port or launch.free_port(), platform="cpu")
 
     return make
