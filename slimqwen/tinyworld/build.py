@@ -76,6 +76,7 @@ def build_tiny(
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished.rename(folder)
+    shutil.rmtree(state_folder)  # the next run starts from nothing
     return record
 
 

@@ -320,7 +320,8 @@ class _Run:
         self.curve = [CurvePoint(**point) for point in state["curve"]]
         self._losses = [tuple(pair) for pair in state["losses"]]
         self.seconds = state["seconds"]
-        self.interruptions = state["interruptions"] + 1
+        # A finished run that is only read again was not interrupted.
+        self.interruptions = state["interruptions"] + (self.step < self.plan.steps)
 
     def _batch(self) -> tuple[Tensor, Tensor]:
         step = self.step
