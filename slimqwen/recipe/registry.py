@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from slimqwen.recipe import calibrate
+from slimqwen.recipe import calibrate, prune_vocab
 from slimqwen.recipe.stage import Stage
 
-STAGES: Mapping[str, Stage] = MappingProxyType({stage.name: stage for stage in (calibrate.STAGE,)})
+STAGES: Mapping[str, Stage] = MappingProxyType(
+    {stage.name: stage for stage in (calibrate.STAGE, prune_vocab.STAGE)}
+)
