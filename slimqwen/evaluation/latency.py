@@ -73,15 +73,11 @@ class Workload:
             WorkloadError: the shortest lengths allowed do not fit the context.
         """
         factor = self.scale(max_model_len)
-        classes = [
-            PromptClass(
-                c.name,
-                max(self.min_tokens, math.floor(c.prompt_tokens * factor)),
-                max(self.min_tokens, math.floor(c.output_tokens * factor)),
-                c.requests,
-            )
-            for c in self.classes
-        ]
+        classes = []
+        for c in self.classes:
+            output_tokens = max(self.min_tokens, math.floor(c.output_tokens * factor))
+            room = min(math.floor(c.prompt_tokens * factor), max_model_len - output_tokens)
+            classes.append(PromptClass(c.name, max(self.min_tokens, room), output_tokens, c.requests))
         for c in classes:
             if c.prompt_tokens + c.output_tokens > max_model_len:
                 raise WorkloadError(
@@ -277,10 +273,12 @@ def _send(
     answered: Callable[[], None],
 ) -> dict[str, Any]:
     """Send the prompts through vLLM's benchmark client, all at once up to the concurrency, and wait for the answers."""
+    # Outside output_to: vLLM's log handler keeps the stream that it finds when it is imported.
+    from vllm.benchmarks.datasets import SampleRequest
+    from vllm.benchmarks.lib.endpoint_request_func import ASYNC_REQUEST_FUNCS
+    from vllm.benchmarks.serve import TaskType, benchmark
+
     with output_to(log):
-        from vllm.benchmarks.datasets import SampleRequest
-        from vllm.benchmarks.lib.endpoint_request_func import ASYNC_REQUEST_FUNCS
-        from vllm.benchmarks.serve import TaskType, benchmark
 
         async def counted(*arguments: Any, **keywords: Any) -> Any:
             output = await ASYNC_REQUEST_FUNCS["openai"](*arguments, **keywords)

@@ -56,6 +56,7 @@ class Suite:
         name: the file's name.
         tasks_folder: where the lm-eval task files lie.
         chat_template: prompts go through the checkpoint's chat template.
+        text_prefix: the token that a text to be read follows, as in training; by name, for IDs differ.
         sample_items: first items of each task that the default run takes.
         tasks: in the order of the file.
     """
@@ -63,6 +64,7 @@ class Suite:
     name: str
     tasks_folder: Path
     chat_template: bool
+    text_prefix: str
     sample_items: int
     tasks: tuple[SuiteTask, ...]
 
@@ -113,6 +115,7 @@ def load_suite(name: str, root: Path) -> Suite:
             name=name,
             tasks_folder=root / content["tasks_folder"],
             chat_template=bool(content["chat_template"]),
+            text_prefix=str(content["text_prefix"]),
             sample_items=int(content["sample_items"]),
             tasks=tuple(
                 SuiteTask(row["task"], row["measure"], float(row["non_inferiority_margin"]))
@@ -203,7 +206,7 @@ def score(
         contextlib.chdir(root),
     ):  # task files name their data relative to the repository
         import aiohttp
-        from lm_eval import simple_evaluate
+        from lm_eval import evaluate
         from lm_eval.tasks import TaskManager
 
         from slimqwen.evaluation.completions import ServedCompletions
@@ -228,20 +231,22 @@ def score(
             seed=SEED,
             header=authorization() or None,
         )
+        loaded = tasks.load([task.name for task in suite.tasks])
+        for task in loaded["tasks"].values():
+            if task.get_config("num_fewshot") is None:
+                task.set_config("num_fewshot", 0)
+            task.set_fewshot_seed(SEED)
+        model.custom_prefix_token_id = _token_id(model.tokenizer, suite)
         try:
-            results = simple_evaluate(
-                model=model,
-                tasks=[task.name for task in suite.tasks],
-                task_manager=tasks,
+            # Not simple_evaluate: it lists every installed package by pip, half a minute for what records hold.
+            results = evaluate(
+                lm=model,
+                task_dict=loaded,
                 limit=limit,
                 apply_chat_template=suite.chat_template,
                 bootstrap_iters=0,  # standard errors are computed here, from the items
-                random_seed=SEED,
-                numpy_random_seed=SEED,
-                torch_random_seed=SEED,
-                fewshot_random_seed=SEED,
             )
-        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+        except (aiohttp.ClientError, OSError) as error:
             raise lost(model.activity, error, log) from error
     require_healthy(served.server.base_url, "finishing", log)
     return parse(suite, results, root)
@@ -252,7 +257,7 @@ def parse(suite: Suite, results: Mapping[str, Any], root: Path) -> Scores:
 
     Args:
         suite: what was asked for.
-        results: as `lm_eval.simple_evaluate` returns them, samples included.
+        results: as `lm_eval.evaluate` returns them, samples included.
         root: what the data files of the tasks are relative to.
 
     Raises:
@@ -260,7 +265,8 @@ def parse(suite: Suite, results: Mapping[str, Any], root: Path) -> Scores:
     """
     rows: dict[str, dict[str, Any]] = {}
     items: list[Item] = []
-    datasets: set[Path] = set()
+    # Beside the data, what asks and scores: the task files and the Python that they call.
+    datasets = {file for pattern in ("*.yaml", "*.py") for file in suite.tasks_folder.glob(pattern)}
     for task in suite.tasks:
         of_task = [_item(task, sample) for sample in results["samples"][task.name]]
         of_task.sort(key=lambda item: item.index)
@@ -280,7 +286,7 @@ def parse(suite: Suite, results: Mapping[str, Any], root: Path) -> Scores:
             "empty_count": sum(not (i.output or "").strip() for i in generated) if generated else None,
         }
         items += of_task
-        datasets.update(_task_files(suite, task, results["configs"][task.name], root))
+        datasets.update(_data_files(results["configs"][task.name], root))
     return Scores(rows, items, sorted(datasets))
 
 
@@ -320,12 +326,17 @@ def _value(measure: str, sample: Mapping[str, Any]) -> tuple[float, float]:
     return float(sample[measure]), 1.0
 
 
-def _task_files(suite: Suite, task: SuiteTask, config: Mapping[str, Any], root: Path) -> Iterable[Path]:
-    """What decides a task's items and their scoring: its YAML, the Python beside it, its data."""
-    for file in suite.tasks_folder.rglob("*.yaml"):
-        if yaml.load(file.read_text(encoding="utf-8"), Loader=yaml.BaseLoader).get("task") == task.name:
-            yield file
-            yield from file.parent.glob("*.py")
+def _token_id(tokenizer: Any, suite: Suite) -> int:
+    identifier = tokenizer.get_vocab().get(suite.text_prefix)
+    if identifier is None:
+        raise SuiteError(
+            f"suite {suite.name}: text_prefix {suite.text_prefix!r} is no token of this checkpoint"
+        )
+    return int(identifier)
+
+
+def _data_files(config: Mapping[str, Any], root: Path) -> Iterable[Path]:
+    """The files that a task's items are read from."""
     data_files = config.get("dataset_kwargs", {}).get("data_files", [])
     for value in data_files.values() if isinstance(data_files, Mapping) else [data_files]:
         for name in [value] if isinstance(value, str) else value:
