@@ -47,7 +47,9 @@ def bring_about(name: str, until: str | None = None) -> int:
     console.print(table)
     whole = len(outcomes) == len(recipe.steps)
     console.print(f"checkpoint: {relative(WEIGHTS / name if whole else outcomes[-1].folder)}", markup=False)
-    console.print(f"log: {relative(outcomes[-1].log)}", markup=False)
+    for outcome in outcomes:
+        if not outcome.reused:
+            console.print(f"log of {outcome.stage}: {relative(outcome.log)}", markup=False)
     return 0
 
 

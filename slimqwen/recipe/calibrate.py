@@ -202,7 +202,7 @@ def _sequences(corpus: Corpus, tokenizer: Any) -> list[list[int]]:
     """Documents one after the other, cut into sequences without a gap."""
     wanted = corpus.sequences * corpus.length
     tokens: list[int] = []
-    for document in _documents(corpus):
+    for document in documents(corpus):
         tokens += tokenizer(document, add_special_tokens=False)["input_ids"]
         if len(tokens) >= wanted:
             starts = range(0, wanted, corpus.length)
@@ -213,20 +213,25 @@ def _sequences(corpus: Corpus, tokenizer: Any) -> list[list[int]]:
     )
 
 
-def _documents(corpus: Corpus) -> Iterable[str]:
+def documents(corpus: Corpus) -> Iterable[str]:
+    """The calibration text, document by document, as the model would meet it; the tiny world's never ends.
+
+    Raises:
+        CorpusError: the file cannot be read or is malformed.
+    """
     if corpus.path is None:
         return _tinyworld_documents(corpus.seed)
     try:
         text = corpus.path.read_text(encoding="utf-8")
         if corpus.path.suffix != ".jsonl":
             return [text + _END_OF_TEXT]
-        documents = [json.loads(line)["text"] for line in text.splitlines() if line.strip()]
+        texts = [json.loads(line)["text"] + _END_OF_TEXT for line in text.splitlines() if line.strip()]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CorpusError(
             f'{corpus.path}: not usable as calibration text ({error!r}); give UTF-8 text, or {{"text": …}} a line'
         ) from None
-    random.Random(corpus.seed).shuffle(documents)
-    return [document + _END_OF_TEXT for document in documents]
+    random.Random(corpus.seed).shuffle(texts)
+    return texts
 
 
 def _tinyworld_documents(seed: int) -> Iterator[str]:

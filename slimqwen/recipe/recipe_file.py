@@ -123,8 +123,9 @@ def read(file: Path, stages: Mapping[str, Stage] = STAGES) -> Recipe:
 def _told(
     file: Path, root: yaml.Node | None, error: ValidationError, prefix: Location, schema: type[BaseModel]
 ) -> RecipeError:
-    """One line for the first of the problems that pydantic found."""
-    problem = error.errors()[0]
+    """One line for one of the problems that pydantic found."""
+    # A misspelt key is often the cause of a missing one: told first.
+    problem = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     where = problem["loc"]
     dotted = ".".join(map(str, where)) or "the recipe"
     if problem["type"] == "extra_forbidden":

@@ -139,7 +139,6 @@ def run(
         raise NameTakenError(
             f"{link} was not made by a recipe; move it away to let the recipe put {variant} there"
         )
-    store.mkdir(parents=True, exist_ok=True)
     steps = recipe.steps
     if until is not None:
         names = [step.stage.name for step in steps]
@@ -147,8 +146,8 @@ def run(
             raise SlimqwenError(f"{recipe.file} has no stage {until}; it has {', '.join(names)}")
         steps = steps[: names.index(until) + 1]
     outcomes: list[Outcome] = []
+    source = resolve(recipe.base)
     with _lock(store / ".lock", fcntl.LOCK_SH, "the store is being cleaned", report):
-        source = resolve(recipe.base)
         for step in steps:
             outcome = _ensure(step, source, store, report)
             outcomes.append(outcome)

@@ -1,0 +1,13 @@
+"""Run a recipe of fake stages in a process that a test can kill: drive.py RECIPE VARIANT WEIGHTS BASE_FOLDER."""
+
+import sys
+from pathlib import Path
+
+from fake_stages import STAGES
+
+from slimqwen.recipe import recipe_file, runner
+
+if __name__ == "__main__":
+    recipe, variant, weights, base = sys.argv[1:]
+    read = recipe_file.read(Path(recipe), STAGES)
+    runner.run(read, variant, Path(weights), lambda name: Path(base))

@@ -1,0 +1,114 @@
+"""Cheap stages for tests of the runner: importable, because a stage runs in a process of its own."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from slimqwen import checkpoint
+from slimqwen.checkpoint import NewTensor, TensorInfo
+from slimqwen.errors import SlimqwenError
+from slimqwen.progress import Progress
+from slimqwen.recipe.stage import Facts, Needs, Parameters, Stage
+
+
+class AddParameters(Parameters):
+    """Where it tells that it ran and how long it dawdles decide nothing, so they are not in the key."""
+
+    amount: int = 1
+    limit: int = 255
+    note: str = ""
+    runs: Annotated[Path | None, Field(exclude=True)] = None
+    seconds: Annotated[float, Field(exclude=True)] = 0
+    data: Annotated[Path | None, Field(exclude=True)] = None
+
+
+def add(source: Path, destination: Path, parameters: AddParameters, progress: Progress) -> Facts:
+    """Add amount to every byte of every tensor, in as many small steps as there are bytes."""
+    sys.stdout.write(f"adding {parameters.amount}\n")
+    if parameters.runs:
+        with parameters.runs.open("a") as stream:
+            stream.write(f"{parameters.amount}\n")
+
+    def change(name: str, info: TensorInfo) -> dict[str, NewTensor]:
+        def chunks() -> list[bytes]:
+            time.sleep(parameters.seconds / 4)
+            return [
+                bytes(min(byte + parameters.amount, parameters.limit) for byte in b"".join(info.chunks()))
+            ]
+
+        return {name: NewTensor(info.dtype, info.shape, chunks)}
+
+    checkpoint.rewrite(source, destination, change, progress)
+    checkpoint.write_config(destination, checkpoint.read_config(source))
+    checkpoint.carry_side_files(source, destination)
+    return {"amount": parameters.amount}
+
+
+def _data(parameters: AddParameters) -> Mapping[str, str]:
+    return {"file": checkpoint.sha256(parameters.data)} if parameters.data else {}
+
+
+def _little(source: Path, parameters: Parameters) -> Needs:
+    return Needs(disk_bytes=1, memory_bytes=1)
+
+
+def _endless_disk(source: Path, parameters: Parameters) -> Needs:
+    return Needs(disk_bytes=2**60, memory_bytes=1)
+
+
+def _endless_memory(source: Path, parameters: Parameters) -> Needs:
+    return Needs(disk_bytes=1, memory_bytes=2**60)
+
+
+class RefusedError(SlimqwenError):
+    """What a stage says of its input."""
+
+
+def refuse(source: Path, destination: Path, parameters: Parameters, progress: Progress) -> Facts:
+    """Find the input unusable after half of the work."""
+    (destination / "half").write_text("half")
+    raise RefusedError("the input has no wings; choose one with wings")
+
+
+def break_down(source: Path, destination: Path, parameters: Parameters, progress: Progress) -> Facts:
+    """Have a defect, or a full disk."""
+    (destination / "half").write_text("half")
+    raise OSError(28, "No space left on device")
+
+
+def die(source: Path, destination: Path, parameters: Parameters, progress: Progress) -> Facts:
+    """Be killed as the kernel kills what takes too much memory."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    return {}
+
+
+def forget(source: Path, destination: Path, parameters: Parameters, progress: Progress) -> Facts:
+    """Write no checkpoint at all."""
+    (destination / "config.json").write_text("{}")
+    return {}
+
+
+STAGES = {
+    "add": Stage("add", AddParameters, add, _little, data=_data, packages=("pydantic",)),
+    "add_with_more_code": Stage(
+        "add_with_more_code",
+        AddParameters,
+        add,
+        _little,
+        data=_data,
+        code=("more_code",),
+        packages=("pydantic",),
+    ),
+    "refuse": Stage("refuse", Parameters, refuse, _little),
+    "break_down": Stage("break_down", Parameters, break_down, _little),
+    "die": Stage("die", Parameters, die, _little),
+    "forget": Stage("forget", Parameters, forget, _little),
+    "endless_disk": Stage("endless_disk", AddParameters, add, _endless_disk),
+    "endless_memory": Stage("endless_memory", AddParameters, add, _endless_memory),
+}

@@ -1,0 +1,105 @@
+"""A recipe.yaml is read whole or refused with its file, its line and the nearest name that is known."""
+
+from pathlib import Path
+
+import pytest
+
+from slimqwen import variant
+from slimqwen.recipe import recipe_file
+from slimqwen.recipe.calibrate import CalibrateParameters
+from slimqwen.recipe.recipe_file import RecipeError
+
+GOOD = """\
+description: four bits
+base: tiny
+stages:
+  - calibrate:
+      scheme: W4A16_ASYM
+      group_size: 64
+      targets: [mlp, linear_attention]
+      corpus:
+        source: file
+        path: text.txt
+        sequences: 8
+"""
+
+
+def write(folder: Path, text: str) -> Path:
+    file = folder / "recipe.yaml"
+    file.write_text(text)
+    return file
+
+
+def test_a_recipe_is_read_with_defaults_filled_in(tmp_path: Path) -> None:
+    recipe = recipe_file.read(write(tmp_path, GOOD))
+    assert (recipe.description, recipe.base) == ("four bits", "tiny")
+    [step] = recipe.steps
+    assert step.stage.name == "calibrate"
+    assert isinstance(step.parameters, CalibrateParameters)
+    assert step.parameters.group_size == 64
+    assert step.parameters.targets == ("mlp", "linear_attention")
+    assert step.parameters.corpus.length == 256
+    assert step.parameters.corpus.path == tmp_path / "text.txt"
+
+
+def test_a_stage_may_have_no_parameters_of_its_own(tmp_path: Path) -> None:
+    recipe = recipe_file.read(write(tmp_path, "description: d\nbase: o/n\nstages:\n  - calibrate:\n"))
+    assert recipe.steps[0].parameters == CalibrateParameters()
+    assert recipe.base == "o/n"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "told"),
+    [
+        ("group_size: 64", "group_sise: 64", 6, "unknown key 'group_sise'; did you mean group_size?"),
+        ("sequences: 8", "sequence: 8", 11, "unknown key 'sequence'; did you mean sequences?"),
+        ("- calibrate", "- calibrat", 4, "no stage 'calibrat'; did you mean calibrate?"),
+        ("- calibrate", "- xyz", 4, "no stage 'xyz'; known are calibrate"),
+        ("base: tiny", "bas: tiny", 2, "unknown key 'bas'; did you mean base?"),
+        ("group_size: 64", "group_size: 48", 6, "group_size: Input should be 32, 64 or 128, here is 48"),
+        ("linear_attention]", "lm_head]", 7, "'attention' or 'linear_attention', here is 'lm_head'"),
+        ("base: tiny", "base: a/b/c", 2, "base: String should match"),
+        ("base: tiny", "base: tiny\nbase: tiny", 3, "base stands twice"),
+        ("sequences: 8", "sequences: 0", 11, "greater than or equal to 1, here is 0"),
+        ("        path: text.txt\n", "", 8, "path goes with source: file"),
+        ("source: file", "source: tinyworld", 8, "path goes with source: file"),
+        ("  - calibrate:", "  - other: {}\n    calibrate:", 4, "one stage per list entry, here are 2"),
+        ("description: four bits", "description: ''", 1, "description: String should have at least 1"),
+        ("description: four bits", "description: [", 3, "not usable YAML"),
+    ],
+)
+def test_a_mistake_is_told_with_its_line(tmp_path: Path, old: str, new: str, line: int, told: str) -> None:
+    assert old in GOOD
+    file = write(tmp_path, GOOD.replace(old, new))
+    with pytest.raises(RecipeError) as caught:
+        recipe_file.read(file)
+    message = str(caught.value)
+    assert message.startswith(f"{file}:{line}: ")
+    assert told in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("key", ["description", "base", "stages"])
+def test_a_missing_part_is_named(tmp_path: Path, key: str) -> None:
+    parts = {"description": "description: d\n", "base": "base: b\n", "stages": "stages:\n  - calibrate:\n"}
+    del parts[key]
+    with pytest.raises(RecipeError, match=f"{key} is missing; add it"):
+        recipe_file.read(write(tmp_path, "".join(parts.values())))
+
+
+@pytest.mark.parametrize("text", ["", "- a\n", "description: d\nbase: b\nstages: []\n"])
+def test_what_is_no_recipe_at_all_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(RecipeError, match=r"recipe\.yaml:"):
+        recipe_file.read(write(tmp_path, text))
+
+
+def test_a_missing_recipe_is_told(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="No such file"):
+        recipe_file.read(tmp_path / "recipe.yaml")
+
+
+@pytest.mark.parametrize("name", [name for name in variant.names() if variant.load(name).recipe])
+def test_every_recipe_of_this_repository_can_be_read(name: str) -> None:
+    file = variant.load(name).recipe
+    assert file is not None
+    assert recipe_file.read(file).steps

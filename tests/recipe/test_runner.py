@@ -1,0 +1,354 @@
+"""A stage runs once per content key; what it made is whole, shared and explained, whatever kills the run."""
+
+import fcntl
+import importlib.metadata
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fake_stages import RefusedError
+from workshop import Workshop
+
+from slimqwen import checkpoint
+from slimqwen.checkpoint import CorruptCheckpointError, Manifest, MissingCheckpointError
+from slimqwen.errors import SlimqwenError
+from slimqwen.recipe import runner
+from slimqwen.recipe.runner import DoesNotFitError, NameTakenError, StageFailedError, StoreBusyError
+
+FirstByte = Callable[[Path], int]
+
+
+def test_a_recipe_ends_in_a_relative_link_to_the_output_of_its_last_stage(
+    workshop: Workshop, first_byte: FirstByte
+) -> None:
+    outcomes = workshop.run(workshop.recipe(workshop.add(1), workshop.add(2)))
+    link = workshop.weights / "v"
+    assert link.readlink() == Path("store") / outcomes[-1].folder.name
+    assert first_byte(link) == 3
+    assert [outcome.reused for outcome in outcomes] == [False, False]
+
+
+def test_the_manifest_tells_key_ingredients_files_time_and_memory(workshop: Workshop) -> None:
+    [outcome] = workshop.run(workshop.recipe(workshop.add(7)))
+    manifest = outcome.manifest
+    assert manifest.key == outcome.folder.name
+    assert manifest.ingredients["input"] == checkpoint.digest(workshop.base)
+    assert manifest.ingredients["parameters.amount"] == "7"
+    assert manifest.files == checkpoint.file_records(outcome.folder)
+    assert manifest.facts == {"amount": 7}
+    assert manifest.versions.keys() == {"python", "pydantic"}
+    assert 2**20 < manifest.peak_memory_bytes < 2**30
+    assert manifest.wall_seconds > 0
+    assert outcome.bytes_before == outcome.bytes_after == checkpoint.bytes_on_disk(workshop.base)
+
+
+def test_what_a_stage_prints_goes_to_its_log(workshop: Workshop, capfd: pytest.CaptureFixture[str]) -> None:
+    [outcome] = workshop.run(workshop.recipe(workshop.add(5)))
+    assert "adding 5" in outcome.log.read_text()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_progress_of_a_stage_is_heard(workshop: Workshop) -> None:
+    heard: list[tuple[str, float, float]] = []
+    workshop.run(workshop.recipe(workshop.add(1)), report=lambda *told: heard.append(told))
+    assert heard[-1] == ("writing tensors", 256, 256)
+
+
+def test_a_second_run_does_nothing(workshop: Workshop) -> None:
+    recipe = workshop.recipe(workshop.add(1), workshop.add(2))
+    first = workshop.run(recipe)
+    second = workshop.run(recipe)
+    assert [outcome.reused for outcome in second] == [True, True]
+    assert [outcome.manifest for outcome in second] == [outcome.manifest for outcome in first]
+    assert workshop.amounts_run() == [1, 2]
+
+
+def test_a_changed_parameter_runs_its_stage_and_what_follows(workshop: Workshop) -> None:
+    workshop.run(workshop.recipe(workshop.add(1), workshop.add(2), workshop.add(3)))
+    workshop.run(workshop.recipe(workshop.add(1), workshop.add(5), workshop.add(3)))
+    assert workshop.amounts_run() == [1, 2, 3, 5, 3]
+
+
+def test_variants_share_the_stages_they_have_in_common(workshop: Workshop) -> None:
+    one = workshop.run(workshop.recipe(workshop.add(1), workshop.add(2), variant="one"), "one")
+    two = workshop.run(workshop.recipe(workshop.add(1), workshop.add(9), variant="two"), "two")
+    assert two[0].folder == one[0].folder
+    assert workshop.amounts_run() == [1, 2, 9]
+
+
+def test_a_stage_whose_input_came_out_the_same_is_reused(workshop: Workshop) -> None:
+    workshop.run(workshop.recipe(workshop.add(1), workshop.add(2)))
+    outcomes = workshop.run(workshop.recipe(workshop.add(1, note="other words"), workshop.add(2)))
+    assert [outcome.reused for outcome in outcomes] == [False, True]
+
+
+def test_a_run_until_a_stage_makes_no_link(workshop: Workshop) -> None:
+    recipe = workshop.recipe(workshop.add(1), "refuse")
+    [outcome] = workshop.run(recipe, until="add")
+    assert outcome.folder.is_dir()
+    assert not (workshop.weights / "v").is_symlink()
+    with pytest.raises(SlimqwenError, match="no stage nope; it has add, refuse"):
+        workshop.run(recipe, until="nope")
+
+
+def test_a_name_taken_by_a_folder_is_left_alone(workshop: Workshop) -> None:
+    (workshop.weights / "v").mkdir()
+    with pytest.raises(NameTakenError, match="weights/v"):
+        workshop.run(workshop.recipe(workshop.add(1)))
+    assert workshop.amounts_run() == []
+
+
+def test_a_missing_base_leaves_nothing_behind(workshop: Workshop) -> None:
+    recipe = workshop.recipe(workshop.add(1))
+
+    def resolve(base: str) -> Path:
+        raise MissingCheckpointError(f"no checkpoint in {base}; make it")
+
+    before = workshop.visible()
+    with pytest.raises(MissingCheckpointError, match="no checkpoint in base; make it"):
+        runner.run(recipe, "v", workshop.weights, resolve)
+    assert workshop.visible() == before
+    assert not (workshop.weights / "store").exists()
+
+
+# --- keys
+
+
+@pytest.fixture
+def more_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A module that a stage declares as a part of its code."""
+    folder = tmp_path / "modules"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(folder)
+    (folder / "more_code.py").write_text("X = 1\n")
+    return folder / "more_code.py"
+
+
+@pytest.mark.parametrize("ingredient", ["input", "parameter", "data", "code", "version", "nothing"])
+def test_every_ingredient_changes_the_key(
+    workshop: Workshop, more_code: Path, monkeypatch: pytest.MonkeyPatch, ingredient: str
+) -> None:
+    data = workshop.root / "data.txt"
+    data.write_text("data")
+    parameters = {"amount": 1, "data": str(data)}
+
+    def forecast() -> runner.Forecast:
+        return workshop.status(workshop.recipe({"add_with_more_code": parameters}))[0]
+
+    before = workshop.run(workshop.recipe({"add_with_more_code": parameters}))[0].manifest.key
+    changed = {
+        "input": "input",
+        "parameter": "parameters.limit",
+        "data": "data.file",
+        "code": "code.more_code",
+        "version": "version.pydantic",
+    }
+    if ingredient == "input":
+        (workshop.base / "tokenizer.json").write_text("[]")
+    elif ingredient == "parameter":
+        parameters["limit"] = 254
+    elif ingredient == "data":
+        data.write_text("Data")
+    elif ingredient == "code":
+        more_code.write_text("X = 1 \n")
+    elif ingredient == "version":
+        monkeypatch.setattr(importlib.metadata, "version", lambda name: "99")
+    if ingredient == "nothing":
+        assert forecast().key == before
+        assert forecast().reused
+        return
+    assert forecast().key != before
+    assert not forecast().reused
+    assert [change.ingredient for change in forecast().changes] == [changed[ingredient]]
+    assert changed[ingredient] in forecast().reason
+
+
+def test_where_a_data_file_lies_does_not_change_the_key(workshop: Workshop) -> None:
+    keys = set()
+    for name in ("here.txt", "there.txt"):
+        (workshop.root / name).write_text("the same")
+        keys.add(workshop.status(workshop.recipe(workshop.add(1, data=str(workshop.root / name))))[0].key)
+    assert len(keys) == 1
+
+
+# --- status
+
+
+def test_status_foretells_what_a_run_then_does(workshop: Workshop) -> None:
+    recipe = workshop.recipe(workshop.add(1), workshop.add(2))
+    before = workshop.status(recipe)
+    assert [(forecast.reused, forecast.reason) for forecast in before] == [
+        (False, "never made yet"),
+        (False, "its input will be made anew"),
+    ]
+    outcomes = workshop.run(recipe)
+    after = workshop.status(recipe)
+    assert [forecast.reused for forecast in after] == [True, True]
+    assert [forecast.key for forecast in after] == [outcome.folder.name for outcome in outcomes]
+
+
+def test_status_shows_the_change_against_the_nearest_entry(workshop: Workshop) -> None:
+    workshop.run(workshop.recipe(workshop.add(1, limit=100)))
+    workshop.run(workshop.recipe(workshop.add(2, limit=200)))
+    [forecast] = workshop.status(workshop.recipe(workshop.add(3, limit=200)))
+    assert forecast.changes == (runner.Change("parameters.amount", "2", "3"),)
+
+
+# --- failures
+
+
+@pytest.mark.parametrize(
+    ("stage", "error", "told"),
+    [
+        ("refuse", RefusedError, "the input has no wings; choose one with wings"),
+        (
+            "break_down",
+            StageFailedError,
+            r"break_down failed: OSError: .*No space left on device; its log is",
+        ),
+        ("die", StageFailedError, r"die died \(signal 9, as when memory runs out\); its log is"),
+        (
+            "forget",
+            CorruptCheckpointError,
+            r"config\.json names no architecture; the stage forget is defective",
+        ),
+    ],
+)
+def test_a_failed_stage_leaves_the_store_as_it_was(
+    workshop: Workshop, stage: str, error: type[Exception], told: str
+) -> None:
+    workshop.run(workshop.recipe(workshop.add(1)))
+    before = workshop.visible()
+    with pytest.raises(error, match=told) as caught:
+        workshop.run(workshop.recipe(workshop.add(1), stage))
+    assert "\n" not in str(caught.value)
+    assert workshop.visible() == before
+    assert list((workshop.weights / "store" / ".staging").iterdir()) == []
+
+
+@pytest.mark.parametrize(("stage", "what"), [("endless_disk", "disk"), ("endless_memory", "memory")])
+def test_a_stage_that_cannot_fit_is_refused_before_it_starts(
+    workshop: Workshop, stage: str, what: str
+) -> None:
+    with pytest.raises(DoesNotFitError, match=rf"{stage} needs about .* GiB of {what}"):
+        workshop.run(workshop.recipe({stage: {"runs": str(workshop.runs)}}))
+    assert workshop.amounts_run() == []
+
+
+def test_a_damaged_store_entry_is_told_with_the_cure(workshop: Workshop) -> None:
+    recipe = workshop.recipe(workshop.add(1))
+    [outcome] = workshop.run(recipe)
+    shard = outcome.folder / "model.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(
+        CorruptCheckpointError, match=r"cut short.*; delete that folder and run the recipe again"
+    ):
+        workshop.run(recipe)
+
+
+# --- clean
+
+
+def test_cleaning_keeps_what_links_need_and_what_it_is_told_to(workshop: Workshop) -> None:
+    linked = workshop.run(workshop.recipe(workshop.add(1), workshop.add(2)))
+    [kept] = workshop.run(workshop.recipe(workshop.add(3), variant="k"), "k")
+    [dropped] = workshop.run(workshop.recipe(workshop.add(4), variant="d"), "d")
+    for name in ("k", "d"):
+        (workshop.weights / name).unlink()
+    freed = runner.clean_store(workshop.weights, keep=[kept.folder.name, "no such key"])
+    assert freed == dropped.bytes_after
+    assert workshop.entries() == sorted(outcome.folder.name for outcome in (*linked, kept))
+    assert not dropped.log.exists()
+
+
+def test_cleaning_waits_for_no_running_recipe(workshop: Workshop) -> None:
+    workshop.run(workshop.recipe(workshop.add(1)))
+    with (workshop.weights / "store" / ".lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        with pytest.raises(StoreBusyError, match="a recipe is running"):
+            runner.clean_store(workshop.weights, keep=[])
+
+
+def test_cleaning_without_a_store_frees_nothing(tmp_path: Path) -> None:
+    assert runner.clean_store(tmp_path, keep=[]) == 0
+
+
+# --- several processes
+
+
+def start(workshop: Workshop, variant: str) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        [
+            sys.executable,
+            Path(__file__).with_name("drive.py"),
+            workshop.root / f"{variant}.yaml",
+            variant,
+            workshop.weights,
+            workshop.base,
+        ],
+        stderr=subprocess.PIPE,
+    )
+
+
+def test_two_runs_at_once_make_each_stage_once(workshop: Workshop, first_byte: FirstByte) -> None:
+    for variant in ("one", "two"):
+        workshop.recipe(workshop.add(1, seconds=0.5), workshop.add(2), variant=variant)
+    processes = [start(workshop, variant) for variant in ("one", "two", "one")]
+    for process in processes:
+        _, told = process.communicate()
+        assert process.returncode == 0, told.decode()
+    assert sorted(workshop.amounts_run()) == [1, 2]
+    assert first_byte(workshop.weights / "one") == first_byte(workshop.weights / "two") == 3
+
+
+def test_a_run_killed_at_any_instant_resumes_to_the_same_bytes(workshop: Workshop, tmp_path: Path) -> None:
+    stages = [workshop.add(amount, seconds=0.2) for amount in (1, 2, 3)]
+    whole = Workshop(tmp_path / "whole")
+    whole.recipe(*stages)
+    started = time.monotonic()
+    assert start(whole, "v").wait() == 0
+    duration = time.monotonic() - started
+    workshop.recipe(*stages)
+    chance = random.Random(0)
+    for _ in range(6):
+        process = start(workshop, "v")
+        time.sleep(chance.uniform(0.2, 1) * duration)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        for key in workshop.entries():
+            folder = workshop.weights / "store" / key
+            assert Manifest.read(folder).files == checkpoint.file_records(folder)
+        link = workshop.weights / "v"
+        assert link.is_dir() or not os.path.lexists(link)
+    final = start(workshop, "v")
+    _, told = final.communicate()
+    assert final.returncode == 0, told.decode()
+    assert checkpoint.digest(workshop.weights / "v") == checkpoint.digest(whole.weights / "v")
+    assert workshop.entries() == whole.entries()
+    assert list((workshop.weights / "store" / ".staging").iterdir()) == []
+
+
+def test_a_stage_ends_with_the_run_that_wants_its_result(workshop: Workshop) -> None:
+    workshop.recipe(workshop.add(1, seconds=600))
+    process = start(workshop, "v")
+    while not workshop.amounts_run():
+        assert process.poll() is None
+        time.sleep(0.02)
+    [worker] = children(process.pid)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{worker}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def children(process: int) -> list[int]:
+    listed = Path(f"/proc/{process}/task/{process}/children").read_text()
+    return [int(child) for child in listed.split()]
