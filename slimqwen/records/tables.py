@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+import rich.box
 import rich.table
 
 from slimqwen import variant as variants
@@ -23,12 +24,13 @@ _BLOCK = re.compile(
     r"(?P<open><!-- table:(?P<name>[\w-]+)(?P<words>[^\n]*?) -->\n).*?(?P<close><!-- end -->)", re.DOTALL
 )
 _OPENINGS = re.compile(r"<!-- table:")
+_SIGNS = "SE: standard error. Bits per byte: less is better."
 _CPU_NOTE = "Measured on a CPU: no CPU figure is evidence about a GPU."
 _MEASURE_NAMES = MappingProxyType(
     {
         "exact_match": "exact match",
-        "answer_margin_nats": "answer margin, nats",
-        "bits_per_byte": "bits per byte (less is better)",
+        "answer_margin_nats": "margin, nats",
+        "bits_per_byte": "bits per byte",
         "ttft_ms": "TTFT",
         "tpot_ms": "TPOT",
         "itl_ms": "ITL",
@@ -217,12 +219,11 @@ def _quality_comparison(first: Path, second: Path) -> list[Table]:
     a, b = (store.read(path) for path in paths)
     rows = [
         (
-            row.task,
+            row.task.removeprefix(f"{a['suite']}_"),
             _MEASURE_NAMES.get(row.measure, row.measure),
             f"{row.first:.3f}",
             f"{row.second:.3f}",
-            f"{row.difference.value:+.3f}",
-            f"{row.difference.standard_error:.3f}",
+            f"{row.difference.value:+.3f} ± {row.difference.standard_error:.3f}",
             f"{row.difference.low:+.3f} to {row.difference.high:+.3f}",
             _p_value(row.discordance.p_value) if row.discordance else "-",
             str(row.difference.count),
@@ -231,12 +232,12 @@ def _quality_comparison(first: Path, second: Path) -> list[Table]:
     ]
     columns = (
         "task", "measure", a["variant"], b["variant"],
-        "difference", "standard error", "95 % interval", "McNemar p", "items",
+        "difference ± SE", "95 % interval", "McNemar p", "items",
     )  # fmt: skip
     sizes = [record["provenance"]["checkpoint"]["size_bytes"] for record in (a, b)]
     size = f"Checkpoints on disk: {sizes[0] / 1e6:,.1f} MB and {sizes[1] / 1e6:,.1f} MB, {sizes[0] / sizes[1]:.2f}x."
     title = f"Quality: {a['variant']} and {b['variant']}, paired by item"
-    return [Table(title, columns, tuple(rows), (size, *(_source(path) for path in paths)))]
+    return [Table(title, columns, tuple(rows), (size, _SIGNS, *(_source(path) for path in paths)))]
 
 
 def _latency_comparison(first: Path, second: Path) -> list[Table]:
@@ -270,18 +271,17 @@ def _quality_results(path: Path) -> Table:
     record = store.read(path)
     rows = [
         (
-            task,
+            task.removeprefix(f"{record['suite']}_"),
             _MEASURE_NAMES.get(row["measure"], row["measure"]),
-            f"{row['value']:.3f}",
-            f"{row['standard_error']:.3f}",
+            f"{row['value']:.3f} ± {row['standard_error']:.3f}",
             f"{row['item_count']} of {row['available_count']}",
             "-" if row["truncated_count"] is None else str(row["truncated_count"]),
             "-" if row["empty_count"] is None else str(row["empty_count"]),
         )
         for task, row in record["tasks"].items()
     ]
-    columns = ("task", "measure", "score", "standard error", "items", "cut short", "empty")
-    return Table(f"Quality of {record['variant']}", columns, tuple(rows), (_source(path),))
+    columns = ("task", "measure", "score ± SE", "items", "cut short", "empty")
+    return Table(f"Quality of {record['variant']}", columns, tuple(rows), (_SIGNS, _source(path)))
 
 
 def _latency_results(path: Path) -> Table:

@@ -47,7 +47,7 @@ def test_both_forms_show_every_cell():
 def test_a_comparison_shows_scores_latency_sizes_and_where_they_come_from(repository):
     experiments = repository / "experiments"
     quality, latency = tables.comparison_tables(experiments / "a", experiments / "b")
-    assert quality.rows[0][:6] == ("example_facts", "exact match", "0.500", "0.500", "+0.000", "0.000")
+    assert quality.rows[0][:5] == ("facts", "exact match", "0.500", "0.500", "+0.000 ± 0.000")
     assert quality.rows[0][-2:] == ("1.000", "4")
     assert quality.rows[1][-2] == "-"
     assert "8.0 MB" in quality.notes[0]
@@ -88,7 +88,7 @@ def test_nothing_measured_is_an_error(repository, tmp_path):
 
 def test_results_show_each_figure_with_its_standard_error(repository):
     quality, latency = tables.results_tables(repository / "experiments" / "a")
-    assert quality.rows[0] == ("example_facts", "exact match", "0.500", "0.200", "4 of 500", "1", "0")
+    assert quality.rows[0] == ("facts", "exact match", "0.500 ± 0.200", "4 of 500", "1", "0")
     assert latency.rows[0][1] == "100.0 ± 5.0"
     assert latency.rows[0][-2:] == ("2.50", "12 (0 failed)")
 
