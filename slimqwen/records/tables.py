@@ -8,7 +8,7 @@ A Markdown file asks for one with a pair of comments, and everything between the
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -45,12 +45,13 @@ class TableError(SlimqwenError):
 
 @dataclass(frozen=True)
 class Table:
-    """Cells ready to be shown; the first column is text, the others are figures."""
+    """Cells ready to be shown; the first `text_columns` columns are text, the others figures."""
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...] = ()
+    text_columns: int = 1
 
     def as_rich(self) -> rich.table.Table:
         """For a terminal."""
@@ -59,7 +60,7 @@ class Table:
         )
         shown.caption_justify = "left"
         for number, column in enumerate(self.columns):
-            shown.add_column(column, justify="right" if number else "left")
+            shown.add_column(column, justify="right" if number >= self.text_columns else "left")
         for row in self.rows:
             shown.add_row(*row)
         return shown
@@ -70,7 +71,11 @@ class Table:
             f"**{self.title}**",
             "",
             "| " + " | ".join(self.columns) + " |",
-            "|" + "|".join("---:" if number else "---" for number in range(len(self.columns))) + "|",
+            "|"
+            + "|".join(
+                "---:" if number >= self.text_columns else "---" for number in range(len(self.columns))
+            )
+            + "|",
             *("| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |" for row in self.rows),
         ]
         return "\n".join([*lines, *(["", *(f"{note}  " for note in self.notes)] if self.notes else []), ""])
@@ -95,10 +100,8 @@ def comparison_tables(first: Path, second: Path) -> list[Table]:
     if not tables:
         raise missing[0]
     if missing:
-        last = tables[-1]
-        tables[-1] = Table(
-            last.title, last.columns, last.rows, (*last.notes, *(f"Not shown: {e}." for e in missing))
-        )
+        notes = (*tables[-1].notes, *(f"Not shown: {error}." for error in missing))
+        tables[-1] = replace(tables[-1], notes=notes)
     return tables
 
 
@@ -151,8 +154,9 @@ def variants_table(root: Path, *, experiments: Path | None = None, with_weights:
                 *(("yes" if variant.weights.is_dir() else "no",) if with_weights else ()),
             )
         )
-    columns = ("variant", "hypothesis", "baseline", "verdict", "quality", "median E2EL, ms")
-    return Table("Variants", (*columns, "weights here") if with_weights else columns, tuple(rows))
+    columns: tuple[str, ...] = ("variant", "hypothesis", "baseline", "verdict", "quality", "median E2EL, ms")
+    columns = (*columns, "weights here") if with_weights else columns
+    return Table("Variants", columns, tuple(rows), text_columns=len(columns))
 
 
 def rewrite(text: str, build: Callable[[str, list[str]], str]) -> str:
@@ -237,7 +241,9 @@ def _quality_comparison(first: Path, second: Path) -> list[Table]:
     sizes = [record["provenance"]["checkpoint"]["size_bytes"] for record in (a, b)]
     size = f"Checkpoints on disk: {sizes[0] / 1e6:,.1f} MB and {sizes[1] / 1e6:,.1f} MB, {sizes[0] / sizes[1]:.2f}x."
     title = f"Quality: {a['variant']} and {b['variant']}, paired by item"
-    return [Table(title, columns, tuple(rows), (size, _SIGNS, *(_source(path) for path in paths)))]
+    return [
+        Table(title, columns, tuple(rows), (size, _SIGNS, *(_source(path) for path in paths)), text_columns=2)
+    ]
 
 
 def _latency_comparison(first: Path, second: Path) -> list[Table]:
@@ -264,7 +270,7 @@ def _latency_comparison(first: Path, second: Path) -> list[Table]:
     if not a["provenance"]["hardware"]["gpus"]:
         notes.append(_CPU_NOTE)
     title = f"Latency: {a['variant']} and {b['variant']}"
-    return [Table(title, columns, tuple(rows), (*notes, *(_source(path) for path in paths)))]
+    return [Table(title, columns, tuple(rows), (*notes, *(_source(path) for path in paths)), text_columns=2)]
 
 
 def _quality_results(path: Path) -> Table:
@@ -281,7 +287,9 @@ def _quality_results(path: Path) -> Table:
         for task, row in record["tasks"].items()
     ]
     columns = ("task", "measure", "score ± SE", "items", "cut short", "empty")
-    return Table(f"Quality of {record['variant']}", columns, tuple(rows), (_SIGNS, _source(path)))
+    return Table(
+        f"Quality of {record['variant']}", columns, tuple(rows), (_SIGNS, _source(path)), text_columns=2
+    )
 
 
 def _latency_results(path: Path) -> Table:
