@@ -46,10 +46,10 @@ def bring_about(name: str, until: str | None = None) -> int:
         )
     console.print(table)
     whole = len(outcomes) == len(recipe.steps)
-    console.print(f"checkpoint: {relative(WEIGHTS / name if whole else outcomes[-1].folder)}", markup=False)
+    console.print(f"checkpoint: {relative(WEIGHTS / name if whole else outcomes[-1].folder)}", soft_wrap=True)
     for outcome in outcomes:
         if not outcome.reused:
-            console.print(f"log of {outcome.stage}: {relative(outcome.log)}", markup=False)
+            console.print(f"log of {outcome.stage}: {relative(outcome.log)}", soft_wrap=True)
     return 0
 
 
@@ -74,6 +74,7 @@ def verify(name: str) -> int:
         f"{relative(one.weights)}: {len(manifest.files)} files, {size / 1e6:.1f} MB, as its manifest says; "
         "its tensors are those its config.json promises",
         markup=False,
+        soft_wrap=True,
     )
     return 0
 
