@@ -56,7 +56,11 @@ class Table:
     def as_rich(self) -> rich.table.Table:
         """For a terminal."""
         shown = rich.table.Table(
-            title=self.title, title_justify="left", caption="\n".join(self.notes) or None
+            title=self.title,
+            title_justify="left",
+            caption="\n".join(self.notes) or None,
+            box=rich.box.SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
         )
         shown.caption_justify = "left"
         for number, column in enumerate(self.columns):
