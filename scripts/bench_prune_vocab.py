@@ -145,7 +145,7 @@ def make_checkpoint(folder: Path, layers: int) -> None:
     checkpoint.write_tensors(
         folder / "model.safetensors", {name: filled(shape) for name, shape in shapes.items()}
     )
-    checkpoint.write_config(folder, {"architectures": ["Qwen3_5ForCausalLM"], **config.to_dict()})
+    checkpoint.write_config(folder, {**config.to_dict(), "architectures": ["Qwen3_5ForCausalLM"]})
     (folder / "tokenizer_config.json").write_text("{}")
     (folder / "tokenizer.json").write_text(synthetic_tokenizer(), encoding="utf-8")
     rank = random.Random(1)

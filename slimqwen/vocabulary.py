@@ -13,7 +13,6 @@ what is left of two broken tokens, which make it shorter still).
 
 import json
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -143,23 +142,26 @@ def choose(vocabulary: Vocabulary, counts: Ids, size: int, needed: Iterable[int]
         raise VocabularySizeError(
             f"the tokenizer has {len(vocabulary.ids)} tokens, not {size}; ask for fewer"
         )
-    shortest_first = sorted(vocabulary.ids.items(), key=lambda item: (len(item[0]), item[1]))
-    worth: dict[int, float] = {token: int(counts[token]) for _, token in shortest_first}
-    worth |= dict.fromkeys((*vocabulary.needed, *needed), math.inf)
-    turn = {token: token for token in worth}
-    for _, token in reversed(shortest_first):
+    lengths = np.fromiter(map(len, vocabulary.ids), dtype=np.int64)
+    ids = np.fromiter(vocabulary.ids.values(), dtype=np.int64)
+    shortest_first = ids[np.lexsort((ids, lengths))]
+    worth: list[float] = counts.tolist()
+    for token in (*vocabulary.needed, *needed):
+        worth[token] = math.inf
+    turn = list(range(len(worth)))
+    for token in reversed(shortest_first.tolist()):
         for part in vocabulary.parts.get(token, ()):
             worth[part] += worth[token]
             # Among tokens of equal worth parts come first, in whatever order a vocabulary numbers them.
             turn[part] = min(turn[part], turn[token])
     # The sort keeps the order of length where all else is equal: again parts first.
-    ranked = sorted((token for _, token in shortest_first), key=lambda token: (-worth[token], turn[token]))
-    forced = sum(math.isinf(value) for value in worth.values())
+    ranked = shortest_first[np.lexsort((np.array(turn)[shortest_first], -np.array(worth)[shortest_first]))]
+    forced = sum(map(math.isinf, worth))
     if forced > size:
         raise VocabularySizeError(
             f"bytes, added tokens and their parts are {forced} tokens; keep at least these"
         )
-    return np.sort(np.array(ranked[:size], dtype=np.int64))
+    return np.sort(ranked[:size])
 
 
 def prune(vocabulary: Vocabulary, kept: Ids) -> str:
@@ -223,16 +225,11 @@ def _why_not_byte_level(state: Mapping[str, Any], model: Mapping[str, Any]) -> s
 
 def _parts(ids: Mapping[str, int], merges: list[list[str]]) -> dict[int, tuple[int, int]]:
     ranks = {(left, right): rank for rank, (left, right) in enumerate(merges)}
-    ways: dict[str, list[tuple[str, str]]] = defaultdict(list)
-    for pair in ranks:
-        ways["".join(pair)].append(pair)
-    parts = {}
-    for token, pairs in ways.items():
+    last = {left + right: (left, right) for left, right in ranks}
+    if len(last) < len(ranks):
         # Vocabularies that come from tiktoken list every pair that gives a token: find the one that BPE takes.
-        last = pairs[0] if len(pairs) == 1 else _joined_last(token, ranks)
-        if last:
-            parts[ids[token]] = (ids[last[0]], ids[last[1]])
-    return parts
+        last = {token: pair for token in last if (pair := _joined_last(token, ranks))}
+    return {ids[token]: (ids[left], ids[right]) for token, (left, right) in last.items()}
 
 
 def _joined_last(token: str, ranks: Mapping[tuple[str, str], int]) -> tuple[str, str] | None:

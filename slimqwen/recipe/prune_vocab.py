@@ -58,7 +58,7 @@ _TEXT_BLOCK = 2**16
 _SCORED_CHARACTERS = 2_000
 
 _IMPORTS_BYTES = 300 * 2**20
-_TINYWORLD_IMPORTS_BYTES = 900 * 2**20
+_TINYWORLD_IMPORTS_BYTES = 500 * 2**20
 _TOKENIZER_FACTOR = 40
 """Memory per byte of tokenizer.json: its JSON in Python, two tokenizers, the ranking."""
 

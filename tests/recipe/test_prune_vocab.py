@@ -34,14 +34,7 @@ from slimqwen.tinyworld.world import World
 from slimqwen.vocabulary import VocabularySizeError
 
 TOKENS, ROWS, HIDDEN = 600, 640, 64
-SHAPE = TinyShape(
-    vocab_size=ROWS,
-    hidden_size=HIDDEN,
-    intermediate_size=128,
-    head_dim=32,
-    linear_key_head_dim=32,
-    linear_value_head_dim=32,
-)
+SHAPE = TinyShape(vocab_size=ROWS, hidden_size=HIDDEN, intermediate_size=128)
 FEW = Corpus(documents=200)
 SMALL = PruneVocabParameters(size=448, corpus=FEW)
 TALK = f"{TURN_START}user\nWhere does the weaver live?{TURN_END}\n"
