@@ -22,7 +22,7 @@ from slimqwen.errors import SlimqwenError
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # for imports of vLLM in the script's own process
 
-console = Console(highlight=False)
+console = Console(highlight=False, file=sys.stdout)  # the stream itself: libraries get another one
 logging.getLogger("vllm").setLevel(logging.ERROR)  # it warns before it has read that variable
 errors = Console(stderr=True, highlight=False, soft_wrap=True)
 

@@ -30,7 +30,6 @@ def main() -> int:
     chosen = [variant.load(name) for name in arguments.variant]
     workload = latency.load_workload(arguments.workload, variant.repository_root())
     folders = [arguments.records_dir / one.name for one in chosen] if arguments.records_dir else None
-    _console.console.file = sys.stdout  # the bar keeps the terminal while libraries print to a log
     with _console.progress_bar() as progress:
         paths = latency.measure(
             chosen,

@@ -27,7 +27,6 @@ def main() -> int:
 
     chosen = variant.load(arguments.variant)
     suite = quality.load_suite(arguments.suite, chosen.root)
-    _console.console.file = sys.stdout  # the bar keeps the terminal while libraries print to a log
     with _console.progress_bar() as progress:
         path = quality.measure(
             chosen,

@@ -32,6 +32,9 @@ def main() -> int:
         record = build_tiny(arguments.output, arguments.state, plan, progress)
     for name, figure in record["metrics"].items():
         console.print(f"{name}: {figure['mean']} ± {figure['standard_error']}")
+    for row in record["criteria"]:
+        if not row["met"]:
+            console.print(f"not met: {row['criterion']} (measured: {row['measured']})")
     console.print(f"written: {arguments.output} (record: {RECORD})")
     return 0
 
