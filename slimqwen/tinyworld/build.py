@@ -6,6 +6,7 @@ import os
 import platform
 import random
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,16 @@ from slimqwen.tinyworld.world import World
 
 RECORD = "training.json"
 TASKS = ("facts", "format", "twohop")
+COARSE_ROUNDING = "all linears rounded to 3 bits, groups of 32"
+HALVED_VOCABULARY = "vocabulary halved"
+SHUFFLED_HEAD = "columns of the MTP head's fc shuffled"
+SEEN_BY = {
+    COARSE_ROUNDING: TASKS,
+    HALVED_VOCABULARY: ("bits_per_byte",),
+    SHUFFLED_HEAD: ("acceptance_length",),
+}
+"""Known damages, and the measures of which at least one must notice each."""
+
 CONTEXT_TEXTS = 8
 CONTEXT_TEXT_CHARACTERS = 24_000
 """Long enough for 4,096 tokens of any chronicle."""
@@ -111,7 +122,7 @@ def record_training(
             "mtp_head": sum(parameter.numel() for parameter in model.head.parameters()),
         },
         "bytes": (folder / "model.safetensors").stat().st_size,
-        "wall_seconds": round(result.seconds, 1),
+        "wall_seconds": round(result.seconds, 1),  # of the steps, pauses of a suspended process included
         "interruptions": result.interruptions,
         "versions": {
             "python": platform.python_version(),
@@ -131,8 +142,39 @@ def record_training(
         "test_items_in_training_text": 0,  # the trainer checks every document and stops at the first
         "sensitivity": measure_sensitivity(model, tokenizer, items, scores, acceptance, progress),
     }
+    record["criteria"] = judge(record)
     (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return record
+
+
+def judge(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What the checkpoint is meant to be, and whether the record's own figures say that it is.
+
+    Args:
+        record: a training record with `metrics`, `sensitivity`, `context_sweep` and `bytes`.
+
+    Returns:
+        One row a criterion: its words, the figure that decides, and whether it is met.
+    """
+    metrics = record["metrics"]
+    rows: list[tuple[str, Any, bool]] = []
+    for task in TASKS:
+        mean = metrics[task]["mean"]
+        rows.append((f"{task} scores between 0.55 and 0.95", mean, 0.55 <= mean <= 0.95))
+    length = metrics["acceptance_length"]["mean"]
+    rows.append(("acceptance length at depth 4 is at least 2.8", length, length >= 2.8))
+    for damage, measures in SEEN_BY.items():
+        strongest = max(
+            row["standard_errors"] or 0.0
+            for row in record["sensitivity"]
+            if row["damage"] == damage and row["measure"] in measures
+        )
+        words = f"{damage}: {' or '.join(measures)} moves by at least 3 standard errors"
+        rows.append((words, strongest, strongest >= 3))
+    context = record["context_sweep"]["max_position_embeddings"]
+    rows.append(("the context is at least 1,024 tokens", context, context >= 1_024))
+    rows.append(("the weights take at most 20 MB", record["bytes"], record["bytes"] <= 20_000_000))
+    return [{"criterion": words, "measured": figure, "met": met} for words, figure, met in rows]
 
 
 def measure_all(
@@ -162,16 +204,16 @@ def measure_sensitivity(
     rows = []
     coarse = rounded_to_bits(model, bits=3)
     for name, score in measure_all(coarse, tokenizer, items, progress).items():
-        rows.append(_change("all linears rounded to 3 bits, groups of 32", name, score.minus(scores[name])))
+        rows.append(_change(COARSE_ROUNDING, name, score.minus(scores[name])))
     smaller, smaller_tokenizer = with_half_vocabulary(model, tokenizer)
     halved = bits_per_byte(smaller, smaller_tokenizer, texts)
-    rows.append(_change("vocabulary halved", "bits_per_byte", halved.minus(scores["bits_per_byte"])))
+    rows.append(_change(HALVED_VOCABULARY, "bits_per_byte", halved.minus(scores["bits_per_byte"])))
     shuffled = prose_acceptance(with_shuffled_head(model), tokenizer, texts)
     change = shuffled.mean_length - acceptance.mean_length
     error = (shuffled.standard_error**2 + acceptance.standard_error**2) ** 0.5
     rows.append(
         {
-            "damage": "columns of the MTP head's fc shuffled",
+            "damage": SHUFFLED_HEAD,
             "measure": "acceptance_length",
             "change": round(change, 4),
             "standard_error": round(error, 4),

@@ -26,11 +26,20 @@ def test_prose_counts_whole_and_ends_the_text(world):
 
 def test_only_what_the_assistant_says_counts(world):
     for document in documents(world, 500):
-        if document.kind not in ("prose", "chronicle"):
+        if document.kind not in ("prose", "chronicle", "echo"):
             prompt, completion, after = document.parts
             assert prompt.weight == after.weight == 0
             assert completion.weight > 0
             assert completion.text.endswith("<|im_end|>")
+
+
+def test_an_echo_counts_only_what_can_be_copied(world):
+    echoes = [document for document in documents(world, 1_000) if document.kind == "echo"]
+    assert echoes
+    for document in echoes:
+        line, copies = document.parts
+        assert (line.weight, copies.weight) == (0.0, 1.0)
+        assert set(copies.text.removesuffix("<|endoftext|>").splitlines()) == {line.text.removesuffix("\n")}
 
 
 def test_parts_encode_as_the_whole_does(world, tokenizer):

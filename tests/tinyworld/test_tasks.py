@@ -71,7 +71,8 @@ def test_stored_answers_score_right_and_others_wrong(items):
     for row in items.format:
         assert score_answer("format", row, row["answer"])
         assert not score_answer("format", row, "")
-        assert not score_answer("format", row, row["answer"] + " and more")
+        if row["kind"] != "starts":
+            assert not score_answer("format", row, row["answer"] + " and more")
     for row in items.twohop[:50]:
         assert score_answer("twohop", row, f"{row['reasoning']}\n</think>\n\n{row['answer']}")
         assert not score_answer("twohop", row, row["answer"]), "an unfinished thought is no answer"

@@ -17,6 +17,7 @@ PLAN = TrainingPlan(
     shape=SMALL,
     warmup_steps=1,
     deep_draft_from=0.0,
+    threads=1,
     save_every=10,
     look_every=10,
 )
@@ -58,7 +59,7 @@ def test_a_test_item_in_the_training_text_stops_training(tmp_path, tokenizer, mo
 
 def test_training_leaves_torch_settings_as_they_were(tmp_path, tokenizer):
     threads = torch.get_num_threads()
-    one_step = dataclasses.replace(PLAN, phases=(Phase(1, rows=1, length=64, mix=SHORT_MIX),), threads=1)
+    one_step = dataclasses.replace(PLAN, phases=(Phase(1, rows=1, length=64, mix=SHORT_MIX),))
     train(one_step, tokenizer, tmp_path)
     assert torch.get_num_threads() == threads
     assert not torch.are_deterministic_algorithms_enabled()
