@@ -1,12 +1,22 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from slimqwen.mtp_head import load_drafting_model
 from slimqwen.tinyworld.tokenizer import load_tokenizer
 from slimqwen.tinyworld.world import World
 
 TINY = Path(__file__).parents[2] / "weights" / "tiny"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Steps of a tiny model are too short to share: on a busy machine two threads mostly wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

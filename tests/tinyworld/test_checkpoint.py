@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 
+from slimqwen.mtp_head import measure_acceptance
 from slimqwen.tinyworld.build import HALVED_VOCABULARY, SHUFFLED_HEAD, judge
 from slimqwen.tinyworld.documents import render_prompt
 from slimqwen.tinyworld.generation import continue_greedily
@@ -16,7 +17,6 @@ from slimqwen.tinyworld.measure import (
     answer_margins,
     bits_per_byte,
     encode,
-    prose_acceptance,
     rounded_to_bits,
     token_log_probabilities,
     unweighted,
@@ -127,15 +127,17 @@ def test_it_chats(tiny_model, tokenizer, world):
 
 
 def test_its_head_drafts_well_and_a_shuffled_head_does_not(tiny_model, tokenizer, items):
-    texts = [row["text"] for row in items.prose if row["kind"] != "long"][:5]
-    good = prose_acceptance(tiny_model, tokenizer, texts)
-    bad = prose_acceptance(with_shuffled_head(tiny_model), tokenizer, texts)
+    prompts = encode(tokenizer, [row["text"][:60] for row in items.prose if row["kind"] == "plain"][:3])
+    continuations = continue_greedily(tiny_model.backbone, prompts, 32, end_token_ids())
+    texts = list(zip(prompts, continuations, strict=True))
+    good = measure_acceptance(tiny_model, texts, depth=4)
+    bad = measure_acceptance(with_shuffled_head(tiny_model), texts, depth=4)
     assert good.mean_length > 2.0
     assert bad.mean_length < good.mean_length - 0.5
 
 
 def test_right_options_lead_and_three_bits_cost_prose(tiny_model, tokenizer, items):
-    assert answer_margins(tiny_model, tokenizer, items.margin[:12]).mean > 0
+    assert answer_margins(tiny_model, tokenizer, items.margin[:6]).mean > 0
     texts = [row["text"] for row in items.prose if row["kind"] != "long"][:12]
     before = bits_per_byte(tiny_model, tokenizer, texts)
     assert before.mean < 1.5
