@@ -1,0 +1,72 @@
+"""The real vLLM in this process: opened and closed by a `with`, several one after another.
+
+A load takes about 5 seconds, the first one 15 more for imports. Tests that use it carry the marker `engine`.
+"""
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+# Read once, when torch and huggingface_hub are imported; without the first, vLLM takes a single thread.
+os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process, where a test can reach into it
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+
+
+@contextmanager
+def engine(checkpoint: Path | str, **arguments: Any) -> Iterator[Any]:
+    """A `vllm.LLM` on a checkpoint folder, shut down at the end.
+
+    Args:
+        checkpoint: a folder that vLLM can load.
+        arguments: of `LLM`, in addition to and instead of the ones for a small engine without compilation.
+            `num_speculative_tokens=K` is short for MTP at that depth; 0 means without.
+    """
+    from vllm import LLM, envs
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    drafts = arguments.pop("num_speculative_tokens", 0)
+    if drafts:
+        arguments["speculative_config"] = {"method": "mtp", "num_speculative_tokens": drafts}
+    small = {
+        "distributed_executor_backend": "uni",
+        "dtype": "bfloat16",
+        "enforce_eager": True,
+        # With MTP the Gated DeltaNet kernels behind it need Triton.
+        "enable_prefix_caching": False,
+        "kv_cache_memory_bytes": 256 << 20,
+        "max_model_len": 256,
+        "max_num_seqs": 32,
+        "disable_log_stats": False,
+        "seed": 0,
+    }
+    before = {name: os.environ.get(name) for name in _ENVIRONMENT}
+    os.environ.update(_ENVIRONMENT)
+    llm = None
+    try:
+        llm = LLM(str(checkpoint), **{**small, **arguments})
+        yield llm
+    finally:
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
+        del llm
+        cleanup_dist_env_and_memory()
+        gc.collect()
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        envs.disable_envs_cache()  # an engine freezes what vLLM reads of the environment
+
+
+def counter(llm: Any, name: str) -> int:
+    """What a counter of the engine stands at, `vllm:spec_decode_num_accepted_tokens` for example."""
+    return sum(metric.value for metric in llm.get_metrics() if metric.name == name)

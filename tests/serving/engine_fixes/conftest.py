@@ -1,0 +1,80 @@
+"""The committed tiny model in three forms, texts of its world, and vLLM as it comes."""
+
+import importlib.util
+import itertools
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).parents[3]
+sys.path.insert(0, str(_ROOT))  # for tests.engine, however pytest was called
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    return _ROOT / "weights" / "tiny"
+
+
+@pytest.fixture(scope="session")
+def tiny_with_mrope(tiny, tmp_path_factory):
+    """The tiny model as a real text-only Qwen3.5 says it: with M-RoPE fields in its config.json."""
+    folder = tmp_path_factory.mktemp("with_mrope")
+    for file in tiny.iterdir():
+        (folder / file.name).symlink_to(file)
+    config = json.loads((tiny / "config.json").read_text())
+    config["rope_parameters"] |= {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def texts(tiny):
+    """Token IDs of twelve documents of the world, every second one prose, 64 to 200 tokens each."""
+    from tokenizers import Tokenizer
+
+    from slimqwen.tinyworld.documents import DocumentSampler
+    from slimqwen.tinyworld.world import World
+
+    tokenizer = Tokenizer.from_file(str(tiny / "tokenizer.json"))
+
+    def encoded(kind):
+        for document in DocumentSampler(World(), left_out=(), mix={kind: 1.0}).stream(seed=2):
+            ids = tokenizer.encode(document.text).ids
+            if 64 <= len(ids) <= 200:
+                yield ids
+
+    pairs = zip(encoded("prose"), encoded("choice"), strict=False)
+    return list(itertools.chain.from_iterable(itertools.islice(pairs, 6)))
+
+
+@pytest.fixture(scope="session")
+def stock_expand():
+    """vLLM's own `_expand_kernel_impl`, from a second copy of its module."""
+    from vllm.utils import cpu_triton_utils
+
+    spec = importlib.util.spec_from_file_location("stock_cpu_triton_utils", cpu_triton_utils.__file__)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module._expand_kernel_impl
+
+
+@pytest.fixture
+def stock_vllm(monkeypatch, stock_expand):
+    """vLLM's own code where the fixes would be, even if an engine of this process has loaded them."""
+    from vllm.model_executor.kernels import linear
+    from vllm.model_executor.models import config
+    from vllm.platforms.interface import PlatformEnum
+    from vllm.utils import cpu_triton_utils
+
+    kernels = [
+        linear.CPUWNA16LinearKernel if kernel.__module__.startswith("slimqwen") else kernel
+        for kernel in linear._POSSIBLE_KERNELS[PlatformEnum.CPU]
+    ]
+    monkeypatch.setitem(linear._POSSIBLE_KERNELS, PlatformEnum.CPU, kernels)
+    for architecture in ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"):
+        monkeypatch.setitem(config.MODELS_CONFIG_MAP, architecture, config.Qwen3_5ForCausalLMConfig)
+    monkeypatch.setattr(cpu_triton_utils, "_expand_kernel_impl", stock_expand)
+    monkeypatch.delitem(sys.modules, "vllm.v1.sample.rejection_sampler", raising=False)

@@ -1,0 +1,96 @@
+import logging
+
+import pytest
+
+from slimqwen.serving import engine_fixes
+from slimqwen.serving.engine_fixes import mtp_rotary, sampling_expansion, w4a16_linear
+from slimqwen.serving.engine_fixes.upstream import EngineFixError
+
+
+class OtherPlatform:
+    """A platform of which only one question may be asked."""
+
+    @staticmethod
+    def is_cpu():
+        return False
+
+
+def patched_places():
+    from vllm.model_executor.kernels.linear import _POSSIBLE_KERNELS
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+    from vllm.utils import cpu_triton_utils
+
+    kernels = {platform: list(those) for platform, those in _POSSIBLE_KERNELS.items()}
+    return kernels, dict(MODELS_CONFIG_MAP), cpu_triton_utils._expand_kernel_impl
+
+
+@pytest.fixture
+def needed(monkeypatch):
+    """Every fix needed, whatever the machine of the test has."""
+    for fix in (w4a16_linear, mtp_rotary, sampling_expansion):
+        monkeypatch.setattr(fix, "reason", lambda: "the test says so")
+
+
+@pytest.mark.usefixtures("stock_vllm", "needed")
+def test_register_does_nothing_where_the_platform_is_not_the_cpu(monkeypatch, caplog):
+    monkeypatch.setattr("vllm.platforms.current_platform", OtherPlatform)
+    caplog.set_level(logging.INFO, "slimqwen")
+    before = patched_places()
+    engine_fixes.register()
+    assert patched_places() == before
+    assert not caplog.records
+
+
+@pytest.mark.usefixtures("stock_vllm", "needed")
+def test_register_installs_and_logs_each_fix_once(caplog):
+    caplog.set_level(logging.INFO, "slimqwen")
+    before = patched_places()
+    engine_fixes.register()
+    after = patched_places()
+    assert all(was != now for was, now in zip(before, after, strict=True))
+    assert [record.getMessage() for record in caplog.records] == [
+        f"Engine fix {name} is active: the test says so"
+        for name in ("w4a16_linear", "mtp_rotary", "sampling_expansion")
+    ]
+    engine_fixes.register()
+    assert patched_places() == after
+    assert len(caplog.records) == 3
+
+
+@pytest.mark.usefixtures("stock_vllm")
+def test_register_leaves_out_a_fix_that_the_machine_does_not_need(monkeypatch):
+    monkeypatch.setattr("torch.cpu._is_avx512_supported", lambda: True)
+    monkeypatch.setattr("vllm.triton_utils.HAS_TRITON", True)
+    kernels, _, expand = patched_places()
+    engine_fixes.register()
+    assert patched_places()[0] == kernels
+    assert patched_places()[2] is expand
+
+
+@pytest.mark.usefixtures("needed")
+def test_a_module_that_vllm_has_moved_is_told_as_such(monkeypatch):
+    def moved():
+        raise ModuleNotFoundError("No module named 'vllm.elsewhere'")
+
+    monkeypatch.setattr(mtp_rotary, "install", moved)
+    with pytest.raises(EngineFixError, match=r"mtp_rotary: No module named 'vllm\.elsewhere'.*this is 0\."):
+        engine_fixes.register()
+
+
+def test_lines_go_where_vllms_go_unless_the_process_has_its_own_logging(monkeypatch):
+    theirs = logging.NullHandler()
+    ours = logging.getLogger("slimqwen")
+    monkeypatch.setattr(logging.getLogger("vllm"), "handlers", [theirs])
+    monkeypatch.setattr(ours, "handlers", [])
+    monkeypatch.setattr(ours, "level", ours.level)  # put back at the end
+    engine_fixes._write_to_vllms_log()
+    assert ours.handlers == []  # pytest has its own
+    monkeypatch.setattr(ours, "propagate", False)
+    engine_fixes._write_to_vllms_log()
+    assert ours.handlers == [theirs]
+
+
+def test_vllm_finds_the_plugin():
+    from vllm.plugins import DEFAULT_PLUGINS_GROUP, load_plugins_by_group
+
+    assert load_plugins_by_group(DEFAULT_PLUGINS_GROUP)["slimqwen_engine_fixes"] is engine_fixes.register
