@@ -51,7 +51,10 @@ compare: ## print the paired table of two variants (A=tiny B=tiny-awq)
 tables: ## rewrite the generated tables of the READMEs from their records
 	@$(RUN) scripts/readme_tables.py
 
-tiny: ## train the embedded model anew (about half an hour)
+analyze-vocab: ## coverage of VARIANT's vocabulary at several sizes, into results/
+	@$(RUN) scripts/analyze_vocab.py --variant $(VARIANT) --sizes $(or $(SIZES),2048 3072 4096 6144)
+
+tiny: ## train the embedded model anew (about 40 minutes)
 	@$(RUN) scripts/train_tiny.py
 
 lint: ## ruff (lint and format) and mypy
@@ -63,4 +66,4 @@ test: install ## every test
 	@$(RUN) -m pytest
 
 .PHONY: help install demo variants serve recipe recipe-status calibrate verify clean-store eval-quality \
-	eval-quality-full eval-latency compare tables tiny lint test
+	eval-quality-full eval-latency compare tables analyze-vocab tiny lint test

@@ -4,6 +4,7 @@ import json
 import pytest
 import rich.console
 
+from slimqwen import variant
 from slimqwen.evaluation.comparison import LATENCY_MEASURES
 from slimqwen.records import store, tables
 
@@ -163,3 +164,7 @@ def test_a_record_changed_by_hand_does_not_reach_a_table(repository, readme):
     path.write_text(json.dumps(record))
     with pytest.raises(store.RecordError, match=path.name):
         tables.outdated(repository)
+
+
+def test_every_table_in_the_repository_is_what_its_records_generate():
+    assert tables.outdated(variant.repository_root()) == {}
