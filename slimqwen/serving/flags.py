@@ -250,7 +250,9 @@ def _check_fields(setting: Setting, flag_name: str, values: Any) -> None:
             _validate(fields[key], value)
         except ValidationError as error:
             first = error.errors()[0]
-            raise _refused(setting, ".".join(map(str, (key, *first["loc"][1:]))) + ": " + first["msg"]) from None
+            raise _refused(
+                setting, ".".join(map(str, (key, *first["loc"][1:]))) + ": " + first["msg"]
+            ) from None
 
 
 def _validate(field: FieldInfo, value: object) -> None:
