@@ -3,7 +3,7 @@
 `slimqwen.vocabulary` says which tokens stay and why every text still has a spelling. Here the rest of a checkpoint
 follows: rows of the embedding and of lm_head, the vocabulary's size and the ids of special tokens in every settings
 file. All other tensors, `mtp.*` among them, pass through byte for byte. The checkpoint is read once, from the front
-to the back, 16 MiB at a time. vocab.json, merges.txt and added_tokens.json repeat tokenizer.json and are left out.
+to the back, a block at a time. vocab.json, merges.txt and added_tokens.json repeat tokenizer.json and are left out.
 
 Beside the checkpoint lies vocab_map.json, for clients that send token ids:
 
@@ -51,7 +51,9 @@ _TINYWORLD = tuple(
     f"slimqwen.tinyworld.{module}"
     for module in ("documents", "instructions", "prose", "tasks", "tokenizer", "world")
 )
-_BLOCK = 16 * 2**20
+_BLOCK = 2**20
+"""Bytes read at a time: fresh buffers of many MiB cost more in page faults than the reading itself."""
+
 _TEXT_BLOCK = 2**16
 """Characters of a .txt file that are read as one document."""
 
@@ -59,7 +61,7 @@ _SCORED_CHARACTERS = 2_000
 
 _IMPORTS_BYTES = 300 * 2**20
 _TINYWORLD_IMPORTS_BYTES = 500 * 2**20
-_TOKENIZER_FACTOR = 40
+_TOKENIZER_FACTOR = 30
 """Memory per byte of tokenizer.json: its JSON in Python, two tokenizers, the ranking."""
 
 
@@ -159,13 +161,13 @@ def run(source: Path, destination: Path, parameters: PruneVocabParameters, progr
 
 
 def needs(source: Path, parameters: PruneVocabParameters) -> Needs:
-    """No more disk than source; memory for the libraries and the tokenizer, as tensors pass through in blocks."""
+    """No more disk than source; memory for the libraries and the tokenizer: tensors pass through in blocks."""
     tokenizer = source / "tokenizer.json"
     length = tokenizer.stat().st_size if tokenizer.is_file() else 0
     imports = _TINYWORLD_IMPORTS_BYTES if parameters.corpus.path is None else _IMPORTS_BYTES
     return Needs(
         disk_bytes=checkpoint.bytes_on_disk(source),
-        memory_bytes=imports + _TOKENIZER_FACTOR * length + 8 * _BLOCK,
+        memory_bytes=imports + _TOKENIZER_FACTOR * length,
     )
 
 
@@ -302,7 +304,7 @@ def _tables(source: Path, rows: int) -> dict[str, Callable[[Ids], NewTensor]]:
 
 
 def _rows_of(info: TensorInfo, kept: Ids) -> NewTensor:
-    """A tensor's rows that stay; blocks of 16 MiB with none of them are not even read."""
+    """A tensor's rows that stay; blocks with none of them are not even read."""
     length = (info.end - info.start) // info.shape[0]
     block = max(1, _BLOCK // length)
 
