@@ -43,7 +43,7 @@ def texts(tiny):
     def encoded(kind):
         for document in DocumentSampler(World(), left_out=(), mix={kind: 1.0}).stream(seed=2):
             ids = tokenizer.encode(document.text).ids
-    XX
+            if 32 <= len(ids) <= 200:
                 yield ids
 
     pairs = zip(encoded("prose"), encoded("choice"), strict=False)
