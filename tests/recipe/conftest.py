@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from workshop import Workshop
+from tests.recipe.workshop import Workshop
 
 from slimqwen import checkpoint
 

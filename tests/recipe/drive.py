@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from fake_stages import STAGES
+from tests.recipe.fake_stages import STAGES
 
 from slimqwen.recipe import recipe_file, runner
 

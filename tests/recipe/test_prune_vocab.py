@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
-from engine import counter, engine
+from tests.engine import counter, engine
 from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fake_stages import RefusedError
-from workshop import Workshop
+from tests.recipe.fake_stages import RefusedError
+from tests.recipe.workshop import Workshop
 
 from slimqwen import checkpoint
 from slimqwen.checkpoint import CorruptCheckpointError, Manifest, MissingCheckpointError
@@ -286,12 +286,14 @@ def start(workshop: Workshop, variant: str) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(
         [
             sys.executable,
-            Path(__file__).with_name("drive.py"),
+            "-m",
+            "tests.recipe.drive",
             workshop.root / f"{variant}.yaml",
             variant,
             workshop.weights,
             workshop.base,
         ],
+        cwd=Path(__file__).parents[2],
         stderr=subprocess.PIPE,
     )
 
@@ -307,18 +309,22 @@ def test_two_runs_at_once_make_each_stage_once(workshop: Workshop, first_byte: F
     assert first_byte(workshop.weights / "one") == first_byte(workshop.weights / "two") == 3
 
 
-def test_a_run_killed_at_any_instant_resumes_to_the_same_bytes(workshop: Workshop, tmp_path: Path) -> None:
-    stages = [workshop.add(amount, seconds=0.2) for amount in (1, 2, 3)]
-    whole = Workshop(tmp_path / "whole")
-    whole.recipe(*stages)
+def test_a_run_killed_at_any_instant_resumes_to_the_same_bytes(tmp_path: Path) -> None:
+    def fresh(name: str) -> Workshop:
+        workshop = Workshop(tmp_path / name)
+        workshop.recipe(*[workshop.add(amount, seconds=0.1) for amount in (1, 2, 3)])
+        return workshop
+
+    whole = fresh("whole")
     started = time.monotonic()
     assert start(whole, "v").wait() == 0
     duration = time.monotonic() - started
-    workshop.recipe(*stages)
     chance = random.Random(0)
-    for _ in range(6):
+    cut_short = 0
+    for instant in range(20):
+        workshop = fresh(f"killed-{instant}")
         process = start(workshop, "v")
-        time.sleep(chance.uniform(0.2, 1) * duration)
+        time.sleep(chance.uniform(0.3, 1) * duration)
         process.send_signal(signal.SIGKILL)
         process.communicate()
         for key in workshop.entries():
@@ -326,12 +332,13 @@ def test_a_run_killed_at_any_instant_resumes_to_the_same_bytes(workshop: Worksho
             assert Manifest.read(folder).files == checkpoint.file_records(folder)
         link = workshop.weights / "v"
         assert link.is_dir() or not os.path.lexists(link)
-    final = start(workshop, "v")
-    _, told = final.communicate()
-    assert final.returncode == 0, told.decode()
-    assert checkpoint.digest(workshop.weights / "v") == checkpoint.digest(whole.weights / "v")
-    assert workshop.entries() == whole.entries()
-    assert list((workshop.weights / "store" / ".staging").iterdir()) == []
+        cut_short += not link.is_dir()
+        again = start(workshop, "v")
+        _, told = again.communicate()
+        assert again.returncode == 0, told.decode()
+        assert checkpoint.digest(workshop.weights / "v") == checkpoint.digest(whole.weights / "v")
+        assert [entry.name for entry in (workshop.weights / "store" / ".staging").iterdir()] == []
+    assert cut_short >= 10
 
 
 def test_a_stage_ends_with_the_run_that_wants_its_result(workshop: Workshop) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fake_stages import STAGES
+from tests.recipe.fake_stages import STAGES
 
 from slimqwen import checkpoint
 from slimqwen.checkpoint import NewTensor

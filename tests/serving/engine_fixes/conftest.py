@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 _ROOT = Path(__file__).parents[3]
-sys.path.insert(0, str(_ROOT))  # for tests.engine, however pytest was called
 
 
 @pytest.fixture(scope="session")
