@@ -21,6 +21,9 @@ variants: ## list the variants: hypothesis, baseline, weights, latest figures
 serve: ## serve VARIANT with vLLM (PORT=8080, PLATFORM=cpu|cuda)
 	@exec $(RUN) scripts/serve.py --variant $(VARIANT) $(if $(PORT),--port $(PORT)) $(if $(PLATFORM),--platform $(PLATFORM))
 
+download: ## get the checkpoint that VARIANT is a copy of from the model hub
+	@$(RUN) scripts/download.py --variant $(VARIANT)
+
 recipe: ## run VARIANT's recipe.yaml into weights/VARIANT
 	@$(RUN) scripts/run_recipe.py run --variant $(VARIANT)
 
@@ -54,8 +57,21 @@ tables: ## rewrite the generated tables of the READMEs from their records
 analyze-vocab: ## coverage of VARIANT's vocabulary at several sizes, into results/
 	@$(RUN) scripts/analyze_vocab.py --variant $(VARIANT) --sizes $(or $(SIZES),2048 3072 4096 6144)
 
-tiny: ## train the embedded model anew (about 40 minutes)
+analyze-lm-head: ## spectrum of VARIANT's output head, low-rank and 4-bit heads, into results/ (TEXT=file)
+	@$(RUN) scripts/analyze_lm_head.py --variant $(VARIANT) $(if $(TEXT),--text $(TEXT))
+
+calibration-corpus: ## mix a calibration text (SOURCES="tinyworld a=f.jsonl:2" TOKENS=200000 OUTPUT=f.jsonl)
+	@$(RUN) scripts/build_calibration_corpus.py --variant $(VARIANT) $(foreach s,$(SOURCES),--source $(s)) \
+		--tokens $(TOKENS) --output $(OUTPUT)
+
+bench-prune-vocab: ## time pruning a 4B-shaped checkpoint against copying it (asks for 18 GB of disk first)
+	@$(RUN) scripts/bench_prune_vocab.py
+
+tiny: ## train the embedded model anew (about 30 minutes)
 	@$(RUN) scripts/train_tiny.py
+
+tiny-tasks: ## only write the embedded model's test items to eval/tasks/tinyworld
+	@$(RUN) scripts/train_tiny.py --tasks-only
 
 lint: ## ruff (lint and format) and mypy
 	@.venv/bin/ruff check
@@ -65,5 +81,6 @@ lint: ## ruff (lint and format) and mypy
 test: install ## every test
 	@$(RUN) -m pytest
 
-.PHONY: help install demo variants serve recipe recipe-status calibrate verify clean-store eval-quality \
-	eval-quality-full eval-latency compare tables analyze-vocab tiny lint test
+.PHONY: help install demo variants serve download recipe recipe-status calibrate verify clean-store eval-quality \
+	eval-quality-full eval-latency compare tables analyze-vocab analyze-lm-head calibration-corpus \
+	bench-prune-vocab tiny tiny-tasks lint test

@@ -1,4 +1,4 @@
-"""Say what smaller vocabularies would cost a variant, and write results/vocab_coverage_<variant>.json."""
+"""Say what smaller vocabularies would cost a variant, and write results/vocab_coverage_<variant>.json and .svg."""
 
 import argparse
 import json
@@ -11,7 +11,7 @@ from rich.table import Table
 
 from slimqwen import checkpoint, variant
 from slimqwen.recipe import prune_vocab
-from slimqwen.records import provenance
+from slimqwen.records import plots, provenance
 from slimqwen.tinyworld.documents import LONG_MIX, DocumentSampler
 from slimqwen.tinyworld.world import World
 
@@ -69,6 +69,8 @@ def main() -> int:
     }
     file = one.root / "results" / f"vocab_coverage_{one.name}.json"
     file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    plot = file.with_suffix(".svg")
+    plots.write(plot, plots.vocab_coverage(record))
     table = Table("size", "source", box=None, pad_edge=False)
     for heading in ("coverage", "tokens/byte", "inflation", "bits/byte", "change"):
         table.add_column(heading, justify="right")
@@ -84,7 +86,11 @@ def main() -> int:
                 *(f"{value:.4f}" for value in bits),
             )
     console.print(table)
-    console.print(f"record: {file.relative_to(one.root)}", markup=False)
+    console.print(
+        f"record: {file.relative_to(one.root)}, plot: {plot.relative_to(one.root)}",
+        markup=False,
+        soft_wrap=True,
+    )
     return 0
 
 

@@ -36,6 +36,7 @@ SIDE_FILES = (
     "preprocessor_config.json",
     "video_preprocessor_config.json",
     "processor_config.json",
+    "vocab_map.json",
 )
 """What lies beside config and tensors and goes on unchanged with a stage that alters neither tokens nor prompts."""
 

@@ -23,7 +23,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import DynamicCache, Qwen3_5ForCausalLM
+from transformers import CompressedTensorsConfig, DynamicCache, Qwen3_5ForCausalLM
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5RMSNorm
 from transformers.utils import logging as transformers_logging
 
@@ -121,6 +121,11 @@ class DraftingModel:
         yield from self.backbone.named_parameters()
         for name, parameter in self.head.named_parameters():
             yield PREFIX + name, parameter
+
+    @property
+    def device(self) -> torch.device:
+        """Where the backbone's parameters lie."""
+        return self.backbone.device
 
     def hidden_states(self, tokens: Tensor) -> Tensor:
         """The backbone's output after the final norm: [batch, length] token ids -> [batch, length, hidden]."""
@@ -256,14 +261,14 @@ def drafts_accepted(model: DraftingModel, text: Sequence[int], start: int, depth
     Returns:
         One count (0..depth) for each position from `start` on that has `depth` true tokens after its own next one.
     """
-    tokens = torch.tensor([list(text)])
+    tokens = torch.tensor([list(text)], device=model.device)
     length = (
         tokens.shape[1] - 1 - depth
     )  # the last position must know its next token and `depth` drafts' truth
     if length <= start:
         return []
-    correct = torch.zeros(length, dtype=torch.long)
-    alive = torch.ones(length, dtype=torch.bool)
+    correct = torch.zeros(length, dtype=torch.long, device=tokens.device)
+    alive = torch.ones(length, dtype=torch.bool, device=tokens.device)
     following = tokens[:, 1 : length + 1]
     with torch.no_grad():
         unroller = DraftUnroller(model, model.hidden_states(tokens[:, :length]))
@@ -298,6 +303,8 @@ def measure_acceptance(
 def load_drafting_model(folder: Path, dtype: torch.dtype = torch.float32) -> DraftingModel:
     """Loads backbone and head from a text-only or multimodal checkpoint folder, in evaluation mode.
 
+    A quantised backbone (compressed-tensors) is unpacked.
+
     Args:
         folder: a checkpoint folder with config.json and safetensors (one file, or shards and an index).
         dtype: of the loaded parameters.
@@ -308,8 +315,13 @@ def load_drafting_model(folder: Path, dtype: torch.dtype = torch.float32) -> Dra
     if not (folder / "config.json").is_file():
         raise MtpHeadError(f"{folder}: no config.json; this is not a checkpoint folder")
     head_tensors = read_head_tensors(folder)
+    quantised = "quantization_config" in json.loads((folder / "config.json").read_text())
+    # Rounded weights in their 16- or 32-bit form: the values that an engine computes with.
+    unpacked = {"quantization_config": CompressedTensorsConfig(run_compressed=False)} if quantised else {}
     with _quiet_loading():
-        backbone = Qwen3_5ForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+        backbone = Qwen3_5ForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation="sdpa", **unpacked
+        )
     head = MtpHead(backbone.config)
     _check_head(folder, head, head_tensors)
     head.load_state_dict(head_tensors)

@@ -6,6 +6,7 @@ lines; a later key overrides, `KEY=` unsets. What a key means is decided elsewhe
 
 import difflib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ OWN_KEYS: Mapping[str, str] = MappingProxyType(
     {
         "BASE": "the variant whose config.env this one starts from",
         "SOURCE": "owner/name of the hub repository that weights/<this variant> is a copy of",
+        "REVISION": "the commit of SOURCE that weights/<this variant> is a copy of, 40 hexadecimal digits",
         "PLATFORM": "cuda for a variant that only a GPU can serve; unset, this machine's platform is taken",
     }
 )
@@ -111,7 +113,8 @@ def load(name: str, root: Path | None = None) -> Variant:
 
     Raises:
         UnknownVariantError: no such variant, or a BASE that is none; names the nearest.
-        ConfigError: a malformed line, a key twice in one file, a BASE cycle, no VLLM_MODEL, bad measurements.
+        ConfigError: a malformed line, a key twice in one file, a BASE cycle, no VLLM_MODEL, a REVISION that is
+            no commit or of another file than its SOURCE, bad measurements.
     """
     root = root or repository_root()
     chain = _lineage(name, root)
@@ -136,6 +139,7 @@ def load(name: str, root: Path | None = None) -> Variant:
         raise ConfigError(
             f"{platform.place}: PLATFORM={platform.value}: write PLATFORM=cuda, or PLATFORM= for any platform"
         )
+    _check_revision(settings)
     hypothesis, baseline = _measurements(name, root)
     return Variant(
         name=name,
@@ -156,12 +160,28 @@ def making_command(weights: Path, root: Path) -> str:
         return "`git checkout weights/tiny` restores it, `make tiny` trains it anew"
     source = _parse(folder / "config.env").get("SOURCE") if (folder / "config.env").is_file() else None
     if name and source:
-        return f"`.venv/bin/hf download {source.value} --local-dir weights/{name}` gets it"
+        return f"`make download VARIANT={name}` gets it"
     if not name or not (folder / "recipe.yaml").is_file():
         return (
             f"put a checkpoint into {weights.relative_to(root) if weights.is_relative_to(root) else weights}"
         )
     return f"`make recipe VARIANT={name}` makes it"
+
+
+def _check_revision(settings: Mapping[str, Setting]) -> None:
+    revision, source = settings.get("REVISION"), settings.get("SOURCE")
+    if revision is None:
+        return
+    if not re.fullmatch("[0-9a-f]{40}", revision.value):
+        raise ConfigError(
+            f"{revision.place}: REVISION={revision.value}: no commit; write its 40 hexadecimal digits in lower case"
+        )
+    # Inherited apart from each other, the commit would be looked for in another repository.
+    if source is None or source.file != revision.file:
+        raise ConfigError(
+            f"{revision.place}: REVISION is the commit of a SOURCE in the same file, and "
+            f"{f'SOURCE comes from {source.place}' if source else 'there is none'}; write both, or unset REVISION="
+        )
 
 
 def _lineage(name: str, root: Path) -> list[tuple[str, dict[str, Setting]]]:

@@ -83,6 +83,14 @@ def test_a_circle_of_bases_is_an_error_that_shows_the_circle(add_variant, tmp_pa
         ),
         ("VLLM_PORT=1\n", r"no VLLM_MODEL; add VLLM_MODEL=weights/<folder>"),
         ("VLLM_MODEL=weights/v\nPLATFORM=tpu\n", r"config.env:2: PLATFORM=tpu: write PLATFORM=cuda"),
+        (
+            "VLLM_MODEL=weights/v\nSOURCE=owner/name\nREVISION=main\n",
+            r"config.env:3: REVISION=main: no commit; write its 40 hexadecimal digits",
+        ),
+        (
+            f"VLLM_MODEL=weights/v\nREVISION={'0' * 40}\n",
+            r"config.env:2: REVISION is the commit of a SOURCE in the same file, and there is none",
+        ),
     ],
 )
 def test_a_config_that_cannot_be_used_is_one_line_with_its_place(add_variant, tmp_path, config, message):
@@ -91,6 +99,20 @@ def test_a_config_that_cannot_be_used_is_one_line_with_its_place(add_variant, tm
     with pytest.raises(ConfigError, match=message) as caught:
         variant.load("v", tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_a_revision_is_inherited_with_its_source_alone(add_variant, tmp_path):
+    add_variant("base", f"VLLM_MODEL=weights/base\nSOURCE=owner/name\nREVISION={'0' * 40}\n")
+    add_variant("same", "BASE=base\n")
+    add_variant("other", "BASE=base\nSOURCE=owner/other\n")
+    add_variant("unpinned", "BASE=base\nSOURCE=owner/other\nREVISION=\n")
+
+    assert variant.load("same", tmp_path).settings["REVISION"].value == "0" * 40
+    assert "REVISION" not in variant.load("unpinned", tmp_path).settings
+    with pytest.raises(
+        ConfigError, match=r"base/config.env:3: REVISION .* SOURCE comes from experiments/other/config.env:2"
+    ):
+        variant.load("other", tmp_path)
 
 
 def test_a_config_that_is_not_text_is_refused(add_variant, tmp_path):
@@ -125,7 +147,7 @@ def test_the_command_that_makes_weights_follows_the_recipe(add_variant, tmp_path
     assert "make recipe VARIANT=v" in variant.making_command(tmp_path / "weights/v", tmp_path)
     (config.parent / "config.env").write_text("SOURCE=owner/name\nVLLM_MODEL=weights/v\n")
     command = variant.making_command(tmp_path / "weights/v", tmp_path)
-    assert "hf download owner/name --local-dir weights/v" in command
+    assert command == "`make download VARIANT=v` gets it"
     assert "make tiny" in variant.making_command(tmp_path / "weights/tiny", tmp_path)
 
 

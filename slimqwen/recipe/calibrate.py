@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field
 
 from slimqwen import checkpoint
 from slimqwen.checkpoint import NewTensor, TensorInfo
 from slimqwen.errors import SlimqwenError
 from slimqwen.progress import Progress
-from slimqwen.recipe.stage import Facts, Needs, Parameters, Stage, source_digest
+from slimqwen.recipe.corpus import CorpusError, TextSource, digests
+from slimqwen.recipe.stage import Facts, Needs, Parameters, Stage
 
 _ARCHITECTURES = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
 _MODULES = {
@@ -27,10 +28,6 @@ _MODULES = {
     # in_proj_a and in_proj_b have one row a head: nothing to gain, and they steer the state's decay.
     "linear_attention": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.out_proj"),
 }
-_TINYWORLD = tuple(
-    f"slimqwen.tinyworld.{module}"
-    for module in ("documents", "instructions", "prose", "tasks", "tokenizer", "world")
-)
 _END_OF_TEXT = "<|endoftext|>"
 _BATCH = 8
 """Sequences that pass through the model together."""
@@ -43,15 +40,11 @@ class WrongArchitectureError(SlimqwenError):
     """The checkpoint is not one that this stage knows how to calibrate."""
 
 
-class CorpusError(SlimqwenError):
-    """The calibration text is missing, malformed or too short."""
-
-
 class NotFiniteError(SlimqwenError):
     """Calibration met NaN or infinity."""
 
 
-class Corpus(Parameters):
+class Corpus(TextSource):
     """The text that activations are measured on.
 
     Attributes:
@@ -62,23 +55,8 @@ class Corpus(Parameters):
         seed: of the generator, or of the order in which a file's documents are taken.
     """
 
-    source: Literal["tinyworld", "file"] = "tinyworld"
-    # What the file holds enters the content key, not where it lies.
-    path: Annotated[Path | None, Field(exclude=True)] = None
     sequences: Annotated[int, Field(ge=1)] = 64
     length: Annotated[int, Field(ge=16)] = 256
-    seed: int = 0
-
-    @field_validator("path")
-    @classmethod
-    def _relative_to_recipe(cls, path: Path | None, info: ValidationInfo) -> Path | None:
-        return path and (info.context or {}).get("folder", Path()) / path
-
-    @model_validator(mode="after")
-    def _path_goes_with_file(self) -> "Corpus":
-        if (self.source == "file") != (self.path is not None):
-            raise ValueError("path goes with source: file, and only with it")
-        return self
 
 
 class CalibrateParameters(Parameters):
@@ -157,15 +135,8 @@ def needs(source: Path, parameters: CalibrateParameters) -> Needs:
 
 
 def data(parameters: CalibrateParameters) -> dict[str, str]:
-    """The digest of a corpus file, or of the code that with the seed decides the tiny world's text."""
-    if parameters.corpus.path is None:
-        return {f"corpus.{module}": source_digest(module) for module in _TINYWORLD}
-    try:
-        return {"corpus": checkpoint.sha256(parameters.corpus.path)}
-    except OSError as error:
-        raise CorpusError(
-            f"{parameters.corpus.path}: cannot be read ({error.strerror}); put the calibration text there"
-        ) from None
+    """The digests that decide the calibration text."""
+    return digests(parameters.corpus)
 
 
 def _target_tensors(source: Path, parameters: CalibrateParameters) -> dict[str, TensorInfo]:

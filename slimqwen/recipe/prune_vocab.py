@@ -22,16 +22,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from slimqwen import checkpoint, vocabulary
 from slimqwen.checkpoint import NewTensor, TensorInfo
 from slimqwen.errors import SlimqwenError
 from slimqwen.progress import Progress
-from slimqwen.recipe.stage import Facts, Needs, Parameters, Stage, source_digest
+from slimqwen.recipe.corpus import CorpusError, TextSource, digests, file_digest
+from slimqwen.recipe.stage import Facts, Needs, Parameters, Stage
 from slimqwen.vocabulary import Ids, Vocabulary
 
 VOCAB_MAP = "vocab_map.json"
@@ -47,10 +48,6 @@ _BY_ROW = ("weight", "bias", "weight_packed", "weight_scale", "weight_zero_point
 _ROWLESS = ("weight_g_idx", "weight_global_scale", "input_scale", "input_zero_point", "input_global_scale")
 """Parts of a quantised lm_head that say nothing about single rows."""
 
-_TINYWORLD = tuple(
-    f"slimqwen.tinyworld.{module}"
-    for module in ("documents", "instructions", "prose", "tasks", "tokenizer", "world")
-)
 _BLOCK = 2**20
 """Bytes read at a time: fresh buffers of many MiB cost more in page faults than the reading itself."""
 
@@ -69,11 +66,7 @@ class WrongCheckpointError(SlimqwenError):
     """The checkpoint's tables, config and tokenizer do not fit together, or its lm_head is packed in an unknown way."""
 
 
-class CorpusError(SlimqwenError):
-    """The text or the counts to rank tokens by are missing or malformed."""
-
-
-class Corpus(Parameters):
+class Corpus(TextSource):
     """The text that decides which tokens stay.
 
     Attributes:
@@ -83,22 +76,7 @@ class Corpus(Parameters):
         seed: of the generator.
     """
 
-    source: Literal["tinyworld", "file"] = "tinyworld"
-    # What the file holds enters the content key, not where it lies.
-    path: Annotated[Path | None, Field(exclude=True)] = None
     documents: Annotated[int, Field(ge=1)] = 20_000
-    seed: int = 0
-
-    @field_validator("path")
-    @classmethod
-    def _relative_to_recipe(cls, path: Path | None, info: ValidationInfo) -> Path | None:
-        return path and (info.context or {}).get("folder", Path()) / path
-
-    @model_validator(mode="after")
-    def _path_goes_with_file(self) -> "Corpus":
-        if (self.source == "file") != (self.path is not None):
-            raise ValueError("path goes with source: file, and only with it")
-        return self
 
 
 class PruneVocabParameters(Parameters):
@@ -172,19 +150,11 @@ def needs(source: Path, parameters: PruneVocabParameters) -> Needs:
 
 
 def data(parameters: PruneVocabParameters) -> dict[str, str]:
-    """The digests of the files that are counted, or of the code that with the seed decides the tiny world's text."""
-    digests = {}
-    if parameters.corpus.path is None:
-        digests = {f"corpus.{module}": source_digest(module) for module in _TINYWORLD}
-    for name, path in (("corpus", parameters.corpus.path), ("outputs", parameters.outputs)):
-        if path is not None:
-            try:
-                digests[name] = checkpoint.sha256(path)
-            except OSError as error:
-                raise CorpusError(
-                    f"{path}: cannot be read ({error.strerror}); put the {name} there"
-                ) from None
-    return digests
+    """The digests that decide the counts."""
+    found = digests(parameters.corpus)
+    if parameters.outputs is not None:
+        found["outputs"] = file_digest(parameters.outputs, "outputs")
+    return found
 
 
 def coverage(

@@ -7,6 +7,7 @@ of its tools, so a stage whose input came out the same is reused even where what
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -185,7 +186,7 @@ def status(recipe: Recipe, weights: Path, resolve: Callable[[str], Path]) -> lis
 
 
 def clean_store(weights: Path, keep: Iterable[str]) -> int:
-    """Delete the store entries that no variant uses.
+    """Delete the store entries that no variant uses, and what killed runs left to go on from.
 
     Kept are: every entry that a link under weights points to, the entries that it was made from, and keep.
 
@@ -216,7 +217,8 @@ def clean_store(weights: Path, keep: Iterable[str]) -> int:
             if name in entries and name not in used:
                 used.add(name)
                 todo.append(made_from.get(Manifest.read(entries[name]).ingredients["input"], ""))
-        freed = 0
+        freed = sum(file.stat().st_size for file in (store / ".unfinished").rglob("*") if file.is_file())
+        shutil.rmtree(store / ".unfinished", ignore_errors=True)
         for name in entries.keys() - used:
             freed += checkpoint.bytes_on_disk(entries[name])
             checkpoint.withdraw(entries[name])
@@ -239,9 +241,10 @@ def _ensure(step: Step, source: Path, store: Path, report: Progress) -> Outcome:
             if not reused:
                 _refuse_what_does_not_fit(step, source, store)
                 log.parent.mkdir(exist_ok=True)
+                unfinished = store / ".unfinished" / key
                 with checkpoint.publish(entry) as staging:
                     started = time.monotonic()
-                    facts, peak = _run_apart(step, source, staging, log, report)
+                    facts, peak = _run_apart(step, source, staging, unfinished, log, report)
                     checkpoint.check(staging, f"the stage {stage.name} is defective, its log is {log}")
                     Manifest(
                         stage=stage.name,
@@ -253,6 +256,7 @@ def _ensure(step: Step, source: Path, store: Path, report: Progress) -> Outcome:
                         versions=_versions(stage.packages),
                         facts=facts,
                     ).write(staging)
+                shutil.rmtree(unfinished, ignore_errors=True)
     if reused:
         checkpoint.check(entry, _REMOVE_AND_RERUN)
     manifest = Manifest.read(entry)
@@ -323,12 +327,18 @@ def _refuse_what_does_not_fit(step: Step, source: Path, store: Path) -> None:
             )
 
 
-def _run_apart(step: Step, source: Path, staging: Path, log: Path, report: Progress) -> tuple[Facts, int]:
+def _run_apart(
+    step: Step, source: Path, staging: Path, unfinished: Path, log: Path, report: Progress
+) -> tuple[Facts, int]:
     """Run a stage in a process of its own; its facts and its peak memory in bytes.
 
     Its prints go to the log and not to a terminal, its memory and a GPU's are given back when it ends, and what
     kills it does not kill the run.
     """
+    run: Callable[..., Facts] = step.stage.run
+    if step.stage.resumes:
+        unfinished.mkdir(parents=True, exist_ok=True)
+        run = functools.partial(run, unfinished=unfinished)
     receiving, sending = os.pipe()
     environment = {**os.environ, **step.stage.environment, "PYTHONPATH": os.pathsep.join(sys.path)}
     with Connection(receiving, writable=False) as messages, log.open("wb") as output:
@@ -343,7 +353,7 @@ def _run_apart(step: Step, source: Path, staging: Path, log: Path, report: Progr
         os.close(sending)
         assert worker.stdin is not None
         try:
-            pickle.dump((step.stage.run, source.resolve(), staging, step.parameters), worker.stdin)
+            pickle.dump((run, source.resolve(), staging, step.parameters), worker.stdin)
             worker.stdin.flush()
             while (heard := messages.recv())[0] == "progress":
                 report(*heard[1:])

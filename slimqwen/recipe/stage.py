@@ -9,8 +9,6 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from slimqwen.progress import Progress
-
 Facts = dict[str, str | int | float | bool]
 """What a stage found out on its way, kept in the manifest of its output."""
 
@@ -48,6 +46,8 @@ class Stage:
         run: (source, destination, parameters, progress) -> facts. Reads the checkpoint source, writes a whole
             checkpoint into the empty folder destination; the same inputs give the same bytes. What it prints
             goes to the stage's log.
+        resumes: whether `run` takes a further argument `unfinished`, a folder that outlives a run that was killed, to
+            go on from; the result is the same as of a run in one go.
         needs: (source, parameters) -> estimate; may raise a SlimqwenError for what cannot work, before it starts.
         data: parameters -> digest of every outside input by name.
         code: modules whose source decides the result, besides the one that defines `run`.
@@ -57,12 +57,13 @@ class Stage:
 
     name: str
     parameters: type[Parameters]
-    run: Callable[[Path, Path, Any, Progress], Facts]
+    run: Callable[..., Facts]
     needs: Callable[[Path, Any], Needs]
     data: Callable[[Any], Mapping[str, str]] = lambda parameters: {}
     code: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    resumes: bool = False
 
 
 def source_digest(module: str) -> str:

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.recipe.workshop import Workshop
 
 from slimqwen import checkpoint
+from tests.recipe.workshop import Workshop
 
 
 @pytest.fixture

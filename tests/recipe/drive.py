@@ -3,9 +3,8 @@
 import sys
 from pathlib import Path
 
-from tests.recipe.fake_stages import STAGES
-
 from slimqwen.recipe import recipe_file, runner
+from tests.recipe.fake_stages import STAGES
 
 if __name__ == "__main__":
     recipe, variant, weights, base = sys.argv[1:]

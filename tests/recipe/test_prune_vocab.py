@@ -13,7 +13,6 @@ import pytest
 import torch
 import transformers
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
-from tests.engine import counter, engine
 from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -27,6 +26,7 @@ from slimqwen.recipe.prune_vocab import (
     WrongCheckpointError,
 )
 from slimqwen.recipe.stage import Facts
+from slimqwen.serving.in_process import counter, engine
 from slimqwen.tinyworld.documents import LONG_MIX, DocumentSampler
 from slimqwen.tinyworld.model import TinyShape, build, write_checkpoint
 from slimqwen.tinyworld.tokenizer import ADDED_TOKENS, SPLIT_PATTERN, TURN_END, TURN_START

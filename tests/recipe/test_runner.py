@@ -12,14 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.recipe.fake_stages import RefusedError
-from tests.recipe.workshop import Workshop
 
 from slimqwen import checkpoint
 from slimqwen.checkpoint import CorruptCheckpointError, Manifest, MissingCheckpointError
 from slimqwen.errors import SlimqwenError
 from slimqwen.recipe import runner
 from slimqwen.recipe.runner import DoesNotFitError, NameTakenError, StageFailedError, StoreBusyError
+from tests.recipe.fake_stages import RefusedError
+from tests.recipe.workshop import Workshop
 
 FirstByte = Callable[[Path], int]
 

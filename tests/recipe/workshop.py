@@ -5,12 +5,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.recipe.fake_stages import STAGES
-
 from slimqwen import checkpoint
 from slimqwen.checkpoint import NewTensor
 from slimqwen.recipe import recipe_file, runner
 from slimqwen.recipe.recipe_file import Recipe
+from tests.recipe.fake_stages import STAGES
 
 
 @dataclass

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from slimqwen.serving.engine_fixes import w4a16_linear
-from tests.engine import engine
+from slimqwen.serving.in_process import engine
 from tests.serving.engine_fixes.packing import packed
 
 pytestmark = pytest.mark.engine

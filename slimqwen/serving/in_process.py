@@ -1,6 +1,7 @@
-"""The real vLLM in this process: opened and closed by a `with`, several one after another.
+"""vLLM in this process, for stages and tests: no HTTP, its counters within reach, the same result every time.
 
-A load takes about 5 seconds, the first one 15 more for imports. Tests that use it carry the marker `engine`.
+A load takes about 5 seconds for a small model, the first one 15 more for imports. Several engines can follow one
+another in a process; two at once cannot.
 """
 
 import gc
@@ -10,12 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-# Read once, when torch and huggingface_hub are imported; without the first, vLLM takes a single thread.
-os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+from slimqwen.serving import platform as machine
 
 _ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process, where a test can reach into it
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # without a process of its own the scheduler has no timing of its own
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
@@ -42,7 +41,8 @@ def engine(checkpoint: Path | str, **arguments: Any) -> Iterator[Any]:
         "enforce_eager": True,
         # With MTP the Gated DeltaNet kernels behind it need Triton.
         "enable_prefix_caching": False,
-        "kv_cache_memory_bytes": 256 << 20,
+        # On a GPU, vLLM's own share of its memory.
+        **({"kv_cache_memory_bytes": 256 << 20} if machine.detect() == "cpu" else {}),
         "max_model_len": 256,
         "max_num_seqs": 32,
         "disable_log_stats": False,
@@ -70,3 +70,9 @@ def engine(checkpoint: Path | str, **arguments: Any) -> Iterator[Any]:
 def counter(llm: Any, name: str) -> int:
     """What a counter of the engine stands at, `vllm:spec_decode_num_accepted_tokens` for example."""
     return sum(metric.value for metric in llm.get_metrics() if metric.name == name)
+
+
+def vector(llm: Any, name: str) -> tuple[int, ...]:
+    """A counter with one value a position, `vllm:spec_decode_num_accepted_tokens_per_pos` for example."""
+    found = [tuple(metric.values) for metric in llm.get_metrics() if metric.name == name]
+    return tuple(map(sum, zip(*found, strict=True)))

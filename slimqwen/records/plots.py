@@ -1,0 +1,128 @@
+"""Plots of records as SVG: one look for all, the same bytes for the same record."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Line:
+    """Points under one label, in order.
+
+    Attributes:
+        label: names them in the legend; the same label has the same colour in every panel.
+        x: where they stand.
+        y: their values.
+        errors: half the length of each one's error bar.
+        joined: by a line from point to point.
+    """
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    errors: Sequence[float] | None = None
+    joined: bool = True
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes, its labels with units."""
+
+    x: str
+    y: str
+    lines: Sequence[Line]
+
+
+def write(file: Path, panels: Sequence[Panel]) -> None:
+    """Draw panels side by side over one legend into an SVG file."""
+    # Heavy: paid by whoever draws.
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    labels = list(dict.fromkeys(line.label for panel in panels for line in panel.lines))
+    styles = {
+        label: {"color": f"C{place % 10}", "linestyle": ("-", "--", ":")[place // 10 % 3]}
+        for place, label in enumerate(labels)
+    }
+    # A fixed salt and no date: otherwise ids and bytes differ from run to run.
+    with matplotlib.rc_context({"svg.hashsalt": "slimqwen", "svg.fonttype": "none"}):
+        # Without pyplot, so that no window system is asked for.
+        figure = Figure(figsize=(4.5 * len(panels), 4.2), layout="constrained")
+        handles: dict[str, Any] = {}
+        for panel, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
+            for line in panel.lines:
+                style = styles[line.label] if line.joined else {**styles[line.label], "linestyle": "none"}
+                marker = "o" if len(line.x) <= 20 else ""
+                handles[line.label] = axes.errorbar(
+                    line.x, line.y, yerr=line.errors, label=line.label, marker=marker, markersize=4, **style
+                )
+            axes.set_xlabel(panel.x)
+            axes.set_ylabel(panel.y)
+            axes.grid(alpha=0.3)
+        figure.legend(
+            handles.values(), handles.keys(), loc="outside lower center", ncols=min(5, len(handles))
+        )
+        figure.savefig(file, format="svg", metadata={"Date": None})
+
+
+def vocab_coverage(record: Mapping[str, Any]) -> list[Panel]:
+    """Coverage, tokens per byte and bits per byte against the size, a line a source."""
+    sizes = sorted(record["sizes"], key=lambda row: row["size"])
+    x = [row["size"] for row in sizes]
+
+    def lines(key: str) -> list[Line]:
+        return [Line(name, x, [row["sources"][name][key] for row in sizes]) for name in record["sources"]]
+
+    panels = [
+        Panel("tokens kept", "share of old tokens kept", lines("coverage")),
+        Panel("tokens kept", "tokens per byte, after / before", lines("inflation")),
+    ]
+    scored = [name for name in record["sources"] if "bits_per_byte" in record["sources"][name]]
+    if scored:
+        changes = [
+            Line(
+                name,
+                x,
+                [row["sources"][name]["bits_per_byte_change"]["value"] for row in sizes],
+                [row["sources"][name]["bits_per_byte_change"]["standard_error"] for row in sizes],
+            )
+            for name in scored
+        ]
+        panels.append(Panel("tokens kept", "change of bits per byte (bars: 1 SE)", changes))
+    return panels
+
+
+def lm_head(record: Mapping[str, Any]) -> list[Panel]:
+    """The head's spectrum and energy against the rank, and bits per byte against bytes."""
+    values = record["singular_values"]
+    total = sum(value**2 for value in values)
+    ranks = list(range(1, len(values) + 1))
+    energy = [share / total for share in accumulate(value**2 for value in values)]
+    kinds = {
+        label: [row for row in record["heads"] if row["kind"] == kind]
+        for kind, label in (("low_rank", "low rank, 16 bit"), ("rounded", "4 bit"))
+    }
+    changes = [
+        Line(
+            label,
+            [row["bytes"] / 1e6 for row in rows],
+            [row["bits_per_byte_change"]["value"] for row in rows],
+            [row["bits_per_byte_change"]["standard_error"] for row in rows],
+        )
+        for label, rows in kinds.items()
+        if rows
+    ]
+    whole = Line("16 bit", [record["head"]["bytes"] / 1e6], [0.0], joined=False)
+    return [
+        Panel(
+            "rank",
+            "share",
+            [
+                Line("singular value / largest", ranks, [value / values[0] for value in values]),
+                Line("energy", ranks, energy),
+            ],
+        ),
+        Panel("bytes of the head (MB)", "change of bits per byte (bars: 1 SE)", [*changes, whole]),
+    ]

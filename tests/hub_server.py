@@ -1,0 +1,125 @@
+"""A model hub on this machine: one repository, served as huggingface_hub 1.33 asks for it, with faults on demand."""
+
+import hashlib
+import json
+import re
+import threading
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+REPOSITORY = "owner/name"
+TOKEN = "hf_right"
+
+
+@dataclass
+class Hub:
+    """What the server has, which faults it makes, and what it was asked.
+
+    Attributes:
+        folder: the repository's files; those that end in .safetensors are stored with LFS.
+        commit: what main is.
+        gated: files are for TOKEN alone, as on the real hub the listing is for everybody.
+        cut_at: the byte at which an answer that carries a file breaks off, as often as cuts says.
+        flipped: the file of which one byte arrives changed.
+        requests: method, path and Range of all requests.
+    """
+
+    folder: Path
+    commit: str = COMMIT
+    gated: bool = False
+    cut_at: int = 0
+    cuts: int = 0
+    flipped: str = ""
+    requests: list[tuple[str, str, str | None]] = field(default_factory=list)
+    endpoint: str = ""
+
+    def fetched(self) -> list[tuple[str, str | None]]:
+        """Name and Range of every file asked for."""
+        return [(path.rpartition("/")[2], span) for _, path, span in self.requests if "/resolve/" in path]
+
+    def listing(self) -> dict[str, object]:
+        siblings = []
+        for file in sorted(self.folder.rglob("*")):
+            if not file.is_file():
+                continue
+            content = file.read_bytes()
+            blob = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+            entry = {
+                "rfilename": file.relative_to(self.folder).as_posix(),
+                "size": len(content),
+                "blobId": blob,
+            }
+            if file.suffix == ".safetensors":
+                sha256 = hashlib.sha256(content).hexdigest()
+                entry["lfs"] = {"size": len(content), "sha256": sha256, "pointerSize": 130}
+            siblings.append(entry)
+        return {"id": REPOSITORY, "modelId": REPOSITORY, "sha": self.commit, "siblings": siblings}
+
+
+def start(hub: Hub) -> ThreadingHTTPServer:
+    """Serve hub on a free port, and write its address into it."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            path, _, query = self.path.partition("?")
+            hub.requests.append(("GET", path, self.headers.get("Range")))
+            if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path):
+                if self._exists(match[1], match[2] or "main"):
+                    assert "blobs=" in query
+                    self._answer(200, json.dumps(hub.listing()).encode())
+            elif match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
+                if self._exists(match[1], match[2]):
+                    self._file(match[3])
+            else:
+                self._refuse(404, "EntryNotFound")
+
+        def _exists(self, repository: str, revision: str) -> bool:
+            if repository != REPOSITORY:
+                # As the real hub: whoever is not logged in cannot tell a private repository from none.
+                self._refuse(401, "RepoNotFound")
+            elif revision not in ("main", hub.commit):
+                self._refuse(404, "RevisionNotFound")
+            else:
+                return True
+            return False
+
+        def _file(self, name: str) -> None:
+            if hub.gated and self.headers.get("Authorization") != f"Bearer {TOKEN}":
+                self._refuse(403, "GatedRepo")
+                return
+            content = (hub.folder / name).read_bytes()
+            if name == hub.flipped:
+                content = content[:-1] + bytes([content[-1] ^ 1])
+            span, total = self.headers.get("Range"), len(content)
+            begin = int(span.removeprefix("bytes=").removesuffix("-")) if span else 0
+            headers = {"ETag": f'"{name}"', "X-Repo-Commit": hub.commit, "Accept-Ranges": "bytes"}
+            if span:
+                headers["Content-Range"] = f"bytes {begin}-{total - 1}/{total}"
+            cut = hub.cut_at if begin < hub.cut_at < total and hub.cuts else None
+            hub.cuts -= cut is not None
+            self._answer(206 if span else 200, content[begin:], headers, None if cut is None else cut - begin)
+
+        def _refuse(self, status: int, code: str) -> None:
+            self._answer(status, b"{}", {"X-Error-Code": code})
+
+        def _answer(
+            self, status: int, body: bytes, headers: dict[str, str] | None = None, cut: int | None = None
+        ) -> None:
+            self.send_response(status)
+            for key, value in ({"Content-Length": str(len(body))} | (headers or {})).items():
+                self.send_header(key, value)
+            self.end_headers()
+            self.wfile.write(body[:cut])
+            self.close_connection = cut is not None
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    hub.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+    return server

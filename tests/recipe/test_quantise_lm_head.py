@@ -1,0 +1,136 @@
+"""The packed head holds what compressed-tensors itself would store, the rest stays, and engines read it."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+from safetensors.torch import load_file, save_file
+
+from slimqwen import checkpoint, progress
+from slimqwen.recipe import quantise_lm_head
+from slimqwen.recipe.quantise_lm_head import QuantiseLmHeadParameters, WrongHeadError, round_groups
+
+ROOT = Path(__file__).parents[2]
+TINY = ROOT / "weights" / "tiny"
+
+
+def quantised(source: Path, destination: Path, group_size: int = 32) -> Path:
+    destination.mkdir()
+    parameters = QuantiseLmHeadParameters(group_size=group_size)
+    quantise_lm_head.run(source, destination, parameters, progress.silent)
+    return destination
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return quantised(TINY, tmp_path_factory.mktemp("lm_head") / "packed")
+
+
+@pytest.mark.parametrize("group_size", [32, 64])
+def test_the_stored_head_is_the_embedding_to_within_half_a_step(tmp_path: Path, group_size: int) -> None:
+    stored = load_file(quantised(TINY, tmp_path / "packed", group_size) / "model.safetensors")
+    embedding = stored["model.embed_tokens.weight"].float()
+    shape = torch.Size(stored["lm_head.weight_shape"].tolist())
+    assert shape == embedding.shape
+    whole = unpack_from_int32(stored["lm_head.weight_packed"], 4, shape).float()
+    scale = stored["lm_head.weight_scale"].float().repeat_interleave(group_size, dim=1)
+    # The largest weight may lie half a step beyond the last level, and the scale was rounded to bfloat16.
+    assert ((whole * scale - embedding).abs() <= 0.51 * scale + 0.04 * scale).all()
+
+
+def test_everything_but_the_head_is_byte_for_byte_what_it_was(packed: Path) -> None:
+    before, after = load_file(TINY / "model.safetensors"), load_file(packed / "model.safetensors")
+    assert after.keys() - before.keys() == {f"lm_head.weight_{part}" for part in ("packed", "scale", "shape")}
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
+def test_scales_are_the_nearest_bfloat16_of_the_largest_weight() -> None:
+    rows = np.random.default_rng(0).normal(size=(5, 64)).astype(np.float32)
+    _, scales = round_groups(rows, 32)
+    wanted = torch.from_numpy(np.abs(rows.reshape(5, 2, 32)).max(2) / 7.5).to(torch.bfloat16)
+    assert torch.equal(torch.from_numpy(scales.view(np.int16)), wanted.view(torch.int16))
+
+
+def test_a_group_of_zeros_stays_zero() -> None:
+    whole, scales = round_groups(np.zeros((1, 32), dtype=np.float32), 32)
+    assert not whole.any()
+    assert not scales.any()
+
+
+def test_a_large_table_passes_through_in_blocks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    whole = quantised(TINY, tmp_path / "whole")
+    monkeypatch.setattr(quantise_lm_head, "_BLOCK", 1_000)
+    blocks = quantised(TINY, tmp_path / "blocks")
+    assert checkpoint.digest(whole) == checkpoint.digest(blocks)
+
+
+def test_the_config_unties_the_embedding_and_names_only_the_head(packed: Path) -> None:
+    config = checkpoint.read_config(packed)
+    assert config["tie_word_embeddings"] is False
+    groups = config["quantization_config"]["config_groups"]
+    assert groups.keys() == {"lm_head"}
+    assert groups["lm_head"]["weights"]["group_size"] == 32
+
+
+def test_groups_of_linears_that_are_quantised_already_stay(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for file in TINY.iterdir():
+        (source / file.name).symlink_to(file)
+    config = checkpoint.read_config(TINY)
+    given = {"config_groups": {"group_0": {"targets": ["Linear"]}}, "ignore": ["lm_head", "re:^mtp.*"]}
+    (source / "config.json").unlink()
+    (source / "config.json").write_text(json.dumps({**config, "quantization_config": given}))
+    described = checkpoint.read_config(quantised(source, tmp_path / "packed"))["quantization_config"]
+    assert described["config_groups"]["group_0"] == {"targets": ["Linear"]}
+    assert described["ignore"] == ["re:^mtp.*"]
+
+
+def test_a_packed_head_is_refused(packed: Path, tmp_path: Path) -> None:
+    with pytest.raises(WrongHeadError, match="packed lm_head already; take"):
+        quantised(packed, tmp_path / "again")
+
+
+def test_a_group_that_does_not_divide_the_inputs_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(WrongHeadError, match="group_size 128 does not divide the 192 inputs"):
+        quantised(TINY, tmp_path / "packed", group_size=128)
+
+
+def test_a_head_with_nan_is_refused(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for file in TINY.iterdir():
+        (source / file.name).symlink_to(file)
+    tensors = load_file(TINY / "model.safetensors")
+    tensors["model.embed_tokens.weight"][5, 7] = float("nan")
+    (source / "model.safetensors").unlink()
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(WrongHeadError, match="NaN or infinity; make that checkpoint anew"):
+        quantised(source, tmp_path / "packed")
+
+
+@pytest.mark.engine
+def test_vllm_serves_the_packed_head_and_drafts_with_it(packed: Path) -> None:
+    from transformers import AutoTokenizer
+    from vllm import SamplingParams
+
+    from slimqwen.mtp_head import load_drafting_model
+    from slimqwen.serving.in_process import counter, engine
+
+    ids = AutoTokenizer.from_pretrained(packed)("Long ago a weaver lived on the isle and sold wool.")[
+        "input_ids"
+    ]
+    settings = SamplingParams(max_tokens=24, temperature=0.0, prompt_logprobs=0, ignore_eos=True)
+    with engine(packed, num_speculative_tokens=2) as llm:
+        [answer] = llm.generate([{"prompt_token_ids": ids}], settings, use_tqdm=False)
+        accepted = counter(llm, "vllm:spec_decode_num_accepted_tokens")
+    served = [at[token].logprob for at, token in zip(answer.prompt_logprobs[1:], ids[1:], strict=True)]
+    model = load_drafting_model(packed)
+    with torch.no_grad():
+        scores = model.logits(model.hidden_states(torch.tensor([ids])))[0, :-1].log_softmax(-1)
+    wanted = scores.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    assert (torch.tensor(served) - wanted).abs().mean() < 0.02
+    assert accepted > 0

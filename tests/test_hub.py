@@ -1,0 +1,351 @@
+"""A copy of a hub repository is whole or not visible, goes on where it stopped, and every refusal is one line."""
+
+import fcntl
+import os
+import shutil
+import socket
+import time
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants
+
+from slimqwen import checkpoint, hub, variant
+from slimqwen.checkpoint import CorruptCheckpointError, Manifest, NewTensor
+from slimqwen.errors import SlimqwenError
+from slimqwen.hub import DownloadError, HubError, NotACopyError
+from tests import hub_server
+from tests.hub_server import COMMIT, Hub
+
+BIG = 400_000
+CHUNK = 50_000
+KEPT = ["chat_template.jinja", "config.json", "merges.txt", "model.safetensors", "tokenizer.json"]
+KEPT += ["tokenizer_config.json"]
+OTHER = "f" * 40
+
+
+@pytest.fixture
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub with one small checkpoint among files that nobody needs."""
+    folder = tmp_path / "repository"
+    (folder / "onnx").mkdir(parents=True)
+    checkpoint.write_config(folder, {"architectures": ["Qwen3_5ForCausalLM"]})
+    for name in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "onnx/config.json",
+        ".hidden.json",
+        "manifest.json",
+    ):
+        (folder / name).write_text("{}")
+    for name in ("merges.txt", "chat_template.jinja", "README.md", "pytorch_model.bin", "x.gguf", "x.png"):
+        (folder / name).write_text(f"{name}\n")
+    content = os.urandom(BIG)
+    checkpoint.write_tensors(
+        folder / "model.safetensors", {"a": NewTensor("U8", (len(content),), lambda: [content])}
+    )
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", True)
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", CHUNK)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no token"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    one = Hub(folder)
+    server = hub_server.start(one)
+    yield one
+    server.shutdown()
+    server.server_close()
+    huggingface_hub.close_session()
+
+
+@pytest.fixture
+def copy(add_variant: Callable[..., Path], tmp_path: Path) -> variant.Variant:
+    """A variant whose base is a copy of the served repository."""
+    add_variant("base", "VLLM_MODEL=weights/base\nSOURCE=owner/name\n")
+    add_variant("child", "BASE=base\nVLLM_MODEL=weights/child\n")
+    return variant.load("child", tmp_path)
+
+
+def pinned(tmp_path: Path, revision: str) -> variant.Variant:
+    file = tmp_path / "experiments/base/config.env"
+    file.write_text(f"VLLM_MODEL=weights/base\nSOURCE=owner/name\nREVISION={revision}\n")
+    return variant.load("child", tmp_path)
+
+
+def left_in(weights: Path) -> list[str]:
+    """The files under weights/, however deep."""
+    return sorted(path.relative_to(weights).as_posix() for path in weights.rglob("*") if path.is_file())
+
+
+def seen(weights: Path) -> list[str]:
+    return sorted(path.name for path in weights.iterdir())
+
+
+def refusal(kind: type[SlimqwenError], match: str, one: variant.Variant, endpoint: str) -> str:
+    with pytest.raises(kind, match=match) as caught:
+        hub.download(one, endpoint=endpoint)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def stop_at(position: int) -> Callable[[str, float, float], None]:
+    """A listener at which the user presses Ctrl-C."""
+
+    def listen(activity: str, done: float, total: float) -> None:
+        if done >= position:
+            raise KeyboardInterrupt
+
+    return listen
+
+
+def test_what_a_server_needs_is_fetched_and_told_by_bytes(
+    served: Hub, copy: variant.Variant, tmp_path: Path
+) -> None:
+    heard: list[tuple[str, float, float]] = []
+    got = hub.download(copy, lambda *told: heard.append(told), served.endpoint)
+
+    assert (got.fetched, got.pinned, got.revision) == (True, False, COMMIT)
+    assert got.folder == tmp_path / "weights/base"
+    assert left_in(tmp_path / "weights") == sorted(f"base/{name}" for name in [*KEPT, "manifest.json"])
+    assert seen(tmp_path / "weights") == ["base"]
+    for name in KEPT:
+        assert (got.folder / name).read_bytes() == (served.folder / name).read_bytes()
+
+    manifest = Manifest.read(got.folder)
+    assert manifest == got.manifest
+    assert manifest.files == checkpoint.file_records(got.folder)
+    assert (manifest.stage, manifest.facts) == ("download", {"repository": "owner/name", "revision": COMMIT})
+    assert manifest.versions == {"huggingface_hub": huggingface_hub.__version__}
+    assert manifest.peak_memory_bytes > 1e6
+
+    total = sum((got.folder / name).stat().st_size for name in KEPT)
+    steps = [(done, of) for activity, done, of in heard if activity == "downloading owner/name"]
+    assert steps[0] == (0, total)
+    assert steps[-1] == (total, total)
+    assert steps == sorted(steps)
+    assert len(steps) > BIG / CHUNK
+
+
+def test_a_second_run_asks_nobody(served: Hub, copy: variant.Variant) -> None:
+    hub.download(copy, endpoint=served.endpoint)
+    served.requests.clear()
+
+    started = time.monotonic()
+    again = hub.download(copy, endpoint=served.endpoint)
+
+    assert (again.fetched, again.revision) == (False, COMMIT)
+    assert served.requests == []
+    assert time.monotonic() - started < 2
+
+
+def test_the_pinned_commit_is_the_one_fetched(served: Hub, copy: variant.Variant, tmp_path: Path) -> None:
+    got = hub.download(pinned(tmp_path, COMMIT), endpoint=served.endpoint)
+
+    assert got.pinned
+    assert all(COMMIT in path for _, path, _ in served.requests)
+    refusal(
+        DownloadError,
+        rf"weights/base is owner/name at {COMMIT}, experiments/base/config.env:3 says REVISION={OTHER}; delete",
+        pinned(tmp_path, OTHER),
+        served.endpoint,
+    )
+
+
+def test_a_cut_connection_is_taken_up_again_where_it_broke(served: Hub, copy: variant.Variant) -> None:
+    served.cut_at, served.cuts = 120_000, 1
+
+    got = hub.download(copy, endpoint=served.endpoint)
+
+    spans = [span for name, span in served.fetched() if name == "model.safetensors"]
+    assert spans == [None, "bytes=100000-"]
+    checkpoint.check(got.folder, "")
+
+
+def test_an_interrupted_download_goes_on_with_the_same_commit(
+    served: Hub, copy: variant.Variant, tmp_path: Path
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        hub.download(copy, stop_at(200_000), served.endpoint)
+    assert seen(tmp_path / "weights") == [".download-base"]
+    half = tmp_path / "weights/.download-base" / COMMIT / "model.safetensors"
+    length = half.stat().st_size
+    assert 0 < length < BIG
+    served.requests.clear()
+
+    got = hub.download(copy, endpoint=served.endpoint)
+
+    assert served.fetched() == [("model.safetensors", f"bytes={length}-")]
+    assert served.requests[0][1].endswith(f"/revision/{COMMIT}")
+    assert (got.folder / "model.safetensors").read_bytes() == (
+        served.folder / "model.safetensors"
+    ).read_bytes()
+    assert seen(tmp_path / "weights") == ["base"]
+
+
+def test_the_half_of_another_commit_is_dropped(served: Hub, copy: variant.Variant, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        hub.download(copy, stop_at(200_000), served.endpoint)
+    served.commit = OTHER
+
+    assert hub.download(pinned(tmp_path, OTHER), endpoint=served.endpoint).revision == OTHER
+    assert seen(tmp_path / "weights") == ["base"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_a_flipped_bit_is_refused_and_only_its_file_fetched_again(
+    served: Hub, copy: variant.Variant, tmp_path: Path, name: str
+) -> None:
+    served.flipped = name
+    refusal(DownloadError, f"so deleted: {name}; run `make download VARIANT=base`", copy, served.endpoint)
+    staged = left_in(tmp_path / "weights")
+    assert staged == sorted(f".download-base/{COMMIT}/{kept}" for kept in KEPT if kept != name)
+    served.flipped = ""
+    served.requests.clear()
+
+    hub.download(copy, endpoint=served.endpoint)
+    assert served.fetched() == [(name, None)]
+
+
+def test_a_file_that_is_too_long_is_fetched_anew(served: Hub, copy: variant.Variant, tmp_path: Path) -> None:
+    staging = tmp_path / "weights/.download-base" / COMMIT
+    staging.mkdir(parents=True)
+    (staging / "model.safetensors").write_bytes(b"x" * 2 * BIG)
+
+    assert hub.download(copy, endpoint=served.endpoint).fetched
+
+
+def test_a_repository_that_is_no_checkpoint_is_not_published(
+    served: Hub, copy: variant.Variant, tmp_path: Path
+) -> None:
+    (served.folder / "tokenizer.json").unlink()
+    refusal(CorruptCheckpointError, r"tokenizer.json is missing; its files are as", copy, served.endpoint)
+    assert not (tmp_path / "weights/base").exists()
+
+    (served.folder / "model.safetensors").unlink()
+    refusal(HubError, r"has no .safetensors file at .*config.env:2", copy, served.endpoint)
+
+
+def test_an_unknown_repository_or_commit_names_the_line(
+    served: Hub, copy: variant.Variant, add_variant: Callable[..., Path], tmp_path: Path
+) -> None:
+    refusal(
+        HubError,
+        rf"experiments/base/config.env:3: owner/name has no commit {OTHER} .*; correct REVISION",
+        pinned(tmp_path, OTHER),
+        served.endpoint,
+    )
+    for name, repository in (("wrong", "owner/wrong"), ("odd", "a/b/c")):
+        add_variant(name, f"VLLM_MODEL=weights/{name}\nSOURCE={repository}\n")
+    refusal(
+        HubError,
+        r"experiments/wrong/config.env:2: .* has no repository owner/wrong.*HF_TOKEN",
+        variant.load("wrong", tmp_path),
+        served.endpoint,
+    )
+    refusal(
+        HubError,
+        r"odd/config.env:2: SOURCE=a/b/c is no owner/name",
+        variant.load("odd", tmp_path),
+        served.endpoint,
+    )
+    assert not (tmp_path / "weights").exists()
+
+
+def test_a_gated_repository_takes_a_token(
+    served: Hub, copy: variant.Variant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served.gated = True
+    refusal(HubError, r"owner/name is gated: accept its terms at .*HF_TOKEN", copy, served.endpoint)
+
+    monkeypatch.setenv("HF_TOKEN", hub_server.TOKEN)
+    assert hub.download(copy, endpoint=served.endpoint).fetched
+
+
+def test_no_network_is_told_within_seconds(served: Hub, copy: variant.Variant, tmp_path: Path) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        closed = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        started = time.monotonic()
+        refusal(HubError, rf"{closed} cannot be reached \(ConnectError: .*check network", copy, closed)
+    assert time.monotonic() - started < 5
+    assert not (tmp_path / "weights").exists()
+
+
+def test_what_is_no_hub_is_told(served: Hub, copy: variant.Variant, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Hub, "listing", lambda self: {"welcome": "to this hotel's network"})
+    refusal(HubError, "does not answer as a model hub does", copy, served.endpoint)
+
+
+def test_offline_mode_names_its_variable(
+    served: Hub, copy: variant.Variant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    refusal(HubError, "^HF_HUB_OFFLINE is set .*`unset HF_HUB_OFFLINE`", copy, served.endpoint)
+    assert served.requests == []
+
+
+def test_a_full_disk_is_told_before_anything_is_fetched(
+    served: Hub, copy: variant.Variant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, 1000))
+    refusal(DownloadError, r"needs 0.00 GB more under weights/, 0.00 GB are free", copy, served.endpoint)
+    assert served.fetched() == []
+
+
+def test_a_second_process_is_refused(served: Hub, copy: variant.Variant, tmp_path: Path) -> None:
+    staging = tmp_path / "weights/.download-base"
+    staging.mkdir(parents=True)
+    lock = os.open(staging, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+        refusal(DownloadError, "another process is downloading weights/base", copy, served.endpoint)
+    finally:
+        os.close(lock)
+
+
+def test_weights_made_otherwise_are_left_alone(served: Hub, copy: variant.Variant, tmp_path: Path) -> None:
+    folder = tmp_path / "weights/base"
+    folder.mkdir(parents=True)
+    (folder / "mine").write_text("")
+    refusal(DownloadError, r"weights/base is there and was not downloaded .*; move it", copy, served.endpoint)
+
+    Manifest(stage="calibrate", files={}, wall_seconds=0, peak_memory_bytes=0, versions={}).write(folder)
+    refusal(DownloadError, r"weights/base is made by the stage calibrate, .*", copy, served.endpoint)
+    assert left_in(folder) == ["manifest.json", "mine"]
+
+
+@pytest.mark.parametrize("change", ["touched", "flipped", "cut", "deleted"])
+def test_a_copy_that_was_changed_is_told(served: Hub, copy: variant.Variant, change: str) -> None:
+    file = hub.download(copy, endpoint=served.endpoint).folder / "model.safetensors"
+    content = file.read_bytes()
+    file.unlink()
+    if change != "deleted":
+        end = {"touched": content[-1:], "flipped": bytes([content[-1] ^ 1]), "cut": b""}[change]
+        file.write_bytes(content[:-1] + end)
+
+    if change == "touched":
+        assert not hub.download(copy, endpoint=served.endpoint).fetched
+        return
+    refusal(
+        DownloadError,
+        r"weights/base/model.safetensors is no longer the file .*; delete weights/base and run `make download",
+        copy,
+        served.endpoint,
+    )
+
+
+def test_a_variant_without_a_source_says_what_makes_its_weights(
+    add_variant: Callable[..., Path], tmp_path: Path
+) -> None:
+    config = add_variant("v", "VLLM_MODEL=weights/v\n")
+    (config.parent / "recipe.yaml").write_text("description: …\n")
+    refusal(
+        NotACopyError,
+        r"^v is no copy of a hub repository .*; `make recipe VARIANT=v` makes it",
+        variant.load("v", tmp_path),
+        "",
+    )
