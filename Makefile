@@ -33,7 +33,7 @@ recipe-status: ## say for every stage of VARIANT why it would run or be reused
 calibrate: ## run VARIANT's recipe up to its AWQ calibration
 	@$(RUN) scripts/llmcompressor_calibrate.py --variant $(VARIANT)
 
-verify: ## re-hash VARIANT's checkpoint and check its tensors against its config
+verify: ## re-hash VARIANT's checkpoint, check its tensors against its config, have vLLM load it
 	@$(RUN) scripts/run_recipe.py verify --variant $(VARIANT)
 
 clean-store: ## drop recipe outputs that no variant uses

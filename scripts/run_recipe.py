@@ -8,7 +8,9 @@ from _console import console, progress_bar, run
 from rich.table import Table
 
 from slimqwen import checkpoint, variant
+from slimqwen.evaluation.output import output_to
 from slimqwen.recipe import recipe_file, runner
+from slimqwen.serving import in_process
 
 WEIGHTS = variant.repository_root() / "weights"
 
@@ -65,14 +67,18 @@ def status(name: str) -> int:
 
 
 def verify(name: str) -> int:
-    """Re-hash the variant's checkpoint and hold its tensors against its config."""
+    """Re-hash the variant's checkpoint, hold its tensors against its config, and have vLLM load it."""
     one = variant.load(name)
+    log = one.root / "logs" / f"verify-{name}.log"
     with progress_bar() as progress:
         manifest = checkpoint.verify(one.weights, variant.making_command(one.weights, one.root), progress)
+        progress("loading in vLLM", 0, 0)
+        with output_to(log):
+            in_process.try_out(one.weights)
     size = sum(record.bytes for record in manifest.files.values())
     console.print(
         f"{relative(one.weights)}: {len(manifest.files)} files, {size / 1e6:.1f} MB, as its manifest says; "
-        "its tensors are those its config.json promises",
+        f"its tensors are those its config.json promises; vLLM loads it and answers (log: {relative(log)})",
         markup=False,
         soft_wrap=True,
     )

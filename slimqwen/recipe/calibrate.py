@@ -65,13 +65,17 @@ class CalibrateParameters(Parameters):
     Attributes:
         scheme: W4A16 is symmetric, W4A16_ASYM has a zero point per group.
         group_size: weights of a row that share a scale.
-        targets: the kinds of linears to quantise, in all layers; lm_head and the MTP head stay as they are.
+        rounding: nearest, or gptq (Frantar et al., arXiv 2210.17323), which lets later columns make up for the error
+            of earlier ones; after AWQ's scales, as llm-compressor's own Qwen3.5 recipe has it.
+        targets: the kinds of linears to quantise, in all layers; the MTP head stays as it is, and so does lm_head,
+            which has a stage of its own (quantise_lm_head).
         corpus: the calibration text.
         threads: of the CPU arithmetic; a part of the recipe because it decides the order of summation.
     """
 
     scheme: Literal["W4A16", "W4A16_ASYM"] = "W4A16"
     group_size: Literal[32, 64, 128] = 32
+    rounding: Literal["nearest", "gptq"] = "nearest"
     targets: Annotated[tuple[Literal["mlp", "attention", "linear_attention"], ...], Field(min_length=1)] = (
         "mlp",
     )
@@ -228,6 +232,7 @@ def _calibrate(
     import torch
     from compressed_tensors.quantization import QuantizationScheme, preset_name_to_scheme
     from llmcompressor import oneshot
+    from llmcompressor.modifiers.gptq import GPTQModifier
     from llmcompressor.modifiers.quantization import QuantizationModifier
     from llmcompressor.modifiers.transform.awq import AWQModifier
     from llmcompressor.pipelines.cache import IntermediatesCache
@@ -244,9 +249,12 @@ def _calibrate(
     scheme: QuantizationScheme = preset_name_to_scheme(parameters.scheme, ["Linear"])
     scheme.weights.group_size = parameters.group_size
     linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-    quantise = QuantizationModifier(
-        config_groups={"group_0": scheme}, ignore=[name for name in linears if name not in modules]
-    )
+    described = {
+        "config_groups": {"group_0": scheme},
+        "ignore": [name for name in linears if name not in modules],
+    }
+    gptq = parameters.rounding == "gptq"
+    quantise = GPTQModifier(**described) if gptq else QuantizationModifier(**described)
     loader = torch.utils.data.DataLoader(batches, batch_size=None)
     # The processor is never asked, but without it llmcompressor looks for that of the images.
     oneshot(model=model, processor=tokenizer, recipe=[awq, quantise], dataset=loader, pipeline="sequential")

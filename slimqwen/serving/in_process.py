@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from slimqwen import checkpoint
+from slimqwen.errors import SlimqwenError
 from slimqwen.serving import platform as machine
 
 _ENVIRONMENT = {
@@ -20,12 +22,16 @@ _ENVIRONMENT = {
 }
 
 
+class LoaderRefusedError(SlimqwenError):
+    """vLLM does not load a checkpoint, or does not answer with it."""
+
+
 @contextmanager
-def engine(checkpoint: Path | str, **arguments: Any) -> Iterator[Any]:
+def engine(folder: Path | str, **arguments: Any) -> Iterator[Any]:
     """A `vllm.LLM` on a checkpoint folder, shut down at the end.
 
     Args:
-        checkpoint: a folder that vLLM can load.
+        folder: a checkpoint that vLLM can load.
         arguments: of `LLM`, in addition to and instead of the ones for a small engine without compilation.
             `num_speculative_tokens=K` is short for MTP at that depth; 0 means without.
     """
@@ -52,7 +58,7 @@ def engine(checkpoint: Path | str, **arguments: Any) -> Iterator[Any]:
     os.environ.update(_ENVIRONMENT)
     llm = None
     try:
-        llm = LLM(str(checkpoint), **{**small, **arguments})
+        llm = LLM(str(folder), **{**small, **arguments})
         yield llm
     finally:
         if llm is not None:
@@ -65,6 +71,27 @@ def engine(checkpoint: Path | str, **arguments: Any) -> Iterator[Any]:
             if value is not None:
                 os.environ[name] = value
         envs.disable_envs_cache()  # an engine freezes what vLLM reads of the environment
+
+
+def try_out(folder: Path) -> None:
+    """Have vLLM load a checkpoint, its MTP head included if its config says that it has one, and say a token.
+
+    Raises:
+        LoaderRefusedError: vLLM does not load it, or does not answer.
+    """
+    from vllm import SamplingParams
+
+    config = checkpoint.text_config(checkpoint.read_config(folder))
+    drafts = 1 if config.get("mtp_num_hidden_layers") else 0
+    try:
+        with engine(folder, num_speculative_tokens=drafts, max_model_len=64, max_num_seqs=1) as llm:
+            few = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+            llm.generate([{"prompt_token_ids": [1, 2, 3]}], few, use_tqdm=False)
+    except Exception as error:
+        what = " ".join(str(error).split())
+        raise LoaderRefusedError(
+            f"{folder}: vLLM does not serve it ({type(error).__name__}: {what[:300]}); make that checkpoint anew"
+        ) from error
 
 
 def counter(llm: Any, name: str) -> int:

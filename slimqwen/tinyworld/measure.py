@@ -212,13 +212,19 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[lis
     return encodings
 
 
-def rounded_to_bits(model: DraftingModel, bits: int, group: int = 32) -> DraftingModel:
-    """A copy whose linears (not the embedding, not the head) are rounded to nearest, asymmetric, in groups."""
+def rounded_to_bits(model: DraftingModel, bits: int, group: int | None = None) -> DraftingModel:
+    """A copy whose linears (not the embedding, not the head) are rounded to nearest, asymmetric.
+
+    Args:
+        model: left as it is.
+        bits: of each weight.
+        group: weights of a row that share a scale; None for a whole row.
+    """
     damaged = DraftingModel(copy.deepcopy(model.backbone), model.head)
     with torch.no_grad():
         for name, module in damaged.backbone.model.named_modules():
-            if isinstance(module, nn.Linear) and module.weight.shape[1] % group == 0 and name:
-                module.weight.copy_(_rounded(module.weight, bits, group))
+            if isinstance(module, nn.Linear) and name:
+                module.weight.copy_(_rounded(module.weight, bits, group or module.weight.shape[1]))
     return damaged
 
 

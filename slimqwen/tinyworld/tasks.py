@@ -31,18 +31,18 @@ TASK_SEED = 20_260
 TASK_FOLDER = Path("eval/tasks/tinyworld")
 """Relative to the repository root, as the YAML files beside the data say it."""
 
-FACT_ITEMS = 600
-TWO_HOP_ITEMS = 500
-FORMAT_ITEMS_PER_KIND = 40
+FACT_ITEMS = 1_000
+TWO_HOP_ITEMS = 1_000
+FORMAT_ITEMS_PER_KIND = 60
 FORMAT_POOL_PER_KIND = 60
 """Instructions a kind that training never gives; the test uses the first `FORMAT_ITEMS_PER_KIND`."""
 MARGIN_ITEMS = 50
 PROSE_TEXTS = {"plain": 24, "rare": 24, "long": 12}
 
-FACT_TAIL = 0.5
+FACT_TAIL = 0.0
 """A person's facts are tested in proportion to 1 / (rank + 10) ** FACT_TAIL: 0 asks about all people alike, 1 as
 often as the world speaks of them."""
-TWO_HOP_TAIL = 0.5
+TWO_HOP_TAIL = 0.0
 """The same for two-hop questions."""
 
 GENERATION_TOKENS = {"facts": 12, "format": 40, "twohop": 48}

@@ -89,7 +89,7 @@ class TrainingPlan:
     """Weight of the head's loss beside the backbone's."""
     draft_share: float = 0.35
     """Share of positions at which the head is scored (lm_head is what its loss costs)."""
-    deep_draft_from: float = 0.4
+    deep_draft_from: float = 0.5
     """Share of the steps after which every other step unrolls the head `MOST_DRAFT_STEPS` deep."""
     threads: int = 2
     """Part of the plan because another number adds in another order."""
@@ -108,7 +108,7 @@ class TrainingPlan:
         return sum(phase.tokens for phase in self.phases)
 
 
-def standard_plan(steps: int = 1500) -> TrainingPlan:
+def standard_plan(steps: int = 1300) -> TrainingPlan:
     """The plan of the committed checkpoint: 2,048 tokens a step, short sequences first, then 512, then 2,048."""
     start, middle, late = (round(steps * share) for share in (0.16, 0.10, 0.16))
     return TrainingPlan(

@@ -1,6 +1,6 @@
 """The tiny world: a group of isles with towns and people, all of it a function of one seed.
 
-About 760 facts with a long tail: a few people are spoken of all the time and most of them seldom, so that a model
+About 3,800 facts with a long tail: a few people are spoken of all the time and most of them seldom, so that a model
 of the tiny model's size knows the first by heart and the last only half. That is what makes damage visible.
 """
 
@@ -116,7 +116,7 @@ class World:
         rare_words: number of herb, ship and song names, most of which a training run sees a few times only.
     """
 
-    def __init__(self, seed: int = 7, people: int = 160, towns: int = 40, rare_words: int = 3000) -> None:
+    def __init__(self, seed: int = 7, people: int = 900, towns: int = 80, rare_words: int = 3000) -> None:
         chance = random.Random(seed)
         taken = {*GOODS, *CRAFTS, *PETS, *COLOURS, *AILMENTS, *THINGS}
 

@@ -289,6 +289,24 @@ def test_all_targets_with_zero_points(source: Path, tmp_path: Path) -> None:
     assert max(done / total for done, total in heard if total) == 1
 
 
+def test_gptq_leaves_a_smaller_output_error_than_rounding_to_nearest(source: Path, tmp_path: Path) -> None:
+    corpus = Corpus(sequences=32, length=64)
+    tokens = torch.tensor(calibrate._sequences(corpus, transformers.AutoTokenizer.from_pretrained(source)))
+
+    def logits(folder: Path) -> torch.Tensor:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        with torch.no_grad():
+            return model(tokens).logits
+
+    exact = logits(source)
+    nearest, gptq = (
+        logits(calibrate_here(source, tmp_path / rounding, rounding=rounding, corpus=corpus))
+        for rounding in ("nearest", "gptq")
+    )
+    checkpoint.verify(tmp_path / "gptq", "cure")
+    assert (gptq - exact).square().mean() < (nearest - exact).square().mean()
+
+
 def test_a_model_that_sees_images_keeps_its_shards_its_vision_tower_and_its_names(
     source: Path, tmp_path: Path
 ) -> None:
