@@ -22,7 +22,8 @@ from slimqwen.errors import SlimqwenError
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # for imports of vLLM in the script's own process
 
-console = Console(highlight=False, file=sys.stdout)  # the stream itself: libraries get another one
+# The stream itself: libraries get another one. In a file, lines as wide as the widest table.
+console = Console(highlight=False, file=sys.stdout, width=None if sys.stdout.isatty() else 120)
 logging.getLogger("vllm").setLevel(logging.ERROR)  # it warns before it has read that variable
 errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
