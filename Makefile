@@ -33,6 +33,9 @@ recipe-status: ## say for every stage of VARIANT why it would run or be reused
 calibrate: ## run VARIANT's recipe up to its AWQ calibration
 	@$(RUN) scripts/llmcompressor_calibrate.py --variant $(VARIANT)
 
+redistill: ## run VARIANT's recipe and record how its MTP head learned, into results/
+	@$(RUN) scripts/redistill_mtp.py --variant $(VARIANT)
+
 verify: ## re-hash VARIANT's checkpoint, check its tensors against its config, have vLLM load it
 	@$(RUN) scripts/run_recipe.py verify --variant $(VARIANT)
 
@@ -56,6 +59,9 @@ tables: ## rewrite the generated tables of the READMEs from their records
 
 analyze-vocab: ## coverage of VARIANT's vocabulary at several sizes, into results/
 	@$(RUN) scripts/analyze_vocab.py --variant $(VARIANT) --sizes $(or $(SIZES),2048 3072 4096 6144)
+
+sweep-draft-depth: ## acceptance of VARIANT's drafts in vLLM for K=1..7, into results/ (TEXT=file)
+	@$(RUN) scripts/sweep_draft_depth.py --variant $(VARIANT) $(if $(TEXT),--text $(TEXT))
 
 analyze-lm-head: ## spectrum of VARIANT's output head, low-rank and 4-bit heads, into results/ (TEXT=file)
 	@$(RUN) scripts/analyze_lm_head.py --variant $(VARIANT) $(if $(TEXT),--text $(TEXT))
@@ -81,6 +87,6 @@ lint: ## ruff (lint and format) and mypy
 test: install ## every test
 	@$(RUN) -m pytest
 
-.PHONY: help install demo variants serve download recipe recipe-status calibrate verify clean-store eval-quality \
-	eval-quality-full eval-latency compare tables analyze-vocab analyze-lm-head calibration-corpus \
+.PHONY: help install demo variants serve download recipe recipe-status calibrate redistill verify clean-store eval-quality \
+	eval-quality-full eval-latency compare tables sweep-draft-depth analyze-vocab analyze-lm-head calibration-corpus \
 	bench-prune-vocab tiny tiny-tasks lint test

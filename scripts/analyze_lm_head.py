@@ -1,7 +1,6 @@
 """Say what smaller output heads would cost a variant, and write results/lm_head_<variant>.json and its plot."""
 
 import argparse
-import json
 import sys
 from itertools import islice
 from pathlib import Path
@@ -11,7 +10,7 @@ from rich.table import Table
 
 from slimqwen import checkpoint, lm_head, variant
 from slimqwen.recipe import prune_vocab
-from slimqwen.records import plots, provenance
+from slimqwen.records import plots, provenance, results
 
 CHARACTERS = 8_192
 """Of a document that are scored."""
@@ -48,25 +47,8 @@ def main() -> int:
     texts = [text[:CHARACTERS] for text in documents if text.strip()]
     with progress_bar() as progress:
         found = lm_head.analyse(one.weights, texts, arguments.fractions, progress)
-    record = {
-        "schema": "lm_head/1",
-        "variant": one.name,
-        **found,
-        "provenance": {
-            "command": provenance.portable(" ".join(["python", *sys.argv]), one.root),
-            "started": started,
-            "ended": provenance.utc_now(),
-            "git": provenance.git_state(one.root),
-            "packages": provenance.package_versions(),
-            "hardware": provenance.hardware(),
-            "checkpoint": checkpoint.digest(one.weights),
-            "text": {"file": provenance.portable(str(file), one.root), "sha256": checkpoint.sha256(file)},
-        },
-    }
-    results = one.root / "results" / f"lm_head_{one.name}.json"
-    results.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    plot = results.with_suffix(".svg")
-    plots.write(plot, plots.lm_head(record))
+    text = {"file": provenance.portable(str(file), one.root), "sha256": checkpoint.sha256(file)}
+    record = results.write("lm_head", one, found, plots.lm_head, command=sys.argv, started=started, text=text)
     table = Table("head", box=None, pad_edge=False)
     for heading in ("energy", "error", "MB", "of 16 bit", "bits/byte", "change", "SE"):
         table.add_column(heading, justify="right")
@@ -90,7 +72,7 @@ def main() -> int:
     for group in found["groups_left_out"]:
         console.print(f"groups of {group} left out: they do not divide {found['head']['hidden']}")
     console.print(
-        f"record: {results.relative_to(one.root)}, plot: {plot.relative_to(one.root)}",
+        f"record: {record.relative_to(one.root)}, plot: {record.with_suffix('.svg').relative_to(one.root)}",
         markup=False,
         soft_wrap=True,
     )

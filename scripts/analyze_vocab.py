@@ -1,7 +1,6 @@
 """Say what smaller vocabularies would cost a variant, and write results/vocab_coverage_<variant>.json and .svg."""
 
 import argparse
-import json
 import sys
 from itertools import islice
 from pathlib import Path
@@ -11,7 +10,7 @@ from rich.table import Table
 
 from slimqwen import checkpoint, variant
 from slimqwen.recipe import prune_vocab
-from slimqwen.records import plots, provenance
+from slimqwen.records import plots, provenance, results
 from slimqwen.tinyworld.documents import LONG_MIX, DocumentSampler
 from slimqwen.tinyworld.world import World
 
@@ -51,26 +50,16 @@ def main() -> int:
     texts = world_texts(arguments.held_out, seeds["held_out"]) | dict(map(file_texts, arguments.text))
     with progress_bar() as progress:
         found = prune_vocab.coverage(one.weights, corpus, arguments.sizes, texts, arguments.scored, progress)
-    record = {
-        "schema": "vocab_coverage/1",
-        "variant": one.name,
-        **found,
-        "provenance": {
-            "command": provenance.portable(" ".join(["python", *sys.argv]), one.root),
-            "started": started,
-            "ended": provenance.utc_now(),
-            "git": provenance.git_state(one.root),
-            "packages": provenance.package_versions(),
-            "hardware": provenance.hardware(),
-            "checkpoint": checkpoint.digest(one.weights),
-            "corpus": {**corpus.model_dump(mode="json"), "digests": digests},
-            "seeds": seeds,
-        },
-    }
-    file = one.root / "results" / f"vocab_coverage_{one.name}.json"
-    file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    plot = file.with_suffix(".svg")
-    plots.write(plot, plots.vocab_coverage(record))
+    record = results.write(
+        "vocab_coverage",
+        one,
+        found,
+        plots.vocab_coverage,
+        command=sys.argv,
+        started=started,
+        corpus={**corpus.model_dump(mode="json"), "digests": digests},
+        seeds=seeds,
+    )
     table = Table("size", "source", box=None, pad_edge=False)
     for heading in ("coverage", "tokens/byte", "inflation", "bits/byte", "change"):
         table.add_column(heading, justify="right")
@@ -87,7 +76,7 @@ def main() -> int:
             )
     console.print(table)
     console.print(
-        f"record: {file.relative_to(one.root)}, plot: {plot.relative_to(one.root)}",
+        f"record: {record.relative_to(one.root)}, plot: {record.with_suffix('.svg').relative_to(one.root)}",
         markup=False,
         soft_wrap=True,
     )

@@ -392,11 +392,11 @@ def publish(destination: Path) -> Iterator[Path]:
     try:
         yield staging
         for path in (*staging.rglob("*"), staging):
-            _flush(path)
+            flush(path)
         if os.path.lexists(destination):
             raise AlreadyPublishedError(f"{destination} is there already; delete it to make it anew")
         staging.rename(destination)
-        _flush(destination.parent)
+        flush(destination.parent)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
@@ -411,6 +411,15 @@ def withdraw(published: Path) -> None:
     hidden = root / f"{published.name}.{secrets.token_hex(4)}"
     published.rename(hidden)
     shutil.rmtree(hidden)
+
+
+def flush(path: Path) -> None:
+    """Have the system write a file or folder to disk, so that a rename after this never shows it empty."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _locked_folder(root: Path, name: str) -> tuple[Path, int]:
@@ -437,14 +446,6 @@ def _delete_stale(root: Path) -> None:
                 pass
             finally:
                 os.close(lock)
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _files(folder: Path) -> dict[str, Path]:

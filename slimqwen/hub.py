@@ -159,10 +159,10 @@ def download(one: Variant, report: progress.Progress = progress.silent, endpoint
             facts={"repository": order.repository, "revision": revision},
         )
         manifest.write(folder)
-        _flush(folder / checkpoint.MANIFEST)
-        _flush(folder)
+        checkpoint.flush(folder / checkpoint.MANIFEST)
+        checkpoint.flush(folder)
         folder.rename(order.target)
-        _flush(order.target.parent)
+        checkpoint.flush(order.target.parent)
     return Copy(source, revision, order.revision is not None, order.target, manifest, fetched=True)
 
 
@@ -430,11 +430,3 @@ def _length(file: Path) -> int:
 
 def _git_blob(content: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -10,13 +10,13 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from slimqwen import checkpoint, lm_head
 from slimqwen.lm_head import HeadError
+from slimqwen.recipe.quantise_lm_head import round_groups
 from slimqwen.records import plots
 from slimqwen.tinyworld.model import TinyShape, build, write_checkpoint
-from slimqwen.tinyworld.tokenizer import ADDED_TOKENS, END_OF_TEXT
+from tests.byte_tokenizer import byte_tokenizer
 
 ROWS, HIDDEN = 320, 64
 SHAPE = TinyShape(
@@ -33,14 +33,8 @@ TEXTS = ["The ferry came late.", "Nula keeps a fox, and the fox keeps Nula.", "G
 @pytest.fixture(scope="session")
 def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small Qwen3.5 of the real form with a token a byte."""
-    names = [*ADDED_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(ADDED_TOKENS))
     folder = tmp_path_factory.mktemp("weights") / "tied"
-    wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT)
-    write_checkpoint(build(SHAPE, seed=0), wrapped, folder)
+    write_checkpoint(build(SHAPE, seed=0), byte_tokenizer(), folder)
     return folder
 
 
@@ -139,6 +133,13 @@ def test_rounding_is_that_of_compressed_tensors():
         theirs = fake_quantize(weight, scale.bfloat16().float(), zero, arguments)
         torch.testing.assert_close(lm_head.rounded(weight, group), theirs)
         assert (lm_head.rounded(weight, group)[3] == 0).all()
+
+
+def test_rounding_is_that_of_the_stage_that_stores_it():
+    weight = torch.randn(6, 64, generator=torch.Generator().manual_seed(1))
+    whole, scales = round_groups(weight.numpy(), 32)
+    widths = torch.from_numpy(scales.view("int16")).view(torch.bfloat16).float().repeat_interleave(32, dim=1)
+    assert torch.equal(lm_head.rounded(weight, 32), torch.from_numpy(whole) * widths)
 
 
 @pytest.mark.parametrize("which", ["tied", "untied"])

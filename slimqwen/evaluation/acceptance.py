@@ -4,8 +4,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from slimqwen.errors import SlimqwenError
+from slimqwen.progress import Progress, silent
 
 _METRICS = "vllm:spec_decode_num_"
 
@@ -37,6 +39,41 @@ class ServedAcceptance:
     def rates(self) -> tuple[float, ...]:
         """Share of the drafts that were accepted up to and including positions 1..K."""
         return tuple(accepted / self.drafts for accepted in self.accepted_per_position)
+
+
+def sweep(
+    folder: Path,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    depths: Sequence[int],
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """Acceptance at several depths, each with an engine of its own on the same prompts.
+
+    Args:
+        folder: the checkpoint.
+        prompts: token ids.
+        tokens: of a continuation at most.
+        depths: tokens drafted at a time (K).
+        progress: hears the depths done.
+
+    Returns:
+        {"prompts", "tokens", "depths": [{"depth", "drafts", "acceptance_length", "rates"}]}.
+    """
+    rows = []
+    for done, depth in enumerate(depths):
+        progress("depths", done, len(depths))
+        counted = in_vllm(folder, prompts, tokens, depth)
+        rows.append(
+            {
+                "depth": depth,
+                "drafts": counted.drafts,
+                "acceptance_length": round(counted.mean_length, 4),
+                "rates": [round(rate, 4) for rate in counted.rates],
+            }
+        )
+    progress("depths", len(depths), len(depths))
+    return {"prompts": len(prompts), "tokens": tokens, "depths": rows}
 
 
 def in_vllm(folder: Path, prompts: Sequence[Sequence[int]], tokens: int, depth: int) -> ServedAcceptance:

@@ -126,3 +126,46 @@ def lm_head(record: Mapping[str, Any]) -> list[Panel]:
         ),
         Panel("bytes of the head (MB)", "change of bits per byte (bars: 1 SE)", [*changes, whole]),
     ]
+
+
+def draft_depth(record: Mapping[str, Any]) -> list[Panel]:
+    """Acceptance length against the depth, and the acceptance of each position, a line a depth."""
+    rows = record["depths"]
+    lengths = Line(
+        record["variant"], [row["depth"] for row in rows], [row["acceptance_length"] for row in rows]
+    )
+    rates = [Line(f"K = {row['depth']}", range(1, row["depth"] + 1), row["rates"]) for row in rows]
+    return [
+        Panel("tokens drafted (K)", "acceptance length (tokens)", [lengths]),
+        Panel("position of the draft", "share accepted up to it", rates),
+    ]
+
+
+def redistill_mtp(record: Mapping[str, Any]) -> list[Panel]:
+    """The learning curve, and the acceptance of each position before and after."""
+    curve = record["learning_curve"]
+    trained = [point for point in curve if point["training_loss"] is not None]
+    positions = range(1, record["parameters"]["depth"] + 1)
+    return [
+        Panel(
+            "step",
+            "divergence from the target (nats a token)",
+            [
+                Line(
+                    "training",
+                    [point["step"] for point in trained],
+                    [point["training_loss"] for point in trained],
+                ),
+                Line(
+                    "validation",
+                    [point["step"] for point in curve],
+                    [point["validation_loss"] for point in curve],
+                ),
+            ],
+        ),
+        Panel(
+            "position of the draft",
+            "share accepted up to it",
+            [Line(when, positions, record[when]["rates"]) for when in ("before", "after")],
+        ),
+    ]

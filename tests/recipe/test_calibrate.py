@@ -13,7 +13,6 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from slimqwen import checkpoint, progress
 from slimqwen.checkpoint import CorruptCheckpointError, Manifest
@@ -27,8 +26,9 @@ from slimqwen.recipe.calibrate import (
 )
 from slimqwen.tinyworld.model import TinyShape, build, write_checkpoint
 from slimqwen.tinyworld.tasks import left_out_texts
-from slimqwen.tinyworld.tokenizer import ADDED_TOKENS, END_OF_TEXT
+from slimqwen.tinyworld.tokenizer import END_OF_TEXT
 from slimqwen.tinyworld.world import World
+from tests.byte_tokenizer import byte_tokenizer
 
 SHAPE = TinyShape(
     vocab_size=512,
@@ -40,16 +40,6 @@ SHAPE = TinyShape(
 )
 FEW = Corpus(sequences=12, length=32)
 MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-
-
-def byte_tokenizer() -> transformers.PreTrainedTokenizerFast:
-    """A token a byte: made at once, where learning merges takes half a minute."""
-    names = [*ADDED_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(ADDED_TOKENS))
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT)
 
 
 @pytest.fixture(scope="session")
@@ -393,7 +383,7 @@ def test_malformed_text_is_refused(tmp_path: Path, content: str | bytes) -> None
 
 
 def test_a_missing_text_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    with pytest.raises(CorpusError, match="put the calibration text there"):
+    with pytest.raises(CorpusError, match="put the corpus there"):
         calibrate.data(CalibrateParameters(corpus=Corpus(source="file", path=tmp_path / "none.txt")))
 
 

@@ -8,25 +8,19 @@ import sys
 from pathlib import Path
 
 import pytest
-import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from slimqwen import variant
 from slimqwen.recipe import calibrate
 from slimqwen.recipe.calibrate import CorpusError
 from slimqwen.recipe.calibration_corpus import Source, build, manifest_path, parse_source
-from slimqwen.tinyworld.tokenizer import ADDED_TOKENS, END_OF_TEXT, chat_template, write_tokenizer
+from slimqwen.tinyworld.tokenizer import END_OF_TEXT, chat_template, write_tokenizer
+from tests.byte_tokenizer import byte_tokenizer
 
 
 @pytest.fixture(scope="session")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer with a token a byte, and the tiny model's chat template."""
-    names = [*ADDED_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(ADDED_TOKENS))
-    wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT)
+    wrapped = byte_tokenizer()
     wrapped.chat_template = chat_template()
     folder = tmp_path_factory.mktemp("tokenizer")
     write_tokenizer(wrapped, folder)
