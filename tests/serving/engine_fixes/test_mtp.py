@@ -20,14 +20,18 @@ from slimqwen.tinyworld.tokenizer import load_tokenizer
 from slimqwen.tinyworld.world import World
 
 DEPTHS = (1, 2, 3, 4)
+SAMPLED_DEPTHS = (1, 4)
+"""Depths whose frequencies are compared: drafting costs a CPU a loop in Python over the sequences of a batch."""
+
 NEAR_TIE = 0.1
 """Gap of the two likeliest tokens' log-probabilities below which bf16 may choose either."""
 
-DRAWS = 400
+DRAWS = 240
 """Sampled continuations of each prompt; without speculation, the common reference, twice as many."""
-DRAWN_TOKENS = 4  # the first is sampled as ever, the others pass through the rejection sampler
+LONGEST_BEGINNING = 12  # tokens
+DRAWN_TOKENS = 3  # the first is sampled as ever, the others pass through the rejection sampler
 LEVEL = 1e-5
-"""Significance of each of the four tests: all correct, at least one fails with a probability below 4e-5."""
+"""Significance of each test: all correct, at least one fails with a probability below 2e-5."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ def draw(llm, prompts, count, seed):
         SamplingParams(n=count, temperature=0.7, max_tokens=DRAWN_TOKENS, ignore_eos=True, **extra)
         for extra in narrowed
     ]
-    greedy = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+    greedy = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
     torch.manual_seed(seed)
     starts = [{"prompt_token_ids": ids} for ids in prompts]
     outputs = llm.generate(starts + starts, sampled + [greedy] * len(starts), use_tqdm=False)
@@ -80,7 +84,9 @@ def measure(checkpoint, texts, beginnings, depth, stock_expand):
         outputs = [output.outputs[0] for output in llm.generate(starts, greedy, use_tqdm=False)]
         drafted = counter(llm, "vllm:spec_decode_num_draft_tokens")
         accepted = counter(llm, "vllm:spec_decode_num_accepted_tokens")
-        draws = draw(llm, beginnings, DRAWS if depth else 2 * DRAWS, seed=10_000 * depth)
+        draws = []
+        if depth in (0, *SAMPLED_DEPTHS):
+            draws = draw(llm, beginnings, DRAWS if depth else 2 * DRAWS, seed=10_000 * depth)
         unfixed_draws = None
         if depth == DEPTHS[-1]:
             with without_the_fix(stock_expand):
@@ -90,18 +96,20 @@ def measure(checkpoint, texts, beginnings, depth, stock_expand):
 
 @pytest.fixture(scope="module")
 def beginnings(tiny):
-    """Five beginnings of prose after which the model is least certain: a certain one has no frequencies to compare."""
+    """Five short beginnings of prose after which the model is least certain: a certain one has nothing to compare.
+
+    Short, because every draw reads its beginning anew.
+    """
     model, tokenizer = load_drafting_model(tiny), load_tokenizer(tiny)
     prose = DocumentSampler(World(), left_out=(), mix={"prose": 1.0}).stream(seed=3)
     found = []
-    for document in itertools.islice(prose, 40):
-        ids = tokenizer(document.text)["input_ids"]
+    for document in itertools.islice(prose, 100):
+        ids = tokenizer(document.text)["input_ids"][: LONGEST_BEGINNING + DRAWN_TOKENS]
         with torch.no_grad():
             scores = model.logits(model.hidden_states(torch.tensor([ids])))[0].log_softmax(-1) / 0.7
         uncertainty = torch.distributions.Categorical(logits=scores).entropy()
-        over_draws = uncertainty.unfold(0, DRAWN_TOKENS, 1).sum(1)[8:-DRAWN_TOKENS]
-        if len(over_draws):
-            found.append((over_draws.max().item(), ids[: 9 + int(over_draws.argmax())]))
+        over_draws = uncertainty.unfold(0, DRAWN_TOKENS, 1).sum(1)
+        found.append((over_draws.max().item(), ids[: 1 + int(over_draws.argmax())]))
     return [ids for _, ids in sorted(found, reverse=True)[:5]]
 
 
@@ -155,7 +163,7 @@ def homogeneity(some, others):
 
 
 def simulated(seed, sharpness, count):
-    """Draws of four tokens from Markov chains of 30 tokens, one chain a prompt."""
+    """Draws of tokens from Markov chains of 30 tokens, one chain a prompt."""
     chance = random.Random(seed)
     ranks = range(1, 31)
     chains = [[[0.0] * 30 for _ in range(30)] for _ in range(5)]
@@ -183,8 +191,8 @@ def test_homogeneity_is_uniform_when_the_draws_agree():
 
 
 def test_homogeneity_rejects_another_temperature():
-    # Powers of the rank: a temperature of 0.7 for one and 0.8 for the other.
-    p, _ = homogeneity(simulated(1, 1.0 / 0.7, DRAWS), simulated(2, 1.0 / 0.8, 2 * DRAWS))
+    # Powers of the rank: a temperature of 0.7 for one and 1.0, the milder fault below, for the other.
+    p, _ = homogeneity(simulated(1, 1.0 / 0.7, DRAWS), simulated(2, 1.0, 2 * DRAWS))
     assert p < LEVEL
 
 
@@ -208,7 +216,7 @@ def test_drafts_were_both_accepted_and_rejected(run, depth):
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("depth", SAMPLED_DEPTHS)
 def test_sampled_tokens_are_as_frequent_as_without_speculation(run, depth):
     p, freedom = homogeneity(run(depth).draws, run(0).draws)
     assert freedom >= 50
