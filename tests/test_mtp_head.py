@@ -183,6 +183,8 @@ def test_no_text_long_enough_is_an_error():
 class ScriptedHead:
     """Stands for a model whose head drafts a fixed successor of each token, and whose text is counted by hand."""
 
+    device = torch.device("cpu")
+
     def __init__(self, monkeypatch, successor):
         class Unroller:
             def __init__(self, model, hidden):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,13 @@ def redistil(source: Path, folder: Path, parameters: RedistillParameters = SHORT
     redistill_mtp.run(source, folder / "out", parameters, progress.silent, unfinished=folder / "unfinished")
     record: dict[str, Any] = json.loads((folder / "out" / CURVE).read_text())
     return record
+
+
+@pytest.fixture(autouse=True)
+def torch_as_it_was() -> Iterator[None]:
+    """A stage has a process of its own, where it may ask torch for deterministic kernels for good."""
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture

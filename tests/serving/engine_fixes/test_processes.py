@@ -39,4 +39,4 @@ def test_engine_and_worker_processes_say_which_fixes_they_run_with(tiny_with_mro
     log = served.stdout + served.stderr
     assert "tokens: 4" in log, log
     for process in ("EngineCore", "Worker"):
-        assert re.search(rf"\({process}[^)]* pid=\d+\).*Engine fix mtp_rotary is active: ", log), log
+        assert re.search(rf"\(\w*{process}[^)]* pid=\d+\).*Engine fix mtp_rotary is active: ", log), log

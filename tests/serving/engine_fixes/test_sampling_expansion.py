@@ -1,3 +1,5 @@
+import importlib
+
 import pytest
 import torch
 
@@ -76,9 +78,12 @@ def test_install_refuses_when_the_function_is_gone(monkeypatch):
 
 @pytest.mark.usefixtures("stock_vllm")
 def test_install_refuses_when_a_worker_has_already_bound_the_stock_function(monkeypatch):
+    import vllm.v1.sample
     from vllm.triton_utils.dispatcher import KernelOverride
-    from vllm.v1.sample import rejection_sampler
 
+    # By its full name, so that it is where the fix looks, even if an engine of this process had loaded it before.
+    rejection_sampler = importlib.import_module("vllm.v1.sample.rejection_sampler")
+    monkeypatch.setattr(vllm.v1.sample, "rejection_sampler", rejection_sampler)
     stock = KernelOverride(rejection_sampler.expand_kernel, lambda *_: None)
     monkeypatch.setattr(rejection_sampler, "expand_kernel", stock)
     with pytest.raises(EngineFixError, match="already uses the stock kernel"):
