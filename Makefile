@@ -18,8 +18,9 @@ demo: install ## the whole pipeline on the embedded model: calibrate, serve, sco
 variants: ## list the variants: hypothesis, baseline, weights, latest figures
 	@$(RUN) scripts/variants.py
 
-serve: ## serve VARIANT with vLLM (PORT=8080, PLATFORM=cpu|cuda)
-	@exec $(RUN) scripts/serve.py --variant $(VARIANT) $(if $(PORT),--port $(PORT)) $(if $(PLATFORM),--platform $(PLATFORM))
+serve: ## serve VARIANT with vLLM (PORT=8080, PLATFORM=cpu|cuda, REQUIRE_BAKED=1)
+	@exec $(RUN) scripts/serve.py --variant $(VARIANT) $(if $(PORT),--port $(PORT)) $(if $(PLATFORM),--platform $(PLATFORM)) \
+		$(if $(filter 1,$(REQUIRE_BAKED)),--require-baked)
 
 download: ## get the checkpoint that VARIANT is a copy of from the model hub
 	@$(RUN) scripts/download.py --variant $(VARIANT)
@@ -35,6 +36,9 @@ calibrate: ## run VARIANT's recipe up to its AWQ calibration
 
 redistill: ## run VARIANT's recipe and record how its MTP head learned, into results/
 	@$(RUN) scripts/redistill_mtp.py --variant $(VARIANT)
+
+bake-cache: ## run VARIANT's recipe up to the packing of its compile cache
+	@$(RUN) scripts/bake_cache.py --variant $(VARIANT)
 
 verify: ## re-hash VARIANT's checkpoint, check its tensors against its config, have vLLM load it
 	@$(RUN) scripts/run_recipe.py verify --variant $(VARIANT)
@@ -70,8 +74,11 @@ calibration-corpus: ## mix a calibration text (SOURCES="tinyworld a=f.jsonl:2" T
 	@$(RUN) scripts/build_calibration_corpus.py --variant $(VARIANT) $(foreach s,$(SOURCES),--source $(s)) \
 		--tokens $(TOKENS) --output $(OUTPUT)
 
-bench-prune-vocab: ## time pruning a 4B-shaped checkpoint against copying it (asks for 18 GB of disk first)
-	@$(RUN) scripts/bench_prune_vocab.py
+bench-start: ## time cold starts of VARIANT against starts from its baked cache, into results/ (ROUNDS=5)
+	@$(RUN) scripts/bench_start.py --variant $(VARIANT) $(if $(ROUNDS),--rounds $(ROUNDS))
+
+bench-prune-vocab: ## time pruning a 4B-shaped checkpoint against copying it (asks for 18 GB of disk first; YES=1)
+	@$(RUN) scripts/bench_prune_vocab.py $(if $(filter 1,$(YES)),--yes)
 
 tiny: ## train the embedded model anew (about 30 minutes)
 	@$(RUN) scripts/train_tiny.py
@@ -87,6 +94,6 @@ lint: ## ruff (lint and format) and mypy
 test: install ## every test
 	@$(RUN) -m pytest
 
-.PHONY: help install demo variants serve download recipe recipe-status calibrate redistill verify clean-store eval-quality \
+.PHONY: help install demo variants serve download recipe recipe-status calibrate redistill bake-cache verify clean-store eval-quality \
 	eval-quality-full eval-latency compare tables sweep-draft-depth analyze-vocab analyze-lm-head calibration-corpus \
-	bench-prune-vocab tiny tiny-tasks lint test
+	bench-prune-vocab bench-start tiny tiny-tasks lint test

@@ -36,7 +36,7 @@ SPEED_FLOOR, MEMORY_CEILING = 0.6, 1.5e9
 
 
 class NoRoomError(SlimqwenError):
-    """The disk has too little room for the benchmark."""
+    """The disk has too little room for the benchmark, or nobody agreed to its use."""
 
 
 def main() -> int:
@@ -53,6 +53,10 @@ def main() -> int:
     if free < NEEDED_BYTES:
         raise NoRoomError(
             f"this needs 18 GB of free disk, there are {free / 1e9:.1f}; free some and run it again"
+        )
+    if not arguments.yes and not sys.stdin.isatty():
+        raise NoRoomError(
+            "this writes up to 18 GB and nobody is there to agree; say so: make bench-prune-vocab YES=1"
         )
     if not arguments.yes and input("this writes up to 18 GB and removes them again; go on? [y/N] ") != "y":
         return 1

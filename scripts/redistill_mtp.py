@@ -21,9 +21,7 @@ def main() -> int:
     bring_about(one.name)
     file = one.weights / CURVE
     if not file.is_file():
-        raise SlimqwenError(
-            f"the recipe of {one.name} does not end with redistill_mtp; choose another variant"
-        )
+        raise SlimqwenError(f"the recipe of {one.name} has no stage redistill_mtp; choose another variant")
     found = json.loads(file.read_text(encoding="utf-8"))
     del found["schema"]
     record = results.write(

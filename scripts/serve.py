@@ -21,10 +21,18 @@ def main() -> int:
     parser.add_argument(
         "--dry-run", action="store_true", help="print the environment and the command, start nothing"
     )
+    parser.add_argument(
+        "--require-baked",
+        action="store_true",
+        help="refuse to serve without the baked compile cache, as REQUIRE_BAKED=1 in its config.env does",
+    )
     arguments = parser.parse_args()
     with errors.status("reading vLLM's flags"):
         command = launch.resolve(
-            variant.load(arguments.variant), port=arguments.port, platform=arguments.platform
+            variant.load(arguments.variant),
+            port=arguments.port,
+            platform=arguments.platform,
+            require_baked=arguments.require_baked,
         )
     if command.platform != machine.detect():
         errors.print(
@@ -37,12 +45,20 @@ def main() -> int:
         for line in command.left_out:
             change = f"{line.instead} instead" if line.instead is not None else "left out"
             errors.print(f"  {line.key}={line.value}: {change}: {line.why}", markup=False)
+    if command.cache is not None and command.cache.baked is not None:
+        errors.print(f"Baked compile cache: {_fitness(command.cache)}.", markup=False)
     if arguments.dry_run:
         console.print(command.as_shell(), markup=False, soft_wrap=True)
         return 0
-    launch.check(command)
+    launch.prepare(command)
     os.chdir(command.variant.root)
     os.execve(command.argv[0], list(command.argv), command.process_environment())
+
+
+def _fitness(cache: launch.CompileCache) -> str:
+    if cache.usable:
+        return "fits this machine and these flags; the log says graph by graph whether it was loaded"
+    return f"not used, vLLM will compile: {'; '.join(cache.differences)}"
 
 
 if __name__ == "__main__":

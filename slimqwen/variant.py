@@ -23,6 +23,7 @@ OWN_KEYS: Mapping[str, str] = MappingProxyType(
         "SOURCE": "owner/name of the hub repository that weights/<this variant> is a copy of",
         "REVISION": "the commit of SOURCE that weights/<this variant> is a copy of, 40 hexadecimal digits",
         "PLATFORM": "cuda for a variant that only a GPU can serve; unset, this machine's platform is taken",
+        "REQUIRE_BAKED": "1 for a variant that is not to be served without its baked compile cache",
     }
 )
 """The keys of config.env that are neither a flag of vLLM nor an environment variable."""
@@ -96,6 +97,11 @@ class Variant:
         """What PLATFORM asks for: cuda, or None where any platform does."""
         return "cuda" if "PLATFORM" in self.settings else None
 
+    @property
+    def require_baked(self) -> bool:
+        """Whether REQUIRE_BAKED=1 is set."""
+        return "REQUIRE_BAKED" in self.settings
+
 
 def repository_root() -> Path:
     """The checkout this package is installed from (`make install` installs it editable)."""
@@ -134,11 +140,15 @@ def load(name: str, root: Path | None = None) -> Variant:
         raise ConfigError(
             f"experiments/{name}/{file.name}: no VLLM_MODEL; add VLLM_MODEL=weights/<folder>, the checkpoint to serve"
         )
-    platform = settings.get("PLATFORM")
-    if platform is not None and platform.value != "cuda":
-        raise ConfigError(
-            f"{platform.place}: PLATFORM={platform.value}: write PLATFORM=cuda, or PLATFORM= for any platform"
-        )
+    for key, only, otherwise in (
+        ("PLATFORM", "cuda", "any platform"),
+        ("REQUIRE_BAKED", "1", "compiling where nothing is baked"),
+    ):
+        given = settings.get(key)
+        if given is not None and given.value != only:
+            raise ConfigError(
+                f"{given.place}: {key}={given.value}: write {key}={only}, or {key}= for {otherwise}"
+            )
     _check_revision(settings)
     hypothesis, baseline = _measurements(name, root)
     return Variant(

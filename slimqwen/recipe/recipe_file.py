@@ -101,7 +101,7 @@ def read(file: Path, stages: Mapping[str, Stage] = STAGES) -> Recipe:
         document = _Document.model_validate(content)
     except ValidationError as error:
         raise _told(file, root, error, (), _Document) from None
-    steps = []
+    steps: list[Step] = []
     for position, entry in enumerate(document.stages):
         at: Location = ("stages", position)
         if len(entry) != 1:
@@ -116,6 +116,10 @@ def read(file: Path, stages: Mapping[str, Stage] = STAGES) -> Recipe:
             parameters = schema.model_validate(given or {}, context={"folder": file.parent})
         except ValidationError as error:
             raise _told(file, root, error, (*at, name), schema) from None
+        if steps and steps[-1].stage.last:
+            raise RecipeError(
+                f"{_place(file, root, (*at, name))}: nothing may follow {steps[-1].stage.name}; put it last"
+            )
         steps.append(Step(stages[name], parameters))
     return Recipe(file, document.description, document.base, tuple(steps))
 

@@ -3,7 +3,14 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from slimqwen.recipe import calibrate, prune_vocab, quantise_lm_head, redistill_mtp, sample_outputs
+from slimqwen.recipe import (
+    bake_cache,
+    calibrate,
+    prune_vocab,
+    quantise_lm_head,
+    redistill_mtp,
+    sample_outputs,
+)
 from slimqwen.recipe.stage import Stage
 
 STAGES: Mapping[str, Stage] = MappingProxyType(
@@ -15,6 +22,7 @@ STAGES: Mapping[str, Stage] = MappingProxyType(
             quantise_lm_head.STAGE,
             sample_outputs.STAGE,
             redistill_mtp.STAGE,
+            bake_cache.STAGE,
         )
     }
 )

@@ -53,6 +53,7 @@ class Stage:
         code: modules whose source decides the result, besides the one that defines `run`.
         packages: distributions whose versions decide the result.
         environment: variables of the stage's process, there before any of its libraries is imported.
+        last: whether no stage may follow, because any change to the checkpoint would spoil the result.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Stage:
     packages: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     resumes: bool = False
+    last: bool = False
 
 
 def source_digest(module: str) -> str:

@@ -1,6 +1,6 @@
 """Plots of records as SVG: one look for all, the same bytes for the same record."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -138,6 +138,25 @@ def draft_depth(record: Mapping[str, Any]) -> list[Panel]:
     return [
         Panel("tokens drafted (K)", "acceptance length (tokens)", [lengths]),
         Panel("position of the draft", "share accepted up to it", rates),
+    ]
+
+
+def start_up(record: Mapping[str, Any]) -> list[Panel]:
+    """Seconds of each start until the server was ready, and of compiling or loading its graphs."""
+
+    def lines(seconds: Callable[[Mapping[str, Any]], float]) -> list[Line]:
+        return [
+            Line(kind, range(1, len(record[kind]) + 1), [seconds(start) for start in record[kind]])
+            for kind in ("cold", "baked")
+        ]
+
+    return [
+        Panel("round", "until ready (s)", lines(lambda start: start["ready_seconds"])),
+        Panel(
+            "round",
+            "compiling or loading (s)",
+            lines(lambda start: sum(graph["seconds"] for graph in start["graphs"])),
+        ),
     ]
 
 

@@ -5,6 +5,7 @@ serve the same thing. Nothing stands between a client and vLLM: `scripts/serve.p
 """
 
 import contextlib
+import ctypes
 import dataclasses
 import hashlib
 import json
@@ -26,6 +27,7 @@ import psutil
 from slimqwen import checkpoint
 from slimqwen.errors import SlimqwenError
 from slimqwen.progress import Progress, silent
+from slimqwen.serving import baked_cache, compile_watch
 from slimqwen.serving import flags as vllm_flags
 from slimqwen.serving import platform as machine
 from slimqwen.variant import Variant, making_command
@@ -33,6 +35,8 @@ from slimqwen.variant import Variant, making_command
 _ENTRY = ("-m", "vllm.entrypoints.launchers.api_server.entry")
 _ENGINE_OVERHEAD_BYTES = int(1.5 * 2**30)  # imports and activations of vLLM on a CPU, seen: 1.1 GiB resident
 _STOP_TIMEOUT_S = 20.0
+_LIBC = ctypes.CDLL(None)  # looked up here: between fork and exec nothing may be imported
+_PR_SET_PDEATHSIG = 1
 
 
 class PlatformError(SlimqwenError):
@@ -66,6 +70,28 @@ class LeftOut:
 
 
 @dataclasses.dataclass(frozen=True)
+class CompileCache:
+    """Where a server that compiles keeps what it compiled.
+
+    Attributes:
+        root: the folder, one for each set of flags or each baked archive.
+        baked: the manifest of the archive beside the checkpoint, None where there is none.
+        differences: what forbids that archive here, in words.
+        required: refuse to start without it.
+    """
+
+    root: Path
+    baked: baked_cache.BakedCache | None
+    differences: tuple[str, ...]
+    required: bool
+
+    @property
+    def usable(self) -> bool:
+        """Whether the archive is there and is for this machine and these flags."""
+        return self.baked is not None and not self.differences
+
+
+@dataclasses.dataclass(frozen=True)
 class ServerCommand:
     """What runs for a variant on a platform.
 
@@ -74,6 +100,8 @@ class ServerCommand:
         environment: the variables added to the caller's environment.
         flags: values by flag name, after the platform's table.
         left_out: what the platform's table took away.
+        variables: the part of environment that the config.env gives.
+        cache: of compiled graphs, None where nothing is compiled.
     """
 
     variant: Variant
@@ -82,6 +110,8 @@ class ServerCommand:
     environment: Mapping[str, str]
     flags: Mapping[str, Any]
     left_out: tuple[LeftOut, ...]
+    variables: Mapping[str, str]
+    cache: CompileCache | None
 
     @property
     def host(self) -> str:
@@ -119,6 +149,16 @@ class ServerCommand:
         }
         return inherited | dict(self.environment)
 
+    def with_cache_root(self, root: Path) -> "ServerCommand":
+        """The same command with an unbaked compile cache in another place: for baking, and to time a cold start."""
+        assert self.cache is not None
+        cache = CompileCache(root, None, (), required=False)
+        return dataclasses.replace(
+            self,
+            cache=cache,
+            environment=MappingProxyType({**self.environment, **_cache_environment(cache)}),
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class RunningServer:
@@ -141,16 +181,22 @@ class RunningServer:
 
 
 def resolve(
-    variant: Variant, *, port: int | None = None, platform: machine.Platform | None = None
+    variant: Variant,
+    *,
+    port: int | None = None,
+    platform: machine.Platform | None = None,
+    require_baked: bool = False,
 ) -> ServerCommand:
     """Build the command that serves a variant.
 
     Args:
         port: overrides VLLM_PORT.
         platform: what to resolve for; by default what the variant's PLATFORM says, else this machine's.
+        require_baked: refuse to serve without its baked compile cache, as REQUIRE_BAKED=1 does.
 
     Raises:
         slimqwen.serving.flags.FlagError: a line that vLLM would not take.
+        slimqwen.serving.baked_cache.BakedCacheError: the manifest of a baked cache is unreadable.
     """
     platform = platform or variant.platform or machine.detect()
     resolved = vllm_flags.resolve(variant)
@@ -164,7 +210,16 @@ def resolve(
     chosen["model"], argv["model"] = str(variant.weights), ("--model", str(variant.weights))
     chosen["port"] = port if port is not None else chosen.get("port", 8000)
     argv["port"] = ("--port", str(chosen["port"]))
-    environment = _environment(variant, platform, chosen) | dict(resolved.environment)
+    cache = None
+    if not chosen.get("enforce-eager"):
+        required = require_baked or variant.require_baked
+        cache = _compile_cache(variant, platform, chosen, resolved.environment, required)
+    environment = _environment(variant, platform, cache) | dict(resolved.environment)
+    if cache is None and (require_baked or variant.require_baked):
+        raise baked_cache.BakedCacheError(
+            f"{variant.name} compiles nothing and a baked compile cache is required; set VLLM_ENFORCE_EAGER=0 in its "
+            "config.env, or do without REQUIRE_BAKED"
+        )
     return ServerCommand(
         variant=variant,
         platform=platform,
@@ -172,6 +227,8 @@ def resolve(
         environment=MappingProxyType(environment),
         flags=MappingProxyType(chosen),
         left_out=tuple(left_out),
+        variables=resolved.environment,
+        cache=cache,
     )
 
 
@@ -184,6 +241,7 @@ def check(command: ServerCommand) -> None:
         ContextTooLongError: more context than the checkpoint has positions for.
         MemoryShortError: weights and KV cache do not fit.
         PortInUseError: the port is taken.
+        slimqwen.serving.baked_cache.BakedCacheError: a baked compile cache is required and not usable.
     """
     variant = command.variant
     if command.platform == "cuda" and machine.detect() == "cpu":
@@ -192,8 +250,22 @@ def check(command: ServerCommand) -> None:
         )
     checkpoint.check(variant.weights, cure=making_command(variant.weights, variant.root))
     _check_context(command)
+    _check_cache(command)
     _check_memory(command)
     _check_port(command)
+
+
+def prepare(command: ServerCommand) -> None:
+    """Check, and put the baked compile cache where vLLM looks for it.
+
+    Raises:
+        The errors of `check`.
+        slimqwen.serving.baked_cache.BakedCacheError: the archive is damaged.
+    """
+    check(command)
+    if command.cache is not None and command.cache.usable:
+        assert command.cache.baked is not None
+        baked_cache.restore(command.variant.weights, command.cache.baked, command.cache.root)
 
 
 @contextlib.contextmanager
@@ -209,9 +281,9 @@ def serving(
 
     Raises:
         ServerFailedError: vLLM ended or was not ready in time; the message quotes its log's last error.
-        The errors of `check`.
+        The errors of `prepare`.
     """
-    check(command)
+    prepare(command)
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -222,6 +294,7 @@ def serving(
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=_end_with_parent,
         )
     try:
         _wait_until_ready(process, command, log, timeout_s, progress)
@@ -271,24 +344,74 @@ def _fit_to_cpu(
     return left_out
 
 
-def _environment(variant: Variant, platform: machine.Platform, chosen: Mapping[str, Any]) -> dict[str, str]:
-    cache = variant.root / ".cache"
-    compiles = not chosen.get("enforce-eager")
-    if compiles:
-        # vLLM's own cache key has left flags out before (the draft depth), so each set of flags has its own root.
-        what = {name: value for name, value in chosen.items() if name not in ("host", "port")}
-        key = hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:16]
-        cache = cache / f"{variant.name}-{key}"
+def _compile_cache(
+    variant: Variant,
+    platform: machine.Platform,
+    chosen: Mapping[str, Any],
+    environment: Mapping[str, str],
+    required: bool,
+) -> CompileCache:
+    baked = baked_cache.read(variant.weights)
+    different: tuple[str, ...] = ()
+    # vLLM's own cache key has left flags out before (the draft depth), so each set of flags has its own root.
+    what = {"model": str(variant.weights), **baked_cache.decisive(chosen)}
+    name = f"{variant.name}-{hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]}"
+    if baked is not None:
+        facts = baked_cache.this_machine(platform)
+        different = tuple(baked_cache.differences(baked, facts, chosen, environment))
+        if not different:
+            name = f"baked-{baked.archive_sha256[:16]}"
+    return CompileCache(variant.root / ".cache" / name, baked, different, required)
+
+
+def _environment(variant: Variant, platform: machine.Platform, cache: CompileCache | None) -> dict[str, str]:
     environment = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
-        "VLLM_CACHE_ROOT": str(cache / "vllm"),
-        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+        "VLLM_CACHE_ROOT": str(variant.root / ".cache" / "vllm"),
+        "TORCHINDUCTOR_CACHE_DIR": str(variant.root / ".cache" / "inductor"),
     }
+    if cache is not None:
+        environment |= _cache_environment(cache)
     if platform == "cpu":
         environment["OMP_NUM_THREADS"] = str(machine.physical_cores())
     return environment
+
+
+def _cache_environment(cache: CompileCache) -> dict[str, str]:
+    wanted = compile_watch.Wanted(required=cache.required)
+    if cache.baked is not None and cache.usable and cache.baked.device:
+        here = baked_cache.this_device("cuda")
+        if here != cache.baked.device:
+            capability = cache.baked.machine["compute capability"]
+            wanted = wanted.model_copy(update={"device": cache.baked.device, "capability": capability})
+    return {
+        "VLLM_CACHE_ROOT": str(cache.root / "vllm"),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache.root / "inductor"),
+        compile_watch.VARIABLE: wanted.model_dump_json(),
+    }
+
+
+def _end_with_parent() -> None:
+    """Have the kernel end a child that is about to exec when its parent dies, however that happens."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _check_cache(command: ServerCommand) -> None:
+    cache = command.cache
+    if cache is None or not cache.required or cache.usable:
+        return
+    name = command.variant.name
+    if cache.baked is None:
+        raise baked_cache.BakedCacheError(
+            f"REQUIRE_BAKED=1 and {command.variant.weights} has no baked compile cache; end its recipe with the stage "
+            f"bake_cache and run `make recipe VARIANT={name}`"
+        )
+    raise baked_cache.BakedCacheError(
+        f"REQUIRE_BAKED=1 and the compile cache of {name} is for something else: {'; '.join(cache.differences)}; "
+        f"`make recipe VARIANT={name}` bakes it for this"
+    )
 
 
 def _check_context(command: ServerCommand) -> None:

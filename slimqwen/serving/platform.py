@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import psutil
-import torch
 
 Platform = Literal["cpu", "cuda"]
 
@@ -32,11 +31,16 @@ class GpuOnly:
 
 def detect() -> Platform:
     """Return cuda where torch sees a GPU, else cpu."""
+    # Heavy: paid by who asks, as in the two below.
+    import torch
+
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def has_avx512() -> bool:
     """Whether this CPU has the AVX-512 instructions that some CPU kernels of vLLM need."""
+    import torch
+
     return bool(torch.cpu._is_avx512_supported())
 
 

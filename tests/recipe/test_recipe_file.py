@@ -54,7 +54,7 @@ def test_a_stage_may_have_no_parameters_of_its_own(tmp_path: Path) -> None:
         ("group_size: 64", "group_sise: 64", 6, "unknown key 'group_sise'; did you mean group_size?"),
         ("sequences: 8", "sequence: 8", 11, "unknown key 'sequence'; did you mean sequences?"),
         ("- calibrate", "- calibrat", 4, "no stage 'calibrat'; did you mean calibrate?"),
-        ("- calibrate", "- xyz", 4, "no stage 'xyz'; known are calibrate"),
+        ("- calibrate", "- xyz", 4, "no stage 'xyz'; known are bake_cache, calibrate"),
         ("base: tiny", "bas: tiny", 2, "unknown key 'bas'; did you mean base?"),
         ("group_size: 64", "group_size: 48", 6, "group_size: Input should be 32, 64 or 128, here is 48"),
         ("linear_attention]", "lm_head]", 7, "'attention' or 'linear_attention', here is 'lm_head'"),

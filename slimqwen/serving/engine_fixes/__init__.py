@@ -11,6 +11,8 @@ Each fix is a module of this package with two functions:
 
 import logging
 
+from slimqwen.serving import vllm_log
+
 logger = logging.getLogger(__name__)
 
 
@@ -28,11 +30,17 @@ def register() -> None:
     if not current_platform.is_cpu():
         return
 
-    from slimqwen.serving.engine_fixes import mtp_rotary, sampling_expansion, w4a16_linear
+    from slimqwen.serving.engine_fixes import (
+        aot_load,
+        mtp_rotary,
+        sampling_expansion,
+        short_drafts,
+        w4a16_linear,
+    )
     from slimqwen.serving.engine_fixes.upstream import EngineFixError
 
-    _write_to_vllms_log()
-    for fix in (w4a16_linear, mtp_rotary, sampling_expansion):
+    vllm_log.join()
+    for fix in (w4a16_linear, mtp_rotary, sampling_expansion, short_drafts, aot_load):
         name = fix.__name__.rpartition(".")[2]
         reason = fix.reason()
         try:
@@ -41,13 +49,3 @@ def register() -> None:
             raise EngineFixError(name, str(error)) from error
         if active:
             logger.info("Engine fix %s is active: %s", name, reason)
-
-
-def _write_to_vllms_log() -> None:
-    """Let this package's lines appear where vLLM's do, unless the process has its own logging."""
-    ours, theirs = logging.getLogger("slimqwen"), logging.getLogger("vllm")
-    # vLLM configures only its own loggers, in engine and worker processes before it calls this: elsewhere
-    # everything below a warning would be lost.
-    if theirs.handlers and not ours.hasHandlers():
-        ours.handlers = list(theirs.handlers)
-        ours.setLevel(theirs.level)

@@ -22,7 +22,7 @@ class EngineFixError(SlimqwenError):
 
         super().__init__(
             f"engine fix {fix}: {found}. It was written for vLLM {WRITTEN_FOR} and this is {__version__}: "
-            f"install that version, or bring slimqwen/serving/engine_fixes/{fix}.py up to date"
+            f"install that version, or bring the module {fix} up to date"
         )
 
 

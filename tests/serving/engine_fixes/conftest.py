@@ -63,7 +63,9 @@ def stock_expand():
 @pytest.fixture
 def stock_vllm(monkeypatch, stock_expand):
     """vLLM's own code where the fixes would be, even if an engine of this process has loaded them."""
+    from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as Saved
     from vllm.model_executor.kernels import linear
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
     from vllm.model_executor.models import config
     from vllm.platforms.interface import PlatformEnum
     from vllm.utils import cpu_triton_utils
@@ -75,5 +77,10 @@ def stock_vllm(monkeypatch, stock_expand):
     monkeypatch.setitem(linear._POSSIBLE_KERNELS, PlatformEnum.CPU, kernels)
     for architecture in ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"):
         monkeypatch.setitem(config.MODELS_CONFIG_MAP, architecture, config.Qwen3_5ForCausalLMConfig)
+    loader = Saved.__dict__["deserialize_compile_artifacts"]
+    stock_loader = getattr(loader.__func__, "__wrapped__", loader.__func__)
+    monkeypatch.setattr(Saved, "deserialize_compile_artifacts", classmethod(stock_loader))
+    spec_forward = getattr(gdn_attention._spec_forward, "__wrapped__", gdn_attention._spec_forward)
+    monkeypatch.setattr(gdn_attention, "_spec_forward", spec_forward)
     monkeypatch.setattr(cpu_triton_utils, "_expand_kernel_impl", stock_expand)
     monkeypatch.delitem(sys.modules, "vllm.v1.sample.rejection_sampler", raising=False)

@@ -3,7 +3,7 @@ import logging
 import pytest
 
 from slimqwen.serving import engine_fixes
-from slimqwen.serving.engine_fixes import mtp_rotary, sampling_expansion, w4a16_linear
+from slimqwen.serving.engine_fixes import aot_load, mtp_rotary, sampling_expansion, short_drafts, w4a16_linear
 from slimqwen.serving.engine_fixes.upstream import EngineFixError
 
 
@@ -16,18 +16,26 @@ class OtherPlatform:
 
 
 def patched_places():
+    from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as Saved
     from vllm.model_executor.kernels.linear import _POSSIBLE_KERNELS
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
     from vllm.utils import cpu_triton_utils
 
     kernels = {platform: list(those) for platform, those in _POSSIBLE_KERNELS.items()}
-    return kernels, dict(MODELS_CONFIG_MAP), cpu_triton_utils._expand_kernel_impl
+    return (
+        kernels,
+        dict(MODELS_CONFIG_MAP),
+        cpu_triton_utils._expand_kernel_impl,
+        gdn_attention._spec_forward,
+        Saved.deserialize_compile_artifacts,
+    )
 
 
 @pytest.fixture
 def needed(monkeypatch):
     """Every fix needed, whatever the machine of the test has."""
-    for fix in (w4a16_linear, mtp_rotary, sampling_expansion):
+    for fix in (w4a16_linear, mtp_rotary, sampling_expansion, short_drafts, aot_load):
         monkeypatch.setattr(fix, "reason", lambda: "the test says so")
 
 
@@ -50,18 +58,18 @@ def test_register_installs_and_logs_each_fix_once(caplog):
     assert all(was != now for was, now in zip(before, after, strict=True))
     assert [record.getMessage() for record in caplog.records] == [
         f"Engine fix {name} is active: the test says so"
-        for name in ("w4a16_linear", "mtp_rotary", "sampling_expansion")
+        for name in ("w4a16_linear", "mtp_rotary", "sampling_expansion", "short_drafts", "aot_load")
     ]
     engine_fixes.register()
     assert patched_places() == after
-    assert len(caplog.records) == 3
+    assert len(caplog.records) == 5
 
 
 @pytest.mark.usefixtures("stock_vllm")
 def test_register_leaves_out_a_fix_that_the_machine_does_not_need(monkeypatch):
     monkeypatch.setattr("torch.cpu._is_avx512_supported", lambda: True)
     monkeypatch.setattr("vllm.triton_utils.HAS_TRITON", True)
-    kernels, _, expand = patched_places()
+    kernels, _, expand, *_ = patched_places()
     engine_fixes.register()
     assert patched_places()[0] == kernels
     assert patched_places()[2] is expand
@@ -75,19 +83,6 @@ def test_a_module_that_vllm_has_moved_is_told_as_such(monkeypatch):
     monkeypatch.setattr(mtp_rotary, "install", moved)
     with pytest.raises(EngineFixError, match=r"mtp_rotary: No module named 'vllm\.elsewhere'.*this is 0\."):
         engine_fixes.register()
-
-
-def test_lines_go_where_vllms_go_unless_the_process_has_its_own_logging(monkeypatch):
-    theirs = logging.NullHandler()
-    ours = logging.getLogger("slimqwen")
-    monkeypatch.setattr(logging.getLogger("vllm"), "handlers", [theirs])
-    monkeypatch.setattr(ours, "handlers", [])
-    monkeypatch.setattr(ours, "level", ours.level)  # put back at the end
-    engine_fixes._write_to_vllms_log()
-    assert ours.handlers == []  # pytest has its own
-    monkeypatch.setattr(ours, "propagate", False)
-    engine_fixes._write_to_vllms_log()
-    assert ours.handlers == [theirs]
 
 
 def test_vllm_finds_the_plugin():

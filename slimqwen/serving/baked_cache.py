@@ -1,0 +1,245 @@
+"""A compile cache as an artifact: what one start of vLLM compiled, packed beside the checkpoint with a manifest.
+
+The manifest says on what machine and with which flags the archive was made. It is used only where all of that is
+the same, because vLLM's own keys leave things out (the draft depth, the thread count), and a hit is never assumed:
+`slimqwen.serving.compile_watch` says in vLLM's log, graph by graph, what was loaded and what was compiled.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import platform as system
+import re
+import shutil
+import sys
+import tarfile
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from slimqwen import checkpoint
+from slimqwen.errors import SlimqwenError
+from slimqwen.serving import platform as machine
+
+ARCHIVE = "compile_cache.tar.gz"
+MANIFEST = "compile_cache.json"
+
+_PACKED = "vllm/torch_compile_cache"
+"""The part of a cache root that holds compiled graphs, their kernels and what the autotuner found."""
+
+_DECIDE_NOTHING = frozenset({"host", "port", "model", "served-model-name"})
+"""Flags that no graph depends on; every other one has to be the same, whether vLLM's own key knows it or not."""
+
+
+class BakedCacheError(SlimqwenError):
+    """There is no usable compile cache where one is required, or it cannot be read, made or restored."""
+
+
+class BakedCache(BaseModel):
+    """compile_cache.json.
+
+    Attributes:
+        machine: what has to be equal to use it, by name: versions, platform, compute capability or instruction set.
+        device: the name of the GPU it was made on; another of the same compute capability may use it. Empty on a CPU.
+        flags: vLLM's flags by name, each value as JSON.
+        environment: the variables a config.env gave.
+        graphs: compiled graph -> seconds that its compilation took.
+        files: path in the cache root -> SHA-256.
+        archive_sha256: of the archive beside this file.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    schema_version: Literal[1] = 1
+    machine: dict[str, str]
+    device: str
+    flags: dict[str, str]
+    environment: dict[str, str]
+    graphs: dict[str, float]
+    files: dict[str, str]
+    archive_sha256: str
+
+
+@dataclass(frozen=True)
+class Graph:
+    """How a start came to one compiled graph.
+
+    Attributes:
+        name: vLLM's tag: backbone, eagle_head (the MTP head), …
+        loaded: from the cache; otherwise it was compiled.
+        seconds: of loading or compiling.
+        why_compiled: what the cache lacked.
+    """
+
+    name: str
+    loaded: bool
+    seconds: float
+    why_compiled: str
+
+
+def this_machine(platform: machine.Platform) -> dict[str, str]:
+    """What decides whether compiled code runs here and is what vLLM would compile here, by name."""
+    facts = {
+        "platform": platform,
+        "vllm": _version("vllm"),
+        "torch": _version("torch"),
+        "python": system.python_version(),
+        # Kernels' build commands hold the paths of headers.
+        "environment": sys.prefix,
+    }
+    if platform == "cpu":
+        return facts | {"instruction set": _cpu_flags(), "cores": str(machine.physical_cores())}
+    # Heavy, and not needed on a CPU.
+    import torch
+
+    capability = "none"
+    if torch.cuda.is_available():
+        capability = ".".join(map(str, torch.cuda.get_device_capability()))
+    return facts | {
+        "CUDA": str(torch.version.cuda),
+        "triton": _version("triton"),
+        "compute capability": capability,
+    }
+
+
+def this_device(platform: machine.Platform) -> str:
+    """The GPU's name, empty on a CPU."""
+    import torch
+
+    return torch.cuda.get_device_name() if platform == "cuda" and torch.cuda.is_available() else ""
+
+
+def decisive(flags: Mapping[str, Any]) -> dict[str, str]:
+    """The flags that a compiled graph may depend on, each value as JSON."""
+    return {
+        name: json.dumps(value, sort_keys=True, default=str)
+        for name, value in sorted(flags.items())
+        if name not in _DECIDE_NOTHING
+    }
+
+
+def read(folder: Path) -> BakedCache | None:
+    """The manifest beside a checkpoint, None where no cache was baked.
+
+    Raises:
+        BakedCacheError: it does not follow the schema.
+    """
+    try:
+        return BakedCache.model_validate_json((folder / MANIFEST).read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ValidationError as error:
+        raise BakedCacheError(
+            f"{folder / MANIFEST} is no manifest of a compile cache ({error.errors()[0]['msg']}); bake it anew"
+        ) from None
+
+
+def differences(
+    baked: BakedCache,
+    facts: Mapping[str, str],
+    flags: Mapping[str, Any],
+    environment: Mapping[str, str],
+) -> list[str]:
+    """What forbids the cache here, each in words; empty where nothing does."""
+    pairs = (
+        ("", baked.machine, facts),
+        ("--", baked.flags, decisive(flags)),
+        ("", baked.environment, environment),
+    )
+    return [
+        f"{sign}{name} was {was.get(name, 'not set')} and is {now.get(name, 'not set')}"
+        for sign, was, now in pairs
+        for name in sorted(was.keys() | now.keys())
+        if was.get(name) != now.get(name)
+    ]
+
+
+def pack(root: Path, destination: Path, **made_by: Any) -> BakedCache:
+    """Pack what a start left under a cache root into an archive and its manifest.
+
+    Args:
+        root: the cache root, nobody writing to it any more.
+        destination: the folder for both.
+        made_by: the manifest's machine, device, flags, environment and graphs.
+
+    Raises:
+        BakedCacheError: the start left no compiled graph.
+    """
+    files = {path.relative_to(root).as_posix(): path for path in sorted((root / _PACKED).rglob("*"))}
+    files = {name: path for name, path in files.items() if path.is_file() and not path.is_symlink()}
+    if not any(name.endswith("/model") for name in files):
+        raise BakedCacheError(f"vLLM saved no compiled graph under {root}; its log says why")
+    archive = destination / ARCHIVE
+    with tarfile.open(archive, "w:gz") as packed:
+        for name, path in files.items():
+            packed.add(path, name)
+    baked = BakedCache(
+        files={name: checkpoint.sha256(path) for name, path in files.items()},
+        archive_sha256=checkpoint.sha256(archive),
+        **made_by,
+    )
+    text = json.dumps(baked.model_dump(mode="json"), indent=1, sort_keys=True)
+    (destination / MANIFEST).write_text(text + "\n", encoding="utf-8")
+    return baked
+
+
+def restore(folder: Path, baked: BakedCache, root: Path) -> None:
+    """Bring a cache root to what the archive beside a checkpoint holds; what is there and whole is left alone.
+
+    Raises:
+        BakedCacheError: the archive is missing, damaged, or not the manifest's.
+    """
+    if all(_is(root / name, digest) for name, digest in baked.files.items()):
+        return
+    archive = folder / ARCHIVE
+    if not _is(archive, baked.archive_sha256):
+        raise BakedCacheError(f"{archive} is missing or not what {MANIFEST} says; make that checkpoint anew")
+    root.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{root.name}.", dir=root.parent) as place:
+        with tarfile.open(archive) as packed:
+            packed.extractall(place, filter="data")
+        for name, digest in baked.files.items():
+            if not _is(Path(place) / name, digest):
+                raise BakedCacheError(f"{archive} holds another {name} than {MANIFEST} says; bake it anew")
+        (Path(place) / "vllm").rename(Path(place) / "whole")
+        shutil.rmtree(root / "vllm", ignore_errors=True)
+        root.mkdir(exist_ok=True)
+        (Path(place) / "whole").rename(root / "vllm")
+
+
+LINE = re.compile(
+    r"Graph (?P<name>\S+) (?P<how>loaded from the compile cache|compiled) in (?P<seconds>[\d.]+) s"
+    r"(?: \((?P<why>.*)\))?"
+)
+"""How `compile_watch` says it in vLLM's log."""
+
+
+def graphs(log: str) -> list[Graph]:
+    """What a start's log says of each graph, in order."""
+    return [
+        Graph(found["name"], found["how"] != "compiled", float(found["seconds"]), found["why"] or "")
+        for found in LINE.finditer(log)
+    ]
+
+
+def _is(file: Path, digest: str) -> bool:
+    return file.is_file() and checkpoint.sha256(file) == digest
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def _cpu_flags() -> str:
+    """Digest of the CPU's features: kernels are built for exactly those of the machine that builds them."""
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith(("flags", "Features")):
+            return hashlib.sha256(" ".join(sorted(line.split())).encode()).hexdigest()[:12]
+    return "unknown"

@@ -1,0 +1,170 @@
+import tarfile
+
+import pytest
+
+from slimqwen.serving import baked_cache
+from slimqwen.serving.baked_cache import BakedCacheError
+
+MACHINE = {"platform": "cpu", "vllm": "1", "instruction set": "ab12"}
+FLAGS = {"max-num-seqs": 4, "speculative-config": {"method": "mtp", "num_speculative_tokens": 4}}
+GRAPHS = {
+    "vllm/torch_compile_cache/torch_aot_compile/f00/rank_0_0/model": b"a graph",
+    "vllm/torch_compile_cache/torch_aot_compile/f00/inductor_cache/ab/kernel.so": bytes(range(256)) * 64,
+}
+
+
+@pytest.fixture
+def root(tmp_path):
+    """A cache root as a start leaves it, with what is not to be packed."""
+    root = tmp_path / "root"
+    for name, content in {**GRAPHS, "vllm/assets/picture": b"no", "vllm.log": b"no"}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(content)
+    return root
+
+
+@pytest.fixture
+def packed(root, tmp_path):
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    return folder, baked_cache.pack(
+        root,
+        folder,
+        machine=MACHINE,
+        device="",
+        flags=baked_cache.decisive(FLAGS),
+        environment={"VLLM_CPU_KVCACHE_SPACE": "1"},
+        graphs={"backbone": 30.5},
+    )
+
+
+def contents(root):
+    return {
+        path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()
+    }
+
+
+def test_graphs_come_back_whole_in_another_place(packed, tmp_path):
+    folder, baked = packed
+    assert baked_cache.read(folder) == baked
+    baked_cache.restore(folder, baked, tmp_path / "caches" / "elsewhere")
+    assert contents(tmp_path / "caches" / "elsewhere") == GRAPHS
+    assert [path.name for path in (tmp_path / "caches").iterdir()] == ["elsewhere"]
+
+
+def test_a_whole_cache_is_left_alone_with_what_vllm_added(packed, tmp_path):
+    folder, baked = packed
+    place = tmp_path / "place"
+    baked_cache.restore(folder, baked, place)
+    (place / "vllm" / "later").write_bytes(b"by vLLM")
+    (folder / baked_cache.ARCHIVE).unlink()
+    baked_cache.restore(folder, baked, place)
+    assert contents(place) == {**GRAPHS, "vllm/later": b"by vLLM"}
+
+
+@pytest.mark.parametrize("name", list(GRAPHS))
+def test_a_file_that_changed_is_restored(packed, tmp_path, name):
+    folder, baked = packed
+    place = tmp_path / "place"
+    baked_cache.restore(folder, baked, place)
+    (place / name).write_bytes(b"compiled anew")
+    baked_cache.restore(folder, baked, place)
+    assert contents(place) == GRAPHS
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "gone"])
+def test_a_damaged_archive_is_refused_and_nothing_is_left(packed, tmp_path, damage):
+    folder, baked = packed
+    archive = folder / baked_cache.ARCHIVE
+    content = bytearray(archive.read_bytes())
+    if damage == "gone":
+        archive.unlink()
+    elif damage == "cut":
+        archive.write_bytes(content[:-20])
+    else:
+        content[len(content) // 2] ^= 1
+        archive.write_bytes(content)
+    with pytest.raises(BakedCacheError, match=r"compile_cache\.tar\.gz is missing or not what"):
+        baked_cache.restore(folder, baked, tmp_path / "caches" / "place")
+    assert not (tmp_path / "caches").exists()
+
+
+def test_an_archive_that_holds_something_else_than_it_lists_is_refused(packed, tmp_path):
+    folder, baked = packed
+    archive = folder / baked_cache.ARCHIVE
+    (tmp_path / "other").write_bytes(b"other")
+    with tarfile.open(archive, "w:gz") as packing:
+        for name in GRAPHS:
+            packing.add(tmp_path / "other", name)
+    lying = baked.model_copy(update={"archive_sha256": baked_cache.checkpoint.sha256(archive)})
+    with pytest.raises(BakedCacheError, match="holds another"):
+        baked_cache.restore(folder, lying, tmp_path / "caches" / "place")
+    assert list((tmp_path / "caches").iterdir()) == []
+
+
+def test_a_start_that_saved_no_graph_is_not_packed(root, tmp_path):
+    (root / next(iter(GRAPHS))).unlink()
+    with pytest.raises(BakedCacheError, match="saved no compiled graph"):
+        baked_cache.pack(root, tmp_path, machine={}, device="", flags={}, environment={}, graphs={})
+    assert not (tmp_path / baked_cache.MANIFEST).exists()
+
+
+def test_the_same_machine_and_flags_differ_in_nothing(packed):
+    _, baked = packed
+    moved = FLAGS | {"model": "/elsewhere", "port": 9, "host": "::", "served-model-name": ["x"]}
+    assert baked_cache.differences(baked, MACHINE, moved, {"VLLM_CPU_KVCACHE_SPACE": "1"}) == []
+
+
+@pytest.mark.parametrize(
+    ("machine", "flags", "environment", "said"),
+    [
+        ({"vllm": "2"}, {}, {}, "vllm was 1 and is 2"),
+        ({"instruction set": "cd34"}, {}, {}, "instruction set was ab12 and is cd34"),
+        ({}, {"max-num-seqs": 8}, {}, "--max-num-seqs was 4 and is 8"),
+        ({}, {"dtype": "float16"}, {}, '--dtype was not set and is "float16"'),
+        ({}, {}, {"VLLM_CPU_KVCACHE_SPACE": "2"}, "VLLM_CPU_KVCACHE_SPACE was 1 and is 2"),
+        (
+            {},
+            {"speculative-config": {"method": "mtp", "num_speculative_tokens": 5}},
+            {},
+            '--speculative-config was {"method": "mtp", "num_speculative_tokens": 4} and is '
+            '{"method": "mtp", "num_speculative_tokens": 5}',
+        ),
+    ],
+)
+def test_whatever_else_differs_is_said_in_words(packed, machine, flags, environment, said):
+    _, baked = packed
+    here = {"VLLM_CPU_KVCACHE_SPACE": "1"} | environment
+    assert baked_cache.differences(baked, MACHINE | machine, FLAGS | flags, here) == [said]
+
+
+def test_a_checkpoint_without_a_cache_has_none(tmp_path):
+    assert baked_cache.read(tmp_path) is None
+    assert baked_cache.read(tmp_path / "nowhere") is None
+
+
+def test_a_manifest_that_is_none_is_refused(tmp_path):
+    (tmp_path / baked_cache.MANIFEST).write_text('{"machine": {}}')
+    with pytest.raises(BakedCacheError, match="no manifest of a compile cache"):
+        baked_cache.read(tmp_path)
+
+
+def test_this_machine_is_told_without_importing_torch():
+    facts = baked_cache.this_machine("cpu")
+    assert facts["platform"] == "cpu"
+    assert all(facts.values())
+    assert facts["vllm"] != "none"
+
+
+def test_a_log_says_of_every_graph_how_it_was_come_by():
+    log = (
+        "(Worker pid=7) INFO 11-21 08:39:43 [compile_watch.py:95] Graph backbone loaded from the compile cache in "
+        "0.41 s\n"
+        "(Worker pid=7) INFO Loading weights took 0.01 seconds\n"
+        "(Worker pid=7) INFO [compile_watch.py:95] Graph eagle_head compiled in 12.50 s (not in the cache)\n"
+    )
+    first, second = baked_cache.graphs(log)
+    assert (first.name, first.loaded, first.seconds, first.why_compiled) == ("backbone", True, 0.41, "")
+    assert (second.name, second.loaded, second.seconds) == ("eagle_head", False, 12.5)
+    assert second.why_compiled == "not in the cache"
+    assert baked_cache.graphs("vLLM said nothing of it") == []
