@@ -91,9 +91,12 @@ lint: ## ruff (lint and format) and mypy
 	@.venv/bin/ruff format --check
 	@.venv/bin/mypy
 
-test: install ## every test
+test: install ## every test that takes minutes at most
 	@$(RUN) -m pytest
+
+test-soak: install ## the tests that take a quarter of an hour or more
+	@$(RUN) -m pytest -m soak
 
 .PHONY: help install demo variants serve download recipe recipe-status calibrate redistill bake-cache verify clean-store eval-quality \
 	eval-quality-full eval-latency compare tables sweep-draft-depth analyze-vocab analyze-lm-head calibration-corpus \
-	bench-prune-vocab bench-start tiny tiny-tasks lint test
+	bench-prune-vocab bench-start tiny tiny-tasks lint test test-soak

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from slimqwen.errors import SlimqwenError
-from slimqwen.evaluation import statistics
+from slimqwen.evaluation import statistics, verdict
 from slimqwen.records import store
 
 LATENCY_MEASURES = ("ttft_ms", "tpot_ms", "e2el_ms")
@@ -18,7 +18,7 @@ class NotComparableError(SlimqwenError):
 
 @dataclass(frozen=True)
 class QualityRow:
-    """One task: both scores, and the paired difference (second minus first) over its items.
+    """One task: both scores, the paired difference (second minus first) over its items, and whether it is a loss.
 
     `discordance` is None where items are not simply right or wrong.
     """
@@ -26,11 +26,11 @@ class QualityRow:
     task: str
     measure: str
     higher_is_better: bool
-    non_inferiority_margin: float
     first: float
     second: float
     difference: statistics.Difference
     discordance: statistics.Discordance | None
+    judgement: verdict.Judgement
 
 
 @dataclass(frozen=True)
@@ -82,19 +82,25 @@ def compare_quality(first: Path, second: Path) -> list[QualityRow]:
         ids_a, ids_b = [i["item"] for i in mine], [i["item"] for i in theirs]
         _require_same(first, second, {f"items of {task}": ids_a}, {f"items of {task}": ids_b}, "")
         values_a, values_b = [i["value"] for i in mine], [i["value"] for i in theirs]
-        binary = set(values_a) | set(values_b) <= {0.0, 1.0}
+        difference = statistics.paired_difference(values_a, values_b, [i["weight"] for i in mine])
+        discordance = None
+        if set(values_a) | set(values_b) <= {0.0, 1.0}:
+            discordance = statistics.mcnemar([v == 1 for v in values_a], [v == 1 for v in values_b])
         rows.append(
             QualityRow(
                 task=task,
                 measure=row["measure"],
                 higher_is_better=row["higher_is_better"],
-                non_inferiority_margin=row["non_inferiority_margin"],
                 first=row["value"],
                 second=b["tasks"][task]["value"],
-                difference=statistics.paired_difference(values_a, values_b, [i["weight"] for i in mine]),
-                discordance=statistics.mcnemar([v == 1 for v in values_a], [v == 1 for v in values_b])
-                if binary
-                else None,
+                difference=difference,
+                discordance=discordance,
+                judgement=verdict.judge(
+                    difference,
+                    discordance,
+                    margin=row["non_inferiority_margin"],
+                    higher_is_better=row["higher_is_better"],
+                ),
             )
         )
     return rows

@@ -10,6 +10,15 @@ from slimqwen.records import plots, provenance
 from slimqwen.variant import Variant
 
 
+def read(root: Path, name: str, variant: str) -> dict[str, Any] | None:
+    """The record of an exploration of a variant, None where it has not been made."""
+    file = root / "results" / f"{name}_{variant}.json"
+    if not file.is_file():
+        return None
+    record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return record
+
+
 def write(
     name: str,
     one: Variant,

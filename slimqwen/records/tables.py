@@ -10,7 +10,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from types import MappingProxyType
+from typing import Any
 
 import rich.box
 import rich.table
@@ -18,13 +20,17 @@ import rich.table
 from slimqwen import variant as variants
 from slimqwen.errors import SlimqwenError
 from slimqwen.evaluation import comparison
-from slimqwen.records import store
+from slimqwen.evaluation.verdict import Judgement
+from slimqwen.records import results, store
 
 _BLOCK = re.compile(
     r"(?P<open><!-- table:(?P<name>[\w-]+)(?P<words>[^\n]*?) -->\n).*?(?P<close><!-- end -->)", re.DOTALL
 )
 _OPENINGS = re.compile(r"<!-- table:")
 _SIGNS = "SE: standard error. Bits per byte: less is better."
+_VERDICTS = (
+    "Verdict: pass where the interval rules out a loss beyond the margin, which was written down before."
+)
 _CPU_NOTE = "Measured on a CPU: no CPU figure is evidence about a GPU."
 _MEASURE_NAMES = MappingProxyType(
     {
@@ -163,6 +169,43 @@ def variants_table(root: Path, *, experiments: Path | None = None, with_weights:
     return Table("Variants", columns, tuple(rows), text_columns=len(columns))
 
 
+def summary_table(root: Path, baseline: str, name: str) -> Table:
+    """What a variant came to against its baseline, a line a measure: size, quality, acceptance length, start-up.
+
+    Acceptance is that of `results/draft_depth_*.json`, start-up that of `results/start_up_<name>.json`; where there
+    is no such record, there is no such line.
+
+    Raises:
+        MissingRecordError: no quality record of one of the two.
+        NotComparableError: quality records exist but do not fit.
+    """
+    paths = comparison.quality_pair(root / "experiments" / baseline, root / "experiments" / name)
+    records = [store.read(path) for path in paths]
+    first, second = (record["provenance"]["checkpoint"]["size_bytes"] / 1e6 for record in records)
+    rows: list[tuple[str, ...]] = [
+        ("size on disk, MB", f"{first:.2f}", f"{second:.2f}", f"{first / second:.2f}x smaller", "", "")
+    ]
+    for row in comparison.compare_quality(*paths):
+        rows.append(
+            (
+                f"{row.task.partition('_')[2] or row.task}, {_MEASURE_NAMES.get(row.measure, row.measure)}",
+                f"{row.first:.3f}",
+                f"{row.second:.3f}",
+                f"{row.difference.value:+.3f} ± {row.difference.standard_error:.3f}",
+                f"{_verdict(row.judgement)} (margin {row.judgement.margin:g})",
+                f"{row.difference.count} items",
+            )
+        )
+    sources = [_source(path) for path in paths]
+    for more_rows, more_sources in (_acceptance_rows(root, baseline, name), _start_up_rows(root, name)):
+        rows += more_rows
+        sources += more_sources
+    on_cpu = any(not record["provenance"]["hardware"]["gpus"] for record in records)
+    notes = (_SIGNS, _VERDICTS, *((_CPU_NOTE,) if on_cpu else ()), *sources)
+    columns = ("measure", baseline, name, "change ± SE, or ratio", "verdict", "of")
+    return Table(f"{name} and its baseline {baseline}", columns, tuple(rows), notes)
+
+
 def rewrite(text: str, build: Callable[[str, list[str]], str]) -> str:
     """The same Markdown with every table block filled by `build(name, words)`.
 
@@ -184,12 +227,14 @@ def build_markdown(root: Path, name: str, words: list[str]) -> str:
     builders: Mapping[tuple[str, int], Callable[..., Iterable[Table]]] = {
         ("variants", 0): lambda: [variants_table(root)],
         ("results", 1): lambda name: results_tables(root / "experiments" / name),
+        ("summary", 2): lambda baseline, name: [summary_table(root, baseline, name)],
         ("comparison", 2): lambda a, b: comparison_tables(root / "experiments" / a, root / "experiments" / b),
     }
     build = builders.get((name, len(words)))
     if build is None:
         raise TableError(
-            f"no table {' '.join([name, *words])!r}; there is: variants, results VARIANT, comparison A B"
+            f"no table {' '.join([name, *words])!r}; there is: variants, results VARIANT, comparison A B, "
+            "summary BASELINE VARIANT"
         )
     return "\n".join(table.as_markdown() for table in build(*words))
 
@@ -234,19 +279,27 @@ def _quality_comparison(first: Path, second: Path) -> list[Table]:
             f"{row.difference.value:+.3f} ± {row.difference.standard_error:.3f}",
             f"{row.difference.low:+.3f} to {row.difference.high:+.3f}",
             _p_value(row.discordance.p_value) if row.discordance else "-",
+            f"{row.judgement.margin:g}",
+            _verdict(row.judgement),
             str(row.difference.count),
         )
         for row in comparison.compare_quality(*paths)
     ]
     columns = (
         "task", "measure", a["variant"], b["variant"],
-        "difference ± SE", "95 % interval", "McNemar p", "items",
+        "difference ± SE", "95 % interval", "McNemar p", "margin", "verdict", "items",
     )  # fmt: skip
     sizes = [record["provenance"]["checkpoint"]["size_bytes"] for record in (a, b)]
     size = f"Checkpoints on disk: {sizes[0] / 1e6:,.1f} MB and {sizes[1] / 1e6:,.1f} MB, {sizes[0] / sizes[1]:.2f}x."
     title = f"Quality: {a['variant']} and {b['variant']}, paired by item"
     return [
-        Table(title, columns, tuple(rows), (size, _SIGNS, *(_source(path) for path in paths)), text_columns=2)
+        Table(
+            title,
+            columns,
+            tuple(rows),
+            (size, _SIGNS, _VERDICTS, *(_source(path) for path in paths)),
+            text_columns=2,
+        )
     ]
 
 
@@ -353,6 +406,58 @@ def _source(path: Path) -> str:
     commit = (known["git"]["commit"] or "none")[:10] + ("+changes" if known["git"]["dirty"] else "")
     vllm = known["packages"].get("vllm", "?")
     return f"{record['variant']}/{path.name}: `{known['command']}`, commit {commit}, vLLM {vllm}, {_hardware(record)}."
+
+
+def _acceptance_rows(root: Path, baseline: str, name: str) -> tuple[list[tuple[str, ...]], list[str]]:
+    """The deepest K at which both were counted, and where that is from."""
+    found = [results.read(root, "draft_depth", one) for one in (baseline, name)]
+    first, second = found
+    if first is None or second is None:
+        return [], []
+    a, b = ({row["depth"]: row for row in record["depths"]} for record in (first, second))
+    both = sorted(a.keys() & b.keys())
+    if not both:
+        return [], []
+    before, after = a[both[-1]], b[both[-1]]
+    lengths = before["acceptance_length"], after["acceptance_length"]
+    row = (
+        f"acceptance length, K={both[-1]}",
+        *(f"{length:.3f}" for length in lengths),
+        f"{lengths[1] / lengths[0]:.1%}",
+        "",
+        f"{before['drafts']} and {after['drafts']} drafts",
+    )
+    return [row], [_result_source("draft_depth", record) for record in (first, second)]
+
+
+def _start_up_rows(root: Path, name: str) -> tuple[list[tuple[str, ...]], list[str]]:
+    """Cold starts against starts from the baked compile cache, and where that is from."""
+    record = results.read(root, "start_up", name)
+    if record is None:
+        return [], []
+    cold, baked = (median(start["ready_seconds"] for start in record[kind]) for kind in ("cold", "baked"))
+    ratio = record["ready_cold_over_baked"]
+    row = (
+        f"start-up of {name}, s: cold and baked compile cache",
+        f"{cold:.1f}",
+        f"{baked:.1f}",
+        f"{ratio['value']:.2f}x [{ratio['low']:.2f}, {ratio['high']:.2f}]",
+        "",
+        f"{len(record['baked'])} starts each, medians",
+    )
+    return [row], [_result_source("start_up", record)]
+
+
+def _result_source(name: str, record: dict[str, Any]) -> str:
+    known = record["provenance"]
+    commit = (known["git"]["commit"] or "none")[:10] + ("+changes" if known["git"]["dirty"] else "")
+    return f"results/{name}_{record['variant']}.json: `{known['command']}`, commit {commit}, {_hardware(record)}."
+
+
+def _verdict(judgement: Judgement) -> str:
+    """The verdict; of an inconclusive one, the items that it would take."""
+    needed = f", {judgement.items_needed:,} items would do" if judgement.items_needed else ""
+    return f"{judgement.verdict}{needed}"
 
 
 def _p_value(p: float) -> str:

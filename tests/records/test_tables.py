@@ -49,8 +49,8 @@ def test_a_comparison_shows_scores_latency_sizes_and_where_they_come_from(reposi
     experiments = repository / "experiments"
     quality, latency = tables.comparison_tables(experiments / "a", experiments / "b")
     assert quality.rows[0][:5] == ("facts", "exact match", "0.500", "0.500", "+0.000 ± 0.000")
-    assert quality.rows[0][-2:] == ("1.000", "4")
-    assert quality.rows[1][-2] == "-"
+    assert quality.rows[0][-4:] == ("1.000", "0.04", "inconclusive, 108 items would do", "4")
+    assert quality.rows[1][-4] == "-"
     assert "8.0 MB" in quality.notes[0]
     assert latency.rows[0][0:2] == ("short 16 -> 16", "TTFT")
     assert latency.rows[0][4] == "1.00x"
@@ -168,3 +168,68 @@ def test_a_record_changed_by_hand_does_not_reach_a_table(repository, readme):
 
 def test_every_table_in_the_repository_is_what_its_records_generate():
     assert tables.outdated(variant.repository_root()) == {}
+
+
+def exploration(name, one, hardware, **found):
+    provenance = {
+        "command": f"python {name}",
+        "git": {"commit": "c" * 40, "dirty": False},
+        "hardware": hardware,
+    }
+    return {"schema": f"{name}/1", "variant": one, **found, "provenance": provenance}
+
+
+def test_a_summary_has_a_line_for_each_measure_that_has_a_record(repository, quality):
+    table = tables.summary_table(repository, "a", "b")
+    assert [row[0] for row in table.rows] == [
+        "size on disk, MB",
+        "facts, exact match",
+        "prose, bits per byte",
+    ]
+    assert table.rows[1][1:] == (
+        "0.500",
+        "0.500",
+        "+0.000 ± 0.000",
+        "inconclusive, 108 items would do (margin 0.04)",
+        "4 items",
+    )
+
+    hardware = quality["provenance"]["hardware"]
+    (repository / "results").mkdir()
+    for one, lengths in (("a", {2: 2.0, 4: 4.0}), ("b", {4: 3.9, 7: 5.0})):
+        depths = [
+            {"depth": k, "drafts": 100, "acceptance_length": length, "rates": []}
+            for k, length in lengths.items()
+        ]
+        record = exploration("draft_depth", one, hardware, depths=depths)
+        (repository / "results" / f"draft_depth_{one}.json").write_text(json.dumps(record))
+    starts = {
+        kind: [{"ready_seconds": seconds + n, "graphs": []} for n in range(3)]
+        for kind, seconds in (("cold", 90.0), ("baked", 30.0))
+    }
+    ratio = {"ready_cold_over_baked": {"value": 2.94, "low": 2.8, "high": 3.1}}
+    record = exploration("start_up", "b", hardware, **starts, **ratio)
+    (repository / "results" / "start_up_b.json").write_text(json.dumps(record))
+
+    table = tables.summary_table(repository, "a", "b")
+    assert table.rows[-2] == ("acceptance length, K=4", "4.000", "3.900", "97.5%", "", "100 and 100 drafts")
+    assert table.rows[-1] == (
+        "start-up of b, s: cold and baked compile cache",
+        "91.0",
+        "31.0",
+        "2.94x [2.80, 3.10]",
+        "",
+        "3 starts each, medians",
+    )
+    notes = " ".join(table.notes)
+    for file in ("results/draft_depth_a.json", "results/draft_depth_b.json", "results/start_up_b.json"):
+        assert file in notes
+
+
+def test_acceptance_at_different_depths_is_not_compared(repository, quality):
+    (repository / "results").mkdir()
+    for one, depth in (("a", 2), ("b", 4)):
+        depths = [{"depth": depth, "drafts": 9, "acceptance_length": 2.0, "rates": []}]
+        record = exploration("draft_depth", one, quality["provenance"]["hardware"], depths=depths)
+        (repository / "results" / f"draft_depth_{one}.json").write_text(json.dumps(record))
+    assert not any("acceptance" in row[0] for row in tables.summary_table(repository, "a", "b").rows)

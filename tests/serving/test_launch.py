@@ -14,7 +14,7 @@ import pytest
 
 from slimqwen import variant
 from slimqwen.checkpoint import CorruptCheckpointError, MissingCheckpointError
-from slimqwen.serving import launch
+from slimqwen.serving import baked_cache, compile_watch, launch
 
 SERVABLE = "VLLM_MODEL=weights/v\nVLLM_HOST=127.0.0.1\nVLLM_PORT=8080\nVLLM_CPU_KVCACHE_SPACE=1\n"
 
@@ -180,6 +180,115 @@ def test_a_server_that_dies_at_start_is_an_error_that_quotes_its_log(servable, t
         launch.serving(command, log=log, timeout_s=120),
     ):
         pytest.fail("it served")
+
+
+ORPHAN = """
+import dataclasses, sys
+from pathlib import Path
+from slimqwen import variant
+from slimqwen.serving import baked_cache, compile_watch, launch
+
+command = launch.resolve(variant.load("tiny"), port=launch.free_port(), platform="cpu")
+asleep = (sys.executable, "-c", "import time; time.sleep(300)")
+with launch.serving(dataclasses.replace(command, argv=asleep), log=Path(sys.argv[1])):
+    pass
+"""
+
+
+def test_a_server_ends_with_the_process_that_started_it_however_that_dies(tmp_path):
+    parent = subprocess.Popen([sys.executable, "-c", ORPHAN, str(tmp_path / "log")])
+    try:
+        deadline = time.monotonic() + 120
+        while not (children := psutil.Process(parent.pid).children()):
+            assert parent.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        # Between fork and exec a child is not yet what it will be.
+        while "sleep" not in " ".join(children[0].cmdline()):
+            time.sleep(0.05)
+    finally:
+        parent.kill()
+        parent.wait()
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert [one for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
+
+
+@pytest.fixture
+def baked_for(monkeypatch, servable, tmp_path):
+    """The variant with a manifest beside its weights that says it was baked for this machine, or another."""
+
+    def make(machine=None, device="", flags=None):
+        command = servable("VLLM_ENFORCE_EAGER=0")
+        manifest = baked_cache.BakedCache(
+            machine=baked_cache.this_machine("cpu") | (machine or {}),
+            device=device,
+            flags=baked_cache.decisive({**command.flags, **(flags or {})}),
+            environment=dict(command.variables),
+            graphs={"backbone": 1.0},
+            files={},
+            archive_sha256="ab" * 32,
+        )
+        (tmp_path / "weights/v" / baked_cache.MANIFEST).write_text(manifest.model_dump_json())
+        return servable()
+
+    return make
+
+
+def test_a_baked_cache_that_fits_is_where_vllm_looks(baked_for, tmp_path):
+    command = baked_for()
+    assert command.cache.usable
+    assert command.environment["VLLM_CACHE_ROOT"] == str(
+        tmp_path / ".cache" / "baked-abababababababab" / "vllm"
+    )
+
+
+def test_a_baked_cache_for_something_else_is_not_used_and_refused_where_required(baked_for, tmp_path):
+    assert baked_for().environment["VLLM_CACHE_ROOT"].count("baked-") == 1
+    command = baked_for(machine={"torch": "1.0"}, flags={"max-num-seqs": 99})
+    assert not command.cache.usable
+    assert "torch was 1.0 and is" in command.cache.differences[0]
+    assert "--max-num-seqs was 99 and is not set" in command.cache.differences
+    assert "baked-" not in command.environment["VLLM_CACHE_ROOT"]
+    launch.check(command)
+    required = launch.resolve(command.variant, port=launch.free_port(), platform="cpu", require_baked=True)
+    with pytest.raises(
+        baked_cache.BakedCacheError, match=r"compile cache of v is for something else: torch was"
+    ):
+        launch.check(required)
+
+
+def test_a_required_cache_that_was_never_baked_is_told_with_the_command_that_bakes_it(servable):
+    command = servable("VLLM_ENFORCE_EAGER=0", "REQUIRE_BAKED=1")
+    with pytest.raises(
+        baked_cache.BakedCacheError, match=r"has no baked compile cache; .*make recipe VARIANT=v"
+    ):
+        launch.check(command)
+
+
+def test_a_required_cache_of_a_variant_that_compiles_nothing_is_refused(servable):
+    with pytest.raises(
+        baked_cache.BakedCacheError, match="compiles nothing and a baked compile cache is required"
+    ):
+        servable("REQUIRE_BAKED=1")
+
+
+@pytest.mark.parametrize(("here", "alias"), [("NVIDIA A10G", "NVIDIA A40"), ("NVIDIA A40", "")])
+def test_a_gpu_of_another_name_and_the_same_capability_is_told_to_vllm(baked_for, monkeypatch, here, alias):
+    monkeypatch.setattr(baked_cache, "this_device", lambda platform: here)
+    command = baked_for(device="NVIDIA A40", machine={"compute capability": "8.6"})
+    facts = baked_cache.this_machine("cpu") | {"compute capability": "8.6"}
+    monkeypatch.setattr(baked_cache, "this_machine", lambda platform: facts)
+    command = launch.resolve(command.variant, port=launch.free_port(), platform="cpu")
+    assert command.cache.differences == ()
+    wanted = compile_watch.Wanted.model_validate_json(command.environment[compile_watch.VARIABLE])
+    assert (wanted.device, wanted.capability) == (alias, "8.6" if alias else "")
+
+
+def test_another_compute_capability_is_a_difference(baked_for):
+    command = baked_for(device="NVIDIA L4", machine={"compute capability": "8.9"})
+    assert "compute capability was 8.9 and is not set" in command.cache.differences
+    wanted = compile_watch.Wanted.model_validate_json(command.environment[compile_watch.VARIABLE])
+    assert wanted.device == ""
 
 
 @pytest.mark.engine

@@ -1,0 +1,134 @@
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from slimqwen.evaluation import statistics, verdict
+from slimqwen.evaluation.statistics import Difference, Discordance
+from slimqwen.evaluation.verdict import Verdict
+
+
+def judged(value, low, high, *, margin=0.04, higher_is_better=True, discordance=None, count=100):
+    difference = Difference(value, (high - low) / 4, low, high, count)
+    return verdict.judge(difference, discordance, margin=margin, higher_is_better=higher_is_better)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "said"),
+    [
+        (-0.03, 0.01, Verdict.PASS),
+        (-0.05, 0.01, Verdict.INCONCLUSIVE),
+        (-0.09, -0.03, Verdict.INCONCLUSIVE),
+        (-0.09, -0.05, Verdict.FAIL),
+        (0.01, 0.02, Verdict.PASS),
+    ],
+)
+def test_the_whole_interval_has_to_lie_on_one_side_of_the_margin(low, high, said):
+    assert judged((low + high) / 2, low, high).verdict is said
+    # The same where less is better.
+    assert judged(-(low + high) / 2, -high, -low, higher_is_better=False).verdict is said
+
+
+def test_an_inconclusive_run_says_how_many_items_would_pass():
+    found = judged(-0.01, -0.05, 0.03)
+    assert found.verdict is Verdict.INCONCLUSIVE
+    assert found.items_needed == pytest.approx(100 * (0.04 / 0.03) ** 2, abs=1)
+    # Beyond the margin already: more of the same would fail.
+    assert judged(-0.05, -0.09, -0.01).items_needed is None
+    assert judged(0.0, -0.01, 0.01).items_needed is None
+
+
+def test_a_handful_of_equal_answers_does_not_pass():
+    """Where nothing differs a bootstrap's interval is a point, however few the items."""
+    same = [True] * 20
+    difference = statistics.paired_difference(same, same)
+    assert (difference.low, difference.high) == (0, 0)
+    found = verdict.judge(difference, statistics.mcnemar(same, same), margin=0.04, higher_is_better=True)
+    assert found.verdict is Verdict.INCONCLUSIVE
+    same = [True] * 1000
+    difference = statistics.paired_difference(same, same)
+    found = verdict.judge(difference, statistics.mcnemar(same, same), margin=0.04, higher_is_better=True)
+    assert found.verdict is Verdict.PASS
+
+
+@given(st.integers(0, 200), st.integers(0, 200), st.integers(400, 2000))
+def test_the_exact_interval_holds_the_difference_and_turns_with_the_sides(gained, lost, count):
+    low, high = verdict.paired_proportion_interval(Discordance(lost, gained, 1.0), count)
+    assert -1 <= low <= (gained - lost) / count <= high <= 1
+    assert verdict.paired_proportion_interval(Discordance(gained, lost, 1.0), count) == pytest.approx(
+        (-high, -low)
+    )
+
+
+@pytest.mark.parametrize("count", [20, 300])
+def test_the_exact_interval_is_made_of_clopper_and_pearsons(count):
+    gained, lost = (stats.binomtest(number, count).proportion_ci(0.975, method="exact") for number in (3, 7))
+    found = verdict.paired_proportion_interval(Discordance(7, 3, 1.0), count)
+    assert found == pytest.approx((gained.low - lost.high, gained.high - lost.low))
+
+
+def test_as_many_items_as_an_inconclusive_run_asks_for_do_pass():
+    first = [True] * 40
+    second = [False, *first[1:]]
+
+    def of(times):
+        a, b = first * times, second * times
+        return verdict.judge(
+            statistics.paired_difference(a, b), statistics.mcnemar(a, b), margin=0.04, higher_is_better=True
+        )
+
+    needed = of(1).items_needed
+    assert of(1).verdict is Verdict.INCONCLUSIVE
+    assert of(-(-needed // 40)).verdict is Verdict.PASS
+    assert of(needed // 40 - 2).verdict is Verdict.INCONCLUSIVE
+
+
+def test_the_exact_interval_covers_at_least_as_often_as_it_says():
+    chance = np.random.default_rng(0)
+    gain, loss, count = 0.02, 0.05, 300
+    inside = 0
+    for only_second, only_first, _ in chance.multinomial(count, (gain, loss, 1 - gain - loss), size=1000):
+        low, high = verdict.paired_proportion_interval(
+            Discordance(int(only_first), int(only_second), 1.0), count
+        )
+        inside += low <= gain - loss <= high
+    assert inside >= 950
+
+
+def test_a_model_against_itself_never_fails_and_a_true_loss_at_the_margin_seldom_passes():
+    chance = random.Random(0)
+    passed = failed = 0
+    for _ in range(200):
+        first = [chance.random() < 0.7 for _ in range(400)]
+        # One answer in twelve turns wrong: a loss of 0.058, the margin being 0.04.
+        second = [right and chance.random() > 1 / 12 for right in first]
+        difference = statistics.mean([b - a for a, b in zip(first, second, strict=True)])
+        interval = Difference(difference.value, difference.standard_error, 0, 0, 400)
+        found = verdict.judge(interval, statistics.mcnemar(first, second), margin=0.04, higher_is_better=True)
+        passed += found.verdict is Verdict.PASS
+        again = verdict.judge(
+            Difference(0, 0, 0, 0, 400), statistics.mcnemar(first, first), margin=0.04, higher_is_better=True
+        )
+        failed += again.verdict is Verdict.FAIL
+    assert passed <= 5
+    assert failed == 0
+
+
+def test_the_smallest_effect_is_what_eighty_percent_of_runs_would_see():
+    assert judged(0.0, -0.04, 0.04).smallest_effect == pytest.approx(0.02 * (1.959964 + 0.841621), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "said"),
+    [
+        ([Verdict.PASS, Verdict.PASS], Verdict.PASS),
+        ([Verdict.PASS, Verdict.INCONCLUSIVE], Verdict.INCONCLUSIVE),
+        ([Verdict.INCONCLUSIVE, Verdict.FAIL], Verdict.FAIL),
+        ([], Verdict.INCONCLUSIVE),
+    ],
+)
+def test_the_whole_is_as_good_as_its_worst_part(verdicts, said):
+    assert verdict.overall(verdicts) is said

@@ -1,0 +1,113 @@
+"""A recipe of all real stages, shortened, killed at 20 random instants: about a quarter of an hour on two cores.
+
+Outside the default run: `make test-soak`. `test_runner.py` has the same with stages that only count.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from slimqwen import checkpoint, variant
+from slimqwen.checkpoint import Manifest
+from slimqwen.serving import baked_cache
+
+ROOT = Path(__file__).parents[2]
+KILLS = 20
+CONFIG = """
+VLLM_MODEL=weights/v
+VLLM_HOST=127.0.0.1
+VLLM_MAX_MODEL_LEN=128
+VLLM_MAX_NUM_SEQS=1
+VLLM_ENABLE_PREFIX_CACHING=0
+VLLM_ENFORCE_EAGER=0
+VLLM_CPU_KVCACHE_SPACE=1
+VLLM_SPECULATIVE_CONFIG='{"method": "mtp", "num_speculative_tokens": 2}'
+"""
+RECIPE = """
+description: every stage, each as short as it can be
+base: tiny
+stages:
+  - calibrate: {targets: [mlp], corpus: {source: tinyworld, sequences: 8, length: 64}}
+  - prune_vocab: {size: 4096, corpus: {source: tinyworld, documents: 400}}
+  - sample_outputs: {texts: 32, held_out: 16, tokens: 24, chunk: 16}
+  - redistill_mtp: {depth: 2, steps: 8, validate_every: 2}
+  - bake_cache: {prompt_tokens: [1, 64]}
+"""
+RUN = """
+import sys
+from pathlib import Path
+from slimqwen.recipe import recipe_file, runner
+
+root = Path(sys.argv[1])
+recipe = recipe_file.read(root / "experiments" / "v" / "recipe.yaml")
+runner.run(recipe, "v", root / "weights", lambda base: root / "weights" / base)
+"""
+
+pytestmark = [pytest.mark.soak, pytest.mark.engine, pytest.mark.timeout(3600)]
+
+
+def a_repository(root: Path) -> Path:
+    folder = root / "experiments" / "v"
+    folder.mkdir(parents=True)
+    (folder / "config.env").write_text(CONFIG)
+    (folder / "recipe.yaml").write_text(RECIPE)
+    (folder / "measurements.json").write_text(json.dumps({"hypothesis": "it resumes", "baseline": None}))
+    (root / "weights").mkdir()
+    (root / "weights" / "tiny").symlink_to(ROOT / "weights" / "tiny")
+    return root
+
+
+def start(root: Path) -> "subprocess.Popen[bytes]":
+    with (root / "log").open("ab") as log:
+        return subprocess.Popen([sys.executable, "-c", RUN, str(root)], stdout=log, stderr=log)
+
+
+def content(folder: Path) -> dict[str, str]:
+    """Hashes of all that has to come out the same: everything but what a compiler made and when."""
+    compiled = (baked_cache.ARCHIVE, baked_cache.MANIFEST)
+    files = Manifest.read(folder).files
+    return {name: record.sha256 for name, record in files.items() if name not in compiled}
+
+
+def test_real_stages_killed_at_any_instant_end_in_the_same_checkpoint(tmp_path: Path) -> None:
+    whole, killed = a_repository(tmp_path / "whole"), a_repository(tmp_path / "killed")
+    begun = time.monotonic()
+    assert start(whole).wait() == 0, (whole / "log").read_text()[-2000:]
+    duration = time.monotonic() - begun
+    chance = random.Random(0)
+    cut_short, stages_cut = 0, set()
+    for _ in range(KILLS):
+        process = start(killed)
+        time.sleep(chance.uniform(0.02, 0.4) * duration)
+        cut_short += process.poll() is None
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        store = killed / "weights" / "store"
+        entries = [folder for folder in store.glob("[!.]*") if folder.is_dir()]
+        for folder in entries:
+            checkpoint.verify(folder, "it should be whole")
+        stages_cut.add(len(entries))
+        link = killed / "weights" / "v"
+        assert link.is_dir() or not os.path.lexists(link)
+        if link.is_dir():
+            # From the start again, so that early stages are cut as well.
+            subprocess.run(["rm", "-r", str(link), str(store)], check=True)
+    assert start(killed).wait() == 0, (killed / "log").read_text()[-2000:]
+    assert cut_short >= KILLS / 2
+    assert len(stages_cut) >= 4
+    assert content(killed / "weights" / "v") == content(whole / "weights" / "v")
+    facts = Manifest.read(killed / "weights" / "v").facts
+    assert facts["graphs"] == 2
+    baked = baked_cache.read(killed / "weights" / "v")
+    assert baked is not None
+    place = tmp_path / "place"
+    baked_cache.restore(killed / "weights" / "v", baked, place)
+    assert (place / "vllm").is_dir()
+    assert variant.load("v", killed).weights.is_dir()
