@@ -52,6 +52,9 @@ eval-quality: ## score VARIANT on a sample of its suite (LIMIT=150 items a task)
 eval-quality-full: ## score VARIANT on every item of its suite
 	@$(RUN) scripts/eval_quality.py --variant $(VARIANT) --full
 
+eval-fidelity: ## compare VARIANT's next-token distributions with its baseline's (STAGES=1: after each stage too)
+	@$(RUN) scripts/eval_fidelity.py --variant $(VARIANT) $(if $(filter 1,$(STAGES)),--stages)
+
 eval-latency: ## time VARIANT over the short, medium and long classes
 	@$(RUN) scripts/eval_latency.py --variant $(VARIANT)
 
@@ -77,6 +80,10 @@ calibration-corpus: ## mix a calibration text (SOURCES="tinyworld a=f.jsonl:2" T
 bench-start: ## time cold starts of VARIANT against starts from its baked cache, into results/ (ROUNDS=5)
 	@$(RUN) scripts/bench_start.py --variant $(VARIANT) $(if $(ROUNDS),--rounds $(ROUNDS))
 
+roofline: ## the fastest that VARIANT could be on a GPU (GPU=a10g WITH="tiny-awq" ACCEPTANCE=4.5), into results/
+	@$(RUN) scripts/roofline.py --variant $(VARIANT) $(if $(GPU),--gpu $(GPU)) $(if $(WITH),--with $(WITH)) \
+		$(if $(ACCEPTANCE),--acceptance-length $(ACCEPTANCE))
+
 bench-prune-vocab: ## time pruning a 4B-shaped checkpoint against copying it (asks for 18 GB of disk first; YES=1)
 	@$(RUN) scripts/bench_prune_vocab.py $(if $(filter 1,$(YES)),--yes)
 
@@ -98,5 +105,5 @@ test-soak: install ## the tests that take a quarter of an hour or more
 	@$(RUN) -m pytest -m soak
 
 .PHONY: help install demo variants serve download recipe recipe-status calibrate redistill bake-cache verify clean-store eval-quality \
-	eval-quality-full eval-latency compare tables sweep-draft-depth analyze-vocab analyze-lm-head calibration-corpus \
-	bench-prune-vocab bench-start tiny tiny-tasks lint test test-soak
+	eval-quality-full eval-fidelity eval-latency compare tables sweep-draft-depth analyze-vocab analyze-lm-head calibration-corpus \
+	bench-prune-vocab bench-start roofline tiny tiny-tasks lint test test-soak

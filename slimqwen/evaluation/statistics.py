@@ -110,6 +110,27 @@ def paired_difference(first: ArrayLike, second: ArrayLike, weights: ArrayLike | 
     )
 
 
+def percentile_over_groups(groups: Sequence[ArrayLike], percent: float) -> Estimate:
+    """A percentile of all observations together, its standard error by the bootstrap over whole groups.
+
+    Raises:
+        TooFewItemsError: fewer than two groups.
+    """
+    arrays = [np.asarray(group, dtype=np.float64) for group in groups]
+    _require_two(len(arrays))
+    chance = np.random.default_rng(BOOTSTRAP_SEED)
+    drawn = [
+        float(
+            np.percentile(
+                np.concatenate([arrays[i] for i in chance.integers(len(arrays), size=len(arrays))]), percent
+            )
+        )
+        for _ in range(200)
+    ]
+    value = float(np.percentile(np.concatenate(arrays), percent))
+    return Estimate(value, float(np.std(drawn, ddof=1)), len(arrays))
+
+
 def mcnemar(first: Sequence[bool], second: Sequence[bool]) -> Discordance:
     """McNemar's exact test on paired right-or-wrong answers: a binomial test of the discordant pairs.
 

@@ -188,3 +188,23 @@ def redistill_mtp(record: Mapping[str, Any]) -> list[Panel]:
             [Line(when, positions, record[when]["rates"]) for when in ("before", "after")],
         ),
     ]
+
+
+def roofline(record: Mapping[str, Any]) -> list[Panel]:
+    """Bounds on output tokens per second against the context, a line a variant as it is served."""
+
+    def lines(batch: str) -> list[Line]:
+        drawn = []
+        for one in record["variants"]:
+            depth = one["decode"][-1]["depth"]
+            rows = [row for row in one["decode"] if row["depth"] == depth]
+            label = one["variant"] + (f", K = {depth}" if depth else "")
+            y = [row[batch]["tokens_per_second"] for row in rows]
+            drawn.append(Line(label, [row["context"] for row in rows], y))
+        return drawn
+
+    what = f"bound on {record['gpu']['name']} (tokens/s)"
+    return [
+        Panel("context (tokens), 1 sequence", what, lines("one")),
+        Panel("context (tokens), as many sequences as served", what, lines("all")),
+    ]

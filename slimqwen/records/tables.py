@@ -45,6 +45,18 @@ _MEASURE_NAMES = MappingProxyType(
 )
 
 
+_FIDELITY_NAMES = MappingProxyType(
+    {
+        "kl_nats": "KL, nats a token",
+        "top1_disagreement": "top-1 disagreement",
+        "regret_nats": "regret, nats a token",
+        "head_delta_mean": "|Δ log p| of head tokens, mean",
+        "head_delta_p99": "|Δ log p| of head tokens, p99",
+        "bits_per_byte": "growth of bits per byte",
+    }
+)
+
+
 class TableError(SlimqwenError):
     """A Markdown file asks for a table that does not exist, or does not close its block."""
 
@@ -227,6 +239,7 @@ def build_markdown(root: Path, name: str, words: list[str]) -> str:
     builders: Mapping[tuple[str, int], Callable[..., Iterable[Table]]] = {
         ("variants", 0): lambda: [variants_table(root)],
         ("results", 1): lambda name: results_tables(root / "experiments" / name),
+        ("fidelity", 1): lambda name: fidelity_tables(store.latest(root / "experiments" / name, "fidelity")),
         ("summary", 2): lambda baseline, name: [summary_table(root, baseline, name)],
         ("comparison", 2): lambda a, b: comparison_tables(root / "experiments" / a, root / "experiments" / b),
     }
@@ -234,7 +247,7 @@ def build_markdown(root: Path, name: str, words: list[str]) -> str:
     if build is None:
         raise TableError(
             f"no table {' '.join([name, *words])!r}; there is: variants, results VARIANT, comparison A B, "
-            "summary BASELINE VARIANT"
+            "summary BASELINE VARIANT, fidelity VARIANT"
         )
     return "\n".join(table.as_markdown() for table in build(*words))
 
@@ -265,6 +278,54 @@ def outdated(root: Path) -> dict[Path, str]:
         if fresh != text:
             wrong[file] = fresh
     return wrong
+
+
+def fidelity_tables(path: Path) -> list[Table]:
+    """A fidelity record: each figure beside the noise of the baseline against itself, then what each stage added.
+
+    Raises:
+        RecordError: the record cannot be read.
+    """
+    record = store.read(path)
+    floor_path = next(store.records(path.parent.parent / record["baseline"], "fidelity"), None)
+    floor = store.read(floor_path)["modes"] if floor_path else None
+    rows = [
+        (
+            _FIDELITY_NAMES[name],
+            mode,
+            _estimate(figures[name]),
+            _estimate(floor[mode][name]) if floor else "-",
+            f"{record['limits'][name]:g}",
+            record["verdicts"][mode][name],
+        )
+        for name in _FIDELITY_NAMES
+        for mode, figures in record["modes"].items()
+    ]
+    single = next(iter(record["modes"].values()))
+    compared = (
+        f"{single['positions_compared']:,} positions of {single['texts_compared']} of {single['texts']} texts; "
+        "bits per byte of all texts. Noise: the baseline's weights in vLLM against themselves in transformers."
+    )
+    tables = [
+        Table(
+            f"Fidelity of {record['variant']} to {record['baseline']}: {record['verdict']}",
+            ("figure", "read", "value ± SE", "noise ± SE", "limit", "verdict"),
+            tuple(rows),
+            (compared, *dict.fromkeys(_source(one) for one in (path, floor_path) if one)),
+            text_columns=2,
+        )
+    ]
+    if record["stages"]:
+        names = tuple(_FIDELITY_NAMES)
+        tables.append(
+            Table(
+                f"Fidelity of {record['variant']} after each stage of its recipe",
+                ("stage", *(_FIDELITY_NAMES[name] for name in names)),
+                tuple((row["stage"], *(_estimate(row[name]) for name in names)) for row in record["stages"]),
+                (_source(path),),
+            )
+        )
+    return tables
 
 
 def _quality_comparison(first: Path, second: Path) -> list[Table]:
@@ -446,6 +507,10 @@ def _start_up_rows(root: Path, name: str) -> tuple[list[tuple[str, ...]], list[s
         f"{len(record['baked'])} starts each, medians",
     )
     return [row], [_result_source("start_up", record)]
+
+
+def _estimate(found: Mapping[str, Any] | None) -> str:
+    return f"{found['value']:.5f} ± {found['standard_error']:.5f}" if found else "-"
 
 
 def _result_source(name: str, record: dict[str, Any]) -> str:

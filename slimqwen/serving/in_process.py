@@ -6,7 +6,7 @@ another in a process; two at once cannot.
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,35 @@ def try_out(folder: Path) -> None:
         raise LoaderRefusedError(
             f"{folder}: vLLM does not serve it ({type(error).__name__}: {what[:300]}); make that checkpoint anew"
         ) from error
+
+
+def read_prompts(llm: Any, prompts: Sequence[Sequence[int]], consume: Callable[[Any, Any], None]) -> None:
+    """Have an engine read prompts together, and hand on the distribution that it gives every token after the first.
+
+    vLLM makes a Python object of every number that it returns; the whole distributions of a text would be millions.
+    So they are taken where vLLM picks its top k from them: `sampler.gather_logprobs`, in this process.
+
+    Args:
+        llm: of `engine`.
+        prompts: token ids.
+        consume: hears (log-probabilities [positions, vocabulary], the tokens that follow [positions]) for a prompt, or
+            for a part of it where it is read in parts; parts come in order, prompts in any.
+    """
+    from vllm import SamplingParams
+
+    sampler = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.sampler
+    stock = sampler.gather_logprobs
+
+    def gather_logprobs(scores: Any, count: int, targets: Any, *more: Any, **named: Any) -> Any:
+        consume(scores.float().cpu(), targets.long().cpu())
+        return stock(scores, count, targets, *more, **named)
+
+    sampler.gather_logprobs = gather_logprobs
+    try:
+        settings = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], settings, use_tqdm=False)
+    finally:
+        sampler.gather_logprobs = stock
 
 
 def counter(llm: Any, name: str) -> int:

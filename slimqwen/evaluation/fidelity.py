@@ -1,0 +1,521 @@
+"""How far a checkpoint's next-token distributions are from its baseline's, token by token on fixed texts.
+
+The baseline is read by transformers in 32 bit, the variant by vLLM as it serves: the same texts go through both, and
+every position gives the whole distribution of each (no top k). Scores of tasks need thousands of answers to see what
+these figures see in a minute.
+
+A pruned variant is compared on the texts whose tokens it all kept, against the baseline's distribution over the kept
+tokens; bits per byte are compared on every text, for they do not depend on the vocabulary.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+from torch import Tensor
+
+from slimqwen import checkpoint
+from slimqwen import variant as variants
+from slimqwen.errors import SlimqwenError
+from slimqwen.evaluation import statistics
+from slimqwen.evaluation.verdict import Verdict, overall
+from slimqwen.progress import Progress, silent
+from slimqwen.recipe import recipe_file, runner
+from slimqwen.recipe.prune_vocab import VOCAB_MAP
+from slimqwen.records import provenance, store
+from slimqwen.serving import in_process, launch
+from slimqwen.variant import Variant
+
+MODES = ("single", "batched")
+"""One text at a time, and several at once with a token budget that cuts their prompts into chunks."""
+
+_HEAD_LOG_PROBABILITY = math.log(0.01)
+"""A token that the baseline gives at least this is a head token: the tail's log-probabilities are noise."""
+
+_SERVED = ("dtype", "kv-cache-dtype", "quantization")
+"""The flags of a variant that decide what a prompt's distributions are."""
+
+_ROWS = 512
+"""Positions whose distributions are compared at a time."""
+
+_Z = 1.959964
+
+
+class FidelityError(SlimqwenError):
+    """Texts, limits or the two checkpoints do not allow a comparison."""
+
+
+class Limits(BaseModel):
+    """The largest values that still pass, all in nats a token but the shares and the bits.
+
+    Attributes:
+        kl_nats: mean divergence of the variant from the baseline, KL(baseline || variant).
+        top1_disagreement: share of positions whose likeliest token differs.
+        regret_nats: mean of what the baseline's log-probability loses where the variant would choose another token.
+        head_delta_mean: mean |log-probability difference| of the text's own tokens that the baseline gives 1 % or more.
+        head_delta_p99: their 99th percentile.
+        bits_per_byte: growth.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kl_nats: float
+    top1_disagreement: float
+    regret_nats: float
+    head_delta_mean: float
+    head_delta_p99: float
+    bits_per_byte: float
+
+
+class Plan(BaseModel):
+    """eval/fidelity/<name>.yaml.
+
+    Attributes:
+        texts: a .jsonl file of {"id", "text"}, relative to the repository.
+        prefix: the token that every text follows, by name.
+        batch: texts replayed together in the mode batched.
+        limits: for same_weights and changed_weights.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    texts: Path
+    prefix: str
+    batch: int
+    limits: dict[str, Limits]
+
+
+@dataclass(frozen=True)
+class PairedText:
+    """One text in the token ids of both sides, the prefix first.
+
+    Attributes:
+        comparable: the variant's ids are the baseline's, mapped: its distributions can be compared.
+    """
+
+    name: str
+    bytes: int
+    baseline_ids: list[int]
+    variant_ids: list[int]
+    comparable: bool
+
+
+@dataclass
+class Reading:
+    """What the two sides made of one text in one mode; sums are over its positions."""
+
+    name: str
+    mode: str
+    bytes: int
+    compared: int = 0
+    kl_nats: float = 0.0
+    disagreements: int = 0
+    regret_nats: float = 0.0
+    baseline_bits: float = 0.0
+    variant_bits: float = 0.0
+    head_deltas: list[float] = field(default_factory=list)
+
+
+def load_plan(name: str, root: Path) -> Plan:
+    """Read eval/fidelity/<name>.yaml.
+
+    Raises:
+        FidelityError: no such file, or a field is missing or wrong.
+    """
+    file = root / "eval" / "fidelity" / f"{name}.yaml"
+    try:
+        plan = Plan.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise FidelityError(
+            f"eval/fidelity/{file.name}: {error.strerror}; write its texts and limits there"
+        ) from None
+    except (yaml.YAMLError, ValidationError) as error:
+        raise FidelityError(
+            f"eval/fidelity/{file.name}: unusable ({' '.join(str(error).split())[:200]})"
+        ) from None
+    if set(plan.limits) != {"same_weights", "changed_weights"}:
+        raise FidelityError(f"eval/fidelity/{file.name}: limits are for same_weights and changed_weights")
+    return plan
+
+
+def measure(
+    one: Variant,
+    plan_name: str,
+    *,
+    command: Sequence[str],
+    stages: bool,
+    records_folder: Path | None = None,
+    progress: Progress = silent,
+) -> Path:
+    """Compare a variant with its baseline, or a baseline with itself, and write its fidelity record.
+
+    Args:
+        one: the variant; its weights, dtype and KV cache are what is compared, in an engine of its own without
+            compilation.
+        plan_name: of eval/fidelity/.
+        command: the command that asked for it, for the record.
+        stages: compare what each stage of its recipe made too, as far as the store has it.
+        records_folder: instead of the variant's own folder.
+        progress: hears the texts done.
+
+    Returns:
+        The record's path.
+
+    Raises:
+        FidelityError: no comparison is possible.
+        SlimqwenError: weights are missing, or what `compare` raises.
+    """
+    started = provenance.utc_now()
+    plan = load_plan(plan_name, one.root)
+    baseline = variants.load(one.baseline, one.root) if one.baseline else one
+    for side in (one, baseline):
+        checkpoint.check(side.weights, variants.making_command(side.weights, side.root))
+    served = launch.resolve(one)
+    flags = {name: served.flags[name] for name in _SERVED if name in served.flags}
+    context = min(_context(side) for side in (one, baseline))
+
+    def figures(folder: Path) -> tuple[dict[str, dict[str, Any]], list[Reading]]:
+        readings = compare(
+            folder, baseline.weights, plan, one.root, flags=flags, max_model_len=context, progress=progress
+        )
+        return summarise(readings), readings
+
+    modes, readings = figures(one.weights)
+    same = checkpoint.digest(one.weights) == checkpoint.digest(baseline.weights)
+    kind = "same_weights" if same else "changed_weights"
+    verdicts = {mode: judge(modes[mode], plan.limits[kind]) for mode in MODES}
+    record = {
+        "schema": "fidelity/1",
+        "variant": one.name,
+        "baseline": baseline.name,
+        "plan": plan_name,
+        "limits": {"of": kind, **plan.limits[kind].model_dump()},
+        "modes": modes,
+        "verdicts": verdicts,
+        "verdict": overall([each for mode in MODES for each in verdicts[mode].values()]),
+        "stages": [
+            {"stage": stage, **figures(folder)[0]["single"]}
+            for stage, folder in (_stages(one) if stages else [])
+        ],
+        "provenance": provenance.describe(
+            root=one.root,
+            command=command,
+            started=started,
+            flags={**flags, "enforce-eager": True, "max-model-len": context},
+            environment={},
+            weights=one.weights,
+            datasets=[one.root / plan.texts, one.root / "eval" / "fidelity" / f"{plan_name}.yaml"],
+            seeds={},
+            server="started",
+        ),
+    }
+    items = [{key: value for key, value in asdict(one).items() if key != "head_deltas"} for one in readings]
+    return store.write(records_folder or one.folder, record, items)
+
+
+def compare(
+    variant: Path,
+    baseline: Path,
+    plan: Plan,
+    root: Path,
+    *,
+    max_model_len: int,
+    flags: Mapping[str, Any] | None = None,
+    progress: Progress = silent,
+) -> list[Reading]:
+    """Read the plan's texts with both checkpoints, each text alone and all joined to the context's length.
+
+    Args:
+        variant: a checkpoint that vLLM serves; of the baseline's tokenizer, or pruned from it.
+        baseline: a checkpoint that transformers loads.
+        plan: texts and batch.
+        root: what the plan's paths are relative to.
+        max_model_len: tokens that the long text is cut to, both sides' context allowing it.
+        flags: of vLLM, by name without dashes.
+        progress: hears the texts done.
+
+    Returns:
+        one reading a text and mode.
+
+    Raises:
+        FidelityError: a text or the prefix is missing, or the vocabularies are unrelated.
+    """
+    texts = _texts(root / plan.texts)
+    sequences = list(_sequences(variant, baseline, texts, plan.prefix, max_model_len))
+    kept = _kept(variant)
+    model = _Baseline(baseline)
+    readings: list[Reading] = []
+    longest = max(len(sequence.variant_ids) for sequence in sequences)
+    with in_process.engine(
+        variant,
+        max_model_len=16 * math.ceil((longest + 1) / 16),
+        max_num_seqs=plan.batch,
+        # Less than a batch of texts has, so that prompts are cut and mixed.
+        max_num_batched_tokens=max(1024, plan.batch),
+        **{name.replace("-", "_"): value for name, value in (flags or {}).items()},
+    ) as llm:
+        for first in range(0, len(sequences), plan.batch):
+            progress("reading texts", first, len(sequences))
+            group = sequences[first : first + plan.batch]
+            expected = [model.log_probabilities(sequence.baseline_ids) for sequence in group]
+            for mode in MODES:
+                fresh = [Reading(sequence.name, mode, sequence.bytes) for sequence in group]
+                readers = [
+                    _Reader(sequence, log_p, kept, reading)
+                    for sequence, log_p, reading in zip(group, expected, fresh, strict=True)
+                ]
+                together = [readers] if mode == "batched" else [[reader] for reader in readers]
+                for these in together:
+                    _replay(llm, these)
+                readings += fresh
+        progress("reading texts", len(sequences), len(sequences))
+    return readings
+
+
+def summarise(readings: Sequence[Reading]) -> dict[str, dict[str, Any]]:
+    """Figures of each mode with standard errors over texts: what a record holds."""
+    return {mode: _summary([one for one in readings if one.mode == mode]) for mode in MODES}
+
+
+def judge(figures: Mapping[str, Any], limits: Limits) -> dict[str, Verdict]:
+    """A verdict for each limit: pass where the whole interval is within it, fail where all of it is beyond."""
+    verdicts = {}
+    for name, limit in limits:
+        found = figures[name]
+        if found is None:
+            verdicts[name] = Verdict.INCONCLUSIVE
+            continue
+        half = _Z * found["standard_error"]
+        low, high = found["value"] - half, found["value"] + half
+        verdicts[name] = (
+            Verdict.PASS if high <= limit else Verdict.FAIL if low > limit else Verdict.INCONCLUSIVE
+        )
+    return verdicts
+
+
+def _summary(readings: Sequence[Reading]) -> dict[str, Any]:
+    compared = [one for one in readings if one.compared]
+    positions = [one.compared for one in compared]
+
+    def over_positions(sums: Sequence[float]) -> dict[str, Any] | None:
+        if len(compared) < 2:
+            return None
+        shares = [total / count for total, count in zip(sums, positions, strict=True)]
+        return asdict(statistics.mean(shares, positions))
+
+    heads = [one for one in compared if one.head_deltas]
+    deltas = torch.tensor([delta for one in heads for delta in one.head_deltas], dtype=torch.float64)
+    mean = p99 = None
+    if len(heads) >= 2:
+        weights = [len(one.head_deltas) for one in heads]
+        mean = asdict(
+            statistics.mean([sum(one.head_deltas) / len(one.head_deltas) for one in heads], weights)
+        )
+        p99 = {**asdict(statistics.percentile_over_groups([one.head_deltas for one in heads], 99))}
+    sizes = [one.bytes for one in readings]
+    growth = statistics.paired_difference(
+        [one.baseline_bits / one.bytes for one in readings],
+        [one.variant_bits / one.bytes for one in readings],
+        sizes,
+    )
+    return {
+        "texts": len(readings),
+        "texts_compared": len(compared),
+        "positions_compared": sum(positions),
+        "kl_nats": over_positions([one.kl_nats for one in compared]),
+        "top1_disagreement": over_positions([one.disagreements for one in compared]),
+        "regret_nats": over_positions([one.regret_nats for one in compared]),
+        "head_delta_mean": mean,
+        "head_delta_p99": p99,
+        "head_delta_max": float(deltas.max()) if len(deltas) else None,
+        "bits_per_byte": {
+            "value": growth.value,
+            "standard_error": growth.standard_error,
+            "count": growth.count,
+        },
+        "baseline_bits_per_byte": sum(one.baseline_bits for one in readings) / sum(sizes),
+    }
+
+
+class _Baseline:
+    """The baseline in transformers, 32 bit."""
+
+    def __init__(self, folder: Path) -> None:
+        config = checkpoint.read_config(folder)
+        if "quantization_config" in config:
+            raise FidelityError(
+                f"{folder} is quantised itself; compare with the checkpoint that it was made from"
+            )
+        architecture = getattr(transformers, config["architectures"][0])
+        transformers.utils.logging.set_verbosity_error()
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._model = architecture.from_pretrained(folder, dtype=torch.float32).eval().to(self._device)
+
+    def log_probabilities(self, ids: Sequence[int]) -> Tensor:
+        """[len(ids) - 1, vocabulary], float32: of every token after the first."""
+        with torch.inference_mode():
+            logits = self._model(torch.tensor([ids[:-1]], device=self._device), use_cache=False).logits[0]
+            return logits.float().log_softmax(-1).cpu()
+
+
+class _Reader:
+    """Compares the variant's distributions of one text with the baseline's as they come."""
+
+    def __init__(self, sequence: PairedText, log_p: Tensor, kept: Tensor | None, reading: Reading) -> None:
+        self.sequence = sequence
+        self._log_p, self._kept, self._reading = log_p, kept, reading
+        self._done = 0
+        targets = torch.tensor(sequence.baseline_ids[1:])
+        bits = -log_p.gather(1, targets[:, None]).double().sum() / math.log(2)
+        reading.baseline_bits = float(bits)
+
+    def expects(self, targets: Tensor) -> bool:
+        """Whether these are the next tokens of the text."""
+        following = self.sequence.variant_ids[self._done + 1 : self._done + 1 + len(targets)]
+        return bool(following == targets.tolist())
+
+    def take(self, log_q: Tensor, targets: Tensor) -> None:
+        """Add the next positions; log_q [positions, vocabulary]."""
+        reading, start = self._reading, self._done
+        self._done += len(targets)
+        chosen = log_q.gather(1, targets[:, None])[:, 0]
+        reading.variant_bits += float(-chosen.double().sum() / math.log(2))
+        if not self.sequence.comparable:
+            return
+        for at in range(0, len(targets), _ROWS):
+            rows = slice(at, at + _ROWS)
+            q, wanted = log_q[rows], targets[rows]
+            p = self._log_p[start + at : start + at + len(q)]
+            if self._kept is not None:
+                p = p[:, self._kept].log_softmax(-1)
+            width = min(p.shape[1], q.shape[1])
+            p, q = p[:, :width], q[:, :width]
+            best = q.argmax(1)
+            own = p.gather(1, wanted[:, None])[:, 0]
+            reading.compared += len(q)
+            reading.kl_nats += float((p.exp() * (p - q)).double().sum())
+            reading.disagreements += int((p.argmax(1) != best).sum())
+            reading.regret_nats += float((p.max(1).values - p.gather(1, best[:, None])[:, 0]).double().sum())
+            head = own >= _HEAD_LOG_PROBABILITY
+            moved = (q.gather(1, wanted[:, None])[:, 0] - own).abs()
+            reading.head_deltas += moved[head].tolist()
+
+    def finish(self) -> None:
+        """Check that the whole text came."""
+        if self._done != len(self.sequence.variant_ids) - 1:
+            raise FidelityError(
+                f"vLLM gave {self._done} of {len(self.sequence.variant_ids) - 1} positions of {self.sequence.name}; "
+                "its version may differ from the one this was written for"
+            )
+
+
+def _replay(llm: Any, readers: Sequence[_Reader]) -> None:
+    """Have vLLM read texts at once."""
+
+    def consume(log_q: Tensor, targets: Tensor) -> None:
+        # Rows come without the request's name: what follows tells whose they are.
+        for reader in readers:
+            if reader.expects(targets):
+                reader.take(log_q, targets)
+                return
+        raise FidelityError("vLLM gave positions of a text that was not asked for")
+
+    in_process.read_prompts(llm, [reader.sequence.variant_ids for reader in readers], consume)
+    for reader in readers:
+        reader.finish()
+
+
+def _texts(file: Path) -> list[tuple[str, str]]:
+    try:
+        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line]
+        return [(str(row["id"]), str(row["text"])) for row in rows]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise FidelityError(f'{file}: not usable ({error!r}); give {{"id", "text"}} a line') from None
+
+
+def _sequences(
+    variant: Path, baseline: Path, texts: Sequence[tuple[str, str]], prefix: str, max_model_len: int
+) -> Iterator[PairedText]:
+    ours, theirs = (transformers.AutoTokenizer.from_pretrained(folder) for folder in (variant, baseline))
+    map_ = _kept(variant)
+    to_old = None if map_ is None else map_.tolist()
+    starts = [tokenizer.get_vocab().get(prefix) for tokenizer in (ours, theirs)]
+    if None in starts:
+        raise FidelityError(f"{prefix!r} is no token of both checkpoints; name another prefix in the plan")
+
+    def sequence(name: str, text: str) -> PairedText:
+        new, old = (
+            [start, *tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
+            for tokenizer, start in ((ours, starts[0]), (theirs, starts[1]))
+        )
+        mapped = new if to_old is None else [to_old[token] for token in new]
+        if to_old is None and new != old:
+            raise FidelityError(
+                f"{variant} and {baseline} read {name} differently and there is no {VOCAB_MAP}; they are unrelated"
+            )
+        return PairedText(name, len(text.encode()), old, new, mapped == old)
+
+    for name, text in texts:
+        yield sequence(name, text)
+    joined = "\n".join(text for _, text in texts)
+    long = sequence("joined", joined)
+    # Cut between words, for the two sides may need different numbers of tokens.
+    while (length := max(len(long.baseline_ids), len(long.variant_ids))) > max_model_len - 1:
+        joined = joined[: int(len(joined) * 0.99 * (max_model_len - 1) / length)].rpartition(" ")[0]
+        long = sequence("joined", joined)
+    yield long
+
+
+def _context(one: Variant) -> int:
+    """Tokens that a variant is served with."""
+    config = checkpoint.text_config(checkpoint.read_config(one.weights))
+    setting = one.settings.get("VLLM_MAX_MODEL_LEN")
+    longest = int(config["max_position_embeddings"])
+    return min(int(setting.value), longest) if setting else longest
+
+
+def _stages(one: Variant) -> list[tuple[str, Path]]:
+    """What the stages of a variant's recipe made, those left out that changed neither tensors nor tokens.
+
+    Raises:
+        FidelityError: it has no recipe, or the store lacks a stage's output.
+    """
+    if one.recipe is None:
+        raise FidelityError(f"{one.name} has no recipe, so there are no stages to tell apart")
+    weights = one.root / "weights"
+    forecasts = runner.status(
+        recipe_file.read(one.recipe), weights, lambda base: variants.load(base, one.root).weights
+    )
+    found: list[tuple[str, Path]] = []
+    last: list[str] = []
+    for forecast in forecasts:
+        if not forecast.reused or forecast.key is None:
+            raise FidelityError(
+                f"the store has no output of {forecast.stage}; `make recipe VARIANT={one.name}` makes it"
+            )
+        folder = weights / "store" / forecast.key
+        files = checkpoint.Manifest.read(folder).files
+        decisive = [
+            record.sha256
+            for name, record in files.items()
+            if name.endswith((".safetensors", "tokenizer.json"))
+        ]
+        if decisive != last:
+            found.append((forecast.stage, folder))
+        last = decisive
+    return found
+
+
+def _kept(folder: Path) -> Tensor | None:
+    """The baseline's id of each of a pruned checkpoint's tokens."""
+    file = folder / VOCAB_MAP
+    if not file.is_file():
+        return None
+    return torch.tensor(json.loads(file.read_text(encoding="utf-8"))["new_to_old"])
