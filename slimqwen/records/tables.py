@@ -29,7 +29,8 @@ _BLOCK = re.compile(
 _OPENINGS = re.compile(r"<!-- table:")
 _SIGNS = "SE: standard error. Bits per byte: less is better."
 _VERDICTS = (
-    "Verdict: pass where the interval rules out a loss beyond the margin, which was written down before."
+    "Verdict: pass where the interval (an exact one for right and wrong answers) rules out a loss beyond the margin, "
+    "which was written down before; an inconclusive one would need the items in brackets. p: McNemar's, exact."
 )
 _CPU_NOTE = "Measured on a CPU: no CPU figure is evidence about a GPU."
 _MEASURE_NAMES = MappingProxyType(
@@ -204,8 +205,8 @@ def summary_table(root: Path, baseline: str, name: str) -> Table:
                 f"{row.first:.3f}",
                 f"{row.second:.3f}",
                 f"{row.difference.value:+.3f} ± {row.difference.standard_error:.3f}",
-                f"{_verdict(row.judgement)} (margin {row.judgement.margin:g})",
-                f"{row.difference.count} items",
+                f"{row.judgement.verdict} (margin {row.judgement.margin:g})",
+                f"{row.difference.count} items{_needed(row.judgement)}",
             )
         )
     sources = [_source(path) for path in paths]
@@ -214,7 +215,7 @@ def summary_table(root: Path, baseline: str, name: str) -> Table:
         sources += more_sources
     on_cpu = any(not record["provenance"]["hardware"]["gpus"] for record in records)
     notes = (_SIGNS, _VERDICTS, *((_CPU_NOTE,) if on_cpu else ()), *sources)
-    columns = ("measure", baseline, name, "change ± SE, or ratio", "verdict", "of")
+    columns = ("measure", baseline, name, "change ± SE, or ratio", "verdict", "of (needed)")
     return Table(f"{name} and its baseline {baseline}", columns, tuple(rows), notes)
 
 
@@ -341,14 +342,14 @@ def _quality_comparison(first: Path, second: Path) -> list[Table]:
             f"{row.difference.low:+.3f} to {row.difference.high:+.3f}",
             _p_value(row.discordance.p_value) if row.discordance else "-",
             f"{row.judgement.margin:g}",
-            _verdict(row.judgement),
-            str(row.difference.count),
+            str(row.judgement.verdict),
+            f"{row.difference.count}{_needed(row.judgement)}",
         )
         for row in comparison.compare_quality(*paths)
     ]
     columns = (
         "task", "measure", a["variant"], b["variant"],
-        "difference ± SE", "95 % interval", "McNemar p", "margin", "verdict", "items",
+        "change ± SE", "95 % interval", "p", "margin", "verdict", "items (need)",
     )  # fmt: skip
     sizes = [record["provenance"]["checkpoint"]["size_bytes"] for record in (a, b)]
     size = f"Checkpoints on disk: {sizes[0] / 1e6:,.1f} MB and {sizes[1] / 1e6:,.1f} MB, {sizes[0] / sizes[1]:.2f}x."
@@ -519,10 +520,9 @@ def _result_source(name: str, record: dict[str, Any]) -> str:
     return f"results/{name}_{record['variant']}.json: `{known['command']}`, commit {commit}, {_hardware(record)}."
 
 
-def _verdict(judgement: Judgement) -> str:
-    """The verdict; of an inconclusive one, the items that it would take."""
-    needed = f", {judgement.items_needed:,} items would do" if judgement.items_needed else ""
-    return f"{judgement.verdict}{needed}"
+def _needed(judgement: Judgement) -> str:
+    """The items that an inconclusive verdict lacks."""
+    return f" ({judgement.items_needed:,})" if judgement.items_needed else ""
 
 
 def _p_value(p: float) -> str:
