@@ -7,6 +7,7 @@ whose descriptor it is given: ("progress", activity, done, total), and last one 
 
 import os
 import pickle
+import resource
 import sys
 import threading
 import traceback
@@ -39,9 +40,13 @@ def _end_with_runner() -> None:
 
 
 def _peak_memory() -> int:
-    """Largest resident size of this process, bytes (the kernel's getrusage figure includes the parent's)."""
+    """Largest resident size of this process or of one that it started, bytes.
+
+    Of itself the kernel's getrusage figure would include the parent's.
+    """
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+    own = next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+    return 1024 * max(own, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
 
 
 if __name__ == "__main__":

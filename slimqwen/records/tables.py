@@ -30,7 +30,7 @@ _OPENINGS = re.compile(r"<!-- table:")
 _SIGNS = "SE: standard error. Bits per byte: less is better."
 _VERDICTS = (
     "Verdict: pass where the interval (an exact one for right and wrong answers) rules out a loss beyond the margin, "
-    "which was written down before; an inconclusive one would need the items in brackets. p: McNemar's, exact."
+    "which was written down before; an inconclusive one would need the items in brackets."
 )
 _CPU_NOTE = "Measured on a CPU: no CPU figure is evidence about a GPU."
 _MEASURE_NAMES = MappingProxyType(
@@ -186,7 +186,7 @@ def summary_table(root: Path, baseline: str, name: str) -> Table:
     """What a variant came to against its baseline, a line a measure: size, quality, acceptance length, start-up.
 
     Acceptance is that of `results/draft_depth_*.json`, start-up that of `results/start_up_<name>.json`; where there
-    is no such record, there is no such line.
+    is no such record of the checkpoint that was scored, there is no such line.
 
     Raises:
         MissingRecordError: no quality record of one of the two.
@@ -210,7 +210,8 @@ def summary_table(root: Path, baseline: str, name: str) -> Table:
             )
         )
     sources = [_source(path) for path in paths]
-    for more_rows, more_sources in (_acceptance_rows(root, baseline, name), _start_up_rows(root, name)):
+    scored = {record["variant"]: record["provenance"]["checkpoint"]["digest"] for record in records}
+    for more_rows, more_sources in (_acceptance_rows(root, scored), _start_up_rows(root, name, scored[name])):
         rows += more_rows
         sources += more_sources
     on_cpu = any(not record["provenance"]["hardware"]["gpus"] for record in records)
@@ -359,7 +360,7 @@ def _quality_comparison(first: Path, second: Path) -> list[Table]:
             title,
             columns,
             tuple(rows),
-            (size, _SIGNS, _VERDICTS, *(_source(path) for path in paths)),
+            (size, f"{_SIGNS} p: McNemar's, exact.", _VERDICTS, *(_source(path) for path in paths)),
             text_columns=2,
         )
     ]
@@ -470,10 +471,9 @@ def _source(path: Path) -> str:
     return f"{record['variant']}/{path.name}: `{known['command']}`, commit {commit}, vLLM {vllm}, {_hardware(record)}."
 
 
-def _acceptance_rows(root: Path, baseline: str, name: str) -> tuple[list[tuple[str, ...]], list[str]]:
-    """The deepest K at which both were counted, and where that is from."""
-    found = [results.read(root, "draft_depth", one) for one in (baseline, name)]
-    first, second = found
+def _acceptance_rows(root: Path, scored: Mapping[str, str]) -> tuple[list[tuple[str, ...]], list[str]]:
+    """The deepest K at which both checkpoints, given by variant and digest, were counted, and where that is from."""
+    first, second = (_of_checkpoint(root, "draft_depth", name, digest) for name, digest in scored.items())
     if first is None or second is None:
         return [], []
     a, b = ({row["depth"]: row for row in record["depths"]} for record in (first, second))
@@ -492,9 +492,9 @@ def _acceptance_rows(root: Path, baseline: str, name: str) -> tuple[list[tuple[s
     return [row], [_result_source("draft_depth", record) for record in (first, second)]
 
 
-def _start_up_rows(root: Path, name: str) -> tuple[list[tuple[str, ...]], list[str]]:
+def _start_up_rows(root: Path, name: str, digest: str) -> tuple[list[tuple[str, ...]], list[str]]:
     """Cold starts against starts from the baked compile cache, and where that is from."""
-    record = results.read(root, "start_up", name)
+    record = _of_checkpoint(root, "start_up", name, digest)
     if record is None:
         return [], []
     cold, baked = (median(start["ready_seconds"] for start in record[kind]) for kind in ("cold", "baked"))
@@ -512,6 +512,12 @@ def _start_up_rows(root: Path, name: str) -> tuple[list[tuple[str, ...]], list[s
 
 def _estimate(found: Mapping[str, Any] | None) -> str:
     return f"{found['value']:.5f} ± {found['standard_error']:.5f}" if found else "-"
+
+
+def _of_checkpoint(root: Path, exploration: str, name: str, digest: str) -> dict[str, Any] | None:
+    """The record of an exploration, if it is of this very checkpoint."""
+    record = results.read(root, exploration, name)
+    return record if record is not None and record["provenance"]["checkpoint"] == digest else None
 
 
 def _result_source(name: str, record: dict[str, Any]) -> str:

@@ -170,11 +170,12 @@ def test_every_table_in_the_repository_is_what_its_records_generate():
     assert tables.outdated(variant.repository_root()) == {}
 
 
-def exploration(name, one, hardware, **found):
+def exploration(name, one, hardware, checkpoint="ab" * 32, **found):
     provenance = {
         "command": f"python {name}",
         "git": {"commit": "c" * 40, "dirty": False},
         "hardware": hardware,
+        "checkpoint": checkpoint,
     }
     return {"schema": f"{name}/1", "variant": one, **found, "provenance": provenance}
 
@@ -231,5 +232,16 @@ def test_acceptance_at_different_depths_is_not_compared(repository, quality):
     for one, depth in (("a", 2), ("b", 4)):
         depths = [{"depth": depth, "drafts": 9, "acceptance_length": 2.0, "rates": []}]
         record = exploration("draft_depth", one, quality["provenance"]["hardware"], depths=depths)
+        (repository / "results" / f"draft_depth_{one}.json").write_text(json.dumps(record))
+    assert not any("acceptance" in row[0] for row in tables.summary_table(repository, "a", "b").rows)
+
+
+def test_figures_of_another_checkpoint_than_the_scored_one_are_left_out(repository, quality):
+    (repository / "results").mkdir()
+    for one, checkpoint in (("a", "ab" * 32), ("b", "ef" * 32)):
+        depths = [{"depth": 4, "drafts": 9, "acceptance_length": 2.0, "rates": []}]
+        record = exploration(
+            "draft_depth", one, quality["provenance"]["hardware"], checkpoint=checkpoint, depths=depths
+        )
         (repository / "results" / f"draft_depth_{one}.json").write_text(json.dumps(record))
     assert not any("acceptance" in row[0] for row in tables.summary_table(repository, "a", "b").rows)
