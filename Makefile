@@ -20,7 +20,7 @@ variants: ## list the variants: hypothesis, baseline, weights, latest figures
 
 serve: ## serve VARIANT with vLLM (PORT=8080, PLATFORM=cpu|cuda, REQUIRE_BAKED=1)
 	@exec $(RUN) scripts/serve.py --variant $(VARIANT) $(if $(PORT),--port $(PORT)) $(if $(PLATFORM),--platform $(PLATFORM)) \
-		$(if $(filter 1,$(REQUIRE_BAKED)),--require-baked)
+		$(if $(REQUIRE_BAKED),--require-baked $(REQUIRE_BAKED))
 
 download: ## get the checkpoint that VARIANT is a copy of from the model hub
 	@$(RUN) scripts/download.py --variant $(VARIANT)

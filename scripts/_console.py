@@ -28,13 +28,18 @@ logging.getLogger("vllm").setLevel(logging.ERROR)  # it warns before it has read
 errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
-def run(main: Callable[[], int]) -> None:
-    """Run a script's main and exit: 2 with one line for an expected error, 130 for Ctrl-C, else what it says."""
+def run(main: Callable[[], int], refused: int = 2) -> None:
+    """Run a script's main and exit: 130 for Ctrl-C, else what main says.
+
+    Args:
+        main: the script.
+        refused: the exit code, beside one line, for an expected error.
+    """
     try:
         sys.exit(main())
     except SlimqwenError as error:
         errors.print(f"error: {error}", markup=False)
-        sys.exit(2)
+        sys.exit(refused)
     except KeyboardInterrupt:
         errors.print("interrupted")
         sys.exit(130)

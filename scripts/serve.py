@@ -23,7 +23,7 @@ def main() -> int:
     )
     parser.add_argument(
         "--require-baked",
-        action="store_true",
+        choices=("1",),
         help="refuse to serve without the baked compile cache, as REQUIRE_BAKED=1 in its config.env does",
     )
     arguments = parser.parse_args()
@@ -32,7 +32,7 @@ def main() -> int:
             variant.load(arguments.variant),
             port=arguments.port,
             platform=arguments.platform,
-            require_baked=arguments.require_baked,
+            require_baked=arguments.require_baked is not None,
         )
     if command.platform != machine.detect():
         errors.print(

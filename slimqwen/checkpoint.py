@@ -51,6 +51,10 @@ _BITS = {
 }
 
 
+COMPILE_CACHE = ("compile_cache.tar.gz", "compile_cache.json")
+"""A compile cache beside a checkpoint and its manifest: code for one kind of machine, never to come from a hub."""
+
+
 class MissingCheckpointError(SlimqwenError):
     """There is no checkpoint where one is needed."""
 

@@ -254,7 +254,7 @@ def _is_wanted(name: str) -> bool:
     return (
         not name.startswith(".")
         and "/" not in name
-        and name != checkpoint.MANIFEST
+        and name not in (checkpoint.MANIFEST, *checkpoint.COMPILE_CACHE)
         and any(fnmatch.fnmatch(name, pattern) for pattern in _WANTED)
     )
 

@@ -42,6 +42,9 @@ _HEAD_LOG_PROBABILITY = math.log(0.01)
 _SERVED = ("dtype", "kv-cache-dtype", "quantization")
 """The flags of a variant that decide what a prompt's distributions are."""
 
+_JOINED = "joined"
+"""All texts as one, to the context's length: not a further text, so kept out of every mean."""
+
 _ROWS = 512
 """Positions whose distributions are compared at a time."""
 
@@ -285,7 +288,10 @@ def summarise(readings: Sequence[Reading]) -> dict[str, dict[str, Any]]:
 
 
 def judge(figures: Mapping[str, Any], limits: Limits) -> dict[str, Verdict]:
-    """A verdict for each limit: pass where the whole interval is within it, fail where all of it is beyond."""
+    """A verdict for each limit: pass where the whole interval is within it, fail where all of it is beyond.
+
+    The joined text is one, so its divergence has no interval and is held against the limit as it is.
+    """
     verdicts = {}
     for name, limit in limits:
         found = figures[name]
@@ -297,10 +303,15 @@ def judge(figures: Mapping[str, Any], limits: Limits) -> dict[str, Verdict]:
         verdicts[name] = (
             Verdict.PASS if high <= limit else Verdict.FAIL if low > limit else Verdict.INCONCLUSIVE
         )
+    joined = figures["joined_kl_nats"]
+    if joined is not None:
+        verdicts["joined_kl_nats"] = Verdict.PASS if joined <= limits.kl_nats else Verdict.FAIL
     return verdicts
 
 
-def _summary(readings: Sequence[Reading]) -> dict[str, Any]:
+def _summary(everything: Sequence[Reading]) -> dict[str, Any]:
+    readings = [one for one in everything if one.name != _JOINED]
+    joined = next((one for one in everything if one.name == _JOINED), None)
     compared = [one for one in readings if one.compared]
     positions = [one.compared for one in compared]
 
@@ -340,6 +351,8 @@ def _summary(readings: Sequence[Reading]) -> dict[str, Any]:
             "standard_error": growth.standard_error,
             "count": growth.count,
         },
+        "joined_kl_nats": joined.kl_nats / joined.compared if joined and joined.compared else None,
+        "joined_tokens": joined.compared if joined else 0,
         "baseline_bits_per_byte": sum(one.baseline_bits for one in readings) / sum(sizes),
     }
 
@@ -465,20 +478,20 @@ def _sequences(
     for name, text in texts:
         yield sequence(name, text)
     joined = "\n".join(text for _, text in texts)
-    long = sequence("joined", joined)
+    long = sequence(_JOINED, joined)
     # Cut between words, for the two sides may need different numbers of tokens.
     while (length := max(len(long.baseline_ids), len(long.variant_ids))) > max_model_len - 1:
         joined = joined[: int(len(joined) * 0.99 * (max_model_len - 1) / length)].rpartition(" ")[0]
-        long = sequence("joined", joined)
+        long = sequence(_JOINED, joined)
     yield long
 
 
 def _context(one: Variant) -> int:
     """Tokens that a variant is served with."""
     config = checkpoint.text_config(checkpoint.read_config(one.weights))
-    setting = one.settings.get("VLLM_MAX_MODEL_LEN")
     longest = int(config["max_position_embeddings"])
-    return min(int(setting.value), longest) if setting else longest
+    asked = launch.resolve(one).flags.get("max-model-len")
+    return min(asked, longest) if isinstance(asked, int) and asked > 0 else longest
 
 
 def _stages(one: Variant) -> list[tuple[str, Path]]:

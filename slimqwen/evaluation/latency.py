@@ -20,9 +20,10 @@ from slimqwen.errors import SlimqwenError
 from slimqwen.evaluation import statistics
 from slimqwen.evaluation.output import output_to
 from slimqwen.evaluation.prompts import PromptCutter, Tokens, digest, documents
-from slimqwen.evaluation.served import Served, authorization, lost, require_healthy, serve
+from slimqwen.evaluation.served import Served, lost, require_healthy, serve
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
+from slimqwen.serving import launch
 from slimqwen.variant import Variant
 
 _COUNTED = "openai-counted"  # our name in the benchmark's table of request functions
@@ -314,7 +315,7 @@ def _send(
                     goodput_config_dict={},
                     max_concurrency=workload.concurrency,
                     lora_modules=None,
-                    extra_headers=authorization(),
+                    extra_headers=launch.authorization(),
                     extra_body=dict(workload.sampling),
                 )
             )

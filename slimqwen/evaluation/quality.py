@@ -15,9 +15,10 @@ import yaml
 from slimqwen.errors import SlimqwenError
 from slimqwen.evaluation import statistics
 from slimqwen.evaluation.output import output_to
-from slimqwen.evaluation.served import Served, authorization, lost, require_healthy, serve
+from slimqwen.evaluation.served import Served, lost, require_healthy, serve
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
+from slimqwen.serving import launch
 from slimqwen.variant import Variant
 
 ANSWER_MARGIN = "answer_margin_nats"
@@ -229,7 +230,7 @@ def score(
             max_length=served.max_model_len,
             max_retries=1,  # a request that fails once is a fact about the server, not noise
             seed=SEED,
-            header=authorization() or None,
+            header=launch.authorization() or None,
         )
         loaded = tasks.load([task.name for task in suite.tasks])
         for task in loaded["tasks"].values():

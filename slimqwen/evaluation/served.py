@@ -1,7 +1,6 @@
 """A server to measure: one that already runs the variant, or one started for the measurement alone."""
 
 import contextlib
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,16 +97,10 @@ def lost(doing: str, cause: BaseException, log: Path) -> ServerLostError:
     )
 
 
-def authorization() -> dict[str, str]:
-    """The header that a server started under VLLM_API_KEY asks for; empty without one."""
-    key = os.environ.get("VLLM_API_KEY")
-    return {"Authorization": f"Bearer {key}"} if key else {}
-
-
 def _get(url: str) -> httpx.Response:
     try:
         # trust_env: a proxy of the shell must not stand between the client and the server it measures.
-        response = httpx.get(url, headers=authorization(), timeout=_ANSWER_TIMEOUT_S, trust_env=False)
+        response = httpx.get(url, headers=launch.authorization(), timeout=_ANSWER_TIMEOUT_S, trust_env=False)
         return response.raise_for_status()
     except httpx.HTTPError as error:
         raise ServerLostError(f"{url}: {error or type(error).__name__}") from error

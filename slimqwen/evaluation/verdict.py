@@ -12,8 +12,6 @@ from scipy import stats
 
 from slimqwen.evaluation.statistics import CONFIDENCE_LEVEL, Difference, Discordance
 
-POWER = 0.80
-
 
 class Verdict(StrEnum):
     """What a run says about a loss beyond the margin."""
@@ -31,7 +29,6 @@ class Judgement:
         low: of the interval of the gain, at `CONFIDENCE_LEVEL`.
         high: of the interval of the gain.
         margin: the loss that still counts as equal, not negative.
-        smallest_effect: the true loss that a run of this size finds significant with a probability of `POWER`.
         items_needed: items that a run would take to pass if the gain stayed as measured; None where it has passed, or
             where more items would not make it pass.
     """
@@ -40,7 +37,6 @@ class Judgement:
     low: float
     high: float
     margin: float
-    smallest_effect: float
     items_needed: int | None
 
 
@@ -73,8 +69,7 @@ def judge(
             needed = math.ceil(difference.count * ((gain - low) / (gain + margin)) ** 2)
         else:
             needed = _items_needed(discordance, difference.count, margin)
-    z = float(stats.norm.ppf(0.5 + CONFIDENCE_LEVEL / 2) + stats.norm.ppf(POWER))
-    return Judgement(verdict, low, high, margin, z * difference.standard_error, needed)
+    return Judgement(verdict, low, high, margin, needed)
 
 
 def paired_proportion_interval(discordance: Discordance, count: int) -> tuple[float, float]:

@@ -22,7 +22,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from slimqwen import checkpoint, variant
 from slimqwen.progress import Progress
 from slimqwen.recipe.stage import Facts, Needs, Parameters, Stage
-from slimqwen.serving import baked_cache, launch
+from slimqwen.serving import baked_cache, compile_watch, launch
 from slimqwen.serving.baked_cache import BakedCacheError
 from slimqwen.serving.platform import Platform
 from slimqwen.variant import Setting, Variant
@@ -32,6 +32,8 @@ _ENGINE_BYTES = 4 * 2**30
 
 _ARCHIVE_BYTES = 2**30
 """More than any archive seen: 2 MB for the embedded model on a CPU."""
+
+_REQUESTS_AT_ONCE = 16
 
 _DECIDE_NOTHING = frozenset(
     {"VLLM_MODEL", "VLLM_HOST", "VLLM_PORT", "VLLM_SERVED_MODEL_NAME", "SOURCE", "REVISION", "REQUIRE_BAKED"}
@@ -58,6 +60,8 @@ class BakeCacheParameters(Parameters):
     @field_validator("config")
     @classmethod
     def _relative_to_recipe(cls, path: Path, info: ValidationInfo) -> Path:
+        if path.name != "config.env":
+            raise ValueError("config has to be a variant's config.env")
         return Path((info.context or {}).get("folder", Path())) / path
 
 
@@ -73,6 +77,7 @@ def run(source: Path, destination: Path, parameters: BakeCacheParameters, progre
         if file.is_file() and file.name != checkpoint.MANIFEST and file.name[0] != ".":
             shutil.copyfile(file, destination / file.name)
     command = launch.resolve(_serving(one, destination), port=launch.free_port())
+    compile_watch.require_registered(command.environment)
     if command.cache is None:
         raise BakedCacheError(
             f"{one.name} compiles nothing, so there is nothing to bake; set VLLM_ENFORCE_EAGER=0 in its config.env or "
@@ -91,6 +96,8 @@ def run(source: Path, destination: Path, parameters: BakeCacheParameters, progre
             environment=dict(command.variables),
             graphs={graph.name: graph.seconds for graph in compiled},
         )
+    if not compiled:
+        raise BakedCacheError("vLLM's log says of no graph that it was compiled; the stage's log may say why")
     proof = launch.resolve(_serving(one, destination), port=launch.free_port(), require_baked=True)
     with tempfile.TemporaryDirectory(prefix=".proof.", dir=destination) as place:
         loaded, warm_seconds = _start(proof, parameters.prompt_tokens[:1], Path(place) / "vllm.log", progress)
@@ -155,9 +162,9 @@ def _start(
 
 
 def drive(server: launch.RunningServer, prompt_tokens: Sequence[int]) -> None:
-    """Have a server answer prompts of these lengths one by one, then as many at once as it takes.
+    """Have a server answer prompts of these lengths one by one, then as many at once as --max-num-seqs says.
 
-    Lengths beyond its context are cut to it.
+    Lengths beyond its context are cut to it. Where the flag is not set, 16 are sent at once.
 
     Raises:
         BakedCacheError: it did not answer one.
@@ -165,10 +172,14 @@ def drive(server: launch.RunningServer, prompt_tokens: Sequence[int]) -> None:
     config = checkpoint.text_config(checkpoint.read_config(server.weights))
     context = int(server.command.flags.get("max-model-len") or config["max_position_embeddings"])
     tokens = 16
-    lengths = sorted({min(length, context - tokens - 1) for length in prompt_tokens})
-    at_once = int(server.command.flags.get("max-num-seqs") or 1)
+    longest = context - tokens - 1
+    if longest < 1:
+        raise BakedCacheError(f"a context of {context} tokens is too short to answer in; serve with more")
+    lengths = sorted({min(length, longest) for length in prompt_tokens})
+    at_once = int(server.command.flags.get("max-num-seqs") or _REQUESTS_AT_ONCE)
 
-    def ask(length: int) -> None:
+    def ask(wanted: int) -> None:
+        length = min(wanted, longest)
         # Any text will do for a shape, if no two share a prefix.
         prompt = [(length * 31 + place * 7) % int(config["vocab_size"]) for place in range(length)]
         body = {
@@ -178,7 +189,9 @@ def drive(server: launch.RunningServer, prompt_tokens: Sequence[int]) -> None:
             "ignore_eos": True,
             "temperature": 0,
         }
-        answer = httpx.post(f"{server.base_url}/v1/completions", json=body, timeout=600)
+        # trust_env: a proxy of the shell must not stand between.
+        url = f"{server.base_url}/v1/completions"
+        answer = httpx.post(url, json=body, headers=launch.authorization(), timeout=600, trust_env=False)
         if answer.status_code != httpx.codes.OK:
             raise BakedCacheError(
                 f"the server did not answer a prompt of {length} tokens ({json.dumps(answer.text)[:200]}); "

@@ -303,6 +303,20 @@ def fidelity_tables(path: Path) -> list[Table]:
         for name in _FIDELITY_NAMES
         for mode, figures in record["modes"].items()
     ]
+    rows += [
+        (
+            "KL of the texts joined, nats a token",
+            mode,
+            f"{figures['joined_kl_nats']:.5f}",
+            f"{floor[mode]['joined_kl_nats']:.5f}"
+            if floor and floor[mode]["joined_kl_nats"] is not None
+            else "-",
+            f"{record['limits']['kl_nats']:g}",
+            record["verdicts"][mode]["joined_kl_nats"],
+        )
+        for mode, figures in record["modes"].items()
+        if figures["joined_kl_nats"] is not None
+    ]
     single = next(iter(record["modes"].values()))
     compared = (
         f"{single['positions_compared']:,} positions of {single['texts_compared']} of {single['texts']} texts; "
@@ -340,7 +354,7 @@ def _quality_comparison(first: Path, second: Path) -> list[Table]:
             f"{row.first:.3f}",
             f"{row.second:.3f}",
             f"{row.difference.value:+.3f} ± {row.difference.standard_error:.3f}",
-            f"{row.difference.low:+.3f} to {row.difference.high:+.3f}",
+            _interval(row),
             _p_value(row.discordance.p_value) if row.discordance else "-",
             f"{row.judgement.margin:g}",
             str(row.judgement.verdict),
@@ -524,6 +538,14 @@ def _result_source(name: str, record: dict[str, Any]) -> str:
     known = record["provenance"]
     commit = (known["git"]["commit"] or "none")[:10] + ("+changes" if known["git"]["dirty"] else "")
     return f"results/{name}_{record['variant']}.json: `{known['command']}`, commit {commit}, {_hardware(record)}."
+
+
+def _interval(row: comparison.QualityRow) -> str:
+    """The interval that the verdict rests on, of the difference and not of the gain."""
+    low, high = row.judgement.low, row.judgement.high
+    if not row.higher_is_better:
+        low, high = -high, -low
+    return f"{low:+.3f} to {high:+.3f}"
 
 
 def _needed(judgement: Judgement) -> str:

@@ -5,6 +5,7 @@ the same, because vLLM's own keys leave things out (the draft depth, the thread 
 `slimqwen.serving.compile_watch` says in vLLM's log, graph by graph, what was loaded and what was compiled.
 """
 
+import fcntl
 import hashlib
 import importlib.metadata
 import json
@@ -25,8 +26,7 @@ from slimqwen import checkpoint
 from slimqwen.errors import SlimqwenError
 from slimqwen.serving import platform as machine
 
-ARCHIVE = "compile_cache.tar.gz"
-MANIFEST = "compile_cache.json"
+ARCHIVE, MANIFEST = checkpoint.COMPILE_CACHE
 
 _PACKED = "vllm/torch_compile_cache"
 """The part of a cache root that holds compiled graphs, their kernels and what the autotuner found."""
@@ -90,6 +90,8 @@ def this_machine(platform: machine.Platform) -> dict[str, str]:
         "python": system.python_version(),
         # Kernels' build commands hold the paths of headers.
         "environment": sys.prefix,
+        # vLLM traces through what they put in its place.
+        "engine fixes": _engine_fixes(),
     }
     if platform == "cpu":
         return facts | {"instruction set": _cpu_flags(), "cores": str(machine.physical_cores())}
@@ -190,15 +192,24 @@ def pack(root: Path, destination: Path, **made_by: Any) -> BakedCache:
 def restore(folder: Path, baked: BakedCache, root: Path) -> None:
     """Bring a cache root to what the archive beside a checkpoint holds; what is there and whole is left alone.
 
+    Of two starts at once one restores and the other waits for it.
+
     Raises:
         BakedCacheError: the archive is missing, damaged, or not the manifest's.
     """
-    if all(_is(root / name, digest) for name, digest in baked.files.items()):
+    if _is_whole(root, baked):
         return
     archive = folder / ARCHIVE
     if not _is(archive, baked.archive_sha256):
         raise BakedCacheError(f"{archive} is missing or not what {MANIFEST} says; make that checkpoint anew")
     root.parent.mkdir(parents=True, exist_ok=True)
+    with (root.parent / f".{root.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not _is_whole(root, baked):
+            _unpack(archive, baked, root)
+
+
+def _unpack(archive: Path, baked: BakedCache, root: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=f".{root.name}.", dir=root.parent) as place:
         with tarfile.open(archive) as packed:
             packed.extractall(place, filter="data")
@@ -226,8 +237,19 @@ def graphs(log: str) -> list[Graph]:
     ]
 
 
+def _is_whole(root: Path, baked: BakedCache) -> bool:
+    return all(_is(root / name, digest) for name, digest in baked.files.items())
+
+
 def _is(file: Path, digest: str) -> bool:
     return file.is_file() and checkpoint.sha256(file) == digest
+
+
+def _engine_fixes() -> str:
+    digest = hashlib.sha256()
+    for file in sorted((Path(__file__).parent / "engine_fixes").glob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def _version(package: str) -> str:

@@ -8,8 +8,9 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.metadata import entry_points
 from typing import Any
 from unittest.mock import patch
 
@@ -22,6 +23,7 @@ from slimqwen.serving.engine_fixes.upstream import expect, expect_parameters
 VARIABLE = "SLIMQWEN_COMPILE_CACHE"
 
 _NAME = "compile_watch"
+_PLUGIN = "slimqwen_compile_watch"
 logger = logging.getLogger(__name__)
 
 
@@ -60,6 +62,23 @@ def register() -> None:
     watch(required=wanted.required)
     if wanted.device:
         call_the_device(wanted.device, wanted.capability)
+
+
+def require_registered(environment: Mapping[str, str]) -> None:
+    """Check that vLLM will load this plugin: without it nothing would be watched or refused.
+
+    Args:
+        environment: that vLLM is started with.
+
+    Raises:
+        NotInCacheError: it is not installed, or VLLM_PLUGINS leaves it out.
+    """
+    installed = {point.name for point in entry_points(group="vllm.general_plugins")}
+    if _PLUGIN not in installed:
+        raise NotInCacheError(f"vLLM's plugin {_PLUGIN} is not installed; `make install` installs it")
+    allowed = environment.get("VLLM_PLUGINS")
+    if allowed is not None and _PLUGIN not in allowed.split(","):
+        raise NotInCacheError(f"VLLM_PLUGINS={allowed} leaves out {_PLUGIN}; add it, or unset VLLM_PLUGINS=")
 
 
 def watch(required: bool) -> None:

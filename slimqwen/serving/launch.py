@@ -314,11 +314,21 @@ def find_running(command: ServerCommand) -> RunningServer | None:
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(connection.pid)
             running = process.environ()
+            # Whether it was required changes nothing of how a graph was come by.
+            wanted = {
+                key: value for key, value in command.environment.items() if key != compile_watch.VARIABLE
+            }
             if process.cmdline()[1:] == list(command.argv[1:]) and all(
-                running.get(key) == value for key, value in command.environment.items()
+                running.get(key) == value for key, value in wanted.items()
             ):
                 return _described(command, process.pid, None)
     return None
+
+
+def authorization() -> dict[str, str]:
+    """The header that a server started under VLLM_API_KEY asks for; empty without one."""
+    key = os.environ.get("VLLM_API_KEY")
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def free_port() -> int:
@@ -400,7 +410,10 @@ def _end_with_parent() -> None:
 
 def _check_cache(command: ServerCommand) -> None:
     cache = command.cache
-    if cache is None or not cache.required or cache.usable:
+    if cache is None or not cache.required:
+        return
+    compile_watch.require_registered(command.environment)
+    if cache.usable:
         return
     name = command.variant.name
     if cache.baked is None:
@@ -475,7 +488,7 @@ def _wait_until_ready(
                 f"vLLM ended with exit code {process.returncode} before it was ready: {_last_error(log)}; log: {log}"
             )
         with contextlib.suppress(httpx.HTTPError):
-            if httpx.get(f"{_url(command)}/health", timeout=2).status_code == httpx.codes.OK:
+            if httpx.get(f"{_url(command)}/health", timeout=2, trust_env=False).status_code == httpx.codes.OK:
                 progress(f"start {command.variant.name}", elapsed, elapsed)
                 return
         time.sleep(0.25)

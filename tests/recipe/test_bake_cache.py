@@ -166,6 +166,13 @@ def test_a_variant_that_compiles_nothing_is_refused(tmp_path: Path) -> None:
         bake_cache.run(root / "weights" / "tiny", destination, parameters(root), lambda *heard: None)
 
 
+def test_a_config_of_another_name_is_refused(tmp_path: Path) -> None:
+    recipe = a_repository(tmp_path) / "experiments" / "v" / "recipe.yaml"
+    recipe.write_text(RECIPE + "      config: serve.env\n")
+    with pytest.raises(RecipeError, match=r"recipe.yaml:6: config: config has to be a variant's config\.env"):
+        recipe_file.read(recipe)
+
+
 def test_a_missing_config_is_an_error_of_one_line(tmp_path: Path) -> None:
     root = a_repository(tmp_path)
     (root / "experiments" / "v" / "config.env").unlink()

@@ -1,4 +1,5 @@
 import tarfile
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -49,7 +50,7 @@ def test_graphs_come_back_whole_in_another_place(packed, tmp_path):
     assert baked_cache.read(folder) == baked
     baked_cache.restore(folder, baked, tmp_path / "caches" / "elsewhere")
     assert contents(tmp_path / "caches" / "elsewhere") == GRAPHS
-    assert [path.name for path in (tmp_path / "caches").iterdir()] == ["elsewhere"]
+    assert {path.name for path in (tmp_path / "caches").iterdir()} == {"elsewhere", ".elsewhere.lock"}
 
 
 def test_a_whole_cache_is_left_alone_with_what_vllm_added(packed, tmp_path):
@@ -99,7 +100,20 @@ def test_an_archive_that_holds_something_else_than_it_lists_is_refused(packed, t
     lying = baked.model_copy(update={"archive_sha256": baked_cache.checkpoint.sha256(archive)})
     with pytest.raises(BakedCacheError, match="holds another"):
         baked_cache.restore(folder, lying, tmp_path / "caches" / "place")
-    assert list((tmp_path / "caches").iterdir()) == []
+    assert [path.name for path in (tmp_path / "caches").iterdir()] == [".place.lock"]
+
+
+def test_starts_at_once_restore_once_and_never_take_a_file_from_each_other(packed, tmp_path):
+    folder, baked = packed
+    for attempt in range(20):
+        place = tmp_path / "caches" / f"place-{attempt}"
+
+        def restored(place=place):
+            baked_cache.restore(folder, baked, place)
+            return contents(place)
+
+        with ThreadPoolExecutor(4) as starts:
+            assert [seen.result() for seen in [starts.submit(restored) for _ in range(4)]] == [GRAPHS] * 4
 
 
 def test_a_start_that_saved_no_graph_is_not_packed(root, tmp_path):

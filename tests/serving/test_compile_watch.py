@@ -178,6 +178,18 @@ def test_the_compile_key_does_not_depend_on_where_a_checkpoint_lies(monkeypatch,
     assert longer.compute_hash() != first.compute_hash()
 
 
+def test_a_start_that_would_not_load_the_plugin_is_refused(monkeypatch):
+    compile_watch.require_registered({})
+    compile_watch.require_registered({"VLLM_PLUGINS": "slimqwen_engine_fixes,slimqwen_compile_watch"})
+    with pytest.raises(
+        NotInCacheError, match="VLLM_PLUGINS=slimqwen_engine_fixes leaves out slimqwen_compile_watch"
+    ):
+        compile_watch.require_registered({"VLLM_PLUGINS": "slimqwen_engine_fixes"})
+    monkeypatch.setattr(compile_watch, "entry_points", lambda group: ())
+    with pytest.raises(NotInCacheError, match="is not installed; `make install` installs it"):
+        compile_watch.require_registered({})
+
+
 def test_without_the_variable_nothing_is_changed(monkeypatch):
     from vllm.compilation import decorators
 

@@ -25,7 +25,7 @@ def install() -> bool:
     """Give what torch loads the method that vLLM calls; False if that was done before.
 
     Raises:
-        EngineFixError: torch's loader is gone or takes other parameters, or what it gives has the method.
+        EngineFixError: torch's loader is gone or takes other parameters.
     """
     from torch._dynamo import aot_compile_types as upstream
 
