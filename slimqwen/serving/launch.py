@@ -5,13 +5,11 @@ serve the same thing. Nothing stands between a client and vLLM: `scripts/serve.p
 """
 
 import contextlib
-import ctypes
 import dataclasses
 import hashlib
 import json
 import os
 import shlex
-import signal
 import socket
 import subprocess
 import sys
@@ -27,16 +25,13 @@ import psutil
 from slimqwen import checkpoint
 from slimqwen.errors import SlimqwenError
 from slimqwen.progress import Progress, silent
-from slimqwen.serving import baked_cache, compile_watch
+from slimqwen.serving import baked_cache, compile_watch, guard
 from slimqwen.serving import flags as vllm_flags
 from slimqwen.serving import platform as machine
 from slimqwen.variant import Variant, making_command
 
 _ENTRY = ("-m", "vllm.entrypoints.launchers.api_server.entry")
 _ENGINE_OVERHEAD_BYTES = int(1.5 * 2**30)  # imports and activations of vLLM on a CPU, seen: 1.1 GiB resident
-_STOP_TIMEOUT_S = 20.0
-_LIBC = ctypes.CDLL(None)  # looked up here: between fork and exec nothing may be imported
-_PR_SET_PDEATHSIG = 1
 
 
 class PlatformError(SlimqwenError):
@@ -285,7 +280,7 @@ def serving(
     """
     prepare(command)
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("wb") as output:
+    with guard.guarding() as guarded, log.open("wb") as output:
         process = subprocess.Popen(
             command.argv,
             env=command.process_environment(),
@@ -294,13 +289,16 @@ def serving(
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_end_with_parent,
         )
-    try:
-        _wait_until_ready(process, command, log, timeout_s, progress)
-        yield _described(command, process.pid, log)
-    finally:
-        _stop(process)
+        guarded.watch(process.pid)
+        try:
+            _wait_until_ready(process, command, log, timeout_s, progress)
+            yield _described(command, process.pid, log)
+        finally:
+            if process.poll() is None:
+                guard.end(psutil.Process(process.pid))
+            process.wait()
+            guarded.release()
 
 
 def find_running(command: ServerCommand) -> RunningServer | None:
@@ -403,11 +401,6 @@ def _cache_environment(cache: CompileCache) -> dict[str, str]:
     }
 
 
-def _end_with_parent() -> None:
-    """Have the kernel end a child that is about to exec when its parent dies, however that happens."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
 def _check_cache(command: ServerCommand) -> None:
     cache = command.cache
     if cache is None or not cache.required:
@@ -493,25 +486,6 @@ def _wait_until_ready(
                 return
         time.sleep(0.25)
     raise ServerFailedError(f"vLLM was not ready after {timeout_s:.0f} s: {_last_error(log)}; log: {log}")
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End the server and every process it started, at the latest after `_STOP_TIMEOUT_S`."""
-    members = []
-    with contextlib.suppress(psutil.NoSuchProcess):
-        members = psutil.Process(process.pid).children(recursive=True)
-    with contextlib.suppress(ProcessLookupError):
-        process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(_STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    _, alive = psutil.wait_procs(members, timeout=3)
-    for member in alive:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            member.kill()
-    psutil.wait_procs(alive, timeout=3)
 
 
 def _described(command: ServerCommand, pid: int, log: Path | None) -> RunningServer:
