@@ -3,7 +3,7 @@
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -16,6 +16,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Table
 
 from slimqwen import progress
 from slimqwen.errors import SlimqwenError
@@ -43,6 +44,14 @@ def run(main: Callable[[], int], refused: int = 2) -> None:
     except KeyboardInterrupt:
         errors.print("interrupted")
         sys.exit(130)
+
+
+def table(text: Sequence[str], figures: Sequence[str]) -> Table:
+    """An empty table without lines: columns of text, then columns of figures."""
+    empty = Table(*text, box=None, pad_edge=False)
+    for heading in figures:
+        empty.add_column(heading, justify="right")
+    return empty
 
 
 @contextmanager

@@ -5,8 +5,7 @@ import sys
 from itertools import islice
 from pathlib import Path
 
-from _console import console, progress_bar, run
-from rich.table import Table
+from _console import console, progress_bar, run, table
 
 from slimqwen import checkpoint, lm_head, variant
 from slimqwen.recipe import prune_vocab
@@ -49,14 +48,12 @@ def main() -> int:
         found = lm_head.analyse(one.weights, texts, arguments.fractions, progress)
     text = {"file": provenance.portable(str(file), one.root), "sha256": checkpoint.sha256(file)}
     record = results.write("lm_head", one, found, plots.lm_head, command=sys.argv, started=started, text=text)
-    table = Table("head", box=None, pad_edge=False)
-    for heading in ("energy", "error", "MB", "of 16 bit", "bits/byte", "change", "SE"):
-        table.add_column(heading, justify="right")
+    shown = table(["head"], ("energy", "error", "MB", "of 16 bit", "bits/byte", "change", "SE"))
     whole = found["head"]["bytes"]
-    table.add_row("16 bit", "1", "0", f"{whole / 1e6:.2f}", "1", f"{found['bits_per_byte']['value']:.4f}")
+    shown.add_row("16 bit", "1", "0", f"{whole / 1e6:.2f}", "1", f"{found['bits_per_byte']['value']:.4f}")
     for row in found["heads"]:
         low_rank = row["kind"] == "low_rank"
-        table.add_row(
+        shown.add_row(
             f"rank {row['rank']}" if low_rank else f"{row['bits']} bit, groups of {row['group']}",
             f"{row['energy']:.4f}" if low_rank else "",
             f"{row['relative_error']:.4f}",
@@ -66,7 +63,7 @@ def main() -> int:
             f"{row['bits_per_byte_change']['value']:+.4f}",
             f"{row['bits_per_byte_change']['standard_error']:.4f}",
         )
-    console.print(table)
+    console.print(shown)
     ranks = ", ".join(f"{float(energy):.0%} at rank {rank}" for energy, rank in found["ranks"].items())
     console.print(f"energy: {ranks} of {found['head']['hidden']}", markup=False)
     for group in found["groups_left_out"]:

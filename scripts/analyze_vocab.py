@@ -5,8 +5,7 @@ import sys
 from itertools import islice
 from pathlib import Path
 
-from _console import console, progress_bar, run
-from rich.table import Table
+from _console import console, progress_bar, run, table
 
 from slimqwen import checkpoint, variant
 from slimqwen.recipe import prune_vocab
@@ -60,13 +59,11 @@ def main() -> int:
         corpus={**corpus.model_dump(mode="json"), "digests": digests},
         seeds=seeds,
     )
-    table = Table("size", "source", box=None, pad_edge=False)
-    for heading in ("coverage", "tokens/byte", "inflation", "bits/byte", "change"):
-        table.add_column(heading, justify="right")
+    shown = table(["size", "source"], ("coverage", "tokens/byte", "inflation", "bits/byte", "change"))
     for row in found["sizes"]:
         for name, of in row["sources"].items():
             bits = [of[key]["value"] for key in ("bits_per_byte", "bits_per_byte_change") if key in of]
-            table.add_row(
+            shown.add_row(
                 str(row["size"]),
                 name,
                 f"{of['coverage']:.4f}",
@@ -74,7 +71,7 @@ def main() -> int:
                 f"{of['inflation']:.4f}",
                 *(f"{value:.4f}" for value in bits),
             )
-    console.print(table)
+    console.print(shown)
     console.print(
         f"record: {record.relative_to(one.root)}, plot: {record.with_suffix('.svg').relative_to(one.root)}",
         markup=False,

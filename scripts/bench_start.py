@@ -4,8 +4,7 @@ import argparse
 import statistics
 import sys
 
-from _console import console, progress_bar, run
-from rich.table import Table
+from _console import console, progress_bar, run, table
 
 from slimqwen import variant
 from slimqwen.evaluation import start_up
@@ -25,15 +24,16 @@ def main() -> int:
     with progress_bar() as progress:
         found = start_up.cold_against_baked(command, arguments.rounds, log, progress)
     record = results.write("start_up", one, found, plots.start_up, command=sys.argv, started=started)
-    table = Table("start", box=None, pad_edge=False)
-    for heading in ("until ready (s, median)", "fastest", "slowest", "compiling or loading (s, median)"):
-        table.add_column(heading, justify="right")
+    shown = table(
+        ["start"],
+        ["until ready (s, median)", "fastest", "slowest", "compiling or loading (s, median)"],
+    )
     for kind in ("cold", "baked"):
         ready = [start["ready_seconds"] for start in found[kind]]
         graphs = [sum(graph["seconds"] for graph in start["graphs"]) for start in found[kind]]
         seconds = (statistics.median(ready), min(ready), max(ready), statistics.median(graphs))
-        table.add_row(kind, *(f"{value:.1f}" for value in seconds))
-    console.print(table)
+        shown.add_row(kind, *(f"{value:.1f}" for value in seconds))
+    console.print(shown)
     ratio = found["ready_cold_over_baked"]
     console.print(
         f"cold / baked: {ratio['value']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]; "

@@ -3,8 +3,7 @@
 import argparse
 from pathlib import Path
 
-from _console import console, progress_bar, run
-from rich.table import Table
+from _console import console, progress_bar, run, table
 
 from slimqwen import checkpoint, variant
 from slimqwen.recipe import calibration_corpus
@@ -36,14 +35,12 @@ def main() -> int:
         manifest = calibration_corpus.build(
             one.weights, sources, arguments.tokens, arguments.seed, arguments.output, progress
         )
-    table = Table("source", box=None, pad_edge=False)
-    for heading in ("weight", "documents", "duplicates", "near", "taken", "tokens"):
-        table.add_column(heading, justify="right")
+    shown = table(["source"], ("weight", "documents", "duplicates", "near", "taken", "tokens"))
     for row in manifest["sources"]:
         documents = "endless" if row["documents"] is None else str(row["documents"])
         counts = (row[key] for key in ("duplicates", "near_duplicates", "taken", "tokens"))
-        table.add_row(row["name"], f"{row['weight']:g}", documents, *map(str, counts))
-    console.print(table)
+        shown.add_row(row["name"], f"{row['weight']:g}", documents, *map(str, counts))
+    console.print(shown)
     for row in manifest["sources"]:
         if row["ran_out"]:
             console.print(

@@ -4,8 +4,7 @@ import argparse
 import sys
 from typing import Any
 
-from _console import console, run
-from rich.table import Table
+from _console import console, run, table
 
 from slimqwen import checkpoint, variant
 from slimqwen.evaluation import roofline
@@ -57,14 +56,11 @@ def main() -> int:
 
 def show(found: dict[str, Any]) -> None:
     """Tables of decoding, of prompts and of what has been measured, then what the bounds rest on."""
-    decode = table(
-        "decode: variant",
-        *("K", "context", "weights, MB/step"),
-        *("tokens/s, 1 seq.", "/ baseline", "seqs", "tokens/s, all", "/ baseline", "limited by"),
-    )
-    prefill = table("prefill: variant", "prompt", "ms", "tokens/s", "MFLOP/token", "limited by")
+    speeds = ("tokens/s, 1 seq.", "/ baseline", "seqs", "tokens/s, all", "/ baseline", "limited by")
+    decode = table(["decode: variant"], ["K", "context", "weights, MB/step", *speeds])
+    prefill = table(["prefill: variant"], ["prompt", "ms", "tokens/s", "MFLOP/token", "limited by"])
     measured = table(
-        "measured: variant", "class", "prompt -> output", "concurrency", "tokens/s", "bound", "of bound"
+        ["measured: variant"], ["class", "prompt -> output", "concurrency", "tokens/s", "bound", "of bound"]
     )
     for one in found["variants"]:
         for row in one["decode"]:
@@ -110,14 +106,6 @@ def show(found: dict[str, Any]) -> None:
     for note in (*filter(None, [gpu["note"]]), *found["notes"]):
         console.print(note, markup=False)
     console.print(f"Assumed: {'; '.join(found['assumptions'])}.", markup=False)
-
-
-def table(first: str, *figures: str) -> Table:
-    """An empty table, its first column text."""
-    empty = Table(first, box=None, pad_edge=False)
-    for heading in figures:
-        empty.add_column(heading, justify="right")
-    return empty
 
 
 if __name__ == "__main__":

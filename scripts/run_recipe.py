@@ -4,8 +4,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from _console import console, progress_bar, run
-from rich.table import Table
+from _console import console, progress_bar, run, table
 
 from slimqwen import checkpoint, variant
 from slimqwen.evaluation.output import output_to
@@ -34,11 +33,9 @@ def bring_about(name: str, until: str | None = None) -> int:
     recipe = recipe_of(name)
     with progress_bar() as progress:
         outcomes = runner.run(recipe, name, WEIGHTS, base_folder, until, progress)
-    table = Table("stage", "", box=None, pad_edge=False)
-    for heading in ("time", "peak memory", "size before", "after"):
-        table.add_column(heading, justify="right")
+    shown = table(["stage", ""], ("time", "peak memory", "size before", "after"))
     for outcome in outcomes:
-        table.add_row(
+        shown.add_row(
             outcome.stage,
             "cached" if outcome.reused else "done",
             f"{outcome.manifest.wall_seconds:.0f} s",
@@ -46,7 +43,7 @@ def bring_about(name: str, until: str | None = None) -> int:
             f"{outcome.bytes_before / 1e6:.1f} MB",
             f"{outcome.bytes_after / 1e6:.1f} MB",
         )
-    console.print(table)
+    console.print(shown)
     whole = len(outcomes) == len(recipe.steps)
     console.print(f"checkpoint: {relative(WEIGHTS / name if whole else outcomes[-1].folder)}", soft_wrap=True)
     for outcome in outcomes:
@@ -57,12 +54,12 @@ def bring_about(name: str, until: str | None = None) -> int:
 
 def status(name: str) -> int:
     """Print for each stage whether a run would reuse it, and why."""
-    table = Table("stage", "would be", "why", box=None, pad_edge=False)
+    forecasts = table(["stage", "would be", "why"], [])
     for forecast in runner.status(recipe_of(name), WEIGHTS, base_folder):
-        table.add_row(forecast.stage, "reused" if forecast.reused else "run", forecast.reason)
+        forecasts.add_row(forecast.stage, "reused" if forecast.reused else "run", forecast.reason)
         for change in forecast.changes:
-            table.add_row("", "", f"{change.ingredient}: {shown(change.before)} -> {shown(change.after)}")
-    console.print(table)
+            forecasts.add_row("", "", f"{change.ingredient}: {shown(change.before)} -> {shown(change.after)}")
+    console.print(forecasts)
     return 0
 
 

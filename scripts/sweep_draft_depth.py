@@ -4,8 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from _console import console, progress_bar, run
-from rich.table import Table
+from _console import console, progress_bar, run, table
 from transformers import AutoTokenizer
 
 from slimqwen import checkpoint, variant
@@ -48,13 +47,11 @@ def main() -> int:
         started=started,
         text={"file": provenance.portable(str(file), one.root), "sha256": checkpoint.sha256(file)},
     )
-    table = Table("K", box=None, pad_edge=False)
-    for heading in ("acceptance length", "drafts", "accepted up to each position"):
-        table.add_column(heading, justify="right")
+    shown = table(["K"], ("acceptance length", "drafts", "accepted up to each position"))
     for row in found["depths"]:
         rates = " ".join(f"{rate:.3f}" for rate in row["rates"])
-        table.add_row(str(row["depth"]), f"{row['acceptance_length']:.3f}", str(row["drafts"]), rates)
-    console.print(table)
+        shown.add_row(str(row["depth"]), f"{row['acceptance_length']:.3f}", str(row["drafts"]), rates)
+    console.print(shown)
     console.print(
         f"record: {record.relative_to(one.root)}; vLLM's log: {log.relative_to(one.root)}", markup=False
     )

@@ -13,7 +13,7 @@ import os
 import secrets
 import shutil
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -310,6 +310,13 @@ def carry_side_files(source: Path, destination: Path) -> None:
             shutil.copyfile(source / name, destination / name)
 
 
+def carry_all(source: Path, destination: Path, leave_out: Sequence[str] = ()) -> None:
+    """Copy every file but the manifest, those of the names left out, and those of tools (dot files)."""
+    for file in source.iterdir():
+        if file.is_file() and file.name not in (MANIFEST, *leave_out) and not file.name.startswith("."):
+            shutil.copyfile(file, destination / file.name)
+
+
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
     """Write config.json, its keys in the order given."""
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -332,12 +339,14 @@ def file_records(folder: Path, report: progress.Progress = progress.silent) -> d
 
 
 def digest(folder: Path, report: progress.Progress = progress.silent) -> str:
-    """One SHA-256 that identifies a checkpoint: over the names and hashes of all files but the manifest.
+    """One SHA-256 that identifies what a checkpoint computes: over the names and hashes of its files.
 
-    A hash is taken from the manifest where the file is older than it and as long as it says; any other file is
+    Left out are the manifest and the compile cache, which differs from one baking of the same weights to the next. A
+    hash is taken from the manifest where the file is older than it and as long as it says; any other file is
     hashed anew, so the answer is the same with a manifest and without, and a file changed since is noticed.
     """
-    files, known = _files(folder), {}
+    files = {name: path for name, path in _files(folder).items() if name not in COMPILE_CACHE}
+    known = {}
     if (folder / MANIFEST).is_file():
         # The clock of file times has coarse ticks: a file of the manifest's own tick may be the younger one.
         made = (folder / MANIFEST).stat().st_mtime_ns

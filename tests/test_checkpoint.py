@@ -262,6 +262,19 @@ def test_files_of_tools_do_not_enter_the_digest(folder: Path) -> None:
     assert checkpoint.digest(folder) == before
 
 
+def test_a_compile_cache_does_not_enter_the_digest(folder: Path) -> None:
+    before = checkpoint.digest(folder)
+    for name in checkpoint.COMPILE_CACHE:
+        (folder / name).write_text("of this baking")
+    assert checkpoint.digest(folder) == before
+    with_manifest(folder)
+    make_old(folder)
+    assert checkpoint.digest(folder) == before
+    (folder / checkpoint.COMPILE_CACHE[0]).write_text("of other baking")
+    with pytest.raises(CorruptCheckpointError, match="is not the file"):
+        checkpoint.verify(folder, "make it anew")
+
+
 @same_folder
 @given(data=st.data())
 def test_verification_catches_a_flipped_bit_in_any_file(folder: Path, data: st.DataObject) -> None:

@@ -19,6 +19,7 @@ import torch
 import transformers
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
+from scipy import stats
 from torch import Tensor
 
 from slimqwen import checkpoint
@@ -48,7 +49,7 @@ _JOINED = "joined"
 _ROWS = 512
 """Positions whose distributions are compared at a time."""
 
-_Z = 1.959964
+_Z = float(stats.norm.ppf(0.5 + statistics.CONFIDENCE_LEVEL / 2))
 
 
 class FidelityError(SlimqwenError):
@@ -182,7 +183,7 @@ def measure(
         checkpoint.check(side.weights, variants.making_command(side.weights, side.root))
     served = launch.resolve(one)
     flags = {name: served.flags[name] for name in _SERVED if name in served.flags}
-    context = min(_context(side) for side in (one, baseline))
+    context = min(served.max_model_len, launch.resolve(baseline).max_model_len)
 
     def figures(folder: Path) -> tuple[dict[str, dict[str, Any]], list[Reading]]:
         readings = compare(
@@ -251,8 +252,8 @@ def compare(
         FidelityError: a text or the prefix is missing, or the vocabularies are unrelated.
     """
     texts = _texts(root / plan.texts)
-    sequences = list(_sequences(variant, baseline, texts, plan.prefix, max_model_len))
     kept = _kept(variant)
+    sequences = list(_sequences(variant, baseline, texts, plan.prefix, kept, max_model_len))
     model = _Baseline(baseline)
     readings: list[Reading] = []
     longest = max(len(sequence.variant_ids) for sequence in sequences)
@@ -322,14 +323,13 @@ def _summary(everything: Sequence[Reading]) -> dict[str, Any]:
         return asdict(statistics.mean(shares, positions))
 
     heads = [one for one in compared if one.head_deltas]
-    deltas = torch.tensor([delta for one in heads for delta in one.head_deltas], dtype=torch.float64)
     mean = p99 = None
     if len(heads) >= 2:
         weights = [len(one.head_deltas) for one in heads]
         mean = asdict(
             statistics.mean([sum(one.head_deltas) / len(one.head_deltas) for one in heads], weights)
         )
-        p99 = {**asdict(statistics.percentile_over_groups([one.head_deltas for one in heads], 99))}
+        p99 = asdict(statistics.percentile_over_groups([one.head_deltas for one in heads], 99))
     sizes = [one.bytes for one in readings]
     growth = statistics.paired_difference(
         [one.baseline_bits / one.bytes for one in readings],
@@ -345,7 +345,7 @@ def _summary(everything: Sequence[Reading]) -> dict[str, Any]:
         "regret_nats": over_positions([one.regret_nats for one in compared]),
         "head_delta_mean": mean,
         "head_delta_p99": p99,
-        "head_delta_max": float(deltas.max()) if len(deltas) else None,
+        "head_delta_max": max((delta for one in heads for delta in one.head_deltas), default=None),
         "bits_per_byte": {
             "value": growth.value,
             "standard_error": growth.standard_error,
@@ -454,11 +454,15 @@ def _texts(file: Path) -> list[tuple[str, str]]:
 
 
 def _sequences(
-    variant: Path, baseline: Path, texts: Sequence[tuple[str, str]], prefix: str, max_model_len: int
+    variant: Path,
+    baseline: Path,
+    texts: Sequence[tuple[str, str]],
+    prefix: str,
+    kept: Tensor | None,
+    max_model_len: int,
 ) -> Iterator[PairedText]:
     ours, theirs = (transformers.AutoTokenizer.from_pretrained(folder) for folder in (variant, baseline))
-    map_ = _kept(variant)
-    to_old = None if map_ is None else map_.tolist()
+    to_old = None if kept is None else kept.tolist()
     starts = [tokenizer.get_vocab().get(prefix) for tokenizer in (ours, theirs)]
     if None in starts:
         raise FidelityError(f"{prefix!r} is no token of both checkpoints; name another prefix in the plan")
@@ -484,14 +488,6 @@ def _sequences(
         joined = joined[: int(len(joined) * 0.99 * (max_model_len - 1) / length)].rpartition(" ")[0]
         long = sequence(_JOINED, joined)
     yield long
-
-
-def _context(one: Variant) -> int:
-    """Tokens that a variant is served with."""
-    config = checkpoint.text_config(checkpoint.read_config(one.weights))
-    longest = int(config["max_position_embeddings"])
-    asked = launch.resolve(one).flags.get("max-model-len")
-    return min(asked, longest) if isinstance(asked, int) and asked > 0 else longest
 
 
 def _stages(one: Variant) -> list[tuple[str, Path]]:

@@ -551,7 +551,8 @@ class _Served:
     @classmethod
     def of(cls, one: Variant, on: Gpu) -> "_Served":
         checkpoint.check(one.weights, variants.making_command(one.weights, one.root))
-        flags = launch.resolve(one, platform="cuda").flags
+        command = launch.resolve(one, platform="cuda")
+        flags = command.flags
         if flags.get("dtype") in ("float32", "float"):
             raise RooflineError(
                 f"{one.name} is served in float32, for which eval/devices.yaml has no peak; set VLLM_DTYPE=bfloat16"
@@ -566,14 +567,13 @@ class _Served:
         except RooflineError as error:
             raise RooflineError(f"{one.name}: {error}") from None
         depth = _depth(one, flags, found)
-        length = flags.get("max-model-len")
         return cls(
             one,
             flags,
             checkpoint.digest(one.weights),
             found,
             depth,
-            length if isinstance(length, int) and length > 0 else found.positions,
+            command.max_model_len,
             flags.get("max-num-seqs") or on.default_sequences,
         )
 

@@ -7,7 +7,6 @@ allowed to compile: what does not hit is not published.
 
 import dataclasses
 import json
-import shutil
 import sys
 import tempfile
 import time
@@ -73,9 +72,7 @@ def run(source: Path, destination: Path, parameters: BakeCacheParameters, progre
         ServerFailedError: vLLM did not start.
     """
     one = _variant(parameters)
-    for file in source.iterdir():
-        if file.is_file() and file.name != checkpoint.MANIFEST and file.name[0] != ".":
-            shutil.copyfile(file, destination / file.name)
+    checkpoint.carry_all(source, destination)
     command = launch.resolve(_serving(one, destination), port=launch.free_port())
     compile_watch.require_registered(command.environment)
     if command.cache is None:
@@ -86,6 +83,10 @@ def run(source: Path, destination: Path, parameters: BakeCacheParameters, progre
     with tempfile.TemporaryDirectory(prefix=".bake.", dir=destination) as place:
         cold = command.with_cache_root(Path(place))
         compiled, cold_seconds = _start(cold, parameters.prompt_tokens, Path(place) / "vllm.log", progress)
+        if not compiled:
+            raise BakedCacheError(
+                "vLLM's log says of no graph that it was compiled; the stage's log may say why"
+            )
         progress("packing", 0, 0)
         baked_cache.pack(
             Path(place),
@@ -96,8 +97,6 @@ def run(source: Path, destination: Path, parameters: BakeCacheParameters, progre
             environment=dict(command.variables),
             graphs={graph.name: graph.seconds for graph in compiled},
         )
-    if not compiled:
-        raise BakedCacheError("vLLM's log says of no graph that it was compiled; the stage's log may say why")
     proof = launch.resolve(_serving(one, destination), port=launch.free_port(), require_baked=True)
     with tempfile.TemporaryDirectory(prefix=".proof.", dir=destination) as place:
         loaded, warm_seconds = _start(proof, parameters.prompt_tokens[:1], Path(place) / "vllm.log", progress)
@@ -169,8 +168,8 @@ def drive(server: launch.RunningServer, prompt_tokens: Sequence[int]) -> None:
     Raises:
         BakedCacheError: it did not answer one.
     """
-    config = checkpoint.text_config(checkpoint.read_config(server.weights))
-    context = int(server.command.flags.get("max-model-len") or config["max_position_embeddings"])
+    vocabulary = int(checkpoint.text_config(checkpoint.read_config(server.weights))["vocab_size"])
+    context = server.command.max_model_len
     tokens = 16
     longest = context - tokens - 1
     if longest < 1:
@@ -181,7 +180,7 @@ def drive(server: launch.RunningServer, prompt_tokens: Sequence[int]) -> None:
     def ask(wanted: int) -> None:
         length = min(wanted, longest)
         # Any text will do for a shape, if no two share a prefix.
-        prompt = [(length * 31 + place * 7) % int(config["vocab_size"]) for place in range(length)]
+        prompt = [(length * 31 + place * 7) % vocabulary for place in range(length)]
         body = {
             "model": server.model,
             "prompt": prompt,

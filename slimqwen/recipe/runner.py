@@ -209,14 +209,18 @@ def clean_store(weights: Path, keep: Iterable[str]) -> int:
         except BlockingIOError:
             raise StoreBusyError(f"a recipe is running on {store}; clean it when that has ended") from None
         entries = {folder.name: folder for folder in store.iterdir() if not folder.name.startswith(".")}
-        made_from = {checkpoint.digest(folder): name for name, folder in entries.items()}
+        # A stage that keeps what it got has its input's digest; a baked entry has too, and is nobody's input.
+        inputs: dict[str, list[str]] = {}
+        for name, folder in entries.items():
+            if not (folder / checkpoint.COMPILE_CACHE[0]).is_file():
+                inputs.setdefault(checkpoint.digest(folder), []).append(name)
         linked = [link.resolve().name for link in weights.iterdir() if link.is_symlink()]
         used, todo = set(), [*linked, *keep]
         while todo:
             name = todo.pop()
             if name in entries and name not in used:
                 used.add(name)
-                todo.append(made_from.get(Manifest.read(entries[name]).ingredients["input"], ""))
+                todo += inputs.get(Manifest.read(entries[name]).ingredients["input"], [])
         freed = sum(file.stat().st_size for file in (store / ".unfinished").rglob("*") if file.is_file())
         shutil.rmtree(store / ".unfinished", ignore_errors=True)
         for name in entries.keys() - used:

@@ -11,7 +11,6 @@ tokens.
 import itertools
 import json
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,9 +98,7 @@ def run(source: Path, destination: Path, parameters: SampleOutputsParameters, pr
             f"{parameters.prompts.path} begins {len(prompts)} different documents, {total} are needed; add text or "
             "ask for fewer"
         )
-    kept = [(file, destination / file.name) for file in source.iterdir() if _goes_on(file)]
-    for file, copy in kept:
-        shutil.copyfile(file, copy)
+    checkpoint.carry_all(source, destination, leave_out=[OUTPUTS])
     written = 0
     longest = parameters.prompts.longest + parameters.tokens + 1
     with (
@@ -159,10 +156,6 @@ def needs(source: Path, parameters: SampleOutputsParameters) -> Needs:
 def data(parameters: SampleOutputsParameters) -> dict[str, str]:
     """The digests that decide the prompts."""
     return digests(parameters.prompts, "prompts")
-
-
-def _goes_on(file: Path) -> bool:
-    return file.is_file() and file.name not in (checkpoint.MANIFEST, OUTPUTS) and file.name[0] != "."
 
 
 def _prompts(prompts: Prompts, tokenizer: Any) -> Iterator[list[int]]:

@@ -198,10 +198,11 @@ def summary_table(root: Path, baseline: str, name: str) -> Table:
     rows: list[tuple[str, ...]] = [
         ("size on disk, MB", f"{first:.2f}", f"{second:.2f}", f"{first / second:.2f}x smaller", "", "")
     ]
+    prefix = f"{records[0]['suite']}_"
     for row in comparison.compare_quality(*paths):
         rows.append(
             (
-                f"{row.task.partition('_')[2] or row.task}, {_MEASURE_NAMES.get(row.measure, row.measure)}",
+                f"{row.task.removeprefix(prefix)}, {_MEASURE_NAMES.get(row.measure, row.measure)}",
                 f"{row.first:.3f}",
                 f"{row.second:.3f}",
                 f"{row.difference.value:+.3f} ± {row.difference.standard_error:.3f}",
@@ -479,10 +480,16 @@ def _hardware(record: store.Record) -> str:
 
 def _source(path: Path) -> str:
     record = store.read(path)
+    vllm = record["provenance"]["packages"].get("vllm", "?")
+    return (
+        f"{record['variant']}/{path.name}: {_command_and_commit(record)}, vLLM {vllm}, {_hardware(record)}."
+    )
+
+
+def _command_and_commit(record: store.Record) -> str:
     known = record["provenance"]
     commit = (known["git"]["commit"] or "none")[:10] + ("+changes" if known["git"]["dirty"] else "")
-    vllm = known["packages"].get("vllm", "?")
-    return f"{record['variant']}/{path.name}: `{known['command']}`, commit {commit}, vLLM {vllm}, {_hardware(record)}."
+    return f"`{known['command']}`, commit {commit}"
 
 
 def _acceptance_rows(root: Path, scored: Mapping[str, str]) -> tuple[list[tuple[str, ...]], list[str]]:
@@ -535,9 +542,7 @@ def _of_checkpoint(root: Path, exploration: str, name: str, digest: str) -> dict
 
 
 def _result_source(name: str, record: dict[str, Any]) -> str:
-    known = record["provenance"]
-    commit = (known["git"]["commit"] or "none")[:10] + ("+changes" if known["git"]["dirty"] else "")
-    return f"results/{name}_{record['variant']}.json: `{known['command']}`, commit {commit}, {_hardware(record)}."
+    return f"results/{name}_{record['variant']}.json: {_command_and_commit(record)}, {_hardware(record)}."
 
 
 def _interval(row: comparison.QualityRow) -> str:

@@ -81,9 +81,9 @@ class CompileCache:
     required: bool
 
     @property
-    def usable(self) -> bool:
-        """Whether the archive is there and is for this machine and these flags."""
-        return self.baked is not None and not self.differences
+    def usable(self) -> baked_cache.BakedCache | None:
+        """The manifest, where the archive is for this machine and these flags."""
+        return None if self.differences else self.baked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +117,14 @@ class ServerCommand:
     def port(self) -> int:
         """The TCP port."""
         return int(self.flags["port"])
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens that it is served with, prompt and output together: the flag's, else the checkpoint's positions."""
+        config = checkpoint.text_config(checkpoint.read_config(self.variant.weights))
+        positions = int(config["max_position_embeddings"])
+        asked = self.flags.get("max-model-len")
+        return min(asked, positions) if isinstance(asked, int) and asked > 0 else positions
 
     def as_shell(self) -> str:
         """The command as a person would type it: one variable, flag or word with its value per line."""
@@ -205,16 +213,16 @@ def resolve(
     chosen["model"], argv["model"] = str(variant.weights), ("--model", str(variant.weights))
     chosen["port"] = port if port is not None else chosen.get("port", 8000)
     argv["port"] = ("--port", str(chosen["port"]))
+    required = require_baked or variant.require_baked
     cache = None
     if not chosen.get("enforce-eager"):
-        required = require_baked or variant.require_baked
         cache = _compile_cache(variant, platform, chosen, resolved.environment, required)
-    environment = _environment(variant, platform, cache) | dict(resolved.environment)
-    if cache is None and (require_baked or variant.require_baked):
+    elif required:
         raise baked_cache.BakedCacheError(
             f"{variant.name} compiles nothing and a baked compile cache is required; set VLLM_ENFORCE_EAGER=0 in its "
             "config.env, or do without REQUIRE_BAKED"
         )
+    environment = _environment(variant, platform, cache) | dict(resolved.environment)
     return ServerCommand(
         variant=variant,
         platform=platform,
@@ -259,8 +267,7 @@ def prepare(command: ServerCommand) -> None:
     """
     check(command)
     if command.cache is not None and command.cache.usable:
-        assert command.cache.baked is not None
-        baked_cache.restore(command.variant.weights, command.cache.baked, command.cache.root)
+        baked_cache.restore(command.variant.weights, command.cache.usable, command.cache.root)
 
 
 @contextlib.contextmanager
@@ -389,11 +396,10 @@ def _environment(variant: Variant, platform: machine.Platform, cache: CompileCac
 
 def _cache_environment(cache: CompileCache) -> dict[str, str]:
     wanted = compile_watch.Wanted(required=cache.required)
-    if cache.baked is not None and cache.usable and cache.baked.device:
-        here = baked_cache.this_device("cuda")
-        if here != cache.baked.device:
-            capability = cache.baked.machine["compute capability"]
-            wanted = wanted.model_copy(update={"device": cache.baked.device, "capability": capability})
+    baked = cache.usable
+    if baked is not None and baked.device and baked.device != baked_cache.this_device("cuda"):
+        capability = baked.machine["compute capability"]
+        wanted = wanted.model_copy(update={"device": baked.device, "capability": capability})
     return {
         "VLLM_CACHE_ROOT": str(cache.root / "vllm"),
         "TORCHINDUCTOR_CACHE_DIR": str(cache.root / "inductor"),

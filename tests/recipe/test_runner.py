@@ -267,6 +267,19 @@ def test_cleaning_keeps_what_links_need_and_what_it_is_told_to(workshop: Worksho
     assert not dropped.log.exists()
 
 
+def test_cleaning_tells_entries_of_one_digest_apart(workshop: Workshop) -> None:
+    """A stage may hand on what it got, and a compile cache does not enter a checkpoint's digest."""
+    stages = [workshop.add(1), workshop.add(0)]
+    used = workshop.run(workshop.recipe(*stages, {"bake": {"archive": "this time"}}))
+    [*_, dropped] = workshop.run(
+        workshop.recipe(*stages, {"bake": {"archive": "another time"}}, variant="d"), "d"
+    )
+    (workshop.weights / "d").unlink()
+    assert len({checkpoint.digest(outcome.folder) for outcome in (*used, dropped)}) == 1
+    assert runner.clean_store(workshop.weights, keep=[]) == dropped.bytes_after
+    assert workshop.entries() == sorted(outcome.folder.name for outcome in used)
+
+
 def test_cleaning_waits_for_no_running_recipe(workshop: Workshop) -> None:
     workshop.run(workshop.recipe(workshop.add(1)))
     with (workshop.weights / "store" / ".lock").open() as lock:

@@ -64,6 +64,8 @@ def install() -> bool:
     Raises:
         EngineFixError: the function is gone or takes other parameters, or something that it is made of is gone.
     """
+    # Once, not in every step of the engine.
+    import torch
     import torch.nn.functional as F  # noqa: N812 - as everybody calls it
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention as upstream
 
@@ -88,8 +90,6 @@ def install() -> bool:
         width: int,
         state_len: int,
     ) -> Any:
-        import torch
-
         metadata = attn_metadata_i
         count = metadata.num_spec_decodes
         starts = metadata.spec_query_start_loc[: count + 1].tolist()
