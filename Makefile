@@ -2,6 +2,7 @@
 VARIANT ?= tiny
 PYTHON  ?= python3
 RUN     := .venv/bin/python
+INSTALLED := .venv/slimqwen-install.json
 PORT    ?=
 LIMIT   ?=
 .DEFAULT_GOAL := help
@@ -11,6 +12,10 @@ help: ## list the targets
 
 install: ## make .venv from the exact lock (PLATFORM=cpu|cuda; default: what this machine has)
 	@$(PYTHON) scripts/install.py $(if $(PLATFORM),--platform $(PLATFORM))
+
+# Whatever needs .venv makes it where it is missing, or was not made to its end.
+$(INSTALLED):
+	@$(PYTHON) scripts/install.py
 
 demo: install ## the whole pipeline on the embedded model: calibrate, serve, score, time, compare
 	@$(RUN) scripts/demo.py
@@ -104,6 +109,9 @@ test: install ## every test that takes minutes at most
 test-soak: install ## the tests that take a quarter of an hour or more
 	@$(RUN) -m pytest -m soak
 
-.PHONY: help install demo variants serve download recipe recipe-status calibrate redistill bake-cache verify clean-store eval-quality \
-	eval-quality-full eval-fidelity eval-latency compare tables sweep-draft-depth analyze-vocab analyze-lm-head calibration-corpus \
-	bench-prune-vocab bench-start roofline tiny tiny-tasks lint test test-soak
+PROGRAMS := variants serve download recipe recipe-status calibrate redistill bake-cache verify clean-store \
+	eval-quality eval-quality-full eval-fidelity eval-latency compare tables sweep-draft-depth analyze-vocab \
+	analyze-lm-head calibration-corpus bench-prune-vocab bench-start roofline tiny tiny-tasks lint
+$(PROGRAMS): | $(INSTALLED)
+
+.PHONY: help install demo test test-soak $(PROGRAMS)
