@@ -23,9 +23,9 @@ demo: install ## the whole pipeline on the embedded model: calibrate, serve, sco
 variants: ## list the variants: hypothesis, baseline, weights, latest figures
 	@$(RUN) scripts/variants.py
 
-serve: ## serve VARIANT with vLLM (PORT=8080, PLATFORM=cpu|cuda, REQUIRE_BAKED=1)
+serve: ## serve VARIANT with vLLM (PORT=8080, PLATFORM=cpu|cuda, REQUIRE_BAKED=1, ALLOW_UNSAFE=1)
 	@exec $(RUN) scripts/serve.py --variant $(VARIANT) $(if $(PORT),--port $(PORT)) $(if $(PLATFORM),--platform $(PLATFORM)) \
-		$(if $(REQUIRE_BAKED),--require-baked $(REQUIRE_BAKED))
+		$(if $(REQUIRE_BAKED),--require-baked $(REQUIRE_BAKED)) $(if $(ALLOW_UNSAFE),--allow-unsafe $(ALLOW_UNSAFE))
 
 download: ## get the checkpoint that VARIANT is a copy of from the model hub
 	@$(RUN) scripts/download.py --variant $(VARIANT)
@@ -60,8 +60,18 @@ eval-quality-full: ## score VARIANT on every item of its suite
 eval-fidelity: ## compare VARIANT's next-token distributions with its baseline's (STAGES=1: after each stage too)
 	@$(RUN) scripts/eval_fidelity.py --variant $(VARIANT) $(if $(filter 1,$(STAGES)),--stages)
 
-eval-latency: ## time VARIANT over the short, medium and long classes
-	@$(RUN) scripts/eval_latency.py --variant $(VARIANT)
+check-engine: ## hold VARIANT's tokens in every combination of engine modes against the plain engine's
+	@$(RUN) scripts/check_engine.py --variant $(VARIANT)
+
+test-gates: ## do the gates catch damage of VARIANT, and how often do they cry wolf? into results/ (SEEDS=20)
+	@$(RUN) scripts/gate_power.py --variant $(VARIANT) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(AGAIN),--again $(AGAIN))
+
+gate: ## is VARIANT as good as its baseline? fidelity, acceptance, quality, engine modes: one verdict
+	@$(RUN) scripts/gate.py --variant $(VARIANT)
+
+eval-latency: ## time VARIANT over WORKLOAD=classes|context|arrivals|poisson|concurrency|shapes|prefix_cache (BASELINE=1 in turns)
+	@$(RUN) scripts/eval_latency.py --variant $(VARIANT) $(if $(WORKLOAD),--workload $(WORKLOAD)) \
+		$(if $(filter 1,$(BASELINE)),--baseline) $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(PORT),--port $(PORT))
 
 compare: ## print the paired table of two variants (A=tiny B=tiny-awq)
 	@$(RUN) scripts/compare.py $(A) $(B)
@@ -72,8 +82,8 @@ tables: ## rewrite the generated tables of the READMEs from their records
 analyze-vocab: ## coverage of VARIANT's vocabulary at several sizes, into results/
 	@$(RUN) scripts/analyze_vocab.py --variant $(VARIANT) --sizes $(or $(SIZES),2048 3072 4096 6144)
 
-sweep-draft-depth: ## acceptance of VARIANT's drafts in vLLM for K=1..7, into results/ (TEXT=file)
-	@$(RUN) scripts/sweep_draft_depth.py --variant $(VARIANT) $(if $(TEXT),--text $(TEXT))
+sweep-k: ## acceptance of VARIANT's drafts for K=0..7 by class and temperature, and the depth to serve (DEPTHS="0 4")
+	@$(RUN) scripts/sweep_k.py --variant $(VARIANT) $(if $(DEPTHS),--depths $(DEPTHS))
 
 analyze-lm-head: ## spectrum of VARIANT's output head, low-rank and 4-bit heads, into results/ (TEXT=file)
 	@$(RUN) scripts/analyze_lm_head.py --variant $(VARIANT) $(if $(TEXT),--text $(TEXT))
@@ -82,8 +92,11 @@ calibration-corpus: ## mix a calibration text (SOURCES="tinyworld a=f.jsonl:2" T
 	@$(RUN) scripts/build_calibration_corpus.py --variant $(VARIANT) $(foreach s,$(SOURCES),--source $(s)) \
 		--tokens $(TOKENS) --output $(OUTPUT)
 
-bench-start: ## time cold starts of VARIANT against starts from its baked cache, into results/ (ROUNDS=5)
-	@$(RUN) scripts/bench_start.py --variant $(VARIANT) $(if $(ROUNDS),--rounds $(ROUNDS))
+eval-startup: ## where the seconds of VARIANT's start go, cold, warm and baked, into results/ (ROUNDS=6)
+	@$(RUN) scripts/eval_startup.py --variant $(VARIANT) $(if $(ROUNDS),--rounds $(ROUNDS))
+
+profile: ## where a request's time goes on VARIANT: phases, parts of a step, operators, into results/profile/
+	@$(RUN) scripts/profile_requests.py --variant $(VARIANT)
 
 roofline: ## the fastest that VARIANT could be on a GPU (GPU=a10g WITH="tiny-awq" ACCEPTANCE=4.5), into results/
 	@$(RUN) scripts/roofline.py --variant $(VARIANT) $(if $(GPU),--gpu $(GPU)) $(if $(WITH),--with $(WITH)) \
@@ -110,8 +123,8 @@ test-soak: install ## the tests that take a quarter of an hour or more
 	@$(RUN) -m pytest -m soak
 
 PROGRAMS := variants serve download recipe recipe-status calibrate redistill bake-cache verify clean-store \
-	eval-quality eval-quality-full eval-fidelity eval-latency compare tables sweep-draft-depth analyze-vocab \
-	analyze-lm-head calibration-corpus bench-prune-vocab bench-start roofline tiny tiny-tasks lint
+	eval-quality eval-quality-full eval-fidelity gate check-engine test-gates eval-latency compare tables sweep-k analyze-vocab \
+	analyze-lm-head calibration-corpus bench-prune-vocab eval-startup profile roofline tiny tiny-tasks lint
 $(PROGRAMS): | $(INSTALLED)
 
 .PHONY: help install demo test test-soak $(PROGRAMS)

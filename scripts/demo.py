@@ -9,7 +9,7 @@ from pathlib import Path
 from _console import console, progress_bar, run
 
 from slimqwen import checkpoint, variant
-from slimqwen.evaluation import latency, quality
+from slimqwen.evaluation import latency, quality, workload
 from slimqwen.recipe import recipe_file, runner
 from slimqwen.records import provenance, store, tables
 from slimqwen.serving import launch
@@ -64,7 +64,7 @@ def main() -> int:
         with progress_bar() as progress:
             latency.measure(
                 chosen,
-                latency.load_workload("classes", root),
+                workload.load("classes", root),
                 command=sys.argv,
                 rounds=arguments.rounds,
                 port=launch.free_port(),

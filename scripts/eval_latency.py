@@ -7,7 +7,7 @@ from pathlib import Path
 import _console
 
 from slimqwen import variant
-from slimqwen.evaluation import latency
+from slimqwen.evaluation import latency, workload
 from slimqwen.records import tables
 
 
@@ -16,6 +16,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--variant", required=True, nargs="+", help="several take turns on fresh servers: A B A B"
+    )
+    parser.add_argument(
+        "--baseline", action="store_true", help="the variant's baseline takes turns with it, and goes first"
     )
     parser.add_argument(
         "--workload", default="classes", help="a file of eval/workloads/ (default: %(default)s)"
@@ -28,12 +31,15 @@ def main() -> int:
     arguments = parser.parse_args()
 
     chosen = [variant.load(name) for name in arguments.variant]
-    workload = latency.load_workload(arguments.workload, variant.repository_root())
+    if arguments.baseline:
+        if len(chosen) > 1 or chosen[0].baseline is None:
+            parser.error("--baseline takes one variant, and one that has a baseline")
+        chosen.insert(0, variant.load(chosen[0].baseline))
     folders = [arguments.records_dir / one.name for one in chosen] if arguments.records_dir else None
     with _console.progress_bar() as progress:
         paths = latency.measure(
             chosen,
-            workload,
+            workload.load(arguments.workload, variant.repository_root()),
             command=sys.argv,
             rounds=arguments.rounds,
             port=arguments.port,
@@ -42,6 +48,9 @@ def main() -> int:
         )
     for path in paths:
         _console.console.print(tables.results_table(path).as_rich())
+    for path in paths[1:]:
+        _console.console.print(tables.latency_comparison(paths[0], path).as_rich())
+    for path in paths:
         _console.console.print(f"record: {path}", soft_wrap=True)
     return 0
 

@@ -34,7 +34,7 @@ def main() -> int:
     parser.add_argument(
         "--acceptance-length",
         type=float,
-        help="assumed where results/draft_depth_<variant>.json does not say it",
+        help="assumed where no acceptance record (make sweep-k) says it",
     )
     arguments = parser.parse_args()
     one, started = variant.load(arguments.variant), provenance.utc_now()

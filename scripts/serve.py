@@ -26,6 +26,11 @@ def main() -> int:
         choices=("1",),
         help="refuse to serve without the baked compile cache, as REQUIRE_BAKED=1 in its config.env does",
     )
+    parser.add_argument(
+        "--allow-unsafe",
+        choices=("1",),
+        help="serve in engine modes that `make check-engine` found unsafe, as ALLOW_UNSAFE=1 in its config.env does",
+    )
     arguments = parser.parse_args()
     with errors.status("reading vLLM's flags"):
         command = launch.resolve(
@@ -33,6 +38,7 @@ def main() -> int:
             port=arguments.port,
             platform=arguments.platform,
             require_baked=arguments.require_baked is not None,
+            allow_unsafe=arguments.allow_unsafe is not None,
         )
     if command.platform != machine.detect():
         errors.print(

@@ -74,7 +74,7 @@ class _Listed:
 
     def is_stored(self, file: Path, record: FileRecord) -> bool:
         if self.sha256 is None:
-            return _git_blob(file.read_bytes()) == self.blob
+            return git_blob(file.read_bytes()) == self.blob
         return record == FileRecord(sha256=self.sha256, bytes=self.bytes)
 
 
@@ -239,7 +239,7 @@ def _listing(order: _Order) -> tuple[str, list[_Listed]]:
         ]
     except (ValueError, KeyError, TypeError) as error:
         raise HubError(
-            f"{order.endpoint} does not answer as a model hub does ({_one_line(error)}); "
+            f"{order.endpoint} does not answer as a model hub does ({one_line(error)}); "
             "check HF_ENDPOINT and HTTPS_PROXY"
         ) from error
     if not any(file.name.endswith(".safetensors") for file in files):
@@ -412,15 +412,16 @@ def _told_in_one_line(order: _Order, revision: str | None) -> Iterator[None]:
         raise HubError(f"{order.endpoint} answers {status} for {name}; {cure}") from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise HubError(
-            f"{order.endpoint} cannot be reached ({_one_line(error)}); check network, HTTPS_PROXY and HF_ENDPOINT, "
+            f"{order.endpoint} cannot be reached ({one_line(error)}); check network, HTTPS_PROXY and HF_ENDPOINT, "
             f"then {again}"
         ) from error
     except OSError as error:
-        cause = error.strerror or _one_line(error)
+        cause = error.strerror or one_line(error)
         raise DownloadError(f"weights/{order.staging.name}: {cause}; set that right and {again}") from error
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """An exception's name and message without line breaks."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
@@ -428,5 +429,6 @@ def _length(file: Path) -> int:
     return file.stat().st_size if file.is_file() else 0
 
 
-def _git_blob(content: bytes) -> str:
+def git_blob(content: bytes) -> str:
+    """The SHA-1 by which git, and so the hub, knows a file that is not stored with LFS."""
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()

@@ -24,6 +24,7 @@ OWN_KEYS: Mapping[str, str] = MappingProxyType(
         "REVISION": "the commit of SOURCE that weights/<this variant> is a copy of, 40 hexadecimal digits",
         "PLATFORM": "cuda for a variant that only a GPU can serve; unset, this machine's platform is taken",
         "REQUIRE_BAKED": "1 for a variant that is not to be served without its baked compile cache",
+        "ALLOW_UNSAFE": "1 for a variant that is served even in engine modes that were found unsafe",
     }
 )
 """The keys of config.env that are neither a flag of vLLM nor an environment variable."""
@@ -102,6 +103,11 @@ class Variant:
         """Whether REQUIRE_BAKED=1 is set."""
         return "REQUIRE_BAKED" in self.settings
 
+    @property
+    def allow_unsafe(self) -> bool:
+        """Whether ALLOW_UNSAFE=1 is set."""
+        return "ALLOW_UNSAFE" in self.settings
+
 
 def repository_root() -> Path:
     """The checkout this package is installed from (`make install` installs it editable)."""
@@ -143,6 +149,7 @@ def load(name: str, root: Path | None = None) -> Variant:
     for key, only, otherwise in (
         ("PLATFORM", "cuda", "any platform"),
         ("REQUIRE_BAKED", "1", "compiling where nothing is baked"),
+        ("ALLOW_UNSAFE", "1", "refusing engine modes that were found unsafe"),
     ):
         given = settings.get(key)
         if given is not None and given.value != only:

@@ -18,7 +18,7 @@ class Hub:
     """What the server has, which faults it makes, and what it was asked.
 
     Attributes:
-        folder: the repository's files; those that end in .safetensors are stored with LFS.
+        folder: the repository's files; those that end in .safetensors or .parquet are stored with LFS.
         commit: what main is.
         gated: files are for TOKEN alone, as on the real hub the listing is for everybody.
         cut_at: the byte at which an answer that carries a file breaks off, as often as cuts says.
@@ -51,7 +51,7 @@ class Hub:
                 "size": len(content),
                 "blobId": blob,
             }
-            if file.suffix == ".safetensors":
+            if file.suffix in (".safetensors", ".parquet"):
                 sha256 = hashlib.sha256(content).hexdigest()
                 entry["lfs"] = {"size": len(content), "sha256": sha256, "pointerSize": 130}
             siblings.append(entry)
@@ -67,10 +67,14 @@ def start(hub: Hub) -> ThreadingHTTPServer:
         def log_message(self, *_: object) -> None:
             pass
 
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
         def do_GET(self) -> None:
             path, _, query = self.path.partition("?")
-            hub.requests.append(("GET", path, self.headers.get("Range")))
-            if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path):
+            hub.requests.append((self.command, path, self.headers.get("Range")))
+            path = path.removeprefix("/datasets")  # a dataset's files; a model's lie at the root
+            if match := re.fullmatch(r"/api/(?:models|datasets)/([^/]+/[^/]+)(?:/revision/(.+))?", path):
                 if self._exists(match[1], match[2] or "main"):
                     assert "blobs=" in query
                     self._answer(200, json.dumps(hub.listing()).encode())
@@ -99,7 +103,8 @@ def start(hub: Hub) -> ThreadingHTTPServer:
                 content = content[:-1] + bytes([content[-1] ^ 1])
             span, total = self.headers.get("Range"), len(content)
             begin = int(span.removeprefix("bytes=").removesuffix("-")) if span else 0
-            headers = {"ETag": f'"{name}"', "X-Repo-Commit": hub.commit, "Accept-Ranges": "bytes"}
+            tag = hashlib.sha1(content).hexdigest()
+            headers = {"ETag": f'"{tag}"', "X-Repo-Commit": hub.commit, "Accept-Ranges": "bytes"}
             if span:
                 headers["Content-Range"] = f"bytes {begin}-{total - 1}/{total}"
             cut = hub.cut_at if begin < hub.cut_at < total and hub.cuts else None
@@ -116,7 +121,8 @@ def start(hub: Hub) -> ThreadingHTTPServer:
             for key, value in ({"Content-Length": str(len(body))} | (headers or {})).items():
                 self.send_header(key, value)
             self.end_headers()
-            self.wfile.write(body[:cut])
+            if self.command != "HEAD":
+                self.wfile.write(body[:cut])
             self.close_connection = cut is not None
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

@@ -1,104 +1,436 @@
-"""Acceptance of drafted tokens as vLLM counts it, per position, for one checkpoint and depth."""
+"""How long drafted tokens are accepted, by depth, prompt class and temperature, with intervals; and the depth to serve.
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+Every depth has an engine of its own. The prompts of a class go in groups, and groups are the units of every interval:
+tokens of one continuation stand and fall together.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import transformers
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from slimqwen import checkpoint
+from slimqwen import variant as variants
 from slimqwen.errors import SlimqwenError
+from slimqwen.evaluation import prompts, roofline, statistics
+from slimqwen.evaluation.comparison import NotComparableError
+from slimqwen.evaluation.verdict import Verdict
 from slimqwen.progress import Progress, silent
+from slimqwen.records import provenance, store
+from slimqwen.serving import draft_counts, in_process, launch
+from slimqwen.serving import platform as machine
+from slimqwen.variant import Variant
 
-_METRICS = "vllm:spec_decode_num_"
+_SERVED = ("dtype", "kv-cache-dtype", "quantization")
 
 
-class NoDraftsError(SlimqwenError):
-    """The engine drafted nothing."""
+class AcceptanceError(SlimqwenError):
+    """A plan, or a variant, that drafts cannot be counted with."""
 
 
-@dataclass(frozen=True)
-class ServedAcceptance:
-    """What the engine's counters say.
+class Plan(BaseModel):
+    """eval/acceptance/<name>.yaml, which explains each field."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    documents: str
+    seed: int
+    tokens: int = Field(ge=1)
+    groups: int = Field(ge=2)
+    prompts: int = Field(ge=2)
+    temperatures: tuple[float, ...] = Field(min_length=1)
+    classes: dict[str, int] = Field(min_length=1)
+    gpu: str
+    gate_depth: int = Field(ge=1)
+    least_share: float = Field(gt=0, le=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """A variant's acceptance length as a share of its baseline's, on the same prompts at the same depth.
 
     Attributes:
         depth: tokens drafted at a time (K).
-        drafts: how often it drafted.
-        accepted_per_position: accepted drafts at positions 1..K.
+        first: the baseline's acceptance length.
+        second: the variant's.
+        ratio: second / first, its interval over groups of prompts.
+        groups: how many.
+        verdict: of the ratio against the plan's least share.
     """
 
     depth: int
-    drafts: int
-    accepted_per_position: tuple[int, ...]
-
-    @property
-    def mean_length(self) -> float:
-        """Tokens gained by a draft: 1 + accepted / drafts."""
-        return 1 + sum(self.accepted_per_position) / self.drafts
-
-    @property
-    def rates(self) -> tuple[float, ...]:
-        """Share of the drafts that were accepted up to and including positions 1..K."""
-        return tuple(accepted / self.drafts for accepted in self.accepted_per_position)
+    first: float
+    second: float
+    ratio: statistics.Ratio
+    groups: int
+    verdict: Verdict
 
 
-def sweep(
-    folder: Path,
-    prompts: Sequence[Sequence[int]],
-    tokens: int,
+def load_plan(name: str, root: Path) -> Plan:
+    """Read eval/acceptance/<name>.yaml.
+
+    Raises:
+        AcceptanceError: no such file, or a field is missing or wrong.
+    """
+    file = root / "eval" / "acceptance" / f"{name}.yaml"
+    place = f"eval/acceptance/{file.name}"
+    try:
+        plan = Plan.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise AcceptanceError(f"{place}: {error.strerror}; write the prompts' classes there") from None
+    except (yaml.YAMLError, ValidationError) as error:
+        raise AcceptanceError(f"{place}: unusable ({' '.join(str(error).split())[:200]})") from None
+    if plan.prompts < plan.groups:
+        raise AcceptanceError(f"{place}: {plan.prompts} prompts do not make {plan.groups} groups")
+    return plan
+
+
+def measure(
+    one: Variant,
+    plan_name: str,
     depths: Sequence[int],
+    *,
+    command: Sequence[str],
+    greedy_only: bool = False,
+    records_folder: Path | None = None,
     progress: Progress = silent,
-) -> dict[str, Any]:
-    """Acceptance at several depths, each with an engine of its own on the same prompts.
+) -> Path:
+    """Count a variant's drafts at several depths and write its acceptance record.
+
+    Args:
+        one: the variant; its weights, dtype and KV cache.
+        plan_name: of eval/acceptance/.
+        depths: tokens drafted at a time (K); 0 is without drafts, for its speed.
+        command: the command that asked for it, for the record.
+        greedy_only: leave out the plan's temperatures above 0.
+        records_folder: instead of the variant's own folder.
+        progress: hears the groups of prompts done.
+
+    Returns:
+        The record's path.
+
+    Raises:
+        AcceptanceError: the checkpoint has no MTP head, or a class does not fit its context.
+        NoDraftsError: the engine drafted nothing.
+        SlimqwenError: weights are missing, or the documents do not last.
+    """
+    started = provenance.utc_now()
+    plan = load_plan(plan_name, one.root)
+    baseline = variants.load(one.baseline, one.root) if one.baseline else one
+    for side in (one, baseline):
+        checkpoint.check(side.weights, variants.making_command(side.weights, side.root))
+    if not checkpoint.text_config(checkpoint.read_config(one.weights)).get("mtp_num_hidden_layers"):
+        raise AcceptanceError(f"{one.name} has no MTP head, so nothing is drafted")
+    served = launch.resolve(one)
+    flags = {name: served.flags[name] for name in _SERVED if name in served.flags}
+    temperatures = [each for each in plan.temperatures if not greedy_only or each == 0]
+    context = min(served.max_model_len, launch.resolve(baseline).max_model_len)
+    classes = cut_prompts(plan, one, baseline, context - plan.tokens - max(depths) - 1)
+    items = count(one.weights, classes, plan, depths, temperatures, flags, progress)
+    rows = summarise(items)
+    record = {
+        "schema": "acceptance/1",
+        "variant": one.name,
+        "plan": plan_name,
+        "gate_depth": plan.gate_depth,
+        "least_share": plan.least_share,
+        "classes": {name: max(map(len, of_class)) for name, of_class in classes.items()},
+        "prompts": prompts.digest([ids for of_class in classes.values() for ids in of_class]),
+        "depths": rows,
+        "choice": choose(one, plan, rows, max(map(len, next(iter(classes.values()))))),
+        "provenance": provenance.describe(
+            root=one.root,
+            command=command,
+            started=started,
+            flags={**flags, "enforce-eager": machine.detect() == "cpu"},
+            environment={},
+            weights=one.weights,
+            datasets=[one.root / "eval" / "acceptance" / f"{plan_name}.yaml"]
+            + ([] if plan.documents == "tinyworld" else [one.root / plan.documents]),
+            seeds={"prompts": plan.seed},
+            server="started",
+        ),
+    }
+    return store.write(records_folder or one.folder, record, items)
+
+
+def count(
+    folder: Path,
+    classes: Mapping[str, Sequence[Sequence[int]]],
+    plan: Plan,
+    depths: Sequence[int],
+    temperatures: Sequence[float],
+    flags: Mapping[str, Any] | None = None,
+    progress: Progress = silent,
+) -> list[dict[str, Any]]:
+    """Have vLLM go on with the prompts of each class in their groups, at each depth in an engine of its own.
 
     Args:
         folder: the checkpoint.
-        prompts: token ids.
-        tokens: of a continuation at most.
+        classes: name -> prompts in token ids.
+        plan: tokens, groups and seed.
         depths: tokens drafted at a time (K).
-        progress: hears the depths done.
+        temperatures: 0 for greedy tokens.
+        flags: of vLLM, by name without dashes.
+        progress: hears the groups done.
 
     Returns:
-        {"prompts", "tokens", "depths": [{"depth", "drafts", "acceptance_length", "rates"}]}.
+        the items of a record.
+
+    Raises:
+        NoDraftsError: the engine drafted nothing.
+    """
+    items: list[dict[str, Any]] = []
+    whole = len(depths) * len(classes) * len(temperatures) * plan.groups
+    longest = max(len(ids) for of_class in classes.values() for ids in of_class) + plan.tokens
+    for depth in depths:
+        with in_process.engine(
+            folder,
+            num_speculative_tokens=depth,
+            max_model_len=draft_counts.room(longest, depth),
+            # Graphs decide a GPU's speed; on a CPU only counts are wanted, and they cost minutes.
+            enforce_eager=machine.detect() == "cpu",
+            **{name.replace("-", "_"): value for name, value in (flags or {}).items()},
+        ) as llm:
+            # The first requests after a start meet cold code, which would count as the first group's time.
+            draft_counts.count(llm, [next(iter(classes.values()))[0]], tokens=8)
+            for name, temperature, group in itertools.product(classes, temperatures, range(plan.groups)):
+                progress(f"K = {depth}: {name}, temperature {temperature:g}", len(items), whole)
+                counted = draft_counts.count(
+                    llm,
+                    classes[name][group :: plan.groups],
+                    tokens=plan.tokens,
+                    temperature=temperature,
+                    seed=plan.seed,
+                )
+                if depth and not counted.drafts:
+                    raise draft_counts.NoDraftsError(
+                        f"vLLM drafted nothing for the class {name}; give its continuations more tokens in the plan"
+                    )
+                items.append(
+                    {
+                        "depth": depth,
+                        "class": name,
+                        "temperature": temperature,
+                        "group": group,
+                        **dataclasses.asdict(counted),
+                    }
+                )
+    progress("counted", whole, whole)
+    return items
+
+
+def summarise(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The figures of each depth from its groups.
+
+    Args:
+        items: of a record: {"depth", "class", "temperature", "group", "drafts", "accepted_per_position",
+            "output_tokens", "seconds"}.
+
+    Returns:
+        [{"depth", "tokens_per_second", "length", "settings": [{"class", "temperature", "drafts", "length",
+        "rates"}]}]: the tokens of all greedy continuations over their time, and estimates over groups, the first length
+        that of all greedy ones. Depth 0 has no length and no settings.
     """
     rows = []
-    for done, depth in enumerate(depths):
-        progress("depths", done, len(depths))
-        counted = in_vllm(folder, prompts, tokens, depth)
+    for depth in dict.fromkeys(item["depth"] for item in items):
+        of_depth = [item for item in items if item["depth"] == depth and (item["drafts"] or not depth)]
+        greedy = [item for item in of_depth if item["temperature"] == 0] or of_depth
+        settings = []
+        kinds = dict.fromkeys((item["class"], item["temperature"]) for item in of_depth) if depth else {}
+        for name, temperature in kinds:
+            of_setting = [
+                item for item in of_depth if (item["class"], item["temperature"]) == (name, temperature)
+            ]
+            settings.append(
+                {
+                    "class": name,
+                    "temperature": temperature,
+                    "drafts": sum(item["drafts"] for item in of_setting),
+                    "length": dataclasses.asdict(_length(of_setting)),
+                    "rates": [dataclasses.asdict(_rate(of_setting, place)) for place in range(depth)],
+                }
+            )
         rows.append(
             {
                 "depth": depth,
-                "drafts": counted.drafts,
-                "acceptance_length": round(counted.mean_length, 4),
-                "rates": [round(rate, 4) for rate in counted.rates],
+                "tokens_per_second": sum(item["output_tokens"] for item in greedy)
+                / sum(item["seconds"] for item in greedy),
+                "length": dataclasses.asdict(_length(greedy)) if depth else None,
+                "settings": settings,
             }
         )
-    progress("depths", len(depths), len(depths))
-    return {"prompts": len(prompts), "tokens": tokens, "depths": rows}
+    return rows
 
 
-def in_vllm(folder: Path, prompts: Sequence[Sequence[int]], tokens: int, depth: int) -> ServedAcceptance:
-    """Let vLLM go on with prompts greedily, drafting by the checkpoint's MTP head.
+def choose(
+    one: Variant, plan: Plan, rows: Sequence[Mapping[str, Any]], context: int
+) -> dict[str, Any] | None:
+    """The depth that gives most greedy tokens per second, and what that is by.
+
+    On a GPU the measured speed decides. A CPU's says nothing about a GPU, so there it is the bound of the plan's GPU
+    (`roofline.decode`, one sequence) with the acceptance lengths measured, the mean of the classes: it counts bytes
+    and operations, not the launching of kernels, so it leans to deep drafts.
 
     Args:
-        folder: the checkpoint.
-        prompts: token ids.
-        tokens: of a continuation at most.
-        depth: tokens drafted at a time (K).
+        one: the variant.
+        plan: names the GPU.
+        rows: as `summarise` returns them.
+        context: tokens in the cache, for the bound.
+
+    Returns:
+        {"depth", "by": "measured" or "roofline of <gpu>", "tokens_per_second": {depth: value}}; None of fewer than two
+        depths.
+    """
+    if len(rows) < 2:
+        return None
+    if machine.detect() == "cuda":
+        by, speeds = "measured", {row["depth"]: row["tokens_per_second"] for row in rows}
+    else:
+        gpu = roofline.gpu(plan.gpu, one.root)
+        by = f"roofline of {plan.gpu}"
+        lengths = {row["depth"]: row["length"]["value"] if row["depth"] else 1.0 for row in rows}
+        speeds = roofline.by_depth(one, gpu, lengths, context)
+    best = max(speeds, key=lambda depth: speeds[depth])
+    return {
+        "depth": best,
+        "by": by,
+        "tokens_per_second": {str(depth): value for depth, value in speeds.items()},
+    }
+
+
+def graph_sizes(depth: int, sequences: int) -> list[int]:
+    """Batch sizes, in tokens, that CUDA graphs are needed for: a step reads K + 1 tokens of each sequence."""
+    return [(depth + 1) * count for count in range(1, sequences + 1)]
+
+
+def pair(first: Path, second: Path, digests: Sequence[str] | None = None) -> tuple[Path, Path]:
+    """The newest acceptance records of two variants' folders that count the same prompts at the gate's depth.
+
+    Args:
+        first: experiments/<baseline>.
+        second: experiments/<variant>.
+        digests: of the two checkpoints that the records must be of; any by default.
 
     Raises:
-        NoDraftsError: every continuation ended at once.
+        MissingRecordError: a variant has none.
+        NotComparableError: none of the one fits any of the other.
     """
-    from vllm import SamplingParams
 
-    from slimqwen.serving.in_process import counter, engine, vector
+    def fitting(folder: Path, digest: str | None) -> dict[Path, Any]:
+        found = {}
+        for path in store.records(folder, "acceptance"):
+            record = store.read(path)
+            of = record["provenance"]
+            depths = [row["depth"] for row in record["depths"]]
+            if record["gate_depth"] in depths and digest in (None, of["checkpoint"]["digest"]):
+                found[path] = (record["plan"], record["gate_depth"], of["datasets"])
+        if not found:
+            raise store.MissingRecordError(
+                f"no acceptance record that fits in {folder.parent.name}/{folder.name}; "
+                f"`make sweep-k VARIANT={folder.name}` makes one"
+            )
+        return found
 
-    greedy = SamplingParams(temperature=0.0, max_tokens=tokens)
-    length = max(map(len, prompts)) + tokens + depth + 1
-    # A multiple of 16 keeps block sizes whole.
-    with engine(folder, num_speculative_tokens=depth, max_model_len=16 * math.ceil(length / 16)) as llm:
-        llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], greedy, use_tqdm=False)
-        drafts = counter(llm, f"{_METRICS}drafts")
-        accepted = vector(llm, f"{_METRICS}accepted_tokens_per_pos")
-    if not drafts:
-        raise NoDraftsError(f"vLLM drafted nothing with {folder}; give longer prompts or more tokens")
-    return ServedAcceptance(depth, drafts, accepted)
+    ours, theirs = (
+        fitting(folder, digest)
+        for folder, digest in zip((first, second), digests or (None, None), strict=True)
+    )
+    for path, basis in ours.items():
+        for other, other_basis in theirs.items():
+            if basis == other_basis:
+                return path, other
+    raise NotComparableError(
+        f"no acceptance record of {first.name} and {second.name} is of the same plan; "
+        f"`make sweep-k VARIANT={second.name}` makes one"
+    )
+
+
+def compare(first: Path, second: Path) -> Share:
+    """Pair two acceptance records, the baseline's first; the second's depth and least share are the gate's.
+
+    Raises:
+        NotComparableError: they share too few groups of prompts at that depth.
+        RecordError: a record or its items are damaged.
+    """
+    record = store.read(second)
+    items = (store.read_items(path) for path in (first, second))
+    return judge(*items, depth=record["gate_depth"], least_share=record["least_share"])
+
+
+def judge(
+    first: Sequence[Mapping[str, Any]],
+    second: Sequence[Mapping[str, Any]],
+    *,
+    depth: int,
+    least_share: float,
+) -> Share:
+    """Pair counted items, the baseline's first, by the groups of greedy prompts that both have.
+
+    Args:
+        first: the baseline's, as `count` returns them.
+        second: the variant's.
+        depth: tokens drafted at a time (K).
+        least_share: of the baseline's acceptance length that still passes.
+
+    Raises:
+        NotComparableError: they share too few groups at that depth.
+    """
+    a, b = (_greedy_groups(items, depth) for items in (first, second))
+    both = sorted(a.keys() & b.keys())
+    if len(both) < 2:
+        raise NotComparableError(f"no greedy prompts were counted with both at K = {depth}; count both again")
+    sides = [[of[key] for key in both] for of in (a, b)]
+    values = [[1 + sum(item["accepted_per_position"]) / item["drafts"] for item in side] for side in sides]
+    drafts = [[item["drafts"] for item in side] for side in sides]
+    ratio = statistics.paired_ratio(*values, *drafts)
+    verdict = Verdict.INCONCLUSIVE
+    if ratio.low >= least_share:
+        verdict = Verdict.PASS
+    elif ratio.high < least_share:
+        verdict = Verdict.FAIL
+    lengths = [_length(side).value for side in sides]
+    return Share(depth, lengths[0], lengths[1], ratio, len(both), verdict)
+
+
+def cut_prompts(plan: Plan, one: Variant, baseline: Variant, room: int) -> dict[str, list[list[int]]]:
+    """Class -> the variant's token ids of texts that the baseline's tokenizer cut to length, `room` tokens at most."""
+    ours, theirs = (
+        transformers.AutoTokenizer.from_pretrained(side.weights, local_files_only=True)
+        for side in (one, baseline)
+    )
+    cutter = prompts.PromptCutter(
+        prompts.documents(plan.documents, plan.seed, one.root),
+        lambda text: list(theirs(text, add_special_tokens=False)["input_ids"]),
+    )
+    classes = {}
+    for name, length in plan.classes.items():
+        texts = [theirs.decode(ids) for ids in cutter.cut(plan.prompts, max(1, min(length, room)))]
+        # A pruned tokenizer may need more tokens for the same text.
+        classes[name] = [list(ours(text, add_special_tokens=False)["input_ids"])[-room:] for text in texts]
+    return classes
+
+
+def _length(items: Sequence[Mapping[str, Any]]) -> statistics.Estimate:
+    drafts = [item["drafts"] for item in items]
+    return statistics.mean(
+        [1 + sum(item["accepted_per_position"]) / item["drafts"] for item in items], drafts
+    )
+
+
+def _rate(items: Sequence[Mapping[str, Any]], place: int) -> statistics.Estimate:
+    drafts = [item["drafts"] for item in items]
+    return statistics.mean([item["accepted_per_position"][place] / item["drafts"] for item in items], drafts)
+
+
+def _greedy_groups(items: Sequence[Mapping[str, Any]], depth: int) -> dict[Any, Mapping[str, Any]]:
+    return {
+        (item["class"], item["group"]): item
+        for item in items
+        if item["depth"] == depth and item["temperature"] == 0 and item["drafts"]
+    }

@@ -1,15 +1,24 @@
 """Two variants against each other, on the same items and the same machine, from their records."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
 
 from slimqwen.errors import SlimqwenError
 from slimqwen.evaluation import statistics, verdict
 from slimqwen.records import store
 
 LATENCY_MEASURES = ("ttft_ms", "tpot_ms", "e2el_ms")
+
+ENOUGH_ROUNDS = 5
+"""From so many rounds on, restarts are resampled for an interval; fewer of them cannot carry one."""
+
+ALL_CLASSES = "all classes"
 
 
 class NotComparableError(SlimqwenError):
@@ -35,15 +44,29 @@ class QualityRow:
 
 @dataclass(frozen=True)
 class LatencyRow:
-    """One figure of one class: both medians in milliseconds, and how many times as fast the second is."""
+    """One figure of one class of both variants, and how many times as good the second is.
+
+    Attributes:
+        prompt_class: its name, or `ALL_CLASSES`.
+        prompt_tokens: of a prompt; None for all classes together.
+        output_tokens: of an answer; None for all classes together.
+        measure: a time in milliseconds (its median, but for `wall_ms`), or a rate per second.
+        first: the figure of the first variant.
+        second: the figure of the second.
+        speedup: None where the first is nothing.
+        interval: of the speed-up at 95 %; None where neither requests nor rounds can be resampled.
+        resampled: what the interval is over: "rounds", restarts in turns, or "requests".
+    """
 
     prompt_class: str
-    prompt_tokens: int
-    output_tokens: int
+    prompt_tokens: int | None
+    output_tokens: int | None
     measure: str
-    first_ms: float
-    second_ms: float
-    speedup: statistics.Ratio
+    first: float
+    second: float
+    speedup: float | None
+    interval: tuple[float, float] | None
+    resampled: str
 
 
 def quality_pair(first: Path, second: Path) -> tuple[Path, Path]:
@@ -56,14 +79,36 @@ def quality_pair(first: Path, second: Path) -> tuple[Path, Path]:
     return _newest_pair(first, second, "quality", _quality_basis, _quality_command)
 
 
-def latency_pair(first: Path, second: Path) -> tuple[Path, Path]:
+def latency_pair(first: Path, second: Path, workload: str) -> tuple[Path, Path]:
     """The newest latency records of two variants' folders with the same requests on the same hardware.
 
     Raises:
-        MissingRecordError: a variant has no latency record.
-        NotComparableError: workload, lengths or hardware differ in every pair.
+        MissingRecordError: a variant has no latency record of the workload.
+        NotComparableError: lengths, arrivals or hardware differ in every pair.
     """
-    return _newest_pair(first, second, "latency", _latency_basis, _latency_command)
+
+    def of_workload(record: store.Record) -> bool:
+        return bool(record["workload"] == workload)
+
+    return _newest_pair(first, second, "latency", _latency_basis, _latency_command, of_workload)
+
+
+def shared_workloads(first: Path, second: Path) -> list[str]:
+    """The workloads that both variants' folders have latency records of, the prompt classes first.
+
+    Raises:
+        MissingRecordError: a variant has no latency record.
+        NotComparableError: they have no workload in common.
+    """
+    newest = store.latest(first, "latency"), store.latest(second, "latency")
+    found = [
+        {store.read(path)["workload"] for path in store.records(one, "latency")} for one in (first, second)
+    ]
+    shared = sorted(found[0] & found[1], key=lambda name: (name != "classes", name))
+    if not shared:
+        a, b = (store.read(path) for path in newest)
+        _require_same(*newest, _latency_basis(a), _latency_basis(b), _latency_command(b["variant"], a))
+    return shared
 
 
 def compare_quality(first: Path, second: Path) -> list[QualityRow]:
@@ -75,39 +120,63 @@ def compare_quality(first: Path, second: Path) -> list[QualityRow]:
     """
     a, b = store.read(first), store.read(second)
     _require_same(first, second, _quality_basis(a), _quality_basis(b), _quality_command(b["variant"], a))
-    items_a, items_b = _by_task(first), _by_task(second)
+    items_a, items_b = by_task(first), by_task(second)
     rows = []
     for task, row in a["tasks"].items():
         mine, theirs = items_a[task], items_b[task]
         ids_a, ids_b = [i["item"] for i in mine], [i["item"] for i in theirs]
         _require_same(first, second, {f"items of {task}": ids_a}, {f"items of {task}": ids_b}, "")
-        values_a, values_b = [i["value"] for i in mine], [i["value"] for i in theirs]
-        difference = statistics.paired_difference(values_a, values_b, [i["weight"] for i in mine])
-        discordance = None
-        if set(values_a) | set(values_b) <= {0.0, 1.0}:
-            discordance = statistics.mcnemar([v == 1 for v in values_a], [v == 1 for v in values_b])
-        rows.append(
-            QualityRow(
-                task=task,
-                measure=row["measure"],
-                higher_is_better=row["higher_is_better"],
-                first=row["value"],
-                second=b["tasks"][task]["value"],
-                difference=difference,
-                discordance=discordance,
-                judgement=verdict.judge(
-                    difference,
-                    discordance,
-                    margin=row["non_inferiority_margin"],
-                    higher_is_better=row["higher_is_better"],
-                ),
-            )
-        )
+        rows.append(compare_items(task, row, b["tasks"][task]["value"], mine, theirs))
     return rows
 
 
+def compare_items(
+    task: str,
+    row: Mapping[str, Any],
+    second_value: float,
+    mine: Sequence[Mapping[str, Any]],
+    theirs: Sequence[Mapping[str, Any]],
+) -> QualityRow:
+    """Pair the items of one task.
+
+    Args:
+        task: its name.
+        row: what the first's record says of it.
+        second_value: the second's score.
+        mine: the first's items.
+        theirs: the second's, the same in the same order.
+    """
+    values_a, values_b = [i["value"] for i in mine], [i["value"] for i in theirs]
+    weights = [i["weight"] for i in mine]
+    clusters = [i.get("cluster") or number for number, i in enumerate(mine)]
+    difference = statistics.paired_difference(values_a, values_b, weights, clusters)
+    answers_a, _ = statistics.by_cluster(values_a, weights, clusters)
+    answers_b, _ = statistics.by_cluster(values_b, weights, clusters)
+    discordance = None
+    if set(answers_a) | set(answers_b) <= {0.0, 1.0}:
+        discordance = statistics.mcnemar([v == 1 for v in answers_a], [v == 1 for v in answers_b])
+    return QualityRow(
+        task=task,
+        measure=row["measure"],
+        higher_is_better=row["higher_is_better"],
+        first=row["value"],
+        second=second_value,
+        difference=difference,
+        discordance=discordance,
+        judgement=verdict.judge(
+            difference,
+            discordance,
+            margin=row["non_inferiority_margin"],
+            higher_is_better=row["higher_is_better"],
+        ),
+    )
+
+
 def compare_latency(first: Path, second: Path) -> list[LatencyRow]:
-    """Ratios of medians of two latency records, with bootstrap intervals over requests.
+    """Two latency records: medians of times by class, rates where requests overlap, and the time of all classes.
+
+    Intervals are by bootstrap over rounds, each a restart of both, where there are `ENOUGH_ROUNDS` in turns; else over
+    requests. A rate of requests that overlap has none then: they depend on each other.
 
     Raises:
         NotComparableError: requests or hardware differ.
@@ -115,26 +184,151 @@ def compare_latency(first: Path, second: Path) -> list[LatencyRow]:
     """
     a, b = store.read(first), store.read(second)
     _require_same(first, second, _latency_basis(a), _latency_basis(b), _latency_command(b["variant"], a))
-    items_a, items_b = store.read_items(first), store.read_items(second)
+    enough = a["run"] == b["run"] and a["rounds"] >= ENOUGH_ROUNDS
+    items = [store.read_items(path) for path in (first, second)]
+    sides = [_by_class(one) for one in items]
+    rows = []
+    for name, row in a["classes"].items():
+        other = b["classes"][name]
+        shape = (name, row["prompt_tokens"], row["output_tokens"])
+        for measure in LATENCY_MEASURES:
+            times = [[[i[measure] for i in rounds] for rounds in side[name]] for side in sides]
+            ratio = _ratio_over_rounds(*times) if enough else _ratio_over_requests(*times)
+            rows.append(
+                LatencyRow(
+                    *shape,
+                    measure,
+                    row[measure]["median"],
+                    other[measure]["median"],
+                    ratio.value,
+                    (ratio.low, ratio.high),
+                    "rounds" if enough else "requests",
+                )
+            )
+        if row["concurrency"] != 1 and "durations_s" in row:
+            rows += _rates(shape, row, other, [side[name] for side in sides], enough)
+    if all(row["concurrency"] == 1 and "durations_s" in row for row in a["classes"].values()):
+        rows.append(_wall_time(a, b, sides, enough))
+    return rows
 
-    def values(items: list[dict[str, Any]], name: str, measure: str) -> list[float]:
-        return [item[measure] for item in items if item["class"] == name and item["error"] is None]
 
-    return [
-        LatencyRow(
-            prompt_class=name,
-            prompt_tokens=row["prompt_tokens"],
-            output_tokens=row["output_tokens"],
-            measure=measure,
-            first_ms=row[measure]["median"],
-            second_ms=b["classes"][name][measure]["median"],
-            speedup=statistics.ratio_of_medians(
-                values(items_a, name, measure), values(items_b, name, measure)
-            ),
-        )
-        for name, row in a["classes"].items()
-        for measure in LATENCY_MEASURES
+_Items = list[dict[str, Any]]
+
+
+def _by_class(items: _Items) -> dict[str, list[_Items]]:
+    """The requests that succeeded, by class and round."""
+    found: dict[str, dict[int, _Items]] = {}
+    for item in items:
+        if item["error"] is None:
+            found.setdefault(item["class"], {}).setdefault(item.get("round", 0), []).append(item)
+    return {name: list(rounds.values()) for name, rounds in found.items()}
+
+
+def _ratio_over_requests(first: list[list[float]], second: list[list[float]]) -> statistics.Ratio:
+    return statistics.ratio_of_medians(*(np.concatenate(rounds) for rounds in (first, second)))
+
+
+def _ratio_over_rounds(first: list[list[float]], second: list[list[float]]) -> statistics.Ratio:
+    """median(first) / median(second) of all requests, resampling rounds: the same ones on both sides, whole."""
+
+    def table(rounds: list[list[float]]) -> statistics.Floats:
+        # Requests that failed leave a gap.
+        widest = max(map(len, rounds))
+        return np.array([[*one, *[np.nan] * (widest - len(one))] for one in rounds])
+
+    a, b = table(first), table(second)
+
+    def ratio(rounds: NDArray[np.int_], axis: int) -> statistics.Floats:
+        medians = [np.nanmedian(times[rounds].reshape(*rounds.shape[:-1], -1), axis=-1) for times in (a, b)]
+        return np.asarray(medians[0] / medians[1])
+
+    interval = stats.bootstrap(
+        (np.arange(min(len(a), len(b))),),
+        ratio,
+        n_resamples=statistics.BOOTSTRAP_RESAMPLES,
+        batch=statistics.BOOTSTRAP_RESAMPLES,
+        confidence_level=statistics.CONFIDENCE_LEVEL,
+        method="percentile",
+        rng=np.random.default_rng(statistics.BOOTSTRAP_SEED),
+    ).confidence_interval
+    value = float(np.nanmedian(a) / np.nanmedian(b))
+    return statistics.Ratio(value, float(interval.low), float(interval.high))
+
+
+def _rates(
+    shape: tuple[str, int, int],
+    first: Mapping[str, Any],
+    second: Mapping[str, Any],
+    items: list[list[_Items]],
+    enough: bool,
+) -> list[LatencyRow]:
+    """Output tokens and good requests a second of a class whose requests overlap."""
+    levels = [row["goodput"] for row in (first, second)]
+
+    def tokens(item: Mapping[str, Any]) -> float:
+        return float(item["output_tokens"])
+
+    def good(item: Mapping[str, Any]) -> float:
+        return float(item["ttft_ms"] <= levels[0]["ttft_ms"] and item["tpot_ms"] <= levels[0]["tpot_ms"])
+
+    measures = [("output_throughput_tokens_per_s", tokens)] + (
+        [("goodput_per_s", good)] if all(levels) else []
+    )
+    rows = []
+    for measure, worth in measures:
+        worths = [[sum(map(worth, one)) for one in rounds] for rounds in items]
+        durations = [row["durations_s"] for row in (first, second)]
+        a, b = (sum(w) / sum(d) for w, d in zip(worths, durations, strict=True))
+        interval = None
+        if enough and a:
+            by_round = [np.divide(w, d) for w, d in zip(worths, durations, strict=True)]
+            ratio = statistics.paired_ratio(*by_round, *durations)
+            interval = ratio.low, ratio.high
+        rows.append(LatencyRow(*shape, measure, a, b, b / a if a else None, interval, "rounds"))
+    return rows
+
+
+def _wall_time(
+    first: Mapping[str, Any], second: Mapping[str, Any], sides: list[dict[str, list[_Items]]], enough: bool
+) -> LatencyRow:
+    """The time of all requests, which came one after another: the speed on this mix of classes."""
+    times = [
+        [
+            np.concatenate([[i["e2el_ms"] for i in rounds] for rounds in side[name]])
+            for name in first["classes"]
+        ]
+        for side in sides
     ]
+    counts = [[row["request_count"] for row in record["classes"].values()] for record in (first, second)]
+
+    def total(samples: Sequence[Any], numbers: Sequence[int], axis: int) -> Any:
+        return sum(n * np.mean(sample, axis=axis) for sample, n in zip(samples, numbers, strict=True))
+
+    def ratio(*samples: Any, axis: int) -> Any:
+        half = len(samples) // 2
+        return total(samples[:half], counts[0], axis) / total(samples[half:], counts[1], axis)
+
+    a, b = (float(total(one, numbers, 0)) for one, numbers in zip(times, counts, strict=True))
+    if enough:
+        seconds = [
+            np.sum([row["durations_s"] for row in record["classes"].values()], axis=0)
+            for record in (first, second)
+        ]
+        ones = np.ones(len(seconds[0]))
+        found = statistics.paired_ratio(seconds[1], seconds[0], ones, ones)
+        interval = found.low, found.high
+    else:
+        drawn = stats.bootstrap(
+            (*times[0], *times[1]),
+            ratio,
+            n_resamples=statistics.BOOTSTRAP_RESAMPLES,
+            confidence_level=statistics.CONFIDENCE_LEVEL,
+            method="percentile",
+            rng=np.random.default_rng(statistics.BOOTSTRAP_SEED),
+        ).confidence_interval
+        interval = float(drawn.low), float(drawn.high)
+    resampled = "rounds" if enough else "requests"
+    return LatencyRow(ALL_CLASSES, None, None, "wall_ms", a, b, a / b, interval, resampled)
 
 
 def _newest_pair(
@@ -143,11 +337,15 @@ def _newest_pair(
     kind: str,
     basis: Callable[[store.Record], Mapping[str, Any]],
     command: Callable[[str, store.Record], str],
+    where: Callable[[store.Record], bool] = lambda record: True,
 ) -> tuple[Path, Path]:
-    newest = store.latest(first, kind), store.latest(second, kind)
+    newest = store.latest(first, kind, where), store.latest(second, kind, where)
     others = [(path, basis(store.read(path))) for path in store.records(second, kind)]
     for path in store.records(first, kind):
-        own = basis(store.read(path))
+        record = store.read(path)
+        if not where(record):
+            continue
+        own = basis(record)
         for other, theirs in others:
             if own == theirs:
                 return path, other
@@ -173,6 +371,8 @@ def _quality_basis(record: store.Record) -> dict[str, Any]:
     return {
         "suite": record["suite"],
         "limit": record["limit"] or "all items",
+        "endpoint": record.get("endpoint", "completions"),
+        "settings": {name: row.get("settings") for name, row in record["tasks"].items()},
         "measures": {name: row["measure"] for name, row in record["tasks"].items()},
         **{f"data file {name}": digest for name, digest in record["provenance"]["datasets"].items()},
     }
@@ -186,21 +386,28 @@ def _latency_basis(record: store.Record) -> dict[str, Any]:
             name: (row["prompt_tokens"], row["output_tokens"], row["concurrency"])
             for name, row in record["classes"].items()
         },
+        # Records before arrivals: all requests were sent as soon as the concurrency let them.
+        "arrivals": {name: row.get("arrival") for name, row in record["classes"].items()},
         "hardware": {name: hardware[name] for name in ("cpu_model", "cpu_count", "gpus")},
         **{f"data file {name}": digest for name, digest in record["provenance"]["datasets"].items()},
     }
 
 
 def _quality_command(variant: str, like: store.Record) -> str:
-    extent = "--full" if like["limit"] is None else f"--limit {like['limit']}"
-    return f"python scripts/eval_quality.py --variant {variant} --suite {like['suite']} {extent}"
+    words = [f"python scripts/eval_quality.py --variant {variant} --suite {like['suite']}"]
+    if like["limit"] != "deciding":
+        words.append("--full" if like["limit"] is None else f"--limit {like['limit']}")
+    if like.get("endpoint") == "chat":
+        words.append("--chat")
+    return " ".join(words)
 
 
 def _latency_command(variant: str, like: store.Record) -> str:
     return f"python scripts/eval_latency.py --variant {variant} --workload {like['workload']}"
 
 
-def _by_task(path: Path) -> dict[str, list[dict[str, Any]]]:
+def by_task(path: Path) -> dict[str, list[dict[str, Any]]]:
+    """The items of a quality record, by task."""
     tasks: dict[str, list[dict[str, Any]]] = {}
     for item in store.read_items(path):
         tasks.setdefault(item["task"], []).append(item)

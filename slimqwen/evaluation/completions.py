@@ -1,63 +1,120 @@
-"""lm-eval's client of a served model, made to tell how far it is and why each generation ended.
+"""lm-eval's clients of a served model, which tell how far they are and can go on where a run broke off.
 
-Imported where it is used only: importing lm-eval takes tens of seconds.
+Of each generation they keep why it ended and how long it was. Imported where they are used only: importing lm-eval
+takes tens of seconds.
 """
 
+import copy
+import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import aiohttp
-from lm_eval.models.openai_completions import LocalCompletionsAPI
+import transformers
+from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompletionsAPI
 
+from slimqwen.errors import SlimqwenError
+from slimqwen.evaluation.answers import Answers
 from slimqwen.progress import Progress
+
+THOUGHTS_END = "</think>"
+"""What Qwen3.5 closes its thoughts with."""
+
+_TIMEOUT_S = 300
+_SLOWEST_TOKEN_S = 0.25  # a server slower than that counts as hung
+
+
+class PromptTooLongError(SlimqwenError):
+    """A prompt that the served context cannot hold: cut, it would be another question."""
 
 
 class Generation(str):
-    """A generated text that remembers why it ended: "stop", or "length" where the token limit cut it."""
+    """A generated text that remembers how it came to its end.
+
+    Attributes:
+        finish_reason: "stop", or "length" where the token limit cut it.
+        tokens: how many were generated, thoughts included; None where the server does not say.
+    """
 
     finish_reason: str | None
+    tokens: int | None
 
-    def __new__(cls, text: str, finish_reason: str | None = None) -> "Generation":
-        """Keep the reason beside the text."""
+    def __new__(cls, text: str, finish_reason: str | None = None, tokens: int | None = None) -> "Generation":
+        """Keep them beside the text."""
         generation = super().__new__(cls, text)
-        generation.finish_reason = finish_reason
+        generation.finish_reason, generation.tokens = finish_reason, tokens
         return generation
 
 
 class ServedCompletions(LocalCompletionsAPI):  # type: ignore[misc]  # lm_eval is untyped
-    """`local-completions` that reports requests answered and keeps the finish reason of generations.
+    """`local-completions` that reports progress, goes on from kept answers and knows how generations ended.
 
     The first request that fails is the last one sent: what the model is asked next would be asked of nobody.
+
+    Attributes:
+        thinking: what the chat template's enable_thinking is set to; None leaves it out.
+        drops_thoughts: only what follows the thoughts is the answer; thoughts without an end are an empty one.
+        task: whose requests it is given.
+        activity: what it is doing.
     """
 
-    def __init__(self, *, progress: Progress, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self._progress = progress
+    def __init__(
+        self, *, progress: Progress, answers: Answers | None, max_model_len: int, **arguments: Any
+    ) -> None:
+        super().__init__(max_length=max_model_len, timeout=_TIMEOUT_S, **arguments)
+        self.thinking: bool | None = None
+        self.drops_thoughts = False
+        self.task = ""
+        self._progress, self._answers, self._max_model_len = progress, answers, max_model_len
         self._failure: Exception | None = None
         self.activity, self._done, self._total = "starting", 0, 0
 
-    @staticmethod
-    def parse_generations(outputs: Any, **_: Any) -> list[str]:
-        """The texts of one response, each with its finish reason."""
-        choices = sorted(outputs["choices"], key=lambda choice: choice["index"])
-        return [Generation(choice["text"], choice["finish_reason"]) for choice in choices]
+    @property
+    def prompt_tokenizer(self) -> Any:
+        """The checkpoint's."""
+        return self.tokenizer
 
-    async def amodel_call(self, *arguments: Any, **keywords: Any) -> Any:
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> Any:
+        """The prompt as the checkpoint's chat template renders it."""
+        return render(self.tokenizer, chat_history, self.thinking, add_generation_prompt)
+
+    def parse_generations(self, outputs: Any, **_: Any) -> list[str]:
+        """The text of one response, with its finish reason and length."""
+        return [self._generation(outputs, choice["text"], choice) for choice in outputs["choices"]]
+
+    async def amodel_call(self, **request: Any) -> Any:
         """One request, counted; a failure is kept for the end of the batch, which nobody would await otherwise."""
-        if self._failure is None:
-            try:
-                answer = await super().amodel_call(*arguments, **keywords)
-            except (aiohttp.ClientError, OSError) as error:  # a TimeoutError is an OSError
-                self._failure = error
+        if self._failure is not None:
+            return [(0.0, False)]
+        try:
+            decides = self._decides(**request)
+            kept = self._answers.get(decides) if self._answers is not None else None
+            if kept is not None:
+                answer = [Generation(*one) if request["generate"] else tuple(one) for one in kept]
             else:
-                self._done += 1
-                self._progress(self.activity, min(self._done, self._total), self._total)
-                return answer
-        return [(0.0, False)]
+                answer = await super().amodel_call(**request)
+                if self._answers is not None:
+                    self._answers.keep(decides, [_as_json(one) for one in answer])
+        except (aiohttp.ClientError, OSError, PromptTooLongError) as error:  # a TimeoutError is an OSError
+            self._failure = error
+            return [(0.0, False)]
+        self._done += 1
+        self._progress(self.activity, min(self._done, self._total), self._total)
+        return answer
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Generate, under that activity."""
-        return self._all_or_nothing("generating answers", requests, super().generate_until)
+        longest = max(request.args[1].get("max_gen_toks", self._max_gen_toks) for request in requests)
+        self.timeout = max(_TIMEOUT_S, math.ceil(longest * _SLOWEST_TOKEN_S))
+        # lm-eval would cut prompts from the left until both fit; here the limit gives way, in _create_payload.
+        self.max_length = sys.maxsize
+        try:
+            return self._all_or_nothing("generating answers", requests, super().generate_until)
+        finally:
+            self.timeout, self.max_length = _TIMEOUT_S, self._max_model_len - 1
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Score given answers, under that activity."""
@@ -67,12 +124,110 @@ class ServedCompletions(LocalCompletionsAPI):  # type: ignore[misc]  # lm_eval i
         """Score whole texts, under that activity; a text longer than the context takes several requests."""
         return self._all_or_nothing("scoring texts", requests, super().loglikelihood_rolling)
 
+    def _prompt_tokens(self, messages: Any) -> int:
+        return len(messages[0])
+
+    def _create_payload(self, messages: Any, *, generate: bool = False, **keywords: Any) -> dict[str, Any]:
+        payload: dict[str, Any] = super()._create_payload(messages, generate=generate, **keywords)
+        if generate:
+            prompt = self._prompt_tokens(messages)
+            if prompt >= self._max_model_len:
+                raise PromptTooLongError(
+                    f"a prompt has {prompt} tokens and the server takes {self._max_model_len}, output included; "
+                    "raise VLLM_MAX_MODEL_LEN in the variant's config.env"
+                )
+            payload["max_tokens"] = min(payload["max_tokens"], self._max_model_len - prompt)
+        return payload
+
+    def _decides(
+        self, *, messages: Any, generate: bool, gen_kwargs: Any = None, ctxlens: Any = None, **_: Any
+    ) -> dict[str, Any]:
+        """All that decides an answer: what is sent, and what is made of what comes back."""
+        payload = self._create_payload(
+            self.create_message(messages),
+            generate=generate,
+            gen_kwargs=copy.deepcopy(gen_kwargs),
+            seed=self._seed,
+        )
+        return {"payload": payload, "context_tokens": ctxlens, "drops_thoughts": self.drops_thoughts}
+
+    def _generation(self, outputs: Any, text: str, choice: Any) -> Generation:
+        if self.drops_thoughts:
+            _, end, answer = text.rpartition(THOUGHTS_END)
+            text = answer if end or not self.thinking else ""
+        return Generation(text, choice["finish_reason"], outputs.get("usage", {}).get("completion_tokens"))
+
     def _all_or_nothing(
         self, activity: str, requests: list[Any], answer: Callable[[list[Any]], list[Any]]
     ) -> list[Any]:
-        self.activity, self._done, self._total = activity, 0, len(requests)
-        self._progress(activity, 0, self._total)
+        self.activity, self._done, self._total = f"{activity} of {self.task}", 0, len(requests)
+        self._progress(self.activity, 0, self._total)
         answers = answer(requests)
         if self._failure is not None:
             raise self._failure
         return answers
+
+
+class ServedChat(ServedCompletions, LocalChatCompletion):  # type: ignore[misc]
+    """The same through /v1/chat/completions, where the server renders the prompt."""
+
+    def __init__(self, *, tokenizer: str, **arguments: Any) -> None:
+        super().__init__(tokenizer_backend=None, **arguments)
+        # The server renders and counts by itself; here it is only known how much room a prompt leaves.
+        self._counts = transformers.AutoTokenizer.from_pretrained(tokenizer)
+
+    @property
+    def prompt_tokenizer(self) -> Any:
+        """The checkpoint's."""
+        return self._counts
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> Any:
+        """The messages, as lm-eval carries them to the request."""
+        return LocalChatCompletion.apply_chat_template(self, chat_history, add_generation_prompt)
+
+    def parse_generations(self, outputs: Any, **_: Any) -> list[str]:
+        """The text of one response; thoughts that the server separated stand before it again."""
+        texts: list[str] = []
+        for choice in outputs["choices"]:
+            message = choice["message"]
+            thoughts, content = message.get("reasoning"), message.get("content")
+            if thoughts is not None:
+                content = thoughts if content is None else f"{thoughts}{THOUGHTS_END}{content}"
+            texts.append(self._generation(outputs, content or "", choice))
+        return texts
+
+    def _prompt_tokens(self, messages: Any) -> int:
+        return len(self._counts(render(self._counts, messages, self.thinking))["input_ids"])
+
+    def _create_payload(self, messages: Any, **keywords: Any) -> dict[str, Any]:
+        payload = super()._create_payload(messages, **keywords)
+        if self.thinking is not None:
+            payload["chat_template_kwargs"] = {"enable_thinking": self.thinking}
+        return payload
+
+
+def render(
+    tokenizer: Any,
+    messages: list[dict[str, str]],
+    thinking: bool | None,
+    add_generation_prompt: bool = True,
+) -> str:
+    """Messages as a checkpoint's chat template shows them, with its enable_thinking set or left to its default."""
+    switch = {} if thinking is None else {"enable_thinking": thinking}
+    return str(
+        tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+            **switch,
+        )
+    )
+
+
+def _as_json(answer: Any) -> list[Any]:
+    if isinstance(answer, Generation):
+        return [str(answer), answer.finish_reason, answer.tokens]
+    return list(answer)

@@ -40,7 +40,7 @@ MODES = ("single", "batched")
 _HEAD_LOG_PROBABILITY = math.log(0.01)
 """A token that the baseline gives at least this is a head token: the tail's log-probabilities are noise."""
 
-_SERVED = ("dtype", "kv-cache-dtype", "quantization")
+SERVED_FLAGS = ("dtype", "kv-cache-dtype", "quantization")
 """The flags of a variant that decide what a prompt's distributions are."""
 
 _JOINED = "joined"
@@ -49,7 +49,7 @@ _JOINED = "joined"
 _ROWS = 512
 """Positions whose distributions are compared at a time."""
 
-_Z = float(stats.norm.ppf(0.5 + statistics.CONFIDENCE_LEVEL / 2))
+Z = float(stats.norm.ppf(0.5 + statistics.CONFIDENCE_LEVEL / 2))
 
 
 class FidelityError(SlimqwenError):
@@ -182,7 +182,7 @@ def measure(
     for side in (one, baseline):
         checkpoint.check(side.weights, variants.making_command(side.weights, side.root))
     served = launch.resolve(one)
-    flags = {name: served.flags[name] for name in _SERVED if name in served.flags}
+    flags = {name: served.flags[name] for name in SERVED_FLAGS if name in served.flags}
     context = min(served.max_model_len, launch.resolve(baseline).max_model_len)
 
     def figures(folder: Path) -> tuple[dict[str, dict[str, Any]], list[Reading]]:
@@ -232,6 +232,7 @@ def compare(
     *,
     max_model_len: int,
     flags: Mapping[str, Any] | None = None,
+    modes: Sequence[str] = MODES,
     progress: Progress = silent,
 ) -> list[Reading]:
     """Read the plan's texts with both checkpoints, each text alone and all joined to the context's length.
@@ -243,6 +244,7 @@ def compare(
         root: what the plan's paths are relative to.
         max_model_len: tokens that the long text is cut to, both sides' context allowing it.
         flags: of vLLM, by name without dashes.
+        modes: how vLLM reads them.
         progress: hears the texts done.
 
     Returns:
@@ -269,7 +271,7 @@ def compare(
             progress("reading texts", first, len(sequences))
             group = sequences[first : first + plan.batch]
             expected = [model.log_probabilities(sequence.baseline_ids) for sequence in group]
-            for mode in MODES:
+            for mode in modes:
                 fresh = [Reading(sequence.name, mode, sequence.bytes) for sequence in group]
                 readers = [
                     _Reader(sequence, log_p, kept, reading)
@@ -285,7 +287,8 @@ def compare(
 
 def summarise(readings: Sequence[Reading]) -> dict[str, dict[str, Any]]:
     """Figures of each mode with standard errors over texts: what a record holds."""
-    return {mode: _summary([one for one in readings if one.mode == mode]) for mode in MODES}
+    modes = dict.fromkeys(one.mode for one in readings)
+    return {mode: _summary([one for one in readings if one.mode == mode]) for mode in modes}
 
 
 def judge(figures: Mapping[str, Any], limits: Limits) -> dict[str, Verdict]:
@@ -299,7 +302,7 @@ def judge(figures: Mapping[str, Any], limits: Limits) -> dict[str, Verdict]:
         if found is None:
             verdicts[name] = Verdict.INCONCLUSIVE
             continue
-        half = _Z * found["standard_error"]
+        half = Z * found["standard_error"]
         low, high = found["value"] - half, found["value"] + half
         verdicts[name] = (
             Verdict.PASS if high <= limit else Verdict.FAIL if low > limit else Verdict.INCONCLUSIVE

@@ -6,86 +6,31 @@ chunks, E2EL the time from sending a request to its last token; all in milliseco
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
-import yaml
 
-from slimqwen.errors import SlimqwenError
 from slimqwen.evaluation import statistics
 from slimqwen.evaluation.output import output_to
 from slimqwen.evaluation.prompts import PromptCutter, Tokens, digest, documents
 from slimqwen.evaluation.served import Served, lost, require_healthy, serve
+from slimqwen.evaluation.workload import PromptClass, ServiceLevel, Workload, WorkloadError
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
-from slimqwen.serving import launch
-from slimqwen.variant import Variant
+from slimqwen.serving import launch, unsafe_engines
+from slimqwen.variant import Setting, Variant
+
+PERCENTILES = (90, 95, 99)
 
 _COUNTED = "openai-counted"  # our name in the benchmark's table of request functions
-
-
-class WorkloadError(SlimqwenError):
-    """A workload file that cannot be used, or that the served context cannot hold."""
-
-
-@dataclass(frozen=True)
-class PromptClass:
-    """Requests of one shape: lengths in tokens, and how many a round."""
-
-    name: str
-    prompt_tokens: int
-    output_tokens: int
-    requests: int
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What is sent, as eval/workloads/<name>.yaml states it; that file explains each field."""
-
-    file: Path
-    documents: str
-    seed: int
-    reference_context_tokens: int
-    min_tokens: int
-    concurrency: int
-    warmup_requests: int
-    rounds: int
-    sampling: Mapping[str, float]
-    classes: tuple[PromptClass, ...]
-
-    @property
-    def name(self) -> str:
-        """The file's name."""
-        return self.file.stem
-
-    def scale(self, max_model_len: int) -> float:
-        """The factor on all lengths for a served context of so many tokens."""
-        return min(1.0, max_model_len / self.reference_context_tokens)
-
-    def scaled(self, max_model_len: int) -> list[PromptClass]:
-        """The classes with the lengths that are really sent.
-
-        Raises:
-            WorkloadError: the shortest lengths allowed do not fit the context.
-        """
-        factor = self.scale(max_model_len)
-        classes = []
-        for c in self.classes:
-            output_tokens = max(self.min_tokens, math.floor(c.output_tokens * factor))
-            room = min(math.floor(c.prompt_tokens * factor), max_model_len - output_tokens)
-            classes.append(PromptClass(c.name, max(self.min_tokens, room), output_tokens, c.requests))
-        for c in classes:
-            if c.prompt_tokens + c.output_tokens > max_model_len:
-                raise WorkloadError(
-                    f"{self.name}: class {c.name} needs {c.prompt_tokens} + {c.output_tokens} tokens at least and "
-                    f"the server takes {max_model_len}: raise VLLM_MAX_MODEL_LEN"
-                )
-        return classes
+_MTP = "VLLM_SPECULATIVE_CONFIG"
 
 
 @dataclass
@@ -94,74 +39,132 @@ class _Sent:
 
     prompts: list[Tokens] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
-    duration_s: float = 0.0
+    durations_s: list[float] = field(default_factory=list)
+    rate_per_s: float | None = None
     drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
     accepted_by_position: list[float] = field(default_factory=list)
+    queried_tokens: float = 0
+    hit_tokens: float = 0
+
+
+@dataclass(frozen=True)
+class _Sending:
+    """What every request of a run shares.
+
+    Attributes:
+        max_num_seqs: requests that the most capable of the variants works on at once.
+        rounds: how many there will be.
+        saturation: class -> requests a second that the first variant reached in it; filled by the first round.
+        progress: told of each answered request.
+    """
+
+    workload: Workload
+    max_num_seqs: int
+    rounds: int
+    progress: Progress
+    saturation: dict[str, float] = field(default_factory=dict)
 
 
 class _Measured:
     """One variant's side of a run."""
 
-    def __init__(self, variant: Variant, workload: Workload) -> None:
+    def __init__(self, variant: Variant, lines: Mapping[str, str], run: _Sending) -> None:
         from transformers import AutoTokenizer
 
+        self.lines = lines
         tokenizer = AutoTokenizer.from_pretrained(variant.weights, local_files_only=True)
         self.variant = variant
-        self.workload = workload
+        self.run = run
         self.cutter = PromptCutter(
-            documents(workload.documents, workload.seed, variant.root),
+            documents(run.workload.documents, run.workload.seed, variant.root),
             lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
         )
-        self.sent: dict[str, _Sent] = {c.name: _Sent() for c in workload.classes}
+        self.sent = {c.name: _Sent() for c in run.workload.expanded(run.max_num_seqs)}
         self.served: Served | None = None
+        self.block_tokens = 1
+        self.logs = variant.root / "logs"
+        self.log = self.logs / f"latency_{variant.name}.log"
+        self._prefixes: dict[str, list[Tokens]] = {}
 
-    def take_round(self, number: int, served: Served, rounds: int, log: Path, progress: Progress) -> None:
+    @property
+    def classes(self) -> list[PromptClass]:
+        """The classes as they are sent to the server."""
+        assert self.served is not None
+        return self.run.workload.scaled(self.served.max_model_len, self.run.max_num_seqs, self.block_tokens)
+
+    def take_round(self, number: int, served: Served) -> None:
         """Send one round of every class."""
         if self.served is not None and served.max_model_len != self.served.max_model_len:
             raise WorkloadError(f"{self.variant.name}: the served context changed between two rounds")
         self.served = served
-        for c in self.workload.scaled(served.max_model_len):
-            self._take_class(c, number, served, rounds, log, progress)
+        if self.run.workload.needs_prefix_cache:
+            self.block_tokens = _block_tokens(served, self.log)
+        self._prefixes = {}
+        for place, c in enumerate(self.classes):
+            self._take_class(c, place, number, served)
 
-    def _take_class(
-        self, c: PromptClass, number: int, served: Served, rounds: int, log: Path, progress: Progress
-    ) -> None:
+    def _take_class(self, c: PromptClass, place: int, number: int, served: Served) -> None:
+        run, sent = self.run, self.sent[c.name]
         activity = f"{self.variant.name}: {c.name} {c.prompt_tokens} -> {c.output_tokens} tokens"
         counter = itertools.count(number * c.requests + 1)
 
         def answered() -> None:
-            progress(activity, next(counter), rounds * c.requests)
+            run.progress(activity, next(counter), run.rounds * c.requests)
 
-        warmup = self.cutter.cut(self.workload.warmup_requests, c.prompt_tokens)
+        if c.load is not None and c.load_of is not None:
+            c = c.model_copy(update={"rate_per_s": c.load * run.saturation[c.load_of]})
+        elif c.gap_ms is not None:
+            c = c.model_copy(update={"rate_per_s": 1e3 / c.gap_ms})
+        sent.rate_per_s = c.rate_per_s
+        warmup = [
+            (prompt, c.output_tokens)
+            for prompt in self.cutter.cut(run.workload.warmup_requests, c.prompt_tokens)
+        ]
         if warmup:
-            _send(served, warmup, c.output_tokens, self.workload, log, activity, lambda: None)
-        fresh = self.cutter.cut(c.requests, c.prompt_tokens)
-        result = _send(served, fresh, c.output_tokens, self.workload, log, activity, answered)
-        sent = self.sent[c.name]
+            _send(served, warmup, c, run.workload, 0, self.log, lambda: None)
+        seed = (run.workload.seed, number, place)
+        lengths = c.lengths(seed, run.workload.min_tokens, served.max_model_len)
+        prompts = self._prompts(c, [prompt for prompt, _ in lengths])
+        fresh = list(zip(prompts, (output for _, output in lengths), strict=True))
+        before = _prefix_counts(served, self.log) if c.suffix_tokens else (0.0, 0.0)
+        result = _send(served, fresh, c, run.workload, number, self.log, answered)
         _add(sent, c, number, fresh, result)
         if any(row["error"] for row in sent.rows):
-            require_healthy(served.server.base_url, f"measuring {c.name}", log)
+            require_healthy(served.server.base_url, f"measuring {c.name}", self.log)
+        if c.suffix_tokens:
+            self._prove_prefixes(c, sent, before, _prefix_counts(served, self.log))
+        run.saturation.setdefault(c.name, result["completed"] / result["duration"])
 
+    def _prompts(self, c: PromptClass, lengths: Sequence[int]) -> list[Tokens]:
+        """Prompts of text that was never sent, but for the prefixes that a class repeats."""
+        if c.suffix_tokens is None:
+            return [prompt for length in lengths for prompt in self.cutter.cut(1, length)]
+        if c.repeats is None:
+            self._prefixes[c.name] = self.cutter.cut(c.requests, c.prompt_tokens - c.suffix_tokens)
+        prefixes = self._prefixes[c.repeats or c.name]
+        whole = [prefix[: c.prompt_tokens - c.suffix_tokens] for prefix in prefixes]
+        suffixes = self.cutter.cut(c.requests, c.suffix_tokens)
+        return [prefix + suffix for prefix, suffix in zip(itertools.cycle(whole), suffixes, strict=False)]
 
-def load_workload(name: str, root: Path) -> Workload:
-    """Read eval/workloads/<name>.yaml.
-
-    Raises:
-        WorkloadError: no such workload, or a field is missing or wrong.
-    """
-    file = root / "eval" / "workloads" / f"{name}.yaml"
-    place = f"eval/workloads/{file.name}"
-    try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-        classes = tuple(PromptClass(name=key, **lengths) for key, lengths in content.pop("classes").items())
-        return Workload(file=file, classes=classes, **content)
-    except FileNotFoundError:
-        known = ", ".join(sorted(path.stem for path in file.parent.glob("*.yaml")))
-        raise WorkloadError(f"{place} does not exist; there is: {known}") from None
-    except (yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
-        raise WorkloadError(f"{place}: unusable ({error})") from error
+    def _prove_prefixes(
+        self, c: PromptClass, sent: _Sent, before: tuple[float, float], after: tuple[float, float]
+    ) -> None:
+        """Check by the server's own counters that what is called repeated was in its cache, and nothing else."""
+        queried, hit = after[0] - before[0], after[1] - before[1]
+        if c.repeats and not hit:
+            raise WorkloadError(
+                f"{self.variant.name}: the prefix cache had none of the {queried:,.0f} tokens of class {c.name}, which "
+                f"repeats {c.repeats}; the KV cache may be too small for {c.requests} prompts: lower requests"
+            )
+        if not c.repeats and hit:
+            raise WorkloadError(
+                f"{self.variant.name}: the prefix cache knew {hit:,.0f} tokens of class {c.name} before it was sent; "
+                "end the server that runs, so that a fresh one is started"
+            )
+        sent.queried_tokens += queried
+        sent.hit_tokens += hit
 
 
 def measure(
@@ -176,8 +179,8 @@ def measure(
 ) -> list[Path]:
     """Measure variants over a workload and write a latency record for each.
 
-    Several variants take turns, each time on a fresh server: A B A B. They get the same texts in the same order.
-    One variant keeps its server for all rounds.
+    Several variants take turns, each time on a fresh server: A B A B. They get the same texts in the same order, at the
+    same times. One variant keeps its server for all rounds.
 
     Args:
         variants: what to measure; a server that already runs one is used.
@@ -200,23 +203,21 @@ def measure(
     if rounds < 1:
         raise WorkloadError(f"{rounds} rounds measure nothing: take 1 or more")
     started = provenance.utc_now()
-    sides = [_Measured(variant, workload) for variant in variants]
+    run = _Sending(workload, _max_num_seqs(variants, workload), rounds, progress)
+    sides = [_Measured(*_with_config(variant, workload), run) for variant in variants]
     with contextlib.ExitStack() as kept:
         for number in range(rounds):
             for side in sides:
-                logs = side.variant.root / "logs"
                 with contextlib.ExitStack() as turn:
                     if len(sides) > 1 or side.served is None:
                         lifetime = kept if len(sides) == 1 else turn
-                        server_log = logs / f"serve_{side.variant.name}.log"
+                        server_log = side.logs / f"serve_{side.variant.name}.log"
                         served = lifetime.enter_context(
                             serve(side.variant, port=port, log=server_log, progress=progress)
                         )
                     else:
                         served = side.served
-                    side.take_round(
-                        number, served, rounds, logs / f"latency_{side.variant.name}.log", progress
-                    )
+                    side.take_round(number, served)
     folders = records_folders or [variant.folder for variant in variants]
     bodies = [_record(side, sides, rounds, started, command) for side in sides]
     return [
@@ -225,24 +226,30 @@ def measure(
     ]
 
 
-def summarise(rows: Sequence[Mapping[str, Any]], duration_s: float) -> dict[str, Any]:
+def summarise(
+    rows: Sequence[Mapping[str, Any]], duration_s: float, service_level: ServiceLevel | None = None
+) -> dict[str, Any]:
     """The figures of one class from its per-request rows.
 
     Args:
-        rows: with output_tokens, ttft_ms, tpot_ms, e2el_ms, itl_ms and error, as the items of a record.
+        rows: with prompt_tokens, output_tokens, ttft_ms, tpot_ms, e2el_ms, itl_ms and error, as the items of a record.
         duration_s: wall time that the requests took together.
+        service_level: what a request has to meet to count for the goodput.
 
     Raises:
         TooFewItemsError: fewer than two requests succeeded.
     """
     done = [row for row in rows if row["error"] is None]
     intervals = [row["itl_ms"] for row in done if row["itl_ms"]]
-    summary = {
+    output_tokens = sum(row["output_tokens"] for row in done)
+    summary: dict[str, Any] = {
         "request_count": len(rows),
         "failure_count": len(rows) - len(done),
         "duration_s": duration_s,
         "request_throughput_per_s": len(done) / duration_s,
-        "output_throughput_tokens_per_s": sum(row["output_tokens"] for row in done) / duration_s,
+        "output_throughput_tokens_per_s": output_tokens / duration_s,
+        "total_throughput_tokens_per_s": (sum(row["prompt_tokens"] for row in done) + output_tokens)
+        / duration_s,
     }
     for name in ("ttft_ms", "tpot_ms", "e2el_ms"):
         values = [row[name] for row in done]
@@ -250,6 +257,17 @@ def summarise(rows: Sequence[Mapping[str, Any]], duration_s: float) -> dict[str,
     # Intervals of one request belong together, so its mean is the unit, weighted by how many it has.
     estimate = statistics.mean([np.mean(i) for i in intervals], [len(i) for i in intervals])
     summary["itl_ms"] = _distribution([value for i in intervals for value in i], estimate, len(intervals))
+    summary["goodput"] = None
+    if service_level is not None:
+        good = sum(
+            row["ttft_ms"] <= service_level.ttft_ms and row["tpot_ms"] <= service_level.tpot_ms
+            for row in done
+        )
+        summary["goodput"] = {
+            **service_level.model_dump(),
+            "good_count": good,
+            "requests_per_s": good / duration_s,
+        }
     return summary
 
 
@@ -260,20 +278,119 @@ def _distribution(
         "mean": estimate.value,
         "standard_error": estimate.standard_error,
         "median": float(np.median(values)),
-        **{f"p{p}": float(np.percentile(values, p)) for p in statistics.supported_percentiles(request_count)},
+        **{
+            f"p{p}": float(np.percentile(values, p))
+            for p in statistics.supported_percentiles(request_count, PERCENTILES)
+        },
     }
+
+
+def _with_config(variant: Variant, workload: Workload) -> tuple[Variant, Mapping[str, str]]:
+    """The variant with the workload's lines over its own; without MTP where the two exclude each other here.
+
+    Returns:
+        The variant, and the lines that are not its own; an empty one unsets.
+
+    Raises:
+        WorkloadError: the platform cannot serve a line of the workload even so.
+    """
+    if not workload.config:
+        return variant, {}
+    choices = [workload.config, {**workload.config, _MTP: ""}]
+    for lines in choices if _MTP in variant.settings else choices[:1]:
+        changed = _with_lines(variant, lines)
+        conflict = _conflict(launch.resolve(changed), lines)
+        if conflict is None:
+            return changed, lines
+    raise WorkloadError(f"{workload.name}: {variant.name} cannot be served for it here: {conflict}")
+
+
+def _conflict(command: launch.ServerCommand, lines: Mapping[str, str]) -> str | None:
+    """Why these lines of the command's variant cannot be served here, None where they can."""
+    for row in command.left_out:
+        if row.key in lines:
+            return f"{row.key}={row.value}: {row.why}"
+    one = command.variant
+    found = unsafe_engines.find(one.root, one.weights, command.flags, command.platform)
+    if found is None or command.allow_unsafe:
+        return None
+    return f"{found.modes}: {found.reason} ({found.record})"
+
+
+def _with_lines(variant: Variant, lines: Mapping[str, str]) -> Variant:
+    given = {key: Setting(key, value, variant.folder / "config.env", 0) for key, value in lines.items()}
+    settings = {key: one for key, one in {**variant.settings, **given}.items() if one.value}
+    return dataclasses.replace(variant, settings=settings)
+
+
+def _max_num_seqs(variants: Sequence[Variant], workload: Workload) -> int:
+    """Requests that the most capable of the variants works on at once: all of them are sent the same."""
+    if not workload.sweeps_concurrency:
+        return 1
+    most = 1
+    for variant in variants:
+        value = launch.resolve(variant).flags.get("max-num-seqs")
+        if value is None:
+            raise WorkloadError(
+                f"{workload.name}: {variant.name} leaves VLLM_MAX_NUM_SEQS open; set it in its config.env"
+            )
+        most = max(most, int(value))
+    return most
+
+
+def _metrics(served: Served, log: Path) -> dict[str, tuple[float, Mapping[str, str]]]:
+    """The server's metrics by sample name, summed over engines, with the labels of the first."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    try:
+        # trust_env: a proxy of the shell must not stand between the client and the server it measures.
+        answer = httpx.get(
+            f"{served.server.base_url}/metrics", headers=launch.authorization(), timeout=30, trust_env=False
+        ).raise_for_status()
+    except httpx.HTTPError as error:
+        raise lost("reading its metrics", error, log) from error
+    found: dict[str, tuple[float, Mapping[str, str]]] = {}
+    for family in text_string_to_metric_families(answer.text):
+        for sample in family.samples:
+            value, labels = found.get(sample.name, (0.0, sample.labels))
+            found[sample.name] = (value + sample.value, labels)
+    return found
+
+
+def _block_tokens(served: Served, log: Path) -> int:
+    """The server's effective attention block, which its prefix cache consists of: large for hybrid models.
+
+    Raises:
+        WorkloadError: it has no prefix cache.
+    """
+    _, config = _metrics(served, log).get("vllm:cache_config_info", (0.0, {}))
+    block = config.get("effective_attention_block_size", "None")
+    if config.get("enable_prefix_caching") != "True" or not block.isdigit():
+        raise WorkloadError(
+            f"{served.variant.name}: vLLM does no prefix caching for this model on this platform; its log says why"
+        )
+    return int(block)
+
+
+def _prefix_counts(served: Served, log: Path) -> tuple[float, float]:
+    """Tokens that the prefix cache was asked for so far, and those that it had."""
+    metrics = _metrics(served, log)
+    queried, hit = (
+        metrics.get(f"vllm:prefix_cache_{name}_total", (0.0, {}))[0] for name in ("queries", "hits")
+    )
+    return queried, hit
 
 
 def _send(
     served: Served,
-    token_prompts: list[Tokens],
-    output_tokens: int,
+    requests: Sequence[tuple[Tokens, int]],
+    c: PromptClass,
     workload: Workload,
+    number: int,
     log: Path,
-    doing: str,
     answered: Callable[[], None],
 ) -> dict[str, Any]:
-    """Send the prompts through vLLM's benchmark client, all at once up to the concurrency, and wait for the answers."""
+    """Send one round's prompts, each with its output tokens, by vLLM's benchmark client as the class says, and wait."""
     # Outside output_to: vLLM's log handler keeps the stream that it finds when it is imported.
     from vllm.benchmarks.datasets import SampleRequest
     from vllm.benchmarks.lib.endpoint_request_func import ASYNC_REQUEST_FUNCS
@@ -287,10 +404,8 @@ def _send(
             return output
 
         ASYNC_REQUEST_FUNCS[_COUNTED] = counted
-        requests = [
-            SampleRequest(prompt=tokens, prompt_len=len(tokens), expected_output_len=output_tokens)
-            for tokens in token_prompts
-        ]
+        # The client draws arrivals from numpy's global generator: every variant gets the same ones.
+        np.random.seed(workload.seed + number)
         try:
             result: dict[str, Any] = asyncio.run(
                 benchmark(
@@ -301,10 +416,15 @@ def _send(
                     model_id=served.server.model,
                     model_name=served.server.model,
                     tokenizer=None,  # the server's own token counts are taken
-                    input_requests=requests,
+                    input_requests=[
+                        SampleRequest(
+                            prompt=tokens, prompt_len=len(tokens), expected_output_len=output_tokens
+                        )
+                        for tokens, output_tokens in requests
+                    ],
                     logprobs=None,
-                    request_rate=math.inf,
-                    burstiness=1.0,
+                    request_rate=c.rate_per_s or math.inf,
+                    burstiness=math.inf if c.gap_ms else 1.0,  # infinite: a fixed gap; 1: a Poisson process
                     disable_tqdm=True,
                     num_warmups=0,  # its warm-up and readiness check repeat the first prompt; ours is separate
                     ready_check_timeout_sec=0,
@@ -313,35 +433,42 @@ def _send(
                     selected_percentiles=[],
                     ignore_eos=True,
                     goodput_config_dict={},
-                    max_concurrency=workload.concurrency,
+                    max_concurrency=c.concurrency if isinstance(c.concurrency, int) else None,
                     lora_modules=None,
                     extra_headers=launch.authorization(),
                     extra_body=dict(workload.sampling),
                 )
             )
         except OSError as error:
-            raise lost(f"measuring {doing}", error, log) from error
+            raise lost(f"measuring {served.variant.name}: {c.name}", error, log) from error
     if result["completed"] == 0:
         reason = result["errors"][0].strip().splitlines()[-1:] or ["no answer"]
-        raise lost(f"measuring {doing}", ConnectionError(reason[0]), log)
+        raise lost(f"measuring {served.variant.name}: {c.name}", ConnectionError(reason[0]), log)
     return result
 
 
-def _add(sent: _Sent, c: PromptClass, number: int, fresh: list[Tokens], result: Mapping[str, Any]) -> None:
+def _add(
+    sent: _Sent,
+    c: PromptClass,
+    number: int,
+    fresh: Sequence[tuple[Tokens, int]],
+    result: Mapping[str, Any],
+) -> None:
     """Add what the benchmark client returned for one round of a class."""
-    sent.prompts += fresh
-    sent.duration_s += result["duration"]
-    for index in range(len(fresh)):
+    sent.prompts += [prompt for prompt, _ in fresh]
+    sent.durations_s.append(result["duration"])
+    for index, (prompt, wanted) in enumerate(fresh):
         tokens, ttft_s = result["output_lens"][index], result["ttfts"][index]
         latency_s, error = result["latencies"][index], result["errors"][index].strip()
-        if not error and tokens != c.output_tokens:
+        if not error and tokens != wanted:
             # An engine that dies ends its streams politely; the missing tokens give it away.
-            error = f"the stream ended after {tokens} of {c.output_tokens} tokens"
+            error = f"the stream ended after {tokens} of {wanted} tokens"
         sent.rows.append(
             {
                 "class": c.name,
                 "round": number,
                 "index": index,
+                "prompt_tokens": len(prompt),
                 "output_tokens": tokens,
                 "ttft_ms": ttft_s * 1e3,
                 "tpot_ms": (latency_s - ttft_s) / max(1, tokens - 1) * 1e3,
@@ -364,8 +491,9 @@ def _record(
     side: _Measured, sides: Sequence[_Measured], rounds: int, started: str, command: Sequence[str]
 ) -> dict[str, Any]:
     assert side.served is not None
-    served, workload = side.served, side.workload
+    served, workload = side.served, side.run.workload
     text_file = served.variant.root / workload.documents
+    named = workload.expanded(side.run.max_num_seqs)
     return {
         "schema": "latency/1",
         "variant": side.variant.name,
@@ -375,18 +503,10 @@ def _record(
         "rounds": rounds,
         "run": started,
         "interleaved_with": [other.variant.name for other in sides if other is not side],
+        "config": dict(side.lines),
+        "columns": list(workload.columns),
         "classes": {
-            c.name: {
-                "prompt_tokens": c.prompt_tokens,
-                "output_tokens": c.output_tokens,
-                "named_prompt_tokens": named.prompt_tokens,
-                "named_output_tokens": named.output_tokens,
-                "concurrency": workload.concurrency,
-                **summarise(side.sent[c.name].rows, side.sent[c.name].duration_s),
-                "acceptance": _acceptance(side.sent[c.name]),
-                "prompts_sha256": digest(side.sent[c.name].prompts),
-            }
-            for c, named in zip(workload.scaled(served.max_model_len), workload.classes, strict=True)
+            c.name: _class(side, c, as_named) for c, as_named in zip(side.classes, named, strict=True)
         },
         "provenance": provenance.describe(
             root=side.variant.root,
@@ -400,6 +520,51 @@ def _record(
             server="found" if served.found else "started",
         ),
     }
+
+
+def _class(side: _Measured, c: PromptClass, as_named: PromptClass) -> dict[str, Any]:
+    sent = side.sent[c.name]
+    arrival = None
+    if sent.rate_per_s is not None:
+        arrival = {"process": "fixed gap" if c.gap_ms else "Poisson", "rate_per_s": sent.rate_per_s}
+    prefix_cache = None
+    if c.suffix_tokens is not None:
+        prefix_cache = {
+            "block_tokens": side.block_tokens,
+            "prefix_tokens": c.prompt_tokens - c.suffix_tokens,
+            "queried_tokens": round(sent.queried_tokens),
+            "hit_tokens": round(sent.hit_tokens),
+            "repeats": c.repeats,
+            "repeat_speedup": _repeat_speedup(side, c),
+        }
+    return {
+        "prompt_tokens": c.prompt_tokens,
+        "output_tokens": c.output_tokens,
+        "spread": c.spread,
+        "named_prompt_tokens": as_named.prompt_tokens,
+        "named_output_tokens": as_named.output_tokens,
+        "concurrency": c.concurrency if isinstance(c.concurrency, int) else None,
+        "arrival": arrival,
+        "durations_s": sent.durations_s,
+        **summarise(sent.rows, sum(sent.durations_s), side.run.workload.service_level),
+        "acceptance": _acceptance(sent),
+        "prefix_cache": prefix_cache,
+        "prompts_sha256": digest(sent.prompts),
+    }
+
+
+def _repeat_speedup(side: _Measured, c: PromptClass) -> dict[str, float] | None:
+    """Median TTFT of the prefixes' first time over that of their repetition, with its interval over requests.
+
+    None for the first time itself, and for repetitions that wait for each other otherwise than the first time did.
+    """
+    first = next((one for one in side.classes if one.name == c.repeats), None)
+    if first is None or first.concurrency != c.concurrency or first.arrives or c.arrives:
+        return None
+    cold, warm = (
+        [row["ttft_ms"] for row in side.sent[one.name].rows if row["error"] is None] for one in (first, c)
+    )
+    return asdict(statistics.ratio_of_medians(cold, warm))
 
 
 def _acceptance(sent: _Sent) -> dict[str, Any] | None:

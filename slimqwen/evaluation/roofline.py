@@ -21,7 +21,7 @@ from slimqwen import checkpoint
 from slimqwen import variant as variants
 from slimqwen.checkpoint import TensorInfo
 from slimqwen.errors import SlimqwenError
-from slimqwen.records import results, store
+from slimqwen.records import store
 from slimqwen.serving import launch
 from slimqwen.variant import Variant
 
@@ -471,6 +471,25 @@ def decode(
     )
 
 
+def by_depth(one: Variant, on: Gpu, lengths: Mapping[int, float], context: int) -> dict[int, float]:
+    """Output tokens per second of one sequence at most, at several depths.
+
+    Args:
+        one: the variant; its checkpoint and flags, whatever depth they say.
+        on: the GPU.
+        lengths: acceptance length by depth (K), 1 at depth 0.
+        context: tokens in the cache.
+
+    Raises:
+        RooflineError: as `analyse`.
+    """
+    of = _Served.of(one, on).model
+    return {
+        depth: decode(of, on, 1, context, depth, length).tokens_per_second
+        for depth, length in lengths.items()
+    }
+
+
 def chain(one: Variant, others: Iterable[str]) -> list[Variant]:
     """A variant's baseline where it has one, the variant, and others by name; each once.
 
@@ -494,7 +513,7 @@ def analyse(
         on: the GPU.
         contexts: tokens in the cache; cut to the shortest context that one of the variants is served with.
         acceptance_length: assumed for variants with drafts that have no record of their own,
-            `results/draft_depth_<variant>.json` of this checkpoint and depth.
+            an acceptance record of this checkpoint and depth.
 
     Returns:
         {"gpu", "assumptions", "notes": sentences, "baseline", "contexts", "variants": [{"variant", "checkpoint":
@@ -638,17 +657,16 @@ class _Served:
     def acceptance_length(self, given: float | None) -> AcceptanceLength:
         if not self.depth:
             return AcceptanceLength(1.0, "no speculation")
-        name = f"results/draft_depth_{self.variant.name}.json"
-        record = results.read(self.variant.root, "draft_depth", self.variant.name)
-        lengths: dict[int, float] = {}
-        why = f"there is no {name}"
-        if record is not None:
-            why = f"{name} is of another checkpoint"
-            if record["provenance"]["checkpoint"] == self.digest:
-                lengths = {row["depth"]: row["acceptance_length"] for row in record["depths"]}
-                why = f"{name} has no depth {self.depth}"
-        if self.depth in lengths:
-            return AcceptanceLength(lengths[self.depth], f"{name}, K = {self.depth}")
+        why = f"there is no acceptance record of {self.variant.name}"
+        for path in store.records(self.variant.folder, "acceptance"):
+            record, name = store.read(path), f"{self.variant.name}/{path.name}"
+            if record["provenance"]["checkpoint"]["digest"] != self.digest:
+                why = f"{name} is of another checkpoint"
+                continue
+            for row in record["depths"]:
+                if row["depth"] == self.depth:
+                    return AcceptanceLength(row["length"]["value"], f"{name}, K = {self.depth}")
+            why = f"{name} has no depth {self.depth}"
         if given is not None:
             _check_acceptance(given, self.depth)
             return AcceptanceLength(given, f"assumed: {why}")

@@ -4,7 +4,7 @@ Nothing here knows what was measured. Intervals are 95 % percentile bootstrap in
 same records always give the same figures.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +27,7 @@ class TooFewItemsError(SlimqwenError):
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over `count` items and its standard error, in the unit of the items."""
+    """A mean over `count` items, or clusters of items, and its standard error, in the unit of the items."""
 
     value: float
     standard_error: float
@@ -36,7 +36,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Difference:
-    """Second minus first on the same `count` items: mean, standard error and 95 % interval."""
+    """Second minus first on the same `count` items or clusters: mean, standard error and 95 % interval."""
 
     value: float
     standard_error: float
@@ -63,33 +63,65 @@ class Ratio:
     high: float
 
 
-def mean(values: ArrayLike, weights: ArrayLike | None = None) -> Estimate:
-    """Mean of the values and its standard error over items.
+def by_cluster(
+    values: ArrayLike, weights: ArrayLike | None, clusters: Sequence[Hashable] | None
+) -> tuple[Floats, Floats]:
+    """The weighted mean and the weight of each cluster, in the order in which clusters first appear.
+
+    Items that share a passage, or are repeats of one item, are no independent observations: what was drawn is the
+    cluster, so means and intervals over these are those of whole clusters. Without clusters each item is its own.
+
+    Raises:
+        ValueError: values, weights and clusters differ in number.
+    """
+    x = np.asarray(values, dtype=np.float64)
+    w = np.ones(len(x)) if weights is None else np.asarray(weights, dtype=np.float64)
+    if len(x) != len(w) or (clusters is not None and len(x) != len(clusters)):
+        raise ValueError("values, weights and clusters differ in number")
+    if clusters is None:
+        return x, w
+    places: dict[Hashable, int] = {}
+    place = [places.setdefault(cluster, len(places)) for cluster in clusters]
+    total = np.asarray(np.bincount(place, weights=w), dtype=np.float64)
+    return np.bincount(place, weights=w * x) / total, total
+
+
+def mean(
+    values: ArrayLike, weights: ArrayLike | None = None, clusters: Sequence[Hashable] | None = None
+) -> Estimate:
+    """Mean of the values and its standard error over items, or over clusters of items (`by_cluster`).
 
     With weights (the bytes of a document, the tokens of a request) it is the ratio estimator
     sum(w x) / sum(w), whose standard error treats whole items as the sampled units (Cochran, Sampling
     Techniques, 3rd ed., eq. 6.13); with equal weights that is the textbook s / sqrt(n).
 
     Raises:
-        TooFewItemsError: fewer than two values.
+        TooFewItemsError: fewer than two values or clusters.
     """
-    x, w = _paired_arrays(values, np.ones(np.size(np.asarray(values))) if weights is None else weights)
+    x, w = by_cluster(values, weights, clusters)
+    _require_two(len(x))
     value = float(np.average(x, weights=w))
     residuals = w * (x - value)
     variance = len(x) / (len(x) - 1) * float(np.sum(residuals**2)) / float(np.sum(w)) ** 2
     return Estimate(value, float(np.sqrt(variance)), len(x))
 
 
-def paired_difference(first: ArrayLike, second: ArrayLike, weights: ArrayLike | None = None) -> Difference:
+def paired_difference(
+    first: ArrayLike,
+    second: ArrayLike,
+    weights: ArrayLike | None = None,
+    clusters: Sequence[Hashable] | None = None,
+) -> Difference:
     """Mean of second minus first over the same items, in order, with a paired bootstrap interval.
 
+    With clusters, whole clusters are resampled and counted (`by_cluster`).
+
     Raises:
-        TooFewItemsError: fewer than two items.
+        TooFewItemsError: fewer than two items or clusters.
         ValueError: the two sides differ in length.
     """
     a, b = _paired_arrays(first, second)
-    differences = b - a
-    w = np.ones(len(a)) if weights is None else np.asarray(weights, dtype=np.float64)
+    differences, w = by_cluster(b - a, weights, clusters)
     estimate = mean(differences, w)
 
     def weighted_mean(d: Floats, v: Floats, axis: int) -> Floats:
@@ -167,6 +199,36 @@ def ratio_of_medians(numerator: ArrayLike, denominator: ArrayLike) -> Ratio:
         rng=np.random.default_rng(BOOTSTRAP_SEED),
     ).confidence_interval
     return Ratio(float(np.median(a) / np.median(b)), float(interval.low), float(interval.high))
+
+
+def paired_ratio(
+    first: ArrayLike, second: ArrayLike, first_weights: ArrayLike, second_weights: ArrayLike
+) -> Ratio:
+    """Weighted mean of second / weighted mean of first over the same units, resampled together.
+
+    Raises:
+        TooFewItemsError: fewer than two units.
+        ValueError: the sides differ in length.
+    """
+    a, v = _paired_arrays(first, first_weights)
+    b, w = _paired_arrays(second, second_weights)
+    _paired_arrays(a, b)
+
+    def ratio(a: Floats, v: Floats, b: Floats, w: Floats, axis: int) -> Floats:
+        of_first = np.sum(a * v, axis=axis) / np.sum(v, axis=axis)
+        return np.asarray(np.sum(b * w, axis=axis) / np.sum(w, axis=axis) / of_first)
+
+    interval = stats.bootstrap(
+        (a, v, b, w),
+        ratio,
+        paired=True,
+        n_resamples=BOOTSTRAP_RESAMPLES,
+        batch=_RESAMPLES_AT_ONCE,
+        confidence_level=CONFIDENCE_LEVEL,
+        method="percentile",
+        rng=np.random.default_rng(BOOTSTRAP_SEED),
+    ).confidence_interval
+    return Ratio(float(ratio(a, v, b, w, 0)), float(interval.low), float(interval.high))
 
 
 def supported_percentiles(count: int, wanted: Sequence[int] = (90, 99)) -> list[int]:

@@ -8,9 +8,13 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
+import numpy as np
 from scipy import stats
 
-from slimqwen.evaluation.statistics import CONFIDENCE_LEVEL, Difference, Discordance
+from slimqwen.evaluation.statistics import CONFIDENCE_LEVEL, Difference, Discordance, Estimate
+
+POWER = 0.8
+"""The chance that a run whose size was planned here lets an equally good variant pass."""
 
 
 class Verdict(StrEnum):
@@ -113,6 +117,76 @@ def _items_needed(discordance: Discordance, count: int, margin: float) -> int:
         middle = (too_few + enough) / 2
         too_few, enough = (too_few, middle) if passes(middle) else (middle, enough)
     return math.ceil(enough)
+
+
+def judge_floor(estimate: Estimate, floor: float, *, right: int | None) -> Verdict:
+    """Whether a score lies above the floor that was written down before.
+
+    Args:
+        estimate: the score; its interval is Student's over items or clusters.
+        floor: in the unit of the score, more being better.
+        right: how many of the items are right, where each is right or wrong; then the interval is exact (Clopper and
+            Pearson, 1934).
+    """
+    if right is None:
+        reach = float(stats.t.ppf((1 + CONFIDENCE_LEVEL) / 2, estimate.count - 1)) * estimate.standard_error
+        low, high = estimate.value - reach, estimate.value + reach
+    else:
+        interval = stats.binomtest(right, estimate.count).proportion_ci(CONFIDENCE_LEVEL)
+        low, high = float(interval.low), float(interval.high)
+    if low > floor:
+        return Verdict.PASS
+    return Verdict.FAIL if high < floor else Verdict.INCONCLUSIVE
+
+
+def items_to_decide(margin: float, discordance: float) -> int:
+    """Items with which an equally good variant passes with `POWER`, for answers that are right or wrong.
+
+    It counts with the interval that `judge` uses: the chances of all numbers of gained and lost items that pass, each
+    item being gained or lost with half the discordance.
+
+    Args:
+        margin: the loss that still counts as equal, above 0.
+        discordance: the share of items that only one side gets right, between 0 and 1.
+    """
+
+    def enough(count: int) -> bool:
+        reach = 6 * math.sqrt(count * discordance / 2) + 6
+        gained = np.arange(
+            max(0, math.floor(count * discordance / 2 - reach)),
+            min(count, math.ceil(count * discordance / 2 + reach)) + 1,
+        )
+        tail = (1 - CONFIDENCE_LEVEL) / 4
+        low = np.where(gained > 0, stats.beta.ppf(tail, np.maximum(gained, 1), count - gained + 1), 0.0)
+        high = np.where(
+            gained < count, stats.beta.ppf(1 - tail, gained + 1, np.maximum(count - gained, 1)), 1.0
+        )
+        passing = low[:, None] - high[None, :] > -margin
+        # The number gained, and of the other items the number lost.
+        chance = stats.binom.pmf(gained, count, discordance / 2)[:, None] * stats.binom.pmf(
+            gained[None, :], count - gained[:, None], discordance / (2 - discordance)
+        )
+        return float(chance[passing].sum()) >= POWER
+
+    count = 2
+    while not enough(count):
+        count *= 2
+    too_few = count // 2
+    while count - too_few > max(1, 0.01 * count):
+        middle = (too_few + count) // 2
+        too_few, count = (too_few, middle) if enough(middle) else (middle, count)
+    return count
+
+
+def items_to_decide_mean(margin: float, deviation: float) -> int:
+    """The same for a measure that is no right or wrong: the usual normal approximation.
+
+    Args:
+        margin: the loss that still counts as equal, above 0.
+        deviation: of the items' paired differences, their standard deviation in the unit of the margin.
+    """
+    sides = float(stats.norm.ppf((1 + CONFIDENCE_LEVEL) / 2) + stats.norm.ppf(POWER))
+    return max(2, math.ceil((sides * deviation / margin) ** 2))
 
 
 def overall(verdicts: list[Verdict]) -> Verdict:

@@ -367,7 +367,7 @@ def _mixed_precision(cuda: bool) -> Any:
 
 def _served(folder: Path, held_out: Sequence[Output], depth: int, progress: Progress) -> float:
     """Acceptance length as vLLM counts it on the held-out prompts, greedily."""
-    from slimqwen.evaluation.acceptance import in_vllm
+    from slimqwen.serving.draft_counts import in_vllm
 
     progress("measuring in vLLM", 0, 0)
     longest = max(len(output.continuation) for output in held_out)
@@ -405,7 +405,7 @@ STAGE = Stage(
     code=(
         "slimqwen.mtp_head",
         "slimqwen.recipe.sample_outputs",
-        "slimqwen.evaluation.acceptance",
+        "slimqwen.serving.draft_counts",
         "slimqwen.serving.in_process",
     ),
     packages=("torch", "transformers", "vllm"),

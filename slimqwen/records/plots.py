@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 
@@ -128,29 +129,88 @@ def lm_head(record: Mapping[str, Any]) -> list[Panel]:
     ]
 
 
-def draft_depth(record: Mapping[str, Any]) -> list[Panel]:
-    """Acceptance length against the depth, and the acceptance of each position, a line a depth."""
-    rows = record["depths"]
-    lengths = Line(
-        record["variant"], [row["depth"] for row in rows], [row["acceptance_length"] for row in rows]
-    )
-    rates = [Line(f"K = {row['depth']}", range(1, row["depth"] + 1), row["rates"]) for row in rows]
+def acceptance(record: Mapping[str, Any]) -> list[Panel]:
+    """Acceptance length against the depth, a line a class and temperature, and the greedy rates of each position."""
+    rows = [row for row in record["depths"] if row["depth"]]
+    kinds = dict.fromkeys((one["class"], one["temperature"]) for row in rows for one in row["settings"])
+    lengths = []
+    for kind in kinds:
+        points = [
+            (row["depth"], one["length"])
+            for row in rows
+            for one in row["settings"]
+            if (one["class"], one["temperature"]) == kind
+        ]
+        lengths.append(
+            Line(
+                f"{kind[0]}, temperature {kind[1]:g}",
+                [depth for depth, _ in points],
+                [length["value"] for _, length in points],
+                [length["standard_error"] for _, length in points],
+            )
+        )
+    name, temperature = next(iter(kinds))
+    rates = [
+        Line(f"K = {row['depth']}", range(1, row["depth"] + 1), [rate["value"] for rate in one["rates"]])
+        for row in rows
+        for one in row["settings"]
+        if (one["class"], one["temperature"]) == (name, temperature)
+    ]
     return [
-        Panel("tokens drafted (K)", "acceptance length (tokens)", [lengths]),
-        Panel("position of the draft", "share accepted up to it", rates),
+        Panel("tokens drafted (K)", "acceptance length (tokens, bars: 1 SE)", lengths),
+        Panel(
+            f"position of the draft ({name}, temperature {temperature:g})", "share accepted up to it", rates
+        ),
+    ]
+
+
+def gate_power(record: Mapping[str, Any]) -> list[Panel]:
+    """What the responsible gate saw of each seed's damage, beside the undamaged checkpoint."""
+    labels = {"fidelity": "mean KL (nats a token)", "acceptance": "acceptance length / baseline's"}
+    panels = []
+    for gate, label in labels.items():
+        kinds = [kind for kind in record["damages"] if kind["gate"] == gate]
+        lines = [
+            Line(kind["damage"], record["seeds"], [row["value"] for row in kind["rows"]], joined=False)
+            for kind in kinds
+        ]
+        whole = [record["undamaged"][gate]["value"]] * len(record["seeds"])
+        panels.append(Panel("seed", label, [*lines, Line("undamaged", record["seeds"], whole)]))
+    return panels
+
+
+def profile(record: Mapping[str, Any]) -> list[Panel]:
+    """Seconds of each phase against the prompt's length, and the shares of a step's parts."""
+    rows = sorted(record["classes"], key=lambda row: float(row["prompt_tokens"]))
+    lengths = [row["prompt_tokens"] for row in rows]
+    phases = [
+        Line(
+            phase,
+            lengths,
+            [row["seconds"][phase]["value"] for row in rows],
+            [row["seconds"][phase]["standard_error"] for row in rows],
+        )
+        for phase in rows[0]["seconds"]
+    ]
+    parts = dict.fromkeys(part for row in rows for part in row["step"])
+    shares = [Line(part, lengths, [row["step"].get(part, 0.0) for row in rows]) for part in parts]
+    return [
+        Panel("prompt (tokens)", "seconds of a request (bars: 1 SE)", phases),
+        Panel("prompt (tokens)", "share of a step", shares),
     ]
 
 
 def start_up(record: Mapping[str, Any]) -> list[Panel]:
-    """Seconds of each start until the server was ready, and of compiling or loading its graphs."""
+    """Seconds of each start until the server was ready, of its graphs, and where a median start is after each phase."""
+    kinds = [kind for kind in ("cold", "warm", "baked", "eager") if kind in record]
 
     def lines(seconds: Callable[[Mapping[str, Any]], float]) -> list[Line]:
         return [
             Line(kind, range(1, len(record[kind]) + 1), [seconds(start) for start in record[kind]])
-            for kind in ("cold", "baked")
+            for kind in kinds
         ]
 
-    return [
+    panels = [
         Panel("round", "until ready (s)", lines(lambda start: start["ready_seconds"])),
         Panel(
             "round",
@@ -158,6 +218,19 @@ def start_up(record: Mapping[str, Any]) -> list[Panel]:
             lines(lambda start: sum(graph["seconds"] for graph in start["graphs"])),
         ),
     ]
+    if "phases" in record:
+        names = list(record["phases"])
+        done = [
+            Line(
+                kind,
+                range(1, len(names) + 1),
+                list(accumulate(median(s["phases"][name] for s in record[kind]) for name in names)),
+            )
+            for kind in kinds
+        ]
+        numbered = ", ".join(f"{number} {name.replace('_', ' ')}" for number, name in enumerate(names, 1))
+        panels.append(Panel(f"after {numbered}", "seconds since the start (medians added up)", done))
+    return panels
 
 
 def redistill_mtp(record: Mapping[str, Any]) -> list[Panel]:

@@ -37,6 +37,7 @@ _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 _NOT_CODE = (
     ":(exclude)experiments/*.json",
     ":(exclude)experiments/*.jsonl",
+    ":(exclude)experiments/*.svg",
     ":(exclude)results",
     ":(exclude)*.md",
 )
@@ -115,9 +116,16 @@ def still_holds(block: Mapping[str, Any], command: ServerCommand) -> bool:
         return {name: value for name, value in flags.items() if name != "port"}
 
     return (
-        block["checkpoint"]["digest"] == checkpoint.digest(command.variant.weights)
+        same_inputs(block, command.variant.weights, root)
         and but_for_port(block["flags"]) == but_for_port(portable(dict(command.flags), root))
         and block["environment"] == portable(redacted(command.environment), root)
+    )
+
+
+def same_inputs(block: Mapping[str, Any], weights: Path, root: Path) -> bool:
+    """Whether checkpoint, data files, package versions and hardware are what they were, whatever the flags."""
+    return (
+        block["checkpoint"]["digest"] == checkpoint.digest(weights)
         and block["packages"] == package_versions()
         and block["hardware"] == hardware()
         and all(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from slimqwen import checkpoint
-from slimqwen.records import plots, provenance
+from slimqwen.records import plots, provenance, store
 from slimqwen.variant import Variant
 
 
@@ -27,6 +27,7 @@ def write(
     *,
     command: Sequence[str],
     started: str,
+    file: Path | None = None,
     **inputs: Any,
 ) -> Path:
     """Write results/<name>_<variant>.json and the plot beside it; an exploration made again replaces its record.
@@ -38,7 +39,11 @@ def write(
         draw: record -> panels.
         command: the script and its arguments.
         started: `provenance.utc_now` at the beginning.
+        file: instead of results/<name>_<variant>.json.
         inputs: what else decided the figures: digests, seeds.
+
+    Raises:
+        RecordError: it breaks its schema, where it has one.
 
     Returns:
         The record; its plot has the suffix .svg.
@@ -58,8 +63,10 @@ def write(
             **inputs,
         },
     }
-    file = one.root / "results" / f"{name}_{one.name}.json"
-    file.parent.mkdir(exist_ok=True)
+    if store.has_schema(name):
+        store.validate(record, f"results/{name}_{one.name}.json")
+    file = file or one.root / "results" / f"{name}_{one.name}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     plots.write(file.with_suffix(".svg"), draw(record))
     return file

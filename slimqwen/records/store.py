@@ -24,6 +24,8 @@ Record = dict[str, Any]
 """A record as JSON gives it: the schemas are its type."""
 
 _SCHEMAS = Path(__file__).parent / "schemas"
+_MADE_BY = {"engine": "check-engine", "acceptance": "sweep-k", "gate": "gate"}
+"""The Make target of a kind of record, where it is not eval-<kind>."""
 
 
 class RecordError(SlimqwenError):
@@ -49,6 +51,11 @@ def validate(record: Mapping[str, Any], place: str) -> None:
     if error is not None:
         where = "/".join(map(str, error.path)) or "the record"
         raise RecordError(f"{place}: {where}: {error.message}")
+
+
+def has_schema(kind: str) -> bool:
+    """Whether records of a kind follow a schema."""
+    return kind in _schemas()
 
 
 def write(folder: Path, body: Mapping[str, Any], items: Iterable[Mapping[str, Any]]) -> Path:
@@ -145,7 +152,7 @@ def latest(folder: Path, kind: str, where: Callable[[Record], bool] = lambda rec
             return path
     raise MissingRecordError(
         f"no {kind} record that fits in {folder.parent.name}/{folder.name}; "
-        f"`make eval-{kind} VARIANT={folder.name}` makes one"
+        f"`make {_MADE_BY.get(kind, f'eval-{kind}')} VARIANT={folder.name}` makes one"
     )
 
 

@@ -9,6 +9,7 @@ A Markdown file asks for one with a pair of comments, and everything between the
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from types import MappingProxyType
@@ -16,11 +17,13 @@ from typing import Any
 
 import rich.box
 import rich.table
+from rich.markup import escape
 
 from slimqwen import variant as variants
 from slimqwen.errors import SlimqwenError
-from slimqwen.evaluation import comparison
+from slimqwen.evaluation import acceptance, comparison, start_up
 from slimqwen.evaluation.verdict import Judgement
+from slimqwen.evaluation.workload import DEFAULT_COLUMNS
 from slimqwen.records import results, store
 
 _BLOCK = re.compile(
@@ -42,8 +45,32 @@ _MEASURE_NAMES = MappingProxyType(
         "tpot_ms": "TPOT",
         "itl_ms": "ITL",
         "e2el_ms": "E2EL",
+        "wall_ms": "time of all requests",
+        "output_throughput_tokens_per_s": "output tokens/s",
+        "goodput_per_s": "good requests/s",
     }
 )
+
+_COLUMN_NAMES = MappingProxyType(
+    {
+        "request_throughput_per_s": "requests/s",
+        "output_throughput_tokens_per_s": "output tokens/s",
+        "total_throughput_tokens_per_s": "all tokens/s",
+        "goodput_per_s": "good requests/s",
+        "good_share": "good",
+        "rate_per_s": "arrivals/s",
+        "concurrency": "in flight",
+        "acceptance_length": "acceptance length",
+        "prefix_hits": "found in the cache",
+        "repeat_speedup": "TTFT of the first time / of this [95 %]",
+    }
+)
+"""The figures of a class that a workload may ask for beside `<measure>.<statistic>`."""
+
+_WIDEST = 10
+"""Columns of a table that a terminal of 120 characters has room for."""
+
+_NO_FIGURE = "-: too few requests for it, or it does not apply."
 
 
 _FIDELITY_NAMES = MappingProxyType(
@@ -75,9 +102,9 @@ class Table:
     def as_rich(self) -> rich.table.Table:
         """For a terminal."""
         shown = rich.table.Table(
-            title=self.title,
+            title=escape(self.title),
             title_justify="left",
-            caption="\n".join(self.notes) or None,
+            caption=escape("\n".join(self.notes)) or None,
             box=rich.box.SIMPLE_HEAD,
             padding=(0, 1, 0, 0),
         )
@@ -85,7 +112,7 @@ class Table:
         for number, column in enumerate(self.columns):
             shown.add_column(column, justify="right" if number >= self.text_columns else "left")
         for row in self.rows:
-            shown.add_row(*row)
+            shown.add_row(*map(escape, row))
         return shown
 
     def as_markdown(self) -> str:
@@ -115,7 +142,7 @@ def comparison_tables(first: Path, second: Path) -> list[Table]:
     """
     tables: list[Table] = []
     missing: list[store.MissingRecordError] = []
-    for build in (_quality_comparison, _latency_comparison):
+    for build in (_quality_comparison, _latency_comparisons):
         try:
             tables += build(first, second)
         except store.MissingRecordError as error:
@@ -144,10 +171,10 @@ def results_tables(folder: Path) -> list[Table]:
     Raises:
         MissingRecordError: nothing has been measured.
     """
-    newest = [next(store.records(folder, kind), None) for kind in ("quality", "latency")]
-    if not any(newest):
+    newest = [*islice(store.records(folder, "quality"), 1), *_newest_by_workload(folder)]
+    if not newest:
         store.latest(folder, "quality")  # raises, and names the command
-    return [results_table(path) for path in newest if path]
+    return [results_table(path) for path in newest]
 
 
 def variants_table(root: Path, *, experiments: Path | None = None, with_weights: bool = False) -> Table:
@@ -185,8 +212,8 @@ def variants_table(root: Path, *, experiments: Path | None = None, with_weights:
 def summary_table(root: Path, baseline: str, name: str) -> Table:
     """What a variant came to against its baseline, a line a measure: size, quality, acceptance length, start-up.
 
-    Acceptance is that of `results/draft_depth_*.json`, start-up that of `results/start_up_<name>.json`; where there
-    is no such record of the checkpoint that was scored, there is no such line.
+    Acceptance is that of the acceptance records, start-up that of `results/start_up_<name>.json`; where there is no
+    such record of the checkpoint that was scored, there is no such line.
 
     Raises:
         MissingRecordError: no quality record of one of the two.
@@ -243,6 +270,11 @@ def build_markdown(root: Path, name: str, words: list[str]) -> str:
         ("variants", 0): lambda: [variants_table(root)],
         ("results", 1): lambda name: results_tables(root / "experiments" / name),
         ("fidelity", 1): lambda name: fidelity_tables(store.latest(root / "experiments" / name, "fidelity")),
+        ("gate", 1): lambda name: [gate_table(store.latest(root / "experiments" / name, "gate"))],
+        ("acceptance", 1): lambda name: acceptance_tables(
+            store.latest(root / "experiments" / name, "acceptance")
+        ),
+        ("start-up", 1): lambda name: [start_up_table(root, name)],
         ("summary", 2): lambda baseline, name: [summary_table(root, baseline, name)],
         ("comparison", 2): lambda a, b: comparison_tables(root / "experiments" / a, root / "experiments" / b),
     }
@@ -250,7 +282,7 @@ def build_markdown(root: Path, name: str, words: list[str]) -> str:
     if build is None:
         raise TableError(
             f"no table {' '.join([name, *words])!r}; there is: variants, results VARIANT, comparison A B, "
-            "summary BASELINE VARIANT, fidelity VARIANT"
+            "summary BASELINE VARIANT, fidelity VARIANT, acceptance VARIANT, start-up VARIANT"
         )
     return "\n".join(table.as_markdown() for table in build(*words))
 
@@ -345,6 +377,149 @@ def fidelity_tables(path: Path) -> list[Table]:
     return tables
 
 
+def gate_table(path: Path) -> Table:
+    """A gate record on one page: each witness, its figures, their verdicts.
+
+    Raises:
+        RecordError: the record or its items cannot be read.
+    """
+    record = store.read(path)
+    rows = []
+    for item in store.read_items(path):
+        low, high = item["low"], item["high"]
+        rows.append(
+            (
+                item["gate"],
+                item["figure"],
+                "-" if item["value"] is None else f"{item['value']:.5g}",
+                "-" if low is None else f"{low:+.4f} to {high:+.4f}",
+                f"{item['limit']:g}",
+                item["verdict"],
+            )
+        )
+    verdicts = ", ".join(f"{gate}: {verdict}" for gate, verdict in record["verdicts"].items())
+    return Table(
+        f"Gate of {record['variant']} against {record['baseline']}: {record['verdict']}",
+        ("gate", "figure", "value", "95 % interval", "limit", "verdict"),
+        tuple(rows),
+        (f"{verdicts}.", f"Records: {', '.join(record['records'])}.", _source(path)),
+        text_columns=2,
+    )
+
+
+def acceptance_tables(path: Path) -> list[Table]:
+    """An acceptance record: the depths with what each would come to, then each depth's settings.
+
+    Raises:
+        RecordError: the record cannot be read.
+    """
+    record = store.read(path)
+    choice = record["choice"]
+    rows = []
+    for row in record["depths"]:
+        of = row["settings"]
+        rows += [
+            (
+                str(row["depth"]),
+                one["class"],
+                f"{one['temperature']:g}",
+                f"{one['length']['value']:.3f} ± {one['length']['standard_error']:.3f}",
+                " ".join(f"{rate['value']:.2f}" for rate in one["rates"]),
+                f"{max(rate['standard_error'] for rate in one['rates']):.2f}",
+                str(one["drafts"]),
+            )
+            for one in of
+        ]
+    tables = [
+        Table(
+            f"Acceptance of {record['variant']}'s drafts",
+            (
+                "K",
+                "class",
+                "temperature",
+                "acceptance length ± SE",
+                "accepted up to each position",
+                "SE ≤",
+                "drafts",
+            ),
+            tuple(rows),
+            (_source(path),),
+            text_columns=2,
+        )
+    ]
+    if choice:
+        speeds = choice["tokens_per_second"]
+        served = "measured in this process" if choice["by"] == "measured" else f"bound, {choice['by']}"
+        tables.append(
+            Table(
+                f"Depth for one sequence: K = {choice['depth']}, by {choice['by']}",
+                ("K", "acceptance length ± SE", f"tokens/s ({served})", "of the best"),
+                tuple(
+                    (
+                        str(row["depth"]),
+                        f"{row['length']['value']:.3f} ± {row['length']['standard_error']:.3f}"
+                        if row["length"]
+                        else "1",
+                        f"{speeds[str(row['depth'])]:,.0f}",
+                        f"{speeds[str(row['depth'])] / max(speeds.values()):.1%}",
+                    )
+                    for row in record["depths"]
+                ),
+                (_source(path),),
+            )
+        )
+    return tables
+
+
+def start_up_table(root: Path, name: str) -> Table:
+    """The start-up ledger of a variant: seconds of each phase by kind of start.
+
+    Raises:
+        MissingRecordError: its starts have not been timed.
+        RecordError: the record does not follow its schema.
+    """
+    record = results.read(root, "start_up", name)
+    if record is None:
+        raise store.MissingRecordError(
+            f"no results/start_up_{name}.json; `make eval-startup VARIANT={name}` makes it"
+        )
+    store.validate(record, f"results/start_up_{name}.json")
+    means = {
+        **record.get("phases", {}),
+        "ready": "until the server answers: all but the first token",
+        "total": "until the first token",
+    }
+    kinds = {kind: start_up.summary(record[kind]) for kind in start_up.KINDS if kind in record}
+    rows = tuple(
+        (
+            phase.replace("_", " "),
+            means[phase],
+            *(
+                f"{value:.1f} [{low:.1f}, {high:.1f}]"
+                for value, low, high in (found[phase] for found in kinds.values())
+            ),
+        )
+        for phase in next(iter(kinds.values()))
+    )
+    starts = min(len(record[kind]) for kind in kinds)
+    notes = [
+        f"Medians of {starts} starts of each kind in turns; in brackets the fastest and the slowest, a "
+        f"{1 - 2 ** (1 - starts):.0%} interval of the median.",
+    ]
+    for kind in ("warm", "baked"):
+        ratio = record.get(f"ready_cold_over_{kind}")
+        if ratio:
+            notes.append(
+                f"Until ready, cold / {kind}: {ratio['value']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]."
+            )
+    if not record["provenance"]["hardware"]["gpus"]:
+        notes.append(_CPU_NOTE)
+    headings = ("phase", "what it is", *(f"{kind}, s" for kind in kinds))
+    return Table(
+        f"Start-up of {name}", headings, rows, (*notes, _result_source("start_up", record)), text_columns=2
+    )
+
+
 def _quality_comparison(first: Path, second: Path) -> list[Table]:
     paths = comparison.quality_pair(first, second)
     a, b = (store.read(path) for path in paths)
@@ -381,31 +556,69 @@ def _quality_comparison(first: Path, second: Path) -> list[Table]:
     ]
 
 
-def _latency_comparison(first: Path, second: Path) -> list[Table]:
-    paths = comparison.latency_pair(first, second)
+def _latency_comparisons(first: Path, second: Path) -> list[Table]:
+    """A table for each workload that fits; what does not is named, unless nothing does."""
+    tables: list[Table] = []
+    unfit: list[comparison.NotComparableError] = []
+    for workload in comparison.shared_workloads(first, second):
+        try:
+            tables.append(latency_comparison(*comparison.latency_pair(first, second, workload)))
+        except comparison.NotComparableError as error:
+            unfit.append(error)
+    if not tables:
+        raise unfit[0]
+    if unfit:
+        tables[-1] = replace(
+            tables[-1], notes=(*tables[-1].notes, *(f"Not shown: {error}." for error in unfit))
+        )
+    return tables
+
+
+def latency_comparison(first: Path, second: Path) -> Table:
+    """Two latency records of one workload: both figures and their ratio, by class.
+
+    Raises:
+        NotComparableError: requests or hardware differ.
+        RecordError: a record cannot be read.
+    """
+    paths = first, second
     a, b = (store.read(path) for path in paths)
+    found = comparison.compare_latency(*paths)
     rows = [
         (
-            f"{row.prompt_class} {row.prompt_tokens} -> {row.output_tokens}",
+            row.prompt_class
+            if row.prompt_tokens is None
+            else f"{row.prompt_class} {row.prompt_tokens} -> {row.output_tokens}",
             _MEASURE_NAMES[row.measure],
-            f"{row.first_ms:,.1f}",
-            f"{row.second_ms:,.1f}",
-            f"{row.speedup.value:.2f}x",
-            f"{row.speedup.low:.2f} to {row.speedup.high:.2f}",
-            str(min(r["classes"][row.prompt_class]["request_count"] for r in (a, b))),
+            f"{row.first:,.1f}",
+            f"{row.second:,.1f}",
+            f"{row.speedup:.2f}x" if row.speedup is not None else "-",
+            f"{row.interval[0]:.2f} to {row.interval[1]:.2f}" if row.interval else "-",
+            str(_requests(row.prompt_class, a, b)),
         )
-        for row in comparison.compare_latency(*paths)
+        for row in found
     ]
+    in_ms = all(row.measure.endswith("_ms") for row in found)
+    unit = ", ms" if in_ms else ""
     columns = (
-        "class, tokens", "median", f"{a['variant']}, ms", f"{b['variant']}, ms",
+        "class, tokens", "median", f"{a['variant']}{unit}", f"{b['variant']}{unit}",
         f"speed-up of {b['variant']}", "95 % interval", "requests",
     )  # fmt: skip
     paired = "in turns" if a["run"] == b["run"] else "one after the other, not in turns"
-    notes = [f"On {_hardware(a)}, {paired}; intervals by bootstrap over requests."]
+    over = "rounds, each a restart of both" if found[0].resampled == "rounds" else "requests"
+    notes = [f"On {_hardware(a)}, {paired}; intervals by bootstrap over {over}."]
+    if not in_ms:
+        notes.append("Medians of TTFT, TPOT and E2EL in ms; rates over all rounds.")
+    if any(row.interval is None for row in found):
+        notes.append(
+            "Requests that overlap depend on each other: a rate has an interval from "
+            f"{comparison.ENOUGH_ROUNDS} rounds on."
+        )
+    notes += [note for record in (a, b) for note in _config_notes(record)]
     if not a["provenance"]["hardware"]["gpus"]:
         notes.append(_CPU_NOTE)
-    title = f"Latency: {a['variant']} and {b['variant']}"
-    return [Table(title, columns, tuple(rows), (*notes, *(_source(path) for path in paths)), text_columns=2)]
+    title = f"Latency{_of_workload(a)}: {a['variant']} and {b['variant']}"
+    return Table(title, columns, tuple(rows), (*notes, *(_source(path) for path in paths)), text_columns=2)
 
 
 def _quality_results(path: Path) -> Table:
@@ -429,25 +642,115 @@ def _quality_results(path: Path) -> Table:
 
 def _latency_results(path: Path) -> Table:
     record = store.read(path)
-    measures = ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms")
+    wanted = record.get("columns", DEFAULT_COLUMNS)
     rows = [
         (
             f"{name} {row['prompt_tokens']} -> {row['output_tokens']}",
-            *(f"{row[m]['mean']:,.1f} ± {row[m]['standard_error']:,.1f}" for m in measures),
-            f"{row['output_throughput_tokens_per_s']:,.0f}",
-            f"{row['acceptance']['length']:.2f}" if row["acceptance"] else "-",
+            *(_figure(row, column) for column in wanted),
             f"{row['request_count']} ({row['failure_count']} failed)",
         )
         for name, row in record["classes"].items()
     ]
-    columns = (
-        "class, tokens", *(f"{_MEASURE_NAMES[m]}, ms" for m in measures),
-        "output tokens/s", "acceptance length", "requests",
-    )  # fmt: skip
-    notes = [f"Means ± standard errors, on {_hardware(record)}."]
+    columns = ("class, tokens", *(_heading(column) for column in wanted), "requests")
+    means = "Means ± standard errors, on" if any(c.endswith(".mean") for c in wanted) else "On"
+    notes = [f"{means} {_hardware(record)}."]
+    levels = [row["goodput"] for row in record["classes"].values() if row.get("goodput")]
+    if levels:
+        notes.append(
+            f"Good: TTFT of {levels[0]['ttft_ms']:g} ms and TPOT of {levels[0]['tpot_ms']:g} ms at most."
+        )
+    spread = [row["spread"] for row in record["classes"].values() if row.get("spread")]
+    if spread:
+        notes.append("Lengths are means of log-normal ones in classes with a spread.")
+    blocks = [row["prefix_cache"] for row in record["classes"].values() if row.get("prefix_cache")]
+    if blocks:
+        notes.append(
+            f"Prefixes of {blocks[0]['prefix_tokens']} tokens, whole blocks of {blocks[0]['block_tokens']}; found: the "
+            "share of all prompt tokens that the server's counters say its cache had."
+        )
+    notes += _config_notes(record)
+    if any(cell == "-" for row in rows for cell in row) and "columns" in record:
+        notes.append(_NO_FIGURE)
     if not record["provenance"]["hardware"]["gpus"]:
         notes.append(_CPU_NOTE)
-    return Table(f"Latency of {record['variant']}", columns, tuple(rows), (*notes, _source(path)))
+    title = f"Latency of {record['variant']}{_of_workload(record)}"
+    table = Table(title, columns, tuple(rows), (*notes, _source(path)))
+    return table if len(columns) <= _WIDEST else _turned(table)
+
+
+def _turned(table: Table) -> Table:
+    """The same with a line for each column, where there are more of them than a terminal has room for."""
+    columns, *rows = zip(table.columns, *table.rows, strict=True)
+    return replace(table, columns=columns, rows=tuple(rows))
+
+
+def _heading(column: str) -> str:
+    measure, _, statistic = column.partition(".")
+    if not statistic:
+        return _COLUMN_NAMES[column]
+    return f"{_MEASURE_NAMES[measure]}{'' if statistic == 'mean' else f' {statistic}'}, ms"
+
+
+def _figure(row: Mapping[str, Any], column: str) -> str:
+    """One cell; "-" where the class has no such figure."""
+    measure, _, statistic = column.partition(".")
+    if statistic == "mean":
+        return f"{row[measure]['mean']:,.1f} ± {row[measure]['standard_error']:,.1f}"
+    if statistic:
+        return f"{row[measure][statistic]:,.1f}" if statistic in row[measure] else "-"
+    prefix, goodput = row.get("prefix_cache"), row.get("goodput")
+    if column in ("output_throughput_tokens_per_s", "total_throughput_tokens_per_s"):
+        return f"{row[column]:,.0f}"
+    if column == "request_throughput_per_s":
+        return f"{row[column]:,.2f}"
+    if column == "acceptance_length":
+        return f"{row['acceptance']['length']:.2f}" if row["acceptance"] else "-"
+    if column == "concurrency":
+        return str(row["concurrency"] or "no limit")
+    if column == "rate_per_s" and row["arrival"]:
+        return f"{row['arrival']['rate_per_s']:,.2f}"
+    if column == "goodput_per_s" and goodput:
+        return f"{goodput['requests_per_s']:,.2f}"
+    if column == "good_share" and goodput:
+        return f"{goodput['good_count'] / row['request_count']:.0%}"
+    if column == "prefix_hits" and prefix:
+        return f"{prefix['hit_tokens'] / prefix['queried_tokens']:.0%}"
+    if column == "repeat_speedup" and prefix and prefix["repeat_speedup"]:
+        ratio = prefix["repeat_speedup"]
+        return f"{ratio['value']:.1f}x [{ratio['low']:.1f}, {ratio['high']:.1f}]"
+    return "-"
+
+
+def _of_workload(record: store.Record) -> str:
+    return "" if record["workload"] == "classes" else f", {record['workload']}"
+
+
+def _config_notes(record: store.Record) -> list[str]:
+    lines = record.get("config")
+    if not lines:
+        return []
+    return [f"{record['variant']} served with {', '.join(f'{key}={value}' for key, value in lines.items())}."]
+
+
+def _requests(name: str, *records: store.Record) -> int:
+    """Requests of a class, or of all, in the record that has fewer."""
+    counts: list[int] = [
+        sum(
+            row["request_count"]
+            for key, row in record["classes"].items()
+            if name in (key, comparison.ALL_CLASSES)
+        )
+        for record in records
+    ]
+    return min(counts)
+
+
+def _newest_by_workload(folder: Path) -> list[Path]:
+    """The newest latency record of each workload, the prompt classes first."""
+    newest: dict[str, Path] = {}
+    for path in store.records(folder, "latency"):
+        newest.setdefault(store.read(path)["workload"], path)
+    return [newest[name] for name in sorted(newest, key=lambda name: (name != "classes", name))]
 
 
 def _latest_quality(folder: Path) -> str:
@@ -463,10 +766,10 @@ def _latest_quality(folder: Path) -> str:
 
 
 def _latest_latency(folder: Path) -> str:
-    path = next(store.records(folder, "latency"), None)
-    if path is None:
+    newest = _newest_by_workload(folder)
+    if not newest:
         return "-"
-    record = store.read(path)
+    record = store.read(newest[0])
     figures = ", ".join(f"{name} {row['e2el_ms']['median']:,.0f}" for name, row in record["classes"].items())
     return f"{figures} ({_hardware(record)})"
 
@@ -493,30 +796,28 @@ def _command_and_commit(record: store.Record) -> str:
 
 
 def _acceptance_rows(root: Path, scored: Mapping[str, str]) -> tuple[list[tuple[str, ...]], list[str]]:
-    """The deepest K at which both checkpoints, given by variant and digest, were counted, and where that is from."""
-    first, second = (_of_checkpoint(root, "draft_depth", name, digest) for name, digest in scored.items())
-    if first is None or second is None:
+    """Both acceptance lengths at the gate's K, of the checkpoints given by variant and digest, and where from."""
+    try:
+        first, second = (root / "experiments" / name for name in scored)
+        paths = acceptance.pair(first, second, list(scored.values()))
+    except (store.MissingRecordError, comparison.NotComparableError):
         return [], []
-    a, b = ({row["depth"]: row for row in record["depths"]} for record in (first, second))
-    both = sorted(a.keys() & b.keys())
-    if not both:
-        return [], []
-    before, after = a[both[-1]], b[both[-1]]
-    lengths = before["acceptance_length"], after["acceptance_length"]
+    found = acceptance.compare(*paths)
     row = (
-        f"acceptance length, K={both[-1]}",
-        *(f"{length:.3f}" for length in lengths),
-        f"{lengths[1] / lengths[0]:.1%}",
-        "",
-        f"{before['drafts']} and {after['drafts']} drafts",
+        f"acceptance length, K={found.depth}",
+        f"{found.first:.3f}",
+        f"{found.second:.3f}",
+        f"{found.ratio.value:.1%} [{found.ratio.low:.1%}, {found.ratio.high:.1%}]",
+        f"{found.verdict} (at least {store.read(paths[1])['least_share']:.0%})",
+        f"{found.groups} groups of prompts",
     )
-    return [row], [_result_source("draft_depth", record) for record in (first, second)]
+    return [row], [_source(path) for path in paths]
 
 
 def _start_up_rows(root: Path, name: str, digest: str) -> tuple[list[tuple[str, ...]], list[str]]:
     """Cold starts against starts from the baked compile cache, and where that is from."""
     record = _of_checkpoint(root, "start_up", name, digest)
-    if record is None:
+    if record is None or "baked" not in record:
         return [], []
     cold, baked = (median(start["ready_seconds"] for start in record[kind]) for kind in ("cold", "baked"))
     ratio = record["ready_cold_over_baked"]

@@ -25,7 +25,7 @@ import psutil
 from slimqwen import checkpoint
 from slimqwen.errors import SlimqwenError
 from slimqwen.progress import Progress, silent
-from slimqwen.serving import baked_cache, compile_watch, guard
+from slimqwen.serving import baked_cache, compile_watch, guard, unsafe_engines
 from slimqwen.serving import flags as vllm_flags
 from slimqwen.serving import platform as machine
 from slimqwen.variant import Variant, making_command
@@ -97,6 +97,7 @@ class ServerCommand:
         left_out: what the platform's table took away.
         variables: the part of environment that the config.env gives.
         cache: of compiled graphs, None where nothing is compiled.
+        allow_unsafe: serve even in engine modes that were found unsafe.
     """
 
     variant: Variant
@@ -107,6 +108,7 @@ class ServerCommand:
     left_out: tuple[LeftOut, ...]
     variables: Mapping[str, str]
     cache: CompileCache | None
+    allow_unsafe: bool
 
     @property
     def host(self) -> str:
@@ -189,6 +191,7 @@ def resolve(
     port: int | None = None,
     platform: machine.Platform | None = None,
     require_baked: bool = False,
+    allow_unsafe: bool = False,
 ) -> ServerCommand:
     """Build the command that serves a variant.
 
@@ -196,6 +199,7 @@ def resolve(
         port: overrides VLLM_PORT.
         platform: what to resolve for; by default what the variant's PLATFORM says, else this machine's.
         require_baked: refuse to serve without its baked compile cache, as REQUIRE_BAKED=1 does.
+        allow_unsafe: serve even in engine modes that were found unsafe, as ALLOW_UNSAFE=1 does.
 
     Raises:
         slimqwen.serving.flags.FlagError: a line that vLLM would not take.
@@ -232,6 +236,7 @@ def resolve(
         left_out=tuple(left_out),
         variables=resolved.environment,
         cache=cache,
+        allow_unsafe=allow_unsafe or variant.allow_unsafe,
     )
 
 
@@ -245,6 +250,7 @@ def check(command: ServerCommand) -> None:
         MemoryShortError: weights and KV cache do not fit.
         PortInUseError: the port is taken.
         slimqwen.serving.baked_cache.BakedCacheError: a baked compile cache is required and not usable.
+        slimqwen.serving.unsafe_engines.UnsafeEngineError: these engine modes were found unsafe on this platform.
     """
     variant = command.variant
     if command.platform == "cuda" and machine.detect() == "cpu":
@@ -252,6 +258,7 @@ def check(command: ServerCommand) -> None:
             f"{variant.name} needs a GPU and there is none here; serve it on a GPU host, or try PLATFORM=cpu"
         )
     checkpoint.check(variant.weights, cure=making_command(variant.weights, variant.root))
+    _check_modes(command)
     _check_context(command)
     _check_cache(command)
     _check_memory(command)
@@ -405,6 +412,19 @@ def _cache_environment(cache: CompileCache) -> dict[str, str]:
         "TORCHINDUCTOR_CACHE_DIR": str(cache.root / "inductor"),
         compile_watch.VARIABLE: wanted.model_dump_json(),
     }
+
+
+def _check_modes(command: ServerCommand) -> None:
+    if command.allow_unsafe:
+        return
+    variant = command.variant
+    found = unsafe_engines.find(variant.root, variant.weights, command.flags, command.platform)
+    if found is not None:
+        raise unsafe_engines.UnsafeEngineError(
+            f"{variant.name} would run in modes found unsafe ({found.modes}; {found.build}): {found.reason}; "
+            f"{found.record} shows it; change one of these modes in its config.env, look again by "
+            f"`make check-engine VARIANT={variant.name}`, or serve all the same with ALLOW_UNSAFE=1"
+        )
 
 
 def _check_cache(command: ServerCommand) -> None:

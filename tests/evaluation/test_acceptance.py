@@ -1,34 +1,144 @@
-"""Acceptance as vLLM counts it, at one depth and over several."""
+"""Acceptance by depth, class and temperature in the real engine, and the comparison of two records."""
 
 import json
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from slimqwen.evaluation.acceptance import ServedAcceptance, sweep
+from slimqwen import variant
+from slimqwen.evaluation import acceptance
+from slimqwen.evaluation.acceptance import AcceptanceError
+from slimqwen.evaluation.comparison import NotComparableError
+from slimqwen.evaluation.verdict import Verdict
+from slimqwen.records import plots, store, tables
 
 ROOT = Path(__file__).parents[2]
+EXAMPLE = json.loads((ROOT / "tests" / "records" / "data" / "acceptance.json").read_text())
+PLAN = """
+documents: tinyworld
+seed: 1
+tokens: 24
+groups: 2
+prompts: 4
+temperatures: [0.0, 1.0]
+classes: {short: 8, long: 32}
+gpu: a10g
+gate_depth: 3
+least_share: 0.97
+"""
 
 
-def test_length_and_rates_follow_from_the_counters() -> None:
-    counted = ServedAcceptance(depth=3, drafts=10, accepted_per_position=(8, 5, 1))
-    assert counted.mean_length == pytest.approx(2.4)
-    assert counted.rates == (0.8, 0.5, 0.1)
+@pytest.fixture
+def repository(tmp_path: Path, add_variant: Callable[..., Path]) -> Path:
+    add_variant("tiny", "VLLM_MODEL=weights/tiny\nVLLM_DTYPE=bfloat16\nVLLM_MAX_MODEL_LEN=256\n")
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "tiny").symlink_to(ROOT / "weights" / "tiny")
+    (tmp_path / "eval" / "acceptance").mkdir(parents=True)
+    shutil.copy(ROOT / "eval" / "devices.yaml", tmp_path / "eval")
+    (tmp_path / "eval" / "acceptance" / "small.yaml").write_text(PLAN)
+    return tmp_path
 
 
 @pytest.mark.engine
-def test_a_deeper_draft_is_accepted_for_longer_on_the_same_prompts() -> None:
-    from transformers import AutoTokenizer
-
-    folder = ROOT / "weights" / "tiny"
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    lines = (ROOT / "eval/tasks/tinyworld/prose.jsonl").read_text().splitlines()[:8]
-    prompts = [tokenizer(json.loads(line)["text"])["input_ids"][:16] for line in lines]
+def test_deeper_drafts_are_accepted_for_longer_and_the_choice_says_what_it_is_by(repository: Path) -> None:
+    one = variant.load("tiny", repository)
     heard: list[tuple[float, float]] = []
-    found = sweep(folder, prompts, 32, (1, 3), lambda activity, done, total: heard.append((done, total)))
-    one, three = found["depths"]
-    assert [len(row["rates"]) for row in (one, three)] == [1, 3]
-    assert 1 < one["acceptance_length"] <= 2
-    assert one["acceptance_length"] < three["acceptance_length"] <= 4
-    assert three["rates"] == sorted(three["rates"], reverse=True)
-    assert heard[-1] == (2, 2)
+    path = acceptance.measure(
+        one, "small", [0, 1, 3], command=["x"], progress=lambda what, done, whole: heard.append((done, whole))
+    )
+    record = store.read(path)
+    none, shallow, deep = record["depths"]
+    assert (none["length"], none["settings"]) == (None, [])
+    for row in (shallow, deep):
+        assert [(one["class"], one["temperature"]) for one in row["settings"]] == [
+            ("short", 0.0), ("short", 1.0), ("long", 0.0), ("long", 1.0),
+        ]  # fmt: skip
+        for setting in row["settings"]:
+            shares = [rate["value"] for rate in setting["rates"]]
+            assert len(shares) == row["depth"]
+            assert shares == sorted(shares, reverse=True)
+            assert setting["length"]["value"] == pytest.approx(1 + sum(shares))
+    assert 1 < shallow["length"]["value"] <= 2
+    assert shallow["length"]["value"] < deep["length"]["value"] <= 4
+    assert record["choice"]["by"] == "roofline of a10g"
+    speeds = record["choice"]["tokens_per_second"]
+    assert speeds[str(record["choice"]["depth"])] == max(speeds.values())
+    items = store.read_items(path)
+    assert len(items) == 3 * 2 * 2 * 2 == heard[-1][1] == heard[-1][0]
+    greedy = {
+        depth: sum(
+            item["output_tokens"] for item in items if item["depth"] == depth and not item["temperature"]
+        )
+        for depth in (0, 1, 3)
+    }
+    # Greedy continuations end where they end, whatever drafts them; a near tie may move one end.
+    assert max(greedy.values()) - min(greedy.values()) <= 24
+    assert [row[0] for row in tables.acceptance_tables(path)[1].rows] == ["0", "1", "3"]
+    assert [line.x for line in plots.acceptance(record)[0].lines] == [[1, 3]] * 4
+    same = acceptance.compare(path, path)
+    assert (same.ratio.value, same.ratio.low, same.ratio.high, same.verdict) == (1, 1, 1, Verdict.PASS)
+
+
+def test_a_checkpoint_without_a_head_is_refused(repository: Path) -> None:
+    bare = repository / "weights" / "bare"
+    shutil.copytree(ROOT / "weights" / "tiny", bare)
+    config = json.loads((bare / "config.json").read_text())
+    (config.get("text_config") or config)["mtp_num_hidden_layers"] = 0
+    (bare / "config.json").write_text(json.dumps(config))
+    (repository / "experiments" / "tiny" / "config.env").write_text("VLLM_MODEL=weights/bare\n")
+    with pytest.raises(AcceptanceError, match="tiny has no MTP head"):
+        acceptance.measure(variant.load("tiny", repository), "small", [1], command=["x"])
+
+
+@pytest.mark.parametrize(
+    ("plan", "told"),
+    [("nothing: 1", "unusable"), (PLAN.replace("groups: 2", "groups: 9"), "4 prompts do not make 9 groups")],
+)
+def test_a_bad_plan_is_named(repository: Path, plan: str, told: str) -> None:
+    (repository / "eval" / "acceptance" / "bad.yaml").write_text(plan)
+    with pytest.raises(AcceptanceError, match=rf"eval/acceptance/bad.yaml: .*{told}"):
+        acceptance.load_plan("bad", repository)
+
+
+def counted(folder: Path, accepted: Sequence[int], **changes: Any) -> Path:
+    """A record of 10 drafts of 2 tokens a group, so many of each group accepted at each position."""
+    items = [
+        {"depth": 2, "class": "short", "temperature": 0.0, "group": group, "drafts": 10,
+         "accepted_per_position": [number, number], "output_tokens": 10 + 2 * number, "seconds": 1.0}
+        for group, number in enumerate(accepted)
+    ]  # fmt: skip
+    body = EXAMPLE | {"variant": folder.name, "depths": acceptance.summarise(items)} | changes
+    return store.write(folder, body, items)
+
+
+@pytest.mark.parametrize(
+    ("accepted", "verdict"),
+    [((8, 8, 8, 8), "pass"), ((7, 7, 7, 7), "fail"), ((10, 7, 8, 7), "inconclusive")],
+)
+def test_the_share_of_the_baselines_length_decides(
+    tmp_path: Path, accepted: Sequence[int], verdict: str
+) -> None:
+    first, second = counted(tmp_path / "a", (8, 8, 8, 8)), counted(tmp_path / "b", accepted)
+    assert acceptance.pair(tmp_path / "a", tmp_path / "b") == (first, second)
+    share = acceptance.compare(first, second)
+    assert (share.depth, share.groups, share.verdict) == (2, 4, verdict)
+    assert share.first == pytest.approx(2.6)
+    assert share.second == pytest.approx(1 + 2 * sum(accepted) / 40)
+    assert share.ratio.value == pytest.approx(share.second / share.first)
+
+
+def test_records_of_another_plan_or_checkpoint_are_no_pair(tmp_path: Path) -> None:
+    counted(tmp_path / "a", (8, 8))
+    counted(tmp_path / "b", (8, 8), plan="another")
+    with pytest.raises(NotComparableError, match="is of the same plan"):
+        acceptance.pair(tmp_path / "a", tmp_path / "b")
+    with pytest.raises(store.MissingRecordError, match="make sweep-k VARIANT=a"):
+        acceptance.pair(tmp_path / "a", tmp_path / "b", ["0" * 64, "0" * 64])
+
+
+def test_graph_sizes_are_the_tokens_of_a_step() -> None:
+    assert acceptance.graph_sizes(4, 8) == [5, 10, 15, 20, 25, 30, 35, 40]
+    assert acceptance.graph_sizes(0, 2) == [1, 2]

@@ -29,15 +29,19 @@ def write(tmp_path, monkeypatch):
         body["tasks"][FACTS]["value"] = sum(facts) / len(facts)
         return store.write(tmp_path / variant, body, items)
 
-    def latency(variant, scale=1.0, change=lambda body: None, jitter=0.1):
-        body = json.loads((DATA / "latency.json").read_text()) | {"variant": variant}
+    def latency(variant, scale=1.0, change=lambda body: None, jitter=0.1, rounds=1):
+        body = json.loads((DATA / "latency.json").read_text()) | {"variant": variant, "rounds": rounds}
         change(body)
         items = [
             {
-                "class": "short",
+                "class": name,
+                "round": number,
                 "error": None,
-                **dict.fromkeys(comparison.LATENCY_MEASURES, scale * (100 + jitter * n)),
+                "output_tokens": 16,
+                **dict.fromkeys(comparison.LATENCY_MEASURES, scale * (100 + jitter * n + number)),
             }
+            for name in body["classes"]
+            for number in range(rounds)
             for n in range(12)
         ]
         return store.write(tmp_path / variant, body, items)
@@ -108,9 +112,100 @@ def test_a_speedup_says_how_many_times_as_fast_the_second_is(write):
     rows = comparison.compare_latency(write.latency("a"), write.latency("b", scale=0.5))
     assert [row.measure for row in rows] == list(comparison.LATENCY_MEASURES)
     for row in rows:
-        assert row.speedup.value == pytest.approx(2)
-        assert row.speedup.low <= 2 <= row.speedup.high
-        assert row.speedup.high - row.speedup.low < 0.1
+        assert row.speedup == pytest.approx(2)
+        assert row.interval[0] <= 2 <= row.interval[1]
+        assert row.interval[1] - row.interval[0] < 0.1
+
+
+def overlapping(durations_s):
+    """Requests that overlap, in rounds of so many seconds, with a limit that all of 100 ms meet."""
+
+    def change(body):
+        goodput = {"ttft_ms": 150, "tpot_ms": 150, "good_count": 1, "requests_per_s": 1.0}
+        body["classes"]["short"] |= {"concurrency": None, "durations_s": durations_s, "goodput": goodput}
+
+    return change
+
+
+def test_rates_of_requests_that_overlap_have_an_interval_only_over_rounds(write):
+    rows = comparison.compare_latency(
+        write.latency("a", change=overlapping([4.0, 4.0]), rounds=2),
+        write.latency("b", change=overlapping([2.0, 2.0]), rounds=2),
+    )
+    tokens, good = rows[3:]
+    # 2 rounds of 12 requests of 16 tokens in 8 s and in 4 s.
+    assert (tokens.measure, tokens.first, tokens.second) == ("output_throughput_tokens_per_s", 48, 96)
+    assert (good.measure, good.first, good.second) == ("goodput_per_s", 3, 6)
+    assert (tokens.speedup, good.speedup) == (2, 2)
+    assert tokens.interval is None
+    assert {row.resampled for row in rows[:3]} == {"requests"}
+
+
+def test_from_five_rounds_on_whole_rounds_are_resampled(write):
+    durations = [4.0, 4.0, 4.0, 4.0, 8.0]
+    rows = comparison.compare_latency(
+        write.latency("a", change=overlapping(durations), rounds=5, jitter=0),
+        write.latency("b", 0.5, change=overlapping([d / 2 for d in durations]), rounds=5, jitter=0),
+    )
+    assert {row.resampled for row in rows} == {"rounds"}
+    for row in rows:
+        # Both sides of a round are slow together: its ratio is 2 in every one, and so is that of any mix of rounds.
+        assert row.speedup == pytest.approx(2)
+        assert row.interval == pytest.approx((2, 2))
+
+
+def test_rounds_that_disagree_widen_the_interval(write):
+    def slower_at_last(body):
+        overlapping([1.0] * 5)(body)
+
+    apart = (
+        write.latency("a", change=slower_at_last, rounds=5),
+        write.latency("b", change=overlapping([1.0, 1.0, 1.0, 1.0, 3.0]), rounds=5),
+    )
+    tokens = comparison.compare_latency(*apart)[3]
+    assert tokens.speedup == pytest.approx(5 / 7)
+    assert tokens.interval[0] < 0.6 < 0.99 < tokens.interval[1]
+
+
+def test_records_of_different_runs_are_not_paired_by_round(write):
+    def another_run(body):
+        overlapping([1.0] * 5)(body)
+        body["run"] = "2026-02-02T00:00:00Z"
+
+    rows = comparison.compare_latency(
+        write.latency("a", change=overlapping([1.0] * 5), rounds=5),
+        write.latency("b", change=another_run, rounds=5),
+    )
+    assert {row.resampled for row in rows[:3]} == {"requests"}
+    assert rows[3].interval is None
+
+
+def test_nothing_good_has_no_ratio(write):
+    def nothing_good(body):
+        overlapping([1.0])(body)
+        body["classes"]["short"]["goodput"]["ttft_ms"] = 1
+
+    rows = comparison.compare_latency(
+        write.latency("a", change=nothing_good), write.latency("b", change=nothing_good)
+    )
+    assert (rows[-1].first, rows[-1].speedup) == (0, None)
+
+
+def one_at_a_time(body):
+    short = body["classes"]["short"] | {"concurrency": 1, "durations_s": [1.2], "request_count": 12}
+    body["classes"] = {"short": short, "long": short}
+
+
+def test_the_speed_on_the_mix_is_the_time_of_all_requests(write):
+    rows = comparison.compare_latency(
+        write.latency("a", change=one_at_a_time), write.latency("b", 0.5, change=one_at_a_time)
+    )
+    every = rows[-1]
+    assert (every.prompt_class, every.measure) == (comparison.ALL_CLASSES, "wall_ms")
+    assert every.first == pytest.approx(2 * sum(100 + 0.1 * n for n in range(12)))
+    assert every.speedup == pytest.approx(2)
+    assert every.interval[0] <= 2 <= every.interval[1]
+    assert every.interval[1] - every.interval[0] < 0.1
 
 
 def other_machine(body):
@@ -121,10 +216,74 @@ def other_lengths(body):
     body["classes"]["short"]["output_tokens"] = 17
 
 
-@pytest.mark.parametrize(("change", "named"), [(other_machine, "hardware"), (other_lengths, "lengths")])
+def other_arrivals(body):
+    body["classes"]["short"]["arrival"] = {"process": "Poisson", "rate_per_s": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [(other_machine, "hardware"), (other_lengths, "lengths"), (other_arrivals, "arrivals")],
+)
 def test_latency_of_other_requests_or_machines_is_refused(write, change, named):
     write.latency("a")
     write.latency("b", change=change)
     with pytest.raises(comparison.NotComparableError, match=named) as error:
-        comparison.latency_pair(*write.folders)
+        comparison.latency_pair(*write.folders, "classes")
     assert "python scripts/eval_latency.py --variant b --workload classes" in str(error.value)
+
+
+def test_workloads_are_compared_each_with_its_own_kind(write):
+    def context(body):
+        body["workload"] = "context"
+
+    a, b = write.latency("a"), write.latency("b")
+    a_context, b_context = write.latency("a", change=context), write.latency("b", change=context)
+    write.latency("b", change=lambda body: body.update(workload="shapes"))
+    assert comparison.shared_workloads(*write.folders) == ["classes", "context"]
+    assert comparison.latency_pair(*write.folders, "classes") == (a, b)
+    assert comparison.latency_pair(*write.folders, "context") == (a_context, b_context)
+
+
+def test_no_workload_in_common_names_the_command_that_makes_one(write):
+    write.latency("a")
+    write.latency("b", change=lambda body: body.update(workload="shapes"))
+    with pytest.raises(comparison.NotComparableError, match=r"workload \(classes and shapes\)"):
+        comparison.shared_workloads(*write.folders)
+
+
+def test_repeats_of_an_item_are_one_observation(tmp_path):
+    def write(variant, answers):
+        body = json.loads((DATA / "quality.json").read_text()) | {"variant": variant}
+        body["tasks"] = {FACTS: body["tasks"][FACTS]}
+        items = [
+            {
+                "task": FACTS,
+                "item": f"f{n}",
+                "cluster": f"f{n}",
+                "repeat": r,
+                "value": float(v),
+                "weight": 1.0,
+            }
+            for n, repeats in enumerate(answers)
+            for r, v in enumerate(repeats)
+        ]
+        return store.write(tmp_path / variant, body, items)
+
+    base = write("a", [(1, 1), (0, 0), (1, 1), (1, 1)])
+    (row,) = comparison.compare_quality(base, write("b", [(1, 1), (1, 1), (1, 1), (0, 0)]))
+    assert row.difference.count == 4
+    assert (row.discordance.only_first, row.discordance.only_second) == (1, 1)
+    # An item that is right now and then is neither right nor wrong.
+    (row,) = comparison.compare_quality(base, write("c", [(1, 0), (1, 1), (1, 1), (0, 0)]))
+    assert row.discordance is None
+    assert row.difference.value == pytest.approx(-0.125)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [({"endpoint": "chat"}, "endpoint"), ({"limit": "deciding"}, "limit")],
+)
+def test_scores_that_were_asked_for_otherwise_are_refused(write, changes, named):
+    with pytest.raises(comparison.NotComparableError, match=named):
+        comparison.compare_quality(write("a"), write("b", **changes))
+    comparison.compare_quality(write("a", **changes), write("b", **changes))

@@ -14,7 +14,7 @@ from slimqwen import checkpoint, variant
 from slimqwen.checkpoint import MissingCheckpointError, NewTensor, TensorInfo
 from slimqwen.evaluation import roofline
 from slimqwen.evaluation.roofline import DevicesError, Gpu, Peaks, RooflineError, UnknownGpuError
-from slimqwen.records import plots, results
+from slimqwen.records import plots, results, store
 
 ROOT = variant.repository_root()
 
@@ -377,13 +377,12 @@ def repository(add_variant, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def accepted(root: Path, digest: str, length: float) -> None:
-    (root / "results").mkdir(exist_ok=True)
-    record = {
-        "depths": [{"depth": 4, "acceptance_length": length}],
-        "provenance": {"checkpoint": digest},
-    }
-    (root / "results" / "draft_depth_drafting.json").write_text(json.dumps(record))
+def accepted(root: Path, digest: str, length: float) -> Path:
+    example = json.loads((ROOT / "tests" / "records" / "data" / "acceptance.json").read_text())
+    estimate = {"value": length, "standard_error": 0.1, "count": 2}
+    example["depths"] = [{"depth": 4, "tokens_per_second": 1.0, "length": estimate, "settings": []}]
+    example["provenance"]["checkpoint"]["digest"] = digest
+    return store.write(root / "experiments" / "drafting", example | {"variant": "drafting"}, [{"group": 0}])
 
 
 def test_a_variant_is_bounded_beside_its_baseline(repository: Path):
@@ -410,22 +409,24 @@ def test_a_variant_is_bounded_beside_its_baseline(repository: Path):
     )
 
     given = roofline.analyse(compared, on, acceptance_length=3.0)["variants"][1]
-    assert given["acceptance_length"]["source"].startswith("assumed: there is no results/draft_depth")
+    assert given["acceptance_length"]["source"].startswith("assumed: there is no acceptance record")
     assert [row["depth"] for row in given["decode"]] == [0, 0, 0, 4, 4, 4]
 
-    accepted(repository, "of something else", 4.5)
+    other = accepted(repository, "ab" * 32, 4.5)
     stale = roofline.analyse(compared, on)["variants"][1]["acceptance_length"]
     assert (stale["value"], stale["source"].partition(": ")[2]) == (
         None,
-        "results/draft_depth_drafting.json is of another checkpoint",
+        f"drafting/{other.name} is of another checkpoint",
     )
 
-    accepted(repository, digest, 4.5)
+    other.unlink()
+    other.with_suffix(".items.jsonl").unlink()
+    record = accepted(repository, digest, 4.5)
     found = roofline.analyse(compared, on, acceptance_length=3.0)
     best = found["variants"][1]
     assert best["acceptance_length"] == {
         "value": 4.5,
-        "source": "results/draft_depth_drafting.json, K = 4",
+        "source": f"drafting/{record.name}, K = 4",
     }
     shown, all_shown = plots.roofline(found)
     assert [line.label for line in shown.lines] == ["tiny", "drafting, K = 4"]

@@ -1,52 +1,174 @@
-"""Cold and baked starts in turns; the starts themselves are those of `launch.serving`, tested with the stage."""
+"""The ledger of starts; the starts themselves are those of `launch.serving`, tested with the stage that bakes."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from slimqwen import variant
 from slimqwen.evaluation import start_up
-from slimqwen.serving.baked_cache import BakedCacheError, Graph
+from slimqwen.evaluation.statistics import TooFewItemsError
+from slimqwen.records import plots, store, tables
+from slimqwen.serving.baked_cache import BakedCacheError
+
+SECONDS = {"cold": 90.0, "warm": 40.0, "baked": 30.0, "eager": 35.0}
+CPU_LOG = """\
+(Worker pid=7) INFO 11-21 06:20:45 [base_loader.py:82] Initializing model took 0.345405 seconds
+(Worker pid=7) INFO 11-21 06:20:45 [default_loader.py:501] Loading weights took 0.15 seconds
+(Worker pid=7) INFO 11-21 06:20:45 [base_loader.py:82] Initializing model took 0.100000 seconds
+(Worker pid=7) INFO 11-21 06:20:45 [default_loader.py:501] Loading weights took 0.40 seconds
+(Worker pid=7) INFO 11-21 06:20:58 [compile_watch.py:9] Graph backbone compiled in 20.50 s (not in the cache)
+(Worker pid=7) INFO 11-21 06:20:59 [compile_watch.py:9] Graph eagle_head compiled in 5.00 s (not in the cache)
+(EngineCore pid=6) INFO 11-21 06:21:47 [core.py:396] init engine (profile, create kv cache, warmup model) took \
+30.25 s (compilation: 25.40 s)
+"""
+GPU_LOG = """\
+INFO [default_loader.py:501] Loading weights took 1.50 seconds
+INFO [gpu_model_runner.py:5150] Model loading took 2.51 GiB memory and 4.250000 seconds
+INFO [core.py:402] init engine (profile, create kv cache, warmup model) took 9.00 s
+"""
+
+
+def test_phases_add_up_to_the_time_until_the_first_token():
+    found = start_up.phases(CPU_LOG, ready_seconds=60.0, first_token_seconds=0.5)
+    assert found == {
+        "import": pytest.approx(60 - 1.0 - 30.25, abs=0.01),
+        "load_weights": pytest.approx(1.0, abs=0.01),
+        "compile": 25.5,
+        "warm_up": 4.75,
+        "first_token": 0.5,
+    }
+    assert list(found) == list(start_up.PHASES)
+    assert sum(found.values()) == pytest.approx(60.5, abs=0.02)
+
+
+def test_where_the_log_states_the_whole_of_the_loading_its_parts_are_not_added():
+    found = start_up.phases(GPU_LOG, 20.0, 0.1)
+    assert (found["load_weights"], found["compile"], found["warm_up"]) == (4.25, 0.0, 9.0)
+
+
+@pytest.mark.parametrize("log", ["", CPU_LOG.partition("init engine")[0], GPU_LOG.rpartition("INFO")[2]])
+def test_a_log_that_does_not_state_a_phase_is_an_error(log):
+    with pytest.raises(start_up.StartUpError, match="does not say how long"):
+        start_up.phases(log, 20.0, 0.1)
 
 
 @pytest.fixture
-def starts(monkeypatch):
-    """Starts that take the seconds asked for and say how they came by their graph."""
-    made = []
+def ledger(monkeypatch, tmp_path):
+    """Run the ledger of a variant over starts that take `SECONDS` and one more each time."""
 
-    def make(cold_loads=False, baked_loads=True):
-        def start(command, log: Path, kept: Path):
-            made.append(command)
-            loads = cold_loads if command == "cold" else baked_loads
-            return (90.0 if command == "cold" else 30.0) + len(made), [Graph("backbone", loads, 1.0, "")]
+    def run(rounds, *, compiles=True, baked=True, loads=lambda kind: kind in ("warm", "baked")):
+        made, roots = [], []
+
+        def start(command, log, kept):
+            kind = command
+            if command.startswith("cache"):
+                kind = "warm" if command in roots else "cold"
+                roots.append(command)
+            made.append(kind)
+            seconds = SECONDS[kind] + len(made)
+            graph = {"name": "backbone", "loaded": loads(kind), "seconds": 1.0, "why_compiled": ""}
+            phases = dict.fromkeys(start_up.PHASES, seconds / 5)
+            return {
+                "ready_seconds": seconds,
+                "phases": phases,
+                "graphs": [graph] if kind != "eager" else [],
+            }
+
+        def resolve(_, *, port, require_baked=False):
+            class Command(str):
+                cache = SimpleNamespace(baked=object() if baked else None) if compiles else None
+                with_cache_root = staticmethod(lambda root: root.name)
+
+            one = Command("baked" if require_baked else "eager" if not compiles else "not required")
+            one.port = port
+            return one
 
         monkeypatch.setattr(start_up, "_start", start)
-        return SimpleNamespace(with_cache_root=lambda root: "cold"), made
+        monkeypatch.setattr(start_up.launch, "resolve", resolve)
+        return start_up.ledger(variant.load("tiny"), rounds, tmp_path / "logs" / "log"), made
 
-    return make
+    return run
 
 
-def test_starts_take_turns_in_another_order_every_round(starts, tmp_path):
-    command, made = starts()
-    found = start_up.cold_against_baked(command, 3, tmp_path / "logs" / "log")
-    assert ["cold" if each == "cold" else "baked" for each in made] == [
-        *("cold", "baked"),
-        *("baked", "cold"),
-        *("cold", "baked"),
-    ]
-    assert [start["ready_seconds"] for start in found["cold"]] == [91.0, 94.0, 95.0]
-    assert [start["ready_seconds"] for start in found["baked"]] == [32.0, 33.0, 36.0]
-    assert found["ready_cold_over_baked"]["value"] == pytest.approx(94 / 33)
+def test_starts_take_turns_and_the_warm_ones_follow_the_cold_ones(ledger):
+    found, made = ledger(3)
+    assert made == ["cold", "warm", "baked", "baked", "cold", "warm", "cold", "warm", "baked"]
+    assert [start["ready_seconds"] for start in found["cold"]] == [91, 95, 97]
+    assert found["ready_cold_over_warm"]["value"] == pytest.approx(95 / 46)
+    assert found["ready_cold_over_baked"]["value"] == pytest.approx(95 / 34)
 
 
 @pytest.mark.parametrize(
-    ("kinds", "said"),
+    ("facts", "kinds"),
+    [({"baked": False}, ["cold", "warm"]), ({"compiles": False}, ["eager"])],
+)
+def test_a_variant_has_the_kinds_of_start_that_its_cache_allows(ledger, facts, kinds):
+    found, made = ledger(2, **facts)
+    assert made == kinds * 2
+    assert [kind for kind in start_up.KINDS if kind in found] == kinds
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
     [
-        ({"baked_loads": False}, "a baked start is none: backbone compiled"),
-        ({"cold_loads": True}, "a cold start is none: backbone loaded"),
+        ("cold", "a cold start is none: backbone loaded"),
+        ("warm", "a warm start is none: backbone compiled"),
+        ("baked", "a baked start is none: backbone compiled"),
     ],
 )
-def test_a_start_that_is_not_what_it_is_called_is_no_measurement(starts, tmp_path, kinds, said):
-    command, _ = starts(**kinds)
+def test_a_start_that_is_not_what_it_is_called_is_no_measurement(ledger, wrong, said):
     with pytest.raises(BakedCacheError, match=said):
-        start_up.cold_against_baked(command, 2, tmp_path / "log")
+        ledger(2, loads=lambda kind: (kind in ("warm", "baked")) != (kind == wrong))
+
+
+def test_one_start_of_a_kind_is_refused_before_anything_starts(ledger):
+    with pytest.raises(TooFewItemsError, match="2 or more"):
+        ledger(1)
+
+
+def test_a_ledger_is_a_record_with_a_table_and_a_plot(ledger, tmp_path):
+    found, _ = ledger(5)
+    committed = json.loads((variant.repository_root() / "results" / "start_up_tiny-best.json").read_text())
+    (tmp_path / "results").mkdir()
+    file = tmp_path / "results" / "start_up_tiny-best.json"
+    record = {key: committed[key] for key in ("schema", "variant", "provenance")} | found
+    file.write_text(json.dumps(record))
+    table = tables.start_up_table(tmp_path, "tiny-best")
+    assert table.columns == ("phase", "what it is", "cold, s", "warm, s", "baked, s")
+    assert [row[0] for row in table.rows][-2:] == ["ready", "total"]
+    # Cold starts are numbers 1, 5, 7, 11 and 13 of all.
+    assert table.rows[-1][2] == "97.0 [91.0, 103.0]"
+    assert "94% interval" in table.notes[0]
+    plots.write(tmp_path / "a.svg", plots.start_up(record))
+    assert "seconds since the start" in (tmp_path / "a.svg").read_text()
+    with pytest.raises(store.MissingRecordError, match="make eval-startup VARIANT=tiny"):
+        tables.start_up_table(tmp_path, "tiny")
+
+
+def test_records_before_the_ledger_stay_readable():
+    for file in (variant.repository_root() / "results").glob("start_up_*.json"):
+        record = json.loads(file.read_text())
+        store.validate(record, file.name)
+        assert plots.start_up(record)
+
+
+@pytest.mark.parametrize(
+    "change", [{"cold": []}, {"hot": []}, {"ready_cold_over_baked": {"value": -1, "low": 0, "high": 1}}]
+)
+def test_a_wrong_ledger_is_refused(change):
+    file = variant.repository_root() / "results" / "start_up_tiny-best.json"
+    with pytest.raises(store.RecordError, match="example"):
+        store.validate({**json.loads(file.read_text()), **change}, "example")
+
+
+@pytest.mark.engine
+def test_a_real_server_answers_its_first_token_and_states_its_phases(tiny_server):
+    first_token = start_up._first_token_seconds(tiny_server)
+    log = Path(tiny_server.log).read_text(encoding="utf-8", errors="replace")
+    found = start_up.phases(log, 600.0, first_token)
+    assert 0 < found["first_token"] + 0.01 < 30
+    assert found["load_weights"] < 60
+    assert found["compile"] == 0
+    assert sum(found.values()) == pytest.approx(600.0 + first_token, abs=0.1)

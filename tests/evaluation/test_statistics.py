@@ -117,3 +117,31 @@ def test_a_percentile_is_offered_only_where_a_request_lies_beyond_it(count, perc
 def test_unequal_sides_cannot_be_paired(pair):
     with pytest.raises(ValueError, match=r"differ in number|shorter"):
         pair([1, 0, 1], [1, 0])
+
+
+@given(
+    st.lists(st.tuples(st.floats(-10, 10), st.floats(-10, 10)), min_size=2, max_size=12), st.integers(1, 4)
+)
+@settings(deadline=None)
+def test_repeats_of_the_same_answers_change_nothing(pairs, repeats):
+    """As independent items they would shrink the error with the root of their number."""
+    first, second = ([pair[n] for pair in pairs for _ in range(repeats)] for n in (0, 1))
+    clusters = [number for number in range(len(pairs)) for _ in range(repeats)]
+    once = statistics.paired_difference([a for a, _ in pairs], [b for _, b in pairs])
+    again = statistics.paired_difference(first, second, clusters=clusters)
+    assert again.count == len(pairs)
+    for name in ("value", "standard_error", "low", "high"):
+        assert getattr(again, name) == pytest.approx(getattr(once, name), abs=1e-9)
+
+
+def test_a_cluster_weighs_what_its_items_weigh_wherever_they_stand():
+    means, weights = statistics.by_cluster([1.0, 5.0, 4.0, 2.0], [1, 2, 3, 4], ["a", "b", "a", "b"])
+    assert list(means) == [pytest.approx(13 / 4), pytest.approx(18 / 6)]
+    assert list(weights) == [4, 6]
+    estimate = statistics.mean([1.0, 5.0, 4.0, 2.0], [1, 2, 3, 4], ["a", "b", "a", "b"])
+    assert estimate.value == pytest.approx(3.1)
+    assert estimate.standard_error == pytest.approx(math.sqrt(2 * 2 * 0.6**2) / 10)
+    with pytest.raises(ValueError, match="differ in number"):
+        statistics.by_cluster([1.0, 2.0], None, ["a"])
+    with pytest.raises(statistics.TooFewItemsError):
+        statistics.mean([1.0, 2.0], clusters=["a", "a"])

@@ -128,3 +128,46 @@ def test_a_model_against_itself_never_fails_and_a_true_loss_at_the_margin_seldom
 )
 def test_the_whole_is_as_good_as_its_worst_part(verdicts, said):
     assert verdict.overall(verdicts) is said
+
+
+@pytest.mark.parametrize(("margin", "discordance"), [(0.06, 0.1), (0.1, 0.3)])
+def test_the_planned_number_of_items_lets_an_equal_variant_pass_four_times_in_five(margin, discordance):
+    count = verdict.items_to_decide(margin, discordance)
+    chance = np.random.default_rng(7)
+
+    def passing(items):
+        gained, lost, _ = chance.multinomial(
+            items, [discordance / 2, discordance / 2, 1 - discordance], 2000
+        ).T
+        lows = {
+            pair: verdict.paired_proportion_interval(Discordance(pair[1], pair[0], 1.0), items)[0]
+            for pair in set(zip(gained.tolist(), lost.tolist(), strict=True))
+        }
+        return np.mean([lows[pair] > -margin for pair in zip(gained.tolist(), lost.tolist(), strict=True)])
+
+    assert 0.77 < passing(count) < 0.87
+    assert passing(count // 2) < 0.7
+
+
+def test_fewer_differences_and_wider_margins_take_fewer_items():
+    assert verdict.items_to_decide(0.04, 0.05) < verdict.items_to_decide(0.04, 0.1)
+    assert verdict.items_to_decide(0.04, 0.1) < verdict.items_to_decide(0.02, 0.1)
+    # (1.95996 + 0.84162)² is 7.849.
+    assert verdict.items_to_decide_mean(margin=0.5, deviation=1.0) == 32
+    assert verdict.items_to_decide_mean(margin=0.1, deviation=1.0) == 785
+
+
+@pytest.mark.parametrize(
+    ("estimate", "right", "said"),
+    [
+        # Clopper and Pearson of 70 of 100: 0.600 to 0.788.
+        (statistics.Estimate(0.7, 0.0, 100), 70, {0.59: "pass", 0.61: "inconclusive", 0.79: "fail"}),
+        # All of five right tells little: 0.478 to 1.
+        (statistics.Estimate(1.0, 0.0, 5), 5, {0.47: "pass", 0.49: "inconclusive"}),
+        # Student's with 9 degrees of freedom: 2.262 standard errors to each side.
+        (statistics.Estimate(0.5, 0.1, 10), None, {0.27: "pass", 0.28: "inconclusive", 0.73: "fail"}),
+    ],
+)
+def test_a_score_is_above_its_floor_only_with_its_whole_interval(estimate, right, said):
+    for floor, verdict_said in said.items():
+        assert verdict.judge_floor(estimate, floor, right=right) == verdict_said

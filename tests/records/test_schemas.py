@@ -39,12 +39,12 @@ def required_fields(schema, value, file, path=()):
 
 
 def cases():
-    for kind in ("quality", "latency", "measurements"):
+    for kind in ("quality", "latency", "acceptance", "measurements"):
         for path in required_fields(SCHEMAS[f"{kind}.json"], whole(kind), f"{kind}.json"):
             yield pytest.param(kind, path, id=f"{kind}:{'/'.join(map(str, path))}")
 
 
-@pytest.mark.parametrize("kind", ["quality", "latency", "measurements"])
+@pytest.mark.parametrize("kind", ["quality", "latency", "acceptance", "measurements"])
 def test_the_example_is_valid(kind):
     store.validate(whole(kind), "example")
 

@@ -5,8 +5,10 @@ import pytest
 import rich.console
 
 from slimqwen import variant
+from slimqwen.evaluation import acceptance, workload
 from slimqwen.evaluation.comparison import LATENCY_MEASURES
 from slimqwen.records import store, tables
+from tests.records.conftest import example
 
 ITEMS = [{"task": "example_facts", "item": f"f{n}", "value": n % 2, "weight": 1} for n in range(4)] + [
     {"task": "example_prose", "item": f"p{n}", "value": 1.5, "weight": 10} for n in range(4)
@@ -92,6 +94,99 @@ def test_results_show_each_figure_with_its_standard_error(repository):
     assert quality.rows[0] == ("facts", "exact match", "0.500 ± 0.200", "4 of 500", "1", "0")
     assert latency.rows[0][1] == "100.0 ± 5.0"
     assert latency.rows[0][-2:] == ("2.50", "12 (0 failed)")
+
+
+def overlapping(latency, name):
+    """The record of a class whose requests overlap, with every figure that a workload can ask for."""
+    row = latency["classes"]["short"]
+    prefix = {
+        "block_tokens": 128,
+        "prefix_tokens": 1792,
+        "queried_tokens": 2000,
+        "hit_tokens": 1792,
+        "repeats": "short",
+        "repeat_speedup": {"value": 8.7, "low": 8.0, "high": 9.0},
+    }
+    row |= {
+        "spread": 0.5,
+        "concurrency": None,
+        "arrival": {"process": "Poisson", "rate_per_s": 2.5},
+        "durations_s": [1.5, 1.5],
+        "total_throughput_tokens_per_s": 128.0,
+        "goodput": {"ttft_ms": 500, "tpot_ms": 50, "good_count": 6, "requests_per_s": 2.0},
+        "prefix_cache": prefix,
+    }
+    columns = ["ttft_ms.median", "ttft_ms.p99", "tpot_ms.mean", *tables._COLUMN_NAMES]
+    config = {"VLLM_ENABLE_PREFIX_CACHING": "1", "VLLM_SPECULATIVE_CONFIG": ""}
+    return latency | {"variant": name, "workload": "load", "columns": columns, "config": config}
+
+
+def test_a_workload_says_which_figures_its_table_has(repository, latency):
+    path = store.write(repository / "experiments" / "other", overlapping(latency, "other"), TIMES)
+    table = tables.results_table(path)
+    # Too many for a terminal's width: a line for each figure.
+    assert table.columns == ("class, tokens", "short 16 -> 16")
+    assert dict(table.rows) == {
+        "TTFT median, ms": "100.0",
+        "TTFT p99, ms": "-",
+        "TPOT, ms": "10.0 ± 0.5",
+        "requests/s": "4.00",
+        "output tokens/s": "64",
+        "all tokens/s": "128",
+        "good requests/s": "2.00",
+        "good": "50%",
+        "arrivals/s": "2.50",
+        "in flight": "no limit",
+        "acceptance length": "2.50",
+        "found in the cache": "90%",
+        "TTFT of the first time / of this [95 %]": "8.7x [8.0, 9.0]",
+        "requests": "12 (0 failed)",
+    }
+    assert table.title == "Latency of other, load"
+    notes = " ".join(table.notes)
+    for said in (
+        "TTFT of 500 ms and TPOT of 50 ms",
+        "1792 tokens, whole blocks of 128",
+        "VLLM_SPECULATIVE_CONFIG=",
+    ):
+        assert said in notes
+
+
+def test_every_workload_asks_for_figures_that_have_a_heading():
+    for file in (variant.repository_root() / "eval" / "workloads").glob("*.yaml"):
+        for column in workload.load(file.stem, variant.repository_root()).columns:
+            assert tables._heading(column)
+
+
+def test_each_workload_has_a_table_of_its_own(repository, latency, monkeypatch):
+    monkeypatch.setattr(store, "_stamp", lambda: "2027-01-01T000000Z")
+    folders = [repository / "experiments" / name for name in ("a", "b")]
+    for folder in folders:
+        items = [{**item, "round": n % 2, "output_tokens": 16} for n, item in enumerate(TIMES)]
+        store.write(folder, overlapping(latency, folder.name) | {"rounds": 2}, items)
+    assert [table.title for table in tables.results_tables(folders[0])] == [
+        "Quality of a",
+        "Latency of a",
+        "Latency of a, load",
+    ]
+    _, classes, load = tables.comparison_tables(*folders)
+    assert (classes.title, load.title) == ("Latency: a and b", "Latency, load: a and b")
+    assert load.rows[3][:5] == ("short 16 -> 16", "output tokens/s", "64.0", "64.0", "1.00x")
+    assert load.rows[3][5] == "-"
+    assert any("has an interval from 5 rounds on" in note for note in load.notes)
+    assert "short 250" in tables.variants_table(repository).rows[0][5]
+
+
+def test_a_workload_that_does_not_fit_is_named_beside_those_that_do(repository, latency, monkeypatch):
+    monkeypatch.setattr(store, "_stamp", lambda: "2027-01-01T000000Z")
+    for name, tokens in (("a", 16), ("b", 17)):
+        changed = latency | {"variant": name, "workload": "context"}
+        changed["classes"]["short"]["output_tokens"] = tokens
+        store.write(repository / "experiments" / name, changed, TIMES)
+    _, table = tables.comparison_tables(repository / "experiments" / "a", repository / "experiments" / "b")
+    assert table.title == "Latency: a and b"
+    assert "Not shown" in table.notes[-1]
+    assert "lengths" in table.notes[-1]
 
 
 def test_the_variants_table_has_hypotheses_and_latest_figures(repository, add_variant):
@@ -180,6 +275,18 @@ def exploration(name, one, hardware, checkpoint="ab" * 32, **found):
     return {"schema": f"{name}/1", "variant": one, **found, "provenance": provenance}
 
 
+def drafted(repository, one, accepted, digest="ab" * 32, **changes):
+    """An acceptance record of three groups, so many of ten drafts accepted at each of two positions."""
+    items = [
+        {"depth": 2, "class": "short", "temperature": 0.0, "group": group, "drafts": 10,
+         "accepted_per_position": [accepted, accepted], "output_tokens": 30, "seconds": 1.0}
+        for group in range(3)
+    ]  # fmt: skip
+    body = example("acceptance") | {"variant": one, "depths": acceptance.summarise(items)} | changes
+    body["provenance"]["checkpoint"]["digest"] = digest
+    return store.write(repository / "experiments" / one, body, items)
+
+
 def test_a_summary_has_a_line_for_each_measure_that_has_a_record(repository, quality):
     table = tables.summary_table(repository, "a", "b")
     assert [row[0] for row in table.rows] == [
@@ -196,14 +303,8 @@ def test_a_summary_has_a_line_for_each_measure_that_has_a_record(repository, qua
     )
 
     hardware = quality["provenance"]["hardware"]
+    paths = [drafted(repository, one, accepted) for one, accepted in (("a", 8), ("b", 7))]
     (repository / "results").mkdir()
-    for one, lengths in (("a", {2: 2.0, 4: 4.0}), ("b", {4: 3.9, 7: 5.0})):
-        depths = [
-            {"depth": k, "drafts": 100, "acceptance_length": length, "rates": []}
-            for k, length in lengths.items()
-        ]
-        record = exploration("draft_depth", one, hardware, depths=depths)
-        (repository / "results" / f"draft_depth_{one}.json").write_text(json.dumps(record))
     starts = {
         kind: [{"ready_seconds": seconds + n, "graphs": []} for n in range(3)]
         for kind, seconds in (("cold", 90.0), ("baked", 30.0))
@@ -213,7 +314,14 @@ def test_a_summary_has_a_line_for_each_measure_that_has_a_record(repository, qua
     (repository / "results" / "start_up_b.json").write_text(json.dumps(record))
 
     table = tables.summary_table(repository, "a", "b")
-    assert table.rows[-2] == ("acceptance length, K=4", "4.000", "3.900", "97.5%", "", "100 and 100 drafts")
+    assert table.rows[-2] == (
+        "acceptance length, K=2",
+        "2.600",
+        "2.400",
+        "92.3% [92.3%, 92.3%]",
+        "fail (at least 97%)",
+        "3 groups of prompts",
+    )
     assert table.rows[-1] == (
         "start-up of b, s: cold and baked compile cache",
         "91.0",
@@ -223,25 +331,12 @@ def test_a_summary_has_a_line_for_each_measure_that_has_a_record(repository, qua
         "3 starts each, medians",
     )
     notes = " ".join(table.notes)
-    for file in ("results/draft_depth_a.json", "results/draft_depth_b.json", "results/start_up_b.json"):
+    for file in (*(f"{path.parent.name}/{path.name}" for path in paths), "results/start_up_b.json"):
         assert file in notes
 
 
-def test_acceptance_at_different_depths_is_not_compared(repository, quality):
-    (repository / "results").mkdir()
-    for one, depth in (("a", 2), ("b", 4)):
-        depths = [{"depth": depth, "drafts": 9, "acceptance_length": 2.0, "rates": []}]
-        record = exploration("draft_depth", one, quality["provenance"]["hardware"], depths=depths)
-        (repository / "results" / f"draft_depth_{one}.json").write_text(json.dumps(record))
-    assert not any("acceptance" in row[0] for row in tables.summary_table(repository, "a", "b").rows)
-
-
-def test_figures_of_another_checkpoint_than_the_scored_one_are_left_out(repository, quality):
-    (repository / "results").mkdir()
-    for one, checkpoint in (("a", "ab" * 32), ("b", "ef" * 32)):
-        depths = [{"depth": 4, "drafts": 9, "acceptance_length": 2.0, "rates": []}]
-        record = exploration(
-            "draft_depth", one, quality["provenance"]["hardware"], checkpoint=checkpoint, depths=depths
-        )
-        (repository / "results" / f"draft_depth_{one}.json").write_text(json.dumps(record))
+@pytest.mark.parametrize("changes", [{"plan": "another"}, {"digest": "ef" * 32}])
+def test_acceptance_of_another_plan_or_checkpoint_is_left_out(repository, changes):
+    drafted(repository, "a", 8)
+    drafted(repository, "b", 8, **changes)
     assert not any("acceptance" in row[0] for row in tables.summary_table(repository, "a", "b").rows)

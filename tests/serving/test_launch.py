@@ -15,7 +15,7 @@ import pytest
 
 from slimqwen import variant
 from slimqwen.checkpoint import CorruptCheckpointError, MissingCheckpointError
-from slimqwen.serving import baked_cache, compile_watch, launch
+from slimqwen.serving import baked_cache, compile_watch, launch, unsafe_engines
 
 SERVABLE = "VLLM_MODEL=weights/v\nVLLM_HOST=127.0.0.1\nVLLM_PORT=8080\nVLLM_CPU_KVCACHE_SPACE=1\n"
 
@@ -187,7 +187,7 @@ ORPHAN = """
 import dataclasses, sys
 from pathlib import Path
 from slimqwen import variant
-from slimqwen.serving import baked_cache, compile_watch, launch
+from slimqwen.serving import baked_cache, compile_watch, launch, unsafe_engines
 
 command = launch.resolve(variant.load("tiny"), port=launch.free_port(), platform="cpu")
 asleep = (sys.executable, "-c", "import time; time.sleep(300)")
@@ -291,6 +291,56 @@ def test_another_compute_capability_is_a_difference(baked_for):
     assert "compute capability was 8.9 and is not set" in command.cache.differences
     wanted = compile_watch.Wanted.model_validate_json(command.environment[compile_watch.VARIABLE])
     assert wanted.device == ""
+
+
+@pytest.fixture
+def found_unsafe(servable, tmp_path):
+    """The variant, its own engine modes found unsafe on this machine's platform or on another."""
+
+    def make(*lines, platform="cpu"):
+        command = servable("VLLM_MAX_NUM_SEQS=1", "VLLM_ENABLE_CHUNKED_PREFILL=1", *lines)
+        build = unsafe_engines.build(command.variant.weights, "cpu").model_copy(update={"platform": platform})
+        modes = unsafe_engines.Modes(
+            draft_tokens=0,
+            prefix_caching=False,
+            kv_cache_dtype="auto",
+            chunked_prefill=True,
+            concurrency=1,
+            graphs="eager",
+        )
+        record = "experiments/v/engine_2026-01-01T000000Z.json"
+        finding = unsafe_engines.Finding(build=build, modes=modes, reason="2 answers differ", record=record)
+        unsafe_engines.update(tmp_path, build, unsafe=[finding], fine=[])
+        return command
+
+    return make
+
+
+def test_modes_that_were_found_unsafe_are_refused_with_the_record_and_the_cure(found_unsafe):
+    with pytest.raises(
+        unsafe_engines.UnsafeEngineError,
+        match=r"no MTP, no prefix caching, .*2 answers differ; experiments/v/engine_2026.*ALLOW_UNSAFE=1",
+    ) as refused:
+        launch.check(found_unsafe())
+    assert "\n" not in str(refused.value)
+
+
+def test_modes_that_were_found_unsafe_are_served_where_that_is_allowed(found_unsafe):
+    launch.check(found_unsafe("ALLOW_UNSAFE=1"))
+
+
+def test_unsafe_modes_can_be_allowed_for_one_start(found_unsafe):
+    one = found_unsafe().variant
+    launch.check(launch.resolve(one, port=launch.free_port(), platform="cpu", allow_unsafe=True))
+
+
+def test_what_a_gpu_was_found_to_do_does_not_stop_a_cpu(found_unsafe):
+    launch.check(found_unsafe(platform="cuda"))
+
+
+def test_unsafe_modes_are_allowed_by_a_1_only(servable):
+    with pytest.raises(variant.ConfigError, match="ALLOW_UNSAFE=yes: write ALLOW_UNSAFE=1"):
+        servable("ALLOW_UNSAFE=yes")
 
 
 @pytest.mark.engine

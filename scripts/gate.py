@@ -1,0 +1,36 @@
+"""Gate a variant by fidelity, acceptance, quality and engine modes: experiments/<variant>/gate_<time>.json.
+
+Exits 0 where everything passes, 1 where something fails, 2 where the runs cannot tell, 3 for an error; make turns all
+but 0 into 2, so ask this script where the difference matters.
+"""
+
+import argparse
+import sys
+
+from _console import console, progress_bar, run
+
+from slimqwen import variant
+from slimqwen.evaluation import gate
+from slimqwen.evaluation.output import output_to
+from slimqwen.evaluation.verdict import Verdict
+from slimqwen.records import store, tables
+
+
+def main() -> int:
+    """Parse, gate, show one page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--variant", required=True)
+    parser.add_argument("--plan", default="tinyworld", help="a file of eval/gates/ (default: %(default)s)")
+    arguments = parser.parse_args()
+    one = variant.load(arguments.variant)
+    log = one.root / "logs" / f"gate_{one.name}.log"
+    with progress_bar() as progress, output_to(log):
+        path = gate.run(one, arguments.plan, command=sys.argv, progress=progress)
+    console.print(tables.gate_table(path).as_rich())
+    console.print(f"record: {path}; log: {log}", soft_wrap=True, markup=False)
+    verdict = Verdict(store.read(path)["verdict"])
+    return {Verdict.PASS: 0, Verdict.FAIL: 1, Verdict.INCONCLUSIVE: 2}[verdict]
+
+
+if __name__ == "__main__":
+    run(main, refused=3)

@@ -1,0 +1,82 @@
+"""What a server has answered in a run that has not ended: the same command goes on from there."""
+
+import fcntl
+import hashlib
+import io
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from slimqwen.errors import SlimqwenError
+
+
+class RunInProgressError(SlimqwenError):
+    """Another process is making the same run."""
+
+
+class Answers:
+    """Answers by request, each appended to a file the moment it comes."""
+
+    def __init__(self, file: Path, stream: io.FileIO, answers: Mapping[str, Any]) -> None:
+        self._file, self._stream, self._answers = file, stream, answers
+        self._count = len(answers)
+
+    def __len__(self) -> int:
+        """How many are in the file."""
+        return self._count
+
+    @property
+    def taken_over(self) -> int:
+        """How many an earlier run left."""
+        return len(self._answers)
+
+    def get(self, request: Any) -> Any | None:
+        """What an earlier run was answered; None where it was not."""
+        return self._answers.get(_key(request))
+
+    def keep(self, request: Any, answer: Any) -> None:
+        """Add an answer; from here on it outlives this process.
+
+        Args:
+            request: all that decides the answer, as JSON.
+            answer: what `get` shall return, as JSON.
+        """
+        line = json.dumps([_key(request), answer], ensure_ascii=False) + "\n"
+        self._stream.write(line.encode())
+        self._count += 1
+
+    def discard(self) -> None:
+        """Delete the file: the run has its record."""
+        self._file.unlink()
+
+
+@contextmanager
+def kept(file: Path) -> Iterator[Answers]:
+    """The answers in a file, which is this process's alone for the length of a `with` block.
+
+    Args:
+        file: made if missing; a last line that a dying process left incomplete is dropped.
+
+    Raises:
+        RunInProgressError: another process has it.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.touch()
+    with io.FileIO(file, "r+") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunInProgressError(
+                f"another process is making the same run ({file.parent.name}/{file.name}); wait for its end"
+            ) from None
+        content = stream.readall()
+        whole = content[: content.rfind(b"\n") + 1]
+        stream.seek(len(whole))
+        stream.truncate()
+        yield Answers(file, stream, dict(json.loads(line) for line in whole.splitlines()))
+
+
+def _key(request: Any) -> str:
+    return hashlib.sha256(json.dumps(request, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
