@@ -51,11 +51,21 @@ verify: ## re-hash VARIANT's checkpoint, check its tensors against its config, h
 clean-store: ## drop recipe outputs that no variant uses
 	@$(RUN) scripts/run_recipe.py clean
 
-eval-quality: ## score VARIANT on a sample of its suite (LIMIT=150 items a task)
-	@$(RUN) scripts/eval_quality.py --variant $(VARIANT) $(if $(LIMIT),--limit $(LIMIT))
+datasets: ## fetch what SUITE=core is asked from into data/ (HF_TOKEN for the gated GPQA)
+	@$(RUN) scripts/fetch_datasets.py --suite $(or $(SUITE),core)
 
-eval-quality-full: ## score VARIANT on every item of its suite
-	@$(RUN) scripts/eval_quality.py --variant $(VARIANT) --full
+eval-quality: ## score VARIANT on the items that decide at the margins (SUITE=core LIMIT=150)
+	@$(RUN) scripts/eval_quality.py --variant $(VARIANT) $(if $(SUITE),--suite $(SUITE)) $(if $(LIMIT),--limit $(LIMIT))
+
+eval-quality-full: ## score VARIANT on every item (SUITE=core)
+	@$(RUN) scripts/eval_quality.py --variant $(VARIANT) $(if $(SUITE),--suite $(SUITE)) --full
+
+eval-smoke: ## five items a task: certifies nothing (SUITE=core)
+	@$(RUN) scripts/eval_smoke.py --variant $(VARIANT) $(if $(SUITE),--suite $(SUITE)) $(if $(PORT),--port $(PORT))
+
+eval-chat: ## score VARIANT through /v1/chat/completions (SUITE=core THINKING=on|off LIMIT=150)
+	@$(RUN) scripts/eval_quality.py --variant $(VARIANT) --chat $(if $(SUITE),--suite $(SUITE)) \
+		$(if $(THINKING),--thinking $(THINKING)) $(if $(LIMIT),--limit $(LIMIT))
 
 eval-fidelity: ## compare VARIANT's next-token distributions with its baseline's (STAGES=1: after each stage too)
 	@$(RUN) scripts/eval_fidelity.py --variant $(VARIANT) $(if $(filter 1,$(STAGES)),--stages)
@@ -122,9 +132,10 @@ test: install ## every test that takes minutes at most
 test-soak: install ## the tests that take a quarter of an hour or more
 	@$(RUN) -m pytest -m soak
 
-PROGRAMS := variants serve download recipe recipe-status calibrate redistill bake-cache verify clean-store \
-	eval-quality eval-quality-full eval-fidelity gate check-engine test-gates eval-latency compare tables sweep-k analyze-vocab \
-	analyze-lm-head calibration-corpus bench-prune-vocab eval-startup profile roofline tiny tiny-tasks lint
+PROGRAMS := variants serve download recipe recipe-status calibrate redistill bake-cache verify clean-store datasets \
+	eval-quality eval-quality-full eval-smoke eval-chat eval-fidelity gate check-engine test-gates eval-latency compare \
+	tables sweep-k analyze-vocab analyze-lm-head calibration-corpus bench-prune-vocab eval-startup profile roofline tiny \
+	tiny-tasks lint
 $(PROGRAMS): | $(INSTALLED)
 
 .PHONY: help install demo test test-soak $(PROGRAMS)

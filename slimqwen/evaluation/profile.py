@@ -30,8 +30,8 @@ PHASES = ("queue", "prefill", "decode")
 OPERATORS = 12
 """How many are listed."""
 
-_PROFILED = 2
-"""Requests of a class under the profiler: a trace of every operator grows by megabytes a request."""
+PROFILED_TOKENS = 16
+"""Output tokens of a class's one request under the profiler: a trace of every operator grows by megabytes a step."""
 
 _SCOPE = "gpu_model_runner: "
 _SCOPES_VARIABLE = "VLLM_CUSTOM_SCOPES_FOR_PROFILING"
@@ -44,7 +44,7 @@ class ProfileError(SlimqwenError):
 def profile(
     one: Variant, workload: Workload, requests: int, traces: Path, progress: Progress = silent
 ) -> dict[str, Any]:
-    """Answer requests of each class one at a time, timed, then a few under the profiler.
+    """Answer requests of each class one at a time, timed, then the beginning of one more under the profiler.
 
     Args:
         one: the variant.
@@ -56,7 +56,8 @@ def profile(
     Returns:
         {"workload", "classes": [{"class", "prompt_tokens", "output_tokens", "seconds": {phase: estimate},
         "decode_share", "step": {part: share of the profiled steps}, "operators": [{"name", "calls", "milliseconds",
-        "share"}]}]}; operators by their own time, on a GPU that of its kernels.
+        "share"}]}]}; operators by their own time, on a GPU that of its kernels. Profiled are one whole prompt and
+        `PROFILED_TOKENS` of output.
 
     Raises:
         ProfileError: vLLM's version does not tell.
@@ -79,14 +80,14 @@ def profile(
         engine_scenarios.engine(one.weights, command.flags) as llm,
     ):
         for number, each in enumerate(classes):
-            prompts = cutter.cut(requests + _PROFILED + 1, each.prompt_tokens)
+            prompts = cutter.cut(requests + 2, each.prompt_tokens)
             _answer(llm, prompts[0], each.output_tokens)  # meets cold code
             times = []
-            for done, prompt in enumerate(prompts[1 : 1 + requests]):
+            for done, prompt in enumerate(prompts[1:-1]):
                 progress(f"{each.name}: {each.prompt_tokens} -> {each.output_tokens} tokens", done, requests)
                 times.append(_phases(_answer(llm, prompt, each.output_tokens)))
             trace = traces / f"{each.name}.trace.json.gz"
-            step, operators = _profiled(llm, prompts[1 + requests :], each.output_tokens, trace)
+            step, operators = _profiled(llm, prompts[-1], min(each.output_tokens, PROFILED_TOKENS), trace)
             seconds = {phase: statistics.mean([time[phase] for time in times]) for phase in PHASES}
             rows.append(
                 {
@@ -135,7 +136,7 @@ def _phases(output: Any) -> dict[str, float]:
 
 
 def _profiled(
-    llm: Any, prompts: Sequence[Sequence[int]], tokens: int, trace: Path
+    llm: Any, prompt: Sequence[int], tokens: int, trace: Path
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Shares of a step's parts, and the operators that take most time of their own."""
     import torch
@@ -144,8 +145,7 @@ def _profiled(
     on_gpu = torch.cuda.is_available()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with torch.profiler.profile(activities=activities) as profiler:
-        for prompt in prompts:
-            _answer(llm, prompt, tokens)
+        _answer(llm, prompt, tokens)
     profiler.export_chrome_trace(str(trace))
     events = profiler.key_averages()
     parts = {event.key.removeprefix(_SCOPE): event.cpu_time_total for event in events if _is_part(event.key)}

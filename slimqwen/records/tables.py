@@ -9,7 +9,6 @@ A Markdown file asks for one with a pair of comments, and everything between the
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from statistics import median
 from types import MappingProxyType
@@ -171,7 +170,7 @@ def results_tables(folder: Path) -> list[Table]:
     Raises:
         MissingRecordError: nothing has been measured.
     """
-    newest = [*islice(store.records(folder, "quality"), 1), *_newest_by_workload(folder)]
+    newest = [*filter(None, [_widest_quality(folder)]), *_newest_by_workload(folder)]
     if not newest:
         store.latest(folder, "quality")  # raises, and names the command
     return [results_table(path) for path in newest]
@@ -623,21 +622,47 @@ def latency_comparison(first: Path, second: Path) -> Table:
 
 def _quality_results(path: Path) -> Table:
     record = store.read(path)
+    tasks = record["tasks"]
+    # Records from before a figure was kept have no column for it.
+    with_lengths = any(row.get("output_tokens") for row in tasks.values())
+    with_floors = any("floor" in row for row in tasks.values())
     rows = [
         (
             task.removeprefix(f"{record['suite']}_"),
             _MEASURE_NAMES.get(row["measure"], row["measure"]),
             f"{row['value']:.3f} ± {row['standard_error']:.3f}",
             f"{row['item_count']} of {row['available_count']}",
-            "-" if row["truncated_count"] is None else str(row["truncated_count"]),
-            "-" if row["empty_count"] is None else str(row["empty_count"]),
+            _of(row["truncated_count"], row.get("output_count")),
+            _of(row["empty_count"], row.get("output_count")),
+            *((_lengths(row.get("output_tokens")),) if with_lengths else ()),
+            *((_floor(row),) if with_floors else ()),
         )
-        for task, row in record["tasks"].items()
+        for task, row in tasks.items()
     ]
-    columns = ("task", "measure", "score ± SE", "items", "cut short", "empty")
+    columns = (
+        "task", "measure", "score ± SE", "items", "cut short", "empty",
+        *(("output tokens: mean, p50, max",) if with_lengths else ()),
+        *(("floor",) if with_floors else ()),
+    )  # fmt: skip
+    how = ", by chat" if record.get("endpoint") == "chat" else ""
     return Table(
-        f"Quality of {record['variant']}", columns, tuple(rows), (_SIGNS, _source(path)), text_columns=2
+        f"Quality of {record['variant']}{how}", columns, tuple(rows), (_SIGNS, _source(path)), text_columns=2
     )
+
+
+def _of(count: int | None, answers: int | None) -> str:
+    """A count, of how many answers where an item has several or the record says."""
+    if count is None:
+        return "-"
+    return str(count) if answers is None else f"{count} of {answers}"
+
+
+def _lengths(tokens: Mapping[str, float] | None) -> str:
+    return f"{tokens['mean']:.0f}, {tokens['p50']:g}, {tokens['max']}" if tokens else "-"
+
+
+def _floor(row: Mapping[str, Any]) -> str:
+    return f"{row['floor']:g}: {row['floor_verdict']}" if "floor" in row else "-"
 
 
 def _latency_results(path: Path) -> Table:
@@ -753,8 +778,19 @@ def _newest_by_workload(folder: Path) -> list[Path]:
     return [newest[name] for name in sorted(newest, key=lambda name: (name != "classes", name))]
 
 
+def _widest_quality(folder: Path) -> Path | None:
+    """The newest of the quality records on most items; a quick look or a chat does not hide the full one."""
+
+    def width(path: Path) -> tuple[bool, int, str]:
+        record = store.read(path)
+        items = sum(row["item_count"] for row in record["tasks"].values())
+        return record.get("endpoint") != "chat", items, path.name
+
+    return max(store.records(folder, "quality"), key=width, default=None)
+
+
 def _latest_quality(folder: Path) -> str:
-    path = next(store.records(folder, "quality"), None)
+    path = _widest_quality(folder)
     if path is None:
         return "-"
     record = store.read(path)

@@ -28,8 +28,9 @@ classes:
 
 @pytest.mark.engine
 def test_a_request_is_told_apart_by_phase_part_and_operator(
-    tmp_path: Path, add_variant: Callable[..., Path]
+    tmp_path: Path, add_variant: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(profile, "PROFILED_TOKENS", 3)
     drafts = '{"method": "mtp", "num_speculative_tokens": 2}'
     add_variant(
         "tiny",

@@ -609,7 +609,7 @@ def test_core_is_scored_by_lm_evals_own_rules(add_served, stand_in, tmp_path, te
 
 @pytest.mark.engine
 def test_core_goes_the_whole_way_over_a_real_server(tiny_server, tmp_path):
-    """Three items a task; the tiny model knows none of them, but it can keep a comma out of its text."""
+    """Three items a task, which the tiny model knows nothing of; a rule of IFEval it may keep by chance."""
     tiny = load("tiny")
     running = served.Served(tiny, tiny_server, True, served.max_model_len(tiny_server.base_url))
     core = write_core_data(tmp_path)
@@ -624,13 +624,13 @@ def test_core_goes_the_whole_way_over_a_real_server(tiny_server, tmp_path):
     }
     assert scores.tasks["gpqa_diamond"]["output_count"] == 6
     assert scores.tasks["gpqa_diamond"]["cluster_count"] == 3
-    # 24 tokens end no thought: nothing was answered where thinking is on.
-    assert scores.tasks["mmlu_pro"]["empty_count"] == scores.tasks["mmlu_pro"]["truncated_count"] == 3
-    assert scores.tasks["mmlu_pro"]["value"] == 0
+    for item in scores.items:
+        assert 0 < item.output_tokens <= 24
+        assert not item.truncated or item.output_tokens == 24
+        assert "</think>" not in item.output
+    for row in scores.tasks.values():
+        assert row["floor_verdict"] in ("fail", "inconclusive")
     assert scores.tasks["ifeval"]["value"] >= 1 / 3
-    assert {row["output_tokens"]["max"] for row in scores.tasks.values()} == {24}
-    again = quality.score(core, running, root=tmp_path, limit=3, log=tmp_path / "log")
-    assert [item.item for item in again.items] == [item.item for item in scores.items]
 
 
 @pytest.mark.engine
@@ -649,9 +649,6 @@ def test_the_chat_path_scores_what_the_template_renders(tiny_server, tmp_path):
     assert {name: row["value"] for name, row in chat.tasks.items()} == {
         name: plain.tasks[name]["value"] for name in chat.tasks
     }
-    thinking = ask(suite.with_thinking(True, chat=True), running, chat=True)
-    tokens = {i.output_tokens for i in thinking.items if i.task == "tinyworld_facts"}
-    assert max(tokens) > max(i.output_tokens for i in chat.items if i.task == "tinyworld_facts")
 
 
 @pytest.mark.engine
