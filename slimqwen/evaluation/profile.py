@@ -107,11 +107,16 @@ def profile(
 @contextmanager
 def _scopes() -> Iterator[None]:
     """Have vLLM name the parts of a step to the profiler."""
+    from vllm.v1 import utils
+
     before = os.environ.get(_SCOPES_VARIABLE)
     os.environ[_SCOPES_VARIABLE] = "1"
+    # Decided once a process; an engine may have run here before.
+    utils._PROFILER_FUNC = None
     try:
         yield
     finally:
+        utils._PROFILER_FUNC = None
         os.environ.pop(_SCOPES_VARIABLE)
         if before is not None:
             os.environ[_SCOPES_VARIABLE] = before
