@@ -70,12 +70,28 @@ class LatencyRow:
 
 
 def quality_pair(first: Path, second: Path) -> tuple[Path, Path]:
-    """The newest quality records of two variants' folders that stand on the same items.
+    """The quality records of two variants' folders that stand on the same items, of the checkpoints scored last.
+
+    Of several pairs it is the one on most items, so that a sample does not hide all items; of these the newest.
 
     Raises:
         MissingRecordError: a variant has no quality record.
         NotComparableError: suite, limit or data files differ in every pair.
     """
+    sides = []
+    for folder in (first, second):
+        digest = store.read(store.latest(folder, "quality"))["provenance"]["checkpoint"]["digest"]
+        found = ((path, store.read(path)) for path in store.records(folder, "quality"))
+        sides.append([(p, r) for p, r in found if r["provenance"]["checkpoint"]["digest"] == digest])
+    pairs = [
+        (sum(row["item_count"] for row in a["tasks"].values()), path.name, other.name, path, other)
+        for path, a in sides[0]
+        for other, b in sides[1]
+        if _quality_basis(a) == _quality_basis(b)
+    ]
+    if pairs:
+        *_, path, other = max(pairs)
+        return path, other
     return _newest_pair(first, second, "quality", _quality_basis, _quality_command)
 
 

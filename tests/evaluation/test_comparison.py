@@ -94,6 +94,21 @@ def test_the_newest_records_that_fit_are_taken(write):
     assert b_smoke > b_sample > a_sample > a_full
 
 
+def test_all_items_are_taken_before_a_sample_but_not_of_a_checkpoint_that_is_gone(write):
+    full = write("a", limit=None), write("b", limit=None)
+    for name, items in zip(("a", "b"), full, strict=True):
+        record = json.loads(items.read_text())
+        for row in record["tasks"].values():
+            row["item_count"] *= 10
+        items.write_text(json.dumps(record))
+        write(name)
+    assert comparison.quality_pair(*write.folders) == full
+    provenance = json.loads((DATA / "quality.json").read_text())["provenance"]
+    provenance["checkpoint"]["digest"] = "ef" * 32
+    anew = write("b", provenance=provenance)
+    assert comparison.quality_pair(*write.folders)[1] == anew
+
+
 def test_records_that_do_not_fit_name_the_command_that_makes_one(write):
     write("a", limit=150)
     write("b", limit=None)
