@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from slimqwen import checkpoint
 from slimqwen import variant as variants
 from slimqwen.errors import SlimqwenError
-from slimqwen.evaluation import prompts, roofline, statistics
+from slimqwen.evaluation import fidelity, plan_file, prompts, roofline, statistics
 from slimqwen.evaluation.comparison import NotComparableError
 from slimqwen.evaluation.verdict import Verdict
 from slimqwen.progress import Progress, silent
@@ -25,8 +24,6 @@ from slimqwen.records import provenance, store
 from slimqwen.serving import draft_counts, in_process, launch
 from slimqwen.serving import platform as machine
 from slimqwen.variant import Variant
-
-_SERVED = ("dtype", "kv-cache-dtype", "quantization")
 
 
 class AcceptanceError(SlimqwenError):
@@ -77,16 +74,11 @@ def load_plan(name: str, root: Path) -> Plan:
     Raises:
         AcceptanceError: no such file, or a field is missing or wrong.
     """
-    file = root / "eval" / "acceptance" / f"{name}.yaml"
-    place = f"eval/acceptance/{file.name}"
-    try:
-        plan = Plan.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise AcceptanceError(f"{place}: {error.strerror}; write the prompts' classes there") from None
-    except (yaml.YAMLError, ValidationError) as error:
-        raise AcceptanceError(f"{place}: unusable ({' '.join(str(error).split())[:200]})") from None
+    plan = plan_file.read("acceptance", name, root, Plan, AcceptanceError, "write the prompts' classes there")
     if plan.prompts < plan.groups:
-        raise AcceptanceError(f"{place}: {plan.prompts} prompts do not make {plan.groups} groups")
+        raise AcceptanceError(
+            f"eval/acceptance/{name}.yaml: {plan.prompts} prompts do not make {plan.groups} groups"
+        )
     return plan
 
 
@@ -127,7 +119,7 @@ def measure(
     if not checkpoint.text_config(checkpoint.read_config(one.weights)).get("mtp_num_hidden_layers"):
         raise AcceptanceError(f"{one.name} has no MTP head, so nothing is drafted")
     served = launch.resolve(one)
-    flags = {name: served.flags[name] for name in _SERVED if name in served.flags}
+    flags = fidelity.weight_flags(served.flags)
     temperatures = [each for each in plan.temperatures if not greedy_only or each == 0]
     context = min(served.max_model_len, launch.resolve(baseline).max_model_len)
     classes = cut_prompts(plan, one, baseline, context - plan.tokens - max(depths) - 1)
@@ -386,9 +378,8 @@ def judge(
     if len(both) < 2:
         raise NotComparableError(f"no greedy prompts were counted with both at K = {depth}; count both again")
     sides = [[of[key] for key in both] for of in (a, b)]
-    values = [[1 + sum(item["accepted_per_position"]) / item["drafts"] for item in side] for side in sides]
-    drafts = [[item["drafts"] for item in side] for side in sides]
-    ratio = statistics.paired_ratio(*values, *drafts)
+    (first_lengths, first_drafts), (second_lengths, second_drafts) = map(_lengths, sides)
+    ratio = statistics.paired_ratio(first_lengths, second_lengths, first_drafts, second_drafts)
     verdict = Verdict.INCONCLUSIVE
     if ratio.low >= least_share:
         verdict = Verdict.PASS
@@ -416,11 +407,14 @@ def cut_prompts(plan: Plan, one: Variant, baseline: Variant, room: int) -> dict[
     return classes
 
 
-def _length(items: Sequence[Mapping[str, Any]]) -> statistics.Estimate:
+def _lengths(items: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[int]]:
+    """The acceptance length of each group, and the drafts that it stands on."""
     drafts = [item["drafts"] for item in items]
-    return statistics.mean(
-        [1 + sum(item["accepted_per_position"]) / item["drafts"] for item in items], drafts
-    )
+    return [1 + sum(item["accepted_per_position"]) / item["drafts"] for item in items], drafts
+
+
+def _length(items: Sequence[Mapping[str, Any]]) -> statistics.Estimate:
+    return statistics.mean(*_lengths(items))
 
 
 def _rate(items: Sequence[Mapping[str, Any]], place: int) -> statistics.Estimate:

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
 
 from slimqwen.errors import SlimqwenError
 from slimqwen.evaluation import statistics, verdict
@@ -258,17 +257,10 @@ def _ratio_over_rounds(first: list[list[float]], second: list[list[float]]) -> s
         medians = [np.nanmedian(times[rounds].reshape(*rounds.shape[:-1], -1), axis=-1) for times in (a, b)]
         return np.asarray(medians[0] / medians[1])
 
-    interval = stats.bootstrap(
-        (np.arange(min(len(a), len(b))),),
-        ratio,
-        n_resamples=statistics.BOOTSTRAP_RESAMPLES,
-        batch=statistics.BOOTSTRAP_RESAMPLES,
-        confidence_level=statistics.CONFIDENCE_LEVEL,
-        method="percentile",
-        rng=np.random.default_rng(statistics.BOOTSTRAP_SEED),
-    ).confidence_interval
+    places = np.arange(min(len(a), len(b)))
+    low, high = statistics.bootstrap_interval((places,), ratio, batch=statistics.BOOTSTRAP_RESAMPLES)
     value = float(np.nanmedian(a) / np.nanmedian(b))
-    return statistics.Ratio(value, float(interval.low), float(interval.high))
+    return statistics.Ratio(value, low, high)
 
 
 def _rates(
@@ -334,15 +326,9 @@ def _wall_time(
         found = statistics.paired_ratio(seconds[1], seconds[0], ones, ones)
         interval = found.low, found.high
     else:
-        drawn = stats.bootstrap(
-            (*times[0], *times[1]),
-            ratio,
-            n_resamples=statistics.BOOTSTRAP_RESAMPLES,
-            confidence_level=statistics.CONFIDENCE_LEVEL,
-            method="percentile",
-            rng=np.random.default_rng(statistics.BOOTSTRAP_SEED),
-        ).confidence_interval
-        interval = float(drawn.low), float(drawn.high)
+        interval = statistics.bootstrap_interval(
+            (*times[0], *times[1]), ratio, batch=statistics.BOOTSTRAP_RESAMPLES
+        )
     resampled = "rounds" if enough else "requests"
     return LatencyRow(ALL_CLASSES, None, None, "wall_ms", a, b, a / b, interval, resampled)
 

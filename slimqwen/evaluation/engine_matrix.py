@@ -9,16 +9,11 @@ eval/unsafe_engines.json, which `slimqwen.serving.launch` obeys; one that is fin
 import contextlib
 import dataclasses
 import itertools
-import os
-import pickle
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, get_args
 
@@ -30,6 +25,7 @@ from slimqwen.evaluation import engine_scenarios
 from slimqwen.evaluation.engine_scenarios import Answer, EngineMatrixError, Mode, Plan, Request, Run
 from slimqwen.evaluation.verdict import Verdict
 from slimqwen.progress import Progress, silent
+from slimqwen.recipe import worker
 from slimqwen.records import provenance, store
 from slimqwen.serving import compile_watch, launch, unsafe_engines
 from slimqwen.serving import platform as machine
@@ -418,23 +414,11 @@ def apart(
         EngineMatrixError: it did not begin, or was killed from outside, as by the kernel where memory runs out.
         SlimqwenError: that it raised.
     """
-    receiving, sending = os.pipe()
     scenario = None
     deadline = time.monotonic() + timeout_s
-    with Connection(receiving, writable=False) as messages, log.open("ab") as output:
-        worker = subprocess.Popen(
-            [sys.executable, "-m", "slimqwen.recipe.worker", str(sending)],
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            pass_fds=[sending],
-            env={**environment, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-        os.close(sending)
-        assert worker.stdin is not None
+    with log.open("ab") as output, worker.started(environment, output) as (process, messages):
         try:
-            pickle.dump((function, weights, log.parent, task), worker.stdin)
-            worker.stdin.flush()
+            worker.give(process, function, weights, log.parent, task)
             while messages.poll(max(0.0, deadline - time.monotonic())):
                 kind, *content = messages.recv()
                 if kind == "progress":
@@ -445,13 +429,11 @@ def apart(
                 elif kind == "failed":
                     return f"{scenario}: {content[0][:300]}"
                 else:
-                    # Its memory, a GPU's above all, has to be free again for the next one.
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        worker.wait(timeout=60)
+                    worker.wait_for_end(process)
                     return content[0]
             return f"{scenario or 'starting'}: no end within {timeout_s:.0f} s"
         except (EOFError, BrokenPipeError):
-            exit_code = worker.wait()
+            exit_code = process.wait()
             if exit_code == -signal.SIGKILL:
                 raise EngineMatrixError(
                     f"the process of an engine was killed ({scenario}), as when memory runs out; free some and run "
@@ -461,11 +443,6 @@ def apart(
             if scenario is None:
                 raise EngineMatrixError(f"the process of an engine did not begin ({died}): {log}") from None
             return f"{scenario}: the process died ({died})"
-        finally:
-            worker.kill()
-            worker.wait()
-            with contextlib.suppress(BrokenPipeError):
-                worker.stdin.close()
 
 
 def _answer_plainly(weights: Path, _: Path, task: _Task, progress: Progress) -> Reference:

@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from slimqwen.errors import SlimqwenError
-from slimqwen.evaluation import prompts
+from slimqwen.evaluation import plan_file, prompts
 from slimqwen.progress import Progress
 from slimqwen.serving import in_process
 from slimqwen.serving import platform as machine
@@ -152,17 +151,7 @@ def load_plan(name: str, root: Path) -> Plan:
     Raises:
         EngineMatrixError: no such file, or a field is missing or wrong.
     """
-    file = root / "eval" / "engine" / f"{name}.yaml"
-    try:
-        return Plan.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise EngineMatrixError(
-            f"eval/engine/{file.name}: {error.strerror}; write modes and requests there"
-        ) from None
-    except (yaml.YAMLError, ValidationError) as error:
-        raise EngineMatrixError(
-            f"eval/engine/{file.name}: unusable ({' '.join(str(error).split())[:200]})"
-        ) from None
+    return plan_file.read("engine", name, root, Plan, EngineMatrixError, "write modes and requests there")
 
 
 def replay(

@@ -17,15 +17,14 @@ from typing import Any
 
 import torch
 import transformers
-import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 from scipy import stats
 from torch import Tensor
 
 from slimqwen import checkpoint
 from slimqwen import variant as variants
 from slimqwen.errors import SlimqwenError
-from slimqwen.evaluation import statistics
+from slimqwen.evaluation import plan_file, statistics
 from slimqwen.evaluation.verdict import Verdict, overall
 from slimqwen.progress import Progress, silent
 from slimqwen.recipe import recipe_file, runner
@@ -40,9 +39,7 @@ MODES = ("single", "batched")
 _HEAD_LOG_PROBABILITY = math.log(0.01)
 """A token that the baseline gives at least this is a head token: the tail's log-probabilities are noise."""
 
-SERVED_FLAGS = ("dtype", "kv-cache-dtype", "quantization")
-"""The flags of a variant that decide what a prompt's distributions are."""
-
+_WEIGHT_FLAGS = ("dtype", "kv-cache-dtype", "quantization")
 _JOINED = "joined"
 """All texts as one, to the context's length: not a further text, so kept out of every mean."""
 
@@ -133,20 +130,15 @@ def load_plan(name: str, root: Path) -> Plan:
     Raises:
         FidelityError: no such file, or a field is missing or wrong.
     """
-    file = root / "eval" / "fidelity" / f"{name}.yaml"
-    try:
-        plan = Plan.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise FidelityError(
-            f"eval/fidelity/{file.name}: {error.strerror}; write its texts and limits there"
-        ) from None
-    except (yaml.YAMLError, ValidationError) as error:
-        raise FidelityError(
-            f"eval/fidelity/{file.name}: unusable ({' '.join(str(error).split())[:200]})"
-        ) from None
+    plan = plan_file.read("fidelity", name, root, Plan, FidelityError, "write its texts and limits there")
     if set(plan.limits) != {"same_weights", "changed_weights"}:
-        raise FidelityError(f"eval/fidelity/{file.name}: limits are for same_weights and changed_weights")
+        raise FidelityError(f"eval/fidelity/{name}.yaml: limits are for same_weights and changed_weights")
     return plan
+
+
+def weight_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of vLLM's flags that decide what a prompt's distributions are, as far as they are set."""
+    return {name: flags[name] for name in _WEIGHT_FLAGS if name in flags}
 
 
 def measure(
@@ -182,7 +174,7 @@ def measure(
     for side in (one, baseline):
         checkpoint.check(side.weights, variants.making_command(side.weights, side.root))
     served = launch.resolve(one)
-    flags = {name: served.flags[name] for name in SERVED_FLAGS if name in served.flags}
+    flags = weight_flags(served.flags)
     context = min(served.max_model_len, launch.resolve(baseline).max_model_len)
 
     def figures(folder: Path) -> tuple[dict[str, dict[str, Any]], list[Reading]]:

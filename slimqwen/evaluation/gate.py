@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from slimqwen import checkpoint
 from slimqwen import variant as variants
 from slimqwen.errors import SlimqwenError
-from slimqwen.evaluation import acceptance, comparison, engine_matrix, fidelity, quality
+from slimqwen.evaluation import acceptance, comparison, engine_matrix, fidelity, plan_file, quality
 from slimqwen.evaluation.verdict import Verdict, overall
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
@@ -68,13 +67,7 @@ def load_plan(name: str, root: Path) -> Plan:
     Raises:
         GateError: no such file, or a field is missing or wrong.
     """
-    file = root / "eval" / "gates" / f"{name}.yaml"
-    try:
-        return Plan.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise GateError(f"eval/gates/{file.name}: {error.strerror}; name each witness's plan there") from None
-    except (yaml.YAMLError, ValidationError) as error:
-        raise GateError(f"eval/gates/{file.name}: unusable ({' '.join(str(error).split())[:200]})") from None
+    return plan_file.read("gates", name, root, Plan, GateError, "name each witness's plan there")
 
 
 def run(one: Variant, plan_name: str, *, command: Sequence[str], progress: Progress = silent) -> Path:
@@ -176,8 +169,8 @@ def _holds(record: store.Record, of: Variant) -> bool:
     if record["schema"].startswith(("quality/", "engine/")):
         return provenance.still_holds(block, served)
     # Made in an engine of its own, which takes these flags alone from the variant.
-    mine = {name: served.flags.get(name) for name in fidelity.SERVED_FLAGS}
-    theirs = {name: block["flags"].get(name) for name in fidelity.SERVED_FLAGS}
+    mine = fidelity.weight_flags(served.flags)
+    theirs = fidelity.weight_flags(block["flags"])
     return mine == theirs and provenance.same_inputs(block, of.weights, of.root)
 
 

@@ -189,7 +189,7 @@ def _fidelity_witness(
     """Mean KL in nats a token, and the verdict of all figures, texts read alone."""
     plan = fidelity.load_plan(plan_name, one.root)
     served = launch.resolve(one)
-    flags = {name: served.flags[name] for name in fidelity.SERVED_FLAGS if name in served.flags}
+    flags = fidelity.weight_flags(served.flags)
 
     def witness(folder: Path) -> tuple[float, Verdict]:
         readings = fidelity.compare(
@@ -238,7 +238,7 @@ def _counted(
 ) -> list[dict[str, Any]]:
     """Greedy continuations at the gate's depth, by a checkpoint in the place of the variant's own."""
     served = launch.resolve(one)
-    flags = {name: served.flags[name] for name in fidelity.SERVED_FLAGS if name in served.flags}
+    flags = fidelity.weight_flags(served.flags)
     room = served.max_model_len - plan.tokens - plan.gate_depth - 1
     classes = acceptance.cut_prompts(plan, one, baseline, room)
     return acceptance.count(folder, classes, plan, [plan.gate_depth], [0.0], {**flags, **(more or {})})

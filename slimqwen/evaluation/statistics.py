@@ -4,8 +4,9 @@ Nothing here knows what was measured. Intervals are 95 % percentile bootstrap in
 same records always give the same figures.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -127,19 +128,8 @@ def paired_difference(
     def weighted_mean(d: Floats, v: Floats, axis: int) -> Floats:
         return np.asarray(np.sum(d * v, axis=axis) / np.sum(v, axis=axis))
 
-    interval = stats.bootstrap(
-        (differences, w),
-        weighted_mean,
-        paired=True,
-        n_resamples=BOOTSTRAP_RESAMPLES,
-        batch=_RESAMPLES_AT_ONCE,
-        confidence_level=CONFIDENCE_LEVEL,
-        method="percentile",
-        rng=np.random.default_rng(BOOTSTRAP_SEED),
-    ).confidence_interval
-    return Difference(
-        estimate.value, estimate.standard_error, float(interval.low), float(interval.high), estimate.count
-    )
+    low, high = bootstrap_interval((differences, w), weighted_mean, paired=True)
+    return Difference(estimate.value, estimate.standard_error, low, high, estimate.count)
 
 
 def percentile_over_groups(groups: Sequence[ArrayLike], percent: float) -> Estimate:
@@ -189,16 +179,8 @@ def ratio_of_medians(numerator: ArrayLike, denominator: ArrayLike) -> Ratio:
     def ratio(x: Floats, y: Floats, axis: int) -> Floats:
         return np.asarray(np.median(x, axis=axis) / np.median(y, axis=axis))
 
-    interval = stats.bootstrap(
-        (a, b),
-        ratio,
-        n_resamples=BOOTSTRAP_RESAMPLES,
-        batch=_RESAMPLES_AT_ONCE,
-        confidence_level=CONFIDENCE_LEVEL,
-        method="percentile",
-        rng=np.random.default_rng(BOOTSTRAP_SEED),
-    ).confidence_interval
-    return Ratio(float(np.median(a) / np.median(b)), float(interval.low), float(interval.high))
+    low, high = bootstrap_interval((a, b), ratio)
+    return Ratio(float(np.median(a) / np.median(b)), low, high)
 
 
 def paired_ratio(
@@ -218,17 +200,36 @@ def paired_ratio(
         of_first = np.sum(a * v, axis=axis) / np.sum(v, axis=axis)
         return np.asarray(np.sum(b * w, axis=axis) / np.sum(w, axis=axis) / of_first)
 
+    low, high = bootstrap_interval((a, v, b, w), ratio, paired=True)
+    return Ratio(float(ratio(a, v, b, w, 0)), low, high)
+
+
+def bootstrap_interval(
+    samples: Sequence[NDArray[Any]],
+    statistic: Callable[..., Any],
+    *,
+    paired: bool = False,
+    batch: int = _RESAMPLES_AT_ONCE,
+) -> tuple[float, float]:
+    """The percentile interval of a statistic at `CONFIDENCE_LEVEL`, the same in every run.
+
+    Args:
+        samples: each resampled by itself, or together where they are paired.
+        statistic: of the samples, along `axis`.
+        paired: resample the samples together.
+        batch: resamples computed at once; it decides memory and the order of draws.
+    """
     interval = stats.bootstrap(
-        (a, v, b, w),
-        ratio,
-        paired=True,
+        samples,
+        statistic,
+        paired=paired,
         n_resamples=BOOTSTRAP_RESAMPLES,
-        batch=_RESAMPLES_AT_ONCE,
+        batch=batch,
         confidence_level=CONFIDENCE_LEVEL,
         method="percentile",
         rng=np.random.default_rng(BOOTSTRAP_SEED),
     ).confidence_interval
-    return Ratio(float(ratio(a, v, b, w, 0)), float(interval.low), float(interval.high))
+    return float(interval.low), float(interval.high)
 
 
 def supported_percentiles(count: int, wanted: Sequence[int] = (90, 99)) -> list[int]:

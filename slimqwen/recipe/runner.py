@@ -12,16 +12,12 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import pickle
 import platform
 import secrets
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +27,7 @@ from slimqwen import checkpoint
 from slimqwen.checkpoint import Manifest
 from slimqwen.errors import SlimqwenError
 from slimqwen.progress import Progress, silent
+from slimqwen.recipe import worker
 from slimqwen.recipe.recipe_file import Recipe, Step
 from slimqwen.recipe.stage import Facts, source_digest
 
@@ -343,33 +340,15 @@ def _run_apart(
     if step.stage.resumes:
         unfinished.mkdir(parents=True, exist_ok=True)
         run = functools.partial(run, unfinished=unfinished)
-    receiving, sending = os.pipe()
-    environment = {**os.environ, **step.stage.environment, "PYTHONPATH": os.pathsep.join(sys.path)}
-    with Connection(receiving, writable=False) as messages, log.open("wb") as output:
-        worker = subprocess.Popen(
-            [sys.executable, "-m", "slimqwen.recipe.worker", str(sending)],
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            pass_fds=[sending],
-            env=environment,
-        )
-        os.close(sending)
-        assert worker.stdin is not None
+    environment = {**os.environ, **step.stage.environment}
+    with log.open("wb") as output, worker.started(environment, output) as (process, messages):
         try:
-            pickle.dump((run, source.resolve(), staging, step.parameters), worker.stdin)
-            worker.stdin.flush()
+            worker.give(process, run, source.resolve(), staging, step.parameters)
             while (heard := messages.recv())[0] == "progress":
                 report(*heard[1:])
-            # A stage's libraries may need a moment to let go of a GPU, or of processes of their own.
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                worker.wait(timeout=60)
+            worker.wait_for_end(process)
         except (EOFError, BrokenPipeError):
-            raise StageFailedError(_death(step.stage.name, worker.wait(), log)) from None
-        finally:
-            worker.kill()
-            worker.wait()
-            worker.stdin.close()
+            raise StageFailedError(_death(step.stage.name, process.wait(), log)) from None
     kind, *content = heard
     if kind == "refused":
         raise content[0]

@@ -8,13 +8,65 @@ whose descriptor it is given: ("progress", activity, done, total), and last one 
 import os
 import pickle
 import resource
+import subprocess
 import sys
 import threading
 import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import IO, Any
 
 from slimqwen.errors import SlimqwenError
+
+
+@contextmanager
+def started(
+    environment: Mapping[str, str], output: IO[bytes]
+) -> Iterator[tuple["subprocess.Popen[bytes]", Connection]]:
+    """A worker that waits for its job, and the messages that it will send; killed when the block ends.
+
+    Args:
+        environment: of its process; where modules are found is added.
+        output: receives what it and its libraries print.
+    """
+    receiving, sending = os.pipe()
+    with Connection(receiving, writable=False) as messages:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "slimqwen.recipe.worker", str(sending)],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            pass_fds=[sending],
+            env={**environment, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        os.close(sending)
+        try:
+            yield process, messages
+        finally:
+            process.kill()
+            process.wait()
+            assert process.stdin is not None
+            with suppress(BrokenPipeError):
+                process.stdin.close()
+
+
+def give(process: "subprocess.Popen[bytes]", *job: Any) -> None:
+    """Tell a worker its job: run, source, destination, parameters.
+
+    Raises:
+        BrokenPipeError: it has died.
+    """
+    assert process.stdin is not None
+    pickle.dump(job, process.stdin)
+    process.stdin.flush()
+
+
+def wait_for_end(process: "subprocess.Popen[bytes]") -> None:
+    """Give a worker that is done a moment: its libraries may have to let go of a GPU, or of processes of their own."""
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=60)
 
 
 def main() -> None:
