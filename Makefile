@@ -27,6 +27,9 @@ serve: ## serve VARIANT with vLLM (PORT=8080, PLATFORM=cpu|cuda, REQUIRE_BAKED=1
 	@exec $(RUN) scripts/serve.py --variant $(VARIANT) $(if $(PORT),--port $(PORT)) $(if $(PLATFORM),--platform $(PLATFORM)) \
 		$(if $(REQUIRE_BAKED),--require-baked $(REQUIRE_BAKED)) $(if $(ALLOW_UNSAFE),--allow-unsafe $(ALLOW_UNSAFE))
 
+watch: ## show what runs here: recipes, evaluations, servers (q ends it; ONCE=1 shows it once)
+	@$(RUN) scripts/watch.py $(if $(filter 1,$(ONCE)),--once)
+
 download: ## get the checkpoint that VARIANT is a copy of from the model hub
 	@$(RUN) scripts/download.py --variant $(VARIANT)
 
@@ -76,12 +79,36 @@ check-engine: ## hold VARIANT's tokens in every combination of engine modes agai
 test-gates: ## do the gates catch damage of VARIANT, and how often do they cry wolf? into results/ (SEEDS=20)
 	@$(RUN) scripts/gate_power.py --variant $(VARIANT) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(AGAIN),--again $(AGAIN))
 
+try-gate: ## does the whole gate pass a copy of VARIANT and fail damaged ones? into results/ (an hour and more)
+	@$(RUN) scripts/gate_trial.py --variant $(VARIANT)
+
 gate: ## is VARIANT as good as its baseline? fidelity, acceptance, quality, engine modes: one verdict
 	@$(RUN) scripts/gate.py --variant $(VARIANT)
 
 eval-latency: ## time VARIANT over WORKLOAD=classes|context|arrivals|poisson|concurrency|shapes|prefix_cache (BASELINE=1 in turns)
 	@$(RUN) scripts/eval_latency.py --variant $(VARIANT) $(if $(WORKLOAD),--workload $(WORKLOAD)) \
 		$(if $(filter 1,$(BASELINE)),--baseline) $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(PORT),--port $(PORT))
+
+check-records: ## check every record, and what the READMEs say of them
+	@$(RUN) scripts/check_records.py
+
+report: ## the leaderboard, fronts and a page a variant from all records, into report/ (FIGURES=docs/figures: SVGs for a README)
+	@$(RUN) scripts/report.py $(if $(FIGURES),--figures $(FIGURES))
+
+new-variant: ## create experiments/NAME from BASE (HYPOTHESIS="…" STAGES="calibrate prune_vocab" for a recipe of its own)
+	@$(RUN) scripts/new_variant.py --name "$(NAME)" --base "$(BASE)" --hypothesis "$$HYPOTHESIS" $(if $(STAGES),--stages $(STAGES))
+
+promote: ## status and model card for VARIANT, if its gate passed on its present checkpoint
+	@$(RUN) scripts/promote.py --variant $(VARIANT)
+
+log: ## the dated log of results, negative ones included (VARIANT=tiny-awq LAST=20, 0 for all)
+	@$(RUN) scripts/show_log.py $(if $(filter command line environment,$(origin VARIANT)),--variant $(VARIANT)) $(if $(LAST),--last $(LAST))
+
+replay: ## measure again what made RECORD, and say whether it comes out the same
+	@$(RUN) scripts/replay.py $(RECORD)
+
+export-mlflow: ## send the records to an MLflow store (URI=http://…; default the SQLite file mlruns/mlflow.db)
+	@$(RUN) scripts/export_mlflow.py $(if $(URI),--uri $(URI))
 
 compare: ## print the paired table of two variants (A=tiny B=tiny-awq)
 	@$(RUN) scripts/compare.py $(A) $(B)
@@ -101,6 +128,9 @@ analyze-lm-head: ## spectrum of VARIANT's output head, low-rank and 4-bit heads,
 calibration-corpus: ## mix a calibration text (SOURCES="tinyworld a=f.jsonl:2" TOKENS=200000 OUTPUT=f.jsonl)
 	@$(RUN) scripts/build_calibration_corpus.py --variant $(VARIANT) $(foreach s,$(SOURCES),--source $(s)) \
 		--tokens $(TOKENS) --output $(OUTPUT)
+
+bench-middleware: ## time VARIANT's server in turns with bare vLLM, into results/ (PAIRS=300)
+	@$(RUN) scripts/bench_middleware.py --variant $(VARIANT) $(if $(PAIRS),--pairs $(PAIRS))
 
 eval-startup: ## where the seconds of VARIANT's start go, cold, warm and baked, into results/ (ROUNDS=6)
 	@$(RUN) scripts/eval_startup.py --variant $(VARIANT) $(if $(ROUNDS),--rounds $(ROUNDS))
@@ -132,10 +162,10 @@ test: install ## every test that takes minutes at most
 test-soak: install ## the tests that take a quarter of an hour or more
 	@$(RUN) -m pytest -m soak
 
-PROGRAMS := variants serve download recipe recipe-status calibrate redistill bake-cache verify clean-store datasets \
-	eval-quality eval-quality-full eval-smoke eval-chat eval-fidelity gate check-engine test-gates eval-latency compare \
+PROGRAMS := variants serve watch download recipe recipe-status calibrate redistill bake-cache verify clean-store datasets \
+	eval-quality eval-quality-full eval-smoke eval-chat eval-fidelity gate try-gate check-engine test-gates eval-latency compare \
 	tables sweep-k analyze-vocab analyze-lm-head calibration-corpus bench-prune-vocab eval-startup profile roofline tiny \
-	tiny-tasks lint
+	tiny-tasks lint bench-middleware check-records report new-variant promote log replay export-mlflow
 $(PROGRAMS): | $(INSTALLED)
 
 .PHONY: help install demo test test-soak $(PROGRAMS)

@@ -18,7 +18,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from slimqwen import progress
+from slimqwen import progress, running, variant
 from slimqwen.errors import SlimqwenError
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # for imports of vLLM in the script's own process
@@ -56,10 +56,22 @@ def table(text: Sequence[str], figures: Sequence[str]) -> Table:
 
 @contextmanager
 def progress_bar() -> Iterator[progress.Progress]:
-    """A live bar per activity with time left on a terminal; one line an activity where output is a file."""
-    if not console.is_terminal:
-        yield _line_per_activity()
-        return
+    """A live bar per activity with time left on a terminal; one line an activity where output is a file.
+
+    What it is told is also published for `make watch`.
+    """
+    published = running.publishing(variant.repository_root(), sys.argv)
+    with published as publish, _bars() if console.is_terminal else _lines() as show:
+
+        def tell(activity: str, done: float, total: float) -> None:
+            publish(activity, done, total)
+            show(activity, done, total)
+
+        yield tell
+
+
+@contextmanager
+def _bars() -> Iterator[progress.Progress]:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -79,7 +91,8 @@ def progress_bar() -> Iterator[progress.Progress]:
         yield show
 
 
-def _line_per_activity() -> progress.Progress:
+@contextmanager
+def _lines() -> Iterator[progress.Progress]:
     told: set[str] = set()
 
     def show(activity: str, done: float, total: float) -> None:
@@ -87,4 +100,4 @@ def _line_per_activity() -> progress.Progress:
             told.add(activity)
             console.print(f"{activity} …", markup=False)
 
-    return show
+    yield show

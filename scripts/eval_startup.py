@@ -8,6 +8,7 @@ from _console import console, progress_bar, run
 from slimqwen import variant
 from slimqwen.evaluation import start_up
 from slimqwen.records import plots, provenance, results, tables
+from slimqwen.serving import launch
 
 
 def main() -> int:
@@ -25,7 +26,16 @@ def main() -> int:
     log = one.root / "logs" / f"start-up-{one.name}.log"
     with progress_bar() as progress:
         found = start_up.ledger(one, arguments.rounds, log, progress)
-    record = results.write("start_up", one, found, plots.start_up, command=sys.argv, started=started)
+    served = launch.resolve(one)
+    record = results.write(
+        "start_up",
+        one,
+        found,
+        plots.start_up,
+        command=sys.argv,
+        started=started,
+        **provenance.served(served.flags, served.environment, one.root),
+    )
     console.print(tables.start_up_table(one.root, one.name).as_rich())
     console.print(
         f"record: {record.relative_to(one.root)}; vLLM's log: {log.relative_to(one.root)}", markup=False

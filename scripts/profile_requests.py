@@ -9,6 +9,7 @@ from slimqwen import variant
 from slimqwen.evaluation import profile, workload
 from slimqwen.evaluation.output import output_to
 from slimqwen.records import plots, provenance, results
+from slimqwen.serving import launch
 
 
 def main() -> int:
@@ -26,6 +27,7 @@ def main() -> int:
     with progress_bar() as progress, output_to(log):
         asked = workload.load(arguments.workload, one.root)
         found = profile.profile(one, asked, arguments.requests, folder, progress)
+    served = launch.resolve(one)
     record = results.write(
         "profile",
         one,
@@ -34,6 +36,7 @@ def main() -> int:
         command=sys.argv,
         started=started,
         file=folder / "profile.json",
+        **provenance.served(served.flags, served.environment, one.root),
     )
     phases = table(
         ["class, tokens"], [*(f"{phase}, ms" for phase in profile.PHASES), "decode", "a step's parts"]

@@ -51,6 +51,9 @@ _BITS = {
 }
 
 
+CARD = "README.md"
+"""What people read about a checkpoint: no part of it to its manifest, its digest, or a stage that goes on from it."""
+
 COMPILE_CACHE = ("compile_cache.tar.gz", "compile_cache.json")
 """A compile cache beside a checkpoint and its manifest: code for one kind of machine, never to come from a hub."""
 
@@ -132,7 +135,7 @@ class Manifest(BaseModel):
     """manifest.json: which files a checkpoint has, and what made them.
 
     Attributes:
-        files: every other file by its path in the folder.
+        files: every other file by its path in the folder, the card left out.
         stage: the name of what made the checkpoint.
         key: SHA-256 over the ingredients; names the checkpoint's place in a store. Empty outside a store.
         ingredients: all that decides the content, by dotted name.
@@ -311,9 +314,9 @@ def carry_side_files(source: Path, destination: Path) -> None:
 
 
 def carry_all(source: Path, destination: Path, leave_out: Sequence[str] = ()) -> None:
-    """Copy every file but the manifest, those of the names left out, and those of tools (dot files)."""
+    """Copy every file but the manifest, the card, those of the names left out, and those of tools (dot files)."""
     for file in source.iterdir():
-        if file.is_file() and file.name not in (MANIFEST, *leave_out) and not file.name.startswith("."):
+        if file.is_file() and file.name not in (MANIFEST, CARD, *leave_out) and not file.name.startswith("."):
             shutil.copyfile(file, destination / file.name)
 
 
@@ -341,9 +344,9 @@ def file_records(folder: Path, report: progress.Progress = progress.silent) -> d
 def digest(folder: Path, report: progress.Progress = progress.silent) -> str:
     """One SHA-256 that identifies what a checkpoint computes: over the names and hashes of its files.
 
-    Left out are the manifest and the compile cache, which differs from one baking of the same weights to the next. A
-    hash is taken from the manifest where the file is older than it and as long as it says; any other file is
-    hashed anew, so the answer is the same with a manifest and without, and a file changed since is noticed.
+    Left out are the manifest, the card, and the compile cache, which differs from one baking of the same weights to
+    the next. A hash is taken from the manifest where the file is older than it and as long as it says; any other file
+    is hashed anew, so the answer is the same with a manifest and without, and a file changed since is noticed.
     """
     files = {name: path for name, path in _files(folder).items() if name not in COMPILE_CACHE}
     known = {}
@@ -467,7 +470,7 @@ def _files(folder: Path) -> dict[str, Path]:
         relative.as_posix(): path
         for path in sorted(folder.rglob("*"))
         if path.is_file()
-        and (relative := path.relative_to(folder)) != Path(MANIFEST)
+        and (relative := path.relative_to(folder)) not in (Path(MANIFEST), Path(CARD))
         and not any(part.startswith(".") for part in relative.parts)
     }
 

@@ -24,6 +24,9 @@ OWN_KEYS: Mapping[str, str] = MappingProxyType(
         "REVISION": "the commit of SOURCE that weights/<this variant> is a copy of, 40 hexadecimal digits",
         "PLATFORM": "cuda for a variant that only a GPU can serve; unset, this machine's platform is taken",
         "REQUIRE_BAKED": "1 for a variant that is not to be served without its baked compile cache",
+        "REQUIRE_WARMUP": "1 for a variant whose server ends where its warm-up fails",
+        "MAX_BODY_BYTES": "the largest body of a request that is taken",
+        "THINKING_TOKEN_BUDGET": "thinking tokens of a request that names no budget; unset, there is none",
         "ALLOW_UNSAFE": "1 for a variant that is served even in engine modes that were found unsafe",
     }
 )
@@ -149,12 +152,21 @@ def load(name: str, root: Path | None = None) -> Variant:
     for key, only, otherwise in (
         ("PLATFORM", "cuda", "any platform"),
         ("REQUIRE_BAKED", "1", "compiling where nothing is baked"),
+        ("REQUIRE_WARMUP", "1", "serving cold where the warm-up fails"),
         ("ALLOW_UNSAFE", "1", "refusing engine modes that were found unsafe"),
     ):
         given = settings.get(key)
         if given is not None and given.value != only:
             raise ConfigError(
                 f"{given.place}: {key}={given.value}: write {key}={only}, or {key}= for {otherwise}"
+            )
+    for key, least in (("MAX_BODY_BYTES", 1), ("THINKING_TOKEN_BUDGET", 0)):
+        given = settings.get(key)
+        if given is not None and not (
+            given.value.isascii() and given.value.isdecimal() and int(given.value) >= least
+        ):
+            raise ConfigError(
+                f"{given.place}: {key}={given.value}: write a whole number, {least} at least, or unset {key}="
             )
     _check_revision(settings)
     hypothesis, baseline = _measurements(name, root)

@@ -17,6 +17,7 @@ from slimqwen import checkpoint
 from slimqwen import variant as variants
 from slimqwen.errors import SlimqwenError
 from slimqwen.evaluation import fidelity, plan_file, prompts, roofline, statistics
+from slimqwen.evaluation.answers import kept, unfinished
 from slimqwen.evaluation.comparison import NotComparableError
 from slimqwen.evaluation.verdict import Verdict
 from slimqwen.progress import Progress, silent
@@ -94,6 +95,8 @@ def measure(
 ) -> Path:
     """Count a variant's drafts at several depths and write its acceptance record.
 
+    Depths that an interrupted run has counted are not counted again.
+
     Args:
         one: the variant; its weights, dtype and KV cache.
         plan_name: of eval/acceptance/.
@@ -109,6 +112,7 @@ def measure(
     Raises:
         AcceptanceError: the checkpoint has no MTP head, or a class does not fit its context.
         NoDraftsError: the engine drafted nothing.
+        RunInProgressError: another process is at the same run.
         SlimqwenError: weights are missing, or the documents do not last.
     """
     started = provenance.utc_now()
@@ -123,32 +127,46 @@ def measure(
     temperatures = [each for each in plan.temperatures if not greedy_only or each == 0]
     context = min(served.max_model_len, launch.resolve(baseline).max_model_len)
     classes = cut_prompts(plan, one, baseline, context - plan.tokens - max(depths) - 1)
-    items = count(one.weights, classes, plan, depths, temperatures, flags, progress)
-    rows = summarise(items)
-    record = {
-        "schema": "acceptance/1",
-        "variant": one.name,
-        "plan": plan_name,
-        "gate_depth": plan.gate_depth,
-        "least_share": plan.least_share,
-        "classes": {name: max(map(len, of_class)) for name, of_class in classes.items()},
-        "prompts": prompts.digest([ids for of_class in classes.values() for ids in of_class]),
-        "depths": rows,
-        "choice": choose(one, plan, rows, max(map(len, next(iter(classes.values()))))),
-        "provenance": provenance.describe(
-            root=one.root,
-            command=command,
-            started=started,
-            flags={**flags, "enforce-eager": machine.detect() == "cpu"},
-            environment={},
-            weights=one.weights,
-            datasets=[one.root / "eval" / "acceptance" / f"{plan_name}.yaml"]
-            + ([] if plan.documents == "tinyworld" else [one.root / plan.documents]),
-            seeds={"prompts": plan.seed},
-            server="started",
-        ),
-    }
-    return store.write(records_folder or one.folder, record, items)
+    asked = prompts.digest([ids for of_class in classes.values() for ids in of_class])
+    items: list[dict[str, Any]] = []
+    with kept(unfinished("acceptance", served, plan.model_dump(mode="json"), asked, temperatures)) as counted:
+        for place, depth in enumerate(depths):
+
+            def heard(activity: str, done: float, total: float, place: int = place) -> None:
+                progress(activity, place * total + done, len(depths) * total)
+
+            of_depth = counted.get(depth)
+            if of_depth is None:
+                of_depth = count(one.weights, classes, plan, [depth], temperatures, flags, heard)
+                counted.keep(depth, of_depth)
+            items += of_depth
+        rows = summarise(items)
+        record = {
+            "schema": "acceptance/1",
+            "variant": one.name,
+            "plan": plan_name,
+            "gate_depth": plan.gate_depth,
+            "least_share": plan.least_share,
+            "classes": {name: max(map(len, of_class)) for name, of_class in classes.items()},
+            "prompts": asked,
+            "depths": rows,
+            "choice": choose(one, plan, rows, max(map(len, next(iter(classes.values()))))),
+            "provenance": provenance.describe(
+                root=one.root,
+                command=command,
+                started=started,
+                flags={**flags, "enforce-eager": machine.detect() == "cpu"},
+                environment={},
+                weights=one.weights,
+                datasets=[one.root / "eval" / "acceptance" / f"{plan_name}.yaml"]
+                + ([] if plan.documents == "tinyworld" else [one.root / plan.documents]),
+                seeds={"prompts": plan.seed},
+                server="started",
+            ),
+        }
+        path = store.write(records_folder or one.folder, record, items)
+        counted.discard()
+    return path
 
 
 def count(

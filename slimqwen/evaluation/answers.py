@@ -1,4 +1,4 @@
-"""What a server has answered in a run that has not ended: the same command goes on from there."""
+"""What a run has found out that has not ended yet: the same command goes on from there."""
 
 import fcntl
 import hashlib
@@ -9,7 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from slimqwen import checkpoint
 from slimqwen.errors import SlimqwenError
+from slimqwen.records import provenance
+from slimqwen.serving.launch import ServerCommand
 
 
 class RunInProgressError(SlimqwenError):
@@ -52,6 +55,27 @@ class Answers:
         self._file.unlink()
 
 
+def unfinished(kind: str, command: ServerCommand, *decides: Any) -> Path:
+    """Where the answers of a run are until it ends: one file for each checkpoint, flags, versions, hardware and extent.
+
+    Args:
+        kind: of the record that it will make.
+        command: what serves the variant; its port does not matter.
+        decides: what else decides an answer, as JSON.
+    """
+    one = command.variant
+    flags = {name: value for name, value in command.flags.items() if name not in ("host", "port")}
+    everything = [
+        decides,
+        checkpoint.digest(one.weights),
+        provenance.portable(flags, one.root),
+        provenance.redacted(command.environment),
+        provenance.package_versions(),
+        provenance.hardware(),
+    ]
+    return one.root / ".cache" / kind / f"{one.name}_{_key(everything)[:16]}.jsonl"
+
+
 @contextmanager
 def kept(file: Path) -> Iterator[Answers]:
     """The answers in a file, which is this process's alone for the length of a `with` block.
@@ -79,4 +103,6 @@ def kept(file: Path) -> Iterator[Answers]:
 
 
 def _key(request: Any) -> str:
-    return hashlib.sha256(json.dumps(request, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(request, sort_keys=True, ensure_ascii=False, default=str).encode()
+    ).hexdigest()

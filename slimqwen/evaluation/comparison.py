@@ -373,8 +373,8 @@ def _quality_basis(record: store.Record) -> dict[str, Any]:
     return {
         "suite": record["suite"],
         "limit": record["limit"] or "all items",
-        "endpoint": record.get("endpoint", "completions"),
-        "settings": {name: row.get("settings") for name, row in record["tasks"].items()},
+        "endpoint": record["endpoint"],
+        "settings": {name: row["settings"] for name, row in record["tasks"].items()},
         "measures": {name: row["measure"] for name, row in record["tasks"].items()},
         **{f"data file {name}": digest for name, digest in record["provenance"]["datasets"].items()},
     }
@@ -399,7 +399,7 @@ def _quality_command(variant: str, like: store.Record) -> str:
     words = [f"python scripts/eval_quality.py --variant {variant} --suite {like['suite']}"]
     if like["limit"] != "deciding":
         words.append("--full" if like["limit"] is None else f"--limit {like['limit']}")
-    if like.get("endpoint") == "chat":
+    if like["endpoint"] == "chat":
         words.append("--chat")
     return " ".join(words)
 

@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from slimqwen import checkpoint
 from slimqwen import variant as variants
 from slimqwen.evaluation import engine_scenarios
+from slimqwen.evaluation.answers import kept, unfinished
 from slimqwen.evaluation.engine_scenarios import Answer, EngineMatrixError, Mode, Plan, Request, Run
 from slimqwen.evaluation.verdict import Verdict
 from slimqwen.progress import Progress, silent
@@ -99,6 +100,8 @@ class _Task:
 def measure(one: Variant, plan_name: str, *, command: Sequence[str], progress: Progress = silent) -> Path:
     """Try a variant in every combination of modes, write its record, and bring eval/unsafe_engines.json up to date.
 
+    Combinations that an interrupted run has tried are not tried again.
+
     Args:
         one: the variant.
         plan_name: of eval/engine/.
@@ -110,6 +113,7 @@ def measure(one: Variant, plan_name: str, *, command: Sequence[str], progress: P
 
     Raises:
         EngineMatrixError: the plan does not fit the variant, the plain engine fails, or a worker was killed.
+        RunInProgressError: another process is at the same run.
         SlimqwenError: weights are missing, or a line of its config.env is wrong.
     """
     started = provenance.utc_now()
@@ -138,41 +142,37 @@ def measure(one: Variant, plan_name: str, *, command: Sequence[str], progress: P
         for group, answers in reference.answers.items()
         for number, answer in enumerate(answers)
     ]
-    for number, cell in enumerate(reference.cells, start=1):
-        name = f"{number}/{len(reference.cells)} {cell.modes}"
-        began = time.monotonic()
-        run: Run | str | None = None
-        if cell.refusal is None:
-            asked = {
-                group: some for group, some in reference.requests.items() if cell.mixed or group != "mixed"
-            }
-            task = (cell.modes, cell.flags, asked)
-            environment = _environment(served, cell)
-            with _naming(name, progress) as heard:
-                run = apart(engine_scenarios.play, one.weights, task, environment, plan.timeout_s, log, heard)
-        row, compared = judge(cell, run, reference.answers, plan.near_tie_nats)
-        rows.append({**row, "seconds": round(time.monotonic() - began, 1)})
-        items += [{"cell": number, **item} for item in compared]
-    record = {
-        "schema": "engine/1",
-        "variant": one.name,
-        "plan": plan_name,
-        "build": build.model_dump(),
-        "near_tie_nats": plan.near_tie_nats,
-        "cells": rows,
-        "provenance": provenance.describe(
-            root=one.root,
-            command=command,
-            started=started,
-            flags=served.flags,
-            environment=served.environment,
-            weights=one.weights,
-            datasets=[one.root / "eval" / "engine" / f"{plan_name}.yaml"],
-            seeds={"prompts": plan.seed},
-            server="started",
-        ),
-    }
-    path = store.write(one.folder, record, items)
+    with kept(unfinished("engine", served, plan.model_dump(mode="json"))) as tried:
+        for number, cell in enumerate(reference.cells, start=1):
+            name = f"{number}/{len(reference.cells)} {cell.modes}"
+            found = tried.get(cell.modes.model_dump())
+            if found is None:
+                found = _try(cell, reference, one, served, plan, _naming(name, progress), log)
+                tried.keep(cell.modes.model_dump(), found)
+            row, compared = found
+            rows.append(row)
+            items += [{"cell": number, **item} for item in compared]
+        record = {
+            "schema": "engine/1",
+            "variant": one.name,
+            "plan": plan_name,
+            "build": build.model_dump(),
+            "near_tie_nats": plan.near_tie_nats,
+            "cells": rows,
+            "provenance": provenance.describe(
+                root=one.root,
+                command=command,
+                started=started,
+                flags=served.flags,
+                environment=served.environment,
+                weights=one.weights,
+                datasets=[one.root / "eval" / "engine" / f"{plan_name}.yaml"],
+                seeds={"prompts": plan.seed},
+                server="started",
+            ),
+        }
+        path = store.write(one.folder, record, items)
+        tried.discard()
     shown = provenance.portable(str(path), one.root)
     of = {state: [row for row in rows if row["state"] == state] for state in State}
     unsafe_engines.update(
@@ -187,6 +187,28 @@ def measure(one: Variant, plan_name: str, *, command: Sequence[str], progress: P
         fine=[Modes(**row["modes"]) for row in of[State.FINE]],
     )
     return path
+
+
+def _try(
+    cell: Cell,
+    reference: Reference,
+    one: Variant,
+    served: launch.ServerCommand,
+    plan: Plan,
+    naming: contextlib.AbstractContextManager[Progress],
+    log: Path,
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Have an engine of its own answer in a combination of modes: its row and items."""
+    began = time.monotonic()
+    run: Run | str | None = None
+    if cell.refusal is None:
+        asked = {group: some for group, some in reference.requests.items() if cell.mixed or group != "mixed"}
+        task = (cell.modes, cell.flags, asked)
+        environment = _environment(served, cell)
+        with naming as heard:
+            run = apart(engine_scenarios.play, one.weights, task, environment, plan.timeout_s, log, heard)
+    row, compared = judge(cell, run, reference.answers, plan.near_tie_nats)
+    return {**row, "seconds": round(time.monotonic() - began, 1)}, compared
 
 
 def verdict(record: store.Record) -> Verdict:

@@ -11,10 +11,12 @@ tokens; bits per byte are compared on every text, for they do not depend on the 
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import torch
 import transformers
 from pydantic import BaseModel, ConfigDict
@@ -24,7 +26,8 @@ from torch import Tensor
 from slimqwen import checkpoint
 from slimqwen import variant as variants
 from slimqwen.errors import SlimqwenError
-from slimqwen.evaluation import plan_file, statistics
+from slimqwen.evaluation import plan_file, served, statistics
+from slimqwen.evaluation.served import Served, ServerLostError
 from slimqwen.evaluation.verdict import Verdict, overall
 from slimqwen.progress import Progress, silent
 from slimqwen.recipe import recipe_file, runner
@@ -36,12 +39,23 @@ from slimqwen.variant import Variant
 MODES = ("single", "batched")
 """One text at a time, and several at once with a token budget that cuts their prompts into chunks."""
 
+SERVED = "served"
+"""Several at once over HTTP, by the server of the variant with everything that its config.env turns on."""
+
+TOP_K = 20
+"""Tokens of each position that a server is asked for, vLLM's default limit; all others are one bucket, the tail."""
+
 _HEAD_LOG_PROBABILITY = math.log(0.01)
 """A token that the baseline gives at least this is a head token: the tail's log-probabilities are noise."""
 
 _WEIGHT_FLAGS = ("dtype", "kv-cache-dtype", "quantization")
 _JOINED = "joined"
 """All texts as one, to the context's length: not a further text, so kept out of every mean."""
+
+_LEAST_SHARE = 1e-12
+"""Rounding leaves a tail of less than nothing where the likeliest tokens are almost all there is."""
+
+_ANSWER_TIMEOUT_S = 600
 
 _ROWS = 512
 """Positions whose distributions are compared at a time."""
@@ -153,8 +167,8 @@ def measure(
     """Compare a variant with its baseline, or a baseline with itself, and write its fidelity record.
 
     Args:
-        one: the variant; its weights, dtype and KV cache are what is compared, in an engine of its own without
-            compilation.
+        one: the variant; its weights, dtype and KV cache are compared in an engine of its own without compilation,
+            then all that it is served with, by its server.
         plan_name: of eval/fidelity/.
         command: the command that asked for it, for the record.
         stages: compare what each stage of its recipe made too, as far as the store has it.
@@ -166,6 +180,7 @@ def measure(
 
     Raises:
         FidelityError: no comparison is possible.
+        ServerLostError: the server died or refused; nothing is recorded.
         SlimqwenError: weights are missing, or what `compare` raises.
     """
     started = provenance.utc_now()
@@ -173,20 +188,26 @@ def measure(
     baseline = variants.load(one.baseline, one.root) if one.baseline else one
     for side in (one, baseline):
         checkpoint.check(side.weights, variants.making_command(side.weights, side.root))
-    served = launch.resolve(one)
-    flags = weight_flags(served.flags)
-    context = min(served.max_model_len, launch.resolve(baseline).max_model_len)
+    command_line = launch.resolve(one)
+    flags = weight_flags(command_line.flags)
+    context = min(command_line.max_model_len, launch.resolve(baseline).max_model_len)
 
-    def figures(folder: Path) -> tuple[dict[str, dict[str, Any]], list[Reading]]:
-        readings = compare(
+    def read(folder: Path) -> list[Reading]:
+        return compare(
             folder, baseline.weights, plan, one.root, flags=flags, max_model_len=context, progress=progress
         )
-        return summarise(readings), readings
 
-    modes, readings = figures(one.weights)
+    readings = read(one.weights)
+    log = one.root / "logs" / f"eval-fidelity-{one.name}.log"
+    with served.serve(one, log=log, progress=progress) as by:
+        readings += compare_served(
+            by, baseline.weights, plan, one.root, max_model_len=context, progress=progress
+        )
+    modes = summarise(readings)
+    modes[SERVED]["top_k"] = TOP_K
     same = checkpoint.digest(one.weights) == checkpoint.digest(baseline.weights)
     kind = "same_weights" if same else "changed_weights"
-    verdicts = {mode: judge(modes[mode], plan.limits[kind]) for mode in MODES}
+    verdicts = {mode: judge(modes[mode], plan.limits[kind]) for mode in modes}
     record = {
         "schema": "fidelity/1",
         "variant": one.name,
@@ -195,21 +216,21 @@ def measure(
         "limits": {"of": kind, **plan.limits[kind].model_dump()},
         "modes": modes,
         "verdicts": verdicts,
-        "verdict": overall([each for mode in MODES for each in verdicts[mode].values()]),
+        "verdict": overall([each for mode in modes for each in verdicts[mode].values()]),
         "stages": [
-            {"stage": stage, **figures(folder)[0]["single"]}
+            {"stage": stage, **summarise(read(folder))["single"]}
             for stage, folder in (_stages(one) if stages else [])
         ],
         "provenance": provenance.describe(
             root=one.root,
             command=command,
             started=started,
-            flags={**flags, "enforce-eager": True, "max-model-len": context},
-            environment={},
+            flags=by.server.command.flags,
+            environment=by.server.command.environment,
             weights=one.weights,
             datasets=[one.root / plan.texts, one.root / "eval" / "fidelity" / f"{plan_name}.yaml"],
             seeds={},
-            server="started",
+            server="found" if by.found else "started",
         ),
     }
     items = [{key: value for key, value in asdict(one).items() if key != "head_deltas"} for one in readings]
@@ -274,6 +295,59 @@ def compare(
                     _replay(llm, these)
                 readings += fresh
         progress("reading texts", len(sequences), len(sequences))
+    return readings
+
+
+def compare_served(
+    by: Served,
+    baseline: Path,
+    plan: Plan,
+    root: Path,
+    *,
+    max_model_len: int,
+    progress: Progress = silent,
+) -> list[Reading]:
+    """Read the plan's texts with a server and with the baseline.
+
+    A server tells the likeliest `TOP_K` tokens of a position and the text's own. Divergence is that of these tokens and
+    of one bucket for all others, so never more than the whole distributions' (Kullback, Information Theory and
+    Statistics, 1959, on grouped observations); agreement, regret, head tokens and bits are exact.
+
+    Args:
+        by: the server of the variant.
+        baseline: a checkpoint that transformers loads.
+        plan: texts, and how many are asked for at once.
+        root: what the plan's paths are relative to.
+        max_model_len: tokens that the long text is cut to.
+        progress: hears the texts done.
+
+    Returns:
+        one reading a text, in the mode `SERVED`.
+
+    Raises:
+        FidelityError: as for `compare`.
+        ServerLostError: the server died, or refused to give as many log-probabilities.
+    """
+    weights = by.variant.weights
+    kept = _kept(weights)
+    sequences = list(
+        _sequences(weights, baseline, _texts(root / plan.texts), plan.prefix, kept, max_model_len)
+    )
+    model = _Baseline(baseline)
+    readings = []
+    with ThreadPoolExecutor(plan.batch) as pool:
+        for first in range(0, len(sequences), plan.batch):
+            progress("reading served texts", first, len(sequences))
+            group = sequences[first : first + plan.batch]
+            answers = pool.map(lambda one: _ask(by, one.variant_ids), group)
+            expected = [model.log_probabilities(sequence.baseline_ids) for sequence in group]
+            for sequence, log_p, positions in zip(group, expected, answers, strict=True):
+                reading = Reading(sequence.name, SERVED, sequence.bytes)
+                reader = _Reader(sequence, log_p, kept, reading)
+                reader.take_top(positions)
+                reader.finish()
+                readings.append(reading)
+    progress("reading served texts", len(sequences), len(sequences))
     return readings
 
 
@@ -398,22 +472,46 @@ class _Reader:
         if not self.sequence.comparable:
             return
         for at in range(0, len(targets), _ROWS):
-            rows = slice(at, at + _ROWS)
-            q, wanted = log_q[rows], targets[rows]
-            p = self._log_p[start + at : start + at + len(q)]
-            if self._kept is not None:
-                p = p[:, self._kept].log_softmax(-1)
+            q, wanted = log_q[at : at + _ROWS], targets[at : at + _ROWS]
+            p = self._expected(start + at, len(q))
             width = min(p.shape[1], q.shape[1])
             p, q = p[:, :width], q[:, :width]
-            best = q.argmax(1)
-            own = p.gather(1, wanted[:, None])[:, 0]
-            reading.compared += len(q)
-            reading.kl_nats += float((p.exp() * (p - q)).double().sum())
-            reading.disagreements += int((p.argmax(1) != best).sum())
-            reading.regret_nats += float((p.max(1).values - p.gather(1, best[:, None])[:, 0]).double().sum())
-            head = own >= _HEAD_LOG_PROBABILITY
-            moved = (q.gather(1, wanted[:, None])[:, 0] - own).abs()
-            reading.head_deltas += moved[head].tolist()
+            self._add(p, p.exp() * (p - q), q.argmax(1), wanted, q.gather(1, wanted[:, None])[:, 0])
+
+    def take_top(self, positions: Sequence[Mapping[int, float]]) -> None:
+        """Add the whole text: of each position the log-probabilities of its likeliest tokens and of the text's own."""
+        reading = self._reading
+        targets = torch.tensor(self.sequence.variant_ids[1 : 1 + len(positions)])
+        own = torch.tensor([of[int(wanted)] for of, wanted in zip(positions, targets, strict=True)])
+        self._done = len(positions)
+        reading.variant_bits = float(-own.double().sum() / math.log(2))
+        if not self.sequence.comparable:
+            return
+        ranked = [sorted(of.items(), key=lambda pair: -pair[1])[:TOP_K] for of in positions]
+        top = torch.tensor([[token for token, _ in of] for of in ranked])
+        q = torch.tensor([[log_q for _, log_q in of] for of in ranked])
+        for at in range(0, len(targets), _ROWS):
+            rows = slice(at, at + _ROWS)
+            p = self._expected(at, len(targets[rows]))
+            shares_p = _with_tail(p.gather(1, top[rows]))
+            shares_q = _with_tail(q[rows])
+            divergence = shares_p * (shares_p.log() - shares_q.log())
+            self._add(p, divergence, top[rows, 0], targets[rows], own[rows])
+
+    def _expected(self, start: int, count: int) -> Tensor:
+        """The baseline's log-probabilities [count, vocabulary of the variant] from a position on."""
+        p = self._log_p[start : start + count]
+        return p if self._kept is None else p[:, self._kept].log_softmax(-1)
+
+    def _add(self, p: Tensor, divergence: Tensor, best: Tensor, wanted: Tensor, own_q: Tensor) -> None:
+        reading = self._reading
+        own = p.gather(1, wanted[:, None])[:, 0]
+        reading.compared += len(p)
+        reading.kl_nats += float(divergence.double().sum())
+        reading.disagreements += int((p.argmax(1) != best).sum())
+        reading.regret_nats += float((p.max(1).values - p.gather(1, best[:, None])[:, 0]).double().sum())
+        head = own >= _HEAD_LOG_PROBABILITY
+        reading.head_deltas += (own_q - own).abs()[head].tolist()
 
     def finish(self) -> None:
         """Check that the whole text came."""
@@ -438,6 +536,40 @@ def _replay(llm: Any, readers: Sequence[_Reader]) -> None:
     in_process.read_prompts(llm, [reader.sequence.variant_ids for reader in readers], consume)
     for reader in readers:
         reader.finish()
+
+
+def _with_tail(log_probabilities: Tensor) -> Tensor:
+    """Probabilities [positions, tokens + 1] of the tokens given and of all others together, none of them zero."""
+    shares = log_probabilities.double().exp()
+    rest = (1 - shares.sum(1, keepdim=True)).clamp(min=0)
+    return torch.cat([shares, rest], 1).clamp(min=_LEAST_SHARE)
+
+
+def _ask(by: Served, ids: Sequence[int]) -> list[dict[int, float]]:
+    """Log-probabilities of the likeliest tokens, and of the one that follows, at every position but the last."""
+    asked = {
+        "model": by.server.model,
+        "prompt": list(ids),
+        "max_tokens": 1,
+        "temperature": 0,
+        "prompt_logprobs": TOP_K,
+    }
+    url = f"{by.server.base_url}/v1/completions"
+    try:
+        answer = httpx.post(
+            url, json=asked, headers=launch.authorization(), timeout=_ANSWER_TIMEOUT_S, trust_env=False
+        )
+        answer.raise_for_status()
+        positions = answer.json()["choices"][0]["prompt_logprobs"][1:]
+        return [{int(token): float(found["logprob"]) for token, found in of.items()} for of in positions]
+    except httpx.HTTPStatusError as error:
+        raise ServerLostError(
+            f"{url} refused {TOP_K} log-probabilities a position: {error.response.text[:200]}"
+        ) from None
+    except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+        raise ServerLostError(
+            f"the server failed while it read texts ({type(error).__name__}: {error}); nothing was recorded, run again"
+        ) from error
 
 
 def _texts(file: Path) -> list[tuple[str, str]]:

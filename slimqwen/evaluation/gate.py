@@ -166,7 +166,7 @@ def _scored(sides: Sequence[Variant], suite_name: str, told: Mapping[str, Any]) 
 def _holds(record: store.Record, of: Variant) -> bool:
     """Whether measuring again would only repeat the record."""
     block, served = record["provenance"], launch.resolve(of)
-    if record["schema"].startswith(("quality/", "engine/")):
+    if record["schema"].startswith(("quality/", "engine/", "fidelity/")):
         return provenance.still_holds(block, served)
     # Made in an engine of its own, which takes these flags alone from the variant.
     mine = fidelity.weight_flags(served.flags)

@@ -18,9 +18,10 @@ import httpx
 import numpy as np
 
 from slimqwen.evaluation import statistics
+from slimqwen.evaluation.answers import kept, unfinished
 from slimqwen.evaluation.output import output_to
 from slimqwen.evaluation.prompts import PromptCutter, Tokens, digest, documents
-from slimqwen.evaluation.served import Served, lost, require_healthy, serve
+from slimqwen.evaluation.served import Served, ServerLostError, lost, require_healthy, serve
 from slimqwen.evaluation.workload import PromptClass, ServiceLevel, Workload, WorkloadError
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
@@ -104,6 +105,19 @@ class _Measured:
         self._prefixes = {}
         for place, c in enumerate(self.classes):
             self._take_class(c, place, number, served)
+
+    def state(self) -> dict[str, Any]:
+        """All that the rounds so far leave to the next ones and to the record, as JSON."""
+        return {
+            "documents_used": self.cutter.documents_used,
+            "sent": {name: asdict(sent) for name, sent in self.sent.items()},
+        }
+
+    def go_on(self, state: Mapping[str, Any]) -> None:
+        """Take up where an interrupted run was when it gave its state."""
+        self.sent = {name: _Sent(**sent) for name, sent in state["sent"].items()}
+        given = (prompt for sent in self.sent.values() for prompt in sent.prompts)
+        self.cutter.go_on(state["documents_used"], given)
 
     def _take_class(self, c: PromptClass, place: int, number: int, served: Served) -> None:
         run, sent = self.run, self.sent[c.name]
@@ -196,6 +210,7 @@ def measure(
 
     Raises:
         ServerLostError: a server died; nothing is written for any variant.
+        RunInProgressError: another process is at the same run.
         WorkloadError, DocumentsError: the workload does not fit the server, or its text does not last.
         SlimqwenError: a server cannot be started.
     """
@@ -205,25 +220,49 @@ def measure(
     started = provenance.utc_now()
     run = _Sending(workload, _max_num_seqs(variants, workload), rounds, progress)
     sides = [_Measured(*_with_config(variant, workload), run) for variant in variants]
-    with contextlib.ExitStack() as kept:
+    with contextlib.ExitStack() as lasting:
+        finished = lasting.enter_context(kept(_unfinished(sides, workload, rounds)))
         for number in range(rounds):
+            state = finished.get(number)
+            if state is not None:
+                run.saturation.update(state["saturation"])
+                for side, so_far in zip(sides, state["sides"], strict=True):
+                    side.go_on(so_far)
+                continue
             for side in sides:
                 with contextlib.ExitStack() as turn:
                     if len(sides) > 1 or side.served is None:
-                        lifetime = kept if len(sides) == 1 else turn
+                        lifetime = lasting if len(sides) == 1 else turn
                         server_log = side.logs / f"serve_{side.variant.name}.log"
                         served = lifetime.enter_context(
                             serve(side.variant, port=port, log=server_log, progress=progress)
                         )
                     else:
                         served = side.served
-                    side.take_round(number, served)
-    folders = records_folders or [variant.folder for variant in variants]
-    bodies = [_record(side, sides, rounds, started, command) for side in sides]
-    return [
-        store.write(folder, body, (row for sent in side.sent.values() for row in sent.rows))
-        for folder, body, side in zip(folders, bodies, sides, strict=True)
-    ]
+                    try:
+                        side.take_round(number, served)
+                    except ServerLostError as error:
+                        raise ServerLostError(
+                            f"{error}; {number} of {rounds} rounds are kept: the same command goes on from there"
+                        ) from error
+            if number < rounds - 1:
+                so_far = [side.state() for side in sides]
+                finished.keep(number, {"saturation": run.saturation, "sides": so_far})
+        folders = records_folders or [variant.folder for variant in variants]
+        bodies = [_record(side, sides, rounds, finished.taken_over, started, command) for side in sides]
+        paths = [
+            store.write(folder, body, (row for sent in side.sent.values() for row in sent.rows))
+            for folder, body, side in zip(folders, bodies, sides, strict=True)
+        ]
+        finished.discard()
+    return paths
+
+
+def _unfinished(sides: Sequence[_Measured], workload: Workload, rounds: int) -> Path:
+    """Where the rounds of a run are until it ends."""
+    first, *others = [launch.resolve(side.variant) for side in sides]
+    asked = workload.model_dump(mode="json")
+    return unfinished("latency", first, asked, rounds, [unfinished("latency", one).name for one in others])
 
 
 def summarise(
@@ -488,7 +527,12 @@ def _add(
 
 
 def _record(
-    side: _Measured, sides: Sequence[_Measured], rounds: int, started: str, command: Sequence[str]
+    side: _Measured,
+    sides: Sequence[_Measured],
+    rounds: int,
+    taken_over: int,
+    started: str,
+    command: Sequence[str],
 ) -> dict[str, Any]:
     assert side.served is not None
     served, workload = side.served, side.run.workload
@@ -501,6 +545,7 @@ def _record(
         "max_model_len": served.max_model_len,
         "scale": workload.scale(served.max_model_len),
         "rounds": rounds,
+        "rounds_of_earlier_run": taken_over,
         "run": started,
         "interleaved_with": [other.variant.name for other in sides if other is not side],
         "config": dict(side.lines),

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from slimqwen.errors import SlimqwenError
@@ -43,12 +43,24 @@ def _tinyworld_passages(seed: int) -> Iterator[str]:
 
 
 class PromptCutter:
-    """Cuts prompts from a stream of documents, each prompt from documents of its own."""
+    """Cuts prompts from a stream of documents, each prompt from documents of its own.
+
+    Attributes:
+        documents_used: how far into the stream it is.
+    """
 
     def __init__(self, texts: Iterator[str], tokenize: Callable[[str], Tokens]) -> None:
         self._texts = texts
         self._tokenize = tokenize
         self._given: set[tuple[int, ...]] = set()
+        self.documents_used = 0
+
+    def go_on(self, documents_used: int, given: Iterable[Tokens]) -> None:
+        """Take up where another cutter of the same stream stopped, which gave these prompts."""
+        for _ in range(documents_used - self.documents_used):
+            next(self._texts, None)
+        self.documents_used = documents_used
+        self._given.update(map(tuple, given))
 
     def cut(self, count: int, length: int) -> list[Tokens]:
         """The next `count` prompts of exactly `length` tokens, all different from any given before.
@@ -66,6 +78,7 @@ class PromptCutter:
                         f"the workload's text is used up: {count} prompts of {length} tokens do not fit in what is "
                         "left of it; give it more text or fewer requests"
                     )
+                self.documents_used += 1
                 tokens += self._tokenize(f"{text}\n")
             prompt = tokens[:length]
             if tuple(prompt) not in self._given:

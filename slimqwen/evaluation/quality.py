@@ -25,10 +25,9 @@ from pydantic import (
     ValidationError,
 )
 
-from slimqwen import checkpoint
 from slimqwen.errors import SlimqwenError
 from slimqwen.evaluation import datasets, statistics, verdict
-from slimqwen.evaluation.answers import Answers, kept
+from slimqwen.evaluation.answers import Answers, kept, unfinished
 from slimqwen.evaluation.datasets import HubDataset
 from slimqwen.evaluation.output import output_to
 from slimqwen.evaluation.served import Served, ServerLostError, lost, require_healthy, serve
@@ -275,7 +274,9 @@ def measure(
         served = stack.enter_context(
             serve(variant, port=port, log=logs / f"serve_{variant.name}.log", progress=progress)
         )
-        answers = stack.enter_context(kept(_unfinished(suite, served, limit=limit, chat=chat)))
+        answers = stack.enter_context(
+            kept(unfinished("quality", served.server.command, suite.name, limit, chat))
+        )
         log = logs / f"quality_{variant.name}.log"
         try:
             scores = score(
@@ -293,7 +294,7 @@ def measure(
                 f"{error}; its {len(answers)} answers so far are kept: the same command goes on from there"
             ) from error
         record = {
-            "schema": "quality/1",
+            "schema": "quality/2",
             "variant": variant.name,
             "suite": suite.name,
             "limit": limit,
@@ -445,30 +446,13 @@ def parse(
         "truncated_count": sum(bool(item.truncated) for item in generated) if generated else None,
         "empty_count": sum(not (item.output or "").strip() for item in generated) if generated else None,
         "output_tokens": _lengths([item.output_tokens for item in generated]),
+        "settings": task.settings(rendered=rendered),
     }
     if task.floor is not None:
         means, _ = statistics.by_cluster(values, weights, clusters)
         right = int(means.sum()) if set(means) <= {0.0, 1.0} else None
         row |= {"floor": task.floor, "floor_verdict": verdict.judge_floor(estimate, task.floor, right=right)}
-    if settings := task.settings(rendered=rendered):
-        row["settings"] = settings
     return row, items
-
-
-def _unfinished(suite: Suite, served: Served, *, limit: Limit, chat: bool) -> Path:
-    """Where the answers of a run are until it ends: one file for each checkpoint, flags, versions, hardware, extent."""
-    command = served.server.command
-    flags = {name: value for name, value in command.flags.items() if name not in ("host", "port")}
-    decides = {
-        "suite": [suite.name, limit, chat],
-        "checkpoint": checkpoint.digest(served.server.weights),
-        "flags": provenance.portable(flags, served.variant.root),
-        "environment": provenance.redacted(command.environment),
-        "packages": provenance.package_versions(),
-        "hardware": provenance.hardware(),
-    }
-    key = hashlib.sha256(json.dumps(decides, sort_keys=True, default=str).encode()).hexdigest()[:16]
-    return served.variant.root / ".cache" / "quality" / f"{served.variant.name}_{suite.name}_{key}.jsonl"
 
 
 def _task_manager(suite: Suite) -> Any:

@@ -32,6 +32,7 @@ PHASES: Mapping[str, str] = MappingProxyType(
         "load_weights": "making the model and loading its weights, as vLLM's log states",
         "compile": "compiling the graphs, or loading them from the cache, as the compile watch states",
         "warm_up": "profiling, making the KV cache and warming up, as vLLM's log states, without the line above",
+        "first_requests": "what the server asks itself before it counts as ready, as its warm-up states",
         "first_token": "from being ready to the first token of a first request",
     }
 )
@@ -39,6 +40,7 @@ PHASES: Mapping[str, str] = MappingProxyType(
 
 _WHOLE_LOAD = re.compile(r"Model loading took \S+ GiB memory and ([\d.]+) seconds")
 _PARTS_OF_LOAD = re.compile(r"(?:Initializing model|Loading weights) took ([\d.]+) seconds")
+_REQUESTS = re.compile(r"Warm-up took ([\d.]+) s")
 _ENGINE = re.compile(r"init engine \([^)]*\) took ([\d.]+) s")
 
 
@@ -103,7 +105,9 @@ def summary(starts: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float
     on one side with probability 2^(1 - n).
     """
     columns: dict[str, list[float]] = {
-        phase: [start["phases"][phase] for start in starts] for phase in PHASES if "phases" in starts[0]
+        phase: [start["phases"].get(phase, 0.0) for start in starts]
+        for phase in PHASES
+        if "phases" in starts[0]
     }
     columns["ready"] = [start["ready_seconds"] for start in starts]
     if "phases" in starts[0]:
@@ -128,11 +132,14 @@ def phases(log: str, ready_seconds: float, first_token_seconds: float) -> dict[s
     # A GPU's log states the whole, draft model included, a worker each; a CPU's the two parts of every model.
     loading = max(whole) if whole else sum(parts)
     compiling = sum(graph.seconds for graph in baked_cache.graphs(log))
+    requests = _REQUESTS.search(log)
+    asking = float(requests[1]) if requests else 0.0
     return {
-        "import": round(ready_seconds - loading - float(engine[1]), 2),
+        "import": round(ready_seconds - loading - float(engine[1]) - asking, 2),
         "load_weights": round(loading, 2),
         "compile": round(compiling, 2),
         "warm_up": round(max(0.0, float(engine[1]) - compiling), 2),
+        "first_requests": round(asking, 2),
         "first_token": round(first_token_seconds, 2),
     }
 

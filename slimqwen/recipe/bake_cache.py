@@ -35,7 +35,18 @@ _ARCHIVE_BYTES = 2**30
 _REQUESTS_AT_ONCE = 16
 
 _DECIDE_NOTHING = frozenset(
-    {"VLLM_MODEL", "VLLM_HOST", "VLLM_PORT", "VLLM_SERVED_MODEL_NAME", "SOURCE", "REVISION", "REQUIRE_BAKED"}
+    {
+        "VLLM_MODEL",
+        "VLLM_HOST",
+        "VLLM_PORT",
+        "VLLM_SERVED_MODEL_NAME",
+        "SOURCE",
+        "REVISION",
+        "REQUIRE_BAKED",
+        "REQUIRE_WARMUP",
+        "MAX_BODY_BYTES",
+        "THINKING_TOKEN_BUDGET",
+    }
 )
 
 

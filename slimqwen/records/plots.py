@@ -179,6 +179,21 @@ def gate_power(record: Mapping[str, Any]) -> list[Panel]:
     return panels
 
 
+def gate_trial(record: Mapping[str, Any]) -> list[Panel]:
+    """Each copy's mean divergence and acceptance length beside what the gates allow."""
+    copies = ", ".join(f"{place} {row['damage'] or 'the same'}" for place, row in enumerate(record["trials"]))
+    labels = {"fidelity": "mean KL (nats a token)", "acceptance": "acceptance length / baseline's"}
+    panels = []
+    for gate, label in labels.items():
+        found = [next(one for one in row["findings"] if one["gate"] == gate) for row in record["trials"]]
+        places = list(range(len(found)))
+        measured = Line("measured", places, [one["value"] for one in found], joined=False)
+        panels.append(
+            Panel(copies, label, [measured, Line("limit", places, [one["limit"] for one in found])])
+        )
+    return panels
+
+
 def profile(record: Mapping[str, Any]) -> list[Panel]:
     """Seconds of each phase against the prompt's length, and the shares of a step's parts."""
     rows = sorted(record["classes"], key=lambda row: float(row["prompt_tokens"]))

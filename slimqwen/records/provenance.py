@@ -4,6 +4,7 @@ import importlib.metadata
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,7 +34,10 @@ _KERNEL_CPU_FLAGS = (
     "bf16",
     "sve",
 )
+_THREADS = "OMP_NUM_THREADS"
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+_SECRET_FLAG = re.compile(r"(?:^|-)(?:key|token|secret|password)$")
+_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _NOT_CODE = (
     ":(exclude)experiments/*.json",
     ":(exclude)experiments/*.jsonl",
@@ -81,12 +85,12 @@ def describe(
         ProvenanceError: a data file is missing.
     """
     return {
-        "command": " ".join(["python", *(portable(word, root) for word in command)]),
+        "schema": "provenance/2",
+        "command": shell_command(command, root),
         "started": started,
         "ended": utc_now(),
         "git": git_state(root),
-        "flags": portable(dict(flags), root),
-        "environment": portable(redacted(environment), root),
+        **served(flags, environment, root),
         "packages": package_versions(),
         "hardware": hardware(),
         "checkpoint": {
@@ -97,6 +101,25 @@ def describe(
         "datasets": {portable(str(file), root): _sha256(file) for file in sorted(set(datasets))},
         "seeds": dict(seeds),
         "server": server,
+    }
+
+
+def served(flags: Mapping[str, Any], environment: Mapping[str, str], root: Path) -> dict[str, Any]:
+    """The part of a provenance block that says how an engine was started: flags, environment and threads.
+
+    Args:
+        flags: vLLM's resolved flags by name.
+        environment: the variables that the server was given.
+        root: the repository.
+    """
+    public = {
+        name: "<redacted>" if _SECRET_FLAG.search(name) and isinstance(value, str) else value
+        for name, value in flags.items()
+    }
+    return {
+        "flags": portable(public, root),
+        "environment": portable(redacted(environment), root),
+        "threads": threads(environment),
     }
 
 
@@ -148,9 +171,23 @@ def portable(value: Any, root: Path) -> Any:
     return f".../{Path(inside).name}" if inside.startswith("/") else inside
 
 
+def shell_command(command: Sequence[str], root: Path) -> str:
+    """A script and its arguments as a shell takes them at the repository's root."""
+    return shlex.join(["python", *(portable(word, root) for word in command)])
+
+
+def threads(environment: Mapping[str, str]) -> int | None:
+    """OpenMP threads of an engine with these variables, or else this process's; None where neither is told a number."""
+    said = environment.get(_THREADS) or os.environ.get(_THREADS, "")
+    return int(said) if said.isdecimal() and int(said) else None
+
+
 def redacted(environment: Mapping[str, str]) -> dict[str, str]:
-    """The same variables with the values of secrets left out."""
-    return {name: "<redacted>" if _SECRET.search(name) else value for name, value in environment.items()}
+    """The same variables with the values of secrets left out, and with the credentials in addresses."""
+    return {
+        name: "<redacted>" if _SECRET.search(name) else _CREDENTIALS.sub("<redacted>", value)
+        for name, value in environment.items()
+    }
 
 
 def git_state(root: Path) -> dict[str, Any]:
@@ -190,6 +227,14 @@ def hardware() -> dict[str, Any]:
         "memory_bytes": psutil.virtual_memory().total,
         "gpus": _gpus(),
     }
+
+
+def hardware_name(found: Mapping[str, Any]) -> str:
+    """What figures were measured on, for people: the GPUs, or the CPUs where there are none."""
+    return (
+        ", ".join(gpu["name"] for gpu in found["gpus"])
+        or f"{found['cpu_count']} CPUs of {found['cpu_model']}"
+    )
 
 
 def _gpus() -> list[dict[str, Any]]:

@@ -1,6 +1,5 @@
 """results/: one-off explorations, each a record with its provenance and a plot of it."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,13 @@ from slimqwen.variant import Variant
 
 
 def read(root: Path, name: str, variant: str) -> dict[str, Any] | None:
-    """The record of an exploration of a variant, None where it has not been made."""
+    """The record of an exploration of a variant in its present form, None where it has not been made.
+
+    Raises:
+        RecordError: the file is no record.
+    """
     file = root / "results" / f"{name}_{variant}.json"
-    if not file.is_file():
-        return None
-    record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return record
+    return store.in_present_form(store.parse(file), store.place(file)) if file.is_file() else None
 
 
 def write(
@@ -32,6 +32,8 @@ def write(
 ) -> Path:
     """Write results/<name>_<variant>.json and the plot beside it; an exploration made again replaces its record.
 
+    Git keeps the record that was replaced.
+
     Args:
         name: of the exploration, also its schema's.
         one: the variant whose checkpoint was explored.
@@ -43,7 +45,7 @@ def write(
         inputs: what else decided the figures: digests, seeds.
 
     Raises:
-        RecordError: it breaks its schema, where it has one.
+        RecordError: it breaks its schema, or has none; nothing is written.
 
     Returns:
         The record; its plot has the suffix .svg.
@@ -53,20 +55,23 @@ def write(
         "variant": one.name,
         **found,
         "provenance": {
-            "command": provenance.portable(" ".join(["python", *command]), one.root),
+            "schema": "provenance/2",
+            "command": provenance.shell_command(command, one.root),
             "started": started,
             "ended": provenance.utc_now(),
             "git": provenance.git_state(one.root),
+            "threads": provenance.threads({}),
             "packages": provenance.package_versions(),
             "hardware": provenance.hardware(),
             "checkpoint": checkpoint.digest(one.weights),
             **inputs,
         },
     }
-    if store.has_schema(name):
-        store.validate(record, f"results/{name}_{one.name}.json")
     file = file or one.root / "results" / f"{name}_{one.name}.json"
+    text = store.serialise(record, store.place(file))
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    unfinished = file.with_name(f".{file.name}")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(file)
     plots.write(file.with_suffix(".svg"), draw(record))
     return file

@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from jsonschema import Draft202012Validator
-from referencing import Registry, Resource
+from jsonschema_rs import Draft202012Validator, Registry
 
 from slimqwen.errors import SlimqwenError
+from slimqwen.records import migrations
 
 Record = dict[str, Any]
 """A record as JSON gives it: the schemas are its type."""
@@ -36,26 +37,56 @@ class MissingRecordError(SlimqwenError):
     """No record of that kind; names the command that makes one."""
 
 
-def validate(record: Mapping[str, Any], place: str) -> None:
-    """Check a record against the schema it names in "schema", such as quality/1.
+def validate(record: Mapping[str, Any], place: str) -> Record:
+    """Bring a record to the present version of the schema it names in "schema", such as quality/1, and check it.
+
+    Returns:
+        The record in that version; the one given is left as it is.
 
     Raises:
         RecordError: names `place`, the offending field and why.
     """
-    name = record.get("schema")
-    known = {s["properties"]["schema"]["const"]: s for s in _schemas().values() if "properties" in s}
-    if name not in known:
-        raise RecordError(f"{place}: schema {name!r} is unknown to this version; it knows {', '.join(known)}")
-    validator = Draft202012Validator(known[name], registry=_registry())
-    error = min(validator.iter_errors(record), key=lambda e: list(map(str, e.path)), default=None)
-    if error is not None:
-        where = "/".join(map(str, error.path)) or "the record"
-        raise RecordError(f"{place}: {where}: {error.message}")
+    present = in_present_form(record, place)
+    kind, version = migrations.named(record["schema"])
+    known = present_versions()
+    if kind not in known:
+        raise RecordError(
+            f"{place}: schema {record['schema']!r} is unknown here, where {', '.join(known.values())} are known; "
+            "update this checkout, or move the file elsewhere"
+        )
+    if version > migrations.named(known[kind])[1]:
+        raise RecordError(
+            f"{place}: schema {record['schema']!r} is newer than {known[kind]}, known here; update this checkout"
+        )
+    errors = ((list(map(str, e.instance_path)), e.message) for e in _validator(kind).iter_errors(present))
+    first = min(errors, default=None)
+    if first is not None:
+        raise RecordError(f"{place}: {'/'.join(first[0]) or 'the record'}: {first[1]}")
+    return present
 
 
-def has_schema(kind: str) -> bool:
-    """Whether records of a kind follow a schema."""
-    return kind in _schemas()
+def in_present_form(record: Mapping[str, Any], place: str) -> Record:
+    """The record brought to the present version of its schema, but not held against it.
+
+    Raises:
+        RecordError: names `place`; the schema has no version, or the record is not of that version's form.
+    """
+    try:
+        return migrations.to_present(record)
+    except migrations.MigrationError as error:
+        raise RecordError(f"{place}: {error}") from error
+
+
+@cache
+def present_versions() -> Mapping[str, str]:
+    """Kind -> its present schema, such as quality/2; what to write, and what `read` returns."""
+    return MappingProxyType(
+        {
+            kind: schema["properties"]["schema"]["const"]
+            for kind, schema in sorted(_schemas().items())
+            if "properties" in schema
+        }
+    )
 
 
 def write(folder: Path, body: Mapping[str, Any], items: Iterable[Mapping[str, Any]]) -> Path:
@@ -78,38 +109,61 @@ def write(folder: Path, body: Mapping[str, Any], items: Iterable[Mapping[str, An
     content = "".join(f"{line}\n" for line in lines).encode()
     items_path = folder / f"{stem}.items.jsonl"
     described = {"file": items_path.name, "sha256": hashlib.sha256(content).hexdigest(), "count": len(lines)}
-    record = {**body, "items": described}
     path = folder / f"{stem}.json"
-    validate(record, path.name)
+    text = serialise({**body, "items": described}, path.name)
     folder.mkdir(parents=True, exist_ok=True)
     _publish(items_path, content)
     try:
-        _publish(path, (json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
+        _publish(path, text.encode())
     except BaseException:
         items_path.unlink()
         raise
     return path
 
 
+def serialise(record: Mapping[str, Any], place: str) -> str:
+    """The text of a record's file.
+
+    Raises:
+        RecordError: it breaks its schema, or is written in the form of an older one.
+    """
+    try:
+        text = json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    except ValueError as error:
+        raise RecordError(f"{place}: a figure of it is no number ({error}); measure again") from error
+    written = json.loads(text)
+    if validate(written, place) != written:
+        raise RecordError(f"{place}: written in the form of an older schema, which is only read")
+    return text
+
+
 def read(path: Path) -> Record:
-    """Read and validate one record.
+    """Read and validate one record, in the present version of its schema.
+
+    Raises:
+        RecordError: names the file and what is wrong with it.
+    """
+    return validate(parse(path), place(path))
+
+
+def parse(path: Path) -> Record:
+    """The JSON object in a file, whatever it is of.
 
     Raises:
         RecordError: names the file and what is wrong with it.
     """
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
     except FileNotFoundError:
-        raise RecordError(f"{_place(path)}: no such record") from None
+        raise RecordError(f"{place(path)}: no such record") from None
     except OSError as error:
-        raise RecordError(f"{_place(path)}: {error.strerror}") from error
-    except ValueError as error:
+        raise RecordError(f"{place(path)}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
         raise RecordError(
-            f"{_place(path)}: not JSON ({error}); `git checkout` restores a committed one"
+            f"{place(path)}: not JSON ({error}); `git checkout` restores a committed one"
         ) from error
     if not isinstance(record, dict):
-        raise RecordError(f"{_place(path)}: not a JSON object")
-    validate(record, _place(path))
+        raise RecordError(f"{place(path)}: not a JSON object")
     return record
 
 
@@ -124,10 +178,13 @@ def read_items(path: Path) -> list[dict[str, Any]]:
     try:
         content = items_path.read_bytes()
     except OSError as error:
-        raise RecordError(f"{_place(items_path)}: {error.strerror}; {path.name} needs it") from error
+        raise RecordError(f"{place(items_path)}: {error.strerror}; {path.name} needs it") from error
     if hashlib.sha256(content).hexdigest() != described["sha256"]:
-        raise RecordError(f"{_place(items_path)}: not the items that {path.name} was computed from")
-    return [json.loads(line) for line in content.splitlines()]
+        raise RecordError(f"{place(items_path)}: not the items that {path.name} was computed from")
+    try:
+        return [json.loads(line) for line in content.splitlines()]
+    except ValueError as error:
+        raise RecordError(f"{place(items_path)}: not a JSON object a line ({error})") from error
 
 
 def records(folder: Path, kind: str) -> Iterator[Path]:
@@ -171,10 +228,14 @@ def _schemas() -> dict[str, Record]:
 
 
 @cache
-def _registry() -> Registry[Any]:
-    return Registry().with_resources(
-        (f"{kind}.json", Resource.from_contents(schema)) for kind, schema in _schemas().items()
-    )
+def _validator(kind: str) -> Draft202012Validator:
+    # A validator is dear to build and cheap to ask.
+    resources = [(f"json-schema:///{name}.json", schema) for name, schema in _schemas().items()]
+    return Draft202012Validator(_schemas()[kind], registry=Registry(resources))
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number")
 
 
 def _stamp() -> str:
@@ -192,12 +253,12 @@ def _publish(path: Path, content: bytes) -> None:
         Path(temporary).chmod(0o644)  # mkstemp gives 0600, which another user's `make report` cannot read
         os.link(temporary, path)  # a rename would replace an existing file, a link refuses
     except FileExistsError:
-        raise RecordError(f"{_place(path)} exists and records are never overwritten; run again") from None
+        raise RecordError(f"{place(path)} exists and records are never overwritten; run again") from None
     finally:
         with contextlib.suppress(FileNotFoundError):
             Path(temporary).unlink()
 
 
-def _place(path: Path) -> str:
+def place(path: Path) -> str:
     """The last folders of a path: enough to find it, the same on every machine."""
     return "/".join(path.parts[-3:])

@@ -259,11 +259,11 @@ def rewrite(text: str, build: Callable[[str, list[str]], str]) -> str:
 
 
 def build_markdown(root: Path, name: str, words: list[str]) -> str:
-    """One block's content.
+    """One block's content; the command that makes what is missing, where there is no record yet.
 
     Raises:
         TableError: no table of that name takes these words.
-        SlimqwenError: a record that it needs is missing or damaged.
+        SlimqwenError: a record that it needs is damaged.
     """
     builders: Mapping[tuple[str, int], Callable[..., Iterable[Table]]] = {
         ("variants", 0): lambda: [variants_table(root)],
@@ -283,7 +283,10 @@ def build_markdown(root: Path, name: str, words: list[str]) -> str:
             f"no table {' '.join([name, *words])!r}; there is: variants, results VARIANT, comparison A B, "
             "summary BASELINE VARIANT, fidelity VARIANT, acceptance VARIANT, start-up VARIANT"
         )
-    return "\n".join(table.as_markdown() for table in build(*words))
+    try:
+        return "\n".join(table.as_markdown() for table in build(*words))
+    except store.MissingRecordError as missing:
+        return f"Not measured: {missing}.\n"
 
 
 def markdown_files(root: Path) -> list[Path]:
@@ -300,7 +303,7 @@ def outdated(root: Path) -> dict[Path, str]:
 
     Raises:
         TableError: names the file with a bad block.
-        SlimqwenError: a record is missing or damaged.
+        SlimqwenError: a record is damaged.
     """
     wrong = {}
     for file in markdown_files(root):
@@ -322,13 +325,13 @@ def fidelity_tables(path: Path) -> list[Table]:
     """
     record = store.read(path)
     floor_path = next(store.records(path.parent.parent / record["baseline"], "fidelity"), None)
-    floor = store.read(floor_path)["modes"] if floor_path else None
+    floor = store.read(floor_path)["modes"] if floor_path else {}
     rows = [
         (
             _FIDELITY_NAMES[name],
             mode,
             _estimate(figures[name]),
-            _estimate(floor[mode][name]) if floor else "-",
+            _estimate(floor[mode][name]) if mode in floor else "-",
             f"{record['limits'][name]:g}",
             record["verdicts"][mode][name],
         )
@@ -341,7 +344,7 @@ def fidelity_tables(path: Path) -> list[Table]:
             mode,
             f"{figures['joined_kl_nats']:.5f}",
             f"{floor[mode]['joined_kl_nats']:.5f}"
-            if floor and floor[mode]["joined_kl_nats"] is not None
+            if mode in floor and floor[mode]["joined_kl_nats"] is not None
             else "-",
             f"{record['limits']['kl_nats']:g}",
             record["verdicts"][mode]["joined_kl_nats"],
@@ -354,12 +357,17 @@ def fidelity_tables(path: Path) -> list[Table]:
         f"{single['positions_compared']:,} positions of {single['texts_compared']} of {single['texts']} texts; "
         "bits per byte of all texts. Noise: the baseline's weights in vLLM against themselves in transformers."
     )
+    over_http = [
+        f"{mode}: over HTTP; KL of the likeliest {figures['top_k']} tokens and of all others as one."
+        for mode, figures in record["modes"].items()
+        if "top_k" in figures
+    ]
     tables = [
         Table(
             f"Fidelity of {record['variant']} to {record['baseline']}: {record['verdict']}",
             ("figure", "read", "value ± SE", "noise ± SE", "limit", "verdict"),
             tuple(rows),
-            (compared, *dict.fromkeys(_source(one) for one in (path, floor_path) if one)),
+            (compared, *over_http, *dict.fromkeys(_source(one) for one in (path, floor_path) if one)),
             text_columns=2,
         )
     ]

@@ -31,7 +31,21 @@ ARCHIVE, MANIFEST = checkpoint.COMPILE_CACHE
 _PACKED = "vllm/torch_compile_cache"
 """The part of a cache root that holds compiled graphs, their kernels and what the autotuner found."""
 
-_DECIDE_NOTHING = frozenset({"host", "port", "model", "served-model-name"})
+_DECIDE_NOTHING = frozenset(
+    {
+        "host",
+        "port",
+        "model",
+        "served-model-name",
+        "override-generation-config",
+        "chat-template",
+        "default-chat-template-kwargs",
+        "reasoning-parser",
+        "max-num-queued-reqs",
+        "max-num-queued-tokens",
+        "shutdown-timeout",
+    }
+)
 """Flags that no graph depends on; every other one has to be the same, whether vLLM's own key knows it or not."""
 
 

@@ -9,9 +9,9 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import shlex
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -25,12 +25,30 @@ import psutil
 from slimqwen import checkpoint
 from slimqwen.errors import SlimqwenError
 from slimqwen.progress import Progress, silent
-from slimqwen.serving import baked_cache, compile_watch, guard, unsafe_engines
+from slimqwen.serving import (
+    baked_cache,
+    chat_template,
+    compile_watch,
+    endpoints,
+    guard,
+    policy,
+    unsafe_engines,
+)
 from slimqwen.serving import flags as vllm_flags
 from slimqwen.serving import platform as machine
 from slimqwen.variant import Variant, making_command
 
+VARIANT_VARIABLE = "SLIMQWEN_VARIANT"
+"""Names, in a server's environment, the variant that it serves."""
+
 _ENTRY = ("-m", "vllm.entrypoints.launchers.api_server.entry")
+# The last is the outermost. No compiled graph depends on them, so they are not among the command's flags.
+_MIDDLEWARE = tuple(
+    word
+    for name in ("token_ids.OldTokenIds", "request_limits.BodyLimit", "readiness.Readiness")
+    for word in ("--middleware", f"slimqwen.serving.{name}")
+)
+_PLUGINS = ("slimqwen_engine_fixes", "slimqwen_compile_watch", endpoints.PLUGIN)
 _ENGINE_OVERHEAD_BYTES = int(1.5 * 2**30)  # imports and activations of vLLM on a CPU, seen: 1.1 GiB resident
 
 
@@ -48,6 +66,10 @@ class MemoryShortError(SlimqwenError):
 
 class ContextTooLongError(SlimqwenError):
     """--max-model-len exceeds what the checkpoint was trained for."""
+
+
+class ThinkingBudgetError(SlimqwenError):
+    """vLLM is not told what thinking looks like, and could not end it."""
 
 
 class ServerFailedError(SlimqwenError):
@@ -95,7 +117,7 @@ class ServerCommand:
         environment: the variables added to the caller's environment.
         flags: values by flag name, after the platform's table.
         left_out: what the platform's table took away.
-        variables: the part of environment that the config.env gives.
+        variables: the part of environment that graphs may depend on: what the config.env gives, and vLLM's plugins.
         cache: of compiled graphs, None where nothing is compiled.
         allow_unsafe: serve even in engine modes that were found unsafe.
     """
@@ -152,7 +174,7 @@ class ServerCommand:
             for key, value in os.environ.items()
             if not key.startswith("VLLM_") or key == "VLLM_API_KEY"
         }
-        return inherited | dict(self.environment)
+        return inherited | dict(self.environment) | {VARIANT_VARIABLE: self.variant.name}
 
     def with_cache_root(self, root: Path) -> "ServerCommand":
         """The same command with an unbaked compile cache in another place: for baking, and to time a cold start."""
@@ -162,6 +184,16 @@ class ServerCommand:
             self,
             cache=cache,
             environment=MappingProxyType({**self.environment, **_cache_environment(cache)}),
+        )
+
+    def without_middleware(self) -> "ServerCommand":
+        """The same command for bare vLLM, ready while cold: to time what is added to it."""
+        plugins = self.environment["VLLM_PLUGINS"].split(",")
+        left = ",".join(name for name in plugins if name != endpoints.PLUGIN)
+        return dataclasses.replace(
+            self,
+            argv=self.argv[: -len(_MIDDLEWARE)],
+            environment=MappingProxyType({**self.environment, "VLLM_PLUGINS": left}),
         )
 
 
@@ -217,24 +249,26 @@ def resolve(
     chosen["model"], argv["model"] = str(variant.weights), ("--model", str(variant.weights))
     chosen["port"] = port if port is not None else chosen.get("port", 8000)
     argv["port"] = ("--port", str(chosen["port"]))
+    # Unset, vLLM loads no plugin that adds routes; set, its compile key holds the list.
+    variables = {"VLLM_PLUGINS": ",".join(_PLUGINS), **resolved.environment}
     required = require_baked or variant.require_baked
     cache = None
     if not chosen.get("enforce-eager"):
-        cache = _compile_cache(variant, platform, chosen, resolved.environment, required)
+        cache = _compile_cache(variant, platform, chosen, variables, required)
     elif required:
         raise baked_cache.BakedCacheError(
             f"{variant.name} compiles nothing and a baked compile cache is required; set VLLM_ENFORCE_EAGER=0 in its "
             "config.env, or do without REQUIRE_BAKED"
         )
-    environment = _environment(variant, platform, cache) | dict(resolved.environment)
+    environment = _environment(variant, platform, cache) | variables
     return ServerCommand(
         variant=variant,
         platform=platform,
-        argv=(sys.executable, *_ENTRY, *(word for words in argv.values() for word in words)),
+        argv=(sys.executable, *_ENTRY, *(word for words in argv.values() for word in words), *_MIDDLEWARE),
         environment=MappingProxyType(environment),
         flags=MappingProxyType(chosen),
         left_out=tuple(left_out),
-        variables=resolved.environment,
+        variables=MappingProxyType(variables),
         cache=cache,
         allow_unsafe=allow_unsafe or variant.allow_unsafe,
     )
@@ -251,6 +285,9 @@ def check(command: ServerCommand) -> None:
         PortInUseError: the port is taken.
         slimqwen.serving.baked_cache.BakedCacheError: a baked compile cache is required and not usable.
         slimqwen.serving.unsafe_engines.UnsafeEngineError: these engine modes were found unsafe on this platform.
+        slimqwen.serving.endpoints.MissingPluginError: vLLM would serve without this package's limits and routes.
+        slimqwen.serving.chat_template.ChatTemplateError: the chat template does not render.
+        ThinkingBudgetError: a budget without a parser for thoughts.
     """
     variant = command.variant
     if command.platform == "cuda" and machine.detect() == "cpu":
@@ -260,6 +297,7 @@ def check(command: ServerCommand) -> None:
     checkpoint.check(variant.weights, cure=making_command(variant.weights, variant.root))
     _check_modes(command)
     _check_context(command)
+    _check_requests(command)
     _check_cache(command)
     _check_memory(command)
     _check_port(command)
@@ -294,25 +332,15 @@ def serving(
     """
     prepare(command)
     log.parent.mkdir(parents=True, exist_ok=True)
-    with guard.guarding() as guarded, log.open("wb") as output:
-        process = subprocess.Popen(
-            command.argv,
-            env=command.process_environment(),
-            cwd=command.variant.root,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        guarded.watch(process.pid)
-        try:
-            _wait_until_ready(process, command, log, timeout_s, progress)
-            yield _described(command, process.pid, log)
-        finally:
-            if process.poll() is None:
-                guard.end(psutil.Process(process.pid))
-            process.wait()
-            guarded.release()
+    environment = command.process_environment()
+    with (
+        log.open("wb") as output,
+        guard.guarded(
+            command.argv, environment=environment, folder=command.variant.root, output=output
+        ) as server,
+    ):
+        _wait_until_ready(server, command, log, timeout_s, progress)
+        yield _described(command, server.pid, log)
 
 
 def find_running(command: ServerCommand) -> RunningServer | None:
@@ -393,6 +421,7 @@ def _environment(variant: Variant, platform: machine.Platform, cache: CompileCac
         "DO_NOT_TRACK": "1",
         "VLLM_CACHE_ROOT": str(variant.root / ".cache" / "vllm"),
         "TORCHINDUCTOR_CACHE_DIR": str(variant.root / ".cache" / "inductor"),
+        policy.VARIABLE: policy.of(variant).model_dump_json(),
     }
     if cache is not None:
         environment |= _cache_environment(cache)
@@ -457,6 +486,24 @@ def _check_context(command: ServerCommand) -> None:
         )
 
 
+def _check_requests(command: ServerCommand) -> None:
+    """What requests go through before the model sees them."""
+    variant, flags = command.variant, command.flags
+    if command.argv[-len(_MIDDLEWARE) :] == _MIDDLEWARE:
+        endpoints.require_registered(command.environment)
+    budget = variant.settings.get("THINKING_TOKEN_BUDGET")
+    if budget is not None and not {"reasoning-parser", "reasoning-config"} & flags.keys():
+        raise ThinkingBudgetError(
+            f"{budget.place}: THINKING_TOKEN_BUDGET={budget.value}, and vLLM does not know what thinking looks like; "
+            "add VLLM_REASONING_PARSER=qwen3"
+        )
+    own = variant.weights / "chat_template.jinja"
+    file = variant.root / flags["chat-template"] if "chat-template" in flags else own
+    # A checkpoint without one serves completions alone.
+    if file != own or own.is_file():
+        chat_template.check(file, variant.weights, flags.get("default-chat-template-kwargs", {}))
+
+
 def _check_memory(command: ServerCommand) -> None:
     weights = sum(file.stat().st_size for file in command.variant.weights.glob("*.safetensors"))
     if command.platform == "cpu":
@@ -497,7 +544,7 @@ def _check_port(command: ServerCommand) -> None:
 
 
 def _wait_until_ready(
-    process: subprocess.Popen[bytes], command: ServerCommand, log: Path, timeout_s: float, progress: Progress
+    process: guard.Server, command: ServerCommand, log: Path, timeout_s: float, progress: Progress
 ) -> None:
     started = time.monotonic()
     while (elapsed := time.monotonic() - started) < timeout_s:
@@ -527,7 +574,8 @@ def _url(command: ServerCommand) -> str:
 def _last_error(log: Path) -> str:
     """The last line of the log that names an exception: what a person would scroll up for."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    telling = [line for line in lines if "Error" in line and "raise " not in line]
+    # What was under way when the event loop ended says nothing of why it did.
+    telling = [line for line in lines if re.search(r"(?<!Cancelled)Error", line) and "raise " not in line]
     return (telling or lines or ["it printed nothing"])[-1].rpartition("] ")[2].strip()
 
 

@@ -128,9 +128,12 @@ def add_served(add_variant, tmp_path):
         tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
         PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(weights)
         add_variant(name, f"VLLM_MODEL=weights/{name}\n")
-        command = SimpleNamespace(flags={"max-num-seqs": 4, "model": str(weights)}, environment={})
+        one = variant.load(name, tmp_path)
+        command = SimpleNamespace(
+            variant=one, flags={"max-num-seqs": 4, "model": str(weights)}, environment={}
+        )
         running = SimpleNamespace(command=command, base_url=server.base_url, model="default", weights=weights)
-        return Served(variant.load(name, tmp_path), running, False, MAX_MODEL_LEN)
+        return Served(one, running, False, MAX_MODEL_LEN)
 
     return add
 

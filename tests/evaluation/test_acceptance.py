@@ -82,6 +82,33 @@ def test_deeper_drafts_are_accepted_for_longer_and_the_choice_says_what_it_is_by
     assert (same.ratio.value, same.ratio.low, same.ratio.high, same.verdict) == (1, 1, 1, Verdict.PASS)
 
 
+def test_depths_of_an_interrupted_run_are_not_counted_again(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, asked = variant.load("tiny", repository), []
+
+    def count(folder: Path, classes: Any, plan: Any, depths: list[int], *_: Any) -> list[dict[str, Any]]:
+        asked.append(depths[0])
+        if depths == [3] and asked.count(3) == 1:
+            raise KeyboardInterrupt
+        return [
+            {"depth": depths[0], "class": "short", "temperature": 0.0, "group": group, "drafts": 5,
+             "accepted_per_position": [4 - group] * depths[0], "output_tokens": 20, "seconds": 1.0}
+            for group in range(2)
+        ]  # fmt: skip
+
+    monkeypatch.setattr(acceptance, "count", count)
+    with pytest.raises(KeyboardInterrupt):
+        acceptance.measure(one, "small", [1, 2, 3], command=["x"])
+    assert not list(one.folder.glob("acceptance_*"))
+    path = acceptance.measure(one, "small", [1, 2, 3], command=["x"])
+    assert asked == [1, 2, 3, 3]
+    assert [row["depth"] for row in store.read(path)["depths"]] == [1, 2, 3]
+    monkeypatch.setattr(store, "_stamp", lambda: "2026-01-01T000000Z")
+    acceptance.measure(one, "small", [1], command=["x"])
+    assert asked == [1, 2, 3, 3, 1]
+
+
 def test_a_checkpoint_without_a_head_is_refused(repository: Path) -> None:
     bare = repository / "weights" / "bare"
     shutil.copytree(ROOT / "weights" / "tiny", bare)

@@ -1,5 +1,6 @@
 """The correctness matrix: what is compared, what a crash becomes, and the embedded model in real engines."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -320,6 +321,30 @@ def test_a_crash_blocks_serving_until_the_same_combination_is_fine_again(reposit
         launch.check(command)
     assert engine_matrix.verdict(found(fine)) == Verdict.PASS
     launch.check(command)
+
+
+def test_combinations_that_an_interrupted_run_has_tried_are_not_tried_again(repository, monkeypatch):
+    one = repository()
+    served = SERVED.model_copy(update={"prefix_caching": True})
+    other = dataclasses.replace(cell(served.model_copy(update={"chunked_prefill": False})), served=False)
+    cells = [cell(served), other]
+    reference = engine_matrix.Reference(cells, {"prompts": []}, {"prompts": [answer((1, 2))]})
+    fine = Run([Reply("greedy", "prompts", 0, (1, 2))], 0, 0, 0, None, 0, [])
+    steps = iter([reference, fine, EngineMatrixError("killed"), reference, fine])
+
+    def apart(*_):
+        step = next(steps)
+        if isinstance(step, Exception):
+            raise step
+        return step
+
+    monkeypatch.setattr(engine_matrix, "apart", apart)
+    with pytest.raises(EngineMatrixError, match="killed"):
+        engine_matrix.measure(one, "p", command=["check"])
+    path = engine_matrix.measure(one, "p", command=["check"])
+    assert [row["state"] for row in store.read(path)["cells"]] == ["fine", "fine"]
+    assert [item["cell"] for item in store.read_items(path)] == [0, 1, 2]
+    assert next(steps, None) is None
 
 
 def test_a_plain_engine_that_fails_is_an_error_and_no_finding(repository, monkeypatch):

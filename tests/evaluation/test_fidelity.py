@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,11 +11,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from slimqwen import variant
-from slimqwen.evaluation import fidelity
-from slimqwen.evaluation.fidelity import FidelityError, Limits
+from slimqwen.evaluation import fidelity, served
+from slimqwen.evaluation.fidelity import FidelityError, Limits, PairedText, Reading
+from slimqwen.evaluation.served import Served, ServerLostError
 from slimqwen.evaluation.verdict import Verdict
 from slimqwen.progress import silent
 from slimqwen.recipe import prune_vocab
+from slimqwen.serving import launch
 
 ROOT = variant.repository_root()
 TINY = ROOT / "weights" / "tiny"
@@ -87,6 +90,58 @@ def test_a_checkpoint_is_faithful_to_itself_in_every_mode(read, plan):
         assert summary[mode]["texts_compared"] == summary[mode]["texts"] == 12
         assert 0 < summary[mode]["kl_nats"]["value"] < 2e-4
         assert 0 < summary[mode]["joined_kl_nats"] < 2e-4
+
+
+@pytest.fixture
+def served_tiny(tiny_server):
+    return Served(variant.load("tiny"), tiny_server, True, served.max_model_len(tiny_server.base_url))
+
+
+@pytest.mark.engine
+def test_a_served_checkpoint_is_compared_over_http_as_it_is_in_process(served_tiny, read, plan):
+    readings = fidelity.compare_served(served_tiny, TINY, plan, ROOT, max_model_len=CONTEXT)
+    figures = fidelity.summarise(readings)[fidelity.SERVED]
+    assert set(fidelity.judge(figures, plan.limits["same_weights"]).values()) == {Verdict.PASS}
+    in_process = fidelity.summarise(read(TINY))["batched"]
+    assert figures["positions_compared"] == in_process["positions_compared"]
+    assert 0 < figures["kl_nats"]["value"] < 2e-4
+    for name in ("top1_disagreement", "head_delta_mean"):
+        assert figures[name]["value"] == pytest.approx(in_process[name]["value"], rel=0.5)
+
+
+@pytest.mark.engine
+def test_another_checkpoint_fails_over_http_as_it_does_in_process(served_tiny, read, plan, swapped):
+    readings = fidelity.compare_served(served_tiny, swapped, plan, ROOT, max_model_len=CONTEXT)
+    figures = fidelity.summarise(readings)[fidelity.SERVED]
+    assert fidelity.judge(figures, plan.limits["changed_weights"])["kl_nats"] == Verdict.FAIL
+
+
+def test_a_dead_server_is_told_and_no_reading_comes(plan):
+    gone = SimpleNamespace(base_url=f"http://127.0.0.1:{launch.free_port()}", model="default")
+    nobody = Served(variant.load("tiny"), gone, True, CONTEXT)
+    with pytest.raises(ServerLostError, match="failed while it read texts"):
+        fidelity.compare_served(nobody, TINY, plan, ROOT, max_model_len=CONTEXT)
+
+
+def test_the_tail_as_one_never_raises_divergence_and_changes_no_other_figure():
+    """Grouping loses information; where the tail is alike on both sides it loses none."""
+    chance = torch.Generator().manual_seed(5)
+    p, q = (torch.randn(64, 300, generator=chance).mul(3).log_softmax(-1) for _ in range(2))
+    ids = torch.randint(300, (65,), generator=chance).tolist()
+    text = PairedText("a", 1, ids, ids, True)
+    whole, grouped = Reading("a", "batched", 1), Reading("a", fidelity.SERVED, 1)
+    fidelity._Reader(text, p, None, whole).take(q, torch.tensor(ids[1:]))
+    positions = []
+    for row, wanted in zip(q, ids[1:], strict=True):
+        best = row.topk(fidelity.TOP_K).indices.tolist()
+        positions.append({token: float(row[token]) for token in {*best, wanted}})
+    fidelity._Reader(text, p, None, grouped).take_top(positions)
+    assert 0.2 * whole.kl_nats < grouped.kl_nats < whole.kl_nats
+    assert grouped.compared == whole.compared == 64
+    assert grouped.disagreements == whole.disagreements > 0
+    assert grouped.regret_nats == pytest.approx(whole.regret_nats, rel=1e-5)
+    assert grouped.variant_bits == pytest.approx(whole.variant_bits, rel=1e-5)
+    assert grouped.head_deltas == pytest.approx(whole.head_deltas, rel=1e-4)
 
 
 @pytest.mark.engine

@@ -64,7 +64,7 @@ class Witnesses:
             "schema": "fidelity/1", "variant": one.name, "baseline": "tiny", "plan": plan,
             "limits": {"of": "changed_weights", **LIMITS}, "modes": {"single": whole},
             "verdicts": {"single": dict.fromkeys((*LIMITS, "joined_kl_nats"), verdict)}, "verdict": verdict,
-            "stages": [], "provenance": self.described(one, {"enforce-eager": True}),
+            "stages": [], "provenance": self.described(one),
         }  # fmt: skip
         return store.write(one.folder, record, [{"text": 1}])
 
@@ -185,8 +185,8 @@ def test_what_holds_is_not_measured_again(one: Variant, witnesses: Witnesses) ->
     settings = one.folder / "config.env"
     settings.write_text(settings.read_text() + "VLLM_MAX_NUM_SEQS=3\n")
     gate.run(variant.load("small", one.root), "tinyworld", command=["x"])
-    # Fidelity and acceptance are of the weights; how many requests are served at once is for the other two.
-    assert witnesses.asked == [("quality", "small"), ("engine", "small")]
+    # Acceptance is of the weights; how many requests are served at once is for the other three.
+    assert witnesses.asked == [("fidelity", "small"), ("quality", "small"), ("engine", "small")]
 
 
 def test_all_items_speak_before_a_sample_where_both_have_them(one: Variant, witnesses: Witnesses) -> None:

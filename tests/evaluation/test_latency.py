@@ -170,6 +170,44 @@ def test_a_server_that_dies_is_an_error_and_leaves_no_record(measure, add_served
         assert not [file for file in one.variant.folder.iterdir() if "latency" in file.name]
 
 
+def test_whole_rounds_of_an_interrupted_run_are_not_sent_again(measure, add_served, stand_in):
+    """A round is 7 requests: the second variant's server dies in the second of three rounds."""
+    whole_server, dying_server = stand_in(), stand_in(lives_for=9)
+    whole, dying = add_served("whole", whole_server), add_served("dying", dying_server)
+    with pytest.raises(served.ServerLostError, match="1 of 3 rounds are kept: the same command goes on"):
+        measure(whole, dying, rounds=3)
+    first = prompts_of(whole_server)
+    dying_server.lives_for = None
+    dying_server.requests.clear()
+    paths, order = measure(whole, dying, rounds=3)
+    assert order == ["whole", "dying"] * 2
+    records = [store.read(path) for path in paths]
+    assert [record["rounds_of_earlier_run"] for record in records] == [1, 1]
+    assert [record["rounds"] for record in records] == [3, 3]
+    for path in paths:
+        sent = [(item["class"], item["round"]) for item in store.read_items(path)]
+        assert sent == [("short", n) for n in (0, 0, 0, 1, 1, 1, 2, 2, 2)] + [
+            ("long", n) for n in (0, 0, 1, 1, 2, 2)
+        ]
+    assert records[0]["classes"]["long"]["prompts_sha256"] == records[1]["classes"]["long"]["prompts_sha256"]
+    # The first round's prompts are in nobody's cache a second time; the round that broke off is sent anew.
+    again = prompts_of(whole_server)[len(first) :]
+    assert not set(first[:7]) & set(again)
+    # What is finished is forgotten: the next run begins at its first round.
+    assert measure(whole, dying, rounds=3)[1] == ["whole", "dying"] * 3
+
+
+def test_a_run_of_other_rounds_or_another_workload_begins_anew(measure, add_served, stand_in, write_workload):
+    whole_server, dying_server = stand_in(), stand_in(lives_for=9)
+    whole, dying = add_served("whole", whole_server), add_served("dying", dying_server)
+    with pytest.raises(served.ServerLostError):
+        measure(whole, dying)
+    dying_server.lives_for = None
+    assert len(measure(whole, dying, rounds=3)[1]) == 6
+    assert len(measure(whole, dying, workload=write_workload(seed=2))[1]) == 4
+    assert len(measure(whole, dying)[1]) == 2
+
+
 SHORT = PromptClass(name="short", prompt_tokens=4, output_tokens=5, requests=2)
 
 

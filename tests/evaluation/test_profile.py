@@ -64,7 +64,7 @@ def test_a_request_is_told_apart_by_phase_part_and_operator(
         found,
         plots.profile,
         command=["x"],
-        started="now",
+        started="2026-01-01T00:00:00Z",
         file=tmp_path / "results" / "p.json",
     )
     assert file.with_suffix(".svg").is_file()

@@ -433,7 +433,15 @@ def test_a_variant_is_bounded_beside_its_baseline(repository: Path):
     assert all_shown.lines[1].y == [row["all"]["tokens_per_second"] for row in best["decode"][3:]]
     assert "drafting: not measured on this GPU" in found["notes"]
 
-    written = results.write("roofline", compared[1], found, plots.roofline, command=["x"], started="now")
+    written = results.write(
+        "roofline",
+        compared[1],
+        found,
+        plots.roofline,
+        command=["x"],
+        started="2026-01-01T00:00:00Z",
+        devices="ab" * 32,
+    )
     assert json.loads(written.read_text())["variants"][1] == best
 
 

@@ -22,6 +22,7 @@ CPU_LOG = """\
 (Worker pid=7) INFO 11-21 06:20:59 [compile_watch.py:9] Graph eagle_head compiled in 5.00 s (not in the cache)
 (EngineCore pid=6) INFO 11-21 06:21:47 [core.py:396] init engine (profile, create kv cache, warmup model) took \
 30.25 s (compilation: 25.40 s)
+(APIServer pid=5) INFO 11-21 06:21:52 [warm_up.py:60] Warm-up took 3.10 s: batches of 1, chats with thinking on and off
 """
 GPU_LOG = """\
 INFO [default_loader.py:501] Loading weights took 1.50 seconds
@@ -33,10 +34,11 @@ INFO [core.py:402] init engine (profile, create kv cache, warmup model) took 9.0
 def test_phases_add_up_to_the_time_until_the_first_token():
     found = start_up.phases(CPU_LOG, ready_seconds=60.0, first_token_seconds=0.5)
     assert found == {
-        "import": pytest.approx(60 - 1.0 - 30.25, abs=0.01),
+        "import": pytest.approx(60 - 1.0 - 30.25 - 3.1, abs=0.01),
         "load_weights": pytest.approx(1.0, abs=0.01),
         "compile": 25.5,
         "warm_up": 4.75,
+        "first_requests": 3.1,
         "first_token": 0.5,
     }
     assert list(found) == list(start_up.PHASES)
@@ -69,7 +71,7 @@ def ledger(monkeypatch, tmp_path):
             made.append(kind)
             seconds = SECONDS[kind] + len(made)
             graph = {"name": "backbone", "loaded": loads(kind), "seconds": 1.0, "why_compiled": ""}
-            phases = dict.fromkeys(start_up.PHASES, seconds / 5)
+            phases = dict.fromkeys(start_up.PHASES, seconds / len(start_up.PHASES))
             return {
                 "ready_seconds": seconds,
                 "phases": phases,
@@ -170,5 +172,6 @@ def test_a_real_server_answers_its_first_token_and_states_its_phases(tiny_server
     found = start_up.phases(log, 600.0, first_token)
     assert 0 < found["first_token"] + 0.01 < 30
     assert found["load_weights"] < 60
+    assert 0 < found["first_requests"] < 60
     assert found["compile"] == 0
     assert sum(found.values()) == pytest.approx(600.0 + first_token, abs=0.1)

@@ -1,4 +1,5 @@
 import json
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -48,6 +49,36 @@ def test_paths_become_relative_to_the_repository(value, portable):
 def test_secrets_are_redacted(name):
     assert "hunter2" not in str(provenance.redacted({name: "hunter2", "OMP_NUM_THREADS": "2"}))
     assert provenance.redacted({"OMP_NUM_THREADS": "2"}) == {"OMP_NUM_THREADS": "2"}
+
+
+def test_secrets_are_redacted_in_flags_and_addresses_and_counts_of_tokens_are_not():
+    flags = {
+        "api-key": "hunter2",
+        "hf-token": "hunter2",
+        "max-num-batched-tokens": 2048,
+        "ssl-keyfile": "a.pem",
+    }
+    block = provenance.served(flags, {"HTTPS_PROXY": "http://me:hunter2@proxy.example.org:3128"}, ROOT)
+    assert "hunter2" not in json.dumps(block)
+    assert (block["flags"]["max-num-batched-tokens"], block["flags"]["ssl-keyfile"]) == (2048, "a.pem")
+    assert block["environment"]["HTTPS_PROXY"].endswith("@proxy.example.org:3128")
+
+
+@pytest.mark.parametrize(
+    ("given", "own", "threads"),
+    [({"OMP_NUM_THREADS": "3"}, "2", 3), ({}, "2", 2), ({}, None, None), ({}, "many", None), ({}, "0", None)],
+)
+def test_threads_are_the_engine_s_or_else_this_process_s(monkeypatch, given, own, threads):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if own is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", own)
+    assert provenance.served({}, given, ROOT)["threads"] == threads
+
+
+@given(st.lists(st.text(st.characters(blacklist_characters="/\0", blacklist_categories=["Cs"])), max_size=4))
+def test_a_command_is_what_a_shell_takes(words):
+    told = provenance.shell_command([f"{ROOT}/scripts/x.py", *words], ROOT)
+    assert shlex.split(told) == ["python", "scripts/x.py", *words]
 
 
 @pytest.fixture
@@ -119,6 +150,7 @@ def test_a_described_run_can_be_repeated_elsewhere(repository):
     items.write_text("{}\n")
     described = describe(repository, weights, [items])
     assert described["command"] == "python scripts/eval_quality.py --variant tiny"
+    assert described["schema"] == "provenance/2"
     assert described["checkpoint"]["path"] == described["flags"]["model"] == "weights/tiny"
     assert described["checkpoint"]["size_bytes"] == 2
     assert list(described["datasets"]) == ["eval/items.jsonl"]

@@ -1,3 +1,4 @@
+import hashlib
 import json
 import os
 import threading
@@ -38,9 +39,24 @@ def test_an_invalid_record_leaves_nothing(tmp_path, quality):
 
 def test_a_figure_that_is_no_number_is_refused(tmp_path, quality):
     quality["tasks"]["example_facts"]["value"] = float("nan")
-    with pytest.raises(ValueError, match="JSON"):
+    with pytest.raises(store.RecordError, match="no number"):
         store.write(tmp_path, quality, ITEMS)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_record_of_an_older_form_is_read_and_not_written(tmp_path, quality):
+    old = {key: value for key, value in quality.items() if key != "endpoint"} | {"schema": "quality/1"}
+    with pytest.raises(store.RecordError, match="older schema"):
+        store.write(tmp_path, old, ITEMS)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_validated_stays_as_it_is(quality):
+    old = {key: value for key, value in quality.items() if key != "endpoint"} | {"schema": "quality/1"}
+    old["items"] = {"file": "x.items.jsonl", "sha256": "ab" * 32, "count": 8}
+    before = json.dumps(old)
+    assert store.validate(old, "example")["endpoint"] == "completions"
+    assert json.dumps(old) == before
 
 
 @pytest.mark.usefixtures("one_moment")
@@ -111,6 +127,8 @@ def test_a_missing_record_is_told_with_its_command(tmp_path):
         (lambda path: path.write_bytes(b"\xff\xfe\x00"), "not JSON"),
         (lambda path: path.unlink(), "no such record"),
         (lambda path: path.write_text(json.dumps({"schema": "quality/9"})), "quality/9"),
+        (lambda path: path.write_text("{" * 100_000), "not JSON"),
+        (lambda path: path.write_text('{"schema": "quality/2", "limit": NaN}'), "NaN is no number"),
     ],
 )
 def test_a_damaged_record_is_named_with_its_cause(tmp_path, quality, damage, cause):
@@ -126,6 +144,13 @@ def test_items_that_were_changed_are_refused(tmp_path, quality):
     items = path.with_name(store.read(path)["items"]["file"])
     items.write_text(items.read_text().replace('"value": 0.0', '"value": 1.0'))
     with pytest.raises(store.RecordError, match="not the items"):
+        store.read_items(path)
+    content = "no json\n"
+    described = json.loads(path.read_text())
+    described["items"] |= {"sha256": hashlib.sha256(content.encode()).hexdigest(), "count": 1}
+    path.write_text(json.dumps(described))
+    items.write_text(content)
+    with pytest.raises(store.RecordError, match="not a JSON object a line"):
         store.read_items(path)
     items.unlink()
     with pytest.raises(store.RecordError, match="needs it"):

@@ -1,3 +1,6 @@
+import contextlib
+import os
+import secrets
 import subprocess
 import sys
 import time
@@ -67,32 +70,157 @@ def test_ending_a_server_that_has_ended_is_no_error(start):
     guard.end(server)
 
 
-def guard_process():
+def running(token):
+    """The processes with a word on their command line, those that have ended left out."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if token in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+@pytest.fixture
+def guarded(tmp_path):
+    """A guarded server that runs Python code; what it prints goes to tmp_path/log."""
+
+    @contextlib.contextmanager
+    def start(code, *words, environment=None):
+        with (
+            (tmp_path / "log").open("wb") as output,
+            guard.guarded(
+                [sys.executable, "-c", code, *words],
+                environment=os.environ if environment is None else environment,
+                folder=tmp_path,
+                output=output,
+            ) as server,
+        ):
+            yield server
+
+    return start
+
+
+def printed(folder):
+    """What the server has printed, once it has printed a line."""
+    deadline = time.monotonic() + 20
+    while not (text := (folder / "log").read_text()).endswith("\n"):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return text
+
+
+def test_a_server_lives_for_the_block_with_what_it_started(guarded, tmp_path):
+    with guarded(WITH_CHILD) as server:
+        printed(tmp_path)
+        process = psutil.Process(server.pid)
+        [child] = process.children()
+        assert server.poll() is None
+    assert not process.is_running()
+    assert gone(child, 1)
+
+
+def test_a_server_gets_its_folder_its_environment_a_session_of_its_own_and_no_input(guarded, tmp_path):
+    code = (
+        "import os, sys; print(os.getcwd(), sorted(k for k in os.environ if k[0] == 'S'), os.getsid(0) == os.getpid(), "
+        "sys.stdin.read() == '', file=sys.stderr)"
+    )
+    with guarded(code, environment={"SECRET": "sesame", "SIZE": "3"}) as server:
+        said = printed(tmp_path)
+    assert said == f"{tmp_path} ['SECRET', 'SIZE'] True True\n"
+    assert server.pid != os.getpid()
+
+
+def test_the_environment_is_on_no_command_line(guarded):
+    with guarded("import time; time.sleep(60)", environment={"KEY": "sesame"}) as server:
+        [keeper] = [psutil.Process(server.pid).parent()]
+        assert "slimqwen.serving.guard" in keeper.cmdline()
+        assert "sesame" not in " ".join(keeper.cmdline() + psutil.Process(server.pid).cmdline())
+
+
+@pytest.mark.parametrize(
+    ("code", "told"), [("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", -9), ("", 0)]
+)
+def test_a_server_that_ends_by_itself_is_told_with_its_exit_code(guarded, code, told):
+    with guarded(code) as server:
+        deadline = time.monotonic() + 20
+        while server.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert (server.poll(), server.returncode) == (told, told)
+
+
+@pytest.mark.parametrize("missing", ["command", "folder"])
+def test_what_cannot_be_started_is_one_line(tmp_path, missing):
+    argv = [str(tmp_path / "none")] if missing == "command" else [sys.executable, "-c", ""]
+    folder = tmp_path / "none" if missing == "folder" else tmp_path
+
+    def start():
+        with (
+            (tmp_path / "log").open("wb") as output,
+            guard.guarded(argv, environment={}, folder=folder, output=output),
+        ):
+            pytest.fail("it started")
+
+    with pytest.raises(guard.NotStartedError, match=r"cannot start .*No such file.*make install") as refused:
+        start()
+    assert "\n" not in str(refused.value)
+
+
+def test_a_guard_that_was_killed_leaves_the_ending_to_the_starter(guarded, tmp_path):
+    with guarded(WITH_CHILD) as server:
+        printed(tmp_path)
+        process = psutil.Process(server.pid)
+        process.parent().kill()
+        deadline = time.monotonic() + 10
+        while server.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert process.is_running()
+    assert gone(process, 1)
+
+
+def keeper_process():
     command = [sys.executable, "-m", "slimqwen.serving.guard"]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def test_a_pipe_that_closes_without_a_word_ends_the_server(start):
-    server = start(WITH_CHILD)
-    keeper = guard_process()
-    keeper.stdin.write(f"{server.pid}\n")
-    keeper.stdin.flush()
-    time.sleep(0.5)
-    assert server.poll() is None
-    keeper.stdin.close()
-    # Collected here first: until then it is a zombie, which the guard would wait for.
-    assert server.wait(10) != 0
-    assert keeper.wait(20) == 0
+@pytest.mark.parametrize("said", ["", '{"argv": ["sleep", "6'])
+def test_a_starter_that_dies_before_it_has_said_what_to_start_leaves_nothing(said):
+    keeper = keeper_process()
+    told, _ = keeper.communicate(said, timeout=20)
+    assert (keeper.returncode, told) == (0, "")
 
 
-def test_a_released_server_is_left_alone(start):
-    server = start(WITH_CHILD)
-    keeper = guard_process()
-    keeper.communicate(f"{server.pid}\nreleased\n", timeout=20)
-    assert server.poll() is None
+STARTER = """
+import os, sys
+from pathlib import Path
+from slimqwen.serving import guard
+
+print("up", flush=True)
+with (
+    open(os.devnull, "wb") as output,
+    guard.guarded(
+        [sys.executable, "-c", "import time; time.sleep(60)", sys.argv[1]],
+        environment=os.environ, folder=Path.cwd(), output=output,
+    ),
+):
+    sys.stdin.read()
+"""
 
 
-def test_a_starter_that_dies_before_it_started_a_server_leaves_nothing():
-    keeper = guard_process()
-    keeper.communicate("", timeout=20)
-    assert keeper.returncode == 0
+@pytest.mark.parametrize("after_s", [0.0, 0.002, 0.01, 0.05, 0.15, 0.3, 0.45, 0.6, 1.0])
+def test_a_starter_that_is_killed_at_whatever_instant_leaves_no_server(after_s):
+    token = secrets.token_hex(8)
+    starter = subprocess.Popen(
+        [sys.executable, "-c", STARTER, token], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert starter.stdout.readline() == b"up\n"
+    time.sleep(after_s)
+    family = psutil.Process(starter.pid).children(recursive=True)
+    starter.kill()
+    starter.communicate()
+    # The guard ends last: then nothing can follow.
+    _, alive = psutil.wait_procs(family, timeout=20)
+    assert [one for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
+    time.sleep(0.2)
+    assert running(token) == []

@@ -102,7 +102,7 @@ def test_stray_vllm_variables_of_the_shell_do_not_reach_the_server_but_the_key_d
 
     environment = command.process_environment()
 
-    assert "VLLM_PLUGINS" not in environment
+    assert environment["VLLM_PLUGINS"] == command.environment["VLLM_PLUGINS"] != "nothing"
     assert environment["VLLM_API_KEY"] == "sesame"
     assert "sesame" not in command.as_shell()
 
@@ -201,7 +201,7 @@ def test_a_server_ends_with_the_process_that_started_it_however_that_dies(tmp_pa
     try:
         deadline = time.monotonic() + 120
         while True:
-            children = psutil.Process(parent.pid).children()
+            children = psutil.Process(parent.pid).children(recursive=True)
             with contextlib.suppress(psutil.Error):
                 if any("time.sleep" in " ".join(child.cmdline()) for child in children):
                     break
@@ -257,6 +257,14 @@ def test_a_baked_cache_for_something_else_is_not_used_and_refused_where_required
         baked_cache.BakedCacheError, match=r"compile cache of v is for something else: torch was"
     ):
         launch.check(required)
+
+
+def test_a_cache_baked_with_other_plugins_does_not_fit_because_vllms_own_key_holds_them(baked_for, tmp_path):
+    command = baked_for()
+    file = tmp_path / "weights/v" / baked_cache.MANIFEST
+    file.write_text(file.read_text().replace("slimqwen_endpoints", "another"))
+    again = launch.resolve(command.variant, port=launch.free_port(), platform="cpu")
+    assert [said.partition(" ")[0] for said in again.cache.differences] == ["VLLM_PLUGINS"]
 
 
 def test_a_required_cache_that_was_never_baked_is_told_with_the_command_that_bakes_it(servable):

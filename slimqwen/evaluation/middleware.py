@@ -1,0 +1,119 @@
+"""What the gate, the limits and the policy cost a request: a variant's server beside the same one without them."""
+
+import contextlib
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from slimqwen.errors import SlimqwenError
+from slimqwen.evaluation import statistics
+from slimqwen.progress import Progress, silent
+from slimqwen.records.plots import Line, Panel
+from slimqwen.serving import launch
+from slimqwen.variant import Variant
+
+TOKENS = 32
+"""Of an answer."""
+
+_MEASURES = ("ttft_ms", "tpot_ms")
+
+
+class NoStreamError(SlimqwenError):
+    """A server did not answer as it was asked."""
+
+
+def cost(variant: Variant, pairs: int, logs: Path, progress: Progress = silent) -> dict[str, Any]:
+    """Ask both servers the same questions in turns, each first in every other pair, one question at a time.
+
+    Both run at once: on a GPU, give the variant less than half of the memory.
+
+    Args:
+        variant: what is served.
+        pairs: questions to each server, at least 2.
+        logs: a folder for vLLM's output.
+        progress: hears the pairs done.
+
+    Returns:
+        "pairs": [{"with": {"ttft_ms", "tpot_ms"}, "without": {…}}], and "<measure>_with_over_without":
+        {"value", "low", "high"}, a ratio of medians with its interval over pairs.
+
+    Raises:
+        NoStreamError: a server did not answer as it was asked.
+        TooFewItemsError: fewer than 2 pairs.
+        SlimqwenError: what `slimqwen.serving.launch.serving` raises.
+    """
+    if pairs < 2:
+        raise statistics.TooFewItemsError(f"{pairs} pair(s) show no spread: take 2 or more")
+    found: list[dict[str, dict[str, float]]] = []
+    with contextlib.ExitStack() as stack:
+        urls = {}
+        for name in ("with", "without"):
+            command = launch.resolve(variant, port=launch.free_port())
+            command = command if name == "with" else command.without_middleware()
+            log = logs / f"middleware-{variant.name}-{name}.log"
+            urls[name] = stack.enter_context(launch.serving(command, log=log, progress=progress)).base_url
+        client = stack.enter_context(
+            httpx.Client(headers=launch.authorization(), timeout=600, trust_env=False)
+        )
+        # The first question opens the connection, and is the bare server's whole warm-up.
+        for number in range(-2, pairs):
+            progress("pairs", max(number, 0), pairs)
+            names = ("with", "without") if number % 2 else ("without", "with")
+            pair = {name: _timed(client, urls[name], f"Question {number}: where is it?") for name in names}
+            if number >= 0:
+                found.append(pair)
+    progress("pairs", pairs, pairs)
+    return {"pairs": found, **{f"{m}_with_over_without": asdict(_ratio(found, m)) for m in _MEASURES}}
+
+
+def panels(record: Mapping[str, Any]) -> list[Panel]:
+    """Each pair's two times, in the order of measuring."""
+    numbers = range(1, len(record["pairs"]) + 1)
+    return [
+        Panel(
+            "pair",
+            f"{measure.removesuffix('_ms').upper()} (ms)",
+            [
+                Line(f"{name} middleware", numbers, [pair[name][measure] for pair in record["pairs"]])
+                for name in ("with", "without")
+            ],
+        )
+        for measure in _MEASURES
+    ]
+
+
+def _ratio(pairs: list[dict[str, dict[str, float]]], measure: str) -> statistics.Ratio:
+    ours, bare = (np.array([pair[name][measure] for pair in pairs]) for name in ("with", "without"))
+
+    def ratio(first: Any, second: Any, axis: int = -1) -> Any:
+        return np.median(first, axis=axis) / np.median(second, axis=axis)
+
+    low, high = statistics.bootstrap_interval((ours, bare), ratio, paired=True)
+    return statistics.Ratio(float(ratio(ours, bare)), low, high)
+
+
+def _timed(client: httpx.Client, url: str, prompt: str) -> dict[str, float]:
+    """Milliseconds to the first token, and per token after it."""
+    body = {"prompt": prompt, "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0, "stream": True}
+    asked = time.perf_counter()
+    heard = []
+    try:
+        with client.stream("POST", f"{url}/v1/completions", json=body) as answer:
+            answer.raise_for_status()
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    heard.append(time.perf_counter())
+    except httpx.HTTPError as error:
+        raise NoStreamError(f"{url} did not answer ({error}); its log is in logs/") from error
+    if len(heard) < 2:
+        raise NoStreamError(f"{url} streamed {len(heard)} of {TOKENS} tokens; its log is in logs/")
+    first, last = heard[0], heard[-1]
+    return {
+        "ttft_ms": round((first - asked) * 1000, 3),
+        "tpot_ms": round((last - first) / (TOKENS - 1) * 1000, 4),
+    }

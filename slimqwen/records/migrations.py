@@ -1,0 +1,87 @@
+"""Old records in the form of today: one function for each step from a version of a schema to the next.
+
+Files on disk stay as they were written; `store` applies the steps whenever it reads one. A step states what was so when
+the old form was written, and null where nobody knows. The provenance block has versions of its own, for all kinds
+share it.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from slimqwen.errors import SlimqwenError
+
+Record = dict[str, Any]
+
+
+class MigrationError(SlimqwenError):
+    """A record that is not of the form that its schema version promises."""
+
+
+def named(schema: object) -> tuple[str, int]:
+    """quality/2 -> its kind and version.
+
+    Raises:
+        MigrationError: it is no such name.
+    """
+    kind, _, version = schema.partition("/") if isinstance(schema, str) else ("", "", "")
+    if not kind or not version.isdecimal():
+        raise MigrationError(f"schema {schema!r} is no <kind>/<version>; it is no record, move it elsewhere")
+    return kind, int(version)
+
+
+def to_present(record: Mapping[str, Any]) -> Record:
+    """The record, and the provenance block in it, after every step that there is from their versions on.
+
+    Raises:
+        MigrationError: the schema is no name with a version, or a step does not find what that version has.
+    """
+    present = _stepped(dict(record), *named(record.get("schema")))
+    block = present.get("provenance")
+    if isinstance(block, Mapping):
+        # The block had no version before its second.
+        given = block.get("schema", "provenance/1")
+        present["provenance"] = _stepped({"schema": given, **block}, *named(given))
+    return present
+
+
+def _stepped(record: Record, kind: str, version: int) -> Record:
+    while (step := _STEPS.get((kind, version))) is not None:
+        try:
+            record = step(record)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise MigrationError(f"not what {kind}/{version} has ({error!r})") from error
+        version += 1
+        record["schema"] = f"{kind}/{version}"
+    return record
+
+
+def _quality_1(record: Record) -> Record:
+    """Before chats, repeats, clusters and answers that outlive an interruption; later files have some of these."""
+    return {
+        "endpoint": "completions",
+        "answers_of_earlier_run": 0,
+        **record,
+        "tasks": {
+            name: {
+                "cluster_count": row["item_count"],
+                "items_to_decide": None,
+                "output_count": None,
+                "output_tokens": None,
+                "settings": {},
+                **row,
+            }
+            for name, row in record["tasks"].items()
+        },
+    }
+
+
+def _provenance_1(block: Record) -> Record:
+    """Threads stood in the environment of a server alone; an engine inside the measuring process left them unsaid."""
+    threads = block.get("environment", {}).get("OMP_NUM_THREADS")
+    return {"threads": None if threads is None else int(threads), **block}
+
+
+_STEPS: Mapping[tuple[str, int], Callable[[Record], Record]] = MappingProxyType(
+    {("quality", 1): _quality_1, ("provenance", 1): _provenance_1}
+)

@@ -1,0 +1,66 @@
+// Sorting and filtering of the leaderboard. Without it the page is a plain table, in the order of the choice.
+"use strict";
+
+(() => {
+  const table = document.querySelector("table.board");
+  if (!table) return;
+  const body = table.tBodies[0];
+  const rows = [...body.rows];
+  const headings = [...table.tHead.rows[0].cells];
+
+  const sort = (column) => {
+    const heading = headings[column];
+    const now = heading.getAttribute("aria-sort");
+    const first = heading.dataset.first === "down" ? "descending" : "ascending";
+    const other = first === "descending" ? "ascending" : "descending";
+    const direction = now === first ? other : first;
+    for (const one of headings) one.removeAttribute("aria-sort");
+    heading.setAttribute("aria-sort", direction);
+
+    const keys = new Map(rows.map((row) => [row, row.cells[column].dataset.o]));
+    const given = [...keys.values()].filter((key) => key !== undefined);
+    const numbers = given.every((key) => key !== "" && !Number.isNaN(Number(key)));
+    const sign = direction === "ascending" ? 1 : -1;
+    const compare = (a, b) => {
+      const [x, y] = [keys.get(a), keys.get(b)];
+      if (x === undefined || y === undefined) return (x === undefined) - (y === undefined); // empty cells last
+      return sign * (numbers ? Number(x) - Number(y) : x.localeCompare(y, "en", { numeric: true }));
+    };
+    rows.sort(compare);
+    body.append(...rows);
+  };
+
+  headings.forEach((heading, column) => {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.append(...heading.querySelector(".head").childNodes);
+    button.addEventListener("click", () => sort(column));
+    heading.replaceChildren(button);
+  });
+
+  const form = document.querySelector(".filters");
+  const suited = [...table.querySelectorAll("thead [data-suite]")].map((one) => [headings.indexOf(one), one.dataset.suite]);
+  const filter = () => {
+    const find = form.elements.find.value.trim().toLowerCase();
+    const [hardware, suite, stands] = ["hardware", "suite", "stands"].map((name) => form.elements[name].value);
+    let shown = 0;
+    for (const row of rows) {
+      row.hidden = !(
+        (!hardware || row.dataset.hardware === hardware) &&
+        (!suite || row.dataset.suite.split(" ").includes(suite)) &&
+        (!stands || row.dataset.stands === stands) &&
+        (!find || row.textContent.toLowerCase().includes(find))
+      );
+      shown += !row.hidden;
+    }
+    for (const [column, of] of suited) {
+      for (const row of [table.tHead.rows[0], ...rows]) row.cells[column].classList.toggle("other-suite", suite !== "" && of !== suite);
+    }
+    for (const box of form.querySelectorAll("[name=columns]")) table.classList.toggle(`no-${box.value}`, !box.checked);
+    form.querySelector("output").textContent = `${shown} of ${rows.length} rows`;
+  };
+  for (const event of ["input", "change"]) form.addEventListener(event, filter);
+  form.addEventListener("submit", (event) => event.preventDefault());
+  form.hidden = false;
+  filter();
+})();

@@ -1,0 +1,62 @@
+"""Inside vLLM's API server, an entry of `vllm.endpoint_plugins`: our route, and what vLLM's own endpoints refuse.
+
+Routes that are added here are behind the API key like vLLM's own. vLLM loads such a plugin only where `VLLM_PLUGINS`
+names it: `launch` does.
+"""
+
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from typing import Any
+
+from slimqwen.errors import SlimqwenError
+from slimqwen.serving import policy, request_limits, thinking_budget, token_ids
+
+PLUGIN = "slimqwen_endpoints"
+
+
+class MissingPluginError(SlimqwenError):
+    """vLLM would serve without the limits and routes of this package."""
+
+
+class Endpoints:
+    """What vLLM makes of the entry point (`EndpointPlugin` in vllm/plugins/endpoint_plugins/interface.py)."""
+
+    name = PLUGIN
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: Any) -> None:
+        """Add the route, and put the limits and the thinking budget in place.
+
+        Args:
+            app: vLLM's application, its own routes in place.
+
+        Raises:
+            EngineFixError: this vLLM is not the one these were written for.
+        """
+        app.add_api_route(token_ids.ROUTE, token_ids.vocabulary, methods=["GET"])
+        request_limits.answer_overload(app)
+        request_limits.refuse_longer_answers()
+        budget = policy.read().thinking_token_budget
+        if budget is not None:
+            thinking_budget.install(budget)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+        """Nothing to keep."""
+
+
+def require_registered(environment: Mapping[str, str]) -> None:
+    """Check that vLLM will load this plugin.
+
+    Args:
+        environment: that vLLM is started with.
+
+    Raises:
+        MissingPluginError: it is not installed, or VLLM_PLUGINS leaves it out.
+    """
+    if PLUGIN not in {point.name for point in entry_points(group="vllm.endpoint_plugins")}:
+        raise MissingPluginError(f"vLLM's plugin {PLUGIN} is not installed; `make install` installs it")
+    allowed = environment.get("VLLM_PLUGINS", "")
+    if PLUGIN not in allowed.split(","):
+        raise MissingPluginError(
+            f"VLLM_PLUGINS={allowed} leaves out {PLUGIN}; add it, or unset VLLM_PLUGINS="
+        )

@@ -1,0 +1,99 @@
+"""Inside vLLM's API server, before all else: ready only once warmed up, and no longer once told to stop.
+
+`launch` names `Readiness` by vLLM's `--middleware`. It decides by a request's path alone; bodies and answers pass it
+untouched.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from slimqwen.serving import policy, vllm_log, warm_up
+from slimqwen.serving.refusal import refusal
+
+logger = logging.getLogger(__name__)
+
+_PROBES = frozenset({"/health", "/ping"})
+_ENGINE_PATHS = ("/invocations", "/generative_scoring", "/scale_elastic_ep")
+_UNAVAILABLE = HTTPStatus.SERVICE_UNAVAILABLE
+_RETRY_AFTER_S = 5
+
+
+class Readiness:
+    """503 for /health and /ping until the warm-up has run; 503 for every new request while the server drains."""
+
+    def __init__(self, app: ASGIApp, warm: Callable[[Any], Awaitable[None]] = warm_up.run) -> None:
+        """Wrap an application.
+
+        Args:
+            app: what answers behind this.
+            warm: asks the started application what it is to be warm for.
+        """
+        vllm_log.join()
+        extend_key_guard()
+        self._app = app
+        self._warm = warm
+        self._is_warm = False
+        self._drains = False
+        self._warming: asyncio.Task[None] | None = None
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        """Answer, or let the application answer."""
+        if scope["type"] == "lifespan":
+            return self._app(scope, receive, self._starting(scope["app"], send))
+        if scope["type"] == "http" and (self._drains or not self._is_warm):
+            path = scope["path"].removeprefix(scope.get("root_path", ""))
+            if self._drains and path != "/metrics":
+                return refusal(_UNAVAILABLE, "the server is shutting down", _RETRY_AFTER_S)(
+                    scope, receive, send
+                )
+            if not self._drains and path in _PROBES:
+                return refusal(_UNAVAILABLE, "the server is warming up", _RETRY_AFTER_S)(scope, receive, send)
+        return self._app(scope, receive, send)
+
+    def _starting(self, app: Any, send: Send) -> Send:
+        async def send_and_warm_up(message: Message) -> None:
+            await send(message)
+            if message["type"] == "lifespan.startup.complete":
+                self._notice_the_end(app.state.engine_client)
+                self._warming = asyncio.create_task(self._warm_up(app))
+
+        return send_and_warm_up
+
+    def _notice_the_end(self, engine: Any) -> None:
+        # The first thing that vLLM does about a SIGTERM is this call, which returns when the last answer is given.
+        stock = engine.shutdown
+
+        def shutdown(*arguments: Any, **keywords: Any) -> Any:
+            self._drains = True
+            return stock(*arguments, **keywords)
+
+        engine.shutdown = shutdown
+
+    async def _warm_up(self, app: Any) -> None:
+        try:
+            await self._warm(app)
+        except Exception as error:
+            if self._drains:
+                return
+            if policy.read().require_warmup:
+                logger.error("WarmUpError: the warm-up failed, and REQUIRE_WARMUP=1: %s", error)
+                # Out of a task this ends the event loop, and with it the engine and the process.
+                raise SystemExit(1) from error
+            logger.error("WarmUpError: the warm-up failed, the first requests will be slow: %s", error)
+        self._is_warm = True
+
+
+def extend_key_guard() -> None:
+    """Have vLLM ask for the API key wherever the engine is put to work, not only under /v1 and its like.
+
+    Goes away when `GUARDED_PREFIX` in vllm/entrypoints/serve/middleware/authenticate.py holds these paths.
+    """
+    from vllm.entrypoints.serve.middleware import authenticate
+
+    missing = [path for path in _ENGINE_PATHS if path not in authenticate.GUARDED_PREFIX]
+    authenticate.GUARDED_PREFIX = (*authenticate.GUARDED_PREFIX, *missing)

@@ -1,0 +1,41 @@
+"""A budget of thinking tokens for requests that name none, inside vLLM's API server.
+
+vLLM takes a budget from the request's field `thinking_token_budget` alone.
+"""
+
+import functools
+from typing import Any
+
+from slimqwen.serving.engine_fixes.upstream import expect_parameters
+
+
+def install(budget: int) -> None:
+    """Give every chat and completion without a budget this one; calling it again changes nothing.
+
+    Args:
+        budget: tokens between `<think>` and `</think>`.
+
+    Raises:
+        EngineFixError: this vLLM is not the one it was written for.
+    """
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+    for request in (ChatCompletionRequest, CompletionRequest):
+        stock = request.to_sampling_params
+        if hasattr(stock, "__wrapped__"):
+            continue
+        names = ("self", "max_tokens", "default_sampling_params")
+        expect_parameters("thinking_budget", stock, names)
+        request.to_sampling_params = _with_budget(stock, budget)
+
+
+def _with_budget(stock: Any, budget: int) -> Any:
+    @functools.wraps(stock)
+    def to_sampling_params(*arguments: Any, **keywords: Any) -> Any:
+        parameters = stock(*arguments, **keywords)
+        if parameters.thinking_token_budget is None:
+            parameters.thinking_token_budget = budget
+        return parameters
+
+    return to_sampling_params

@@ -1,0 +1,143 @@
+"""What a server asks itself before it counts as ready: the batches it will serve, and its chat prefixes.
+
+The questions go through the server's own application, in its own process: as a client's would, but for the socket.
+"""
+
+import logging
+import time
+from itertools import takewhile
+from typing import Any
+
+import httpx
+
+from slimqwen.errors import SlimqwenError
+from slimqwen.serving import launch
+
+logger = logging.getLogger(__name__)
+
+_TOKENS = 16
+"""Answered to each question: some steps of decoding, of every draft depth."""
+
+
+class WarmUpError(SlimqwenError):
+    """The server does not answer its own questions."""
+
+
+async def run(app: Any) -> None:
+    """Warm a server up, and log what that took and what it could not do.
+
+    Args:
+        app: vLLM's application, started.
+
+    Raises:
+        WarmUpError: a question was refused.
+    """
+    started = time.perf_counter()
+    sizes = batches(app.state.vllm_config)
+    context = app.state.vllm_config.model_config.max_model_len
+    tokens = min(_TOKENS, context // 2)
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app=app),
+        base_url="http://warm-up",
+        headers=launch.authorization(),
+        timeout=None,
+    ) as client:
+        for size in sizes:
+            prompts = [f"Warm-up {number}" for number in range(size)]
+            shape = {"max_tokens": tokens, "ignore_eos": True, "temperature": 0}
+            await _ask(client, "/v1/completions", {"prompt": prompts, **shape})
+        chats = has_chat_template(app.state)
+        for thinking in (True, False) if chats else ():
+            await _ask(client, "/v1/chat/completions", {**_chat("Hello", thinking), "max_tokens": tokens})
+            await _warm_prefix(client, app.state, thinking)
+    logger.info(
+        "Warm-up took %.2f s: batches of %s, %s",
+        time.perf_counter() - started,
+        ", ".join(map(str, sizes)),
+        "chats with thinking on and off" if chats else "no chats: there is no chat template",
+    )
+
+
+def has_chat_template(state: Any) -> bool:
+    """Whether chats can be asked: a base model's checkpoint has no template for them.
+
+    Args:
+        state: of vLLM's application.
+    """
+    tokenizer = state.engine_client.renderer.tokenizer
+    return bool(state.args.chat_template or getattr(tokenizer, "chat_template", None))
+
+
+def batches(config: Any) -> list[int]:
+    """How many sequences to decode at once, in turns: the variant's CUDA graphs, or doublings where it has none.
+
+    Args:
+        config: vLLM's configuration.
+    """
+    most = config.scheduler_config.max_num_seqs
+    # A server that refuses the last of them at the door never decodes as many.
+    most = min(most, config.scheduler_config.max_num_queued_reqs or most)
+    drafts = config.speculative_config.num_speculative_tokens if config.speculative_config else 0
+    graphs = config.compilation_config.cudagraph_capture_sizes or ()
+    sizes = {size // (1 + drafts) for size in graphs if size % (1 + drafts) == 0}
+    sizes = sizes or {2**power for power in range(most.bit_length())}
+    return sorted({size for size in sizes if size <= most} | {most})
+
+
+async def _warm_prefix(client: httpx.AsyncClient, state: Any, thinking: bool) -> None:
+    """Put what all chats begin with into the prefix cache, and log how much of it a next chat finds there."""
+    name = f"Chat prefix with thinking {'on' if thinking else 'off'}"
+    one, other = [
+        (await _ask(client, "/tokenize", _chat(message, thinking)))["tokens"] for message in ("A", "Zebra")
+    ]
+    prefix = [mine for mine, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))]
+    cache = state.vllm_config.cache_config
+    if not cache.enable_prefix_caching:
+        logger.info("%s: %d tokens, computed in each request: prefix caching is off", name, len(prefix))
+        return
+    block = cache.effective_attention_block_size or cache.block_size
+    whole = len(prefix) // block * block
+    if not whole:
+        logger.info(
+            "%s: %d tokens, computed in each request: the prefix cache holds whole blocks of %d tokens",
+            name,
+            len(prefix),
+            block,
+        )
+        return
+    # One token more than the blocks: the recurrent state is kept only at the last whole block of a prompt.
+    await _cached_tokens(state, one[: whole + 1])
+    found = await _cached_tokens(state, other)
+    logger.info(
+        "%s: %d tokens, of which the next chat found %d in the prefix cache (blocks of %d)",
+        name,
+        len(prefix),
+        found,
+        block,
+    )
+
+
+async def _cached_tokens(state: Any, prompt: list[int]) -> int:
+    """Have a prompt computed; how many of its tokens came from the prefix cache."""
+    from vllm import SamplingParams
+
+    question = {"prompt_token_ids": prompt}
+    name = f"warm-up-{time.monotonic_ns()}"
+    found = 0
+    async for answer in state.engine_client.generate(question, SamplingParams(max_tokens=1), name):
+        found = answer.num_cached_tokens or 0
+    return found
+
+
+def _chat(message: str, thinking: bool) -> dict[str, Any]:
+    return {
+        "messages": [{"role": "user", "content": message}],
+        "chat_template_kwargs": {"enable_thinking": thinking},
+    }
+
+
+async def _ask(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Any:
+    answer = await client.post(path, json=body)
+    if answer.status_code != httpx.codes.OK:
+        raise WarmUpError(f"{path} answered {answer.status_code}: {' '.join(answer.text.split())[:300]}")
+    return answer.json()

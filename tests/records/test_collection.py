@@ -1,0 +1,235 @@
+"""Whatever lies in experiments/ and results/, the good records come back and each bad file is named once."""
+
+import hashlib
+import json
+import os
+import shutil
+import time
+
+import pytest
+
+from slimqwen import variant
+from slimqwen.records import collection, store
+from tests.records.conftest import example
+
+ITEMS = [{"task": "example_facts", "index": n, "item": str(n), "value": float(n % 2)} for n in range(4)]
+ROOT = variant.repository_root()
+
+
+def stamped(monkeypatch, day):
+    monkeypatch.setattr(store, "_stamp", lambda: f"2026-01-0{day}T000000Z")
+
+
+@pytest.fixture
+def repository(tmp_path, add_variant, quality, latency, monkeypatch):
+    """Two variants; the first has three records, the second one, and there is an exploration."""
+    for name in ("a", "b"):
+        add_variant(name, f"VLLM_MODEL=weights/{name}\n")
+    for day in (1, 2):
+        stamped(monkeypatch, day)
+        store.write(tmp_path / "experiments" / "a", quality | {"variant": "a"}, ITEMS)
+    store.write(tmp_path / "experiments" / "a", latency | {"variant": "a"}, ITEMS)
+    store.write(tmp_path / "experiments" / "b", quality | {"variant": "b"}, ITEMS)
+    (tmp_path / "results").mkdir()
+    started = json.loads((ROOT / "results" / "start_up_tiny-best.json").read_text())
+    (tmp_path / "results" / "start_up_a.json").write_text(json.dumps(started | {"variant": "a"}))
+    (tmp_path / "results" / "start_up_a.svg").write_text("<svg/>")
+    return tmp_path
+
+
+QUALITY = "experiments/a/quality_2026-01-02T000000Z.json"
+
+
+def collected(repository):
+    found = collection.collect(repository)
+    return {one.place for one in found.records}, {one.place: one.reason for one in found.problems}
+
+
+def test_all_records_are_found_newest_first_by_variant_and_kind(repository):
+    found = collection.collect(repository)
+    assert found.problems == ()
+    assert [one.place for one in found.records] == [
+        "experiments/a/latency_2026-01-02T000000Z.json",
+        QUALITY,
+        "experiments/a/quality_2026-01-01T000000Z.json",
+        "results/start_up_a.json",
+        "experiments/b/quality_2026-01-02T000000Z.json",
+    ]
+    assert [one.kind for one in found.records] == ["latency", "quality", "quality", "start_up", "quality"]
+    assert [one.place for one in found.of("a", "quality")] == [
+        QUALITY,
+        "experiments/a/quality_2026-01-01T000000Z.json",
+    ]
+    assert found.of("a", "gate") == ()
+    assert len(found.of_kind("quality")) == 3
+    assert list(found.measurements) == ["a", "b"]
+    assert found.measurements["a"]["hypothesis"] == "what a shows"
+    assert found.of("b", "quality")[0].record == store.read(found.of("b", "quality")[0].path)
+
+
+def test_the_committed_records_are_all_readable():
+    found = collection.collect(ROOT)
+    assert found.problems == ()
+    assert {"quality", "latency", "fidelity", "acceptance", "engine", "start_up"} <= {
+        one.kind for one in found.records
+    }
+    assert set(found.measurements) == set(variant.names(ROOT))
+
+
+def test_a_repository_without_any_records_is_no_error(tmp_path):
+    assert collection.collect(tmp_path).records == ()
+    assert collection.collect(tmp_path).problems == ()
+
+
+def changed(change):
+    def damage(path):
+        path.write_text(json.dumps(change(json.loads(path.read_text()))))
+
+    return damage
+
+
+def dropped(key):
+    return changed(lambda record: {name: value for name, value in record.items() if name != key})
+
+
+@pytest.mark.parametrize(
+    ("damage", "place", "reason"),
+    [
+        (lambda p: p.write_text(p.read_text()[:-40]), QUALITY, "not JSON"),
+        (lambda p: p.write_bytes(b""), QUALITY, "not JSON"),
+        (lambda p: p.write_bytes(b"\xff\xfe\x00"), QUALITY, "not JSON"),
+        (lambda p: p.write_text("[" * 100_000), QUALITY, "not JSON"),
+        (lambda p: p.write_text("[]"), QUALITY, "not a JSON object"),
+        (lambda p: p.write_text("{}"), QUALITY, "schema None"),
+        (lambda p: p.write_text(p.read_text().replace('"value": 0.5', '"value": NaN')), QUALITY, "NaN"),
+        (dropped("tasks"), QUALITY, '"tasks"'),
+        (dropped("provenance"), QUALITY, '"provenance"'),
+        (changed(lambda record: record | {"tasks": 3}), QUALITY, "tasks"),
+        (changed(lambda record: record | {"schema": "quality/9"}), QUALITY, "quality/9' is newer than quality/2"),
+        (changed(lambda record: record | {"schema": "leaderboard/1"}), QUALITY, "leaderboard/1' is unknown"),
+        (changed(lambda record: record | {"schema": "quality/1", "tasks": 3}), QUALITY, "not what quality/1 has"),
+        (changed(lambda record: record | {"variant": "b"}), QUALITY, "is of b, in the folder of a"),
+        (lambda p: shutil.copy(p.with_name(p.name.replace("quality", "latency")), p), QUALITY, "kind latency"),
+        (lambda p: shutil.copytree(p.parent.parent / "b", p.parent / "b"), "experiments/a/b/config.env", "no folders"),
+        (lambda p: (p.unlink(), p.symlink_to("/nowhere")), QUALITY, "not a plain file"),
+        (lambda p: (p.unlink(), os.mkfifo(p)), QUALITY, "not a plain file"),
+        (lambda p: p.with_suffix(".items.jsonl").unlink(), QUALITY, "are missing"),
+        (lambda p: p.unlink(), QUALITY.replace(".json", ".items.jsonl"), "items without their record"),
+        (lambda p: p.with_name("notes.txt").touch(), "experiments/a/notes.txt", "belongs to nobody"),
+        (lambda p: p.with_name(".quality.json.x1").touch(), "experiments/a/.quality.json.x1", "was cut off"),
+        (lambda p: p.with_name("measurements.json").write_text("{"), "experiments/a/measurements.json", "not JSON"),
+        (lambda p: p.with_name("measurements.json").unlink(), "experiments/a/measurements.json", "missing"),
+        (lambda p: p.with_name("config.env").unlink(), "experiments/a", "no config.env"),
+        (lambda p: (p.parent.parent / "loose.json").touch(), "experiments/loose.json", "belongs to no variant"),
+    ],
+)  # fmt: skip
+def test_each_bad_file_is_named_once_and_the_rest_is_there(repository, damage, place, reason):
+    whole = collected(repository)[0]
+    damage(repository / QUALITY)
+    good, problems = collected(repository)
+    assert reason in problems[place]
+    assert "\n" not in problems[place]
+    # A folder that is no variant takes its exploration along.
+    others = {"results/start_up_a.json"} if place == "experiments/a" else set()
+    within = f"{place.rpartition('/')[0]}/" if "no folders" in reason else place
+    assert {one for one in problems if not one.startswith(within)} == others
+    lost = {one for one in whole if one.startswith("experiments/a/")} | others
+    assert whole - good <= (lost if place == "experiments/a" else {QUALITY})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("results/start_up_nobody.json", {"variant": "nobody"}, "which experiments/ does not have"),
+        ("results/start_up_b.json", {"variant": "a"}, "which its name does not say"),
+        ("results/other_a.json", {"variant": "a"}, "which its name does not say"),
+        ("results/start_up_b.json", {"variant": "b", "cold": []}, "cold"),
+        ("results/start_up_b.json", {"variant": "b", "schema": "start_up/7"}, "newer than start_up/1"),
+    ],
+)
+def test_a_foreign_exploration_is_named(repository, name, content, reason):
+    record = json.loads((repository / "results" / "start_up_a.json").read_text())
+    (repository / name).write_text(json.dumps(record | content))
+    good, problems = collected(repository)
+    assert list(problems) == [name]
+    assert reason in problems[name]
+    assert "results/start_up_a.json" in good
+
+
+def test_what_belongs_to_no_exploration_is_named_and_its_traces_are_not(repository):
+    (repository / "results" / "lonely.svg").touch()
+    (repository / "results" / "profile" / "a").mkdir(parents=True)
+    (repository / "results" / "profile" / "a" / "short.trace.json.gz").touch()
+    assert list(collected(repository)[1]) == ["results/lonely.svg"]
+
+
+def test_a_measurement_of_results_may_not_lie_in_an_experiment(repository):
+    shutil.copy(
+        repository / "results" / "start_up_a.json", repository / "experiments" / "a" / "start_up_x.json"
+    )
+    shutil.copy(repository / QUALITY, repository / "results" / "quality_a.json")
+    problems = collected(repository)[1]
+    assert set(problems) == {"experiments/a/start_up_x.json", "results/quality_a.json"}
+
+
+def test_a_cited_record_that_is_gone_is_named_with_who_cites_it(repository):
+    file = repository / "experiments" / "a" / "measurements.json"
+    claims = json.loads(file.read_text())
+    file.write_text(
+        json.dumps(claims | {"records": ["quality_2026-01-02T000000Z.json", "quality_gone.json"]})
+    )
+    assert collected(repository)[1] == {
+        "experiments/a/quality_gone.json": (
+            "missing, and experiments/a/measurements.json rests on it; restore it, or cite it no more"
+        )
+    }
+
+
+def test_a_gate_s_missing_witness_is_named(repository, quality):
+    verdicts = dict.fromkeys(("fidelity", "acceptance", "quality", "engine"), "pass")
+    gate = {
+        "schema": "gate/1", "variant": "b", "baseline": "a", "plan": "x", "verdict": "pass", "verdicts": verdicts,
+        "records": ["a/quality_2026-01-02T000000Z.json", "b/fidelity_2026-01-02T000000Z.json"],
+        "provenance": quality["provenance"],
+    }  # fmt: skip
+    path = store.write(repository / "experiments" / "b", gate, [{"figure": 1}])
+    good, problems = collected(repository)
+    assert f"experiments/b/{path.name}" in good
+    assert list(problems) == ["experiments/b/fidelity_2026-01-02T000000Z.json"]
+    assert path.name in problems["experiments/b/fidelity_2026-01-02T000000Z.json"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_an_unreadable_file_is_named(repository):
+    (repository / QUALITY).chmod(0)
+    assert "denied" in collected(repository)[1][QUALITY]
+
+
+def test_two_thousand_records_are_read_in_seconds(tmp_path):
+    kinds = {kind: json.dumps(example(kind)) for kind in ("quality", "latency")}
+    content = "".join(f"{json.dumps(item)}\n" for item in ITEMS)
+    for number in range(200):
+        name = f"variant-{number}"
+        folder = tmp_path / "experiments" / name
+        folder.mkdir(parents=True)
+        (folder / "config.env").write_text(f"VLLM_MODEL=weights/{name}\n")
+        claims = {"schema": "measurements/1", "hypothesis": "x", "baseline": None, "status": "planned"}
+        (folder / "measurements.json").write_text(json.dumps(claims | {"verdict": None, "records": []}))
+        for day in range(5):
+            for kind, text in kinds.items():
+                stem = f"{kind}_2026-01-0{day + 1}T000000Z"
+                described = {
+                    "file": f"{stem}.items.jsonl",
+                    "sha256": hashlib.sha256(content.encode()).hexdigest(),
+                    "count": len(ITEMS),
+                }
+                record = json.loads(text) | {"variant": name, "items": described}
+                (folder / f"{stem}.json").write_text(json.dumps(record))
+                (folder / f"{stem}.items.jsonl").write_text(content)
+    begin = time.process_time()
+    found = collection.collect(tmp_path)
+    spent = time.process_time() - begin
+    assert len(found.records) == 2000
+    assert found.problems == ()
+    assert len(found.of("variant-7", "latency")) == 5
+    assert spent < 10  # seconds of this process; 1 on an idle machine

@@ -1,0 +1,62 @@
+"""What counts as another circumstance, and what does not."""
+
+import copy
+
+import pytest
+
+from slimqwen.records import differences, migrations
+from slimqwen.records.differences import Of
+
+
+@pytest.fixture
+def block(quality):
+    return migrations.to_present(quality)["provenance"]
+
+
+def changed(block, *path, to):
+    other = copy.deepcopy(block)
+    holder = other
+    for step in path[:-1]:
+        holder = holder[step]
+    holder[path[-1]] = to
+    return differences.between(block, other)
+
+
+def test_the_same_circumstances_differ_in_nothing(block):
+    assert differences.between(block, copy.deepcopy(block)) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "to", "of", "told"),
+    [
+        (("checkpoint", "digest"), "ef" * 32, Of.CHECKPOINT, "checkpoint: "),
+        (("datasets",), {}, Of.DATA, "-> not said"),
+        (("flags", "max-num-seqs"), 99, Of.FLAGS, "flag max-num-seqs: "),
+        (("environment", "VLLM_CPU_KVCACHE_SPACE"), "9", Of.FLAGS, "variable VLLM_CPU_KVCACHE_SPACE: "),
+        (("threads",), 99, Of.HARDWARE, "engine threads: "),
+        (("hardware", "cpu_model"), "Other", Of.HARDWARE, "hardware cpu_model: "),
+        (("packages", "vllm"), "9", Of.PACKAGES, "vllm: "),
+        (("git", "commit"), "9" * 40, Of.CODE, "commit: "),
+        (("git", "dirty"), True, Of.CODE, "+changes"),
+    ],
+)
+def test_each_circumstance_is_named_with_both_sides(block, path, to, of, told):
+    found = changed(block, *path, to=to)
+    assert {each.of for each in found} == {of}
+    assert told in str(found[0])
+    assert "\n" not in str(found[0])
+
+
+@pytest.mark.parametrize(
+    ("path", "to"),
+    [
+        (("flags", "port"), 1),
+        (("environment", "VLLM_CACHE_ROOT"), "elsewhere"),
+        (("environment", "OMP_NUM_THREADS"), "1"),
+        (("started",), "2020-01-01T00:00:00Z"),
+        (("command",), "python other"),
+        (("checkpoint", "path"), "weights/other"),
+    ],
+)
+def test_what_decides_nothing_is_no_circumstance(block, path, to):
+    assert changed(block, *path, to=to) == []

@@ -1,0 +1,106 @@
+"""Records as data frames: a row a figure, the same figures as in the files."""
+
+import json
+import math
+
+import pandas
+import pytest
+
+from slimqwen import variant
+from slimqwen.records import frame, store
+
+ROOT = variant.repository_root()
+ITEMS = [{"task": "example_facts", "index": n, "item": str(n), "value": float(n % 2)} for n in range(4)]
+
+
+@pytest.fixture
+def repository(tmp_path, add_variant, quality, latency):
+    add_variant("a", "VLLM_MODEL=weights/a\n")
+    for body in (quality, latency):
+        store.write(tmp_path / "experiments" / "a", body | {"variant": "a"}, ITEMS)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def committed():
+    return frame.load()
+
+
+def test_a_figure_is_a_row_with_what_it_is_of(repository):
+    loaded = frame.load(repository)
+    assert tuple(loaded.columns) == frame.COLUMNS
+    (row,) = loaded[loaded.measure == "exact_match"].to_dict("records")
+    assert (row["variant"], row["kind"], row["subject"], row["group"]) == (
+        "a",
+        "quality",
+        "example",
+        "example_facts",
+    )
+    assert (row["value"], row["standard_error"], row["unit"]) == (0.5, 0.2, "share")
+    assert math.isnan(row["low"])
+    assert row["started"] == pandas.Timestamp("2026-01-02T03:04:05Z")
+    assert (row["hardware"], row["checkpoint"], row["dirty"]) == ("Example GPU", "ab" * 32, False)
+    median = loaded[(loaded.measure == "ttft_ms.median") & (loaded.group == "short")]
+    assert (median.value.item(), median.unit.item()) == (100.0, "ms")
+    assert not any(loaded[loaded.measure == "ttft_ms.mean"].standard_error.isna())
+
+
+def test_no_figure_has_two_rows_and_none_is_lost(committed):
+    assert not committed.duplicated(["place", "group", "measure"]).any()
+    # Those that tell entries of a list apart are in the group.
+    labels = {"depth", "temperature", "size", "rank", "group", "context", "tokens", "step", "seed"}
+
+    def numbers(part, name=""):
+        if isinstance(part, dict):
+            for key, value in part.items():
+                yield from numbers(value, key)
+        elif isinstance(part, list):
+            for value in part:
+                yield from numbers(value, name)
+        elif isinstance(part, int | float) and not isinstance(part, bool) and name not in labels:
+            yield part
+
+    values = ["value", "standard_error", "low", "high", "count"]
+    for place, rows in committed.groupby("place"):
+        record = store.read(ROOT / place)
+        held = set(rows[values].to_numpy().ravel())
+        body = {
+            key: part for key, part in record.items() if key not in ("items", "provenance", "schema", "gpu")
+        }
+        assert set(numbers(body)) <= held, place
+
+
+def test_every_committed_record_is_there(committed):
+    places = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("experiments/*/*_*.json")}
+    assert places <= set(committed.place)
+    # Of a quality record the scores are what its file says.
+    (path,) = (place for place in places if place.endswith("tiny-best/quality_2026-11-21T141537Z.json"))
+    tasks = json.loads((ROOT / path).read_text())["tasks"]
+    scores = committed[
+        (committed.place == path) & committed.measure.isin({row["measure"] for row in tasks.values()})
+    ]
+    assert dict(zip(scores.group, scores.value, strict=True)) == {
+        name: row["value"] for name, row in tasks.items()
+    }
+
+
+def test_intervals_come_along(committed):
+    ratio = committed[(committed.kind == "start_up") & (committed.measure == "ready_cold_over_baked")].iloc[0]
+    assert ratio.low <= ratio.value <= ratio.high
+
+
+def test_a_repository_without_records_has_the_columns(tmp_path):
+    empty = frame.load(tmp_path)
+    assert (len(empty), tuple(empty.columns)) == (0, frame.COLUMNS)
+    assert len(frame.load_items("quality", tmp_path)) == 0
+
+
+def test_items_are_rows_of_their_records(repository):
+    items = frame.load_items("quality", repository)
+    assert list(items.columns[:2]) == ["variant", "place"]
+    assert items.value.tolist() == [0.0, 1.0, 0.0, 1.0]
+    assert set(items.place.str.startswith("experiments/a/quality_")) == {True}
+    (path,) = (repository / "experiments" / "a").glob("quality_*.items.jsonl")
+    path.write_text("{}\n")
+    with pytest.raises(store.RecordError, match="not the items"):
+        frame.load_items("quality", repository)

@@ -1,0 +1,107 @@
+"""Records of every age read as if they had been written today, and what nobody knows stays unknown."""
+
+import json
+
+import pytest
+
+from slimqwen import variant
+from slimqwen.evaluation import comparison, gate
+from slimqwen.records import migrations, store
+
+ROOT = variant.repository_root()
+EARLY = ROOT / "experiments" / "tiny" / "quality_2026-11-21T092542Z.json"
+LATE = ROOT / "experiments" / "tiny-best" / "quality_2026-11-21T141537Z.json"
+
+
+def committed(kind):
+    return sorted(ROOT.glob(f"experiments/*/{kind}_*.json"))
+
+
+@pytest.mark.parametrize(
+    "path", [*committed("*"), *sorted(ROOT.glob("results/**/*.json"))], ids=lambda p: p.stem
+)
+def test_every_committed_record_is_read_in_the_present_form_and_keeps_its_figures(path):
+    on_disk, read = json.loads(path.read_text()), store.read(path)
+    kind = on_disk["schema"].partition("/")[0]
+    assert read["schema"] == store.present_versions()[kind]
+    assert read["provenance"]["schema"] == "provenance/2"
+
+    def kept(old, new):
+        if isinstance(old, dict):
+            assert all(kept(value, new[key]) for key, value in old.items() if key != "schema")
+            return True
+        return old == new
+
+    assert kept(on_disk, read)
+    assert store.validate(read, "again") == read
+
+
+def test_a_quality_record_from_before_chats_gets_what_was_so_then():
+    on_disk, read = json.loads(EARLY.read_text()), store.read(EARLY)
+    assert on_disk["schema"] == "quality/1"
+    assert "endpoint" not in on_disk
+    assert (read["schema"], read["endpoint"], read["answers_of_earlier_run"]) == (
+        "quality/2",
+        "completions",
+        0,
+    )
+    for row in read["tasks"].values():
+        assert row["cluster_count"] == row["item_count"]
+        assert row["settings"] == {}
+        assert [row[key] for key in ("items_to_decide", "output_count", "output_tokens")] == [
+            None,
+            None,
+            None,
+        ]
+
+
+def test_a_later_quality_1_keeps_what_it_has():
+    on_disk, read = json.loads(LATE.read_text()), store.read(LATE)
+    assert on_disk["schema"] == "quality/1"
+    assert read["answers_of_earlier_run"] == 2960
+    assert read["tasks"]["tinyworld_facts"]["output_tokens"] == {"mean": 2.017, "p50": 2.0, "max": 12}
+    assert read["tasks"]["tinyworld_facts"]["settings"] == {}
+
+
+def test_records_from_before_and_after_stand_on_the_same_items():
+    rows = comparison.compare_quality(EARLY, LATE)
+    assert [row.task for row in rows][:1] == ["tinyworld_facts"]
+
+
+def test_the_gate_finds_a_record_from_before_chats(monkeypatch):
+    tiny, early = variant.load("tiny"), json.loads(EARLY.read_text())["provenance"]["ended"]
+    monkeypatch.setattr(gate, "_holds", lambda record, of: record["provenance"]["ended"] == early)
+    assert gate._held(tiny, "quality", suite="tinyworld", limit=None, endpoint="completions") == EARLY
+    assert gate._held(tiny, "quality", suite="tinyworld", limit=None, endpoint="chat") is None
+
+
+@pytest.mark.parametrize(
+    ("block", "threads"),
+    [
+        ({"environment": {"OMP_NUM_THREADS": "2"}}, 2),
+        ({"environment": {}}, None),
+        ({}, None),
+        ({"environment": {"OMP_NUM_THREADS": "2"}, "threads": 3}, 3),
+    ],
+)
+def test_threads_of_old_records_are_those_of_the_server_s_environment(block, threads):
+    present = migrations.to_present({"schema": "x/1", "provenance": block})
+    assert present["provenance"] == {**block, "schema": "provenance/2", "threads": threads}
+
+
+def test_a_present_record_is_left_as_it_is(quality):
+    assert migrations.to_present(quality) == quality
+    assert migrations.to_present({"schema": "unknown/7"}) == {"schema": "unknown/7"}
+
+
+@pytest.mark.parametrize("schema", [None, 7, "", "quality", "quality/", "/1", "quality/one", "quality/-1"])
+def test_a_schema_without_a_version_is_refused(schema):
+    with pytest.raises(migrations.MigrationError, match="no <kind>/<version>"):
+        migrations.to_present({"schema": schema})
+
+
+@pytest.mark.parametrize("tasks", [None, 3, [], {"a": 3}, {"a": {}}])
+def test_an_old_record_that_is_not_of_its_form_is_refused_in_one_line(tasks):
+    with pytest.raises(migrations.MigrationError, match="not what quality/1 has") as error:
+        migrations.to_present({"schema": "quality/1", "tasks": tasks})
+    assert "\n" not in str(error.value)

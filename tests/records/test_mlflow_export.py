@@ -1,0 +1,152 @@
+"""Records sent to a real local tracking store, and read back with MLflow's own client."""
+
+import json
+import sys
+
+import mlflow
+import pytest
+
+from slimqwen.records import collection, frame, mlflow_export, store
+from slimqwen.records.mlflow_export import MlflowExportError
+
+ITEMS = [{"task": "example_facts", "item": "f", "value": 1.0, "weight": 1}]
+
+
+@pytest.fixture(autouse=True)
+def stamps(monkeypatch):
+    made = iter(f"2026-01-01T00{n // 60:02}{n % 60:02}Z" for n in range(600))
+    monkeypatch.setattr(store, "_stamp", lambda: next(made))
+
+
+@pytest.fixture
+def repository(tmp_path, add_variant, quality, latency):
+    """Two variants, three records."""
+    for name, baseline in (("a", None), ("b", "a")):
+        add_variant(name, f"VLLM_MODEL=weights/{name}\n", baseline=baseline)
+        store.write(tmp_path / "experiments" / name, quality | {"variant": name}, ITEMS)
+    store.write(tmp_path / "experiments" / "b", latency | {"variant": "b"}, ITEMS)
+    return tmp_path
+
+
+def runs(exported):
+    client = mlflow.MlflowClient(exported.uri)
+    experiment = client.get_experiment_by_name("slimqwen")
+    return client, {
+        run.data.tags["slimqwen.record"]: run for run in client.search_runs([experiment.experiment_id])
+    }
+
+
+def test_every_record_becomes_a_run_that_says_what_the_record_says(repository, quality):
+    exported = mlflow_export.export(repository)
+    assert exported.uri == f"sqlite:///{repository}/mlruns/mlflow.db"
+    client, sent = runs(exported)
+    everything = collection.collect(repository)
+    assert set(exported.added) == set(sent) == {found.place for found in everything.records}
+    figures = frame.load(repository)
+    for found in everything.records:
+        run = sent[found.place]
+        rows = figures[figures.place == found.place]
+        numbers = rows[["value", "standard_error", "low", "high"]].to_numpy().ravel()
+        assert sorted(run.data.metrics.values()) == sorted(float(n) for n in numbers if n == n)
+        assert run.info.status == "FINISHED"
+        assert run.info.start_time == 1767323045000
+        assert run.data.tags["slimqwen.variant"] == found.variant
+        assert run.data.tags["slimqwen.kind"] == found.kind
+        assert run.data.tags["slimqwen.checkpoint"] == found.record["provenance"]["checkpoint"]["digest"]
+        assert run.data.tags["slimqwen.commit"] == found.record["provenance"]["git"]["commit"]
+        assert run.data.tags["slimqwen.hardware"] == "Example GPU"
+        flags = found.record["provenance"]["flags"]
+        assert {key: run.data.params[key] for key in flags} == {
+            key: value if isinstance(value, str) else json.dumps(value) for key, value in flags.items()
+        }
+        folder = client.download_artifacts(run.info.run_id, "")
+        for path in (found.path, found.path.with_suffix(".items.jsonl")):
+            assert (type(found.path)(folder) / path.name).read_bytes() == path.read_bytes()
+    scored = next(run for run in sent.values() if run.data.tags["slimqwen.kind"] == "quality")
+    assert scored.data.metrics["example_facts/exact_match"] == quality["tasks"]["example_facts"]["value"]
+    assert scored.data.metrics["example_facts/exact_match.standard_error"] == 0.2
+    assert scored.data.params["suite"] == "example"
+
+
+def test_a_second_export_adds_nothing_and_a_third_adds_what_is_new(repository, quality):
+    mlflow_export.export(repository)
+    again = mlflow_export.export(repository)
+    assert (again.added, again.known) == ((), 3)
+    path = store.write(repository / "experiments" / "b", quality | {"variant": "b"}, ITEMS)
+    third = mlflow_export.export(repository)
+    assert third.added == (f"experiments/b/{path.name}",)
+    assert len(runs(third)[1]) == 4
+
+
+def test_an_export_that_was_cut_off_is_taken_up_and_leaves_no_half_of_a_run(repository, monkeypatch):
+    send = mlflow_export._tags
+    calls = []
+
+    def dies(found):
+        calls.append(found)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return send(found)
+
+    finish = mlflow.MlflowClient.set_terminated
+    monkeypatch.setattr(mlflow_export, "_tags", dies)
+    with pytest.raises(KeyboardInterrupt):
+        mlflow_export.export(repository)
+    monkeypatch.undo()
+
+    def dies_late(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(mlflow.MlflowClient, "set_terminated", dies_late)
+    with pytest.raises(KeyboardInterrupt):
+        mlflow_export.export(repository)
+    monkeypatch.setattr(mlflow.MlflowClient, "set_terminated", finish)
+    whole = mlflow_export.export(repository)
+    assert (len(whole.added), whole.known) == (2, 1)
+    client, sent = runs(whole)
+    assert len(sent) == 3
+    experiment = client.get_experiment_by_name("slimqwen").experiment_id
+    assert len(client.search_runs([experiment])) == 3
+    assert {run.info.status for run in sent.values()} == {"FINISHED"}
+
+
+def test_damaged_records_are_named_and_the_rest_is_sent(repository):
+    damaged = next(store.records(repository / "experiments" / "a", "quality"))
+    damaged.write_text("{")
+    exported = mlflow_export.export(repository)
+    assert len(exported.added) == 2
+    assert [problem.place for problem in exported.problems] == [f"experiments/a/{damaged.name}"]
+
+
+def test_a_store_of_ones_own_has_its_artifacts_beside_it(repository, tmp_path):
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    exported = mlflow_export.export(repository, f"sqlite:///{folder}/team.db")
+    assert exported.uri == f"sqlite:///{folder}/team.db"
+    assert not (repository / "mlruns").exists()
+    assert len(list(folder.glob("artifacts/*/artifacts/*.json"))) == 3
+
+
+@pytest.mark.parametrize(
+    "uri", ["sqlite:///{file}/x.db", "nonsense://x", "http://127.0.0.1:9", "file:{file}"]
+)
+def test_a_store_that_cannot_be_used_is_one_line(repository, uri, monkeypatch):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    (repository / "file").write_text("")
+    uri = uri.format(file=repository / "file")
+    with pytest.raises(MlflowExportError, match="check URI") as caught:
+        mlflow_export.export(repository, uri)
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith(uri)
+
+
+def test_without_mlflow_the_command_that_installs_it_is_named(repository, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    with pytest.raises(MlflowExportError, match="make install"):
+        mlflow_export.export(repository)
+    assert not (repository / "mlruns").exists()
+
+
+def test_an_empty_repository_sends_nothing(tmp_path):
+    exported = mlflow_export.export(tmp_path)
+    assert (exported.added, exported.known, exported.problems) == ((), 0, ())

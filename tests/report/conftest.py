@@ -1,0 +1,107 @@
+import hashlib
+import json
+import os
+import shutil
+
+import pytest
+
+from slimqwen import variant
+from slimqwen.records import store
+
+ROOT = variant.repository_root()
+
+COPIED = ("quality", "latency", "fidelity", "acceptance", "engine")
+"""Kinds of records in experiments/ that a repository is made of here: real ones, under other names."""
+
+
+def digest(name):
+    """Of the checkpoint that all records of a variant here are of."""
+    return hashlib.sha256(name.encode()).hexdigest()
+
+
+@pytest.fixture(scope="session")
+def templates():
+    """The newest committed record of each kind, with its items."""
+    found = {}
+    for kind in COPIED:
+        paths = [
+            path for path in sorted(ROOT.glob(f"experiments/tiny*/{kind}_*.json")) if "items" not in path.name
+        ]
+        if kind == "quality":
+            # All items of a suite take half a megabyte a record.
+            paths = [path for path in paths if isinstance(store.read(path)["limit"], int)] or paths
+        found[kind] = paths[-1], store.read(paths[-1])
+    return found
+
+
+@pytest.fixture
+def add_record(tmp_path, templates):
+    """Write a copy of a real record of another variant into the repository at tmp_path; returns its path.
+
+    Args: variant, kind; stamp of the file name; edit changes the record, edit_items each item.
+    """
+
+    def add(name, kind, stamp="2026-01-01T000000Z", edit=lambda record: None, edit_items=None):
+        source, template = templates[kind]
+        record = json.loads(json.dumps(template))
+        record["variant"] = name
+        if "baseline" in record:
+            record["baseline"] = "base"
+        folder = tmp_path / "experiments" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        items = source.with_name(template["items"]["file"])
+        mine = folder / f"{kind}_{stamp}.items.jsonl"
+        record["provenance"]["checkpoint"]["digest"] = digest(name)
+        edit(record)
+        if edit_items is None:
+            # Links instead of copies: two thousand records would fill the disk.
+            os.link(_local(items, tmp_path), mine)
+        else:
+            rows = [json.loads(line) for line in items.read_text().splitlines()]
+            rows = [edit_items(row) for row in rows]
+            mine.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+            record["items"]["sha256"] = hashlib.sha256(mine.read_bytes()).hexdigest()
+            record["items"]["count"] = len(rows)
+        record["items"]["file"] = mine.name
+        path = folder / f"{kind}_{stamp}.json"
+        path.write_text(json.dumps(record))
+        return path
+
+    return add
+
+
+@pytest.fixture
+def add_start_up(tmp_path):
+    """Write results/start_up_<name>.json, a copy of a real one."""
+
+    def add(name, edit=lambda record: None):
+        record = json.loads((ROOT / "results" / "start_up_tiny-best.json").read_text())
+        record["variant"] = name
+        record["provenance"]["checkpoint"] = digest(name)
+        edit(record)
+        path = tmp_path / "results" / f"start_up_{name}.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(record))
+        return path
+
+    return add
+
+
+@pytest.fixture
+def claim(tmp_path):
+    """Change fields of a variant's measurements.json."""
+
+    def change(name, **fields):
+        file = tmp_path / "experiments" / name / "measurements.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+    return change
+
+
+def _local(items, root):
+    """The items in root's file system, where they can be linked to."""
+    place = root / ".items" / items.name
+    if not place.exists():
+        place.parent.mkdir(exist_ok=True)
+        shutil.copy(items, place)
+    return place

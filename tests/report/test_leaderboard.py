@@ -1,0 +1,253 @@
+import json
+import re
+from statistics import fmean, median
+
+import pytest
+
+from slimqwen import variant
+from slimqwen.evaluation import comparison
+from slimqwen.records import collection
+from slimqwen.report import columns, leaderboard
+from slimqwen.report.leaderboard import Margins, Point
+
+ROOT = variant.repository_root()
+
+
+@pytest.fixture(scope="module")
+def committed():
+    found = collection.collect(ROOT)
+    rows = [row for name in variant.names(ROOT) for row in leaderboard.rows_of(found, name)[0]]
+    return leaderboard.assemble(rows)
+
+
+@pytest.fixture
+def board(tmp_path):
+    def build():
+        found = collection.collect(tmp_path)
+        rows, problems = [], []
+        for name in variant.names(tmp_path):
+            of_variant, unusable = leaderboard.rows_of(found, name)
+            rows += of_variant
+            problems += unusable
+        return leaderboard.assemble(rows), {one.place: one.reason for one in problems}
+
+    return build
+
+
+def by_name(board, name):
+    return next(row for row in board.rows if row.variant == name)
+
+
+def test_every_variant_has_a_row_that_says_what_its_files_say(committed):
+    assert {row.variant for row in committed.rows} == set(variant.names(ROOT))
+    for row in committed.rows:
+        claims = json.loads((ROOT / "experiments" / row.variant / "measurements.json").read_text())
+        assert (row.hypothesis, row.baseline, row.status, row.verdict) == tuple(
+            claims[key] for key in ("hypothesis", "baseline", "status", "verdict")
+        )
+
+
+def test_scores_latency_and_size_are_those_of_the_json_files(committed):
+    compared = 0
+    for row in committed.rows:
+        folder = ROOT / "experiments" / row.variant
+        records = {path.name: json.loads(path.read_text()) for path in sorted(folder.glob("*_*.json"))}
+        quality = [record for name, record in records.items() if name.startswith("quality_")]
+        for (suite, task), score in row.scores.items():
+            digest = quality[-1]["provenance"]["checkpoint"]["digest"]
+            assert any(
+                record["tasks"][f"{suite}_{task}"] | {"settings": None, **score.row}
+                == {"settings": None, **score.row}
+                for record in quality
+                if record["provenance"]["checkpoint"]["digest"] == digest
+            )
+            compared += 1
+        latency = [
+            r for name, r in records.items() if name.startswith("latency_") and r["workload"] == "classes"
+        ]
+        if latency:
+            for name, of in latency[-1]["classes"].items():
+                cells = {column.label: cell for column, cell in zip_cells(committed, row)}
+                assert cells[f"E2EL {name}, ms"].text == f"{of['e2el_ms']['median']:,.1f}"
+                assert cells[f"TTFT {name}, ms"].order == of["ttft_ms"]["median"]
+                assert cells[f"TPOT {name}, ms"].order == of["tpot_ms"]["median"]
+                compared += 1
+        start_up = ROOT / "results" / f"start_up_{row.variant}.json"
+        if row.start_up:
+            starts = json.loads(start_up.read_text())[row.start_up.kind]
+            assert row.start_up.value == median(start["ready_seconds"] for start in starts)
+            compared += 1
+    assert compared > 10
+
+
+def test_paired_changes_are_those_of_the_items_and_of_the_readme(committed):
+    changed = [row for row in committed.rows if row.worst]
+    assert changed
+    for row in changed:
+        folders = [ROOT / "experiments" / name for name in (row.baseline, row.variant)]
+        paths = comparison.quality_pair(*folders)
+        for expected in comparison.compare_quality(*paths):
+            score = next(one for one in row.scores.values() if expected.task == f"{one.suite}_{one.task}")
+            found = score.change
+            items = [
+                {i["item"]: i for i in map(json.loads, path.with_suffix("").with_suffix(".items.jsonl").open())
+                 if i["task"] == expected.task}
+                for path in paths
+            ]  # fmt: skip
+            if len({i["weight"] for i in items[0].values()}) == 1:
+                plain = fmean(items[1][key]["value"] - items[0][key]["value"] for key in items[0])
+                assert found.difference.value == pytest.approx(plain)
+            for name in ("task", "measure", "first", "second", "discordance", "judgement"):
+                assert getattr(found, name) == getattr(expected, name)
+            assert found.difference.value == expected.difference.value
+            assert found.difference.standard_error == expected.difference.standard_error
+            assert found.difference.count == expected.difference.count
+
+
+def test_the_readme_shows_the_same_figures(committed):
+    table = (
+        (ROOT / "README.md").read_text().partition("<!-- table:variants -->")[2].partition("<!-- end -->")[0]
+    )
+    seen = 0
+    for line in table.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) != 6 or not (row := next((r for r in committed.rows if r.variant == cells[0]), None)):
+            continue
+        assert (row.hypothesis, row.baseline or "-", row.stands) == tuple(cells[1:4])
+        for task, value, error in re.findall(r"(\w+) ([\d.]+)±([\d.]+)", cells[4]):
+            of = row.scores["tinyworld", task].row
+            assert (f"{of['value']:.3f}", f"{of['standard_error']:.3f}") == (value, error)
+            seen += 1
+        for name, figure in re.findall(r"(\w+) ([\d,]+)(?:,| \()", cells[5]):
+            assert f"{row.timed.classes[name]['e2el_ms']['median']:,.0f}" == figure
+            seen += 1
+    assert seen > 10
+
+
+def test_a_variant_that_passed_and_is_faster_is_the_one_to_serve(add_variant, add_record, claim, board):
+    _pair(add_variant, add_record, claim)
+    found, problems = board()
+
+    assert problems == {}
+    [choice] = found.choices
+    assert (choice.baseline, choice.serve.variant) == ("base", "quick")
+    assert choice.serve.timed.speedup == pytest.approx(2)
+    assert set(choice.serve.missing) == {"fidelity", "acceptance", "engine", "gate", "start_up"}
+
+
+def test_a_variant_whose_engine_is_unsafe_is_not_to_be_served(add_variant, add_record, claim, board):
+    _pair(add_variant, add_record, claim)
+
+    def unsafe(record):
+        for cell in record["cells"]:
+            cell["state"], cell["reason"] = ("unsafe", "other tokens") if cell["served"] else ("fine", None)
+
+    add_record("quick", "engine", edit=unsafe)
+    found, _ = board()
+
+    assert found.choices[0].serve is None
+    assert by_name(found, "quick").doubts == ["its newest engine record says fail"]
+
+
+def test_records_of_an_earlier_checkpoint_are_marked_and_do_not_give_scores(add_variant, add_record, board):
+    def of_checkpoint(digest, value):
+        def edit(record):
+            record["provenance"]["checkpoint"]["digest"] = digest * 64
+            for row in record["tasks"].values():
+                row["value"] = value
+
+        return edit
+
+    add_variant("base", "VLLM_MODEL=weights/base\n")
+    add_record("base", "quality", "2026-01-01T000000Z", edit=of_checkpoint("a", 0.1))
+
+    def later(record):
+        of_checkpoint("b", 0.2)(record)
+        record["provenance"]["ended"] = "2027-01-01T00:00:00Z"
+
+    add_record("base", "quality", "2027-01-01T000000Z", edit=later)
+    add_record("base", "latency")
+    found, _ = board()
+
+    row = by_name(found, "base")
+    assert {score.row["value"] for score in row.scores.values()} == {0.2}
+    assert {one.kind for one in row.witnesses if one.stale} == {"latency"}
+    assert "latency" in row.missing
+
+
+def test_damaged_items_cost_the_paired_change_alone_and_are_named(
+    add_variant, add_record, claim, board, tmp_path
+):
+    _pair(add_variant, add_record, claim)
+    [items] = (tmp_path / "experiments" / "quick").glob("quality_*.items.jsonl")
+    items.unlink()
+    items.write_text("not what was measured\n")
+    found, problems = board()
+
+    row = by_name(found, "quick")
+    assert row.scores
+    assert row.worst is None
+    assert [place for place in problems if "quick/quality" in place]
+
+
+def test_times_on_other_hardware_are_a_row_of_their_own(add_variant, add_record, claim, board):
+    _pair(add_variant, add_record, claim)
+
+    def on_gpu(record):
+        record["provenance"]["hardware"]["gpus"] = [{"name": "NVIDIA X", "memory_bytes": 1, "driver": "1"}]
+
+    add_record("quick", "latency", "2026-02-01T000000Z", edit=on_gpu)
+    found, _ = board()
+
+    rows = [row for row in found.rows if row.variant == "quick"]
+    assert {(row.hardware == "NVIDIA X", row.on_cpu) for row in rows} == {(True, False), (False, True)}
+    assert {row.timed.speedup is None for row in rows if row.hardware == "NVIDIA X"} == {True}
+
+
+def test_the_front_holds_what_nothing_beats_in_both():
+    def point(name, cost, quality):
+        return Point(name, "pass", cost, cost, cost, Margins("", quality, quality, quality))
+
+    marked = leaderboard.pareto(
+        [point("dear", 3, 0.5), point("best", 1, 0.2), point("beaten", 2, 0.1), point("twin", 1, 0.2)]
+    )
+
+    assert [(one.variant, one.on_front) for one in marked] == [
+        ("best", True), ("twin", True), ("beaten", False), ("dear", True)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("count", "places"), [(2, (0, 1)), (6, (0, 5)), (10, (1, 8)), (100, (39, 60)), (3000, (1445, 1554))]
+)
+def test_the_interval_of_a_median_is_the_exact_one(count, places):
+    low, high = leaderboard.median_interval(range(count))
+
+    # Places from tables of the sign test, such as Conover, Practical Nonparametric Statistics, table A3.
+    assert low == pytest.approx(places[0], abs=1 if count > 100 else 0)
+    assert high == pytest.approx(places[1], abs=1 if count > 100 else 0)
+
+
+def zip_cells(board, row):
+    wanted = columns.columns(board)
+    return zip(wanted, columns.as_cells(row, wanted), strict=True)
+
+
+def _pair(add_variant, add_record, claim):
+    """A baseline and a variant that answers the same in half the time."""
+    add_variant("base", "VLLM_MODEL=weights/base\n")
+    add_variant("quick", "BASE=base\nVLLM_MODEL=weights/quick\n", baseline="base")
+    claim("quick", status="measured", verdict="pass")
+
+    def halve(record):
+        for row in record["classes"].values():
+            row["e2el_ms"]["median"] /= 2
+
+    def widen(record):
+        # So few items would leave an equal variant undecided.
+        for row in record["tasks"].values():
+            row["non_inferiority_margin"] = 0.5
+
+    for name in ("base", "quick"):
+        add_record(name, "quality", edit=widen)
+        add_record(name, "latency", edit=halve if name == "quick" else lambda record: None)

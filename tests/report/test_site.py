@@ -1,0 +1,227 @@
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from urllib.parse import unquote
+
+import pytest
+
+from slimqwen import variant
+from slimqwen.records import collection
+from slimqwen.report import site
+
+ROOT = variant.repository_root()
+
+ODD = 'odd & <b>"name" #1?%41'
+
+
+class Page(HTMLParser):
+    """The elements of a page, and the text of its table cells by row."""
+
+    def __init__(self, file):
+        super().__init__()
+        self.elements = []
+        self.text = []
+        self.feed(file.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+    def all(self, tag):
+        return [attributes for name, attributes in self.elements if name == tag]
+
+    @property
+    def words(self):
+        return " ".join(" ".join(self.text).split())
+
+
+@pytest.fixture
+def small(add_variant, add_record, claim):
+    """A baseline, a variant of it, and one with an odd name and a hostile hypothesis."""
+    add_variant("base", "VLLM_MODEL=weights/base\n")
+    add_variant("quick", "BASE=base\nVLLM_MODEL=weights/quick\n", baseline="base")
+    add_variant(ODD, "BASE=base\nVLLM_MODEL='weights/<script>alert(2)</script>'\n", baseline="base")
+    claim("quick", status="measured", verdict="pass")
+    claim(ODD, hypothesis="</td><script>alert(1)</script>")
+    for name in ("base", "quick"):
+        add_record(name, "quality")
+        add_record(name, "latency")
+
+
+def test_the_site_of_the_committed_records_has_a_page_a_variant(tmp_path):
+    built = site.build(ROOT, tmp_path / "report")
+
+    pages = {file.stem for file in (tmp_path / "report" / "variants").iterdir()}
+    assert pages == set(variant.names(ROOT))
+    assert built.records == len(collection.collect(ROOT).records) > 10
+    index = Page(built.index)
+    assert {row["data-stands"] for row in index.all("tr") if "data-stands" in row} >= {"pass", "planned"}
+    assert "no CPU figure is evidence about a GPU" in index.words
+    _assert_whole(tmp_path / "report")
+
+
+def test_nothing_that_a_file_says_becomes_markup(small, tmp_path):
+    site.build(tmp_path, tmp_path / "report")
+
+    for file in (tmp_path / "report").rglob("*.html"):
+        page = Page(file)
+        assert [script for script in page.all("script") if "src" not in script] == []
+        assert page.all("b") == [] or "<b>&#34;name" not in file.read_text()
+    index = Page(tmp_path / "report" / "index.html")
+    assert "</td><script>alert(1)</script>" in index.words
+    assert ODD in index.words
+    assert (tmp_path / "report" / "variants" / f"{ODD}.html").is_file()
+    _assert_whole(tmp_path / "report")
+
+
+def test_files_left_out_are_named_and_the_rest_is_there(small, add_record, tmp_path):
+    broken = tmp_path / "experiments" / "quick" / "quality_2027-01-01T000000Z.json"
+    broken.write_text("{ half a rec")
+
+    def of_the_future(record):
+        record["schema"] = "latency/99"
+
+    future = add_record("quick", "latency", "2027-01-01T000000Z", edit=of_the_future)
+    (tmp_path / "experiments" / "half").mkdir()
+    (tmp_path / "experiments" / "half" / "config.env").write_text("not a line\n")
+
+    built = site.build(tmp_path, tmp_path / "report")
+
+    named = {problem.place for problem in built.problems}
+    assert {str(path.relative_to(tmp_path)) for path in (broken, future)} <= named
+    assert "experiments/half/config.env" in named
+    index = Page(built.index)
+    assert all(place in index.words for place in named)
+    assert "quick" in index.words
+    assert broken.name in Page(tmp_path / "report" / "variants" / "quick.html").words
+
+
+def test_a_repository_without_any_record_has_a_report_too(add_variant, tmp_path):
+    add_variant("alone", "VLLM_MODEL=weights/alone\n")
+
+    built = site.build(tmp_path, tmp_path / "report")
+
+    assert (built.variants, built.records) == (1, 0)
+    assert "No variant has been measured" in Page(built.index).words
+
+
+def test_a_second_build_replaces_the_first(small, add_variant, tmp_path):
+    site.build(tmp_path, tmp_path / "report")
+    (tmp_path / "experiments" / ODD / "config.env").unlink()
+    (tmp_path / "experiments" / ODD / "measurements.json").unlink()
+    add_variant("new", "BASE=base\n", baseline="base")
+    site.build(tmp_path, tmp_path / "report")
+
+    assert {file.stem for file in (tmp_path / "report" / "variants").iterdir()} == {"base", "quick", "new"}
+    assert [left.name for left in tmp_path.glob(".report*")] == []
+
+
+def test_an_interrupted_build_leaves_the_old_report_whole(small, tmp_path, monkeypatch):
+    site.build(tmp_path, tmp_path / "report")
+    before = {file: file.read_bytes() for file in (tmp_path / "report").rglob("*") if file.is_file()}
+
+    def interrupt(activity, done, total):
+        if activity == "write the pages" and done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        site.build(tmp_path, tmp_path / "report", interrupt)
+
+    assert {file: file.read_bytes() for file in (tmp_path / "report").rglob("*") if file.is_file()} == before
+    assert [left.name for left in tmp_path.glob(".report*")] == []
+
+
+def test_a_folder_that_is_no_report_is_not_replaced(small, tmp_path):
+    with pytest.raises(site.ReportError, match="no report"):
+        site.build(tmp_path, tmp_path / "experiments")
+
+    assert (tmp_path / "experiments" / "base" / "config.env").is_file()
+
+
+def test_two_hundred_variants_with_two_thousand_records(
+    add_variant, add_record, add_start_up, claim, tmp_path
+):
+    add_variant("base", "VLLM_MODEL=weights/base\n")
+    for kind in ("quality", "latency"):
+        add_record("base", kind)
+    for number in range(199):
+        name = f"v{number:03}"
+        parent = "base" if number % 5 == 0 else f"v{number - 1:03}"
+        add_variant(name, f"BASE={parent}\nVLLM_MODEL=weights/{name}\n", baseline="base")
+        claim(name, status="measured", verdict=("pass", "fail", "inconclusive")[number % 3])
+
+        def grow(record, number=number):
+            record["provenance"]["checkpoint"]["size_bytes"] += number * 1000
+
+        for kind in ("quality", "latency", "acceptance"):
+            for day in range(1, 4):
+                add_record(name, kind, f"2026-01-0{day}T000000Z", edit=grow)
+        add_start_up(name)
+
+    built = site.build(tmp_path, tmp_path / "report")
+
+    assert (built.variants, built.records, built.problems) == (200, 1992, ())
+    index = Page(built.index)
+    assert len([row for row in index.all("tr") if "data-stands" in row]) == 200
+    assert built.index.stat().st_size < 3_000_000
+    assert len(list((tmp_path / "report" / "variants").iterdir())) == 200
+    assert index.words.count("Quality against size") > 0
+    _assert_whole(tmp_path / "report")
+
+
+def test_figures_for_a_readme(small, tmp_path):
+    written = site.figures(tmp_path, tmp_path / "figures")
+
+    assert {file.name for file in written} == {"pareto-latency.svg", "pareto-size.svg"}
+    assert all(file.read_text().startswith("<svg") for file in written)
+    again = [file.read_bytes() for file in site.figures(tmp_path, tmp_path / "figures")]
+    assert again == [file.read_bytes() for file in written]
+
+
+def test_building_needs_neither_torch_nor_vllm():
+    heavy = "[name for name in ('torch', 'vllm', 'transformers', 'matplotlib') if name in sys.modules]"
+    command = f"import sys; from slimqwen.report import site; print({heavy})"
+
+    ended = subprocess.run(
+        [sys.executable, "-c", command], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+
+    assert ended.stdout.strip() == "[]"
+
+
+def test_commands_that_pages_name_are_targets(small, tmp_path):
+    site.build(tmp_path, tmp_path / "report")
+    named = {
+        target
+        for file in (tmp_path / "report").rglob("*.html")
+        for target in re.findall(r"make ([a-z-]+) [A-Z]+=", file.read_text())
+    }
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert named
+    assert named <= targets
+
+
+def _assert_whole(report):
+    """Every link leads to a file and a place that are there, and nothing is asked of a network."""
+    files = list(report.rglob("*.html"))
+    pages = {file.resolve(): Page(file) for file in files}
+    places = {file: {one["id"] for _, one in page.elements if "id" in one} for file, page in pages.items()}
+    for file, page in pages.items():
+        ids = [one["id"] for _, one in page.elements if "id" in one and not one["id"].startswith("clip")]
+        assert len(ids) == len(set(ids)), file.name
+        links = [one["href"] for tag in ("a", "link") for one in page.all(tag)]
+        links += [one["src"] for one in page.all("script")]
+        for link in links:
+            if link == "data:,":
+                continue
+            assert "//" not in link
+            target, _, place = link.partition("#")
+            to = (file.parent / unquote(target)).resolve() if target else file
+            assert to.is_file(), f"{file.name}: {link}"
+            assert not place or place in places[to], f"{file.name}: {link}"
+    for asset in (report / "assets").iterdir():
+        assert "http" not in asset.read_text()
+        assert "url(" not in asset.read_text()

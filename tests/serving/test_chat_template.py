@@ -1,0 +1,47 @@
+"""Templates are tried out before anything starts."""
+
+import pytest
+
+from slimqwen import variant
+from slimqwen.serving import chat_template
+
+TINY = variant.load("tiny").weights
+
+
+def check(tmp_path, text, **arguments):
+    file = tmp_path / "chat.jinja"
+    file.write_text(text)
+    chat_template.check(file, TINY, arguments)
+
+
+def test_the_embedded_models_template_renders():
+    chat_template.check(TINY / "chat_template.jinja", TINY, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{% for m in messages %}", r"chat\.jinja, line 1 does not render"),
+        ("{{ messages[7].content }}", "does not render: .*has no element 7"),
+        ("{{ raise_exception('no thinking') if enable_thinking }}", "does not render: no thinking"),
+        ("{% if not enable_thinking %}{{ 1 // 0 }}{% endif %}", "does not render|leaves out"),
+        ("<|im_start|>assistant", "leaves out what was said .'What is the first"),
+        ("{{ messages[-1].content }}", "leaves out"),
+    ],
+)
+def test_a_template_that_is_none_for_chats_is_refused_with_the_reason(tmp_path, text, said):
+    with pytest.raises(chat_template.ChatTemplateError, match=said) as refused:
+        check(tmp_path, text)
+    assert "\n" not in str(refused.value)
+
+
+def test_the_variants_default_arguments_are_given(tmp_path):
+    text = "{{ eos_token }}{{ messages | map(attribute='content') | join(tone.upper()) }}"
+    check(tmp_path, text, tone="kind")
+    with pytest.raises(chat_template.ChatTemplateError):
+        check(tmp_path, text)
+
+
+def test_a_missing_template_is_refused(tmp_path):
+    with pytest.raises(chat_template.ChatTemplateError, match="cannot be read"):
+        chat_template.check(tmp_path / "none.jinja", TINY, {})

@@ -1,0 +1,226 @@
+"""The gate before vLLM's application, around a bare one."""
+
+import asyncio
+import logging
+import os
+import subprocess
+import sys
+import threading
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse, StreamingResponse
+from starlette.routing import Route
+
+from slimqwen.serving import policy
+from slimqwen.serving.readiness import Readiness, extend_key_guard
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Server:
+    """A bare application behind the gate, its lifespan running: what vLLM's own server does with it."""
+
+    def __init__(self, warm):
+        self.shut_down = []
+        self.go_on = asyncio.Event()
+        self.app = Starlette(
+            routes=[
+                Route(path, self._answer, methods=["GET", "POST"]) for path in ("/health", "/ping", "/v1/x")
+            ]
+            + [Route("/metrics", self._answer), Route("/slow", self._stream)]
+        )
+        self.app.state.engine_client = SimpleNamespace(shutdown=self._shutdown)
+        self.app.add_middleware(Readiness, warm=warm)
+        self.client = httpx.AsyncClient(transport=httpx.ASGITransport(app=self.app), base_url="http://server")
+
+    async def _answer(self, request):
+        return PlainTextResponse("yes")
+
+    async def _stream(self, request):
+        async def words():
+            yield "one "
+            await self.go_on.wait()
+            yield "two"
+
+        return StreamingResponse(words())
+
+    def _shutdown(self, timeout=None):
+        self.shut_down.append(timeout)
+
+    async def status(self, path):
+        return (await self.client.get(path)).status_code
+
+    async def statuses(self):
+        return [await self.status(path) for path in ("/health", "/ping", "/v1/x")]
+
+
+@asynccontextmanager
+async def started(warm):
+    server = Server(warm)
+    told, heard = asyncio.Queue(), asyncio.Queue()
+    life = asyncio.create_task(server.app({"type": "lifespan"}, told.get, heard.put))
+    await told.put({"type": "lifespan.startup"})
+    assert (await heard.get())["type"] == "lifespan.startup.complete"
+    try:
+        yield server
+    finally:
+        await told.put({"type": "lifespan.shutdown"})
+        await life
+
+
+async def no_time(app):
+    pass
+
+
+async def turns():
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def test_probes_answer_503_until_the_warm_up_has_run_and_other_paths_answer_before():
+    async def scenario():
+        warmed = asyncio.Event()
+
+        async def warm(app):
+            assert app.state.engine_client
+            await warmed.wait()
+
+        async with started(warm) as server:
+            answer = await server.client.get("/health")
+            assert (answer.status_code, answer.headers["Retry-After"]) == (503, "5")
+            assert answer.json()["error"]["message"] == "the server is warming up"
+            assert await server.statuses() == [503, 503, 200]
+            assert (await server.client.post("/ping")).status_code == 503
+            warmed.set()
+            await turns()
+            assert await server.statuses() == [200, 200, 200]
+
+    asyncio.run(scenario())
+
+
+def test_a_server_under_a_root_path_has_its_probes_there():
+    async def scenario():
+        async with started(lambda app: asyncio.sleep(1000)) as server:
+            transport = httpx.ASGITransport(app=server.app, root_path="/one")
+            async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+                assert (await client.get("/one/health")).status_code == 503
+
+    asyncio.run(scenario())
+
+
+def test_while_the_server_drains_new_requests_are_refused_and_those_under_way_end():
+    async def scenario():
+        async with started(no_time) as server:
+            await turns()
+            under_way = asyncio.create_task(server.client.get("/slow"))
+            await turns()
+            engine = server.app.state.engine_client
+            # vLLM calls it from a thread.
+            thread = threading.Thread(target=engine.shutdown, kwargs={"timeout": 7})
+            thread.start()
+            thread.join()
+            assert server.shut_down == [7]
+            assert await server.statuses() == [503, 503, 503]
+            assert "shutting down" in (await server.client.post("/v1/x")).text
+            assert await server.status("/metrics") == 200
+            server.go_on.set()
+            assert (await under_way).text == "one two"
+
+    asyncio.run(scenario())
+
+
+def test_a_server_that_is_told_to_stop_while_it_warms_up_is_never_ready(caplog):
+    async def scenario():
+        warmed = asyncio.Event()
+
+        async def warm(app):
+            await warmed.wait()
+            raise RuntimeError("the engine is gone")
+
+        async with started(warm) as server:
+            server.app.state.engine_client.shutdown()
+            warmed.set()
+            await turns()
+            assert await server.statuses() == [503, 503, 503]
+
+    with caplog.at_level(logging.ERROR):
+        asyncio.run(scenario())
+    assert caplog.text == ""
+
+
+async def fails(app):
+    raise RuntimeError("no such kernel")
+
+
+def test_a_failed_warm_up_is_said_and_the_server_serves_all_the_same(caplog):
+    async def scenario():
+        async with started(fails) as server:
+            await turns()
+            assert await server.statuses() == [200, 200, 200]
+
+    asyncio.run(scenario())
+    assert "the warm-up failed, the first requests will be slow: no such kernel" in caplog.text
+
+
+FAILS = """
+import asyncio, types, uvloop
+from starlette.applications import Starlette
+from slimqwen.serving.readiness import Readiness
+
+async def warm(app):
+    raise RuntimeError("no such kernel")
+
+async def main():
+    app = Starlette()
+    app.state.engine_client = types.SimpleNamespace(shutdown=print)
+    app.add_middleware(Readiness, warm=warm)
+    told = asyncio.Queue()
+    told.put_nowait({"type": "lifespan.startup"})
+    try:
+        await app({"type": "lifespan"}, told.get, asyncio.Queue().put)
+    finally:
+        print("the engine is shut down")
+
+uvloop.run(main())
+"""
+
+
+def test_a_failed_warm_up_ends_the_process_where_it_is_required():
+    required = policy.Policy(require_warmup=True).model_dump_json()
+    # A process of its own, as vLLM's: its event loop is ended from within.
+    ended = subprocess.run(
+        [sys.executable, "-c", FAILS],
+        env={**os.environ, policy.VARIABLE: required},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert ended.returncode == 1
+    assert "REQUIRE_WARMUP=1: no such kernel" in ended.stderr
+    assert "the engine is shut down" in ended.stdout
+
+
+@pytest.mark.parametrize("path", ["/invocations", "/generative_scoring", "/v1/x"])
+def test_vllm_asks_for_the_key_wherever_the_engine_is_put_to_work(path):
+    from vllm.entrypoints.serve.middleware import authenticate
+
+    extend_key_guard()
+    extend_key_guard()
+    assert authenticate.GUARDED_PREFIX.count("/invocations") == 1
+
+    async def answer(scope, receive, send):
+        await PlainTextResponse("yes")(scope, receive, send)
+
+    async def scenario():
+        app = authenticate.AuthenticationMiddleware(answer, tokens=["sesame"])
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://x") as client:
+            assert (await client.post(path)).status_code == 401
+            assert (await client.post(path, headers={"Authorization": "Bearer no"})).status_code == 401
+            assert (await client.post(path, headers={"Authorization": "Bearer sesame"})).status_code == 200
+            assert (await client.get("/health")).status_code == 200
+
+    asyncio.run(scenario())

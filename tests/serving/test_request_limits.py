@@ -1,0 +1,114 @@
+"""Limits that vLLM lacks, around a bare application and on vLLM's own functions."""
+
+import asyncio
+import importlib
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from slimqwen.serving import policy, request_limits
+from slimqwen.serving.request_limits import BodyLimit, answer_overload
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def post(body, limit=100, **more):
+    """What a client hears, and whether the application saw the request."""
+    seen = []
+
+    async def size(request):
+        body = await request.body()
+        seen.append(len(body))
+        return JSONResponse({"size": len(body)})
+
+    app = Starlette(routes=[Route("/x", size, methods=["POST", "GET"])])
+    app.add_middleware(BodyLimit, max_bytes=limit)
+
+    async def scenario():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://x") as client:
+            return await client.post("/x", content=body, **more)
+
+    return asyncio.run(scenario()), seen
+
+
+async def chunks(*sizes):
+    for size in sizes:
+        yield b"x" * size
+
+
+def test_a_body_within_the_limit_arrives_whole():
+    answer, _ = post(b"x" * 100)
+    assert answer.json() == {"size": 100}
+
+
+def test_a_larger_body_is_refused_before_the_application_sees_it():
+    answer, seen = post(b"x" * 101)
+    assert (answer.status_code, seen) == (413, [])
+    assert "larger than 100 bytes" in answer.json()["error"]["message"]
+
+
+def test_a_body_of_untold_size_is_counted_as_it_comes():
+    answer, seen = post(chunks(60, 40))
+    assert answer.json() == {"size": 100}
+    answer, seen = post(chunks(60, 41))
+    assert (answer.status_code, seen) == (413, [])
+
+
+def test_the_limit_is_the_policys(monkeypatch):
+    monkeypatch.setenv(policy.VARIABLE, policy.Policy(max_body_bytes=7).model_dump_json())
+    assert post(b"x" * 8, limit=None)[0].status_code == 413
+    monkeypatch.delenv(policy.VARIABLE)
+    assert post(b"x" * 8, limit=None)[0].status_code == 200
+
+
+@pytest.mark.parametrize("name", ["QueueOverflowError", "MaxQueuedTokensError"])
+def test_where_vllms_queue_is_full_the_answer_says_when_to_come_back(name):
+    from vllm import exceptions
+
+    async def full(request):
+        raise getattr(exceptions, name)
+
+    async def otherwise(request, error):
+        return JSONResponse({}, 500)
+
+    app = Starlette(routes=[Route("/x", full)], exception_handlers={exceptions.VLLMError: otherwise})
+    answer_overload(app)
+
+    async def scenario():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://x") as client:
+            return await client.get("/x")
+
+    answer = asyncio.run(scenario())
+    assert (answer.status_code, answer.headers["Retry-After"]) == (429, "1")
+    assert "try again later" in answer.json()["error"]["message"].lower()
+
+
+@pytest.fixture
+def get_max_tokens(monkeypatch):
+    """vLLM's function as its chat endpoint calls it, limited."""
+    for name in request_limits._COUNTING:
+        module = importlib.import_module(name)
+        monkeypatch.setattr(module, "get_max_tokens", module.get_max_tokens)
+    request_limits.refuse_longer_answers()
+    request_limits.refuse_longer_answers()
+    modules = [importlib.import_module(name) for name in request_limits._COUNTING]
+    assert len({module.get_max_tokens for module in modules}) == 1
+    return modules[0].get_max_tokens
+
+
+def test_an_answer_that_fits_may_be_as_long_as_asked_or_as_there_is_room(get_max_tokens):
+    assert get_max_tokens(1000, 300, 700, {}) == 300
+    assert get_max_tokens(1000, None, 700, {}) == 300
+    assert get_max_tokens(1000, None, 700, {}, 50) == 50
+    assert get_max_tokens(1000, 600, 700, {}, None, truncate_prompt_tokens=400) == 600
+
+
+@pytest.mark.parametrize(("longest", "room"), [(None, 300), (50, 50)])
+def test_an_answer_that_vllm_would_cut_is_refused_with_the_room_there_is(get_max_tokens, longest, room):
+    from vllm.exceptions import VLLMValidationError
+
+    with pytest.raises(VLLMValidationError, match=rf"max_tokens=301 .* at most {room} .* prompt of 700"):
+        get_max_tokens(1000, 301, 700, {}, longest)
