@@ -96,7 +96,7 @@ report: ## the leaderboard, fronts and a page a variant from all records, into r
 	@$(RUN) scripts/report.py $(if $(FIGURES),--figures $(FIGURES))
 
 new-variant: ## create experiments/NAME from BASE (HYPOTHESIS="…" STAGES="calibrate prune_vocab" for a recipe of its own)
-	@$(RUN) scripts/new_variant.py --name "$(NAME)" --base "$(BASE)" --hypothesis "$$HYPOTHESIS" $(if $(STAGES),--stages $(STAGES))
+	@$(RUN) scripts/new_variant.py --name '$(NAME)' --base '$(BASE)' --hypothesis '$(subst ','\'',$(value HYPOTHESIS))' $(if $(STAGES),--stages $(STAGES))
 
 promote: ## status and model card for VARIANT, if its gate passed on its present checkpoint
 	@$(RUN) scripts/promote.py --variant $(VARIANT)
@@ -108,7 +108,7 @@ replay: ## measure again what made RECORD, and say whether it comes out the same
 	@$(RUN) scripts/replay.py $(RECORD)
 
 export-mlflow: ## send the records to an MLflow store (URI=http://…; default the SQLite file mlruns/mlflow.db)
-	@$(RUN) scripts/export_mlflow.py $(if $(URI),--uri $(URI))
+	@$(RUN) scripts/export_mlflow.py $(if $(URI),--uri '$(URI)')
 
 compare: ## print the paired table of two variants (A=tiny B=tiny-awq)
 	@$(RUN) scripts/compare.py $(A) $(B)

@@ -14,6 +14,8 @@ def main() -> int:
     parser.add_argument("--variant", help="of this one alone")
     parser.add_argument("--last", type=int, default=20, help="lines, 0 for all (default: %(default)s)")
     arguments = parser.parse_args()
+    if arguments.last < 0:
+        parser.error(f"--last {arguments.last}: give a number of lines, or 0 for all")
     entries, problems = history.entries(
         variant.repository_root(), variant=arguments.variant, last=arguments.last or None
     )

@@ -4,6 +4,7 @@ import fcntl
 import hashlib
 import io
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,7 @@ class Answers:
     def __init__(self, file: Path, stream: io.FileIO, answers: Mapping[str, Any]) -> None:
         self._file, self._stream, self._answers = file, stream, answers
         self._count = len(answers)
+        self._taken: set[str] = set()
 
     def __len__(self) -> int:
         """How many are in the file."""
@@ -32,12 +34,15 @@ class Answers:
 
     @property
     def taken_over(self) -> int:
-        """How many an earlier run left."""
-        return len(self._answers)
+        """How many of an earlier run's were used."""
+        return len(self._taken)
 
     def get(self, request: Any) -> Any | None:
         """What an earlier run was answered; None where it was not."""
-        return self._answers.get(_key(request))
+        key = _key(request)
+        if key in self._answers:
+            self._taken.add(key)
+        return self._answers.get(key)
 
     def keep(self, request: Any, answer: Any) -> None:
         """Add an answer; from here on it outlives this process.
@@ -52,7 +57,7 @@ class Answers:
 
     def discard(self) -> None:
         """Delete the file: the run has its record."""
-        self._file.unlink()
+        self._file.unlink(missing_ok=True)
 
 
 def unfinished(kind: str, command: ServerCommand, *decides: Any) -> Path:
@@ -95,6 +100,10 @@ def kept(file: Path) -> Iterator[Answers]:
             raise RunInProgressError(
                 f"another process is making the same run ({file.parent.name}/{file.name}); wait for its end"
             ) from None
+        if not file.exists() or file.stat().st_ino != os.fstat(stream.fileno()).st_ino:
+            raise RunInProgressError(
+                f"another process has just ended the same run ({file.name}); look for its record"
+            )
         content = stream.readall()
         whole = content[: content.rfind(b"\n") + 1]
         stream.seek(len(whole))

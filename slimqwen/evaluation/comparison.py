@@ -342,15 +342,18 @@ def _newest_pair(
     where: Callable[[store.Record], bool] = lambda record: True,
 ) -> tuple[Path, Path]:
     newest = store.latest(first, kind, where), store.latest(second, kind, where)
-    others = [(path, basis(store.read(path))) for path in store.records(second, kind)]
-    for path in store.records(first, kind):
-        record = store.read(path)
-        if not where(record):
-            continue
-        own = basis(record)
-        for other, theirs in others:
-            if own == theirs:
-                return path, other
+    others = [(path, store.read(path)) for path in store.records(second, kind)]
+    fitting = [
+        (record.get("run") != theirs.get("run"), path, other)
+        for path in store.records(first, kind)
+        if where(record := store.read(path))
+        for other, theirs in others
+        if basis(record) == basis(theirs)
+    ]
+    if fitting:
+        # Measured in turns, before any pair that is only newer.
+        _, path, other = min(fitting, key=lambda found: found[0])
+        return path, other
     a, b = (store.read(path) for path in newest)
     _require_same(*newest, basis(a), basis(b), command(b["variant"], a))
     raise AssertionError("the newest records were found different above")

@@ -172,20 +172,20 @@ def measure(one: Variant, plan_name: str, *, command: Sequence[str], progress: P
             ),
         }
         path = store.write(one.folder, record, items)
+        shown = provenance.portable(str(path), one.root)
+        of = {state: [row for row in rows if row["state"] == state] for state in State}
+        unsafe_engines.update(
+            one.root,
+            build,
+            unsafe=[
+                unsafe_engines.Finding(
+                    build=build, modes=Modes(**row["modes"]), reason=row["reason"], record=shown
+                )
+                for row in of[State.UNSAFE]
+            ],
+            fine=[Modes(**row["modes"]) for row in of[State.FINE]],
+        )
         tried.discard()
-    shown = provenance.portable(str(path), one.root)
-    of = {state: [row for row in rows if row["state"] == state] for state in State}
-    unsafe_engines.update(
-        one.root,
-        build,
-        unsafe=[
-            unsafe_engines.Finding(
-                build=build, modes=Modes(**row["modes"]), reason=row["reason"], record=shown
-            )
-            for row in of[State.UNSAFE]
-        ],
-        fine=[Modes(**row["modes"]) for row in of[State.FINE]],
-    )
     return path
 
 

@@ -487,7 +487,8 @@ class _Reader:
         reading.variant_bits = float(-own.double().sum() / math.log(2))
         if not self.sequence.comparable:
             return
-        ranked = [sorted(of.items(), key=lambda pair: -pair[1])[:TOP_K] for of in positions]
+        # Ties go to the lower id, as in `take`: vLLM puts the text's own token first.
+        ranked = [sorted(of.items(), key=lambda pair: (-pair[1], pair[0]))[:TOP_K] for of in positions]
         top = torch.tensor([[token for token, _ in of] for of in ranked])
         q = torch.tensor([[log_q for _, log_q in of] for of in ranked])
         for at in range(0, len(targets), _ROWS):

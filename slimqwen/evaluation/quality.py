@@ -275,7 +275,7 @@ def measure(
             serve(variant, port=port, log=logs / f"serve_{variant.name}.log", progress=progress)
         )
         answers = stack.enter_context(
-            kept(unfinished("quality", served.server.command, suite.name, limit, chat))
+            kept(unfinished("quality", served.server.command, suite.model_dump(mode="json"), limit, chat))
         )
         log = logs / f"quality_{variant.name}.log"
         try:

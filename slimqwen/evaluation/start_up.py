@@ -132,6 +132,8 @@ def phases(log: str, ready_seconds: float, first_token_seconds: float) -> dict[s
     # A GPU's log states the whole, draft model included, a worker each; a CPU's the two parts of every model.
     loading = max(whole) if whole else sum(parts)
     compiling = sum(graph.seconds for graph in baked_cache.graphs(log))
+    if "WarmUpError" in log:
+        raise StartUpError("the server's warm-up failed, so its start says nothing; its log says why")
     requests = _REQUESTS.search(log)
     asking = float(requests[1]) if requests else 0.0
     return {

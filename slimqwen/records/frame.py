@@ -2,7 +2,7 @@
 
 frame = load()
 scores = frame[(frame.kind == "quality") & (frame.measure == "exact_match")]
-scores.pivot_table("value", "variant", "group", aggfunc="last")
+scores.pivot_table("value", "variant", "group", aggfunc="first")
 """
 
 from collections.abc import Iterator, Mapping

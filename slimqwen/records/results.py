@@ -13,10 +13,10 @@ def read(root: Path, name: str, variant: str) -> dict[str, Any] | None:
     """The record of an exploration of a variant in its present form, None where it has not been made.
 
     Raises:
-        RecordError: the file is no record.
+        RecordError: the file is no record, or breaks its schema.
     """
     file = root / "results" / f"{name}_{variant}.json"
-    return store.in_present_form(store.parse(file), store.place(file)) if file.is_file() else None
+    return store.read(file) if file.is_file() else None
 
 
 def write(

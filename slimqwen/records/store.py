@@ -58,6 +58,11 @@ def validate(record: Mapping[str, Any], place: str) -> Record:
         raise RecordError(
             f"{place}: schema {record['schema']!r} is newer than {known[kind]}, known here; update this checkout"
         )
+    try:
+        # Half of a surrogate pair: JSON can spell it, no file or page can hold it.
+        json.dumps(present, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise RecordError(f"{place}: holds what is no text ({error}); measure again") from None
     errors = ((list(map(str, e.instance_path)), e.message) for e in _validator(kind).iter_errors(present))
     first = min(errors, default=None)
     if first is not None:

@@ -197,7 +197,9 @@ def variants_table(root: Path, *, experiments: Path | None = None, with_weights:
                 name,
                 variant.hypothesis,
                 variant.baseline or "-",
-                stands["verdict"] or stands["status"],
+                stands["status"]
+                if stands["status"] in ("promoted", "rejected")
+                else stands["verdict"] or stands["status"],
                 _latest_quality(folder),
                 _latest_latency(folder),
                 *(("yes" if variant.weights.is_dir() else "no",) if with_weights else ()),

@@ -185,8 +185,8 @@ class Row:
 
     @property
     def stands(self) -> str:
-        """The verdict, or where the variant stands without one: what a README's table says too."""
-        return self.verdict or self.status
+        """What a person decided, else the verdict, else the status: what a README's table says too."""
+        return self.status if self.status in ("promoted", "rejected") else self.verdict or self.status
 
     @property
     def doubts(self) -> list[str]:
@@ -561,6 +561,8 @@ def _timed(
     reading.items(found)
     all_theirs = collection.of(baseline, "latency") if baseline else ()
     theirs = [one for one in all_theirs if one.record["workload"] == "classes"]
+    # Made in turns with it, before any that is only newer.
+    theirs.sort(key=lambda one: one.record["run"] != found.record["run"])
     paired = pair([found], theirs, latency_basis)
     return Timed(found, paired[1] if paired else None)
 
@@ -624,6 +626,7 @@ def _fronts(rows: Sequence[Row]) -> tuple[list[Row], list[Front]]:
             for point in front.points:
                 if point.on_front:
                     on.setdefault((point.variant, place), []).append(cost)
+    fronts.sort(key=lambda one: -len(one.points))
     return [replace(row, fronts=tuple(on.get((row.variant, row.hardware), ()))) for row in rows], fronts
 
 
@@ -665,8 +668,10 @@ def _choices(rows: Sequence[Row]) -> list[Choice]:
             groups.setdefault(row.group, []).append(row)
     choices = []
     for (baseline, place), members in sorted(groups.items(), key=lambda one: (-len(one[1]), one[0])):
-        able = [row for row in members if row.stands in ("promoted", "pass") or row.status == "promoted"]
-        faster = [row for row in able if _speed(row) > 1 and not row.doubts]
+        able = [row for row in members if row.stands in ("promoted", "pass")]
+        faster = [
+            row for row in able if row.timed and row.timed.in_turns and _speed(row) > 1 and not row.doubts
+        ]
         serve = min(faster, key=lambda row: (row.status != "promoted", -_speed(row)), default=None)
         others = [row for row in members if row is not serve and row.stands not in ("fail", "rejected")]
         choices.append(Choice(baseline, place, members[0].on_cpu, serve, tuple(others)))

@@ -96,7 +96,9 @@ def build(root: Path, destination: Path, progress: Progress = silent) -> Built:
     Raises:
         ReportError: the destination holds something that is no report.
     """
-    if destination.exists() and not (destination / _MARK).is_file() and any(destination.iterdir()):
+    if destination.exists() and (
+        not destination.is_dir() or (not (destination / _MARK).is_file() and any(destination.iterdir()))
+    ):
         raise ReportError(
             f"{destination} holds something that is no report; name another folder, or empty it"
         )

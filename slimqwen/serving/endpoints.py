@@ -33,6 +33,9 @@ class Endpoints:
         Raises:
             EngineFixError: this vLLM is not the one these were written for.
         """
+        # Before vLLM adds its own, so behind the API key; the last is the outer one.
+        app.add_middleware(token_ids.OldTokenIds)
+        app.add_middleware(request_limits.BodyLimit)
         app.add_api_route(token_ids.ROUTE, token_ids.vocabulary, methods=["GET"])
         request_limits.answer_overload(app)
         request_limits.refuse_longer_answers()

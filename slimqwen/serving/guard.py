@@ -54,10 +54,25 @@ def main() -> None:
     _say(str(process.pid))
     while not select.select([sys.stdin], [], [], _POLL_S)[0]:
         if process.poll() is not None:
+            _end_session(process.pid)
             _say(str(process.returncode))
             return
     end(server)
     process.wait()
+
+
+def _end_session(leader: int) -> None:
+    """End what a server that was killed has left behind: its engine holds memory, a GPU's too, and notices nothing."""
+    left = []
+    for one in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if os.getsid(one.pid) == leader:
+                left.append(one)
+    for ending in (psutil.Process.terminate, psutil.Process.kill):
+        for one in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                ending(one)
+        _, left = psutil.wait_procs(left, timeout=3)
 
 
 class Server:

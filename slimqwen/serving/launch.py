@@ -42,12 +42,8 @@ VARIANT_VARIABLE = "SLIMQWEN_VARIANT"
 """Names, in a server's environment, the variant that it serves."""
 
 _ENTRY = ("-m", "vllm.entrypoints.launchers.api_server.entry")
-# The last is the outermost. No compiled graph depends on them, so they are not among the command's flags.
-_MIDDLEWARE = tuple(
-    word
-    for name in ("token_ids.OldTokenIds", "request_limits.BodyLimit", "readiness.Readiness")
-    for word in ("--middleware", f"slimqwen.serving.{name}")
-)
+# No compiled graph depends on it, so it is not among the command's flags.
+_MIDDLEWARE = ("--middleware", "slimqwen.serving.readiness.Readiness")
 _PLUGINS = ("slimqwen_engine_fixes", "slimqwen_compile_watch", endpoints.PLUGIN)
 _ENGINE_OVERHEAD_BYTES = int(1.5 * 2**30)  # imports and activations of vLLM on a CPU, seen: 1.1 GiB resident
 
@@ -344,14 +340,14 @@ def serving(
 
 
 def find_running(command: ServerCommand) -> RunningServer | None:
-    """Find a server on the command's port that runs exactly this command, environment included.
+    """Find a server on the command's port that runs exactly this command, environment included, and is ready.
 
-    Returns None where the port is free, or taken by anything else.
+    Returns None where the port is free, or taken by anything else, a server that warms up or drains included.
     """
     for connection in psutil.net_connections("tcp"):
         if connection.status != psutil.CONN_LISTEN or connection.laddr[1:2] != (command.port,):
             continue
-        with contextlib.suppress(psutil.Error):
+        with contextlib.suppress(psutil.Error, httpx.HTTPError):
             process = psutil.Process(connection.pid)
             running = process.environ()
             # Whether it was required changes nothing of how a graph was come by.
@@ -361,7 +357,8 @@ def find_running(command: ServerCommand) -> RunningServer | None:
             if process.cmdline()[1:] == list(command.argv[1:]) and all(
                 running.get(key) == value for key, value in wanted.items()
             ):
-                return _described(command, process.pid, None)
+                ready = httpx.get(f"{_url(command)}/health", timeout=5, trust_env=False)
+                return _described(command, process.pid, None) if ready.status_code == httpx.codes.OK else None
     return None
 
 

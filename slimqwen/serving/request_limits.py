@@ -7,7 +7,7 @@ the context. Here is what it leaves: bodies of any size, answers that it cuts wi
 
 import functools
 import importlib
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
 from http import HTTPStatus
 from typing import Any
 
@@ -22,10 +22,11 @@ from slimqwen.serving.refusal import refusal
 _NAME = "request_limits"
 _RETRY_AFTER_S = 1
 
+_COMPLETIONS = "vllm.entrypoints.openai.completion.serving"
 _COUNTING = (
     "vllm.entrypoints.openai.chat_completion.serving",
     "vllm.entrypoints.openai.chat_completion.batch_serving",
-    "vllm.entrypoints.openai.completion.serving",
+    _COMPLETIONS,
 )
 """Modules that ask vLLM's `get_max_tokens` how long an answer to a client's one question may be."""
 
@@ -55,18 +56,18 @@ class BodyLimit:
 
     async def _with_body(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Have a body of untold size read before the application sees the request."""
-        read: list[Message] = []
-        size = 0
+        body = bytearray()
         while True:
             message = await receive()
-            read.append(message)
-            size += len(message.get("body", b""))
-            if size > self._max_bytes:
+            if message["type"] == "http.disconnect":
+                return
+            body += message.get("body", b"")
+            if len(body) > self._max_bytes:
                 await self._too_large()(scope, receive, send)
                 return
             if not message.get("more_body", False):
                 break
-        again = iter(read)
+        again: Iterator[Message] = iter([{"type": "http.request", "body": bytes(body), "more_body": False}])
 
         async def receive_again() -> Message:
             return next(again, None) or await receive()
@@ -99,12 +100,14 @@ def refuse_longer_answers() -> None:
     """Have vLLM refuse a question whose prompt and `max_tokens` exceed the context, or the variant's longest answer.
 
     vLLM answers such a question with fewer tokens than were asked for and says nothing. A question without
-    `max_tokens` still gets what there is room for. Goes away when `get_max_tokens` in
-    vllm/entrypoints/serve/utils/api_utils.py raises.
+    `max_tokens` still gets what there is room for; so does a completion that asks for what it would get without, which
+    cannot be told apart. Of chats and completions alone: `/v1/responses` counts for itself. Goes away when
+    `get_max_tokens` in vllm/entrypoints/serve/utils/api_utils.py raises.
 
     Raises:
         EngineFixError: this vLLM is not the one it was written for.
     """
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.entrypoints.serve.utils import api_utils
     from vllm.exceptions import VLLMValidationError
 
@@ -112,23 +115,27 @@ def refuse_longer_answers() -> None:
     names = ("max_model_len", "max_tokens", "input_length", "default_sampling_params", "override_max_tokens")
     expect_parameters(_NAME, stock, (*names, "truncate_prompt_tokens"))
 
-    @functools.wraps(stock)
-    def get_max_tokens(
-        max_model_len: int, max_tokens: int | None, input_length: int, *others: Any, **named: Any
-    ) -> int:
-        room = int(stock(max_model_len, max_tokens, input_length, *others, **named))
-        if max_tokens is not None and max_tokens > room:
-            raise VLLMValidationError(
-                f"max_tokens={max_tokens} were asked for and at most {room} can be answered to a prompt of "
-                f"{input_length} tokens here: the context is {max_model_len} tokens, prompt and answer together",
-                parameter="max_tokens",
-                value=max_tokens,
-            )
-        return room
+    def limited(unsaid: int | None) -> Any:
+        @functools.wraps(stock)
+        def get_max_tokens(
+            max_model_len: int, max_tokens: int | None, input_length: int, *others: Any, **named: Any
+        ) -> int:
+            room = int(stock(max_model_len, max_tokens, input_length, *others, **named))
+            if max_tokens is not None and max_tokens > room and max_tokens != unsaid:
+                raise VLLMValidationError(
+                    f"max_tokens={max_tokens} were asked for and at most {room} can be answered to a prompt of "
+                    f"{input_length} tokens here: the context is {max_model_len} tokens, prompt and answer together",
+                    parameter="max_tokens",
+                    value=max_tokens,
+                )
+            return room
+
+        return get_max_tokens
 
     for name in _COUNTING:
         module = importlib.import_module(name)
         if getattr(module.get_max_tokens, "__wrapped__", None) is stock:
             continue
         expect(_NAME, module.get_max_tokens is stock, f"{name} has a get_max_tokens of its own")
-        module.get_max_tokens = get_max_tokens  # type: ignore[attr-defined]
+        unsaid = CompletionRequest.model_fields["max_tokens"].default if name == _COMPLETIONS else None
+        module.get_max_tokens = limited(unsaid)  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ from slimqwen.serving.engine_fixes.upstream import expect_parameters
 
 
 def install(budget: int) -> None:
-    """Give every chat and completion without a budget this one; calling it again changes nothing.
+    """Give every chat, completion and response without a budget this one; calling it again changes nothing.
 
     Args:
         budget: tokens between `<think>` and `</think>`.
@@ -20,13 +20,17 @@ def install(budget: int) -> None:
     """
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
-    for request in (ChatCompletionRequest, CompletionRequest):
+    for request, longest in (
+        (ChatCompletionRequest, "max_tokens"),
+        (CompletionRequest, "max_tokens"),
+        (ResponsesRequest, "default_max_tokens"),
+    ):
         stock = request.to_sampling_params
         if hasattr(stock, "__wrapped__"):
             continue
-        names = ("self", "max_tokens", "default_sampling_params")
-        expect_parameters("thinking_budget", stock, names)
+        expect_parameters("thinking_budget", stock, ("self", longest, "default_sampling_params"))
         request.to_sampling_params = _with_budget(stock, budget)
 
 

@@ -20,6 +20,9 @@ VOCAB_MAP = "vocab_map.json"
 ROUTE = "/v1/slimqwen/vocab"
 HEADER = b"x-slimqwen-token-ids"
 
+_PATHS = ("/v1/completions", "/v1/chat/completions")
+"""Endpoints whose fields are known here; anywhere else an old id might pass for a new one."""
+
 _LISTS = ("prompt", "stop_token_ids", "allowed_token_ids", "logprob_token_ids")
 """Fields of a request that hold token ids, in lists or lists of lists."""
 
@@ -53,6 +56,8 @@ class OldTokenIds:
 
     async def _renumbered(self, said: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         try:
+            if scope["path"].removeprefix(scope.get("root_path", "")) not in _PATHS:
+                raise NoImageError(f"X-Slimqwen-Token-Ids is understood by {' and '.join(_PATHS)} alone")
             body = self._renumbered_body(said, scope["app"], await Request(scope, receive).body())
         except NoImageError as error:
             await refusal(HTTPStatus.BAD_REQUEST, str(error))(scope, receive, send)
@@ -74,7 +79,9 @@ class OldTokenIds:
         try:
             request = json.loads(body)
             return json.dumps(renumber(request, self._new)).encode() if isinstance(request, dict) else body
-        except (ValueError, RecursionError):
+        except RecursionError:
+            raise NoImageError("the body is nested too deeply to find its token ids") from None
+        except ValueError:
             return body  # vLLM says what is wrong with it
 
 
@@ -107,8 +114,10 @@ def renumber(request: Mapping[str, Any], new: Mapping[int, int]) -> dict[str, An
     def one(value: Any, field: str) -> Any:
         if isinstance(value, list):
             return [one(part, field) for part in value]
-        if type(value) is not int:  # a bool is none
+        if value is None or (field == "prompt" and isinstance(value, str)):
             return value
+        if type(value) is not int:  # vLLM would make one of 9.0, "9" or true
+            raise NoImageError(f"{json.dumps(value)[:40]} in {field} is no token id")
         if value not in new:
             raise NoImageError(
                 f"token id {value} in {field} has no row in this variant's pruned vocabulary; send the text, or "
@@ -120,7 +129,8 @@ def renumber(request: Mapping[str, Any], new: Mapping[int, int]) -> dict[str, An
     bias = request.get("logit_bias")
     if isinstance(bias, dict):
         renumbered["logit_bias"] = {
-            str(one(int(key), "logit_bias")) if key.isdecimal() else key: weight
+            # vLLM would make an id of " 9" and "+9" too.
+            str(one(int(key) if key.isascii() and key.isdecimal() else key, "logit_bias")): weight
             for key, weight in bias.items()
         }
     return renumbered

@@ -3,6 +3,7 @@
 The questions go through the server's own application, in its own process: as a client's would, but for the socket.
 """
 
+import asyncio
 import logging
 import time
 from itertools import takewhile
@@ -14,6 +15,9 @@ from slimqwen.errors import SlimqwenError
 from slimqwen.serving import launch
 
 logger = logging.getLogger(__name__)
+
+_PATIENCE_S = 60
+"""How long a question may be refused because clients fill the queue."""
 
 _TOKENS = 16
 """Answered to each question: some steps of decoding, of every draft depth."""
@@ -137,7 +141,12 @@ def _chat(message: str, thinking: bool) -> dict[str, Any]:
 
 
 async def _ask(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Any:
-    answer = await client.post(path, json=body)
+    deadline = time.monotonic() + _PATIENCE_S
+    # Clients are answered meanwhile, and may fill the queue.
+    while (answer := await client.post(path, json=body)).status_code == httpx.codes.TOO_MANY_REQUESTS:
+        if time.monotonic() > deadline:
+            break
+        await asyncio.sleep(0.2)
     if answer.status_code != httpx.codes.OK:
         raise WarmUpError(f"{path} answered {answer.status_code}: {' '.join(answer.text.split())[:300]}")
     return answer.json()

@@ -94,6 +94,15 @@ def test_the_newest_records_that_fit_are_taken(write):
     assert b_smoke > b_sample > a_sample > a_full
 
 
+def test_records_made_in_turns_are_taken_before_newer_ones_that_were_not(write):
+    def run(name):
+        return lambda body: body.update(run=name)
+
+    pair = write.latency("a", change=run("one")), write.latency("b", change=run("one"))
+    write.latency("a", change=run("two"))
+    assert comparison.latency_pair(*write.folders, "classes") == pair
+
+
 def test_all_items_are_taken_before_a_sample_but_not_of_a_checkpoint_that_is_gone(write):
     full = write("a", limit=None), write("b", limit=None)
     for name, items in zip(("a", "b"), full, strict=True):

@@ -56,6 +56,15 @@ def test_a_log_that_does_not_state_a_phase_is_an_error(log):
         start_up.phases(log, 20.0, 0.1)
 
 
+def test_a_failed_warm_up_is_an_error_and_not_a_phase_of_no_length():
+    log = (
+        CPU_LOG.partition("(APIServer")[0]
+        + "ERROR WarmUpError: the warm-up failed, the first requests will be slow: x"
+    )
+    with pytest.raises(start_up.StartUpError, match="warm-up failed"):
+        start_up.phases(log, 60.0, 0.5)
+
+
 @pytest.fixture
 def ledger(monkeypatch, tmp_path):
     """Run the ledger of a variant over starts that take `SECONDS` and one more each time."""

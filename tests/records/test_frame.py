@@ -84,6 +84,14 @@ def test_every_committed_record_is_there(committed):
     }
 
 
+def test_the_documented_table_shows_the_newest_scores(committed):
+    scores = committed[(committed.kind == "quality") & (committed.measure == "exact_match")]
+    shown = scores.pivot_table("value", "variant", "group", aggfunc="first")
+    newest = max(ROOT.glob("experiments/tiny/quality_*.json"), key=lambda path: path.name)
+    task = json.loads(newest.read_text())["tasks"]["tinyworld_facts"]
+    assert shown.loc["tiny", "tinyworld_facts"] == task["value"]
+
+
 def test_intervals_come_along(committed):
     ratio = committed[(committed.kind == "start_up") & (committed.measure == "ready_cold_over_baked")].iloc[0]
     assert ratio.low <= ratio.value <= ratio.high

@@ -129,6 +129,10 @@ def test_a_missing_record_is_told_with_its_command(tmp_path):
         (lambda path: path.write_text(json.dumps({"schema": "quality/9"})), "quality/9"),
         (lambda path: path.write_text("{" * 100_000), "not JSON"),
         (lambda path: path.write_text('{"schema": "quality/2", "limit": NaN}'), "NaN is no number"),
+        (
+            lambda path: path.write_text(path.read_text().replace('"suite": "', '"suite": "\\ud800', 1)),
+            "what is no text",
+        ),
     ],
 )
 def test_a_damaged_record_is_named_with_its_cause(tmp_path, quality, damage, cause):

@@ -268,6 +268,9 @@ def test_every_table_in_the_repository_is_what_its_records_generate():
 def exploration(name, one, hardware, checkpoint="ab" * 32, **found):
     provenance = {
         "command": f"python {name}",
+        "started": "2026-01-01T00:00:00Z",
+        "ended": "2026-01-01T00:01:00Z",
+        "packages": {"python": "3.11"},
         "git": {"commit": "c" * 40, "dirty": False},
         "hardware": hardware,
         "checkpoint": checkpoint,

@@ -135,6 +135,17 @@ def test_a_variant_that_passed_and_is_faster_is_the_one_to_serve(add_variant, ad
     assert set(choice.serve.missing) == {"fidelity", "acceptance", "engine", "gate", "start_up"}
 
 
+@pytest.mark.parametrize("changes", [{"status": "rejected"}, {"verdict": "fail"}])
+def test_what_a_person_rejected_or_a_verdict_failed_is_not_to_be_served(
+    add_variant, add_record, claim, board, changes
+):
+    _pair(add_variant, add_record, claim)
+    claim("quick", **{"verdict": "pass", "status": "measured"} | changes)
+    found, _ = board()
+    assert by_name(found, "quick").stands in ("rejected", "fail")
+    assert (found.choices[0].serve, found.choices[0].runners_up) == (None, ())
+
+
 def test_a_variant_whose_engine_is_unsafe_is_not_to_be_served(add_variant, add_record, claim, board):
     _pair(add_variant, add_record, claim)
 

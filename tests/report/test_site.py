@@ -181,6 +181,21 @@ def test_figures_for_a_readme(small, tmp_path):
     assert again == [file.read_bytes() for file in written]
 
 
+def test_the_figures_of_the_readme_show_what_its_records_give(tmp_path):
+    """`make report FIGURES=docs/figures` draws them again. Words alone: fonts decide where they stand."""
+
+    def named(file):
+        return set(re.findall(r">(tiny[\w-]*|cold|warm|baked)<", file.read_text()))
+
+    drawn = {file.name: named(file) for file in site.figures(ROOT, tmp_path)}
+    committed = {file.name: named(file) for file in (ROOT / "docs" / "figures").iterdir()}
+    assert drawn == committed
+    assert all(drawn.values())
+    shown = set(re.findall(r"\(docs/figures/([\w-]+\.svg)\)", (ROOT / "README.md").read_text()))
+    assert shown
+    assert shown <= set(committed)
+
+
 def test_building_needs_neither_torch_nor_vllm():
     heavy = "[name for name in ('torch', 'vllm', 'transformers', 'matplotlib') if name in sys.modules]"
     command = f"import sys; from slimqwen.report import site; print({heavy})"

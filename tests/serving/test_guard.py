@@ -166,6 +166,20 @@ def test_what_cannot_be_started_is_one_line(tmp_path, missing):
     assert "\n" not in str(refused.value)
 
 
+def test_what_a_server_that_was_killed_leaves_behind_is_ended(guarded, tmp_path):
+    """As when memory runs out: an engine would keep its own, a GPU's too."""
+    with guarded(WITH_CHILD) as server:
+        printed(tmp_path)
+        [child] = psutil.Process(server.pid).children()
+        os.kill(server.pid, 9)
+        assert gone(child, 10)
+        deadline = time.monotonic() + 10
+        while server.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert server.returncode == -9
+
+
 def test_a_guard_that_was_killed_leaves_the_ending_to_the_starter(guarded, tmp_path):
     with guarded(WITH_CHILD) as server:
         printed(tmp_path)

@@ -95,20 +95,27 @@ def get_max_tokens(monkeypatch):
     request_limits.refuse_longer_answers()
     request_limits.refuse_longer_answers()
     modules = [importlib.import_module(name) for name in request_limits._COUNTING]
-    assert len({module.get_max_tokens for module in modules}) == 1
-    return modules[0].get_max_tokens
+    return [module.get_max_tokens for module in modules]
 
 
 def test_an_answer_that_fits_may_be_as_long_as_asked_or_as_there_is_room(get_max_tokens):
-    assert get_max_tokens(1000, 300, 700, {}) == 300
-    assert get_max_tokens(1000, None, 700, {}) == 300
-    assert get_max_tokens(1000, None, 700, {}, 50) == 50
-    assert get_max_tokens(1000, 600, 700, {}, None, truncate_prompt_tokens=400) == 600
+    for limited in get_max_tokens:
+        assert limited(1000, 300, 700, {}) == 300
+        assert limited(1000, None, 700, {}) == 300
+        assert limited(1000, None, 700, {}, 50) == 50
+        assert limited(1000, 600, 700, {}, None, truncate_prompt_tokens=400) == 600
+
+
+def test_a_completion_that_says_nothing_of_its_length_gets_the_room_there_is(get_max_tokens):
+    """vLLM fills in 16 before it asks."""
+    *_, of_completions = get_max_tokens
+    assert of_completions(1000, 16, 992, {}) == 8
 
 
 @pytest.mark.parametrize(("longest", "room"), [(None, 300), (50, 50)])
 def test_an_answer_that_vllm_would_cut_is_refused_with_the_room_there_is(get_max_tokens, longest, room):
     from vllm.exceptions import VLLMValidationError
 
-    with pytest.raises(VLLMValidationError, match=rf"max_tokens=301 .* at most {room} .* prompt of 700"):
-        get_max_tokens(1000, 301, 700, {}, longest)
+    for limited in get_max_tokens:
+        with pytest.raises(VLLMValidationError, match=rf"max_tokens=301 .* at most {room} .* prompt of 700"):
+            limited(1000, 301, 700, {}, longest)

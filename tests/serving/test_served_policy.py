@@ -217,6 +217,11 @@ def test_old_token_ids_are_answered_as_the_new_ones_are_and_never_as_another_tok
     gone = next(number for number in range(8192) if number not in set(new_to_old))
     said = _refused(served, "/v1/completions", {"prompt": [*old, gone]}, headers=OLD_IDS)
     assert f"token id {gone} in prompt has no row" in said
+    # Without the key nothing is read: an error would tell which ids there are.
+    for token in (old[1], gone):
+        url = served.server.base_url + "/v1/completions"
+        stranger = httpx.post(url, json={"prompt": [token]}, headers=OLD_IDS, trust_env=False)
+        assert stranger.status_code == 401
 
 
 def test_told_to_stop_it_is_ready_no_more_refuses_what_is_new_and_ends_what_it_began(served):
