@@ -32,20 +32,24 @@ def main() -> int:
             seen = watching.look()
         console.print(watch.picture(seen, console.width))
         return 0
-    # SystemExit unwinds what follows: the terminal is put right.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    with (
-        contextlib.suppress(KeyboardInterrupt),
-        single_keys(),
-        Live(console=console, screen=True, auto_refresh=False) as shown,
-    ):
+    told, tell = os.pipe()
+    signals: list[int] = []
+
+    def note(number: int, _: object) -> None:
+        # An exception out of a handler can be lost wherever it strikes; this is read where it is waited for.
+        signals.append(number)
+        os.write(tell, b"\0")
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, note)
+    with single_keys(), Live(console=console, screen=True, auto_refresh=False) as shown:
         while True:
             head = Text(f"{time.strftime('%H:%M:%S')}, q ends\n", "dim")
             shown.update(Group(head, watch.picture(seen, console.width)), refresh=True)
-            if ends(watch.INTERVAL_S):
+            if ends(watch.INTERVAL_S, told):
                 break
             seen = watching.look()
-    return 0
+    return 143 if signal.SIGTERM in signals else 0
 
 
 @contextlib.contextmanager
@@ -65,13 +69,20 @@ def single_keys() -> Iterator[None]:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
-def ends(seconds: float) -> bool:
-    """Whether a key that ends it is pressed within so many seconds."""
+def ends(seconds: float, told: int) -> bool:
+    """Whether a key that ends it is pressed within so many seconds, or a signal comes.
+
+    Args:
+        seconds: to wait.
+        told: a file descriptor that a signal's handler writes to.
+    """
     until = time.monotonic() + seconds
+    heard = [told, *([sys.stdin.fileno()] if sys.stdin.isatty() else [])]
     while (left := until - time.monotonic()) > 0:
-        if not sys.stdin.isatty():
-            time.sleep(left)
-        elif select.select([sys.stdin], [], [], left)[0]:
+        ready = select.select(heard, [], [], left)[0]
+        if told in ready:
+            return True
+        if ready:
             typed = os.read(sys.stdin.fileno(), 64)
             if not typed or any(key in typed for key in b"qQ\x03"):
                 return True
