@@ -15,6 +15,7 @@ from slimqwen import checkpoint
 from slimqwen import variant as variants
 from slimqwen.errors import SlimqwenError
 from slimqwen.evaluation import acceptance, comparison, damage, fidelity, gate, statistics
+from slimqwen.evaluation.answers import kept, unfinished
 from slimqwen.evaluation.damage import Damage
 from slimqwen.evaluation.verdict import Verdict, overall
 from slimqwen.progress import Progress, silent
@@ -38,6 +39,8 @@ def examine(
     one: Variant, plan_name: str, seeds: Sequence[int], again: Variant | None, progress: Progress = silent
 ) -> dict[str, Any]:
     """Damage a variant's checkpoint in every way and with every seed; count false alarms on its baseline.
+
+    What an interrupted run has shown a gate is not shown again.
 
     Args:
         one: a quantised variant with an MTP head, and a baseline.
@@ -69,26 +72,36 @@ def examine(
         "acceptance": _acceptance_witness(one, baseline, plan.acceptance),
     }
     undamaged = {}
-    for name, witness in witnesses.items():
-        value, verdict = witness(one.weights.resolve())
-        undamaged[name] = {"value": value, "verdict": verdict}
     damages = []
-    for kind, name in RESPONSIBLE.items():
-        rows = []
-        for done, seed in enumerate(seeds):
-            progress(f"{kind}, seen by {name}", done, len(seeds))
-            with tempfile.TemporaryDirectory() as place:
-                what = damage.damage(one.weights.resolve(), Path(place), kind, seed)
-                value, verdict = witnesses[name](Path(place))
-            rows.append({"seed": seed, "place": what, "value": value, "verdict": verdict})
-        progress(f"{kind}, seen by {name}", len(seeds), len(seeds))
-        caught = sum(row["verdict"] == Verdict.FAIL for row in rows)
-        damages.append({"damage": kind, "gate": name, "caught": caught, "of": len(rows), "rows": rows})
+    with kept(unfinished("gate_power", launch.resolve(one), plan_name)) as seen:
+
+        def look(name: str, key: Sequence[Any], folder: Path) -> dict[str, Any]:
+            found: dict[str, Any] | None = seen.get(key)
+            if found is None:
+                value, verdict = witnesses[name](folder)
+                found = {"value": value, "verdict": verdict}
+                seen.keep(key, found)
+            return found
+
+        for name in witnesses:
+            undamaged[name] = look(name, [name], one.weights.resolve())
+        for kind, name in RESPONSIBLE.items():
+            rows = []
+            for done, seed in enumerate(seeds):
+                progress(f"{kind}, seen by {name}", done, len(seeds))
+                with tempfile.TemporaryDirectory() as place:
+                    what = damage.damage(one.weights.resolve(), Path(place), kind, seed)
+                    rows.append({"seed": seed, "place": what, **look(name, [kind, seed], Path(place))})
+            progress(f"{kind}, seen by {name}", len(seeds), len(seeds))
+            caught = sum(row["verdict"] == Verdict.FAIL for row in rows)
+            damages.append({"damage": kind, "gate": name, "caught": caught, "of": len(rows), "rows": rows})
+        alarms = false_alarms(baseline, plan, again, progress)
+        seen.discard()
     return {
         "seeds": list(seeds),
         "undamaged": undamaged,
         "damages": damages,
-        "false_alarms": false_alarms(baseline, plan, again, progress),
+        "false_alarms": alarms,
         "scale_sigma": damage.SCALE_SIGMA,
         "swapped_share": damage.SWAPPED_SHARE,
     }

@@ -65,6 +65,32 @@ def test_every_seed_of_every_damage_is_shown_to_the_gate_responsible(
         gate_power.examine(variant.load("tiny", repository), "tinyworld", [0], None)
 
 
+def test_what_an_interrupted_run_has_shown_a_gate_is_not_shown_again(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[str] = []
+
+    def look(folder: Path) -> tuple[float, Verdict]:
+        shown.append(folder.name)
+        if len(shown) == 5:
+            raise KeyboardInterrupt
+        return float(len(shown)), Verdict.FAIL
+
+    monkeypatch.setattr(gate_power, "_fidelity_witness", lambda *_: look)
+    monkeypatch.setattr(gate_power, "_acceptance_witness", lambda *_: look)
+    monkeypatch.setattr(gate_power, "false_alarms", lambda *_: [])
+    monkeypatch.setattr(gate_power.damage, "damage", lambda *_: "what")
+    one = variant.load("small", repository)
+    with pytest.raises(KeyboardInterrupt):
+        gate_power.examine(one, "tinyworld", range(2), None)
+    found = gate_power.examine(one, "tinyworld", range(2), None)
+    # Two undamaged, three kinds of two seeds; the fifth look was cut off and made again.
+    assert len(shown) == 9
+    assert [row["value"] for row in found["damages"][0]["rows"]] == [3.0, 4.0]
+    gate_power.examine(one, "tinyworld", range(2), None)
+    assert len(shown) == 17
+
+
 def readings(kl_nats: Sequence[float]) -> list[Reading]:
     """Texts of 100 positions with a divergence a position each, the same in every mode."""
     return [
