@@ -108,9 +108,8 @@ def test_an_id_without_an_image_is_an_error_and_never_another_token(ask, body, w
     assert where in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"prompt": ' + b"[" * 970 + b"]" * 970 + b"}"])
-def test_a_body_nested_too_deeply_to_be_renumbered_is_refused(ask, body):
-    answer = ask("POST", "/v1/completions", content=body, headers=OLD)
+def test_a_body_nested_too_deeply_to_be_renumbered_is_refused(ask):
+    answer = ask("POST", "/v1/completions", content=b"[" * 100_000, headers=OLD)
     assert (answer.status_code, "nested too deeply" in answer.text) == (400, True)
 
 
