@@ -164,12 +164,17 @@ def compare_items(
     values_a, values_b = [i["value"] for i in mine], [i["value"] for i in theirs]
     weights = [i["weight"] for i in mine]
     clusters = [i.get("cluster") or number for number, i in enumerate(mine)]
-    difference = statistics.paired_difference(values_a, values_b, weights, clusters)
-    answers_a, _ = statistics.by_cluster(values_a, weights, clusters)
+    answers_a, totals = statistics.by_cluster(values_a, weights, clusters)
     answers_b, _ = statistics.by_cluster(values_b, weights, clusters)
     discordance = None
     if set(answers_a) | set(answers_b) <= {0.0, 1.0}:
         discordance = statistics.mcnemar([v == 1 for v in answers_a], [v == 1 for v in answers_b])
+        estimate = statistics.mean(answers_b - answers_a, totals)
+        # The exact interval is the one that is judged and shown: a bootstrap would be a third of a second for nothing.
+        interval = verdict.paired_proportion_interval(discordance, estimate.count)
+        difference = statistics.Difference(estimate.value, estimate.standard_error, *interval, estimate.count)
+    else:
+        difference = statistics.paired_difference(values_a, values_b, weights, clusters)
     return QualityRow(
         task=task,
         measure=row["measure"],

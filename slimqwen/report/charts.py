@@ -353,6 +353,12 @@ def time_per_token(sides: Sequence[Found]) -> Chart:
     )
 
 
+def _length_rows(values: Values) -> tuple[tuple[str, str, str], ...]:
+    return tuple(
+        (one["series"], str(one["x"]), f"{one['y']:.3f} ± {one['y2'] - one['y']:.3f}") for one in values
+    )
+
+
 def acceptance(sides: Sequence[Found]) -> Chart:
     """Acceptance length against K over all greedy continuations, a line a record."""
     values: Values = []
@@ -365,9 +371,7 @@ def acceptance(sides: Sequence[Found]) -> Chart:
         "Greedy continuations of all classes, bars of one standard error. A depth pays while its line still climbs.",
         values,
         ("tokens drafted (K)", "acceptance length, tokens"),
-        tuple(
-            (one["series"], str(one["x"]), f"{one['y']:.3f} ± {one['y2'] - one['y']:.3f}") for one in values
-        ),
+        _length_rows(values),
         ("variant", "K", "acceptance length"),
         whole=True,
     )
@@ -385,9 +389,7 @@ def acceptance_by_class(found: Found) -> Chart:
         "Bars of one standard error.",
         values,
         ("tokens drafted (K)", "acceptance length, tokens"),
-        tuple(
-            (one["series"], str(one["x"]), f"{one['y']:.3f} ± {one['y2'] - one['y']:.3f}") for one in values
-        ),
+        _length_rows(values),
         ("class", "K", "acceptance length"),
         whole=True,
     )

@@ -11,7 +11,6 @@ from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
 
-import numpy as np
 from scipy import stats
 
 from slimqwen.errors import SlimqwenError
@@ -504,7 +503,7 @@ def _changes(first: Found, second: Found, reading: _Reading) -> dict[str, compar
             continue
         value = second.record["tasks"][task]["value"]
         try:
-            rows[task] = _paired(task, row, value, mine, theirs)
+            rows[task] = comparison.compare_items(task, row, value, mine, theirs)
         except SlimqwenError as error:
             reading.problems[second.place] = f"{task}: {error}"
     return rows
@@ -515,42 +514,6 @@ def _by_task(items: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str, 
     for item in items:
         tasks.setdefault(item["task"], []).append(item)
     return tasks
-
-
-def _paired(
-    task: str,
-    row: Mapping[str, Any],
-    value: float,
-    mine: Sequence[Mapping[str, Any]],
-    theirs: Sequence[Mapping[str, Any]],
-) -> comparison.QualityRow:
-    """`comparison.compare_items`, but for a third of a second's bootstrap that nobody looks at.
-
-    Answers that are right or wrong have an exact interval, which is the one that every table shows.
-    """
-    weights = [item["weight"] for item in mine]
-    clusters = [item.get("cluster") or number for number, item in enumerate(mine)]
-    first, totals = statistics.by_cluster([item["value"] for item in mine], weights, clusters)
-    second, _ = statistics.by_cluster([item["value"] for item in theirs], weights, clusters)
-    if not np.isin(np.concatenate([first, second]), (0.0, 1.0)).all():
-        return comparison.compare_items(task, row, value, mine, theirs)
-    estimate = statistics.mean(second - first, totals)
-    discordance = statistics.mcnemar(list(first == 1), list(second == 1))
-    low, high = verdict.paired_proportion_interval(discordance, estimate.count)
-    difference = statistics.Difference(estimate.value, estimate.standard_error, low, high, estimate.count)
-    better: bool = row["higher_is_better"]
-    return comparison.QualityRow(
-        task=task,
-        measure=row["measure"],
-        higher_is_better=better,
-        first=row["value"],
-        second=value,
-        difference=difference,
-        discordance=discordance,
-        judgement=verdict.judge(
-            difference, discordance, margin=row["non_inferiority_margin"], higher_is_better=better
-        ),
-    )
 
 
 def _timed(
