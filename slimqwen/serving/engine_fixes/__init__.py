@@ -1,4 +1,4 @@
-"""What vLLM gets wrong on a CPU, mended in its own processes through `vllm.general_plugins`.
+"""What vLLM gets wrong on a CPU, or needlessly slow, mended in its own processes through `vllm.general_plugins`.
 
 vLLM calls `register` in every process it starts (API server, engine, workers), before the model is built.
 Each fix is a module of this package with two functions:
@@ -34,13 +34,14 @@ def register() -> None:
         aot_load,
         mtp_rotary,
         sampling_expansion,
+        short_convolution,
         short_drafts,
         w4a16_linear,
     )
     from slimqwen.serving.engine_fixes.upstream import EngineFixError
 
     vllm_log.join()
-    for fix in (w4a16_linear, mtp_rotary, sampling_expansion, short_drafts, aot_load):
+    for fix in (w4a16_linear, mtp_rotary, sampling_expansion, short_convolution, short_drafts, aot_load):
         name = fix.__name__.rpartition(".")[2]
         reason = fix.reason()
         try:

@@ -66,7 +66,6 @@ def install() -> bool:
     """
     # Once, not in every step of the engine.
     import torch
-    import torch.nn.functional as F  # noqa: N812 - as everybody calls it
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention as upstream
 
     stock = getattr(upstream, "_spec_forward", None)
@@ -75,7 +74,7 @@ def install() -> bool:
     expect(_FIX, callable(stock), f"{upstream.__name__} has no _spec_forward")
     assert callable(stock)
     expect_parameters(_FIX, stock, _PARAMETERS)
-    for name in ("_unpacked_conv_weight", "is_arm_bf16", "ops"):
+    for name in ("_unpacked_conv_weight", "is_arm_bf16", "ops", "F"):
         expect(_FIX, hasattr(upstream, name), f"{upstream.__name__} has no {name}")
 
     @functools.wraps(stock)
@@ -109,8 +108,8 @@ def install() -> bool:
                 continue
             new = mixed_qkv_spec[start : start + length].T.to(conv_buf.dtype)
             read = roll(conv_buf[slot], new, stayed, width).unsqueeze(0)
-            out = F.conv1d(read, weight, layer.conv1d.bias, groups=new.shape[0])[0]
-            out = F.silu(out) if layer.activation == "silu" else out
+            out = upstream.F.conv1d(read, weight, layer.conv1d.bias, groups=new.shape[0])[0]
+            out = upstream.F.silu(out) if layer.activation == "silu" else out
             convolved[start : start + length] = out.T.to(convolved.dtype)
         query, key, value = (part.squeeze(0) for part in layer.rearrange_mixed_qkv(convolved))
         return upstream.ops.fused_sigmoid_gating_delta_rule_update_spec_cpu(

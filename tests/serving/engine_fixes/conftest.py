@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 _ROOT = Path(__file__).parents[3]
 
@@ -65,7 +66,7 @@ def stock_vllm(monkeypatch, stock_expand):
     """vLLM's own code where the fixes would be, even if an engine of this process has loaded them."""
     from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as Saved
     from vllm.model_executor.kernels import linear
-    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+    from vllm.model_executor.layers.mamba.ops.cpu import causal_conv1d, gdn_attention
     from vllm.model_executor.models import config
     from vllm.platforms.interface import PlatformEnum
     from vllm.utils import cpu_triton_utils
@@ -82,5 +83,7 @@ def stock_vllm(monkeypatch, stock_expand):
     monkeypatch.setattr(Saved, "deserialize_compile_artifacts", classmethod(stock_loader))
     spec_forward = getattr(gdn_attention._spec_forward, "__wrapped__", gdn_attention._spec_forward)
     monkeypatch.setattr(gdn_attention, "_spec_forward", spec_forward)
+    for module in (causal_conv1d, gdn_attention):
+        monkeypatch.setattr(module, "F", torch.nn.functional)
     monkeypatch.setattr(cpu_triton_utils, "_expand_kernel_impl", stock_expand)
     monkeypatch.delitem(sys.modules, "vllm.v1.sample.rejection_sampler", raising=False)

@@ -3,7 +3,14 @@ import logging
 import pytest
 
 from slimqwen.serving import engine_fixes
-from slimqwen.serving.engine_fixes import aot_load, mtp_rotary, sampling_expansion, short_drafts, w4a16_linear
+from slimqwen.serving.engine_fixes import (
+    aot_load,
+    mtp_rotary,
+    sampling_expansion,
+    short_convolution,
+    short_drafts,
+    w4a16_linear,
+)
 from slimqwen.serving.engine_fixes.upstream import EngineFixError
 
 
@@ -18,7 +25,7 @@ class OtherPlatform:
 def patched_places():
     from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as Saved
     from vllm.model_executor.kernels.linear import _POSSIBLE_KERNELS
-    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+    from vllm.model_executor.layers.mamba.ops.cpu import causal_conv1d, gdn_attention
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
     from vllm.utils import cpu_triton_utils
 
@@ -27,6 +34,8 @@ def patched_places():
         kernels,
         dict(MODELS_CONFIG_MAP),
         cpu_triton_utils._expand_kernel_impl,
+        causal_conv1d.F,
+        gdn_attention.F,
         gdn_attention._spec_forward,
         Saved.deserialize_compile_artifacts,
     )
@@ -35,7 +44,7 @@ def patched_places():
 @pytest.fixture
 def needed(monkeypatch):
     """Every fix needed, whatever the machine of the test has."""
-    for fix in (w4a16_linear, mtp_rotary, sampling_expansion, short_drafts, aot_load):
+    for fix in (w4a16_linear, mtp_rotary, sampling_expansion, short_convolution, short_drafts, aot_load):
         monkeypatch.setattr(fix, "reason", lambda: "the test says so")
 
 
@@ -58,11 +67,18 @@ def test_register_installs_and_logs_each_fix_once(caplog):
     assert all(was != now for was, now in zip(before, after, strict=True))
     assert [record.getMessage() for record in caplog.records] == [
         f"Engine fix {name} is active: the test says so"
-        for name in ("w4a16_linear", "mtp_rotary", "sampling_expansion", "short_drafts", "aot_load")
+        for name in (
+            "w4a16_linear",
+            "mtp_rotary",
+            "sampling_expansion",
+            "short_convolution",
+            "short_drafts",
+            "aot_load",
+        )
     ]
     engine_fixes.register()
     assert patched_places() == after
-    assert len(caplog.records) == 5
+    assert len(caplog.records) == 6
 
 
 @pytest.mark.usefixtures("stock_vllm")
