@@ -5,6 +5,8 @@ RUN     := .venv/bin/python
 INSTALLED := .venv/slimqwen-install.json
 PORT    ?=
 LIMIT   ?=
+# What an image is built and found by.
+IMAGE    = $(if $(PLATFORM),--platform $(PLATFORM)) $(if $(CONTAINER_TOOL),--container-tool $(CONTAINER_TOOL)) $(if $(TAG),--tag $(TAG))
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -89,6 +91,17 @@ eval-latency: ## time VARIANT over WORKLOAD=classes|context|arrivals|poisson|con
 	@$(RUN) scripts/eval_latency.py --variant $(VARIANT) $(if $(WORKLOAD),--workload $(WORKLOAD)) \
 		$(if $(filter 1,$(BASELINE)),--baseline) $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(PORT),--port $(PORT))
 
+build: ## VARIANT as a container image (BASE_IMAGE=name@sha256:…|debootstrap PLATFORM=cpu|cuda CONTAINER_TOOL=… TAG=… WHEELHOUSE=dir)
+	@$(RUN) scripts/build_image.py --variant $(VARIANT) $(IMAGE) $(if $(BASE_IMAGE),--base-image $(BASE_IMAGE)) \
+		$(if $(WHEELHOUSE),--wheelhouse $(WHEELHOUSE))
+
+build-import: ## as build, with the compile cache of another host (CACHE=compile_cache.tar.gz, its manifests beside it)
+	@$(RUN) scripts/build_image.py --variant $(VARIANT) --cache $(CACHE) $(IMAGE) $(if $(BASE_IMAGE),--base-image $(BASE_IMAGE)) \
+		$(if $(WHEELHOUSE),--wheelhouse $(WHEELHOUSE))
+
+verify-image: ## look into VARIANT's image without a GPU; one for a CPU is started and asked (RECORD=1: into results/)
+	@$(RUN) scripts/verify_image.py --variant $(VARIANT) $(IMAGE) $(if $(filter 1,$(RECORD)),--record)
+
 check-records: ## check every record, and what the READMEs say of them
 	@$(RUN) scripts/check_records.py
 
@@ -132,10 +145,13 @@ calibration-corpus: ## mix a calibration text (SOURCES="tinyworld a=f.jsonl:2" T
 bench-middleware: ## time VARIANT's server in turns with bare vLLM, into results/ (PAIRS=300)
 	@$(RUN) scripts/bench_middleware.py --variant $(VARIANT) $(if $(PAIRS),--pairs $(PAIRS))
 
+bench-first-request: ## time VARIANT's first requests against its next, warmed up and bare, into results/ (ROUNDS=6)
+	@$(RUN) scripts/bench_first_request.py --variant $(VARIANT) $(if $(ROUNDS),--rounds $(ROUNDS))
+
 eval-startup: ## where the seconds of VARIANT's start go, cold, warm and baked, into results/ (ROUNDS=6)
 	@$(RUN) scripts/eval_startup.py --variant $(VARIANT) $(if $(ROUNDS),--rounds $(ROUNDS))
 
-profile: ## where a request's time goes on VARIANT: phases, parts of a step, operators, into results/profile/
+profile: ## where a request's time goes on VARIANT: phases, parts of a step, operators, into results/, traces into logs/
 	@$(RUN) scripts/profile_requests.py --variant $(VARIANT)
 
 roofline: ## the fastest that VARIANT could be on a GPU (GPU=a10g WITH="tiny-awq" ACCEPTANCE=4.5), into results/
@@ -159,13 +175,16 @@ lint: ## ruff (lint and format) and mypy
 test: install ## every test that takes minutes at most
 	@$(RUN) -m pytest
 
+test-image: install ## build a CPU image with the tool that is here, look into it, start it, break it (root; 40 minutes, 25 GB)
+	@$(RUN) -m pytest -m image
+
 test-soak: install ## the tests that take a quarter of an hour or more
 	@$(RUN) -m pytest -m soak
 
 PROGRAMS := variants serve watch download recipe recipe-status calibrate redistill bake-cache verify clean-store datasets \
 	eval-quality eval-quality-full eval-smoke eval-chat eval-fidelity gate try-gate check-engine test-gates eval-latency compare \
 	tables sweep-k analyze-vocab analyze-lm-head calibration-corpus bench-prune-vocab eval-startup profile roofline tiny \
-	tiny-tasks lint bench-middleware check-records report new-variant promote log replay export-mlflow
+	tiny-tasks lint bench-middleware bench-first-request check-records report new-variant promote log replay export-mlflow build build-import verify-image
 $(PROGRAMS): | $(INSTALLED)
 
-.PHONY: help install demo test test-soak $(PROGRAMS)
+.PHONY: help install demo test test-soak test-image $(PROGRAMS)

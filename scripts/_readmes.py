@@ -5,7 +5,7 @@ from pathlib import Path
 from _console import console
 
 from slimqwen.errors import SlimqwenError
-from slimqwen.records import tables
+from slimqwen.report import tables
 
 
 def bring_up_to_date(root: Path) -> None:

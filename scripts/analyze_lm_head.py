@@ -1,4 +1,4 @@
-"""Say what smaller output heads would cost a variant, and write results/lm_head_<variant>.json and its plot."""
+"""Say what smaller output heads would cost a variant, and write a record lm_head and its plot into results/."""
 
 import argparse
 import sys
@@ -9,7 +9,8 @@ from _console import console, progress_bar, run, table
 
 from slimqwen import checkpoint, lm_head, variant
 from slimqwen.recipe import prune_vocab
-from slimqwen.records import plots, provenance, results
+from slimqwen.records import provenance, results
+from slimqwen.report import plots
 
 CHARACTERS = 8_192
 """Of a document that are scored."""
@@ -47,7 +48,8 @@ def main() -> int:
     with progress_bar() as progress:
         found = lm_head.analyse(one.weights, texts, arguments.fractions, progress)
     text = {"file": provenance.portable(str(file), one.root), "sha256": checkpoint.sha256(file)}
-    record = results.write("lm_head", one, found, plots.lm_head, command=sys.argv, started=started, text=text)
+    record = results.write("lm_head", one, found, command=sys.argv, started=started, text=text)
+    plots.beside(record)
     shown = table(["head"], ("energy", "error", "MB", "of 16 bit", "bits/byte", "change", "SE"))
     whole = found["head"]["bytes"]
     shown.add_row("16 bit", "1", "0", f"{whole / 1e6:.2f}", "1", f"{found['bits_per_byte']['value']:.4f}")

@@ -1,4 +1,4 @@
-"""Say what smaller vocabularies would cost a variant, and write results/vocab_coverage_<variant>.json and .svg."""
+"""Say what smaller vocabularies would cost a variant, and write a record vocab_coverage and its plot into results/."""
 
 import argparse
 import sys
@@ -9,7 +9,8 @@ from _console import console, progress_bar, run, table
 
 from slimqwen import checkpoint, variant
 from slimqwen.recipe import prune_vocab
-from slimqwen.records import plots, provenance, results
+from slimqwen.records import provenance, results
+from slimqwen.report import plots
 from slimqwen.tinyworld.documents import LONG_MIX, DocumentSampler
 from slimqwen.tinyworld.world import World
 
@@ -53,12 +54,12 @@ def main() -> int:
         "vocab_coverage",
         one,
         found,
-        plots.vocab_coverage,
         command=sys.argv,
         started=started,
         corpus={**corpus.model_dump(mode="json"), "digests": digests},
         seeds=seeds,
     )
+    plots.beside(record)
     shown = table(["size", "source"], ("coverage", "tokens/byte", "inflation", "bits/byte", "change"))
     for row in found["sizes"]:
         for name, of in row["sources"].items():

@@ -1,4 +1,4 @@
-"""Time a variant's server in turns with the same one under bare vLLM, into results/middleware_<variant>.json."""
+"""Time a variant's server in turns with the same one under bare vLLM, into a record middleware of results/."""
 
 import argparse
 import sys
@@ -8,6 +8,7 @@ from _console import console, progress_bar, run, table
 from slimqwen import variant
 from slimqwen.evaluation import middleware
 from slimqwen.records import provenance, results
+from slimqwen.report import plots
 
 
 def main() -> int:
@@ -21,7 +22,8 @@ def main() -> int:
     one, started = variant.load(arguments.variant), provenance.utc_now()
     with progress_bar() as progress:
         found = middleware.cost(one, arguments.pairs, one.root / "logs", progress)
-    record = results.write("middleware", one, found, middleware.panels, command=sys.argv, started=started)
+    record = results.write("middleware", one, found, command=sys.argv, started=started)
+    plots.beside(record)
     shown = table(("median",), ("with / without", "95 % interval"))
     for measure in ("ttft", "tpot"):
         ratio = found[f"{measure}_ms_with_over_without"]

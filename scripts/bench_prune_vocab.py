@@ -26,7 +26,7 @@ from slimqwen import checkpoint, progress, variant
 from slimqwen.checkpoint import NewTensor
 from slimqwen.errors import SlimqwenError
 from slimqwen.recipe import prune_vocab
-from slimqwen.records import provenance, store
+from slimqwen.records import provenance, results
 
 NEEDED_BYTES = 18 * 10**9
 ROWS, TOKENS, KEPT = 248_320, 248_044, 65_536
@@ -85,19 +85,11 @@ def main() -> int:
         "peak_anonymous_bytes": {"max": memory, "ceiling": MEMORY_CEILING},
         "passed": speed >= SPEED_FLOOR and memory <= MEMORY_CEILING,
         "provenance": {
-            "schema": "provenance/2",
-            "command": provenance.shell_command(sys.argv, root),
-            "threads": provenance.threads({}),
-            "started": started,
-            "ended": provenance.utc_now(),
-            "git": provenance.git_state(root),
-            "packages": provenance.package_versions(),
-            "hardware": provenance.hardware(),
+            **provenance.circumstances(root, sys.argv, started),
             "load_average": list(os.getloadavg()),
         },
     }
-    file = root / "results" / "bench_prune_vocab.json"
-    file.write_text(store.serialise(record, f"results/{file.name}"), encoding="utf-8")
+    file = results.add(root, record)
     table = Table("", "seconds", "GB/s", "peak anonymous MB", box=None, pad_edge=False)
     for name, runs in (("copy", copies), ("prune", prunes)):
         for one in runs:

@@ -10,7 +10,7 @@ from _console import console, run, table
 from rich.markup import escape
 
 from slimqwen import variant
-from slimqwen.records import checks
+from slimqwen.report import checks
 
 
 def main() -> int:

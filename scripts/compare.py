@@ -6,7 +6,7 @@ from pathlib import Path
 import _console
 
 from slimqwen import variant
-from slimqwen.records import tables
+from slimqwen.report import tables
 
 
 def main() -> int:

@@ -11,7 +11,8 @@ from _console import console, progress_bar, run
 from slimqwen import checkpoint, variant
 from slimqwen.evaluation import latency, quality, workload
 from slimqwen.recipe import recipe_file, runner
-from slimqwen.records import provenance, store, tables
+from slimqwen.records import provenance, store
+from slimqwen.report import tables
 from slimqwen.serving import launch
 
 BASELINE, QUANTISED = "tiny", "tiny-awq"

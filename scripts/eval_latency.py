@@ -8,7 +8,7 @@ import _console
 
 from slimqwen import variant
 from slimqwen.evaluation import latency, workload
-from slimqwen.records import tables
+from slimqwen.report import tables
 
 
 def main() -> int:

@@ -8,7 +8,8 @@ import _console
 
 from slimqwen import variant
 from slimqwen.evaluation import quality
-from slimqwen.records import store, tables
+from slimqwen.records import store
+from slimqwen.report import tables
 
 
 def main() -> int:

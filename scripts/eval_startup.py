@@ -1,4 +1,4 @@
-"""Time a variant's starts phase by phase, cold, warm and baked, into results/start_up_<variant>.json."""
+"""Time a variant's starts phase by phase, cold, warm and baked, into a record start_up of results/."""
 
 import argparse
 import sys
@@ -7,7 +7,8 @@ from _console import console, progress_bar, run
 
 from slimqwen import variant
 from slimqwen.evaluation import start_up
-from slimqwen.records import plots, provenance, results, tables
+from slimqwen.records import provenance, results
+from slimqwen.report import plots, tables
 from slimqwen.serving import launch
 
 
@@ -31,11 +32,11 @@ def main() -> int:
         "start_up",
         one,
         found,
-        plots.start_up,
         command=sys.argv,
         started=started,
         **provenance.served(served.flags, served.environment, one.root),
     )
+    plots.beside(record)
     console.print(tables.start_up_table(one.root, one.name).as_rich())
     console.print(
         f"record: {record.relative_to(one.root)}; vLLM's log: {log.relative_to(one.root)}", markup=False

@@ -13,7 +13,8 @@ from slimqwen import variant
 from slimqwen.evaluation import gate
 from slimqwen.evaluation.output import output_to
 from slimqwen.evaluation.verdict import Verdict
-from slimqwen.records import store, tables
+from slimqwen.records import store
+from slimqwen.report import tables
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Damage a variant's checkpoint many times and see whether the gates notice: results/gate_power_<variant>.json.
+"""Damage a variant's checkpoint many times and see whether the gates notice: a record gate_power in results/.
 
 Exits 0 where the responsible gate failed every damaged copy and false alarms are as rare as stated, else 1.
 """
@@ -12,7 +12,8 @@ from slimqwen import variant
 from slimqwen.evaluation import gate_power
 from slimqwen.evaluation.output import output_to
 from slimqwen.evaluation.verdict import Verdict
-from slimqwen.records import plots, provenance, results
+from slimqwen.records import provenance, results
+from slimqwen.report import plots
 
 
 def main() -> int:
@@ -30,7 +31,8 @@ def main() -> int:
     log = one.root / "logs" / f"gate-power-{one.name}.log"
     with progress_bar() as progress, output_to(log):
         found = gate_power.examine(one, arguments.plan, range(arguments.seeds), again, progress)
-    record = results.write("gate_power", one, found, plots.gate_power, command=sys.argv, started=started)
+    record = results.write("gate_power", one, found, command=sys.argv, started=started)
+    plots.beside(record)
     shown = table(["damage", "gate"], ["caught", "of", "smallest", "largest", "undamaged"])
     for row in found["damages"]:
         values = [each["value"] for each in row["rows"]]

@@ -12,7 +12,8 @@ from slimqwen import variant
 from slimqwen.evaluation import gate_trial
 from slimqwen.evaluation.output import output_to
 from slimqwen.evaluation.verdict import Verdict
-from slimqwen.records import plots, provenance, results
+from slimqwen.records import provenance, results
+from slimqwen.report import plots
 
 
 def main() -> int:
@@ -25,7 +26,8 @@ def main() -> int:
     log = one.root / "logs" / f"gate-trial-{one.name}.log"
     with progress_bar() as progress, output_to(log):
         found = gate_trial.run(one, arguments.plan, command=sys.argv, progress=progress)
-    record = results.write("gate_trial", one, found, plots.gate_trial, command=sys.argv, started=started)
+    record = results.write("gate_trial", one, found, command=sys.argv, started=started)
+    plots.beside(record)
     gates = list(found["trials"][0]["verdicts"])
     shown = table(["copy", *gates, "gate"], [])
     for row in found["trials"]:

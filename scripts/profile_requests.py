@@ -1,4 +1,4 @@
-"""See where a request's time goes, per prompt class: results/profile/<variant>/profile.json, a plot and traces."""
+"""See where a request's time goes, per prompt class: a record in results/, its plot, and traces in logs/."""
 
 import argparse
 import sys
@@ -8,7 +8,8 @@ from _console import console, progress_bar, run, table
 from slimqwen import variant
 from slimqwen.evaluation import profile, workload
 from slimqwen.evaluation.output import output_to
-from slimqwen.records import plots, provenance, results
+from slimqwen.records import provenance, results
+from slimqwen.report import plots
 from slimqwen.serving import launch
 
 
@@ -22,22 +23,21 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=8, help="timed, a class (default: %(default)s)")
     arguments = parser.parse_args()
     one, started = variant.load(arguments.variant), provenance.utc_now()
-    folder = one.root / "results" / "profile" / one.name
-    log = one.root / "logs" / f"profile-{one.name}.log"
+    traces = one.root / "logs" / f"profile-{one.name}"
+    log = traces.with_name(f"{traces.name}.log")
     with progress_bar() as progress, output_to(log):
         asked = workload.load(arguments.workload, one.root)
-        found = profile.profile(one, asked, arguments.requests, folder, progress)
+        found = profile.profile(one, asked, arguments.requests, traces, progress)
     served = launch.resolve(one)
     record = results.write(
         "profile",
         one,
         found,
-        plots.profile,
         command=sys.argv,
         started=started,
-        file=folder / "profile.json",
         **provenance.served(served.flags, served.environment, one.root),
     )
+    plots.beside(record)
     phases = table(
         ["class, tokens"], [*(f"{phase}, ms" for phase in profile.PHASES), "decode", "a step's parts"]
     )
@@ -53,7 +53,8 @@ def main() -> int:
     console.print(phases)
     console.print(operators)
     console.print(
-        f"record: {record.relative_to(one.root)}; traces beside it; vLLM's log: {log.relative_to(one.root)}",
+        f"record: {record.relative_to(one.root)}; traces: {traces.relative_to(one.root)}/; vLLM's log: "
+        f"{log.relative_to(one.root)}",
         markup=False,
     )
     return 0

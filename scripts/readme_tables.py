@@ -5,7 +5,7 @@ import argparse
 import _console
 
 from slimqwen import variant
-from slimqwen.records import tables
+from slimqwen.report import tables
 
 
 def main() -> int:

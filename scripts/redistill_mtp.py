@@ -1,4 +1,4 @@
-"""Run a variant's recipe and keep how its MTP head learned: results/redistill_mtp_<variant>.json and its plot."""
+"""Run a variant's recipe and keep how its MTP head learned: a record redistill_mtp and its plot in results/."""
 
 import argparse
 import json
@@ -10,7 +10,8 @@ from run_recipe import bring_about
 from slimqwen import variant
 from slimqwen.errors import SlimqwenError
 from slimqwen.recipe.redistill_mtp import CURVE
-from slimqwen.records import plots, provenance, results
+from slimqwen.records import provenance, results
+from slimqwen.report import plots
 
 
 def main() -> int:
@@ -24,9 +25,8 @@ def main() -> int:
         raise SlimqwenError(f"the recipe of {one.name} has no stage redistill_mtp; choose another variant")
     found = json.loads(file.read_text(encoding="utf-8"))
     del found["schema"]
-    record = results.write(
-        "redistill_mtp", one, found, plots.redistill_mtp, command=sys.argv, started=started
-    )
+    record = results.write("redistill_mtp", one, found, command=sys.argv, started=started)
+    plots.beside(record)
     before, after = (found[f"acceptance_length_{when}"] for when in ("before", "after"))
     console.print(
         f"acceptance length {before:.3f} -> {after:.3f}; kept: the {found['kept']} head", markup=False

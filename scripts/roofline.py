@@ -1,4 +1,4 @@
-"""Say how fast a variant could be on a GPU at most, and write results/roofline_<variant>.json and its plot."""
+"""Say how fast a variant could be on a GPU at most, and write a record roofline and its plot into results/."""
 
 import argparse
 import sys
@@ -8,7 +8,8 @@ from _console import console, run, table
 
 from slimqwen import checkpoint, variant
 from slimqwen.evaluation import roofline
-from slimqwen.records import plots, provenance, results
+from slimqwen.records import provenance, results
+from slimqwen.report import plots
 
 
 def main() -> int:
@@ -42,9 +43,8 @@ def main() -> int:
     compared = roofline.chain(one, arguments.others)
     found = roofline.analyse(compared, gpu, arguments.contexts, arguments.acceptance_length)
     devices = checkpoint.sha256(one.root / "eval" / "devices.yaml")
-    record = results.write(
-        "roofline", one, found, plots.roofline, command=sys.argv, started=started, devices=devices
-    )
+    record = results.write("roofline", one, found, command=sys.argv, started=started, devices=devices)
+    plots.beside(record)
     show(found)
     console.print(
         f"record: {record.relative_to(one.root)}, plot: {record.with_suffix('.svg').relative_to(one.root)}",

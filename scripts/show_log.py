@@ -5,7 +5,7 @@ import argparse
 from _console import console, run, table
 
 from slimqwen import variant
-from slimqwen.records import history
+from slimqwen.report import history
 
 
 def main() -> int:

@@ -9,7 +9,8 @@ from _console import console, progress_bar, run
 from slimqwen import variant
 from slimqwen.evaluation import acceptance
 from slimqwen.evaluation.output import output_to
-from slimqwen.records import plots, store, tables
+from slimqwen.records import store
+from slimqwen.report import plots, tables
 from slimqwen.serving import launch
 
 
@@ -42,7 +43,7 @@ def main() -> int:
         console.print(table.as_rich())
     record = store.read(path)
     if record["choice"]:
-        plots.write(path.with_suffix(".svg"), plots.acceptance(record))
+        plots.beside(path)
         depth, flags = record["choice"]["depth"], launch.resolve(one, platform="cuda").flags
         sizes = acceptance.graph_sizes(depth, int(flags.get("max-num-seqs") or 1))
         console.print(

@@ -3,7 +3,7 @@
 from _console import console, run
 
 from slimqwen import variant
-from slimqwen.records import tables
+from slimqwen.report import tables
 
 
 def main() -> int:

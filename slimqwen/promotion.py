@@ -6,8 +6,6 @@ them, so that it is true whichever of them is asked about.
 """
 
 import json
-import os
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +16,9 @@ from slimqwen import variant as variants
 from slimqwen.errors import SlimqwenError
 from slimqwen.evaluation.verdict import Verdict
 from slimqwen.recipe import recipe_file
-from slimqwen.records import differences, provenance, store, tables
+from slimqwen.records import differences, provenance, store
 from slimqwen.records.differences import Of
+from slimqwen.report import tables
 from slimqwen.serving import launch
 from slimqwen.variant import Variant
 
@@ -95,12 +94,13 @@ def promote(one: Variant) -> Promotion:
         card = folder / checkpoint.CARD
         text = _card([promoted, *_others(one)])
         if not card.is_file() or card.read_text(encoding="utf-8") != text:
-            _replace(card, text)
+            store.publish(card, text.encode(), replace=True)
             changed = True
     if claimed != settled:
         place = f"experiments/{one.name}/measurements.json"
         store.validate(settled, place)
-        _replace(one.root / place, json.dumps(settled, indent=2, ensure_ascii=False) + "\n")
+        text = json.dumps(settled, indent=2, ensure_ascii=False) + "\n"
+        store.publish(one.root / place, text.encode(), replace=True)
     return Promotion(promoted.gate, card and one.weights / checkpoint.CARD, changed)
 
 
@@ -313,22 +313,7 @@ def _section(promoted: _Promoted) -> Iterator[str]:
     yield tables.gate_table(promoted.gate).as_markdown().rstrip()
     if not block["hardware"]["gpus"]:
         yield "Measured on a CPU: no CPU figure is evidence about a GPU."
-    flags = {name: value for name, value in block["flags"].items() if name not in ("model", "port")}
-    lines = "\n".join(f"{name}: {json.dumps(value)}" for name, value in sorted(flags.items()))
+    flags = sorted(provenance.deciding(block["flags"]).items())
+    lines = "\n".join(f"{name}: {json.dumps(value)}" for name, value in flags if name != "model")
     yield f"`make serve VARIANT={one.name}` serves it; the gate was passed with these flags of vLLM:"
     yield f"```\n{lines}\n```"
-
-
-def _replace(file: Path, text: str) -> None:
-    """Put a file in another's place in one step."""
-    descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        Path(temporary).chmod(0o644)  # mkstemp gives 0600
-        Path(temporary).replace(file)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 from pydantic import BaseModel, ValidationError
 
+from slimqwen import redaction
 from slimqwen.progress import Progress
 
 INTERVAL_S = 0.25
@@ -67,7 +68,7 @@ class Work(BaseModel):
     Attributes:
         pid: of the process.
         process_started: Unix time, seconds; tells it from a later process of the same number.
-        command: what was called, the program first.
+        command: what was called, the program first, without secrets.
         variants: those that the command names.
         began: Unix time, seconds.
         activities: in the order in which they were last told of, the latest last.
@@ -93,14 +94,14 @@ def publishing(root: Path, command: Sequence[str]) -> Iterator[Progress]:
 
     Args:
         root: the repository.
-        command: what was called, the program first; `--variant` names variants.
+        command: what was called, the program first; `--variant` names variants. Its secrets are not published.
     """
     after = itertools.islice(itertools.dropwhile(lambda word: word != "--variant", command), 1, None)
     process = psutil.Process()
     work = Work(
         pid=process.pid,
         process_started=process.create_time(),
-        command=list(command),
+        command=redaction.command(command),
         variants=list(itertools.takewhile(lambda word: not word.startswith("-"), after)),
         began=time.time(),
         activities=[],

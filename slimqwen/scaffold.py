@@ -18,7 +18,8 @@ from slimqwen.errors import SlimqwenError
 from slimqwen.recipe import recipe_file
 from slimqwen.recipe.corpus import TextSource
 from slimqwen.recipe.registry import STAGES
-from slimqwen.records import store, tables
+from slimqwen.records import store
+from slimqwen.report import tables
 from slimqwen.variant import Variant
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from slimqwen import checkpoint, lm_head
 from slimqwen.lm_head import HeadError
 from slimqwen.recipe.quantise_lm_head import round_groups
-from slimqwen.records import plots
+from slimqwen.report import plots
 from slimqwen.tinyworld.model import TinyShape, build, write_checkpoint
 from tests.byte_tokenizer import byte_tokenizer
 

@@ -62,6 +62,13 @@ def worker(tmp_path):
     started.communicate()
 
 
+def test_secrets_of_a_command_are_not_published(tmp_path):
+    words = ["scripts/export_mlflow.py", "--uri", "http://me:hunter2@host"]
+    with running.publishing(tmp_path, words):
+        assert published(tmp_path, bool).command == [*words[:2], "http://<redacted>@host"]
+        assert "hunter2" not in file_of(tmp_path).read_text()
+
+
 def test_work_is_published_with_its_command_its_variants_and_its_activities(tmp_path):
     with running.publishing(tmp_path, COMMAND) as tell:
         tell("sending", 3, 48)

@@ -10,7 +10,8 @@ from slimqwen.checkpoint import MissingCheckpointError
 from slimqwen.recipe import recipe_file
 from slimqwen.recipe.recipe_file import RecipeError
 from slimqwen.recipe.registry import STAGES
-from slimqwen.records import collection, store, tables
+from slimqwen.records import collection, store
+from slimqwen.report import tables
 from slimqwen.scaffold import ScaffoldError
 from slimqwen.serving import flags
 from slimqwen.variant import UnknownVariantError

@@ -227,15 +227,41 @@ def compare_latency(first: Path, second: Path) -> list[LatencyRow]:
             )
         if row["concurrency"] != 1 and "durations_s" in row:
             rows += _rates(shape, row, other, [side[name] for side in sides], enough)
-    if all(row["concurrency"] == 1 and "durations_s" in row for row in a["classes"].values()):
-        rows.append(_wall_time(a, b, sides, enough))
+    if all("durations_s" in row for row in a["classes"].values()):
+        together = all_classes((a, items[0]), (b, items[1]))
+        rows += [together] if together else []
     return rows
 
 
-_Items = list[dict[str, Any]]
+def all_classes(
+    first: tuple[store.Record, Sequence[Mapping[str, Any]]],
+    second: tuple[store.Record, Sequence[Mapping[str, Any]]],
+) -> LatencyRow | None:
+    """The time of all requests of two latency records that were made alike: the speed on this mix of classes.
+
+    Args:
+        first: a record with its items, the baseline's.
+        second: the other's.
+
+    Returns:
+        None where requests overlapped, or a class has none that succeeded on both sides.
+    """
+    records = first[0], second[0]
+    sides = [_by_class(items) for _, items in (first, second)]
+    rows = [row for record in records for row in record["classes"].values()]
+    if any(row["concurrency"] != 1 for row in rows) or any(
+        name not in side for name in records[0]["classes"] for side in sides
+    ):
+        return None
+    in_turns = records[0]["run"] == records[1]["run"]
+    enough = in_turns and records[0]["rounds"] >= ENOUGH_ROUNDS and all("durations_s" in row for row in rows)
+    return _wall_time(*records, sides, enough)
 
 
-def _by_class(items: _Items) -> dict[str, list[_Items]]:
+_Items = list[Mapping[str, Any]]
+
+
+def _by_class(items: Sequence[Mapping[str, Any]]) -> dict[str, list[_Items]]:
     """The requests that succeeded, by class and round."""
     found: dict[str, dict[int, _Items]] = {}
     for item in items:
@@ -304,7 +330,6 @@ def _rates(
 def _wall_time(
     first: Mapping[str, Any], second: Mapping[str, Any], sides: list[dict[str, list[_Items]]], enough: bool
 ) -> LatencyRow:
-    """The time of all requests, which came one after another: the speed on this mix of classes."""
     times = [
         [
             np.concatenate([[i["e2el_ms"] for i in rounds] for rounds in side[name]])

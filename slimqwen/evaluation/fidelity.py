@@ -20,7 +20,6 @@ import httpx
 import torch
 import transformers
 from pydantic import BaseModel, ConfigDict
-from scipy import stats
 from torch import Tensor
 
 from slimqwen import checkpoint
@@ -59,8 +58,6 @@ _ANSWER_TIMEOUT_S = 600
 
 _ROWS = 512
 """Positions whose distributions are compared at a time."""
-
-Z = float(stats.norm.ppf(0.5 + statistics.CONFIDENCE_LEVEL / 2))
 
 
 class FidelityError(SlimqwenError):
@@ -368,7 +365,7 @@ def judge(figures: Mapping[str, Any], limits: Limits) -> dict[str, Verdict]:
         if found is None:
             verdicts[name] = Verdict.INCONCLUSIVE
             continue
-        half = Z * found["standard_error"]
+        half = statistics.Z * found["standard_error"]
         low, high = found["value"] - half, found["value"] + half
         verdicts[name] = (
             Verdict.PASS if high <= limit else Verdict.FAIL if low > limit else Verdict.INCONCLUSIVE

@@ -15,7 +15,16 @@ from pydantic import BaseModel, ConfigDict
 from slimqwen import checkpoint
 from slimqwen import variant as variants
 from slimqwen.errors import SlimqwenError
-from slimqwen.evaluation import acceptance, comparison, engine_matrix, fidelity, plan_file, quality
+from slimqwen.evaluation import (
+    acceptance,
+    acceptance_share,
+    comparison,
+    engine_matrix,
+    fidelity,
+    plan_file,
+    quality,
+    statistics,
+)
 from slimqwen.evaluation.verdict import Verdict, overall
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
@@ -182,7 +191,7 @@ def _of_fidelity(record: store.Record) -> Iterable[Finding]:
         mode = max(record["modes"], key=lambda each: (record["modes"][each][figure] or {"value": 0})["value"])
         found = record["modes"][mode][figure]
         verdict = overall([Verdict(record["verdicts"][each][figure]) for each in record["modes"]])
-        half = fidelity.Z * found["standard_error"] if found else None
+        half = statistics.Z * found["standard_error"] if found else None
         yield Finding(
             "fidelity",
             figure,
@@ -201,7 +210,7 @@ def _of_fidelity(record: store.Record) -> Iterable[Finding]:
 
 
 def _of_acceptance(first: Path, second: Path) -> Finding:
-    share = acceptance.compare(first, second)
+    share = acceptance_share.compare(first, second)
     least = store.read(second)["least_share"]
     ratio = share.ratio
     figure = f"acceptance length at K = {share.depth}, share of the baseline's"

@@ -14,7 +14,7 @@ import numpy as np
 from slimqwen import checkpoint
 from slimqwen import variant as variants
 from slimqwen.errors import SlimqwenError
-from slimqwen.evaluation import acceptance, comparison, damage, fidelity, gate, statistics
+from slimqwen.evaluation import acceptance, acceptance_share, comparison, damage, fidelity, gate, statistics
 from slimqwen.evaluation.answers import kept, unfinished
 from slimqwen.evaluation.damage import Damage
 from slimqwen.evaluation.verdict import Verdict, overall
@@ -149,7 +149,7 @@ def false_alarms(
     def acceptance_again(chance: np.random.Generator) -> list[Verdict]:
         places = chance.integers(len(sides[0]), size=len(sides[0]))
         drawn = [[{**side[place], "group": n} for n, place in enumerate(places)] for side in sides]
-        share = acceptance.judge(*drawn, depth=counting.gate_depth, least_share=counting.least_share)
+        share = acceptance_share.judge(*drawn, depth=counting.gate_depth, least_share=counting.least_share)
         return [share.verdict]
 
     judges["acceptance"] = acceptance_again
@@ -231,7 +231,7 @@ def _acceptance_witness(
     def witness(folder: Path) -> tuple[float, Verdict]:
         if not first:
             first.extend(_counted(baseline.weights, baseline, baseline, plan))
-        share = acceptance.judge(
+        share = acceptance_share.judge(
             first,
             _counted(folder, one, baseline, plan),
             depth=plan.gate_depth,

@@ -2,7 +2,6 @@
 
 import contextlib
 import time
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import numpy as np
 from slimqwen.errors import SlimqwenError
 from slimqwen.evaluation import statistics
 from slimqwen.progress import Progress, silent
-from slimqwen.records.plots import Line, Panel
 from slimqwen.serving import launch
 from slimqwen.variant import Variant
 
@@ -69,22 +67,6 @@ def cost(variant: Variant, pairs: int, logs: Path, progress: Progress = silent) 
                 found.append(pair)
     progress("pairs", pairs, pairs)
     return {"pairs": found, **{f"{m}_with_over_without": asdict(_ratio(found, m)) for m in _MEASURES}}
-
-
-def panels(record: Mapping[str, Any]) -> list[Panel]:
-    """Each pair's two times, in the order of measuring."""
-    numbers = range(1, len(record["pairs"]) + 1)
-    return [
-        Panel(
-            "pair",
-            f"{measure.removesuffix('_ms').upper()} (ms)",
-            [
-                Line(f"{name} middleware", numbers, [pair[name][measure] for pair in record["pairs"]])
-                for name in ("with", "without")
-            ],
-        )
-        for measure in _MEASURES
-    ]
 
 
 def _ratio(pairs: list[dict[str, dict[str, float]]], measure: str) -> statistics.Ratio:

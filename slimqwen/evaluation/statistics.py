@@ -15,6 +15,9 @@ from scipy import stats
 from slimqwen.errors import SlimqwenError
 
 CONFIDENCE_LEVEL = 0.95
+Z = float(stats.norm.ppf((1 + CONFIDENCE_LEVEL) / 2))
+"""Standard errors from a mean to the end of its interval, where the mean is as good as normal."""
+
 BOOTSTRAP_SEED = 20260101
 BOOTSTRAP_RESAMPLES = 9_999
 _RESAMPLES_AT_ONCE = 250  # bounds memory: 12,000 items x 250 resamples x 8 bytes is 24 MB

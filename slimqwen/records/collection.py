@@ -5,7 +5,6 @@ damaged file. What a person did to the files is told here in one line each; whet
 """
 
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
 
-from slimqwen.records import store
+from slimqwen.records import results, store
 
 VARIANT_FILES = frozenset({"README.md", "config.env", "recipe.yaml", "measurements.json"})
 """What a folder of experiments/ holds beside records and their items."""
@@ -127,7 +126,8 @@ def collect(root: Path) -> Collection:
             continue
         variants.add(folder.name)
         _read_variant(found, folder, files)
-    _read_results(found, sorted(_files(found, root / "results")), variants)
+    _read_results(found, root / "results", variants)
+    _require_baselines(found, variants)
     _miss_cited(found)
     records = sorted(found.records, key=lambda one: (_written(one), one.place), reverse=True)
     return Collection(
@@ -207,10 +207,10 @@ def _read_variant(found: _Gathering, folder: Path, files: Iterable[Path]) -> Non
         found.leave_out(measurements, "missing; write one with the variant's hypothesis and baseline")
 
 
-def _read_results(found: _Gathering, files: Iterable[Path], variants: set[str]) -> None:
+def _read_results(found: _Gathering, folder: Path, variants: set[str]) -> None:
     stems = set()
     others = []
-    for path in files:
+    for path in sorted(_files(found, folder)):
         if _is_unfinished(path):
             found.leave_out(path, "left by a run that was cut off; delete it")
             continue
@@ -225,23 +225,19 @@ def _read_results(found: _Gathering, files: Iterable[Path], variants: set[str]) 
         kind = _kind(record)
         if "provenance" not in record or "items" in record:
             found.leave_out(path, f"a record of kind {kind}: its place is experiments/, not results/")
-        elif not _is_place_of(found.place(path), kind, variant):
-            found.leave_out(path, f"holds {kind} of {variant or 'no variant'}, which its name does not say")
+        elif path != folder / f"{results.stem(record)}.json":
+            found.leave_out(
+                path,
+                f"holds {kind} of {variant or 'no variant'}, which its name does not say; "
+                f"name it results/{results.stem(record)}.json",
+            )
         elif variant and variant not in variants:
             found.leave_out(path, f"of variant {variant!r}, which experiments/ does not have")
         else:
             _keep(found, path, record, variant, needs=[])
     for path in others:
-        if path.with_suffix("") not in stems and not path.name.endswith(".trace.json.gz"):
+        if path.with_suffix("") not in stems:
             found.leave_out(path, "belongs to nobody; restore the record that it is of, or delete it")
-
-
-def _is_place_of(place: str, kind: str, variant: str) -> bool:
-    """Whether `records.results` would write such a record there."""
-    if place == f"results/{kind}/{variant}/{kind}.json":
-        return True
-    stem = f"{kind}_{variant}" if variant else kind
-    return re.fullmatch(rf"results/{re.escape(stem)}(_[\w.-]+)?\.json", place) is not None
 
 
 def _belongs(found: _Gathering, path: Path, record: store.Record, variant: str) -> bool:
@@ -264,6 +260,19 @@ def _keep(found: _Gathering, path: Path, record: store.Record, variant: str, nee
         found.leave_out(path, f"its items {missing[0]} are missing; `git checkout` restores committed ones")
     else:
         found.records.append(Found(path, found.place(path), _kind(record), variant, record))
+
+
+def _require_baselines(found: _Gathering, variants: set[str]) -> None:
+    """Leave out claims against a baseline that is not there."""
+    for name, record in list(found.measurements.items()):
+        baseline = record["baseline"]
+        if baseline is not None and (baseline == name or baseline not in variants):
+            del found.measurements[name]
+            wrong = "is itself" if baseline == name else f"{baseline!r} is no variant of experiments/"
+            found.leave_out(
+                found.root / "experiments" / name / "measurements.json",
+                f"its baseline {wrong}; name one that is there, or null",
+            )
 
 
 def _miss_cited(found: _Gathering) -> None:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from slimqwen.records import provenance
+
 
 class Of(StrEnum):
     """The kinds of circumstances, those that decide a figure most directly first."""
@@ -31,7 +33,7 @@ class Difference:
 
 
 def between(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Difference]:
-    """Compare two provenance blocks; ports, and the places of caches, are no circumstances.
+    """Compare two provenance blocks; addresses, and the places of caches, are no circumstances.
 
     Args:
         before: of the earlier measurement, in the present version of its schema.
@@ -41,7 +43,7 @@ def between(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Differe
     return [
         *_each(Of.CHECKPOINT, "checkpoint", *({"": block["checkpoint"]["digest"][:12]} for block in sides)),
         *_each(Of.DATA, "data file ", *(_cut(block["datasets"]) for block in sides)),
-        *_each(Of.FLAGS, "flag ", *(_but_for_port(block["flags"]) for block in sides)),
+        *_each(Of.FLAGS, "flag ", *(provenance.deciding(block["flags"]) for block in sides)),
         *_each(Of.FLAGS, "variable ", *(_variables(block["environment"]) for block in sides)),
         *_each(Of.HARDWARE, "engine threads", *({"": block["threads"]} for block in sides)),
         *_each(Of.HARDWARE, "hardware ", before["hardware"], after["hardware"]),
@@ -59,10 +61,6 @@ def _each(of: Of, prefix: str, before: Mapping[str, Any], after: Mapping[str, An
 
 def _cut(digests: Mapping[str, str]) -> dict[str, str]:
     return {name: digest[:12] for name, digest in digests.items()}
-
-
-def _but_for_port(flags: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in flags.items() if name != "port"}
 
 
 def _variables(environment: Mapping[str, str]) -> dict[str, str]:

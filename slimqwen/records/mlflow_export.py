@@ -1,9 +1,12 @@
 """Records as runs of an MLflow tracking store, so that a team's dashboard has them.
 
 All variants are in one experiment: to compare them is what they were measured for, and MLflow compares the runs of one
-experiment. A run is one record; the SHA-256 of the file of the record says whether the store has it already.
+experiment. A run is one record; the SHA-256 of the file of the record says whether the store has it already. Exports to
+a store from one machine take turns; from several machines at once they would have to be told to.
 """
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import logging
@@ -17,6 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from slimqwen import redaction
 from slimqwen.errors import SlimqwenError
 from slimqwen.progress import Progress, silent
 from slimqwen.records import frame, provenance
@@ -49,7 +53,7 @@ class Exported:
     """How an export came out.
 
     Attributes:
-        uri: of the tracking store.
+        uri: of the tracking store, without credentials.
         added: the places of the records that became runs.
         known: how many the store had already.
         problems: files that are no usable records, and were left out.
@@ -62,7 +66,7 @@ class Exported:
 
 
 def export(root: Path, uri: str | None = None, progress: Progress = silent) -> Exported:
-    """Send every record that a tracking store does not have yet.
+    """Send every record that a tracking store does not have yet; a second export waits for the first.
 
     Args:
         root: the repository.
@@ -86,24 +90,43 @@ def export(root: Path, uri: str | None = None, progress: Progress = silent) -> E
     if uri is None:
         (root / "mlruns").mkdir(exist_ok=True)
         uri = f"sqlite:///{root / 'mlruns' / 'mlflow.db'}"
-    everything = collect(root)
+    public, everything = redaction.text(uri), collect(root)
     try:
-        client = MlflowClient(tracking_uri=uri)
-        experiment = _experiment(client, uri)
-        known = _known(client, experiment)
-        new = [(found, digest) for found in everything.records if (digest := _sha256(found)) not in known]
-        figures = _figures(root) if new else {}
-        for number, (found, digest) in enumerate(new):
-            progress("sending records", number, len(new))
-            _send(client, experiment, found, digest, figures.get(found.place, {}))
+        with _alone(root, uri, progress):
+            client = MlflowClient(tracking_uri=uri)
+            experiment = _experiment(client, uri)
+            known = _known(client, experiment)
+            new = [(found, digest) for found in everything.records if (digest := _sha256(found)) not in known]
+            figures = _figures(root) if new else {}
+            for number, (found, digest) in enumerate(new):
+                progress("sending records", number, len(new))
+                _send(client, experiment, found, digest, figures.get(found.place, {}))
     except (MlflowException, OSError) as error:
-        reason = " ".join(str(error).split())[:300]
+        reason = redaction.text(" ".join(str(error).split()))[:300]
         raise MlflowExportError(
-            f"{uri}: {reason}; check URI, and that the store runs and can be written"
+            f"{public}: {reason}; check URI, and that the store runs and can be written"
         ) from error
     progress("sending records", len(new), len(new))
     added = tuple(found.place for found, _ in new)
-    return Exported(uri, added, len(everything.records) - len(added), everything.problems)
+    return Exported(public, added, len(everything.records) - len(added), everything.problems)
+
+
+@contextlib.contextmanager
+def _alone(root: Path, uri: str, progress: Progress) -> Iterator[None]:
+    """Wait until no other process of this machine exports to the store; its half-sent runs would look cut off."""
+    scheme, _, database = uri.partition(":///")
+    if scheme == "sqlite":
+        lock = Path(f"{database}.lock").absolute()
+    else:
+        lock = root / ".cache" / f"mlflow_{hashlib.sha256(uri.encode()).hexdigest()[:16]}.lock"
+        lock.parent.mkdir(exist_ok=True)
+    with lock.open("w") as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            progress("waiting for another export", 0, 0)
+            fcntl.flock(held, fcntl.LOCK_EX)
+        yield
 
 
 def _experiment(client: "MlflowClient", uri: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from slimqwen import checkpoint
+from slimqwen import checkpoint, redaction
 from slimqwen.errors import SlimqwenError
 from slimqwen.serving.launch import ServerCommand
 
@@ -35,9 +35,6 @@ _KERNEL_CPU_FLAGS = (
     "sve",
 )
 _THREADS = "OMP_NUM_THREADS"
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
-_SECRET_FLAG = re.compile(r"(?:^|-)(?:key|token|secret|password)$")
-_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _NOT_CODE = (
     ":(exclude)experiments/*.json",
     ":(exclude)experiments/*.jsonl",
@@ -85,14 +82,8 @@ def describe(
         ProvenanceError: a data file is missing.
     """
     return {
-        "schema": "provenance/2",
-        "command": shell_command(command, root),
-        "started": started,
-        "ended": utc_now(),
-        "git": git_state(root),
+        **circumstances(root, command, started),
         **served(flags, environment, root),
-        "packages": package_versions(),
-        "hardware": hardware(),
         "checkpoint": {
             "path": portable(str(weights), root),
             "digest": checkpoint.digest(weights),
@@ -101,6 +92,26 @@ def describe(
         "datasets": {portable(str(file), root): _sha256(file) for file in sorted(set(datasets))},
         "seeds": dict(seeds),
         "server": server,
+    }
+
+
+def circumstances(root: Path, command: Sequence[str], started: str) -> dict[str, Any]:
+    """The part of a provenance block that every measurement has, whatever it is of; it ends now.
+
+    Args:
+        root: the repository.
+        command: the script and its arguments.
+        started: `utc_now()` when the work began.
+    """
+    return {
+        "schema": "provenance/2",
+        "command": shell_command(command, root),
+        "started": started,
+        "ended": utc_now(),
+        "git": git_state(root),
+        "threads": threads({}),
+        "packages": package_versions(),
+        "hardware": hardware(),
     }
 
 
@@ -113,7 +124,7 @@ def served(flags: Mapping[str, Any], environment: Mapping[str, str], root: Path)
         root: the repository.
     """
     public = {
-        name: "<redacted>" if _SECRET_FLAG.search(name) and isinstance(value, str) else value
+        name: redaction.REDACTED if redaction.names_flag(name) and isinstance(value, str) else value
         for name, value in flags.items()
     }
     return {
@@ -133,16 +144,18 @@ def still_holds(block: Mapping[str, Any], command: ServerCommand) -> bool:
     Returns:
         True where checkpoint, flags, environment, data files, package versions and hardware are what they were.
     """
-    root = command.variant.root
-
-    def but_for_port(flags: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in flags.items() if name != "port"}
-
+    one = command.variant
+    present = served(command.flags, command.environment, one.root)
     return (
-        same_inputs(block, command.variant.weights, root)
-        and but_for_port(block["flags"]) == but_for_port(portable(dict(command.flags), root))
-        and block["environment"] == portable(redacted(command.environment), root)
+        same_inputs(block, one.weights, one.root)
+        and deciding(block["flags"]) == deciding(present["flags"])
+        and block["environment"] == present["environment"]
     )
+
+
+def deciding(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags that can decide a figure or an answer: the address that a server listens at cannot."""
+    return {name: value for name, value in flags.items() if name not in ("host", "port")}
 
 
 def same_inputs(block: Mapping[str, Any], weights: Path, root: Path) -> bool:
@@ -172,8 +185,8 @@ def portable(value: Any, root: Path) -> Any:
 
 
 def shell_command(command: Sequence[str], root: Path) -> str:
-    """A script and its arguments as a shell takes them at the repository's root."""
-    return shlex.join(["python", *(portable(word, root) for word in command)])
+    """A script and its arguments, without secrets, as a shell takes them at the repository's root."""
+    return shlex.join(["python", *redaction.command([portable(word, root) for word in command])])
 
 
 def threads(environment: Mapping[str, str]) -> int | None:
@@ -185,7 +198,7 @@ def threads(environment: Mapping[str, str]) -> int | None:
 def redacted(environment: Mapping[str, str]) -> dict[str, str]:
     """The same variables with the values of secrets left out, and with the credentials in addresses."""
     return {
-        name: "<redacted>" if _SECRET.search(name) else _CREDENTIALS.sub("<redacted>", value)
+        name: redaction.REDACTED if redaction.names_variable(name) else redaction.text(value)
         for name, value in environment.items()
     }
 

@@ -117,9 +117,9 @@ def write(folder: Path, body: Mapping[str, Any], items: Iterable[Mapping[str, An
     path = folder / f"{stem}.json"
     text = serialise({**body, "items": described}, path.name)
     folder.mkdir(parents=True, exist_ok=True)
-    _publish(items_path, content)
+    publish(items_path, content)
     try:
-        _publish(path, text.encode())
+        publish(path, text.encode())
     except BaseException:
         items_path.unlink()
         raise
@@ -247,8 +247,17 @@ def _stamp() -> str:
     return f"{datetime.now(UTC):%Y-%m-%dT%H%M%SZ}"
 
 
-def _publish(path: Path, content: bytes) -> None:
-    """Make the file appear whole, or not at all if one of that name is there."""
+def publish(path: Path, content: bytes, *, replace: bool = False) -> None:
+    """Make a file appear whole and last, in a folder that is there.
+
+    Args:
+        path: of the file.
+        content: of the file.
+        replace: put it in the place of another, in one step.
+
+    Raises:
+        RecordError: without `replace`, one of that name is there; it stays as it is.
+    """
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "wb") as stream:
@@ -256,7 +265,10 @@ def _publish(path: Path, content: bytes) -> None:
             stream.flush()
             os.fsync(stream.fileno())
         Path(temporary).chmod(0o644)  # mkstemp gives 0600, which another user's `make report` cannot read
-        os.link(temporary, path)  # a rename would replace an existing file, a link refuses
+        if replace:
+            Path(temporary).replace(path)
+        else:
+            os.link(temporary, path)  # a rename would replace an existing file, a link refuses
     except FileExistsError:
         raise RecordError(f"{place(path)} exists and records are never overwritten; run again") from None
     finally:

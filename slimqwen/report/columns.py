@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slimqwen.evaluation.comparison import LatencyRow
 from slimqwen.report.leaderboard import CPU_NOTE, Board, Margins, Row, Score, Witness, in_margins
 
 LATENCY_MEASURES = {"e2el_ms": "E2EL", "ttft_ms": "TTFT", "tpot_ms": "TPOT"}
@@ -97,6 +98,12 @@ def margins(found: Margins) -> str:
     return f"{found.value:+.2f} [{found.low:+.2f}, {found.high:+.2f}]"
 
 
+def speed_up(found: LatencyRow) -> str:
+    """A speed-up with its interval."""
+    interval = " [{:.2f}, {:.2f}]".format(*found.interval) if found.interval else ""
+    return f"{found.speedup:.2f}x{interval}"
+
+
 def commit(git: dict[str, Any]) -> str:
     """Ten digits, and whether anything differed from it, as the tables say it."""
     return (git["commit"] or "none")[:10] + ("+changes" if git["dirty"] else "")
@@ -117,13 +124,14 @@ def _front(row: Row) -> Cell:
 
 
 def _speed_up(row: Row) -> Cell:
-    value = row.timed.speedup if row.timed else None
-    if value is None:
+    if row.timed is None or row.timed.against is None:
         return Cell()
-    ratios = sorted(row.timed.speedups.values()) if row.timed else []
-    title = "Geometric mean over the classes of the ratios of median E2EL, baseline over variant"
-    note = f"{ratios[0]:.2f}x to {ratios[-1]:.2f}x by class" if len(ratios) > 1 else ""
-    return Cell(f"{value:.2f}x", value, note, title=title)
+    if row.timed.speed is None:
+        return Cell(note="" if row.timed.in_turns else "not timed in turns")
+    ratios = sorted(row.timed.speedups.values())
+    title = "Time of all requests, baseline over variant, timed in turns; 95 % interval"
+    note = f"medians {ratios[0]:.2f}x to {ratios[-1]:.2f}x by class" if len(ratios) > 1 else ""
+    return Cell(speed_up(row.timed.speed), row.timed.speed.speedup, note, title=title)
 
 
 def _worst(row: Row) -> Cell:

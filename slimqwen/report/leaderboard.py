@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
-from statistics import geometric_mean, median
+from statistics import median
 from typing import Any
 
 from scipy import stats
@@ -87,15 +87,18 @@ class Timed:
     Attributes:
         found: the record.
         against: the baseline's record of the same requests and hardware; None where there is none.
+        speed: of all requests together against the baseline's, with its interval; None where requests overlapped, or
+            the servers did not take turns in one run: what else was different then, nobody knows.
     """
 
     found: Found
     against: Found | None
+    speed: comparison.LatencyRow | None = None
 
     @cached_property
     def speedups(self) -> Mapping[str, float]:
-        """Ratios of median E2EL by class, baseline over variant; none without the baseline's record."""
-        if self.against is None:
+        """Ratios of median E2EL by class, baseline over variant; none where the servers did not take turns."""
+        if self.against is None or self.speed is None:
             return {}
         theirs = self.against.record["classes"]
         medians = {
@@ -103,12 +106,6 @@ class Timed:
             for name, of in self.classes.items()
         }
         return {name: first / second for name, (first, second) in medians.items() if first and second}
-
-    @property
-    def speedup(self) -> float | None:
-        """The geometric mean of the ratios of all classes."""
-        ratios = list(self.speedups.values())
-        return geometric_mean(ratios) if ratios else None
 
     @property
     def classes(self) -> Mapping[str, Mapping[str, Any]]:
@@ -120,6 +117,11 @@ class Timed:
     def in_turns(self) -> bool:
         """Whether the two records are of one run, in which the servers took turns."""
         return self.against is not None and self.found.record["run"] == self.against.record["run"]
+
+    @property
+    def is_faster(self) -> bool:
+        """Whether the whole interval of the speed-up lies above 1."""
+        return self.speed is not None and self.speed.interval is not None and self.speed.interval[0] > 1
 
 
 @dataclass(frozen=True)
@@ -246,7 +248,7 @@ class Choice:
     Attributes:
         baseline: of all of them.
         hardware: that they were measured on.
-        serve: the row to serve; None where no variant has passed and been timed.
+        serve: the row to serve; None where no variant has passed, in quality too, and was faster beyond its interval.
         runners_up: other rows with records, the most promising first.
     """
 
@@ -381,13 +383,19 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
     Of fewer than six values the whole range, which holds the median less often than that.
     """
     ordered = sorted(values)
+    place = _median_place(len(ordered))
+    return ordered[place], ordered[-1 - place]
+
+
+@cache
+def _median_place(count: int) -> int:
+    """The place, from either end, at which the interval of the median of so many values ends."""
     tail = (1 - statistics.CONFIDENCE_LEVEL) / 2
     # The number of values below the median is a binomial one.
-    place = int(stats.binom.ppf(tail, len(ordered), 0.5))
-    if stats.binom.cdf(place, len(ordered), 0.5) > tail:
+    place = int(stats.binom.ppf(tail, count, 0.5))
+    if stats.binom.cdf(place, count, 0.5) > tail:
         place -= 1
-    place = max(place, 0)
-    return ordered[place], ordered[-1 - place]
+    return max(place, 0)
 
 
 def items_of_class(found: Found, name: str) -> list[Mapping[str, Any]]:
@@ -521,13 +529,21 @@ def _timed(
 ) -> Timed | None:
     if found is None:
         return None
-    reading.items(found)
+    items = reading.items(found)
     all_theirs = collection.of(baseline, "latency") if baseline else ()
     theirs = [one for one in all_theirs if one.record["workload"] == "classes"]
     # Made in turns with it, before any that is only newer.
     theirs.sort(key=lambda one: one.record["run"] != found.record["run"])
     paired = pair([found], theirs, latency_basis)
-    return Timed(found, paired[1] if paired else None)
+    timed = Timed(found, paired[1] if paired else None)
+    if timed.against is None or not timed.in_turns:
+        return timed
+    sides = (timed.against.record, reading.items(timed.against)), (found.record, items)
+    try:
+        return replace(timed, speed=comparison.all_classes(*sides))
+    except (SlimqwenError, ValueError, TypeError, KeyError) as error:
+        reading.problems[found.place] = f"its items give no speed-up: {error!r}"
+        return timed
 
 
 def _acceptance(found: Found | None) -> tuple[int, Mapping[str, Any]] | None:
@@ -566,7 +582,11 @@ def _witness(kind: str, records: Sequence[Found], digest: str | None, scores: It
 
 
 def _speed(row: Row) -> float:
-    return row.timed.speedup or 0.0 if row.timed else 0.0
+    return row.timed.speed.speedup or 0.0 if row.timed and row.timed.speed else 0.0
+
+
+def _passed_quality(row: Row) -> bool:
+    return any((one.kind, one.says, one.stale) == ("quality", "pass", False) for one in row.witnesses)
 
 
 def _fronts(rows: Sequence[Row]) -> tuple[list[Row], list[Front]]:
@@ -633,7 +653,9 @@ def _choices(rows: Sequence[Row]) -> list[Choice]:
     for (baseline, place), members in sorted(groups.items(), key=lambda one: (-len(one[1]), one[0])):
         able = [row for row in members if row.stands in ("promoted", "pass")]
         faster = [
-            row for row in able if row.timed and row.timed.in_turns and _speed(row) > 1 and not row.doubts
+            row
+            for row in able
+            if row.timed and row.timed.is_faster and _passed_quality(row) and not row.doubts
         ]
         serve = min(faster, key=lambda row: (row.status != "promoted", -_speed(row)), default=None)
         others = [row for row in members if row is not serve and row.stands not in ("fail", "rejected")]

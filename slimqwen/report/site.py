@@ -174,6 +174,7 @@ def _environment() -> jinja2.Environment:
     pages.filters["page"] = lambda name: quote(_file_name(name))
     pages.filters["words"] = lambda kind: str(kind).replace("_", "-")
     pages.filters["commit"] = columns.commit
+    pages.filters["speed_up"] = columns.speed_up
     return pages
 
 

@@ -34,11 +34,13 @@ class Endpoints:
             EngineFixError: this vLLM is not the one these were written for.
         """
         # Before vLLM adds its own, so behind the API key; the last is the outer one.
+        app.add_middleware(request_limits.RefusedStreams)
         app.add_middleware(token_ids.OldTokenIds)
         app.add_middleware(request_limits.BodyLimit)
         app.add_api_route(token_ids.ROUTE, token_ids.vocabulary, methods=["GET"])
         request_limits.answer_overload(app)
         request_limits.refuse_longer_answers()
+        request_limits.forget_unsent_requests()
         budget = policy.read().thinking_token_budget
         if budget is not None:
             thinking_budget.install(budget)

@@ -12,7 +12,7 @@ import os
 import select
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -25,6 +25,8 @@ STOP_TIMEOUT_S = 20.0
 """How long a server may take to end by itself."""
 
 _POLL_S = 0.25
+_GRACE_S = 3.0
+_CLEAN_UP_S = 10.0
 
 
 class NotStartedError(SlimqwenError):
@@ -68,11 +70,11 @@ def _end_session(leader: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if os.getsid(one.pid) == leader:
                 left.append(one)
-    for ending in (psutil.Process.terminate, psutil.Process.kill):
-        for one in left:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                ending(one)
-        _, left = psutil.wait_procs(left, timeout=3)
+    for one in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.terminate()
+    _, left = psutil.wait_procs(left, timeout=_GRACE_S)
+    _kill(left)
 
 
 class Server:
@@ -170,11 +172,28 @@ def end(server: psutil.Process) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             members += [member for member in one.children(recursive=True) if member not in members]
             one.kill()
-    _, alive = psutil.wait_procs([*alive, *members], timeout=3)
-    for one in alive:
+    _, alive = psutil.wait_procs([*alive, *members], timeout=_GRACE_S)
+    _kill(alive)
+
+
+def _kill(processes: Iterable[psutil.Process]) -> None:
+    """End by force; what frees the shared memory of the others, multiprocessing's resource tracker, only after them."""
+    trackers: list[psutil.Process] = []
+    others: list[psutil.Process] = []
+    for one in processes:
+        with contextlib.suppress(psutil.Error):
+            (trackers if "multiprocessing.resource_tracker" in " ".join(one.cmdline()) else others).append(
+                one
+            )
+    for one in others:
         with contextlib.suppress(psutil.NoSuchProcess):
             one.kill()
-    psutil.wait_procs(alive, timeout=3)
+    # It ends by itself once all that it served have, unless it hangs.
+    _, hung = psutil.wait_procs([*others, *trackers], timeout=_CLEAN_UP_S)
+    for one in hung:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
+    psutil.wait_procs(hung, timeout=_GRACE_S)
 
 
 if __name__ == "__main__":

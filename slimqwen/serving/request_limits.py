@@ -7,12 +7,13 @@ the context. Here is what it leaves: bodies of any size, answers that it cuts wi
 
 import functools
 import importlib
+import json
 from collections.abc import Awaitable, Iterator
 from http import HTTPStatus
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from slimqwen.serving import policy
@@ -81,6 +82,67 @@ class BodyLimit:
         )
 
 
+class RefusedStreams:
+    """The status of the error, not 200, for a stream whose first event is one; other answers pass as they come.
+
+    vLLM looks whether its queue has room before it begins a stream and again when it has: of streams that come at once
+    some pass the first look only. So that there is a status left to give, that of a stream comes with its first event.
+    Goes away when vLLM takes a place in its queue where it looks first.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        """Let the application answer."""
+        if scope["type"] != "http" or scope["method"] != "POST":
+            return self._app(scope, receive, send)
+        started: Message | None = None
+        refused = False
+
+        async def send_from_first_event(message: Message) -> None:
+            nonlocal started, refused
+            if refused:
+                return
+            if message["type"] == "http.response.start" and _is_stream(message):
+                started = message
+                return
+            if started is not None:
+                held, started = started, None
+                instead = _refusal_of(message.get("body", b""))
+                if instead is not None:
+                    refused = True
+                    await instead(scope, receive, send)
+                    return
+                await send(held)
+            await send(message)
+
+        return self._app(scope, receive, send_from_first_event)
+
+
+def _is_stream(message: Message) -> bool:
+    return any(
+        name == b"content-type" and value.startswith(b"text/event-stream")
+        for name, value in message["headers"]
+    )
+
+
+def _refusal_of(event: bytes) -> Response | None:
+    """The answer that a first event should have been, None for one that is no error."""
+    if not event.startswith(b'data: {"error"'):
+        return None
+    answer = json.loads(event.splitlines()[0].removeprefix(b"data: "))
+    status, kind = answer["error"]["code"], answer["error"]["type"]
+    # What vLLM calls an error of this type are full queues.
+    if (status, kind) == (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.SERVICE_UNAVAILABLE.phrase):
+        return _too_many(answer["error"]["message"])
+    return JSONResponse(answer, status)
+
+
+def _too_many(reason: str) -> Response:
+    return refusal(HTTPStatus.TOO_MANY_REQUESTS, reason, _RETRY_AFTER_S)
+
+
 def answer_overload(app: Any) -> None:
     """Have vLLM's application answer 429 with Retry-After where its queue is full, not 503.
 
@@ -90,7 +152,7 @@ def answer_overload(app: Any) -> None:
     from vllm.exceptions import MaxQueuedTokensError, QueueOverflowError
 
     async def too_many(request: Request, error: Exception) -> Response:
-        return refusal(HTTPStatus.TOO_MANY_REQUESTS, str(error), _RETRY_AFTER_S)
+        return _too_many(str(error))
 
     for overload in (QueueOverflowError, MaxQueuedTokensError):
         app.add_exception_handler(overload, too_many)
@@ -139,3 +201,42 @@ def refuse_longer_answers() -> None:
         expect(_NAME, module.get_max_tokens is stock, f"{name} has a get_max_tokens of its own")
         unsaid = CompletionRequest.model_fields["max_tokens"].default if name == _COMPLETIONS else None
         module.get_max_tokens = limited(unsaid)  # type: ignore[attr-defined]
+
+
+def forget_unsent_requests() -> None:
+    """Have vLLM forget a request that it could not send to its engine, and refuse it with the reason.
+
+    vLLM keeps it, so that it holds a place in the queue for ever: as many requests with `top_k` beyond 64 bits as
+    `--max-num-queued-reqs` says, and every later one is refused while /health answers 200. Goes away when
+    `_add_request` in vllm/v1/engine/async_llm.py aborts what it could not send, as `add_request` does where n > 1.
+
+    Raises:
+        EngineFixError: this vLLM is not the one it was written for.
+    """
+    from vllm.exceptions import VLLMValidationError
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    stock = AsyncLLM._add_request
+    if hasattr(stock, "__wrapped__"):
+        return
+    expect_parameters(_NAME, stock, ("self", "request", "prompt", "parent_req", "index", "queue"))
+    add_request = AsyncLLM.add_request
+
+    @functools.wraps(stock)
+    async def _add_request(self: Any, request: Any, *others: Any) -> None:
+        try:
+            await stock(self, request, *others)
+        except BaseException:
+            if self.output_processor.has_request(request.request_id):
+                await self.abort(request.request_id, internal=True)
+            raise
+
+    @functools.wraps(add_request)
+    async def add_or_refuse(self: Any, *arguments: Any, **named: Any) -> Any:
+        try:
+            return await add_request(self, *arguments, **named)
+        except OverflowError as error:
+            raise VLLMValidationError(f"a number of the request is out of range: {error}") from error
+
+    AsyncLLM._add_request = _add_request
+    AsyncLLM.add_request = add_or_refuse

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from slimqwen import variant
-from slimqwen.evaluation import acceptance
+from slimqwen.evaluation import acceptance, acceptance_share
 from slimqwen.evaluation.acceptance import AcceptanceError
 from slimqwen.evaluation.comparison import NotComparableError
 from slimqwen.evaluation.verdict import Verdict
-from slimqwen.records import plots, store, tables
+from slimqwen.records import store
+from slimqwen.report import plots, tables
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = json.loads((ROOT / "tests" / "records" / "data" / "acceptance.json").read_text())
@@ -78,7 +79,7 @@ def test_deeper_drafts_are_accepted_for_longer_and_the_choice_says_what_it_is_by
     assert max(greedy.values()) - min(greedy.values()) <= 24
     assert [row[0] for row in tables.acceptance_tables(path)[1].rows] == ["0", "1", "3"]
     assert [line.x for line in plots.acceptance(record)[0].lines] == [[1, 3]] * 4
-    same = acceptance.compare(path, path)
+    same = acceptance_share.compare(path, path)
     assert (same.ratio.value, same.ratio.low, same.ratio.high, same.verdict) == (1, 1, 1, Verdict.PASS)
 
 
@@ -149,8 +150,8 @@ def test_the_share_of_the_baselines_length_decides(
     tmp_path: Path, accepted: Sequence[int], verdict: str
 ) -> None:
     first, second = counted(tmp_path / "a", (8, 8, 8, 8)), counted(tmp_path / "b", accepted)
-    assert acceptance.pair(tmp_path / "a", tmp_path / "b") == (first, second)
-    share = acceptance.compare(first, second)
+    assert acceptance_share.pair(tmp_path / "a", tmp_path / "b") == (first, second)
+    share = acceptance_share.compare(first, second)
     assert (share.depth, share.groups, share.verdict) == (2, 4, verdict)
     assert share.first == pytest.approx(2.6)
     assert share.second == pytest.approx(1 + 2 * sum(accepted) / 40)
@@ -161,9 +162,9 @@ def test_records_of_another_plan_or_checkpoint_are_no_pair(tmp_path: Path) -> No
     counted(tmp_path / "a", (8, 8))
     counted(tmp_path / "b", (8, 8), plan="another")
     with pytest.raises(NotComparableError, match="is of the same plan"):
-        acceptance.pair(tmp_path / "a", tmp_path / "b")
+        acceptance_share.pair(tmp_path / "a", tmp_path / "b")
     with pytest.raises(store.MissingRecordError, match="make sweep-k VARIANT=a"):
-        acceptance.pair(tmp_path / "a", tmp_path / "b", ["0" * 64, "0" * 64])
+        acceptance_share.pair(tmp_path / "a", tmp_path / "b", ["0" * 64, "0" * 64])
 
 
 def test_graph_sizes_are_the_tokens_of_a_step() -> None:

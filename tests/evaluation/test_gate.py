@@ -11,7 +11,8 @@ from slimqwen import checkpoint, variant
 from slimqwen.evaluation import acceptance, engine_matrix, fidelity, gate, quality
 from slimqwen.evaluation.gate import GateError
 from slimqwen.evaluation.verdict import Verdict
-from slimqwen.records import provenance, store, tables
+from slimqwen.records import provenance, store
+from slimqwen.report import tables
 from slimqwen.serving import launch
 from slimqwen.variant import Variant
 

@@ -14,7 +14,8 @@ from slimqwen.evaluation.damage import Damage
 from slimqwen.evaluation.fidelity import Reading
 from slimqwen.evaluation.gate_power import GatePowerError
 from slimqwen.evaluation.verdict import Verdict
-from slimqwen.records import plots, store
+from slimqwen.records import store
+from slimqwen.report import plots
 
 ROOT = Path(__file__).parents[2]
 PLAN = gate.Plan(fidelity="tinyworld", acceptance="tinyworld", quality="tinyworld", engine="tinyworld")

@@ -11,7 +11,8 @@ from slimqwen.errors import SlimqwenError
 from slimqwen.evaluation import gate, gate_trial
 from slimqwen.evaluation.damage import Damage, DamageError
 from slimqwen.evaluation.verdict import Verdict
-from slimqwen.records import plots, store
+from slimqwen.records import store
+from slimqwen.report import plots
 from slimqwen.variant import Variant
 
 ROOT = Path(__file__).parents[2]

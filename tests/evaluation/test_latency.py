@@ -9,7 +9,8 @@ from slimqwen.evaluation import latency, served
 from slimqwen.evaluation import workload as workloads
 from slimqwen.evaluation.statistics import TooFewItemsError
 from slimqwen.evaluation.workload import PromptClass, ServiceLevel, WorkloadError
-from slimqwen.records import store, tables
+from slimqwen.records import store
+from slimqwen.report import tables
 from slimqwen.serving import platform as machine
 from slimqwen.variant import load, repository_root
 

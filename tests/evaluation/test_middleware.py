@@ -1,6 +1,7 @@
 """The paired timing of the middleware, between two servers that stream; the real ones are started by hand."""
 
 import contextlib
+import dataclasses
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,6 +13,7 @@ from slimqwen import variant
 from slimqwen.evaluation import middleware
 from slimqwen.evaluation.statistics import TooFewItemsError
 from slimqwen.records import provenance, results, store
+from slimqwen.report import plots
 
 
 class Streams(BaseHTTPRequestHandler):
@@ -62,18 +64,13 @@ def test_both_servers_are_asked_the_same_in_turns_and_the_slower_one_is_seen(ser
     assert 2 < ratio["low"] <= ratio["value"] <= ratio["high"] < 4
 
     monkeypatch.setattr(results.checkpoint, "digest", lambda folder: "ab" * 32)
+    one = dataclasses.replace(variant.load("tiny"), root=tmp_path)
     file = results.write(
-        "middleware",
-        variant.load("tiny"),
-        found,
-        middleware.panels,
-        command=["bench_middleware.py"],
-        started=provenance.utc_now(),
-        file=tmp_path / "middleware_tiny.json",
+        "middleware", one, found, command=["bench_middleware.py"], started=provenance.utc_now()
     )
     assert store.parse(file)["pairs"] == found["pairs"]
-    assert [panel.y for panel in middleware.panels(found)] == ["TTFT (ms)", "TPOT (ms)"]
-    assert "TTFT (ms)" in file.with_suffix(".svg").read_text()
+    assert [panel.y for panel in plots.middleware(found)] == ["TTFT (ms)", "TPOT (ms)"]
+    assert "TTFT (ms)" in plots.beside(file).read_text()
 
 
 def test_a_server_that_streams_nothing_is_no_measurement(servers, tmp_path, monkeypatch):

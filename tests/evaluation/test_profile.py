@@ -9,7 +9,8 @@ import pytest
 
 from slimqwen import variant
 from slimqwen.evaluation import profile, workload
-from slimqwen.records import plots, results
+from slimqwen.records import results
+from slimqwen.report import plots
 
 ROOT = Path(__file__).parents[2]
 WORKLOAD = """
@@ -62,10 +63,8 @@ def test_a_request_is_told_apart_by_phase_part_and_operator(
         "profile",
         one,
         found,
-        plots.profile,
         command=["x"],
         started="2026-01-01T00:00:00Z",
-        file=tmp_path / "results" / "p.json",
     )
-    assert file.with_suffix(".svg").is_file()
+    assert plots.beside(file).is_file()
     assert json.loads(file.read_text())["classes"] == found["classes"]

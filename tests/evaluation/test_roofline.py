@@ -14,7 +14,8 @@ from slimqwen import checkpoint, variant
 from slimqwen.checkpoint import MissingCheckpointError, NewTensor, TensorInfo
 from slimqwen.evaluation import roofline
 from slimqwen.evaluation.roofline import DevicesError, Gpu, Peaks, RooflineError, UnknownGpuError
-from slimqwen.records import plots, results, store
+from slimqwen.records import results, store
+from slimqwen.report import plots
 
 ROOT = variant.repository_root()
 
@@ -437,7 +438,6 @@ def test_a_variant_is_bounded_beside_its_baseline(repository: Path):
         "roofline",
         compared[1],
         found,
-        plots.roofline,
         command=["x"],
         started="2026-01-01T00:00:00Z",
         devices="ab" * 32,

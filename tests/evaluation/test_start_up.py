@@ -9,7 +9,8 @@ import pytest
 from slimqwen import variant
 from slimqwen.evaluation import start_up
 from slimqwen.evaluation.statistics import TooFewItemsError
-from slimqwen.records import plots, store, tables
+from slimqwen.records import results, store
+from slimqwen.report import plots, tables
 from slimqwen.serving.baked_cache import BakedCacheError
 
 SECONDS = {"cold": 90.0, "warm": 40.0, "baked": 30.0, "eager": 35.0}
@@ -141,19 +142,16 @@ def test_one_start_of_a_kind_is_refused_before_anything_starts(ledger):
 
 def test_a_ledger_is_a_record_with_a_table_and_a_plot(ledger, tmp_path):
     found, _ = ledger(5)
-    committed = json.loads((variant.repository_root() / "results" / "start_up_tiny-best.json").read_text())
-    (tmp_path / "results").mkdir()
-    file = tmp_path / "results" / "start_up_tiny-best.json"
+    committed = results.latest(variant.repository_root(), "start_up", "tiny-best")
     record = {key: committed[key] for key in ("schema", "variant", "provenance")} | found
-    file.write_text(json.dumps(record))
+    file = results.add(tmp_path, record)
     table = tables.start_up_table(tmp_path, "tiny-best")
     assert table.columns == ("phase", "what it is", "cold, s", "warm, s", "baked, s")
     assert [row[0] for row in table.rows][-2:] == ["ready", "total"]
     # Cold starts are numbers 1, 5, 7, 11 and 13 of all.
     assert table.rows[-1][2] == "97.0 [91.0, 103.0]"
     assert "94% interval" in table.notes[0]
-    plots.write(tmp_path / "a.svg", plots.start_up(record))
-    assert "seconds since the start" in (tmp_path / "a.svg").read_text()
+    assert "seconds since the start" in plots.beside(file).read_text()
     with pytest.raises(store.MissingRecordError, match="make eval-startup VARIANT=tiny"):
         tables.start_up_table(tmp_path, "tiny")
 
@@ -169,9 +167,9 @@ def test_records_before_the_ledger_stay_readable():
     "change", [{"cold": []}, {"hot": []}, {"ready_cold_over_baked": {"value": -1, "low": 0, "high": 1}}]
 )
 def test_a_wrong_ledger_is_refused(change):
-    file = variant.repository_root() / "results" / "start_up_tiny-best.json"
+    committed = results.latest(variant.repository_root(), "start_up", "tiny-best")
     with pytest.raises(store.RecordError, match="example"):
-        store.validate({**json.loads(file.read_text()), **change}, "example")
+        store.validate({**committed, **change}, "example")
 
 
 @pytest.mark.engine

@@ -9,11 +9,13 @@ import time
 import pytest
 
 from slimqwen import variant
-from slimqwen.records import collection, store
+from slimqwen.records import collection, results, store
 from tests.records.conftest import example
 
 ITEMS = [{"task": "example_facts", "index": n, "item": str(n), "value": float(n % 2)} for n in range(4)]
 ROOT = variant.repository_root()
+QUALITY = "experiments/a/quality_2026-01-02T000000Z.json"
+STARTS = "results/start_up_a_2026-11-21T143244Z.json"
 
 
 def stamped(monkeypatch, day):
@@ -30,14 +32,10 @@ def repository(tmp_path, add_variant, quality, latency, monkeypatch):
         store.write(tmp_path / "experiments" / "a", quality | {"variant": "a"}, ITEMS)
     store.write(tmp_path / "experiments" / "a", latency | {"variant": "a"}, ITEMS)
     store.write(tmp_path / "experiments" / "b", quality | {"variant": "b"}, ITEMS)
-    (tmp_path / "results").mkdir()
-    started = json.loads((ROOT / "results" / "start_up_tiny-best.json").read_text())
-    (tmp_path / "results" / "start_up_a.json").write_text(json.dumps(started | {"variant": "a"}))
-    (tmp_path / "results" / "start_up_a.svg").write_text("<svg/>")
+    started = results.latest(ROOT, "start_up", "tiny-best")
+    assert results.add(tmp_path, started | {"variant": "a"}) == tmp_path / STARTS
+    (tmp_path / STARTS).with_suffix(".svg").write_text("<svg/>")
     return tmp_path
-
-
-QUALITY = "experiments/a/quality_2026-01-02T000000Z.json"
 
 
 def collected(repository):
@@ -52,7 +50,7 @@ def test_all_records_are_found_newest_first_by_variant_and_kind(repository):
         "experiments/a/latency_2026-01-02T000000Z.json",
         QUALITY,
         "experiments/a/quality_2026-01-01T000000Z.json",
-        "results/start_up_a.json",
+        STARTS,
         "experiments/b/quality_2026-01-02T000000Z.json",
     ]
     assert [one.kind for one in found.records] == ["latency", "quality", "quality", "start_up", "quality"]
@@ -130,7 +128,7 @@ def test_each_bad_file_is_named_once_and_the_rest_is_there(repository, damage, p
     assert reason in problems[place]
     assert "\n" not in problems[place]
     # A folder that is no variant takes its exploration along.
-    others = {"results/start_up_a.json"} if place == "experiments/a" else set()
+    others = {STARTS} if place == "experiments/a" else set()
     within = f"{place.rpartition('/')[0]}/" if "no folders" in reason else place
     assert {one for one in problems if not one.startswith(within)} == others
     lost = {one for one in whole if one.startswith("experiments/a/")} | others
@@ -140,36 +138,47 @@ def test_each_bad_file_is_named_once_and_the_rest_is_there(repository, damage, p
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
-        ("results/start_up_nobody.json", {"variant": "nobody"}, "which experiments/ does not have"),
-        ("results/start_up_b.json", {"variant": "a"}, "which its name does not say"),
-        ("results/other_a.json", {"variant": "a"}, "which its name does not say"),
-        ("results/start_up_b.json", {"variant": "b", "cold": []}, "cold"),
-        ("results/start_up_b.json", {"variant": "b", "schema": "start_up/7"}, "newer than start_up/1"),
+        (STARTS.replace("_a_", "_nobody_"), {"variant": "nobody"}, "which experiments/ does not have"),
+        (STARTS.replace("_a_", "_b_"), {"variant": "a"}, f"which its name does not say; name it {STARTS}"),
+        (STARTS.replace("start_up", "other"), {}, "which its name does not say"),
+        (STARTS.replace("2026", "2027"), {}, "which its name does not say"),
+        ("results/start_up_a.json", {}, "which its name does not say"),
+        ("results/profile/start_up_a.json", {}, "which its name does not say"),
+        (STARTS.replace("_a_", "_b_"), {"variant": "b", "cold": []}, "cold"),
+        (STARTS.replace("_a_", "_b_"), {"variant": "b", "schema": "start_up/7"}, "newer than start_up/1"),
     ],
 )
 def test_a_foreign_exploration_is_named(repository, name, content, reason):
-    record = json.loads((repository / "results" / "start_up_a.json").read_text())
+    record = json.loads((repository / STARTS).read_text())
+    (repository / name).parent.mkdir(exist_ok=True)
     (repository / name).write_text(json.dumps(record | content))
     good, problems = collected(repository)
     assert list(problems) == [name]
     assert reason in problems[name]
-    assert "results/start_up_a.json" in good
+    assert STARTS in good
 
 
-def test_what_belongs_to_no_exploration_is_named_and_its_traces_are_not(repository):
+def test_what_belongs_to_no_exploration_is_named(repository):
     (repository / "results" / "lonely.svg").touch()
-    (repository / "results" / "profile" / "a").mkdir(parents=True)
-    (repository / "results" / "profile" / "a" / "short.trace.json.gz").touch()
     assert list(collected(repository)[1]) == ["results/lonely.svg"]
 
 
 def test_a_measurement_of_results_may_not_lie_in_an_experiment(repository):
-    shutil.copy(
-        repository / "results" / "start_up_a.json", repository / "experiments" / "a" / "start_up_x.json"
-    )
+    shutil.copy(repository / STARTS, repository / "experiments" / "a" / "start_up_x.json")
     shutil.copy(repository / QUALITY, repository / "results" / "quality_a.json")
     problems = collected(repository)[1]
     assert set(problems) == {"experiments/a/start_up_x.json", "results/quality_a.json"}
+
+
+@pytest.mark.parametrize(("baseline", "wrong"), [("nobody", "'nobody' is no variant"), ("b", "is itself")])
+def test_claims_against_a_baseline_that_is_not_there_are_left_out(repository, baseline, wrong):
+    file = repository / "experiments" / "b" / "measurements.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"baseline": baseline}))
+    good, problems = collected(repository)
+    assert wrong in problems["experiments/b/measurements.json"]
+    assert len(problems) == 1
+    assert "b" not in collection.collect(repository).measurements
+    assert "experiments/b/quality_2026-01-02T000000Z.json" in good
 
 
 def test_a_cited_record_that_is_gone_is_named_with_who_cites_it(repository):

@@ -1,6 +1,8 @@
 """Records sent to a real local tracking store, and read back with MLflow's own client."""
 
 import json
+import multiprocessing
+import shutil
 import sys
 
 import mlflow
@@ -26,6 +28,22 @@ def repository(tmp_path, add_variant, quality, latency):
         store.write(tmp_path / "experiments" / name, quality | {"variant": name}, ITEMS)
     store.write(tmp_path / "experiments" / "b", latency | {"variant": "b"}, ITEMS)
     return tmp_path
+
+
+@pytest.fixture(scope="module")
+def empty_store(tmp_path_factory):
+    """A database as MLflow makes it, which takes seconds."""
+    file = tmp_path_factory.mktemp("store") / "mlflow.db"
+    mlflow.MlflowClient(f"sqlite:///{file}").search_experiments()
+    return file
+
+
+@pytest.fixture
+def stored(repository, empty_store):
+    """The same repository with an empty store."""
+    (repository / "mlruns").mkdir()
+    shutil.copy(empty_store, repository / "mlruns" / "mlflow.db")
+    return repository
 
 
 def runs(exported):
@@ -68,17 +86,38 @@ def test_every_record_becomes_a_run_that_says_what_the_record_says(repository, q
     assert scored.data.params["suite"] == "example"
 
 
-def test_a_second_export_adds_nothing_and_a_third_adds_what_is_new(repository, quality):
-    mlflow_export.export(repository)
-    again = mlflow_export.export(repository)
+def test_a_second_export_adds_nothing_and_a_third_adds_what_is_new(stored, quality):
+    mlflow_export.export(stored)
+    again = mlflow_export.export(stored)
     assert (again.added, again.known) == ((), 3)
-    path = store.write(repository / "experiments" / "b", quality | {"variant": "b"}, ITEMS)
-    third = mlflow_export.export(repository)
+    path = store.write(stored / "experiments" / "b", quality | {"variant": "b"}, ITEMS)
+    third = mlflow_export.export(stored)
     assert third.added == (f"experiments/b/{path.name}",)
     assert len(runs(third)[1]) == 4
 
 
-def test_an_export_that_was_cut_off_is_taken_up_and_leaves_no_half_of_a_run(repository, monkeypatch):
+def test_two_exports_at_once_send_every_record_once(repository):
+    # Forked, so that neither has to import MLflow again.
+    context = multiprocessing.get_context("fork")
+    together, told = context.Barrier(2), context.Queue()
+
+    def export():
+        together.wait()
+        told.put(mlflow_export.export(repository))
+
+    both = [context.Process(target=export) for _ in range(2)]
+    for process in both:
+        process.start()
+    found = [told.get(timeout=300) for _ in both]
+    for process in both:
+        process.join()
+    assert sorted((len(one.added), one.known) for one in found) == [(0, 3), (3, 0)]
+    client, sent = runs(found[0])
+    experiment = client.get_experiment_by_name("slimqwen").experiment_id
+    assert len(sent) == len(client.search_runs([experiment])) == 3
+
+
+def test_an_export_that_was_cut_off_is_taken_up_and_leaves_no_half_of_a_run(stored, monkeypatch):
     send = mlflow_export._tags
     calls = []
 
@@ -91,7 +130,7 @@ def test_an_export_that_was_cut_off_is_taken_up_and_leaves_no_half_of_a_run(repo
     finish = mlflow.MlflowClient.set_terminated
     monkeypatch.setattr(mlflow_export, "_tags", dies)
     with pytest.raises(KeyboardInterrupt):
-        mlflow_export.export(repository)
+        mlflow_export.export(stored)
     monkeypatch.undo()
 
     def dies_late(*_, **__):
@@ -99,9 +138,9 @@ def test_an_export_that_was_cut_off_is_taken_up_and_leaves_no_half_of_a_run(repo
 
     monkeypatch.setattr(mlflow.MlflowClient, "set_terminated", dies_late)
     with pytest.raises(KeyboardInterrupt):
-        mlflow_export.export(repository)
+        mlflow_export.export(stored)
     monkeypatch.setattr(mlflow.MlflowClient, "set_terminated", finish)
-    whole = mlflow_export.export(repository)
+    whole = mlflow_export.export(stored)
     assert (len(whole.added), whole.known) == (2, 1)
     client, sent = runs(whole)
     assert len(sent) == 3
@@ -110,17 +149,18 @@ def test_an_export_that_was_cut_off_is_taken_up_and_leaves_no_half_of_a_run(repo
     assert {run.info.status for run in sent.values()} == {"FINISHED"}
 
 
-def test_damaged_records_are_named_and_the_rest_is_sent(repository):
-    damaged = next(store.records(repository / "experiments" / "a", "quality"))
+def test_damaged_records_are_named_and_the_rest_is_sent(stored):
+    damaged = next(store.records(stored / "experiments" / "a", "quality"))
     damaged.write_text("{")
-    exported = mlflow_export.export(repository)
+    exported = mlflow_export.export(stored)
     assert len(exported.added) == 2
     assert [problem.place for problem in exported.problems] == [f"experiments/a/{damaged.name}"]
 
 
-def test_a_store_of_ones_own_has_its_artifacts_beside_it(repository, tmp_path):
+def test_a_store_of_ones_own_has_its_artifacts_beside_it(repository, empty_store, tmp_path):
     folder = tmp_path / "elsewhere"
     folder.mkdir()
+    shutil.copy(empty_store, folder / "team.db")
     exported = mlflow_export.export(repository, f"sqlite:///{folder}/team.db")
     assert exported.uri == f"sqlite:///{folder}/team.db"
     assert not (repository / "mlruns").exists()
@@ -128,16 +168,23 @@ def test_a_store_of_ones_own_has_its_artifacts_beside_it(repository, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "uri", ["sqlite:///{file}/x.db", "nonsense://x", "http://127.0.0.1:9", "file:{file}"]
+    ("uri", "shown"),
+    [
+        ("sqlite:///{file}/x.db", "sqlite:///{file}/x.db"),
+        ("nonsense://x", "nonsense://x"),
+        ("http://me:hunter2@127.0.0.1:9", "http://<redacted>@127.0.0.1:9"),
+        ("file:{file}", "file:{file}"),
+    ],
 )
-def test_a_store_that_cannot_be_used_is_one_line(repository, uri, monkeypatch):
+def test_a_store_that_cannot_be_used_is_one_line(repository, uri, shown, monkeypatch):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     (repository / "file").write_text("")
-    uri = uri.format(file=repository / "file")
+    uri, shown = (said.format(file=repository / "file") for said in (uri, shown))
     with pytest.raises(MlflowExportError, match="check URI") as caught:
         mlflow_export.export(repository, uri)
     assert "\n" not in str(caught.value)
-    assert str(caught.value).startswith(uri)
+    assert str(caught.value).startswith(f"{shown}: ")
+    assert "hunter2" not in str(caught.value)
 
 
 def test_without_mlflow_the_command_that_installs_it_is_named(repository, monkeypatch):
@@ -147,6 +194,6 @@ def test_without_mlflow_the_command_that_installs_it_is_named(repository, monkey
     assert not (repository / "mlruns").exists()
 
 
-def test_an_empty_repository_sends_nothing(tmp_path):
-    exported = mlflow_export.export(tmp_path)
+def test_an_empty_repository_sends_nothing(tmp_path, empty_store):
+    exported = mlflow_export.export(tmp_path, f"sqlite:///{shutil.copy(empty_store, tmp_path / 'x.db')}")
     assert (exported.added, exported.known, exported.problems) == ((), 0, ())

@@ -64,6 +64,11 @@ def test_secrets_are_redacted_in_flags_and_addresses_and_counts_of_tokens_are_no
     assert block["environment"]["HTTPS_PROXY"].endswith("@proxy.example.org:3128")
 
 
+def test_secrets_are_redacted_in_commands():
+    words = ["scripts/serve.py", "--api-key", "hunter2", "HF_TOKEN=hunter2", "http://me:hunter2@host/x"]
+    assert "hunter2" not in provenance.shell_command(words, ROOT)
+
+
 @pytest.mark.parametrize(
     ("given", "own", "threads"),
     [({"OMP_NUM_THREADS": "3"}, "2", 3), ({}, "2", 2), ({}, None, None), ({}, "many", None), ({}, "0", None)],

@@ -6,7 +6,8 @@ import shutil
 import pytest
 
 from slimqwen import variant
-from slimqwen.records import store
+from slimqwen.records import results, store
+from tests.records.conftest import latency, quality  # noqa: F401  (fixtures)
 
 ROOT = variant.repository_root()
 
@@ -72,14 +73,14 @@ def add_record(tmp_path, templates):
 
 @pytest.fixture
 def add_start_up(tmp_path):
-    """Write results/start_up_<name>.json, a copy of a real one."""
+    """Write a start-up record of a variant into results/, a copy of a real one."""
+    template = results.latest(ROOT, "start_up", "tiny-best")
 
     def add(name, edit=lambda record: None):
-        record = json.loads((ROOT / "results" / "start_up_tiny-best.json").read_text())
-        record["variant"] = name
+        record = json.loads(json.dumps(template)) | {"variant": name}
         record["provenance"]["checkpoint"] = digest(name)
         edit(record)
-        path = tmp_path / "results" / f"start_up_{name}.json"
+        path = tmp_path / "results" / f"{results.stem(record)}.json"
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(record))
         return path

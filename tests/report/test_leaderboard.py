@@ -24,7 +24,7 @@ def committed():
 def board(tmp_path):
     def build():
         found = collection.collect(tmp_path)
-        rows, problems = [], []
+        rows, problems = [], list(found.problems)
         for name in variant.names(tmp_path):
             of_variant, unusable = leaderboard.rows_of(found, name)
             rows += of_variant
@@ -72,9 +72,9 @@ def test_scores_latency_and_size_are_those_of_the_json_files(committed):
                 assert cells[f"TTFT {name}, ms"].order == of["ttft_ms"]["median"]
                 assert cells[f"TPOT {name}, ms"].order == of["tpot_ms"]["median"]
                 compared += 1
-        start_up = ROOT / "results" / f"start_up_{row.variant}.json"
         if row.start_up:
-            starts = json.loads(start_up.read_text())[row.start_up.kind]
+            *_, newest = sorted(ROOT.glob(f"results/start_up_{row.variant}_20*.json"))
+            starts = json.loads(newest.read_text())[row.start_up.kind]
             assert row.start_up.value == median(start["ready_seconds"] for start in starts)
             compared += 1
     assert compared > 10
@@ -131,8 +131,57 @@ def test_a_variant_that_passed_and_is_faster_is_the_one_to_serve(add_variant, ad
     assert problems == {}
     [choice] = found.choices
     assert (choice.baseline, choice.serve.variant) == ("base", "quick")
-    assert choice.serve.timed.speedup == pytest.approx(2)
+    speed = choice.serve.timed.speed
+    assert speed.speedup == pytest.approx(2)
+    assert 1 < speed.interval[0] < 2 < speed.interval[1]
+    cells = {column.label: cell for column, cell in zip_cells(found, choice.serve)}
+    assert cells["speed-up"].text == "2.00x [{:.2f}, {:.2f}]".format(*speed.interval)
     assert set(choice.serve.missing) == {"fidelity", "acceptance", "engine", "gate", "start_up"}
+
+
+def test_a_gain_within_its_interval_is_not_to_be_served(add_variant, add_record, claim, board):
+    _pair(add_variant, add_record, claim, factor=0.999)
+    found, _ = board()
+    row = by_name(found, "quick")
+    assert row.timed.speed.speedup > 1
+    assert (row.timed.is_faster, found.choices[0].serve) == (False, None)
+    assert found.choices[0].runners_up == (row,)
+
+
+def test_times_of_two_runs_are_no_speed_up(add_variant, add_record, claim, board):
+    def on_another_day(record):
+        record["run"] = "2026-02-01T00:00:00Z"
+
+    _pair(add_variant, add_record, claim, edit=on_another_day)
+    found, _ = board()
+    row = by_name(found, "quick")
+    assert row.timed.against is not None
+    assert (row.timed.speed, row.timed.speedups, found.choices[0].serve) == (None, {}, None)
+    assert {column.label: cell for column, cell in zip_cells(found, row)}[
+        "speed-up"
+    ].note == "not timed in turns"
+
+
+def test_without_a_pass_in_quality_nothing_is_to_be_served(add_variant, add_record, claim, board, tmp_path):
+    _pair(add_variant, add_record, claim)
+    for file in (tmp_path / "experiments" / "quick").glob("quality_*"):
+        file.unlink()
+    found, _ = board()
+    row = by_name(found, "quick")
+    assert (row.timed.is_faster, found.choices[0].serve) == (True, None)
+
+
+@pytest.mark.parametrize("baseline", ["nobody", "quick"])
+def test_a_baseline_that_is_not_there_is_named_and_takes_its_claims_along(
+    add_variant, add_record, claim, board, baseline
+):
+    _pair(add_variant, add_record, claim)
+    claim("quick", baseline=baseline)
+    found, problems = board()
+    assert "its baseline" in problems["experiments/quick/measurements.json"]
+    row = by_name(found, "quick")
+    assert (row.status, row.baseline, found.choices) == ("unreadable", None, ())
+    assert row.scores
 
 
 @pytest.mark.parametrize("changes", [{"status": "rejected"}, {"verdict": "fail"}])
@@ -212,7 +261,7 @@ def test_times_on_other_hardware_are_a_row_of_their_own(add_variant, add_record,
 
     rows = [row for row in found.rows if row.variant == "quick"]
     assert {(row.hardware == "NVIDIA X", row.on_cpu) for row in rows} == {(True, False), (False, True)}
-    assert {row.timed.speedup is None for row in rows if row.hardware == "NVIDIA X"} == {True}
+    assert {row.timed.speed is None for row in rows if row.hardware == "NVIDIA X"} == {True}
 
 
 def test_the_front_holds_what_nothing_beats_in_both():
@@ -244,15 +293,19 @@ def zip_cells(board, row):
     return zip(wanted, columns.as_cells(row, wanted), strict=True)
 
 
-def _pair(add_variant, add_record, claim):
-    """A baseline and a variant that answers the same in half the time."""
+def _pair(add_variant, add_record, claim, factor=0.5, edit=lambda record: None):
+    """A baseline and a variant that answers the same in a share of the time; `edit` changes its latency record."""
     add_variant("base", "VLLM_MODEL=weights/base\n")
     add_variant("quick", "BASE=base\nVLLM_MODEL=weights/quick\n", baseline="base")
     claim("quick", status="measured", verdict="pass")
 
-    def halve(record):
+    def shorten(record):
         for row in record["classes"].values():
-            row["e2el_ms"]["median"] /= 2
+            row["e2el_ms"]["median"] *= factor
+        edit(record)
+
+    def shorten_each(item):
+        return item | {"e2el_ms": item["e2el_ms"] * factor}
 
     def widen(record):
         # So few items would leave an equal variant undecided.
@@ -261,4 +314,5 @@ def _pair(add_variant, add_record, claim):
 
     for name in ("base", "quick"):
         add_record(name, "quality", edit=widen)
-        add_record(name, "latency", edit=halve if name == "quick" else lambda record: None)
+    add_record("base", "latency")
+    add_record("quick", "latency", edit=shorten, edit_items=shorten_each)

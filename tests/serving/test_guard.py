@@ -4,6 +4,7 @@ import secrets
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -15,6 +16,20 @@ WITH_CHILD = """
 import subprocess, sys, time
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 print("up", flush=True)
+time.sleep(60)
+"""
+
+SHARES_MEMORY = """
+import multiprocessing, signal, time
+from multiprocessing.shared_memory import SharedMemory
+
+def hold():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print("up", flush=True)
+    time.sleep(60)
+
+memory = SharedMemory("{name}", create=True, size=64)
+multiprocessing.get_context("fork").Process(target=hold).start()
 time.sleep(60)
 """
 
@@ -60,6 +75,18 @@ def test_what_a_server_started_ends_with_it(start):
     guard.end(server)
     assert gone(server, 1)
     assert gone(child, 1)
+
+
+def test_the_shared_memory_of_what_is_ended_by_force_is_freed(start):
+    name = f"slimqwen-test-{secrets.token_hex(8)}"
+    server = psutil.Process(start(SHARES_MEMORY.format(name=name)).pid)
+    family = server.children()
+    assert len(family) == 2
+    segment = Path("/dev/shm") / name
+    assert segment.exists()
+    guard.end(server)
+    assert all(gone(one, 1) for one in family)
+    assert not segment.exists()
 
 
 def test_ending_a_server_that_has_ended_is_no_error(start):

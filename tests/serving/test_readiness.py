@@ -33,7 +33,10 @@ class Server:
             ]
             + [Route("/metrics", self._answer), Route("/slow", self._stream)]
         )
-        self.app.state.engine_client = SimpleNamespace(shutdown=self._shutdown)
+        self.engine = SimpleNamespace(shutdown=self._shutdown, errored=False)
+        self.app.state.engine_client = self.engine
+        config = SimpleNamespace(timeout_graceful_shutdown=None)
+        self.app.state.server = SimpleNamespace(config=config, should_exit=False)
         self.app.add_middleware(Readiness, warm=warm)
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(app=self.app), base_url="http://server")
 
@@ -50,6 +53,7 @@ class Server:
 
     def _shutdown(self, timeout=None):
         self.shut_down.append(timeout)
+        self.engine.errored = True
 
     async def status(self, path):
         return (await self.client.get(path)).status_code
@@ -166,42 +170,60 @@ def test_a_failed_warm_up_is_said_and_the_server_serves_all_the_same(caplog):
     assert "the warm-up failed, the first requests will be slow: no such kernel" in caplog.text
 
 
-FAILS = """
-import asyncio, types, uvloop
+ENDS = """
+import asyncio, sys, types, uvloop
 from starlette.applications import Starlette
 from slimqwen.serving.readiness import Readiness
 
+engine = types.SimpleNamespace(shutdown=print, errored=False)
+server = types.SimpleNamespace(config=types.SimpleNamespace(timeout_graceful_shutdown=None), should_exit=False)
+
 async def warm(app):
-    raise RuntimeError("no such kernel")
+    if "fails" in sys.argv:
+        raise RuntimeError("no such kernel")
+    engine.errored = True
+
+async def end(told):
+    while not server.should_exit:
+        await asyncio.sleep(0.1)
+    told.put_nowait({"type": "lifespan.shutdown"})
 
 async def main():
     app = Starlette()
-    app.state.engine_client = types.SimpleNamespace(shutdown=print)
+    app.state.engine_client, app.state.server = engine, server
     app.add_middleware(Readiness, warm=warm)
     told = asyncio.Queue()
     told.put_nowait({"type": "lifespan.startup"})
+    ending = asyncio.create_task(end(told))
     try:
         await app({"type": "lifespan"}, told.get, asyncio.Queue().put)
+        del app.state.engine_client
+        await asyncio.sleep(0.1)
     finally:
-        print("the engine is shut down")
+        print("the engine is shut down", server.config.timeout_graceful_shutdown)
 
 uvloop.run(main())
 """
 
 
-def test_a_failed_warm_up_ends_the_process_where_it_is_required():
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [("fails", "REQUIRE_WARMUP=1: no such kernel"), ("dies", "EngineDiedError: the engine died")],
+)
+def test_a_failed_warm_up_where_it_is_required_and_a_dead_engine_end_the_process_with_a_failure(what, said):
     required = policy.Policy(require_warmup=True).model_dump_json()
     # A process of its own, as vLLM's: its event loop is ended from within.
     ended = subprocess.run(
-        [sys.executable, "-c", FAILS],
+        [sys.executable, "-c", ENDS, what],
         env={**os.environ, policy.VARIABLE: required},
         capture_output=True,
         text=True,
         timeout=100,
     )
     assert ended.returncode == 1
-    assert "REQUIRE_WARMUP=1: no such kernel" in ended.stderr
-    assert "the engine is shut down" in ended.stdout
+    assert said in ended.stderr
+    # Nobody's reading can keep it from ending.
+    assert "the engine is shut down 3" in ended.stdout
 
 
 @pytest.mark.parametrize("path", ["/invocations", "/generative_scoring", "/v1/x"])

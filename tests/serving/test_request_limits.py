@@ -2,17 +2,19 @@
 
 import asyncio
 import importlib
+import json
+from types import SimpleNamespace
 
 import httpx
 import pytest
 from starlette.applications import Starlette
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
 from slimqwen.serving import policy, request_limits
-from slimqwen.serving.request_limits import BodyLimit, answer_overload
+from slimqwen.serving.request_limits import BodyLimit, RefusedStreams, answer_overload
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 
 def post(body, limit=100, **more):
@@ -86,6 +88,44 @@ def test_where_vllms_queue_is_full_the_answer_says_when_to_come_back(name):
     assert "try again later" in answer.json()["error"]["message"].lower()
 
 
+OVERLOAD = {
+    "error": {"message": "try again later", "type": "Service Unavailable", "param": None, "code": 503}
+}
+FAULT = {"error": {"message": "no such token", "type": "InternalServerError", "param": None, "code": 500}}
+
+
+@pytest.mark.parametrize(
+    ("events", "status", "heard"),
+    [
+        ([OVERLOAD], 429, "try again later"),
+        ([FAULT], 500, "no such token"),
+        ([{"choices": []}, FAULT], 200, 'data: {"choices": []}\n\ndata: {"error"'),
+        ([], 200, "data: [DONE]"),
+    ],
+)
+def test_a_stream_that_begins_with_an_error_has_the_status_of_the_error(events, status, heard):
+    async def stream(request):
+        async def lines():
+            for event in events:
+                yield f"data: {json.dumps(event)}\n\n"
+            yield "data: [DONE]\n\n"
+
+        return StreamingResponse(lines(), media_type="text/event-stream")
+
+    app = Starlette(routes=[Route("/x", stream, methods=["POST"])])
+    app.add_middleware(RefusedStreams)
+
+    async def scenario():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://x") as client:
+            return await client.post("/x")
+
+    answer = asyncio.run(scenario())
+    assert answer.status_code == status
+    assert heard in answer.text
+    assert (status == 200) == answer.text.endswith("data: [DONE]\n\n")
+    assert answer.headers.get("Retry-After") == ("1" if status == 429 else None)
+
+
 @pytest.fixture
 def get_max_tokens(monkeypatch):
     """vLLM's function as its chat endpoint calls it, limited."""
@@ -119,3 +159,31 @@ def test_an_answer_that_vllm_would_cut_is_refused_with_the_room_there_is(get_max
     for limited in get_max_tokens:
         with pytest.raises(VLLMValidationError, match=rf"max_tokens=301 .* at most {room} .* prompt of 700"):
             limited(1000, 301, 700, {}, longest)
+
+
+def test_what_could_not_be_sent_to_the_engine_is_forgotten_and_refused(monkeypatch):
+    from vllm.exceptions import VLLMValidationError
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    async def fails(self, request, prompt, parent_req, index, queue):
+        raise OverflowError("can't serialize ints > 2**64 - 1")
+
+    async def add_request(self, request_id):
+        await self._add_request(SimpleNamespace(request_id=request_id), None, None, 0, None)
+
+    forgotten = []
+
+    async def abort(self, request_id, internal):
+        forgotten.append((request_id, internal))
+
+    monkeypatch.setattr(AsyncLLM, "_add_request", fails)
+    monkeypatch.setattr(AsyncLLM, "add_request", add_request)
+    monkeypatch.setattr(AsyncLLM, "abort", abort)
+    request_limits.forget_unsent_requests()
+    request_limits.forget_unsent_requests()
+    engine = AsyncLLM.__new__(AsyncLLM)
+    engine.output_processor = SimpleNamespace(has_request={"registered"}.__contains__)
+    for request_id in ("registered", "refused before"):
+        with pytest.raises(VLLMValidationError, match="out of range: can't serialize"):
+            asyncio.run(engine.add_request(request_id))
+    assert forgotten == [("registered", True)]

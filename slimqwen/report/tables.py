@@ -20,7 +20,7 @@ from rich.markup import escape
 
 from slimqwen import variant as variants
 from slimqwen.errors import SlimqwenError
-from slimqwen.evaluation import acceptance, comparison, start_up
+from slimqwen.evaluation import acceptance_share, comparison, first_request, start_up
 from slimqwen.evaluation.verdict import Judgement
 from slimqwen.evaluation.workload import DEFAULT_COLUMNS
 from slimqwen.records import results, store
@@ -213,8 +213,8 @@ def variants_table(root: Path, *, experiments: Path | None = None, with_weights:
 def summary_table(root: Path, baseline: str, name: str) -> Table:
     """What a variant came to against its baseline, a line a measure: size, quality, acceptance length, start-up.
 
-    Acceptance is that of the acceptance records, start-up that of `results/start_up_<name>.json`; where there is no
-    such record of the checkpoint that was scored, there is no such line.
+    Acceptance and start-up are those of the newest such records of the checkpoints that were scored; where there are
+    none, there is no such line.
 
     Raises:
         MissingRecordError: no quality record of one of the two.
@@ -276,6 +276,7 @@ def build_markdown(root: Path, name: str, words: list[str]) -> str:
             store.latest(root / "experiments" / name, "acceptance")
         ),
         ("start-up", 1): lambda name: [start_up_table(root, name)],
+        ("first-request", 1): lambda name: [first_request_table(root, name)],
         ("summary", 2): lambda baseline, name: [summary_table(root, baseline, name)],
         ("comparison", 2): lambda a, b: comparison_tables(root / "experiments" / a, root / "experiments" / b),
     }
@@ -283,7 +284,7 @@ def build_markdown(root: Path, name: str, words: list[str]) -> str:
     if build is None:
         raise TableError(
             f"no table {' '.join([name, *words])!r}; there is: variants, results VARIANT, comparison A B, "
-            "summary BASELINE VARIANT, fidelity VARIANT, acceptance VARIANT, start-up VARIANT"
+            "summary BASELINE VARIANT, fidelity VARIANT, acceptance VARIANT, start-up VARIANT, first-request VARIANT"
         )
     try:
         return "\n".join(table.as_markdown() for table in build(*words))
@@ -487,12 +488,11 @@ def start_up_table(root: Path, name: str) -> Table:
         MissingRecordError: its starts have not been timed.
         RecordError: the record does not follow its schema.
     """
-    record = results.read(root, "start_up", name)
+    record = results.latest(root, "start_up", name)
     if record is None:
         raise store.MissingRecordError(
-            f"no results/start_up_{name}.json; `make eval-startup VARIANT={name}` makes it"
+            f"no start of {name} has been timed; `make eval-startup VARIANT={name}` makes a record"
         )
-    store.validate(record, f"results/start_up_{name}.json")
     means = {
         **record.get("phases", {}),
         "ready": "until the server answers: all but the first token",
@@ -524,9 +524,45 @@ def start_up_table(root: Path, name: str) -> Table:
     if not record["provenance"]["hardware"]["gpus"]:
         notes.append(_CPU_NOTE)
     headings = ("phase", "what it is", *(f"{kind}, s" for kind in kinds))
-    return Table(
-        f"Start-up of {name}", headings, rows, (*notes, _result_source("start_up", record)), text_columns=2
+    return Table(f"Start-up of {name}", headings, rows, (*notes, _result_source(record)), text_columns=2)
+
+
+def first_request_table(root: Path, name: str) -> Table:
+    """First requests after readiness against those that follow, warmed up and bare, and with rules before chats.
+
+    Raises:
+        MissingRecordError: they have not been timed.
+        RecordError: a damaged record is in the way.
+    """
+    record = results.latest(root, "first_request", name)
+    if record is None:
+        raise store.MissingRecordError(
+            f"no record first_request of {name} in results/; `make bench-first-request VARIANT={name}` makes it"
+        )
+    rows = tuple(
+        (
+            row.what,
+            f"{row.ttft_ms:.1f}",
+            f"{row.next_ttft_ms:.1f}",
+            f"{row.ratio.value:.2f}",
+            f"{row.ratio.low:.2f} to {row.ratio.high:.2f}",
+            row.verdict or "",
+        )
+        for row in first_request.summary(record)
     )
+    rules = record["rules"]
+    notes = [
+        f"Medians over {len(record['servers']['warmed'])} starts of each server in turns, the chat the very first in "
+        "every other; intervals by bootstrap over starts.",
+        f"Rules: {rules['prefix_tokens']} tokens before every chat of a server of its own, with prefix caching and "
+        f"without MTP; its first chat found {rules['rounds'][0]['first']['cached_tokens']} of them in the cache "
+        f"(blocks of {rules['block_tokens']}).",
+        *(f"{name} itself, its log: {line}." for line in record["chat_prefixes"]),
+    ]
+    if not record["provenance"]["hardware"]["gpus"]:
+        notes.append(_CPU_NOTE)
+    columns = ("TTFT of", "ms", "of the next, ms", "ratio", "95 % interval", f"within {record['limit']}")
+    return Table(f"First requests of {name}", columns, rows, (*notes, _result_source(record)))
 
 
 def _quality_comparison(first: Path, second: Path) -> list[Table]:
@@ -845,10 +881,10 @@ def _acceptance_rows(root: Path, scored: Mapping[str, str]) -> tuple[list[tuple[
     """Both acceptance lengths at the gate's K, of the checkpoints given by variant and digest, and where from."""
     try:
         first, second = (root / "experiments" / name for name in scored)
-        paths = acceptance.pair(first, second, list(scored.values()))
+        paths = acceptance_share.pair(first, second, list(scored.values()))
     except (store.MissingRecordError, comparison.NotComparableError):
         return [], []
-    found = acceptance.compare(*paths)
+    found = acceptance_share.compare(*paths)
     row = (
         f"acceptance length, K={found.depth}",
         f"{found.first:.3f}",
@@ -862,8 +898,12 @@ def _acceptance_rows(root: Path, scored: Mapping[str, str]) -> tuple[list[tuple[
 
 def _start_up_rows(root: Path, name: str, digest: str) -> tuple[list[tuple[str, ...]], list[str]]:
     """Cold starts against starts from the baked compile cache, and where that is from."""
-    record = _of_checkpoint(root, "start_up", name, digest)
-    if record is None or "baked" not in record:
+
+    def fits(record: store.Record) -> bool:
+        return record["provenance"]["checkpoint"] == digest and "baked" in record
+
+    record = results.latest(root, "start_up", name, fits)
+    if record is None:
         return [], []
     cold, baked = (median(start["ready_seconds"] for start in record[kind]) for kind in ("cold", "baked"))
     ratio = record["ready_cold_over_baked"]
@@ -875,21 +915,15 @@ def _start_up_rows(root: Path, name: str, digest: str) -> tuple[list[tuple[str, 
         "",
         f"{len(record['baked'])} starts each, medians",
     )
-    return [row], [_result_source("start_up", record)]
+    return [row], [_result_source(record)]
 
 
 def _estimate(found: Mapping[str, Any] | None) -> str:
     return f"{found['value']:.5f} ± {found['standard_error']:.5f}" if found else "-"
 
 
-def _of_checkpoint(root: Path, exploration: str, name: str, digest: str) -> dict[str, Any] | None:
-    """The record of an exploration, if it is of this very checkpoint."""
-    record = results.read(root, exploration, name)
-    return record if record is not None and record["provenance"]["checkpoint"] == digest else None
-
-
-def _result_source(name: str, record: dict[str, Any]) -> str:
-    return f"results/{name}_{record['variant']}.json: {_command_and_commit(record)}, {_hardware(record)}."
+def _result_source(record: store.Record) -> str:
+    return f"results/{results.stem(record)}.json: {_command_and_commit(record)}, {_hardware(record)}."
 
 
 def _interval(row: comparison.QualityRow) -> str:

@@ -6,7 +6,8 @@ import pytest
 
 from slimqwen.evaluation import acceptance
 from slimqwen.evaluation.comparison import LATENCY_MEASURES
-from slimqwen.records import history, store
+from slimqwen.records import store
+from slimqwen.report import history
 from slimqwen.variant import UnknownVariantError
 from tests.records.conftest import example
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from slimqwen import variant as variants
 from slimqwen.errors import SlimqwenError
-from slimqwen.evaluation import acceptance, comparison, engine_matrix, fidelity
+from slimqwen.evaluation import acceptance_share, comparison, engine_matrix, statistics
 from slimqwen.evaluation.verdict import Verdict, overall
 from slimqwen.records import collection, store
 from slimqwen.records.collection import Collection, Found, Problem
@@ -155,10 +155,10 @@ def _latency(found: Found, among: Collection) -> str:
 
 
 def _acceptance(found: Found, among: Collection) -> str:
-    def compare(first: Path, second: Path) -> acceptance.Share:
+    def compare(first: Path, second: Path) -> acceptance_share.Share:
         if _prompts(by_path[first]) != _prompts(found.record):
             raise comparison.NotComparableError("other prompts")
-        return acceptance.compare(first, second)
+        return acceptance_share.compare(first, second)
 
     by_path = {one.path: one.record for one in among.records if one.kind == found.kind}
     held = _against(found, among, compare)
@@ -188,7 +188,7 @@ def _fidelity(found: Found, among: Collection) -> str:
     if mode is None:
         return str(record["verdict"])
     kl = figures[mode]
-    half = fidelity.Z * kl["standard_error"]
+    half = statistics.Z * kl["standard_error"]
     return (
         f"{record['verdict']}: KL {kl['value']:.5f} nats a token [{kl['value'] - half:.5f}, {kl['value'] + half:.5f}], "
         f"limit {record['limits']['kl_nats']:g} ({mode}), of {record['baseline']}"

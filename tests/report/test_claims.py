@@ -4,9 +4,9 @@ import copy
 
 import pytest
 
-from slimqwen.records import claims
-from slimqwen.records.claims import Ratio
 from slimqwen.records.collection import Collection, Found
+from slimqwen.report import claims
+from slimqwen.report.claims import Ratio
 from tests.records.conftest import example
 
 FAST = Ratio(1.254, "time", "b", ("experiments/a/latency_1.json", "experiments/b/latency_1.json"))

@@ -5,7 +5,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from typing import Any
+
+from slimqwen.evaluation import first_request as first_requests
+from slimqwen.records import migrations, store
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,19 @@ class Panel:
     x: str
     y: str
     lines: Sequence[Line]
+
+
+def beside(record: Path) -> Path:
+    """Draw the plot of a record beside it; it has the suffix .svg.
+
+    Raises:
+        RecordError: the record is damaged.
+    """
+    found = store.read(record)
+    kind, _ = migrations.named(found["schema"])
+    file = record.with_suffix(".svg")
+    write(file, _PANELS[kind](found))
+    return file
 
 
 def write(file: Path, panels: Sequence[Panel]) -> None:
@@ -296,3 +313,61 @@ def roofline(record: Mapping[str, Any]) -> list[Panel]:
         Panel("context (tokens), 1 sequence", what, lines("one")),
         Panel("context (tokens), as many sequences as served", what, lines("all")),
     ]
+
+
+def middleware(record: Mapping[str, Any]) -> list[Panel]:
+    """Each pair's two times, in the order of measuring."""
+    numbers = range(1, len(record["pairs"]) + 1)
+    return [
+        Panel(
+            "pair",
+            f"{measure.upper()} (ms)",
+            [
+                Line(f"{name} middleware", numbers, [pair[name][f"{measure}_ms"] for pair in record["pairs"]])
+                for name in ("with", "without")
+            ],
+        )
+        for measure in ("ttft", "tpot")
+    ]
+
+
+def first_request(record: Mapping[str, Any]) -> list[Panel]:
+    """First TTFT over the median of the next, and chats by what they found of the rules, a point a round."""
+    numbers = range(1, len(record["servers"]["warmed"]) + 1)
+    first = [
+        Line(
+            f"first {kind}, {name}", numbers, [first_requests.first_over_steady(one[kind]) for one in starts]
+        )
+        for name, starts in record["servers"].items()
+        for kind in first_requests.KINDS
+    ]
+    rounds = record["rules"]["rounds"]
+    chats = [
+        Line("first chat, rules warm", numbers, [one["first"]["ttft_ms"] for one in rounds]),
+        *(
+            Line(label, numbers, [first_requests.median_ttft_ms(one[side]) for one in rounds])
+            for label, side in (("next chats, rules warm", "warm"), ("chats, rules never seen", "cold"))
+        ),
+    ]
+    return [
+        Panel("round", "first TTFT / median of the next", first),
+        Panel("round", f"TTFT behind {record['rules']['prefix_tokens']} tokens (ms)", chats),
+    ]
+
+
+_PANELS: Mapping[str, Callable[[Mapping[str, Any]], list[Panel]]] = MappingProxyType(
+    {
+        "acceptance": acceptance,
+        "first_request": first_request,
+        "gate_power": gate_power,
+        "gate_trial": gate_trial,
+        "lm_head": lm_head,
+        "middleware": middleware,
+        "profile": profile,
+        "redistill_mtp": redistill_mtp,
+        "roofline": roofline,
+        "start_up": start_up,
+        "vocab_coverage": vocab_coverage,
+    }
+)
+"""The plot of a kind of record: record -> panels."""

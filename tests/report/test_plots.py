@@ -6,13 +6,13 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
-from slimqwen.records import plots
-from slimqwen.records.plots import Line, Panel
+from slimqwen.report import plots
+from slimqwen.report.plots import Line, Panel
 
 DRAW = """
 import sys
 from pathlib import Path
-from slimqwen.records.plots import Line, Panel, write
+from slimqwen.report.plots import Line, Panel, write
 write(Path(sys.argv[1]), [Panel("x", "y", [Line("one", [1, 2], [3, 4], [0.1, 0.2]), Line("two", [1], [2])])])
 """
 

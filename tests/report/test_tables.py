@@ -7,7 +7,8 @@ import rich.console
 from slimqwen import variant
 from slimqwen.evaluation import acceptance, workload
 from slimqwen.evaluation.comparison import LATENCY_MEASURES
-from slimqwen.records import store, tables
+from slimqwen.records import results, store
+from slimqwen.report import tables
 from tests.records.conftest import example
 
 ITEMS = [{"task": "example_facts", "item": f"f{n}", "value": n % 2, "weight": 1} for n in range(4)] + [
@@ -269,7 +270,7 @@ def exploration(name, one, hardware, checkpoint="ab" * 32, **found):
     provenance = {
         "command": f"python {name}",
         "started": "2026-01-01T00:00:00Z",
-        "ended": "2026-01-01T00:01:00Z",
+        "ended": "2026-01-01T02:00:00Z",
         "packages": {"python": "3.11"},
         "git": {"commit": "c" * 40, "dirty": False},
         "hardware": hardware,
@@ -307,14 +308,21 @@ def test_a_summary_has_a_line_for_each_measure_that_has_a_record(repository, qua
 
     hardware = quality["provenance"]["hardware"]
     paths = [drafted(repository, one, accepted) for one, accepted in (("a", 8), ("b", 7))]
-    (repository / "results").mkdir()
     starts = {
         kind: [{"ready_seconds": seconds + n, "graphs": []} for n in range(3)]
         for kind, seconds in (("cold", 90.0), ("baked", 30.0))
     }
     ratio = {"ready_cold_over_baked": {"value": 2.94, "low": 2.8, "high": 3.1}}
     record = exploration("start_up", "b", hardware, **starts, **ratio)
-    (repository / "results" / "start_up_b.json").write_text(json.dumps(record))
+    (repository / "results").mkdir()
+    for hour in (1, 3):
+        # The newest of the checkpoint that was scored counts: not the one before it, nor one of another checkpoint.
+        block = record["provenance"] | {"ended": f"2026-01-01T0{hour}:00:00Z"}
+        if hour == 3:
+            block["checkpoint"] = "cd" * 32
+        other = record | {"provenance": block, "cold": record["baked"]}
+        (repository / "results" / f"{results.stem(other)}.json").write_text(json.dumps(other))
+    (repository / "results" / f"{results.stem(record)}.json").write_text(json.dumps(record))
 
     table = tables.summary_table(repository, "a", "b")
     assert table.rows[-2] == (
@@ -334,7 +342,10 @@ def test_a_summary_has_a_line_for_each_measure_that_has_a_record(repository, qua
         "3 starts each, medians",
     )
     notes = " ".join(table.notes)
-    for file in (*(f"{path.parent.name}/{path.name}" for path in paths), "results/start_up_b.json"):
+    for file in (
+        *(f"{path.parent.name}/{path.name}" for path in paths),
+        "results/start_up_b_2026-01-01T020000Z.json",
+    ):
         assert file in notes
 
 

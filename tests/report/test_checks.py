@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from slimqwen import checkpoint, variant
-from slimqwen.records import checks, store, tables
+from slimqwen.records import results, store
+from slimqwen.report import checks, tables
 from tests.records.conftest import example
 
 ROOT = variant.repository_root()
@@ -18,6 +19,7 @@ TIMES = [
     {"class": "short", "error": None, "ttft_ms": 100.0, "tpot_ms": 10.0, "itl_ms": [10.0], "e2el_ms": 250.0}
 ] * 4
 STAMP = "2026-01-02T000000Z"
+STARTS = "results/start_up_a_2026-11-21T143244Z.json"
 
 
 def git(root, *words):
@@ -49,9 +51,7 @@ def repository(tmp_path, add_variant, monkeypatch):
         (tmp_path / "weights" / name / "config.json").write_text(json.dumps({"of": name}))
         measured(tmp_path, name, "quality", ITEMS)
         measured(tmp_path, name, "latency", TIMES)
-    (tmp_path / "results").mkdir()
-    started = json.loads((ROOT / "results" / "start_up_tiny-best.json").read_text())
-    (tmp_path / "results" / "start_up_a.json").write_text(json.dumps(started | {"variant": "a"}))
+    results.add(tmp_path, results.latest(ROOT, "start_up", "tiny-best") | {"variant": "a"})
     (tmp_path / "README.md").write_text("# All\n\n<!-- table:comparison a b -->\n<!-- end -->\n\nText.\n")
     for file, fresh in tables.outdated(tmp_path).items():
         file.write_text(fresh)
@@ -93,7 +93,7 @@ def test_every_committed_record_and_table_of_this_repository_is_sound():
 
 def test_each_bad_file_is_named_and_the_others_are_checked_all_the_same(repository, quality):
     quality.write_text(quality.read_text()[:-40])
-    exploration = repository / "results" / "start_up_a.json"
+    exploration = repository / STARTS
     exploration.write_text(exploration.read_text().replace('"cold"', '"hot"'))
     (quality.parent / "notes.txt").touch()
     items = repository / "experiments" / "a" / f"quality_{STAMP}.items.jsonl"
@@ -104,7 +104,7 @@ def test_each_bad_file_is_named_and_the_others_are_checked_all_the_same(reposito
         "experiments/b/notes.txt",
         f"experiments/b/{quality.name}",
         f"experiments/a/{items.name}",
-        "results/start_up_a.json",
+        STARTS,
     }
     assert all(fault.wrong and fault.cure and "\n" not in fault.wrong for fault in found)
 
@@ -216,17 +216,20 @@ def test_a_committed_change_of_a_record_is_a_fault(repository, quality):
     assert "changed by commit" in fault.wrong
 
 
-def test_an_exploration_may_be_made_again_but_not_edited_or_deleted(repository):
-    file = repository / "results" / "start_up_a.json"
+def test_an_exploration_is_made_again_beside_itself_and_neither_edited_nor_deleted(repository):
+    file = repository / STARTS
     committed = file.read_text()
     again = json.loads(committed)
     again["provenance"]["ended"] = "2027-01-01T00:00:00Z"
-    file.write_text(json.dumps(again))
+    results.add(repository, again)
     assert checks.check(repository).faults == ()
     file.write_text(committed.replace('"ready_seconds": 125.56', '"ready_seconds": 225.56'))
-    assert "by hand" in the_fault(repository).wrong
+    assert (the_fault(repository).place, "never changed" in the_fault(repository).wrong) == (STARTS, True)
+    git(repository, "commit", "-a", "-m", "better figures")
+    assert "changed by commit" in the_fault(repository).wrong
     file.unlink()
-    assert "gone" in the_fault(repository).wrong
+    git(repository, "commit", "-a", "-m", "none")
+    assert "taken away by commit" in the_fault(repository).wrong
 
 
 def test_a_new_record_is_no_fault_before_and_after_its_commit(repository, monkeypatch):

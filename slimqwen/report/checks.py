@@ -5,22 +5,24 @@ against the checkpoint that is there, README tables and prose against the record
 """
 
 import hashlib
-import json
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from slimqwen import checkpoint
 from slimqwen import variant as variants
 from slimqwen.errors import SlimqwenError
-from slimqwen.records import claims, tables
 from slimqwen.records.collection import Collection, Found, collect
+from slimqwen.report import claims, tables
 
-_RECORDS = (":(glob)experiments/*/*_*.json", ":(glob)experiments/*/*.items.jsonl")
+_RECORDS = (
+    ":(glob)experiments/*/*_*.json",
+    ":(glob)experiments/*/*.items.jsonl",
+    # Before they had a time in their names, explorations replaced each other.
+    ":(glob)results/*_????-??-??T??????Z.json",
+)
 _TOLD = 10  # names in a sentence
-_EXPLORATIONS = ":(glob)results/**/*.json"
 
 
 @dataclass(frozen=True)
@@ -170,9 +172,6 @@ def _of_history(collection: Collection) -> tuple[list[Fault], list[str]]:
         changed = _git(
             root, "diff", "--no-renames", "--relative", "--name-status", "-z", "HEAD", "--", *_RECORDS
         )
-        remade = _git(
-            root, "diff", "--no-renames", "--relative", "--name-status", "-z", "HEAD", "--", _EXPLORATIONS
-        )
         committed = _originals(root)
         present = {
             name: facts.split()[2]
@@ -190,11 +189,6 @@ def _of_history(collection: Collection) -> tuple[list[Fault], list[str]]:
         if status in "MDT":
             wrong = "gone, and git has it" if status == "D" else "not what git has: a record is never changed"
             faults.append(Fault(place, wrong, f"`git checkout HEAD -- {place}`; a new run is a new file"))
-    for status, place in _pairs(remade):
-        # An exploration that was made again replaces its record; one that was edited is of the same run.
-        if status == "D" or (status in "MT" and _same_run(root, place)):
-            wrong = "gone, and git has it" if status == "D" else "changed by hand since it was committed"
-            faults.append(Fault(place, wrong, f"`git checkout HEAD -- {place}`, or make it again"))
     for place, (blob, commit, last) in committed.items():
         if place not in present:
             faults.append(Fault(place, f"taken away by commit {last}", f"`git checkout {commit} -- {place}`"))
@@ -227,21 +221,6 @@ def _originals(root: Path) -> dict[str, tuple[str, str, str]]:
 def _pairs(listing: str) -> Iterator[tuple[str, str]]:
     words = listing.split("\0")
     return zip(words[::2], words[1::2], strict=False)
-
-
-def _same_run(root: Path, place: str) -> bool:
-    """Whether a changed exploration still claims to be the run that git has."""
-
-    def of(text: str) -> Any:
-        block = json.loads(text)["provenance"]
-        return block["command"], block["started"], block["ended"]
-
-    try:
-        return bool(
-            of(_git(root, "show", f"HEAD:./{place}")) == of((root / place).read_text(encoding="utf-8"))
-        )
-    except (OSError, ValueError, KeyError, TypeError):
-        return False  # what cannot be read is a fault already
 
 
 def _git(root: Path, *words: str) -> str:

@@ -1,0 +1,287 @@
+"""Build an image with docker, podman or buildah: the base it stands on, the wheels that go in, and the build itself."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from slimqwen import checkpoint
+from slimqwen.errors import SlimqwenError
+from slimqwen.image import context
+from slimqwen.image.context import Content, Description
+from slimqwen.progress import Progress, silent
+from slimqwen.serving.platform import Platform
+
+Tool = Literal["docker", "podman", "buildah"]
+TOOLS: tuple[Tool, ...] = ("docker", "podman", "buildah")
+
+BOOTSTRAP = "debootstrap"
+"""The BASE_IMAGE that is made on this machine from Debian's archive, where no image registry can be reached."""
+
+_BOOTSTRAPPED = "localhost/slimqwen-base:bookworm"
+_DEBIAN = "bookworm"
+_PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+_COMPLETE = "complete.sha256"
+_STEP = re.compile(r"^(?:\[\d+/\d+\] )?STEP (\d+)/(\d+)|^#\d+ \[.*?(\d+)/(\d+)\]")
+
+
+class ImageBuildError(SlimqwenError):
+    """No image came of it: no tool, no base, no wheels, or a step that failed."""
+
+
+def find_tool(wanted: str | None = None) -> Tool:
+    """The container tool to use: the one wanted, else the first of docker, podman and buildah that is there.
+
+    Raises:
+        ImageBuildError: it is not installed, or none is.
+    """
+    for tool in TOOLS:
+        if wanted in (None, tool) and shutil.which(tool):
+            return tool
+    missing = wanted or "neither docker, podman nor buildah"
+    raise ImageBuildError(
+        f"{missing} is {'not ' if wanted else ''}installed; Debian: apt-get install buildah, or name another: "
+        "CONTAINER_TOOL=docker|podman|buildah"
+    )
+
+
+def tag_of(variant: str, platform: Platform) -> str:
+    """What an image is called where nobody says otherwise."""
+    return f"localhost/slimqwen:{variant}-{platform}"
+
+
+def check_base(base: str | None) -> str:
+    """Refuse a base that tomorrow may be another one.
+
+    Raises:
+        ImageBuildError: none is given, or a registry's without its digest.
+    """
+    if base and (
+        base == BOOTSTRAP or base.startswith("localhost/") or re.search(r"@sha256:[0-9a-f]{64}$", base)
+    ):
+        return base
+    given = f"BASE_IMAGE={base} names no digest" if base else "no BASE_IMAGE"
+    raise ImageBuildError(
+        f"{given}; write BASE_IMAGE=docker.io/library/debian:bookworm-slim@sha256:<64 digits> (`docker buildx "
+        f"imagetools inspect` prints them), or BASE_IMAGE={BOOTSTRAP} to make one from Debian's archive"
+    )
+
+
+def base_image(tool: Tool, base: str, log: Path, progress: Progress = silent) -> str:
+    """The name to build from; makes the one that is bootstrapped where it is not there yet.
+
+    Raises:
+        ImageBuildError: debootstrap is missing or failed, or this is not root.
+    """
+    if base != BOOTSTRAP:
+        return base
+    present = [
+        tool,
+        *(("image", "inspect") if tool != "buildah" else ("inspect", "--type", "image")),
+        _BOOTSTRAPPED,
+    ]
+    if subprocess.run(present, capture_output=True).returncode == 0:
+        return _BOOTSTRAPPED
+    if not shutil.which(BOOTSTRAP) or os.geteuid() != 0:
+        raise ImageBuildError(
+            f"BASE_IMAGE={BOOTSTRAP} needs debootstrap and root; Debian: apt-get install debootstrap, or name a base "
+            "by its digest"
+        )
+    with tempfile.TemporaryDirectory(prefix="slimqwen-base.") as place:
+        rootfs, archive = Path(place) / "rootfs", Path(place) / "rootfs.tar"
+        _run([BOOTSTRAP, "--variant=minbase", _DEBIAN, str(rootfs)], log, "base", progress)
+        # What the archive's packages were fetched into, and what differs from one machine to the next.
+        left = (
+            "./var/cache/apt/archives/*.deb",
+            "./var/lib/apt/lists/*",
+            "./var/log/*",
+            "./etc/hostname",
+            "./dev/*",
+        )
+        without = [f"--exclude={pattern}" for pattern in left]
+        _run(["tar", "-C", str(rootfs), *without, "-cf", str(archive), "."], log, "base", progress)
+        shutil.rmtree(rootfs)
+        for command in import_commands(tool, archive):
+            _run(command, log, "base", progress)
+    return _BOOTSTRAPPED
+
+
+def import_commands(tool: Tool, archive: Path) -> list[list[str]]:
+    """What makes an image of a root filesystem's tar archive."""
+    if tool != "buildah":
+        return [[tool, "import", str(archive), _BOOTSTRAPPED]]
+    name = "slimqwen-base-import"
+    return [
+        ["buildah", "from", "--name", name, "scratch"],
+        ["buildah", "add", "--quiet", name, str(archive), "/"],
+        ["buildah", "commit", "--quiet", "--rm", name, _BOOTSTRAPPED],
+    ]
+
+
+def fill_wheelhouse(folder: Path, platform: Platform, log: Path, progress: Progress = silent) -> None:
+    """Bring a folder to hold a wheel of every pin of a platform's lock; one that is complete is left alone.
+
+    The wheels are for this machine's Python and its minor version is what the image's has to be.
+
+    Raises:
+        ImageBuildError: pip found no wheel, or could build none; names its last line.
+    """
+    lock = Path(context.__file__).resolve().parent.parent.parent / "requirements" / f"{platform}.txt"
+    stamp = folder / _COMPLETE
+    made_for = f"{checkpoint.sha256(lock)} python{sys.version_info[0]}.{sys.version_info[1]}\n"
+    if stamp.is_file() and stamp.read_text(encoding="utf-8") == made_for:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    stamp.unlink(missing_ok=True)
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--progress-bar",
+        "off",
+        "--wheel-dir",
+        str(folder),
+    ]
+    pins = [line for line in lock.read_text(encoding="utf-8").splitlines() if "==" in line and line[0] != "#"]
+    torch = next(pin for pin in pins if pin.startswith("torch=="))
+    vision = next(pin for pin in pins if pin.startswith("torchvision=="))
+    try:
+        _run([*pip, torch], log, "wheels: torch", progress)
+    except ImageBuildError:
+        if platform != "cpu":
+            raise
+        _run(
+            [*pip, torch, f"{vision}+cpu", "--index-url", _PYTORCH_CPU_INDEX], log, "wheels: torch", progress
+        )
+    _run([*pip, "--find-links", str(folder), "--requirement", str(lock)], log, "wheels: packages", progress)
+    stamp.write_text(made_for, encoding="utf-8")
+
+
+def command(
+    tool: Tool, description: Description, *, folder: Path, base: str, tag: str, wheelhouse: Path
+) -> list[str]:
+    """The command that builds an image from a laid-out context.
+
+    Args:
+        tool: what builds.
+        description: of the context.
+        folder: the context.
+        base: the image to start from.
+        tag: what to call the result.
+        wheelhouse: a folder of wheels, empty where the build is to ask a package index.
+    """
+    arguments = {
+        "BASE_IMAGE": base,
+        "PLATFORM": description.platform,
+        "ROOT": description.root,
+        "PYTHON_VERSION": description.python,
+        "VARIANT": description.variant,
+        "PORT": str(description.port),
+        "COMMIT": description.commit,
+        "DIRTY": str(description.dirty).lower(),
+        "CHECKPOINT": description.checkpoint,
+    }
+    # Without Docker's own format podman and buildah drop HEALTHCHECK; a layer a step is a copy a step with vfs.
+    own = {"docker": ("--progress=plain",), "podman": ("--format=docker",), "buildah": ("--format=docker",)}[
+        tool
+    ]
+    build_args = [word for name, value in arguments.items() for word in ("--build-arg", f"{name}={value}")]
+    places = [
+        "--build-context",
+        f"wheelhouse={wheelhouse}",
+        "--file",
+        str(folder / "Dockerfile"),
+        "--tag",
+        tag,
+    ]
+    return [tool, "build", *own, *build_args, *places, str(folder)]
+
+
+def build(
+    content: Content,
+    *,
+    tool: Tool,
+    base: str,
+    tag: str,
+    log: Path,
+    wheelhouse: Path | None = None,
+    progress: Progress = silent,
+) -> Description:
+    """Build the image of a variant.
+
+    Args:
+        content: what goes in.
+        tool: docker, podman or buildah.
+        base: an image with its digest, a local one, or BOOTSTRAP.
+        tag: what to call it.
+        log: receives all that the tools print.
+        wheelhouse: a folder that gets the lock's wheels first, and from which alone the build then installs.
+        progress: told steps.
+
+    Raises:
+        ImageBuildError: a step failed.
+    """
+    base = check_base(base)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text("", encoding="utf-8")
+    if wheelhouse is not None:
+        fill_wheelhouse(wheelhouse, content.command.platform, log, progress)
+    found = base_image(tool, base, log, progress)
+    description = context.describe(content, progress)
+    # Beside the weights, so that large files can be links.
+    places = content.command.variant.root / ".cache" / "images"
+    places.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{description.variant}.", dir=places) as place:
+        folder, empty = Path(place) / "context", Path(place) / "no-wheels"
+        folder.mkdir()
+        empty.mkdir()
+        context.lay_out(content, description, folder)
+        words = command(
+            tool, description, folder=folder, base=found, tag=tag, wheelhouse=(wheelhouse or empty).resolve()
+        )
+        _run(words, log, "build", progress)
+    return description
+
+
+def _run(words: Sequence[str], log: Path, activity: str, progress: Progress) -> None:
+    """Run a command with its output in the log, telling the steps that it names."""
+    progress(activity, 0, 0)
+    said: list[str] = []
+    environment = os.environ | {"PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    with (
+        log.open("a", encoding="utf-8") as output,
+        subprocess.Popen(
+            words,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env=environment,
+        ) as process,
+    ):
+        assert process.stdout is not None
+        output.write(f"$ {' '.join(words)}\n")
+        for line in process.stdout:
+            output.write(line)
+            output.flush()
+            step = _STEP.match(line)
+            if step:
+                done, total = (float(number) for number in step.groups() if number)
+                progress(activity, done, total)
+            if line.strip():
+                said.append(line.strip())
+    if process.returncode != 0:
+        raise ImageBuildError(f"{activity}: {_cause(said)}; log: {log}")
+
+
+def _cause(said: Sequence[str]) -> str:
+    """The line that says why: the first that calls itself an error, else the last."""
+    telling = [line for line in said if re.match(r"(?:#\d+ [\d.]+ )?(?:error|ERROR|E):? ", line)]
+    return (telling or list(said[-1:]) or ["it printed nothing"])[0]

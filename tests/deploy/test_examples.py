@@ -1,0 +1,183 @@
+"""The deployment examples, held against what they talk about: schemas, the server's routes, the variants, the image."""
+
+import asyncio
+import re
+import shutil
+import subprocess
+import sys
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from slimqwen import variant
+from slimqwen.serving import flags
+from tests.serving.test_readiness import started
+
+ROOT = variant.repository_root()
+DEPLOY = ROOT / "deploy"
+MANIFESTS = [
+    manifest
+    for file in sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+    for manifest in yaml.safe_load_all(file.read_text())
+]
+SERVICE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["server"]
+SNIPPETS = re.findall(r"^```env\n(.*?)^```$", (DEPLOY / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+COLD_START_S = 697
+"""Of the reference: a GPU that compiles everything."""
+
+ENDING_S = 20
+"""What vLLM takes to end after its drain; seen: under 5 s on two cores."""
+
+
+def kind(name):
+    (found,) = (manifest for manifest in MANIFESTS if manifest["kind"] == name)
+    return found
+
+
+POD = kind("Deployment")["spec"]["template"]
+(CONTAINER,) = POD["spec"]["containers"]
+
+
+def probe(name):
+    return CONTAINER[f"{name}Probe"]
+
+
+def seconds(text):
+    number, unit = re.fullmatch(r"(\d+)([sm])", text).groups()
+    return int(number) * {"s": 1, "m": 60}[unit]
+
+
+@pytest.fixture(scope="module")
+def example():
+    """The variant that the examples serve."""
+    return variant.load(CONTAINER["image"].removeprefix("slimqwen:"))
+
+
+@pytest.mark.parametrize("version", ["1.30", kubernetes_validate.latest_version()])
+def test_the_manifests_are_what_kubernetes_takes(version):
+    for manifest in MANIFESTS:
+        kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def test_the_compose_file_follows_the_specification():
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
+    checked = subprocess.run([*command, DEPLOY / "compose.yaml"], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout
+
+
+def test_the_probes_ask_routes_that_the_server_has():
+    from vllm.entrypoints.launchers.app import build_app
+
+    routes = {route.path for route in build_app(flags._parser().parse_args([]), ("generate",)).routes}
+    for name in ("startup", "readiness", "liveness"):
+        assert probe(name)["httpGet"]["path"] in routes
+    assert "/ping" in SERVICE["healthcheck"]["test"][-1]
+    assert "/ping" in routes
+
+
+def test_only_readiness_fails_while_the_server_warms_up_or_drains():
+    async def answers():
+        stays = asyncio.Event()
+
+        async def warm(app):
+            await stays.wait()
+
+        paths = [probe(name)["httpGet"]["path"] for name in ("readiness", "liveness", "startup")]
+        async with started(warm) as server:
+            warming = [await server.status(path) for path in paths]
+            stays.set()
+            await asyncio.sleep(0.1)
+            ready = [await server.status(path) for path in paths]
+            server.app.state.engine_client.shutdown(timeout=1)
+            return warming, ready, [await server.status(path) for path in paths]
+
+    assert asyncio.run(answers()) == ([503, 200, 200], [200, 200, 200], [503, 200, 200])
+
+
+def test_a_start_has_time_to_compile():
+    startup = probe("startup")
+    assert startup["periodSeconds"] * startup["failureThreshold"] > 1.5 * COLD_START_S
+    assert seconds(SERVICE["healthcheck"]["start_period"]) > 1.5 * COLD_START_S
+
+
+def test_the_time_to_end_is_longer_than_the_drain(example):
+    sleep = CONTAINER["lifecycle"]["preStop"]["sleep"]["seconds"]
+    drains = {
+        name: flags.resolve(variant.load(name)).flags["shutdown-timeout"].value
+        for name in variant.names()
+        if variant.load(name).platform == "cuda"
+    }
+    assert drains[example.name] > 0
+    for drain in drains.values():
+        assert POD["spec"]["terminationGracePeriodSeconds"] >= sleep + drain + ENDING_S
+        assert seconds(SERVICE["stop_grace_period"]) >= drain + ENDING_S
+
+
+def test_both_examples_serve_the_image_that_is_built_on_its_port_and_as_its_user(example):
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    user, group = re.search(r"^USER (\d+):(\d+)$", dockerfile, re.MULTILINE).groups()
+    assert (SERVICE["user"], SERVICE["healthcheck"]["test"][1]) == (f"{user}:{group}", "python")
+    security = POD["spec"]["securityContext"]
+    assert (security["runAsUser"], security["runAsGroup"]) == (int(user), int(group))
+    assert security["runAsNonRoot"]
+    assert not CONTAINER["securityContext"]["allowPrivilegeEscalation"]
+    assert SERVICE["image"] == f"slimqwen:${{VARIANT:-{example.name}}}"
+    port = int(example.settings["VLLM_PORT"].value)
+    assert SERVICE["ports"] == [f"${{BIND:-127.0.0.1}}:8080:{port}"]
+    assert f"127.0.0.1:{port}/ping" in SERVICE["healthcheck"]["test"][-1]
+    (named,) = CONTAINER["ports"]
+    assert named["containerPort"] == port
+    assert {probe(name)["httpGet"]["port"] for name in ("startup", "readiness", "liveness")} == {
+        named["name"]
+    }
+    assert [one["targetPort"] for one in kind("Service")["spec"]["ports"]] == [named["name"]]
+
+
+def test_a_gpu_is_asked_for_and_shared_memory_is_there():
+    assert CONTAINER["resources"]["limits"]["nvidia.com/gpu"] == 1
+    (device,) = SERVICE["deploy"]["resources"]["reservations"]["devices"]
+    assert (device["driver"], device["count"], device["capabilities"]) == ("nvidia", 1, ["gpu"])
+    (volume,) = POD["spec"]["volumes"]
+    assert volume["emptyDir"]["medium"] == "Memory"
+    assert CONTAINER["volumeMounts"] == [{"name": volume["name"], "mountPath": "/dev/shm"}]
+
+
+def test_every_selector_finds_the_pods(example):
+    labels = POD["metadata"]["labels"]
+    assert labels["app.kubernetes.io/instance"] == example.name
+    assert kind("Deployment")["spec"]["selector"]["matchLabels"] == labels
+    assert kind("Service")["spec"]["selector"] == labels
+    assert kind("PodDisruptionBudget")["spec"]["selector"]["matchLabels"] == labels
+
+
+def test_the_key_comes_from_outside_and_no_server_starts_without_it():
+    (variable,) = CONTAINER["env"]
+    reference = variable["valueFrom"]["secretKeyRef"]
+    assert (variable["name"], reference["name"]) == ("VLLM_API_KEY", kind("Secret")["metadata"]["name"])
+    assert not reference.get("optional", False)
+    assert not {"data", "stringData"} & kind("Secret").keys()
+    assert SERVICE["env_file"] == [{"path": "api-key.env", "required": True}]
+    assert "api-key.env" in (DEPLOY / ".gitignore").read_text().splitlines()
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda snippet: snippet.split()[1].partition("=")[0])
+def test_every_config_of_the_guide_is_one_that_vllm_takes(snippet, tmp_path):
+    shutil.copytree(ROOT / "experiments", tmp_path / "experiments", ignore=shutil.ignore_patterns("*_20*"))
+    base = re.match(r"BASE=(\S+)", snippet)[1]
+    folder = shutil.copytree(tmp_path / "experiments" / base, tmp_path / "experiments/mine")
+    (folder / "config.env").write_text(snippet)
+    found = flags.resolve(variant.load("mine", tmp_path))
+    said = {line.partition("=")[0] for line in snippet.splitlines()} - {"BASE"}
+    assert said <= {flag.setting.key for flag in found.flags.values()} | found.environment.keys()
+
+
+def test_the_guide_has_a_config_for_each_way_to_more_gpus():
+    said = "".join(SNIPPETS)
+    for key in (
+        "DATA_PARALLEL_SIZE",
+        "TENSOR_PARALLEL_SIZE",
+        "DATA_PARALLEL_BACKEND=ray",
+        "EXECUTOR_BACKEND=ray",
+    ):
+        assert f"_{key}" in said

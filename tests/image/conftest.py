@@ -1,0 +1,111 @@
+"""What the tests of images share: a repository with one small variant, and root filesystems made by hand."""
+
+import io
+import json
+import shutil
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slimqwen import variant
+from slimqwen.image import context, contract
+
+CONFIG = """VLLM_MODEL=weights/small
+VLLM_HOST=127.0.0.1
+VLLM_PORT=8099
+VLLM_DTYPE=bfloat16
+"""
+USER = 10001
+Archive = Callable[..., io.BytesIO]
+
+
+@pytest.fixture
+def repository(tmp_path: Path, add_variant) -> Path:
+    """Variants small and its heir child; weights/child is a link into the store, as recipes leave it."""
+    add_variant("small", CONFIG)
+    add_variant("child", "BASE=small\nVLLM_MODEL=weights/child\nVLLM_MAX_NUM_SEQS=2\n", baseline="small")
+    stored = tmp_path / "weights" / "store" / "abc"
+    shutil.copytree(variant.load("tiny").weights, stored)
+    (tmp_path / "weights" / "child").symlink_to("store/abc")
+    return tmp_path
+
+
+@pytest.fixture
+def content(repository: Path) -> context.Content:
+    return context.gather(variant.load("child", repository), "cpu")
+
+
+@pytest.fixture
+def description(content: context.Content) -> context.Description:
+    return context.describe(content)
+
+
+@pytest.fixture
+def settings(description: context.Description) -> contract.Settings:
+    """As the Dockerfile sets them."""
+    return contract.Settings(
+        user=f"{USER}:{USER}",
+        environment={"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "HOME": f"{description.root}/.cache"},
+        labels={
+            "org.opencontainers.image.revision": description.commit,
+            "slimqwen.variant": "child",
+            "slimqwen.platform": "cpu",
+            "slimqwen.checkpoint": description.checkpoint,
+            "slimqwen.dirty": str(description.dirty).lower(),
+        },
+        entrypoint=("/bin/sh", "-c", "exec python scripts/serve.py"),
+        healthcheck=("CMD", "python", "-c", "… /ping …"),
+        history=(),
+    )
+
+
+@pytest.fixture
+def archive(content: context.Content, description: context.Description, tmp_path: Path) -> Archive:
+    """The root filesystem of a right image as a tar stream, with faults planted in it."""
+    folder = tmp_path / "laid-out"
+    folder.mkdir()
+    context.lay_out(content, description, folder)
+
+    def make(
+        replaced: dict[str, bytes | None] | None = None,
+        added: dict[str, bytes] | None = None,
+        mode: int = 0o644,
+        uid: int = 0,
+    ) -> io.BytesIO:
+        """Files below the root replaced (None: left out), files anywhere added with a mode and an owner."""
+        stream = io.BytesIO()
+        base = description.root.strip("/")
+        with tarfile.open(fileobj=stream, mode="w") as packed:
+
+            def put(name: str, data: bytes, mode: int = 0o644, uid: int = 0) -> None:
+                entry = tarfile.TarInfo(name)
+                entry.size, entry.mode, entry.uid = len(data), mode, uid
+                packed.addfile(entry, io.BytesIO(data))
+
+            temporary = tarfile.TarInfo("./tmp")
+            temporary.type, temporary.mode = tarfile.DIRTYPE, 0o1777
+            packed.addfile(temporary)
+            put("./usr/bin/python3", b"\x7fELF")
+            for part in ("install", "variant"):
+                for file in sorted((folder / part).rglob("*")):
+                    name = file.relative_to(folder / part).as_posix()
+                    data = (replaced or {}).get(name, file.read_bytes() if file.is_file() else None)
+                    if data is not None:
+                        put(f"./{base}/{name}", data)
+            for name, data in (added or {}).items():
+                put(name, data, mode, uid)
+        stream.seek(0)
+        return stream
+
+    return make
+
+
+def faults(checks: list[contract.Check]) -> dict[str, tuple[str, ...]]:
+    """What does not hold, by check."""
+    return {check.name: check.faults for check in checks if check.faults}
+
+
+def as_json(value: object) -> bytes:
+    return json.dumps(value).encode()

@@ -1,0 +1,151 @@
+"""The commands of each container tool, the base they may start from, and what is refused before anything is built."""
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slimqwen import variant
+from slimqwen.image import build
+from slimqwen.image.build import ImageBuildError
+
+ROOT = variant.repository_root()
+DIGEST = "sha256:" + "a" * 64
+
+
+def arguments_of(words: list[str]) -> dict[str, str]:
+    return dict(words[place + 1].split("=", 1) for place, word in enumerate(words) if word == "--build-arg")
+
+
+@pytest.mark.parametrize("tool", build.TOOLS)
+def test_every_argument_of_the_dockerfile_is_given_and_no_other(tool, description, tmp_path):
+    words = build.command(
+        tool,
+        description,
+        folder=tmp_path,
+        base=f"debian@{DIGEST}",
+        tag="localhost/x:y",
+        wheelhouse=tmp_path / "wheels",
+    )
+    declared = set(re.findall(r"^ARG (\w+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE))
+    given = arguments_of(words)
+    assert given.keys() == declared
+    assert given["BASE_IMAGE"] == f"debian@{DIGEST}"
+    assert (given["VARIANT"], given["PLATFORM"], given["PORT"]) == ("child", "cpu", "8099")
+    assert given["CHECKPOINT"] == description.checkpoint
+    assert words[:2] == [tool, "build"]
+    assert f"wheelhouse={tmp_path / 'wheels'}" in words
+    assert words[-1] == str(tmp_path)
+    # Else HEALTHCHECK is dropped.
+    assert ("--format=docker" in words) == (tool != "docker")
+
+
+def test_the_dockerfile_ends_without_root_and_asks_ping():
+    final = (ROOT / "Dockerfile").read_text().rpartition("\nFROM ")[2]
+    assert re.findall(r"^USER (\S+)", final, re.MULTILINE) == ["10001:10001"]
+    assert "/ping" in final[final.index("HEALTHCHECK") :]
+    assert final.rindex("USER") > final.rindex("RUN")
+    assert "scripts/serve.py" in final[final.index("ENTRYPOINT") :]
+
+
+def test_a_base_needs_its_digest_or_to_be_of_this_machine():
+    for base in (f"docker.io/library/debian:bookworm-slim@{DIGEST}", "localhost/base:1", "debootstrap"):
+        assert build.check_base(base) == base
+    for base in (None, "debian:bookworm", "debian@sha256:abc"):
+        with pytest.raises(ImageBuildError, match="write BASE_IMAGE=") as refused:
+            build.check_base(base)
+        assert "\n" not in str(refused.value)
+
+
+def test_the_first_tool_that_is_there_is_taken_and_a_missing_one_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ImageBuildError, match="neither docker, podman nor buildah is installed"):
+        build.find_tool()
+    for name in ("podman", "buildah"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    assert build.find_tool() == "podman"
+    assert build.find_tool("buildah") == "buildah"
+    with pytest.raises(ImageBuildError, match="docker is not installed"):
+        build.find_tool("docker")
+
+
+def test_a_whole_wheelhouse_is_left_alone_and_what_pip_says_is_told(tmp_path, monkeypatch):
+    lock = hashlib.sha256((ROOT / "requirements" / "cpu.txt").read_bytes()).hexdigest()
+    python = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    (tmp_path / "complete.sha256").write_text(f"{lock} {python}\n")
+    build.fill_wheelhouse(tmp_path, "cpu", tmp_path / "log")
+    assert not (tmp_path / "log").exists()
+    (tmp_path / "complete.sha256").write_text("another lock\n")
+    monkeypatch.setattr(build, "_PYTORCH_CPU_INDEX", "file:///nowhere")
+    for name, value in {
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(tmp_path),
+        "PIP_CONFIG_FILE": os.devnull,
+    }.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ImageBuildError, match="wheels: torch: ERROR: Could not find") as refused:
+        build.fill_wheelhouse(tmp_path, "cpu", tmp_path / "log")
+    assert "\n" not in str(refused.value)
+
+
+def test_a_step_that_fails_is_told_by_its_cause(content, tmp_path, monkeypatch):
+    tool = tmp_path / "bin" / "buildah"
+    tool.parent.mkdir()
+    tool.write_text(
+        "#!/bin/sh\necho 'STEP 2/9: RUN x'\necho 'error: the base has Python 3.12.1'\necho bye\nexit 3\n"
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
+    told = []
+    with pytest.raises(ImageBuildError, match="build: error: the base has Python") as refused:
+        build.build(
+            content,
+            tool="buildah",
+            base="localhost/base",
+            tag="localhost/x",
+            log=tmp_path / "log",
+            progress=lambda *how_far: told.append(how_far),
+        )
+    assert "\n" not in str(refused.value)
+    assert ("build", 2.0, 9.0) in told
+    assert list((content.command.variant.root / ".cache" / "images").iterdir()) == []
+    assert "STEP 2/9" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "told"),
+    [
+        ("build_image", ("--variant", "nope", "--base-image", "debootstrap"), "there is no variant 'nope'"),
+        ("build_image", ("--variant", "tiny"), "no BASE_IMAGE; write BASE_IMAGE="),
+        ("verify_image", ("--variant", "nope"), "there is no variant 'nope'"),
+    ],
+)
+def test_scripts_refuse_in_one_line(script, arguments, told, tmp_path):
+    tool = tmp_path / "buildah"
+    tool.write_text("#!/bin/sh\nexit 1\n")
+    tool.chmod(0o755)
+    ended = subprocess.run(
+        [sys.executable, ROOT / "scripts" / f"{script}.py", *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        timeout=300,
+    )
+    assert ended.returncode == 2
+    assert len(ended.stderr.splitlines()) == 1
+    assert told in ended.stderr
+
+
+def test_hadolint_finds_nothing(tmp_path: Path):
+    hadolint = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if hadolint is None:
+        pytest.skip("hadolint is not installed")
+    done = subprocess.run([hadolint, ROOT / "Dockerfile"], capture_output=True, text=True)
+    assert done.stdout == ""
+    assert done.returncode == 0

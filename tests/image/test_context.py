@@ -1,0 +1,148 @@
+"""A build context holds one variant, whole and without links; what could only fail in an image is refused."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from slimqwen import checkpoint, variant
+from slimqwen.image import context
+from slimqwen.image.context import ImageContextError
+from slimqwen.serving import baked_cache, launch
+
+
+def laid_out(content, description, tmp_path):
+    folder = tmp_path / "context"
+    folder.mkdir()
+    context.lay_out(content, description, folder)
+    return folder
+
+
+def test_a_context_holds_the_lineage_the_checkpoint_and_the_library_and_no_link(
+    content, description, tmp_path
+):
+    folder = laid_out(content, description, tmp_path)
+    assert not [path for path in folder.rglob("*") if path.is_symlink()]
+    served = folder / "variant"
+    assert (served / "weights" / "child" / "model.safetensors").stat().st_size > 1e6
+    assert {path.name for path in (served / "experiments").iterdir()} == {"small", "child"}
+    for needed in ("slimqwen/serving/launch.py", "slimqwen/records/schemas/common.json", "scripts/serve.py"):
+        assert (served / needed).is_file()
+    assert (folder / "install" / "requirements" / "cpu.txt").is_file()
+    assert not (folder / "install" / "requirements" / "cuda.txt").exists()
+    assert "FROM ${BASE_IMAGE}" in (folder / "Dockerfile").read_text()
+    for part in ("install", "variant"):
+        for file in (folder / part).rglob("*"):
+            name = file.relative_to(folder / part).as_posix()
+            if file.is_file() and name != context.DESCRIPTION:
+                assert checkpoint.sha256(file) == description.files[name]
+                assert file.stat().st_mode & 0o777 == 0o644
+    assert context.Description.parse((served / context.DESCRIPTION).read_bytes()) == description
+
+
+def test_the_variant_that_is_laid_out_resolves_to_the_command_that_was_described(
+    content, description, tmp_path
+):
+    served = laid_out(content, description, tmp_path) / "variant"
+    there = launch.resolve(variant.load("child", served), platform="cpu").as_shell()
+    there = there.replace(sys.executable, f"{description.root}/.venv/bin/python")
+    assert there.replace(str(served), description.root) == content.dry_run()
+
+
+def test_the_same_flags_as_make_serve_but_for_the_address(content, repository):
+    here = launch.resolve(variant.load("child", repository), platform="cpu").as_shell().splitlines()
+    there = content.dry_run().replace(content.root, str(repository)).splitlines()
+    different = [
+        pair
+        for pair in zip(here, there, strict=True)
+        if pair[0] != pair[1] and "/.venv/" not in pair[0] + pair[1]
+    ]
+    assert different == [("    --host 127.0.0.1 \\", "    --host 0.0.0.0 \\")]
+
+
+def test_a_later_promotion_makes_no_other_image_of_it(repository, description):
+    file = repository / "experiments" / "child" / "measurements.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"status": "promoted"}))
+    again = context.describe(context.gather(variant.load("child", repository), "cpu"))
+    assert again.files == description.files
+
+
+def test_what_no_image_can_be_made_of_is_refused_in_one_line(repository, add_variant, tmp_path):
+    add_variant("away", f"BASE=small\nVLLM_MODEL={variant.load('tiny').weights}\n")
+    add_variant("gpu", "BASE=child\nPLATFORM=cuda\n")
+    add_variant("compiled", "BASE=child\nVLLM_ENFORCE_EAGER=0\n")
+    for name, platform, told in (
+        ("away", "cpu", "outside the repository; copy it to weights/"),
+        ("gpu", "cpu", "is served on cuda only; build it without PLATFORM=cpu"),
+        ("compiled", "cpu", "has no baked compile cache; end its recipe with the stage bake_cache"),
+        ("small", "cpu", "no checkpoint in"),
+    ):
+        with pytest.raises(Exception, match=told) as refused:
+            context.gather(variant.load(name, repository), platform)
+        assert "\n" not in str(refused.value)
+
+
+@pytest.fixture
+def imported(repository: Path, add_variant, tmp_path) -> Path:
+    """A cache as bake_cache leaves it on another host, for the variant compiled."""
+    add_variant("compiled", "BASE=child\nVLLM_ENFORCE_EAGER=0\n")
+    command = launch.resolve(context.inside(variant.load("compiled", repository)), platform="cpu")
+    other = tmp_path / "other-host"
+    shutil.copytree(repository / "weights" / "store" / "abc", other)
+    place = tmp_path / "cache"
+    graph = place / "vllm" / "torch_compile_cache" / "x" / "model"
+    graph.parent.mkdir(parents=True)
+    graph.write_bytes(b"compiled")
+    baked_cache.pack(
+        place,
+        other,
+        machine=baked_cache.this_machine("cpu")
+        | {"python": "3.12.1", "environment": "/home/one/.venv", "cores": "64"},
+        device="",
+        flags=baked_cache.decisive(command.flags),
+        environment=dict(command.variables),
+        graphs={"backbone": 1.0},
+    )
+    manifest = checkpoint.Manifest.read(other)
+    manifest.model_copy(update={"files": checkpoint.file_records(other)}).write(other)
+    return other / baked_cache.ARCHIVE
+
+
+def test_a_cache_of_another_host_goes_in_at_the_path_it_was_made_at(imported, repository, tmp_path):
+    content = context.gather(variant.load("compiled", repository), "cpu", imported)
+    described = context.describe(content)
+    assert (described.root, described.python) == ("/home/one", "3.12.1")
+    assert described.cache == checkpoint.sha256(imported)
+    folder = laid_out(content, described, tmp_path)
+    assert (folder / "variant" / "weights" / "child" / baked_cache.ARCHIVE).is_file()
+
+
+def test_a_cache_of_another_checkpoint_flags_or_versions_is_refused_with_the_differences(
+    imported, repository
+):
+    one = variant.load("compiled", repository)
+    beside = imported.parent / baked_cache.MANIFEST
+    made = json.loads(beside.read_text())
+
+    def refused() -> str:
+        with pytest.raises(ImageContextError) as raised:
+            context.gather(one, "cpu", imported)
+        assert "\n" not in str(raised.value)
+        return str(raised.value)
+
+    beside.write_text(json.dumps(made | {"machine": made["machine"] | {"vllm": "0.31.0+cpu"}}))
+    assert "vllm was 0.31.0+cpu and is 0.32.0" in refused()
+    beside.write_text(json.dumps(made | {"flags": made["flags"] | {"max-num-seqs": "7"}}))
+    assert "--max-num-seqs was 7 and is 2" in refused()
+    beside.write_text(json.dumps(made | {"archive_sha256": "0" * 64}))
+    assert "is not the archive that compile_cache.json describes" in refused()
+    beside.write_text(json.dumps(made))
+    generation = imported.parent / "generation_config.json"
+    generation.write_text("{}")
+    manifest = checkpoint.Manifest.read(imported.parent)
+    manifest.model_copy(update={"files": checkpoint.file_records(imported.parent)}).write(imported.parent)
+    assert "generation_config.json of its checkpoint is another" in refused()
+    beside.unlink()
+    assert "copy it from the other host together with the archive" in refused()

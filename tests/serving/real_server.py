@@ -1,0 +1,252 @@
+"""A real server as an orchestrator sees it: a process of its own, its exit code, what it leaves; and a mixed load."""
+
+import asyncio
+import contextlib
+import json
+import re
+import socket
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import psutil
+
+from slimqwen import variant
+from slimqwen.serving import guard, launch, live
+
+QUEUE = 16
+"""Requests that the server takes at once, four of them running."""
+
+CONFIG = f"""\
+REQUIRE_WARMUP=1
+MAX_BODY_BYTES=1000000
+VLLM_MODEL={{weights}}
+VLLM_SERVED_MODEL_NAME=default
+VLLM_HOST=127.0.0.1
+VLLM_DTYPE=bfloat16
+VLLM_MAX_MODEL_LEN=2048
+VLLM_MAX_NUM_SEQS=4
+VLLM_ENABLE_PREFIX_CACHING=0
+VLLM_SPECULATIVE_CONFIG='{{{{"method": "mtp", "num_speculative_tokens": 4}}}}'
+VLLM_MAX_NUM_QUEUED_REQS={QUEUE}
+VLLM_SHUTDOWN_TIMEOUT=60
+VLLM_CPU_KVCACHE_SPACE=1
+"""
+"""What experiments/tiny-best serves with, but for its compiled graphs and its own weights."""
+
+PATIENCE_S = 300
+"""For what happens at once on a machine that does nothing else."""
+
+_PLACES = ("/v1/completions", "/v1/chat/completions")
+
+
+@dataclass(frozen=True)
+class RealServer:
+    """A server that has been ready.
+
+    Attributes:
+        url: without a trailing slash.
+        log: what it prints.
+    """
+
+    url: str
+    process: "subprocess.Popen[bytes]"
+    log: Path
+
+    def family(self) -> list[psutil.Process]:
+        """Its process and all that it started: engine, worker, and what keeps count of shared memory."""
+        server = psutil.Process(self.process.pid)
+        return [server, *server.children(recursive=True)]
+
+    def segments(self) -> set[Path]:
+        """The shared memory that its processes have mapped."""
+        found: set[Path] = set()
+        for process in self.family():
+            text = Path(f"/proc/{process.pid}/maps").read_text()
+            found |= {Path(name) for name in re.findall(r"(/dev/shm/\S+)", text)}
+        return {file for file in found if file.exists()}
+
+    def metrics(self) -> dict[str, float]:
+        """Gauges and counters by name."""
+        text = httpx.get(self.url + "/metrics", timeout=PATIENCE_S, trust_env=False, verify=False).text
+        return dict(live.read(text, time.monotonic()).values)
+
+    def wait_for(self, running: float, waiting: float) -> dict[str, float]:
+        """The metrics, once so many requests run and wait."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            now = self.metrics()
+            if (now["vllm:num_requests_running"], now["vllm:num_requests_waiting"]) == (running, waiting):
+                return now
+            assert time.monotonic() < deadline, now
+            time.sleep(0.1)
+
+    def connect(
+        self, path: str, body: dict[str, object], receive_buffer_bytes: int | None = None
+    ) -> socket.socket:
+        """Send a request, read nothing."""
+        place = urlsplit(self.url)
+        client = socket.socket()
+        if receive_buffer_bytes is not None:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
+        client.settimeout(PATIENCE_S)
+        client.connect((place.hostname, place.port))
+        content = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        client.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        return client
+
+
+@contextlib.contextmanager
+def started(root: Path) -> Iterator[RealServer]:
+    """Start the server of `CONFIG` as `make serve` does, wait until it is ready, and end it with all it started."""
+    tiny = variant.load("tiny")
+    folder = root / "experiments/v"
+    folder.mkdir(parents=True)
+    (folder / "config.env").write_text(CONFIG.format(weights=tiny.weights))
+    (folder / "measurements.json").write_text('{"hypothesis": "failures are clear", "baseline": null}')
+    # What torch compiles for the first request of its kind is the same for every root.
+    (root / ".cache").symlink_to(tiny.root / ".cache")
+    (tiny.root / ".cache").mkdir(exist_ok=True)
+    command = launch.resolve(variant.load("v", root), port=launch.free_port(), platform="cpu")
+    launch.prepare(command)
+    log = root / "vllm.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command.argv,
+            env=command.process_environment(),
+            cwd=root,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        url = f"http://127.0.0.1:{command.port}"
+        deadline = time.monotonic() + 900
+        while not is_ready(url):
+            assert process.poll() is None, log.read_text()[-2000:]
+            assert time.monotonic() < deadline, log.read_text()[-2000:]
+            time.sleep(0.25)
+        yield RealServer(url, process, log)
+    finally:
+        if process.poll() is None:
+            guard.end(psutil.Process(process.pid))
+            process.wait()
+
+
+def is_ready(url: str) -> bool:
+    """Whether /health answers 200."""
+    try:
+        return httpx.get(url + "/health", timeout=10, trust_env=False, verify=False).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def ended(processes: list[psutil.Process], timeout_s: float) -> bool:
+    """Whether all end in time; a zombie that nobody collects has ended."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in processes):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def read_rest(client: socket.socket) -> bytes:
+    """What the server sends until it closes the connection."""
+    content = bytearray()
+    while part := client.recv(1 << 16):
+        content += part
+    return bytes(content)
+
+
+def read_until(client: socket.socket, word: bytes) -> bytes:
+    """What the server sends until a word has come."""
+    content = bytearray()
+    while word not in content:
+        part = client.recv(1 << 16)
+        assert part, bytes(content)
+        content += part
+    return bytes(content)
+
+
+@dataclass(frozen=True)
+class Question:
+    """A request, and what it is owed: so many tokens, or a refusal (None)."""
+
+    path: str
+    content: bytes
+    tokens: int | None
+    streams: bool
+
+
+def question(number: int) -> Question:
+    """One of a mixed load: completions and chats, streamed or not, of 2 to 8 tokens; one in eight is malformed."""
+    if number % 8 == 7:
+        wrong = (b'{"prompt": "The"', b'{"prompt": "The", "max_tokens": 5000}', b'{"prompt": 5}', b"\xff")
+        return Question(_PLACES[0], wrong[number // 8 % len(wrong)], None, False)
+    tokens, streams = 2 + number % 7, number % 2 == 0
+    body = {"max_tokens": tokens, "ignore_eos": True, "temperature": number % 3 / 2}
+    if streams:
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+    place = _PLACES[number // 2 % 2]
+    text = f"Who lives in house {number}?"
+    body |= {"prompt": text} if place == _PLACES[0] else {"messages": [{"role": "user", "content": text}]}
+    return Question(place, json.dumps(body).encode(), tokens, streams)
+
+
+def outcome(asked: Question, answer: httpx.Response) -> str:
+    """ "answered", "overload" or "refused"; what is wrong, for anything else."""
+    if answer.status_code == 429:
+        return (
+            "overload"
+            if answer.json()["error"]["message"] and answer.headers["Retry-After"]
+            else "429 says nothing"
+        )
+    if asked.tokens is None:
+        said = answer.json()
+        clear = answer.status_code == 400 and (said.get("error") or said.get("detail"))
+        return "refused" if clear else f"{answer.status_code} for {asked.content!r}: {answer.text}"
+    if answer.status_code != 200:
+        return f"{answer.status_code} for {asked.content!r}: {answer.text}"
+    if not asked.streams:
+        parts = [answer.json()]
+    else:
+        *lines, last = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+        if last != "[DONE]":
+            return f"cut off after {last}"
+        parts = [json.loads(line) for line in lines]
+    reasons = [choice["finish_reason"] for part in parts for choice in part.get("choices", ())]
+    tokens = [part["usage"]["completion_tokens"] for part in parts if part.get("usage")]
+    if reasons[-1:] != ["length"] or tokens[-1:] != [asked.tokens]:
+        return f"{tokens} tokens, {reasons}, for {asked.content!r}"
+    return "answered"
+
+
+async def load(url: str, numbers: range, clients: int) -> Counter[str]:
+    """How many questions came out how; each client asks the next one once it has its answer, and waits when told to."""
+    left, outcomes = iter(numbers), Counter[str]()
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, trust_env=False, limits=limits) as http:
+
+        async def ask() -> None:
+            for number in left:
+                asked = question(number)
+                headers = {"Content-Type": "application/json"}
+                try:
+                    answer = await http.post(asked.path, content=asked.content, headers=headers)
+                    found = outcome(asked, answer)
+                except httpx.HTTPError as error:
+                    found = f"lost: {error!r}"
+                outcomes[found] += 1
+                if found == "overload":
+                    await asyncio.sleep(float(answer.headers["Retry-After"]))
+
+        await asyncio.gather(*(ask() for _ in range(clients)))
+    return outcomes

@@ -1,0 +1,176 @@
+"""What clients and orchestrators see when things go wrong, on real servers: one for the clients' faults, one that dies.
+
+The last test of each ends its server.
+"""
+
+import asyncio
+import json
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.serving import malformed, real_server
+from tests.serving.real_server import PATIENCE_S, QUEUE
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
+
+LONG = {"prompt": "The", "max_tokens": 2000, "ignore_eos": True}
+REQUESTS = 1000
+EXAMPLES = 2
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with real_server.started(tmp_path_factory.mktemp("failures")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with httpx.Client(base_url=server.url, timeout=PATIENCE_S, trust_env=False) as http:
+        yield http
+
+
+def full_answer(client, tokens=4):
+    answer = client.post("/v1/completions", json={"prompt": "The", "max_tokens": tokens, "ignore_eos": True})
+    return answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == tokens
+
+
+def serves(server, client):
+    """Whether the server is idle and healthy, and every place in its queue is to be had."""
+    now = server.wait_for(running=0, waiting=0)
+    with ThreadPoolExecutor(QUEUE) as pool:
+        answers = list(pool.map(lambda _: full_answer(client), range(QUEUE)))
+    return now["vllm:kv_cache_usage_perc"] == 0 and all(answers) and real_server.is_ready(server.url)
+
+
+def test_clients_that_hang_up_free_what_they_held_streamed_or_not_running_or_waiting(server):
+    before = server.wait_for(running=0, waiting=0)
+    streams = [server.connect("/v1/completions", LONG | {"stream": True}) for _ in range(3)]
+    for stream in streams:
+        real_server.read_until(stream, b"data: ")
+    others = [server.connect("/v1/completions", LONG) for _ in range(3)]
+    server.wait_for(running=4, waiting=2)
+    for one in (*streams, *others):
+        one.close()
+    after = server.wait_for(running=0, waiting=0)
+    usage = "vllm:kv_cache_usage_perc"
+    assert after[usage] == before[usage] == 0
+    tokens = "vllm:generation_tokens_total"
+    assert after[tokens] - before[tokens] < 4 * LONG["max_tokens"]
+
+
+def unread_bytes(server, stream):
+    """What the kernel holds of the server's answer because its client does not read."""
+    ports = [int(server.url.rpartition(":")[2]), stream.getsockname()[1]]
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        _, local, remote, _, queues, *_ = line.split()
+        if [int(address.rpartition(":")[2], 16) for address in (local, remote)] == ports:
+            return int(queues.partition(":")[0], 16)
+    return 0
+
+
+def test_clients_that_do_not_read_hold_up_nobody_and_lose_nothing(server, client):
+    body = LONG | {"max_tokens": 150, "stream": True, "logprobs": 5}
+    slow = [server.connect("/v1/completions", body, receive_buffer_bytes=4096) for _ in range(4)]
+    assert all(full_answer(client) for _ in range(4))
+    server.wait_for(running=0, waiting=0)
+    for stream in slow:
+        assert unread_bytes(server, stream) > 0
+    assert serves(server, client)
+    for stream in slow:
+        answer = real_server.read_rest(stream)
+        assert b'"finish_reason":"length"' in answer
+        assert b"data: [DONE]" in answer
+
+
+def test_of_a_thousand_mixed_requests_at_four_times_the_capacity_none_is_lost(server, client):
+    outcomes = asyncio.run(real_server.load(server.url, range(REQUESTS), clients=4 * QUEUE))
+    assert outcomes.keys() == {"answered", "overload", "refused"}, outcomes
+    assert outcomes.total() == REQUESTS
+    assert outcomes["answered"] >= QUEUE, outcomes
+    assert outcomes["refused"] == REQUESTS / 8, outcomes
+    assert serves(server, client)
+
+
+@pytest.mark.parametrize("name", malformed.BODIES)
+def test_a_malformed_body_is_refused_with_the_reason(client, name):
+    path, content = malformed.BODIES[name]
+    answer = client.post(path, content=content, headers={"Content-Type": "application/json"})
+    assert answer.status_code in (400, 413), answer.text
+    said = answer.json()
+    assert said.get("error", {}).get("message") or said["detail"]
+
+
+def test_absurd_parameters_give_answers_or_reasons_and_no_server_error_that_is_not_known(client):
+    found = {}
+    for path, body in malformed.REQUESTS:
+        answer = client.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
+        if answer.status_code >= 500:
+            found[path, json.dumps(body)] = answer.status_code
+        elif answer.status_code != 200:
+            assert answer.json()["error"]["message"], (path, body, answer.text)
+    known = {(path, json.dumps(body)): status for path, body, status, _ in malformed.KNOWN}
+    assert found == {}
+    for path, body in known:
+        answer = client.post(path, content=body, headers={"Content-Type": "application/json"})
+        assert answer.status_code == known[path, body], (body, answer.text)
+
+
+@pytest.mark.parametrize("body", malformed.UNSENDABLE, ids=json.dumps)
+def test_what_cannot_be_sent_to_the_engine_is_refused_and_takes_no_place_in_the_queue(server, client, body):
+    for _ in range(2 * QUEUE):
+        answer = client.post("/v1/completions", json={"prompt": "The", "max_tokens": 2, **body})
+        assert answer.status_code == 400, answer.text
+        assert "out of range" in answer.json()["error"]["message"]
+    assert serves(server, client)
+
+
+def test_whatever_the_openapi_document_allows_or_forbids_gives_no_server_error_that_is_not_known(
+    server, client
+):
+    assert malformed.fuzz(server.url, EXAMPLES) == {}
+    assert serves(server, client)
+
+
+def test_told_to_stop_it_ends_with_what_it_started_though_a_client_does_not_read(server):
+    family, segments = server.family(), server.segments()
+    body = LONG | {"max_tokens": 600, "stream": True, "logprobs": 5}
+    slow = server.connect("/v1/completions", body, receive_buffer_bytes=4096)
+    server.wait_for(running=1, waiting=0)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(PATIENCE_S) == 0
+    slow.close()
+    assert "force killing" not in server.log.read_text()
+    assert real_server.ended(family, 30)
+    assert not [file for file in segments if file.exists()]
+
+
+def test_a_killed_engine_ends_the_server_with_a_failure_and_leaves_nothing(tmp_path):
+    with real_server.started(tmp_path) as server:
+        family, segments = server.family(), server.segments()
+        assert segments
+        [engine] = [one for one in family if "EngineCore" in " ".join(one.cmdline())]
+        reader = server.connect("/v1/completions", LONG | {"stream": True})
+        slow = server.connect("/v1/completions", LONG | {"stream": True}, receive_buffer_bytes=4096)
+        whole = server.connect("/v1/completions", LONG)
+        server.wait_for(running=3, waiting=0)
+        real_server.read_until(reader, b"data: ")
+        killed = time.monotonic()
+        engine.kill()
+        while real_server.is_ready(server.url):
+            assert time.monotonic() - killed < 10
+        assert server.process.wait(PATIENCE_S) == 1
+        assert time.monotonic() - killed < 10
+        assert b'"error"' in real_server.read_rest(reader)
+        answer = real_server.read_rest(whole)
+        assert answer.startswith(b"HTTP/1.1 5")
+        assert b'"error"' in answer
+        slow.close()
+        assert "EngineDiedError" in server.log.read_text()
+        assert real_server.ended(family, 30), [one for one in family if one.is_running()]
+        assert not [file for file in segments if file.exists()]
