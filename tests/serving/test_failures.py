@@ -93,7 +93,7 @@ def test_of_a_thousand_mixed_requests_at_four_times_the_capacity_none_is_lost(se
     assert outcomes.keys() == {"answered", "overload", "refused"}, outcomes
     assert outcomes.total() == REQUESTS
     assert outcomes["answered"] >= QUEUE, outcomes
-    assert outcomes["refused"] == REQUESTS / 8, outcomes
+    assert 0 < outcomes["refused"] <= REQUESTS / 8, outcomes
     assert serves(server, client)
 
 

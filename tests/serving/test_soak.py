@@ -45,17 +45,14 @@ async def hang_up(url, until):
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, trust_env=False) as http:
         body = {"prompt": "The", "max_tokens": 500, "ignore_eos": True, "stream": True}
         while time.monotonic() < until:
-            async with http.stream(
-                "POST", "/v1/completions", content=json.dumps(body | {"seed": left})
-            ) as answer:
-                wanted = draw.randrange(4)
-                if answer.status_code == 200 and wanted:
-                    async for _ in answer.aiter_bytes():
-                        wanted -= 1
-                        if not wanted:
-                            break
+            async with http.stream("POST", "/v1/completions", json=body) as answer:
+                wanted = 1 + draw.randrange(20)
+                async for _ in answer.aiter_bytes():
+                    wanted -= 1
+                    if not wanted:
+                        break
                 left += answer.status_code == 200
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(0.2)
     return left
 
 

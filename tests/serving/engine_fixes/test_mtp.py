@@ -28,7 +28,7 @@ drafts pass through all that one would.
 NEAR_TIE = 0.1
 """Gap of the two likeliest tokens' log-probabilities below which bf16 may choose either."""
 
-DRAWS = 120
+DRAWS = 240
 """Sampled continuations of each prompt; without speculation, the common reference, twice as many."""
 LONGEST_BEGINNING = 12  # tokens
 DRAWN_TOKENS = 3  # the first is sampled as ever, the others pass through the rejection sampler
