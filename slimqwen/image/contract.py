@@ -125,7 +125,8 @@ def read(stream: IO[bytes], root: str, user: str) -> Contents:
             if _SECRET_NAMES.search(name):
                 found.secrets.append(f"{name} is a file of credentials")
             ours = below is not None and not below.startswith((".venv/", ".cache/"))
-            if not ours and entry.size > _TEXT_BYTES:
+            # Bytecode holds what its source does, and is in no package's list.
+            if (not ours and entry.size > _TEXT_BYTES) or name.endswith(".pyc"):
                 continue
             stored = archive.extractfile(entry)
             assert stored is not None
