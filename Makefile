@@ -175,6 +175,10 @@ lint: ## ruff (lint and format) and mypy
 test: install ## every test that takes minutes at most
 	@$(RUN) -m pytest
 
+test-serving: install ## policy and failure behaviour on the server of VARIANT itself (tiny-best; the soak too with SOAK=1)
+	@SLIMQWEN_TEST_VARIANT=$(VARIANT) $(RUN) -m pytest -m "engine$(if $(SOAK),, and not soak)" \
+		tests/serving/test_served_policy.py tests/serving/test_failures.py $(if $(SOAK),tests/serving/test_soak.py)
+
 test-image: install ## build a CPU image with the tool that is here, look into it, start it, break it (root; 40 minutes, 25 GB)
 	@$(RUN) -m pytest -m image
 
@@ -187,4 +191,4 @@ PROGRAMS := variants serve watch download recipe recipe-status calibrate redisti
 	tiny-tasks lint bench-middleware bench-first-request check-records report new-variant promote log replay export-mlflow build build-import verify-image
 $(PROGRAMS): | $(INSTALLED)
 
-.PHONY: help install demo test test-soak test-image $(PROGRAMS)
+.PHONY: help install demo test test-serving test-soak test-image $(PROGRAMS)

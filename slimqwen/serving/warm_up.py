@@ -50,6 +50,8 @@ async def run(app: Any) -> None:
             prompts = [f"Warm-up {number}" for number in range(size)]
             shape = {"max_tokens": tokens, "ignore_eos": True, "temperature": 0}
             await _ask(client, "/v1/completions", {"prompt": prompts, **shape})
+        # The first request with log-probabilities has torch compile how they are counted, while all others wait.
+        await _ask(client, "/v1/completions", {"prompt": "Warm-up", "max_tokens": 1, "logprobs": 0})
         chats = has_chat_template(app.state)
         for thinking in (True, False) if chats else ():
             await _ask(client, "/v1/chat/completions", {**_chat("Hello", thinking), "max_tokens": tokens})

@@ -146,20 +146,9 @@ def test_a_folder_that_is_no_report_is_not_replaced(small, tmp_path):
     assert (tmp_path / "experiments" / "base" / "config.env").is_file()
 
 
-def test_two_hundred_variants_with_two_thousand_records(
-    add_variant, add_record, add_start_up, claim, tmp_path, monkeypatch
-):
-    pictures = {}
-
-    def alike(spec):
-        """One picture for all charts of about one size: how each is drawn is for other tests."""
-        size = len(json.dumps(spec)) // 1000
-        return pictures.get(size) or pictures.setdefault(size, picture(spec))
-
-    picture = charts._picture
-    monkeypatch.setattr(charts, "_picture", alike)
-    monkeypatch.setattr(charts, "_MANY", math.inf)  # another process would not know `alike`
-    monkeypatch.setattr(statistics, "BOOTSTRAP_RESAMPLES", 99)
+@pytest.fixture
+def two_hundred(add_variant, add_record, add_start_up, claim):
+    """200 variants with 1,992 records."""
     add_variant("base", "VLLM_MODEL=weights/base\n")
     for kind in ("quality", "latency"):
         add_record("base", kind)
@@ -177,15 +166,37 @@ def test_two_hundred_variants_with_two_thousand_records(
                 add_record(name, kind, f"2026-01-0{day}T000000Z", edit=grow)
         add_start_up(name)
 
-    built = site.build(tmp_path, tmp_path / "report")
 
+def test_two_hundred_variants_with_two_thousand_records(two_hundred, tmp_path, monkeypatch):
+    pictures = {}
+
+    def alike(spec):
+        """One picture for all charts of about one size: how each is drawn is for other tests."""
+        size = len(json.dumps(spec)) // 1000
+        return pictures.get(size) or pictures.setdefault(size, picture(spec))
+
+    picture = charts._picture
+    monkeypatch.setattr(charts, "_picture", alike)
+    monkeypatch.setattr(charts, "_MANY", math.inf)  # another process would not know `alike`
+    monkeypatch.setattr(statistics, "BOOTSTRAP_RESAMPLES", 99)
+
+    _assert_holds_two_hundred(site.build(tmp_path, tmp_path / "report"), tmp_path)
+
+
+@pytest.mark.soak
+def test_two_hundred_variants_with_every_picture(two_hundred, tmp_path):
+    """What `--durations` says of its call is how long such a report takes to build."""
+    _assert_holds_two_hundred(site.build(tmp_path, tmp_path / "report"), tmp_path)
+
+
+def _assert_holds_two_hundred(built, root):
     assert (built.variants, built.records, built.problems) == (200, 1992, ())
     index = Page(built.index)
     assert len([row for row in index.all("tr") if "data-stands" in row]) == 200
     assert built.index.stat().st_size < 3_000_000
-    assert len(list((tmp_path / "report" / "variants").iterdir())) == 200
+    assert len(list((root / "report" / "variants").iterdir())) == 200
     assert index.words.count("Quality against size") > 0
-    _assert_whole(tmp_path / "report", pages=20)
+    _assert_whole(root / "report", pages=20)
 
 
 def test_figures_for_a_readme(small, tmp_path):

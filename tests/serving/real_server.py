@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import json
+import os
 import re
 import socket
 import subprocess
@@ -11,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from urllib.parse import urlsplit
 
 import httpx
@@ -22,22 +25,20 @@ from slimqwen.serving import guard, launch, live
 QUEUE = 16
 """Requests that the server takes at once, four of them running."""
 
-CONFIG = f"""\
-REQUIRE_WARMUP=1
-MAX_BODY_BYTES=1000000
-VLLM_MODEL={{weights}}
-VLLM_SERVED_MODEL_NAME=default
-VLLM_HOST=127.0.0.1
-VLLM_DTYPE=bfloat16
-VLLM_MAX_MODEL_LEN=2048
-VLLM_MAX_NUM_SEQS=4
-VLLM_ENABLE_PREFIX_CACHING=0
-VLLM_SPECULATIVE_CONFIG='{{{{"method": "mtp", "num_speculative_tokens": 4}}}}'
-VLLM_MAX_NUM_QUEUED_REQS={QUEUE}
-VLLM_SHUTDOWN_TIMEOUT=60
-VLLM_CPU_KVCACHE_SPACE=1
-"""
-"""What experiments/tiny-best serves with, but for its compiled graphs and its own weights."""
+SERVED = os.environ.get("SLIMQWEN_TEST_VARIANT") or "tiny-mtp4"
+"""The variant whose server is tried: `make test-serving VARIANT=tiny-best` says which. tiny-mtp4 serves as tiny-best
+does, but for its compiled graphs and its weights, and needs no recipe."""
+
+_CHANGED = {
+    "REQUIRE_WARMUP": "1",
+    "MAX_BODY_BYTES": "1000000",
+    "VLLM_HOST": "127.0.0.1",
+    "VLLM_MAX_MODEL_LEN": "2048",
+    "VLLM_MAX_NUM_SEQS": "4",
+    "VLLM_MAX_NUM_QUEUED_REQS": str(QUEUE),
+    "VLLM_SHUTDOWN_TIMEOUT": "60",
+}
+"""Beside what the variant says."""
 
 PATIENCE_S = 300
 """For what happens at once on a machine that does nothing else."""
@@ -104,23 +105,20 @@ class RealServer:
 
 @contextlib.contextmanager
 def started(root: Path) -> Iterator[RealServer]:
-    """Start the server of `CONFIG` as `make serve` does, wait until it is ready, and end it with all it started."""
-    tiny = variant.load("tiny")
-    folder = root / "experiments/v"
-    folder.mkdir(parents=True)
-    (folder / "config.env").write_text(CONFIG.format(weights=tiny.weights))
-    (folder / "measurements.json").write_text('{"hypothesis": "failures are clear", "baseline": null}')
-    # What torch compiles for the first request of its kind is the same for every root.
-    (root / ".cache").symlink_to(tiny.root / ".cache")
-    (tiny.root / ".cache").mkdir(exist_ok=True)
-    command = launch.resolve(variant.load("v", root), port=launch.free_port(), platform="cpu")
+    """Start the server of `SERVED` as `make serve` does, wait until it is ready, and end it with all it started."""
+    served = variant.load(SERVED)
+    given = {
+        key: variant.Setting(key, value, served.folder / "config.env", 0) for key, value in _CHANGED.items()
+    }
+    changed = dataclasses.replace(served, settings=MappingProxyType({**served.settings, **given}))
+    command = launch.resolve(changed, port=launch.free_port(), platform="cpu")
     launch.prepare(command)
     log = root / "vllm.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
             command.argv,
             env=command.process_environment(),
-            cwd=root,
+            cwd=served.root,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

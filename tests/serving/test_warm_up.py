@@ -81,7 +81,9 @@ def test_every_batch_and_chats_with_thinking_on_and_off_are_asked_with_the_key(m
     vllm = Vllm(config(max_num_seqs=2))
     run(vllm)
 
-    assert [len(body["prompt"]) for path, body, _ in vllm.asked if path == "/v1/completions"] == [1, 2]
+    completions = [body for path, body, _ in vllm.asked if path == "/v1/completions"]
+    assert [len(body["prompt"]) for body in completions if "logprobs" not in body] == [1, 2]
+    assert [body["logprobs"] for body in completions if "logprobs" in body] == [0]
     chats = [body for path, body, _ in vllm.asked if path == "/v1/chat/completions"]
     assert [chat["chat_template_kwargs"] for chat in chats] == [
         {"enable_thinking": True},
