@@ -6,6 +6,8 @@ these figures see in a minute.
 
 A pruned variant is compared on the texts whose tokens it all kept, against the baseline's distribution over the kept
 tokens; bits per byte are compared on every text, for they do not depend on the vocabulary.
+
+What the distributions hardly show is looked for layer by layer: one that came out wrong where it matters little.
 """
 
 import json
@@ -25,7 +27,7 @@ from torch import Tensor
 from slimqwen import checkpoint
 from slimqwen import variant as variants
 from slimqwen.errors import SlimqwenError
-from slimqwen.evaluation import plan_file, served, statistics
+from slimqwen.evaluation import layer_error, plan_file, served, statistics
 from slimqwen.evaluation.served import Served, ServerLostError
 from slimqwen.evaluation.verdict import Verdict, overall
 from slimqwen.progress import Progress, silent
@@ -55,6 +57,9 @@ _LEAST_SHARE = 1e-12
 """Rounding leaves a tail of less than nothing where the likeliest tokens are almost all there is."""
 
 _ANSWER_TIMEOUT_S = 600
+
+_LAYER_TOKENS = 2048
+"""Of the first texts, which the layers are compared on: a layer's error needs few, and their states fill memory."""
 
 _ROWS = 512
 """Positions whose distributions are compared at a time."""
@@ -93,6 +98,7 @@ class Plan(BaseModel):
         texts: a .jsonl file of {"id", "text"}, relative to the repository.
         prefix: the token that every text follows, by name.
         batch: texts replayed together in the mode batched.
+        layer_error_ratio: the largest error of a quantised layer that still passes, plain rounding's being 1.
         limits: for same_weights and changed_weights.
     """
 
@@ -101,6 +107,7 @@ class Plan(BaseModel):
     texts: Path
     prefix: str
     batch: int
+    layer_error_ratio: float
     limits: dict[str, Limits]
 
 
@@ -194,6 +201,7 @@ def measure(
             folder, baseline.weights, plan, one.root, flags=flags, max_model_len=context, progress=progress
         )
 
+    layers = compare_layers(one.weights, baseline.weights, plan, one.root, progress)
     readings = read(one.weights)
     log = one.root / "logs" / f"eval-fidelity-{one.name}.log"
     with served.serve(one, log=log, progress=progress) as by:
@@ -213,7 +221,13 @@ def measure(
         "limits": {"of": kind, **plan.limits[kind].model_dump()},
         "modes": modes,
         "verdicts": verdicts,
-        "verdict": overall([each for mode in modes for each in verdicts[mode].values()]),
+        "layers": layers,
+        "verdict": overall(
+            [
+                *(each for mode in modes for each in verdicts[mode].values()),
+                *([Verdict(layers["verdict"])] if layers else []),
+            ]
+        ),
         "stages": [
             {"stage": stage, **summarise(read(folder))["single"]}
             for stage, folder in (_stages(one) if stages else [])
@@ -293,6 +307,44 @@ def compare(
                 readings += fresh
         progress("reading texts", len(sequences), len(sequences))
     return readings
+
+
+def compare_layers(
+    variant: Path, baseline: Path, plan: Plan, root: Path, progress: Progress = silent
+) -> dict[str, Any] | None:
+    """Compare every quantised layer with the baseline's and with plain rounding, on the plan's first texts.
+
+    Args:
+        variant: a checkpoint.
+        baseline: the one that it was made from, not quantised.
+        plan: texts and limit.
+        root: what the plan's paths are relative to.
+        progress: hears the models done.
+
+    Returns:
+        {"limit", "verdict", "tokens", "rows": [{"layer", "error", "rounded_error", "ratio"}]}; None where the variant
+        has no quantised layer.
+
+    Raises:
+        FidelityError: texts are missing.
+    """
+    tokenizer = transformers.AutoTokenizer.from_pretrained(baseline)
+    texts: list[list[int]] = []
+    room = _LAYER_TOKENS
+    for _, text in _texts(root / plan.texts):
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][:room]
+        room -= len(ids)
+        texts += [ids] if ids else []
+    found = layer_error.measure(variant, baseline, texts, progress)
+    if not found:
+        return None
+    worst = max(one.ratio for one in found)
+    return {
+        "limit": plan.layer_error_ratio,
+        "verdict": Verdict.PASS if worst <= plan.layer_error_ratio else Verdict.FAIL,
+        "tokens": _LAYER_TOKENS - room,
+        "rows": [{**asdict(one), "ratio": one.ratio} for one in found],
+    }
 
 
 def compare_served(

@@ -207,6 +207,10 @@ def _of_fidelity(record: store.Record) -> Iterable[Finding]:
         verdict = overall([Verdict(record["verdicts"][mode]["joined_kl_nats"]) for mode in joined])
         limit = record["limits"]["kl_nats"]
         yield Finding("fidelity", "joined_kl_nats", max(values), None, None, limit, verdict)
+    if layers := record.get("layers"):
+        worst = max(row["ratio"] for row in layers["rows"])
+        verdict = Verdict(layers["verdict"])
+        yield Finding("fidelity", "layer_error_ratio", worst, None, None, layers["limit"], verdict)
 
 
 def _of_acceptance(first: Path, second: Path) -> Finding:

@@ -199,7 +199,7 @@ def false_alarms(
 def _fidelity_witness(
     one: Variant, baseline: Variant, plan_name: str
 ) -> Callable[[Path], tuple[float, Verdict]]:
-    """Mean KL in nats a token, and the verdict of all figures, texts read alone."""
+    """Mean KL in nats a token, and the verdict of all figures, texts read alone, and of the layers."""
     plan = fidelity.load_plan(plan_name, one.root)
     served = launch.resolve(one)
     flags = fidelity.weight_flags(served.flags)
@@ -215,8 +215,9 @@ def _fidelity_witness(
             modes=["single"],
         )
         figures = fidelity.summarise(readings)["single"]
-        verdicts = fidelity.judge(figures, plan.limits["changed_weights"])
-        return figures["kl_nats"]["value"], overall(list(verdicts.values()))
+        verdicts = list(fidelity.judge(figures, plan.limits["changed_weights"]).values())
+        layers = fidelity.compare_layers(folder, baseline.weights, plan, one.root)
+        return figures["kl_nats"]["value"], overall([*verdicts, *([layers["verdict"]] if layers else [])])
 
     return witness
 

@@ -374,6 +374,28 @@ def fidelity_tables(path: Path) -> list[Table]:
             text_columns=2,
         )
     ]
+    if layers := record.get("layers"):
+        tables.append(
+            Table(
+                f"Quantised layers of {record['variant']}: {layers['verdict']}",
+                ("layer", "error", "plainly rounded", "ratio", "limit", "verdict"),
+                tuple(
+                    (
+                        str(row["layer"]),
+                        f"{row['error']:.4f}",
+                        f"{row['rounded_error']:.4f}",
+                        f"{row['ratio']:.2f}",
+                        f"{layers['limit']:g}",
+                        "pass" if row["ratio"] <= layers["limit"] else "fail",
+                    )
+                    for row in layers["rows"]
+                ),
+                (
+                    "Error of a layer's output, given what the baseline's layer is given, as a share of what that one "
+                    f"adds, over {layers['tokens']:,} tokens. Plainly rounded: the baseline's weights to nearest.",
+                ),
+            )
+        )
     if record["stages"]:
         names = tuple(_FIDELITY_NAMES)
         tables.append(

@@ -226,7 +226,10 @@ def test_a_quantised_baseline_is_refused(plan, tmp_path):
     [
         (None, "No such file"),
         ("texts: a\nprefix: b\nbatch: 4\n", "unusable"),
-        ("texts: a\nprefix: b\nbatch: 4\nlimits: {}\n", "limits are for same_weights and changed_weights"),
+        (
+            "texts: a\nprefix: b\nbatch: 4\nlayer_error_ratio: 2\nlimits: {}\n",
+            "limits are for same_weights and changed_weights",
+        ),
         ("{", "unusable"),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 from slimqwen import checkpoint, variant
 from slimqwen.evaluation import acceptance, engine_matrix, fidelity, gate, quality
 from slimqwen.evaluation.gate import GateError
-from slimqwen.evaluation.verdict import Verdict
+from slimqwen.evaluation.verdict import Verdict, overall
 from slimqwen.records import provenance, store
 from slimqwen.report import tables
 from slimqwen.serving import launch
@@ -31,6 +31,7 @@ class Witnesses:
     def __init__(self) -> None:
         self.asked: list[tuple[str, str]] = []
         self.kl_nats = 0.001
+        self.layer_error_ratio = 1.0
         self.accepted = 8
         self.right = 200
         self.state = "fine"
@@ -61,10 +62,17 @@ class Witnesses:
             "baseline_bits_per_byte": 1.0,
         }
         verdict = Verdict.PASS if self.kl_nats < LIMITS["kl_nats"] else Verdict.FAIL
+        ratio = self.layer_error_ratio
+        layers = {
+            "limit": 1.5, "verdict": Verdict.PASS if ratio <= 1.5 else Verdict.FAIL, "tokens": 9,
+            "rows": [{"layer": 0, "error": 0.1, "rounded_error": 0.1, "ratio": 1.0},
+                     {"layer": 1, "error": 0.1 * ratio, "rounded_error": 0.1, "ratio": ratio}],
+        }  # fmt: skip
         record = {
             "schema": "fidelity/1", "variant": one.name, "baseline": "tiny", "plan": plan,
             "limits": {"of": "changed_weights", **LIMITS}, "modes": {"single": whole},
-            "verdicts": {"single": dict.fromkeys((*LIMITS, "joined_kl_nats"), verdict)}, "verdict": verdict,
+            "verdicts": {"single": dict.fromkeys((*LIMITS, "joined_kl_nats"), verdict)},
+            "layers": layers, "verdict": overall([verdict, layers["verdict"]]),
             "stages": [], "provenance": self.described(one),
         }  # fmt: skip
         return store.write(one.folder, record, [{"text": 1}])
@@ -157,6 +165,7 @@ def test_four_witnesses_make_one_verdict_and_one_page(one: Variant, witnesses: W
     ("damage", "witness", "verdict"),
     [
         ({"kl_nats": 0.5}, "fidelity", "fail"),
+        ({"layer_error_ratio": 1.6}, "fidelity", "fail"),
         ({"accepted": 4}, "acceptance", "fail"),
         ({"right": 100}, "quality", "fail"),
         ({"right": 192}, "quality", "inconclusive"),
