@@ -430,11 +430,20 @@ def gate_table(path: Path) -> Table:
             )
         )
     verdicts = ", ".join(f"{gate}: {verdict}" for gate, verdict in record["verdicts"].items())
+    scored = [path.parent.parent / name for name in record["records"] if "/quality_" in name]
+    further = ()
+    if record["verdicts"].get("quality") == "inconclusive" and any(
+        file.is_file() and store.read(file)["limit"] is not None for file in scored
+    ):
+        commands = " and ".join(
+            f"`make eval-quality-full VARIANT={name}`" for name in (record["baseline"], record["variant"])
+        )
+        further = (f"Quality cannot tell on its sample: {commands} score all items; then gate again.",)
     return Table(
         f"Gate of {record['variant']} against {record['baseline']}: {record['verdict']}",
         ("gate", "figure", "value", "95 % interval", "limit", "verdict"),
         tuple(rows),
-        (f"{verdicts}.", f"Records: {', '.join(record['records'])}.", _source(path)),
+        (f"{verdicts}.", *further, f"Records: {', '.join(record['records'])}.", _source(path)),
         text_columns=2,
     )
 

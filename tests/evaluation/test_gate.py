@@ -182,6 +182,21 @@ def test_one_witness_decides(
     assert {name: each for name, each in record["verdicts"].items() if each != "pass"} == {witness: verdict}
 
 
+def test_a_page_that_cannot_tell_on_a_sample_says_how_to_go_on(one: Variant, witnesses: Witnesses) -> None:
+    witnesses.right = 192
+    page = tables.gate_table(gate.run(one, "tinyworld", command=["x"]))
+    said = [note for note in page.notes if "eval-quality-full" in note]
+    assert len(said) == 1
+    assert "VARIANT=tiny`" in said[0]
+    assert "VARIANT=small`" in said[0]
+    suite = quality.load_suite("tinyworld", one.root)
+    for side in (variant.load("tiny", one.root), one):
+        witnesses.quality(side, suite, limit=None)
+    page = tables.gate_table(gate.run(one, "tinyworld", command=["x"]))
+    assert page.title.endswith("inconclusive")
+    assert not [note for note in page.notes if "eval-quality-full" in note]
+
+
 def test_what_holds_is_not_measured_again(one: Variant, witnesses: Witnesses) -> None:
     gate.run(one, "tinyworld", command=["x"])
     witnesses.asked.clear()
