@@ -431,7 +431,7 @@ def gate_table(path: Path) -> Table:
         )
     verdicts = ", ".join(f"{gate}: {verdict}" for gate, verdict in record["verdicts"].items())
     scored = [path.parent.parent / name for name in record["records"] if "/quality_" in name]
-    further = ()
+    further: tuple[str, ...] = ()
     if record["verdicts"].get("quality") == "inconclusive" and any(
         file.is_file() and store.read(file)["limit"] is not None for file in scored
     ):
