@@ -148,6 +148,9 @@ bench-middleware: ## time VARIANT's server in turns with bare vLLM, into results
 bench-first-request: ## time VARIANT's first requests against its next, warmed up and bare, into results/ (ROUNDS=6)
 	@$(RUN) scripts/bench_first_request.py --variant $(VARIANT) $(if $(ROUNDS),--rounds $(ROUNDS))
 
+soak: ## load VARIANT's server for MINUTES (15): does its memory stay flat, does every request end? into results/
+	@$(RUN) scripts/soak.py --variant $(VARIANT) $(if $(MINUTES),--minutes $(MINUTES))
+
 eval-startup: ## where the seconds of VARIANT's start go, cold, warm and baked, into results/ (ROUNDS=6)
 	@$(RUN) scripts/eval_startup.py --variant $(VARIANT) $(if $(ROUNDS),--rounds $(ROUNDS))
 
@@ -188,7 +191,7 @@ test-soak: install ## the tests that take a quarter of an hour or more
 PROGRAMS := variants serve watch download recipe recipe-status calibrate redistill bake-cache verify clean-store datasets \
 	eval-quality eval-quality-full eval-smoke eval-chat eval-fidelity gate try-gate check-engine test-gates eval-latency compare \
 	tables sweep-k analyze-vocab analyze-lm-head calibration-corpus bench-prune-vocab eval-startup profile roofline tiny \
-	tiny-tasks lint bench-middleware bench-first-request check-records report new-variant promote log replay export-mlflow build build-import verify-image
+	tiny-tasks lint bench-middleware bench-first-request soak check-records report new-variant promote log replay export-mlflow build build-import verify-image
 $(PROGRAMS): | $(INSTALLED)
 
 .PHONY: help install demo test test-serving test-soak test-image $(PROGRAMS)

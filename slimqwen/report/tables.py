@@ -277,6 +277,7 @@ def build_markdown(root: Path, name: str, words: list[str]) -> str:
         ),
         ("start-up", 1): lambda name: [start_up_table(root, name)],
         ("first-request", 1): lambda name: [first_request_table(root, name)],
+        ("soak", 1): lambda name: [soak_table(root, name)],
         ("summary", 2): lambda baseline, name: [summary_table(root, baseline, name)],
         ("comparison", 2): lambda a, b: comparison_tables(root / "experiments" / a, root / "experiments" / b),
     }
@@ -284,7 +285,8 @@ def build_markdown(root: Path, name: str, words: list[str]) -> str:
     if build is None:
         raise TableError(
             f"no table {' '.join([name, *words])!r}; there is: variants, results VARIANT, comparison A B, "
-            "summary BASELINE VARIANT, fidelity VARIANT, acceptance VARIANT, start-up VARIANT, first-request VARIANT"
+            "summary BASELINE VARIANT, fidelity VARIANT, acceptance VARIANT, start-up VARIANT, first-request VARIANT, "
+            "soak VARIANT"
         )
     try:
         return "\n".join(table.as_markdown() for table in build(*words))
@@ -556,6 +558,40 @@ def start_up_table(root: Path, name: str) -> Table:
         notes.append(_CPU_NOTE)
     headings = ("phase", "what it is", *(f"{kind}, s" for kind in kinds))
     return Table(f"Start-up of {name}", headings, rows, (*notes, _result_source(record)), text_columns=2)
+
+
+def soak_table(root: Path, name: str) -> Table:
+    """What a server held after minutes of mixed load, and how its requests ended.
+
+    Raises:
+        MissingRecordError: there was no soak.
+        RecordError: a damaged record is in the way.
+    """
+    record = results.latest(root, "soak", name)
+    if record is None:
+        raise store.MissingRecordError(
+            f"no record soak of {name} in results/; `make soak VARIANT={name}` makes it"
+        )
+    slope, limits, files = record["growth_mib_per_hour"], record["limits"], record["open_files"]
+    rows = (
+        *((f"requests {what}", f"{count:,}", "") for what, count in sorted(record["requests"].items())),
+        ("streams left by their client", f"{record['streams_left']:,}", ""),
+        ("resident after the first third, MiB", f"{record['resident_mib']['settled']:,.1f}", ""),
+        ("resident at the end, MiB", f"{record['resident_mib']['end']:,.1f}", ""),
+        (
+            "growth, MiB an hour",
+            f"{slope['value']:.2f} ({slope['low']:.2f} to {slope['high']:.2f})",
+            f"{limits['growth_mib_per_hour']:g}",
+        ),
+        ("open files before, after", f"{files['before']}, {files['after']}", f"+{limits['new_files']}"),
+        ("KV cache in use at rest", f"{record['kv_cache_used']:.1%}", "0"),
+    )
+    notes = [
+        f"{record['seconds'] / 60:.0f} minutes, {record['clients']} clients and one that leaves its streams; growth of "
+        "all processes after the first third, with its 95 % interval.",
+        *(f"Fault: {fault}." for fault in record["faults"]),
+    ]
+    return Table(f"Soak of {name}: {record['verdict']}", ("what", "value", "limit"), rows, tuple(notes))
 
 
 def first_request_table(root: Path, name: str) -> Table:

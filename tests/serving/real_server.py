@@ -1,6 +1,5 @@
-"""A real server as an orchestrator sees it: a process of its own, its exit code, what it leaves; and a mixed load."""
+"""A real server as an orchestrator sees it: a process of its own, its exit code, what it leaves."""
 
-import asyncio
 import contextlib
 import dataclasses
 import json
@@ -9,7 +8,6 @@ import re
 import socket
 import subprocess
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,8 +40,6 @@ _CHANGED = {
 
 PATIENCE_S = 300
 """For what happens at once on a machine that does nothing else."""
-
-_PLACES = ("/v1/completions", "/v1/chat/completions")
 
 
 @dataclass(frozen=True)
@@ -172,79 +168,3 @@ def read_until(client: socket.socket, word: bytes) -> bytes:
         assert part, bytes(content)
         content += part
     return bytes(content)
-
-
-@dataclass(frozen=True)
-class Question:
-    """A request, and what it is owed: so many tokens, or a refusal (None)."""
-
-    path: str
-    content: bytes
-    tokens: int | None
-    streams: bool
-
-
-def question(number: int) -> Question:
-    """One of a mixed load: completions and chats, streamed or not, of 2 to 8 tokens; one in eight is malformed."""
-    if number % 8 == 7:
-        wrong = (b'{"prompt": "The"', b'{"prompt": "The", "max_tokens": 5000}', b'{"prompt": 5}', b"\xff")
-        return Question(_PLACES[0], wrong[number // 8 % len(wrong)], None, False)
-    tokens, streams = 2 + number % 7, number % 2 == 0
-    body = {"max_tokens": tokens, "ignore_eos": True, "temperature": number % 3 / 2}
-    if streams:
-        body |= {"stream": True, "stream_options": {"include_usage": True}}
-    place = _PLACES[number // 2 % 2]
-    text = f"Who lives in house {number}?"
-    body |= {"prompt": text} if place == _PLACES[0] else {"messages": [{"role": "user", "content": text}]}
-    return Question(place, json.dumps(body).encode(), tokens, streams)
-
-
-def outcome(asked: Question, answer: httpx.Response) -> str:
-    """ "answered", "overload" or "refused"; what is wrong, for anything else."""
-    if answer.status_code == 429:
-        return (
-            "overload"
-            if answer.json()["error"]["message"] and answer.headers["Retry-After"]
-            else "429 says nothing"
-        )
-    if asked.tokens is None:
-        said = answer.json()
-        clear = answer.status_code == 400 and (said.get("error") or said.get("detail"))
-        return "refused" if clear else f"{answer.status_code} for {asked.content!r}: {answer.text}"
-    if answer.status_code != 200:
-        return f"{answer.status_code} for {asked.content!r}: {answer.text}"
-    if not asked.streams:
-        parts = [answer.json()]
-    else:
-        *lines, last = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
-        if last != "[DONE]":
-            return f"cut off after {last}"
-        parts = [json.loads(line) for line in lines]
-    reasons = [choice["finish_reason"] for part in parts for choice in part.get("choices", ())]
-    tokens = [part["usage"]["completion_tokens"] for part in parts if part.get("usage")]
-    if reasons[-1:] != ["length"] or tokens[-1:] != [asked.tokens]:
-        return f"{tokens} tokens, {reasons}, for {asked.content!r}"
-    return "answered"
-
-
-async def load(url: str, numbers: range, clients: int) -> Counter[str]:
-    """How many questions came out how; each client asks the next one once it has its answer, and waits when told to."""
-    left, outcomes = iter(numbers), Counter[str]()
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, trust_env=False, limits=limits) as http:
-
-        async def ask() -> None:
-            for number in left:
-                asked = question(number)
-                headers = {"Content-Type": "application/json"}
-                try:
-                    answer = await http.post(asked.path, content=asked.content, headers=headers)
-                    found = outcome(asked, answer)
-                except httpx.HTTPError as error:
-                    found = f"lost: {error!r}"
-                outcomes[found] += 1
-                if found == "overload":
-                    await asyncio.sleep(float(answer.headers["Retry-After"]))
-
-        await asyncio.gather(*(ask() for _ in range(clients)))
-    return outcomes

@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from slimqwen.evaluation import soak
 from tests.serving import malformed, real_server
 from tests.serving.real_server import PATIENCE_S, QUEUE
 
@@ -89,7 +90,7 @@ def test_clients_that_do_not_read_hold_up_nobody_and_lose_nothing(server, client
 
 
 def test_of_a_thousand_mixed_requests_at_four_times_the_capacity_none_is_lost(server, client):
-    outcomes = asyncio.run(real_server.load(server.url, range(REQUESTS), clients=4 * QUEUE))
+    outcomes = asyncio.run(soak.load(server.url, range(REQUESTS), clients=4 * QUEUE))
     assert outcomes.keys() == {"answered", "overload", "refused"}, outcomes
     assert outcomes.total() == REQUESTS
     assert outcomes["answered"] >= QUEUE, outcomes

@@ -1,0 +1,154 @@
+"""What a soak sees: on the real server for seconds, and on one that leaks, forgets, lies or dies."""
+
+import json
+import subprocess
+import sys
+import textwrap
+from collections import Counter
+from contextlib import contextmanager
+
+import httpx
+import pytest
+
+from slimqwen.evaluation import soak
+from slimqwen.evaluation.served import ServerLostError
+from slimqwen.evaluation.verdict import Verdict
+from slimqwen.serving import launch
+
+FAKE = """
+import json, os, sys, time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+fault, kept, files = sys.argv[2], [], []
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def log_message(self, *args): pass
+    def say(self, status, content, kind="application/json"):
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+    def do_GET(self):
+        if self.path == "/health":
+            return self.say(503 if fault == "unready" else 200, b"")
+        used = 0.5 if fault == "cache" else 0
+        text = f"vllm:num_requests_running 0\\nvllm:num_requests_waiting 0\\nvllm:kv_cache_usage_perc {used}\\n"
+        self.say(200, text.encode(), "text/plain")
+    def do_POST(self):
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        if fault == "leaks": kept.append(bytearray(1 << 20))
+        if fault == "files": files.append(open(os.devnull))
+        if fault == "dies" and len(content) % 7 == 0: os._exit(1)
+        time.sleep(0.01)
+        try:
+            body = json.loads(content)
+            tokens = body["max_tokens"]
+            assert tokens < 5000
+        except (ValueError, KeyError, AssertionError):
+            return self.say(400, b'{"error": {"message": "no"}}')
+        if fault == "short": tokens -= 1
+        usage = {"completion_tokens": tokens}
+        last = {"choices": [{"finish_reason": "length"}], "usage": usage}
+        if body.get("stream"):
+            return self.say(200, f"data: {json.dumps(last)}\\n\\ndata: [DONE]\\n\\n".encode(), "text/event-stream")
+        self.say(200, json.dumps(last).encode())
+ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+@contextmanager
+def fake(fault):
+    port = launch.free_port()
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(FAKE), str(port), fault])
+    try:
+        url = f"http://127.0.0.1:{port}"
+        for _ in range(200):
+            try:
+                httpx.get(url + "/metrics", trust_env=False)
+                break
+            except httpx.ConnectError:
+                assert process.poll() is None
+        yield url, process.pid
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.engine
+def test_a_real_server_ends_every_request_and_holds_nothing(tiny_server):
+    seen = []
+    found = soak.load_and_watch(
+        tiny_server.base_url, tiny_server.pid, 8, clients=3, progress=lambda *now: seen.append(now)
+    )
+    # Eight seconds cannot tell a leak from noise; what they can tell is asserted.
+    assert set(found["requests"]) <= {"answered", "refused", "overload"}
+    assert found["requests"]["answered"] > 10
+    assert found["requests"]["refused"] > 1
+    assert found["streams_left"] > 0
+    assert found["kv_cache_used"] == 0
+    assert found["by_process"][0]["process"] == "API server"
+    assert len(found["by_process"]) >= 3
+    assert sum(found["resident_mib"].values()) > 1000
+    assert [fault for fault in found["faults"] if fault != "memory grew"] == []
+    assert seen[-1] == ("soaking, seconds", 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("leaks", "memory grew"),
+        ("files", "more files are open"),
+        ("cache", "the KV cache is not empty"),
+        ("unready", "the server is not ready"),
+        ("short", "tokens, ['length']"),
+    ],
+)
+def test_each_fault_of_a_server_is_named_and_fails(fault, said):
+    with fake(fault) as (url, pid):
+        found = soak.load_and_watch(url, pid, 4, clients=2)
+    assert found["verdict"] == Verdict.FAIL
+    assert any(said in each for each in found["faults"]), found["faults"]
+
+
+def test_a_server_that_ends_under_the_load_is_an_error_and_no_result():
+    with fake("dies") as (url, pid), pytest.raises(ServerLostError, match="lost a process"):
+        soak.load_and_watch(url, pid, 60, clients=2)
+
+
+@pytest.mark.parametrize(("mib_per_second", "value"), [(0.0, 0.0), (30 / 3600, 30.0), (-1 / 3600, -1.0)])
+def test_growth_is_told_in_mib_an_hour_and_one_jump_does_not_make_it(mib_per_second, value):
+    points = [(5.0 * n, 1000 + 5.0 * n * mib_per_second) for n in range(60)]
+    points[30] = (150.0, 2000.0)
+    found = soak.growth(points)
+    assert found.value == pytest.approx(value, abs=1e-6)
+    assert found.low <= found.value <= found.high
+
+
+def answer(status, body, **headers):
+    return httpx.Response(status, json=body, headers=headers)
+
+
+@pytest.mark.parametrize(
+    ("number", "given", "said"),
+    [
+        (1, answer(429, {"error": {"message": "full"}}, **{"Retry-After": "1"}), "overload"),
+        (1, answer(429, {"error": {"message": "full"}}), "429 says nothing"),
+        (7, answer(400, {"error": {"message": "not JSON"}}), "refused"),
+        (7, answer(500, {"error": {"message": "oh"}}), "500 for"),
+        (7, answer(200, {"choices": []}), "200 for"),
+        (1, answer(500, {"error": {}}), "500 for"),
+        (0, httpx.Response(200, text='data: {"choices": []}\n\n'), "cut off after"),
+    ],
+)
+def test_every_ending_has_a_name(number, given, said):
+    assert soak.outcome(soak.question(number), given).startswith(said)
+
+
+def test_the_load_is_of_both_kinds_streamed_or_not_and_in_part_malformed():
+    asked = [soak.question(number) for number in range(64)]
+    kinds = Counter((one.path, one.streams, one.tokens is None) for one in asked)
+    assert len({(path, streams) for path, streams, refused in kinds if not refused}) == 4
+    assert sum(count for (_, _, refused), count in kinds.items() if refused) == 8
+    for one in asked:
+        if one.tokens is not None:
+            assert json.loads(one.content)["max_tokens"] == one.tokens
