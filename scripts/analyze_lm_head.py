@@ -7,7 +7,8 @@ from pathlib import Path
 
 from _console import console, progress_bar, run, table
 
-from slimqwen import checkpoint, lm_head, variant
+from slimqwen import checkpoint, variant
+from slimqwen.evaluation import lm_head
 from slimqwen.recipe import prune_vocab
 from slimqwen.records import provenance, results
 from slimqwen.report import plots

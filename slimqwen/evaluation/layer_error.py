@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import CompressedTensorsConfig, Qwen3_5ForCausalLM
 
 from slimqwen import checkpoint
-from slimqwen.lm_head import rounded
+from slimqwen.evaluation.lm_head import rounded
 from slimqwen.progress import Progress, silent
 
 _PACKED = re.compile(r"(?!mtp\.)(?:.*\.)?layers\.(\d+)\.(.+)\.weight_packed")

@@ -11,8 +11,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from slimqwen import checkpoint, lm_head
-from slimqwen.lm_head import HeadError
+from slimqwen import checkpoint
+from slimqwen.evaluation import lm_head
+from slimqwen.evaluation.lm_head import HeadError
 from slimqwen.recipe.quantise_lm_head import round_groups
 from slimqwen.report import plots
 from slimqwen.tinyworld.model import TinyShape, build, write_checkpoint
