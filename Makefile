@@ -178,9 +178,9 @@ lint: ## ruff (lint and format) and mypy
 test: install ## every test that takes minutes at most
 	@$(RUN) -m pytest
 
-test-serving: install ## policy and failure behaviour on the server of VARIANT itself (tiny-best; the soak too with SOAK=1)
-	@SLIMQWEN_TEST_VARIANT=$(VARIANT) $(RUN) -m pytest -m "engine$(if $(SOAK),, and not soak)" \
-		tests/serving/test_served_policy.py tests/serving/test_failures.py $(if $(SOAK),tests/serving/test_soak.py)
+test-serving: install ## policy and failures of serving with the weights of VARIANT, its recipe run (default here: tiny-best)
+	@SLIMQWEN_TEST_VARIANT=$(or $(filter-out tiny,$(VARIANT)),tiny-best) $(RUN) -m pytest \
+		tests/serving/test_served_policy.py tests/serving/test_failures.py
 
 test-image: install ## build a CPU image with the tool that is here, look into it, start it, break it (root; 40 minutes, 25 GB)
 	@$(RUN) -m pytest -m image

@@ -64,11 +64,12 @@ def described(one):
     )
 
 
-def gated(one, verdict="pass", **changes):
-    """A gate record of a variant as it is now, and the quality record that it rests on."""
+def gated(one, verdict="pass", data=None, **changes):
+    """A gate record of a variant as it is now, and the quality record that it rests on, made with this data."""
     example = json.loads((EXAMPLES / "quality.json").read_text())
     items = [{"task": "example_facts", "item": str(n), "value": 1.0, "weight": 1} for n in range(4)]
-    quality = example | {"variant": one.name, "provenance": described(one)}
+    block = described(one) | ({} if data is None else {"datasets": data})
+    quality = example | {"variant": one.name, "provenance": block}
     evidence = store.write(one.folder, quality, items)
     record = {
         "schema": "gate/1",
@@ -287,6 +288,14 @@ def test_evidence_that_is_gone_is_named(one):
     gone = next(store.records(one.folder, "quality"))
     gone.unlink()
     refused(one, rf"small/{gone.name} is missing")
+
+
+def test_evidence_that_rests_on_other_data_than_there_is_now_is_named(one):
+    gated(one, data={"eval/fidelity/tinyworld.yaml": "0" * 64})
+    refused(
+        one,
+        r"eval/fidelity/tinyworld\.yaml has changed since small/quality_\S+, and small/gate_\S+ rests on it",
+    )
 
 
 def test_a_baseline_is_not_promoted(one):

@@ -201,8 +201,8 @@ def measure(
             folder, baseline.weights, plan, one.root, flags=flags, max_model_len=context, progress=progress
         )
 
-    layers = compare_layers(one.weights, baseline.weights, plan, one.root, progress)
     readings = read(one.weights)
+    layers = compare_layers(one.weights, baseline.weights, plan, one.root, progress)
     log = one.root / "logs" / f"eval-fidelity-{one.name}.log"
     with served.serve(one, log=log, progress=progress) as by:
         readings += compare_served(
@@ -323,10 +323,11 @@ def compare_layers(
 
     Returns:
         {"limit", "verdict", "tokens", "rows": [{"layer", "error", "rounded_error", "ratio"}]}; None where the variant
-        has no quantised layer.
+        has no layer with linears packed by compressed-tensors.
 
     Raises:
         FidelityError: texts are missing.
+        LayerError: the layers cannot be compared.
     """
     tokenizer = transformers.AutoTokenizer.from_pretrained(baseline)
     texts: list[list[int]] = []
@@ -338,10 +339,10 @@ def compare_layers(
     found = layer_error.measure(variant, baseline, texts, progress)
     if not found:
         return None
-    worst = max(one.ratio for one in found)
+    within = all(one.ratio <= plan.layer_error_ratio for one in found)
     return {
         "limit": plan.layer_error_ratio,
-        "verdict": Verdict.PASS if worst <= plan.layer_error_ratio else Verdict.FAIL,
+        "verdict": Verdict.PASS if within else Verdict.FAIL,
         "tokens": _LAYER_TOKENS - room,
         "rows": [{**asdict(one), "ratio": one.ratio} for one in found],
     }

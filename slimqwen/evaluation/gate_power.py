@@ -73,7 +73,9 @@ def examine(
     }
     undamaged = {}
     damages = []
-    with kept(unfinished("gate_power", launch.resolve(one), plan_name)) as seen:
+    limits = fidelity.load_plan(plan.fidelity, one.root).model_dump(mode="json")
+    counting = acceptance.load_plan(plan.acceptance, one.root).model_dump(mode="json")
+    with kept(unfinished("gate_power", launch.resolve(one), plan_name, limits, counting)) as seen:
 
         def look(name: str, key: Sequence[Any], folder: Path) -> dict[str, Any]:
             found: dict[str, Any] | None = seen.get(key)

@@ -7,6 +7,7 @@ whole models cannot tell: a layer that matters little may be wrong within its li
 """
 
 import gc
+import math
 import re
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -17,18 +18,22 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import CompressedTensorsConfig, Qwen3_5ForCausalLM
+from transformers import CompressedTensorsConfig
 
 from slimqwen import checkpoint
-from slimqwen.evaluation.lm_head import rounded
+from slimqwen.errors import SlimqwenError
 from slimqwen.progress import Progress, silent
 
 _PACKED = re.compile(r"(?!mtp\.)(?:.*\.)?layers\.(\d+)\.(.+)\.weight_packed")
-_WEIGHTS_A_WORD = 8
+_WORD_BITS = 32
+
+
+class LayerError(SlimqwenError):
+    """The two checkpoints' layers cannot be compared, or one of them gives no numbers."""
 
 
 @dataclass(frozen=True)
-class LayerError:
+class QuantisedLayer:
     """Of one decoder layer that has quantised linears.
 
     Attributes:
@@ -50,7 +55,7 @@ class LayerError:
 
 def measure(
     variant: Path, baseline: Path, texts: Sequence[Sequence[int]], progress: Progress = silent
-) -> list[LayerError]:
+) -> list[QuantisedLayer]:
     """Compare the decoder layers of a quantised checkpoint with its baseline's, each on the baseline's own input.
 
     Args:
@@ -61,18 +66,29 @@ def measure(
 
     Returns:
         one a layer that has packed linears, by number; empty where none has.
+
+    Raises:
+        LayerError: a layer gives no numbers, or the checkpoints' layers differ in shape.
     """
-    groups = _groups(variant)
-    if not groups:
+    packed = _packed(variant)
+    if not packed:
         return []
     progress("comparing layers", 0, 3)
     model = _load(baseline)
     calls = _record(model, texts)
     progress("comparing layers", 1, 3)
     with torch.no_grad():
-        for (layer, name), group in groups.items():
-            weight = model.layers[layer].get_submodule(name).weight
-            weight.copy_(rounded(weight, group))
+        for (layer, name), grid in packed.items():
+            try:
+                weight = model.layers[layer].get_submodule(name).weight
+            except (AttributeError, IndexError):
+                weight = None
+            if weight is None or weight.shape != grid.shape:
+                raise LayerError(
+                    f"{variant}: {baseline} has no {name} of shape {grid.shape} in layer {layer}; name the baseline "
+                    "that it was made from"
+                )
+            weight.copy_(grid.rounded(weight))
     plain = _errors(model, calls)
     # One model at a time: a 4B one takes 16 GB in 32 bit.
     del model
@@ -83,7 +99,16 @@ def measure(
     del model
     _free()
     progress("comparing layers", 3, 3)
-    return [LayerError(layer, own[layer], plain[layer]) for layer in sorted({layer for layer, _ in groups})]
+    found = [
+        QuantisedLayer(layer, own[layer], plain[layer]) for layer in sorted({layer for layer, _ in packed})
+    ]
+    for one in found:
+        if not (math.isfinite(one.error) and math.isfinite(one.rounded_error) and one.rounded_error > 0):
+            raise LayerError(
+                f"{variant}: layer {one.layer} gives an error of {one.error}, plainly rounded {one.rounded_error}; "
+                "look for scales that are not finite, and make the checkpoint anew"
+            )
+    return found
 
 
 @dataclass(frozen=True)
@@ -94,24 +119,63 @@ class _Call:
     made: Tensor
 
 
-def _groups(folder: Path) -> dict[tuple[int, str], int]:
-    """Weights that share a scale, of each packed linear: its layer and its name there."""
+@dataclass(frozen=True)
+class _Grid:
+    """What a linear was rounded to: so many bits, symmetric or with zero points, so many weights of a row a scale."""
+
+    shape: tuple[int, int]
+    bits: int
+    symmetric: bool
+    group: int
+
+    def rounded(self, weight: Tensor) -> Tensor:
+        """Rounded to nearest, scales in bfloat16, as compressed-tensors' min-max observer has it; [rows, columns]."""
+        groups = weight.reshape(-1, self.group)
+        levels = 2**self.bits
+        tiny = torch.finfo(torch.float32).tiny
+        if self.symmetric:
+            scale = groups.abs().amax(1, keepdim=True) / ((levels - 1) / 2)
+            scale = scale.bfloat16().float().clamp_min(tiny)
+            steps = (groups / scale).round().clamp(-levels // 2, levels // 2 - 1)
+        else:
+            low, high = groups.amin(1, keepdim=True).clamp_max(0), groups.amax(1, keepdim=True).clamp_min(0)
+            scale = ((high - low) / (levels - 1)).bfloat16().float().clamp_min(tiny)
+            zero = (-low / scale).round().clamp(0, levels - 1)
+            steps = ((groups / scale).round() + zero).clamp(0, levels - 1) - zero
+        return (steps * scale).reshape(weight.shape)
+
+
+def _packed(folder: Path) -> dict[tuple[int, str], _Grid]:
+    """Of each packed linear, by its layer and its name there."""
     stored = checkpoint.tensors(folder)
+    given = checkpoint.read_config(folder).get("quantization_config", {})
+    widths = {group["weights"]["num_bits"] for group in given.get("config_groups", {}).values()}
     found = {}
     for name, packed in stored.items():
         if match := _PACKED.fullmatch(name):
-            scales = stored[name.removesuffix("_packed") + "_scale"]
-            found[int(match[1]), match[2]] = packed.shape[1] * _WEIGHTS_A_WORD // scales.shape[1]
+            linear = name.removesuffix("_packed")
+            if len(widths) != 1:
+                raise LayerError(
+                    f"{folder}: its config gives linears {sorted(widths)} bits; one width is understood"
+                )
+            (bits,) = widths
+            columns = packed.shape[1] * (_WORD_BITS // bits)
+            group = columns // stored[f"{linear}_scale"].shape[1]
+            symmetric = f"{linear}_zero_point" not in stored
+            found[int(match[1]), match[2]] = _Grid((packed.shape[0], columns), bits, symmetric, group)
     return found
 
 
 def _load(folder: Path) -> Any:
     """The decoder, 32 bit; packed weights as the numbers that an engine computes with."""
-    quantised = "quantization_config" in checkpoint.read_config(folder)
+    config = checkpoint.read_config(folder)
+    quantised = "quantization_config" in config
     unpacked = {"quantization_config": CompressedTensorsConfig(run_compressed=False)} if quantised else {}
     transformers.utils.logging.set_verbosity_error()
-    whole = Qwen3_5ForCausalLM.from_pretrained(folder, dtype=torch.float32, **unpacked)
-    return whole.model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+    # A multimodal checkpoint's own class: the text model's would not see that it is quantised.
+    architecture = getattr(transformers, config["architectures"][0])
+    model = architecture.from_pretrained(folder, dtype=torch.float32, **unpacked).model
+    return getattr(model, "language_model", model).eval().to("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _free() -> None:

@@ -7,6 +7,7 @@ once, and one client that leaves in the middle of its streams. Memory is what al
 import asyncio
 import contextlib
 import json
+import math
 import random
 import time
 from collections import Counter
@@ -19,6 +20,7 @@ import httpx
 import psutil
 from scipy import stats
 
+from slimqwen.errors import SlimqwenError
 from slimqwen.evaluation.served import ServerLostError
 from slimqwen.evaluation.verdict import Verdict
 from slimqwen.progress import Progress, silent
@@ -29,20 +31,39 @@ MAX_GROWTH_MIB_PER_HOUR = 30
 """Of all processes together, after the first third: 4 were seen, which are allocators' noise of 0.4 MiB in ten minutes.
 A leak of 2 KiB a request would be 30 MiB an hour at four requests a second."""
 
+NOISE_MIB = 2
+"""What may be gained after the first third whatever its slope: allocators take memory in steps, and the interval of the
+slope takes looks for independent."""
+
 MAX_NEW_FILES = 8
 """Open files, sockets included, more at the end than before: connections that are kept alive for the next request."""
 
 CLIENTS_A_SEQUENCE = 4
 """Clients for each sequence that the server runs at once: three of them wait."""
 
+DEFAULT_SEQUENCES = 256
+"""What vLLM runs at once where no flag says it, or more (`EngineArgs.get_batch_defaults`)."""
+
+SHORTEST_S = 60
+"""A soak that says anything."""
+
 _EVERY_S = 5
 _SETTLED = 1 / 3
 """Of the time: what allocators and caches take in the beginning is no leak."""
 
 _PATIENCE_S = 300
-_AFTER_LOSS_S = 0.5
+_AFTER_FAULT_S = 0.5
+_REST_S = 60
+"""What was asked for has ended by then, or it never will."""
+
+_LEFT_TOKENS = 200
+"""Of a stream that its client leaves: enough for it to be in the middle."""
 _PLACES = ("/v1/completions", "/v1/chat/completions")
 _EXPECTED = ("answered", "overload", "refused")
+
+
+class SoakError(SlimqwenError):
+    """Too short, or too few looks at memory, to say anything."""
 
 
 @dataclass(frozen=True)
@@ -86,17 +107,22 @@ def run(one: Variant, seconds: float, log: Path, progress: Progress = silent) ->
         progress: hears the seconds done.
 
     Returns:
-        {"seconds", "clients", "requests": {outcome: count}, "streams_left", "resident_mib": {"settled", "end"},
-        "growth_mib_per_hour": Growth, "by_process": [{"process", Growth}], "open_files": {"before", "after"},
-        "kv_cache_used", "limits", "faults": [what should not have been], "verdict"}; fail where there is a fault,
-        inconclusive where the interval of growth has its limit within.
+        {"seconds", "clients", "chats": whether the server takes them, "requests": {outcome: count}, "streams_left",
+        "resident_mib": {"settled", "end"}, "growth_mib_per_hour": Growth, "by_process": [{"process", Growth}],
+        "open_files": {"before", "after"}, "kv_cache_used", "limits", "faults": [what should not have been],
+        "verdict"}; fail where there is a fault, inconclusive where the interval of growth reaches beyond its limit.
 
     Raises:
+        SoakError: seconds are fewer than `SHORTEST_S`.
         ServerFailedError: the server did not start.
         ServerLostError: one of its processes ended under the load.
     """
+    if not seconds >= SHORTEST_S:
+        raise SoakError(
+            f"a soak of {seconds:g} s tells nothing; give it {SHORTEST_S} s or more, 15 minutes by default"
+        )
     command = launch.resolve(one, port=launch.free_port())
-    clients = CLIENTS_A_SEQUENCE * int(command.flags.get("max-num-seqs", 1))
+    clients = CLIENTS_A_SEQUENCE * int(command.flags.get("max-num-seqs") or DEFAULT_SEQUENCES)
     with launch.serving(command, log=log) as server:
         return load_and_watch(server.base_url, server.pid, seconds, clients, progress)
 
@@ -104,33 +130,47 @@ def run(one: Variant, seconds: float, log: Path, progress: Progress = silent) ->
 def load_and_watch(
     url: str, pid: int, seconds: float, clients: int, progress: Progress = silent
 ) -> dict[str, Any]:
-    """The same of a server that is ready: `run` without starting it."""
-    family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-    names = ["API server", *(" ".join(each.cmdline())[:20].strip() or each.name() for each in family[1:])]
-    before = sum(each.num_fds() for each in family)
+    """The same of a server that is ready: `run` without starting it, for any time.
+
+    Raises:
+        SoakError: too short for two looks after the first third.
+        ServerLostError: one of its processes ended.
+    """
     try:
-        looks, left, outcomes = asyncio.run(_soak(url, family, seconds, clients, progress))
-    except psutil.Error as gone:
-        raise ServerLostError(
-            f"the server lost a process under the load ({gone}); its log says why"
-        ) from None
+        family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+        names = ["API server", *(" ".join(each.cmdline())[:20].strip() or each.name() for each in family[1:])]
+        before = sum(each.num_fds() for each in family)
+        context, chats = _takes(url)
+        kinds = _PLACES if chats else _PLACES[:1]
+        looks, left, outcomes = asyncio.run(_soak(url, family, seconds, clients, context, kinds, progress))
+        rest = _at_rest(url)
+        after = sum(each.num_fds() for each in family)
+    except (psutil.Error, httpx.HTTPError) as gone:
+        raise ServerLostError(f"the server was lost under the load ({gone!r}); its log says why") from None
     settled = [look for look in looks if look.seconds > seconds * _SETTLED]
+    if len(settled) < 2:
+        raise SoakError(f"{len(looks)} looks at memory in {seconds:g} s are too few; give it longer")
     total = growth([(look.seconds, sum(look.resident_mib)) for look in settled])
-    kv_cache_used, ready = _at_rest(url)
-    after = sum(each.num_fds() for each in family)
-    faults = [f"{count} requests: {what}" for what, count in outcomes.items() if what not in _EXPECTED]
+    gained = sum(settled[-1].resident_mib) - sum(settled[0].resident_mib)
+    grew = total.low > MAX_GROWTH_MIB_PER_HOUR and gained > NOISE_MIB
+    faults = [
+        f"{count} requests: {what}" for what, count in sorted(outcomes.items()) if what not in _EXPECTED
+    ]
     faults += [] if outcomes["answered"] else ["no request was answered"]
-    faults += ["memory grew"] if total.low > MAX_GROWTH_MIB_PER_HOUR else []
+    faults += [] if left else ["no stream was there to leave"]
+    faults += [f"memory grew by {gained:.1f} MiB"] if grew else []
     faults += [f"{after - before} more files are open"] if after - before > MAX_NEW_FILES else []
-    faults += ["the KV cache is not empty"] if kv_cache_used else []
-    faults += [] if ready else ["the server is not ready"]
-    unsure = total.high > MAX_GROWTH_MIB_PER_HOUR
+    faults += [f"{rest.unended:g} requests never ended"] if rest.unended else []
+    faults += ["the KV cache is not empty"] if rest.kv_cache_used else []
+    faults += [] if rest.ready else ["the server is not ready"]
+    sure = math.isfinite(total.high) and total.high <= MAX_GROWTH_MIB_PER_HOUR
     return {
         "seconds": looks[-1].seconds,
         "clients": clients,
+        "chats": chats,
         "requests": dict(outcomes),
         "streams_left": left,
-        "resident_mib": {"settled": sum(settled[0].resident_mib), "end": sum(looks[-1].resident_mib)},
+        "resident_mib": {"settled": sum(settled[0].resident_mib), "end": sum(settled[-1].resident_mib)},
         "growth_mib_per_hour": asdict(total),
         "by_process": [
             {
@@ -140,10 +180,14 @@ def load_and_watch(
             for place, name in enumerate(names)
         ],
         "open_files": {"before": before, "after": after},
-        "kv_cache_used": kv_cache_used,
-        "limits": {"growth_mib_per_hour": MAX_GROWTH_MIB_PER_HOUR, "new_files": MAX_NEW_FILES},
+        "kv_cache_used": rest.kv_cache_used,
+        "limits": {
+            "growth_mib_per_hour": MAX_GROWTH_MIB_PER_HOUR,
+            "noise_mib": NOISE_MIB,
+            "new_files": MAX_NEW_FILES,
+        },
         "faults": faults,
-        "verdict": Verdict.FAIL if faults else Verdict.INCONCLUSIVE if unsure else Verdict.PASS,
+        "verdict": Verdict.FAIL if faults else Verdict.PASS if sure else Verdict.INCONCLUSIVE,
     }
 
 
@@ -158,7 +202,7 @@ def growth(points: Sequence[tuple[float, float]]) -> Growth:
     return Growth(float(slope.slope), float(slope.low_slope), float(slope.high_slope))
 
 
-def question(number: int) -> Question:
+def question(number: int, places: Sequence[str] = _PLACES) -> Question:
     """One of a mixed load: completions and chats, streamed or not, of 2 to 8 tokens; one in eight is malformed."""
     if number % 8 == 7:
         wrong = (b'{"prompt": "The"', b'{"prompt": "The", "max_tokens": 10000000}', b'{"prompt": 5}', b"\xff")
@@ -167,44 +211,50 @@ def question(number: int) -> Question:
     body: dict[str, Any] = {"max_tokens": tokens, "ignore_eos": True, "temperature": number % 3 / 2}
     if streams:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
-    place = _PLACES[number // 2 % 2]
+    place = places[number // 2 % len(places)]
     text = f"Who lives in house {number}?"
     body |= {"prompt": text} if place == _PLACES[0] else {"messages": [{"role": "user", "content": text}]}
     return Question(place, json.dumps(body).encode(), tokens, streams)
 
 
 def outcome(asked: Question, answer: httpx.Response) -> str:
-    """How a request ended: answered, overload or refused; what is wrong, for anything else."""
-    if answer.status_code == httpx.codes.TOO_MANY_REQUESTS:
-        clear = answer.json()["error"]["message"] and answer.headers.get("Retry-After")
-        return "overload" if clear else "429 says nothing"
-    if asked.tokens is None:
-        said = answer.json()
-        clear = answer.status_code == httpx.codes.BAD_REQUEST and (said.get("error") or said.get("detail"))
-        return "refused" if clear else f"{answer.status_code} for {asked.content!r}: {answer.text}"
-    if answer.status_code != httpx.codes.OK:
-        return f"{answer.status_code} for {asked.content!r}: {answer.text}"
-    if not asked.streams:
-        parts = [answer.json()]
-    else:
-        *lines, last = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
-        if last != "[DONE]":
-            return f"cut off after {last}"
-        parts = [json.loads(line) for line in lines]
-    reasons = [choice["finish_reason"] for part in parts for choice in part.get("choices", ())]
-    tokens = [part["usage"]["completion_tokens"] for part in parts if part.get("usage")]
-    if reasons[-1:] != ["length"] or tokens[-1:] != [asked.tokens]:
-        return f"{tokens} tokens, {reasons}, for {asked.content!r}"
-    return "answered"
+    """How a request ended: answered, overload or refused; what is wrong, in few words, for anything else."""
+    kind = "a malformed request" if asked.tokens is None else f"a request to {asked.path}"
+    with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
+        if answer.status_code == httpx.codes.TOO_MANY_REQUESTS:
+            clear = answer.json()["error"]["message"] and answer.headers.get("Retry-After")
+            return "overload" if clear else "429 says nothing"
+        if asked.tokens is None:
+            said = answer.json() if answer.status_code == httpx.codes.BAD_REQUEST else {}
+            return (
+                "refused" if said.get("error") or said.get("detail") else f"{answer.status_code} for {kind}"
+            )
+        if answer.status_code != httpx.codes.OK:
+            return f"{answer.status_code} for {kind}"
+        if not asked.streams:
+            parts = [answer.json()]
+        else:
+            *lines, last = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+            if last != "[DONE]":
+                return f"a stream of {asked.path} was cut off"
+            parts = [json.loads(line) for line in lines]
+        reasons = [choice["finish_reason"] for part in parts for choice in part.get("choices", ())]
+        tokens = [part["usage"]["completion_tokens"] for part in parts if part.get("usage")]
+        whole = reasons[-1:] == ["length"] and tokens[-1:] == [asked.tokens]
+        return "answered" if whole else f"an answer of {asked.path} is not as long as it was asked for"
+    return f"{answer.status_code} that cannot be read, for {kind}"
 
 
-async def load(url: str, numbers: Iterable[int], clients: int) -> Counter[str]:
+async def load(
+    url: str, numbers: Iterable[int], clients: int, places: Sequence[str] = _PLACES
+) -> Counter[str]:
     """Ask questions; each client asks the next one once it has its answer, and waits when told to.
 
     Args:
         url: of a server, without a trailing slash.
         numbers: of the questions.
         clients: at once.
+        places: paths that take questions.
 
     Returns:
         how many came out how.
@@ -214,18 +264,18 @@ async def load(url: str, numbers: Iterable[int], clients: int) -> Counter[str]:
 
         async def ask() -> None:
             for number in left:
-                asked = question(number)
+                asked = question(number, places)
                 headers = {"Content-Type": "application/json"}
                 try:
                     answer = await http.post(asked.path, content=asked.content, headers=headers)
                     found = outcome(asked, answer)
                 except httpx.HTTPError as error:
-                    found = f"lost: {error!r}"
+                    found = f"lost: {type(error).__name__}"
                 outcomes[found] += 1
                 if found == "overload":
                     await asyncio.sleep(float(answer.headers["Retry-After"]))
-                elif found.startswith("lost"):
-                    await asyncio.sleep(_AFTER_LOSS_S)
+                elif found not in _EXPECTED:
+                    await asyncio.sleep(_AFTER_FAULT_S)
 
         await asyncio.gather(*(ask() for _ in range(clients)))
     return outcomes
@@ -242,7 +292,13 @@ def _client(url: str) -> httpx.AsyncClient:
 
 
 async def _soak(
-    url: str, family: Sequence[psutil.Process], seconds: float, clients: int, progress: Progress
+    url: str,
+    family: Sequence[psutil.Process],
+    seconds: float,
+    clients: int,
+    context: int,
+    places: Sequence[str],
+    progress: Progress,
 ) -> tuple[list[Look], int, Counter[str]]:
     until = time.monotonic() + seconds
 
@@ -253,7 +309,9 @@ async def _soak(
             number += 1
 
     looks, left, outcomes = await asyncio.gather(
-        _watch(family, seconds, progress), _leave(url, until), load(url, numbers(), clients)
+        _watch(family, seconds, progress),
+        _leave(url, until, min(_LEFT_TOKENS, context // 2)),
+        load(url, numbers(), clients, places),
     )
     return looks, left, outcomes
 
@@ -273,29 +331,46 @@ async def _watch(family: Sequence[psutil.Process], seconds: float, progress: Pro
     return looks
 
 
-async def _leave(url: str, until: float) -> int:
+async def _leave(url: str, until: float, tokens: int) -> int:
     """A client that opens streams and leaves in the middle of them; how many it left."""
     draw = random.Random(0)
     left = 0
-    body = {"prompt": "The", "max_tokens": 500, "ignore_eos": True, "stream": True}
+    body = {"prompt": "The", "max_tokens": tokens, "ignore_eos": True, "stream": True}
     async with _client(url) as http:
         while time.monotonic() < until:
             # What is lost here is lost to the other clients too, and they say it.
             with contextlib.suppress(httpx.HTTPError):
                 async with http.stream("POST", _PLACES[0], json=body) as answer:
-                    wanted = 1 + draw.randrange(20)
+                    wanted = 1 + draw.randrange(8)
                     async for _ in answer.aiter_bytes():
                         wanted -= 1
                         if not wanted:
+                            left += answer.status_code == httpx.codes.OK
                             break
-                    left += answer.status_code == httpx.codes.OK
             await asyncio.sleep(0.2)
     return left
 
 
-def _at_rest(url: str) -> tuple[float, bool]:
-    """The share of the KV cache in use once nothing runs or waits, and whether the server says that it is ready."""
-    deadline = time.monotonic() + _PATIENCE_S
+def _takes(url: str) -> tuple[int, bool]:
+    """The context in tokens, and whether it takes chats: a base model's checkpoint has no template for them."""
+    with httpx.Client(
+        base_url=url, timeout=_PATIENCE_S, trust_env=False, headers=launch.authorization()
+    ) as http:
+        context = int(http.get("/v1/models").json()["data"][0]["max_model_len"])
+        chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+        return context, http.post(_PLACES[1], json=chat).status_code == httpx.codes.OK
+
+
+@dataclass(frozen=True)
+class _Rest:
+    unended: float
+    kv_cache_used: float
+    ready: bool
+
+
+def _at_rest(url: str) -> _Rest:
+    """What still runs or waits when there was time to end, the share of the KV cache in use, and /health."""
+    deadline = time.monotonic() + _REST_S
     with httpx.Client(base_url=url, timeout=_PATIENCE_S, trust_env=False) as http:
         while True:
             values = live.read(http.get("/metrics").text, time.monotonic()).values
@@ -303,4 +378,5 @@ def _at_rest(url: str) -> tuple[float, bool]:
             if not busy or time.monotonic() > deadline:
                 break
             time.sleep(0.2)
-        return float(values["vllm:kv_cache_usage_perc"]), http.get("/health").status_code == httpx.codes.OK
+        ready = http.get("/health").status_code == httpx.codes.OK
+        return _Rest(float(busy), float(values["vllm:kv_cache_usage_perc"]), ready)

@@ -588,8 +588,9 @@ def soak_table(root: Path, name: str) -> Table:
     )
     notes = [
         f"{record['seconds'] / 60:.0f} minutes, {record['clients']} clients and one that leaves its streams; growth of "
-        "all processes after the first third, with its 95 % interval.",
+        "all processes after the first third, with Theil and Sen's 95 % interval.",
         *(f"Fault: {fault}." for fault in record["faults"]),
+        _result_source(record),
     ]
     return Table(f"Soak of {name}: {record['verdict']}", ("what", "value", "limit"), rows, tuple(notes))
 

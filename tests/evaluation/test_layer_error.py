@@ -1,14 +1,21 @@
 """Quantised layers against the baseline's and plain rounding, on the embedded model."""
 
+import dataclasses
+import json
+
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
-from slimqwen import progress, variant
-from slimqwen.evaluation import fidelity, layer_error
+from slimqwen import checkpoint, progress, variant
+from slimqwen.evaluation import fidelity, gate_power, layer_error
 from slimqwen.evaluation.damage import Damage, damage
+from slimqwen.evaluation.layer_error import LayerError
 from slimqwen.evaluation.verdict import Verdict
+from slimqwen.mtp_head import save_drafting_model
 from slimqwen.recipe import calibrate
+from slimqwen.tinyworld.model import TinyShape, build
 
 ROOT = variant.repository_root()
 TINY = ROOT / "weights" / "tiny"
@@ -83,6 +90,93 @@ def test_errors_are_what_the_definition_says(quantised):
             ours = states[1]
     expected = ((ours - made).square().mean() / (made - given).square().mean()).sqrt().item()
     assert first.error == pytest.approx(expected, rel=1e-4)
+
+
+def multimodal(source, folder):
+    """The same text model as the 4B base holds it: below language_model, in a class that has an eye too."""
+    config = json.loads((source / "config.json").read_text())
+    quantised = config.pop("quantization_config", None)
+    eye = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 192}
+    whole = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": config,
+        "tie_word_embeddings": config["tie_word_embeddings"], "vision_config": {**eye, "model_type": "qwen3_5"},
+        "image_token_id": 8000, "video_token_id": 8001, "vision_start_token_id": 8002, "vision_end_token_id": 8003,
+    }  # fmt: skip
+    del config["architectures"]
+    if quantised:
+        names = [name.replace("model.layers", "model.language_model.layers") for name in quantised["ignore"]]
+        whole["quantization_config"] = {**quantised, "ignore": [*names, "re:.*visual.*"]}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(whole))
+    tensors = {
+        name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name: tensor
+        for name, tensor in load_file(source / "model.safetensors").items()
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_a_multimodal_checkpoint_has_the_same_layers(quantised, tmp_path):
+    text = [[5, 600, 7000, 42, 3]]
+    ours = multimodal(quantised, tmp_path / "quantised")
+    theirs = multimodal(TINY, tmp_path / "baseline")
+    assert layer_error.measure(ours, theirs, text) == layer_error.measure(quantised, TINY, text)
+
+
+def changed(source, folder, change):
+    checkpoint.carry_all(source, folder, ["model.safetensors"])
+    tensors = load_file(source / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_a_layer_without_numbers_is_an_error_and_no_verdict(quantised, plan, tmp_path):
+    def spoil(tensors):
+        tensors["model.layers.2.mlp.up_proj.weight_scale"][3, 1] = float("nan")
+
+    spoiled = changed(quantised, tmp_path, spoil)
+    with pytest.raises(LayerError, match="layer 2 gives an error of nan"):
+        fidelity.compare_layers(spoiled, TINY, plan, ROOT)
+
+
+def test_a_baseline_of_other_layers_is_told_in_one_line(quantised, tmp_path):
+    shape = TinyShape(intermediate_size=256)
+    save_drafting_model(build(shape, seed=0), tmp_path)
+    with pytest.raises(LayerError, match=r"name the baseline that it was made from") as told:
+        layer_error.measure(quantised, tmp_path, [[5, 6, 7]])
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_plain_rounding_is_to_the_nearest_of_as_many_levels_as_the_bits_give(symmetric, bits):
+    weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(0)) + 0.3
+    off = (layer_error._Grid((16, 64), bits, symmetric, 32).rounded(weight) - weight).reshape(-1, 32)
+    groups = weight.reshape(-1, 32)
+    reach = (
+        2 * groups.abs().amax(1) if symmetric else groups.amax(1).clamp_min(0) - groups.amin(1).clamp_max(0)
+    )
+    step = reach / (2**bits - 1)
+    assert (off.abs().amax(1) <= step * 0.51 + reach * 2**-8).all()
+    assert off.abs().amax(1).mean() > 0.3 * step.mean()
+    levels = (off + groups)[0].unique()
+    assert len(levels) <= 2**bits
+
+
+def test_the_witness_of_test_gates_hears_the_layers_whatever_the_distributions_say(
+    quantised, tmp_path, monkeypatch
+):
+    reading = fidelity.Reading("a", "single", bytes=9, compared=9, baseline_bits=1.0, variant_bits=1.0)
+    reading.head_deltas = [0.0] * 9
+    monkeypatch.setattr(
+        fidelity, "compare", lambda *_, **__: [reading, dataclasses.replace(reading, name="b")]
+    )
+    one = variant.load("tiny-awq")
+    witness = gate_power._fidelity_witness(one, variant.load("tiny"), "tinyworld")
+    assert witness(quantised)[1] == Verdict.PASS
+    damage(quantised, tmp_path, Damage.SCALES, 0)
+    assert witness(tmp_path)[1] == Verdict.FAIL
 
 
 def test_a_checkpoint_that_is_not_quantised_has_no_such_layers(plan):

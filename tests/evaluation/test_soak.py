@@ -10,8 +10,10 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
+from slimqwen import variant
 from slimqwen.evaluation import soak
 from slimqwen.evaluation.served import ServerLostError
+from slimqwen.evaluation.soak import SoakError
 from slimqwen.evaluation.verdict import Verdict
 from slimqwen.serving import launch
 
@@ -31,8 +33,11 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         if self.path == "/health":
             return self.say(503 if fault == "unready" else 200, b"")
+        if self.path == "/v1/models":
+            return self.say(200, b'{"data": [{"max_model_len": 2048}]}')
         used = 0.5 if fault == "cache" else 0
-        text = f"vllm:num_requests_running 0\\nvllm:num_requests_waiting 0\\nvllm:kv_cache_usage_perc {used}\\n"
+        running = 1 if fault == "hangs" else 0
+        text = f"vllm:num_requests_running {running}\\nvllm:num_requests_waiting 0\\nvllm:kv_cache_usage_perc {used}\\n"
         self.say(200, text.encode(), "text/plain")
     def do_POST(self):
         content = self.rfile.read(int(self.headers["Content-Length"]))
@@ -46,6 +51,9 @@ class Handler(BaseHTTPRequestHandler):
             assert tokens < 5000
         except (ValueError, KeyError, AssertionError):
             return self.say(400, b'{"error": {"message": "no"}}')
+        if fault == "plain": return self.say(500, b"Internal Server Error", "text/plain")
+        if fault == "no chats" and "chat" in self.path: return self.say(400, b'{"error": {"message": "no template"}}')
+        if fault == "no streams" and tokens > 100: return self.say(400, b'{"error": {"message": "too long"}}')
         if fault == "short": tokens -= 1
         usage = {"completion_tokens": tokens}
         last = {"choices": [{"finish_reason": "length"}], "usage": usage}
@@ -89,7 +97,7 @@ def test_a_real_server_ends_every_request_and_holds_nothing(tiny_server):
     assert found["by_process"][0]["process"] == "API server"
     assert len(found["by_process"]) >= 3
     assert sum(found["resident_mib"].values()) > 1000
-    assert [fault for fault in found["faults"] if fault != "memory grew"] == []
+    assert [fault for fault in found["faults"] if not fault.startswith("memory grew")] == []
     assert seen[-1] == ("soaking, seconds", 8, 8)
 
 
@@ -100,18 +108,38 @@ def test_a_real_server_ends_every_request_and_holds_nothing(tiny_server):
         ("files", "more files are open"),
         ("cache", "the KV cache is not empty"),
         ("unready", "the server is not ready"),
-        ("short", "tokens, ['length']"),
+        ("short", "not as long as it was asked for"),
+        ("plain", "500 for a request to /v1/"),
+        ("hangs", "1 requests never ended"),
+        ("no streams", "no stream was there to leave"),
     ],
 )
-def test_each_fault_of_a_server_is_named_and_fails(fault, said):
+def test_each_fault_of_a_server_is_named_and_fails(fault, said, monkeypatch):
+    monkeypatch.setattr(soak, "_REST_S", 1)
     with fake(fault) as (url, pid):
         found = soak.load_and_watch(url, pid, 4, clients=2)
     assert found["verdict"] == Verdict.FAIL
     assert any(said in each for each in found["faults"]), found["faults"]
+    assert len(found["requests"]) < 10
+
+
+def test_a_server_without_faults_has_none_and_one_without_chats_is_asked_for_none():
+    for kind, chats in (("none", True), ("no chats", False)):
+        with fake(kind) as (url, pid):
+            found = soak.load_and_watch(url, pid, 4, clients=2)
+        assert found["chats"] is chats
+        assert [fault for fault in found["faults"] if not fault.startswith("memory grew")] == []
+
+
+@pytest.mark.parametrize("seconds", [0, -5, 59, float("nan")])
+def test_a_soak_too_short_to_tell_is_refused_before_anything_starts(seconds, tmp_path):
+    with pytest.raises(SoakError, match="tells nothing"):
+        soak.run(variant.load("tiny"), seconds, tmp_path / "log")
+    assert not (tmp_path / "log").exists()
 
 
 def test_a_server_that_ends_under_the_load_is_an_error_and_no_result():
-    with fake("dies") as (url, pid), pytest.raises(ServerLostError, match="lost a process"):
+    with fake("dies") as (url, pid), pytest.raises(ServerLostError, match="lost under the load"):
         soak.load_and_watch(url, pid, 60, clients=2)
 
 
@@ -137,7 +165,10 @@ def answer(status, body, **headers):
         (7, answer(500, {"error": {"message": "oh"}}), "500 for"),
         (7, answer(200, {"choices": []}), "200 for"),
         (1, answer(500, {"error": {}}), "500 for"),
-        (0, httpx.Response(200, text='data: {"choices": []}\n\n'), "cut off after"),
+        (0, httpx.Response(200, text='data: {"choices": []}\n\n'), "a stream of /v1/completions was cut off"),
+        (0, httpx.Response(200, text=""), "200 that cannot be read"),
+        (1, httpx.Response(429, text="slow down"), "429 that cannot be read"),
+        (7, httpx.Response(500, text="Internal Server Error"), "500 for a malformed request"),
     ],
 )
 def test_every_ending_has_a_name(number, given, said):

@@ -1,7 +1,7 @@
 """What a variant's config.env says about serving, seen on one real server that follows all of it.
 
 The last test ends the server. Prefix caching is on and the chat template begins with more than a block of tokens; the
-vocabulary is pruned: tiny's here, or the checkpoint and graphs of the variant that `make test-serving` names.
+vocabulary is pruned: tiny's here; `make test-serving` takes the checkpoint of a variant, compiled if that one is.
 """
 
 import json
