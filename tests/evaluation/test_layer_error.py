@@ -172,7 +172,7 @@ def test_the_witness_of_test_gates_hears_the_layers_whatever_the_distributions_s
     monkeypatch.setattr(
         fidelity, "compare", lambda *_, **__: [reading, dataclasses.replace(reading, name="b")]
     )
-    one = variant.load("tiny-awq")
+    one = variant.load("tiny-mtp4")
     witness = gate_power._fidelity_witness(one, variant.load("tiny"), "tinyworld")
     assert witness(quantised)[1] == Verdict.PASS
     damage(quantised, tmp_path, Damage.SCALES, 0)
