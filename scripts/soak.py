@@ -12,7 +12,7 @@ from _console import console, progress_bar, run
 from slimqwen import variant
 from slimqwen.evaluation import soak
 from slimqwen.evaluation.verdict import Verdict
-from slimqwen.records import provenance, results, store
+from slimqwen.records import provenance, results
 from slimqwen.report import tables
 from slimqwen.serving import launch
 
@@ -40,8 +40,7 @@ def main() -> int:
     console.print(
         f"record: {record.relative_to(one.root)}; vLLM's log: {log.relative_to(one.root)}", markup=False
     )
-    verdict = Verdict(store.read(record)["verdict"])
-    return {Verdict.PASS: 0, Verdict.FAIL: 1, Verdict.INCONCLUSIVE: 2}[verdict]
+    return {Verdict.PASS: 0, Verdict.FAIL: 1, Verdict.INCONCLUSIVE: 2}[found["verdict"]]
 
 
 if __name__ == "__main__":

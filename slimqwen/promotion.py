@@ -131,12 +131,11 @@ def _passed(one: Variant) -> _Promoted:
                     f"{needed.parent.name}/{needed.name} is missing, and {one.name}/{path.name} rests on it; "
                     f"`git checkout` restores a committed one, else {command}"
                 )
-            for file, then in store.read(needed)["provenance"]["datasets"].items():
-                if not (one.root / file).is_file() or checkpoint.sha256(one.root / file) != then:
-                    raise PromotionError(
-                        f"{file} has changed since {needed.parent.name}/{needed.name}, and {one.name}/{path.name} "
-                        f"rests on it; {command} measures again"
-                    )
+            if changed := provenance.changed_data(store.read(needed)["provenance"], one.root):
+                raise PromotionError(
+                    f"{changed[0]} has changed since {needed.parent.name}/{needed.name}, and {one.name}/{path.name} "
+                    f"rests on it; {command} measures again"
+                )
         return promoted
     found = f" (the newest, {newest})" if newest else ""
     raise PromotionError(

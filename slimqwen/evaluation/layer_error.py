@@ -22,6 +22,7 @@ from transformers import CompressedTensorsConfig
 
 from slimqwen import checkpoint
 from slimqwen.errors import SlimqwenError
+from slimqwen.evaluation.rounding import rounded
 from slimqwen.progress import Progress, silent
 
 _PACKED = re.compile(r"(?!mtp\.)(?:.*\.)?layers\.(\d+)\.(.+)\.weight_packed")
@@ -88,7 +89,7 @@ def measure(
                     f"{variant}: {baseline} has no {name} of shape {grid.shape} in layer {layer}; name the baseline "
                     "that it was made from"
                 )
-            weight.copy_(grid.rounded(weight))
+            weight.copy_(rounded(weight, grid.group, grid.bits, symmetric=grid.symmetric))
     plain = _errors(model, calls)
     # One model at a time: a 4B one takes 16 GB in 32 bit.
     del model
@@ -127,22 +128,6 @@ class _Grid:
     bits: int
     symmetric: bool
     group: int
-
-    def rounded(self, weight: Tensor) -> Tensor:
-        """Rounded to nearest, scales in bfloat16, as compressed-tensors' min-max observer has it; [rows, columns]."""
-        groups = weight.reshape(-1, self.group)
-        levels = 2**self.bits
-        tiny = torch.finfo(torch.float32).tiny
-        if self.symmetric:
-            scale = groups.abs().amax(1, keepdim=True) / ((levels - 1) / 2)
-            scale = scale.bfloat16().float().clamp_min(tiny)
-            steps = (groups / scale).round().clamp(-levels // 2, levels // 2 - 1)
-        else:
-            low, high = groups.amin(1, keepdim=True).clamp_max(0), groups.amax(1, keepdim=True).clamp_min(0)
-            scale = ((high - low) / (levels - 1)).bfloat16().float().clamp_min(tiny)
-            zero = (-low / scale).round().clamp(0, levels - 1)
-            steps = ((groups / scale).round() + zero).clamp(0, levels - 1) - zero
-        return (steps * scale).reshape(weight.shape)
 
 
 def _packed(folder: Path) -> dict[tuple[int, str], _Grid]:

@@ -21,6 +21,7 @@ from slimqwen import checkpoint
 from slimqwen.checkpoint import TensorInfo
 from slimqwen.errors import SlimqwenError
 from slimqwen.evaluation import statistics
+from slimqwen.evaluation.rounding import rounded
 from slimqwen.progress import Progress, silent
 
 ENERGIES = (0.90, 0.95, 0.99)
@@ -141,23 +142,6 @@ def spectrum(head: Head, progress: Progress = silent) -> Spectrum:
         raise HeadError(f"{head.info.file}: {head.name} is zero or not finite; make that checkpoint anew")
     squares, vectors = torch.linalg.eigh(gram)
     return Spectrum(squares.flip(0).clamp_min(0).sqrt(), vectors.flip(1))
-
-
-def rounded(weight: Tensor, group: int) -> Tensor:
-    """Rounded to nearest in 4 bits, symmetric, as compressed-tensors' W4A16 stores it.
-
-    Args:
-        weight: float32 [rows, columns].
-        group: weights of a row that share a scale of bfloat16; divides the columns.
-
-    Returns:
-        float32 [rows, columns].
-    """
-    groups = weight.reshape(-1, group)
-    levels = 2**BITS
-    scale = groups.abs().amax(dim=1, keepdim=True) / ((levels - 1) / 2)
-    scale = scale.bfloat16().float().clamp_min(torch.finfo(torch.float32).tiny)
-    return ((groups / scale).round().clamp(-levels // 2, levels // 2 - 1) * scale).reshape(weight.shape)
 
 
 def analyse(
@@ -300,7 +284,7 @@ def _scores(
             for rank in ranks:
                 note(f"rank {rank}", turned[:, :rank] @ turned_block[:, :rank].T)
             for group in groups:
-                new = rounded(block, group)
+                new = rounded(block, group, BITS)
                 lost[f"group {group}"] += float((new.double() - block.double()).square().sum())
                 note(f"group {group}", states @ new.T)
     errors = {key: math.sqrt(value / total) for key, value in lost.items()}

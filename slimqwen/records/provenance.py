@@ -164,10 +164,17 @@ def same_inputs(block: Mapping[str, Any], weights: Path, root: Path) -> bool:
         block["checkpoint"]["digest"] == checkpoint.digest(weights)
         and block["packages"] == package_versions()
         and block["hardware"] == hardware()
-        and all(
-            (root / file).is_file() and _sha256(root / file) == old for file, old in block["datasets"].items()
-        )
+        and not changed_data(block, root)
     )
+
+
+def changed_data(block: Mapping[str, Any], root: Path) -> list[str]:
+    """The data files of a record, relative to the repository, that are gone or not what they were."""
+    return [
+        file
+        for file, then in block["datasets"].items()
+        if not (root / file).is_file() or _sha256(root / file) != then
+    ]
 
 
 def portable(value: Any, root: Path) -> Any:

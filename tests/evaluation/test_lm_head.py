@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from slimqwen import checkpoint
 from slimqwen.evaluation import lm_head
 from slimqwen.evaluation.lm_head import HeadError
+from slimqwen.evaluation.rounding import rounded
 from slimqwen.recipe.quantise_lm_head import round_groups
 from slimqwen.report import plots
 from slimqwen.tinyworld.model import TinyShape, build, write_checkpoint
@@ -132,15 +133,15 @@ def test_rounding_is_that_of_compressed_tensors():
         groups = weight.reshape(40, -1, group)
         scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), arguments)
         theirs = fake_quantize(weight, scale.bfloat16().float(), zero, arguments)
-        torch.testing.assert_close(lm_head.rounded(weight, group), theirs)
-        assert (lm_head.rounded(weight, group)[3] == 0).all()
+        torch.testing.assert_close(rounded(weight, group, lm_head.BITS), theirs)
+        assert (rounded(weight, group, lm_head.BITS)[3] == 0).all()
 
 
 def test_rounding_is_that_of_the_stage_that_stores_it():
     weight = torch.randn(6, 64, generator=torch.Generator().manual_seed(1))
     whole, scales = round_groups(weight.numpy(), 32)
     widths = torch.from_numpy(scales.view("int16")).view(torch.bfloat16).float().repeat_interleave(32, dim=1)
-    assert torch.equal(lm_head.rounded(weight, 32), torch.from_numpy(whole) * widths)
+    assert torch.equal(rounded(weight, 32, lm_head.BITS), torch.from_numpy(whole) * widths)
 
 
 @pytest.mark.parametrize("which", ["tied", "untied"])
@@ -187,7 +188,7 @@ def test_every_figure_equals_a_direct_computation(
             changed = (left[:, :rank] * values[:rank]) @ right[:rank]
             assert row["bytes"] == (ROWS + HIDDEN) * rank * 2
         else:
-            changed = lm_head.rounded(weight, row["group"]).double()
+            changed = rounded(weight, row["group"], lm_head.BITS).double()
             assert row["bytes"] == ROWS * HIDDEN // 2 + ROWS * HIDDEN // row["group"] * 2
         error = ((changed - weight).norm() / weight.norm()).item()
         assert row["relative_error"] == pytest.approx(error, rel=1e-4, abs=1e-7)
