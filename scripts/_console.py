@@ -28,6 +28,9 @@ console = Console(highlight=False, file=sys.stdout, width=None if sys.stdout.isa
 logging.getLogger("vllm").setLevel(logging.ERROR)  # it warns before it has read that variable
 errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
+# By what a script that judges found.
+EXIT_CODES = {"pass": 0, "fail": 1, "inconclusive": 2}
+
 
 def run(main: Callable[[], int], refused: int = 2) -> None:
     """Run a script's main and exit: 130 for Ctrl-C, else what main says.

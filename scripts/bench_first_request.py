@@ -23,15 +23,8 @@ def main() -> int:
     one, started = variant.load(arguments.variant), provenance.utc_now()
     with progress_bar() as progress:
         found = first_request.measure(one, arguments.rounds, one.root / "logs", progress)
-    served = launch.resolve(one)
-    record = results.write(
-        "first_request",
-        one,
-        found,
-        command=sys.argv,
-        started=started,
-        **provenance.served(served.flags, served.environment, one.root),
-    )
+    engine = provenance.of_server(launch.resolve(one))
+    record = results.write("first_request", one, found, command=sys.argv, started=started, **engine)
     plots.beside(record)
     console.print(tables.first_request_table(one.root, one.name).as_rich())
     console.print(f"record: {record.relative_to(one.root)}", markup=False)

@@ -8,12 +8,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from _console import console, progress_bar, run
+from _console import EXIT_CODES, console, progress_bar, run
 
 from slimqwen import variant
 from slimqwen.evaluation import fidelity
 from slimqwen.evaluation.output import output_to
-from slimqwen.evaluation.verdict import Verdict
 from slimqwen.records import store
 from slimqwen.report import tables
 
@@ -44,8 +43,7 @@ def main() -> int:
     for table in tables.fidelity_tables(path):
         console.print(table.as_rich())
     console.print(f"record: {path}; vLLM's log: {log}", soft_wrap=True, markup=False)
-    verdict = Verdict(store.read(path)["verdict"])
-    return {Verdict.PASS: 0, Verdict.FAIL: 1, Verdict.INCONCLUSIVE: 2}[verdict]
+    return EXIT_CODES[store.read(path)["verdict"]]
 
 
 if __name__ == "__main__":

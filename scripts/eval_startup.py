@@ -27,15 +27,8 @@ def main() -> int:
     log = one.root / "logs" / f"start-up-{one.name}.log"
     with progress_bar() as progress:
         found = start_up.ledger(one, arguments.rounds, log, progress)
-    served = launch.resolve(one)
-    record = results.write(
-        "start_up",
-        one,
-        found,
-        command=sys.argv,
-        started=started,
-        **provenance.served(served.flags, served.environment, one.root),
-    )
+    engine = provenance.of_server(launch.resolve(one))
+    record = results.write("start_up", one, found, command=sys.argv, started=started, **engine)
     plots.beside(record)
     console.print(tables.start_up_table(one.root, one.name).as_rich())
     console.print(

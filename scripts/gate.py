@@ -7,12 +7,11 @@ but 0 into 2, so ask this script where the difference matters.
 import argparse
 import sys
 
-from _console import console, progress_bar, run
+from _console import EXIT_CODES, console, progress_bar, run
 
 from slimqwen import variant
 from slimqwen.evaluation import gate
 from slimqwen.evaluation.output import output_to
-from slimqwen.evaluation.verdict import Verdict
 from slimqwen.records import store
 from slimqwen.report import tables
 
@@ -29,8 +28,7 @@ def main() -> int:
         path = gate.run(one, arguments.plan, command=sys.argv, progress=progress)
     console.print(tables.gate_table(path).as_rich())
     console.print(f"record: {path}; log: {log}", soft_wrap=True, markup=False)
-    verdict = Verdict(store.read(path)["verdict"])
-    return {Verdict.PASS: 0, Verdict.FAIL: 1, Verdict.INCONCLUSIVE: 2}[verdict]
+    return EXIT_CODES[store.read(path)["verdict"]]
 
 
 if __name__ == "__main__":

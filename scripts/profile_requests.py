@@ -28,15 +28,8 @@ def main() -> int:
     with progress_bar() as progress, output_to(log):
         asked = workload.load(arguments.workload, one.root)
         found = profile.profile(one, asked, arguments.requests, traces, progress)
-    served = launch.resolve(one)
-    record = results.write(
-        "profile",
-        one,
-        found,
-        command=sys.argv,
-        started=started,
-        **provenance.served(served.flags, served.environment, one.root),
-    )
+    engine = provenance.of_server(launch.resolve(one))
+    record = results.write("profile", one, found, command=sys.argv, started=started, **engine)
     plots.beside(record)
     phases = table(
         ["class, tokens"], [*(f"{phase}, ms" for phase in profile.PHASES), "decode", "a step's parts"]

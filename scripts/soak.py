@@ -7,11 +7,10 @@ of everything but 0).
 import argparse
 import sys
 
-from _console import console, progress_bar, run
+from _console import EXIT_CODES, console, progress_bar, run
 
 from slimqwen import variant
 from slimqwen.evaluation import soak
-from slimqwen.evaluation.verdict import Verdict
 from slimqwen.records import provenance, results
 from slimqwen.report import tables
 from slimqwen.serving import launch
@@ -27,20 +26,13 @@ def main() -> int:
     log = one.root / "logs" / f"soak-{one.name}.log"
     with progress_bar() as progress:
         found = soak.run(one, 60 * arguments.minutes, log, progress)
-    served = launch.resolve(one)
-    record = results.write(
-        "soak",
-        one,
-        found,
-        command=sys.argv,
-        started=started,
-        **provenance.served(served.flags, served.environment, one.root),
-    )
+    engine = provenance.of_server(launch.resolve(one))
+    record = results.write("soak", one, found, command=sys.argv, started=started, **engine)
     console.print(tables.soak_table(one.root, one.name).as_rich())
     console.print(
         f"record: {record.relative_to(one.root)}; vLLM's log: {log.relative_to(one.root)}", markup=False
     )
-    return {Verdict.PASS: 0, Verdict.FAIL: 1, Verdict.INCONCLUSIVE: 2}[found["verdict"]]
+    return EXIT_CODES[found["verdict"]]
 
 
 if __name__ == "__main__":

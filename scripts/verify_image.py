@@ -59,7 +59,7 @@ def main() -> int:
             found.as_record(tool, tag),
             command=sys.argv,
             started=started,
-            **provenance.served(content.command.flags, content.command.environment, one.root),
+            **provenance.of_server(content.command),
         )
         console.print(f"record: {record.relative_to(one.root)}", markup=False)
     console.print(

@@ -134,6 +134,15 @@ def served(flags: Mapping[str, Any], environment: Mapping[str, str], root: Path)
     }
 
 
+def of_server(command: ServerCommand) -> dict[str, Any]:
+    """The part of a provenance block that says how a server's engine is started.
+
+    Args:
+        command: what starts it.
+    """
+    return served(command.flags, command.environment, command.variant.root)
+
+
 def still_holds(block: Mapping[str, Any], command: ServerCommand) -> bool:
     """Whether measuring again now would only repeat a record.
 
@@ -145,7 +154,7 @@ def still_holds(block: Mapping[str, Any], command: ServerCommand) -> bool:
         True where checkpoint, flags, environment, data files, package versions and hardware are what they were.
     """
     one = command.variant
-    present = served(command.flags, command.environment, one.root)
+    present = of_server(command)
     return (
         same_inputs(block, one.weights, one.root)
         and deciding(block["flags"]) == deciding(present["flags"])
