@@ -22,7 +22,7 @@ def main() -> int:
     """Run the four steps, each of which reuses what an earlier run on this machine has left."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--limit", type=int, default=150, help="items a task (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=1, help="latency rounds (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="latency rounds (default: %(default)s)")
     arguments = parser.parse_args()
     root = variant.repository_root()
     folders = [root / "demo" / name for name in (BASELINE, QUANTISED)]

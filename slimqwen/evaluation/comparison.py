@@ -6,16 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from slimqwen.errors import SlimqwenError
 from slimqwen.evaluation import statistics, verdict
 from slimqwen.records import store
 
 LATENCY_MEASURES = ("ttft_ms", "tpot_ms", "e2el_ms")
-
-ENOUGH_ROUNDS = 5
-"""From so many rounds on, restarts are resampled for an interval; fewer of them cannot carry one."""
 
 ALL_CLASSES = "all classes"
 
@@ -52,9 +48,9 @@ class LatencyRow:
         measure: a time in milliseconds (its median, but for `wall_ms`), or a rate per second.
         first: the figure of the first variant.
         second: the figure of the second.
-        speedup: None where the first is nothing.
-        interval: of the speed-up at 95 %; None where neither requests nor rounds can be resampled.
-        resampled: what the interval is over: "rounds", restarts in turns, or "requests".
+        speedup: None where the first is nothing; over rounds, the geometric mean of theirs.
+        interval: of the speed-up at 95 %; None where it can be neither over rounds nor over requests.
+        over: what the interval is over: "rounds" or "requests".
     """
 
     prompt_class: str
@@ -65,7 +61,7 @@ class LatencyRow:
     second: float
     speedup: float | None
     interval: tuple[float, float] | None
-    resampled: str
+    over: str
 
 
 def quality_pair(first: Path, second: Path) -> tuple[Path, Path]:
@@ -195,8 +191,8 @@ def compare_items(
 def compare_latency(first: Path, second: Path) -> list[LatencyRow]:
     """Two latency records: medians of times by class, rates where requests overlap, and the time of all classes.
 
-    Intervals are by bootstrap over rounds, each a restart of both, where there are `ENOUGH_ROUNDS` in turns; else over
-    requests. A rate of requests that overlap has none then: they depend on each other.
+    Intervals are over rounds where both have two or more (`statistics.ratio_by_round`), paired where they took turns;
+    else over requests. A rate of requests that overlap has none then: they depend on each other.
 
     Raises:
         NotComparableError: requests or hardware differ.
@@ -204,16 +200,16 @@ def compare_latency(first: Path, second: Path) -> list[LatencyRow]:
     """
     a, b = store.read(first), store.read(second)
     _require_same(first, second, _latency_basis(a), _latency_basis(b), _latency_command(b["variant"], a))
-    enough = a["run"] == b["run"] and a["rounds"] >= ENOUGH_ROUNDS
+    in_turns = a["run"] == b["run"]
     items = [store.read_items(path) for path in (first, second)]
-    sides = [_by_class(one) for one in items]
+    sides = [by_class_and_round(one) for one in items]
     rows = []
     for name, row in a["classes"].items():
         other = b["classes"][name]
         shape = (name, row["prompt_tokens"], row["output_tokens"])
         for measure in LATENCY_MEASURES:
-            times = [[[i[measure] for i in rounds] for rounds in side[name]] for side in sides]
-            ratio = _ratio_over_rounds(*times) if enough else _ratio_over_requests(*times)
+            times = [by_round(side[name], measure) for side in sides]
+            ratio = statistics.ratio_by_round(*times, in_turns=in_turns)
             rows.append(
                 LatencyRow(
                     *shape,
@@ -222,11 +218,11 @@ def compare_latency(first: Path, second: Path) -> list[LatencyRow]:
                     other[measure]["median"],
                     ratio.value,
                     (ratio.low, ratio.high),
-                    "rounds" if enough else "requests",
+                    "rounds" if min(map(len, times)) > 1 else "requests",
                 )
             )
         if row["concurrency"] != 1 and "durations_s" in row:
-            rows += _rates(shape, row, other, [side[name] for side in sides], enough)
+            rows += _rates(shape, row, other, [side[name] for side in sides], in_turns)
     if all("durations_s" in row for row in a["classes"].values()):
         together = all_classes((a, items[0]), (b, items[1]))
         rows += [together] if together else []
@@ -247,59 +243,110 @@ def all_classes(
         None where requests overlapped, or a class has none that succeeded on both sides.
     """
     records = first[0], second[0]
-    sides = [_by_class(items) for _, items in (first, second)]
+    sides = [by_class_and_round(items) for _, items in (first, second)]
     rows = [row for record in records for row in record["classes"].values()]
     if any(row["concurrency"] != 1 for row in rows) or any(
         name not in side for name in records[0]["classes"] for side in sides
     ):
         return None
-    in_turns = records[0]["run"] == records[1]["run"]
-    enough = in_turns and records[0]["rounds"] >= ENOUGH_ROUNDS and all("durations_s" in row for row in rows)
-    return _wall_time(*records, sides, enough)
+    counts = [{name: row["request_count"] for name, row in record["classes"].items()} for record in records]
+    found = time_of_all(sides, counts, in_turns=records[0]["run"] == records[1]["run"])
+    speedup = found.speedup
+    return LatencyRow(
+        ALL_CLASSES,
+        None,
+        None,
+        "wall_ms",
+        found.first_ms,
+        found.second_ms,
+        speedup.value,
+        (speedup.low, speedup.high),
+        found.over,
+    )
 
 
-_Items = list[Mapping[str, Any]]
+Rounds = Mapping[int, Sequence[Mapping[str, Any]]]
+"""The requests of a class, by the number of their round."""
 
 
-def _by_class(items: Sequence[Mapping[str, Any]]) -> dict[str, list[_Items]]:
-    """The requests that succeeded, by class and round."""
-    found: dict[str, dict[int, _Items]] = {}
+def by_class_and_round(items: Sequence[Mapping[str, Any]]) -> dict[str, Rounds]:
+    """The requests of a latency record that succeeded."""
+    found: dict[str, dict[int, list[Mapping[str, Any]]]] = {}
     for item in items:
         if item["error"] is None:
             found.setdefault(item["class"], {}).setdefault(item.get("round", 0), []).append(item)
-    return {name: list(rounds.values()) for name, rounds in found.items()}
+    return dict(found)
 
 
-def _ratio_over_requests(first: list[list[float]], second: list[list[float]]) -> statistics.Ratio:
-    return statistics.ratio_of_medians(*(np.concatenate(rounds) for rounds in (first, second)))
+def by_round(rounds: Rounds, measure: str) -> dict[int, list[float]]:
+    """One figure of every request of a class, by round."""
+    return {number: [float(request[measure]) for request in one] for number, one in rounds.items()}
 
 
-def _ratio_over_rounds(first: list[list[float]], second: list[list[float]]) -> statistics.Ratio:
-    """median(first) / median(second) of all requests, resampling rounds: the same ones on both sides, whole."""
+@dataclass(frozen=True)
+class TimeOfAll:
+    """How long all requests of two sides took, end to end.
 
-    def table(rounds: list[list[float]]) -> statistics.Floats:
-        # Requests that failed leave a gap.
-        widest = max(map(len, rounds))
-        return np.array([[*one, *[np.nan] * (widest - len(one))] for one in rounds])
+    Attributes:
+        first_ms: of the first side.
+        second_ms: of the second.
+        speedup: how many times as fast the second is.
+        over: what its interval is over: "rounds" or "requests".
+    """
 
-    a, b = table(first), table(second)
+    first_ms: float
+    second_ms: float
+    speedup: statistics.Ratio
+    over: str
 
-    def ratio(rounds: NDArray[np.int_], axis: int) -> statistics.Floats:
-        medians = [np.nanmedian(times[rounds].reshape(*rounds.shape[:-1], -1), axis=-1) for times in (a, b)]
-        return np.asarray(medians[0] / medians[1])
 
-    places = np.arange(min(len(a), len(b)))
-    low, high = statistics.bootstrap_interval((places,), ratio, batch=statistics.BOOTSTRAP_RESAMPLES)
-    value = float(np.nanmedian(a) / np.nanmedian(b))
-    return statistics.Ratio(value, low, high)
+def time_of_all(
+    sides: Sequence[Mapping[str, Rounds]], counts: Sequence[Mapping[str, int]], *, in_turns: bool
+) -> TimeOfAll:
+    """The time of all requests of two sides; one that failed counts as the mean of its class.
+
+    Args:
+        sides: two, by class and round.
+        counts: of each side, the requests of each class that is to be counted.
+        in_turns: the rounds of one number were beside each other.
+    """
+    times = [
+        {name: by_round(side[name], "e2el_ms") for name in asked}
+        for side, asked in zip(sides, counts, strict=True)
+    ]
+    samples = [[np.concatenate(list(one.values())) for one in side.values()] for side in times]
+    numbers = [list(asked.values()) for asked in counts]
+
+    def total(numbers: Sequence[int], drawn: Sequence[Any], axis: int) -> Any:
+        return sum(n * np.mean(sample, axis=axis) for n, sample in zip(numbers, drawn, strict=True))
+
+    first, second = (float(total(n, drawn, 0)) for n, drawn in zip(numbers, samples, strict=True))
+    whole = [set.intersection(*(set(one) for one in side.values())) for side in times]
+    if in_turns:
+        whole = [whole[0] & whole[1]] * 2
+    if min(map(len, whole)) > 1:
+        rounds = [
+            [float(total(n, [one[number] for one in side.values()], 0)) for number in sorted(kept)]
+            for n, side, kept in zip(numbers, times, whole, strict=True)
+        ]
+        return TimeOfAll(first, second, statistics.ratio_of_rounds(*rounds, in_turns=in_turns), "rounds")
+
+    def speedup(*drawn: Any, axis: int) -> Any:
+        half = len(samples[0])
+        return total(numbers[0], drawn[:half], axis) / total(numbers[1], drawn[half:], axis)
+
+    low, high = statistics.bootstrap_interval(
+        (*samples[0], *samples[1]), speedup, batch=statistics.BOOTSTRAP_RESAMPLES
+    )
+    return TimeOfAll(first, second, statistics.Ratio(first / second, low, high), "requests")
 
 
 def _rates(
     shape: tuple[str, int, int],
     first: Mapping[str, Any],
     second: Mapping[str, Any],
-    items: list[list[_Items]],
-    enough: bool,
+    items: Sequence[Rounds],
+    in_turns: bool,
 ) -> list[LatencyRow]:
     """Output tokens and good requests a second of a class whose requests overlap."""
     levels = [row["goodput"] for row in (first, second)]
@@ -315,52 +362,20 @@ def _rates(
     )
     rows = []
     for measure, worth in measures:
-        worths = [[sum(map(worth, one)) for one in rounds] for rounds in items]
         durations = [row["durations_s"] for row in (first, second)]
+        # A round in which nothing succeeded has no requests here, and took its time all the same.
+        worths = [
+            [sum(map(worth, rounds.get(n, ()))) for n in range(len(seconds))]
+            for rounds, seconds in zip(items, durations, strict=True)
+        ]
         a, b = (sum(w) / sum(d) for w, d in zip(worths, durations, strict=True))
-        interval = None
-        if enough and a:
-            by_round = [np.divide(w, d) for w, d in zip(worths, durations, strict=True)]
-            ratio = statistics.paired_ratio(*by_round, *durations)
-            interval = ratio.low, ratio.high
-        rows.append(LatencyRow(*shape, measure, a, b, b / a if a else None, interval, "rounds"))
+        speedup, interval = b / a if a else None, None
+        mine, theirs = (np.divide(w, d) for w, d in zip(worths, durations, strict=True))
+        if min(len(mine), len(theirs)) > 1 and min(mine.min(), theirs.min()) > 0:
+            ratio = statistics.ratio_of_rounds(theirs, mine, in_turns=in_turns)
+            speedup, interval = ratio.value, (ratio.low, ratio.high)
+        rows.append(LatencyRow(*shape, measure, a, b, speedup, interval, "rounds"))
     return rows
-
-
-def _wall_time(
-    first: Mapping[str, Any], second: Mapping[str, Any], sides: list[dict[str, list[_Items]]], enough: bool
-) -> LatencyRow:
-    times = [
-        [
-            np.concatenate([[i["e2el_ms"] for i in rounds] for rounds in side[name]])
-            for name in first["classes"]
-        ]
-        for side in sides
-    ]
-    counts = [[row["request_count"] for row in record["classes"].values()] for record in (first, second)]
-
-    def total(samples: Sequence[Any], numbers: Sequence[int], axis: int) -> Any:
-        return sum(n * np.mean(sample, axis=axis) for sample, n in zip(samples, numbers, strict=True))
-
-    def ratio(*samples: Any, axis: int) -> Any:
-        half = len(samples) // 2
-        return total(samples[:half], counts[0], axis) / total(samples[half:], counts[1], axis)
-
-    a, b = (float(total(one, numbers, 0)) for one, numbers in zip(times, counts, strict=True))
-    if enough:
-        seconds = [
-            np.sum([row["durations_s"] for row in record["classes"].values()], axis=0)
-            for record in (first, second)
-        ]
-        ones = np.ones(len(seconds[0]))
-        found = statistics.paired_ratio(seconds[1], seconds[0], ones, ones)
-        interval = found.low, found.high
-    else:
-        interval = statistics.bootstrap_interval(
-            (*times[0], *times[1]), ratio, batch=statistics.BOOTSTRAP_RESAMPLES
-        )
-    resampled = "rounds" if enough else "requests"
-    return LatencyRow(ALL_CLASSES, None, None, "wall_ms", a, b, a / b, interval, resampled)
 
 
 def _newest_pair(

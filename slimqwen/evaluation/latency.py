@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from slimqwen.evaluation import statistics
+from slimqwen.evaluation import comparison, statistics
 from slimqwen.evaluation.answers import kept, unfinished
 from slimqwen.evaluation.output import output_to
 from slimqwen.evaluation.prompts import PromptCutter, Tokens, digest, documents
@@ -194,7 +194,7 @@ def measure(
     """Measure variants over a workload and write a latency record for each.
 
     Several variants take turns, each time on a fresh server: A B A B. They get the same texts in the same order, at the
-    same times. One variant keeps its server for all rounds.
+    same times. A server that runs already keeps running, so its rounds are no restarts.
 
     Args:
         variants: what to measure; a server that already runs one is used.
@@ -231,14 +231,10 @@ def measure(
                 continue
             for side in sides:
                 with contextlib.ExitStack() as turn:
-                    if len(sides) > 1 or side.served is None:
-                        lifetime = lasting if len(sides) == 1 else turn
-                        server_log = side.logs / f"serve_{side.variant.name}.log"
-                        served = lifetime.enter_context(
-                            serve(side.variant, port=port, log=server_log, progress=progress)
-                        )
-                    else:
-                        served = side.served
+                    server_log = side.logs / f"serve_{side.variant.name}.log"
+                    served = turn.enter_context(
+                        serve(side.variant, port=port, log=server_log, progress=progress)
+                    )
                     try:
                         side.take_round(number, served)
                     except ServerLostError as error:
@@ -279,7 +275,8 @@ def summarise(
         TooFewItemsError: fewer than two requests succeeded.
     """
     done = [row for row in rows if row["error"] is None]
-    intervals = [row["itl_ms"] for row in done if row["itl_ms"]]
+    talked = [row for row in done if row["itl_ms"]]
+    intervals = [row["itl_ms"] for row in talked]
     output_tokens = sum(row["output_tokens"] for row in done)
     summary: dict[str, Any] = {
         "request_count": len(rows),
@@ -292,9 +289,12 @@ def summarise(
     }
     for name in ("ttft_ms", "tpot_ms", "e2el_ms"):
         values = [row[name] for row in done]
-        summary[name] = _distribution(values, statistics.mean(values), len(done))
+        estimate = statistics.mean(values, clusters=_rounds(done))
+        summary[name] = _distribution(values, estimate, len(done))
     # Intervals of one request belong together, so its mean is the unit, weighted by how many it has.
-    estimate = statistics.mean([np.mean(i) for i in intervals], [len(i) for i in intervals])
+    estimate = statistics.mean(
+        [np.mean(i) for i in intervals], [len(i) for i in intervals], clusters=_rounds(talked)
+    )
     summary["itl_ms"] = _distribution([value for i in intervals for value in i], estimate, len(intervals))
     summary["goodput"] = None
     if service_level is not None:
@@ -308,6 +308,12 @@ def summarise(
             "requests_per_s": good / duration_s,
         }
     return summary
+
+
+def _rounds(rows: Sequence[Mapping[str, Any]]) -> list[int] | None:
+    """The rounds of requests, which are what was drawn where there are several; else each request is."""
+    numbers = [row.get("round", 0) for row in rows]
+    return numbers if len(set(numbers)) > 1 else None
 
 
 def _distribution(
@@ -599,17 +605,20 @@ def _class(side: _Measured, c: PromptClass, as_named: PromptClass) -> dict[str, 
 
 
 def _repeat_speedup(side: _Measured, c: PromptClass) -> dict[str, float] | None:
-    """Median TTFT of the prefixes' first time over that of their repetition, with its interval over requests.
+    """Median TTFT of the prefixes' first time over that of their repetition, with its interval.
 
     None for the first time itself, and for repetitions that wait for each other otherwise than the first time did.
     """
     first = next((one for one in side.classes if one.name == c.repeats), None)
     if first is None or first.concurrency != c.concurrency or first.arrives or c.arrives:
         return None
-    cold, warm = (
-        [row["ttft_ms"] for row in side.sent[one.name].rows if row["error"] is None] for one in (first, c)
-    )
-    return asdict(statistics.ratio_of_medians(cold, warm))
+    rounds = comparison.by_class_and_round([row for one in (first, c) for row in side.sent[one.name].rows])
+    if first.name not in rounds or c.name not in rounds:
+        raise statistics.TooFewItemsError(
+            f"{side.variant.name}: no request of {first.name} or {c.name} succeeded"
+        )
+    cold, warm = (comparison.by_round(rounds[one.name], "ttft_ms") for one in (first, c))
+    return asdict(statistics.ratio_by_round(cold, warm, in_turns=True))
 
 
 def _acceptance(sent: _Sent) -> dict[str, Any] | None:

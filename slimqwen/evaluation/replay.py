@@ -209,13 +209,25 @@ def _answer(item: Mapping[str, Any]) -> tuple[float, str | None]:
 
 
 def _compare_latency(first: _Side, second: _Side) -> tuple[bool, str, list[Change]]:
-    sides = [_requests(items) for _, items in (first, second)]
+    sides = [comparison.by_class_and_round(items) for _, items in (first, second)]
     shared = [name for name in first[0]["classes"] if all(side.get(name) for side in sides)]
     if not shared:
         raise ReplayError(
             f"no class of requests of then and now is the same: {', '.join(first[0]['classes'])}"
         )
-    together = _together([[side[name] for name in shared] for side in sides])
+    counts = {name: sum(map(len, sides[0][name].values())) for name in shared}
+    # After over before: how many times as long, where a comparison says how many times as fast.
+    found = comparison.time_of_all(sides[::-1], [counts, counts], in_turns=False)
+    together = Change(
+        "all classes, time of all requests, ms",
+        found.second_ms,
+        found.first_ms,
+        found.speedup.value,
+        found.speedup.low,
+        found.speedup.high,
+        sum(counts.values()),
+        1.0,
+    )
     changes = [together, *(change for name in shared for change in _of_class(name, sides))]
     other = [
         name
@@ -230,59 +242,21 @@ def _compare_latency(first: _Side, second: _Side) -> tuple[bool, str, list[Chang
     return together.none_inside and not other, summary, changes
 
 
-def _requests(items: Items) -> dict[str, list[Items]]:
-    """The requests that succeeded, by class and round."""
-    found: dict[str, dict[int, list[Mapping[str, Any]]]] = {}
-    for item in items:
-        if item["error"] is None:
-            found.setdefault(item["class"], {}).setdefault(item.get("round", 0), []).append(item)
-    return {name: list(rounds.values()) for name, rounds in found.items()}
-
-
-def _together(sides: Sequence[Sequence[Sequence[Items]]]) -> Change:
-    """The time of all requests, now over then: one figure, so that its interval is one of 95 %.
-
-    Resampled are rounds, each a restart, where both sides have enough of them; else the requests of each class.
-    """
-    times = [
-        [[np.array([item["e2el_ms"] for item in one]) for one in rounds] for rounds in side] for side in sides
-    ]
-    counts = [[len(rounds) for rounds in side] for side in sides]
-    if min(min(each) for each in counts) >= comparison.ENOUGH_ROUNDS:
-        units = [[np.array([one.mean() for one in rounds]) for rounds in side] for side in times]
-    else:
-        units = [[np.concatenate(rounds) for rounds in side] for side in times]
-    weights = [sum(len(one) for one in rounds) for rounds in times[0]]
-
-    def ratio(*samples: Any, axis: int = 0) -> Any:
-        half = len(samples) // 2
-        before, after = (
-            sum(weight * np.mean(sample, axis=axis) for weight, sample in zip(weights, part, strict=True))
-            for part in (samples[:half], samples[half:])
-        )
-        return after / before
-
-    samples = (*units[0], *units[1])
-    low, high = statistics.bootstrap_interval(samples, ratio)
-    before, after = (
-        float(sum(weight * np.mean(unit) for weight, unit in zip(weights, side, strict=True)))
-        for side in units
-    )
-    return Change(
-        "all classes, time of all requests, ms", before, after, after / before, low, high, sum(weights), 1.0
-    )
-
-
-def _of_class(name: str, sides: Sequence[Mapping[str, Sequence[Items]]]) -> Iterator[Change]:
+def _of_class(name: str, sides: Sequence[Mapping[str, comparison.Rounds]]) -> Iterator[Change]:
     for measure in comparison.LATENCY_MEASURES:
-        before, after = (
-            np.array([item[measure] for one in side[name] for item in one], dtype=np.float64)
-            for side in sides
+        before, after = (comparison.by_round(side[name], measure) for side in sides)
+        found = statistics.ratio_by_round(after, before, in_turns=False)
+        all_before, all_after = (np.concatenate(list(one.values())) for one in (before, after))
+        yield Change(
+            f"{name}, median {measure}",
+            float(np.median(all_before)),
+            float(np.median(all_after)),
+            found.value,
+            found.low,
+            found.high,
+            min(len(all_before), len(all_after)),
+            1.0,
         )
-        found = statistics.ratio_of_medians(after, before)
-        medians = float(np.median(before)), float(np.median(after))
-        count = min(len(before), len(after))
-        yield Change(f"{name}, median {measure}", *medians, found.value, found.low, found.high, count, 1.0)
 
 
 _KINDS: Mapping[str, tuple[Callable[..., Path], Callable[[_Side, _Side], tuple[bool, str, list[Change]]]]] = (

@@ -1,10 +1,11 @@
 """Estimates, paired differences and ratios, each with its uncertainty.
 
 Nothing here knows what was measured. Intervals are 95 % percentile bootstrap intervals with a fixed seed, so the
-same records always give the same figures.
+same records always give the same figures; of a handful of rounds they are Student's.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,6 +185,66 @@ def ratio_of_medians(numerator: ArrayLike, denominator: ArrayLike) -> Ratio:
 
     low, high = bootstrap_interval((a, b), ratio)
     return Ratio(float(np.median(a) / np.median(b)), low, high)
+
+
+def ratio_by_round(
+    numerator: Mapping[int, Sequence[float]], denominator: Mapping[int, Sequence[float]], *, in_turns: bool
+) -> Ratio:
+    """The ratio of two medians whose observations came in rounds, over rounds where both sides have two or more.
+
+    What differs from start to start of a server, and from minute to minute of a machine, every request of a round has
+    in common: an interval over requests does not know of it. One round can only be taken request by request.
+
+    Args:
+        numerator: the observations of each round, by its number.
+        denominator: likewise.
+        in_turns: a round of the one was beside the round of the same number of the other.
+
+    Raises:
+        TooFewItemsError: fewer than two observations on a side.
+    """
+    sides = [{number: np.median(one) for number, one in side.items()} for side in (numerator, denominator)]
+    if in_turns:
+        sides = [
+            {n: median for n, median in side.items() if n in sides[0] and n in sides[1]} for side in sides
+        ]
+    if min(map(len, sides)) < 2:
+        return ratio_of_medians(*(np.concatenate(list(side.values())) for side in (numerator, denominator)))
+    first, second = (np.array([side[n] for n in sorted(side)]) for side in sides)
+    return ratio_of_rounds(first, second, in_turns=in_turns)
+
+
+def ratio_of_rounds(numerator: ArrayLike, denominator: ArrayLike, *, in_turns: bool) -> Ratio:
+    """Geometric mean over geometric mean of one figure a round, its interval by Student's t on the logarithms.
+
+    The rounds are the restarts of Kalibera and Jones, Rigorous Benchmarking in Reasonable Time (ISMM 2013). They are
+    few, and a bootstrap of few covers less than it says (docs/log.md, 2026-11-22).
+
+    Args:
+        numerator: positive, one a round.
+        denominator: likewise.
+        in_turns: paired by their order; else Welch's.
+
+    Raises:
+        TooFewItemsError: fewer than two rounds on a side.
+        ValueError: a figure is not positive, or the sides of pairs differ in number.
+    """
+    a, b = (np.asarray(side, dtype=np.float64) for side in (numerator, denominator))
+    _require_two(min(len(a), len(b)))
+    if min(a.min(), b.min()) <= 0:
+        raise ValueError("a ratio over rounds is one of positive figures")
+    a, b = np.log(a), np.log(b)
+    if in_turns:
+        differences = np.subtract(*_paired_arrays(a, b))
+        variance, freedom = float(differences.var(ddof=1)) / len(a), float(len(a) - 1)
+    else:
+        parts = a.var(ddof=1) / len(a), b.var(ddof=1) / len(b)
+        variance = float(sum(parts))
+        spread = parts[0] ** 2 / (len(a) - 1) + parts[1] ** 2 / (len(b) - 1)
+        freedom = float(variance**2 / spread) if spread else float(len(a) + len(b) - 2)
+    middle = float(a.mean() - b.mean())
+    reach = float(stats.t.ppf((1 + CONFIDENCE_LEVEL) / 2, freedom)) * math.sqrt(variance)
+    return Ratio(math.exp(middle), math.exp(middle - reach), math.exp(middle + reach))
 
 
 def paired_ratio(

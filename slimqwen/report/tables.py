@@ -718,20 +718,28 @@ def latency_comparison(first: Path, second: Path) -> Table:
         f"speed-up of {b['variant']}", "95 % interval", "requests",
     )  # fmt: skip
     paired = "in turns" if a["run"] == b["run"] else "one after the other, not in turns"
-    over = "rounds, each a restart of both" if found[0].resampled == "rounds" else "requests"
-    notes = [f"On {_hardware(a)}, {paired}; intervals by bootstrap over {over}."]
+    notes = [f"On {_hardware(a)}, {paired}; {_latency_intervals(a, b, found[0].over)}."]
     if not in_ms:
         notes.append("Medians of TTFT, TPOT and E2EL in ms; rates over all rounds.")
     if any(row.interval is None for row in found):
         notes.append(
-            "Requests that overlap depend on each other: a rate has an interval from "
-            f"{comparison.ENOUGH_ROUNDS} rounds on."
+            "Requests that overlap depend on each other: a rate has an interval where there are several rounds, each "
+            "with some."
         )
     notes += [note for record in (a, b) for note in _config_notes(record)]
     if not a["provenance"]["hardware"]["gpus"]:
         notes.append(_CPU_NOTE)
     title = f"Latency{_of_workload(a)}: {a['variant']} and {b['variant']}"
     return Table(title, columns, tuple(rows), (*notes, *(_source(path) for path in paths)), text_columns=2)
+
+
+def _latency_intervals(a: store.Record, b: store.Record, over: str) -> str:
+    if over == "requests":
+        return "intervals by bootstrap over requests of one round: what a restart changes is not in them"
+    numbers = dict.fromkeys(record["rounds"] for record in (a, b))
+    restarted = all(record["provenance"]["server"] == "started" for record in (a, b))
+    kind = "restarts of both" if restarted else "rounds"
+    return f"intervals by Student's t over {' and '.join(map(str, numbers))} {kind}, speed-ups their geometric mean"
 
 
 def _quality_results(path: Path) -> Table:
@@ -791,7 +799,8 @@ def _latency_results(path: Path) -> Table:
         for name, row in record["classes"].items()
     ]
     columns = ("class, tokens", *(_heading(column) for column in wanted), "requests")
-    means = "Means ± standard errors, on" if any(c.endswith(".mean") for c in wanted) else "On"
+    over = f"{record['rounds']} rounds" if record["rounds"] > 1 else "requests"
+    means = f"Means ± standard errors over {over}, on" if any(c.endswith(".mean") for c in wanted) else "On"
     notes = [f"{means} {_hardware(record)}."]
     levels = [row["goodput"] for row in record["classes"].values() if row.get("goodput")]
     if levels:

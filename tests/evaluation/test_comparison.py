@@ -1,4 +1,5 @@
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -153,27 +154,27 @@ def overlapping(durations_s):
 
 def test_rates_of_requests_that_overlap_have_an_interval_only_over_rounds(write):
     rows = comparison.compare_latency(
-        write.latency("a", change=overlapping([4.0, 4.0]), rounds=2),
-        write.latency("b", change=overlapping([2.0, 2.0]), rounds=2),
+        write.latency("a", change=overlapping([4.0])),
+        write.latency("b", change=overlapping([2.0])),
     )
     tokens, good = rows[3:]
-    # 2 rounds of 12 requests of 16 tokens in 8 s and in 4 s.
+    # 12 requests of 16 tokens in 4 s and in 2 s.
     assert (tokens.measure, tokens.first, tokens.second) == ("output_throughput_tokens_per_s", 48, 96)
     assert (good.measure, good.first, good.second) == ("goodput_per_s", 3, 6)
     assert (tokens.speedup, good.speedup) == (2, 2)
     assert tokens.interval is None
-    assert {row.resampled for row in rows[:3]} == {"requests"}
+    assert {row.over for row in rows[:3]} == {"requests"}
 
 
-def test_from_five_rounds_on_whole_rounds_are_resampled(write):
+def test_several_rounds_are_what_an_interval_is_over(write):
     durations = [4.0, 4.0, 4.0, 4.0, 8.0]
     rows = comparison.compare_latency(
         write.latency("a", change=overlapping(durations), rounds=5, jitter=0),
         write.latency("b", 0.5, change=overlapping([d / 2 for d in durations]), rounds=5, jitter=0),
     )
-    assert {row.resampled for row in rows} == {"rounds"}
+    assert {row.over for row in rows} == {"rounds"}
     for row in rows:
-        # Both sides of a round are slow together: its ratio is 2 in every one, and so is that of any mix of rounds.
+        # Both sides of a round are slow together: its ratio is 2 in every one.
         assert row.speedup == pytest.approx(2)
         assert row.interval == pytest.approx((2, 2))
 
@@ -187,21 +188,37 @@ def test_rounds_that_disagree_widen_the_interval(write):
         write.latency("b", change=overlapping([1.0, 1.0, 1.0, 1.0, 3.0]), rounds=5),
     )
     tokens = comparison.compare_latency(*apart)[3]
-    assert tokens.speedup == pytest.approx(5 / 7)
-    assert tokens.interval[0] < 0.6 < 0.99 < tokens.interval[1]
+    assert tokens.speedup == pytest.approx(3 ** (-1 / 5))
+    # Student's t with 4 degrees of freedom: one round of five a third as fast is compatible with no change.
+    reach = 2.7764451 * math.log(3) / 5
+    assert tokens.interval == pytest.approx(
+        (3 ** (-1 / 5) / math.exp(reach), 3 ** (-1 / 5) * math.exp(reach))
+    )
+
+
+def test_a_round_in_which_nothing_succeeded_leaves_the_others_paired(write):
+    """Else the second round of the one would stand beside the third of the other."""
+    path = write.latency("a", rounds=3, jitter=0)
+    items = [item | {"error": "died"} if item["round"] == 1 else item for item in store.read_items(path)]
+    a = store.write(path.parent, store.read(path), items)
+    rows = comparison.compare_latency(a, write.latency("b", 0.5, rounds=3, jitter=0))
+    assert rows[0].interval == pytest.approx((2, 2))
 
 
 def test_records_of_different_runs_are_not_paired_by_round(write):
+    durations = [1.0, 1.0, 1.0, 1.0, 3.0]
+
     def another_run(body):
-        overlapping([1.0] * 5)(body)
+        overlapping(durations)(body)
         body["run"] = "2026-02-02T00:00:00Z"
 
     rows = comparison.compare_latency(
-        write.latency("a", change=overlapping([1.0] * 5), rounds=5),
+        write.latency("a", change=overlapping(durations), rounds=5),
         write.latency("b", change=another_run, rounds=5),
     )
-    assert {row.resampled for row in rows[:3]} == {"requests"}
-    assert rows[3].interval is None
+    # Round by round nothing differs, but these rounds have nothing to do with each other.
+    assert rows[3].speedup == pytest.approx(1)
+    assert rows[3].interval[0] < 0.6 < 1.6 < rows[3].interval[1]
 
 
 def test_nothing_good_has_no_ratio(write):

@@ -143,10 +143,12 @@ def test_variants_take_turns_and_get_the_same_prompts(measure, add_served, stand
     assert records[0]["classes"]["long"]["prompts_sha256"] == records[1]["classes"]["long"]["prompts_sha256"]
 
 
-def test_one_variant_keeps_its_server_and_its_record_says_what_was_sent(measure, add_served, stand_in, capfd):
+def test_one_variant_has_a_fresh_server_a_round_and_its_record_says_what_was_sent(
+    measure, add_served, stand_in, capfd
+):
     server, told = stand_in(), []
     (path,), order = measure(add_served("tiny", server), progress=lambda *step: told.append(step))
-    assert order == ["tiny"]
+    assert order == ["tiny", "tiny"]
     record, items = store.read(path), store.read_items(path)
     assert (record["scale"], record["rounds"]) == (0.5, 2)
     short, long = record["classes"]["short"], record["classes"]["long"]

@@ -108,6 +108,56 @@ def test_ratio_of_medians_covers_the_true_ratio():
     assert ratio.high - ratio.low < 0.3
 
 
+@pytest.mark.parametrize("rounds", [2, 3, 6])
+@pytest.mark.parametrize("in_turns", [True, False])
+def test_an_interval_over_few_rounds_covers_what_it_says(rounds, in_turns):
+    """Paired, the bootstrap over 6 such rounds covers 85 %, over 3 of them 73 %."""
+    chance = np.random.default_rng(3)
+    inside = 0
+    for _ in range(600):
+        hour = chance.normal(0, 0.3, rounds) * in_turns
+        a, b = (np.exp(hour + chance.normal(0, 0.05, rounds)) for _ in range(2))
+        found = statistics.ratio_of_rounds(2 * a, b, in_turns=in_turns)
+        inside += found.low <= 2 <= found.high
+    # Four standard deviations of 600 draws; Welch's is on the safe side of few.
+    assert 0.914 <= inside / 600 <= (0.986 if in_turns else 1)
+
+
+def test_a_known_ratio_of_rounds():
+    found = statistics.ratio_of_rounds([2.0, 8.0], [1.0, 1.0], in_turns=True)
+    t = float(stats.t.ppf(0.975, 1))
+    assert found.value == pytest.approx(4)
+    assert (found.low, found.high) == pytest.approx((4 / 2**t, 4 * 2**t))
+    welch = stats.ttest_ind(np.log([2.0, 8.0, 3.0]), np.log([1.0, 1.5]), equal_var=False)
+    found = statistics.ratio_of_rounds([2.0, 8.0, 3.0], [1.0, 1.5], in_turns=False)
+    assert (found.low, found.high) == pytest.approx(tuple(np.exp(welch.confidence_interval(0.95))))
+
+
+@pytest.mark.parametrize("in_turns", [True, False])
+def test_rounds_that_agree_have_a_ratio_without_width(in_turns):
+    found = statistics.ratio_of_rounds([3.0, 3.0], [2.0, 2.0], in_turns=in_turns)
+    assert (found.value, found.low, found.high) == pytest.approx((1.5, 1.5, 1.5))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "error"),
+    [
+        ([1.0], [1.0], statistics.TooFewItemsError),
+        ([1.0, 0.0], [1.0, 1.0], ValueError),
+        ([1.0, 1.0], [1.0, 1.0, 1.0], ValueError),
+    ],
+)
+def test_rounds_without_a_ratio_are_refused(first, second, error):
+    with pytest.raises(error):
+        statistics.ratio_of_rounds(first, second, in_turns=True)
+
+
+def test_a_single_round_is_taken_request_by_request():
+    requests = {0: [10.0, 11.0, 12.0, 13.0]}
+    found = statistics.ratio_by_round(requests, {0: [5.0, 5.5, 6.0, 6.5]}, in_turns=True)
+    assert found == statistics.ratio_of_medians(requests[0], [5.0, 5.5, 6.0, 6.5])
+
+
 @pytest.mark.parametrize(("count", "percentiles"), [(9, []), (10, [90]), (99, [90]), (100, [90, 99])])
 def test_a_percentile_is_offered_only_where_a_request_lies_beyond_it(count, percentiles):
     assert statistics.supported_percentiles(count) == percentiles

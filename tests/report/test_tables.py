@@ -173,8 +173,8 @@ def test_each_workload_has_a_table_of_its_own(repository, latency, monkeypatch):
     _, classes, load = tables.comparison_tables(*folders)
     assert (classes.title, load.title) == ("Latency: a and b", "Latency, load: a and b")
     assert load.rows[3][:5] == ("short 16 -> 16", "output tokens/s", "64.0", "64.0", "1.00x")
-    assert load.rows[3][5] == "-"
-    assert any("has an interval from 5 rounds on" in note for note in load.notes)
+    assert load.rows[3][5] == "1.00 to 1.00"
+    assert any("Student's t over 2 " in note for note in load.notes)
     assert "short 250" in tables.variants_table(repository).rows[0][5]
 
 
