@@ -50,7 +50,7 @@ class LatencyRow:
         second: the figure of the second.
         speedup: None where the first is nothing; over rounds, the geometric mean of theirs.
         interval: of the speed-up at 95 %; None where it can be neither over rounds nor over requests.
-        over: what the interval is over: "rounds" or "requests".
+        rounds: that the interval is over; 0 where it is over requests.
     """
 
     prompt_class: str
@@ -61,7 +61,7 @@ class LatencyRow:
     second: float
     speedup: float | None
     interval: tuple[float, float] | None
-    over: str
+    rounds: int
 
 
 def quality_pair(first: Path, second: Path) -> tuple[Path, Path]:
@@ -209,7 +209,7 @@ def compare_latency(first: Path, second: Path) -> list[LatencyRow]:
         shape = (name, row["prompt_tokens"], row["output_tokens"])
         for measure in LATENCY_MEASURES:
             times = [by_round(side[name], measure) for side in sides]
-            ratio = statistics.ratio_by_round(*times, in_turns=in_turns)
+            ratio, rounds = statistics.ratio_by_round(*times, in_turns=in_turns)
             rows.append(
                 LatencyRow(
                     *shape,
@@ -218,15 +218,13 @@ def compare_latency(first: Path, second: Path) -> list[LatencyRow]:
                     other[measure]["median"],
                     ratio.value,
                     (ratio.low, ratio.high),
-                    "rounds" if min(map(len, times)) > 1 else "requests",
+                    rounds,
                 )
             )
         if row["concurrency"] != 1 and "durations_s" in row:
             rows += _rates(shape, row, other, [side[name] for side in sides], in_turns)
-    if all("durations_s" in row for row in a["classes"].values()):
-        together = all_classes((a, items[0]), (b, items[1]))
-        rows += [together] if together else []
-    return rows
+    together = all_classes((a, items[0]), (b, items[1]))
+    return [*rows, together] if together else rows
 
 
 def all_classes(
@@ -261,7 +259,7 @@ def all_classes(
         found.second_ms,
         speedup.value,
         (speedup.low, speedup.high),
-        found.over,
+        found.rounds,
     )
 
 
@@ -291,13 +289,13 @@ class TimeOfAll:
         first_ms: of the first side.
         second_ms: of the second.
         speedup: how many times as fast the second is.
-        over: what its interval is over: "rounds" or "requests".
+        rounds: that its interval is over; 0 where it is over requests.
     """
 
     first_ms: float
     second_ms: float
     speedup: statistics.Ratio
-    over: str
+    rounds: int
 
 
 def time_of_all(
@@ -329,7 +327,8 @@ def time_of_all(
             [float(total(n, [one[number] for one in side.values()], 0)) for number in sorted(kept)]
             for n, side, kept in zip(numbers, times, whole, strict=True)
         ]
-        return TimeOfAll(first, second, statistics.ratio_of_rounds(*rounds, in_turns=in_turns), "rounds")
+        ratio = statistics.ratio_of_rounds(*rounds, in_turns=in_turns)
+        return TimeOfAll(first, second, ratio, min(map(len, rounds)))
 
     def speedup(*drawn: Any, axis: int) -> Any:
         half = len(samples[0])
@@ -338,7 +337,7 @@ def time_of_all(
     low, high = statistics.bootstrap_interval(
         (*samples[0], *samples[1]), speedup, batch=statistics.BOOTSTRAP_RESAMPLES
     )
-    return TimeOfAll(first, second, statistics.Ratio(first / second, low, high), "requests")
+    return TimeOfAll(first, second, statistics.Ratio(first / second, low, high), 0)
 
 
 def _rates(
@@ -369,12 +368,12 @@ def _rates(
             for rounds, seconds in zip(items, durations, strict=True)
         ]
         a, b = (sum(w) / sum(d) for w, d in zip(worths, durations, strict=True))
-        speedup, interval = b / a if a else None, None
+        speedup, interval, rounds = b / a if a else None, None, 0
         mine, theirs = (np.divide(w, d) for w, d in zip(worths, durations, strict=True))
         if min(len(mine), len(theirs)) > 1 and min(mine.min(), theirs.min()) > 0:
             ratio = statistics.ratio_of_rounds(theirs, mine, in_turns=in_turns)
-            speedup, interval = ratio.value, (ratio.low, ratio.high)
-        rows.append(LatencyRow(*shape, measure, a, b, speedup, interval, "rounds"))
+            speedup, interval, rounds = ratio.value, (ratio.low, ratio.high), min(len(mine), len(theirs))
+        rows.append(LatencyRow(*shape, measure, a, b, speedup, interval, rounds))
     return rows
 
 
@@ -438,7 +437,7 @@ def _latency_basis(record: store.Record) -> dict[str, Any]:
         },
         # Records before arrivals: all requests were sent as soon as the concurrency let them.
         "arrivals": {name: row.get("arrival") for name, row in record["classes"].items()},
-        "hardware": {name: hardware[name] for name in ("cpu_model", "cpu_count", "gpus")},
+        "hardware": {name: hardware[name] for name in ("cpu_model", "cpu_flags", "cpu_count", "gpus")},
         **{f"data file {name}": digest for name, digest in record["provenance"]["datasets"].items()},
     }
 

@@ -5,7 +5,6 @@ chunks, E2EL the time from sending a request to its last token; all in milliseco
 """
 
 import asyncio
-import contextlib
 import dataclasses
 import itertools
 import math
@@ -193,8 +192,8 @@ def measure(
 ) -> list[Path]:
     """Measure variants over a workload and write a latency record for each.
 
-    Several variants take turns, each time on a fresh server: A B A B. They get the same texts in the same order, at the
-    same times. A server that runs already keeps running, so its rounds are no restarts.
+    Every round has a fresh server; several variants take turns: A B A B. They get the same texts in the same order, at
+    the same times. A server that runs already is used, so its rounds are no restarts.
 
     Args:
         variants: what to measure; a server that already runs one is used.
@@ -220,8 +219,7 @@ def measure(
     started = provenance.utc_now()
     run = _Sending(workload, _max_num_seqs(variants, workload), rounds, progress)
     sides = [_Measured(*_with_config(variant, workload), run) for variant in variants]
-    with contextlib.ExitStack() as lasting:
-        finished = lasting.enter_context(kept(_unfinished(sides, workload, rounds)))
+    with kept(_unfinished(sides, workload, rounds)) as finished:
         for number in range(rounds):
             state = finished.get(number)
             if state is not None:
@@ -230,11 +228,8 @@ def measure(
                     side.go_on(so_far)
                 continue
             for side in sides:
-                with contextlib.ExitStack() as turn:
-                    server_log = side.logs / f"serve_{side.variant.name}.log"
-                    served = turn.enter_context(
-                        serve(side.variant, port=port, log=server_log, progress=progress)
-                    )
+                server_log = side.logs / f"serve_{side.variant.name}.log"
+                with serve(side.variant, port=port, log=server_log, progress=progress) as served:
                     try:
                         side.take_round(number, served)
                     except ServerLostError as error:
@@ -618,7 +613,8 @@ def _repeat_speedup(side: _Measured, c: PromptClass) -> dict[str, float] | None:
             f"{side.variant.name}: no request of {first.name} or {c.name} succeeded"
         )
     cold, warm = (comparison.by_round(rounds[one.name], "ttft_ms") for one in (first, c))
-    return asdict(statistics.ratio_by_round(cold, warm, in_turns=True))
+    ratio, _ = statistics.ratio_by_round(cold, warm, in_turns=True)
+    return asdict(ratio)
 
 
 def _acceptance(sent: _Sent) -> dict[str, Any] | None:

@@ -37,7 +37,8 @@ class Change:
         name: the figure, with its unit.
         before: what the record says.
         after: what was measured now.
-        value: after minus before over the same items; of a time, after divided by before.
+        value: after minus before over the same items; of a time, after divided by before, over several rounds that of
+            their geometric means.
         low: of the value's 95 % interval.
         high: of the value's 95 % interval.
         count: items, or requests, that both sides have.
@@ -236,7 +237,8 @@ def _compare_latency(first: _Side, second: _Side) -> tuple[bool, str, list[Chang
         != second[0]["classes"].get(name, {}).get("prompts_sha256")
     ]
     inside = "lies inside" if together.none_inside else "lies outside"
-    summary = f"now / then {together.value:.2f} [{together.low:.2f}, {together.high:.2f}]: 1.00 {inside}"
+    over = f"{found.rounds} rounds" if found.rounds else "requests"
+    summary = f"now / then {together.value:.2f} [{together.low:.2f}, {together.high:.2f}] over {over}: 1.00 {inside}"
     if other:
         summary += f"; other prompts than then in {', '.join(other)}"
     return together.none_inside and not other, summary, changes
@@ -245,7 +247,7 @@ def _compare_latency(first: _Side, second: _Side) -> tuple[bool, str, list[Chang
 def _of_class(name: str, sides: Sequence[Mapping[str, comparison.Rounds]]) -> Iterator[Change]:
     for measure in comparison.LATENCY_MEASURES:
         before, after = (comparison.by_round(side[name], measure) for side in sides)
-        found = statistics.ratio_by_round(after, before, in_turns=False)
+        found, _ = statistics.ratio_by_round(after, before, in_turns=False)
         all_before, all_after = (np.concatenate(list(one.values())) for one in (before, after))
         yield Change(
             f"{name}, median {measure}",

@@ -7,6 +7,7 @@ same records always give the same figures; of a handful of rounds they are Stude
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -187,9 +188,50 @@ def ratio_of_medians(numerator: ArrayLike, denominator: ArrayLike) -> Ratio:
     return Ratio(float(np.median(a) / np.median(b)), low, high)
 
 
+def median_interval(rounds: Mapping[int, Sequence[float]]) -> tuple[float, float]:
+    """The 95 % interval of the median of observations that came in rounds.
+
+    Of several rounds by Student's t on the logarithms of their medians, about the median of all. Of one round by order
+    statistics, which assume nothing but independent observations; of fewer than six of these the whole range, which
+    holds the median less often than that.
+
+    Args:
+        rounds: positive observations by the number of their round.
+
+    Raises:
+        TooFewItemsError: there are none.
+    """
+    values = sorted(value for one in rounds.values() for value in one)
+    if not values:
+        raise TooFewItemsError("no observation has no median")
+    if len(rounds) == 1:
+        place = _median_place(len(values))
+        return values[place], values[-1 - place]
+    medians = np.log([np.median(one) for one in rounds.values()])
+    reach = _student(len(medians) - 1) * float(medians.std(ddof=1)) / math.sqrt(len(medians))
+    middle = float(np.median(values))
+    return middle / math.exp(reach), middle * math.exp(reach)
+
+
+@cache
+def _median_place(count: int) -> int:
+    """The place, from either end, at which the interval of the median of so many values ends."""
+    tail = (1 - CONFIDENCE_LEVEL) / 2
+    # The number of values below the median is a binomial one.
+    place = int(stats.binom.ppf(tail, count, 0.5))
+    if stats.binom.cdf(place, count, 0.5) > tail:
+        place -= 1
+    return max(place, 0)
+
+
+def _student(freedom: float) -> float:
+    """Standard errors from an estimate to the end of its interval."""
+    return float(stats.t.ppf((1 + CONFIDENCE_LEVEL) / 2, freedom))
+
+
 def ratio_by_round(
     numerator: Mapping[int, Sequence[float]], denominator: Mapping[int, Sequence[float]], *, in_turns: bool
-) -> Ratio:
+) -> tuple[Ratio, int]:
     """The ratio of two medians whose observations came in rounds, over rounds where both sides have two or more.
 
     What differs from start to start of a server, and from minute to minute of a machine, every request of a round has
@@ -200,6 +242,9 @@ def ratio_by_round(
         denominator: likewise.
         in_turns: a round of the one was beside the round of the same number of the other.
 
+    Returns:
+        The ratio, and over how many rounds its interval is; 0 where it is over observations.
+
     Raises:
         TooFewItemsError: fewer than two observations on a side.
     """
@@ -208,10 +253,12 @@ def ratio_by_round(
         sides = [
             {n: median for n, median in side.items() if n in sides[0] and n in sides[1]} for side in sides
         ]
-    if min(map(len, sides)) < 2:
-        return ratio_of_medians(*(np.concatenate(list(side.values())) for side in (numerator, denominator)))
-    first, second = (np.array([side[n] for n in sorted(side)]) for side in sides)
-    return ratio_of_rounds(first, second, in_turns=in_turns)
+    rounds = min(map(len, sides))
+    if rounds < 2:
+        whole = (np.concatenate(list(side.values())) for side in (numerator, denominator))
+        return ratio_of_medians(*whole), 0
+    first, second = ([side[n] for n in sorted(side)] for side in sides)
+    return ratio_of_rounds(first, second, in_turns=in_turns), rounds
 
 
 def ratio_of_rounds(numerator: ArrayLike, denominator: ArrayLike, *, in_turns: bool) -> Ratio:
@@ -243,7 +290,7 @@ def ratio_of_rounds(numerator: ArrayLike, denominator: ArrayLike, *, in_turns: b
         spread = parts[0] ** 2 / (len(a) - 1) + parts[1] ** 2 / (len(b) - 1)
         freedom = float(variance**2 / spread) if spread else float(len(a) + len(b) - 2)
     middle = float(a.mean() - b.mean())
-    reach = float(stats.t.ppf((1 + CONFIDENCE_LEVEL) / 2, freedom)) * math.sqrt(variance)
+    reach = _student(freedom) * math.sqrt(variance)
     return Ratio(math.exp(middle), math.exp(middle - reach), math.exp(middle + reach))
 
 

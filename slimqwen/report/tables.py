@@ -7,7 +7,7 @@ A Markdown file asks for one with a pair of comments, and everything between the
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -23,7 +23,7 @@ from slimqwen.errors import SlimqwenError
 from slimqwen.evaluation import acceptance_share, comparison, first_request, start_up
 from slimqwen.evaluation.verdict import Judgement
 from slimqwen.evaluation.workload import DEFAULT_COLUMNS
-from slimqwen.records import results, store
+from slimqwen.records import provenance, results, store
 
 _BLOCK = re.compile(
     r"(?P<open><!-- table:(?P<name>[\w-]+)(?P<words>[^\n]*?) -->\n).*?(?P<close><!-- end -->)", re.DOTALL
@@ -718,7 +718,7 @@ def latency_comparison(first: Path, second: Path) -> Table:
         f"speed-up of {b['variant']}", "95 % interval", "requests",
     )  # fmt: skip
     paired = "in turns" if a["run"] == b["run"] else "one after the other, not in turns"
-    notes = [f"On {_hardware(a)}, {paired}; {_latency_intervals(a, b, found[0].over)}."]
+    notes = [f"On {_hardware(a)}, {paired}; {_latency_intervals(found)}."]
     if not in_ms:
         notes.append("Medians of TTFT, TPOT and E2EL in ms; rates over all rounds.")
     if any(row.interval is None for row in found):
@@ -733,13 +733,12 @@ def latency_comparison(first: Path, second: Path) -> Table:
     return Table(title, columns, tuple(rows), (*notes, *(_source(path) for path in paths)), text_columns=2)
 
 
-def _latency_intervals(a: store.Record, b: store.Record, over: str) -> str:
-    if over == "requests":
-        return "intervals by bootstrap over requests of one round: what a restart changes is not in them"
-    numbers = dict.fromkeys(record["rounds"] for record in (a, b))
-    restarted = all(record["provenance"]["server"] == "started" for record in (a, b))
-    kind = "restarts of both" if restarted else "rounds"
-    return f"intervals by Student's t over {' and '.join(map(str, numbers))} {kind}, speed-ups their geometric mean"
+def _latency_intervals(rows: Sequence[comparison.LatencyRow]) -> str:
+    numbers = sorted({row.rounds for row in rows if row.interval})
+    if not any(numbers):
+        return "intervals by bootstrap over requests: what a restart changes is not in them"
+    told = " and ".join(f"{number} rounds" if number else "requests" for number in numbers)
+    return f"intervals by Student's t over {told}, speed-ups their geometric mean"
 
 
 def _quality_results(path: Path) -> Table:
@@ -799,8 +798,7 @@ def _latency_results(path: Path) -> Table:
         for name, row in record["classes"].items()
     ]
     columns = ("class, tokens", *(_heading(column) for column in wanted), "requests")
-    over = f"{record['rounds']} rounds" if record["rounds"] > 1 else "requests"
-    means = f"Means ± standard errors over {over}, on" if any(c.endswith(".mean") for c in wanted) else "On"
+    means = "Means ± standard errors, on" if any(c.endswith(".mean") for c in wanted) else "On"
     notes = [f"{means} {_hardware(record)}."]
     levels = [row["goodput"] for row in record["classes"].values() if row.get("goodput")]
     if levels:
@@ -934,10 +932,7 @@ def _latest_latency(folder: Path) -> str:
 
 
 def _hardware(record: store.Record) -> str:
-    hardware = record["provenance"]["hardware"]
-    if hardware["gpus"]:
-        return ", ".join(gpu["name"] for gpu in hardware["gpus"])
-    return f"{hardware['cpu_count']} CPUs of {hardware['cpu_model']}"
+    return provenance.hardware_name(record["provenance"]["hardware"])
 
 
 def _source(path: Path) -> str:

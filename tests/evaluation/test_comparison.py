@@ -163,7 +163,7 @@ def test_rates_of_requests_that_overlap_have_an_interval_only_over_rounds(write)
     assert (good.measure, good.first, good.second) == ("goodput_per_s", 3, 6)
     assert (tokens.speedup, good.speedup) == (2, 2)
     assert tokens.interval is None
-    assert {row.over for row in rows[:3]} == {"requests"}
+    assert {row.rounds for row in rows[:3]} == {0}
 
 
 def test_several_rounds_are_what_an_interval_is_over(write):
@@ -172,7 +172,7 @@ def test_several_rounds_are_what_an_interval_is_over(write):
         write.latency("a", change=overlapping(durations), rounds=5, jitter=0),
         write.latency("b", 0.5, change=overlapping([d / 2 for d in durations]), rounds=5, jitter=0),
     )
-    assert {row.over for row in rows} == {"rounds"}
+    assert {row.rounds for row in rows} == {5}
     for row in rows:
         # Both sides of a round are slow together: its ratio is 2 in every one.
         assert row.speedup == pytest.approx(2)
@@ -203,6 +203,27 @@ def test_a_round_in_which_nothing_succeeded_leaves_the_others_paired(write):
     a = store.write(path.parent, store.read(path), items)
     rows = comparison.compare_latency(a, write.latency("b", 0.5, rounds=3, jitter=0))
     assert rows[0].interval == pytest.approx((2, 2))
+    assert {row.rounds for row in rows} == {2}
+
+
+def test_rounds_that_have_no_partner_are_taken_request_by_request(write):
+    def without(path, number):
+        items = [i | {"error": "died"} if i["round"] == number else i for i in store.read_items(path)]
+        return store.write(path.parent, store.read(path), items)
+
+    rows = comparison.compare_latency(
+        without(write.latency("a", rounds=2), 0), without(write.latency("b", 0.5, rounds=2), 1)
+    )
+    assert {row.rounds for row in rows} == {0}
+    assert rows[0].speedup == pytest.approx(2, rel=0.02)
+
+
+def test_machines_of_one_name_with_other_instructions_are_not_compared(write):
+    def older(body):
+        body["provenance"]["hardware"]["cpu_flags"] = ["sve"]
+
+    with pytest.raises(comparison.NotComparableError, match="hardware"):
+        comparison.compare_latency(write.latency("a"), write.latency("b", change=older))
 
 
 def test_records_of_different_runs_are_not_paired_by_round(write):

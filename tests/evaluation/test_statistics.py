@@ -154,7 +154,8 @@ def test_rounds_without_a_ratio_are_refused(first, second, error):
 
 def test_a_single_round_is_taken_request_by_request():
     requests = {0: [10.0, 11.0, 12.0, 13.0]}
-    found = statistics.ratio_by_round(requests, {0: [5.0, 5.5, 6.0, 6.5]}, in_turns=True)
+    found, rounds = statistics.ratio_by_round(requests, {0: [5.0, 5.5, 6.0, 6.5]}, in_turns=True)
+    assert rounds == 0
     assert found == statistics.ratio_of_medians(requests[0], [5.0, 5.5, 6.0, 6.5])
 
 
@@ -195,3 +196,29 @@ def test_a_cluster_weighs_what_its_items_weigh_wherever_they_stand():
         statistics.by_cluster([1.0, 2.0], None, ["a"])
     with pytest.raises(statistics.TooFewItemsError):
         statistics.mean([1.0, 2.0], clusters=["a", "a"])
+
+
+@pytest.mark.parametrize(
+    ("count", "places"), [(2, (0, 1)), (6, (0, 5)), (10, (1, 8)), (100, (39, 60)), (3000, (1445, 1554))]
+)
+def test_the_interval_of_a_median_of_one_round_is_the_exact_one(count, places):
+    low, high = statistics.median_interval({0: range(count)})
+    # Places from tables of the sign test, such as Conover, Practical Nonparametric Statistics, table A3.
+    assert low == pytest.approx(places[0], abs=1 if count > 100 else 0)
+    assert high == pytest.approx(places[1], abs=1 if count > 100 else 0)
+
+
+def test_the_interval_of_a_median_knows_what_a_round_has_in_common():
+    """Order statistics of all requests together would cover 60 %."""
+    chance = np.random.default_rng(4)
+    inside = 0
+    for _ in range(400):
+        rounds = {n: np.exp(chance.normal(0, 0.03) + chance.normal(0, 0.03, 16)) for n in range(6)}
+        low, high = statistics.median_interval({n: [float(x) for x in one] for n, one in rounds.items()})
+        inside += low <= 1 <= high
+    assert 0.9 <= inside / 400 <= 0.99
+
+
+def test_no_observation_has_no_median():
+    with pytest.raises(statistics.TooFewItemsError):
+        statistics.median_interval({})

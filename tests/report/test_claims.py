@@ -1,9 +1,13 @@
 """A ratio in prose stands where one joint measurement gives it, and nowhere else."""
 
 import copy
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from slimqwen.evaluation import comparison
+from slimqwen.records import store
 from slimqwen.records.collection import Collection, Found
 from slimqwen.report import claims
 from slimqwen.report.claims import Ratio
@@ -95,7 +99,7 @@ def test_the_repository_s_readme_may_claim_of_a_variant_that_its_section_names()
 
 def found(kind, name, record, stamp="1"):
     place = f"experiments/{name}/{kind}_{stamp}.json"
-    return Found(place, place, kind, name, record | {"variant": name})
+    return Found(Path(place), place, kind, name, record | {"variant": name})
 
 
 def collected(*records):
@@ -120,6 +124,25 @@ def test_two_runs_in_turns_give_a_speed_up_both_ways_and_two_apart_give_none():
     assert {("b", 2.0), ("a", 0.5)} <= gains
     apart = claims.measured(collected(latency("a", 2, "monday"), latency("b", 1, "tuesday")))
     assert [ratio for ratio in apart if ratio.sort == "time"] == []
+
+
+def test_the_speed_up_that_a_comparison_prints_is_one(tmp_path):
+    """Over rounds it is no ratio of two medians."""
+    rounds = {"a": ([100.0] * 3 + [400.0], [100.0] * 4), "b": ([100.0] * 4, [50.0] * 4)}
+    sides = []
+    for name, times in rounds.items():
+        one = latency(name, 1)
+        items = [
+            {"class": "short", "round": number, "error": None, "ttft_ms": ms, "tpot_ms": ms, "e2el_ms": ms}
+            for number, of_round in enumerate(times)
+            for ms in of_round
+        ]
+        path = store.write(tmp_path / name, one.record | {"rounds": 2}, items)
+        sides.append(replace(one, path=path, record=store.read(path)))
+    printed = {row.speedup for row in comparison.compare_latency(*(one.path for one in sides))}
+    gains = {ratio.gain for ratio in claims.measured(collected(*sides)) if ratio.variant == "b"}
+    assert printed <= gains
+    assert min(printed) == pytest.approx(2**0.5)
 
 
 def test_levers_that_were_measured_apart_do_not_multiply():

@@ -277,17 +277,6 @@ def test_the_front_holds_what_nothing_beats_in_both():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("count", "places"), [(2, (0, 1)), (6, (0, 5)), (10, (1, 8)), (100, (39, 60)), (3000, (1445, 1554))]
-)
-def test_the_interval_of_a_median_is_the_exact_one(count, places):
-    low, high = leaderboard.median_interval(range(count))
-
-    # Places from tables of the sign test, such as Conover, Practical Nonparametric Statistics, table A3.
-    assert low == pytest.approx(places[0], abs=1 if count > 100 else 0)
-    assert high == pytest.approx(places[1], abs=1 if count > 100 else 0)
-
-
 def zip_cells(board, row):
     wanted = columns.columns(board)
     return zip(wanted, columns.as_cells(row, wanted), strict=True)
