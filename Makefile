@@ -142,8 +142,8 @@ calibration-corpus: ## mix a calibration text (SOURCES="tinyworld a=f.jsonl:2" T
 	@$(RUN) scripts/build_calibration_corpus.py --variant $(VARIANT) $(foreach s,$(SOURCES),--source $(s)) \
 		--tokens $(TOKENS) --output $(OUTPUT)
 
-bench-middleware: ## time VARIANT's server in turns with bare vLLM, into results/ (PAIRS=300)
-	@$(RUN) scripts/bench_middleware.py --variant $(VARIANT) $(if $(PAIRS),--pairs $(PAIRS))
+bench-middleware: ## time VARIANT's server in turns with bare vLLM, into results/ (ROUNDS=6 PAIRS=50)
+	@$(RUN) scripts/bench_middleware.py --variant $(VARIANT) $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(PAIRS),--pairs $(PAIRS))
 
 bench-first-request: ## time VARIANT's first requests against its next, warmed up and bare, into results/ (ROUNDS=6)
 	@$(RUN) scripts/bench_first_request.py --variant $(VARIANT) $(if $(ROUNDS),--rounds $(ROUNDS))

@@ -20,7 +20,6 @@ from types import MappingProxyType
 from typing import Any
 
 import httpx
-import numpy as np
 
 from slimqwen.errors import SlimqwenError
 from slimqwen.evaluation import prompts, statistics
@@ -241,7 +240,12 @@ def measure(variant: Variant, rounds: int, logs: Path, progress: Progress = sile
     progress("servers", rounds * 3, rounds * 3)
     ratios = {
         name: {
-            kind: _over_restarts([first_over_steady(one[kind]) for one in servers[name]]) for kind in KINDS
+            kind: statistics.ratio_of_rounds(
+                [one[kind]["first"]["ttft_ms"] for one in servers[name]],
+                [median_ttft_ms(one[kind]["steady"]) for one in servers[name]],
+                in_turns=True,
+            )
+            for kind in KINDS
         }
         for name in SERVERS
     }
@@ -362,8 +366,8 @@ class _WithRules:
             "prefix_tokens": self._prefix_tokens,
             "block_tokens": self._block_tokens,
             "rounds": self._rounds,
-            "first_over_warm": asdict(_over_restarts([a / b for a, b in zip(firsts, warm, strict=True)])),
-            "cold_over_warm": asdict(_over_restarts([a / b for a, b in zip(cold, warm, strict=True)])),
+            "first_over_warm": asdict(statistics.ratio_of_rounds(firsts, warm, in_turns=True)),
+            "cold_over_warm": asdict(statistics.ratio_of_rounds(cold, warm, in_turns=True)),
         }
 
 
@@ -386,12 +390,6 @@ def _prefix_in(log_text: str, log: Path) -> tuple[int, int, int]:
         what = said[0] if said else "nothing of a chat prefix"
         raise FirstRequestError(f"no chat prefix is warm here, so none can be timed: {what}; log: {log}")
     return int(said[1]), int(found[1]), int(found[2])
-
-
-def _over_restarts(ratios: Sequence[float]) -> statistics.Ratio:
-    """The median of what each restart showed, with its interval."""
-    values = np.array(ratios)
-    return statistics.Ratio(float(np.median(values)), *statistics.bootstrap_interval((values,), np.median))
 
 
 def _text(log: Path) -> str:

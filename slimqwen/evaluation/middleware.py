@@ -2,12 +2,12 @@
 
 import contextlib
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 
 from slimqwen.errors import SlimqwenError
 from slimqwen.evaluation import statistics
@@ -25,58 +25,70 @@ class NoStreamError(SlimqwenError):
     """A server did not answer as it was asked."""
 
 
-def cost(variant: Variant, pairs: int, logs: Path, progress: Progress = silent) -> dict[str, Any]:
+def cost(
+    variant: Variant, rounds: int, pairs: int, logs: Path, progress: Progress = silent
+) -> dict[str, Any]:
     """Ask both servers the same questions in turns, each first in every other pair, one question at a time.
 
-    Both run at once: on a GPU, give the variant less than half of the memory.
+    Both run at once: on a GPU, give the variant less than half of the memory. Two starts of one server differ by more
+    than what is looked for, so both start anew every round.
 
     Args:
         variant: what is served.
-        pairs: questions to each server, at least 2.
+        rounds: starts of each server, at least 2.
+        pairs: questions to each server a round, at least 1.
         logs: a folder for vLLM's output.
         progress: hears the pairs done.
 
     Returns:
-        "pairs": [{"with": {"ttft_ms", "tpot_ms"}, "without": {…}}], and "<measure>_with_over_without":
-        {"value", "low", "high"}, a ratio of medians with its interval over pairs.
+        "pairs": [{"round", "with": {"ttft_ms", "tpot_ms"}, "without": {…}}], and "<measure>_with_over_without":
+        {"value", "low", "high"}, the ratio of a round's medians, over rounds (`statistics.ratio_of_rounds`).
 
     Raises:
         NoStreamError: a server did not answer as it was asked.
-        TooFewItemsError: fewer than 2 pairs.
+        TooFewItemsError: fewer than 2 rounds, or no pair.
         SlimqwenError: what `slimqwen.serving.launch.serving` raises.
     """
-    if pairs < 2:
-        raise statistics.TooFewItemsError(f"{pairs} pair(s) show no spread: take 2 or more")
+    if rounds < 2 or pairs < 1:
+        raise statistics.TooFewItemsError(
+            f"{rounds} round(s) of {pairs} pair(s) show no spread: take 2 rounds or more, of 1 pair or more"
+        )
+    found = []
+    for number in range(rounds):
+        progress("rounds", number, rounds)
+        found += [{"round": number, **pair} for pair in _round(variant, number, pairs, logs)]
+    progress("rounds", rounds, rounds)
+    return {"pairs": found, **{f"{m}_with_over_without": asdict(_ratio(found, m)) for m in _MEASURES}}
+
+
+def _round(variant: Variant, place: int, pairs: int, logs: Path) -> list[dict[str, dict[str, float]]]:
     found: list[dict[str, dict[str, float]]] = []
     with contextlib.ExitStack() as stack:
         urls = {}
-        for name in ("with", "without"):
+        for name in ("with", "without") if place % 2 else ("without", "with"):
             command = launch.resolve(variant, port=launch.free_port())
             command = command if name == "with" else command.without_middleware()
             log = logs / f"middleware-{variant.name}-{name}.log"
-            urls[name] = stack.enter_context(launch.serving(command, log=log, progress=progress)).base_url
+            urls[name] = stack.enter_context(launch.serving(command, log=log)).base_url
         client = stack.enter_context(
             httpx.Client(headers=launch.authorization(), timeout=600, trust_env=False)
         )
         # The first question opens the connection, and is the bare server's whole warm-up.
         for number in range(-2, pairs):
-            progress("pairs", max(number, 0), pairs)
             names = ("with", "without") if number % 2 else ("without", "with")
-            pair = {name: _timed(client, urls[name], f"Question {number}: where is it?") for name in names}
+            asked = f"Question {place}, {number}: where is it?"
+            pair = {name: _timed(client, urls[name], asked) for name in names}
             if number >= 0:
                 found.append(pair)
-    progress("pairs", pairs, pairs)
-    return {"pairs": found, **{f"{m}_with_over_without": asdict(_ratio(found, m)) for m in _MEASURES}}
+    return found
 
 
-def _ratio(pairs: list[dict[str, dict[str, float]]], measure: str) -> statistics.Ratio:
-    ours, bare = (np.array([pair[name][measure] for pair in pairs]) for name in ("with", "without"))
-
-    def ratio(first: Any, second: Any, axis: int = -1) -> Any:
-        return np.median(first, axis=axis) / np.median(second, axis=axis)
-
-    low, high = statistics.bootstrap_interval((ours, bare), ratio, paired=True)
-    return statistics.Ratio(float(ratio(ours, bare)), low, high)
+def _ratio(pairs: Sequence[Mapping[str, Any]], measure: str) -> statistics.Ratio:
+    sides: dict[str, dict[int, list[float]]] = {"with": {}, "without": {}}
+    for pair in pairs:
+        for name, rounds in sides.items():
+            rounds.setdefault(pair["round"], []).append(pair[name][measure])
+    return statistics.ratio_by_round(sides["with"], sides["without"], in_turns=True)[0]
 
 
 def _timed(client: httpx.Client, url: str, prompt: str) -> dict[str, float]:

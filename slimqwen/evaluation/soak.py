@@ -60,6 +60,9 @@ _LEFT_TOKENS = 200
 """Of a stream that its client leaves: enough for it to be in the middle."""
 _PLACES = ("/v1/completions", "/v1/chat/completions")
 _EXPECTED = ("answered", "overload", "refused")
+_RUNNING, _WAITING, _KV_CACHE = (
+    f"vllm:{name}" for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+)
 
 
 class SoakError(SlimqwenError):
@@ -133,13 +136,14 @@ def load_and_watch(
     """The same of a server that is ready: `run` without starting it, for any time.
 
     Raises:
-        SoakError: too short for two looks after the first third.
+        SoakError: too short for two looks after the first third, or the server counts nothing.
         ServerLostError: one of its processes ended.
     """
     try:
         family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
         names = ["API server", *(" ".join(each.cmdline())[:20].strip() or each.name() for each in family[1:])]
         before = sum(each.num_fds() for each in family)
+        _require_metrics(url)
         context, chats = _takes(url)
         kinds = _PLACES if chats else _PLACES[:1]
         looks, left, outcomes = asyncio.run(_soak(url, family, seconds, clients, context, kinds, progress))
@@ -361,6 +365,20 @@ def _takes(url: str) -> tuple[int, bool]:
         return context, http.post(_PLACES[1], json=chat).status_code == httpx.codes.OK
 
 
+def _require_metrics(url: str) -> None:
+    values = live.read(_metrics(url), time.monotonic()).values
+    if missing := [name for name in (_RUNNING, _WAITING, _KV_CACHE) if name not in values]:
+        raise SoakError(
+            f"/metrics has no {missing[0]}, which says what a soak leaves behind; take VLLM_DISABLE_LOG_STATS out of "
+            "config.env"
+        )
+
+
+def _metrics(url: str) -> str:
+    with httpx.Client(base_url=url, timeout=_PATIENCE_S, trust_env=False) as http:
+        return http.get("/metrics").text
+
+
 @dataclass(frozen=True)
 class _Rest:
     unended: float
@@ -373,10 +391,10 @@ def _at_rest(url: str) -> _Rest:
     deadline = time.monotonic() + _REST_S
     with httpx.Client(base_url=url, timeout=_PATIENCE_S, trust_env=False) as http:
         while True:
-            values = live.read(http.get("/metrics").text, time.monotonic()).values
-            busy = values["vllm:num_requests_running"] + values["vllm:num_requests_waiting"]
+            values = live.read(_metrics(url), time.monotonic()).values
+            busy = values[_RUNNING] + values[_WAITING]
             if not busy or time.monotonic() > deadline:
                 break
             time.sleep(0.2)
         ready = http.get("/health").status_code == httpx.codes.OK
-        return _Rest(float(busy), float(values["vllm:kv_cache_usage_perc"]), ready)
+        return _Rest(float(busy), float(values[_KV_CACHE]), ready)

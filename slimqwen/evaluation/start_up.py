@@ -91,7 +91,9 @@ def ledger(variant: Variant, rounds: int, log: Path, progress: Progress = silent
     progress("starts", len(kinds) * rounds, len(kinds) * rounds)
     ready = {kind: [start["ready_seconds"] for start in starts[kind]] for kind in kinds}
     ratios = {
-        f"ready_cold_over_{kind}": asdict(statistics.ratio_of_medians(ready["cold"], ready[kind]))
+        f"ready_cold_over_{kind}": asdict(
+            statistics.ratio_of_rounds(ready["cold"], ready[kind], in_turns=True)
+        )
         for kind in kinds
         if kind in ("warm", "baked")
     }

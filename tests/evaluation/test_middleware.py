@@ -56,10 +56,10 @@ def servers(monkeypatch):
 
 
 def test_both_servers_are_asked_the_same_in_turns_and_the_slower_one_is_seen(servers, tmp_path, monkeypatch):
-    found = middleware.cost(variant.load("tiny"), 10, tmp_path)
-    ours, bare = servers
-    assert ours.asked == bare.asked
-    assert len(found["pairs"]) == 10
+    found = middleware.cost(variant.load("tiny"), 2, 5, tmp_path)
+    assert [server.asked for server in servers[::2]] == [server.asked for server in servers[1::2]]
+    assert [server.delay_s for server in servers] == [0.02, 0.06, 0.06, 0.02]
+    assert [pair["round"] for pair in found["pairs"]] == [0] * 5 + [1] * 5
     ratio = found["ttft_ms_with_over_without"]
     assert 2 < ratio["low"] <= ratio["value"] <= ratio["high"] < 4
 
@@ -76,10 +76,11 @@ def test_both_servers_are_asked_the_same_in_turns_and_the_slower_one_is_seen(ser
 def test_a_server_that_streams_nothing_is_no_measurement(servers, tmp_path, monkeypatch):
     monkeypatch.setattr(Streams, "tokens", 0)
     with pytest.raises(middleware.NoStreamError, match="streamed 0 of 32 tokens"):
-        middleware.cost(variant.load("tiny"), 2, tmp_path)
+        middleware.cost(variant.load("tiny"), 2, 2, tmp_path)
 
 
-def test_one_pair_is_refused_before_anything_starts(servers, tmp_path):
-    with pytest.raises(TooFewItemsError, match="2 or more"):
-        middleware.cost(variant.load("tiny"), 1, tmp_path)
+@pytest.mark.parametrize(("rounds", "pairs"), [(1, 300), (2, 0)])
+def test_what_shows_no_spread_is_refused_before_anything_starts(servers, tmp_path, rounds, pairs):
+    with pytest.raises(TooFewItemsError, match="2 rounds or more"):
+        middleware.cost(variant.load("tiny"), rounds, pairs, tmp_path)
     assert servers == []

@@ -38,7 +38,7 @@ class Handler(BaseHTTPRequestHandler):
         used = 0.5 if fault == "cache" else 0
         running = 1 if fault == "hangs" else 0
         text = f"vllm:num_requests_running {running}\\nvllm:num_requests_waiting 0\\nvllm:kv_cache_usage_perc {used}\\n"
-        self.say(200, text.encode(), "text/plain")
+        self.say(200, b"" if fault == "counts nothing" else text.encode(), "text/plain")
     def do_POST(self):
         content = self.rfile.read(int(self.headers["Content-Length"]))
         if fault == "leaks": kept.append(bytearray(1 << 20))
@@ -129,6 +129,11 @@ def test_a_server_without_faults_has_none_and_one_without_chats_is_asked_for_non
             found = soak.load_and_watch(url, pid, 4, clients=2)
         assert found["chats"] is chats
         assert [fault for fault in found["faults"] if not fault.startswith("memory grew")] == []
+
+
+def test_a_server_that_counts_nothing_is_refused_before_the_load():
+    with fake("counts nothing") as (url, pid), pytest.raises(SoakError, match="VLLM_DISABLE_LOG_STATS"):
+        soak.load_and_watch(url, pid, 4, clients=2)
 
 
 @pytest.mark.parametrize("seconds", [0, -5, 59, float("nan")])
