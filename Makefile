@@ -47,6 +47,9 @@ calibrate: ## run VARIANT's recipe up to its AWQ calibration
 redistill: ## run VARIANT's recipe and record how its MTP head learned, into results/
 	@$(RUN) scripts/redistill_mtp.py --variant $(VARIANT)
 
+prune-vocab: ## run VARIANT's recipe up to its vocabulary pruning
+	@$(RUN) scripts/prune_vocab.py --variant $(VARIANT)
+
 bake-cache: ## run VARIANT's recipe up to the packing of its compile cache
 	@$(RUN) scripts/bake_cache.py --variant $(VARIANT)
 
@@ -78,10 +81,10 @@ eval-fidelity: ## compare VARIANT's next-token distributions with its baseline's
 check-engine: ## hold VARIANT's tokens in every combination of engine modes against the plain engine's
 	@$(RUN) scripts/check_engine.py --variant $(VARIANT)
 
-test-gates: ## do the gates catch damage of VARIANT, and how often do they cry wolf? into results/ (SEEDS=20)
+test-gates: ## do the gates catch damage of VARIANT, and how often do they cry wolf? into results/ (SEEDS=20 AGAIN=tiny-seq8: another variant of the same weights)
 	@$(RUN) scripts/gate_power.py --variant $(VARIANT) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(AGAIN),--again $(AGAIN))
 
-try-gate: ## does the whole gate pass a copy of VARIANT and fail damaged ones? into results/ (an hour and more)
+try-gate: ## does the whole gate pass a copy of VARIANT and fail damaged ones? into results/ (two hours)
 	@$(RUN) scripts/gate_trial.py --variant $(VARIANT)
 
 gate: ## is VARIANT as good as its baseline? fidelity, acceptance, quality, engine modes: one verdict
@@ -138,7 +141,7 @@ sweep-k: ## acceptance of VARIANT's drafts for K=0..7 by class and temperature, 
 analyze-lm-head: ## spectrum of VARIANT's output head, low-rank and 4-bit heads, into results/ (TEXT=file)
 	@$(RUN) scripts/analyze_lm_head.py --variant $(VARIANT) $(if $(TEXT),--text $(TEXT))
 
-calibration-corpus: ## mix a calibration text (SOURCES="tinyworld a=f.jsonl:2" TOKENS=200000 OUTPUT=f.jsonl)
+calibration-corpus: ## mix a calibration text in VARIANT's tokens and chats (SOURCES="tinyworld a=f.jsonl:2" TOKENS=200000 OUTPUT=f.jsonl)
 	@$(RUN) scripts/build_calibration_corpus.py --variant $(VARIANT) $(foreach s,$(SOURCES),--source $(s)) \
 		--tokens $(TOKENS) --output $(OUTPUT)
 
@@ -188,7 +191,7 @@ test-image: install ## build a CPU image with the tool that is here, look into i
 test-soak: install ## the tests that take a quarter of an hour or more
 	@$(RUN) -m pytest -m soak
 
-PROGRAMS := variants serve watch download recipe recipe-status calibrate redistill bake-cache verify clean-store datasets \
+PROGRAMS := variants serve watch download recipe recipe-status calibrate prune-vocab redistill bake-cache verify clean-store datasets \
 	eval-quality eval-quality-full eval-smoke eval-chat eval-fidelity gate try-gate check-engine test-gates eval-latency compare \
 	tables sweep-k analyze-vocab analyze-lm-head calibration-corpus bench-prune-vocab eval-startup profile roofline tiny \
 	tiny-tasks lint bench-middleware bench-first-request soak check-records report new-variant promote log replay export-mlflow build build-import verify-image

@@ -21,7 +21,7 @@ def main() -> int:
     """Parse, measure, show, say the verdict."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--variant", required=True)
-    parser.add_argument("--plan", default="tinyworld", help="a file of eval/fidelity/ (default: %(default)s)")
+    parser.add_argument("--plan", help="a file of eval/fidelity/ (default: its config.env's EVALUATION)")
     parser.add_argument(
         "--stages", action="store_true", help="compare the output of every stage of its recipe too"
     )
@@ -34,7 +34,7 @@ def main() -> int:
     with progress_bar() as progress, output_to(log):
         path = fidelity.measure(
             one,
-            arguments.plan,
+            arguments.plan or one.evaluation,
             command=sys.argv,
             stages=arguments.stages,
             records_folder=arguments.records_dir and arguments.records_dir / one.name,

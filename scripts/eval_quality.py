@@ -16,7 +16,7 @@ def main() -> int:
     """Parse, measure, show."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--variant", required=True)
-    parser.add_argument("--suite", default="tinyworld", help="a file of eval/suites/ (default: %(default)s)")
+    parser.add_argument("--suite", help="a file of eval/suites/ (default: its config.env's EVALUATION)")
     extent = parser.add_mutually_exclusive_group()
     extent.add_argument("--limit", type=int, help="items of each task (default: those that decide)")
     extent.add_argument("--full", action="store_true", help="all items")
@@ -33,7 +33,7 @@ def main() -> int:
     arguments = parser.parse_args()
 
     chosen = variant.load(arguments.variant)
-    suite = quality.load_suite(arguments.suite, chosen.root)
+    suite = quality.load_suite(arguments.suite or chosen.evaluation, chosen.root)
     if arguments.thinking:
         suite = suite.with_thinking(arguments.thinking == "on", chat=arguments.chat)
     limit: quality.Limit = quality.DECIDING if arguments.limit is None else arguments.limit

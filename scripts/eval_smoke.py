@@ -17,13 +17,13 @@ def main() -> int:
     """Ask, show, warn."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--variant", required=True)
-    parser.add_argument("--suite", default="tinyworld", help="a file of eval/suites/ (default: %(default)s)")
+    parser.add_argument("--suite", help="a file of eval/suites/ (default: its config.env's EVALUATION)")
     parser.add_argument("--chat", action="store_true", help="ask through /v1/chat/completions")
     parser.add_argument("--port", type=int, help="of the server, running or to be started")
     arguments = parser.parse_args()
 
     chosen = variant.load(arguments.variant)
-    suite = quality.load_suite(arguments.suite, chosen.root).shortened(LONGEST)
+    suite = quality.load_suite(arguments.suite or chosen.evaluation, chosen.root).shortened(LONGEST)
     logs = chosen.root / "logs"
     with (
         _console.progress_bar() as progress,

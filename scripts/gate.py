@@ -20,12 +20,12 @@ def main() -> int:
     """Parse, gate, show one page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--variant", required=True)
-    parser.add_argument("--plan", default="tinyworld", help="a file of eval/gates/ (default: %(default)s)")
+    parser.add_argument("--plan", help="a file of eval/gates/ (default: its config.env's EVALUATION)")
     arguments = parser.parse_args()
     one = variant.load(arguments.variant)
     log = one.root / "logs" / f"gate_{one.name}.log"
     with progress_bar() as progress, output_to(log):
-        path = gate.run(one, arguments.plan, command=sys.argv, progress=progress)
+        path = gate.run(one, arguments.plan or one.evaluation, command=sys.argv, progress=progress)
     console.print(tables.gate_table(path).as_rich())
     console.print(f"record: {path}; log: {log}", soft_wrap=True, markup=False)
     return EXIT_CODES[store.read(path)["verdict"]]

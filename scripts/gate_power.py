@@ -20,7 +20,7 @@ def main() -> int:
     """Parse, damage, write the record and its plot, show."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--variant", required=True, help="a quantised one with an MTP head")
-    parser.add_argument("--plan", default="tinyworld", help="a file of eval/gates/ (default: %(default)s)")
+    parser.add_argument("--plan", help="a file of eval/gates/ (default: its config.env's EVALUATION)")
     parser.add_argument("--seeds", type=int, default=20, help="of each damage (default: %(default)s)")
     parser.add_argument(
         "--again", help="a variant of the baseline's weights in other batches, scored on the same items"
@@ -30,7 +30,9 @@ def main() -> int:
     again = variant.load(arguments.again) if arguments.again else None
     log = one.root / "logs" / f"gate-power-{one.name}.log"
     with progress_bar() as progress, output_to(log):
-        found = gate_power.examine(one, arguments.plan, range(arguments.seeds), again, progress)
+        found = gate_power.examine(
+            one, arguments.plan or one.evaluation, range(arguments.seeds), again, progress
+        )
     record = results.write("gate_power", one, found, command=sys.argv, started=started)
     plots.beside(record)
     shown = table(["damage", "gate"], ["caught", "of", "smallest", "largest", "undamaged"])

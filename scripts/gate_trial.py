@@ -20,12 +20,12 @@ def main() -> int:
     """Parse, gate, write the record, show."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--variant", required=True, help="a quantised one with an MTP head")
-    parser.add_argument("--plan", default="tinyworld", help="a file of eval/gates/ (default: %(default)s)")
+    parser.add_argument("--plan", help="a file of eval/gates/ (default: its config.env's EVALUATION)")
     arguments = parser.parse_args()
     one, started = variant.load(arguments.variant), provenance.utc_now()
     log = one.root / "logs" / f"gate-trial-{one.name}.log"
     with progress_bar() as progress, output_to(log):
-        found = gate_trial.run(one, arguments.plan, command=sys.argv, progress=progress)
+        found = gate_trial.run(one, arguments.plan or one.evaluation, command=sys.argv, progress=progress)
     record = results.write("gate_trial", one, found, command=sys.argv, started=started)
     plots.beside(record)
     gates = list(found["trials"][0]["verdicts"])

@@ -23,6 +23,7 @@ OWN_KEYS: Mapping[str, str] = MappingProxyType(
         "SOURCE": "owner/name of the hub repository that weights/<this variant> is a copy of",
         "REVISION": "the commit of SOURCE that weights/<this variant> is a copy of, 40 hexadecimal digits",
         "PLATFORM": "cuda for a variant that only a GPU can serve; unset, this machine's platform is taken",
+        "EVALUATION": "what the variant is held against: the suite, and the limits of the gates, of that name in eval/",
         "REQUIRE_BAKED": "1 for a variant that is not to be served without its baked compile cache",
         "REQUIRE_WARMUP": "1 for a variant whose server ends where its warm-up fails",
         "MAX_BODY_BYTES": "the largest body of a request that is taken",
@@ -100,6 +101,20 @@ class Variant:
     def platform(self) -> Literal["cuda"] | None:
         """What PLATFORM asks for: cuda, or None where any platform does."""
         return "cuda" if "PLATFORM" in self.settings else None
+
+    @property
+    def evaluation(self) -> str:
+        """The suite, and the plans of gates, that its weights are held against where nobody names others.
+
+        Raises:
+            ConfigError: EVALUATION is unset: what is asked of one model says nothing about another.
+        """
+        if "EVALUATION" not in self.settings:
+            raise ConfigError(
+                f"experiments/{self.name}/config.env: no EVALUATION; write EVALUATION=core, or the name of another "
+                "suite in eval/suites/, into it or into the variant that it starts from"
+            )
+        return self.settings["EVALUATION"].value
 
     @property
     def require_baked(self) -> bool:

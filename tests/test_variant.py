@@ -115,6 +115,18 @@ def test_a_revision_is_inherited_with_its_source_alone(add_variant, tmp_path):
         variant.load("other", tmp_path)
 
 
+def test_what_a_variant_is_held_against_is_inherited_and_never_guessed(add_variant, tmp_path):
+    add_variant("base", "VLLM_MODEL=weights/base\nEVALUATION=core\n")
+    add_variant("child", "BASE=base\n")
+    add_variant("alone", "VLLM_MODEL=weights/alone\n")
+
+    assert variant.load("child", tmp_path).evaluation == "core"
+    with pytest.raises(
+        ConfigError, match=r"experiments/alone/config\.env: no EVALUATION; write EVALUATION=core"
+    ):
+        _ = variant.load("alone", tmp_path).evaluation
+
+
 def test_a_config_that_is_not_text_is_refused(add_variant, tmp_path):
     add_variant("v", "").write_bytes(b"VLLM_MODEL=\xff\xfe\n")
 
@@ -158,3 +170,10 @@ def test_every_committed_variant_loads_and_its_baseline_exists(name):
     assert loaded.hypothesis
     assert loaded.baseline is None or loaded.baseline in variant.names()
     assert loaded.baseline != name
+
+
+@pytest.mark.parametrize("name", variant.names())
+def test_every_committed_variant_is_held_against_a_suite_that_exists(name):
+    loaded = variant.load(name)
+    assert (loaded.root / "eval" / "suites" / f"{loaded.evaluation}.yaml").is_file()
+    assert (loaded.evaluation == "tinyworld") == name.startswith("tiny")

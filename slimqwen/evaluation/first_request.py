@@ -79,7 +79,7 @@ class Row:
         what: was asked first, or cold.
         ttft_ms: of it, the median over restarts.
         next_ttft_ms: the median over restarts of the medians of what it is held against.
-        ratio: of the two within a start, the median over restarts.
+        ratio: of the two within a start, the geometric mean over restarts.
         verdict: whether it is within the limit; None for what is shown, not judged.
     """
 

@@ -24,9 +24,13 @@ def read(
         error: raised where there is no such file, or a field is missing or wrong.
         contents: what to do about a missing file, such as "write its limits there".
     """
+    file = root / "eval" / kind / f"{name}.yaml"
     place = f"eval/{kind}/{name}.yaml"
     try:
-        return schema.model_validate(yaml.safe_load((root / place).read_text(encoding="utf-8")))
+        return schema.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        known = ", ".join(sorted(path.stem for path in file.parent.glob("*.yaml"))) or "none"
+        raise error(f"{place} does not exist (there is: {known}); {contents}") from None
     except OSError as cause:
         raise error(f"{place}: {cause.strerror}; {contents}") from None
     except (yaml.YAMLError, ValidationError) as cause:

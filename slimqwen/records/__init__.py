@@ -1,1 +1,1 @@
-"""Measurement records: schemas, provenance, storage, and the tables generated from them."""
+"""Measurement records: schemas, provenance, storage, and ways out of it."""

@@ -14,15 +14,12 @@ from transformers import PreTrainedTokenizerFast, Qwen3_5ForCausalLM, Qwen3_5Tex
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from slimqwen.mtp_head import DraftingModel, MtpHead, save_drafting_model
-from slimqwen.tinyworld.documents import tokenizer_texts
 from slimqwen.tinyworld.tokenizer import (
     VOCABULARY_SIZE,
     end_token_ids,
-    train_tokenizer,
     write_generation_config,
     write_tokenizer,
 )
-from slimqwen.tinyworld.world import World
 
 TRAINED_CONTEXT = 2048
 """Longest sequence, in tokens, that training shows the model."""
@@ -97,13 +94,3 @@ def write_checkpoint(model: DraftingModel, tokenizer: PreTrainedTokenizerFast, f
     save_drafting_model(model, folder)
     write_tokenizer(tokenizer, folder)
     write_generation_config(folder)
-
-
-def write_random_checkpoint(folder: Path, seed: int) -> None:
-    """A checkpoint of the committed model's exact form with random weights, for tests that need no sense.
-
-    Args:
-        folder: made if missing.
-        seed: of the weights; the tokenizer is the world's own.
-    """
-    write_checkpoint(build(TinyShape(), seed), train_tokenizer(tokenizer_texts(World())), folder)

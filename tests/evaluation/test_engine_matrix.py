@@ -205,7 +205,7 @@ def test_a_server_of_several_at_a_time_fails_by_what_is_unsafe_one_at_a_time():
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (None, "No such file"),
+        (None, "does not exist"),
         ("{", "unusable"),
         (json.dumps(PLAN | {"crossed": [["wheels"]]}), "unusable"),
         (json.dumps(PLAN | {"near_tie_nats": 0}), "unusable"),

@@ -224,7 +224,7 @@ def test_a_quantised_baseline_is_refused(plan, tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (None, "No such file"),
+        (None, "does not exist"),
         ("texts: a\nprefix: b\nbatch: 4\n", "unusable"),
         (
             "texts: a\nprefix: b\nbatch: 4\nlayer_error_ratio: 2\nlimits: {}\n",

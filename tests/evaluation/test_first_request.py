@@ -107,7 +107,8 @@ def test_a_cold_first_request_is_seen_and_a_warm_one_passes(run):
     assert {kind: one["value"] for kind, one in ratios["warmed"].items()} == {"chat": 1.0, "completion": 1.0}
     # Of two starts, each kind was the very first once, and eight times as slow.
     for one in ratios["bare"].values():
-        assert (one["value"], one["low"], one["high"]) == pytest.approx((4.5, 1.0, 8.0))
+        assert one["value"] == pytest.approx(8**0.5)
+        assert one["low"] < 1 < 8 < one["high"]
 
 
 def test_both_servers_are_asked_the_same_and_nothing_twice(run):
@@ -134,7 +135,7 @@ def test_the_record_is_kept_with_its_plot_and_its_table(run, tmp_path, monkeypat
     table = tables.first_request_table(tmp_path, "tiny-mtp4")
     shown = {row[0]: row[1:] for row in table.rows}
     assert shown["first chat, warmed"] == ("10.0", "10.0", "1.00", "1.00 to 1.00", "pass")
-    assert shown["first chat, bare"] == ("45.0", "10.0", "4.50", "1.00 to 8.00", "")
+    assert shown["first chat, bare"][:3] == ("45.0", "10.0", "2.83")
     assert shown["chats, rules never seen"] == ("80.0", "10.0", "8.00", "8.00 to 8.00", "")
     notes = "\n".join(table.notes)
     assert "found 1024 of them in the cache (blocks of 128)" in notes

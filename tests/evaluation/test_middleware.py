@@ -41,7 +41,7 @@ def servers(monkeypatch):
     started = []
 
     @contextlib.contextmanager
-    def serving(command, *, log, progress):
+    def serving(command, *, log):
         server = ThreadingHTTPServer(("127.0.0.1", 0), Streams)
         bare = "--middleware" not in command.argv
         server.asked, server.delay_s = [], 0.02 if bare else 0.06
