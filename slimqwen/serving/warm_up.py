@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 _PATIENCE_S = 60
 """How long a question may be refused because clients fill the queue."""
 
+_STREAM = {"stream": True, "stream_options": {"include_usage": True}}
+
 _TOKENS = 16
 """Answered to each question: some steps of decoding, of every draft depth."""
 
@@ -40,6 +42,7 @@ async def run(app: Any) -> None:
     sizes = batches(app.state.vllm_config)
     context = app.state.vllm_config.model_config.max_model_len
     tokens = min(_TOKENS, context // 2)
+    shape = {"max_tokens": tokens, "ignore_eos": True, "temperature": 0}
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(app=app),
         base_url="http://warm-up",
@@ -48,13 +51,16 @@ async def run(app: Any) -> None:
     ) as client:
         for size in sizes:
             prompts = [f"Warm-up {number}" for number in range(size)]
-            shape = {"max_tokens": tokens, "ignore_eos": True, "temperature": 0}
             await _ask(client, "/v1/completions", {"prompt": prompts, **shape})
+        await _ask(client, "/v1/completions", {"prompt": "Warm-up", **shape, **_STREAM})
         # The first request with log-probabilities has torch compile how they are counted, while all others wait.
         await _ask(client, "/v1/completions", {"prompt": "Warm-up", "max_tokens": 1, "logprobs": 0})
         chats = has_chat_template(app.state)
         for thinking in (True, False) if chats else ():
-            await _ask(client, "/v1/chat/completions", {**_chat("Hello", thinking), "max_tokens": tokens})
+            # Streams are put together by other code, which the first one loads.
+            for way in ({}, _STREAM):
+                chat = {**_chat("Hello", thinking), **shape, **way}
+                await _ask(client, "/v1/chat/completions", chat)
             await _warm_prefix(client, app.state, thinking)
     logger.info(
         "Warm-up took %.2f s: batches of %s, %s",
@@ -94,7 +100,8 @@ async def _warm_prefix(client: httpx.AsyncClient, state: Any, thinking: bool) ->
     """Put what all chats begin with into the prefix cache, and log how much of it a next chat finds there."""
     name = f"Chat prefix with thinking {'on' if thinking else 'off'}"
     one, other = [
-        (await _ask(client, "/tokenize", _chat(message, thinking)))["tokens"] for message in ("A", "Zebra")
+        (await _ask(client, "/tokenize", _chat(message, thinking))).json()["tokens"]
+        for message in ("A", "Zebra")
     ]
     prefix = [mine for mine, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))]
     cache = state.vllm_config.cache_config
@@ -142,13 +149,14 @@ def _chat(message: str, thinking: bool) -> dict[str, Any]:
     }
 
 
-async def _ask(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Any:
+async def _ask(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> httpx.Response:
     deadline = time.monotonic() + _PATIENCE_S
     # Clients are answered meanwhile, and may fill the queue.
     while (answer := await client.post(path, json=body)).status_code == httpx.codes.TOO_MANY_REQUESTS:
         if time.monotonic() > deadline:
             break
         await asyncio.sleep(0.2)
-    if answer.status_code != httpx.codes.OK:
-        raise WarmUpError(f"{path} answered {answer.status_code}: {' '.join(answer.text.split())[:300]}")
-    return answer.json()
+    # What fails in the middle of a stream has begun with a 200.
+    if answer.status_code != httpx.codes.OK or 'data: {"error"' in answer.text:
+        raise WarmUpError(f"{path} answered {answer.status_code}: {' '.join(answer.text.split())[-300:]}")
+    return answer

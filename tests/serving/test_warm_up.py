@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from starlette.applications import Starlette
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 
 from slimqwen.serving import warm_up
@@ -45,8 +45,9 @@ def test_batches_are_the_variants_graphs_or_doublings_up_to_what_it_takes_at_onc
 class Vllm:
     """Answers as vLLM does, and keeps the questions."""
 
-    def __init__(self, chosen, prefix_tokens=300, refuses=(), template="{{ messages }}"):
+    def __init__(self, chosen, prefix_tokens=300, refuses=(), breaks=(), template="{{ messages }}"):
         self.asked, self.computed, self._prefix, self._refuses = [], [], prefix_tokens, refuses
+        self._breaks = breaks
         self.app = Starlette(
             routes=[
                 Route(path, self._answer, methods=["POST"])
@@ -63,6 +64,9 @@ class Vllm:
         self.asked.append((path, body, request.headers.get("Authorization")))
         if path in self._refuses:
             return JSONResponse({"error": {"message": "no chat\n template"}}, 400)
+        if body.get("stream"):
+            last = {"error": {"message": "too\n late"}} if path in self._breaks else {"choices": []}
+            return PlainTextResponse(f"data: {json.dumps(last)}\n\ndata: [DONE]\n\n")
         message = (body.get("messages") or [{"content": ""}])[0]["content"]
         return JSONResponse({"tokens": [*range(self._prefix), *message.encode(), 7, 8]})
 
@@ -82,13 +86,17 @@ def test_every_batch_and_chats_with_thinking_on_and_off_are_asked_with_the_key(m
     run(vllm)
 
     completions = [body for path, body, _ in vllm.asked if path == "/v1/completions"]
-    assert [len(body["prompt"]) for body in completions if "logprobs" not in body] == [1, 2]
+    batches = [body["prompt"] for body in completions if isinstance(body["prompt"], list)]
+    assert [len(prompts) for prompts in batches] == [1, 2]
     assert [body["logprobs"] for body in completions if "logprobs" in body] == [0]
     chats = [body for path, body, _ in vllm.asked if path == "/v1/chat/completions"]
-    assert [chat["chat_template_kwargs"] for chat in chats] == [
-        {"enable_thinking": True},
-        {"enable_thinking": False},
+    assert [(chat["chat_template_kwargs"]["enable_thinking"], "stream" in chat) for chat in chats] == [
+        (True, False),
+        (True, True),
+        (False, False),
+        (False, True),
     ]
+    assert [body["prompt"] for body in completions if "stream" in body] == ["Warm-up"]
     assert {key for *_, key in vllm.asked} == {"Bearer sesame"}
     assert "batches of 1, 2, chats with thinking on and off" in caplog.text
     assert "sesame" not in caplog.text + json.dumps([body for _, body, _ in vllm.asked])
@@ -123,6 +131,12 @@ def test_where_no_prefix_can_be_warm_the_log_says_why(caplog, chosen, said):
 def test_a_question_that_is_refused_is_a_warm_up_that_failed():
     with pytest.raises(warm_up.WarmUpError, match=r"/v1/chat/completions answered 400: .*no chat"):
         run(Vllm(config(), refuses=("/v1/chat/completions",)))
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_stream_that_breaks_is_a_warm_up_that_failed(path):
+    with pytest.raises(warm_up.WarmUpError, match=rf"{path} answered 200: .*too\\n late"):
+        run(Vllm(config(), breaks=(path,)))
 
 
 def test_a_checkpoint_without_a_chat_template_is_warmed_up_for_completions(caplog):
