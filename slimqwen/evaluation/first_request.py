@@ -31,8 +31,9 @@ from slimqwen.variant import Setting, Variant
 LIMIT = 1.2
 """What the first TTFT may be of the median of those that follow it."""
 
-QUESTION_TOKENS = 64
-"""Of a completion's prompt, and of a chat's message."""
+QUESTION_TOKENS: Mapping[str, int] = MappingProxyType({"chat": 64, "completion": 32})
+"""Of the first message or prompt of each kind. Every next one has a length of its own around it, and the kinds are
+apart: a length that has been there is faster (its kernels are chosen), and clients' questions differ in length."""
 
 ANSWER_TOKENS = 16
 
@@ -121,11 +122,12 @@ class _Questions:
         """So many tokens of new text."""
         return str(self._tokenizer.decode(self._cutter.cut(1, tokens)[0]))
 
-    def asked(self, kind: str) -> dict[str, Any]:
-        """The body of a new question."""
+    def asked(self, kind: str, number: int) -> dict[str, Any]:
+        """The body of a new question, its length that of the n-th of a server: 0, +1, -1, +2, … around the first's."""
+        tokens = QUESTION_TOKENS[kind] + (number + 1) // 2 * (1 if number % 2 else -1)
         if kind == "chat":
-            return {"messages": [{"role": "user", "content": self.text(QUESTION_TOKENS)}]}
-        return {"prompt": self._cutter.cut(1, QUESTION_TOKENS)[0]}
+            return {"messages": [{"role": "user", "content": self.text(tokens)}]}
+        return {"prompt": self._cutter.cut(1, tokens)[0]}
 
 
 class _Client:
@@ -227,7 +229,9 @@ def measure(variant: Variant, rounds: int, logs: Path, progress: Progress = sile
         for number in range(rounds):
             # Which kind is the very first, and which server, changes from round to round.
             order = KINDS if number % 2 == 0 else KINDS[::-1]
-            bodies = [{kind: questions.asked(kind) for kind in order} for _ in range(1 + STEADY_REQUESTS)]
+            bodies = [
+                {kind: questions.asked(kind, each) for kind in order} for each in range(1 + STEADY_REQUESTS)
+            ]
             for name in SERVERS if number % 2 == 0 else SERVERS[::-1]:
                 progress("servers", number + sum(map(len, servers.values())), rounds * 3)
                 one = command if name == "warmed" else command.without_middleware()
@@ -251,7 +255,7 @@ def measure(variant: Variant, rounds: int, logs: Path, progress: Progress = sile
     }
     return {
         "limit": LIMIT,
-        "question_tokens": QUESTION_TOKENS,
+        "question_tokens": dict(QUESTION_TOKENS),
         "answer_tokens": ANSWER_TOKENS,
         "servers": servers,
         "first_over_steady": {
@@ -335,11 +339,11 @@ class _WithRules:
         """Start it, and ask a first chat, then chats with the same rules in turns with others."""
         with run.server(self._command, "rules") as (client, log):
             self._prefix_tokens, whole, self._block_tokens = _prefix_in(_text(log), log)
-            first = client.ask("chat", self._questions.asked("chat"))
+            first = client.ask("chat", self._questions.asked("chat", 0))
             answers: dict[str, list[_Answer]] = {"warm": [], "cold": []}
             for number in range(PREFIX_PAIRS):
                 for side in ("warm", "cold") if number % 2 == 0 else ("cold", "warm"):
-                    body = self._questions.asked("chat")
+                    body = self._questions.asked("chat", 1 + number)
                     if side == "cold":
                         body["chat_template_kwargs"] = {"rules": self._questions.text(self._tokens)}
                     answers[side].append(client.ask("chat", body))

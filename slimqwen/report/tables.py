@@ -621,7 +621,12 @@ def first_request_table(root: Path, name: str) -> Table:
     rules = record["rules"]
     notes = [
         f"Medians over {len(record['servers']['warmed'])} starts of each server in turns, the chat the very first in "
-        "every other; ratios are geometric means over starts, intervals by Student's t over them.",
+        "every other; ratios are geometric means over starts, intervals by Student's t over them."
+        + (
+            ""
+            if isinstance(record["question_tokens"], int)
+            else " No two questions of a kind have the same length."
+        ),
         f"Rules: {rules['prefix_tokens']} tokens before every chat of a server of its own, with prefix caching and "
         f"without MTP; its first chat found {rules['rounds'][0]['first']['cached_tokens']} of them in the cache "
         f"(blocks of {rules['block_tokens']}).",

@@ -125,6 +125,17 @@ def test_both_servers_are_asked_the_same_and_nothing_twice(run):
     assert len(said) == len(set(said)) == 2 * (2 * 21 + 21)
 
 
+def test_the_first_length_is_in_the_middle_and_no_length_comes_twice(run):
+    """A length that has been there is faster, which has nothing to do with being first."""
+    prompts = [body["prompt"] for _, body in run.servers[0].asked if "prompt" in body]
+    middle = first_request.QUESTION_TOKENS["completion"]
+    lengths = [len(prompt) for prompt in prompts]
+    assert lengths[:4] == [middle, middle + 1, middle - 1, middle + 2]
+    assert len(set(lengths)) == 1 + first_request.STEADY_REQUESTS
+    chats = first_request.QUESTION_TOKENS["chat"] - first_request.STEADY_REQUESTS // 2
+    assert max(lengths) < chats
+
+
 def test_the_record_is_kept_with_its_plot_and_its_table(run, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "digest", lambda folder: "ab" * 32)
     one = dataclasses.replace(variant.load("tiny-mtp4"), root=tmp_path)
