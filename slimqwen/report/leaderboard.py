@@ -87,11 +87,13 @@ class Timed:
         against: the baseline's record of the same requests and hardware; None where there is none.
         speed: of all requests together against the baseline's, with its interval; None where requests overlapped, or
             the servers did not take turns in one run: what else was different then, nobody knows.
+        as_scored: whether it is of the checkpoint that was scored last.
     """
 
     found: Found
     against: Found | None
     speed: comparison.LatencyRow | None = None
+    as_scored: bool = True
 
     @cached_property
     def speedups(self) -> Mapping[str, float]:
@@ -195,6 +197,8 @@ class Row:
         if self.verdict == "pass":
             unsure = [one for one in self.witnesses if one.says == "inconclusive" and not one.stale]
             doubts += [f"its newest {one.kind.replace('_', ' ')} record is inconclusive" for one in unsure]
+        if self.timed and not self.timed.as_scored:
+            doubts.append("it was timed with another checkpoint than it was scored with")
         return doubts
 
     @property
@@ -325,6 +329,8 @@ def rows_of(collection: Collection, name: str) -> tuple[list[Row], list[Problem]
     rows = []
     for place in places:
         times = _timed(collection, timed.get(place), baseline, reading)
+        if times is not None and digest is not None:
+            times = replace(times, as_scored=_digest(times.found) == digest)
         rows.append(
             Row(
                 variant=name,

@@ -22,7 +22,7 @@ def digest(name):
 
 @pytest.fixture(scope="session")
 def templates():
-    """The newest committed record of each kind, with its items."""
+    """The newest committed record of each kind, with its items; copies say that they are of one machine."""
     found = {}
     for kind in COPIED:
         paths = [
@@ -53,6 +53,7 @@ def add_record(tmp_path, templates):
         items = source.with_name(template["items"]["file"])
         mine = folder / f"{kind}_{stamp}.items.jsonl"
         record["provenance"]["checkpoint"]["digest"] = digest(name)
+        record["provenance"]["hardware"] = templates["latency"][1]["provenance"]["hardware"]
         edit(record)
         if edit_items is None:
             # Links instead of copies: two thousand records would fill the disk.
@@ -72,13 +73,14 @@ def add_record(tmp_path, templates):
 
 
 @pytest.fixture
-def add_start_up(tmp_path):
+def add_start_up(tmp_path, templates):
     """Write a start-up record of a variant into results/, a copy of a real one."""
     template = results.latest(ROOT, "start_up", "tiny-best")
 
     def add(name, edit=lambda record: None):
         record = json.loads(json.dumps(template)) | {"variant": name}
         record["provenance"]["checkpoint"] = digest(name)
+        record["provenance"]["hardware"] = templates["latency"][1]["provenance"]["hardware"]
         edit(record)
         path = tmp_path / "results" / f"{results.stem(record)}.json"
         path.parent.mkdir(exist_ok=True)

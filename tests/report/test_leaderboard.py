@@ -1,3 +1,4 @@
+import itertools
 import json
 import re
 from statistics import fmean, median
@@ -6,7 +7,7 @@ import pytest
 
 from slimqwen import variant
 from slimqwen.evaluation import comparison
-from slimqwen.records import collection
+from slimqwen.records import collection, provenance
 from slimqwen.report import columns, leaderboard
 from slimqwen.report.leaderboard import Margins, Point
 
@@ -52,6 +53,10 @@ def test_scores_latency_and_size_are_those_of_the_json_files(committed):
     for row in committed.rows:
         folder = ROOT / "experiments" / row.variant
         records = {path.name: json.loads(path.read_text()) for path in sorted(folder.glob("*_*.json"))}
+
+        def here(record, row=row):
+            return provenance.hardware_name(record["provenance"]["hardware"]) == row.hardware
+
         quality = [record for name, record in records.items() if name.startswith("quality_")]
         for (suite, task), score in row.scores.items():
             digest = quality[-1]["provenance"]["checkpoint"]["digest"]
@@ -63,7 +68,9 @@ def test_scores_latency_and_size_are_those_of_the_json_files(committed):
             )
             compared += 1
         latency = [
-            r for name, r in records.items() if name.startswith("latency_") and r["workload"] == "classes"
+            r
+            for name, r in records.items()
+            if name.startswith("latency_") and r["workload"] == "classes" and here(r)
         ]
         if latency:
             for name, of in latency[-1]["classes"].items():
@@ -73,8 +80,9 @@ def test_scores_latency_and_size_are_those_of_the_json_files(committed):
                 assert cells[f"TPOT {name}, ms"].order == of["tpot_ms"]["median"]
                 compared += 1
         if row.start_up:
-            *_, newest = sorted(ROOT.glob(f"results/start_up_{row.variant}_20*.json"))
-            starts = json.loads(newest.read_text())[row.start_up.kind]
+            paths = sorted(ROOT.glob(f"results/start_up_{row.variant}_20*.json"))
+            *_, newest = filter(here, map(json.loads, (path.read_text() for path in paths)))
+            starts = newest[row.start_up.kind]
             assert row.start_up.value == median(start["ready_seconds"] for start in starts)
             compared += 1
     assert compared > 10
@@ -111,8 +119,11 @@ def test_the_readme_shows_the_same_figures(committed):
     seen = 0
     for line in table.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) != 6 or not (row := next((r for r in committed.rows if r.variant == cells[0]), None)):
+        rows = [row for row in committed.rows if len(cells) == 6 and row.variant == cells[0]]
+        if not rows:
             continue
+        # Of several machines the table has the one that was measured on last.
+        row = next((one for one in rows if f"({one.hardware})" in cells[5]), rows[0])
         assert (row.hypothesis, row.baseline or "-", row.stands) == tuple(cells[1:4])
         for task, value, error in re.findall(r"(\w+) ([\d.]+)±([\d.]+)", cells[4]):
             of = row.scores["tinyworld", task].row
@@ -132,11 +143,25 @@ def test_a_variant_that_passed_and_is_faster_is_the_one_to_serve(add_variant, ad
     [choice] = found.choices
     assert (choice.baseline, choice.serve.variant) == ("base", "quick")
     speed = choice.serve.timed.speed
-    assert speed.speedup == pytest.approx(2)
+    assert speed.speedup == pytest.approx(2, rel=0.02)
     assert 1 < speed.interval[0] < 2 < speed.interval[1]
     cells = {column.label: cell for column, cell in zip_cells(found, choice.serve)}
-    assert cells["speed-up"].text == "2.00x [{:.2f}, {:.2f}]".format(*speed.interval)
+    assert cells["speed-up"].text == "{:.2f}x [{:.2f}, {:.2f}]".format(speed.speedup, *speed.interval)
     assert set(choice.serve.missing) == {"fidelity", "acceptance", "engine", "gate", "start_up"}
+
+
+def test_a_speed_of_another_checkpoint_than_was_scored_is_none_to_serve_for(
+    add_variant, add_record, claim, board
+):
+    def earlier(record):
+        record["provenance"]["checkpoint"]["digest"] = "e" * 64
+
+    _pair(add_variant, add_record, claim, edit=earlier)
+    found, _ = board()
+    row = by_name(found, "quick")
+    assert row.timed.is_faster
+    assert found.choices[0].serve is None
+    assert row.doubts == ["it was timed with another checkpoint than it was scored with"]
 
 
 def test_a_gain_within_its_interval_is_not_to_be_served(add_variant, add_record, claim, board):
@@ -283,7 +308,7 @@ def zip_cells(board, row):
 
 
 def _pair(add_variant, add_record, claim, factor=0.5, edit=lambda record: None):
-    """A baseline and a variant that answers the same in a share of the time; `edit` changes its latency record."""
+    """A baseline and a variant that answers the same in a share of its time; `edit` changes the latency record."""
     add_variant("base", "VLLM_MODEL=weights/base\n")
     add_variant("quick", "BASE=base\nVLLM_MODEL=weights/quick\n", baseline="base")
     claim("quick", status="measured", verdict="pass")
@@ -293,8 +318,11 @@ def _pair(add_variant, add_record, claim, factor=0.5, edit=lambda record: None):
             row["e2el_ms"]["median"] *= factor
         edit(record)
 
+    numbers = itertools.count()
+
     def shorten_each(item):
-        return item | {"e2el_ms": item["e2el_ms"] * factor}
+        noise = 1 + 0.02 * (-1) ** item.get("round", 0) + 0.02 * (-1) ** next(numbers)
+        return item | {"e2el_ms": item["e2el_ms"] * factor * noise}
 
     def widen(record):
         # So few items would leave an equal variant undecided.
