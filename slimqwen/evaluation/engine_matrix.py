@@ -505,16 +505,6 @@ def _answer_plainly(weights: Path, _: Path, task: _Task, progress: Progress) -> 
                 refusal = f"vLLM refuses it: {' '.join(said.split())[:200]}"
         wanted.append(dataclasses.replace(cell, refusal=refusal))
     several = served.concurrency if served.concurrency > 1 else task.plan.concurrency
-    requests = engine_scenarios.cut_requests(
-        task.plan,
-        weights,
-        task.root,
-        context=task.context,
-        budget=budget,
-        block=config.cache_config.block_size,
-        draft_tokens=served.draft_tokens or task.plan.draft_tokens,
-        concurrency=several,
-    )
     plain = Modes(
         draft_tokens=0,
         prefix_caching=False,
@@ -526,10 +516,20 @@ def _answer_plainly(weights: Path, _: Path, task: _Task, progress: Progress) -> 
     )
     plain_flags = _flags(plain, served, flags, task.plan, task.platform, task.context)
     answers: dict[str, list[Answer]] = {}
-    total, done = sum(map(len, requests.values())), 0
     with engine_scenarios.engine(
         weights, plain_flags, max_num_batched_tokens=max(task.context, budget)
     ) as llm:
+        requests = engine_scenarios.cut_requests(
+            task.plan,
+            weights,
+            task.root,
+            context=task.context,
+            budget=budget,
+            block=engine_scenarios.block_tokens(llm),
+            draft_tokens=served.draft_tokens or task.plan.draft_tokens,
+            concurrency=several,
+        )
+        total, done = sum(map(len, requests.values())), 0
         for group, asked in requests.items():
             answers[group] = []
             for request in asked:

@@ -316,6 +316,11 @@ def cut_requests(
     }
 
 
+def block_tokens(llm: Any) -> int:
+    """Tokens of a block of an engine's KV cache; known once it runs: a hybrid model's are as large as its states."""
+    return int(llm.llm_engine.vllm_config.cache_config.block_size)
+
+
 def play(
     weights: Path,
     _: Path,
@@ -372,7 +377,7 @@ def play(
                 in_use.append(used)
 
             scenario(llm, "together", "growing", after_step=watch)
-            block = cache.block_size
+            block = block_tokens(llm)
         drafts = in_process.counter(llm, "vllm:spec_decode_num_draft_tokens")
         accepted = in_process.counter(llm, "vllm:spec_decode_num_accepted_tokens")
     if modes.draft_tokens and not accepted:

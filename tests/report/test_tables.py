@@ -212,6 +212,22 @@ def readme(repository):
     return file
 
 
+def test_scores_of_weights_that_are_gone_are_no_scores(repository, quality, monkeypatch):
+    """However many items they were of."""
+    folder = repository / "experiments" / "a"
+    before = tables.results_tables(folder)[0]
+    monkeypatch.setattr(store, "_stamp", lambda: "2027-01-01T000000Z")
+    quality["provenance"]["checkpoint"]["digest"] = "cd" * 32
+    for row in quality["tasks"].values():
+        row["item_count"] //= 2
+        row["value"] = 0.125
+    items = store.read_items(next(store.records(folder, "quality")))
+    store.write(folder, quality | {"variant": "a"}, items)
+    after = tables.results_tables(folder)[0]
+    assert "0.125 ±" not in before.rows[0][2]
+    assert after.rows[0][2].startswith("0.125 ±")
+
+
 def test_a_filled_readme_agrees_with_its_records(repository, readme):
     text = readme.read_text()
     assert text.startswith("# b\n\n<!-- table:comparison a b -->\n**Quality: a and b")

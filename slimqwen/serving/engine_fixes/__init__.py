@@ -32,6 +32,7 @@ def register() -> None:
 
     from slimqwen.serving.engine_fixes import (
         aot_load,
+        lone_token,
         mtp_rotary,
         sampling_expansion,
         short_convolution,
@@ -41,7 +42,15 @@ def register() -> None:
     from slimqwen.serving.engine_fixes.upstream import EngineFixError
 
     vllm_log.join()
-    for fix in (w4a16_linear, mtp_rotary, sampling_expansion, short_convolution, short_drafts, aot_load):
+    for fix in (
+        w4a16_linear,
+        mtp_rotary,
+        sampling_expansion,
+        short_convolution,
+        lone_token,
+        short_drafts,
+        aot_load,
+    ):
         name = fix.__name__.rpartition(".")[2]
         reason = fix.reason()
         try:

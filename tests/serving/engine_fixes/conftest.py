@@ -83,6 +83,10 @@ def stock_vllm(monkeypatch, stock_expand):
     monkeypatch.setattr(Saved, "deserialize_compile_artifacts", classmethod(stock_loader))
     spec_forward = getattr(gdn_attention._spec_forward, "__wrapped__", gdn_attention._spec_forward)
     monkeypatch.setattr(gdn_attention, "_spec_forward", spec_forward)
+    forward = getattr(
+        gdn_attention._causal_conv1d_fwd_cpu, "__wrapped__", gdn_attention._causal_conv1d_fwd_cpu
+    )
+    monkeypatch.setattr(gdn_attention, "_causal_conv1d_fwd_cpu", forward)
     for module in (causal_conv1d, gdn_attention):
         monkeypatch.setattr(module, "F", torch.nn.functional)
     monkeypatch.setattr(cpu_triton_utils, "_expand_kernel_impl", stock_expand)

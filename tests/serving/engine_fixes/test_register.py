@@ -5,6 +5,7 @@ import pytest
 from slimqwen.serving import engine_fixes
 from slimqwen.serving.engine_fixes import (
     aot_load,
+    lone_token,
     mtp_rotary,
     sampling_expansion,
     short_convolution,
@@ -37,6 +38,7 @@ def patched_places():
         causal_conv1d.F,
         gdn_attention.F,
         gdn_attention._spec_forward,
+        gdn_attention._causal_conv1d_fwd_cpu,
         Saved.deserialize_compile_artifacts,
     )
 
@@ -44,7 +46,9 @@ def patched_places():
 @pytest.fixture
 def needed(monkeypatch):
     """Every fix needed, whatever the machine of the test has."""
-    for fix in (w4a16_linear, mtp_rotary, sampling_expansion, short_convolution, short_drafts, aot_load):
+    for fix in (
+        w4a16_linear, mtp_rotary, sampling_expansion, short_convolution, lone_token, short_drafts, aot_load,
+    ):  # fmt: skip
         monkeypatch.setattr(fix, "reason", lambda: "the test says so")
 
 
@@ -72,13 +76,14 @@ def test_register_installs_and_logs_each_fix_once(caplog):
             "mtp_rotary",
             "sampling_expansion",
             "short_convolution",
+            "lone_token",
             "short_drafts",
             "aot_load",
         )
     ]
     engine_fixes.register()
     assert patched_places() == after
-    assert len(caplog.records) == 6
+    assert len(caplog.records) == 7
 
 
 @pytest.mark.usefixtures("stock_vllm")
