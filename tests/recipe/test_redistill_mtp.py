@@ -147,8 +147,21 @@ def test_a_head_that_got_worse_is_not_kept(sampled: Path, tmp_path: Path, withou
 def test_vllm_counts_the_acceptance_that_is_counted_here(sampled: Path, tmp_path: Path) -> None:
     record = redistil(sampled, tmp_path, SHORT.model_copy(update={"steps": 1}))
     here, there = record["acceptance_length_before"], record["acceptance_length_before_vllm"]
-    assert there == pytest.approx(here, rel=redistill_mtp.AGREEMENT)
+    # The same counts but for a text that bfloat16 words otherwise; without the steps across an end it is 5 %.
+    assert there == pytest.approx(here, rel=0.02)
     assert there > 2
+
+
+def test_drafts_across_the_end_of_a_text_are_counted(
+    sampled: Path, tmp_path: Path, without_vllm: None
+) -> None:
+    """A server's steps leave out no token of a text and end beyond it by less than a whole draft."""
+    record = redistil(sampled, tmp_path, SHORT.model_copy(update={"steps": 1}))
+    held_out = [output for output in read_outputs(sampled) if output.held_out]
+    gained = record["before"]["drafts"] + sum(record["before"]["accepted_per_position"])
+    # The first token of a text comes before any draft.
+    written = sum(len(output.continuation) - 1 for output in held_out)
+    assert written <= gained < written + len(held_out) * SHORT.depth
 
 
 def test_a_count_that_vllm_does_not_share_is_an_error() -> None:
