@@ -18,7 +18,7 @@ def main() -> int:
     )
     parser.add_argument("--base-image", help=f"name@sha256:…, a local image, or {build.BOOTSTRAP}")
     parser.add_argument(
-        "--container-tool", choices=build.TOOLS, help="by default the first of them that is there"
+        "--container-tool", choices=build.TOOLS, help="by default the first of them that works here"
     )
     parser.add_argument("--tag", help="by default localhost/slimqwen:VARIANT-PLATFORM")
     parser.add_argument(

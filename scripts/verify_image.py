@@ -18,7 +18,7 @@ def main() -> int:
         "--platform", choices=("cpu", "cuda"), help="instead of what the variant or this machine says"
     )
     parser.add_argument(
-        "--container-tool", choices=build.TOOLS, help="by default the first of them that is there"
+        "--container-tool", choices=build.TOOLS, help="by default the first of them that works here"
     )
     parser.add_argument("--tag", help="by default localhost/slimqwen:VARIANT-PLATFORM")
     parser.add_argument(

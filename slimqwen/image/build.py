@@ -36,14 +36,21 @@ class ImageBuildError(SlimqwenError):
 
 
 def find_tool(wanted: str | None = None) -> Tool:
-    """The container tool to use: the one wanted, else the first of docker, podman and buildah that is there.
+    """The container tool to use: the one wanted, else the first of docker, podman and buildah that works here.
 
     Raises:
-        ImageBuildError: it is not installed, or none is.
+        ImageBuildError: it is not installed, or none is, or none that is works.
     """
-    for tool in TOOLS:
-        if wanted in (None, tool) and shutil.which(tool):
+    installed = [tool for tool in TOOLS if wanted in (None, tool) and shutil.which(tool)]
+    for tool in installed:
+        # A client of docker may be there without a daemon that answers it.
+        if wanted or subprocess.run([tool, "info"], capture_output=True).returncode == 0:
             return tool
+    if installed:
+        tried = " nor ".join(f"`{tool} info`" for tool in installed)
+        raise ImageBuildError(
+            f"{'neither ' if installed[1:] else 'not even '}{tried} works here; run it and see why"
+        )
     missing = wanted or "neither docker, podman nor buildah"
     raise ImageBuildError(
         f"{missing} is {'not ' if wanted else ''}installed; Debian: apt-get install buildah, or name another: "

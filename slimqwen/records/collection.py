@@ -187,8 +187,8 @@ def _read_variant(found: _Gathering, folder: Path, files: Iterable[Path]) -> Non
         elif path.suffix != ".json":
             others.append(path)
         else:
-            # Items beside a record that is left out are not dangling.
-            wanted.add(f"{path.stem}.items.jsonl")
+            # Items and a plot beside a record that is left out are not dangling.
+            wanted |= {f"{path.stem}.items.jsonl", f"{path.stem}.svg"}
             record = found.read(path)
             if record is not None and _belongs(found, path, record, folder.name):
                 items = path.with_name(record["items"]["file"])

@@ -74,6 +74,23 @@ def test_the_first_tool_that_is_there_is_taken_and_a_missing_one_is_named(tmp_pa
         build.find_tool("docker")
 
 
+def test_a_tool_that_does_not_work_is_passed_over_and_named_where_there_is_no_other(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    for name, code in (("docker", 1), ("buildah", 0)):
+        (tmp_path / name).write_text(f"#!/bin/sh\nexit {code}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setattr(build.shutil, "which", lambda tool: (tmp_path / tool).is_file() or None)
+    assert build.find_tool() == "buildah"
+    assert build.find_tool("docker") == "docker", "asked for by name, its own error says what is wrong"
+    (tmp_path / "buildah").unlink()
+    with pytest.raises(ImageBuildError, match="not even `docker info` works here"):
+        build.find_tool()
+    (tmp_path / "podman").write_text("#!/bin/sh\nexit 125\n")
+    (tmp_path / "podman").chmod(0o755)
+    with pytest.raises(ImageBuildError, match="neither `docker info` nor `podman info` works here"):
+        build.find_tool()
+
+
 def test_a_whole_wheelhouse_is_left_alone_and_what_pip_says_is_told(tmp_path, monkeypatch):
     lock = hashlib.sha256((ROOT / "requirements" / "cpu.txt").read_bytes()).hexdigest()
     python = f"python{sys.version_info[0]}.{sys.version_info[1]}"
@@ -126,8 +143,8 @@ def test_a_step_that_fails_is_told_by_its_cause(content, tmp_path, monkeypatch):
     ],
 )
 def test_scripts_refuse_in_one_line(script, arguments, told, tmp_path):
-    tool = tmp_path / "buildah"
-    tool.write_text("#!/bin/sh\nexit 1\n")
+    tool = tmp_path / "docker"
+    tool.write_text('#!/bin/sh\ntest "$1" = info\n')
     tool.chmod(0o755)
     ended = subprocess.run(
         [sys.executable, ROOT / "scripts" / f"{script}.py", *arguments],

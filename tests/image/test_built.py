@@ -1,6 +1,7 @@
 """The CPU image really built and started: `make test-image`, as root, 40 minutes and 25 GB of disk the first time.
 
-It needs buildah (or podman, docker) and debootstrap, no image registry. Wheels are kept in .cache/wheels.
+It needs buildah (or podman, docker) and debootstrap, no image registry. Wheels are kept in .cache/wheels. Where there
+is no runc or crun, buildah wants BUILDAH_ISOLATION=chroot, and where it cannot mount overlays STORAGE_DRIVER=vfs.
 """
 
 import contextlib

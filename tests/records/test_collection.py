@@ -32,7 +32,7 @@ def repository(tmp_path, add_variant, quality, latency, monkeypatch):
         store.write(tmp_path / "experiments" / "a", quality | {"variant": "a"}, ITEMS)
     store.write(tmp_path / "experiments" / "a", latency | {"variant": "a"}, ITEMS)
     store.write(tmp_path / "experiments" / "b", quality | {"variant": "b"}, ITEMS)
-    started = results.latest(ROOT, "start_up", "tiny-best")
+    started = store.read(ROOT / STARTS.replace("_a_", "_tiny-best_"))
     assert results.add(tmp_path, started | {"variant": "a"}) == tmp_path / STARTS
     (tmp_path / STARTS).with_suffix(".svg").write_text("<svg/>")
     return tmp_path
@@ -114,6 +114,7 @@ def dropped(key):
         (lambda p: p.with_suffix(".items.jsonl").unlink(), QUALITY, "are missing"),
         (lambda p: p.unlink(), QUALITY.replace(".json", ".items.jsonl"), "items without their record"),
         (lambda p: p.with_name("notes.txt").touch(), "experiments/a/notes.txt", "belongs to nobody"),
+        (lambda p: p.with_name("sweep.svg").touch(), "experiments/a/sweep.svg", "belongs to nobody"),
         (lambda p: p.with_name(".quality.json.x1").touch(), "experiments/a/.quality.json.x1", "was cut off"),
         (lambda p: p.with_name("measurements.json").write_text("{"), "experiments/a/measurements.json", "not JSON"),
         (lambda p: p.with_name("measurements.json").unlink(), "experiments/a/measurements.json", "missing"),
@@ -242,3 +243,8 @@ def test_two_thousand_records_are_read_in_seconds(tmp_path):
     assert found.problems == ()
     assert len(found.of("variant-7", "latency")) == 5
     assert spent < 10  # seconds of this process; 1 on an idle machine
+
+
+def test_a_plot_belongs_to_the_record_beside_it(repository):
+    (repository / QUALITY).with_suffix(".svg").touch()
+    assert not collected(repository)[1]

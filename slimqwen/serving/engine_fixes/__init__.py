@@ -34,6 +34,7 @@ def register() -> None:
         aot_load,
         lone_token,
         mtp_rotary,
+        notify_mailbox,
         sampling_expansion,
         short_convolution,
         short_drafts,
@@ -49,6 +50,7 @@ def register() -> None:
         short_convolution,
         lone_token,
         short_drafts,
+        notify_mailbox,
         aot_load,
     ):
         name = fix.__name__.rpartition(".")[2]

@@ -65,6 +65,7 @@ def stock_expand():
 def stock_vllm(monkeypatch, stock_expand):
     """vLLM's own code where the fixes would be, even if an engine of this process has loaded them."""
     from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as Saved
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.layers.mamba.ops.cpu import causal_conv1d, gdn_attention
     from vllm.model_executor.models import config
@@ -87,6 +88,8 @@ def stock_vllm(monkeypatch, stock_expand):
         gdn_attention._causal_conv1d_fwd_cpu, "__wrapped__", gdn_attention._causal_conv1d_fwd_cpu
     )
     monkeypatch.setattr(gdn_attention, "_causal_conv1d_fwd_cpu", forward)
+    record_read = getattr(SpinCondition.record_read, "__wrapped__", SpinCondition.record_read)
+    monkeypatch.setattr(SpinCondition, "record_read", record_read)
     for module in (causal_conv1d, gdn_attention):
         monkeypatch.setattr(module, "F", torch.nn.functional)
     monkeypatch.setattr(cpu_triton_utils, "_expand_kernel_impl", stock_expand)

@@ -7,6 +7,7 @@ from slimqwen.serving.engine_fixes import (
     aot_load,
     lone_token,
     mtp_rotary,
+    notify_mailbox,
     sampling_expansion,
     short_convolution,
     short_drafts,
@@ -25,6 +26,7 @@ class OtherPlatform:
 
 def patched_places():
     from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as Saved
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
     from vllm.model_executor.kernels.linear import _POSSIBLE_KERNELS
     from vllm.model_executor.layers.mamba.ops.cpu import causal_conv1d, gdn_attention
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
@@ -39,6 +41,7 @@ def patched_places():
         gdn_attention.F,
         gdn_attention._spec_forward,
         gdn_attention._causal_conv1d_fwd_cpu,
+        SpinCondition.record_read,
         Saved.deserialize_compile_artifacts,
     )
 
@@ -47,7 +50,8 @@ def patched_places():
 def needed(monkeypatch):
     """Every fix needed, whatever the machine of the test has."""
     for fix in (
-        w4a16_linear, mtp_rotary, sampling_expansion, short_convolution, lone_token, short_drafts, aot_load,
+        w4a16_linear, mtp_rotary, sampling_expansion, short_convolution, lone_token, short_drafts,
+        notify_mailbox, aot_load,
     ):  # fmt: skip
         monkeypatch.setattr(fix, "reason", lambda: "the test says so")
 
@@ -78,12 +82,13 @@ def test_register_installs_and_logs_each_fix_once(caplog):
             "short_convolution",
             "lone_token",
             "short_drafts",
+            "notify_mailbox",
             "aot_load",
         )
     ]
     engine_fixes.register()
     assert patched_places() == after
-    assert len(caplog.records) == 7
+    assert len(caplog.records) == 8
 
 
 @pytest.mark.usefixtures("stock_vllm")
