@@ -31,6 +31,8 @@ def templates():
         if kind == "quality":
             # All items of a suite take half a megabyte a record.
             paths = [path for path in paths if isinstance(store.read(path)["limit"], int)] or paths
+        if kind == "latency":
+            paths = [path for path in paths if store.read(path)["workload"] == "classes"]
         found[kind] = paths[-1], store.read(paths[-1])
     return found
 

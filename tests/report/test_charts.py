@@ -86,11 +86,12 @@ def test_latency_tables_say_what_the_items_say(records):
 def test_start_up_coverage_and_acceptance_show_the_records_figures(records):
     starts = drawn(charts.start_up(records.of("tiny-best", "start_up")[:1]))
     assert {row[0] for row in starts.rows} == {"cold", "warm", "baked"}
-    assert [row[1] for row in starts.rows[:5]] == [
+    assert [row[1] for row in starts.rows[:6]] == [
         "import",
         "load weights",
         "compile",
         "warm up",
+        "first requests",
         "first token",
     ]
 
