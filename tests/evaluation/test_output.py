@@ -12,6 +12,12 @@ import pytest
 from slimqwen.evaluation.output import output_to
 
 
+@pytest.fixture(autouse=True)
+def no_other_handler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library of an earlier test may have given the root logger one, which shows what is warned."""
+    monkeypatch.setattr(logging.getLogger("noisy"), "propagate", False)
+
+
 def test_prints_warnings_and_compiled_code_go_to_the_log(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
