@@ -13,9 +13,13 @@ from slimqwen.evaluation.output import output_to
 
 
 @pytest.fixture(autouse=True)
-def no_other_handler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library of an earlier test may have given the root logger one, which shows what is warned."""
-    monkeypatch.setattr(logging.getLogger("noisy"), "propagate", False)
+def logging_as_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries of earlier tests may have given the root logger a handler or a level, or have silenced all of them."""
+    noisy = logging.getLogger("noisy")
+    monkeypatch.setattr(noisy, "propagate", False)
+    monkeypatch.setattr(noisy, "disabled", False)
+    monkeypatch.setattr(noisy.manager, "disable", logging.NOTSET)
+    noisy.setLevel(logging.WARNING)
 
 
 def test_prints_warnings_and_compiled_code_go_to_the_log(
