@@ -41,6 +41,7 @@ class Endpoints:
         request_limits.answer_overload(app)
         request_limits.refuse_longer_answers()
         request_limits.forget_unsent_requests()
+        request_limits.refuse_chosen_logprobs_of_drafts()
         budget = policy.read().thinking_token_budget
         if budget is not None:
             thinking_budget.install(budget)

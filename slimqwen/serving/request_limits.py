@@ -240,3 +240,33 @@ def forget_unsent_requests() -> None:
 
     AsyncLLM._add_request = _add_request
     AsyncLLM.add_request = add_or_refuse
+
+
+def refuse_chosen_logprobs_of_drafts() -> None:
+    """Have vLLM refuse `logprob_token_ids` where it drafts, as it refuses min_p there.
+
+    Its rejection sampler takes as many log-probabilities as tokens were named for those of the whole vocabulary, and
+    the engine dies: one chat, or any request to /generative_scoring, ends the server. Goes away when
+    `_get_logprobs_tensors` in vllm/v1/sample/rejection_sampler.py reads them, or vLLM refuses them itself.
+
+    Raises:
+        EngineFixError: this vLLM is not the one it was written for.
+    """
+    from vllm.exceptions import VLLMValidationError
+    from vllm.sampling_params import SamplingParams
+
+    stock = SamplingParams._validate_spec_decode
+    if hasattr(stock, "__wrapped__"):
+        return
+    expect_parameters(_NAME, stock, ("self", "speculative_config"))
+
+    @functools.wraps(stock)
+    def validate(self: Any, speculative_config: Any) -> None:
+        stock(self, speculative_config)
+        if speculative_config is not None and self.logprob_token_ids is not None:
+            raise VLLMValidationError(
+                "Log-probabilities of chosen tokens (logprob_token_ids, /generative_scoring) are not supported with "
+                "speculative decoding."
+            )
+
+    SamplingParams._validate_spec_decode = validate

@@ -146,6 +146,15 @@ REQUESTS = _requests()
 UNSENDABLE: tuple[dict[str, Any], ...] = ({"top_k": _HUGE}, {"top_k": _HUGE, "n": 2})
 """What vLLM's checks let through and the message to its engine cannot hold."""
 
+CHOSEN_LOGPROBS: tuple[tuple[str, dict[str, Any]], ...] = (
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": "Hello"}], "logprobs": True, "logprob_token_ids": [1, 2]},
+    ),
+    ("/generative_scoring", {"query": "Hello", "items": ["a", "b"], "label_token_ids": [1, 2]}),
+)
+"""Path and body: what ended a server that drafts."""
+
 _EMPTY_GRAMMAR = (
     "the grammar has no sentence: the engine takes it, finds no token that it allows and gives the request up"
 )

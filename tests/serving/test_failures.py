@@ -131,6 +131,14 @@ def test_what_cannot_be_sent_to_the_engine_is_refused_and_takes_no_place_in_the_
     assert serves(server, client)
 
 
+@pytest.mark.parametrize(("path", "body"), malformed.CHOSEN_LOGPROBS, ids=lambda one: str(one)[:20])
+def test_what_drafts_have_no_log_probabilities_for_is_refused(server, client, path, body):
+    answer = client.post(path, json=body)
+    assert answer.status_code == 400, answer.text
+    assert "not supported with speculative decoding" in answer.json()["error"]["message"]
+    assert serves(server, client)
+
+
 def test_whatever_the_openapi_document_allows_or_forbids_gives_no_server_error_that_is_not_known(
     server, client
 ):

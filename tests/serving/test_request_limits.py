@@ -187,3 +187,22 @@ def test_what_could_not_be_sent_to_the_engine_is_forgotten_and_refused(monkeypat
         with pytest.raises(VLLMValidationError, match="out of range: can't serialize"):
             asyncio.run(engine.add_request(request_id))
     assert forgotten == [("registered", True)]
+
+
+def test_log_probabilities_of_chosen_tokens_are_refused_where_there_are_drafts(monkeypatch):
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+
+    stock = SamplingParams._validate_spec_decode
+    stock = getattr(stock, "__wrapped__", stock)
+    monkeypatch.setattr(SamplingParams, "_validate_spec_decode", stock)
+    drafts, chosen = SimpleNamespace(), SamplingParams(logprobs=2, logprob_token_ids=[1, 2])
+    chosen._validate_spec_decode(drafts)  # what vLLM lets through
+    request_limits.refuse_chosen_logprobs_of_drafts()
+    request_limits.refuse_chosen_logprobs_of_drafts()
+    with pytest.raises(VLLMValidationError, match="logprob_token_ids"):
+        chosen._validate_spec_decode(drafts)
+    chosen._validate_spec_decode(None)
+    SamplingParams(logprobs=2)._validate_spec_decode(drafts)
+    with pytest.raises(VLLMValidationError, match="min_p"):
+        SamplingParams(min_p=0.5)._validate_spec_decode(drafts)
