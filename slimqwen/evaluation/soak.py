@@ -141,7 +141,9 @@ def load_and_watch(
     """
     try:
         family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-        names = ["API server", *(" ".join(each.cmdline())[:20].strip() or each.name() for each in family[1:])]
+        # Of a program its name, not where it lies; vLLM's processes give themselves titles.
+        programs = [Path(next(iter(each.cmdline()), "")).name or each.name() for each in family[1:]]
+        names = ["API server", *programs]
         before = sum(each.num_fds() for each in family)
         _require_metrics(url)
         context, chats = _takes(url)

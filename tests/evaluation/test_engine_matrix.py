@@ -415,7 +415,7 @@ def test_cached_prefixes_preemption_aborts_and_arrivals_change_no_token(asked, p
     }  # fmt: skip
     assert row["preemptions"] > 0
     assert row["aborted"] == 2
-    assert row["prefix_hits"] > 0
+    assert row["prefix_hits"] >= 2 * 128
     assert row["notes"] == []
 
 

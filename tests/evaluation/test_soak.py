@@ -95,6 +95,7 @@ def test_a_real_server_ends_every_request_and_holds_nothing(tiny_server):
     assert found["streams_left"] > 0
     assert found["kv_cache_used"] == 0
     assert found["by_process"][0]["process"] == "API server"
+    assert all("/" not in one["process"] for one in found["by_process"])
     assert len(found["by_process"]) >= 3
     assert sum(found["resident_mib"].values()) > 1000
     assert [fault for fault in found["faults"] if not fault.startswith("memory grew")] == []

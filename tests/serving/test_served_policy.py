@@ -217,6 +217,7 @@ def test_old_token_ids_are_answered_as_the_new_ones_are_and_never_as_another_tok
     moved = [token for token, of_old in enumerate(new_to_old) if of_old != token]
     new = [5, moved[0], moved[len(moved) // 2], moved[-1]]
     old = [new_to_old[token] for token in new]
+    assert old[1:] != new[1:]
     body = {"max_tokens": 8, "return_token_ids": True}
     by_new = _answered(served, "/v1/completions", {"prompt": new, **body})["choices"][0]
     by_old = _answered(served, "/v1/completions", {"prompt": old, **body}, headers=OLD_IDS)["choices"][0]
