@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
 
-from slimqwen.records import results, store
+from slimqwen.records import results, store, withdrawals
 
 VARIANT_FILES = frozenset({"README.md", "config.env", "recipe.yaml", "measurements.json"})
 """What a folder of experiments/ holds beside records and their items."""
@@ -213,6 +213,8 @@ def _read_results(found: _Gathering, folder: Path, variants: set[str]) -> None:
     for path in sorted(_files(found, folder)):
         if _is_unfinished(path):
             found.leave_out(path, "left by a run that was cut off; delete it")
+            continue
+        if path == found.root / withdrawals.PLACE:
             continue
         if path.suffix != ".json":
             others.append(path)

@@ -6,13 +6,14 @@ against the checkpoint that is there, README tables and prose against the record
 
 import hashlib
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from slimqwen import checkpoint
 from slimqwen import variant as variants
 from slimqwen.errors import SlimqwenError
+from slimqwen.records import withdrawals
 from slimqwen.records.collection import Collection, Found, collect
 from slimqwen.report import claims, tables
 
@@ -184,18 +185,44 @@ def _of_history(collection: Collection) -> tuple[list[Fault], list[str]]:
     except (OSError, subprocess.CalledProcessError) as error:
         said = (getattr(error, "stderr", "") or str(error)).strip().splitlines()
         return [], [f"History not checked, for git cannot be asked: {said[0] if said else error}."]
-    faults = []
+    withdrawn, faults, notes = _withdrawn(root, None if cut else committed)
     for status, place in _pairs(changed):
+        if status == "D" and withdrawals.record_of(place) in withdrawn:
+            continue
         if status in "MDT":
             wrong = "gone, and git has it" if status == "D" else "not what git has: a record is never changed"
             faults.append(Fault(place, wrong, f"`git checkout HEAD -- {place}`; a new run is a new file"))
     for place, (blob, commit, last) in committed.items():
         if place not in present:
+            if withdrawals.record_of(place) in withdrawn:
+                continue
             faults.append(Fault(place, f"taken away by commit {last}", f"`git checkout {commit} -- {place}`"))
         elif present[place] != blob:
             faults.append(Fault(place, f"changed by commit {last}", f"`git checkout {commit} -- {place}`"))
-    notes = ["History checked in part: this clone is shallow."] if cut else []
+    if cut:
+        notes.append("History checked in part: this clone is shallow.")
     return faults, notes
+
+
+def _withdrawn(
+    root: Path, committed: Mapping[str, object] | None
+) -> tuple[Mapping[str, str], list[Fault], list[str]]:
+    """What may be gone, what is wrong with that list (`committed` is None where git lacks some), and its length."""
+    try:
+        found = withdrawals.read(root)
+    except SlimqwenError as error:
+        return {}, [Fault(withdrawals.PLACE, *_parted(str(error)))], []
+    faults = [
+        Fault(place, f"withdrawn by {withdrawals.PLACE}, and there", f"`git rm {place}`, or strike the entry")
+        for place in found
+        if (root / place).exists()
+    ]
+    faults += [
+        Fault(withdrawals.PLACE, f"withdraws {place}, which git never had", "strike the entry")
+        for place in (found.keys() - committed.keys() if committed is not None else ())
+    ]
+    count = f"{len(found)} record{'s are' if len(found) > 1 else ' is'} withdrawn"
+    return found, faults, [f"{count}; {withdrawals.PLACE} says why."] if found else []
 
 
 def _originals(root: Path) -> dict[str, tuple[str, str, str]]:

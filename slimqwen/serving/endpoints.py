@@ -39,6 +39,7 @@ class Endpoints:
         app.add_middleware(request_limits.BodyLimit)
         app.add_api_route(token_ids.ROUTE, token_ids.vocabulary, methods=["GET"])
         request_limits.answer_overload(app)
+        request_limits.refuse_unreadable_bodies(app)
         request_limits.refuse_longer_answers()
         request_limits.forget_unsent_requests()
         request_limits.refuse_chosen_logprobs_of_drafts()

@@ -8,10 +8,12 @@ the context. Here is what it leaves: bodies of any size, answers that it cuts wi
 import functools
 import importlib
 import json
+import traceback
 from collections.abc import Awaitable, Iterator
 from http import HTTPStatus
 from typing import Any
 
+from fastapi.dependencies.utils import request_body_to_args
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -156,6 +158,28 @@ def answer_overload(app: Any) -> None:
 
     for overload in (QueueOverflowError, MaxQueuedTokensError):
         app.add_exception_handler(overload, too_many)
+
+
+def refuse_unreadable_bodies(app: Any) -> None:
+    """Have vLLM's application answer 400 where its own reading of a body fails on a value of the wrong type, not 500.
+
+    What vLLM checks of a request before pydantic does takes some types for granted: a chat whose `structured_outputs`
+    is text is asked for its `get`. An error after the body was read stays vLLM's. Goes away when
+    `check_structured_outputs_count` in vllm/entrypoints/openai/chat_completion/protocol.py refuses what is no object.
+
+    Args:
+        app: vLLM's application, before it is started.
+    """
+
+    async def unreadable(request: Request, error: Exception) -> Response:
+        frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+        if request_body_to_args.__code__ not in frames:
+            raise error
+        reason = f"a value in the body has a type that it cannot have: {frames[-1].co_name}: {error}"
+        return refusal(HTTPStatus.BAD_REQUEST, reason)
+
+    for wrong in (AttributeError, LookupError):
+        app.add_exception_handler(wrong, unreadable)
 
 
 def refuse_longer_answers() -> None:

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from slimqwen import checkpoint, variant
-from slimqwen.records import results, store
+from slimqwen.records import results, store, withdrawals
 from slimqwen.report import checks, tables
 from tests.records.conftest import example
 
@@ -238,6 +238,47 @@ def test_a_new_record_is_no_fault_before_and_after_its_commit(repository, monkey
     assert checks.check(repository).faults == ()
     git(repository, "add", "experiments")
     git(repository, "commit", "-m", "more")
+    assert checks.check(repository).faults == ()
+
+
+def withdraw(root, **reasons):
+    file = root / withdrawals.PLACE
+    file.write_text(json.dumps(reasons))
+    return file
+
+
+def test_a_record_may_be_gone_where_the_list_of_the_withdrawn_has_a_reason_for_it(repository, quality):
+    claims = quality.with_name("measurements.json")
+    claims.write_text(json.dumps(json.loads(claims.read_text()) | {"records": []}))
+    (repository / "README.md").write_text("# All\n")
+    place = f"experiments/b/{quality.name}"
+    withdraw(repository, **{place: "names a machine", STARTS: "of a machine that throttled"})
+    told = {fault.place: fault for fault in checks.check(repository).faults}
+    assert told.keys() == {place, STARTS}
+    assert all("withdrawn by results/withdrawn.yaml, and there" in one.wrong for one in told.values())
+    for file in (quality, quality.with_suffix(".items.jsonl"), repository / STARTS):
+        file.unlink()
+    sound = 3, (), ("2 records are withdrawn; results/withdrawn.yaml says why.",)
+    found = checks.check(repository)
+    assert (found.records, found.faults, found.notes) == sound
+    git(repository, "add", "results")
+    git(repository, "commit", "-a", "-m", "withdrawn")
+    found = checks.check(repository)
+    assert (found.records, found.faults, found.notes) == sound
+
+
+def test_what_is_withdrawn_was_committed_and_has_a_reason(repository):
+    withdraw(repository, **{"results/soak_a_2026-01-01T000000Z.json": "never was"})
+    assert (
+        "withdraws results/soak_a_2026-01-01T000000Z.json, which git never had" in the_fault(repository).wrong
+    )
+    for reasons in ({STARTS: " "}, {STARTS: None}, [STARTS]):
+        (repository / withdrawals.PLACE).write_text(json.dumps(reasons))
+        assert (the_fault(repository).place, "no mapping" in the_fault(repository).wrong) == (
+            withdrawals.PLACE,
+            True,
+        )
+    (repository / withdrawals.PLACE).write_text("# none\n")
     assert checks.check(repository).faults == ()
 
 

@@ -69,7 +69,17 @@ _OF_BOTH: tuple[dict[str, Any], ...] = (
     *({"structured_outputs": {"regex": value}} for value in ("(", "(a{1,9999}){9999}")),
     *(
         {"structured_outputs": value}
-        for value in ({}, {"choice": []}, {"choice": [""]}, {"structural_tag": "{"})
+        for value in (
+            {},
+            {"choice": []},
+            {"choice": [""]},
+            {"structural_tag": "{"},
+            "",
+            "json",
+            5,
+            [],
+            ["json"],
+        )
     ),
     *({"response_format": {"type": value}} for value in ("json_schema", "json_object", "none")),
     *({"prompt_logprobs": value} for value in (-2, 10**6)),

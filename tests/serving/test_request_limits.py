@@ -5,7 +5,9 @@ import importlib
 import json
 from types import SimpleNamespace
 
+import fastapi
 import httpx
+import pydantic
 import pytest
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, StreamingResponse
@@ -86,6 +88,53 @@ def test_where_vllms_queue_is_full_the_answer_says_when_to_come_back(name):
     answer = asyncio.run(scenario())
     assert (answer.status_code, answer.headers["Retry-After"]) == (429, "1")
     assert "try again later" in answer.json()["error"]["message"].lower()
+
+
+def test_a_body_that_a_check_cannot_read_is_refused_and_an_error_after_it_was_read_is_not_the_clients():
+    class Question(pydantic.BaseModel):
+        form: dict[str, str]
+        field: str = "name"
+
+        @pydantic.model_validator(mode="before")
+        @classmethod
+        def take_the_form_for_an_object(cls, data):
+            data["form"].get("name")
+            return data
+
+    app = fastapi.FastAPI()
+
+    @app.post("/x")
+    async def answer(question: Question):
+        return {"name": question.form[question.field]}
+
+    request_limits.refuse_unreadable_bodies(app)
+
+    async def scenario(body):
+        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            return await client.post("/x", json=body)
+
+    good, no_object, absent, typed, later = (
+        asyncio.run(scenario(body))
+        for body in (
+            {"form": {"name": "a"}},
+            {"form": "a"},
+            {},
+            {"form": {"name": 5}},
+            {"form": {"name": "a"}, "field": "none"},
+        )
+    )
+    assert good.json() == {"name": "a"}
+    assert (no_object.status_code, absent.status_code, typed.status_code, later.status_code) == (
+        400,
+        400,
+        422,
+        500,
+    )
+    assert (
+        "take_the_form_for_an_object: 'str' object has no attribute 'get'"
+        in no_object.json()["error"]["message"]
+    )
 
 
 OVERLOAD = {
