@@ -79,15 +79,15 @@ def quality_pair(first: Path, second: Path) -> tuple[Path, Path]:
         found = ((path, store.read(path)) for path in store.records(folder, "quality"))
         sides.append([(p, r) for p, r in found if r["provenance"]["checkpoint"]["digest"] == digest])
     pairs = [
-        (sum(row["item_count"] for row in a["tasks"].values()), path.name, other.name, path, other)
+        (items_scored(a), path.name, other.name, path, other)
         for path, a in sides[0]
         for other, b in sides[1]
-        if _quality_basis(a) == _quality_basis(b)
+        if quality_basis(a) == quality_basis(b)
     ]
     if pairs:
         *_, path, other = max(pairs)
         return path, other
-    return _newest_pair(first, second, "quality", _quality_basis, _quality_command)
+    return _newest_pair(first, second, "quality", quality_basis, _quality_command)
 
 
 def latency_pair(first: Path, second: Path, workload: str) -> tuple[Path, Path]:
@@ -101,7 +101,7 @@ def latency_pair(first: Path, second: Path, workload: str) -> tuple[Path, Path]:
     def of_workload(record: store.Record) -> bool:
         return bool(record["workload"] == workload)
 
-    return _newest_pair(first, second, "latency", _latency_basis, _latency_command, of_workload)
+    return _newest_pair(first, second, "latency", latency_basis, _latency_command, of_workload)
 
 
 def shared_workloads(first: Path, second: Path) -> list[str]:
@@ -118,8 +118,46 @@ def shared_workloads(first: Path, second: Path) -> list[str]:
     shared = sorted(found[0] & found[1], key=lambda name: (name != "classes", name))
     if not shared:
         a, b = (store.read(path) for path in newest)
-        _require_same(*newest, _latency_basis(a), _latency_basis(b), _latency_command(b["variant"], a))
+        _require_same(*newest, latency_basis(a), latency_basis(b), _latency_command(b["variant"], a))
     return shared
+
+
+def coverage(record: store.Record) -> tuple[bool, int]:
+    """How much a quality record says of its variant, the more the greater: completions before chats, then items."""
+    return record.get("endpoint") != "chat", items_scored(record)
+
+
+def items_scored(record: store.Record) -> int:
+    """Of all tasks of a quality record."""
+    return sum(row["item_count"] for row in record["tasks"].values())
+
+
+def quality_basis(record: store.Record) -> dict[str, Any]:
+    """What two quality records have to share to be compared."""
+    return {
+        "suite": record["suite"],
+        "limit": record["limit"] or "all items",
+        "endpoint": record["endpoint"],
+        "settings": {name: row["settings"] for name, row in record["tasks"].items()},
+        "measures": {name: row["measure"] for name, row in record["tasks"].items()},
+        **{f"data file {name}": digest for name, digest in record["provenance"]["datasets"].items()},
+    }
+
+
+def latency_basis(record: store.Record) -> dict[str, Any]:
+    """What two latency records have to share to be compared."""
+    hardware = record["provenance"]["hardware"]
+    return {
+        "workload": record["workload"],
+        "lengths": {
+            name: (row["prompt_tokens"], row["output_tokens"], row["concurrency"])
+            for name, row in record["classes"].items()
+        },
+        # Records before arrivals: all requests were sent as soon as the concurrency let them.
+        "arrivals": {name: row.get("arrival") for name, row in record["classes"].items()},
+        "hardware": {name: hardware[name] for name in ("cpu_model", "cpu_flags", "cpu_count", "gpus")},
+        **{f"data file {name}": digest for name, digest in record["provenance"]["datasets"].items()},
+    }
 
 
 def compare_quality(first: Path, second: Path) -> list[QualityRow]:
@@ -130,7 +168,7 @@ def compare_quality(first: Path, second: Path) -> list[QualityRow]:
         RecordError: a record or its items are damaged.
     """
     a, b = store.read(first), store.read(second)
-    _require_same(first, second, _quality_basis(a), _quality_basis(b), _quality_command(b["variant"], a))
+    _require_same(first, second, quality_basis(a), quality_basis(b), _quality_command(b["variant"], a))
     items_a, items_b = by_task(first), by_task(second)
     rows = []
     for task, row in a["tasks"].items():
@@ -199,7 +237,7 @@ def compare_latency(first: Path, second: Path) -> list[LatencyRow]:
         RecordError: a record or its items are damaged.
     """
     a, b = store.read(first), store.read(second)
-    _require_same(first, second, _latency_basis(a), _latency_basis(b), _latency_command(b["variant"], a))
+    _require_same(first, second, latency_basis(a), latency_basis(b), _latency_command(b["variant"], a))
     in_turns = a["run"] == b["run"]
     items = [store.read_items(path) for path in (first, second)]
     sides = [by_class_and_round(one) for one in items]
@@ -414,32 +452,6 @@ def _require_same(first: Path, second: Path, a: Mapping[str, Any], b: Mapping[st
             f"{first.parent.name}/{first.name} and {second.parent.name}/{second.name} differ in {shown}; "
             + (f"`{cure}` makes one that fits" if cure else "measure both again")
         )
-
-
-def _quality_basis(record: store.Record) -> dict[str, Any]:
-    return {
-        "suite": record["suite"],
-        "limit": record["limit"] or "all items",
-        "endpoint": record["endpoint"],
-        "settings": {name: row["settings"] for name, row in record["tasks"].items()},
-        "measures": {name: row["measure"] for name, row in record["tasks"].items()},
-        **{f"data file {name}": digest for name, digest in record["provenance"]["datasets"].items()},
-    }
-
-
-def _latency_basis(record: store.Record) -> dict[str, Any]:
-    hardware = record["provenance"]["hardware"]
-    return {
-        "workload": record["workload"],
-        "lengths": {
-            name: (row["prompt_tokens"], row["output_tokens"], row["concurrency"])
-            for name, row in record["classes"].items()
-        },
-        # Records before arrivals: all requests were sent as soon as the concurrency let them.
-        "arrivals": {name: row.get("arrival") for name, row in record["classes"].items()},
-        "hardware": {name: hardware[name] for name in ("cpu_model", "cpu_flags", "cpu_count", "gpus")},
-        **{f"data file {name}": digest for name, digest in record["provenance"]["datasets"].items()},
-    }
 
 
 def _quality_command(variant: str, like: store.Record) -> str:

@@ -426,11 +426,6 @@ def pair(
     return None
 
 
-def latency_basis(record: store.Record) -> Mapping[str, Any]:
-    """What two latency records have to share to be compared."""
-    return comparison._latency_basis(record)
-
-
 @cache
 def _items(path: Path) -> tuple[Mapping[str, Any], ...]:
     return tuple(store.read_items(path))
@@ -454,10 +449,6 @@ def _of_last_checkpoint(records: Sequence[Found]) -> list[Found]:
     return [one for one in records if _digest(one) == _digest(records[0])]
 
 
-def _items_scored(found: Found) -> int:
-    return sum(row["item_count"] for row in found.record["tasks"].values())
-
-
 def _scores(
     collection: Collection, name: str, baseline: str | None, reading: _Reading
 ) -> dict[tuple[str, str], Score]:
@@ -468,15 +459,12 @@ def _scores(
     for suite in sorted({one.record["suite"] for one in ours}):
         mine = [one for one in ours if one.record["suite"] == suite]
         pairs = [
-            (_items_scored(first), first.path.name, second.path.name, first, second)
+            (comparison.items_scored(first.record), first.path.name, second.path.name, first, second)
             for second in mine
             for first in theirs
-            if comparison._quality_basis(first.record) == comparison._quality_basis(second.record)
+            if comparison.quality_basis(first.record) == comparison.quality_basis(second.record)
         ]
-        shown = max(
-            mine,
-            key=lambda one: (one.record.get("endpoint") != "chat", _items_scored(one), one.path.name),
-        )
+        shown = max(mine, key=lambda one: (comparison.coverage(one.record), one.path.name))
         changes: dict[str, comparison.QualityRow] = {}
         if pairs:
             *_, first, shown = max(pairs, key=lambda one: one[:3])
@@ -525,7 +513,7 @@ def _timed(
     theirs = [one for one in all_theirs if one.record["workload"] == "classes"]
     # Made in turns with it, before any that is only newer.
     theirs.sort(key=lambda one: one.record["run"] != found.record["run"])
-    paired = pair([found], theirs, latency_basis)
+    paired = pair([found], theirs, comparison.latency_basis)
     timed = Timed(found, paired[1] if paired else None)
     if timed.against is None or not timed.in_turns:
         return timed

@@ -14,6 +14,7 @@ import jinja2
 
 from slimqwen import variant as variants
 from slimqwen.errors import SlimqwenError
+from slimqwen.evaluation import comparison
 from slimqwen.progress import Progress, silent
 from slimqwen.records import collection
 from slimqwen.records.collection import Collection, Found, Problem
@@ -226,8 +227,8 @@ def _across(source: Source) -> list[Chart]:
     timed = _newest_of(source, "latency", "classes")
     if timed:
         # Distributions are comparable only where the requests and the hardware are the same.
-        basis = leaderboard.latency_basis(timed[0].record)
-        alike = [one for one in timed if leaderboard.latency_basis(one.record) == basis][:_MOST_LINES]
+        basis = comparison.latency_basis(timed[0].record)
+        alike = [one for one in timed if comparison.latency_basis(one.record) == basis][:_MOST_LINES]
         found += _distributions(alike)
     starts = _newest_of(source, "start_up")[:_MOST_LINES]
     if starts:

@@ -914,13 +914,8 @@ def _widest_quality(folder: Path) -> Path | None:
         return None
     last = records[max(records)]["provenance"]["checkpoint"]["digest"]
 
-    def width(path: Path) -> tuple[bool, int, str]:
-        items = sum(row["item_count"] for row in records[path]["tasks"].values())
-        return records[path].get("endpoint") != "chat", items, path.name
-
-    return max(
-        (p for p, one in records.items() if one["provenance"]["checkpoint"]["digest"] == last), key=width
-    )
+    of_last = [p for p, one in records.items() if one["provenance"]["checkpoint"]["digest"] == last]
+    return max(of_last, key=lambda path: (comparison.coverage(records[path]), path.name))
 
 
 def _latest_quality(folder: Path) -> str:
