@@ -17,7 +17,15 @@ import vl_convert
 
 from slimqwen.progress import Progress, silent
 from slimqwen.records.collection import Found
-from slimqwen.report.leaderboard import CPU_NOTE, Front, Score, in_margins, items_of_class, median_interval
+from slimqwen.report.leaderboard import (
+    CPU_NOTE,
+    Front,
+    Point,
+    Score,
+    in_margins,
+    items_of_class,
+    median_interval,
+)
 from slimqwen.report.lineage import StageSize
 
 Values = list[dict[str, Any]]
@@ -31,6 +39,9 @@ _MANY = 100
 
 _MOST_NAMES = 8
 """Written beside points: more would lie upon each other."""
+
+_SAME_PLACE = 0.05
+"""Of width and height: names of points that are nearer than that would lie upon each other."""
 
 _SERIES = [f"var(--c{number})" for number in range(1, 9)]
 _DASHES = [[1, 0], [6, 3], [2, 2]]
@@ -149,13 +160,13 @@ def _picture(spec: Mapping[str, Any]) -> str:
 def pareto(front: Front) -> Chart:
     """Quality against one cost; a line joins what no other variant beats in both."""
     by_interest = sorted(front.points, key=lambda one: (one.variant != front.baseline, not one.on_front))
-    names = {point.variant for point in by_interest[:_MOST_NAMES]}
+    names = _names(by_interest[:_MOST_NAMES])
     values: Values = []
     for point in front.points:
         colour, shape = _BASELINE if point.variant == front.baseline else _verdict(point.stands)
         values.append(
             {
-                "name": point.variant if point.variant in names else "",
+                "name": names.get(point.variant, ""),
                 "colour": colour,
                 "shape": shape,
                 "x": point.cost,
@@ -167,6 +178,8 @@ def pareto(front: Front) -> Chart:
                 "front": point.on_front,
             }
         )
+    low, high = min(one.cost_low for one in front.points), max(one.cost_high for one in front.points)
+    edge = low + 0.9 * (high - low)
     x = _axis("x", front.axis, padding=14)
     y = _axis("y", "worst task, change in margins", padding=10)
     interval = {"type": "rule", "strokeWidth": 1.2, "opacity": 0.55}
@@ -184,10 +197,15 @@ def pareto(front: Front) -> Chart:
             "mark": {"type": "point", "filled": True, "size": 70, "opacity": 1},
             "encoding": {"x": x, "y": y, "color": _COLOUR, "shape": _SHAPE},
         },
-        {
-            "mark": {"type": "text", "align": "left", "dx": 7, "dy": -7},
-            "encoding": {"x": x, "y": y, "text": {"field": "name"}},
-        },
+        # At the right edge to the left of the point: beyond the edge a name would be cut.
+        *(
+            {
+                "transform": [{"filter": f"{'' if align == 'left' else '!'}(datum.x <= {edge})"}],
+                "mark": {"type": "text", "align": align, "dx": dx, "dy": -7},
+                "encoding": {"x": x, "y": y, "text": {"field": "name"}},
+            }
+            for align, dx in (("left", 7), ("right", -7))
+        ),
     ]
     rows = tuple(
         (
@@ -214,6 +232,25 @@ def pareto(front: Front) -> Chart:
         ("variant", "stands", front.axis, "worst task, in margins", "which", "on the front"),
         rows,
     )
+
+
+def _names(points: Sequence[Point]) -> dict[str, str]:
+    """Variant -> what is written beside its point; points that lie on each other have one text for all."""
+    costs = [point.cost for point in points]
+    qualities = [end for point in points for end in (point.quality.low, point.quality.high, -1.0)]
+    width, height = max(costs) - min(costs), max(qualities) - min(qualities)
+    found: dict[str, str] = {}
+    written: list[Point] = []
+    for point in points:
+        for other in written:
+            beside = abs(point.cost - other.cost) <= _SAME_PLACE * width
+            if beside and abs(point.quality.value - other.quality.value) <= _SAME_PLACE * height:
+                found[other.variant] += f", {point.variant}"
+                break
+        else:
+            written.append(point)
+            found[point.variant] = point.variant
+    return found
 
 
 def changes(scores: Iterable[Score]) -> Chart | None:

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import re
 import xml.etree.ElementTree as ET
@@ -37,6 +38,16 @@ def test_names_stay_text_in_the_picture():
     assert "<script" not in chart.svg
     texts = [element.text for element in ET.fromstring(chart.svg).iter() if element.tag.endswith("text")]
     assert "<script>alert(1)</script>" in texts
+
+
+def test_points_that_lie_on_each_other_share_their_text():
+    apart = front("quick")
+    near = Point("twin", "pass", 2.01, 2.0, 2.02, Margins("facts", -0.02, -0.3, 0.2))
+    shown = drawn(charts.pareto(dataclasses.replace(apart, points=(*apart.points, near))))
+
+    texts = {element.text for element in ET.fromstring(shown.svg).iter() if element.tag.endswith("text")}
+    assert {"base, twin", "quick"} <= texts
+    assert not {"base", "twin"} & texts
 
 
 def test_a_picture_is_one_image_with_a_label_and_colours_of_the_page():
