@@ -17,10 +17,10 @@ import tarfile
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from slimqwen import checkpoint
 from slimqwen.errors import SlimqwenError
@@ -53,6 +53,13 @@ class BakedCacheError(SlimqwenError):
     """There is no usable compile cache where one is required, or it cannot be read, made or restored."""
 
 
+def _below_root(name: str) -> str:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise ValueError(f"{name} lies outside the cache")
+    return name
+
+
 class BakedCache(BaseModel):
     """compile_cache.json.
 
@@ -74,7 +81,7 @@ class BakedCache(BaseModel):
     flags: dict[str, str]
     environment: dict[str, str]
     graphs: dict[str, float]
-    files: dict[str, str]
+    files: dict[Annotated[str, AfterValidator(_below_root)], str]
     archive_sha256: str
 
 
@@ -225,8 +232,10 @@ def restore(folder: Path, baked: BakedCache, root: Path) -> None:
 
 def _unpack(archive: Path, baked: BakedCache, root: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=f".{root.name}.", dir=root.parent) as place:
+        # Only what the manifest names: `extractall` writes wherever an archive says, before Python 3.11.4 unfiltered.
         with tarfile.open(archive) as packed:
-            packed.extractall(place, filter="data")
+            for name in baked.files:
+                _copy_out(packed, name, Path(place) / name)
         for name, digest in baked.files.items():
             if not _is(Path(place) / name, digest):
                 raise BakedCacheError(f"{archive} holds another {name} than {MANIFEST} says; bake it anew")
@@ -234,6 +243,18 @@ def _unpack(archive: Path, baked: BakedCache, root: Path) -> None:
         shutil.rmtree(root / "vllm", ignore_errors=True)
         root.mkdir(exist_ok=True)
         (Path(place) / "whole").rename(root / "vllm")
+
+
+def _copy_out(packed: tarfile.TarFile, name: str, destination: Path) -> None:
+    """One plain file of an archive; nothing where it has none of that name."""
+    try:
+        content = packed.extractfile(name)
+    except KeyError:
+        return
+    if content is not None:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        with content, destination.open("wb") as file:
+            shutil.copyfileobj(content, file)
 
 
 LINE = re.compile(

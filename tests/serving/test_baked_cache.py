@@ -1,3 +1,5 @@
+import io
+import json
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
 
@@ -101,6 +103,27 @@ def test_an_archive_that_holds_something_else_than_it_lists_is_refused(packed, t
     with pytest.raises(BakedCacheError, match="holds another"):
         baked_cache.restore(folder, lying, tmp_path / "caches" / "place")
     assert [path.name for path in (tmp_path / "caches").iterdir()] == [".place.lock"]
+
+
+def test_nothing_but_what_the_manifest_names_is_unpacked_and_that_lies_in_the_cache(packed, tmp_path):
+    folder, baked = packed
+    archive = folder / baked_cache.ARCHIVE
+    with tarfile.open(archive) as packing:
+        content = {name: packing.extractfile(name).read() for name in GRAPHS}
+    with tarfile.open(archive, "w:gz") as packing:
+        for name, data in (content | {"../../outside": b"x", "vllm/beside": b"x"}).items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(data)
+            packing.addfile(entry, io.BytesIO(data))
+    more = baked.model_copy(update={"archive_sha256": baked_cache.checkpoint.sha256(archive)})
+    baked_cache.restore(folder, more, tmp_path / "caches" / "place")
+    assert contents(tmp_path / "caches" / "place") == GRAPHS
+    assert not list(tmp_path.rglob("outside"))
+    for name in ("../../outside", "/outside"):
+        manifest = more.model_dump() | {"files": {name: "0"}}
+        (folder / baked_cache.MANIFEST).write_text(json.dumps(manifest))
+        with pytest.raises(BakedCacheError, match=f"{name} lies outside the cache"):
+            baked_cache.read(folder)
 
 
 def test_starts_at_once_restore_once_and_never_take_a_file_from_each_other(packed, tmp_path):
