@@ -14,7 +14,7 @@ from slimqwen.errors import SlimqwenError
 from slimqwen.image import container, context, contract
 from slimqwen.image.build import Tool
 from slimqwen.progress import Progress, silent
-from slimqwen.serving import launch
+from slimqwen.serving import baked_cache, launch
 
 QUESTION = "Hello! Who are you?"
 _TOKENS = 32
@@ -127,6 +127,9 @@ def verify(
             )
             if not any(check.faults for check in checks):
                 trial = try_out(image, expected.port, log, progress)
+                said = log.read_text(encoding="utf-8", errors="replace")
+                compiled = tuple(compiled_anew(said, found.description))
+                checks.append(contract.Check("compiled graphs come from the cache", compiled))
     listed = container.layers(tool, tag)
     return Verified(
         tuple(checks),
@@ -208,6 +211,22 @@ def _lines(shown: str, root: str) -> list[str]:
 def _unused(dry_run: str, description: context.Description) -> Iterator[str]:
     if description.cache and f"/baked-{description.cache[:16]}/" not in dry_run:
         yield "the image would compile anew; `docker run IMAGE --dry-run` says on its second stream what differs"
+
+
+def compiled_anew(log: str, description: context.Description) -> Iterator[str]:
+    """What a start of an image with a compile cache did not take from there.
+
+    Args:
+        log: of the image's server.
+        description: of the image.
+    """
+    graphs = baked_cache.graphs(log) if description.cache else []
+    if description.cache and not graphs:
+        yield "no graph was loaded"
+    for graph in graphs:
+        if not graph.loaded:
+            why = f": {graph.why_compiled}" if graph.why_compiled else ""
+            yield f"{graph.name} was compiled in {graph.seconds:g} s{why}"
 
 
 def _wait(server: container.Started, client: httpx.Client, log: Path, progress: Progress) -> dict[str, int]:
