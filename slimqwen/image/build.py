@@ -28,6 +28,7 @@ _BOOTSTRAPPED = "localhost/slimqwen-base:bookworm"
 _DEBIAN = "bookworm"
 _PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 _COMPLETE = "complete.sha256"
+_STEP_IN_FULL = re.compile(r" for step \{.*\}(?=: )")
 _STEP = re.compile(r"^(?:\[\d+/\d+\] )?STEP (\d+)/(\d+)|^#\d+ \[.*?(\d+)/(\d+)\]")
 
 
@@ -291,5 +292,5 @@ def _run(words: Sequence[str], log: Path, activity: str, progress: Progress) -> 
 
 def _cause(said: Sequence[str]) -> str:
     """The line that says why: the first that calls itself an error, else the last."""
-    telling = [line for line in said if re.match(r"(?:#\d+ [\d.]+ )?(?:error|ERROR|E):? ", line)]
-    return (telling or list(said[-1:]) or ["it printed nothing"])[0]
+    telling = [line for line in said if re.match(r"(?:#\d+ [\d.]+ )?(?:error|Error|ERROR|E):? ", line)]
+    return _STEP_IN_FULL.sub("", (telling or list(said[-1:]) or ["it printed nothing"])[0])

@@ -110,16 +110,24 @@ def test_a_whole_wheelhouse_is_left_alone_and_what_pip_says_is_told(tmp_path, mo
     assert "\n" not in str(refused.value)
 
 
-def test_a_step_that_fails_is_told_by_its_cause(content, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        ("error: the base has Python 3.12.1", "build: error: the base has Python 3.12.1; log:"),
+        (
+            "Error: committing container for step {Env:[A=b] Message:RUN x && {y: z}}: f: no space left on device",
+            "build: Error: committing container: f: no space left on device; log:",
+        ),
+    ],
+)
+def test_a_step_that_fails_is_told_by_its_cause(line, cause, content, tmp_path, monkeypatch):
     tool = tmp_path / "bin" / "buildah"
     tool.parent.mkdir()
-    tool.write_text(
-        "#!/bin/sh\necho 'STEP 2/9: RUN x'\necho 'error: the base has Python 3.12.1'\necho bye\nexit 3\n"
-    )
+    tool.write_text(f"#!/bin/sh\necho 'STEP 2/9: RUN x'\necho '{line}'\necho bye\nexit 3\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
     told = []
-    with pytest.raises(ImageBuildError, match="build: error: the base has Python") as refused:
+    with pytest.raises(ImageBuildError, match=cause) as refused:
         build.build(
             content,
             tool="buildah",
