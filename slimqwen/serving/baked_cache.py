@@ -28,8 +28,10 @@ from slimqwen.serving import platform as machine
 
 ARCHIVE, MANIFEST = checkpoint.COMPILE_CACHE
 
-_PACKED = "vllm/torch_compile_cache"
-"""The part of a cache root that holds compiled graphs, their kernels and what the autotuner found."""
+_PACKED = ("vllm/torch_compile_cache", "vllm/modelinfos")
+"""The parts of a cache root that hold compiled graphs, their kernels and what the autotuner found, and what vLLM knows
+of the model's class: without it a start asks a process of its own for it, which imports vLLM (`_ModelInfo` in
+vllm/model_executor/models/registry.py)."""
 
 _DECIDE_NOTHING = frozenset(
     {
@@ -192,7 +194,8 @@ def pack(root: Path, destination: Path, **made_by: Any) -> BakedCache:
     Raises:
         BakedCacheError: the start left no compiled graph.
     """
-    files = {path.relative_to(root).as_posix(): path for path in sorted((root / _PACKED).rglob("*"))}
+    found = (path for part in _PACKED for path in sorted((root / part).rglob("*")))
+    files = {path.relative_to(root).as_posix(): path for path in found}
     files = {name: path for name, path in files.items() if path.is_file() and not path.is_symlink()}
     if not any(name.endswith("/model") for name in files):
         raise BakedCacheError(f"vLLM saved no compiled graph under {root}; its log says why")

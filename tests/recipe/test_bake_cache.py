@@ -66,6 +66,11 @@ def test_the_stage_publishes_the_checkpoint_with_a_cache_that_hit(repository: Pa
     baked = baked_cache.read(folder)
     assert baked is not None
     assert set(baked.graphs) == {"backbone", "eagle_head"}
+    # What a start would import vLLM for in a process of its own, once for each model.
+    asked = {
+        Path(name).stem.rpartition("-")[2] for name in baked.files if name.startswith("vllm/modelinfos/")
+    }
+    assert asked == {"Qwen3_5ForCausalLM", "Qwen3_5MTP"}
     assert {file.name for file in folder.iterdir()} - {
         file.name for file in (ROOT / "weights/tiny").iterdir()
     } == {

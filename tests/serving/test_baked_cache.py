@@ -13,6 +13,7 @@ FLAGS = {"max-num-seqs": 4, "speculative-config": {"method": "mtp", "num_specula
 GRAPHS = {
     "vllm/torch_compile_cache/torch_aot_compile/f00/rank_0_0/model": b"a graph",
     "vllm/torch_compile_cache/torch_aot_compile/f00/inductor_cache/ab/kernel.so": bytes(range(256)) * 64,
+    "vllm/modelinfos/a-class.json": b"{}",
 }
 
 
