@@ -21,6 +21,7 @@ from typing import Any
 from pydantic import ConfigDict, ValidationError, create_model
 from pydantic.fields import FieldInfo
 
+from slimqwen.errors import SlimqwenError
 from slimqwen.variant import OWN_KEYS, ConfigError, Setting, Variant
 
 _SECRET = re.compile(r"(API_KEY|ACCESS_KEY|TOKEN|SECRET|PASSWORD|SECRET_ACCESS_KEY)$")
@@ -45,6 +46,10 @@ _TORCH_VARIABLES = frozenset(
 
 class FlagError(ConfigError):
     """A line of a config.env that vLLM would not take: names file, line and the nearest known key."""
+
+
+class NoDeviceError(SlimqwenError):
+    """The installed vLLM is one for GPUs, and none is to be seen."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +82,7 @@ def resolve(variant: Variant) -> Resolved:
 
     Raises:
         FlagError: an unknown key, a secret, a value that vLLM's parser or config classes refuse.
+        NoDeviceError: vLLM sees no device, and so has no flags.
     """
     for setting in variant.unset:
         _require_known(setting)
@@ -136,8 +142,15 @@ def torch_variables() -> frozenset[str]:
 @functools.cache
 def _parser() -> argparse.ArgumentParser:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.platforms import current_platform
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    # Some flags' defaults ask for the device.
+    if current_platform.is_unspecified():
+        raise NoDeviceError(
+            "the installed vLLM is one for GPUs and sees none; `nvidia-smi` says whether there is one, a container "
+            "gets it by `docker run --gpus all`; without a GPU: make install PLATFORM=cpu"
+        )
     parser: argparse.ArgumentParser = make_arg_parser(FlexibleArgumentParser())
     return parser
 

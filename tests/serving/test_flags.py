@@ -127,3 +127,13 @@ def test_resolving_twice_gives_the_same(resolve, tmp_path):
     first = resolve("VLLM_MAX_NUM_SEQS=8")
 
     assert first == flags.resolve(variant.load("v", tmp_path))
+
+
+def test_a_vllm_for_gpus_that_sees_none_is_one_line(monkeypatch):
+    from vllm import platforms
+    from vllm.platforms.interface import UnspecifiedPlatform
+
+    monkeypatch.setattr(platforms, "_current_platform", UnspecifiedPlatform(), raising=False)
+    with pytest.raises(flags.NoDeviceError, match="docker run --gpus all") as refused:
+        flags._parser.__wrapped__()
+    assert "\n" not in str(refused.value)
