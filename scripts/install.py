@@ -19,6 +19,9 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "slimqwen-install.json"
+MADE_FOR = VENV / "slimqwen-made-for"
+"""Platform and Python of an environment, there from its first moment."""
+
 LOG = ROOT / "logs" / "install.log"
 
 MINIMUM, BELOW = (3, 11), (3, 14)
@@ -100,13 +103,7 @@ def install(platform: str, lock: Path) -> None:
     STAMP.unlink(missing_ok=True)
     LOG.parent.mkdir(exist_ok=True)
     LOG.write_text("")
-    if not PYTHON.exists():
-        try:
-            venv.create(VENV, with_pip=True, clear=VENV.exists())
-        except subprocess.CalledProcessError:
-            raise InstallError(
-                "this Python cannot make environments; Debian: apt-get install python3-venv"
-            ) from None
+    make_environment(platform)
     pins = [line for line in lock.read_text().splitlines() if line and not line.startswith("#")]
     torch = next(pin for pin in pins if pin.startswith("torch=="))
     vision = next(pin for pin in pins if pin.startswith("torchvision=="))
@@ -122,6 +119,25 @@ def install(platform: str, lock: Path) -> None:
         mend_torchvision()
     pip("slimqwen", "--no-build-isolation", "--editable", str(ROOT))
     try_import()
+
+
+def make_environment(platform: str) -> None:
+    """Make an empty .venv, unless there is one of this platform and this Python: then what it holds is gone on with.
+
+    pip would take the CPU's builds for CUDA's, as their versions are equal, and a venv keeps the Python that made it.
+    """
+    made_for = f"{platform} {sys.version.split()[0]}"
+    if PYTHON.exists() and MADE_FOR.exists() and MADE_FOR.read_text() == made_for:
+        return
+    if Path(sys.prefix).resolve() == VENV:
+        raise InstallError(".venv has to be made anew, and this is its own Python; run `deactivate` first")
+    try:
+        venv.create(VENV, with_pip=True, clear=VENV.exists())
+    except subprocess.CalledProcessError:
+        raise InstallError(
+            "this Python cannot make environments; Debian: apt-get install python3-venv"
+        ) from None
+    MADE_FOR.write_text(made_for)
 
 
 def pip(what: str, *arguments: str, total: int = 1) -> None:

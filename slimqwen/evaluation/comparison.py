@@ -67,7 +67,8 @@ class LatencyRow:
 def quality_pair(first: Path, second: Path) -> tuple[Path, Path]:
     """The quality records of two variants' folders that stand on the same items, of the checkpoints scored last.
 
-    Of several pairs it is the one on most items, so that a sample does not hide all items; of these the newest.
+    Of several pairs it is the one on most items, so that a sample does not hide all items; of these one of the same
+    hardware, for another instruction set changes answers too; of these the newest.
 
     Raises:
         MissingRecordError: a variant has no quality record.
@@ -79,7 +80,7 @@ def quality_pair(first: Path, second: Path) -> tuple[Path, Path]:
         found = ((path, store.read(path)) for path in store.records(folder, "quality"))
         sides.append([(p, r) for p, r in found if r["provenance"]["checkpoint"]["digest"] == digest])
     pairs = [
-        (items_scored(a), path.name, other.name, path, other)
+        (pair_weight(a, b), path.name, other.name, path, other)
         for path, a in sides[0]
         for other, b in sides[1]
         if quality_basis(a) == quality_basis(b)
@@ -124,12 +125,12 @@ def shared_workloads(first: Path, second: Path) -> list[str]:
 
 def coverage(record: store.Record) -> tuple[bool, int]:
     """How much a quality record says of its variant, the more the greater: completions before chats, then items."""
-    return record.get("endpoint") != "chat", items_scored(record)
+    return record.get("endpoint") != "chat", _items_scored(record)
 
 
-def items_scored(record: store.Record) -> int:
-    """Of all tasks of a quality record."""
-    return sum(row["item_count"] for row in record["tasks"].values())
+def pair_weight(first: store.Record, second: store.Record) -> tuple[int, bool]:
+    """How much two quality records on the same items say of each other: the items, then whether the hardware is one."""
+    return _items_scored(first), _hardware(first) == _hardware(second)
 
 
 def quality_basis(record: store.Record) -> dict[str, Any]:
@@ -146,7 +147,6 @@ def quality_basis(record: store.Record) -> dict[str, Any]:
 
 def latency_basis(record: store.Record) -> dict[str, Any]:
     """What two latency records have to share to be compared."""
-    hardware = record["provenance"]["hardware"]
     return {
         "workload": record["workload"],
         "lengths": {
@@ -155,7 +155,7 @@ def latency_basis(record: store.Record) -> dict[str, Any]:
         },
         # Records before arrivals: all requests were sent as soon as the concurrency let them.
         "arrivals": {name: row.get("arrival") for name, row in record["classes"].items()},
-        "hardware": {name: hardware[name] for name in ("cpu_model", "cpu_flags", "cpu_count", "gpus")},
+        "hardware": _hardware(record),
         **{f"data file {name}": digest for name, digest in record["provenance"]["datasets"].items()},
     }
 
@@ -452,6 +452,15 @@ def _require_same(first: Path, second: Path, a: Mapping[str, Any], b: Mapping[st
             f"{first.parent.name}/{first.name} and {second.parent.name}/{second.name} differ in {shown}; "
             + (f"`{cure}` makes one that fits" if cure else "measure both again")
         )
+
+
+def _items_scored(record: store.Record) -> int:
+    return sum(row["item_count"] for row in record["tasks"].values())
+
+
+def _hardware(record: store.Record) -> dict[str, Any]:
+    hardware = record["provenance"]["hardware"]
+    return {name: hardware[name] for name in ("cpu_model", "cpu_flags", "cpu_count", "gpus")}
 
 
 def _quality_command(variant: str, like: store.Record) -> str:

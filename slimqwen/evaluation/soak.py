@@ -9,6 +9,7 @@ import contextlib
 import json
 import math
 import random
+import resource
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -50,6 +51,9 @@ SHORTEST_S = 60
 _EVERY_S = 5
 _SETTLED = 1 / 3
 """Of the time: what allocators and caches take in the beginning is no leak."""
+
+_OWN_FILES = 128
+"""Open beside the clients' connections."""
 
 _PATIENCE_S = 300
 _AFTER_FAULT_S = 0.5
@@ -116,7 +120,7 @@ def run(one: Variant, seconds: float, log: Path, progress: Progress = silent) ->
         "verdict"}; fail where there is a fault, inconclusive where the interval of growth reaches beyond its limit.
 
     Raises:
-        SoakError: seconds are fewer than `SHORTEST_S`.
+        SoakError: seconds are fewer than `SHORTEST_S`, or the system allows too few open files.
         ServerFailedError: the server did not start.
         ServerLostError: one of its processes ended under the load.
     """
@@ -126,6 +130,7 @@ def run(one: Variant, seconds: float, log: Path, progress: Progress = silent) ->
         )
     command = launch.resolve(one, port=launch.free_port())
     clients = CLIENTS_A_SEQUENCE * int(command.flags.get("max-num-seqs") or DEFAULT_SEQUENCES)
+    _allow_connections(clients)
     with launch.serving(command, log=log) as server:
         return load_and_watch(server.base_url, server.pid, seconds, clients, progress)
 
@@ -195,6 +200,23 @@ def load_and_watch(
         "faults": faults,
         "verdict": Verdict.FAIL if faults else Verdict.PASS if sure else Verdict.INCONCLUSIVE,
     }
+
+
+def _allow_connections(clients: int) -> None:
+    """Raise this process's limit of open files to what so many clients need.
+
+    Raises:
+        SoakError: the system forbids it.
+    """
+    needed = clients + _OWN_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise SoakError(
+            f"{clients} clients need {needed} open files and {hard} are allowed; raise it (`ulimit -Hn`), or set "
+            "VLLM_MAX_NUM_SEQS in config.env"
+        )
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def growth(points: Sequence[tuple[float, float]]) -> Growth:
@@ -292,7 +314,8 @@ def _client(url: str) -> httpx.AsyncClient:
         base_url=url,
         timeout=_PATIENCE_S,
         trust_env=False,
-        limits=httpx.Limits(max_connections=None),
+        # vLLM closes connections that are idle for 5 s, as httpx does: at the same moment a request would be lost.
+        limits=httpx.Limits(max_connections=None, keepalive_expiry=2),
         headers=launch.authorization(),
     )
 

@@ -115,16 +115,21 @@ def base_image(tool: Tool, base: str, log: Path, progress: Progress = silent) ->
         without = [f"--exclude={pattern}" for pattern in left]
         _run(["tar", "-C", str(rootfs), *without, "-cf", str(archive), "."], log, "base", progress)
         shutil.rmtree(rootfs)
-        for command in import_commands(tool, archive):
-            _run(command, log, "base", progress)
+        name = f"slimqwen-base-{os.getpid()}"
+        try:
+            for command in import_commands(tool, archive, name):
+                _run(command, log, "base", progress)
+        finally:
+            if tool == "buildah":
+                # Left where the commit was not reached.
+                subprocess.run(["buildah", "rm", name], capture_output=True)
     return _BOOTSTRAPPED
 
 
-def import_commands(tool: Tool, archive: Path) -> list[list[str]]:
-    """What makes an image of a root filesystem's tar archive."""
+def import_commands(tool: Tool, archive: Path, name: str) -> list[list[str]]:
+    """What makes an image of a root filesystem's tar archive, with buildah through a container of that name."""
     if tool != "buildah":
         return [[tool, "import", str(archive), _BOOTSTRAPPED]]
-    name = "slimqwen-base-import"
     return [
         ["buildah", "from", "--name", name, "scratch"],
         ["buildah", "add", "--quiet", name, str(archive), "/"],

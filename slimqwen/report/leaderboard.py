@@ -452,14 +452,20 @@ def _of_last_checkpoint(records: Sequence[Found]) -> list[Found]:
 def _scores(
     collection: Collection, name: str, baseline: str | None, reading: _Reading
 ) -> dict[tuple[str, str], Score]:
-    """By suite, the pair on most items (of these the newest), as `comparison.quality_pair` chooses; else the widest."""
+    """By suite, the pair that `comparison.quality_pair` chooses; else the widest."""
     ours = _of_last_checkpoint(collection.of(name, "quality"))
     theirs = _of_last_checkpoint(collection.of(baseline, "quality")) if baseline else []
     found: dict[tuple[str, str], Score] = {}
     for suite in sorted({one.record["suite"] for one in ours}):
         mine = [one for one in ours if one.record["suite"] == suite]
         pairs = [
-            (comparison.items_scored(first.record), first.path.name, second.path.name, first, second)
+            (
+                comparison.pair_weight(first.record, second.record),
+                first.path.name,
+                second.path.name,
+                first,
+                second,
+            )
             for second in mine
             for first in theirs
             if comparison.quality_basis(first.record) == comparison.quality_basis(second.record)

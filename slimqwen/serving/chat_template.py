@@ -33,8 +33,13 @@ def check(file: Path, weights: Path, arguments: Mapping[str, Any]) -> None:
         template = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ChatTemplateError(f"chat template {file} cannot be read ({error}); correct its path") from None
-    settings = json.loads((weights / "tokenizer_config.json").read_text(encoding="utf-8"))
-    tokens = {name: value for name, value in settings.items() if name.endswith("_token")}
+    try:
+        settings = json.loads((weights / "tokenizer_config.json").read_text(encoding="utf-8"))
+        tokens = {name: value for name, value in settings.items() if name.endswith("_token")}
+    except (OSError, ValueError, AttributeError) as error:
+        raise ChatTemplateError(
+            f"{weights / 'tokenizer_config.json'} cannot be read ({error}); make or download the checkpoint anew"
+        ) from None
     roles = ("user", "assistant", "user")
     chat = [{"role": role, "content": said} for role, said in zip(roles, _CHAT, strict=True)]
     for thinking in (True, False):

@@ -45,6 +45,7 @@ _ENTRY = ("-m", "vllm.entrypoints.launchers.api_server.entry")
 # No compiled graph depends on it, so it is not among the command's flags.
 _MIDDLEWARE = ("--middleware", "slimqwen.serving.readiness.Readiness")
 _PLUGINS = ("slimqwen_engine_fixes", "slimqwen_compile_watch", endpoints.PLUGIN)
+_CPU_KV_CACHE_GIB = 4  # where config.env names none
 _ENGINE_OVERHEAD_BYTES = int(1.5 * 2**30)  # imports and activations of vLLM on a CPU, seen: 1.1 GiB resident
 
 
@@ -62,6 +63,10 @@ class MemoryShortError(SlimqwenError):
 
 class ContextTooLongError(SlimqwenError):
     """--max-model-len exceeds what the checkpoint was trained for."""
+
+
+class ApiKeyError(SlimqwenError):
+    """VLLM_API_KEY is set to what protects nothing, or to what no client will send."""
 
 
 class ThinkingBudgetError(SlimqwenError):
@@ -284,7 +289,10 @@ def check(command: ServerCommand) -> None:
         slimqwen.serving.endpoints.MissingPluginError: vLLM would serve without this package's limits and routes.
         slimqwen.serving.chat_template.ChatTemplateError: the chat template does not render.
         ThinkingBudgetError: a budget without a parser for thoughts.
+        ApiKeyError: VLLM_API_KEY is empty, or has white space around it.
+        slimqwen.serving.flags.FlagError: VLLM_CPU_KVCACHE_SPACE is no whole number.
     """
+    _check_key()
     variant = command.variant
     if command.platform == "cuda" and machine.detect() == "cpu":
         raise PlatformError(
@@ -424,6 +432,8 @@ def _environment(variant: Variant, platform: machine.Platform, cache: CompileCac
         environment |= _cache_environment(cache)
     if platform == "cpu":
         environment["OMP_NUM_THREADS"] = str(machine.physical_cores())
+        # Without it vLLM takes 0.92 of the machine's memory.
+        environment["VLLM_CPU_KVCACHE_SPACE"] = str(_CPU_KV_CACHE_GIB)
     return environment
 
 
@@ -438,6 +448,19 @@ def _cache_environment(cache: CompileCache) -> dict[str, str]:
         "TORCHINDUCTOR_CACHE_DIR": str(cache.root / "inductor"),
         compile_watch.VARIABLE: wanted.model_dump_json(),
     }
+
+
+def _check_key() -> None:
+    key = os.environ.get("VLLM_API_KEY")
+    if key is None:
+        return
+    if not key.strip():
+        # vLLM would ask nobody for it.
+        raise ApiKeyError(
+            "VLLM_API_KEY is set and empty; give it a value, or unset it to serve without a key"
+        )
+    if key != key.strip():
+        raise ApiKeyError("VLLM_API_KEY has white space around it, which no client sends; take it away")
 
 
 def _check_modes(command: ServerCommand) -> None:
@@ -504,7 +527,7 @@ def _check_requests(command: ServerCommand) -> None:
 def _check_memory(command: ServerCommand) -> None:
     weights = sum(file.stat().st_size for file in command.variant.weights.glob("*.safetensors"))
     if command.platform == "cpu":
-        kv_cache = int(float(command.environment.get("VLLM_CPU_KVCACHE_SPACE", "4")) * 2**30)
+        kv_cache = _whole_gib(command, "VLLM_CPU_KVCACHE_SPACE") * 2**30
         needed = weights + kv_cache + _ENGINE_OVERHEAD_BYTES
         available = psutil.virtual_memory().available
         parts = f"weights {_gib(weights)}, KV cache {_gib(kv_cache)}, engine {_gib(_ENGINE_OVERHEAD_BYTES)}"
@@ -514,6 +537,8 @@ def _check_memory(command: ServerCommand) -> None:
 
         available, total = torch.cuda.mem_get_info()
         share = float(command.flags.get("gpu-memory-utilization", 0.92))
+        for flag in ("tensor-parallel-size", "pipeline-parallel-size"):
+            weights //= int(command.flags.get(flag, 1))
         needed = max(weights, int(share * total))
         parts = f"weights {_gib(weights)}, {share:.0%} of the GPU's {_gib(total)} asked for"
         cure = "end what else uses the GPU or lower VLLM_GPU_MEMORY_UTILIZATION"
@@ -524,6 +549,17 @@ def _check_memory(command: ServerCommand) -> None:
         raise MemoryShortError(
             f"{command.variant.name} needs {_gib(needed)} ({parts}) and {_gib(available)} is free; {cure}"
         )
+
+
+def _whole_gib(command: ServerCommand, variable: str) -> int:
+    text = command.environment[variable]
+    try:
+        return int(text)
+    except ValueError:
+        place = command.variant.settings[variable].place
+        raise vllm_flags.FlagError(
+            f"{place}: {variable}={text}: vLLM takes whole GiB; write 4 for 4 GiB"
+        ) from None
 
 
 def _check_port(command: ServerCommand) -> None:

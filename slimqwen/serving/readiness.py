@@ -18,7 +18,9 @@ from slimqwen.serving.refusal import refusal
 logger = logging.getLogger(__name__)
 
 _PROBES = frozenset({"/health", "/ping"})
-_ENGINE_PATHS = ("/invocations", "/generative_scoring", "/scale_elastic_ep")
+_ENGINE_PATHS = ("/invocations", "/generative_scoring", "/scale_elastic_ep", "/tokenize", "/detokenize")
+"""What vLLM leaves open and whose work holds up everybody: tokenizing has one thread for all requests."""
+
 _UNAVAILABLE = HTTPStatus.SERVICE_UNAVAILABLE
 _RETRY_AFTER_S = 5
 _LOOK_S = 0.5

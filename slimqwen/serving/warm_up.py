@@ -16,9 +16,6 @@ from slimqwen.serving import launch
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE_S = 60
-"""How long a question may be refused because clients fill the queue."""
-
 _STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 
 _TOKENS = 16
@@ -150,11 +147,14 @@ def _chat(message: str, thinking: bool) -> dict[str, Any]:
 
 
 async def _ask(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> httpx.Response:
-    deadline = time.monotonic() + _PATIENCE_S
-    # Clients are answered meanwhile, and may fill the queue.
+    # Clients are answered meanwhile, and may fill the queue: no fault of the server's, so nothing to give up for.
+    waits = False
     while (answer := await client.post(path, json=body)).status_code == httpx.codes.TOO_MANY_REQUESTS:
-        if time.monotonic() > deadline:
-            break
+        if not waits:
+            logger.warning(
+                "the warm-up waits for room in the queue: %s", " ".join(answer.text.split())[-300:]
+            )
+            waits = True
         await asyncio.sleep(0.2)
     # What fails in the middle of a stream has begun with a 200.
     if answer.status_code != httpx.codes.OK or 'data: {"error"' in answer.text:

@@ -63,6 +63,16 @@ def test_scores_are_paired_item_by_item(write):
     assert prose.higher_is_better is False
 
 
+def test_of_scores_on_as_many_items_those_of_one_kind_of_machine_are_paired(write):
+    known = json.loads((DATA / "quality.json").read_text())["provenance"]
+    other = known | {"hardware": known["hardware"] | {"cpu_flags": ["avx2", "avx512f"]}}
+    first, newer = write("a", provenance=other), write("a")
+    assert comparison.quality_pair(*write.folders[:1], write("b", provenance=other).parent)[0] == first
+    assert comparison.quality_pair(*write.folders[:1], write("c").parent)[0] == newer
+    third = known | {"hardware": known["hardware"] | {"cpu_flags": ["sse2"]}}
+    assert comparison.quality_pair(*write.folders[:1], write("d", provenance=third).parent)[0] == newer
+
+
 def test_texts_are_weighted_in_the_difference(write):
     rows = comparison.compare_quality(write("a", prose=(1.0, 2.0)), write("b", prose=(1.0, 2.4)))
     assert rows[1].difference.value == pytest.approx(0.4 * 30 / 40)

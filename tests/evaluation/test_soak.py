@@ -149,6 +149,21 @@ def test_a_server_that_ends_under_the_load_is_an_error_and_no_result():
         soak.load_and_watch(url, pid, 60, clients=2)
 
 
+def test_clients_get_the_files_that_they_need_or_the_limit_is_named(monkeypatch):
+    limits, given = [1024, 20000], []
+    monkeypatch.setattr(soak.resource, "getrlimit", lambda which: tuple(limits))
+    monkeypatch.setattr(soak.resource, "setrlimit", lambda which, both: given.append(both))
+    soak._allow_connections(100)
+    assert given == []
+    soak._allow_connections(1024)
+    assert given == [(1152, 20000)]
+    with pytest.raises(SoakError, match="20128 open files and 20000 are allowed"):
+        soak._allow_connections(20000)
+    limits[:] = [soak.resource.RLIM_INFINITY] * 2
+    soak._allow_connections(20000)
+    assert len(given) == 1
+
+
 @pytest.mark.parametrize(("mib_per_second", "value"), [(0.0, 0.0), (30 / 3600, 30.0), (-1 / 3600, -1.0)])
 def test_growth_is_told_in_mib_an_hour_and_one_jump_does_not_make_it(mib_per_second, value):
     points = [(5.0 * n, 1000 + 5.0 * n * mib_per_second) for n in range(60)]

@@ -91,6 +91,21 @@ def test_a_tool_that_does_not_work_is_passed_over_and_named_where_there_is_no_ot
         build.find_tool()
 
 
+def test_a_base_that_was_not_finished_leaves_no_container_in_the_way(tmp_path, monkeypatch):
+    for name, script in (
+        ("buildah", f'echo "$*" >> {tmp_path}/said; [ "$1" != inspect ] && [ "$1" != commit ]'),
+        ("debootstrap", 'mkdir -p "$3"'),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(build.os, "geteuid", lambda: 0)
+    with pytest.raises(ImageBuildError, match="base: "):
+        build.base_image("buildah", build.BOOTSTRAP, tmp_path / "log")
+    made, *_, last = (tmp_path / "said").read_text().splitlines()[1:]
+    assert last == f"rm {made.split()[2]}"
+
+
 def test_a_whole_wheelhouse_is_left_alone_and_what_pip_says_is_told(tmp_path, monkeypatch):
     lock = hashlib.sha256((ROOT / "requirements" / "cpu.txt").read_bytes()).hexdigest()
     python = f"python{sys.version_info[0]}.{sys.version_info[1]}"

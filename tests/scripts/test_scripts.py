@@ -1,5 +1,6 @@
 """The scripts as a person meets them: one line for what they can expect to go wrong, and help for every one."""
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -75,6 +76,33 @@ def bare_copy(tmp_path):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes((variant.repository_root() / name).read_bytes())
     return root
+
+
+def test_an_environment_of_another_python_or_platform_is_made_anew(bare_copy, monkeypatch):
+    spec = importlib.util.spec_from_file_location("install", bare_copy / "scripts/install.py")
+    install = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(install)
+    made = []
+
+    def create(folder, with_pip, clear):
+        made.append(clear)
+        install.PYTHON.parent.mkdir(parents=True, exist_ok=True)
+        install.PYTHON.touch()
+
+    monkeypatch.setattr(install.venv, "create", create)
+    install.make_environment("cpu")
+    install.make_environment("cpu")
+    assert made == [False]
+    install.make_environment("cuda")
+    assert made == [False, True]
+    install.MADE_FOR.write_text("cuda 3.11.2")
+    install.make_environment("cuda")
+    install.make_environment("cuda")
+    assert made == [False, True, True]
+    monkeypatch.setattr(install.sys, "prefix", str(install.VENV))
+    with pytest.raises(install.InstallError, match="deactivate"):
+        install.make_environment("cpu")
+    assert len(made) == 3
 
 
 def test_installing_twice_does_nothing_the_second_time():

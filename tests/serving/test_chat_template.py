@@ -42,6 +42,16 @@ def test_the_variants_default_arguments_are_given(tmp_path):
         check(tmp_path, text)
 
 
+@pytest.mark.parametrize("content", ["", "{", "[]", "version https://git-lfs.github.com/spec/v1"])
+def test_a_damaged_tokenizer_config_is_told(tmp_path, content):
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(
+        chat_template.ChatTemplateError, match=r"tokenizer_config\.json cannot be read"
+    ) as refused:
+        chat_template.check(TINY / "chat_template.jinja", tmp_path, {})
+    assert "\n" not in str(refused.value)
+
+
 def test_a_missing_template_is_refused(tmp_path):
     with pytest.raises(chat_template.ChatTemplateError, match="cannot be read"):
         chat_template.check(tmp_path / "none.jinja", TINY, {})

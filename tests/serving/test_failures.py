@@ -32,7 +32,9 @@ def server(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def client(server):
-    with httpx.Client(base_url=server.url, timeout=PATIENCE_S, trust_env=False) as http:
+    # The server closes connections that are idle for 5 s, as httpx does: the same moment would be a race.
+    reused = httpx.Limits(keepalive_expiry=2)
+    with httpx.Client(base_url=server.url, timeout=PATIENCE_S, trust_env=False, limits=reused) as http:
         yield http
 
 

@@ -133,7 +133,7 @@ def test_a_vllm_for_gpus_that_sees_none_is_one_line(monkeypatch):
     from vllm import platforms
     from vllm.platforms.interface import UnspecifiedPlatform
 
-    monkeypatch.setattr(platforms, "_current_platform", UnspecifiedPlatform(), raising=False)
+    monkeypatch.setattr(platforms, "current_platform", UnspecifiedPlatform())
     with pytest.raises(flags.NoDeviceError, match="docker run --gpus all") as refused:
         flags._parser.__wrapped__()
     assert "\n" not in str(refused.value)

@@ -16,6 +16,7 @@ import pytest
 from slimqwen import variant
 from slimqwen.checkpoint import CorruptCheckpointError, MissingCheckpointError
 from slimqwen.serving import baked_cache, compile_watch, launch, unsafe_engines
+from slimqwen.serving.flags import FlagError
 
 SERVABLE = "VLLM_MODEL=weights/v\nVLLM_HOST=127.0.0.1\nVLLM_PORT=8080\nVLLM_CPU_KVCACHE_SPACE=1\n"
 
@@ -152,6 +153,40 @@ def test_too_little_memory_is_refused_with_what_is_needed(servable):
 
     with pytest.raises(launch.MemoryShortError, match=r"needs 1000\d\.\d GiB .*lower VLLM_CPU_KVCACHE_SPACE"):
         launch.check(greedy)
+
+
+def test_space_for_the_kv_cache_is_whole_gib_and_never_what_vllm_would_take_of_the_machine(servable):
+    command = servable()
+    assert command.environment["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    for text in ("1GiB", "0.5", ""):
+        said = dict(command.environment) | {"VLLM_CPU_KVCACHE_SPACE": text}
+        with pytest.raises(FlagError, match=rf"config\.env:4: VLLM_CPU_KVCACHE_SPACE={text}: .*whole GiB"):
+            launch.check(dataclasses.replace(command, environment=said))
+    unsaid = launch.resolve(variant.load("qwen3.5-4b"), platform="cpu")
+    assert unsaid.environment["VLLM_CPU_KVCACHE_SPACE"] == "4"
+
+
+def test_weights_are_shared_among_the_gpus_that_split_them(servable, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**6, 10**6))
+    one = dataclasses.replace(servable(), platform="cuda")
+    with pytest.raises(launch.MemoryShortError, match="take a smaller variant or a larger GPU"):
+        launch._check_memory(one)
+    size = sum(file.stat().st_size for file in one.variant.weights.glob("*.safetensors"))
+    half = {"tensor-parallel-size": 4, "pipeline-parallel-size": -(-size // 10**6)}
+    launch._check_memory(dataclasses.replace(one, flags={**one.flags, **half}))
+
+
+@pytest.mark.parametrize(
+    ("key", "said"), [("", "set and empty"), (" ", "set and empty"), ("a\n", "white space")]
+)
+def test_a_key_that_would_protect_nothing_is_refused(servable, monkeypatch, key, said):
+    monkeypatch.setenv("VLLM_API_KEY", key)
+    with pytest.raises(launch.ApiKeyError, match=said):
+        launch.check(servable())
+    monkeypatch.setenv("VLLM_API_KEY", "a")
+    launch.check(servable())
 
 
 def test_more_context_than_the_checkpoint_has_is_refused(servable, tmp_path):

@@ -226,7 +226,7 @@ def test_a_failed_warm_up_where_it_is_required_and_a_dead_engine_end_the_process
     assert "the engine is shut down 3" in ended.stdout
 
 
-@pytest.mark.parametrize("path", ["/invocations", "/generative_scoring", "/v1/x"])
+@pytest.mark.parametrize("path", ["/invocations", "/generative_scoring", "/tokenize", "/detokenize", "/v1/x"])
 def test_vllm_asks_for_the_key_wherever_the_engine_is_put_to_work(path):
     from vllm.entrypoints.serve.middleware import authenticate
 

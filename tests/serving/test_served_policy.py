@@ -110,7 +110,7 @@ def _counter(served, name):
     return sum(float(line.split()[-1]) for line in lines if line.startswith(name + "{"))
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/invocations", "/generative_scoring"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/invocations", "/generative_scoring", "/tokenize"])
 def test_questions_need_the_key_of_the_environment(served, path):
     assert httpx.post(served.server.base_url + path, json=_chat(), trust_env=False).status_code == 401
     assert served.client.post(path, json=_chat()).status_code in (200, 400)

@@ -45,7 +45,8 @@ def test_batches_are_the_variants_graphs_or_doublings_up_to_what_it_takes_at_onc
 class Vllm:
     """Answers as vLLM does, and keeps the questions."""
 
-    def __init__(self, chosen, prefix_tokens=300, refuses=(), breaks=(), template="{{ messages }}"):
+    def __init__(self, chosen, prefix_tokens=300, refuses=(), breaks=(), template="{{ messages }}", full=0):
+        self._full = full
         self.asked, self.computed, self._prefix, self._refuses = [], [], prefix_tokens, refuses
         self._breaks = breaks
         self.app = Starlette(
@@ -62,6 +63,9 @@ class Vllm:
     async def _answer(self, request):
         path, body = request.url.path, await request.json()
         self.asked.append((path, body, request.headers.get("Authorization")))
+        if self._full:
+            self._full -= 1
+            return JSONResponse({"error": {"message": "the queue\n is full"}}, 429)
         if path in self._refuses:
             return JSONResponse({"error": {"message": "no chat\n template"}}, 400)
         if body.get("stream"):
@@ -100,6 +104,18 @@ def test_every_batch_and_chats_with_thinking_on_and_off_are_asked_with_the_key(m
     assert {key for *_, key in vllm.asked} == {"Bearer sesame"}
     assert "batches of 1, 2, chats with thinking on and off" in caplog.text
     assert "sesame" not in caplog.text + json.dumps([body for _, body, _ in vllm.asked])
+
+
+def test_clients_that_fill_the_queue_are_waited_for_and_told_of_once(monkeypatch, caplog):
+    async def at_once(seconds):
+        pass
+
+    monkeypatch.setattr(asyncio, "sleep", at_once)
+    caplog.set_level("WARNING")
+    vllm = Vllm(config(), full=1000)
+    run(vllm)
+    assert vllm._full == 0
+    assert caplog.text.count("the warm-up waits for room in the queue") == 1
 
 
 def test_the_whole_blocks_of_the_chat_prefix_are_computed_and_a_next_chat_tells_what_it_found(caplog):
