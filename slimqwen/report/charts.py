@@ -200,11 +200,11 @@ def pareto(front: Front) -> Chart:
         # At the right edge to the left of the point: beyond the edge a name would be cut.
         *(
             {
-                "transform": [{"filter": f"{'' if align == 'left' else '!'}(datum.x <= {edge})"}],
+                "transform": [{"filter": f"datum.x {side} {edge}"}],
                 "mark": {"type": "text", "align": align, "dx": dx, "dy": -7},
                 "encoding": {"x": x, "y": y, "text": {"field": "name"}},
             }
-            for align, dx in (("left", 7), ("right", -7))
+            for align, dx, side in (("left", 7, "<="), ("right", -7, ">"))
         ),
     ]
     rows = tuple(
