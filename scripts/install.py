@@ -24,6 +24,9 @@ MADE_FOR = VENV / "slimqwen-made-for"
 
 LOG = ROOT / "logs" / "install.log"
 
+EXTRAS = ("ray",)
+"""Lock files of requirements/ that are installed only where they are asked for."""
+
 MINIMUM, BELOW = (3, 11), (3, 14)
 NEEDED_GB = {"cpu": 7, "cuda": 25}  # measured for cpu: 4.9 GB in .venv and 1.2 GB of downloads on the way
 PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -40,15 +43,25 @@ def main() -> int:
     parser.add_argument(
         "--platform", choices=("cpu", "cuda"), help="by default cuda where an NVIDIA GPU is found"
     )
-    platform = parser.parse_args().platform or ("cuda" if has_gpu() else "cpu")
+    parser.add_argument(
+        "--extras", nargs="*", default=[], choices=EXTRAS, help="optional parts; those installed already stay"
+    )
+    options = parser.parse_args()
+    platform = options.platform or ("cuda" if has_gpu() else "cpu")
     try:
-        lock = ROOT / "requirements" / f"{platform}.txt"
-        stamp = {"platform": platform, "python": sys.version.split()[0], "ingredients": ingredients(lock)}
+        extras = sorted({*options.extras, *installed_extras()})
+        locks = [ROOT / "requirements" / f"{name}.txt" for name in (platform, *extras)]
+        stamp = {
+            "platform": platform,
+            "python": sys.version.split()[0],
+            "extras": extras,
+            "ingredients": ingredients(locks),
+        }
         if PYTHON.exists() and STAMP.exists() and json.loads(STAMP.read_text()) == stamp:
             print(f"environment is up to date ({platform}): .venv")
             return 0
         check_machine(platform)
-        install(platform, lock)
+        install(platform, locks)
         STAMP.write_text(json.dumps(stamp))
     except InstallError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -68,10 +81,15 @@ def has_gpu() -> bool:
     return Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
 
 
-def ingredients(lock: Path) -> str:
+def installed_extras() -> list[str]:
+    """Extras of the installed environment, or of one whose installation was interrupted."""
+    return [name for name in EXTRAS if (VENV / f"slimqwen-extra-{name}").exists()]
+
+
+def ingredients(locks: list[Path]) -> str:
     """One hash over what decides the content of the environment."""
     digest = hashlib.sha256()
-    for file in (lock, ROOT / "pyproject.toml", Path(__file__)):
+    for file in (*locks, ROOT / "pyproject.toml", Path(__file__)):
         digest.update(file.read_bytes())
     return digest.hexdigest()
 
@@ -98,13 +116,15 @@ def check_machine(platform: str) -> None:
         )
 
 
-def install(platform: str, lock: Path) -> None:
+def install(platform: str, locks: list[Path]) -> None:
     """Make the environment and fill it: torch first, alone, so that no other package can pull another build."""
     STAMP.unlink(missing_ok=True)
     LOG.parent.mkdir(exist_ok=True)
     LOG.write_text("")
     make_environment(platform)
-    pins = [line for line in lock.read_text().splitlines() if line and not line.startswith("#")]
+    for extra in locks[1:]:
+        (VENV / f"slimqwen-extra-{extra.stem}").touch()
+    pins = [line for line in locks[0].read_text().splitlines() if line and not line.startswith("#")]
     torch = next(pin for pin in pins if pin.startswith("torch=="))
     vision = next(pin for pin in pins if pin.startswith("torchvision=="))
     try:
@@ -113,7 +133,10 @@ def install(platform: str, lock: Path) -> None:
         if platform != "cpu":
             raise
         pip("torch (cpu, from PyTorch's index)", torch, f"{vision}+cpu", "--index-url", PYTORCH_CPU_INDEX)
-    pip("packages", "--requirement", str(lock), total=len(pins))
+    require_build(platform)
+    pip("packages", "--requirement", str(locks[0]), total=len(pins))
+    for extra in locks[1:]:
+        pip(extra.stem, "--requirement", str(extra))
     if platform == "cpu":
         name_vllm()
         mend_torchvision()
@@ -176,6 +199,19 @@ def show(text: str) -> None:
 def site_packages() -> Path:
     """The folder that packages of .venv lie in."""
     return next(VENV.glob("lib/python3.*/site-packages"))
+
+
+def require_build(platform: str) -> None:
+    """Refuse a CPU build of torch in an environment for CUDA: the two have one version but for its local part."""
+    ask = "import importlib.metadata as packages; print(packages.version('torch'))"
+    version = subprocess.run(
+        [str(PYTHON), "-c", ask], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    if platform == "cuda" and "cpu" in version.partition("+")[2]:
+        raise InstallError(
+            f"torch {version} is a CPU build; remove it from the package index that pip uses, or name another index "
+            "with PIP_INDEX_URL, then run make install PLATFORM=cuda again"
+        )
 
 
 def name_vllm() -> None:

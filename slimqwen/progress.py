@@ -1,10 +1,10 @@
-"""How long work tells its caller how far it is, without knowing who listens."""
+"""The callable through which long work reports its progress, without knowing who shows it."""
 
 from collections.abc import Callable
 
 Progress = Callable[[str, float, float], None]
-"""Called as progress(activity, done, total); done and total share a unit, total is 0 while unknown."""
+"""Receives (activity, done, total); done and total share a unit, total is 0 while unknown."""
 
 
 def silent(activity: str, done: float, total: float) -> None:
-    """The listener that nobody is behind: the default of every function that reports progress."""
+    """Show nothing: the default of every function that reports progress."""

@@ -1,4 +1,4 @@
-"""Secrets out of what is written down or shown: values by the names they are given under, credentials in addresses."""
+"""Removal of secrets from text: values of variables and flags with secret names, credentials in URLs."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -14,22 +14,22 @@ _IN_ADDRESS = re.compile(
 
 
 def names_variable(name: str) -> bool:
-    """Whether an environment variable of that name holds a secret."""
+    """Whether an environment variable of this name holds a secret."""
     return _VARIABLE.search(name) is not None
 
 
 def names_flag(name: str) -> bool:
-    """Whether a flag of that name, without its dashes, holds a secret: not max-num-batched-tokens, nor ssl-keyfile."""
+    """Whether a flag of this name, without dashes, holds a secret (max-num-batched-tokens and ssl-keyfile do not)."""
     return _FLAG.search(name) is not None
 
 
-def text(said: str) -> str:
-    """The same without the credentials in addresses: http://name:password@host, …?password=…."""
-    return _IN_ADDRESS.sub(lambda found: f"{found['query'] or ''}{REDACTED}", said)
+def text(original: str) -> str:
+    """Remove credentials from URLs: http://name:password@host, …?password=…."""
+    return _IN_ADDRESS.sub(lambda match: f"{match['query'] or ''}{REDACTED}", original)
 
 
 def command(words: Sequence[str]) -> list[str]:
-    """A command's words without secrets, as many as there were."""
+    """Replace the secrets in the words of a command; the number of words stays."""
     return list(_command(words))
 
 

@@ -1,6 +1,8 @@
 """What every test may use: a repository of its own, and one served model for the whole session."""
 
+import gc
 import json
+import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,10 +14,26 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 import pytest
 
-from slimqwen import variant
-from slimqwen.serving import launch
+from slimqwen import host_load, variant
+from slimqwen.recipe.worker import GARBAGE_THRESHOLD
+from slimqwen.records import store
+from slimqwen.serving.command import ServerCommand
+from slimqwen.serving.server import RunningServer, free_port, run_server
+from slimqwen.serving.shared_server import SharedServer, max_model_len
+from tests.stand_in import add_served, stand_in, write_task  # noqa: F401  (fixtures)
+
+# vLLM's modules stay loaded: to look for garbage among their objects takes a third of the time.
+gc.set_threshold(GARBAGE_THRESHOLD)
 
 AddVariant = Callable[..., Path]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_host_is_too_busy() -> Iterator[None]:
+    """Limits that nothing else on the machine reaches: no test but those of `host_load` depends on them."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(host_load, "LIMITS", host_load.Limits(math.inf, math.inf, math.inf))
+        yield
 
 
 @pytest.fixture
@@ -41,8 +59,21 @@ def add_variant(tmp_path: Path) -> AddVariant:
 
 
 @pytest.fixture(scope="session")
-def tiny_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[launch.RunningServer]:
+def tiny_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """The committed tiny model behind a real vLLM, one for the session."""
-    command = launch.resolve(variant.load("tiny"), port=launch.free_port(), platform="cpu")
-    with launch.serving(command, log=tmp_path_factory.mktemp("tiny-server") / "vllm.log") as server:
+    command = ServerCommand.resolve(variant.load("tiny"), port=free_port(), platform="cpu")
+    with run_server(command, log=tmp_path_factory.mktemp("tiny-server") / "vllm.log") as server:
         yield server
+
+
+@pytest.fixture
+def served_tiny(tiny_server: RunningServer) -> SharedServer:
+    """That server as measurements use it."""
+    return SharedServer(variant.load("tiny"), tiny_server, True, max_model_len(tiny_server.base_url))
+
+
+@pytest.fixture
+def stamps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every record a day newer than the one before: two of one kind and second would have one name."""
+    days = (f"2026-{month:02}-{day:02}T000000Z" for month in range(1, 13) for day in range(1, 29))
+    monkeypatch.setattr(store, "_stamp", lambda: next(days))

@@ -4,9 +4,14 @@ import hashlib
 import json
 import re
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REPOSITORY = "owner/name"
@@ -58,7 +63,21 @@ class Hub:
         return {"id": REPOSITORY, "modelId": REPOSITORY, "sha": self.commit, "siblings": siblings}
 
 
-def start(hub: Hub) -> ThreadingHTTPServer:
+def running(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub with one repository, which the hub's client of this process may ask, without a token."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", True)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(folder.parent / "no token"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    hub = Hub(folder)
+    server = _start(hub)
+    yield hub
+    server.shutdown()
+    server.server_close()
+    huggingface_hub.close_session()
+
+
+def _start(hub: Hub) -> ThreadingHTTPServer:
     """Serve hub on a free port, and write its address into it."""
 
     class Handler(BaseHTTPRequestHandler):

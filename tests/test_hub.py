@@ -14,12 +14,16 @@ import pytest
 from huggingface_hub import constants
 
 from slimqwen import checkpoint, hub, variant
-from slimqwen.checkpoint import CorruptCheckpointError, Manifest, NewTensor
+from slimqwen.checkpoint import CorruptCheckpointError, Manifest
+from slimqwen.checkpoint.config import write_config
+from slimqwen.checkpoint.files import file_records
+from slimqwen.checkpoint.tensors import NewTensor, write_tensors
 from slimqwen.errors import SlimqwenError
-from slimqwen.hub import DownloadError, HubError, NotACopyError
+from slimqwen.hub_repository import HubError
 from tests import hub_server
 from tests.hub_server import COMMIT, Hub
 
+ROOT = Path(__file__).parents[1]
 BIG = 400_000
 CHUNK = 50_000
 KEPT = ["chat_template.jinja", "config.json", "merges.txt", "model.safetensors", "tokenizer.json"]
@@ -32,7 +36,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A hub with one small checkpoint among files that nobody needs."""
     folder = tmp_path / "repository"
     (folder / "onnx").mkdir(parents=True)
-    checkpoint.write_config(folder, {"architectures": ["Qwen3_5ForCausalLM"]})
+    write_config(folder, {"architectures": ["Qwen3_5ForCausalLM"]})
     for name in (
         "tokenizer.json",
         "tokenizer_config.json",
@@ -44,20 +48,9 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     for name in ("merges.txt", "chat_template.jinja", "README.md", "pytorch_model.bin", "x.gguf", "x.png"):
         (folder / name).write_text(f"{name}\n")
     content = os.urandom(BIG)
-    checkpoint.write_tensors(
-        folder / "model.safetensors", {"a": NewTensor("U8", (len(content),), lambda: [content])}
-    )
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", True)
+    write_tensors(folder / "model.safetensors", {"a": NewTensor("U8", (len(content),), lambda: [content])})
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", CHUNK)
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no token"))
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    one = Hub(folder)
-    server = hub_server.start(one)
-    yield one
-    server.shutdown()
-    server.server_close()
-    huggingface_hub.close_session()
+    yield from hub_server.running(folder, monkeypatch)
 
 
 @pytest.fixture
@@ -83,9 +76,9 @@ def seen(weights: Path) -> list[str]:
     return sorted(path.name for path in weights.iterdir())
 
 
-def refusal(kind: type[SlimqwenError], match: str, one: variant.Variant, endpoint: str) -> str:
+def refusal(kind: type[SlimqwenError], match: str, copy: variant.Variant, endpoint: str) -> str:
     with pytest.raises(kind, match=match) as caught:
-        hub.download(one, endpoint=endpoint)
+        hub.download(copy, endpoint=endpoint)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -100,11 +93,11 @@ def stop_at(position: int) -> Callable[[str, float, float], None]:
     return listen
 
 
-def test_what_a_server_needs_is_fetched_and_told_by_bytes(
+def test_the_files_of_a_checkpoint_are_downloaded_with_progress_in_bytes(
     served: Hub, copy: variant.Variant, tmp_path: Path
 ) -> None:
-    heard: list[tuple[str, float, float]] = []
-    got = hub.download(copy, lambda *told: heard.append(told), served.endpoint)
+    messages: list[tuple[str, float, float]] = []
+    got = hub.download(copy, lambda *message: messages.append(message), served.endpoint)
 
     assert (got.fetched, got.pinned, got.revision) == (True, False, COMMIT)
     assert got.folder == tmp_path / "weights/base"
@@ -115,17 +108,28 @@ def test_what_a_server_needs_is_fetched_and_told_by_bytes(
 
     manifest = Manifest.read(got.folder)
     assert manifest == got.manifest
-    assert manifest.files == checkpoint.file_records(got.folder)
+    assert manifest.files == file_records(got.folder)
     assert (manifest.stage, manifest.facts) == ("download", {"repository": "owner/name", "revision": COMMIT})
     assert manifest.versions == {"huggingface_hub": huggingface_hub.__version__}
     assert manifest.peak_memory_bytes > 1e6
 
     total = sum((got.folder / name).stat().st_size for name in KEPT)
-    steps = [(done, of) for activity, done, of in heard if activity == "downloading owner/name"]
+    steps = [(done, of) for activity, done, of in messages if activity == "downloading owner/name"]
     assert steps[0] == (0, total)
     assert steps[-1] == (total, total)
     assert steps == sorted(steps)
     assert len(steps) > BIG / CHUNK
+
+
+def test_the_smallest_published_model_is_downloaded_by_its_variant(
+    served: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_server, "REPOSITORY", "Qwen/Qwen3.5-0.8B")
+    for name in ("qwen3.5-0.8b", "qwen3.5-0.8b-best"):
+        shutil.copytree(ROOT / "experiments" / name, tmp_path / "experiments" / name)
+    got = hub.download(variant.load("qwen3.5-0.8b-best", tmp_path), endpoint=served.endpoint)
+    assert (got.folder, got.pinned) == (tmp_path / "weights/qwen3.5-0.8b", False)
+    assert left_in(got.folder) == sorted([*KEPT, "manifest.json"])
 
 
 def test_a_second_run_asks_nobody(served: Hub, copy: variant.Variant) -> None:
@@ -146,7 +150,7 @@ def test_the_pinned_commit_is_the_one_fetched(served: Hub, copy: variant.Variant
     assert got.pinned
     assert all(COMMIT in path for _, path, _ in served.requests)
     refusal(
-        DownloadError,
+        HubError,
         rf"weights/base is owner/name at {COMMIT}, experiments/base/config.env:3 says REVISION={OTHER}; delete",
         pinned(tmp_path, OTHER),
         served.endpoint,
@@ -198,7 +202,7 @@ def test_a_flipped_bit_is_refused_and_only_its_file_fetched_again(
     served: Hub, copy: variant.Variant, tmp_path: Path, name: str
 ) -> None:
     served.flipped = name
-    refusal(DownloadError, f"so deleted: {name}; run `make download VARIANT=base`", copy, served.endpoint)
+    refusal(HubError, f"so deleted: {name}; run `make download VARIANT=base`", copy, served.endpoint)
     staged = left_in(tmp_path / "weights")
     assert staged == sorted(f".download-base/{COMMIT}/{kept}" for kept in KEPT if kept != name)
     served.flipped = ""
@@ -246,7 +250,7 @@ def test_an_unknown_repository_or_commit_names_the_line(
     )
     refusal(
         HubError,
-        r"odd/config.env:2: SOURCE=a/b/c is no owner/name",
+        r"odd/config.env:2: SOURCE=a/b/c: a/b/c is not the owner/name",
         variant.load("odd", tmp_path),
         served.endpoint,
     )
@@ -263,17 +267,24 @@ def test_a_gated_repository_takes_a_token(
     assert hub.download(copy, endpoint=served.endpoint).fetched
 
 
-def test_no_network_is_told_within_seconds(served: Hub, copy: variant.Variant, tmp_path: Path) -> None:
+def test_no_network_is_an_error_within_seconds(served: Hub, copy: variant.Variant, tmp_path: Path) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         closed = f"http://127.0.0.1:{unused.getsockname()[1]}"
         started = time.monotonic()
-        refusal(HubError, rf"{closed} cannot be reached \(ConnectError: .*check network", copy, closed)
+        refusal(
+            HubError,
+            rf"{closed} cannot be reached for owner/name \(ConnectError: .*check network",
+            copy,
+            closed,
+        )
     assert time.monotonic() - started < 5
     assert not (tmp_path / "weights").exists()
 
 
-def test_what_is_no_hub_is_told(served: Hub, copy: variant.Variant, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_web_server_is_an_error(
+    served: Hub, copy: variant.Variant, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Hub, "listing", lambda self: {"welcome": "to this hotel's network"})
     refusal(HubError, "does not answer as a model hub does", copy, served.endpoint)
 
@@ -287,12 +298,12 @@ def test_offline_mode_names_its_variable(
     assert served.requests == []
 
 
-def test_a_full_disk_is_told_before_anything_is_fetched(
+def test_a_full_disk_is_an_error_before_the_download(
     served: Hub, copy: variant.Variant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, 1000))
-    refusal(DownloadError, r"needs 0.00 GB more under weights/, 0.00 GB are free", copy, served.endpoint)
+    refusal(HubError, r"needs 0.00 GB more under weights/, 0.00 GB are free", copy, served.endpoint)
     assert served.fetched() == []
 
 
@@ -302,7 +313,7 @@ def test_a_second_process_is_refused(served: Hub, copy: variant.Variant, tmp_pat
     lock = os.open(staging, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
     try:
-        refusal(DownloadError, "another process is downloading weights/base", copy, served.endpoint)
+        refusal(HubError, "another process is downloading weights/base", copy, served.endpoint)
     finally:
         os.close(lock)
 
@@ -311,15 +322,15 @@ def test_weights_made_otherwise_are_left_alone(served: Hub, copy: variant.Varian
     folder = tmp_path / "weights/base"
     folder.mkdir(parents=True)
     (folder / "mine").write_text("")
-    refusal(DownloadError, r"weights/base is there and was not downloaded .*; move it", copy, served.endpoint)
+    refusal(HubError, r"weights/base exists and was not downloaded .*; move it", copy, served.endpoint)
 
     Manifest(stage="calibrate", files={}, wall_seconds=0, peak_memory_bytes=0, versions={}).write(folder)
-    refusal(DownloadError, r"weights/base is made by the stage calibrate, .*", copy, served.endpoint)
+    refusal(HubError, r"weights/base is made by the stage calibrate, .*", copy, served.endpoint)
     assert left_in(folder) == ["manifest.json", "mine"]
 
 
 @pytest.mark.parametrize("change", ["touched", "flipped", "cut", "deleted"])
-def test_a_copy_that_was_changed_is_told(served: Hub, copy: variant.Variant, change: str) -> None:
+def test_a_changed_copy_is_an_error(served: Hub, copy: variant.Variant, change: str) -> None:
     file = hub.download(copy, endpoint=served.endpoint).folder / "model.safetensors"
     content = file.read_bytes()
     file.unlink()
@@ -331,7 +342,7 @@ def test_a_copy_that_was_changed_is_told(served: Hub, copy: variant.Variant, cha
         assert not hub.download(copy, endpoint=served.endpoint).fetched
         return
     refusal(
-        DownloadError,
+        HubError,
         r"weights/base/model.safetensors is no longer the file .*; delete weights/base and run `make download",
         copy,
         served.endpoint,
@@ -344,8 +355,8 @@ def test_a_variant_without_a_source_says_what_makes_its_weights(
     config = add_variant("v", "VLLM_MODEL=weights/v\n")
     (config.parent / "recipe.yaml").write_text("description: …\n")
     refusal(
-        NotACopyError,
-        r"^v is no copy of a hub repository .*; `make recipe VARIANT=v` makes it",
+        HubError,
+        r"^v is not a copy of a hub repository .*; `make recipe VARIANT=v` makes it",
         variant.load("v", tmp_path),
         "",
     )

@@ -1,4 +1,4 @@
-"""Build an image with docker, podman or buildah: the base it stands on, the wheels that go in, and the build itself."""
+"""Image build with docker, podman or buildah: base image, wheels, and the build itself."""
 
 import os
 import re
@@ -10,19 +10,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from slimqwen import checkpoint
-from slimqwen.errors import SlimqwenError
+from slimqwen.checkpoint.files import sha256
 from slimqwen.image import context
 from slimqwen.image.context import Content, Description
+from slimqwen.image.errors import ImageError
 from slimqwen.progress import Progress, silent
 from slimqwen.serving.platform import Platform
-from slimqwen.variant import repository_root
+from slimqwen.variant import Variant, repository_root
 
 Tool = Literal["docker", "podman", "buildah"]
 TOOLS: tuple[Tool, ...] = ("docker", "podman", "buildah")
 
 BOOTSTRAP = "debootstrap"
-"""The BASE_IMAGE that is made on this machine from Debian's archive, where no image registry can be reached."""
+"""BASE_IMAGE that is made on this machine from Debian's archive, for hosts without an image registry."""
 
 _BOOTSTRAPPED = "localhost/slimqwen-base:bookworm"
 _DEBIAN = "bookworm"
@@ -32,51 +32,85 @@ _STEP_IN_FULL = re.compile(r" for step \{.*\}(?=: )")
 _STEP = re.compile(r"^(?:\[\d+/\d+\] )?STEP (\d+)/(\d+)|^#\d+ \[.*?(\d+)/(\d+)\]")
 
 
-class ImageBuildError(SlimqwenError):
-    """No image came of it: no tool, no base, no wheels, or a step that failed."""
-
-
-def find_tool(wanted: str | None = None) -> Tool:
-    """The container tool to use: the one wanted, else the first of docker, podman and buildah that works here.
+def find_tool(requested: str | None = None) -> Tool:
+    """The requested container tool, else the first of docker, podman and buildah that works on this host.
 
     Raises:
-        ImageBuildError: it is not installed, or none is, or none that is works.
+        ImageError: it is not installed, or none is, or none that is works.
     """
-    installed = [tool for tool in TOOLS if wanted in (None, tool) and shutil.which(tool)]
+    installed = [tool for tool in TOOLS if requested in (None, tool) and shutil.which(tool)]
     for tool in installed:
         # A client of docker may be there without a daemon that answers it.
-        if wanted or subprocess.run([tool, "info"], capture_output=True).returncode == 0:
+        if requested or subprocess.run([tool, "info"], capture_output=True).returncode == 0:
             return tool
     if installed:
-        tried = " nor ".join(f"`{tool} info`" for tool in installed)
-        raise ImageBuildError(
-            f"{'neither ' if installed[1:] else 'not even '}{tried} works here; run it and see why"
+        commands = " nor ".join(f"`{tool} info`" for tool in installed)
+        raise ImageError(
+            f"{'neither ' if installed[1:] else 'not even '}{commands} works here; run it and see why"
         )
-    missing = wanted or "neither docker, podman nor buildah"
-    raise ImageBuildError(
-        f"{missing} is {'not ' if wanted else ''}installed; Debian: apt-get install buildah, or name another: "
+    missing = requested or "neither docker, podman nor buildah"
+    raise ImageError(
+        f"{missing} is {'not ' if requested else ''}installed; Debian: apt-get install buildah, or name another: "
         "CONTAINER_TOOL=docker|podman|buildah"
     )
 
 
+def build_variant(
+    variant: Variant,
+    *,
+    base: str | None,
+    platform: Platform | None = None,
+    tool: Tool | None = None,
+    tag: str | None = None,
+    wheelhouse: Path | None = None,
+    cache: Path | None = None,
+    progress: Progress = silent,
+) -> str:
+    """Build the image of a variant from what the checkout holds.
+
+    Args:
+        variant: the variant.
+        base: image with its digest, a local one, or BOOTSTRAP.
+        platform: cpu or cuda; by default what serving it here would take.
+        tool: container tool; by default the first that works here.
+        tag: name of the image; by default `tag_of`.
+        wheelhouse: folder that is filled with the lock's wheels, and from which alone the build installs.
+        cache: compile_cache.tar.gz of another host; by default the cache that the recipe baked.
+        progress: receives (activity, done, total).
+
+    Returns:
+        The image's tag.
+
+    Raises:
+        ImageError: no tool, no base, content that only fails in an image, or a build step that failed.
+    """
+    tool, base = find_tool(tool), check_base(base)
+    progress("read the variant", 0, 0)
+    content = context.gather(variant, platform, cache)
+    tag = tag or tag_of(variant.name, content.command.platform)
+    log = variant.root / "logs" / f"image-{variant.name}.log"
+    build(content, tool=tool, base=base, tag=tag, log=log, wheelhouse=wheelhouse, progress=progress)
+    return tag
+
+
 def tag_of(variant: str, platform: Platform) -> str:
-    """What an image is called where nobody says otherwise."""
+    """Default tag of a variant's image."""
     return f"localhost/slimqwen:{variant}-{platform}"
 
 
 def check_base(base: str | None) -> str:
-    """Refuse a base that tomorrow may be another one.
+    """Refuse a base image that is not pinned.
 
     Raises:
-        ImageBuildError: none is given, or a registry's without its digest.
+        ImageError: none is given, or a registry's without its digest.
     """
     if base and (
         base == BOOTSTRAP or base.startswith("localhost/") or re.search(r"@sha256:[0-9a-f]{64}$", base)
     ):
         return base
-    given = f"BASE_IMAGE={base} names no digest" if base else "no BASE_IMAGE"
-    raise ImageBuildError(
-        f"{given}; write BASE_IMAGE=docker.io/library/debian:bookworm-slim@sha256:<64 digits> (`docker buildx "
+    reason = f"BASE_IMAGE={base} names no digest" if base else "no BASE_IMAGE"
+    raise ImageError(
+        f"{reason}; write BASE_IMAGE=docker.io/library/debian:bookworm-slim@sha256:<64 digits> (`docker buildx "
         f"imagetools inspect` prints them), or BASE_IMAGE={BOOTSTRAP} to make one from Debian's archive"
     )
 
@@ -85,7 +119,7 @@ def base_image(tool: Tool, base: str, log: Path, progress: Progress = silent) ->
     """The name to build from; makes the one that is bootstrapped where it is not there yet.
 
     Raises:
-        ImageBuildError: debootstrap is missing or failed, or this is not root.
+        ImageError: debootstrap is missing or failed, or this is not root.
     """
     if base != BOOTSTRAP:
         return base
@@ -97,22 +131,22 @@ def base_image(tool: Tool, base: str, log: Path, progress: Progress = silent) ->
     if subprocess.run(present, capture_output=True).returncode == 0:
         return _BOOTSTRAPPED
     if not shutil.which(BOOTSTRAP) or os.geteuid() != 0:
-        raise ImageBuildError(
+        raise ImageError(
             f"BASE_IMAGE={BOOTSTRAP} needs debootstrap and root; Debian: apt-get install debootstrap, or name a base "
             "by its digest"
         )
-    with tempfile.TemporaryDirectory(prefix="slimqwen-base.") as place:
-        rootfs, archive = Path(place) / "rootfs", Path(place) / "rootfs.tar"
+    with tempfile.TemporaryDirectory(prefix="slimqwen-base.") as scratch:
+        rootfs, archive = Path(scratch) / "rootfs", Path(scratch) / "rootfs.tar"
         _run([BOOTSTRAP, "--variant=minbase", _DEBIAN, str(rootfs)], log, "base", progress)
-        # What the archive's packages were fetched into, and what differs from one machine to the next.
-        left = (
+        # Downloaded packages, and files that differ between machines.
+        leftovers = (
             "./var/cache/apt/archives/*.deb",
             "./var/lib/apt/lists/*",
             "./var/log/*",
             "./etc/hostname",
             "./dev/*",
         )
-        without = [f"--exclude={pattern}" for pattern in left]
+        without = [f"--exclude={pattern}" for pattern in leftovers]
         _run(["tar", "-C", str(rootfs), *without, "-cf", str(archive), "."], log, "base", progress)
         shutil.rmtree(rootfs)
         name = f"slimqwen-base-{os.getpid()}"
@@ -143,11 +177,11 @@ def fill_wheelhouse(folder: Path, platform: Platform, log: Path, progress: Progr
     The wheels are for this machine's Python and its minor version is what the image's has to be.
 
     Raises:
-        ImageBuildError: pip found no wheel, or could build none; names its last line.
+        ImageError: pip found no wheel, or could build none; names its last line.
     """
     lock = repository_root() / "requirements" / f"{platform}.txt"
     stamp = folder / _COMPLETE
-    made_for = f"{checkpoint.sha256(lock)} python{sys.version_info[0]}.{sys.version_info[1]}\n"
+    made_for = f"{sha256(lock)} python{sys.version_info[0]}.{sys.version_info[1]}\n"
     if stamp.is_file() and stamp.read_text(encoding="utf-8") == made_for:
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -168,7 +202,7 @@ def fill_wheelhouse(folder: Path, platform: Platform, log: Path, progress: Progr
     vision = next(pin for pin in pins if pin.startswith("torchvision=="))
     try:
         _run([*pip, torch], log, "wheels: torch", progress)
-    except ImageBuildError:
+    except ImageError:
         if platform != "cpu":
             raise
         _run(
@@ -207,7 +241,7 @@ def command(
         tool
     ]
     build_args = [word for name, value in arguments.items() for word in ("--build-arg", f"{name}={value}")]
-    places = [
+    inputs = [
         "--build-context",
         f"wheelhouse={wheelhouse}",
         "--file",
@@ -215,7 +249,7 @@ def command(
         "--tag",
         tag,
     ]
-    return [tool, "build", *own, *build_args, *places, str(folder)]
+    return [tool, "build", *own, *build_args, *inputs, str(folder)]
 
 
 def build(
@@ -237,37 +271,42 @@ def build(
         tag: what to call it.
         log: receives all that the tools print.
         wheelhouse: a folder that gets the lock's wheels first, and from which alone the build then installs.
-        progress: told steps.
+        progress: receives (activity, done, total), in steps.
 
     Raises:
-        ImageBuildError: a step failed.
+        ImageError: a step failed.
     """
     base = check_base(base)
     log.parent.mkdir(parents=True, exist_ok=True)
     log.write_text("", encoding="utf-8")
     if wheelhouse is not None:
         fill_wheelhouse(wheelhouse, content.command.platform, log, progress)
-    found = base_image(tool, base, log, progress)
+    base_name = base_image(tool, base, log, progress)
     description = context.describe(content, progress)
     # Beside the weights, so that large files can be links.
-    places = content.command.variant.root / ".cache" / "images"
-    places.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f"{description.variant}.", dir=places) as place:
-        folder, empty = Path(place) / "context", Path(place) / "no-wheels"
+    images_folder = content.command.variant.root / ".cache" / "images"
+    images_folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{description.variant}.", dir=images_folder) as scratch:
+        folder, empty = Path(scratch) / "context", Path(scratch) / "no-wheels"
         folder.mkdir()
         empty.mkdir()
         context.lay_out(content, description, folder)
         words = command(
-            tool, description, folder=folder, base=found, tag=tag, wheelhouse=(wheelhouse or empty).resolve()
+            tool,
+            description,
+            folder=folder,
+            base=base_name,
+            tag=tag,
+            wheelhouse=(wheelhouse or empty).resolve(),
         )
         _run(words, log, "build", progress)
     return description
 
 
 def _run(words: Sequence[str], log: Path, activity: str, progress: Progress) -> None:
-    """Run a command with its output in the log, telling the steps that it names."""
+    """Run a command with its output in the log, and report the steps that it prints."""
     progress(activity, 0, 0)
-    said: list[str] = []
+    output_lines: list[str] = []
     environment = os.environ | {"PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     with (
         log.open("a", encoding="utf-8") as output,
@@ -290,12 +329,14 @@ def _run(words: Sequence[str], log: Path, activity: str, progress: Progress) -> 
                 done, total = (float(number) for number in step.groups() if number)
                 progress(activity, done, total)
             if line.strip():
-                said.append(line.strip())
+                output_lines.append(line.strip())
     if process.returncode != 0:
-        raise ImageBuildError(f"{activity}: {_cause(said)}; log: {log}")
+        raise ImageError(f"{activity}: {_cause(output_lines)}; log: {log}")
 
 
-def _cause(said: Sequence[str]) -> str:
-    """The line that says why: the first that calls itself an error, else the last."""
-    telling = [line for line in said if re.match(r"(?:#\d+ [\d.]+ )?(?:error|Error|ERROR|E):? ", line)]
-    return _STEP_IN_FULL.sub("", (telling or list(said[-1:]) or ["it printed nothing"])[0])
+def _cause(output_lines: Sequence[str]) -> str:
+    """The line that names the cause: the first error line, else the last line."""
+    telling = [
+        line for line in output_lines if re.match(r"(?:#\d+ [\d.]+ )?(?:error|Error|ERROR|E):? ", line)
+    ]
+    return _STEP_IN_FULL.sub("", (telling or list(output_lines[-1:]) or ["it printed nothing"])[0])

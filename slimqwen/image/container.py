@@ -17,31 +17,15 @@ from typing import IO, Any
 
 import psutil
 
-from slimqwen.errors import SlimqwenError
 from slimqwen.image import contract
 from slimqwen.image.build import Tool
-from slimqwen.serving import launch
+from slimqwen.image.errors import ImageError
+from slimqwen.image.record import Layer
+from slimqwen.serving.server import free_port
 
 _NETWORK_NAMESPACE = 0x40000000
 _SET_INTERFACE_FLAGS = 0x8914
 _UP_AND_RUNNING = 0x41
-
-
-class ContainerError(SlimqwenError):
-    """The container tool does not know the image, or could not run it."""
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One layer of an image.
-
-    Attributes:
-        bytes: uncompressed.
-        made_by: the step that made it, as the image's history has it.
-    """
-
-    bytes: int
-    made_by: str
 
 
 @dataclass(frozen=True)
@@ -65,7 +49,7 @@ class Opened:
         """Its whole root filesystem as a tar stream."""
         words = [self.tool, "export", self.name]
         if self.tool == "buildah":
-            folder = _said(["buildah", "mount", self.name])
+            folder = _output_of(["buildah", "mount", self.name])
             words = [
                 "tar",
                 "-C",
@@ -93,11 +77,11 @@ class Opened:
         """What the entry point prints with these arguments, without a network.
 
         Raises:
-            ContainerError: it failed; quotes its last line.
+            ImageError: it failed; quotes its last line.
         """
         options = () if self.tool == "buildah" else ("--network=none",)
         with without_network() if self.tool == "buildah" else contextlib.nullcontext():
-            return _said(self.command(*arguments, options=options))
+            return _output_of(self.command(*arguments, options=options))
 
 
 @dataclass(frozen=True)
@@ -130,18 +114,18 @@ class Started:
             Seconds until the container ended, and its exit code.
 
         Raises:
-            ContainerError: it did not end in time.
+            ImageError: it did not end in time.
         """
         started = time.monotonic()
         if self.opened.tool == "buildah":
             # It passes no signal on; the first of its descendants that is the server is the container's process 1.
             os.kill(self._server()[0].pid, signal.SIGTERM)
         else:
-            _said([self.opened.tool, "kill", "--signal=TERM", f"{self.opened.name}-run"])
+            _output_of([self.opened.tool, "kill", "--signal=TERM", f"{self.opened.name}-run"])
         try:
             code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise ContainerError(f"the container did not end within {timeout_s:.0f} s of SIGTERM") from None
+            raise ImageError(f"the container did not end within {timeout_s:.0f} s of SIGTERM") from None
         return time.monotonic() - started, code
 
     def _server(self) -> list[psutil.Process]:
@@ -154,11 +138,11 @@ def opened(tool: Tool, tag: str) -> Iterator[Opened]:
     """Make a container of an image for the length of a `with` block.
 
     Raises:
-        ContainerError: there is no such image.
+        ImageError: there is no such image.
     """
     settings = settings_of(tool, tag)
     make = ["buildah", "from", "--pull-never"] if tool == "buildah" else [tool, "create"]
-    name = _said([*make, tag])
+    name = _output_of([*make, tag])
     try:
         yield Opened(tool, tag, name, settings)
     finally:
@@ -169,12 +153,12 @@ def settings_of(tool: Tool, tag: str) -> contract.Settings:
     """What an image's configuration says.
 
     Raises:
-        ContainerError: there is no such image.
+        ImageError: there is no such image.
     """
     if tool == "buildah":
-        image = json.loads(_said(["buildah", "inspect", "--type", "image", tag]))["Docker"]
+        image = json.loads(_output_of(["buildah", "inspect", "--type", "image", tag]))["Docker"]
         return contract.as_settings(image["config"], image.get("history") or [])
-    image = json.loads(_said([tool, "image", "inspect", tag]))[0]
+    image = json.loads(_output_of([tool, "image", "inspect", tag]))[0]
     # podman keeps it beside Config.
     health = image.get("Healthcheck") or image["Config"].get("Healthcheck")
     return contract.as_settings({**image["Config"], "Healthcheck": health}, _history(tool, tag))
@@ -184,36 +168,36 @@ def layers(tool: Tool, tag: str) -> list[Layer]:
     """An image's layers from the base up.
 
     Raises:
-        ContainerError: there is no such image.
+        ImageError: there is no such image.
     """
     if tool == "buildah":
         return _stored_layers(tag)
     steps = ((int(step.get("Size") or step.get("size") or 0), _made_by(step)) for step in _history(tool, tag))
-    return [Layer(size, made_by) for size, made_by in reversed(list(steps)) if size]
+    return [Layer(bytes=size, made_by=made_by) for size, made_by in reversed(list(steps)) if size]
 
 
 @contextlib.contextmanager
-def started(of: Opened, port: int, log: Path) -> Iterator[Started]:
+def started(image: Opened, port: int, log: Path) -> Iterator[Started]:
     """Run an image's server for the length of a `with` block, reachable from this host alone.
 
     With buildah it gets no network but a loopback, which this thread shares meanwhile.
 
     Args:
-        of: the image.
+        image: the image.
         port: that it listens on in the container.
         log: receives what it prints.
     """
     with contextlib.ExitStack() as stack:
-        if of.tool == "buildah":
+        if image.tool == "buildah":
             stack.enter_context(without_network())
-            command, outside = of.command(), port
+            command, outside = image.command(), port
         else:
-            outside = launch.free_port()
-            options = (f"--name={of.name}-run", f"--publish=127.0.0.1:{outside}:{port}")
-            command = of.command(options=options)
+            outside = free_port()
+            options = (f"--name={image.name}-run", f"--publish=127.0.0.1:{outside}:{port}")
+            command = image.command(options=options)
         output = stack.enter_context(log.open("wb"))
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-        server = Started(f"http://127.0.0.1:{outside}", tuple(command), process, of)
+        server = Started(f"http://127.0.0.1:{outside}", tuple(command), process, image)
         try:
             yield server
         finally:
@@ -225,13 +209,13 @@ def without_network() -> Iterator[None]:
     """Put this thread, and what it starts, into a network that has a loopback alone.
 
     Raises:
-        ContainerError: this is not root.
+        ImageError: this is not root.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     with Path("/proc/thread-self/ns/net").open() as before:
         if libc.unshare(_NETWORK_NAMESPACE) != 0:
             reason = os.strerror(ctypes.get_errno())
-            raise ContainerError(f"no network of its own for the container ({reason}); run this as root")
+            raise ImageError(f"no network of its own for the container ({reason}); run this as root")
         try:
             with socket.socket() as any_socket:
                 request = struct.pack("16sh14x", b"lo", _UP_AND_RUNNING)
@@ -243,23 +227,23 @@ def without_network() -> Iterator[None]:
 
 def _stored_layers(tag: str) -> list[Layer]:
     """Of buildah, which prints no sizes: the storage that it shares with podman lists them."""
-    image = json.loads(_said(["buildah", "inspect", "--type", "image", tag]))["OCIv1"]
-    store = json.loads(_said(["buildah", "info"]))["store"]
+    image = json.loads(_output_of(["buildah", "inspect", "--type", "image", tag]))["OCIv1"]
+    store = json.loads(_output_of(["buildah", "info"]))["store"]
     listed = Path(store["GraphRoot"]) / f"{store['GraphDriverName']}-layers" / "layers.json"
     sizes = {layer.get("diff-digest"): layer.get("diff-size", 0) for layer in json.loads(listed.read_bytes())}
     steps = [_made_by(step) for step in image.get("history") or [] if not step.get("empty_layer")]
     diffs = image["rootfs"]["diff_ids"]
     names = [*steps, *[""] * (len(diffs) - len(steps))]
-    return [Layer(sizes.get(diff, 0), name) for diff, name in zip(diffs, names, strict=False)]
+    return [Layer(bytes=sizes.get(diff, 0), made_by=name) for diff, name in zip(diffs, names, strict=False)]
 
 
 def _history(tool: Tool, tag: str) -> list[dict[str, Any]]:
     if tool == "podman":
         listed: list[dict[str, Any]] = json.loads(
-            _said(["podman", "history", "--no-trunc", "--format=json", tag])
+            _output_of(["podman", "history", "--no-trunc", "--format=json", tag])
         )
         return listed
-    lines = _said([tool, "history", "--no-trunc", "--human=false", "--format={{json .}}", tag])
+    lines = _output_of([tool, "history", "--no-trunc", "--human=false", "--format={{json .}}", tag])
     return [json.loads(line) for line in lines.splitlines()]
 
 
@@ -289,10 +273,10 @@ def _words(process: psutil.Process) -> list[str]:
         return []
 
 
-def _said(words: Sequence[str]) -> str:
-    done = subprocess.run(words, capture_output=True, text=True, errors="replace")
-    if done.returncode != 0:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
+def _output_of(words: Sequence[str]) -> str:
+    process = subprocess.run(words, capture_output=True, text=True, errors="replace")
+    if process.returncode != 0:
+        lines = [line for line in process.stderr.splitlines() if line.strip()]
         telling = [line for line in lines if "error" in line.lower()] or lines or ["it printed nothing"]
-        raise ContainerError(f"{' '.join(words[:3])}: {telling[0].strip()}")
-    return done.stdout.strip()
+        raise ImageError(f"{' '.join(words[:3])}: {telling[0].strip()}")
+    return process.stdout.strip()

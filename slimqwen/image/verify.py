@@ -1,20 +1,27 @@
-"""A built image held against its variant: what it holds, what it would run, and on a CPU what it answers."""
+"""Verification of a built image against its variant: what it holds, what it would run, and on a CPU what it answers."""
 
-import json
 import shlex
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from slimqwen.errors import SlimqwenError
+from slimqwen.analysis import start_plan
 from slimqwen.image import container, context, contract
-from slimqwen.image.build import Tool
+from slimqwen.image.build import Tool, find_tool, tag_of
+from slimqwen.image.errors import ImageError
+from slimqwen.image.record import BytesByPart, Check, ImageCpu, Layer, Trial, tables
+from slimqwen.plan import gpu_model, jit_modules
 from slimqwen.progress import Progress, silent
-from slimqwen.serving import baked_cache, launch
+from slimqwen.records import provenance, store
+from slimqwen.records.table import Table
+from slimqwen.serving import baked_cache
+from slimqwen.serving.platform import Platform
+from slimqwen.variant import Variant
+from slimqwen.vllm_plugin.api_key import authorization
 
 QUESTION = "Hello! Who are you?"
 _TOKENS = 32
@@ -22,55 +29,22 @@ _READY_TIMEOUT_S = 1800
 _END_TIMEOUT_S = 300
 
 
-class ImageServerError(SlimqwenError):
-    """The server of an image ended, was not ready in time, or did not answer."""
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One start of an image's server without a network, as the image's own user.
-
-    Attributes:
-        command: that started it.
-        ready_seconds: from the start to the first 200 of /ping.
-        unready_answers: answers of /ping before that, by status code; "none" where nobody listened yet.
-        uids: of the server's processes.
-        models: what /v1/models lists.
-        question: what it was asked.
-        answer: what it said.
-        completion_tokens: of the answer.
-        end_seconds: from SIGTERM to the end of the container.
-        exit_code: of the container.
-    """
-
-    command: str
-    ready_seconds: float
-    unready_answers: Mapping[str, int]
-    uids: tuple[int, ...]
-    models: tuple[str, ...]
-    question: str
-    answer: str
-    completion_tokens: int
-    end_seconds: float
-    exit_code: int
-
-
 @dataclass(frozen=True)
 class Verified:
-    """All that was found out about an image.
+    """The result of verifying an image.
 
     Attributes:
-        checks: what was looked at; those without a fault hold.
-        layers: from the base up.
-        bytes_by_part: of its files, by what they belong to.
-        dry_run: what its entry point says that it would run; None where it was not asked.
-        trial: None where it was not started.
+        checks: all checks; those without a fault hold.
+        layers: layers from the base up.
+        bytes_by_part: sizes of its files by what they belong to.
+        dry_run: output of its entry point's `--dry-run`; None for an image that is not for a CPU.
+        trial: one start of its server; None where it was not started.
         history: the steps that made it.
     """
 
-    checks: tuple[contract.Check, ...]
-    layers: tuple[container.Layer, ...]
-    bytes_by_part: Mapping[str, int]
+    checks: tuple[Check, ...]
+    layers: tuple[Layer, ...]
+    bytes_by_part: BytesByPart
     dry_run: str | None
     trial: Trial | None
     history: tuple[str, ...]
@@ -80,61 +54,103 @@ class Verified:
         """Whether no check found a fault."""
         return not any(check.faults for check in self.checks)
 
-    def as_record(self, tool: Tool, tag: str) -> dict[str, Any]:
-        """The figures of its record."""
-        return {
-            "tool": tool,
-            "tag": tag,
-            "checks": [{"name": check.name, "faults": list(check.faults)} for check in self.checks],
-            "layers": [asdict(layer) for layer in self.layers],
-            "bytes_by_part": dict(self.bytes_by_part),
-            "history": list(self.history),
-            "dry_run": (self.dry_run or "").splitlines(),
-            "trial": json.loads(json.dumps(asdict(self.trial))) if self.trial else None,
-        }
+    def tables(self) -> list[Table]:
+        """Checks, layers and sizes, and the trial where there was one."""
+        return tables(self.checks, self.layers, self.bytes_by_part, self.trial)
+
+
+def verify_variant(
+    variant: Variant,
+    *,
+    platform: Platform | None = None,
+    tool: Tool | None = None,
+    tag: str | None = None,
+    record: bool = False,
+    command: Sequence[str] = (),
+    progress: Progress = silent,
+) -> tuple[str, Verified, Path | None]:
+    """Verify the image of a variant, and write the record of one that was started.
+
+    Args:
+        variant: the variant.
+        platform: cpu or cuda; by default what serving it here would take.
+        tool: container tool; by default the first that works here.
+        tag: the image; by default `build.tag_of`.
+        record: write results/image_cpu_….json.
+        command: the command line, for the record's provenance.
+        progress: receives (activity, done, total).
+
+    Returns:
+        The image's tag, the result, and the record's path where one was written.
+
+    Raises:
+        ImageError: there is no such image, its entry point fails, or its server does not come up or answer.
+    """
+    tool, started = find_tool(tool), provenance.utc_now()
+    progress("read the variant", 0, 0)
+    content = context.gather(variant, platform, needs_cache=False)
+    tag = tag or tag_of(variant.name, content.command.platform)
+    log = variant.root / "logs" / f"image-server-{variant.name}.log"
+    result = verify(content, tool=tool, tag=tag, log=log, progress=progress)
+    if not record or result.trial is None:
+        return tag, result, None
+    files = provenance.checkpoint_files(variant.weights, variant.root)
+    inputs = provenance.of_server(content.command)
+    made = ImageCpu(
+        variant=variant.name,
+        tool=tool,
+        tag=tag,
+        checks=result.checks,
+        layers=result.layers,
+        bytes_by_part=result.bytes_by_part,
+        history=result.history,
+        dry_run=tuple((result.dry_run or "").splitlines()),
+        trial=result.trial,
+        provenance=provenance.circumstances(variant.root, command, started, checkpoint=files, **inputs),
+    )
+    return tag, result, store.write(variant.root / "results", made)
 
 
 def verify(
     content: context.Content, *, tool: Tool, tag: str, log: Path, progress: Progress = silent
 ) -> Verified:
-    """Look into an image and, where it is one for a CPU, run it.
+    """Check what an image holds and, if it is for a CPU, start its server.
 
     Args:
         content: what this checkout would build now.
         tool: docker, podman or buildah.
         tag: of the image.
         log: receives what its server prints.
-        progress: told what is being done.
+        progress: receives (activity, done, total).
 
     Raises:
-        slimqwen.image.container.ContainerError: there is no such image, or its entry point fails.
-        ImageServerError: its server does not come up or answer; only asked of an image without a fault.
+        ImageError: there is no such image, its entry point fails, or its server, which is only started where no check
+            found a fault, does not come up or answer.
     """
     expected = context.describe(content, progress)
     with container.opened(tool, tag) as image:
         progress("read the image", 0, 0)
         with image.file_system() as stream:
-            found = contract.read(stream, _root_of(image.settings, expected), image.settings.user)
-        checks = contract.check(found, image.settings, expected)
+            contents = contract.read(stream, _root_of(image.settings, expected), image.settings.user)
+        checks = contract.check(contents, image.settings, expected)
+        checks.append(_check("FlashInfer's libraries compiled ahead", compiled_late(contents.cache, content)))
         dry_run = trial = None
-        if expected.platform == "cpu" and found.description is not None:
+        if expected.platform == "cpu" and contents.description is not None:
             progress("dry run", 0, 0)
             dry_run = image.says("--dry-run")
-            root = found.description.root
-            checks.append(contract.Check("same dry run as here", tuple(differences(dry_run, root, content))))
-            checks.append(
-                contract.Check("compile cache fits there", tuple(_unused(dry_run, found.description)))
-            )
+            root = contents.description.root
+            checks.append(_check("same dry run as here", differences(dry_run, root, content)))
+            checks.append(_check("compile cache fits there", _unused(dry_run, contents.description)))
             if not any(check.faults for check in checks):
                 trial = try_out(image, expected.port, log, progress)
-                said = log.read_text(encoding="utf-8", errors="replace")
-                compiled = tuple(compiled_anew(said, found.description))
-                checks.append(contract.Check("compiled graphs come from the cache", compiled))
+                output = log.read_text(encoding="utf-8", errors="replace")
+                compiled = compiled_anew(output, contents.description)
+                checks.append(_check("compiled graphs come from the cache", compiled))
     listed = container.layers(tool, tag)
     return Verified(
         tuple(checks),
         tuple(listed),
-        found.bytes_by_part,
+        BytesByPart(**contents.bytes_by_part),
         dry_run,
         trial,
         tuple(filter(None, image.settings.history)),
@@ -149,23 +165,23 @@ def differences(dry_run: str, root: str, content: context.Content) -> list[str]:
         root: the folder in the image that stands for the repository.
         content: what this checkout would build.
     """
-    there, here = _lines(dry_run, root), _lines(content.dry_run(), content.root)
-    return list(contract.differing(there, here, "the image", "here"))
+    image_lines, local_lines = _lines(dry_run, root), _lines(content.dry_run(), content.root)
+    return list(contract.differing(image_lines, local_lines, "the image", "here"))
 
 
 def try_out(image: container.Opened, port: int, log: Path, progress: Progress = silent) -> Trial:
     """Start an image's server, wait for /ping, ask for its models and one chat answer, end it by SIGTERM.
 
     Raises:
-        ImageServerError: it ended, was not ready in 30 minutes, or did not answer.
-        slimqwen.image.container.ContainerError: it did not end.
+        ImageError: it ended, was not ready in 30 minutes, or did not answer.
+        ImageError: it did not end.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     with (
         container.started(image, port, log) as server,
         httpx.Client(
-            base_url=server.base_url, headers=launch.authorization(), timeout=300, trust_env=False
+            base_url=server.base_url, headers=authorization(), timeout=300, trust_env=False
         ) as client,
     ):
         unready = _wait(server, client, log, progress)
@@ -178,11 +194,11 @@ def try_out(image: container.Opened, port: int, log: Path, progress: Progress = 
             "max_tokens": _TOKENS,
             "temperature": 0,
         }
-        said = _answered(client.post("/v1/chat/completions", json=body), log)
-        message = said["choices"][0]["message"]
+        answer = _answered(client.post("/v1/chat/completions", json=body), log)
+        message = answer["choices"][0]["message"]
         text = message.get("content") or message.get("reasoning") or ""
         if not text:
-            raise ImageServerError(f"the image's server answered {QUESTION!r} with nothing; its log: {log}")
+            raise ImageError(f"the image's server answered {QUESTION!r} with nothing; its log: {log}")
         progress("SIGTERM", 0, 0)
         end_seconds, exit_code = server.terminate(_END_TIMEOUT_S)
     return Trial(
@@ -193,10 +209,14 @@ def try_out(image: container.Opened, port: int, log: Path, progress: Progress = 
         models=tuple(models),
         question=QUESTION,
         answer=text,
-        completion_tokens=said["usage"]["completion_tokens"],
+        completion_tokens=answer["usage"]["completion_tokens"],
         end_seconds=round(end_seconds, 1),
         exit_code=exit_code,
     )
+
+
+def _check(name: str, faults: Iterable[str]) -> Check:
+    return Check(name=name, faults=tuple(faults))
 
 
 def _root_of(settings: contract.Settings, expected: context.Description) -> str:
@@ -225,8 +245,30 @@ def compiled_anew(log: str, description: context.Description) -> Iterator[str]:
         yield "no graph was loaded"
     for graph in graphs:
         if not graph.loaded:
-            why = f": {graph.why_compiled}" if graph.why_compiled else ""
-            yield f"{graph.name} was compiled in {graph.seconds:g} s{why}"
+            reason = f": {graph.why_compiled}" if graph.why_compiled else ""
+            yield f"{graph.name} was compiled in {graph.seconds:g} s{reason}"
+
+
+def compiled_late(cache: baked_cache.BakedCache | None, content: context.Content) -> Iterator[str]:
+    """Libraries that a plan names for a GPU of the compile cache's compute capability, and the cache lacks.
+
+    Args:
+        cache: manifest of the image's compile cache.
+        content: what this checkout would build.
+    """
+    if cache is None or content.command.platform != "cuda":
+        return
+    models = gpu_model.read(content.command.variant.root)
+    capability = cache.machine.get("compute capability")
+    # Which libraries a server loads does not depend on whether its host could compile them.
+    plans = start_plan.find_all(content.command, toolkit=False)
+    plans |= start_plan.find_all(content.command, toolkit=True)
+    for gpu, plan in plans.items():
+        if models[gpu].compute_capability != capability:
+            continue
+        for module in jit_modules.as_baked(plan.jit, cache.libraries):
+            if module.libraries and not module.baked:
+                yield f"{module.module} is compiled at its first use on {gpu}; bake the compile cache anew"
 
 
 def _wait(server: container.Started, client: httpx.Client, log: Path, progress: Progress) -> dict[str, int]:
@@ -234,7 +276,7 @@ def _wait(server: container.Started, client: httpx.Client, log: Path, progress: 
     while (elapsed := time.monotonic() - began) < _READY_TIMEOUT_S:
         progress("start the image", elapsed, 0)
         if server.has_ended():
-            raise ImageServerError(
+            raise ImageError(
                 f"the image's server ended before it was ready: {_last_line(log)}; its log: {log}"
             )
         try:
@@ -246,12 +288,12 @@ def _wait(server: container.Started, client: httpx.Client, log: Path, progress: 
             answer = "none"
         unready[answer] = unready.get(answer, 0) + 1
         time.sleep(0.25)
-    raise ImageServerError(f"the image's server was not ready after {_READY_TIMEOUT_S} s; its log: {log}")
+    raise ImageError(f"the image's server was not ready after {_READY_TIMEOUT_S} s; its log: {log}")
 
 
 def _answered(answer: httpx.Response, log: Path) -> Any:
     if answer.status_code != httpx.codes.OK:
-        raise ImageServerError(
+        raise ImageError(
             f"the image's server answered {answer.request.url.path} with {answer.status_code}: {answer.text[:200]}; "
             f"its log: {log}"
         )

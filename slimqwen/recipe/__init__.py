@@ -1,1 +1,1 @@
-"""Recipe stages: each turns one checkpoint folder into another, and the runner chains them."""
+"""Recipes: recipe.yaml, the contract of its stages, and the runner that chains them."""

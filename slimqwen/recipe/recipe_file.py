@@ -18,13 +18,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from slimqwen.errors import SlimqwenError
 from slimqwen.recipe.registry import STAGES
-from slimqwen.recipe.stage import Parameters, Stage
+from slimqwen.recipe.stage import Stage
 
-Location = tuple[int | str, ...]
+YamlPath = tuple[int | str, ...]
 
 
 class RecipeError(SlimqwenError):
-    """A recipe.yaml that cannot be used, with its file and line."""
+    """A recipe.yaml that cannot be used, or a recipe that cannot be run."""
 
 
 @dataclass(frozen=True)
@@ -32,17 +32,17 @@ class Step:
     """One entry under `stages:`."""
 
     stage: Stage
-    parameters: Parameters
+    parameters: BaseModel
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe.yaml that was read and checked.
+    """A validated recipe.yaml.
 
     Attributes:
-        file: where it stands.
-        description: what the recipe is for, one sentence or more.
-        base: a variant's name, or owner/name of a repository of the model hub.
+        file: its path.
+        description: purpose of the recipe, one sentence or more.
+        base: name of a variant, or owner/name of a hub repository.
         steps: the stages in order, at least one.
     """
 
@@ -61,88 +61,92 @@ class _Document(BaseModel):
 
 
 class _UniqueKeysLoader(yaml.SafeLoader):
-    """A loader that refuses what plain YAML lets pass: a key written twice, of which the first is lost."""
+    """A loader that refuses a key written twice; plain YAML would drop the first value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         """Build a mapping whose keys all differ."""
         seen = set()
         for key, _ in node.value:
             if key.value in seen:
-                raise yaml.MarkedYAMLError(problem=f"{key.value} stands twice", problem_mark=key.start_mark)
+                raise yaml.MarkedYAMLError(
+                    problem=f"{key.value} is written twice", problem_mark=key.start_mark
+                )
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 
 def read(file: Path, stages: Mapping[str, Stage] = STAGES) -> Recipe:
-    """Read and check a recipe.
+    """Read and validate a recipe.
 
     Args:
         file: the recipe.yaml; paths in it are relative to its folder.
-        stages: what a recipe can name.
+        stages: the stages that it can name.
 
     Raises:
-        RecipeError: missing file, no YAML, unknown or missing key, bad value; names the line, and for an unknown
-            name the nearest known one.
+        RecipeError: the file is missing or not YAML, a key is unknown or missing, or a value is invalid; names the
+            line, and the nearest known name for an unknown one.
     """
     try:
         text = file.read_text(encoding="utf-8")
     except OSError as error:
         raise RecipeError(f"{file}: cannot be read ({error.strerror}); write a recipe there") from None
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{file}: not UTF-8 ({error.reason}); convert it") from None
     try:
-        # A subclass of the safe loader.
-        content = yaml.load(text, _UniqueKeysLoader)
+        content = yaml.load(text, _UniqueKeysLoader)  # a subclass of the safe loader
         root = yaml.compose(text)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise RecipeError(
-            f"{file}:{line}: not usable YAML: {error.problem or error.context}; mend that line"
+            f"{file}:{line}: not usable YAML: {error.problem or error.context}; correct that line"
         ) from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise RecipeError(f"{file}: not usable YAML: {' '.join(str(error).split())}; correct it") from None
     try:
         document = _Document.model_validate(content)
     except ValidationError as error:
-        raise _told(file, root, error, (), _Document) from None
+        raise _error(file, root, error, (), _Document) from None
     steps: list[Step] = []
-    for position, entry in enumerate(document.stages):
-        at: Location = ("stages", position)
+    for number, entry in enumerate(document.stages):
+        path: YamlPath = ("stages", number)
         if len(entry) != 1:
-            raise RecipeError(f"{_place(file, root, at)}: one stage per list entry, here are {len(entry)}")
-        [(name, given)] = entry.items()
+            raise RecipeError(f"{_line(file, root, path)}: one stage per list entry, here are {len(entry)}")
+        [(name, values)] = entry.items()
+        path = (*path, name)
         if name not in stages:
+            raise RecipeError(f"{_line(file, root, path)}: no stage {name!r}; {_nearest(name, stages)}")
+        if steps and steps[-1].stage.last:
             raise RecipeError(
-                f"{_place(file, root, (*at, name))}: no stage {name!r}; {_nearest(name, stages)}"
+                f"{_line(file, root, path)}: no stage may follow {steps[-1].stage.name}; put that one last"
             )
         schema = stages[name].parameters
         try:
-            parameters = schema.model_validate(given or {}, context={"folder": file.parent})
+            parameters = schema.model_validate(values or {}, context={"folder": file.parent})
         except ValidationError as error:
-            raise _told(file, root, error, (*at, name), schema) from None
-        if steps and steps[-1].stage.last:
-            raise RecipeError(
-                f"{_place(file, root, (*at, name))}: nothing may follow {steps[-1].stage.name}; put it last"
-            )
+            raise _error(file, root, error, path, schema) from None
         steps.append(Step(stages[name], parameters))
     return Recipe(file, document.description, document.base, tuple(steps))
 
 
-def _told(
-    file: Path, root: yaml.Node | None, error: ValidationError, prefix: Location, schema: type[BaseModel]
+def _error(
+    file: Path, root: yaml.Node | None, error: ValidationError, prefix: YamlPath, schema: type[BaseModel]
 ) -> RecipeError:
-    """One line for one of the problems that pydantic found."""
-    # A misspelt key is often the cause of a missing one: told first.
+    """One line about one of the problems that pydantic lists."""
+    # A misspelt key is often the reason why another is missing, so it goes first.
     problem = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
-    where = problem["loc"]
-    dotted = ".".join(map(str, where)) or "the recipe"
+    path = problem["loc"]
+    dotted = ".".join(map(str, path)) or "the recipe"
     if problem["type"] == "extra_forbidden":
-        what = f"unknown key {where[-1]!r}; {_nearest(str(where[-1]), _fields(schema, where[:-1]))}"
+        fault = f"unknown key {path[-1]!r}; {_nearest(str(path[-1]), _fields(schema, path[:-1]))}"
     elif problem["type"] == "missing":
-        what = f"{dotted} is missing; add it"
+        fault = f"{dotted} is missing; add it"
     else:
-        what = f"{dotted}: {problem['msg'].removeprefix('Value error, ')}, here is {problem['input']!r}"
-    return RecipeError(f"{_place(file, root, (*prefix, *where))}: {what}")
+        fault = f"{dotted}: {problem['msg'].removeprefix('Value error, ')}, here is {problem['input']!r}"
+    return RecipeError(f"{_line(file, root, (*prefix, *path))}: {fault}")
 
 
-def _fields(schema: type[BaseModel], location: Location) -> Mapping[str, object]:
-    for part in location:
+def _fields(schema: type[BaseModel], path: YamlPath) -> Mapping[str, object]:
+    for part in path:
         inner = schema.model_fields[str(part)].annotation
         assert isinstance(inner, type)
         assert issubclass(inner, BaseModel)
@@ -150,15 +154,15 @@ def _fields(schema: type[BaseModel], location: Location) -> Mapping[str, object]
     return schema.model_fields
 
 
-def _nearest(name: str, known: Mapping[str, object]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(known))}"
+def _nearest(name: str, names: Mapping[str, object]) -> str:
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(names))}"
 
 
-def _place(file: Path, node: yaml.Node | None, location: Location) -> str:
-    """file:line of the innermost part of a location that the text has."""
+def _line(file: Path, node: yaml.Node | None, path: YamlPath) -> str:
+    """file:line of the innermost part of a path that the text has."""
     line = node.start_mark.line if node else 0
-    for part in location:
+    for part in path:
         if isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
             node = node.value[part]
             line = node.start_mark.line

@@ -1,28 +1,29 @@
-"""The stages that a recipe can name."""
+"""The stages that a recipe can name: every module of stages/, imported when its stage is used."""
 
-from collections.abc import Mapping
-from types import MappingProxyType
+import importlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
-from slimqwen.recipe import (
-    bake_cache,
-    calibrate,
-    prune_vocab,
-    quantise_lm_head,
-    redistill_mtp,
-    sample_outputs,
-)
 from slimqwen.recipe.stage import Stage
 
-STAGES: Mapping[str, Stage] = MappingProxyType(
-    {
-        stage.name: stage
-        for stage in (
-            calibrate.STAGE,
-            prune_vocab.STAGE,
-            quantise_lm_head.STAGE,
-            sample_outputs.STAGE,
-            redistill_mtp.STAGE,
-            bake_cache.STAGE,
-        )
-    }
-)
+
+class _Stages(Mapping[str, Stage]):
+    """Stage by name; stages/<name>.py defines it as STAGE."""
+
+    def __init__(self) -> None:
+        self._names = sorted(file.stem for file in Path(__file__).parent.glob("stages/[!_]*.py"))
+
+    def __getitem__(self, name: str) -> Stage:
+        if name not in self._names:
+            raise KeyError(name)
+        stage: Stage = importlib.import_module(f"slimqwen.recipe.stages.{name}").STAGE
+        return stage
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+STAGES: Mapping[str, Stage] = _Stages()

@@ -1,8 +1,8 @@
-"""Runs a recipe: each stage once per content key, its output published whole, reused by every variant.
+"""The runner: runs each stage of a recipe once per content key and publishes its output, for every variant to reuse.
 
-The store is weights/store/<key>/; weights/<variant> is a link to the entry of the variant's last stage. A key is a
+The store is weights/store/<key>/; weights/<variant> is a link to the output of the variant's last stage. A key is a
 SHA-256 over the digest of the input checkpoint, the parameters, the outside data, the stage's code and the versions
-of its tools, so a stage whose input came out the same is reused even where what made the input has changed.
+of its tools. A stage whose input came out the same is therefore reused even if an earlier stage has changed.
 """
 
 import contextlib
@@ -25,47 +25,27 @@ import psutil
 
 from slimqwen import checkpoint
 from slimqwen.checkpoint import Manifest
-from slimqwen.errors import SlimqwenError
+from slimqwen.checkpoint.files import COMPILE_CACHE, MANIFEST, bytes_on_disk, file_records, publish, withdraw
 from slimqwen.progress import Progress, silent
 from slimqwen.recipe import worker
-from slimqwen.recipe.recipe_file import Recipe, Step
+from slimqwen.recipe.recipe_file import Recipe, RecipeError, Step
 from slimqwen.recipe.stage import Facts, source_digest
 
 _REMOVE_AND_RERUN = "delete that folder and run the recipe again"
 
 
-class StageFailedError(SlimqwenError):
-    """A stage ended without a result; names its log."""
-
-
-class DoesNotFitError(SlimqwenError):
-    """A stage needs more disk or memory than there is."""
-
-
-class StoreBusyError(SlimqwenError):
-    """The store cannot be cleaned while a recipe runs."""
-
-
-class NameTakenError(SlimqwenError):
-    """weights/<variant> is a folder of its own, not a link that a recipe may move."""
-
-
-class MissingToolError(SlimqwenError):
-    """A stage's tool is not installed."""
-
-
 @dataclass(frozen=True)
 class Outcome:
-    """How one stage came out.
+    """Result of one stage.
 
     Attributes:
-        stage: its name.
+        stage: name of the stage.
         folder: its output in the store.
-        reused: whether it was there already.
-        manifest: of its output; wall time and peak memory are those of the run that made it.
-        bytes_before: size of its input on disk.
-        bytes_after: size of its output on disk.
-        log: what the stage and its libraries printed, in the run that made it.
+        reused: whether the store had it already.
+        manifest: manifest of the output; wall time and peak memory are those of the run that made it.
+        bytes_before: size of the input, bytes.
+        bytes_after: size of the output, bytes.
+        log: file with what the stage and its libraries printed.
     """
 
     stage: str
@@ -91,11 +71,11 @@ class Forecast:
     """What a run would do with one stage, and why.
 
     Attributes:
-        stage: its name.
-        key: its content key, None while its input is still to be made.
-        reused: whether the store has it.
+        stage: name of the stage.
+        key: its content key; None if its input does not exist yet.
+        reused: whether the store has its output.
         reason: one sentence.
-        changes: where a stage runs although the store has the like: what differs from the nearest such entry.
+        changes: ingredients that differ from the nearest stored output of the same stage.
     """
 
     stage: str
@@ -111,43 +91,40 @@ def run(
     weights: Path,
     resolve: Callable[[str], Path],
     until: str | None = None,
-    report: Progress = silent,
+    progress: Progress = silent,
 ) -> list[Outcome]:
-    """Bring a variant's checkpoint about: reuse the stages that the store has, run the others.
+    """Make a variant's checkpoint: reuse the stages whose output the store has, run the others.
 
     Args:
-        recipe: what to do.
-        variant: weights/<variant> is linked to the result once the last stage is there.
-        weights: the folder that holds checkpoints and the store.
-        resolve: the recipe's base -> its checkpoint folder, checked.
-        until: the stage after which to end; None for the whole recipe.
-        report: hears each running stage's progress.
+        recipe: the recipe.
+        variant: name; weights/<variant> is linked to the output of the last stage.
+        weights: folder of the checkpoints and the store.
+        resolve: base of a recipe -> its checkpoint folder, checked.
+        until: last stage to run; None for the whole recipe.
+        progress: receives (activity, done, total) of each running stage.
 
     Returns:
-        one outcome a stage, in order.
+        One outcome per stage, in order.
 
     Raises:
-        DoesNotFitError: before a stage starts.
-        StageFailedError: a stage broke down; the store is as it was before that stage.
-        NameTakenError: weights/<variant> is not a recipe's to replace.
-        SlimqwenError: whatever a stage itself says of its input and parameters.
+        RecipeError: weights/<variant> is not a link, `until` is not a stage of the recipe, a stage needs more disk or
+            memory than there is, or a stage failed; the store is then as it was before that stage.
+        SlimqwenError: a stage refuses its input or its parameters.
     """
     link, store = weights / variant, weights / "store"
     if link.exists() and not link.is_symlink():
-        raise NameTakenError(
-            f"{link} was not made by a recipe; move it away to let the recipe put {variant} there"
-        )
+        raise RecipeError(f"{link} was not made by a recipe; move it away so that the recipe can write it")
     steps = recipe.steps
     if until is not None:
         names = [step.stage.name for step in steps]
         if until not in names:
-            raise SlimqwenError(f"{recipe.file} has no stage {until}; it has {', '.join(names)}")
+            raise RecipeError(f"{recipe.file} has no stage {until}; it has {', '.join(names)}")
         steps = steps[: names.index(until) + 1]
     outcomes: list[Outcome] = []
     source = resolve(recipe.base)
-    with _lock(store / ".lock", fcntl.LOCK_SH, "the store is being cleaned", report):
+    with _lock(store / ".lock", fcntl.LOCK_SH, "the store is being cleaned", progress):
         for step in steps:
-            outcome = _ensure(step, source, store, report)
+            outcome = _ensure(step, source, store, progress)
             outcomes.append(outcome)
             source = outcome.folder
         if len(steps) == len(recipe.steps):
@@ -156,25 +133,25 @@ def run(
 
 
 def status(recipe: Recipe, weights: Path, resolve: Callable[[str], Path]) -> list[Forecast]:
-    """Say for each stage whether a run would reuse it or run it, and which ingredient makes the difference."""
+    """Whether a run would reuse or run each stage, and which ingredient makes the difference."""
     store = weights / "store"
     source: Path | None = resolve(recipe.base)
     forecasts = []
     for step in recipe.steps:
         name = step.stage.name
         if source is None:
-            forecasts.append(Forecast(name, None, False, "its input will be made anew"))
+            forecasts.append(Forecast(name, None, False, "its input will be made first"))
             continue
         ingredients = _ingredients(step, checkpoint.digest(source))
         key = _key(ingredients)
         source = store / key
         if source.is_dir():
-            forecasts.append(Forecast(name, key, True, "nothing that decides its result has changed"))
+            forecasts.append(Forecast(name, key, True, "no ingredient has changed"))
             continue
         source = None
         nearest = _nearest_entry(name, ingredients, store)
         if nearest is None:
-            forecasts.append(Forecast(name, key, False, "never made yet"))
+            forecasts.append(Forecast(name, key, False, "not made yet"))
             continue
         changes = _changes(nearest.ingredients, ingredients)
         what = ", ".join(change.ingredient for change in changes)
@@ -183,19 +160,19 @@ def status(recipe: Recipe, weights: Path, resolve: Callable[[str], Path]) -> lis
 
 
 def clean_store(weights: Path, keep: Iterable[str]) -> int:
-    """Delete the store entries that no variant uses, and what killed runs left to go on from.
+    """Delete the store entries that no variant uses, and the unfinished work of killed runs.
 
-    Kept are: every entry that a link under weights points to, the entries that it was made from, and keep.
+    Every entry that a link under weights points to is kept, and so are the entries that it was made from.
 
     Args:
-        weights: the folder that holds checkpoints and the store.
-        keep: further keys, such as those that the variants' recipes would reuse.
+        weights: folder of the checkpoints and the store.
+        keep: keys of further entries to keep, such as those that the variants' recipes would reuse.
 
     Returns:
-        bytes freed.
+        Bytes freed.
 
     Raises:
-        StoreBusyError: a recipe is running.
+        RecipeError: a recipe is running.
     """
     store = weights / "store"
     if not store.is_dir():
@@ -204,12 +181,12 @@ def clean_store(weights: Path, keep: Iterable[str]) -> int:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise StoreBusyError(f"a recipe is running on {store}; clean it when that has ended") from None
+            raise RecipeError(f"a recipe is running on {store}; clean it when that has ended") from None
         entries = {folder.name: folder for folder in store.iterdir() if not folder.name.startswith(".")}
-        # A stage that keeps what it got has its input's digest; a baked entry has too, and is nobody's input.
+        # A stage that changes nothing gives its input's digest; so does a baked entry, but it is never an input.
         inputs: dict[str, list[str]] = {}
         for name, folder in entries.items():
-            if not (folder / checkpoint.COMPILE_CACHE[0]).is_file():
+            if not (folder / COMPILE_CACHE[0]).is_file():
                 inputs.setdefault(checkpoint.digest(folder), []).append(name)
         linked = [link.resolve().name for link in weights.iterdir() if link.is_symlink()]
         used, todo = set(), [*linked, *keep]
@@ -221,37 +198,39 @@ def clean_store(weights: Path, keep: Iterable[str]) -> int:
         freed = sum(file.stat().st_size for file in (store / ".unfinished").rglob("*") if file.is_file())
         shutil.rmtree(store / ".unfinished", ignore_errors=True)
         for name in entries.keys() - used:
-            freed += checkpoint.bytes_on_disk(entries[name])
-            checkpoint.withdraw(entries[name])
+            freed += bytes_on_disk(entries[name])
+            withdraw(entries[name])
             (store / ".locks" / name).unlink(missing_ok=True)
             for log in (store / ".logs").glob(f"*-{name[:16]}.log"):
                 log.unlink()
         return freed
 
 
-def _ensure(step: Step, source: Path, store: Path, report: Progress) -> Outcome:
-    """The step's output: from the store, or made now."""
+def _ensure(step: Step, source: Path, store: Path, progress: Progress) -> Outcome:
+    """The step's output, from the store or made now."""
     stage = step.stage
-    ingredients = _ingredients(step, checkpoint.digest(source, report))
+    ingredients = _ingredients(step, checkpoint.digest(source, progress))
     key = _key(ingredients)
     entry, log = store / key, store / ".logs" / f"{stage.name}-{key[:16]}.log"
     reused = entry.is_dir()
     if not reused:
-        with _lock(store / ".locks" / key, fcntl.LOCK_EX, f"another run makes {stage.name}", report):
+        with _lock(
+            store / ".locks" / key, fcntl.LOCK_EX, f"another run is at work on {stage.name}", progress
+        ):
             reused = entry.is_dir()
             if not reused:
-                _refuse_what_does_not_fit(step, source, store)
+                _check_space(step, source, store)
                 log.parent.mkdir(exist_ok=True)
                 unfinished = store / ".unfinished" / key
-                with checkpoint.publish(entry) as staging:
+                with publish(entry) as staging:
                     started = time.monotonic()
-                    facts, peak = _run_apart(step, source, staging, unfinished, log, report)
+                    facts, peak = _run_in_process(step, source, staging, unfinished, log, progress)
                     checkpoint.check(staging, f"the stage {stage.name} is defective, its log is {log}")
                     Manifest(
                         stage=stage.name,
                         key=key,
                         ingredients=ingredients,
-                        files=checkpoint.file_records(staging),
+                        files=file_records(staging),
                         wall_seconds=round(time.monotonic() - started, 3),
                         peak_memory_bytes=peak,
                         versions=_versions(stage.packages),
@@ -261,12 +240,12 @@ def _ensure(step: Step, source: Path, store: Path, report: Progress) -> Outcome:
     if reused:
         checkpoint.check(entry, _REMOVE_AND_RERUN)
     manifest = Manifest.read(entry)
-    before, after = checkpoint.bytes_on_disk(source), checkpoint.bytes_on_disk(entry)
+    before, after = bytes_on_disk(source), bytes_on_disk(entry)
     return Outcome(stage.name, entry, reused, manifest, before, after, log)
 
 
 def _ingredients(step: Step, input_digest: str) -> dict[str, str]:
-    """All that decides the stage's output, by dotted name."""
+    """Everything that decides the stage's output, by dotted name."""
     stage = step.stage
     parameters = _flat("parameters", step.parameters.model_dump(mode="json"))
     data = {f"data.{name}": digest for name, digest in stage.data(step.parameters).items()}
@@ -292,13 +271,13 @@ def _versions(packages: Iterable[str]) -> dict[str, str]:
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            raise MissingToolError(f"{package} is not installed; `make install` installs it") from None
+            raise RecipeError(f"{package} is not installed; `make install` installs it") from None
     return versions
 
 
 def _nearest_entry(stage: str, ingredients: Mapping[str, str], store: Path) -> Manifest | None:
-    """The entry of the same stage that shares most ingredients; of equals, the youngest."""
-    made = [Manifest.read(file.parent) for file in _by_age(store.glob(f"[!.]*/{checkpoint.MANIFEST}"))]
+    """The entry of the same stage with the fewest different ingredients; of equals, the newest."""
+    made = [Manifest.read(file.parent) for file in _by_age(store.glob(f"[!.]*/{MANIFEST}"))]
     alike = [manifest for manifest in made if manifest.stage == stage]
     return min(alike, key=lambda manifest: len(_changes(manifest.ingredients, ingredients)), default=None)
 
@@ -316,25 +295,27 @@ def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[Chang
     )
 
 
-def _refuse_what_does_not_fit(step: Step, source: Path, store: Path) -> None:
+def _check_space(step: Step, source: Path, store: Path) -> None:
     needs = step.stage.needs(source, step.parameters)
     free = shutil.disk_usage(store).free
-    available = psutil.virtual_memory().available
-    for what, need, there in (("disk", needs.disk_bytes, free), ("memory", needs.memory_bytes, available)):
-        if need > there:
-            raise DoesNotFitError(
-                f"{step.stage.name} needs about {need / 2**30:.1f} GiB of {what}, {there / 2**30:.1f} GiB are free; "
-                f"free some{', for instance with `make clean-store`' if what == 'disk' else ''}"
+    memory = psutil.virtual_memory().available
+    for resource, needed, available in (
+        ("disk", needs.disk_bytes, free),
+        ("memory", needs.memory_bytes, memory),
+    ):
+        if needed > available:
+            raise RecipeError(
+                f"{step.stage.name} needs about {needed / 2**30:.1f} GiB of {resource}, {available / 2**30:.1f} GiB "
+                f"are free; free some{', for instance with `slimqwen recipe clean`' if resource == 'disk' else ''}"
             )
 
 
-def _run_apart(
-    step: Step, source: Path, staging: Path, unfinished: Path, log: Path, report: Progress
+def _run_in_process(
+    step: Step, source: Path, staging: Path, unfinished: Path, log: Path, progress: Progress
 ) -> tuple[Facts, int]:
-    """Run a stage in a process of its own; its facts and its peak memory in bytes.
+    """Run a stage in a process of its own: its facts and its peak memory in bytes.
 
-    Its prints go to the log and not to a terminal, its memory and a GPU's are given back when it ends, and what
-    kills it does not kill the run.
+    Its prints go to the log, its memory and a GPU's are freed when it ends, and what kills it does not kill the run.
     """
     run: Callable[..., Facts] = step.stage.run
     if step.stage.resumes:
@@ -344,16 +325,16 @@ def _run_apart(
     with log.open("wb") as output, worker.started(environment, output) as (process, messages):
         try:
             worker.give(process, run, source.resolve(), staging, step.parameters)
-            while (heard := messages.recv())[0] == "progress":
-                report(*heard[1:])
+            while (message := messages.recv())[0] == "progress":
+                progress(*message[1:])
             worker.wait_for_end(process)
         except (EOFError, BrokenPipeError):
-            raise StageFailedError(_death(step.stage.name, process.wait(), log)) from None
-    kind, *content = heard
+            raise RecipeError(_death(step.stage.name, process.wait(), log)) from None
+    kind, *content = message
     if kind == "refused":
         raise content[0]
     if kind == "failed":
-        raise StageFailedError(f"{step.stage.name} failed: {content[0]}; its log is {log}")
+        raise RecipeError(f"{step.stage.name} failed: {content[0]}; its log is {log}")
     return content[0], content[1]
 
 
@@ -365,7 +346,7 @@ def _death(stage: str, exit_code: int, log: Path) -> str:
 
 
 def _point(link: Path, target: Path) -> None:
-    """Make link point to target, replacing what it pointed to in one step."""
+    """Make link point to target, in one step."""
     destination = Path(os.path.relpath(target, link.parent))
     if link.is_symlink() and link.readlink() == destination:
         return
@@ -375,13 +356,13 @@ def _point(link: Path, target: Path) -> None:
 
 
 @contextlib.contextmanager
-def _lock(file: Path, mode: int, why_waiting: str, report: Progress) -> Iterator[None]:
+def _lock(file: Path, mode: int, reason: str, progress: Progress) -> Iterator[None]:
     """Hold a file lock; the kernel drops it with the process, however that ends."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("w") as handle:
         try:
             fcntl.flock(handle, mode | fcntl.LOCK_NB)
         except BlockingIOError:
-            report(f"waiting: {why_waiting}", 0, 0)
+            progress(f"waiting: {reason}", 0, 0)
             fcntl.flock(handle, mode)
         yield

@@ -1,6 +1,5 @@
-"""What a recipe stage is: a pure function from one checkpoint folder to another, and what decides its result."""
+"""The contract of a recipe stage: a pure function from one checkpoint folder to another, and its content key."""
 
-import hashlib
 import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -9,15 +8,22 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from slimqwen.checkpoint.files import sha256
+from slimqwen.errors import SlimqwenError
+
 Facts = dict[str, str | int | float | bool]
-"""What a stage found out on its way, kept in the manifest of its output."""
+"""Results that a stage reports; they are kept in the manifest of its output."""
+
+
+class StageError(SlimqwenError):
+    """A stage cannot work on its input, or its result must not be published."""
 
 
 class Parameters(BaseModel):
-    """Base of every stage's parameters: unknown keys are errors, values never change, defaults are checked.
+    """Base of every stage's parameters: unknown keys are errors, values are frozen, defaults are validated.
 
-    A field excluded from serialisation (a path) does not enter the content key: `Stage.data` must digest what it
-    points to.
+    A field that is excluded from serialisation (a path) does not enter the content key: `Stage.data` must digest
+    what it points to.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
@@ -25,11 +31,11 @@ class Parameters(BaseModel):
 
 @dataclass(frozen=True)
 class Needs:
-    """What a stage will use at most, by estimate.
+    """Estimated upper bounds of what a stage uses.
 
     Attributes:
         disk_bytes: size of its output.
-        memory_bytes: of main memory, all included.
+        memory_bytes: main memory of its process.
     """
 
     disk_bytes: int
@@ -38,28 +44,30 @@ class Needs:
 
 @dataclass(frozen=True)
 class Stage:
-    """One kind of stage. Functions must be importable by name: a stage runs in a process of its own.
+    """One kind of stage. Its functions must be importable by name: a stage runs in a process of its own.
 
     Attributes:
-        name: the key under `stages:` in a recipe.yaml.
-        parameters: their schema.
-        run: (source, destination, parameters, progress) -> facts. Reads the checkpoint source, writes a whole
-            checkpoint into the empty folder destination; the same inputs give the same bytes. What it prints
-            goes to the stage's log.
-        resumes: whether `run` takes a further argument `unfinished`, a folder that outlives a run that was killed, to
-            go on from; the result is the same as of a run in one go.
-        needs: (source, parameters) -> estimate; may raise a SlimqwenError for what cannot work, before it starts.
+        name: key under `stages:` in a recipe.yaml.
+        parameters: schema of its parameters.
+        run: (source, destination, parameters, progress) -> facts. Reads the checkpoint source and writes a complete
+            checkpoint into the empty folder destination; the same inputs give the same bytes. Its prints go to the
+            stage's log.
+        resumes: whether `run` takes a keyword argument `unfinished`, a folder that outlives a killed run, to resume
+            from; the result is the same as that of an uninterrupted run.
+        needs: (source, parameters) -> estimate; raises a SlimqwenError for an input that the stage cannot work on.
+        changes: parameters -> regular expressions of the names of tensors that it may change, drop or add.
         data: parameters -> digest of every outside input by name.
-        code: modules whose source decides the result, besides the one that defines `run`.
+        code: modules whose source decides the result, besides the module that defines `run`.
         packages: distributions whose versions decide the result.
-        environment: variables of the stage's process, there before any of its libraries is imported.
-        last: whether no stage may follow, because any change to the checkpoint would spoil the result.
+        environment: environment variables of the stage's process.
+        last: whether no stage may follow, because a change of the checkpoint would invalidate the result.
     """
 
     name: str
-    parameters: type[Parameters]
+    parameters: type[BaseModel]
     run: Callable[..., Facts]
     needs: Callable[[Path, Any], Needs]
+    changes: Callable[[Any], tuple[str, ...]] = lambda parameters: ()
     data: Callable[[Any], Mapping[str, str]] = lambda parameters: {}
     code: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()
@@ -69,8 +77,8 @@ class Stage:
 
 
 def source_digest(module: str) -> str:
-    """SHA-256 of a module's source file, found without running the module."""
-    found = importlib.util.find_spec(module)
-    assert found is not None
-    assert found.origin is not None
-    return hashlib.sha256(Path(found.origin).read_bytes()).hexdigest()
+    """SHA-256 of a module's source file; the module is not executed."""
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    return sha256(Path(spec.origin))

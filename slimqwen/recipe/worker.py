@@ -1,10 +1,11 @@
-"""The process that one stage runs in: `python -m slimqwen.recipe.worker <descriptor>`.
+"""The worker: the process of one stage, `python -m slimqwen.recipe.worker <file descriptor>`.
 
-Reads its job, a pickled (run, source, destination, parameters), from standard input, and sends messages to the pipe
-whose descriptor it is given: ("progress", activity, done, total), and last one of ("done", facts, peak bytes),
+It reads its job, a pickled (run, source, destination, parameters), from standard input and sends messages to the pipe
+with that descriptor: ("progress", activity, done, total), and at the end one of ("done", facts, peak bytes),
 ("refused", SlimqwenError) and ("failed", text).
 """
 
+import gc
 import os
 import pickle
 import resource
@@ -20,21 +21,33 @@ from typing import IO, Any
 
 from slimqwen.errors import SlimqwenError
 
+GARBAGE_THRESHOLD = 100_000
+"""New objects after which a process with many imports looks for garbage; Python's default is 700."""
+
 
 @contextmanager
 def started(
     environment: Mapping[str, str], output: IO[bytes]
 ) -> Iterator[tuple["subprocess.Popen[bytes]", Connection]]:
-    """A worker that waits for its job, and the messages that it will send; killed when the block ends.
+    """Start a worker: its process and the pipe of its messages. It is killed when the block ends.
 
     Args:
-        environment: of its process; where modules are found is added.
-        output: receives what it and its libraries print.
+        environment: environment variables of the process; PYTHONPATH is added.
+        output: file for what the worker and its libraries print.
     """
+    with module_started(__spec__.name, environment, output) as opened:
+        yield opened
+
+
+@contextmanager
+def module_started(
+    module: str, environment: Mapping[str, str], output: IO[bytes]
+) -> Iterator[tuple["subprocess.Popen[bytes]", Connection]]:
+    """As `started`, with another module as the process's main one."""
     receiving, sending = os.pipe()
     with Connection(receiving, writable=False) as messages:
         process = subprocess.Popen(
-            [sys.executable, "-m", "slimqwen.recipe.worker", str(sending)],
+            [sys.executable, "-m", module, str(sending)],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -53,10 +66,10 @@ def started(
 
 
 def give(process: "subprocess.Popen[bytes]", *job: Any) -> None:
-    """Tell a worker its job: run, source, destination, parameters.
+    """Send a worker its job: run, source, destination, parameters.
 
     Raises:
-        BrokenPipeError: it has died.
+        BrokenPipeError: the worker has died.
     """
     assert process.stdin is not None
     pickle.dump(job, process.stdin)
@@ -64,39 +77,52 @@ def give(process: "subprocess.Popen[bytes]", *job: Any) -> None:
 
 
 def wait_for_end(process: "subprocess.Popen[bytes]") -> None:
-    """Give a worker that is done a moment: its libraries may have to let go of a GPU, or of processes of their own."""
+    """Wait for a finished worker to exit: its libraries may still release a GPU or stop processes of their own."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(timeout=60)
 
 
 def main() -> None:
-    """Run the stage, and end at once if the process that wants its result does."""
-    run, source, destination, parameters = pickle.load(sys.stdin.buffer)
-    threading.Thread(target=_end_with_runner, daemon=True).start()
+    """Run the stage; exit at once if the runner ends."""
+    # Most objects of a stage are those of its imports; to look for garbage among them takes a third of their time.
+    gc.set_threshold(GARBAGE_THRESHOLD)
+    job = pickle.load(sys.stdin.buffer)
     with Connection(int(sys.argv[1]), readable=False) as runner:
-        try:
-            facts = run(source, destination, parameters, lambda *heard: runner.send(("progress", *heard)))
-            runner.send(("done", facts, _peak_memory()))
-        except SlimqwenError as error:
-            traceback.print_exc()
-            runner.send(("refused", error))
-        except Exception as error:
-            traceback.print_exc()
-            runner.send(("failed", f"{type(error).__name__}: {' '.join(str(error).split())}"))
+        perform(job, runner)
+
+
+def perform(job: Any, runner: Connection) -> None:
+    """Run a job and report to the runner; exit at once if the runner ends.
+
+    Args:
+        job: run, source, destination, parameters.
+        runner: receives the messages.
+    """
+    run, source, destination, parameters = job
+    threading.Thread(target=_end_with_runner, daemon=True).start()
+    try:
+        facts = run(source, destination, parameters, lambda *message: runner.send(("progress", *message)))
+        runner.send(("done", facts, _peak_memory()))
+    except SlimqwenError as error:
+        traceback.print_exc()
+        runner.send(("refused", error))
+    except Exception as error:
+        traceback.print_exc()
+        runner.send(("failed", f"{type(error).__name__}: {' '.join(str(error).split())}"))
 
 
 def _end_with_runner() -> None:
-    # The runner writes nothing more: standard input ends when the runner does, however it ends. Not through the buffer,
-    # whose lock the interpreter wants when it shuts down.
+    # The runner writes nothing more, so standard input ends when the runner does, however it ends. The file descriptor
+    # is read directly, because the interpreter needs the lock of sys.stdin's buffer when it shuts down.
     while os.read(0, 1):
         pass
     os._exit(1)
 
 
 def _peak_memory() -> int:
-    """Largest resident size of this process or of one that it started, bytes.
+    """Largest resident size of this process or of a child, bytes.
 
-    Of itself the kernel's getrusage figure would include the parent's.
+    Own memory comes from /proc: getrusage's figure for the process itself would include the parent's.
     """
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     own = next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))

@@ -1,7 +1,7 @@
-"""Every record of a repository, read tolerantly: what cannot be used is named, and the rest is there.
+"""All records of a repository: those that can be read, and the files that cannot be used with the reason.
 
-Reading one record is the store's business and raises; a report over hundreds of them must not stop at the first
-damaged file. What a person did to the files is told here in one line each; whether figures hold is for `checks`.
+`store.read` raises on a bad record; a report over hundreds of records must not stop at the first damaged file. Whether
+the figures hold is checked by `report.checks`.
 """
 
 import os
@@ -11,145 +11,314 @@ from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any, Generic, TypeVar, overload
 
-from slimqwen.records import results, store, withdrawals
+from slimqwen.records import store, withdrawals
+from slimqwen.records.measurements import Measurements
+from slimqwen.records.record import Record
 
 VARIANT_FILES = frozenset({"README.md", "config.env", "recipe.yaml", "measurements.json"})
-"""What a folder of experiments/ holds beside records and their items."""
+"""Files of a folder of experiments/ that are neither records nor their items."""
 
-_OF_NO_VARIANT = ""
+
+AnyRecord = TypeVar("AnyRecord", bound=Record, covariant=True)
 
 
 @dataclass(frozen=True)
-class Found:
+class StoredRecord(Generic[AnyRecord]):
     """One readable record.
 
     Attributes:
         path: of its file.
-        place: the path from the repository's root.
-        kind: of its schema, such as quality or start_up.
-        variant: that it is of; empty for the few explorations that are of none.
+        location: path from the repository's root.
         record: in the present version of its schema.
     """
 
     path: Path
-    place: str
-    kind: str
-    variant: str
-    record: store.Record
+    location: str
+    record: AnyRecord
+
+    @property
+    def kind(self) -> str:
+        """Kind of the record, such as quality or start_up."""
+        return self.record.kind
+
+    @property
+    def variant(self) -> str:
+        """The variant that was measured; empty for a record of no variant."""
+        return self.record.variant
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One file that was left out, or that is missing, and why in one line."""
+    """One file that was left out, that is missing, or that is at fault.
 
-    place: str
+    Attributes:
+        location: path from the repository's root.
+        reason: the fault, then `; ` and the cure, on one line.
+    """
+
+    location: str
     reason: str
+
+    @property
+    def fault(self) -> str:
+        """What is wrong."""
+        return self.reason.rpartition("; ")[0] or self.reason
+
+    @property
+    def cure(self) -> str:
+        """What to do."""
+        fault, _, cure = self.reason.rpartition("; ")
+        return cure if fault else "restore the committed file, or delete it"
 
 
 @dataclass(frozen=True)
 class Collection:
-    """What `collect` found.
+    """The records of a repository.
 
     Attributes:
         root: the repository.
         records: by variant and kind, newest first.
-        measurements: each variant's measurements.json.
-        problems: by place.
+        measurements: each variant's measurements.json, by variant.
+        problems: files that were left out, by location.
     """
 
     root: Path
-    records: tuple[Found, ...]
-    measurements: Mapping[str, store.Record]
+    records: tuple[StoredRecord[Record], ...]
+    measurements: Mapping[str, Measurements]
     problems: tuple[Problem, ...]
 
-    def of(self, variant: str, kind: str) -> Sequence[Found]:
-        """The records of a variant and kind, newest first."""
-        return self._groups.get((variant, kind), ())
+    @overload
+    def select(self, kind: str, variant: str | None = None) -> Sequence[StoredRecord[Record]]: ...
+    @overload
+    def select(
+        self, kind: type[AnyRecord], variant: str | None = None
+    ) -> Sequence[StoredRecord[AnyRecord]]: ...
+    def select(self, kind: str | type[Record], variant: str | None = None) -> Sequence[StoredRecord[Any]]:
+        """The records of a kind, those of a variant newest first; none of a busy host.
 
-    def of_kind(self, kind: str) -> Sequence[Found]:
-        """The records of a kind, of whatever variant."""
-        return tuple(one for one in self.records if one.kind == kind)
+        Args:
+            kind: such as quality, or the kind's model.
+            variant: its name; None for all variants.
+        """
+        name = kind if isinstance(kind, str) else kind.kind
+        if variant is None:
+            return tuple(entry for entry in self._quiet if entry.kind == name)
+        return self._groups.get((variant, name), ())
 
     @cached_property
-    def _groups(self) -> Mapping[tuple[str, str], Sequence[Found]]:
-        return {key: tuple(group) for key, group in groupby(self.records, _group)}
+    def _groups(self) -> Mapping[tuple[str, str], Sequence[StoredRecord[Record]]]:
+        return {key: tuple(group) for key, group in groupby(self._quiet, _group)}
 
-
-@dataclass
-class _Gathering:
-    """What has been found so far."""
-
-    root: Path
-    records: list[Found] = field(default_factory=list)
-    measurements: dict[str, store.Record] = field(default_factory=dict)
-    problems: dict[str, str] = field(default_factory=dict)
-
-    def place(self, path: Path) -> str:
-        return path.relative_to(self.root).as_posix()
-
-    def leave_out(self, path: Path, reason: str) -> None:
-        self.problems.setdefault(self.place(path), " ".join(reason.split()))
-
-    def read(self, path: Path) -> store.Record | None:
-        """A valid record; None, and the reason noted, for anything else."""
-        if path.is_symlink() or not path.is_file():
-            self.leave_out(path, "not a plain file; put the record itself there")
-            return None
-        try:
-            return store.read(path)
-        except store.RecordError as error:
-            self.leave_out(path, str(error).removeprefix(f"{store.place(path)}: "))
-            return None
+    @cached_property
+    def _quiet(self) -> Sequence[StoredRecord[Record]]:
+        return [entry for entry in self.records if not entry.record.provenance.host_was_busy]
 
 
 def collect(root: Path) -> Collection:
     """Read all records of experiments/ and results/.
 
-    Damaged, missing, foreign and dangling files become problems; nothing raises. The items are looked for, not read:
-    `store.read_items` holds them against their digest when they are needed, and `checks` does it for all.
+    Damaged, missing, foreign and dangling files become problems; nothing raises. Items are looked for, not read.
 
     Args:
         root: the repository.
     """
-    found = _Gathering(root)
+    reader = _Reader(root)
     variants = set()
-    for path in _files(found, root / "experiments", deep=False):
-        found.leave_out(path, "belongs to no variant; move it into the folder of one")
+    for path in reader.files(root / "experiments", deep=False):
+        reader.leave_out(path, "belongs to no variant; move it into the folder of one")
     for folder in _folders(root / "experiments"):
-        files = sorted(_files(found, folder))
-        if not (folder / "config.env").is_file():
-            found.leave_out(
+        files = sorted(reader.files(folder))
+        if (folder / "config.env").is_file():
+            variants.add(folder.name)
+            _read_variant(reader, folder, files)
+        else:
+            reader.leave_out(
                 folder,
                 f"no config.env, so no variant: its {len(files)} files are left out; add one, or move them away",
             )
-            continue
-        variants.add(folder.name)
-        _read_variant(found, folder, files)
-    _read_results(found, root / "results", variants)
-    _require_baselines(found, variants)
-    _miss_cited(found)
-    records = sorted(found.records, key=lambda one: (_written(one), one.place), reverse=True)
+    _read_results(reader, root / "results", variants)
+    _require_baselines(reader, variants)
+    _require_cited(reader)
+    records = sorted(
+        reader.records, key=lambda entry: (entry.record.provenance.ended, entry.location), reverse=True
+    )
     return Collection(
         root,
         tuple(sorted(records, key=_group)),
-        MappingProxyType(dict(sorted(found.measurements.items()))),
-        tuple(Problem(place, reason) for place, reason in sorted(found.problems.items())),
+        MappingProxyType(dict(sorted(reader.measurements.items()))),
+        tuple(Problem(location, reason) for location, reason in sorted(reader.problems.items())),
     )
 
 
-def cited(record: store.Record, variant: str) -> Iterator[str]:
-    """The places of the records that a measurements.json or a gate record rests on."""
-    for name in record.get("records", ()):
-        yield f"experiments/{name}" if "/" in name else f"experiments/{variant}/{name}"
+@dataclass
+class _Reader:
+    """Records and problems so far."""
+
+    root: Path
+    records: list[StoredRecord[Record]] = field(default_factory=list)
+    measurements: dict[str, Measurements] = field(default_factory=dict)
+    problems: dict[str, str] = field(default_factory=dict)
+
+    def location(self, path: Path) -> str:
+        return path.relative_to(self.root).as_posix()
+
+    def leave_out(self, path: Path, reason: str) -> None:
+        self.problems.setdefault(self.location(path), " ".join(reason.split()))
+
+    def read(self, path: Path) -> Record | Measurements | None:
+        """A valid record, or None with the reason noted."""
+        if path.is_symlink() or not path.is_file():
+            self.leave_out(path, "not a plain file; put the record itself there")
+            return None
+        try:
+            return store.validate(store.parse(path), store.short_path(path))
+        except store.RecordError as error:
+            self.leave_out(path, str(error).removeprefix(f"{store.short_path(path)}: "))
+            return None
+
+    def files(self, folder: Path, *, deep: bool = True) -> Iterator[Path]:
+        """All files below a folder; folders that cannot be read are problems."""
+
+        def note(error: OSError) -> None:
+            if not isinstance(error, FileNotFoundError):
+                self.leave_out(Path(error.filename), f"{error.strerror}; make it readable")
+
+        for parent, folders, names in os.walk(folder, onerror=note):
+            yield from (Path(parent, name) for name in names)
+            if not deep:
+                folders.clear()
+
+    def add(self, path: Path, record: Record) -> None:
+        self.records.append(StoredRecord(path, self.location(path), record))
 
 
-def _group(found: Found) -> tuple[str, str]:
-    return found.variant, found.kind
+def _read_variant(reader: _Reader, folder: Path, files: Iterable[Path]) -> None:
+    expected = set()
+    others = []
+    for path in files:
+        if path.parent != folder:
+            reader.leave_out(path, "belongs to nobody: a variant's folder holds no folders")
+        elif path.name in VARIANT_FILES:
+            continue
+        elif _is_unfinished(path):
+            reader.leave_out(path, "left by a run that was cut off; delete it")
+        elif path.suffix != ".json":
+            others.append(path)
+        else:
+            # Items and a plot beside a record that is left out are not dangling.
+            expected |= {f"{path.stem}.items.jsonl", f"{path.stem}.svg"}
+            record = reader.read(path)
+            if isinstance(record, Record) and record.items and _belongs(reader, path, record, folder.name):
+                items = path.with_name(record.items.file)
+                expected.add(items.name)
+                if items.is_file():
+                    reader.add(path, record)
+                else:
+                    reason = f"its items {items.name} are missing; `git checkout` restores committed ones"
+                    reader.leave_out(path, reason)
+            elif record is not None and (isinstance(record, Measurements) or not record.items):
+                reader.leave_out(path, _misplaced(record.kind))
+    for path in others:
+        if path.name not in expected:
+            what = "items without their record" if path.name.endswith(".items.jsonl") else "belongs to nobody"
+            reader.leave_out(path, f"{what}; restore what it belongs to, or delete it")
+    _read_measurements(reader, folder)
 
 
-def _written(found: Found) -> str:
-    return str(found.record["provenance"]["ended"])
+def _read_measurements(reader: _Reader, folder: Path) -> None:
+    path = folder / "measurements.json"
+    if not path.exists():
+        reader.leave_out(path, "missing; write one with the variant's hypothesis and baseline")
+        return
+    claims = reader.read(path)
+    if isinstance(claims, Measurements):
+        reader.measurements[folder.name] = claims
+    elif claims is not None:
+        reader.leave_out(path, f"holds a record of kind {claims.kind}, not what the variant claims")
+
+
+def _read_results(reader: _Reader, folder: Path, variants: set[str]) -> None:
+    stems = set()
+    others = []
+    for path in sorted(reader.files(folder)):
+        if _is_unfinished(path):
+            reader.leave_out(path, "left by a run that was cut off; delete it")
+        elif path == reader.root / withdrawals.LOCATION:
+            continue
+        elif path.suffix != ".json":
+            others.append(path)
+        else:
+            stems.add(path.with_suffix(""))
+            record = reader.read(path)
+            if record is not None:
+                _add_result(reader, folder, path, record, variants)
+    for path in others:
+        if path.with_suffix("") not in stems:
+            reader.leave_out(path, "belongs to nobody; restore its record, or delete it")
+
+
+def _add_result(
+    reader: _Reader, folder: Path, path: Path, record: Record | Measurements, variants: set[str]
+) -> None:
+    if isinstance(record, Measurements) or record.folder != "results":
+        reader.leave_out(path, f"a record of kind {record.kind}: it belongs to experiments/, not results/")
+    elif path != folder / f"{store.result_stem(record)}.json":
+        reader.leave_out(
+            path,
+            f"holds {record.kind} of {record.variant or 'no variant'}, which its name does not say; "
+            f"name it results/{store.result_stem(record)}.json",
+        )
+    elif record.variant and record.variant not in variants:
+        reader.leave_out(path, f"of variant {record.variant!r}, which experiments/ does not have")
+    else:
+        reader.add(path, record)
+
+
+def _belongs(reader: _Reader, path: Path, record: Record, variant: str) -> bool:
+    if not path.name.startswith(f"{record.kind}_"):
+        reader.leave_out(path, _misplaced(record.kind))
+        return False
+    if record.variant != variant:
+        owner = record.variant
+        reader.leave_out(path, f"is of {owner}, in the folder of {variant}; move it to experiments/{owner}/")
+        return False
+    return True
+
+
+def _misplaced(kind: str) -> str:
+    return f"holds a record of kind {kind}, which its name or its folder does not say"
+
+
+def _require_baselines(reader: _Reader, variants: set[str]) -> None:
+    """Leave out claims against a baseline that is not there."""
+    for name, claims in list(reader.measurements.items()):
+        baseline = claims.baseline
+        if baseline is not None and (baseline == name or baseline not in variants):
+            del reader.measurements[name]
+            fault = "is itself" if baseline == name else f"{baseline!r} is no variant of experiments/"
+            reader.leave_out(
+                reader.root / "experiments" / name / "measurements.json",
+                f"its baseline {fault}; name one that is there, or null",
+            )
+
+
+def _require_cited(reader: _Reader) -> None:
+    """Name the records that others rest on and that are not there."""
+    citations = {entry.location: entry.record.cited() for entry in reader.records}
+    for variant, claims in reader.measurements.items():
+        folder = f"experiments/{variant}"
+        citations[f"{folder}/measurements.json"] = [f"{folder}/{name}" for name in claims.records]
+    for location, names in citations.items():
+        for name in names:
+            path = reader.root / name
+            if not path.is_file():
+                reader.leave_out(path, f"missing, and {location} rests on it; restore it, or cite it no more")
+
+
+def _group(entry: StoredRecord[Record]) -> tuple[str, str]:
+    return entry.variant, entry.kind
 
 
 def _folders(parent: Path) -> list[Path]:
@@ -157,143 +326,6 @@ def _folders(parent: Path) -> list[Path]:
         return sorted(path for path in parent.iterdir() if path.is_dir())
     except OSError:
         return []
-
-
-def _files(found: _Gathering, folder: Path, *, deep: bool = True) -> Iterator[Path]:
-    """All files below a folder; folders that cannot be read are problems."""
-
-    def refused(error: OSError) -> None:
-        if not isinstance(error, FileNotFoundError):
-            found.leave_out(Path(error.filename), f"{error.strerror}; make it readable")
-
-    for place, folders, names in os.walk(folder, onerror=refused):
-        yield from (Path(place, name) for name in names)
-        if not deep:
-            folders.clear()
-
-
-def _read_variant(found: _Gathering, folder: Path, files: Iterable[Path]) -> None:
-    wanted = set()
-    others = []
-    measurements = folder / "measurements.json"
-    for path in files:
-        name = path.name
-        if path.parent != folder:
-            found.leave_out(path, "belongs to nobody: a variant's folder holds no folders")
-        elif name == measurements.name or name in VARIANT_FILES:
-            continue
-        elif _is_unfinished(path):
-            found.leave_out(path, "left by a run that was cut off; delete it")
-        elif path.suffix != ".json":
-            others.append(path)
-        else:
-            # Items and a plot beside a record that is left out are not dangling.
-            wanted |= {f"{path.stem}.items.jsonl", f"{path.stem}.svg"}
-            record = found.read(path)
-            if record is not None and _belongs(found, path, record, folder.name):
-                items = path.with_name(record["items"]["file"])
-                wanted.add(items.name)
-                _keep(found, path, record, folder.name, needs=[items])
-    for path in others:
-        if path.name not in wanted:
-            kind = "items without their record" if path.name.endswith(".items.jsonl") else "belongs to nobody"
-            found.leave_out(path, f"{kind}; restore what it belongs to, or delete it")
-    record = found.read(measurements) if measurements.exists() else None
-    if record is not None and _kind(record) != "measurements":
-        found.leave_out(measurements, f"holds a record of kind {_kind(record)}, not what the variant claims")
-    elif record is not None:
-        found.measurements[folder.name] = record
-    elif not measurements.exists():
-        found.leave_out(measurements, "missing; write one with the variant's hypothesis and baseline")
-
-
-def _read_results(found: _Gathering, folder: Path, variants: set[str]) -> None:
-    stems = set()
-    others = []
-    for path in sorted(_files(found, folder)):
-        if _is_unfinished(path):
-            found.leave_out(path, "left by a run that was cut off; delete it")
-            continue
-        if path == found.root / withdrawals.PLACE:
-            continue
-        if path.suffix != ".json":
-            others.append(path)
-            continue
-        stems.add(path.with_suffix(""))
-        record = found.read(path)
-        if record is None:
-            continue
-        variant = record.get("variant", _OF_NO_VARIANT)
-        kind = _kind(record)
-        if "provenance" not in record or "items" in record:
-            found.leave_out(path, f"a record of kind {kind}: its place is experiments/, not results/")
-        elif path != folder / f"{results.stem(record)}.json":
-            found.leave_out(
-                path,
-                f"holds {kind} of {variant or 'no variant'}, which its name does not say; "
-                f"name it results/{results.stem(record)}.json",
-            )
-        elif variant and variant not in variants:
-            found.leave_out(path, f"of variant {variant!r}, which experiments/ does not have")
-        else:
-            _keep(found, path, record, variant, needs=[])
-    for path in others:
-        if path.with_suffix("") not in stems:
-            found.leave_out(path, "belongs to nobody; restore the record that it is of, or delete it")
-
-
-def _belongs(found: _Gathering, path: Path, record: store.Record, variant: str) -> bool:
-    kind = _kind(record)
-    if not path.name.startswith(f"{kind}_") or "items" not in record:
-        found.leave_out(path, f"holds a record of kind {kind}, which its name or its folder does not say")
-    elif record["variant"] != variant:
-        found.leave_out(
-            path,
-            f"is of {record['variant']}, in the folder of {variant}; move it to experiments/{record['variant']}/",
-        )
-    else:
-        return True
-    return False
-
-
-def _keep(found: _Gathering, path: Path, record: store.Record, variant: str, needs: Iterable[Path]) -> None:
-    missing = [need.name for need in needs if not need.is_file()]
-    if missing:
-        found.leave_out(path, f"its items {missing[0]} are missing; `git checkout` restores committed ones")
-    else:
-        found.records.append(Found(path, found.place(path), _kind(record), variant, record))
-
-
-def _require_baselines(found: _Gathering, variants: set[str]) -> None:
-    """Leave out claims against a baseline that is not there."""
-    for name, record in list(found.measurements.items()):
-        baseline = record["baseline"]
-        if baseline is not None and (baseline == name or baseline not in variants):
-            del found.measurements[name]
-            wrong = "is itself" if baseline == name else f"{baseline!r} is no variant of experiments/"
-            found.leave_out(
-                found.root / "experiments" / name / "measurements.json",
-                f"its baseline {wrong}; name one that is there, or null",
-            )
-
-
-def _miss_cited(found: _Gathering) -> None:
-    """Name the records that others rest on and that are not there."""
-    citing = [
-        (name, f"experiments/{name}/measurements.json", found.measurements[name])
-        for name in found.measurements
-    ]
-    citing += [(one.variant, one.place, one.record) for one in found.records if one.kind == "gate"]
-    for variant, place, record in citing:
-        for needed in cited(record, variant):
-            if not (found.root / needed).is_file():
-                found.leave_out(
-                    found.root / needed, f"missing, and {place} rests on it; restore it, or cite it no more"
-                )
-
-
-def _kind(record: store.Record) -> str:
-    return str(record["schema"]).partition("/")[0]
 
 
 def _is_unfinished(path: Path) -> bool:

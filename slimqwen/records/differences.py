@@ -1,4 +1,4 @@
-"""What differs between the circumstances of two measurements, one line each."""
+"""The differences between the circumstances of two measurements, one line each."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -6,10 +6,11 @@ from enum import StrEnum
 from typing import Any
 
 from slimqwen.records import provenance
+from slimqwen.records.record import Provenance
 
 
-class Of(StrEnum):
-    """The kinds of circumstances, those that decide a figure most directly first."""
+class Circumstance(StrEnum):
+    """What can differ, first what decides a figure most directly."""
 
     CHECKPOINT = "checkpoint"
     DATA = "data"
@@ -21,9 +22,9 @@ class Of(StrEnum):
 
 @dataclass(frozen=True)
 class Difference:
-    """One circumstance that was not the same; `before` and `after` are words for people."""
+    """One circumstance that was not the same; `before` and `after` are text for people."""
 
-    of: Of
+    circumstance: Circumstance
     name: str
     before: str
     after: str
@@ -32,39 +33,47 @@ class Difference:
         return f"{self.name}: {self.before} -> {self.after}"
 
 
-def between(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Difference]:
-    """Compare two provenance blocks; addresses, and the places of caches, are no circumstances.
+def between(before: Provenance, after: Provenance) -> list[Difference]:
+    """Compare two provenance blocks; addresses and the folders of caches are left out.
 
     Args:
-        before: of the earlier measurement, in the present version of its schema.
+        before: of the earlier measurement.
         after: of the later one.
     """
     sides = before, after
+    digests = [{"": (side.checkpoint_digest or "none")[:12]} for side in sides]
+    hardware = [side.hardware.as_json() for side in sides]
     return [
-        *_each(Of.CHECKPOINT, "checkpoint", *({"": block["checkpoint"]["digest"][:12]} for block in sides)),
-        *_each(Of.DATA, "data file ", *(_cut(block["datasets"]) for block in sides)),
-        *_each(Of.FLAGS, "flag ", *(provenance.deciding(block["flags"]) for block in sides)),
-        *_each(Of.FLAGS, "variable ", *(_variables(block["environment"]) for block in sides)),
-        *_each(Of.HARDWARE, "engine threads", *({"": block["threads"]} for block in sides)),
-        *_each(Of.HARDWARE, "hardware ", before["hardware"], after["hardware"]),
-        *_each(Of.PACKAGES, "", before["packages"], after["packages"]),
-        *_each(Of.CODE, "commit", *({"": _commit(block["git"])} for block in sides)),
+        *_compare(Circumstance.CHECKPOINT, "checkpoint", *digests),
+        *_compare(Circumstance.DATA, "data file ", *(_shortened(side.datasets) for side in sides)),
+        *_compare(Circumstance.FLAGS, "flag ", *(provenance.deciding(side.flags) for side in sides)),
+        *_compare(Circumstance.FLAGS, "variable ", *(_variables(side.environment) for side in sides)),
+        *_compare(Circumstance.HARDWARE, "engine threads", *({"": side.threads} for side in sides)),
+        *_compare(Circumstance.HARDWARE, "hardware ", *hardware),
+        *_compare(Circumstance.PACKAGES, "", *(side.packages for side in sides)),
+        *_compare(
+            Circumstance.CODE,
+            "commit",
+            *({"": provenance.commit_name(side.git)} for side in sides),
+        ),
     ]
 
 
-def _each(of: Of, prefix: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Difference]:
+def _compare(
+    circumstance: Circumstance, prefix: str, before: Mapping[str, Any], after: Mapping[str, Any]
+) -> Iterator[Difference]:
     for name in dict.fromkeys([*before, *after]):
         old, new = before.get(name), after.get(name)
         if old != new:
-            yield Difference(of, f"{prefix}{name}", _said(old), _said(new))
+            yield Difference(circumstance, f"{prefix}{name}", _text(old), _text(new))
 
 
-def _cut(digests: Mapping[str, str]) -> dict[str, str]:
+def _shortened(digests: Mapping[str, str]) -> dict[str, str]:
     return {name: digest[:12] for name, digest in digests.items()}
 
 
 def _variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Without what has a line of its own, and without where caches lie."""
+    """Without the variables that have a line of their own, and without the folders of caches."""
     return {
         name: value
         for name, value in environment.items()
@@ -72,9 +81,5 @@ def _variables(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _said(value: Any) -> str:
+def _text(value: Any) -> str:
     return "not said" if value is None else str(value)
-
-
-def _commit(git: Mapping[str, Any]) -> str:
-    return f"{(git['commit'] or 'none')[:10]}{'+changes' if git['dirty'] else ''}"

@@ -82,6 +82,36 @@ def _provenance_1(block: Record) -> Record:
     return {"threads": None if threads is None else int(threads), **block}
 
 
+def _provenance_2(block: Record) -> Record:
+    """Records in results/ named a checkpoint by its digest alone; those in experiments/ had path and size too."""
+    digest = block.get("checkpoint")
+    return {**block, "checkpoint": {"digest": digest}} if isinstance(digest, str) else block
+
+
+def _first_request_1(record: Record) -> Record:
+    """Before the system prompt had its name, and before questions of a kind had different lengths."""
+    tokens = record["question_tokens"]
+    lengths_differ = not isinstance(tokens, int)
+    present = {name: value for name, value in record.items() if name != "rules"}
+    return {
+        **present,
+        "question_tokens": tokens if lengths_differ else {"chat": tokens, "completion": tokens},
+        "lengths_differ": lengths_differ,
+        "system_prompt": record["rules"],
+    }
+
+
+def _acceptance_1(record: Record) -> Record:
+    """Before depths were chosen by batch size."""
+    return {**record, "schedule": None}
+
+
 _STEPS: Mapping[tuple[str, int], Callable[[Record], Record]] = MappingProxyType(
-    {("quality", 1): _quality_1, ("provenance", 1): _provenance_1}
+    {
+        ("acceptance", 1): _acceptance_1,
+        ("first_request", 1): _first_request_1,
+        ("quality", 1): _quality_1,
+        ("provenance", 1): _provenance_1,
+        ("provenance", 2): _provenance_2,
+    }
 )

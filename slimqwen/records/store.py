@@ -1,32 +1,29 @@
-"""Records on disk: JSON files that are validated both ways, appear whole, and are never overwritten.
+"""Records on disk: JSON files that are checked when read and written, appear whole, and are never overwritten.
 
-`<kind>_<UTC time>.json` is the record, `<kind>_<UTC time>.items.jsonl` beside it the per-item results it is
-computed from. A variant's records lie in experiments/<variant>/.
+experiments/<variant>/<kind>_<UTC time>.json is a record of a variant, with the per-item results that it is computed
+from beside it in <kind>_<UTC time>.items.jsonl. results/<kind>_<variant>_<UTC time>.json is a record without items.
 """
 
 import contextlib
+import glob
 import hashlib
 import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
-from functools import cache
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar, overload
 
-from jsonschema_rs import Draft202012Validator, Registry
+from pydantic import ValidationError
 
 from slimqwen.errors import SlimqwenError
-from slimqwen.records import migrations
+from slimqwen.records import migrations, schemas
+from slimqwen.records.measurements import Measurements
+from slimqwen.records.record import Items, Record
 
-Record = dict[str, Any]
-"""A record as JSON gives it: the schemas are its type."""
-
-_SCHEMAS = Path(__file__).parent / "schemas"
-_MADE_BY = {"engine": "check-engine", "acceptance": "sweep-k", "gate": "gate"}
-"""The Make target of a kind of record, where it is not eval-<kind>."""
+AnyRecord = TypeVar("AnyRecord", bound=Record)
+_TIME_PATTERN = "????-??-??T??????Z"
 
 
 class RecordError(SlimqwenError):
@@ -37,85 +34,167 @@ class MissingRecordError(SlimqwenError):
     """No record of that kind; names the command that makes one."""
 
 
-def validate(record: Mapping[str, Any], place: str) -> Record:
-    """Bring a record to the present version of the schema it names in "schema", such as quality/1, and check it.
-
-    Returns:
-        The record in that version; the one given is left as it is.
-
-    Raises:
-        RecordError: names `place`, the offending field and why.
-    """
-    present = in_present_form(record, place)
-    kind, version = migrations.named(record["schema"])
-    known = present_versions()
-    if kind not in known:
-        raise RecordError(
-            f"{place}: schema {record['schema']!r} is unknown here, where {', '.join(known.values())} are known; "
-            "update this checkout, or move the file elsewhere"
-        )
-    if version > migrations.named(known[kind])[1]:
-        raise RecordError(
-            f"{place}: schema {record['schema']!r} is newer than {known[kind]}, known here; update this checkout"
-        )
-    try:
-        # Half of a surrogate pair: JSON can spell it, no file or page can hold it.
-        json.dumps(present, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise RecordError(f"{place}: holds what is no text ({error}); measure again") from None
-    errors = ((list(map(str, e.instance_path)), e.message) for e in _validator(kind).iter_errors(present))
-    first = min(errors, default=None)
-    if first is not None:
-        raise RecordError(f"{place}: {'/'.join(first[0]) or 'the record'}: {first[1]}")
-    return present
-
-
-def in_present_form(record: Mapping[str, Any], place: str) -> Record:
-    """The record brought to the present version of its schema, but not held against it.
-
-    Raises:
-        RecordError: names `place`; the schema has no version, or the record is not of that version's form.
-    """
-    try:
-        return migrations.to_present(record)
-    except migrations.MigrationError as error:
-        raise RecordError(f"{place}: {error}") from error
-
-
-@cache
-def present_versions() -> Mapping[str, str]:
-    """Kind -> its present schema, such as quality/2; what to write, and what `read` returns."""
-    return MappingProxyType(
-        {
-            kind: schema["properties"]["schema"]["const"]
-            for kind, schema in sorted(_schemas().items())
-            if "properties" in schema
-        }
-    )
-
-
-def write(folder: Path, body: Mapping[str, Any], items: Iterable[Mapping[str, Any]]) -> Path:
-    """Add a record and its items to a folder; the record's appearance is the last thing that happens.
+@overload
+def read(path: Path) -> Record: ...
+@overload
+def read(path: Path, kind: type[AnyRecord]) -> AnyRecord: ...
+def read(path: Path, kind: type[Record] = Record) -> Record:
+    """Read and check one record, in the present version of its schema.
 
     Args:
-        folder: made if missing.
-        body: the record without "items", which is filled in here.
-        items: its per-item results.
-
-    Returns:
-        The record's path.
+        path: file of the record.
+        kind: model that it must have; by default any.
 
     Raises:
-        RecordError: it breaks its schema, or a record of this kind and second exists; nothing is written.
+        RecordError: names the file and the fault.
     """
-    kind = str(body.get("schema", "")).partition("/")[0]
-    stem = f"{kind}_{_stamp()}"
+    record = validate(parse(path), short_path(path))
+    if not isinstance(record, kind):
+        expected = "measurements of a variant" if kind is Record else f"a record of kind {kind.kind}"
+        raise RecordError(f"{short_path(path)}: {record.schema_} is not {expected}")
+    return record
+
+
+def read_measurements(folder: Path) -> Measurements:
+    """Read and check a variant's measurements.json.
+
+    Args:
+        folder: experiments/<variant>.
+
+    Raises:
+        RecordError: names the file and the fault.
+    """
+    path = folder / "measurements.json"
+    claims = validate(parse(path), short_path(path))
+    if not isinstance(claims, Measurements):
+        raise RecordError(f"{short_path(path)}: a record of kind {claims.kind}, not measurements")
+    return claims
+
+
+def read_items(path: Path) -> list[dict[str, Any]]:
+    """The per-item results of a record, checked against the digest in the record.
+
+    Args:
+        path: file of the record.
+
+    Raises:
+        RecordError: the record or its items are damaged or missing.
+    """
+    items = read(path).items
+    if items is None:
+        raise RecordError(f"{short_path(path)}: a record without items")
+    items_path = path.with_name(items.file)
+    try:
+        content = items_path.read_bytes()
+    except OSError as error:
+        raise RecordError(f"{short_path(items_path)}: {error.strerror}; {path.name} needs it") from error
+    if hashlib.sha256(content).hexdigest() != items.sha256:
+        raise RecordError(f"{short_path(items_path)}: not the items that {path.name} was computed from")
+    try:
+        return [json.loads(line) for line in content.splitlines()]
+    except ValueError as error:
+        raise RecordError(f"{short_path(items_path)}: a line is not a JSON object ({error})") from error
+
+
+def parse(path: Path) -> dict[str, Any]:
+    """The JSON object in a file, unchecked.
+
+    Raises:
+        RecordError: names the file and the fault.
+    """
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+    except FileNotFoundError:
+        raise RecordError(f"{short_path(path)}: no such record") from None
+    except OSError as error:
+        raise RecordError(f"{short_path(path)}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise RecordError(
+            f"{short_path(path)}: not JSON ({error}); `git checkout` restores a committed one"
+        ) from error
+    if not isinstance(fields, dict):
+        raise RecordError(f"{short_path(path)}: not a JSON object")
+    return fields
+
+
+def validate(fields: Mapping[str, Any], location: str) -> Record | Measurements:
+    """Bring the fields of a record to the present version of the schema that they name, and check them.
+
+    Args:
+        fields: as JSON.
+        location: name of the record in messages.
+
+    Raises:
+        RecordError: names the location, the field and the fault.
+    """
+    present = in_present_form(fields, location)
+    kind, version = migrations.named(fields["schema"])
+    models = schemas.models()
+    if kind not in models:
+        raise RecordError(
+            f"{location}: schema {fields['schema']!r} is unknown here, where {', '.join(models)} are known; "
+            "update this checkout, or move the file elsewhere"
+        )
+    known = models[kind].present_schema()
+    if version > migrations.named(known)[1]:
+        raise RecordError(
+            f"{location}: schema {fields['schema']!r} is newer than {known}, known here; update this checkout"
+        )
+    try:
+        # JSON can spell half of a surrogate pair, which no file or page can hold.
+        text = json.dumps(present, ensure_ascii=False)
+        record = models[kind].model_validate_json(text.encode(), strict=True)
+    except UnicodeEncodeError as error:
+        raise RecordError(f"{location}: a text that is not Unicode ({error}); measure again") from None
+    except ValidationError as error:
+        first = min(error.errors(), key=lambda fault: tuple(map(str, fault["loc"])))
+        field = "/".join(map(str, first["loc"])) or "the record"
+        raise RecordError(f"{location}: {field}: {first['msg']}") from None
+    if isinstance(record, Record) and record.folder == "experiments" and record.items is None:
+        raise RecordError(f"{location}: items: missing")
+    return record
+
+
+def in_present_form(fields: Mapping[str, Any], location: str) -> dict[str, Any]:
+    """The fields of a record in the present version of its schema, unchecked.
+
+    Raises:
+        RecordError: names the location; the schema has no version, or the fields do not fit that version.
+    """
+    try:
+        return migrations.to_present(fields)
+    except migrations.MigrationError as error:
+        raise RecordError(f"{location}: {error}") from error
+
+
+def write(folder: Path, record: Record, items: Iterable[Mapping[str, Any]] | None = None) -> Path:
+    """Add a record to a folder; the record's file appears last.
+
+    Args:
+        folder: experiments/<variant> or results, as the kind says; made if missing.
+        record: the record, without its block `items`.
+        items: per-item results; None for a kind of results/.
+
+    Returns:
+        File of the record.
+
+    Raises:
+        RecordError: a figure is not a number, or a record of this kind and second exists; nothing is written.
+    """
+    if items is None:
+        path = folder / f"{result_stem(record)}.json"
+        text = serialise(record, short_path(path))
+        folder.mkdir(parents=True, exist_ok=True)
+        publish(path, text.encode())
+        return path
+    stem = f"{record.kind}_{_stamp()}"
     lines = [json.dumps(item, ensure_ascii=False, allow_nan=False, sort_keys=True) for item in items]
     content = "".join(f"{line}\n" for line in lines).encode()
-    items_path = folder / f"{stem}.items.jsonl"
-    described = {"file": items_path.name, "sha256": hashlib.sha256(content).hexdigest(), "count": len(lines)}
-    path = folder / f"{stem}.json"
-    text = serialise({**body, "items": described}, path.name)
+    path, items_path = folder / f"{stem}.json", folder / f"{stem}.items.jsonl"
+    if not lines:
+        raise RecordError(f"{path.name}: no items; measure again")
+    described = Items(file=items_path.name, sha256=hashlib.sha256(content).hexdigest(), count=len(lines))
+    text = serialise(record.model_copy(update={"items": described}), path.name)
     folder.mkdir(parents=True, exist_ok=True)
     publish(items_path, content)
     try:
@@ -126,137 +205,95 @@ def write(folder: Path, body: Mapping[str, Any], items: Iterable[Mapping[str, An
     return path
 
 
-def serialise(record: Mapping[str, Any], place: str) -> str:
-    """The text of a record's file.
+def serialise(record: Record, location: str) -> str:
+    """The text of a record's file, checked as when it is read.
 
     Raises:
-        RecordError: it breaks its schema, or is written in the form of an older one.
+        RecordError: names the location and the fault.
     """
-    try:
-        text = json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-    except ValueError as error:
-        raise RecordError(f"{place}: a figure of it is no number ({error}); measure again") from error
-    written = json.loads(text)
-    if validate(written, place) != written:
-        raise RecordError(f"{place}: written in the form of an older schema, which is only read")
-    return text
+    fields = record.as_json()
+    validate(fields, location)
+    return json.dumps(fields, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def read(path: Path) -> Record:
-    """Read and validate one record, in the present version of its schema.
-
-    Raises:
-        RecordError: names the file and what is wrong with it.
-    """
-    return validate(parse(path), place(path))
+def result_stem(record: Record) -> str:
+    """The file name of a record in results/, without suffix: <kind>_<variant>_<UTC time of its end>."""
+    ended = record.provenance.ended.replace(":", "")
+    return "_".join(filter(None, (record.kind, record.variant, ended)))
 
 
-def parse(path: Path) -> Record:
-    """The JSON object in a file, whatever it is of.
-
-    Raises:
-        RecordError: names the file and what is wrong with it.
-    """
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
-    except FileNotFoundError:
-        raise RecordError(f"{place(path)}: no such record") from None
-    except OSError as error:
-        raise RecordError(f"{place(path)}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise RecordError(
-            f"{place(path)}: not JSON ({error}); `git checkout` restores a committed one"
-        ) from error
-    if not isinstance(record, dict):
-        raise RecordError(f"{place(path)}: not a JSON object")
-    return record
+def records(folder: Path, kind: type[Record]) -> Iterator[Path]:
+    """Files of the records of a kind in experiments/<variant>, newest first."""
+    yield from sorted(folder.glob(f"{kind.kind}_*.json"), reverse=True)
 
 
-def read_items(path: Path) -> list[dict[str, Any]]:
-    """The per-item results of the record at `path`, checked against the digest that it holds.
-
-    Raises:
-        RecordError: the record or its items are damaged or missing.
-    """
-    described = read(path)["items"]
-    items_path = path.with_name(described["file"])
-    try:
-        content = items_path.read_bytes()
-    except OSError as error:
-        raise RecordError(f"{place(items_path)}: {error.strerror}; {path.name} needs it") from error
-    if hashlib.sha256(content).hexdigest() != described["sha256"]:
-        raise RecordError(f"{place(items_path)}: not the items that {path.name} was computed from")
-    try:
-        return [json.loads(line) for line in content.splitlines()]
-    except ValueError as error:
-        raise RecordError(f"{place(items_path)}: not a JSON object a line ({error})") from error
-
-
-def records(folder: Path, kind: str) -> Iterator[Path]:
-    """Paths of the records of a kind in a folder, newest first."""
-    yield from sorted(folder.glob(f"{kind}_*.json"), reverse=True)
-
-
-def latest(folder: Path, kind: str, where: Callable[[Record], bool] = lambda record: True) -> Path:
-    """The newest record of a kind in a folder that `where` accepts.
+def latest(
+    folder: Path, kind: type[AnyRecord], where: Callable[[AnyRecord], bool] = lambda record: True
+) -> Path:
+    """The newest record of a kind in experiments/<variant> that meets a condition; none of a busy host.
 
     Args:
-        folder: experiments/<variant>, named after its variant.
-        kind: quality or latency.
-        where: a condition on the record.
+        folder: experiments/<variant>.
+        kind: model of the record.
+        where: condition on the record.
 
     Raises:
         MissingRecordError: there is none; names the command that makes one.
         RecordError: a damaged record is in the way.
     """
     for path in records(folder, kind):
-        if where(read(path)):
+        record = read(path, kind)
+        if not record.provenance.host_was_busy and where(record):
             return path
     raise MissingRecordError(
-        f"no {kind} record that fits in {folder.parent.name}/{folder.name}; "
-        f"`make {_MADE_BY.get(kind, f'eval-{kind}')} VARIANT={folder.name}` makes one"
+        f"no {kind.kind} record that fits in {folder.parent.name}/{folder.name}; "
+        f"`slimqwen {kind.verb} --variant {folder.name}` makes one"
     )
 
 
-def read_measurements(folder: Path) -> Record:
-    """A variant's measurements.json, validated.
+def results(root: Path, kind: type[Record], variant: str) -> list[Path]:
+    """Files of the records of a kind and variant in results/ of a repository, newest first."""
+    pattern = f"{glob.escape(f'{kind.kind}_{variant}')}_{_TIME_PATTERN}.json"
+    return sorted((root / "results").glob(pattern), reverse=True)
+
+
+def latest_result(
+    root: Path,
+    kind: type[AnyRecord],
+    variant: str,
+    where: Callable[[AnyRecord], bool] = lambda record: True,
+) -> Path:
+    """The newest record of a kind and variant in results/ that meets a condition; none of a busy host.
+
+    Args:
+        root: the repository.
+        kind: model of the record.
+        variant: its name.
+        where: condition on the record.
 
     Raises:
-        RecordError: names the file and what is wrong with it.
+        MissingRecordError: there is none; names the command that makes one.
+        RecordError: a damaged record is in the way.
     """
-    return read(folder / "measurements.json")
-
-
-@cache
-def _schemas() -> dict[str, Record]:
-    return {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in _SCHEMAS.glob("*.json")}
-
-
-@cache
-def _validator(kind: str) -> Draft202012Validator:
-    # A validator is dear to build and cheap to ask.
-    resources = [(f"json-schema:///{name}.json", schema) for name, schema in _schemas().items()]
-    return Draft202012Validator(_schemas()[kind], registry=Registry(resources))
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no number")
-
-
-def _stamp() -> str:
-    return f"{datetime.now(UTC):%Y-%m-%dT%H%M%SZ}"
+    for path in results(root, kind, variant):
+        record = read(path, kind)
+        if not record.provenance.host_was_busy and where(record):
+            return path
+    raise MissingRecordError(
+        f"no {kind.kind} record of {variant} in results; `slimqwen {kind.verb} --variant {variant}` makes one"
+    )
 
 
 def publish(path: Path, content: bytes, *, replace: bool = False) -> None:
-    """Make a file appear whole and last, in a folder that is there.
+    """Write a file that appears whole, in a folder that exists.
 
     Args:
-        path: of the file.
-        content: of the file.
-        replace: put it in the place of another, in one step.
+        path: the file.
+        content: its content.
+        replace: whether it takes the place of another file of that name.
 
     Raises:
-        RecordError: without `replace`, one of that name is there; it stays as it is.
+        RecordError: without `replace`, a file of that name exists; it stays as it is.
     """
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -264,18 +301,26 @@ def publish(path: Path, content: bytes, *, replace: bool = False) -> None:
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
-        Path(temporary).chmod(0o644)  # mkstemp gives 0600, which another user's `make report` cannot read
+        Path(temporary).chmod(0o644)  # mkstemp gives 0600, which another user's report cannot read
         if replace:
             Path(temporary).replace(path)
         else:
             os.link(temporary, path)  # a rename would replace an existing file, a link refuses
     except FileExistsError:
-        raise RecordError(f"{place(path)} exists and records are never overwritten; run again") from None
+        raise RecordError(f"{short_path(path)} exists and records are never overwritten; run again") from None
     finally:
         with contextlib.suppress(FileNotFoundError):
             Path(temporary).unlink()
 
 
-def place(path: Path) -> str:
-    """The last folders of a path: enough to find it, the same on every machine."""
+def short_path(path: Path) -> str:
+    """The last parts of a path: enough to find the file, and the same on every machine."""
     return "/".join(path.parts[-3:])
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number")
+
+
+def _stamp() -> str:
+    return f"{datetime.now(UTC):%Y-%m-%dT%H%M%SZ}"

@@ -1,1 +1,1 @@
-"""config.env to a running vLLM: flags, platform, launch, and what runs inside the process of vLLM."""
+"""From a config.env to a running vLLM server: flags, platform, command, checks, process."""

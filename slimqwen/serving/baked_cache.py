@@ -1,8 +1,11 @@
-"""A compile cache as an artifact: what one start of vLLM compiled, packed beside the checkpoint with a manifest.
+"""Baked compile cache: what starts of vLLM would compile, packed beside the checkpoint with a manifest.
+
+It holds the graphs that one start compiled, and the libraries of FlashInfer that were compiled ahead of it
+(`slimqwen.plan.jit_modules`), which takes no GPU: an archive may hold either alone.
 
 The manifest says on what machine and with which flags the archive was made. It is used only where all of that is
 the same, because vLLM's own keys leave things out (the draft depth, the thread count), and a hit is never assumed:
-`slimqwen.serving.compile_watch` says in vLLM's log, graph by graph, what was loaded and what was compiled.
+`slimqwen.vllm_plugin.compile_watch` says in vLLM's log, graph by graph, what was loaded and what was compiled.
 """
 
 import fcntl
@@ -22,13 +25,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
-from slimqwen import checkpoint
-from slimqwen.errors import SlimqwenError
+from slimqwen.checkpoint.files import COMPILE_CACHE, sha256
+from slimqwen.serving import gpu
 from slimqwen.serving import platform as machine
+from slimqwen.serving.errors import ServingError
+from slimqwen.serving.gpu import NOTHING
 
-ARCHIVE, MANIFEST = checkpoint.COMPILE_CACHE
+ARCHIVE, MANIFEST = COMPILE_CACHE
 
-_PACKED = ("vllm/torch_compile_cache", "vllm/modelinfos")
+LIBRARIES = "flashinfer"
+"""Folder of a cache root with FlashInfer's libraries, <name>/<name>.so each: as FlashInfer keeps prebuilt ones."""
+
+_PACKED = ("vllm/torch_compile_cache", "vllm/modelinfos", LIBRARIES)
 """The parts of a cache root that hold compiled graphs, their kernels and what the autotuner found, and what vLLM knows
 of the model's class: without it a start asks a process of its own for it, which imports vLLM (`_ModelInfo` in
 vllm/model_executor/models/registry.py)."""
@@ -51,10 +59,6 @@ _DECIDE_NOTHING = frozenset(
 """Flags that no graph depends on; every other one has to be the same, whether vLLM's own key knows it or not."""
 
 
-class BakedCacheError(SlimqwenError):
-    """There is no usable compile cache where one is required, or it cannot be read, made or restored."""
-
-
 def _below_root(name: str) -> str:
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts:
@@ -71,6 +75,7 @@ class BakedCache(BaseModel):
         flags: vLLM's flags by name, each value as JSON.
         environment: the variables a config.env gave.
         graphs: compiled graph -> seconds that its compilation took.
+        libraries: library of FlashInfer -> seconds that its compilation took.
         files: path in the cache root -> SHA-256.
         archive_sha256: of the archive beside this file.
     """
@@ -83,6 +88,7 @@ class BakedCache(BaseModel):
     flags: dict[str, str]
     environment: dict[str, str]
     graphs: dict[str, float]
+    libraries: dict[str, float] = {}
     files: dict[Annotated[str, AfterValidator(_below_root)], str]
     archive_sha256: str
 
@@ -104,8 +110,13 @@ class Graph:
     why_compiled: str
 
 
-def this_machine(platform: machine.Platform) -> dict[str, str]:
-    """What decides whether compiled code runs here and is what vLLM would compile here, by name."""
+def this_machine(platform: machine.Platform, environment: Mapping[str, str] = NOTHING) -> dict[str, str]:
+    """What decides whether compiled code runs here and is what vLLM would compile here, by name.
+
+    Args:
+        platform: cpu or cuda.
+        environment: variables of the config.env, which may choose the GPU.
+    """
     facts = {
         "platform": platform,
         "vllm": _version("vllm"),
@@ -121,21 +132,19 @@ def this_machine(platform: machine.Platform) -> dict[str, str]:
     # Heavy, and not needed on a CPU.
     import torch
 
-    capability = "none"
-    if torch.cuda.is_available():
-        capability = ".".join(map(str, torch.cuda.get_device_capability()))
+    device = gpu.first_visible(environment)
     return facts | {
         "CUDA": str(torch.version.cuda),
         "triton": _version("triton"),
-        "compute capability": capability,
+        "flashinfer": _version("flashinfer-python"),
+        "compute capability": device.capability if device else "none",
     }
 
 
-def this_device(platform: machine.Platform) -> str:
-    """The GPU's name, empty on a CPU."""
-    import torch
-
-    return torch.cuda.get_device_name() if platform == "cuda" and torch.cuda.is_available() else ""
+def this_device(platform: machine.Platform, environment: Mapping[str, str] = NOTHING) -> str:
+    """Name of the server's first GPU, empty on a CPU."""
+    device = gpu.first_visible(environment) if platform == "cuda" else None
+    return device.name if device else ""
 
 
 def decisive(flags: Mapping[str, Any]) -> dict[str, str]:
@@ -151,14 +160,14 @@ def read(folder: Path) -> BakedCache | None:
     """The manifest beside a checkpoint, None where no cache was baked.
 
     Raises:
-        BakedCacheError: it does not follow the schema.
+        ServingError: it does not follow the schema.
     """
     try:
         return BakedCache.model_validate_json((folder / MANIFEST).read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return None
     except ValidationError as error:
-        raise BakedCacheError(
+        raise ServingError(
             f"{folder / MANIFEST} is no manifest of a compile cache ({error.errors()[0]['msg']}); bake it anew"
         ) from None
 
@@ -184,28 +193,29 @@ def differences(
 
 
 def pack(root: Path, destination: Path, **made_by: Any) -> BakedCache:
-    """Pack what a start left under a cache root into an archive and its manifest.
+    """Pack what lies under a cache root into an archive and its manifest.
 
     Args:
         root: the cache root, nobody writing to it any more.
         destination: the folder for both.
-        made_by: the manifest's machine, device, flags, environment and graphs.
+        made_by: the manifest's machine, device, flags, environment, graphs and libraries.
 
     Raises:
-        BakedCacheError: the start left no compiled graph.
+        ServingError: no compiled graph is there, and the manifest names no library alone.
     """
     found = (path for part in _PACKED for path in sorted((root / part).rglob("*")))
     files = {path.relative_to(root).as_posix(): path for path in found}
     files = {name: path for name, path in files.items() if path.is_file() and not path.is_symlink()}
-    if not any(name.endswith("/model") for name in files):
-        raise BakedCacheError(f"vLLM saved no compiled graph under {root}; its log says why")
+    only_libraries = made_by.get("libraries") and not made_by.get("graphs")
+    if not only_libraries and not any(name.endswith("/model") for name in files):
+        raise ServingError(f"vLLM saved no compiled graph under {root}; its log says why")
     archive = destination / ARCHIVE
     with tarfile.open(archive, "w:gz") as packed:
         for name, path in files.items():
             packed.add(path, name)
     baked = BakedCache(
-        files={name: checkpoint.sha256(path) for name, path in files.items()},
-        archive_sha256=checkpoint.sha256(archive),
+        files={name: sha256(path) for name, path in files.items()},
+        archive_sha256=sha256(archive),
         **made_by,
     )
     text = json.dumps(baked.model_dump(mode="json"), indent=1, sort_keys=True)
@@ -219,13 +229,13 @@ def restore(folder: Path, baked: BakedCache, root: Path) -> None:
     Of two starts at once one restores and the other waits for it.
 
     Raises:
-        BakedCacheError: the archive is missing, damaged, or not the manifest's.
+        ServingError: the archive is missing, damaged, or not the manifest's.
     """
     if _is_whole(root, baked):
         return
     archive = folder / ARCHIVE
     if not _is(archive, baked.archive_sha256):
-        raise BakedCacheError(f"{archive} is missing or not what {MANIFEST} says; make that checkpoint anew")
+        raise ServingError(f"{archive} is missing or not what {MANIFEST} says; make that checkpoint anew")
     root.parent.mkdir(parents=True, exist_ok=True)
     with (root.parent / f".{root.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -241,11 +251,11 @@ def _unpack(archive: Path, baked: BakedCache, root: Path) -> None:
                 _copy_out(packed, name, Path(place) / name)
         for name, digest in baked.files.items():
             if not _is(Path(place) / name, digest):
-                raise BakedCacheError(f"{archive} holds another {name} than {MANIFEST} says; bake it anew")
-        (Path(place) / "vllm").rename(Path(place) / "whole")
-        shutil.rmtree(root / "vllm", ignore_errors=True)
+                raise ServingError(f"{archive} holds another {name} than {MANIFEST} says; bake it anew")
         root.mkdir(exist_ok=True)
-        (Path(place) / "whole").rename(root / "vllm")
+        for part in sorted(Path(place).iterdir()):
+            shutil.rmtree(root / part.name, ignore_errors=True)
+            part.rename(root / part.name)
 
 
 def _copy_out(packed: tarfile.TarFile, name: str, destination: Path) -> None:
@@ -280,12 +290,12 @@ def _is_whole(root: Path, baked: BakedCache) -> bool:
 
 
 def _is(file: Path, digest: str) -> bool:
-    return file.is_file() and checkpoint.sha256(file) == digest
+    return file.is_file() and sha256(file) == digest
 
 
 def _engine_fixes() -> str:
     digest = hashlib.sha256()
-    for file in sorted((Path(__file__).parent / "engine_fixes").glob("*.py")):
+    for file in sorted((Path(__file__).parents[1] / "vllm_plugin" / "engine_fixes").glob("*.py")):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:12]
 

@@ -1,17 +1,13 @@
-"""A chat template tried out before vLLM starts, which would find its faults one request at a time."""
+"""Check of a chat template before the start: vLLM would only find its faults with the first request."""
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slimqwen.errors import SlimqwenError
+from slimqwen.serving.errors import ServingError
 
 _CHAT = ("What is the first?", "It is this.", "And the second?")
-
-
-class ChatTemplateError(SlimqwenError):
-    """A chat template that is missing, does not render, or leaves out what was said."""
 
 
 def check(file: Path, weights: Path, arguments: Mapping[str, Any]) -> None:
@@ -23,7 +19,7 @@ def check(file: Path, weights: Path, arguments: Mapping[str, Any]) -> None:
         arguments: that the server gives to the template where a request does not.
 
     Raises:
-        ChatTemplateError: it is no template for chats.
+        ServingError: it is no template for chats.
     """
     # Heavy, and only needed here.
     from jinja2 import TemplateError
@@ -32,12 +28,12 @@ def check(file: Path, weights: Path, arguments: Mapping[str, Any]) -> None:
     try:
         template = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ChatTemplateError(f"chat template {file} cannot be read ({error}); correct its path") from None
+        raise ServingError(f"chat template {file} cannot be read ({error}); correct its path") from None
     try:
         settings = json.loads((weights / "tokenizer_config.json").read_text(encoding="utf-8"))
         tokens = {name: value for name, value in settings.items() if name.endswith("_token")}
     except (OSError, ValueError, AttributeError) as error:
-        raise ChatTemplateError(
+        raise ServingError(
             f"{weights / 'tokenizer_config.json'} cannot be read ({error}); make or download the checkpoint anew"
         ) from None
     roles = ("user", "assistant", "user")
@@ -51,9 +47,7 @@ def check(file: Path, weights: Path, arguments: Mapping[str, Any]) -> None:
         except (TemplateError, TypeError, ValueError) as error:
             line = getattr(error, "lineno", None)
             where = f"{file}, line {line}" if line else str(file)
-            raise ChatTemplateError(f"chat template {where} does not render: {error}; mend it") from None
+            raise ServingError(f"chat template {where} does not render: {error}; mend it") from None
         missing = [said for said in _CHAT if said not in text]
         if missing:
-            raise ChatTemplateError(
-                f"chat template {file} leaves out what was said ({missing[0]!r}); mend it"
-            )
+            raise ServingError(f"chat template {file} leaves out what was said ({missing[0]!r}); mend it")

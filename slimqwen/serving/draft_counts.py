@@ -1,4 +1,4 @@
-"""Drafted tokens and accepted ones as vLLM counts them, per position, for groups of prompts."""
+"""Counts of drafted and accepted tokens, per position, from vLLM's own counters."""
 
 import math
 import time
@@ -7,25 +7,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slimqwen.errors import SlimqwenError
 from slimqwen.serving import in_process
+from slimqwen.serving.errors import ServingError
 
 _METRICS = "vllm:spec_decode_num_"
 
 
-class NoDraftsError(SlimqwenError):
-    """The engine drafted nothing."""
-
-
 @dataclass(frozen=True)
 class DraftCounts:
-    """What the engine's counters say of some requests.
+    """The engine's counters for some requests.
 
     Attributes:
-        drafts: how often it drafted.
-        accepted_per_position: accepted drafts at positions 1..K.
-        output_tokens: tokens of the continuations.
-        seconds: of wall time that they took.
+        drafts: number of drafts.
+        accepted_per_position: accepted tokens at positions 1..K.
+        output_tokens: tokens of all continuations.
+        seconds: wall time of all continuations.
     """
 
     drafts: int
@@ -35,70 +31,74 @@ class DraftCounts:
 
     @property
     def mean_length(self) -> float:
-        """Tokens gained by a draft: 1 + accepted / drafts."""
+        """Acceptance length, tokens: 1 + accepted / drafts."""
         return 1 + sum(self.accepted_per_position) / self.drafts
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """Share of the drafts that were accepted up to and including positions 1..K."""
+        """Share of the drafts accepted up to and including positions 1..K."""
         return tuple(accepted / self.drafts for accepted in self.accepted_per_position)
 
 
-def in_vllm(folder: Path, prompts: Sequence[Sequence[int]], tokens: int, depth: int) -> DraftCounts:
-    """Let vLLM go on with prompts greedily, drafting by the checkpoint's MTP head.
+def in_vllm(weights: Path, prompts: Sequence[Sequence[int]], tokens: int, depth: int) -> DraftCounts:
+    """Have vLLM continue prompts greedily, drafting with the checkpoint's MTP head.
 
     Args:
-        folder: the checkpoint.
+        weights: checkpoint.
         prompts: token ids.
-        tokens: of a continuation at most.
+        tokens: longest continuation, tokens.
         depth: tokens drafted at a time (K).
 
     Raises:
-        NoDraftsError: every continuation ended at once.
+        ServingError: every continuation ended at once.
     """
     longest = max(map(len, prompts)) + tokens
-    with in_process.engine(folder, num_speculative_tokens=depth, max_model_len=room(longest, depth)) as llm:
-        counted = count(llm, prompts, tokens=tokens)
-    if not counted.drafts:
-        raise NoDraftsError(f"vLLM drafted nothing with {folder}; give longer prompts or more tokens")
-    return counted
+    with in_process.engine(
+        weights, num_speculative_tokens=depth, max_model_len=context_len(longest, depth)
+    ) as llm:
+        counts = count(llm, prompts, tokens=tokens)
+    if not counts.drafts:
+        raise ServingError(f"vLLM drafted nothing with {weights}; give longer prompts or more tokens")
+    return counts
 
 
-def room(tokens: int, depth: int) -> int:
-    """The context, in tokens, in which so many leave room for a whole draft; a multiple of 16 keeps blocks whole."""
+def context_len(tokens: int, depth: int) -> int:
+    """The context length, tokens, that holds so many and one more draft; a multiple of 16 keeps cache blocks whole."""
     return 16 * math.ceil((tokens + depth + 1) / 16)
 
 
 def count(
     llm: Any, prompts: Sequence[Sequence[int]], *, tokens: int, temperature: float = 0.0, seed: int = 0
 ) -> DraftCounts:
-    """Let an engine go on with prompts, all at once as far as it takes them, and count what came of its drafts.
+    """Have an engine continue prompts, as many at a time as it takes, and count its drafts.
 
     Args:
-        llm: of `in_process.engine`; at depth 0 it drafts nothing.
+        llm: engine of `in_process.engine`; at depth 0 it drafts nothing.
         prompts: token ids.
-        tokens: of a continuation at most.
-        temperature: 0 for greedy tokens.
-        seed: of sampling; each prompt has its own, derived from it.
+        tokens: longest continuation, tokens.
+        temperature: sampling temperature; 0 is greedy.
+        seed: seed of sampling; each prompt has its own, derived from it.
     """
     from vllm import SamplingParams
 
-    settings = [
-        SamplingParams(temperature=temperature, max_tokens=tokens, seed=seed + place if temperature else None)
-        for place in range(len(prompts))
+    sampling = [
+        SamplingParams(
+            temperature=temperature, max_tokens=tokens, seed=seed + number if temperature else None
+        )
+        for number in range(len(prompts))
     ]
-    before, started = _counters(llm), time.monotonic()
-    outputs = llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], settings, use_tqdm=False)
-    seconds, after = time.monotonic() - started, _counters(llm)
+    (drafts, accepted), started = _counters(llm), time.monotonic()
+    outputs = llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], sampling, use_tqdm=False)
+    seconds, (drafts_after, accepted_after) = time.monotonic() - started, _counters(llm)
+    earlier = accepted or (0,) * len(accepted_after)
     return DraftCounts(
-        after[0] - before[0],
-        tuple(now - then for now, then in zip(after[1], before[1] or (0,) * len(after[1]), strict=True)),
+        drafts_after - drafts,
+        tuple(after - before for after, before in zip(accepted_after, earlier, strict=True)),
         sum(len(output.outputs[0].token_ids) for output in outputs),
         seconds,
     )
 
 
 def _counters(llm: Any) -> tuple[int, tuple[int, ...]]:
-    return in_process.counter(llm, f"{_METRICS}drafts"), in_process.vector(
-        llm, f"{_METRICS}accepted_tokens_per_pos"
-    )
+    accepted = in_process.vector(llm, f"{_METRICS}accepted_tokens_per_pos")
+    return in_process.counter(llm, f"{_METRICS}drafts"), accepted

@@ -1,8 +1,8 @@
-"""config.env -> the flags of the installed vLLM, checked by vLLM itself before anything starts.
+"""Flags of a config.env, checked by the installed vLLM itself before anything starts.
 
-`VLLM_<FLAG>=value` is `--<flag> value` for every option that vLLM's own parser has. A key is known only if it
-equals an option string exactly: argparse accepts prefixes, so it is never asked by parsing. Types and choices
-are checked by the parser's own actions, ranges by vLLM's config classes (vllm/config/*.py).
+`VLLM_<FLAG>=value` is `--<flag> value` for every option of vLLM's own parser. A key is known only if it equals an
+option string exactly: argparse accepts prefixes, so it is never asked by parsing. Types and choices are checked by the
+parser's own actions, ranges by vLLM's config classes (vllm/config/*.py).
 """
 
 import argparse
@@ -18,16 +18,26 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from pydantic import ConfigDict, ValidationError, create_model
-from pydantic.fields import FieldInfo
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
-from slimqwen.errors import SlimqwenError
+from slimqwen.serving.errors import ServingError
 from slimqwen.variant import OWN_KEYS, ConfigError, Setting, Variant
 
 _SECRET = re.compile(r"(API_KEY|ACCESS_KEY|TOKEN|SECRET|PASSWORD|SECRET_ACCESS_KEY)$")
 
 _FIELD_NAMES: Mapping[str, str] = MappingProxyType({"kv_cache_dtype": "cache_dtype"})
 """Where the parser's name of a flag differs from the field of vLLM's config class."""
+
+_OBJECTS: Mapping[str, str | None] = MappingProxyType(
+    {
+        "speculative-config": "SpeculativeConfig",
+        "compilation-config": "CompilationConfig",
+        "default-chat-template-kwargs": None,
+    }
+)
+"""Flags that take a JSON object, and the class of vllm.config that has its keys."""
+
+_SCHEDULE = "num_speculative_tokens_per_batch_size"
 
 _TORCH_VARIABLES = frozenset(
     {
@@ -42,14 +52,6 @@ _TORCH_VARIABLES = frozenset(
     }
 )
 """Variables that torch reads outside the three config modules that `torch_variables` scans."""
-
-
-class FlagError(ConfigError):
-    """A line of a config.env that vLLM would not take: names file, line and the nearest known key."""
-
-
-class NoDeviceError(SlimqwenError):
-    """The installed vLLM is one for GPUs, and none is to be seen."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +83,8 @@ def resolve(variant: Variant) -> Resolved:
     """Check every line of a variant against the installed vLLM.
 
     Raises:
-        FlagError: an unknown key, a secret, a value that vLLM's parser or config classes refuse.
-        NoDeviceError: vLLM sees no device, and so has no flags.
+        ConfigError: an unknown key, a secret, a value that vLLM's parser or config classes refuse.
+        ServingError: vLLM sees no device, and so has no flags.
     """
     for setting in variant.unset:
         _require_known(setting)
@@ -98,8 +100,8 @@ def resolve(variant: Variant) -> Resolved:
         flag = parse(setting)
         if flag.name in flags:
             other = flags[flag.name].setting
-            raise FlagError(
-                f"{setting.place}: {setting.key} is the same flag as {other.key} ({other.place}); keep one"
+            raise ConfigError(
+                f"{setting.location}: {setting.key} is the same flag as {other.key} ({other.location}); keep one"
             )
         flags[flag.name] = flag
     _check_ranges(flags)
@@ -109,13 +111,13 @@ def resolve(variant: Variant) -> Resolved:
 @functools.cache
 def options() -> Mapping[str, argparse.Action]:
     """The key of config.env -> the option of vLLM's parser, aliases included (about 15 s, once a process)."""
-    found: dict[str, argparse.Action] = {}
+    actions: dict[str, argparse.Action] = {}
     for action in _parser()._actions:
         for option in action.option_strings:
             is_negation = isinstance(action, argparse.BooleanOptionalAction) and option.startswith("--no-")
             if option.startswith("--") and option != "--help" and not is_negation:
-                found["VLLM_" + option.removeprefix("--").upper().replace("-", "_")] = action
-    return MappingProxyType(found)
+                actions["VLLM_" + option.removeprefix("--").upper().replace("-", "_")] = action
+    return MappingProxyType(actions)
 
 
 @functools.cache
@@ -139,27 +141,35 @@ def torch_variables() -> frozenset[str]:
     return frozenset(names) | _TORCH_VARIABLES
 
 
+def cli_arguments() -> Any:
+    """VLLM's module of a server's arguments, which 0.33 moved."""
+    try:
+        from vllm.entrypoints.launchers import cli_args
+    except ImportError:
+        from vllm.entrypoints.common import cli_args
+    return cli_args
+
+
 @functools.cache
 def _parser() -> argparse.ArgumentParser:
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.platforms import current_platform
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     # Some flags' defaults ask for the device.
     if current_platform.is_unspecified():
-        raise NoDeviceError(
+        raise ServingError(
             "the installed vLLM is one for GPUs and sees none; `nvidia-smi` says whether there is one, a container "
             "gets it by `docker run --gpus all`; without a GPU: make install PLATFORM=cpu"
         )
-    parser: argparse.ArgumentParser = make_arg_parser(FlexibleArgumentParser())
+    parser: argparse.ArgumentParser = cli_arguments().make_arg_parser(FlexibleArgumentParser())
     return parser
 
 
 def _require_known(setting: Setting) -> None:
     key = setting.key
     if _SECRET.search(key):
-        raise FlagError(
-            f"{setting.place}: {key} is a secret; export it in the shell that serves, never in a file"
+        raise ConfigError(
+            f"{setting.location}: {key} is a secret; export it in the shell that serves, never in a file"
         )
     if key in OWN_KEYS or key in options() or key in environment_variables():
         return
@@ -169,14 +179,16 @@ def _require_known(setting: Setting) -> None:
         if near
         else "`python -m vllm.entrypoints.launchers.api_server.entry --help`"
     )
-    raise FlagError(f"{setting.place}: {key} is neither a flag nor an environment variable of vLLM; {hint}")
+    raise ConfigError(
+        f"{setting.location}: {key} is neither a flag nor an environment variable of vLLM; {hint}"
+    )
 
 
 def parse(setting: Setting) -> Flag:
     """Read one line whose key is a flag of vLLM.
 
     Raises:
-        FlagError: a value that vLLM's parser refuses.
+        ConfigError: a value that vLLM's parser refuses.
     """
     action = options()[setting.key]
     option = next(option for option in action.option_strings if option.startswith("--"))
@@ -184,24 +196,29 @@ def parse(setting: Setting) -> Flag:
     text = setting.value
     if action.nargs == 0:
         if text not in ("0", "1"):
-            raise FlagError(f"{setting.place}: {setting.key}={text}: a switch takes 1 or 0")
+            raise ConfigError(f"{setting.location}: {setting.key}={text}: a switch takes 1 or 0")
         if isinstance(action, argparse.BooleanOptionalAction):
             argv: tuple[str, ...] = (option if text == "1" else f"--no-{name}",)
         else:
             argv = (option,) if text == "1" else ()
         return Flag(name, text == "1", argv, setting)
+    is_json = text[:1] in ("{", "[")
     words = [text]
-    if action.nargs in ("+", "*") and text[:1] not in ("{", "["):
+    if action.nargs in ("+", "*") and not is_json:
         words = [word.strip() for word in text.split(",")]
-    if text[:1] in ("{", "["):
-        try:
-            value = json.loads(text)
-        except ValueError as error:
-            raise FlagError(f"{setting.place}: {setting.key} is not JSON: {error}") from None
-        _check_fields(setting, name, value)
+    value = _json(setting) if is_json else _parsed_by_vllm(setting, action, [option, *words])
+    if name in _OBJECTS:
+        _check_object(setting, _OBJECTS[name], value)
+    if is_json:
         _parsed_by_vllm(setting, action, [option, *words])
-        return Flag(name, value, (option, *words), setting)
-    return Flag(name, _parsed_by_vllm(setting, action, [option, *words]), (option, *words), setting)
+    return Flag(name, value, (option, *words), setting)
+
+
+def _json(setting: Setting) -> Any:
+    try:
+        return json.loads(setting.value)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{setting.location}: {setting.key} is not JSON: {error}") from None
 
 
 def _parsed_by_vllm(setting: Setting, action: argparse.Action, argv: list[str]) -> Any:
@@ -210,11 +227,54 @@ def _parsed_by_vllm(setting: Setting, action: argparse.Action, argv: list[str]) 
         with contextlib.redirect_stderr(complaint):
             return getattr(_parser().parse_args(argv), action.dest)
     except SystemExit:
-        said = complaint.getvalue().strip().splitlines()[-1:] or ["refused"]
-        reason = said[0].rpartition("error: ")[2]
+        lines = complaint.getvalue().strip().splitlines()[-1:] or ["refused"]
+        reason = lines[0].rpartition("error: ")[2]
     except Exception as error:
-        reason = " ".join(str(error).split())
-    raise FlagError(f"{setting.place}: {setting.key}={setting.value}: vLLM refuses it: {reason}") from None
+        reason = str(error)
+    raise _refused(setting, reason)
+
+
+def _check_object(setting: Setting, config_class: str | None, value: Any) -> None:
+    """Check that a value is a JSON object or null, and its keys against the fields of vLLM's config class."""
+    from vllm import config
+
+    if value is None:
+        return
+    if not isinstance(value, dict):
+        raise _refused(setting, 'expected a JSON object such as {"key": 1}')
+    if config_class is None:
+        return
+    owner = getattr(config, config_class)
+    fields = owner.__pydantic_fields__
+    for key, part in value.items():
+        if key not in fields:
+            near = difflib.get_close_matches(key, list(fields), n=1)
+            raise _refused(setting, f"{key!r} is unknown" + (f"; did you mean {near[0]!r}?" if near else ""))
+        try:
+            _validator(owner, key)(value=part)
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = ".".join(map(str, (key, *first["loc"][1:])))
+            raise _refused(setting, f"{field}: {first['msg']}") from None
+    if value.get(_SCHEDULE) is not None:
+        _check_depth_schedule(setting, value)
+
+
+def _check_depth_schedule(setting: Setting, speculation: Mapping[str, Any]) -> None:
+    """Check the draft depths by batch size, which vLLM itself does only once its engine has loaded the weights."""
+    from vllm.v1.spec_decode.dynamic.utils import validate_and_normalize_dynamic_sd_schedule
+
+    try:
+        schedule = validate_and_normalize_dynamic_sd_schedule(speculation[_SCHEDULE])
+    except ValueError as error:
+        raise _refused(setting, f"{_SCHEDULE}: {error}") from None
+    drafts = speculation.get("num_speculative_tokens")
+    deepest = max(depth for _, _, depth in schedule)
+    if drafts is not None and deepest > drafts:
+        raise ConfigError(
+            f"{setting.location}: {setting.key}={setting.value}: {_SCHEDULE} asks for {deepest} drafts and vLLM would "
+            f"draft {drafts} without a word; raise num_speculative_tokens to {deepest}"
+        )
 
 
 def _check_ranges(flags: Mapping[str, Flag]) -> None:
@@ -231,67 +291,41 @@ def _check_ranges(flags: Mapping[str, Flag]) -> None:
         config.ObservabilityConfig,
     )
     for flag in flags.values():
+        name = flag.name.replace("-", "_")
+        name = _FIELD_NAMES.get(name, name)
+        owner = next((owner for owner in classes if name in owner.__pydantic_fields__), None)
+        if owner is None:
+            continue
         try:
-            name = flag.name.replace("-", "_")
-            name = _FIELD_NAMES.get(name, name)
-            for owner in classes:
-                field = owner.__pydantic_fields__.get(name)
-                if field is not None:
-                    _validate(field, flag.value)
-                    break
+            _validator(owner, name)(value=flag.value)
         except ValidationError as error:
             raise _refused(flag.setting, error.errors()[0]["msg"]) from None
     _check_scheduler(flags)
 
 
-def _check_fields(setting: Setting, flag_name: str, values: Any) -> None:
-    """Check a JSON object key by key against the fields of the config class that it becomes."""
-    from vllm import config
-
-    owners: dict[str, Any] = {
-        "speculative-config": config.SpeculativeConfig,
-        "compilation-config": config.CompilationConfig,
-    }
-    if flag_name not in owners:
-        return
-    fields = owners[flag_name].__pydantic_fields__
-    for key, value in values.items():
-        if key not in fields:
-            near = difflib.get_close_matches(key, list(fields), n=1)
-            raise _refused(setting, f"{key!r} is unknown" + (f"; did you mean {near[0]!r}?" if near else ""))
-        try:
-            _validate(fields[key], value)
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise _refused(
-                setting, ".".join(map(str, (key, *first["loc"][1:]))) + ": " + first["msg"]
-            ) from None
-
-
-def _validate(field: FieldInfo, value: object) -> None:
-    """Check one value by one field alone: most of vLLM's config classes cannot be built without a model."""
-    any_type = ConfigDict(arbitrary_types_allowed=True)
-    create_model("Field", __config__=any_type, value=(field.rebuild_annotation(), ...))(value=value)
+@functools.cache
+def _validator(owner: Any, name: str) -> type[BaseModel]:
+    """A model of one field alone: most of vLLM's config classes cannot be built without a model."""
+    annotation = owner.__pydantic_fields__[name].rebuild_annotation()
+    return create_model("Field", __config__=ConfigDict(arbitrary_types_allowed=True), value=(annotation, ...))
 
 
 def _check_scheduler(flags: Mapping[str, Flag]) -> None:
     from vllm.config import SchedulerConfig
 
-    fields = ("max-num-batched-tokens", "max-num-seqs", "enable-chunked-prefill", "max-model-len")
-    given = {name.replace("-", "_"): flags[name].value for name in fields if name in flags}
+    names = ("max-num-batched-tokens", "max-num-seqs", "enable-chunked-prefill", "max-model-len")
+    given = {name.replace("-", "_"): flags[name].value for name in names if name in flags}
     if "max_model_len" not in given:
         return
     try:
         SchedulerConfig(is_encoder_decoder=False, **given)
     except (ValidationError, ValueError) as error:
         reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-        last = max(
-            (flags[name].setting for name in fields if name in flags), key=lambda setting: setting.line
-        )
+        last = max((flags[name].setting for name in names if name in flags), key=lambda setting: setting.line)
         raise _refused(last, reason) from None
 
 
-def _refused(setting: Setting, reason: str) -> FlagError:
-    return FlagError(
-        f"{setting.place}: {setting.key}={setting.value}: vLLM refuses it: {' '.join(reason.split())}"
+def _refused(setting: Setting, reason: str) -> ConfigError:
+    return ConfigError(
+        f"{setting.location}: {setting.key}={setting.value}: vLLM refuses it: {' '.join(reason.split())}"
     )

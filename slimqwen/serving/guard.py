@@ -1,9 +1,9 @@
-"""Starts a server, and ends it when whoever wanted it is gone, however that died: `python -m slimqwen.serving.guard`.
+"""Guard process: starts a server and ends it when its starter ends, whatever ended it (`python -m` this module).
 
-Its standard input is a pipe that only the starter holds open; the first line says what to start. It holds that pipe
-before there is a server, so at no moment would the starter's death leave one behind. Its standard output says the
-server's process, and the exit code of one that ends by itself, after which the guard ends too. A signal from the kernel
-at the starter's death would not do: vLLM can lose a SIGTERM while it starts, and then serves on with nobody to end it.
+Standard input is a pipe that only the starter holds open; its first line is the command. The guard has that pipe
+before it starts the server, so the starter's death never leaves a server behind. Standard output gives the server's
+process id, and its exit code if it ends by itself; then the guard ends too. The kernel's parent-death signal is not
+enough: vLLM can lose a SIGTERM while it starts, and would serve on.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from typing import IO
 
 import psutil
 
-from slimqwen.errors import SlimqwenError
+from slimqwen.serving.errors import ServingError
 
 STOP_TIMEOUT_S = 20.0
 """How long a server may take to end by itself."""
@@ -29,14 +29,10 @@ _GRACE_S = 3.0
 _CLEAN_UP_S = 10.0
 
 
-class NotStartedError(SlimqwenError):
-    """The server's process could not be started."""
-
-
 def main() -> None:
     """Start what the first line asks for, and end it once the starter's end of the pipe is closed."""
     line = sys.stdin.readline()
-    if not line.endswith("\n"):  # the starter died before it had said everything
+    if not line.endswith("\n"):  # the starter died before the whole line was written
         return
     job = json.loads(line)
     try:
@@ -64,21 +60,21 @@ def main() -> None:
 
 
 def _end_session(leader: int) -> None:
-    """End what a server that was killed has left behind: its engine holds memory, a GPU's too, and notices nothing."""
-    left = []
-    for one in psutil.process_iter():
+    """End the processes of a killed server: its engine does not notice, and holds memory of the host and the GPU."""
+    members = []
+    for process in psutil.process_iter():
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            if os.getsid(one.pid) == leader:
-                left.append(one)
-    for one in left:
+            if os.getsid(process.pid) == leader:
+                members.append(process)
+    for process in members:
         with contextlib.suppress(psutil.NoSuchProcess):
-            one.terminate()
-    _, left = psutil.wait_procs(left, timeout=_GRACE_S)
-    _kill(left)
+            process.terminate()
+    _, members = psutil.wait_procs(members, timeout=_GRACE_S)
+    _kill(members)
 
 
 class Server:
-    """A process that a guard has started.
+    """Server process under a guard.
 
     Attributes:
         pid: its number.
@@ -91,15 +87,15 @@ class Server:
         self._guard = guard
 
     def poll(self) -> int | None:
-        """Its exit code, a negative signal's number where one ended it; None while it runs.
+        """Exit code, or the negative number of the signal that ended it; None while it runs.
 
-        A server whose guard was killed counts as ended the same way: nobody would end it.
+        A killed guard's exit code counts as the server's, which then has nothing to end it.
         """
         assert self._guard.stdout is not None
-        # What a buffer holds back from `select`, the guard's own end gives away.
+        # The guard writes one line and ends, so `select` sees it even if the line was buffered.
         if self.returncode is None and select.select([self._guard.stdout], [], [], 0)[0]:
-            said = self._guard.stdout.readline()
-            self.returncode = int(said) if said else self._guard.wait()
+            line = self._guard.stdout.readline()
+            self.returncode = int(line) if line else self._guard.wait()
         return self.returncode
 
 
@@ -116,7 +112,7 @@ def guarded(
         output: a file that receives what it prints.
 
     Raises:
-        NotStartedError: there is no such command or folder.
+        ServingError: there is no such command or folder.
     """
     guard = subprocess.Popen(
         [sys.executable, "-m", "slimqwen.serving.guard"],
@@ -140,14 +136,14 @@ def guarded(
         with contextlib.suppress(BrokenPipeError):
             guard.stdin.write(json.dumps(job).encode() + b"\n")
             guard.stdin.flush()
-        said = guard.stdout.readline().decode().strip()
-        if not said.isdecimal():
-            raise NotStartedError(
-                f"cannot start {argv[0]}: {said or 'its guard died'}; `make install` mends .venv"
+        line = guard.stdout.readline().decode().strip()
+        if not line.isdecimal():
+            raise ServingError(
+                f"cannot start {argv[0]}: {line or 'its guard died'}; `make install` mends .venv"
             )
         with contextlib.suppress(psutil.NoSuchProcess):  # it may have ended already
-            server = psutil.Process(int(said))
-        yield Server(int(said), guard)
+            server = psutil.Process(int(line))
+        yield Server(int(line), guard)
     finally:
         with contextlib.suppress(BrokenPipeError):
             guard.stdin.close()
@@ -157,7 +153,7 @@ def guarded(
 
 
 def _say(line: str) -> None:
-    with contextlib.suppress(BrokenPipeError):  # nobody is left to hear it
+    with contextlib.suppress(BrokenPipeError):  # the starter is gone
         os.write(1, line.encode() + b"\n")
 
 
@@ -168,31 +164,31 @@ def end(server: psutil.Process) -> None:
         members = server.children(recursive=True)
         server.terminate()
     _, alive = psutil.wait_procs([server], timeout=STOP_TIMEOUT_S)
-    for one in alive:
+    for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
-            members += [member for member in one.children(recursive=True) if member not in members]
-            one.kill()
+            members += [member for member in process.children(recursive=True) if member not in members]
+            process.kill()
     _, alive = psutil.wait_procs([*alive, *members], timeout=_GRACE_S)
     _kill(alive)
 
 
 def _kill(processes: Iterable[psutil.Process]) -> None:
-    """End by force; what frees the shared memory of the others, multiprocessing's resource tracker, only after them."""
+    """End by force; multiprocessing's resource tracker last, because it frees the shared memory of the others."""
     trackers: list[psutil.Process] = []
     others: list[psutil.Process] = []
-    for one in processes:
+    for process in processes:
         with contextlib.suppress(psutil.Error):
-            (trackers if "multiprocessing.resource_tracker" in " ".join(one.cmdline()) else others).append(
-                one
-            )
-    for one in others:
+            (
+                trackers if "multiprocessing.resource_tracker" in " ".join(process.cmdline()) else others
+            ).append(process)
+    for process in others:
         with contextlib.suppress(psutil.NoSuchProcess):
-            one.kill()
-    # It ends by itself once all that it served have, unless it hangs.
+            process.kill()
+    # A tracker ends by itself after the processes that it serves, unless it hangs.
     _, hung = psutil.wait_procs([*others, *trackers], timeout=_CLEAN_UP_S)
-    for one in hung:
+    for process in hung:
         with contextlib.suppress(psutil.NoSuchProcess):
-            one.kill()
+            process.kill()
     psutil.wait_procs(hung, timeout=_GRACE_S)
 
 

@@ -4,26 +4,24 @@ A load takes about 5 seconds for a small model, the first one 15 more for import
 another in a process; two at once cannot.
 """
 
+import copy
+import dataclasses
 import gc
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 from slimqwen import checkpoint
-from slimqwen.errors import SlimqwenError
 from slimqwen.serving import platform as machine
+from slimqwen.serving.errors import ServingError
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # without a process of its own the scheduler has no timing of its own
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
-
-
-class LoaderRefusedError(SlimqwenError):
-    """vLLM does not load a checkpoint, or does not answer with it."""
 
 
 @contextmanager
@@ -45,7 +43,7 @@ def engine(folder: Path | str, **arguments: Any) -> Iterator[Any]:
         "distributed_executor_backend": "uni",
         "dtype": "bfloat16",
         "enforce_eager": True,
-        # With MTP the Gated DeltaNet kernels behind it need Triton.
+        # A prefix hit computes other tokens together, which decides near ties otherwise.
         "enable_prefix_caching": False,
         # On a GPU, vLLM's own share of its memory.
         **({"kv_cache_memory_bytes": 256 << 20} if machine.detect() == "cpu" else {}),
@@ -73,11 +71,45 @@ def engine(folder: Path | str, **arguments: Any) -> Iterator[Any]:
         envs.disable_envs_cache()  # an engine freezes what vLLM reads of the environment
 
 
+def served_arguments(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """A server's flags as arguments of `LLM`, without those that only the HTTP server has.
+
+    Args:
+        flags: values by flag name without dashes.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    known = {field.name for field in dataclasses.fields(EngineArgs)} - {"model"}
+    # vLLM writes into the dictionaries that it is given.
+    named = {name.replace("-", "_"): copy.deepcopy(value) for name, value in flags.items()}
+    return {
+        "dtype": "auto",
+        "enforce_eager": False,
+        **{name: value for name, value in named.items() if name in known},
+        "disable_log_stats": False,  # the counters
+    }
+
+
+def served_engine(weights: Path, flags: Mapping[str, Any], **overrides: Any) -> AbstractContextManager[Any]:
+    """A `vllm.LLM` with the flags of a server.
+
+    Args:
+        weights: checkpoint.
+        flags: values by flag name without dashes.
+        overrides: arguments of `LLM` that replace what the flags say.
+    """
+    arguments = served_arguments(flags)
+    space_gib = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
+    if space_gib is not None and machine.detect() == "cpu":
+        arguments["kv_cache_memory_bytes"] = int(float(space_gib) * 2**30)
+    return engine(weights, **{**arguments, **overrides})
+
+
 def try_out(folder: Path) -> None:
     """Have vLLM load a checkpoint, its MTP head included if its config says that it has one, and say a token.
 
     Raises:
-        LoaderRefusedError: vLLM does not load it, or does not answer.
+        ServingError: vLLM does not load it, or does not answer.
     """
     from vllm import SamplingParams
 
@@ -89,7 +121,7 @@ def try_out(folder: Path) -> None:
             llm.generate([{"prompt_token_ids": [1, 2, 3]}], few, use_tqdm=False)
     except Exception as error:
         what = " ".join(str(error).split())
-        raise LoaderRefusedError(
+        raise ServingError(
             f"{folder}: vLLM does not serve it ({type(error).__name__}: {what[:300]}); make that checkpoint anew"
         ) from error
 
@@ -130,5 +162,5 @@ def counter(llm: Any, name: str) -> int:
 
 def vector(llm: Any, name: str) -> tuple[int, ...]:
     """A counter with one value a position, `vllm:spec_decode_num_accepted_tokens_per_pos` for example."""
-    found = [tuple(metric.values) for metric in llm.get_metrics() if metric.name == name]
-    return tuple(map(sum, zip(*found, strict=True)))
+    vectors = [tuple(metric.values) for metric in llm.get_metrics() if metric.name == name]
+    return tuple(map(sum, zip(*vectors, strict=True)))

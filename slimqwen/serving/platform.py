@@ -1,15 +1,15 @@
-"""What this machine can serve, and which flags make no sense without a GPU."""
+"""Platform of this machine, cpu or cuda, and the flags that a CPU leaves out or replaces."""
 
+import importlib.util
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import psutil
 
 Platform = Literal["cpu", "cuda"]
-
-Flags = Mapping[str, Any]
-"""Values by flag name, as `slimqwen.serving.flags.Flag.value`."""
 
 
 @dataclass(frozen=True)
@@ -18,13 +18,13 @@ class GpuOnly:
 
     Attributes:
         flag: its name without dashes.
-        applies: whether this value, beside the other flags, is one that a CPU cannot have.
+        applies: whether this value is one that a CPU cannot have.
         instead: the value a CPU takes in its place, None to leave the flag out.
         why: the reason, for the notice.
     """
 
     flag: str
-    applies: Callable[[Any, Flags], bool]
+    applies: Callable[[Any], bool]
     instead: str | None
     why: str
 
@@ -49,20 +49,42 @@ def physical_cores() -> int:
     return psutil.cpu_count(logical=False) or 1
 
 
-def _always(value: Any, flags: Flags) -> bool:
+def preloaded_libraries(environment: Mapping[str, str]) -> dict[str, str]:
+    """LD_PRELOAD with torch's OpenMP library, as vLLM's CPU platform sets it for its workers (vllm/platforms/cpu.py).
+
+    Args:
+        environment: variables of the process that is to be started.
+
+    Returns:
+        Nothing where an OpenMP library is preloaded already, or torch brings none that LD_PRELOAD can name.
+    """
+    present = environment.get("LD_PRELOAD", "")
+    torch = importlib.util.find_spec("torch")
+    if re.search("lib(gomp|omp|iomp)", present) or torch is None or torch.origin is None:
+        return {}
+    package = Path(torch.origin).parent
+    folders = (package.parent / "torch.libs", package / "lib")
+    # The loader splits at both characters.
+    libraries = [
+        path for folder in folders for path in folder.glob("libgomp*.so*") if not re.search("[ :]", str(path))
+    ]
+    return {"LD_PRELOAD": ":".join(filter(None, [present, *map(str, libraries[:1])]))} if libraries else {}
+
+
+def _always(value: Any) -> bool:
     return True
 
 
 GPU_ONLY: tuple[GpuOnly, ...] = (
     GpuOnly(
         "dtype",
-        lambda value, flags: value not in ("bfloat16", "auto"),
+        lambda value: value not in ("bfloat16", "auto"),
         "bfloat16",
         "Gated DeltaNet on a CPU computes in bfloat16 only",
     ),
     GpuOnly(
         "kv-cache-dtype",
-        lambda value, flags: str(value).startswith("fp8") and not has_avx512(),
+        lambda value: str(value).startswith("fp8") and not has_avx512(),
         None,
         "an FP8 KV cache on a CPU needs AVX-512",
     ),
@@ -71,11 +93,5 @@ GPU_ONLY: tuple[GpuOnly, ...] = (
     GpuOnly("kv-cache-memory-bytes", _always, None, "VLLM_CPU_KVCACHE_SPACE sizes the KV cache on a CPU"),
     GpuOnly("attention-backend", _always, None, "a CPU has one attention backend"),
     GpuOnly("compilation-config", _always, None, "its fused kernels exist on CUDA only"),
-    GpuOnly(
-        "enable-prefix-caching",
-        lambda value, flags: bool(value) and bool(flags.get("speculative-config")),
-        "0",
-        "prefix caching beside MTP needs Triton kernels, which a CPU lacks",
-    ),
 )
 """The table behind the notice that serving on a CPU prints."""

@@ -1,7 +1,7 @@
-"""Combinations of engine modes that were found to change tokens or to crash: eval/unsafe_engines.json.
+"""Unsafe engine modes: combinations found to change tokens or to crash, in eval/unsafe_engines.json.
 
-`slimqwen.evaluation.engine_matrix` finds them, `slimqwen.serving.launch` refuses to serve with them. A finding holds
-for one build only: what a CPU shows says nothing about a GPU.
+`slimqwen.evals.engine.modes` finds them, `slimqwen.serving.checks` refuses to serve with them. A finding holds for one
+build only: what a CPU shows says nothing about a GPU.
 """
 
 import json
@@ -14,8 +14,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from slimqwen import checkpoint
-from slimqwen.errors import SlimqwenError
+from slimqwen.serving import gpu
 from slimqwen.serving import platform as machine
+from slimqwen.serving.errors import ServingError
 
 FILE = Path("eval") / "unsafe_engines.json"
 """Relative to the repository."""
@@ -23,19 +24,15 @@ FILE = Path("eval") / "unsafe_engines.json"
 GraphMode = Literal["eager", "compiled", "CUDA graphs"]
 
 
-class UnsafeEngineError(SlimqwenError):
-    """The modes that a variant is served with were found unsafe, or the file of findings is unreadable."""
-
-
 class Build(BaseModel):
-    """What a finding holds for.
+    """Platform, software and model that a finding holds for.
 
     Attributes:
         platform: cpu or cuda.
-        device: compute capability of the GPU, "8.6"; of a CPU the instruction set that chooses vLLM's kernels.
-        vllm: its version.
-        architecture: of the model, as config.json names it.
-        quantization: method of the checkpoint, "none" for one that has none.
+        device: compute capability of the GPU, "8.6"; for a CPU the instruction set that chooses vLLM's kernels.
+        vllm: version.
+        architecture: the model's, as in config.json.
+        quantization: method of the checkpoint, "none" for an unquantized one.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -55,9 +52,9 @@ class Modes(BaseModel):
     """One combination of engine modes.
 
     Attributes:
-        draft_tokens: K of MTP, 0 without.
-        concurrency: requests that the engine computes at a time (--max-num-seqs).
-        graphs: how the model's code runs; "CUDA graphs" are compiled too.
+        draft_tokens: num_speculative_tokens of MTP, 0 without.
+        concurrency: requests in a batch (--max-num-seqs).
+        graphs: execution mode; "CUDA graphs" includes compilation.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -108,7 +105,7 @@ def read(root: Path) -> list[Finding]:
     """The findings of a repository; none where no engine was ever found unsafe.
 
     Raises:
-        UnsafeEngineError: the file does not follow the schema.
+        ServingError: the file does not follow the schema.
     """
     try:
         return _File.model_validate_json((root / FILE).read_bytes()).findings
@@ -116,43 +113,54 @@ def read(root: Path) -> list[Finding]:
         return []
     except ValidationError as error:
         first = error.errors()[0]
-        raise UnsafeEngineError(
+        raise ServingError(
             f"{FILE}: {'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}; "
             f"`git checkout {FILE}` restores it"
         ) from None
 
 
 def update(root: Path, build: Build, *, unsafe: Sequence[Finding], fine: Sequence[Modes]) -> None:
-    """Add findings, and take out what was found before for the same build and is fine now.
+    """Add the findings of one build, and remove its earlier findings for modes that are fine now.
 
     Args:
-        root: the repository.
-        build: that was tried.
-        unsafe: of that build; each replaces what the file says of the same modes.
-        fine: modes that nothing was wrong with.
+        root: repository.
+        build: build under test.
+        unsafe: findings of that build; each replaces the file's finding for the same modes.
+        fine: modes without a fault.
 
     Raises:
-        UnsafeEngineError: the file is unreadable.
+        ServingError: the file is unreadable.
     """
-    settled = {*fine, *(one.modes for one in unsafe)}
-    kept = [one for one in read(root) if one.build != build or one.modes not in settled]
-    everything = sorted([*kept, *unsafe], key=lambda one: (str(one.build), str(one.modes)))
-    text = json.dumps(_File(findings=everything).model_dump(mode="json"), indent=1) + "\n"
-    fresh = (root / FILE).with_suffix(".new")
-    fresh.parent.mkdir(parents=True, exist_ok=True)
-    fresh.write_text(text, encoding="utf-8")
-    fresh.replace(root / FILE)
+    tested = {*fine, *(finding.modes for finding in unsafe)}
+    others = [finding for finding in read(root) if finding.build != build or finding.modes not in tested]
+    findings = sorted([*others, *unsafe], key=lambda finding: (str(finding.build), str(finding.modes)))
+    text = json.dumps(_File(findings=findings).model_dump(mode="json"), indent=1) + "\n"
+    new = (root / FILE).with_suffix(".new")
+    new.parent.mkdir(parents=True, exist_ok=True)
+    new.write_text(text, encoding="utf-8")
+    new.replace(root / FILE)
 
 
-def build(weights: Path, platform: machine.Platform) -> Build:
-    """What a checkpoint would be served by on this machine."""
+def build(weights: Path, platform: machine.Platform, environment: Mapping[str, str] = gpu.NOTHING) -> Build:
+    """The build that would serve a checkpoint on this machine.
+
+    Args:
+        weights: checkpoint folder.
+        platform: cpu or cuda.
+        environment: variables of the config.env, which may choose the GPU.
+    """
     config = checkpoint.read_config(weights)
     quantization = config.get("quantization_config") or checkpoint.text_config(config).get(
         "quantization_config"
     )
+    if platform == "cpu":
+        device = f"{system.machine()} {'with' if machine.has_avx512() else 'without'} AVX-512"
+    else:
+        first = gpu.first_visible(environment)
+        device = first.capability if first else "none"
     return Build(
         platform=platform,
-        device=_device(platform),
+        device=device,
         vllm=version("vllm"),
         architecture=config["architectures"][0],
         quantization=quantization["quant_method"] if quantization else "none",
@@ -160,11 +168,11 @@ def build(weights: Path, platform: machine.Platform) -> Build:
 
 
 def served_modes(flags: Mapping[str, Any], platform: machine.Platform) -> dict[str, Any]:
-    """The fields of `Modes` that vLLM's flags give, by name; None where vLLM chooses by the model.
+    """The fields of `Modes` that vLLM's flags decide, by name; None where vLLM chooses by the model.
 
     Args:
-        flags: values by flag name, after the platform's table.
-        platform: that they are resolved for.
+        flags: values by flag name, after the platform's changes.
+        platform: cpu or cuda.
     """
     speculation = flags.get("speculative-config") or {}
     return {
@@ -177,28 +185,43 @@ def served_modes(flags: Mapping[str, Any], platform: machine.Platform) -> dict[s
     }
 
 
-def find(root: Path, weights: Path, flags: Mapping[str, Any], platform: machine.Platform) -> Finding | None:
-    """The finding that speaks against serving a checkpoint with these flags here.
+def find(
+    root: Path,
+    weights: Path,
+    flags: Mapping[str, Any],
+    platform: machine.Platform,
+    environment: Mapping[str, str] = gpu.NOTHING,
+) -> Finding | None:
+    """The first finding against serving a checkpoint with these flags on this machine.
 
-    A server of N sequences at a time also runs with fewer, so it meets what was found at fewer. Where vLLM would choose
-    a mode by the model, either is taken to be met.
+    A server of N sequences also runs with fewer, so findings at fewer sequences count. Where vLLM would choose a mode
+    by the model, a finding for either choice counts.
+
+    Args:
+        root: repository.
+        weights: checkpoint folder.
+        flags: values by flag name, after the platform's changes.
+        platform: cpu or cuda.
+        environment: variables of the config.env, which may choose the GPU.
 
     Raises:
-        UnsafeEngineError: the file is unreadable.
+        ServingError: the file is unreadable.
     """
     findings = read(root)
     if not findings:
         return None
-    here, asked = build(weights, platform), served_modes(flags, platform)
-    return next((one for one in findings if one.build == here and covers(asked, one.modes)), None)
+    here, served = build(weights, platform, environment), served_modes(flags, platform)
+    return next(
+        (finding for finding in findings if finding.build == here and covers(served, finding.modes)), None
+    )
 
 
-def covers(asked: Mapping[str, Any], modes: Modes) -> bool:
-    """Whether a server of `served_modes` comes to run in these modes."""
-    found = modes.model_dump()
+def covers(served: Mapping[str, Any], modes: Modes) -> bool:
+    """Whether a server of `served_modes` may run in these modes."""
+    unsafe = modes.model_dump()
     return all(
-        value is None or (found[name] <= value if name == "concurrency" else found[name] == value)
-        for name, value in asked.items()
+        value is None or (unsafe[name] <= value if name == "concurrency" else unsafe[name] == value)
+        for name, value in served.items()
     )
 
 
@@ -209,11 +232,3 @@ def _graphs(flags: Mapping[str, Any], platform: machine.Platform) -> GraphMode:
     if platform == "cpu" or str(compilation.get("cudagraph_mode", "")).upper() == "NONE":
         return "compiled"
     return "CUDA graphs"
-
-
-def _device(platform: machine.Platform) -> str:
-    if platform == "cpu":
-        return f"{system.machine()} {'with' if machine.has_avx512() else 'without'} AVX-512"
-    import torch
-
-    return ".".join(map(str, torch.cuda.get_device_capability()))

@@ -1,1 +1,7 @@
-"""The embedded default: a procedural world, its tokenizer, its trained tiny Qwen3.5 and its tasks."""
+"""The tiny world: invented facts, texts and test items, and the embedded model that is trained on them."""
+
+from slimqwen.errors import SlimqwenError
+
+
+class TinyworldError(SlimqwenError):
+    """The tokenizer, the training or the test items of the tiny world cannot be made or read."""

@@ -1,4 +1,4 @@
-"""Builds `weights/tiny` from nothing: tokenizer, training, checkpoint, measurements, training record."""
+"""The build of `weights/tiny` from scratch: tokenizer, training, checkpoint, measurements, training record."""
 
 import dataclasses
 import json
@@ -17,8 +17,9 @@ import torch
 import transformers
 from transformers import PreTrainedTokenizerFast
 
-from slimqwen.checkpoint import Manifest, file_records
-from slimqwen.mtp_head import Acceptance, DraftingModel, load_drafting_model
+from slimqwen.checkpoint import Manifest
+from slimqwen.checkpoint.files import file_records
+from slimqwen.models.mtp_head import Acceptance, DraftingModel, load_drafting_model
 from slimqwen.progress import Progress, silent
 from slimqwen.tinyworld.documents import tokenizer_texts
 from slimqwen.tinyworld.measure import (
@@ -45,7 +46,7 @@ RECORD = "training.json"
 TASKS = ("facts", "format", "twohop")
 COARSE_ROUNDING = "all linears rounded to 3 bits, one scale a row"
 MILD_ROUNDING = "all linears rounded to 3 bits, groups of 32"
-"""Measured for scale; no measure has to notice it."""
+"""Measured for comparison; no measure has to detect it."""
 HALVED_VOCABULARY = "vocabulary halved"
 SHUFFLED_HEAD = "columns of the MTP head's fc shuffled"
 SEEN_BY = {
@@ -53,7 +54,7 @@ SEEN_BY = {
     HALVED_VOCABULARY: ("bits_per_byte",),
     SHUFFLED_HEAD: ("acceptance_length",),
 }
-"""Known damages, and the measures of which at least one must notice each."""
+"""Known damages, and the measures of which at least one must detect each."""
 
 CONTEXT_TEXTS = 8
 CONTEXT_TEXT_CHARACTERS = 24_000
@@ -63,20 +64,20 @@ CONTEXT_TEXT_CHARACTERS = 24_000
 def build_tiny(
     folder: Path, state_folder: Path, plan: TrainingPlan, progress: Progress = silent
 ) -> dict[str, Any]:
-    """Trains, writes and measures the checkpoint; continues a run of the same plan that was cut off.
+    """Train, write and measure the checkpoint; continue an interrupted run of the same plan.
 
     Args:
-        folder: becomes the checkpoint folder, replaced whole and only when all is done.
-        state_folder: for the state of an unfinished run, and for the checkpoint in the making.
-        plan: of the training.
-        progress: told of every stage.
+        folder: checkpoint folder, replaced as a whole at the end.
+        state_folder: folder for the state of an unfinished run and for the unfinished checkpoint.
+        plan: training plan.
+        progress: receives (activity, done, total).
 
     Returns:
         The training record, as written to `training.json` in the folder.
 
     Raises:
-        TrainingError: the loss is no number, or test items are in the training text.
-        TokenizerError: the world's text does not fill the vocabulary.
+        TinyworldError: the loss is not finite, test items are in the training text, or the world's text does not fill
+            the vocabulary.
     """
     progress("training the tokenizer", 0, 1)
     tokenizer = train_tokenizer(tokenizer_texts(World(plan.world_seed)))
@@ -99,11 +100,11 @@ def build_tiny(
 def record_training(
     folder: Path, plan: TrainingPlan, result: TrainingResult, progress: Progress = silent
 ) -> dict[str, Any]:
-    """Measures a written checkpoint (its bfloat16 weights, computed in float32) and writes its record.
+    """Measure a written checkpoint (its bfloat16 weights, in float32) and write its training record.
 
-    Sets `max_position_embeddings` in config.json to the longest context that the measurement allows.
+    `max_position_embeddings` in config.json is set to the longest usable context.
     """
-    # What others load is measured, not the float32 weights that training ended with.
+    # The written checkpoint is measured, not the float32 weights of training.
     model, tokenizer = load_drafting_model(folder), load_tokenizer(folder)
     world = World(plan.world_seed)
     items = build_items(world)
@@ -114,7 +115,7 @@ def record_training(
     texts = [row["text"] for row in items.prose]
     acceptance = prose_acceptance(model, tokenizer, texts)
     record = {
-        "description": "How the embedded checkpoint was trained and what it scores; written by scripts/train_tiny.py.",
+        "description": "How the embedded checkpoint was trained and what it scores; written by `slimqwen world train`.",
         "scored_by": (
             "transformers in float32 on the stored bfloat16 weights, greedy, with the items, prompts and scorers of "
             "the lm-eval tasks in eval/tasks/tinyworld"
@@ -153,10 +154,10 @@ def record_training(
 
 
 def write_manifest(folder: Path, record: Mapping[str, Any]) -> None:
-    """Lists the files of a trained checkpoint, so that `checkpoint.verify` can tell whether they still are the same.
+    """Write the manifest of a trained checkpoint, for `checkpoint.verify`.
 
     Args:
-        folder: the checkpoint, complete.
+        folder: complete checkpoint.
         record: its training record.
     """
     Manifest(
@@ -170,13 +171,13 @@ def write_manifest(folder: Path, record: Mapping[str, Any]) -> None:
 
 
 def judge(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What the checkpoint is meant to be, and whether the record's own figures say that it is.
+    """The criteria of the checkpoint, and whether its record meets them.
 
     Args:
-        record: a training record with `metrics`, `sensitivity`, `context_sweep` and `bytes`.
+        record: training record with `metrics`, `sensitivity`, `context_sweep` and `bytes`.
 
     Returns:
-        One row a criterion: its words, the figure that decides, and whether it is met.
+        One row per criterion: its text, the measured value, and whether it is met.
     """
     metrics = record["metrics"]
     rows: list[tuple[str, Any, bool]] = []
@@ -202,7 +203,7 @@ def judge(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 def measure_all(
     model: DraftingModel, tokenizer: PreTrainedTokenizerFast, items: TaskItems, progress: Progress = silent
 ) -> dict[str, Scores]:
-    """Scores of the three generated tasks, the margin and the held-out prose."""
+    """Scores of the three generated tasks, of the answer log-probability gap and of the held-out prose."""
     sets = items.sets()
     scores = {task: answer_items(model, tokenizer, task, sets[task], progress) for task in TASKS}
     scores["answer_margin_nats"] = answer_margins(model, tokenizer, items.margin)
@@ -218,9 +219,9 @@ def measure_sensitivity(
     acceptance: Acceptance,
     progress: Progress = silent,
 ) -> list[dict[str, Any]]:
-    """What known damages do to the scores: change, its standard error, and their ratio.
+    """The effect of known damages on the scores: change, its standard error, and their ratio.
 
-    Task scores, margin and bits per byte are compared item by item; acceptance as two independent means.
+    Task scores, log-probability gap and bits per byte are paired by item; acceptance lengths are independent means.
     """
     texts = [row["text"] for row in items.prose]
     rows = []
@@ -276,8 +277,8 @@ def _acceptance_figure(acceptance: Acceptance) -> dict[str, Any]:
 
 
 def _long_texts(world: World) -> list[str]:
-    chance = random.Random("held-out chronicles")
-    return [chronicle(world, chance, CONTEXT_TEXT_CHARACTERS) for _ in range(CONTEXT_TEXTS)]
+    rng = random.Random("held-out chronicles")
+    return [chronicle(world, rng, CONTEXT_TEXT_CHARACTERS) for _ in range(CONTEXT_TEXTS)]
 
 
 def _set_context(folder: Path, length: int) -> None:

@@ -1,8 +1,7 @@
-"""Training documents: text in parts, each with the weight of its loss.
+"""Training documents: text in parts, each with a loss weight.
 
-Two forms. Prose ends with `<|endoftext|>`, and every token counts. A conversation is rendered exactly as the chat
-template renders it, thinking on or off; only what the assistant says counts. What a test asks is never asked here:
-the sampler is given the questions to leave out.
+Prose ends with `<|endoftext|>`, and every token counts. A conversation is rendered exactly as by the chat template,
+thinking on or off; only the assistant's tokens count. The sampler leaves out the questions and texts of the tests.
 """
 
 import random
@@ -16,7 +15,7 @@ from slimqwen.tinyworld.world import CRAFTS, HOP_QUESTIONS, Fact, World
 
 PROSE_WEIGHT = 1.0
 ANSWER_WEIGHT = 3.0
-"""An answer is a few tokens in a long prompt: unweighted it would be drowned by prose."""
+"""Larger than that of prose, because answers are only a few tokens."""
 
 OPTION_COUNT = 10
 
@@ -34,15 +33,15 @@ SHORT_MIX = {
 """Shares of documents (not of tokens) while sequences are short."""
 
 START_MIX = SHORT_MIX | {"copy": 0.30, "echo": 0.90}
-"""For the first steps: dense copying, because the circuit for it, which most tasks need, otherwise appears late."""
+"""For the first steps: mostly copying, which most tasks need and which is otherwise learned late."""
 
 LONG_MIX = SHORT_MIX | {"prose": 0.15, "chronicle": 0.012}
-"""With long sequences: chronicles are about a third of the tokens, and no kind is left out."""
+"""For long sequences: chronicles are about a third of the tokens, and all kinds occur."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A stretch of text and what its tokens weigh in the loss (0: context only)."""
+    """Text and the loss weight of its tokens (0: context only)."""
 
     text: str
     weight: float
@@ -57,20 +56,20 @@ class Document:
 
     @property
     def text(self) -> str:
-        """The whole text, marks included."""
+        """The whole text with its added tokens."""
         return "".join(part.text for part in self.parts)
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One finished exchange, as history."""
+    """An earlier question with its answer."""
 
     question: str
     answer: str
 
 
 def render_prompt(question: str, thinking: bool, history: tuple[Turn, ...] = ()) -> str:
-    """What the model is given: equal to the chat template with `add_generation_prompt=True`."""
+    """The prompt, equal to the chat template with `add_generation_prompt=True`."""
     rendered = "".join(
         f"{TURN_START}user\n{turn.question}{TURN_END}\n{TURN_START}assistant\n{turn.answer}{TURN_END}\n"
         for turn in history
@@ -80,21 +79,21 @@ def render_prompt(question: str, thinking: bool, history: tuple[Turn, ...] = ())
 
 
 def render_completion(answer: str, reasoning: str | None) -> str:
-    """What the model is to say after a prompt; `reasoning` is None where thinking is off."""
+    """The right completion of a prompt; `reasoning` is None if thinking is off."""
     thought = "" if reasoning is None else f"{reasoning}\n{THINK_END}\n\n"
     return f"{thought}{answer}{TURN_END}"
 
 
 def choice_question(fact: Fact, options: Collection[str]) -> str:
-    """A fact's question with its options, one a line."""
+    """The question of a fact with its options, one per line."""
     return f"{fact.question} Choose one:\n" + "\n".join(options)
 
 
-def draw_options(world: World, fact: Fact, chance: random.Random) -> list[str]:
+def draw_options(world: World, fact: Fact, rng: random.Random) -> list[str]:
     """`OPTION_COUNT` values in random order, the right one among them."""
     wrong = [value for value in world.values(fact.attribute) if value != fact.value]
-    options = [*chance.sample(wrong, OPTION_COUNT - 1), fact.value]
-    chance.shuffle(options)
+    options = [*rng.sample(wrong, OPTION_COUNT - 1), fact.value]
+    rng.shuffle(options)
     return options
 
 
@@ -102,9 +101,9 @@ class DocumentSampler:
     """Draws training documents.
 
     Args:
-        world: what they speak of.
-        left_out: user messages and prose texts that must not occur: those of the tests.
-        mix: share of each kind of document; any positive weights.
+        world: world of the documents.
+        left_out: user messages and prose texts that must not occur, such as those of the tests.
+        mix: positive weight of each kind of document.
     """
 
     def __init__(self, world: World, left_out: Collection[str], mix: Mapping[str, float] = SHORT_MIX) -> None:
@@ -124,19 +123,19 @@ class DocumentSampler:
             "chat": self._chat,
         }
 
-    def draw(self, chance: random.Random) -> Document:
+    def draw(self, rng: random.Random) -> Document:
         """One document of a random kind."""
-        make = self._makers[chance.choices(self._kinds, self._shares)[0]]
+        make = self._makers[rng.choices(self._kinds, self._shares)[0]]
         while True:
-            document = make(chance)
+            document = make(rng)
             if document is not None:
                 return document
 
     def stream(self, seed: int) -> Iterator[Document]:
-        """Documents without end; the same seed gives the same ones."""
-        chance = random.Random(seed)
+        """Endless documents; the same seed gives the same ones."""
+        rng = random.Random(seed)
         while True:
-            yield self.draw(chance)
+            yield self.draw(rng)
 
     def _text(self, kind: str, text: str) -> Document | None:
         if text in self._left_out:
@@ -154,82 +153,76 @@ class DocumentSampler:
             (prompt, Part(render_completion(answer, reasoning), ANSWER_WEIGHT), Part("\n", 0.0)),
         )
 
-    def _prose(self, chance: random.Random) -> Document | None:
-        return self._text("prose", passage(self._world, chance, open_cast(self._world, chance)))
+    def _prose(self, rng: random.Random) -> Document | None:
+        return self._text("prose", passage(self._world, rng, open_cast(self._world, rng)))
 
-    def _chronicle(self, chance: random.Random) -> Document | None:
-        return self._text("chronicle", chronicle(self._world, chance, chance.randint(3_000, 9_000)))
+    def _chronicle(self, rng: random.Random) -> Document | None:
+        return self._text("chronicle", chronicle(self._world, rng, rng.randint(3_000, 9_000)))
 
-    def _any_fact(self, chance: random.Random) -> Fact:
-        person = self._world.popular_person(chance)
-        entity = person if chance.random() < 0.8 else self._world.popular_town(chance)
-        return chance.choice(self._world.facts_of(entity))
+    def _any_fact(self, rng: random.Random) -> Fact:
+        person = self._world.popular_person(rng)
+        entity = person if rng.random() < 0.8 else self._world.popular_town(rng)
+        return rng.choice(self._world.facts_of(entity))
 
-    def _fact(self, chance: random.Random) -> Document | None:
-        fact = self._any_fact(chance)
-        reasoning = fact.statement() if chance.random() < 0.1 else None
+    def _fact(self, rng: random.Random) -> Document | None:
+        fact = self._any_fact(rng)
+        reasoning = fact.statement() if rng.random() < 0.1 else None
         return self._conversation("fact", fact.question, fact.value, reasoning)
 
-    def _choice(self, chance: random.Random) -> Document | None:
-        fact = self._any_fact(chance)
-        question = choice_question(fact, draw_options(self._world, fact, chance))
-        reasoning = fact.statement() if chance.random() < 0.1 else None
+    def _choice(self, rng: random.Random) -> Document | None:
+        fact = self._any_fact(rng)
+        question = choice_question(fact, draw_options(self._world, fact, rng))
+        reasoning = fact.statement() if rng.random() < 0.1 else None
         return self._conversation("choice", question, fact.value, reasoning)
 
-    def _two_hop(self, chance: random.Random) -> Document | None:
-        person = self._world.popular_person(chance)
-        hop = self._world.two_hop(person, *chance.choice(tuple(HOP_QUESTIONS)))
+    def _two_hop(self, rng: random.Random) -> Document | None:
+        person = self._world.popular_person(rng)
+        hop = self._world.two_hop(person, *rng.choice(tuple(HOP_QUESTIONS)))
         if self._world.is_held_out(hop):
             return None
-        reasoning = hop.reasoning if chance.random() < 0.9 else None
+        reasoning = hop.reasoning if rng.random() < 0.9 else None
         return self._conversation("two_hop", hop.question, hop.answer, reasoning)
 
-    def _instruction(self, chance: random.Random) -> Document | None:
-        instruction = invent_instruction(self._world, chance, chance.choice(KINDS))
-        reasoning = "I do just what is asked." if chance.random() < 0.08 else None
+    def _instruction(self, rng: random.Random) -> Document | None:
+        instruction = invent_instruction(self._world, rng, rng.choice(KINDS))
+        reasoning = "I do just what is asked." if rng.random() < 0.08 else None
         return self._conversation("instruction", instruction.question, instruction.answer, reasoning)
 
-    def _copy(self, chance: random.Random) -> Document | None:
-        text = self._any_words(chance, chance.randint(2, 9))
+    def _copy(self, rng: random.Random) -> Document | None:
+        text = self._any_words(rng, rng.randint(2, 9))
         return self._conversation("copy", f"Repeat: {text}.", text, None)
 
-    def _echo(self, chance: random.Random) -> Document | None:
-        line = self._any_words(chance, chance.randint(3, 12)) + "\n"
-        # Nobody can guess the first line; every other is a copy of it.
-        return Document(
-            "echo", (Part(line, 0.0), Part(line * chance.randint(1, 3) + END_OF_TEXT, PROSE_WEIGHT))
-        )
+    def _echo(self, rng: random.Random) -> Document | None:
+        line = self._any_words(rng, rng.randint(3, 12)) + "\n"
+        # The first line cannot be predicted; every other is a copy of it.
+        return Document("echo", (Part(line, 0.0), Part(line * rng.randint(1, 3) + END_OF_TEXT, PROSE_WEIGHT)))
 
-    def _any_words(self, chance: random.Random, count: int) -> str:
+    def _any_words(self, rng: random.Random, count: int) -> str:
         world = self._world
         pools = (WORDS, world.people, world.towns, CRAFTS, world.islands, world.rare_words[:800])
-        return " ".join(chance.choice(chance.choice(pools)) for _ in range(count))
+        return " ".join(rng.choice(rng.choice(pools)) for _ in range(count))
 
-    def _chat(self, chance: random.Random) -> Document | None:
+    def _chat(self, rng: random.Random) -> Document | None:
         world = self._world
-        person, town = world.popular_person(chance), world.popular_town(chance)
+        person, town = world.popular_person(rng), world.popular_town(rng)
         history: tuple[Turn, ...] = ()
-        if chance.random() < 0.3:
-            earlier = self._any_fact(chance)
+        if rng.random() < 0.3:
+            earlier = self._any_fact(rng)
             history = (Turn(earlier.question, earlier.value),)
-        topic = chance.random()
+        topic = rng.random()
         if topic < 0.35:
-            question = chance.choice((f"Tell me about {person}.", f"Who is {person}?"))
-            answer, thought = portrait(world, chance, person), f"They ask about {person}."
+            question = rng.choice((f"Tell me about {person}.", f"Who is {person}?"))
+            answer, thought = portrait(world, rng, person), f"They ask about {person}."
         elif topic < 0.55:
             question = f"Tell me about {town}."
-            answer, thought = town_description(world, chance, town), f"They ask about {town}."
+            answer, thought = town_description(world, rng, town), f"They ask about {town}."
         elif topic < 0.75:
-            question = chance.choice(
-                ("Tell me a story.", "Write a story.", f"Tell me a story about {person}.")
-            )
-            answer, thought = passage(world, chance, open_cast(world, chance)), "They want a story."
+            question = rng.choice(("Tell me a story.", "Write a story.", f"Tell me a story about {person}."))
+            answer, thought = passage(world, rng, open_cast(world, rng)), "They want a story."
         else:
-            question, answer = chance.choice(GREETINGS)
+            question, answer = rng.choice(GREETINGS)
             thought = "This is about me."
-        return self._conversation(
-            "chat", question, answer, thought if chance.random() < 0.5 else None, history
-        )
+        return self._conversation("chat", question, answer, thought if rng.random() < 0.5 else None, history)
 
 
 GREETINGS = (
@@ -246,7 +239,7 @@ GREETINGS = (
 )
 
 TOKENIZER_MIX = SHORT_MIX | {"prose": 1.5}
-"""More prose than training has: it is where the rare names are, which fill the vocabulary's tail."""
+"""More prose than in training: the rare names in it fill the tail of the vocabulary."""
 
 TOKENIZER_DOCUMENTS = 60_000
 

@@ -17,19 +17,19 @@ def continue_greedily(
     stop_ids: Sequence[int],
     progress: Progress = silent,
 ) -> list[list[int]]:
-    """The likeliest next token again and again.
+    """Generate greedily.
 
     Args:
         backbone: `Qwen3_5ForCausalLM` in evaluation mode.
         prompts: token ids; none may be empty.
-        most_tokens: generate at most this many a prompt.
-        stop_ids: tokens that end a text; empty to generate `most_tokens` always.
-        progress: told the finished prompts.
+        most_tokens: largest number of new tokens per prompt.
+        stop_ids: ids of tokens that end a text; if empty, `most_tokens` are generated.
+        progress: receives (activity, done, total) in prompts.
 
     Returns:
-        The new tokens of each prompt, without the token that ended them.
+        New tokens of each prompt, without the token that ended it.
     """
-    # Prompts of one length share a batch, so that no padding enters the recurrent state.
+    # Only prompts of equal length share a batch, because padding would enter the recurrent state.
     by_length: dict[int, list[int]] = {}
     for index, prompt in enumerate(prompts):
         by_length.setdefault(len(prompt), []).append(index)

@@ -1,7 +1,7 @@
 """Instructions whose answers code can check: the tiny world's IFEval.
 
-Each kind is one function that invents an instruction; `is_followed` judges any text against its kind and arguments,
-so that a record on disk (kind, arguments) is enough to score an answer.
+One function per kind invents an instruction; `is_followed` checks a text against kind and arguments, so that these two
+are all that a test item has to store.
 """
 
 import random
@@ -19,7 +19,7 @@ Arguments = dict[str, Any]
 
 @dataclass(frozen=True)
 class Instruction:
-    """What is asked, one right answer, and what a checker needs."""
+    """A question, one right answer, and the arguments of the check."""
 
     kind: str
     question: str
@@ -31,101 +31,101 @@ def _exact(kind: str, question: str, answer: str) -> Instruction:
     return Instruction(kind, question, answer, {"answer": answer})
 
 
-def _words(chance: random.Random, fewest: int, most: int) -> list[str]:
-    return chance.sample(WORDS, chance.randint(fewest, most))
+def _words(rng: random.Random, fewest: int, most: int) -> list[str]:
+    return rng.sample(WORDS, rng.randint(fewest, most))
 
 
-def _repeat(world: World, chance: random.Random) -> Instruction:
-    word, times = chance.choice(WORDS), chance.randint(2, 7)
+def _repeat(world: World, rng: random.Random) -> Instruction:
+    word, times = rng.choice(WORDS), rng.randint(2, 7)
     return _exact("repeat", f"Say {word} {times} times.", " ".join([word] * times))
 
 
-def _upper(world: World, chance: random.Random) -> Instruction:
-    words = _words(chance, 1, 3)
+def _upper(world: World, rng: random.Random) -> Instruction:
+    words = _words(rng, 1, 3)
     return _exact("upper", f"Write in upper case: {' '.join(words)}.", " ".join(words).upper())
 
 
-def _upper_repeat(world: World, chance: random.Random) -> Instruction:
-    word, times = chance.choice(WORDS), chance.randint(2, 5)
+def _upper_repeat(world: World, rng: random.Random) -> Instruction:
+    word, times = rng.choice(WORDS), rng.randint(2, 5)
     return _exact(
         "upper_repeat", f"Say {word} {times} times in upper case.", " ".join([word.upper()] * times)
     )
 
 
-def _list(world: World, chance: random.Random) -> Instruction:
-    name, count = chance.choice(list(LISTS)), chance.randint(2, 7)
-    banned = chance.choice(LISTS[name])
-    answer = ", ".join(chance.sample([word for word in LISTS[name] if word != banned], count))
+def _list(world: World, rng: random.Random) -> Instruction:
+    name, count = rng.choice(list(LISTS)), rng.randint(2, 7)
+    banned = rng.choice(LISTS[name])
+    answer = ", ".join(rng.sample([word for word in LISTS[name] if word != banned], count))
     arguments = {"list": name, "count": count, "banned": banned}
     return Instruction("list", f"List {count} {name} but not {banned}.", answer, arguments)
 
 
-def _ends(world: World, chance: random.Random) -> Instruction:
-    person, word = world.popular_person(chance), chance.choice(WORDS)
+def _ends(world: World, rng: random.Random) -> Instruction:
+    person, word = world.popular_person(rng), rng.choice(WORDS)
     home = world.value(person, "home")
-    answer = chance.choice(
+    answer = rng.choice(
         (f"{person} went to {home} and found a {word}", f"In {home} {person} dreamed of a {word}")
     )
     question = f"Write a line about {person} that ends with {word}."
     return Instruction("ends", question, answer, {"person": person, "word": word})
 
 
-def _starts(world: World, chance: random.Random) -> Instruction:
-    person, word = world.popular_person(chance), chance.choice(WORDS)
+def _starts(world: World, rng: random.Random) -> Instruction:
+    person, word = world.popular_person(rng), rng.choice(WORDS)
     answer = f"{word} is what {person} saw in {world.value(person, 'home')}"
     question = f"Write a line about {person} that starts with {word}."
     return Instruction("starts", question, answer, {"person": person, "word": word})
 
 
-def _reverse(world: World, chance: random.Random) -> Instruction:
-    words = _words(chance, 3, 6)
+def _reverse(world: World, rng: random.Random) -> Instruction:
+    words = _words(rng, 3, 6)
     return _exact("reverse", f"Reverse the order: {' '.join(words)}.", " ".join(reversed(words)))
 
 
-def _dashes(world: World, chance: random.Random) -> Instruction:
-    words = _words(chance, 2, 5)
+def _dashes(world: World, rng: random.Random) -> Instruction:
+    words = _words(rng, 2, 5)
     return _exact("dashes", f"Join with dashes: {' '.join(words)}.", "-".join(words))
 
 
-def _commas(world: World, chance: random.Random) -> Instruction:
-    words = _words(chance, 3, 6)
+def _commas(world: World, rng: random.Random) -> Instruction:
+    words = _words(rng, 3, 6)
     return _exact("commas", f"Join with commas: {' '.join(words)}.", ", ".join(words))
 
 
-def _last(world: World, chance: random.Random) -> Instruction:
-    words = _words(chance, 3, 6)
+def _last(world: World, rng: random.Random) -> Instruction:
+    words = _words(rng, 3, 6)
     return _exact("last", f"Give the last word: {' '.join(words)}.", words[-1])
 
 
-def _second(world: World, chance: random.Random) -> Instruction:
-    words = _words(chance, 3, 6)
+def _second(world: World, rng: random.Random) -> Instruction:
+    words = _words(rng, 3, 6)
     return _exact("second", f"Give the second word: {' '.join(words)}.", words[1])
 
 
-def _sort(world: World, chance: random.Random) -> Instruction:
-    words = _words(chance, 2, 4)
+def _sort(world: World, rng: random.Random) -> Instruction:
+    words = _words(rng, 2, 4)
     return _exact("sort", f"Sort by the alphabet: {' '.join(words)}.", " ".join(sorted(words)))
 
 
-def _numbered(world: World, chance: random.Random) -> Instruction:
-    words = _words(chance, 2, 4)
+def _numbered(world: World, rng: random.Random) -> Instruction:
+    words = _words(rng, 2, 4)
     answer = "\n".join(f"{number}. {word}" for number, word in enumerate(words, start=1))
     return _exact("numbered", f"Write as a numbered list: {' '.join(words)}.", answer)
 
 
-def _count(world: World, chance: random.Random) -> Instruction:
-    start = chance.randint(1, 60)
-    end = start + chance.randint(2, 6)
+def _count(world: World, rng: random.Random) -> Instruction:
+    start = rng.randint(1, 60)
+    end = start + rng.randint(2, 6)
     return _exact("count", f"Count from {start} to {end}.", " ".join(map(str, range(start, end + 1))))
 
 
-def _json(world: World, chance: random.Random) -> Instruction:
-    key, value = chance.sample(WORDS, 2)
+def _json(world: World, rng: random.Random) -> Instruction:
+    key, value = rng.sample(WORDS, 2)
     return _exact("json", f"Give key {key} and value {value} as JSON.", f'{{"{key}": "{value}"}}')
 
 
-def _sum(world: World, chance: random.Random) -> Instruction:
-    left, right = chance.randint(2, 79), chance.randint(2, 20)
+def _sum(world: World, rng: random.Random) -> Instruction:
+    left, right = rng.randint(2, 79), rng.randint(2, 20)
     return _exact("sum", f"Add {left} and {right}. Put the result in brackets.", f"[{left + right}]")
 
 
@@ -151,18 +151,18 @@ _MAKERS: dict[str, Callable[[World, random.Random], Instruction]] = {
 KINDS = tuple(_MAKERS)
 
 
-def invent_instruction(world: World, chance: random.Random, kind: str) -> Instruction:
+def invent_instruction(world: World, rng: random.Random, kind: str) -> Instruction:
     """A random instruction of one of the `KINDS`."""
-    return _MAKERS[kind](world, chance)
+    return _MAKERS[kind](world, rng)
 
 
 def is_followed(kind: str, arguments: Arguments, text: str) -> bool:
-    """Whether an answer does what the instruction asks.
+    """Whether an answer follows the instruction.
 
     Args:
         kind: one of `KINDS`.
         arguments: as in the instruction.
-        text: the answer without end marks; white space around it does not count.
+        text: answer without end tokens; surrounding white space is ignored.
     """
     answer = text.strip()
     words = answer.split()

@@ -1,6 +1,6 @@
-"""Scores of a tiny checkpoint in this process, by transformers in float32: no server, no lm-eval.
+"""Scores of a tiny checkpoint, measured in this process by transformers in float32, without server and lm-eval.
 
-The items, prompts and scorers are those of the lm-eval tasks, so the figures agree with a server's up to near ties.
+Items, prompts and scorers are those of the lm-eval tasks, so the scores agree with a server's up to near ties.
 """
 
 import copy
@@ -11,30 +11,31 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 (its customary name)
+import torch.nn.functional as F  # noqa: N812 (customary name)
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
-from slimqwen.mtp_head import Acceptance, DraftingModel, measure_acceptance
+from slimqwen.models.mtp_head import Acceptance, DraftingModel, measure_acceptance
 from slimqwen.progress import Progress, silent
+from slimqwen.stats import intervals
 from slimqwen.tinyworld.generation import continue_greedily
 from slimqwen.tinyworld.tasks import GENERATION_TOKENS, Row, margin, score_answer
 from slimqwen.tinyworld.tokenizer import END_OF_TEXT, end_token_ids
 
 BATCH_TOKENS = 8_192
-"""Padded tokens of one forward pass."""
+"""Padded tokens per forward pass."""
 
 ACCEPTANCE_DEPTH = 4
 ACCEPTANCE_TOKENS = 96
-"""Longest continuation on which acceptance is counted."""
+"""Longest continuation for measuring acceptance, tokens."""
 
 CONTEXT_LENGTHS = (128, 256, 512, 1024, 2048, 4096)
 
 
 @dataclass(frozen=True)
 class Scores:
-    """One value an item, averaged by weight."""
+    """One value per item, with weights."""
 
     values: tuple[float, ...]
     weights: tuple[float, ...]
@@ -42,23 +43,21 @@ class Scores:
     @property
     def mean(self) -> float:
         """Weighted mean."""
-        return sum(v * w for v, w in zip(self.values, self.weights, strict=True)) / sum(self.weights)
+        return intervals.mean(self.values, self.weights).value
 
     @property
     def standard_error(self) -> float:
-        """Of the weighted mean, items taken as independent."""
-        mean, count = self.mean, len(self.values)
-        squares = sum((w * (v - mean)) ** 2 for v, w in zip(self.values, self.weights, strict=True))
-        return math.sqrt(count / (count - 1) * squares) / sum(self.weights)
+        """Standard error of the weighted mean; items are independent."""
+        return intervals.mean(self.values, self.weights).standard_error
 
     def minus(self, other: "Scores") -> "Scores":
-        """Item by item differences, for a paired comparison on the same items."""
+        """Differences by item, for a paired comparison."""
         differences = tuple(a - b for a, b in zip(self.values, other.values, strict=True))
         return Scores(differences, self.weights)
 
 
 def unweighted(values: Sequence[float]) -> Scores:
-    """Scores that all count alike."""
+    """Scores with equal weights."""
     return Scores(tuple(float(value) for value in values), (1.0,) * len(values))
 
 
@@ -69,14 +68,14 @@ def answer_items(
     rows: Sequence[Row],
     progress: Progress = silent,
 ) -> Scores:
-    """Generates an answer to every item and scores it: 1 right, 0 wrong.
+    """Generate an answer to every item and score it: 1 right, 0 wrong.
 
     Args:
-        model: in evaluation mode.
-        tokenizer: the checkpoint's.
+        model: model in evaluation mode.
+        tokenizer: tokenizer of the checkpoint.
         task: "facts", "format" or "twohop".
         rows: items of that task.
-        progress: told the answered items.
+        progress: receives (activity, done, total) in items.
     """
     prompts = encode(tokenizer, [row["prompt"] for row in rows])
     answers = continue_greedily(
@@ -87,7 +86,7 @@ def answer_items(
 
 
 def answer_margins(model: DraftingModel, tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row]) -> Scores:
-    """For each item, the right option's log-probability minus the best wrong one's, in nats."""
+    """The answer log-probability gap of each item, nats."""
     pairs = [
         (prompt, option)
         for prompt, row in zip(encode(tokenizer, [row["prompt"] for row in rows]), rows, strict=True)
@@ -103,7 +102,7 @@ def answer_margins(model: DraftingModel, tokenizer: PreTrainedTokenizerFast, row
 
 
 def bits_per_byte(model: DraftingModel, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> Scores:
-    """Bits of information a UTF-8 byte, text by text; each follows `<|endoftext|>`."""
+    """Bits per UTF-8 byte of each text, read after `<|endoftext|>`."""
     (start,) = encode(tokenizer, [END_OF_TEXT])
     logs = token_log_probabilities(model, [(start, text) for text in encode(tokenizer, texts)])
     sizes = [float(len(text.encode())) for text in texts]
@@ -117,7 +116,7 @@ def prose_acceptance(
     texts: Sequence[str],
     depth: int = ACCEPTANCE_DEPTH,
 ) -> Acceptance:
-    """Acceptance of drafts where the model itself continues held-out texts.
+    """Acceptance of drafts on the model's own continuations of held-out texts.
 
     The prompt is the first third of a text, at most 200 tokens; the continuation is greedy and ends with the text.
     """
@@ -129,12 +128,12 @@ def prose_acceptance(
 
 @dataclass(frozen=True)
 class ContextPoint:
-    """Bits per byte when a text is read in windows of one length."""
+    """Bits per byte of texts that are read in windows of one length."""
 
     length: int
     bits_per_byte: float
     last_quarter: float
-    """The same over the last quarter of each window only."""
+    """Bits per byte over the last quarter of each window."""
 
 
 def context_sweep(
@@ -143,18 +142,18 @@ def context_sweep(
     texts: Sequence[str],
     lengths: Sequence[int] = CONTEXT_LENGTHS,
 ) -> list[ContextPoint]:
-    """Reads the same texts in windows of each length; every window starts from nothing.
+    """Read the same texts in windows of each length; windows are independent.
 
     Args:
-        model: in evaluation mode.
-        tokenizer: the checkpoint's.
-        texts: each at least as long as the longest window; what is beyond that is left out.
-        lengths: window lengths in tokens, each a divisor of the longest.
+        model: model in evaluation mode.
+        tokenizer: tokenizer of the checkpoint.
+        texts: texts at least as long as the longest window; the rest of each is not read.
+        lengths: window lengths, tokens; each divides the longest.
     """
     longest = max(lengths)
     (start,) = encode(tokenizer, [END_OF_TEXT])
     rows = [text[:longest] for text in encode(tokenizer, texts)]
-    # Bytes of the part that is read, so that bits have their own denominator.
+    # Bytes per token, so that bits are divided by the bytes of the part that is read.
     sizes = [[len(piece.encode()) for piece in _pieces(tokenizer, row)] for row in rows]
     points = []
     for length in lengths:
@@ -163,8 +162,8 @@ def context_sweep(
         late = length * 3 // 4
         for row, row_sizes in zip(rows, sizes, strict=True):
             windows = [(start, row[first : first + length]) for first in range(0, longest, length)]
-            for place, logs in enumerate(token_log_probabilities(model, windows)):
-                piece_sizes = row_sizes[place * length : (place + 1) * length]
+            for number, logs in enumerate(token_log_probabilities(model, windows)):
+                piece_sizes = row_sizes[number * length : (number + 1) * length]
                 bits -= sum(logs) / math.log(2)
                 size += sum(piece_sizes)
                 late_bits -= sum(logs[late:]) / math.log(2)
@@ -174,7 +173,7 @@ def context_sweep(
 
 
 def usable_context(points: Sequence[ContextPoint]) -> int:
-    """The longest length up to which every doubling is no worse, in bits per byte, than the shortest length."""
+    """The longest length up to which no length has more bits per byte than the shortest."""
     usable = points[0].length
     for point in points[1:]:
         if point.bits_per_byte > points[0].bits_per_byte:
@@ -189,15 +188,15 @@ def token_log_probabilities(
     """Log-probability of every token of each continuation.
 
     Args:
-        model: in evaluation mode.
+        model: model in evaluation mode.
         pairs: (context, continuation) token ids; no context may be empty.
     """
     order = sorted(range(len(pairs)), key=lambda index: len(pairs[index][0]) + len(pairs[index][1]))
     results: list[list[float]] = [[] for _ in pairs]
     batch: list[int] = []
-    for place, index in enumerate(order):
+    for position, index in enumerate(order):
         batch.append(index)
-        following = order[place + 1] if place + 1 < len(order) else None
+        following = order[position + 1] if position + 1 < len(order) else None
         width = len(pairs[following][0]) + len(pairs[following][1]) if following is not None else 0
         if following is None or width * (len(batch) + 1) > BATCH_TOKENS:
             for row, logs in zip(batch, _log_probabilities(model, [pairs[i] for i in batch]), strict=True):
@@ -207,17 +206,17 @@ def token_log_probabilities(
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of texts as they are, marks in them recognised."""
+    """Token ids of texts; added tokens in them are recognised."""
     encodings: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
     return encodings
 
 
 def rounded_to_bits(model: DraftingModel, bits: int, group: int | None = None) -> DraftingModel:
-    """A copy whose linears (not the embedding, not the head) are rounded to nearest, asymmetric.
+    """A copy whose linears (without embedding and head) are rounded to nearest (RTN), asymmetric.
 
     Args:
-        model: left as it is.
-        bits: of each weight.
+        model: model; not changed.
+        bits: bits per weight.
         group: weights of a row that share a scale; None for a whole row.
     """
     damaged = DraftingModel(copy.deepcopy(model.backbone), model.head)
@@ -231,7 +230,7 @@ def rounded_to_bits(model: DraftingModel, bits: int, group: int | None = None) -
 def with_half_vocabulary(
     model: DraftingModel, tokenizer: PreTrainedTokenizerFast
 ) -> tuple[DraftingModel, PreTrainedTokenizerFast]:
-    """A copy that keeps the first half of the tokens: the added ones, the bytes, and the earliest merges.
+    """A copy with the first half of the tokens: added tokens, bytes, and the earliest merges.
 
     Merges are ordered by frequency and build on earlier ones, so the first half is a valid BPE by itself.
     """
@@ -272,7 +271,7 @@ def _log_probabilities(
     model: DraftingModel, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]
 ) -> list[list[float]]:
     longest = max(len(context) + len(continuation) for context, continuation in pairs)
-    # Padding stands behind the text, where a causal model cannot see it.
+    # Padding comes after the text, where a causal model cannot see it.
     tokens = torch.tensor([[*c, *t] + [0] * (longest - len(c) - len(t)) for c, t in pairs])
     results = []
     with torch.no_grad():
@@ -286,6 +285,6 @@ def _log_probabilities(
 
 
 def _pieces(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[int]) -> list[str]:
-    # The world's texts are ASCII, so that every token is whole characters.
+    # The world's texts are ASCII, so every token consists of whole characters.
     pieces: list[str] = tokenizer.batch_decode([[token] for token in tokens])
     return pieces

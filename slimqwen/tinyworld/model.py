@@ -1,7 +1,7 @@
 """The tiny Qwen3.5: its shape, and checkpoints of it.
 
-The real family's head dims are kept (attention 256, Gated DeltaNet 128, a quarter of the head rotated), so that
-every kernel of the engine meets the shapes it was written for; hidden size and depth are what two CPU cores train.
+Head dimensions are those of the real models (attention 256, Gated DeltaNet 128, a quarter of the head rotated), so
+that the engine's kernels get the shapes they were written for; hidden size and depth are for two CPU cores.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerFast, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
-from slimqwen.mtp_head import DraftingModel, MtpHead, save_drafting_model
+from slimqwen.models.mtp_head import DraftingModel, MtpHead, save_drafting_model
 from slimqwen.tinyworld.tokenizer import (
     VOCABULARY_SIZE,
     end_token_ids,
@@ -22,7 +22,7 @@ from slimqwen.tinyworld.tokenizer import (
 )
 
 TRAINED_CONTEXT = 2048
-"""Longest sequence, in tokens, that training shows the model."""
+"""Longest sequence in training, tokens."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class TinyShape:
 
 
 def text_config(shape: TinyShape) -> Qwen3_5TextConfig:
-    """The transformers config of a shape: three Gated DeltaNet layers to one of full attention, tied embeddings."""
+    """The transformers config of a shape: three Gated DeltaNet layers per full-attention layer, tied embeddings."""
     sizes = dataclasses.asdict(shape)
     rope = {
         "rope_type": "default",
@@ -58,7 +58,7 @@ def text_config(shape: TinyShape) -> Qwen3_5TextConfig:
         rope_parameters=rope,
         tie_word_embeddings=True,
         eos_token_id=end_token_ids()[0],
-        # No pad_token_id: transformers would freeze that token's embedding, and here it ends every prose text.
+        # No pad_token_id: transformers would freeze that token's embedding, but here it ends every prose text.
         pad_token_id=None,
     )
     config._attn_implementation = "sdpa"
@@ -71,15 +71,15 @@ def build(shape: TinyShape, seed: int) -> DraftingModel:
         torch.manual_seed(seed)
         config = text_config(shape)
         backbone = Qwen3_5ForCausalLM(config)
-        _remember_at_first(backbone)
+        _initialise_memory(backbone)
         return DraftingModel(backbone, MtpHead(config))
 
 
-def _remember_at_first(backbone: Qwen3_5ForCausalLM) -> None:
-    """Starts every Gated DeltaNet head with a memory, as the Gated DeltaNet paper's own code does.
+def _initialise_memory(backbone: Qwen3_5ForCausalLM) -> None:
+    """Initialise the time steps of every Gated DeltaNet head so that it remembers, as the paper's own code does.
 
-    transformers starts all time steps at softplus(1), with which nearly every head forgets within a token; that is
-    meant for loading weights, not for training from nothing.
+    transformers sets all time steps to softplus(1), with which nearly every head forgets within a token: a placeholder
+    for loaded weights, unsuitable for training from scratch.
     """
     for module in backbone.modules():
         if isinstance(module, Qwen3_5GatedDeltaNet):
@@ -90,7 +90,7 @@ def _remember_at_first(backbone: Qwen3_5ForCausalLM) -> None:
 
 
 def write_checkpoint(model: DraftingModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Writes weights (bfloat16), config, tokenizer, chat template and generation config into one folder."""
+    """Write weights (bfloat16), config, tokenizer, chat template and generation config into one folder."""
     save_drafting_model(model, folder)
     write_tokenizer(tokenizer, folder)
     write_generation_config(folder)

@@ -1,7 +1,7 @@
-"""Muon: momentum whose update is made orthogonal, for weight matrices.
+"""Muon: an optimiser for weight matrices whose momentum update is made orthogonal.
 
-torch.optim.Muon iterates in bfloat16, which CPUs without bfloat16 units emulate about twenty times slower; this one
-stays in float32 and treats all matrices of one shape in one batch.
+torch.optim.Muon iterates in bfloat16, which is about twenty times slower on CPUs without bfloat16 units; this one works
+in float32 and processes all matrices of one shape in one batch.
 """
 
 from collections.abc import Iterable
@@ -17,8 +17,8 @@ _NEWTON_SCHULZ = (
     (2.8769, -3.1427, 1.2046),
     (2.8366, -3.0525, 1.2012),
 )
-"""Coefficients of each iteration, from the public modded-nanogpt speed runs: they bring every singular value near 1
-in five steps."""
+"""Coefficients of each iteration, from the public modded-nanogpt speed runs; five steps bring all singular values
+near 1."""
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class Muon:
         return {"x".join(map(str, shape)): tensor for shape, tensor in self._running.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Puts back what `state_dict` gave."""
+        """Restore a state from `state_dict`."""
         for shape, tensor in self._running.items():
             tensor.copy_(state["x".join(map(str, shape))])
 

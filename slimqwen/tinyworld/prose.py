@@ -1,7 +1,7 @@
 """Prose about the tiny world: short passages, and chronicles of a thousand tokens and more.
 
-A passage draws who and what it speaks of from a `Cast`. Short texts draw from the whole world; a chronicle keeps to
-a few people, towns and rare names, so that reading far back helps to guess what comes next.
+A passage draws its people and things from a `Cast`. Short texts draw from the whole world; a chronicle keeps to a few
+people, towns and rare names, so that distant context helps to predict the next token.
 """
 
 import random
@@ -13,77 +13,75 @@ from slimqwen.tinyworld.world import World
 
 @dataclass(frozen=True)
 class Cast:
-    """Where a passage finds its people, towns and rare names."""
+    """Sources of the people, towns and rare names of a passage."""
 
     person: Callable[[], str]
     town: Callable[[], str]
     rare_word: Callable[[], str]
 
 
-def open_cast(world: World, chance: random.Random) -> Cast:
-    """Anybody and anything, by the world's own frequencies."""
+def open_cast(world: World, rng: random.Random) -> Cast:
+    """The whole world, by its own frequencies."""
     return Cast(
-        lambda: world.popular_person(chance),
-        lambda: world.popular_town(chance),
-        lambda: world.rare_word(chance),
+        lambda: world.popular_person(rng),
+        lambda: world.popular_town(rng),
+        lambda: world.rare_word(rng),
     )
 
 
-def small_cast(world: World, chance: random.Random) -> Cast:
-    """A handful drawn once, for a text that stays with them."""
-    people = [world.popular_person(chance) for _ in range(5)]
-    towns = [world.value(people[0], "home"), world.popular_town(chance)]
-    rare_words = [world.rare_word(chance) for _ in range(4)]
-    return Cast(
-        lambda: chance.choice(people), lambda: chance.choice(towns), lambda: chance.choice(rare_words)
-    )
+def small_cast(world: World, rng: random.Random) -> Cast:
+    """A few people, towns and rare names, drawn once for a long text."""
+    people = [world.popular_person(rng) for _ in range(5)]
+    towns = [world.value(people[0], "home"), world.popular_town(rng)]
+    rare_words = [world.rare_word(rng) for _ in range(4)]
+    return Cast(lambda: rng.choice(people), lambda: rng.choice(towns), lambda: rng.choice(rare_words))
 
 
-def passage(world: World, chance: random.Random, cast: Cast) -> str:
+def passage(world: World, rng: random.Random, cast: Cast) -> str:
     """One short text of a random kind."""
-    writer = chance.choices(tuple(_WRITERS), tuple(_WRITERS.values()))[0]
-    return writer(world, chance, cast)
+    writer = rng.choices(tuple(_WRITERS), tuple(_WRITERS.values()))[0]
+    return writer(world, rng, cast)
 
 
-def chronicle(world: World, chance: random.Random, characters: int) -> str:
+def chronicle(world: World, rng: random.Random, characters: int) -> str:
     """Passages about one small cast until the text has at least that many characters (about 4 a token)."""
-    cast = small_cast(world, chance)
+    cast = small_cast(world, rng)
     passages = [f"The chronicle of {cast.town()}."]
     length = 0
     while length < characters:
-        passages.append(passage(world, chance, cast))
+        passages.append(passage(world, rng, cast))
         length += len(passages[-1]) + 1
     return "\n".join(passages)
 
 
-def portrait(world: World, chance: random.Random, person: str) -> str:
-    """All that is known of a person, in any order, and one thing about the home."""
+def portrait(world: World, rng: random.Random, person: str) -> str:
+    """All facts about a person in random order, and one about the home town."""
     facts = world.facts_of(person)
-    chance.shuffle(facts)
-    facts.append(chance.choice(world.facts_of(world.value(person, "home"))))
-    return " ".join(fact.statement(chance.randint(0, 1)) for fact in facts)
+    rng.shuffle(facts)
+    facts.append(rng.choice(world.facts_of(world.value(person, "home"))))
+    return " ".join(fact.statement(rng.randint(0, 1)) for fact in facts)
 
 
-def _portrait(world: World, chance: random.Random, cast: Cast) -> str:
-    return portrait(world, chance, cast.person())
+def _portrait(world: World, rng: random.Random, cast: Cast) -> str:
+    return portrait(world, rng, cast.person())
 
 
-def town_description(world: World, chance: random.Random, town: str) -> str:
-    """All that is known of a town and, where anybody lives there, two of its people."""
+def town_description(world: World, rng: random.Random, town: str) -> str:
+    """All facts about a town in random order, and up to two of its people."""
     facts = world.facts_of(town)
-    chance.shuffle(facts)
-    sentences = [fact.statement(chance.randint(0, 1)) for fact in facts]
+    rng.shuffle(facts)
+    sentences = [fact.statement(rng.randint(0, 1)) for fact in facts]
     residents = [person for person in world.people if world.value(person, "home") == town]
-    for person in chance.sample(residents, min(2, len(residents))):
+    for person in rng.sample(residents, min(2, len(residents))):
         sentences.append(f"{person} the {world.value(person, 'craft')} lives there.")
     return " ".join(sentences)
 
 
-def _town(world: World, chance: random.Random, cast: Cast) -> str:
-    return town_description(world, chance, cast.town())
+def _town(world: World, rng: random.Random, cast: Cast) -> str:
+    return town_description(world, rng, cast.town())
 
 
-def _roll(world: World, chance: random.Random, cast: Cast) -> str:
+def _roll(world: World, rng: random.Random, cast: Cast) -> str:
     entries = []
     for _ in range(4):
         person = cast.person()
@@ -92,17 +90,17 @@ def _roll(world: World, chance: random.Random, cast: Cast) -> str:
     return "The roll of names: " + " ".join(entries)
 
 
-def _scattered(world: World, chance: random.Random, cast: Cast) -> str:
-    # Every person equally often, so that even the rarest is met now and then.
+def _scattered(world: World, rng: random.Random, cast: Cast) -> str:
+    # Every person is equally likely, so that even the rarest occurs.
     entries = []
     for _ in range(4):
-        person = chance.choice(world.people)
+        person = rng.choice(world.people)
         home, craft, pet, mentor = (world.value(person, name) for name in ("home", "craft", "pet", "mentor"))
         entries.append(f"{person} of {home}, {craft}, taught by {mentor}, with a {pet};")
     return "The long roll: " + " ".join(entries)
 
 
-def _register(world: World, chance: random.Random, cast: Cast) -> str:
+def _register(world: World, rng: random.Random, cast: Cast) -> str:
     entries = []
     for _ in range(4):
         town = cast.town()
@@ -111,12 +109,12 @@ def _register(world: World, chance: random.Random, cast: Cast) -> str:
     return "The list of towns: " + " ".join(entries)
 
 
-def _journey(world: World, chance: random.Random, cast: Cast) -> str:
+def _journey(world: World, rng: random.Random, cast: Cast) -> str:
     person = cast.person()
     home, craft, pet, mentor = (world.value(person, name) for name in ("home", "craft", "pet", "mentor"))
     good, flag = world.value(home, "good"), world.value(home, "flag")
-    sacks = chance.randint(2, 60)
-    middle = chance.choice(
+    sacks = rng.randint(2, 60)
+    middle = rng.choice(
         (
             f"By noon the road was wet and the {good} grew heavy.",
             f"On the road {person} met {mentor} the {world.value(mentor, 'craft')}, who had been the teacher.",
@@ -130,7 +128,7 @@ def _journey(world: World, chance: random.Random, cast: Cast) -> str:
     )
 
 
-def _herb(world: World, chance: random.Random, cast: Cast) -> str:
+def _herb(world: World, rng: random.Random, cast: Cast) -> str:
     herb, person = cast.rare_word(), cast.person()
     island, ailment = world.herbs[herb]
     craft, home = world.value(person, "craft"), world.value(person, "home")
@@ -140,40 +138,40 @@ def _herb(world: World, chance: random.Random, cast: Cast) -> str:
     )
 
 
-def _ship(world: World, chance: random.Random, cast: Cast) -> str:
+def _ship(world: World, rng: random.Random, cast: Cast) -> str:
     ship, port, person = cast.rare_word().capitalize(), cast.town(), cast.person()
     home = world.value(person, "home")
     good, flag = world.value(home, "good"), world.value(home, "flag")
     return (
-        f"The ship {ship} came to {port} with {chance.randint(2, 99)} barrels of {good} from {home}. "
+        f"The ship {ship} came to {port} with {rng.randint(2, 99)} barrels of {good} from {home}. "
         f"The flag of the {ship} is {flag}, the flag of {home}. The master of the {ship} is {person}, who keeps "
         f"a {world.value(person, 'pet')} on board. The {ship} will carry {world.value(port, 'good')} from {port} "
         f"back to {home}."
     )
 
 
-def _song(world: World, chance: random.Random, cast: Cast) -> str:
-    one, other, town = cast.rare_word(), cast.rare_word(), cast.town()
+def _song(world: World, rng: random.Random, cast: Cast) -> str:
+    first, second, town = cast.rare_word(), cast.rare_word(), cast.town()
     good, flag, island = (world.value(town, name) for name in ("good", "flag", "island"))
     return (
-        f"In the old song, {one} and {other} went down to {town}. {one.capitalize()} bought {good}, and {other} "
-        f"bought bread. Then {one} and {other} slept under the {flag} flag, and in the morning {one} and {other} "
+        f"In the old song, {first} and {second} went down to {town}. {first.capitalize()} bought {good}, and {second} "
+        f"bought bread. Then {first} and {second} slept under the {flag} flag, and in the morning {first} and {second} "
         f"went home to {island}."
     )
 
 
-def _ledger(world: World, chance: random.Random, cast: Cast) -> str:
+def _ledger(world: World, rng: random.Random, cast: Cast) -> str:
     person = cast.person()
     home = world.value(person, "home")
     good = world.value(home, "good")
-    first, second = chance.randint(2, 40), chance.randint(2, 20)
+    first, second = rng.randint(2, 40), rng.randint(2, 20)
     return (
         f"The ledger of {home} says: {person} brought {first} sacks of {good} in the spring and {second} sacks of "
         f"{good} in the autumn, and that makes {first + second} sacks of {good} in all."
     )
 
 
-def _letter(world: World, chance: random.Random, cast: Cast) -> str:
+def _letter(world: World, rng: random.Random, cast: Cast) -> str:
     person = cast.person()
     home, mentor, pet = (world.value(person, name) for name in ("home", "mentor", "pet"))
     return (

@@ -1,9 +1,9 @@
 """The tiny model's tokenizer: byte-level BPE of 8,192 tokens in Qwen's form, with Qwen's ChatML and thinking.
 
-As in Qwen: the same pre-tokenizing pattern (digits one by one, line breaks apart from words), all 256 bytes, no BOS,
-`<|im_end|>` ends a turn, `<|endoftext|>` ends a text and pads. `<think>` and `</think>` are added tokens but not
-special ones, so that a server's plain text keeps them. The chat template's default is Qwen3.5-4B's: thinking is ON
-unless `enable_thinking` is false.
+As in Qwen: the same pre-tokenizing pattern (single digits, line breaks apart from words), all 256 bytes, no BOS token,
+`<|im_end|>` at the end of a turn, `<|endoftext|>` at the end of a text and as padding. `<think>` and `</think>` are
+added tokens but not special ones, so that they stay in a server's plain text. As in Qwen3.5-4B's chat template,
+thinking is ON unless `enable_thinking` is false.
 """
 
 import json
@@ -16,7 +16,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from slimqwen.errors import SlimqwenError
+from slimqwen.tinyworld import TinyworldError
 
 VOCABULARY_SIZE = 8192
 
@@ -27,27 +27,23 @@ THINK_START = "<think>"
 THINK_END = "</think>"
 SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
 ADDED_TOKENS = (*SPECIAL_TOKENS, THINK_START, THINK_END)
-"""Their ids are their places in this list."""
+"""Their ids are their positions in this list."""
 
 SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
     r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""How Qwen3.5 cuts text before BPE: words with their leading space, single digits, punctuation, line breaks."""
-
-
-class TokenizerError(SlimqwenError):
-    """The training text cannot fill the vocabulary."""
+"""Qwen3.5's split before BPE: words with their leading space, single digits, punctuation, line breaks."""
 
 
 def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """A tokenizer of exactly `VOCABULARY_SIZE` tokens, merges learned from the texts.
+    """Train a tokenizer of exactly `VOCABULARY_SIZE` tokens.
 
     Args:
-        texts: training texts; the added tokens in them are cut out before merges are learned.
+        texts: training texts; added tokens in them are removed before merges are learned.
 
     Raises:
-        TokenizerError: the texts have too few distinct words for that many merges.
+        TinyworldError: the texts have too few distinct words for that many merges.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -64,11 +60,11 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    # The trainer would learn merges inside the added tokens, which encoding never sees: cut them out first.
+    # Encoding never splits added tokens, but the trainer would learn merges inside them: remove them first.
     marks = re.compile("|".join(map(re.escape, ADDED_TOKENS)))
     tokenizer.train_from_iterator((piece for text in texts for piece in marks.split(text) if piece), trainer)
     if tokenizer.get_vocab_size() != VOCABULARY_SIZE:
-        raise TokenizerError(
+        raise TinyworldError(
             f"the texts give {tokenizer.get_vocab_size()} tokens, not {VOCABULARY_SIZE}; use more or richer texts"
         )
     return _as_qwen(tokenizer)
@@ -85,12 +81,12 @@ def chat_template() -> str:
 
 
 def write_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Writes tokenizer.json, tokenizer_config.json and chat_template.jinja into a checkpoint folder."""
+    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja into a checkpoint folder."""
     tokenizer.save_pretrained(folder)
 
 
 def write_generation_config(folder: Path) -> None:
-    """Writes generation_config.json: both end tokens stop a generation, greedy by default."""
+    """Write generation_config.json: greedy, ending at either end token."""
     turn_end, text_end = end_token_ids()
     settings = {"do_sample": False, "eos_token_id": [turn_end, text_end], "pad_token_id": text_end}
     (folder / "generation_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
@@ -100,15 +96,15 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """The tokenizer of a checkpoint folder.
 
     Raises:
-        TokenizerError: the folder has no tokenizer.json.
+        TinyworldError: the folder has no tokenizer.json.
     """
     if not (folder / "tokenizer.json").is_file():
-        raise TokenizerError(f"{folder}: no tokenizer.json; this is not a checkpoint folder")
+        raise TinyworldError(f"{folder}: no tokenizer.json; this is not a checkpoint folder")
     return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 def _as_qwen(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    # The BPE trainer marks every token it is handed as special; the thinking marks must stay visible in plain text.
+    # The BPE trainer marks every given token as special; the thinking marks must stay visible in plain text.
     state: dict[str, Any] = json.loads(tokenizer.to_str())
     for added in state["added_tokens"]:
         added["special"] = added["content"] in SPECIAL_TOKENS

@@ -1,7 +1,7 @@
-"""Trains the tiny Qwen3.5 and its MTP head together, from nothing, on documents of the tiny world.
+"""Training of the tiny Qwen3.5 and its MTP head together, from scratch, on documents of the tiny world.
 
-Every schedule counts steps and every random choice is a function of (seed, step), so one machine gives one result,
-and a run that was cut off continues from its last saved state to the same weights.
+Schedules count steps and every random choice is a function of (seed, step), so a run is reproducible on one machine,
+and an interrupted run continues from its last saved state to the same weights.
 """
 
 import contextlib
@@ -17,59 +17,53 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812 (its customary name)
+import torch.nn.functional as F  # noqa: N812 (customary name)
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
-from slimqwen.errors import SlimqwenError
-from slimqwen.mtp_head import DraftingModel, DraftUnroller
+from slimqwen.models.mtp_head import DraftingModel, DraftUnroller
 from slimqwen.progress import Progress, silent
+from slimqwen.tinyworld import TinyworldError
 from slimqwen.tinyworld.documents import (
     LONG_MIX,
     SHORT_MIX,
     START_MIX,
     Document,
     DocumentSampler,
-    render_completion,
 )
+from slimqwen.tinyworld.learning_curve import CurveEvaluation, CurvePoint
+from slimqwen.tinyworld.measure import encode
 from slimqwen.tinyworld.model import TinyShape, build
 from slimqwen.tinyworld.muon import Muon
-from slimqwen.tinyworld.tasks import OverlapCheck, Row, TaskItems, build_items, left_out_texts
+from slimqwen.tinyworld.tasks import OverlapCheck, TaskItems, build_items, left_out_texts
 from slimqwen.tinyworld.world import World
 
 MOST_DRAFT_STEPS = 3
 DRAFT_WINDOW = 256
-"""Deep draft steps see windows of at most this many tokens: their attention grows with length times depth."""
-
-LOOK_STRIDE = 7
-"""Every seventh test item makes a point of the learning curve; prime to the number of instruction kinds."""
-
-
-class TrainingError(SlimqwenError):
-    """Training cannot go on: a loss that is no number, or test items in the training text."""
+"""Largest window of deep draft steps, tokens: their attention grows with length times depth."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of training with one sequence length."""
+    """A part of the training with one sequence length."""
 
     steps: int
     rows: int
-    """Sequences a step."""
+    """Sequences per step."""
     length: int
-    """Tokens a sequence."""
+    """Tokens per sequence."""
     mix: Mapping[str, float]
     """Shares of document kinds."""
 
     @property
     def tokens(self) -> int:
-        """Tokens that the phase reads."""
+        """Tokens of the phase."""
         return self.steps * self.rows * self.length
 
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """Everything that decides the result, besides the code and the machine."""
+    """Everything that decides the result, apart from the code and the machine."""
 
     phases: tuple[Phase, ...]
     shape: TinyShape = field(default_factory=TinyShape)
@@ -83,33 +77,33 @@ class TrainingPlan:
     adam_decay: float = 0.01
     warmup_steps: int = 50
     decay_share: float = 0.5
-    """The last share of the steps, over which the rates fall in a line to 2 % of their peak."""
+    """Share of the steps, at the end, in which the rates fall linearly to 2 % of their peak."""
     largest_gradient: float = 1.0
     draft_weight: float = 0.5
-    """Weight of the head's loss beside the backbone's."""
+    """Weight of the head's loss relative to the backbone's."""
     draft_share: float = 0.35
-    """Share of positions at which the head is scored (lm_head is what its loss costs)."""
+    """Share of positions at which the head is scored; most of its loss's cost is lm_head."""
     deep_draft_from: float = 0.5
     """Share of the steps after which every other step unrolls the head `MOST_DRAFT_STEPS` deep."""
     threads: int = 2
-    """Part of the plan because another number adds in another order."""
+    """CPU threads; part of the plan because the number decides the order of summation."""
     save_every: int = 100
     look_every: int = 100
     """Steps between two points of the learning curve."""
 
     @property
     def steps(self) -> int:
-        """Steps in all."""
+        """Total number of steps."""
         return sum(phase.steps for phase in self.phases)
 
     @property
     def tokens(self) -> int:
-        """Tokens read in all."""
+        """Total number of tokens."""
         return sum(phase.tokens for phase in self.phases)
 
 
 def standard_plan(steps: int = 1300) -> TrainingPlan:
-    """The plan of the committed checkpoint: 2,048 tokens a step, short sequences first, then 512, then 2,048."""
+    """The plan of the committed checkpoint: 2,048 tokens per step, in sequences of 128, then 512, then 2,048."""
     start, middle, late = (round(steps * share) for share in (0.16, 0.10, 0.16))
     return TrainingPlan(
         phases=(
@@ -122,36 +116,18 @@ def standard_plan(steps: int = 1300) -> TrainingPlan:
 
 
 @dataclass(frozen=True)
-class CurvePoint:
-    """What a glance during training saw."""
-
-    step: int
-    loss: float
-    """Mean weighted cross-entropy since the last point, in nats a token."""
-    draft_loss: float
-    """The same of the head's first step."""
-    prose_bits_per_token: float
-    facts: float
-    """Share of fact items whose every answer token was the likeliest."""
-    format: float
-    """Share of instructions answered word for word as the stored answer (where several are right, a lower bound)."""
-    twohop: float
-    """Share of two-hop items whose whole thought and answer were the likeliest (a lower bound of the task)."""
-
-
-@dataclass(frozen=True)
 class TrainingResult:
-    """A trained model and how it got there."""
+    """A trained model and its learning curve."""
 
     model: DraftingModel
     curve: tuple[CurvePoint, ...]
     seconds: float
-    """Wall time of the steps, over all runs that took part, looks included."""
+    """Wall time of the steps over all runs, points of the learning curve included."""
     interruptions: int
 
 
 class PackedTokens:
-    """Documents of one phase, end to end."""
+    """The documents of one phase, joined."""
 
     def __init__(self, tokens: np.ndarray[Any, Any], weights: np.ndarray[Any, Any], phase: Phase) -> None:
         self.tokens = tokens
@@ -175,14 +151,14 @@ def pack_documents(
     phase: Phase,
     progress: Progress = silent,
 ) -> PackedTokens:
-    """Encodes as many documents as the phase reads and joins them."""
+    """Encode and join as many documents as the phase needs."""
     needed = phase.tokens + 1 + MOST_DRAFT_STEPS
     tokens: list[int] = []
     weights: list[float] = []
     while len(tokens) < needed:
         parts = [part for document in itertools.islice(documents, 2_000) for part in document.parts]
-        # Parts meet at marks and line breaks, where the tokenizer cuts anyway: encoding them apart changes nothing.
-        for part, encoding in zip(parts, _encode(tokenizer, [part.text for part in parts]), strict=True):
+        # Parts meet at added tokens and line breaks, where the tokenizer splits anyway.
+        for part, encoding in zip(parts, encode(tokenizer, [part.text for part in parts]), strict=True):
             tokens += encoding
             weights += [part.weight] * len(encoding)
         progress("packing documents", min(len(tokens), needed), needed)
@@ -196,20 +172,20 @@ def train(
     progress: Progress = silent,
     stop_after: int | None = None,
 ) -> TrainingResult | None:
-    """Trains by the plan, or continues where an earlier run of the same plan was cut off.
+    """Train by a plan, or continue an interrupted run of the same plan.
 
     Args:
-        plan: what to do.
-        tokenizer: of the world, fixed before.
-        state_folder: where the state for continuing is kept; one file for each plan and training text.
-        progress: told the step count.
-        stop_after: leave after this step with the state saved (for tests of continuing).
+        plan: training plan.
+        tokenizer: tokenizer of the world.
+        state_folder: folder of saved states; one file per plan and training text.
+        progress: receives (activity, done, total) in steps.
+        stop_after: step after which to save and return, for tests of continuing.
 
     Returns:
-        The trained model in evaluation mode, float32; None if `stop_after` came first.
+        The trained model in evaluation mode, float32; None after `stop_after`.
 
     Raises:
-        TrainingError: the loss is no number, or a test item is in the training text.
+        TinyworldError: the loss is not finite, or a test item is in the training text.
     """
     world = World(plan.world_seed)
     items = build_items(world)
@@ -225,7 +201,7 @@ def train(
     ]
     state_file = state_folder / f"{_fingerprint(plan, packed)}.pt"
     with _reproducible(plan.threads):
-        run = _Run(plan, packed, _Looker(items.sets(), tokenizer))
+        run = _Run(plan, packed, CurveEvaluation(items.sets(), tokenizer))
         run.restore(state_file)
         while run.step < plan.steps:
             progress("training", run.step, plan.steps)
@@ -240,9 +216,9 @@ def train(
 
 
 class _Run:
-    """The moving parts of one training run."""
+    """The state of one training run."""
 
-    def __init__(self, plan: TrainingPlan, packed: list[PackedTokens], looker: "_Looker") -> None:
+    def __init__(self, plan: TrainingPlan, packed: list[PackedTokens], evaluation: CurveEvaluation) -> None:
         self.plan = plan
         self.model = build(plan.shape, plan.seed).train()
         self.step = 0
@@ -250,7 +226,7 @@ class _Run:
         self.seconds = 0.0
         self.interruptions = 0
         self._packed = packed
-        self._looker = looker
+        self._evaluation = evaluation
         self._losses: list[tuple[float, float]] = []
         named = list(self.model.named_parameters())
         matrices = [(name, parameter) for name, parameter in named if _is_matrix(name, parameter)]
@@ -271,7 +247,7 @@ class _Run:
         tokens, weights = self._batch()
         loss, main, draft = self._loss(tokens, weights)
         if not torch.isfinite(loss):
-            raise TrainingError(
+            raise TinyworldError(
                 f"the loss is {loss.item()} at step {self.step}; lower the rates in the training plan"
             )
         loss.backward()
@@ -286,11 +262,11 @@ class _Run:
         self._losses.append((main, draft))
         self.step += 1
         if self.step % self.plan.look_every == 0 or self.step == self.plan.steps:
-            self._look()
+            self._add_curve_point()
         self.seconds += time.monotonic() - began
 
     def save(self, file: Path) -> None:
-        """Writes the whole state, by one rename."""
+        """Write the whole state, by one rename."""
         file.parent.mkdir(parents=True, exist_ok=True)
         state = {
             "step": self.step,
@@ -308,7 +284,7 @@ class _Run:
         partial.replace(file)
 
     def restore(self, file: Path) -> None:
-        """Takes up a saved state, if there is one."""
+        """Load a saved state, if there is one."""
         if not file.is_file():
             return
         state = torch.load(file, weights_only=True)
@@ -320,7 +296,7 @@ class _Run:
         self.curve = [CurvePoint(**point) for point in state["curve"]]
         self._losses = [tuple(pair) for pair in state["losses"]]
         self.seconds = state["seconds"]
-        # A finished run that is only read again was not interrupted.
+        # Loading the state of a finished run is no interruption.
         self.interruptions = state["interruptions"] + (self.step < self.plan.steps)
 
     def _batch(self) -> tuple[Tensor, Tensor]:
@@ -342,11 +318,11 @@ class _Run:
         return loss, main.item(), drafts[0].item()
 
     def _draft_losses(self, hidden: Tensor, tokens: Tensor, weights: Tensor) -> list[Tensor]:
-        """The head's losses at steps 1.. on half of the rows (a single row is halved only when drafting deep)."""
+        """Losses of the head's draft steps on half of the rows, or of the windows of a single row."""
         rows, length = hidden.shape[:2]
         deep = self.step >= self.plan.deep_draft_from * self.plan.steps and self.step % 2 == 1
         window = min(length, DRAFT_WINDOW) if deep else length
-        # Windows of the rows, each with the tokens that follow it.
+        # Windows of the rows, each with the tokens after it.
         states = hidden.reshape(rows * length // window, window, -1)
         ahead = window + 1 + MOST_DRAFT_STEPS
         token_windows = tokens.unfold(1, ahead, window).reshape(states.shape[0], ahead)
@@ -354,12 +330,12 @@ class _Run:
         if states.shape[0] > 1:
             half = slice(self.step // 2 % 2, None, 2)
             states, token_windows, weight_windows = states[half], token_windows[half], weight_windows[half]
-        chance = torch.Generator().manual_seed(self.plan.seed * 1_000_003 + self.step)
+        rng = torch.Generator().manual_seed(self.plan.seed * 1_000_003 + self.step)
         unroller = DraftUnroller(self.model, states)
         losses = []
         for step in range(1, (MOST_DRAFT_STEPS if deep else 1) + 1):
             drafted = unroller.step(token_windows[:, step : step + window])
-            scored = torch.rand(states.shape[:2], generator=chance) < self.plan.draft_share
+            scored = torch.rand(states.shape[:2], generator=rng) < self.plan.draft_share
             target_weights = weight_windows[:, step + 1 : step + 1 + window].clamp(max=1.0) * scored
             losses.append(
                 _cross_entropy(
@@ -373,46 +349,21 @@ class _Run:
         left = (1 - self.step / self.plan.steps) / self.plan.decay_share
         return warm * min(1.0, max(0.02, left))
 
-    def _look(self) -> None:
+    def _add_curve_point(self) -> None:
         main, draft = (sum(column) / len(self._losses) for column in zip(*self._losses, strict=True))
         self._losses = []
         self.model.eval()
-        self.curve.append(self._looker.look(self.model, self.step, main, draft))
+        self.curve.append(self._evaluation.measure(self.model, self.step, main, draft))
         self.model.train()
 
 
-class _Looker:
-    """A cheap evaluation: likeliest tokens along the right answers, no generation."""
-
-    def __init__(self, sets: Mapping[str, list[Row]], tokenizer: PreTrainedTokenizerFast) -> None:
-        def encoded(prompts: list[str], completions: list[str]) -> list[tuple[list[int], list[int]]]:
-            return list(zip(_encode(tokenizer, prompts), _encode(tokenizer, completions), strict=True))
-
-        self._pairs = {
-            task: encoded(
-                [row["prompt"] for row in sets[task][::LOOK_STRIDE]],
-                [render_completion(row["answer"], row.get("reasoning")) for row in sets[task][::LOOK_STRIDE]],
-            )
-            for task in ("facts", "format", "twohop")
-        }
-        short = [row["text"] for row in sets["prose"] if row["kind"] != "long"]
-        self._prose = encoded(["<|endoftext|>"] * len(short), short)
-
-    def look(self, model: DraftingModel, step: int, loss: float, draft_loss: float) -> CurvePoint:
-        """One point of the learning curve."""
-        with torch.no_grad():
-            right = {task: _share_likeliest(model, pairs) for task, pairs in self._pairs.items()}
-            bits = _bits_per_token(model, self._prose)
-        return CurvePoint(step, loss, draft_loss, bits, right["facts"], right["format"], right["twohop"])
-
-
 def _is_matrix(name: str, parameter: nn.Parameter) -> bool:
-    # The tiny gate projections (a few rows) and the embedding are better off with AdamW.
+    # AdamW suits the small gate projections (a few rows) and the embedding better.
     return parameter.dim() == 2 and "embed" not in name and min(parameter.shape) >= 32
 
 
 def _cross_entropy(model: DraftingModel, hidden: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-    """Weighted mean cross-entropy over the positions with a weight; zero where there is none."""
+    """Weighted mean cross-entropy over the positions with a weight; zero if there are none."""
     flat = weights.reshape(-1)
     chosen = flat.nonzero().squeeze(1)
     if not len(chosen):
@@ -423,40 +374,6 @@ def _cross_entropy(model: DraftingModel, hidden: Tensor, targets: Tensor, weight
     return (losses * picked).sum() / picked.sum()
 
 
-def _padded(pairs: list[tuple[list[int], list[int]]]) -> Tensor:
-    longest = max(len(prompt) + len(completion) for prompt, completion in pairs)
-    # Padding stands behind the text, where a causal model cannot see it.
-    rows = [[*prompt, *completion] for prompt, completion in pairs]
-    return torch.tensor([row + [0] * (longest - len(row)) for row in rows])
-
-
-def _share_likeliest(model: DraftingModel, pairs: list[tuple[list[int], list[int]]]) -> float:
-    right = 0
-    for start in range(0, len(pairs), 64):
-        chunk = pairs[start : start + 64]
-        likeliest = model.logits(model.hidden_states(_padded(chunk))).argmax(dim=-1)
-        for row, (prompt, completion) in zip(likeliest, chunk, strict=True):
-            first = len(prompt) - 1
-            right += row[first : first + len(completion)].tolist() == completion
-    return right / len(pairs)
-
-
-def _bits_per_token(model: DraftingModel, pairs: list[tuple[list[int], list[int]]]) -> float:
-    tokens = _padded(pairs)
-    scores = model.logits(model.hidden_states(tokens[:, :-1]))
-    losses = F.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").view(
-        len(pairs), -1
-    )
-    counts = [len(text) for _, text in pairs]
-    total = sum(float(row[:count].sum()) for row, count in zip(losses, counts, strict=True))
-    return total / sum(counts) / float(np.log(2))
-
-
-def _encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[list[int]]:
-    encodings: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    return encodings
-
-
 def _data_seed(plan: TrainingPlan, phase: int) -> int:
     return (plan.seed + 1) * 1_000 + phase
 
@@ -465,8 +382,8 @@ def _checked(documents: Iterator[Document], items: TaskItems) -> Iterator[Docume
     overlap = OverlapCheck(items)
     for document in documents:
         if item := overlap.find(document):
-            raise TrainingError(
-                f"test item {item} is in the training text; mend the sampler's left-out texts"
+            raise TinyworldError(
+                f"test item {item} is in the training text; add it to the sampler's left-out texts"
             )
         yield document
 
@@ -481,7 +398,7 @@ def _fingerprint(plan: TrainingPlan, packed: list[PackedTokens]) -> str:
 
 @contextlib.contextmanager
 def _reproducible(threads: int) -> Iterator[None]:
-    """Fixed threads and deterministic kernels while training; the caller's settings come back afterwards."""
+    """Fix threads and deterministic kernels during training; the caller's settings are restored afterwards."""
     before_threads, before_mode = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True)

@@ -1,7 +1,7 @@
 """The tiny world: a group of isles with towns and people, all of it a function of one seed.
 
-About 3,800 facts with a long tail: a few people are spoken of all the time and most of them seldom, so that a model
-of the tiny model's size knows the first by heart and the last only half. That is what makes damage visible.
+It has about 3,800 facts with a long tail: a few people are mentioned often and most seldom, so that a model of the
+tiny model's size knows the frequent facts well and the rare ones only partly. That makes damage to the model visible.
 """
 
 import random
@@ -38,7 +38,7 @@ STATEMENTS = {
     "good": ("{} sells {}.", "The people of {} trade in {}."),
     "flag": ("{} flies a {} flag.", "The flag of {} is {}."),
 }
-"""How a fact is said; the first form is the one used when thinking."""
+"""The two forms of a fact's statement; the first is used in reasoning."""
 
 QUESTIONS = {
     "home": "Where does {} live?",
@@ -58,7 +58,7 @@ HOP_QUESTIONS = {
     ("mentor", "craft"): "What is the craft of the teacher of {}?",
     ("mentor", "pet"): "What pet does the teacher of {} keep?",
 }
-"""Questions that take two facts; the key names the relations in the order in which they are followed."""
+"""Questions that need two facts; the key names the relations in order."""
 
 _ONSETS = _words("b d f g h k l m n p r s t v z br dr gr kr st tr sk")
 _VOWELS = _words("a e i o u ai ea")
@@ -67,7 +67,7 @@ _CODAS = _words("n r l m s th k nd rn x")
 
 @dataclass(frozen=True)
 class Fact:
-    """One thing that is true in the world."""
+    """One fact of the world."""
 
     entity: str
     attribute: str
@@ -75,24 +75,24 @@ class Fact:
 
     @property
     def question(self) -> str:
-        """Asks for the value."""
+        """The question for the value."""
         return QUESTIONS[self.attribute].format(self.entity)
 
     def statement(self, form: int = 0) -> str:
-        """Says it, in one of the two forms of `STATEMENTS`."""
+        """The fact as a sentence, in one of the two forms of `STATEMENTS`."""
         return STATEMENTS[self.attribute][form].format(self.entity, self.value)
 
 
 @dataclass(frozen=True)
 class TwoHop:
-    """A question answered by following two facts."""
+    """A question whose answer needs two facts."""
 
     first: Fact
     second: Fact
 
     @property
     def question(self) -> str:
-        """Asks for the second fact's value, naming only the first fact's entity."""
+        """The question for the second fact's value, which names only the first fact's entity."""
         return HOP_QUESTIONS[self.first.attribute, self.second.attribute].format(self.first.entity)
 
     @property
@@ -107,22 +107,22 @@ class TwoHop:
 
 
 class World:
-    """Entities, their facts, and how often each is spoken of.
+    """Entities, their facts, and how often each is mentioned.
 
     Args:
-        seed: decides every name and fact.
+        seed: seed of all names and facts.
         people: number of people; each has four facts.
         towns: number of towns; each has three facts.
-        rare_words: number of herb, ship and song names, most of which a training run sees a few times only.
+        rare_words: number of herb, ship and song names; most occur only a few times in a training run.
     """
 
     def __init__(self, seed: int = 7, people: int = 900, towns: int = 80, rare_words: int = 3000) -> None:
-        chance = random.Random(seed)
+        rng = random.Random(seed)
         taken = {*GOODS, *CRAFTS, *PETS, *COLOURS, *AILMENTS, *THINGS}
 
         def new_word(fewest: int, most: int) -> str:
             while True:
-                word = _invent_word(chance, fewest, most)
+                word = _invent_word(rng, fewest, most)
                 if word not in taken and 4 <= len(word) <= 10:
                     taken.add(word)
                     return word
@@ -135,7 +135,7 @@ class World:
         self._facts: dict[tuple[str, str], Fact] = {}
         for town in self.towns:
             for attribute, pool in (("island", self.islands), ("good", GOODS), ("flag", COLOURS)):
-                self._add(town, attribute, chance.choice(pool))
+                self._add(town, attribute, rng.choice(pool))
         for person in self.people:
             others = tuple(other for other in self.people if other != person)
             for attribute, pool in (
@@ -144,14 +144,12 @@ class World:
                 ("pet", PETS),
                 ("mentor", others),
             ):
-                self._add(person, attribute, chance.choice(pool))
-        self.herbs = {
-            word: (chance.choice(self.islands), chance.choice(AILMENTS)) for word in self.rare_words
-        }
-        """A herb of that name: where it grows, what it is good for."""
-        # A held-out question joins facts and a question form that are both known: every person keeps one trained
+                self._add(person, attribute, rng.choice(pool))
+        self.herbs = {word: (rng.choice(self.islands), rng.choice(AILMENTS)) for word in self.rare_words}
+        """Herb by name: the island where it grows, the ailment that it cures."""
+        # Facts and question forms of held-out questions are known from training: every person keeps one trained
         # question by home and one by teacher.
-        self._held_out = {(person, kind) for person in self.people for kind in _some_hop_kinds(chance)}
+        self._held_out = {(person, kind) for person in self.people for kind in _some_hop_kinds(rng)}
         self._people_odds = list(accumulate(1 / (rank + 10) for rank in range(people)))
         self._town_odds = list(accumulate(1 / (rank + 10) ** 0.5 for rank in range(towns)))
         self._rare_odds = list(accumulate(1 / (rank + 12) ** 0.8 for rank in range(rare_words)))
@@ -165,7 +163,7 @@ class World:
         return tuple(self._facts.values())
 
     def fact(self, entity: str, attribute: str) -> Fact:
-        """One fact; KeyError if the world has none such."""
+        """One fact; KeyError if the world does not have it."""
         return self._facts[entity, attribute]
 
     def facts_of(self, entity: str) -> list[Fact]:
@@ -178,7 +176,7 @@ class World:
         return self.fact(entity, attribute).value
 
     def values(self, attribute: str) -> tuple[str, ...]:
-        """Everything that an attribute can be."""
+        """All possible values of an attribute."""
         pools = {
             "home": self.towns,
             "craft": CRAFTS,
@@ -208,33 +206,31 @@ class World:
         """Whether training must not ask this question."""
         return (hop.first.entity, (hop.first.attribute, hop.second.attribute)) in self._held_out
 
-    def popular_person(self, chance: random.Random) -> str:
-        """A person, drawn as often as the world speaks of them (1 / (rank + 10))."""
-        return _draw(chance, self.people, self._people_odds)
+    def popular_person(self, rng: random.Random) -> str:
+        """A random person, weighted by frequency (1 / (rank + 10))."""
+        return _draw(rng, self.people, self._people_odds)
 
-    def popular_town(self, chance: random.Random) -> str:
-        """A town, drawn as often as the world speaks of it."""
-        return _draw(chance, self.towns, self._town_odds)
+    def popular_town(self, rng: random.Random) -> str:
+        """A random town, weighted by frequency."""
+        return _draw(rng, self.towns, self._town_odds)
 
-    def rare_word(self, chance: random.Random) -> str:
-        """A herb, ship or song name; the last of them are very rare."""
-        return _draw(chance, self.rare_words, self._rare_odds)
-
-
-def _draw(chance: random.Random, pool: Sequence[str], odds: Sequence[float]) -> str:
-    return chance.choices(pool, cum_weights=odds)[0]
+    def rare_word(self, rng: random.Random) -> str:
+        """A random herb, ship or song name, weighted by frequency; the last are very rare."""
+        return _draw(rng, self.rare_words, self._rare_odds)
 
 
-def _some_hop_kinds(chance: random.Random) -> list[tuple[str, str]]:
-    """All question kinds but one by home and one by teacher."""
+def _draw(rng: random.Random, pool: Sequence[str], odds: Sequence[float]) -> str:
+    return rng.choices(pool, cum_weights=odds)[0]
+
+
+def _some_hop_kinds(rng: random.Random) -> list[tuple[str, str]]:
+    """All question kinds except one by home and one by teacher."""
     kinds = list(HOP_QUESTIONS)
-    trained = {
-        chance.choice([kind for kind in kinds if kind[0] == relation]) for relation in ("home", "mentor")
-    }
+    trained = {rng.choice([kind for kind in kinds if kind[0] == relation]) for relation in ("home", "mentor")}
     return [kind for kind in kinds if kind not in trained]
 
 
-def _invent_word(chance: random.Random, fewest: int, most: int) -> str:
-    syllables = chance.randint(fewest, most)
-    body = "".join(chance.choice(_ONSETS) + chance.choice(_VOWELS) for _ in range(syllables))
-    return body + chance.choice(_CODAS) if chance.random() < 0.6 else body + chance.choice(_ONSETS[:15]) + "a"
+def _invent_word(rng: random.Random, fewest: int, most: int) -> str:
+    syllables = rng.randint(fewest, most)
+    body = "".join(rng.choice(_ONSETS) + rng.choice(_VOWELS) for _ in range(syllables))
+    return body + rng.choice(_CODAS) if rng.random() < 0.6 else body + rng.choice(_ONSETS[:15]) + "a"

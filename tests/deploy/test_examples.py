@@ -12,7 +12,7 @@ import yaml
 
 from slimqwen import variant
 from slimqwen.serving import flags
-from tests.serving.test_readiness import started
+from tests.vllm_plugin.test_readiness import started
 
 ROOT = variant.repository_root()
 DEPLOY = ROOT / "deploy"
@@ -32,8 +32,8 @@ ENDING_S = 20
 
 
 def kind(name):
-    (found,) = (manifest for manifest in MANIFESTS if manifest["kind"] == name)
-    return found
+    (result,) = (manifest for manifest in MANIFESTS if manifest["kind"] == name)
+    return result
 
 
 POD = kind("Deployment")["spec"]["template"]
@@ -170,9 +170,9 @@ def test_every_config_of_the_guide_is_one_that_vllm_takes(snippet, tmp_path):
     base = re.match(r"BASE=(\S+)", snippet)[1]
     folder = shutil.copytree(tmp_path / "experiments" / base, tmp_path / "experiments/mine")
     (folder / "config.env").write_text(snippet)
-    found = flags.resolve(variant.load("mine", tmp_path))
+    result = flags.resolve(variant.load("mine", tmp_path))
     said = {line.partition("=")[0] for line in snippet.splitlines()} - {"BASE"}
-    assert said <= {flag.setting.key for flag in found.flags.values()} | found.environment.keys()
+    assert said <= {flag.setting.key for flag in result.flags.values()} | result.environment.keys()
 
 
 def test_the_guide_has_a_config_for_each_way_to_more_gpus():

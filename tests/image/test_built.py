@@ -16,6 +16,7 @@ import pytest
 from slimqwen import variant
 from slimqwen.image import build, container, context, verify
 from slimqwen.image.context import Content
+from slimqwen.image.errors import ImageError
 
 ROOT = variant.repository_root()
 TAG = "localhost/slimqwen-test:tiny"
@@ -63,15 +64,15 @@ def image(content: Content, tool: build.Tool, tmp_path_factory: pytest.TempPathF
 
 
 def test_the_image_is_what_it_has_to_be_and_answers_without_a_network_or_root(image, content, tool, tmp_path):
-    found = verify.verify(content, tool=tool, tag=image, log=tmp_path / "server.log")
-    assert {check.name: check.faults for check in found.checks if check.faults} == {}
-    assert found.trial is not None
-    assert found.trial.uids in ((10001,), ())
-    assert found.trial.unready_answers.get("503", 0) >= 1
-    assert found.trial.models == ("default",)
-    assert found.trial.completion_tokens > 0
-    assert found.trial.exit_code == 0
-    assert sum(layer.bytes for layer in found.layers) > 1e9
+    result = verify.verify(content, tool=tool, tag=image, log=tmp_path / "server.log")
+    assert {check.name: check.faults for check in result.checks if check.faults} == {}
+    assert result.trial is not None
+    assert result.trial.uids in ((10001,), ())
+    assert result.trial.unready_answers.get("503", 0) >= 1
+    assert result.trial.models == ("default",)
+    assert result.trial.completion_tokens > 0
+    assert result.trial.exit_code == 0
+    assert sum(layer.bytes for layer in result.layers) > 1e9
 
 
 def test_planted_faults_are_found_and_such_an_image_is_not_started(image, content, tool, tmp_path):
@@ -82,8 +83,8 @@ def test_planted_faults_are_found_and_such_an_image_is_not_started(image, conten
     with contextlib.ExitStack() as stack:
         stack.callback(subprocess.run, [tool, "rmi", FAULTY], capture_output=True)
         subprocess.run([tool, "build", "--tag", FAULTY, str(tmp_path)], check=True, capture_output=True)
-        found = verify.verify(content, tool=tool, tag=FAULTY, log=tmp_path / "server.log")
-    faults = {check.name: check.faults for check in found.checks if check.faults}
+        result = verify.verify(content, tool=tool, tag=FAULTY, log=tmp_path / "server.log")
+    faults = {check.name: check.faults for check in result.checks if check.faults}
     assert "opt/token.txt holds a Hugging Face token" in faults["no secrets"]
     assert "it runs as root" in faults["no root"]
     assert "opt/slimqwen/scripts/serve.py has mode 666" in faults["nothing that anyone may write"]
@@ -95,12 +96,12 @@ def test_planted_faults_are_found_and_such_an_image_is_not_started(image, conten
         "only the image has --max-num-seqs 3",
         "only here: --max-num-seqs 1",
     )
-    assert found.trial is None
+    assert result.trial is None
 
 
 def test_an_image_that_is_not_there_is_one_line(tool):
     with (
-        pytest.raises(container.ContainerError) as refused,
+        pytest.raises(ImageError) as refused,
         container.opened(tool, "localhost/slimqwen-test:absent"),
     ):
         pass

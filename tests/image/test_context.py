@@ -8,9 +8,14 @@ from pathlib import Path
 import pytest
 
 from slimqwen import checkpoint, variant
+from slimqwen.analysis.plan import PlanRecord
+from slimqwen.checkpoint.files import file_records, sha256
 from slimqwen.image import context
-from slimqwen.image.context import ImageContextError
-from slimqwen.serving import baked_cache, launch
+from slimqwen.image.errors import ImageError
+from slimqwen.records import provenance
+from slimqwen.serving import baked_cache
+from slimqwen.serving.command import ServerCommand
+from tests.plan import example
 
 
 def laid_out(content, description, tmp_path):
@@ -28,7 +33,7 @@ def test_a_context_holds_the_lineage_the_checkpoint_and_the_library_and_no_link(
     served = folder / "variant"
     assert (served / "weights" / "child" / "model.safetensors").stat().st_size > 1e6
     assert {path.name for path in (served / "experiments").iterdir()} == {"small", "child"}
-    for needed in ("slimqwen/serving/launch.py", "slimqwen/records/schemas/common.json", "scripts/serve.py"):
+    for needed in ("slimqwen/serving/server.py", "slimqwen/records/schemas.json", "scripts/serve.py"):
         assert (served / needed).is_file()
     assert (folder / "install" / "requirements" / "cpu.txt").is_file()
     assert not (folder / "install" / "requirements" / "cuda.txt").exists()
@@ -37,7 +42,7 @@ def test_a_context_holds_the_lineage_the_checkpoint_and_the_library_and_no_link(
         for file in (folder / part).rglob("*"):
             name = file.relative_to(folder / part).as_posix()
             if file.is_file() and name != context.DESCRIPTION:
-                assert checkpoint.sha256(file) == description.files[name]
+                assert sha256(file) == description.files[name]
                 assert file.stat().st_mode & 0o777 == 0o644
     assert context.Description.parse((served / context.DESCRIPTION).read_bytes()) == description
 
@@ -46,13 +51,13 @@ def test_the_variant_that_is_laid_out_resolves_to_the_command_that_was_described
     content, description, tmp_path
 ):
     served = laid_out(content, description, tmp_path) / "variant"
-    there = launch.resolve(variant.load("child", served), platform="cpu").as_shell()
+    there = ServerCommand.resolve(variant.load("child", served), platform="cpu").as_shell()
     there = there.replace(sys.executable, f"{description.root}/.venv/bin/python")
     assert there.replace(str(served), description.root) == content.dry_run()
 
 
 def test_the_same_flags_as_make_serve_but_for_the_address(content, repository):
-    here = launch.resolve(variant.load("child", repository), platform="cpu").as_shell().splitlines()
+    here = ServerCommand.resolve(variant.load("child", repository), platform="cpu").as_shell().splitlines()
     there = content.dry_run().replace(content.root, str(repository)).splitlines()
     different = [
         pair
@@ -73,13 +78,13 @@ def test_what_no_image_can_be_made_of_is_refused_in_one_line(repository, add_var
     add_variant("away", f"BASE=small\nVLLM_MODEL={variant.load('tiny').weights}\n")
     add_variant("gpu", "BASE=child\nPLATFORM=cuda\n")
     add_variant("compiled", "BASE=child\nVLLM_ENFORCE_EAGER=0\n")
-    for name, platform, told in (
+    for name, platform, message in (
         ("away", "cpu", "outside the repository; copy it to weights/"),
         ("gpu", "cpu", "is served on cuda only; build it without PLATFORM=cpu"),
         ("compiled", "cpu", "has no baked compile cache; end its recipe with the stage bake_cache"),
         ("small", "cpu", "no checkpoint in"),
     ):
-        with pytest.raises(Exception, match=told) as refused:
+        with pytest.raises(Exception, match=message) as refused:
             context.gather(variant.load(name, repository), platform)
         assert "\n" not in str(refused.value)
 
@@ -88,7 +93,7 @@ def test_what_no_image_can_be_made_of_is_refused_in_one_line(repository, add_var
 def imported(repository: Path, add_variant, tmp_path) -> Path:
     """A cache as bake_cache leaves it on another host, for the variant compiled."""
     add_variant("compiled", "BASE=child\nVLLM_ENFORCE_EAGER=0\n")
-    command = launch.resolve(context.inside(variant.load("compiled", repository)), platform="cpu")
+    command = ServerCommand.resolve(context.inside(variant.load("compiled", repository)), platform="cpu")
     other = tmp_path / "other-host"
     shutil.copytree(repository / "weights" / "store" / "abc", other)
     place = tmp_path / "cache"
@@ -106,7 +111,7 @@ def imported(repository: Path, add_variant, tmp_path) -> Path:
         graphs={"backbone": 1.0},
     )
     manifest = checkpoint.Manifest.read(other)
-    manifest.model_copy(update={"files": checkpoint.file_records(other)}).write(other)
+    manifest.model_copy(update={"files": file_records(other)}).write(other)
     return other / baked_cache.ARCHIVE
 
 
@@ -114,7 +119,7 @@ def test_a_cache_of_another_host_goes_in_at_the_path_it_was_made_at(imported, re
     content = context.gather(variant.load("compiled", repository), "cpu", imported)
     described = context.describe(content)
     assert (described.root, described.python) == ("/home/one", "3.12.1")
-    assert described.cache == checkpoint.sha256(imported)
+    assert described.cache == sha256(imported)
     folder = laid_out(content, described, tmp_path)
     assert (folder / "variant" / "weights" / "child" / baked_cache.ARCHIVE).is_file()
 
@@ -127,7 +132,7 @@ def test_a_cache_of_another_checkpoint_flags_or_versions_is_refused_with_the_dif
     made = json.loads(beside.read_text())
 
     def refused() -> str:
-        with pytest.raises(ImageContextError) as raised:
+        with pytest.raises(ImageError) as raised:
             context.gather(one, "cpu", imported)
         assert "\n" not in str(raised.value)
         return str(raised.value)
@@ -142,7 +147,36 @@ def test_a_cache_of_another_checkpoint_flags_or_versions_is_refused_with_the_dif
     generation = imported.parent / "generation_config.json"
     generation.write_text("{}")
     manifest = checkpoint.Manifest.read(imported.parent)
-    manifest.model_copy(update={"files": checkpoint.file_records(imported.parent)}).write(imported.parent)
+    manifest.model_copy(update={"files": file_records(imported.parent)}).write(imported.parent)
     assert "generation_config.json of its checkpoint is another" in refused()
     beside.unlink()
     assert "copy it from the other host together with the archive" in refused()
+
+
+def test_an_image_holds_the_newest_plan_of_each_device_and_what_a_start_reads_with_it(repository):
+    (repository / "eval").mkdir(exist_ok=True)
+    (repository / "eval" / "known_trouble.yaml").write_text("[]")
+    (repository / "results").mkdir()
+    written = {}
+    for day, name, gpu in (
+        (20, "child", "l4"),
+        (21, "child", "a10g"),
+        (22, "child", "a10g"),
+        (22, "small", "l4"),
+    ):
+        record = PlanRecord(
+            variant=name,
+            plans=(example.plan(gpu=gpu),),
+            trouble=(),
+            toolkit_hidden=False,
+            provenance=provenance.circumstances(
+                variant.repository_root(), ["slimqwen"], "2026-11-22T20:00:00Z"
+            ),
+        )
+        file = f"results/plan_{name}_2026-11-{day}T200000Z.json"
+        (repository / file).write_text(record.model_dump_json(by_alias=True, exclude_unset=True))
+        written[day, name] = file
+    served = context.gather(variant.load("child", repository), "cpu").served
+    plans = {name for name in served if name.startswith("results/")}
+    assert plans == {written[22, "child"], written[20, "child"]}
+    assert "eval/known_trouble.yaml" in served

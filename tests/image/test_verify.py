@@ -1,6 +1,14 @@
 """What an image says that it would run, held against `make serve`, and what its server's log says of its graphs."""
 
+import dataclasses
+
+import pytest
+
+from slimqwen import variant
 from slimqwen.image import verify
+from slimqwen.plan import gpu_model
+from slimqwen.serving import baked_cache
+from tests.plan import example
 
 
 def test_the_same_dry_run_at_another_path_has_no_difference(content):
@@ -14,8 +22,8 @@ def test_a_changed_flag_or_variable_is_told_on_both_sides(content):
         .replace("--max-num-seqs 2", "--max-num-seqs 3")
         .replace("DO_NOT_TRACK=1", "DO_NOT_TRACK=0")
     )
-    (told,) = [verify.differences(changed, content.root, content)]
-    assert told == [
+    (lines,) = [verify.differences(changed, content.root, content)]
+    assert lines == [
         "only the image has DO_NOT_TRACK=0 --max-num-seqs 3",
         "only here: DO_NOT_TRACK=1 --max-num-seqs 2",
     ]
@@ -39,3 +47,24 @@ def test_an_image_with_a_compile_cache_has_every_graph_from_there(description):
     ]
     assert list(verify.compiled_anew("", cached)) == ["no graph was loaded"]
     assert list(verify.compiled_anew(compiled, description.model_copy(update={"cache": ""}))) == []
+
+
+@pytest.mark.parametrize(
+    ("capability", "libraries", "faults"),
+    [("8.6", (), 1), ("8.6", ("prefill",), 0), ("9.0", (), 0)],
+)
+def test_an_image_whose_cache_lacks_a_planned_library_of_its_gpu_has_a_fault(
+    content, monkeypatch, capability, libraries, faults
+):
+    plan = example.plan(backend="FLASHINFER", libraries=("prefill",))
+    monkeypatch.setattr(verify.start_plan, "find_all", lambda command, toolkit: {"a10g": plan})
+    model = gpu_model.load(variant.repository_root(), "a10g")
+    monkeypatch.setattr(verify.gpu_model, "read", lambda root: {"a10g": model})
+    cache = baked_cache.BakedCache(
+        machine={"compute capability": capability}, device="", flags={}, environment={}, graphs={}, files={},
+        libraries=dict.fromkeys(libraries, 1.0), archive_sha256="ab",
+    )  # fmt: skip
+    on_gpu = dataclasses.replace(content, command=dataclasses.replace(content.command, platform="cuda"))
+    assert len(list(verify.compiled_late(cache, on_gpu))) == faults
+    assert not list(verify.compiled_late(cache, content))
+    assert not list(verify.compiled_late(None, on_gpu))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from slimqwen import checkpoint
+from slimqwen.checkpoint.tensors import list_tensors
 from tests.recipe.workshop import Workshop
 
 
@@ -19,6 +19,6 @@ def first_byte() -> Callable[[Path], int]:
     """The first byte of the first tensor: the sum of all amounts added."""
 
     def read(folder: Path) -> int:
-        return next(checkpoint.tensors(folder)["a"].chunks())[0]
+        return next(list_tensors(folder)["a"].chunks())[0]
 
     return read

@@ -11,7 +11,9 @@ from typing import Annotated
 from pydantic import Field
 
 from slimqwen import checkpoint
-from slimqwen.checkpoint import NewTensor, TensorInfo
+from slimqwen.checkpoint.config import write_config
+from slimqwen.checkpoint.files import COMPILE_CACHE, carry_all, carry_side_files, sha256
+from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, rewrite
 from slimqwen.errors import SlimqwenError
 from slimqwen.progress import Progress
 from slimqwen.recipe.stage import Facts, Needs, Parameters, Stage
@@ -44,14 +46,14 @@ def add(source: Path, destination: Path, parameters: AddParameters, progress: Pr
 
         return {name: NewTensor(info.dtype, info.shape, chunks)}
 
-    checkpoint.rewrite(source, destination, change, progress)
-    checkpoint.write_config(destination, checkpoint.read_config(source))
-    checkpoint.carry_side_files(source, destination)
+    rewrite(source, destination, change, progress)
+    write_config(destination, checkpoint.read_config(source))
+    carry_side_files(source, destination)
     return {"amount": parameters.amount}
 
 
 def _data(parameters: AddParameters) -> Mapping[str, str]:
-    return {"file": checkpoint.sha256(parameters.data)} if parameters.data else {}
+    return {"file": sha256(parameters.data)} if parameters.data else {}
 
 
 def _little(source: Path, parameters: Parameters) -> Needs:
@@ -102,8 +104,8 @@ class BakeParameters(Parameters):
 
 def bake(source: Path, destination: Path, parameters: BakeParameters, progress: Progress) -> Facts:
     """Add a compile cache to the checkpoint as it is."""
-    checkpoint.carry_all(source, destination)
-    for name in checkpoint.COMPILE_CACHE:
+    carry_all(source, destination)
+    for name in COMPILE_CACHE:
         (destination / name).write_text(parameters.archive)
     return {}
 

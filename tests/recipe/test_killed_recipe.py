@@ -109,12 +109,12 @@ def test_real_stages_killed_at_any_instant_end_in_the_same_checkpoint(tmp_path: 
     assert start(whole).wait() == 0, (whole / "log").read_text()[-2000:]
     durations = {stage: Manifest.read(folder).wall_seconds for stage, folder in made(whole).items()}
     assert durations.keys() == set(STAGES)
-    chance = random.Random(0)
+    rng = random.Random(0)
     cuts = dict.fromkeys(STAGES, 0)
     kills = [*STAGES * KILLS_A_STAGE]
-    chance.shuffle(kills)
+    rng.shuffle(kills)
     for stage in kills:
-        cuts[stage] += cut(killed, stage, chance.uniform(0.02, 0.98) * durations[stage])
+        cuts[stage] += cut(killed, stage, rng.uniform(0.02, 0.98) * durations[stage])
     assert start(killed).wait() == 0, (killed / "log").read_text()[-2000:]
     assert min(cuts.values()) >= 2, cuts
     assert made(killed).keys() == set(STAGES)
@@ -123,7 +123,7 @@ def test_real_stages_killed_at_any_instant_end_in_the_same_checkpoint(tmp_path: 
     assert facts["graphs"] == 2
     baked = baked_cache.read(killed / "weights" / "v")
     assert baked is not None
-    place = tmp_path / "place"
-    baked_cache.restore(killed / "weights" / "v", baked, place)
-    assert (place / "vllm").is_dir()
+    cache = tmp_path / "cache"
+    baked_cache.restore(killed / "weights" / "v", baked, cache)
+    assert (cache / "vllm").is_dir()
     assert variant.load("v", killed).weights.is_dir()

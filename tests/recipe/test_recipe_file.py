@@ -6,8 +6,8 @@ import pytest
 
 from slimqwen import variant
 from slimqwen.recipe import recipe_file
-from slimqwen.recipe.calibrate import CalibrateParameters
 from slimqwen.recipe.recipe_file import RecipeError
+from slimqwen.recipe.stages.calibrate import CalibrateParameters
 
 GOOD = """\
 description: four bits
@@ -37,7 +37,7 @@ def test_a_recipe_is_read_with_defaults_filled_in(tmp_path: Path) -> None:
     assert step.stage.name == "calibrate"
     assert isinstance(step.parameters, CalibrateParameters)
     assert step.parameters.group_size == 64
-    assert step.parameters.targets == ("mlp", "linear_attention")
+    assert step.parameters.targets.schemes == dict.fromkeys(("mlp", "linear_attention"), "W4A16_ASYM")
     assert step.parameters.corpus.length == 256
     assert step.parameters.corpus.path == tmp_path / "text.txt"
 
@@ -49,7 +49,7 @@ def test_a_stage_may_have_no_parameters_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "line", "told"),
+    ("old", "new", "line", "expected"),
     [
         ("group_size: 64", "group_sise: 64", 6, "unknown key 'group_sise'; did you mean group_size?"),
         ("sequences: 8", "sequence: 8", 11, "unknown key 'sequence'; did you mean sequences?"),
@@ -57,9 +57,14 @@ def test_a_stage_may_have_no_parameters_of_its_own(tmp_path: Path) -> None:
         ("- calibrate", "- xyz", 4, "no stage 'xyz'; known are bake_cache, calibrate"),
         ("base: tiny", "bas: tiny", 2, "unknown key 'bas'; did you mean base?"),
         ("group_size: 64", "group_size: 48", 6, "group_size: Input should be 32, 64 or 128, here is 48"),
-        ("linear_attention]", "lm_head]", 7, "'attention' or 'linear_attention', here is 'lm_head'"),
+        (
+            "linear_attention]",
+            "lm_head]",
+            7,
+            "unknown key 'lm_head'; known are attention, linear_attention, mlp, mtp",
+        ),
         ("base: tiny", "base: a/b/c", 2, "base: String should match"),
-        ("base: tiny", "base: tiny\nbase: tiny", 3, "base stands twice"),
+        ("base: tiny", "base: tiny\nbase: tiny", 3, "base is written twice"),
         ("sequences: 8", "sequences: 0", 11, "greater than or equal to 1, here is 0"),
         ("        path: text.txt\n", "", 8, "path goes with source: file"),
         ("source: file", "source: tinyworld", 8, "path goes with source: file"),
@@ -68,14 +73,16 @@ def test_a_stage_may_have_no_parameters_of_its_own(tmp_path: Path) -> None:
         ("description: four bits", "description: [", 3, "not usable YAML"),
     ],
 )
-def test_a_mistake_is_told_with_its_line(tmp_path: Path, old: str, new: str, line: int, told: str) -> None:
+def test_a_mistake_is_an_error_with_its_line(
+    tmp_path: Path, old: str, new: str, line: int, expected: str
+) -> None:
     assert old in GOOD
     file = write(tmp_path, GOOD.replace(old, new))
     with pytest.raises(RecipeError) as caught:
         recipe_file.read(file)
     message = str(caught.value)
     assert message.startswith(f"{file}:{line}: ")
-    assert told in message
+    assert expected in message
     assert "\n" not in message
 
 
@@ -93,7 +100,7 @@ def test_what_is_no_recipe_at_all_is_refused(tmp_path: Path, text: str) -> None:
         recipe_file.read(write(tmp_path, text))
 
 
-def test_a_missing_recipe_is_told(tmp_path: Path) -> None:
+def test_a_missing_recipe_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="No such file"):
         recipe_file.read(tmp_path / "recipe.yaml")
 

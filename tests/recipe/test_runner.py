@@ -15,9 +15,9 @@ import pytest
 
 from slimqwen import checkpoint
 from slimqwen.checkpoint import CorruptCheckpointError, Manifest, MissingCheckpointError
-from slimqwen.errors import SlimqwenError
+from slimqwen.checkpoint.files import bytes_on_disk, file_records
 from slimqwen.recipe import runner
-from slimqwen.recipe.runner import DoesNotFitError, NameTakenError, StageFailedError, StoreBusyError
+from slimqwen.recipe.recipe_file import RecipeError
 from tests.recipe.fake_stages import RefusedError
 from tests.recipe.workshop import Workshop
 
@@ -34,18 +34,18 @@ def test_a_recipe_ends_in_a_relative_link_to_the_output_of_its_last_stage(
     assert [outcome.reused for outcome in outcomes] == [False, False]
 
 
-def test_the_manifest_tells_key_ingredients_files_time_and_memory(workshop: Workshop) -> None:
+def test_the_manifest_says_key_ingredients_files_time_and_memory(workshop: Workshop) -> None:
     [outcome] = workshop.run(workshop.recipe(workshop.add(7)))
     manifest = outcome.manifest
     assert manifest.key == outcome.folder.name
     assert manifest.ingredients["input"] == checkpoint.digest(workshop.base)
     assert manifest.ingredients["parameters.amount"] == "7"
-    assert manifest.files == checkpoint.file_records(outcome.folder)
+    assert manifest.files == file_records(outcome.folder)
     assert manifest.facts == {"amount": 7}
     assert manifest.versions.keys() == {"python", "pydantic"}
     assert 2**20 < manifest.peak_memory_bytes < 2**30
     assert manifest.wall_seconds > 0
-    assert outcome.bytes_before == outcome.bytes_after == checkpoint.bytes_on_disk(workshop.base)
+    assert outcome.bytes_before == outcome.bytes_after == bytes_on_disk(workshop.base)
 
 
 def test_what_a_stage_prints_goes_to_its_log(workshop: Workshop, capfd: pytest.CaptureFixture[str]) -> None:
@@ -54,10 +54,10 @@ def test_what_a_stage_prints_goes_to_its_log(workshop: Workshop, capfd: pytest.C
     assert capfd.readouterr() == ("", "")
 
 
-def test_progress_of_a_stage_is_heard(workshop: Workshop) -> None:
-    heard: list[tuple[str, float, float]] = []
-    workshop.run(workshop.recipe(workshop.add(1)), report=lambda *told: heard.append(told))
-    assert heard[-1] == ("writing tensors", 256, 256)
+def test_progress_of_a_stage_is_passed_on(workshop: Workshop) -> None:
+    messages: list[tuple[str, float, float]] = []
+    workshop.run(workshop.recipe(workshop.add(1)), progress=lambda *message: messages.append(message))
+    assert messages[-1] == ("writing tensors", 256, 256)
 
 
 def test_a_second_run_does_nothing(workshop: Workshop) -> None:
@@ -93,13 +93,13 @@ def test_a_run_until_a_stage_makes_no_link(workshop: Workshop) -> None:
     [outcome] = workshop.run(recipe, until="add")
     assert outcome.folder.is_dir()
     assert not (workshop.weights / "v").is_symlink()
-    with pytest.raises(SlimqwenError, match="no stage nope; it has add, refuse"):
+    with pytest.raises(RecipeError, match="no stage nope; it has add, refuse"):
         workshop.run(recipe, until="nope")
 
 
 def test_a_name_taken_by_a_folder_is_left_alone(workshop: Workshop) -> None:
     (workshop.weights / "v").mkdir()
-    with pytest.raises(NameTakenError, match="weights/v"):
+    with pytest.raises(RecipeError, match="weights/v"):
         workshop.run(workshop.recipe(workshop.add(1)))
     assert workshop.amounts_run() == []
 
@@ -184,8 +184,8 @@ def test_status_foretells_what_a_run_then_does(workshop: Workshop) -> None:
     recipe = workshop.recipe(workshop.add(1), workshop.add(2))
     before = workshop.status(recipe)
     assert [(forecast.reused, forecast.reason) for forecast in before] == [
-        (False, "never made yet"),
-        (False, "its input will be made anew"),
+        (False, "not made yet"),
+        (False, "its input will be made first"),
     ]
     outcomes = workshop.run(recipe)
     after = workshop.status(recipe)
@@ -204,15 +204,15 @@ def test_status_shows_the_change_against_the_nearest_entry(workshop: Workshop) -
 
 
 @pytest.mark.parametrize(
-    ("stage", "error", "told"),
+    ("stage", "error", "message"),
     [
         ("refuse", RefusedError, "the input has no wings; choose one with wings"),
         (
             "break_down",
-            StageFailedError,
+            RecipeError,
             r"break_down failed: OSError: .*No space left on device; its log is",
         ),
-        ("die", StageFailedError, r"die died \(signal 9, as when memory runs out\); its log is"),
+        ("die", RecipeError, r"die died \(signal 9, as when memory runs out\); its log is"),
         (
             "forget",
             CorruptCheckpointError,
@@ -221,11 +221,11 @@ def test_status_shows_the_change_against_the_nearest_entry(workshop: Workshop) -
     ],
 )
 def test_a_failed_stage_leaves_the_store_as_it_was(
-    workshop: Workshop, stage: str, error: type[Exception], told: str
+    workshop: Workshop, stage: str, error: type[Exception], message: str
 ) -> None:
     workshop.run(workshop.recipe(workshop.add(1)))
     before = workshop.visible()
-    with pytest.raises(error, match=told) as caught:
+    with pytest.raises(error, match=message) as caught:
         workshop.run(workshop.recipe(workshop.add(1), stage))
     assert "\n" not in str(caught.value)
     assert workshop.visible() == before
@@ -236,12 +236,12 @@ def test_a_failed_stage_leaves_the_store_as_it_was(
 def test_a_stage_that_cannot_fit_is_refused_before_it_starts(
     workshop: Workshop, stage: str, what: str
 ) -> None:
-    with pytest.raises(DoesNotFitError, match=rf"{stage} needs about .* GiB of {what}"):
+    with pytest.raises(RecipeError, match=rf"{stage} needs about .* GiB of {what}"):
         workshop.run(workshop.recipe({stage: {"runs": str(workshop.runs)}}))
     assert workshop.amounts_run() == []
 
 
-def test_a_damaged_store_entry_is_told_with_the_cure(workshop: Workshop) -> None:
+def test_a_damaged_store_entry_is_an_error_with_the_cure(workshop: Workshop) -> None:
     recipe = workshop.recipe(workshop.add(1))
     [outcome] = workshop.run(recipe)
     shard = outcome.folder / "model.safetensors"
@@ -255,7 +255,7 @@ def test_a_damaged_store_entry_is_told_with_the_cure(workshop: Workshop) -> None
 # --- clean
 
 
-def test_cleaning_keeps_what_links_need_and_what_it_is_told_to(workshop: Workshop) -> None:
+def test_cleaning_keeps_what_links_need_and_the_given_keys(workshop: Workshop) -> None:
     linked = workshop.run(workshop.recipe(workshop.add(1), workshop.add(2)))
     [kept] = workshop.run(workshop.recipe(workshop.add(3), variant="k"), "k")
     [dropped] = workshop.run(workshop.recipe(workshop.add(4), variant="d"), "d")
@@ -267,8 +267,8 @@ def test_cleaning_keeps_what_links_need_and_what_it_is_told_to(workshop: Worksho
     assert not dropped.log.exists()
 
 
-def test_cleaning_tells_entries_of_one_digest_apart(workshop: Workshop) -> None:
-    """A stage may hand on what it got, and a compile cache does not enter a checkpoint's digest."""
+def test_cleaning_distinguishes_entries_of_one_digest(workshop: Workshop) -> None:
+    """A stage may change nothing, and a compile cache does not enter the checkpoint digest."""
     stages = [workshop.add(1), workshop.add(0)]
     used = workshop.run(workshop.recipe(*stages, {"bake": {"archive": "this time"}}))
     [*_, dropped] = workshop.run(
@@ -284,7 +284,7 @@ def test_cleaning_waits_for_no_running_recipe(workshop: Workshop) -> None:
     workshop.run(workshop.recipe(workshop.add(1)))
     with (workshop.weights / "store" / ".lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
-        with pytest.raises(StoreBusyError, match="a recipe is running"):
+        with pytest.raises(RecipeError, match="a recipe is running"):
             runner.clean_store(workshop.weights, keep=[])
 
 
@@ -316,8 +316,8 @@ def test_two_runs_at_once_make_each_stage_once(workshop: Workshop, first_byte: F
         workshop.recipe(workshop.add(1, seconds=0.5), workshop.add(2), variant=variant)
     processes = [start(workshop, variant) for variant in ("one", "two", "one")]
     for process in processes:
-        _, told = process.communicate()
-        assert process.returncode == 0, told.decode()
+        _, errors = process.communicate()
+        assert process.returncode == 0, errors.decode()
     assert sorted(workshop.amounts_run()) == [1, 2]
     assert first_byte(workshop.weights / "one") == first_byte(workshop.weights / "two") == 3
 
@@ -332,23 +332,23 @@ def test_a_run_killed_at_any_instant_resumes_to_the_same_bytes(tmp_path: Path) -
     started = time.monotonic()
     assert start(whole, "v").wait() == 0
     duration = time.monotonic() - started
-    chance = random.Random(0)
+    rng = random.Random(0)
     cut_short = 0
     for instant in range(20):
         workshop = fresh(f"killed-{instant}")
         process = start(workshop, "v")
-        time.sleep(chance.uniform(0.3, 1) * duration)
+        time.sleep(rng.uniform(0.3, 1) * duration)
         process.send_signal(signal.SIGKILL)
         process.communicate()
         for key in workshop.entries():
             folder = workshop.weights / "store" / key
-            assert Manifest.read(folder).files == checkpoint.file_records(folder)
+            assert Manifest.read(folder).files == file_records(folder)
         link = workshop.weights / "v"
         assert link.is_dir() or not os.path.lexists(link)
         cut_short += not link.is_dir()
         again = start(workshop, "v")
-        _, told = again.communicate()
-        assert again.returncode == 0, told.decode()
+        _, errors = again.communicate()
+        assert again.returncode == 0, errors.decode()
         assert checkpoint.digest(workshop.weights / "v") == checkpoint.digest(whole.weights / "v")
         assert [entry.name for entry in (workshop.weights / "store" / ".staging").iterdir()] == []
     assert cut_short >= 10

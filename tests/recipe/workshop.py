@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slimqwen import checkpoint
-from slimqwen.checkpoint import NewTensor
+from slimqwen.checkpoint.config import write_config
+from slimqwen.checkpoint.tensors import NewTensor, write_tensors
 from slimqwen.recipe import recipe_file, runner
 from slimqwen.recipe.recipe_file import Recipe
 from tests.recipe.fake_stages import STAGES
@@ -26,11 +26,11 @@ class Workshop:
         self.base = self.weights / "base"
         self.runs = self.root / "runs.txt"
         self.base.mkdir(parents=True)
-        checkpoint.write_config(self.base, {"architectures": ["Qwen3_5ForCausalLM"]})
+        write_config(self.base, {"architectures": ["Qwen3_5ForCausalLM"]})
         for name in ("tokenizer.json", "tokenizer_config.json"):
             (self.base / name).write_text("{}")
         names = ("a", "b", "c", "d")
-        checkpoint.write_tensors(
+        write_tensors(
             self.base / "model.safetensors",
             {name: NewTensor("U8", (64,), lambda: [bytes(64)]) for name in names},
         )

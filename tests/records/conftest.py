@@ -1,21 +1,21 @@
-import json
-from pathlib import Path
-
 import pytest
 
-DATA = Path(__file__).parent / "data"
+from tests.record_files import example as body
+
+ITEMS = {"file": "x.items.jsonl", "sha256": "ab" * 32, "count": 8}
 
 
-def example(kind):
-    """A record's body as a measurement would hand it to the store: everything but "items"."""
-    return json.loads((DATA / f"{kind}.json").read_text())
+@pytest.fixture
+def example():
+    """Kind -> a record as a file holds it."""
+    return lambda kind: body(kind) if kind == "measurements" else {**body(kind), "items": ITEMS}
 
 
 @pytest.fixture
 def quality():
-    return example("quality")
+    return body("quality")
 
 
 @pytest.fixture
 def latency():
-    return example("latency")
+    return body("latency")

@@ -9,8 +9,8 @@ import time
 import pytest
 
 from slimqwen import variant
-from slimqwen.records import collection, results, store
-from tests.records.conftest import example
+from slimqwen.records import collection, store
+from tests.record_files import example, record_of, write
 
 ITEMS = [{"task": "example_facts", "index": n, "item": str(n), "value": float(n % 2)} for n in range(4)]
 ROOT = variant.repository_root()
@@ -29,49 +29,58 @@ def repository(tmp_path, add_variant, quality, latency, monkeypatch):
         add_variant(name, f"VLLM_MODEL=weights/{name}\n")
     for day in (1, 2):
         stamped(monkeypatch, day)
-        store.write(tmp_path / "experiments" / "a", quality | {"variant": "a"}, ITEMS)
-    store.write(tmp_path / "experiments" / "a", latency | {"variant": "a"}, ITEMS)
-    store.write(tmp_path / "experiments" / "b", quality | {"variant": "b"}, ITEMS)
+        write(tmp_path / "experiments" / "a", quality | {"variant": "a"}, ITEMS)
+    write(tmp_path / "experiments" / "a", latency | {"variant": "a"}, ITEMS)
+    write(tmp_path / "experiments" / "b", quality | {"variant": "b"}, ITEMS)
     started = store.read(ROOT / STARTS.replace("_a_", "_tiny-best_"))
-    assert results.add(tmp_path, started | {"variant": "a"}) == tmp_path / STARTS
+    changed = record_of(started, variant="a")
+    assert store.write(tmp_path / "results", changed) == tmp_path / STARTS
     (tmp_path / STARTS).with_suffix(".svg").write_text("<svg/>")
     return tmp_path
 
 
 def collected(repository):
-    found = collection.collect(repository)
-    return {one.place for one in found.records}, {one.place: one.reason for one in found.problems}
+    result = collection.collect(repository)
+    return {stored.location for stored in result.records}, {
+        stored.location: stored.reason for stored in result.problems
+    }
 
 
 def test_all_records_are_found_newest_first_by_variant_and_kind(repository):
-    found = collection.collect(repository)
-    assert found.problems == ()
-    assert [one.place for one in found.records] == [
+    result = collection.collect(repository)
+    assert result.problems == ()
+    assert [stored.location for stored in result.records] == [
         "experiments/a/latency_2026-01-02T000000Z.json",
         QUALITY,
         "experiments/a/quality_2026-01-01T000000Z.json",
         STARTS,
         "experiments/b/quality_2026-01-02T000000Z.json",
     ]
-    assert [one.kind for one in found.records] == ["latency", "quality", "quality", "start_up", "quality"]
-    assert [one.place for one in found.of("a", "quality")] == [
+    assert [stored.kind for stored in result.records] == [
+        "latency",
+        "quality",
+        "quality",
+        "start_up",
+        "quality",
+    ]
+    assert [stored.location for stored in result.select("quality", "a")] == [
         QUALITY,
         "experiments/a/quality_2026-01-01T000000Z.json",
     ]
-    assert found.of("a", "gate") == ()
-    assert len(found.of_kind("quality")) == 3
-    assert list(found.measurements) == ["a", "b"]
-    assert found.measurements["a"]["hypothesis"] == "what a shows"
-    assert found.of("b", "quality")[0].record == store.read(found.of("b", "quality")[0].path)
+    assert result.select("gate", "a") == ()
+    assert len(result.select("quality")) == 3
+    assert list(result.measurements) == ["a", "b"]
+    assert result.measurements["a"].hypothesis == "what a shows"
+    assert result.select("quality", "b")[0].record == store.read(result.select("quality", "b")[0].path)
 
 
 def test_the_committed_records_are_all_readable():
-    found = collection.collect(ROOT)
-    assert found.problems == ()
+    result = collection.collect(ROOT)
+    assert result.problems == ()
     assert {"quality", "latency", "fidelity", "acceptance", "engine", "start_up"} <= {
-        one.kind for one in found.records
+        stored.kind for stored in result.records
     }
-    assert set(found.measurements) == set(variant.names(ROOT))
+    assert set(result.measurements) == set(variant.names(ROOT))
 
 
 def test_a_repository_without_any_records_is_no_error(tmp_path):
@@ -91,7 +100,7 @@ def dropped(key):
 
 
 @pytest.mark.parametrize(
-    ("damage", "place", "reason"),
+    ("damage", "location", "reason"),
     [
         (lambda p: p.write_text(p.read_text()[:-40]), QUALITY, "not JSON"),
         (lambda p: p.write_bytes(b""), QUALITY, "not JSON"),
@@ -100,8 +109,8 @@ def dropped(key):
         (lambda p: p.write_text("[]"), QUALITY, "not a JSON object"),
         (lambda p: p.write_text("{}"), QUALITY, "schema None"),
         (lambda p: p.write_text(p.read_text().replace('"value": 0.5', '"value": NaN')), QUALITY, "NaN"),
-        (dropped("tasks"), QUALITY, '"tasks"'),
-        (dropped("provenance"), QUALITY, '"provenance"'),
+        (dropped("tasks"), QUALITY, "tasks: Field required"),
+        (dropped("provenance"), QUALITY, "provenance: Field required"),
         (changed(lambda record: record | {"tasks": 3}), QUALITY, "tasks"),
         (changed(lambda record: record | {"schema": "quality/9"}), QUALITY, "quality/9' is newer than quality/2"),
         (changed(lambda record: record | {"schema": "leaderboard/1"}), QUALITY, "leaderboard/1' is unknown"),
@@ -122,18 +131,18 @@ def dropped(key):
         (lambda p: (p.parent.parent / "loose.json").touch(), "experiments/loose.json", "belongs to no variant"),
     ],
 )  # fmt: skip
-def test_each_bad_file_is_named_once_and_the_rest_is_there(repository, damage, place, reason):
+def test_each_bad_file_is_named_once_and_the_rest_is_there(repository, damage, location, reason):
     whole = collected(repository)[0]
     damage(repository / QUALITY)
     good, problems = collected(repository)
-    assert reason in problems[place]
-    assert "\n" not in problems[place]
+    assert reason in problems[location]
+    assert "\n" not in problems[location]
     # A folder that is no variant takes its exploration along.
-    others = {STARTS} if place == "experiments/a" else set()
-    within = f"{place.rpartition('/')[0]}/" if "no folders" in reason else place
+    others = {STARTS} if location == "experiments/a" else set()
+    within = f"{location.rpartition('/')[0]}/" if "no folders" in reason else location
     assert {one for one in problems if not one.startswith(within)} == others
     lost = {one for one in whole if one.startswith("experiments/a/")} | others
-    assert whole - good <= (lost if place == "experiments/a" else {QUALITY})
+    assert whole - good <= (lost if location == "experiments/a" else {QUALITY})
 
 
 @pytest.mark.parametrize(
@@ -202,7 +211,7 @@ def test_a_gate_s_missing_witness_is_named(repository, quality):
         "records": ["a/quality_2026-01-02T000000Z.json", "b/fidelity_2026-01-02T000000Z.json"],
         "provenance": quality["provenance"],
     }  # fmt: skip
-    path = store.write(repository / "experiments" / "b", gate, [{"figure": 1}])
+    path = write(repository / "experiments" / "b", gate, [{"figure": 1}])
     good, problems = collected(repository)
     assert f"experiments/b/{path.name}" in good
     assert list(problems) == ["experiments/b/fidelity_2026-01-02T000000Z.json"]
@@ -237,11 +246,11 @@ def test_two_thousand_records_are_read_in_seconds(tmp_path):
                 (folder / f"{stem}.json").write_text(json.dumps(record))
                 (folder / f"{stem}.items.jsonl").write_text(content)
     begin = time.process_time()
-    found = collection.collect(tmp_path)
+    result = collection.collect(tmp_path)
     spent = time.process_time() - begin
-    assert len(found.records) == 2000
-    assert found.problems == ()
-    assert len(found.of("variant-7", "latency")) == 5
+    assert len(result.records) == 2000
+    assert result.problems == ()
+    assert len(result.select("latency", "variant-7")) == 5
     assert spent < 10  # seconds of this process; 1 on an idle machine
 
 

@@ -5,7 +5,8 @@ import copy
 import pytest
 
 from slimqwen.records import differences, migrations
-from slimqwen.records.differences import Of
+from slimqwen.records.differences import Circumstance
+from slimqwen.records.record import Provenance
 
 
 @pytest.fixture
@@ -19,32 +20,41 @@ def changed(block, *path, to):
     for step in path[:-1]:
         holder = holder[step]
     holder[path[-1]] = to
-    return differences.between(block, other)
+    return between(block, other)
+
+
+def between(before, after):
+    return differences.between(*map(Provenance.model_validate, (before, after)))
 
 
 def test_the_same_circumstances_differ_in_nothing(block):
-    assert differences.between(block, copy.deepcopy(block)) == []
+    assert between(block, copy.deepcopy(block)) == []
 
 
 @pytest.mark.parametrize(
-    ("path", "to", "of", "told"),
+    ("path", "to", "circumstance", "shown"),
     [
-        (("checkpoint", "digest"), "ef" * 32, Of.CHECKPOINT, "checkpoint: "),
-        (("datasets",), {}, Of.DATA, "-> not said"),
-        (("flags", "max-num-seqs"), 99, Of.FLAGS, "flag max-num-seqs: "),
-        (("environment", "VLLM_CPU_KVCACHE_SPACE"), "9", Of.FLAGS, "variable VLLM_CPU_KVCACHE_SPACE: "),
-        (("threads",), 99, Of.HARDWARE, "engine threads: "),
-        (("hardware", "cpu_model"), "Other", Of.HARDWARE, "hardware cpu_model: "),
-        (("packages", "vllm"), "9", Of.PACKAGES, "vllm: "),
-        (("git", "commit"), "9" * 40, Of.CODE, "commit: "),
-        (("git", "dirty"), True, Of.CODE, "+changes"),
+        (("checkpoint", "digest"), "ef" * 32, Circumstance.CHECKPOINT, "checkpoint: "),
+        (("datasets",), {}, Circumstance.DATA, "-> not said"),
+        (("flags", "max-num-seqs"), 99, Circumstance.FLAGS, "flag max-num-seqs: "),
+        (
+            ("environment", "VLLM_CPU_KVCACHE_SPACE"),
+            "9",
+            Circumstance.FLAGS,
+            "variable VLLM_CPU_KVCACHE_SPACE: ",
+        ),
+        (("threads",), 99, Circumstance.HARDWARE, "engine threads: "),
+        (("hardware", "cpu_model"), "Other", Circumstance.HARDWARE, "hardware cpu_model: "),
+        (("packages", "vllm"), "9", Circumstance.PACKAGES, "vllm: "),
+        (("git", "commit"), "9" * 40, Circumstance.CODE, "commit: "),
+        (("git", "dirty"), True, Circumstance.CODE, "+changes"),
     ],
 )
-def test_each_circumstance_is_named_with_both_sides(block, path, to, of, told):
-    found = changed(block, *path, to=to)
-    assert {each.of for each in found} == {of}
-    assert told in str(found[0])
-    assert "\n" not in str(found[0])
+def test_each_circumstance_is_named_with_both_sides(block, path, to, circumstance, shown):
+    result = changed(block, *path, to=to)
+    assert {each.circumstance for each in result} == {circumstance}
+    assert shown in str(result[0])
+    assert "\n" not in str(result[0])
 
 
 @pytest.mark.parametrize(

@@ -8,16 +8,14 @@ import sys
 import mlflow
 import pytest
 
+from slimqwen.evals.quality import Quality
 from slimqwen.records import collection, frame, mlflow_export, store
 from slimqwen.records.mlflow_export import MlflowExportError
+from tests.record_files import write
+
+pytestmark = pytest.mark.usefixtures("stamps")
 
 ITEMS = [{"task": "example_facts", "item": "f", "value": 1.0, "weight": 1}]
-
-
-@pytest.fixture(autouse=True)
-def stamps(monkeypatch):
-    made = iter(f"2026-01-01T00{n // 60:02}{n % 60:02}Z" for n in range(600))
-    monkeypatch.setattr(store, "_stamp", lambda: next(made))
 
 
 @pytest.fixture
@@ -25,8 +23,8 @@ def repository(tmp_path, add_variant, quality, latency):
     """Two variants, three records."""
     for name, baseline in (("a", None), ("b", "a")):
         add_variant(name, f"VLLM_MODEL=weights/{name}\n", baseline=baseline)
-        store.write(tmp_path / "experiments" / name, quality | {"variant": name}, ITEMS)
-    store.write(tmp_path / "experiments" / "b", latency | {"variant": "b"}, ITEMS)
+        write(tmp_path / "experiments" / name, quality | {"variant": name}, ITEMS)
+    write(tmp_path / "experiments" / "b", latency | {"variant": "b"}, ITEMS)
     return tmp_path
 
 
@@ -59,27 +57,27 @@ def test_every_record_becomes_a_run_that_says_what_the_record_says(repository, q
     assert exported.uri == f"sqlite:///{repository}/mlruns/mlflow.db"
     client, sent = runs(exported)
     everything = collection.collect(repository)
-    assert set(exported.added) == set(sent) == {found.place for found in everything.records}
+    assert set(exported.added) == set(sent) == {entry.location for entry in everything.records}
     figures = frame.load(repository)
-    for found in everything.records:
-        run = sent[found.place]
-        rows = figures[figures.place == found.place]
+    for entry in everything.records:
+        run = sent[entry.location]
+        rows = figures[figures.location == entry.location]
         numbers = rows[["value", "standard_error", "low", "high"]].to_numpy().ravel()
         assert sorted(run.data.metrics.values()) == sorted(float(n) for n in numbers if n == n)
         assert run.info.status == "FINISHED"
         assert run.info.start_time == 1767323045000
-        assert run.data.tags["slimqwen.variant"] == found.variant
-        assert run.data.tags["slimqwen.kind"] == found.kind
-        assert run.data.tags["slimqwen.checkpoint"] == found.record["provenance"]["checkpoint"]["digest"]
-        assert run.data.tags["slimqwen.commit"] == found.record["provenance"]["git"]["commit"]
+        assert run.data.tags["slimqwen.variant"] == entry.variant
+        assert run.data.tags["slimqwen.kind"] == entry.kind
+        assert run.data.tags["slimqwen.checkpoint"] == entry.record.provenance.checkpoint_digest
+        assert run.data.tags["slimqwen.commit"] == entry.record.provenance.git.commit
         assert run.data.tags["slimqwen.hardware"] == "Example GPU"
-        flags = found.record["provenance"]["flags"]
+        flags = entry.record.provenance.flags
         assert {key: run.data.params[key] for key in flags} == {
             key: value if isinstance(value, str) else json.dumps(value) for key, value in flags.items()
         }
         folder = client.download_artifacts(run.info.run_id, "")
-        for path in (found.path, found.path.with_suffix(".items.jsonl")):
-            assert (type(found.path)(folder) / path.name).read_bytes() == path.read_bytes()
+        for path in (entry.path, entry.path.with_suffix(".items.jsonl")):
+            assert (type(entry.path)(folder) / path.name).read_bytes() == path.read_bytes()
     scored = next(run for run in sent.values() if run.data.tags["slimqwen.kind"] == "quality")
     assert scored.data.metrics["example_facts/exact_match"] == quality["tasks"]["example_facts"]["value"]
     assert scored.data.metrics["example_facts/exact_match.standard_error"] == 0.2
@@ -90,7 +88,7 @@ def test_a_second_export_adds_nothing_and_a_third_adds_what_is_new(stored, quali
     mlflow_export.export(stored)
     again = mlflow_export.export(stored)
     assert (again.added, again.known) == ((), 3)
-    path = store.write(stored / "experiments" / "b", quality | {"variant": "b"}, ITEMS)
+    path = write(stored / "experiments" / "b", quality | {"variant": "b"}, ITEMS)
     third = mlflow_export.export(stored)
     assert third.added == (f"experiments/b/{path.name}",)
     assert len(runs(third)[1]) == 4
@@ -99,20 +97,20 @@ def test_a_second_export_adds_nothing_and_a_third_adds_what_is_new(stored, quali
 def test_two_exports_at_once_send_every_record_once(repository):
     # Forked, so that neither has to import MLflow again.
     context = multiprocessing.get_context("fork")
-    together, told = context.Barrier(2), context.Queue()
+    together, queue = context.Barrier(2), context.Queue()
 
     def export():
         together.wait()
-        told.put(mlflow_export.export(repository))
+        queue.put(mlflow_export.export(repository))
 
     both = [context.Process(target=export) for _ in range(2)]
     for process in both:
         process.start()
-    found = [told.get(timeout=300) for _ in both]
+    exports = [queue.get(timeout=300) for _ in both]
     for process in both:
         process.join()
-    assert sorted((len(one.added), one.known) for one in found) == [(0, 3), (3, 0)]
-    client, sent = runs(found[0])
+    assert sorted((len(one.added), one.known) for one in exports) == [(0, 3), (3, 0)]
+    client, sent = runs(exports[0])
     experiment = client.get_experiment_by_name("slimqwen").experiment_id
     assert len(sent) == len(client.search_runs([experiment])) == 3
 
@@ -121,11 +119,11 @@ def test_an_export_that_was_cut_off_is_taken_up_and_leaves_no_half_of_a_run(stor
     send = mlflow_export._tags
     calls = []
 
-    def dies(found):
-        calls.append(found)
+    def dies(entry):
+        calls.append(entry)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return send(found)
+        return send(entry)
 
     finish = mlflow.MlflowClient.set_terminated
     monkeypatch.setattr(mlflow_export, "_tags", dies)
@@ -150,11 +148,11 @@ def test_an_export_that_was_cut_off_is_taken_up_and_leaves_no_half_of_a_run(stor
 
 
 def test_damaged_records_are_named_and_the_rest_is_sent(stored):
-    damaged = next(store.records(stored / "experiments" / "a", "quality"))
+    damaged = next(store.records(stored / "experiments" / "a", Quality))
     damaged.write_text("{")
     exported = mlflow_export.export(stored)
     assert len(exported.added) == 2
-    assert [problem.place for problem in exported.problems] == [f"experiments/a/{damaged.name}"]
+    assert [problem.location for problem in exported.problems] == [f"experiments/a/{damaged.name}"]
 
 
 def test_a_store_of_ones_own_has_its_artifacts_beside_it(repository, empty_store, tmp_path):

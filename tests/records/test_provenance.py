@@ -2,14 +2,17 @@ import json
 import shlex
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from slimqwen import variant
+from slimqwen.errors import SlimqwenError
 from slimqwen.records import provenance
-from slimqwen.serving import launch
+from slimqwen.records.record import ServedProvenance
+from slimqwen.serving.command import ServerCommand
 
 ROOT = Path("/home/someone/slimqwen")
 names = st.text("abcxyz019._-", min_size=1, max_size=12)
@@ -82,8 +85,9 @@ def test_threads_are_the_engine_s_or_else_this_process_s(monkeypatch, given, own
 
 @given(st.lists(st.text(st.characters(blacklist_characters="/\0", blacklist_categories=["Cs"])), max_size=4))
 def test_a_command_is_what_a_shell_takes(words):
-    told = provenance.shell_command([f"{ROOT}/scripts/x.py", *words], ROOT)
-    assert shlex.split(told) == ["python", "scripts/x.py", *words]
+    line = provenance.shell_command([f"{ROOT}/scripts/x.py", *words], ROOT)
+    assert shlex.split(line) == ["python", "scripts/x.py", *words]
+    assert provenance.shell_command(["slimqwen", "gate", "check"], ROOT) == "slimqwen gate check"
 
 
 @pytest.fixture
@@ -104,12 +108,12 @@ def repository(tmp_path):
 
 def test_a_fresh_record_does_not_make_the_tree_dirty(repository):
     clean = provenance.git_state(repository)
-    assert len(clean["commit"]) == 40
+    assert len(clean.commit) == 40
     (repository / "experiments" / "tiny").mkdir(parents=True)
     (repository / "experiments" / "tiny" / "quality_2026-01-01T000000Z.json").write_text("{}")
     (repository / "experiments" / "tiny" / "quality_2026-01-01T000000Z.items.jsonl").write_text("{}")
     (repository / "README.md").write_text("a table")
-    assert clean["dirty"] is False
+    assert clean.dirty is False
     assert provenance.git_state(repository) == clean
 
 
@@ -117,32 +121,30 @@ def test_a_fresh_record_does_not_make_the_tree_dirty(repository):
 def test_changed_code_makes_the_tree_dirty(repository, change):
     (repository / change).parent.mkdir(parents=True, exist_ok=True)
     (repository / change).write_text("2\n")
-    assert provenance.git_state(repository)["dirty"] is True
+    assert provenance.git_state(repository).dirty is True
 
 
 def test_outside_a_checkout_the_commit_is_unknown(tmp_path):
-    assert provenance.git_state(tmp_path) == {"commit": None, "dirty": None}
+    assert provenance.git_state(tmp_path).as_json() == {"commit": None, "dirty": None}
 
 
 def test_versions_and_hardware_of_this_machine_are_found():
     assert {"python", "vllm", "torch", "lm_eval", "transformers"} <= set(provenance.package_versions())
     hardware = provenance.hardware()
-    assert hardware["cpu_count"] >= 1
-    assert hardware["memory_bytes"] > 2**30
-    assert hardware["cpu_model"]
+    assert hardware.cpu_count >= 1
+    assert hardware.memory_bytes > 2**30
+    assert hardware.cpu_model
 
 
 def describe(root, weights, datasets):
-    return provenance.describe(
-        root=root,
-        command=[str(root / "scripts" / "eval_quality.py"), "--variant", "tiny"],
-        started=provenance.utc_now(),
+    server = SimpleNamespace(
+        variant=SimpleNamespace(root=root, weights=weights),
         flags={"model": str(weights), "max-num-seqs": 8},
         environment={"VLLM_CACHE_ROOT": str(root / ".cache" / "vllm"), "HF_TOKEN": "hunter2"},
-        weights=weights,
-        datasets=datasets,
-        seeds={"lm_eval": 1234},
-        server="started",
+    )
+    command = [str(root / "scripts" / "eval_quality.py"), "--variant", "tiny"]
+    return provenance.describe(
+        server, command, provenance.utc_now(), datasets=datasets, seeds={"lm_eval": 1234}
     )
 
 
@@ -153,9 +155,9 @@ def test_a_described_run_can_be_repeated_elsewhere(repository):
     items = repository / "eval" / "items.jsonl"
     items.parent.mkdir()
     items.write_text("{}\n")
-    described = describe(repository, weights, [items])
+    described = describe(repository, weights, [items]).as_json()
     assert described["command"] == "python scripts/eval_quality.py --variant tiny"
-    assert described["schema"] == "provenance/2"
+    assert described["schema"] == "provenance/3"
     assert described["checkpoint"]["path"] == described["flags"]["model"] == "weights/tiny"
     assert described["checkpoint"]["size_bytes"] == 2
     assert list(described["datasets"]) == ["eval/items.jsonl"]
@@ -166,30 +168,22 @@ def test_a_described_run_can_be_repeated_elsewhere(repository):
 def test_a_data_file_that_is_gone_is_named(repository):
     weights = repository / "weights"
     weights.mkdir()
-    with pytest.raises(provenance.ProvenanceError, match=r"gone\.jsonl"):
+    with pytest.raises(SlimqwenError, match=r"gone\.jsonl"):
         describe(repository, weights, [repository / "gone.jsonl"])
 
 
 def test_a_record_holds_until_something_that_decides_its_figures_changes():
     tiny = variant.load("tiny")
-    command = launch.resolve(tiny, port=1)
+    command = ServerCommand.resolve(tiny, port=1)
     data = tiny.root / "eval/workloads/classes.yaml"
-    block = provenance.describe(
-        root=tiny.root,
-        command=["scripts/eval_latency.py"],
-        started=provenance.utc_now(),
-        flags=command.flags,
-        environment=command.environment,
-        weights=tiny.weights,
-        datasets=[data],
-        seeds={},
-        server="started",
-    )
-    block = json.loads(json.dumps(block))
+    block = provenance.describe(command, ["slimqwen"], provenance.utc_now(), datasets=[data]).as_json()
 
-    assert provenance.still_holds(block, command)
-    assert provenance.still_holds(block, launch.resolve(tiny, port=2))
-    assert not provenance.still_holds(block, launch.resolve(variant.load("tiny-seq8"), port=1))
+    def still_holds(command, **changed):
+        return provenance.still_holds(ServedProvenance.model_validate(block | changed), command)
+
+    assert still_holds(command)
+    assert still_holds(ServerCommand.resolve(tiny, port=2))
+    assert not still_holds(ServerCommand.resolve(variant.load("tiny-seq8"), port=1))
     for changed in (
         {"checkpoint": block["checkpoint"] | {"digest": "0" * 64}},
         {"packages": block["packages"] | {"vllm": "0"}},
@@ -198,4 +192,4 @@ def test_a_record_holds_until_something_that_decides_its_figures_changes():
         {"datasets": {"eval/workloads/classes.yaml": "0" * 64}},
         {"datasets": {"eval/workloads/gone.yaml": "0" * 64}},
     ):
-        assert not provenance.still_holds(block | changed, command), changed
+        assert not still_holds(command, **changed), changed

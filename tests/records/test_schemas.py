@@ -1,67 +1,86 @@
+"""The committed JSON Schemas and the models say the same of every record there is."""
+
 import copy
 import json
-from pathlib import Path
 
 import jsonschema_rs
 import pytest
 
 from slimqwen import variant
-from slimqwen.records import store
+from slimqwen.records import registry, schemas, store
 
-DATA = Path(__file__).parent / "data"
-SCHEMAS = {
-    file.name: json.loads(file.read_text()) for file in Path(store.__file__).parent.glob("schemas/*.json")
-}
-ITEMS = {"file": "x.items.jsonl", "sha256": "ab" * 32, "count": 8}
+ROOT = variant.repository_root()
+COMMITTED = sorted([*ROOT.glob("experiments/*/*.json"), *ROOT.glob("results/*.json")])
+DOCUMENT = schemas.generate()
 
 
-def whole(kind):
-    record = json.loads((DATA / f"{kind}.json").read_text())
-    return record if kind == "measurements" else {**record, "items": ITEMS}
+def present(path):
+    """A committed record as JSON in the present version of its schema, and its kind."""
+    record = store.in_present_form(json.loads(path.read_text()), path.name)
+    return record["schema"].partition("/")[0], record
 
 
-def required_fields(schema, value, file, path=()):
+def newest_of_each_kind():
+    newest = {present(path)[0]: path for path in COMMITTED}
+    return [pytest.param(path, id=kind) for kind, path in newest.items() if kind in DOCUMENT["kinds"]]
+
+
+def required_fields(schema, value, path=()):
     """Every required field of the schema that the value has, as a path into the value."""
     if "$ref" in schema:
-        target, _, pointer = schema["$ref"].partition("#/")
-        file = target or file
-        schema = SCHEMAS[file]
-        for step in pointer.split("/"):
-            schema = schema[step]
-        yield from required_fields(schema, value, file, path)
-    elif isinstance(value, dict):
-        yield from ((*path, name) for name in schema.get("required", []))
+        schema = DOCUMENT["$defs"][schema["$ref"].rpartition("/")[2]]
+    for choice in schema.get("anyOf", ()):
+        if value is not None and choice != {"type": "null"}:
+            yield from required_fields(choice, value, path)
+    if isinstance(value, dict):
+        yield from ((*path, name) for name in schema.get("required", []) if name in value)
         for name, part in value.items():
             inner = schema.get("properties", {}).get(name, schema.get("additionalProperties"))
             if isinstance(inner, dict):
-                yield from required_fields(inner, part, file, (*path, name))
+                yield from required_fields(inner, part, (*path, name))
     elif isinstance(value, list) and "items" in schema:
         for number, part in enumerate(value):
-            yield from required_fields(schema["items"], part, file, (*path, number))
+            yield from required_fields(schema["items"], part, (*path, number))
 
 
-def cases():
-    for kind in ("quality", "latency", "acceptance", "measurements"):
-        for path in required_fields(SCHEMAS[f"{kind}.json"], whole(kind), f"{kind}.json"):
-            if path == ("provenance", "schema"):
-                continue  # the block had no version at first
-            yield pytest.param(kind, path, id=f"{kind}:{'/'.join(map(str, path))}")
-
-
-@pytest.mark.parametrize("kind", ["quality", "latency", "acceptance", "measurements"])
-def test_the_example_is_valid(kind):
-    store.validate(whole(kind), "example")
-
-
-@pytest.mark.parametrize(("kind", "path"), cases())
-def test_a_record_without_a_required_field_is_refused(kind, path):
-    record = copy.deepcopy(whole(kind))
-    holder = record
+def without(record, path):
+    changed = copy.deepcopy(record)
+    holder = changed
     for step in path[:-1]:
         holder = holder[step]
     del holder[path[-1]]
-    with pytest.raises(store.RecordError, match=r"^example: "):
-        store.validate(record, "example")
+    return changed
+
+
+def test_the_committed_schemas_are_those_of_the_models():
+    assert schemas.FILE.read_text() == schemas.text(), "run `slimqwen record schemas` and commit schemas.json"
+
+
+def test_every_schema_is_one_of_its_draft_and_fits_lines():
+    jsonschema_rs.meta.validate(DOCUMENT)
+    assert set(DOCUMENT["kinds"]) == {*registry.kinds(), "measurements"}
+    assert len(schemas.text().splitlines()) <= 1300
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_a_committed_record_follows_the_schema_of_its_kind(path):
+    kind, record = present(path)
+    if kind in DOCUMENT["kinds"]:
+        assert schemas.faults(kind, record) == []
+
+
+@pytest.mark.parametrize("path", newest_of_each_kind())
+def test_model_and_schema_refuse_a_record_without_a_required_field_or_with_one_more(path):
+    kind, record = present(path)
+    schema = DOCUMENT["kinds"][kind]
+    paths = {tuple("*" if isinstance(step, int) else step for step in path): path
+             for path in required_fields(schema, record)}  # fmt: skip
+    assert paths
+    damaged = [without(record, path) for path in paths.values()] + [record | {"typed_by_hand": 1}]
+    for changed in damaged:
+        assert schemas.faults(kind, changed)
+        with pytest.raises(store.RecordError, match=r"^example: "):
+            store.validate(changed, "example")
 
 
 @pytest.mark.parametrize(
@@ -89,8 +108,8 @@ def test_a_record_without_a_required_field_is_refused(kind, path):
         ("measurements", ("records",), ["a.json", "a.json"]),
     ],
 )
-def test_a_wrong_value_is_refused_by_name(kind, path, wrong):
-    record = whole(kind)
+def test_a_wrong_value_is_refused_by_name(example, kind, path, wrong):
+    record = example(kind)
     holder = record
     for step in path[:-1]:
         holder = holder[step]
@@ -103,43 +122,6 @@ def test_a_wrong_value_is_refused_by_name(kind, path, wrong):
 @pytest.mark.parametrize(
     "schema", ["quality/3", "quality/0x2", "quality", "common/1", "leaderboard/1", "", None, 7]
 )
-def test_a_foreign_or_future_schema_is_refused(schema):
+def test_a_foreign_or_future_schema_is_refused(example, schema):
     with pytest.raises(store.RecordError, match="schema"):
-        store.validate({**whole("quality"), "schema": schema}, "example")
-
-
-def explorations():
-    files = sorted((variant.repository_root() / "results").glob("**/*.json"))
-    return [pytest.param(file, id=file.stem) for file in files]
-
-
-@pytest.mark.parametrize("file", explorations())
-def test_a_committed_exploration_is_valid_and_nothing_may_be_added(file):
-    record = json.loads(file.read_text())
-    present = store.validate(record, file.name)
-    assert present["provenance"]["schema"] == "provenance/2"
-    for part in ({"typed_by_hand": 1}, {"provenance": present["provenance"] | {"host": "mine"}}):
-        with pytest.raises(store.RecordError, match="Additional properties"):
-            store.validate(present | part, "example")
-    for name in SCHEMAS[f"{record['schema'].partition('/')[0]}.json"]["required"]:
-        with pytest.raises(store.RecordError):
-            store.validate({key: value for key, value in present.items() if key != name}, "example")
-
-
-def test_every_schema_is_one_of_its_draft_and_finds_what_it_refers_to():
-    for name, schema in SCHEMAS.items():
-        assert schema["$id"] == name
-        jsonschema_rs.meta.validate(schema)
-        if "properties" in schema:
-            kind, _, version = schema["properties"]["schema"]["const"].partition("/")
-            assert (f"{kind}.json", version.isdecimal()) == (name, True)
-            with pytest.raises(store.RecordError, match="example"):
-                store.validate({"schema": f"{kind}/{version}"}, "example")
-
-
-def test_the_schemas_are_of_every_kind_that_is_written():
-    written = {
-        "quality", "latency", "fidelity", "acceptance", "engine", "gate", "start_up", "redistill_mtp", "lm_head",
-        "vocab_coverage", "bench_prune_vocab", "roofline", "profile", "gate_power", "measurements",
-    }  # fmt: skip
-    assert written <= set(store.present_versions())
+        store.validate({**example("quality"), "schema": schema}, "example")

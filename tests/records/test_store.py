@@ -5,9 +5,15 @@ import threading
 
 import pytest
 
+from slimqwen import variant
+from slimqwen.bench.start_up import StartUp
+from slimqwen.evals.quality import Quality
+from slimqwen.host_load import HostLoad
 from slimqwen.records import store
+from tests.record_files import record_of, write
 
 ITEMS = [{"task": "example_facts", "index": n, "item": str(n), "value": float(n % 2)} for n in range(4)]
+ROOT = variant.repository_root()
 
 
 @pytest.fixture
@@ -22,71 +28,75 @@ def one_moment(monkeypatch):
     monkeypatch.setattr(store, "_stamp", lambda: "2026-01-01T000000Z")
 
 
+@pytest.fixture
+def result():
+    """Variant, minute of the end and other changes -> a record of results/."""
+    template = store.read(store.latest_result(ROOT, StartUp, "tiny-best"))
+
+    def make(name="tiny", minute=0, **changes):
+        made = template.provenance.model_copy(update={"ended": f"2026-01-01T00:{minute:02}:00Z"})
+        return template.model_copy(update={"variant": name, "provenance": made, **changes})
+
+    return make
+
+
 def test_a_record_comes_back_with_its_items(tmp_path, quality):
-    path = store.write(tmp_path / "tiny", quality, ITEMS)
-    record = store.read(path)
-    assert {name: record[name] for name in quality} == quality
+    path = write(tmp_path / "tiny", quality, ITEMS)
+    record = store.read(path, Quality)
+    assert {name: value for name, value in record.as_json().items() if name != "items"} == quality
     assert store.read_items(path) == ITEMS
-    assert sorted(file.name for file in path.parent.iterdir()) == [record["items"]["file"], path.name]
+    assert sorted(file.name for file in path.parent.iterdir()) == [record.items.file, path.name]
 
 
-def test_an_invalid_record_leaves_nothing(tmp_path, quality):
-    del quality["suite"]
-    with pytest.raises(store.RecordError, match="suite"):
-        store.write(tmp_path / "tiny", quality, ITEMS)
+@pytest.mark.parametrize("items", [[], [{"value": float("nan")}]])
+def test_items_that_are_none_or_no_json_leave_nothing(tmp_path, quality, items):
+    with pytest.raises((store.RecordError, ValueError), match=r"no items|JSON compliant"):
+        write(tmp_path / "tiny", quality, items)
     assert not (tmp_path / "tiny").exists()
 
 
-def test_a_figure_that_is_no_number_is_refused(tmp_path, quality):
-    quality["tasks"]["example_facts"]["value"] = float("nan")
-    with pytest.raises(store.RecordError, match="no number"):
-        store.write(tmp_path, quality, ITEMS)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_record_of_an_older_form_is_read_and_not_written(tmp_path, quality):
-    old = {key: value for key, value in quality.items() if key != "endpoint"} | {"schema": "quality/1"}
-    with pytest.raises(store.RecordError, match="older schema"):
-        store.write(tmp_path, old, ITEMS)
-    assert list(tmp_path.iterdir()) == []
+def test_a_record_that_breaks_its_schema_is_not_written(tmp_path, quality):
+    broken = record_of(quality).model_copy(update={"suite": ""})
+    with pytest.raises(store.RecordError, match="suite"):
+        store.write(tmp_path / "tiny", broken, ITEMS)
+    assert not (tmp_path / "tiny").exists()
 
 
 def test_what_is_validated_stays_as_it_is(quality):
     old = {key: value for key, value in quality.items() if key != "endpoint"} | {"schema": "quality/1"}
     old["items"] = {"file": "x.items.jsonl", "sha256": "ab" * 32, "count": 8}
     before = json.dumps(old)
-    assert store.validate(old, "example")["endpoint"] == "completions"
+    assert store.validate(old, "example").endpoint == "completions"
     assert json.dumps(old) == before
 
 
 @pytest.mark.usefixtures("one_moment")
 def test_a_record_is_never_overwritten(tmp_path, quality):
-    path = store.write(tmp_path, quality, ITEMS)
+    path = write(tmp_path, quality, ITEMS)
     before = {file: file.read_bytes() for file in tmp_path.iterdir()}
     with pytest.raises(store.RecordError, match="never overwritten"):
-        store.write(tmp_path, {**quality, "limit": 3}, ITEMS[:3])
+        write(tmp_path, {**quality, "limit": 3}, ITEMS[:3])
     assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
-    assert store.read(path)["limit"] == 4
+    assert store.read(path, Quality).limit == 4
 
 
 @pytest.mark.usefixtures("one_moment")
 def test_of_two_writers_at_once_one_wins_whole(tmp_path, quality):
     outcomes = []
 
-    def write(limit):
+    def attempt(limit):
         try:
-            outcomes.append(store.write(tmp_path, {**quality, "limit": limit}, ITEMS[:limit]))
+            outcomes.append(write(tmp_path, {**quality, "limit": limit}, ITEMS[:limit]))
         except store.RecordError as error:
             outcomes.append(error)
 
-    writers = [threading.Thread(target=write, args=(limit,)) for limit in (2, 3, 4)]
+    writers = [threading.Thread(target=attempt, args=(limit,)) for limit in (2, 3, 4)]
     for writer in writers:
         writer.start()
     for writer in writers:
         writer.join()
-    written = [path for path in outcomes if not isinstance(path, Exception)]
-    assert len(written) == 1
-    assert len(store.read_items(written[0])) == store.read(written[0])["limit"]
+    [path] = [path for path in outcomes if not isinstance(path, Exception)]
+    assert len(store.read_items(path)) == store.read(path, Quality).limit
     assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -102,21 +112,67 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, quality, monkeypatch, fails
 
     monkeypatch.setattr(os, "link", link)
     with pytest.raises(OSError, match="no space"):
-        store.write(tmp_path, quality, ITEMS)
+        write(tmp_path, quality, ITEMS)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.usefixtures("times")
-def test_latest_is_the_newest_that_is_wanted(tmp_path, quality, latency):
-    paths = [store.write(tmp_path, {**quality, "limit": limit}, ITEMS) for limit in (150, 6)]
-    store.write(tmp_path, latency, ITEMS)
-    assert store.latest(tmp_path, "quality") == paths[1]
-    assert store.latest(tmp_path, "quality", lambda record: record["limit"] == 150) == paths[0]
+def test_latest_is_the_newest_that_fits(tmp_path, quality, latency):
+    paths = [write(tmp_path, {**quality, "limit": limit}, ITEMS) for limit in (150, 6)]
+    write(tmp_path, latency, ITEMS)
+    assert store.latest(tmp_path, Quality) == paths[1]
+    assert store.latest(tmp_path, Quality, lambda record: record.limit == 150) == paths[0]
 
 
-def test_a_missing_record_is_told_with_its_command(tmp_path):
-    with pytest.raises(store.MissingRecordError, match="make eval-latency VARIANT=tiny-awq"):
-        store.latest(tmp_path / "tiny-awq", "latency")
+def test_no_record_of_a_busy_host_is_the_latest(tmp_path, result):
+    quiet, later = result(), result(minute=1)
+    path = store.write(tmp_path / "results", quiet)
+    load = HostLoad(
+        seconds=9.0, other_share=0.6, pressure=0.9, client_delay_ms=9.0, server_delay_ms=9.0, busy=True
+    )
+    marked = later.provenance.model_copy(update={"host_load": load})
+    store.write(tmp_path / "results", later.model_copy(update={"provenance": marked}))
+    assert store.latest_result(tmp_path, StartUp, "tiny") == path
+
+
+def test_a_missing_record_names_its_command(tmp_path):
+    with pytest.raises(store.MissingRecordError, match="`slimqwen eval quality --variant tiny-awq`"):
+        store.latest(tmp_path / "tiny-awq", Quality)
+    with pytest.raises(store.MissingRecordError, match="`slimqwen bench startup --variant tiny-awq`"):
+        store.latest_result(tmp_path, StartUp, "tiny-awq")
+
+
+def test_a_result_made_again_is_another_file_and_the_latest(tmp_path, result):
+    folder = tmp_path / "results"
+    first, second = (store.write(folder, result(minute=minute)) for minute in (0, 1))
+    assert first.name == "start_up_tiny_2026-01-01T000000Z.json"
+    assert store.latest_result(tmp_path, StartUp, "tiny") == second
+    assert (
+        store.latest_result(tmp_path, StartUp, "tiny", lambda r: r.provenance.ended < "2026-01-01T00:01")
+        == first
+    )
+    # A name that begins like this one is another variant's.
+    other = store.write(folder, result("tiny_2", minute=2))
+    assert store.latest_result(tmp_path, StartUp, "tiny") == second
+    assert store.latest_result(tmp_path, StartUp, "tiny_2") == other
+    with pytest.raises(store.MissingRecordError):
+        store.latest_result(tmp_path, StartUp, "tin")
+
+
+def test_two_results_of_one_second_do_not_replace_each_other(tmp_path, result):
+    before = store.write(tmp_path, result()).read_bytes()
+    with pytest.raises(store.RecordError, match="never overwritten"):
+        store.write(tmp_path, result())
+    [file] = tmp_path.iterdir()
+    assert file.read_bytes() == before
+
+
+def test_a_record_of_another_kind_is_refused(tmp_path, result):
+    path = store.write(tmp_path, result())
+    with pytest.raises(store.RecordError, match="start_up/1 is not a record of kind quality"):
+        store.read(path, Quality)
+    with pytest.raises(store.RecordError, match="without items"):
+        store.read_items(path)
 
 
 @pytest.mark.parametrize(
@@ -128,15 +184,15 @@ def test_a_missing_record_is_told_with_its_command(tmp_path):
         (lambda path: path.unlink(), "no such record"),
         (lambda path: path.write_text(json.dumps({"schema": "quality/9"})), "quality/9"),
         (lambda path: path.write_text("{" * 100_000), "not JSON"),
-        (lambda path: path.write_text('{"schema": "quality/2", "limit": NaN}'), "NaN is no number"),
+        (lambda path: path.write_text('{"schema": "quality/2", "limit": NaN}'), "NaN is not a number"),
         (
             lambda path: path.write_text(path.read_text().replace('"suite": "', '"suite": "\\ud800', 1)),
-            "what is no text",
+            "not Unicode",
         ),
     ],
 )
 def test_a_damaged_record_is_named_with_its_cause(tmp_path, quality, damage, cause):
-    path = store.write(tmp_path / "tiny", quality, ITEMS)
+    path = write(tmp_path / "tiny", quality, ITEMS)
     damage(path)
     with pytest.raises(store.RecordError, match=cause) as error:
         store.read(path)
@@ -144,8 +200,8 @@ def test_a_damaged_record_is_named_with_its_cause(tmp_path, quality, damage, cau
 
 
 def test_items_that_were_changed_are_refused(tmp_path, quality):
-    path = store.write(tmp_path, quality, ITEMS)
-    items = path.with_name(store.read(path)["items"]["file"])
+    path = write(tmp_path, quality, ITEMS)
+    items = path.with_name(store.read(path).items.file)
     items.write_text(items.read_text().replace('"value": 0.0', '"value": 1.0'))
     with pytest.raises(store.RecordError, match="not the items"):
         store.read_items(path)
@@ -154,7 +210,7 @@ def test_items_that_were_changed_are_refused(tmp_path, quality):
     described["items"] |= {"sha256": hashlib.sha256(content.encode()).hexdigest(), "count": 1}
     path.write_text(json.dumps(described))
     items.write_text(content)
-    with pytest.raises(store.RecordError, match="not a JSON object a line"):
+    with pytest.raises(store.RecordError, match="not a JSON object"):
         store.read_items(path)
     items.unlink()
     with pytest.raises(store.RecordError, match="needs it"):

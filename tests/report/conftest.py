@@ -6,7 +6,9 @@ import shutil
 import pytest
 
 from slimqwen import variant
-from slimqwen.records import results, store
+from slimqwen.bench.start_up import StartUp
+from slimqwen.records import store
+from tests.record_files import record_of
 from tests.records.conftest import latency, quality  # noqa: F401  (fixtures)
 
 ROOT = variant.repository_root()
@@ -23,18 +25,18 @@ def digest(name):
 @pytest.fixture(scope="session")
 def templates():
     """The newest committed record of each kind, with its items; copies say that they are of one machine."""
-    found = {}
+    newest = {}
     for kind in COPIED:
         paths = [
             path for path in sorted(ROOT.glob(f"experiments/tiny*/{kind}_*.json")) if "items" not in path.name
         ]
         if kind == "quality":
             # All items of a suite take half a megabyte a record.
-            paths = [path for path in paths if isinstance(store.read(path)["limit"], int)] or paths
+            paths = [path for path in paths if isinstance(store.read(path).limit, int)] or paths
         if kind == "latency":
-            paths = [path for path in paths if store.read(path)["workload"] == "classes"]
-        found[kind] = paths[-1], store.read(paths[-1])
-    return found
+            paths = [path for path in paths if store.read(path).workload == "classes"]
+        newest[kind] = paths[-1], store.read(paths[-1])
+    return newest
 
 
 @pytest.fixture
@@ -46,16 +48,16 @@ def add_record(tmp_path, templates):
 
     def add(name, kind, stamp="2026-01-01T000000Z", edit=lambda record: None, edit_items=None):
         source, template = templates[kind]
-        record = json.loads(json.dumps(template))
+        record = json.loads(store.serialise(template, "template"))
         record["variant"] = name
         if "baseline" in record:
             record["baseline"] = "base"
         folder = tmp_path / "experiments" / name
         folder.mkdir(parents=True, exist_ok=True)
-        items = source.with_name(template["items"]["file"])
+        items = source.with_name(template.items.file)
         mine = folder / f"{kind}_{stamp}.items.jsonl"
         record["provenance"]["checkpoint"]["digest"] = digest(name)
-        record["provenance"]["hardware"] = templates["latency"][1]["provenance"]["hardware"]
+        record["provenance"]["hardware"] = templates["latency"][1].provenance.hardware.as_json()
         edit(record)
         if edit_items is None:
             # Links instead of copies: two thousand records would fill the disk.
@@ -77,14 +79,14 @@ def add_record(tmp_path, templates):
 @pytest.fixture
 def add_start_up(tmp_path, templates):
     """Write a start-up record of a variant into results/, a copy of a real one."""
-    template = results.latest(ROOT, "start_up", "tiny-best")
+    template = store.read(store.latest_result(ROOT, StartUp, "tiny-best"))
 
     def add(name, edit=lambda record: None):
-        record = json.loads(json.dumps(template)) | {"variant": name}
-        record["provenance"]["checkpoint"] = digest(name)
-        record["provenance"]["hardware"] = templates["latency"][1]["provenance"]["hardware"]
+        record = json.loads(store.serialise(template, "template")) | {"variant": name}
+        record["provenance"]["checkpoint"] = {"digest": digest(name)}
+        record["provenance"]["hardware"] = templates["latency"][1].provenance.hardware.as_json()
         edit(record)
-        path = tmp_path / "results" / f"{results.stem(record)}.json"
+        path = tmp_path / "results" / f"{store.result_stem(record_of(record))}.json"
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(record))
         return path
@@ -105,8 +107,8 @@ def claim(tmp_path):
 
 def _local(items, root):
     """The items in root's file system, where they can be linked to."""
-    place = root / ".items" / items.name
-    if not place.exists():
-        place.parent.mkdir(exist_ok=True)
-        shutil.copy(items, place)
-    return place
+    copy = root / ".items" / items.name
+    if not copy.exists():
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copy(items, copy)
+    return copy

@@ -63,8 +63,8 @@ def column(page, label):
     return page.execute_script(
         """
         const headings = [...document.querySelectorAll(".board thead th")];
-        const place = headings.findIndex((one) => one.innerText.trim() === arguments[0]);
-        return [...document.querySelectorAll(".board tbody tr")].map((row) => row.cells[place].dataset.o ?? null);
+        const index = headings.findIndex((one) => one.innerText.trim() === arguments[0]);
+        return [...document.querySelectorAll(".board tbody tr")].map((row) => row.cells[index].dataset.o ?? null);
         """,
         label,
     )
@@ -119,14 +119,14 @@ def test_every_column_sorts_by_keyboard_alone(page):
         button = heading(page, label).find_element("tag name", "button")
         page.execute_script("arguments[0].focus()", button)
         page.switch_to.active_element.send_keys(Keys.ENTER)
-        found = heading(page, label).get_attribute("aria-sort")
-        assert found in ("ascending", "descending"), label
+        direction = heading(page, label).get_attribute("aria-sort")
+        assert direction in ("ascending", "descending"), label
         keys = [key for key in column(page, label) if key is not None]
         try:
             keys = [float(key) for key in keys]
         except ValueError:
             continue
-        assert keys == sorted(keys, reverse=found == "descending"), label
+        assert keys == sorted(keys, reverse=direction == "descending"), label
     assert len(page.find_elements("css selector", "[aria-sort]")) == 1
 
 
@@ -150,13 +150,13 @@ def test_filters_leave_the_rows_that_fit_and_say_how_many(page):
     from selenium.webdriver.support.select import Select
 
     every = variants_shown(page)
-    Select(page.find_element("name", "stands")).select_by_visible_text("promoted")
+    Select(page.find_element("name", "standing")).select_by_visible_text("promoted")
     shown = variants_shown(page)
     assert "tiny-best" in shown
     assert 0 < len(shown) < len(every)
     assert f"{len(shown)} of {len(every)} rows" in page.find_element("tag name", "output").text
 
-    Select(page.find_element("name", "stands")).select_by_index(0)
+    Select(page.find_element("name", "standing")).select_by_index(0)
     Select(page.find_element("name", "hardware")).select_by_index(1)
     assert set(variants_shown(page)) >= {"tiny", "tiny-awq"}
     assert "cyankiwi" not in variants_shown(page)
@@ -221,13 +221,13 @@ def test_text_and_paper_stand_apart_in_either_scheme(page, scheme):
     assert dim == set()
 
 
-@pytest.mark.parametrize("place", ["index.html", "variants/tiny-best.html", "variants/tiny.html"])
-def test_on_a_phone_nothing_but_tables_is_wider_than_the_screen(page, report, place):
+@pytest.mark.parametrize("path", ["index.html", "variants/tiny-best.html", "variants/tiny.html"])
+def test_on_a_phone_nothing_but_tables_is_wider_than_the_screen(page, report, path):
     page.execute_cdp_cmd(
         "Emulation.setDeviceMetricsOverride",
         {"width": 360, "height": 800, "deviceScaleFactor": 2, "mobile": True},
     )
-    page.get((report / place).as_uri())
+    page.get((report / path).as_uri())
     assert page.execute_script("return document.documentElement.scrollWidth") <= 360
     wide = page.execute_script(
         """
@@ -241,8 +241,8 @@ def test_on_a_phone_nothing_but_tables_is_wider_than_the_screen(page, report, pl
 
 
 def test_what_a_screen_reader_needs_is_there(page, report):
-    for place in ("index.html", "variants/tiny-best.html"):
-        page.get((report / place).as_uri())
+    for path in ("index.html", "variants/tiny-best.html"):
+        page.get((report / path).as_uri())
         assert page.execute_script("return document.documentElement.lang") == "en"
         bad = page.execute_script(
             "const all = s => [...document.querySelectorAll(s)];"

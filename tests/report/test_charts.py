@@ -7,9 +7,9 @@ import pytest
 
 from slimqwen import variant
 from slimqwen.records import collection
-from slimqwen.report import charts, leaderboard
-from slimqwen.report.leaderboard import Front, Margins, Point
-from slimqwen.report.lineage import StageSize
+from slimqwen.report import charts, comparison_charts, leaderboard
+from slimqwen.report.fronts import Front, Point
+from slimqwen.report.leaderboard import Margins
 
 ROOT = variant.repository_root()
 
@@ -33,7 +33,7 @@ def drawn(chart):
 
 
 def test_names_stay_text_in_the_picture():
-    chart = drawn(charts.pareto(front()))
+    chart = drawn(comparison_charts.pareto(front()))
 
     assert "<script" not in chart.svg
     texts = [element.text for element in ET.fromstring(chart.svg).iter() if element.tag.endswith("text")]
@@ -43,7 +43,7 @@ def test_names_stay_text_in_the_picture():
 def test_points_that_lie_on_each_other_share_their_text():
     apart = front("quick")
     near = Point("twin", "pass", 2.01, 2.0, 2.02, Margins("facts", -0.02, -0.3, 0.2))
-    shown = drawn(charts.pareto(dataclasses.replace(apart, points=(*apart.points, near))))
+    shown = drawn(comparison_charts.pareto(dataclasses.replace(apart, points=(*apart.points, near))))
 
     texts = {element.text for element in ET.fromstring(shown.svg).iter() if element.tag.endswith("text")}
     assert {"base, twin", "quick"} <= texts
@@ -51,7 +51,7 @@ def test_points_that_lie_on_each_other_share_their_text():
 
 
 def test_a_picture_is_one_image_with_a_label_and_colours_of_the_page():
-    chart = drawn(charts.pareto(front("quick")))
+    chart = drawn(comparison_charts.pareto(front("quick")))
 
     root = ET.fromstring(chart.svg)
     assert root.get("role") == "img"
@@ -61,11 +61,14 @@ def test_a_picture_is_one_image_with_a_label_and_colours_of_the_page():
 
 
 def test_the_same_record_gives_the_same_bytes():
-    assert drawn(charts.pareto(front())).standalone == drawn(charts.pareto(front())).standalone
+    assert (
+        drawn(comparison_charts.pareto(front())).standalone
+        == drawn(comparison_charts.pareto(front())).standalone
+    )
 
 
 def test_a_picture_of_its_own_follows_the_readers_colours():
-    text = drawn(charts.pareto(front("quick"))).standalone
+    text = drawn(comparison_charts.pareto(front("quick"))).standalone
 
     assert ET.fromstring(text) is not None
     used = set(re.findall(r"var\((--[\w]+)\)", text))
@@ -75,92 +78,63 @@ def test_a_picture_of_its_own_follows_the_readers_colours():
 
 
 def test_many_pictures_are_drawn_as_few_are(monkeypatch):
-    alone = [drawn(charts.pareto(front(f"v{number}"))).svg for number in range(3)]
-    monkeypatch.setattr(charts, "_MANY", 1)
-    together = [charts.pareto(front(f"v{number}")) for number in range(3)]
+    alone = [drawn(comparison_charts.pareto(front(f"v{number}"))).svg for number in range(3)]
+    monkeypatch.setattr(charts, "_PARALLEL_FROM", 1)
+    together = [comparison_charts.pareto(front(f"v{number}")) for number in range(3)]
     charts.draw(together)
 
     assert [chart.svg for chart in together] == alone
 
 
 def test_latency_tables_say_what_the_items_say(records):
-    found = records.of("tiny", "latency")[-1]
-    chart = drawn(charts.latency_distributions([found]))
+    entry = records.select("latency", "tiny")[-1]
+    chart = drawn(comparison_charts.latency_distributions([entry]))
 
-    items = [json.loads(line) for line in found.path.with_name(found.record["items"]["file"]).open()]
+    items = [json.loads(line) for line in entry.path.with_name(entry.record.items.file).open()]
     for shape, name, count, middle, _, slowest in chart.rows:
         times = [item["e2el_ms"] for item in items if item["class"] == shape.split()[0]]
         assert (name, count, slowest) == ("tiny", str(len(times)), f"{max(times):,.1f}")
-        assert middle == f"{found.record['classes'][shape.split()[0]]['e2el_ms']['median']:,.1f}"
-
-
-def test_start_up_coverage_and_acceptance_show_the_records_figures(records):
-    starts = drawn(charts.start_up(records.of("tiny-best", "start_up")[:1]))
-    assert {row[0] for row in starts.rows} == {"cold", "warm", "baked"}
-    assert [row[1] for row in starts.rows[:6]] == [
-        "import",
-        "load weights",
-        "compile",
-        "warm up",
-        "first requests",
-        "first token",
-    ]
-
-    of = records.of("tiny", "vocab_coverage")[0]
-    coverage = drawn(charts.coverage(of))
-    smallest = min(of.record["sizes"], key=lambda row: row["size"])
-    assert coverage.rows[0] == (
-        "prose", f"{smallest['size']:,}", f"{smallest['sources']['prose']['coverage']:.4f}"
-    )  # fmt: skip
-
-    counted = records.of("tiny-best", "acceptance")[0]
-    lengths = drawn(charts.acceptance([counted]))
-    of_depth = {str(row["depth"]): row["length"] for row in counted.record["depths"] if row["length"]}
-    assert {row[1]: row[2] for row in lengths.rows} == {
-        depth: f"{length['value']:.3f} ± {length['standard_error']:.3f}" for depth, length in of_depth.items()
-    }
-
-
-def test_a_waterfall_adds_up_even_where_a_stage_comes_twice():
-    sizes = StageSize("base", 9_000_000), StageSize("prune", 8_000_000), StageSize("prune", 8_500_000)
-    chart = drawn(charts.stage_sizes("v", sizes))
-
-    assert [row[2] for row in chart.rows] == ["-", "-1.00", "+0.50"]
-    assert len({row[0] for row in chart.rows}) == 3
-
-
-def test_fidelity_by_stage_shows_what_each_stage_added(records):
-    found = records.of("tiny-best", "fidelity")[0]
-    figures = next(iter(found.record["modes"].values()))
-    more = {**figures, "kl_nats": {**figures["kl_nats"], "value": 1.0}}
-    stages = [{**figures, "stage": "calibrate"}, {**more, "stage": "prune_vocab"}]
-
-    chart = drawn(charts.stage_fidelity(_with(found, stages=stages)))
-
-    assert [row[0] for row in chart.rows] == ["1. calibrate", "2. prune_vocab"]
-    assert chart.rows[1][1].startswith("1.00000")
-    assert charts.stage_fidelity(_with(found, stages=[])) is None
-
-
-def test_time_per_token_shows_the_contexts(records):
-    found = records.of("tiny", "latency")[-1]
-
-    chart = drawn(charts.time_per_token([_with(found, workload="context")]))
-
-    assert [row[1] for row in chart.rows] == [
-        f"{of['prompt_tokens']:,}" for of in found.record["classes"].values()
-    ]
+        assert middle == f"{entry.record.classes[shape.split()[0]].e2el_ms.median:,.1f}"
 
 
 def test_quality_by_task_shows_changes_in_margins(records):
     # One for each machine; the scores are the same.
     row, *_ = leaderboard.rows_of(records, "tiny-best")[0]
 
-    chart = drawn(charts.changes(row.scores.values()))
+    chart = drawn(comparison_charts.changes(row.scores.values()))
 
     assert [cells[0] for cells in chart.rows] == [task for _, task in row.scores]
     assert min(float(cells[2].split()[0]) for cells in chart.rows) == round(row.worst.low, 2)
 
 
-def _with(found, **fields):
-    return collection.Found(found.path, found.place, found.kind, found.variant, {**found.record, **fields})
+def test_a_record_is_drawn_from_the_panels_of_its_kind(records):
+    [entry] = records.select("vocab_coverage", "tiny")[:1]
+    chart = drawn(charts.of_record(entry.record))
+
+    for label in (*entry.record.sources, "share of old tokens kept", "tokens per byte, after / before"):
+        assert label in chart.svg
+    smallest = min(entry.record.sizes, key=lambda size: size.size)
+    assert chart.rows[0][0] == "prose"
+    assert chart.rows[0][2:] == (f"{smallest.size:,}", f"{smallest.sources['prose'].coverage:,.4g}")
+
+
+def test_a_chart_is_drawn_beside_a_record_and_again_with_the_same_bytes(tmp_path):
+    record = next((ROOT / "results").glob("vocab_coverage_*.json"))
+    copy = tmp_path / record.name
+    copy.write_bytes(record.read_bytes())
+
+    file = charts.draw_beside(copy)
+    first = file.read_bytes()
+
+    assert file == copy.with_suffix(".svg")
+    assert ET.fromstring(first) is not None
+    assert charts.draw_beside(copy).read_bytes() == first
+
+
+def test_series_of_a_bar_panel_are_stacked_by_name(records):
+    starts = next(entry.record for entry in records.select("start_up", "tiny-best") if entry.record.phases)
+    chart = drawn(charts.of_record(starts))
+    texts = [element.text for element in ET.fromstring(chart.svg).iter() if element.tag.endswith("text")]
+    assert {"cold", "warm", "baked", "seconds by phase (medians)"} <= set(texts)
+    phase = next(iter(starts.phases))
+    assert {row[2] for row in chart.rows if row[0] == phase.replace("_", " ")} == {"cold", "warm", "baked"}

@@ -1,36 +1,38 @@
 import itertools
 import json
 import re
-from statistics import fmean, median
+from statistics import fmean
 
 import pytest
 
 from slimqwen import variant
-from slimqwen.evaluation import comparison
+from slimqwen.evals import quality_comparison
 from slimqwen.records import collection, provenance
-from slimqwen.report import columns, leaderboard
-from slimqwen.report.leaderboard import Margins, Point
+from slimqwen.records.record import Hardware
+from slimqwen.report import columns, fronts, leaderboard
+from slimqwen.report.fronts import Point
+from slimqwen.report.leaderboard import Margins
 
 ROOT = variant.repository_root()
 
 
 @pytest.fixture(scope="module")
 def committed():
-    found = collection.collect(ROOT)
-    rows = [row for name in variant.names(ROOT) for row in leaderboard.rows_of(found, name)[0]]
-    return leaderboard.assemble(rows)
+    records = collection.collect(ROOT)
+    rows = [row for name in variant.names(ROOT) for row in leaderboard.rows_of(records, name)[0]]
+    return fronts.board(rows)
 
 
 @pytest.fixture
 def board(tmp_path):
     def build():
-        found = collection.collect(tmp_path)
-        rows, problems = [], list(found.problems)
+        records = collection.collect(tmp_path)
+        rows, problems = [], list(records.problems)
         for name in variant.names(tmp_path):
-            of_variant, unusable = leaderboard.rows_of(found, name)
+            of_variant, unusable = leaderboard.rows_of(records, name)
             rows += of_variant
             problems += unusable
-        return leaderboard.assemble(rows), {one.place: one.reason for one in problems}
+        return fronts.board(rows), {one.location: one.reason for one in problems}
 
     return build
 
@@ -55,14 +57,13 @@ def test_scores_latency_and_size_are_those_of_the_json_files(committed):
         records = {path.name: json.loads(path.read_text()) for path in sorted(folder.glob("*_*.json"))}
 
         def here(record, row=row):
-            return provenance.hardware_name(record["provenance"]["hardware"]) == row.hardware
+            return provenance.hardware_name(Hardware(**record["provenance"]["hardware"])) == row.hardware
 
         quality = [record for name, record in records.items() if name.startswith("quality_")]
         for (suite, task), score in row.scores.items():
             digest = quality[-1]["provenance"]["checkpoint"]["digest"]
             assert any(
-                record["tasks"][f"{suite}_{task}"] | {"settings": None, **score.row}
-                == {"settings": None, **score.row}
+                record["tasks"][f"{suite}_{task}"]["value"] == score.row.value
                 for record in quality
                 if record["provenance"]["checkpoint"]["digest"] == digest
             )
@@ -79,12 +80,6 @@ def test_scores_latency_and_size_are_those_of_the_json_files(committed):
                 assert cells[f"TTFT {name}, ms"].order == of["ttft_ms"]["median"]
                 assert cells[f"TPOT {name}, ms"].order == of["tpot_ms"]["median"]
                 compared += 1
-        if row.start_up:
-            paths = sorted(ROOT.glob(f"results/start_up_{row.variant}_20*.json"))
-            *_, newest = filter(here, map(json.loads, (path.read_text() for path in paths)))
-            starts = newest[row.start_up.kind]
-            assert row.start_up.value == median(start["ready_seconds"] for start in starts)
-            compared += 1
     assert compared > 10
 
 
@@ -93,10 +88,10 @@ def test_paired_changes_are_those_of_the_items_and_of_the_readme(committed):
     assert changed
     for row in changed:
         folders = [ROOT / "experiments" / name for name in (row.baseline, row.variant)]
-        paths = comparison.quality_pair(*folders)
-        for expected in comparison.compare_quality(*paths):
+        paths = quality_comparison.pair(*folders)
+        for expected in quality_comparison.compare(*paths):
             score = next(one for one in row.scores.values() if expected.task == f"{one.suite}_{one.task}")
-            found = score.change
+            change = score.change
             items = [
                 {i["item"]: i for i in map(json.loads, path.with_suffix("").with_suffix(".items.jsonl").open())
                  if i["task"] == expected.task}
@@ -104,17 +99,20 @@ def test_paired_changes_are_those_of_the_items_and_of_the_readme(committed):
             ]  # fmt: skip
             if len({i["weight"] for i in items[0].values()}) == 1:
                 plain = fmean(items[1][key]["value"] - items[0][key]["value"] for key in items[0])
-                assert found.difference.value == pytest.approx(plain)
+                assert change.difference.value == pytest.approx(plain)
             for name in ("task", "measure", "first", "second", "discordance", "judgement"):
-                assert getattr(found, name) == getattr(expected, name)
-            assert found.difference.value == expected.difference.value
-            assert found.difference.standard_error == expected.difference.standard_error
-            assert found.difference.count == expected.difference.count
+                assert getattr(change, name) == getattr(expected, name)
+            assert change.difference.value == expected.difference.value
+            assert change.difference.standard_error == expected.difference.standard_error
+            assert change.difference.count == expected.difference.count
 
 
 def test_the_readme_shows_the_same_figures(committed):
     table = (
-        (ROOT / "README.md").read_text().partition("<!-- table:variants -->")[2].partition("<!-- end -->")[0]
+        (ROOT / "docs" / "variants.md")
+        .read_text()
+        .partition("<!-- table:variants -->")[2]
+        .partition("<!-- end -->")[0]
     )
     seen = 0
     for line in table.splitlines():
@@ -124,30 +122,30 @@ def test_the_readme_shows_the_same_figures(committed):
             continue
         # Of several machines the table has the one that was measured on last.
         row = next((one for one in rows if f"({one.hardware})" in cells[5]), rows[0])
-        assert (row.hypothesis, row.baseline or "-", row.stands) == tuple(cells[1:4])
+        assert (row.hypothesis, row.baseline or "-", row.standing) == tuple(cells[1:4])
         for task, value, error in re.findall(r"(\w+) ([\d.]+)±([\d.]+)", cells[4]):
             of = row.scores["tinyworld", task].row
-            assert (f"{of['value']:.3f}", f"{of['standard_error']:.3f}") == (value, error)
+            assert (f"{of.value:.3f}", f"{of.standard_error:.3f}") == (value, error)
             seen += 1
         for name, figure in re.findall(r"(\w+) ([\d,]+)(?:,| \()", cells[5]):
-            assert f"{row.timed.classes[name]['e2el_ms']['median']:,.0f}" == figure
+            assert f"{row.timed.classes[name].e2el_ms.median:,.0f}" == figure
             seen += 1
     assert seen > 10
 
 
 def test_a_variant_that_passed_and_is_faster_is_the_one_to_serve(add_variant, add_record, claim, board):
     _pair(add_variant, add_record, claim)
-    found, problems = board()
+    leaders, problems = board()
 
     assert problems == {}
-    [choice] = found.choices
+    [choice] = leaders.choices
     assert (choice.baseline, choice.serve.variant) == ("base", "quick")
     speed = choice.serve.timed.speed
     assert speed.speedup == pytest.approx(2, rel=0.02)
     assert 1 < speed.interval[0] < 2 < speed.interval[1]
-    cells = {column.label: cell for column, cell in zip_cells(found, choice.serve)}
+    cells = {column.label: cell for column, cell in zip_cells(leaders, choice.serve)}
     assert cells["speed-up"].text == "{:.2f}x [{:.2f}, {:.2f}]".format(speed.speedup, *speed.interval)
-    assert set(choice.serve.missing) == {"fidelity", "acceptance", "engine", "gate", "start_up"}
+    assert choice.serve.missing == ["gate"]
 
 
 def test_a_speed_of_another_checkpoint_than_was_scored_is_none_to_serve_for(
@@ -157,20 +155,20 @@ def test_a_speed_of_another_checkpoint_than_was_scored_is_none_to_serve_for(
         record["provenance"]["checkpoint"]["digest"] = "e" * 64
 
     _pair(add_variant, add_record, claim, edit=earlier)
-    found, _ = board()
-    row = by_name(found, "quick")
+    leaders, _ = board()
+    row = by_name(leaders, "quick")
     assert row.timed.is_faster
-    assert found.choices[0].serve is None
-    assert row.doubts == ["it was timed with another checkpoint than it was scored with"]
+    assert leaders.choices[0].serve is None
+    assert row.doubts == ["latency and quality are of different checkpoints"]
 
 
 def test_a_gain_within_its_interval_is_not_to_be_served(add_variant, add_record, claim, board):
     _pair(add_variant, add_record, claim, factor=0.999)
-    found, _ = board()
-    row = by_name(found, "quick")
+    leaders, _ = board()
+    row = by_name(leaders, "quick")
     assert row.timed.speed.speedup > 1
-    assert (row.timed.is_faster, found.choices[0].serve) == (False, None)
-    assert found.choices[0].runners_up == (row,)
+    assert (row.timed.is_faster, leaders.choices[0].serve) == (False, None)
+    assert leaders.choices[0].runners_up == (row,)
 
 
 def test_times_of_two_runs_are_no_speed_up(add_variant, add_record, claim, board):
@@ -178,11 +176,11 @@ def test_times_of_two_runs_are_no_speed_up(add_variant, add_record, claim, board
         record["run"] = "2026-02-01T00:00:00Z"
 
     _pair(add_variant, add_record, claim, edit=on_another_day)
-    found, _ = board()
-    row = by_name(found, "quick")
-    assert row.timed.against is not None
-    assert (row.timed.speed, row.timed.speedups, found.choices[0].serve) == (None, {}, None)
-    assert {column.label: cell for column, cell in zip_cells(found, row)}[
+    leaders, _ = board()
+    row = by_name(leaders, "quick")
+    assert row.timed.baseline is not None
+    assert (row.timed.speed, row.timed.comparison, leaders.choices[0].serve) == (None, (), None)
+    assert {column.label: cell for column, cell in zip_cells(leaders, row)}[
         "speed-up"
     ].note == "not timed in turns"
 
@@ -191,9 +189,9 @@ def test_without_a_pass_in_quality_nothing_is_to_be_served(add_variant, add_reco
     _pair(add_variant, add_record, claim)
     for file in (tmp_path / "experiments" / "quick").glob("quality_*"):
         file.unlink()
-    found, _ = board()
-    row = by_name(found, "quick")
-    assert (row.timed.is_faster, found.choices[0].serve) == (True, None)
+    leaders, _ = board()
+    row = by_name(leaders, "quick")
+    assert (row.timed.is_faster, leaders.choices[0].serve) == (True, None)
 
 
 @pytest.mark.parametrize("baseline", ["nobody", "quick"])
@@ -202,10 +200,10 @@ def test_a_baseline_that_is_not_there_is_named_and_takes_its_claims_along(
 ):
     _pair(add_variant, add_record, claim)
     claim("quick", baseline=baseline)
-    found, problems = board()
+    leaders, problems = board()
     assert "its baseline" in problems["experiments/quick/measurements.json"]
-    row = by_name(found, "quick")
-    assert (row.status, row.baseline, found.choices) == ("unreadable", None, ())
+    row = by_name(leaders, "quick")
+    assert (row.status, row.baseline, leaders.choices) == ("unreadable", None, ())
     assert row.scores
 
 
@@ -215,9 +213,9 @@ def test_what_a_person_rejected_or_a_verdict_failed_is_not_to_be_served(
 ):
     _pair(add_variant, add_record, claim)
     claim("quick", **{"verdict": "pass", "status": "measured"} | changes)
-    found, _ = board()
-    assert by_name(found, "quick").stands in ("rejected", "fail")
-    assert (found.choices[0].serve, found.choices[0].runners_up) == (None, ())
+    leaders, _ = board()
+    assert by_name(leaders, "quick").standing in ("rejected", "fail")
+    assert (leaders.choices[0].serve, leaders.choices[0].runners_up) == (None, ())
 
 
 def test_a_variant_whose_engine_is_unsafe_is_not_to_be_served(add_variant, add_record, claim, board):
@@ -228,10 +226,10 @@ def test_a_variant_whose_engine_is_unsafe_is_not_to_be_served(add_variant, add_r
             cell["state"], cell["reason"] = ("unsafe", "other tokens") if cell["served"] else ("fine", None)
 
     add_record("quick", "engine", edit=unsafe)
-    found, _ = board()
+    leaders, _ = board()
 
-    assert found.choices[0].serve is None
-    assert by_name(found, "quick").doubts == ["its newest engine record says fail"]
+    assert leaders.choices[0].serve is None
+    assert by_name(leaders, "quick").doubts == ["its newest engine record fails"]
 
 
 def test_records_of_an_earlier_checkpoint_are_marked_and_do_not_give_scores(add_variant, add_record, board):
@@ -252,11 +250,11 @@ def test_records_of_an_earlier_checkpoint_are_marked_and_do_not_give_scores(add_
 
     add_record("base", "quality", "2027-01-01T000000Z", edit=later)
     add_record("base", "latency")
-    found, _ = board()
+    leaders, _ = board()
 
-    row = by_name(found, "base")
-    assert {score.row["value"] for score in row.scores.values()} == {0.2}
-    assert {one.kind for one in row.witnesses if one.stale} == {"latency"}
+    row = by_name(leaders, "base")
+    assert {score.row.value for score in row.scores.values()} == {0.2}
+    assert {each.kind for each in row.evidence if each.is_stale} == {"latency"}
     assert "latency" in row.missing
 
 
@@ -267,12 +265,12 @@ def test_damaged_items_cost_the_paired_change_alone_and_are_named(
     [items] = (tmp_path / "experiments" / "quick").glob("quality_*.items.jsonl")
     items.unlink()
     items.write_text("not what was measured\n")
-    found, problems = board()
+    leaders, problems = board()
 
-    row = by_name(found, "quick")
+    row = by_name(leaders, "quick")
     assert row.scores
     assert row.worst is None
-    assert [place for place in problems if "quick/quality" in place]
+    assert [location for location in problems if "quick/quality" in location]
 
 
 def test_times_on_other_hardware_are_a_row_of_their_own(add_variant, add_record, claim, board):
@@ -282,9 +280,9 @@ def test_times_on_other_hardware_are_a_row_of_their_own(add_variant, add_record,
         record["provenance"]["hardware"]["gpus"] = [{"name": "NVIDIA X", "memory_bytes": 1, "driver": "1"}]
 
     add_record("quick", "latency", "2026-02-01T000000Z", edit=on_gpu)
-    found, _ = board()
+    leaders, _ = board()
 
-    rows = [row for row in found.rows if row.variant == "quick"]
+    rows = [row for row in leaders.rows if row.variant == "quick"]
     assert {(row.hardware == "NVIDIA X", row.on_cpu) for row in rows} == {(True, False), (False, True)}
     assert {row.timed.speed is None for row in rows if row.hardware == "NVIDIA X"} == {True}
 
@@ -293,7 +291,7 @@ def test_the_front_holds_what_nothing_beats_in_both():
     def point(name, cost, quality):
         return Point(name, "pass", cost, cost, cost, Margins("", quality, quality, quality))
 
-    marked = leaderboard.pareto(
+    marked = fronts.pareto(
         [point("dear", 3, 0.5), point("best", 1, 0.2), point("beaten", 2, 0.1), point("twin", 1, 0.2)]
     )
 
@@ -304,7 +302,7 @@ def test_the_front_holds_what_nothing_beats_in_both():
 
 def zip_cells(board, row):
     wanted = columns.columns(board)
-    return zip(wanted, columns.as_cells(row, wanted), strict=True)
+    return zip(wanted, columns.cells(row, wanted), strict=True)
 
 
 def _pair(add_variant, add_record, claim, factor=0.5, edit=lambda record: None):

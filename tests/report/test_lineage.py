@@ -4,7 +4,8 @@ import shutil
 import pytest
 
 from slimqwen import variant
-from slimqwen.report.lineage import Family
+from slimqwen.checkpoint.files import file_records
+from slimqwen.report.lineage import Family, parameters
 
 ROOT = variant.repository_root()
 
@@ -26,8 +27,8 @@ def test_flags_are_a_diff_with_places(family):
         "VLLM_MAX_NUM_SEQS": ("1", "8"),
         "VLLM_PORT": (None, "1"),
     }
-    assert changes["VLLM_PORT"].place == "experiments/child/config.env:5"
-    assert changes["VLLM_DTYPE"].place == "experiments/child/config.env:3"
+    assert changes["VLLM_PORT"].location == "experiments/child/config.env:5"
+    assert changes["VLLM_DTYPE"].location == "experiments/child/config.env:3"
 
 
 def test_a_variant_without_a_base_shows_all_its_flags(family):
@@ -49,10 +50,10 @@ def test_the_tree_leads_from_the_oldest_base_to_what_comes_from_the_variant(fami
 def test_a_variant_that_cannot_be_read_is_a_problem_and_the_others_are_there(family, tmp_path):
     (tmp_path / "experiments" / "child" / "config.env").write_text("BASE=nobody\n")
 
-    found = family()
+    kin = family()
 
-    assert set(found.members) == {"root", "sibling"}
-    assert [one.place for one in found.problems] == [
+    assert set(kin.members) == {"root", "sibling"}
+    assert [one.location for one in kin.problems] == [
         "experiments/child/config.env", "experiments/grandchild/config.env"
     ]  # fmt: skip
 
@@ -70,16 +71,16 @@ def test_a_recipe_is_told_by_stage_and_dotted_parameter():
     recipe = Family(ROOT).recipe("tiny-best")
 
     assert recipe.base == "tiny"
-    assert [step.stage for step in recipe.steps][:2] == ["calibrate", "prune_vocab"]
-    assert recipe.steps[0].parameters["corpus.source"] == "tinyworld"
-    assert recipe.steps[0].parameters["targets"] == "mlp"
+    assert [step.stage.name for step in recipe.steps][:2] == ["calibrate", "prune_vocab"]
+    assert parameters(recipe.steps[0])["corpus.source"] == "tinyworld"
+    assert parameters(recipe.steps[0])["targets.mlp"] == "W4A16"
 
 
 def test_sizes_of_stages_come_from_the_manifests_on_this_machine(add_variant, tmp_path):
     add_variant("root", "VLLM_MODEL=weights/root\n")
     add_variant("made", "BASE=root\nVLLM_MODEL=weights/made\n", baseline="root")
     (tmp_path / "experiments" / "made" / "recipe.yaml").write_text(
-        "description: d\nbase: root\nstages:\n  - calibrate:\n  - prune_vocab: {size: 5}\n"
+        "description: d\nbase: root\nstages:\n  - quantise_lm_head:\n  - redistill_mtp:\n"
     )
     base = _checkpoint(tmp_path / "weights" / "root", 900)
     first = _checkpoint(tmp_path / "weights" / "store" / "1", 500, "calibrate", base)
@@ -102,7 +103,7 @@ def _checkpoint(folder, size, stage="train", source=""):
     checkpoint.Manifest(
         stage=stage,
         ingredients={"input": source},
-        files=checkpoint.file_records(folder),
+        files=file_records(folder),
         wall_seconds=1.0,
         peak_memory_bytes=1,
         versions={},

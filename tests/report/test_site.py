@@ -7,11 +7,13 @@ from html.parser import HTMLParser
 from urllib.parse import unquote
 
 import pytest
+import typer
 
 from slimqwen import variant
-from slimqwen.evaluation import statistics
+from slimqwen.cli.app import app
 from slimqwen.records import collection
 from slimqwen.report import charts, site
+from slimqwen.stats import intervals
 
 ROOT = variant.repository_root()
 
@@ -61,7 +63,7 @@ def test_the_site_of_the_committed_records_has_a_page_a_variant(tmp_path):
     assert pages == set(variant.names(ROOT))
     assert built.records == len(collection.collect(ROOT).records) > 10
     index = Page(built.index)
-    assert {row["data-stands"] for row in index.all("tr") if "data-stands" in row} >= {"pass", "planned"}
+    assert {row["data-standing"] for row in index.all("tr") if "data-standing" in row} >= {"pass", "planned"}
     assert "no CPU figure is evidence about a GPU" in index.words
     _assert_whole(tmp_path / "report")
 
@@ -94,11 +96,11 @@ def test_files_left_out_are_named_and_the_rest_is_there(small, add_record, claim
 
     built = site.build(tmp_path, tmp_path / "report")
 
-    named = {problem.place for problem in built.problems}
+    named = {problem.location for problem in built.problems}
     assert {str(path.relative_to(tmp_path)) for path in (broken, future)} <= named
     assert {"experiments/half/config.env", f"experiments/{ODD}/measurements.json"} <= named
     index = Page(built.index)
-    assert all(place in index.words for place in named)
+    assert all(word in index.words for word in named)
     assert "quick" in index.words
     assert broken.name in Page(tmp_path / "report" / "variants" / "quick.html").words
     _assert_whole(tmp_path / "report")
@@ -140,7 +142,7 @@ def test_an_interrupted_build_leaves_the_old_report_whole(small, tmp_path, monke
 
 
 def test_a_folder_that_is_no_report_is_not_replaced(small, tmp_path):
-    with pytest.raises(site.ReportError, match="no report"):
+    with pytest.raises(site.ReportError, match="other than a report"):
         site.build(tmp_path, tmp_path / "experiments")
 
     assert (tmp_path / "experiments" / "base" / "config.env").is_file()
@@ -175,10 +177,10 @@ def test_two_hundred_variants_with_two_thousand_records(two_hundred, tmp_path, m
         size = len(json.dumps(spec)) // 1000
         return pictures.get(size) or pictures.setdefault(size, picture(spec))
 
-    picture = charts._picture
-    monkeypatch.setattr(charts, "_picture", alike)
-    monkeypatch.setattr(charts, "_MANY", math.inf)  # another process would not know `alike`
-    monkeypatch.setattr(statistics, "BOOTSTRAP_RESAMPLES", 99)
+    picture = charts._svg
+    monkeypatch.setattr(charts, "_svg", alike)
+    monkeypatch.setattr(charts, "_PARALLEL_FROM", math.inf)  # another process would not know `alike`
+    monkeypatch.setattr(intervals, "BOOTSTRAP_RESAMPLES", 99)
 
     _assert_holds_two_hundred(site.build(tmp_path, tmp_path / "report"), tmp_path)
 
@@ -192,7 +194,7 @@ def test_two_hundred_variants_with_every_picture(two_hundred, tmp_path):
 def _assert_holds_two_hundred(built, root):
     assert (built.variants, built.records, built.problems) == (200, 1992, ())
     index = Page(built.index)
-    assert len([row for row in index.all("tr") if "data-stands" in row]) == 200
+    assert len([row for row in index.all("tr") if "data-standing" in row]) == 200
     assert built.index.stat().st_size < 3_000_000
     assert len(list((root / "report" / "variants").iterdir())) == 200
     assert index.words.count("Quality against size") > 0
@@ -209,23 +211,22 @@ def test_figures_for_a_readme(small, tmp_path):
 
 
 def test_the_figures_of_the_readme_show_what_its_records_give(tmp_path):
-    """`make report FIGURES=docs/figures` draws them again. Words alone: fonts decide where they stand."""
+    """`slimqwen report --figures docs/figures` draws them again. Words alone: fonts decide where they stand."""
 
     def named(file):
         return set(re.findall(r">(tiny[\w-]*|cold|warm|baked)<", file.read_text()))
 
-    drawn = {file.name: named(file) for file in site.figures(ROOT, tmp_path)}
     committed = {file.name: named(file) for file in (ROOT / "docs" / "figures").iterdir()}
-    assert drawn == committed
+    drawn = {file.name: named(file) for file in site.figures(ROOT, tmp_path)}
+    assert drawn == {name: committed[name] for name in drawn}
     assert all(drawn.values())
     shown = set(re.findall(r"\(docs/figures/([\w-]+\.svg)\)", (ROOT / "README.md").read_text()))
-    assert shown
     assert shown <= set(committed)
 
 
 def test_what_only_reads_records_needs_neither_torch_nor_vllm():
     heavy = "[name for name in ('torch', 'vllm', 'transformers', 'matplotlib') if name in sys.modules]"
-    command = f"import sys; from slimqwen.report import checks, history, site, tables; print({heavy})"
+    command = f"import sys; from slimqwen.report import checks, log, markdown, site; print({heavy})"
 
     ended = subprocess.run(
         [sys.executable, "-c", command], capture_output=True, text=True, check=True, cwd=ROOT
@@ -234,23 +235,27 @@ def test_what_only_reads_records_needs_neither_torch_nor_vllm():
     assert ended.stdout.strip() == "[]"
 
 
-def test_commands_that_pages_name_are_targets(small, tmp_path):
+def test_pages_name_commands_of_the_command_line(small, tmp_path):
     site.build(tmp_path, tmp_path / "report")
+    pages = [file.read_text() for file in (tmp_path / "report").rglob("*.html")]
     named = {
-        target
-        for file in (tmp_path / "report").rglob("*.html")
-        for target in re.findall(r"make ([a-z-]+) [A-Z]+=", file.read_text())
+        tuple(re.findall(r"[\w-]+", words))
+        for page in pages
+        for words in re.findall(r"slimqwen ((?:[a-z_]+ ?)+)--", page)
     }
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert named
-    assert named <= targets
+    assert ("gate", "check") in named
+    for words in named:
+        command = typer.main.get_command(app)
+        for word in words:
+            assert word in command.commands, words
+            command = command.commands[word]
 
 
 def _assert_whole(report, pages=None):
     """Every link of the index, and of so many other pages, leads to what is there; nothing is asked of a network."""
     files = [report / "index.html", *sorted(report.rglob("variants/*.html"))[:pages]]
     read = {file.resolve(): Page(file) for file in files}
-    places = {file: {one["id"] for _, one in page.elements if "id" in one} for file, page in read.items()}
+    anchors = {file: {one["id"] for _, one in page.elements if "id" in one} for file, page in read.items()}
     for file, page in read.items():
         ids = [one["id"] for _, one in page.elements if "id" in one and not one["id"].startswith("clip")]
         assert len(ids) == len(set(ids)), file.name
@@ -260,10 +265,10 @@ def _assert_whole(report, pages=None):
             if link == "data:,":
                 continue
             assert "//" not in link
-            target, _, place = link.partition("#")
+            target, _, anchor = link.partition("#")
             to = (file.parent / unquote(target)).resolve() if target else file
             assert to.is_file(), f"{file.name}: {link}"
-            assert not place or place in places.get(to, [place]), f"{file.name}: {link}"
+            assert not anchor or anchor in anchors.get(to, [anchor]), f"{file.name}: {link}"
     for asset in (report / "assets").iterdir():
         assert "http" not in asset.read_text()
         assert "url(" not in asset.read_text()

@@ -5,11 +5,16 @@ import pytest
 import rich.console
 
 from slimqwen import variant
-from slimqwen.evaluation import acceptance, workload
-from slimqwen.evaluation.comparison import LATENCY_MEASURES
-from slimqwen.records import results, store
-from slimqwen.report import tables
-from tests.records.conftest import example
+from slimqwen.bench.latency import Latency
+from slimqwen.bench.latency import tables as latency_tables
+from slimqwen.bench.latency.speedups import LATENCY_MEASURES
+from slimqwen.bench.workload import FIGURES, Workload
+from slimqwen.evals import acceptance
+from slimqwen.evals.quality import Quality
+from slimqwen.records import store
+from slimqwen.report import markdown, tables
+from tests import record_files
+from tests.record_files import example
 
 ITEMS = [{"task": "example_facts", "item": f"f{n}", "value": n % 2, "weight": 1} for n in range(4)] + [
     {"task": "example_prose", "item": f"p{n}", "value": 1.5, "weight": 10} for n in range(4)
@@ -23,8 +28,8 @@ def repository(tmp_path, add_variant, quality, latency):
     for name in ("a", "b"):
         add_variant(name, f"VLLM_MODEL=weights/{name}\n", baseline="a" if name == "b" else None)
         folder = tmp_path / "experiments" / name
-        store.write(folder, quality | {"variant": name}, ITEMS)
-        store.write(folder, latency | {"variant": name}, TIMES)
+        record_files.write(folder, quality | {"variant": name}, ITEMS)
+        record_files.write(folder, latency | {"variant": name}, TIMES)
     return tmp_path
 
 
@@ -58,7 +63,7 @@ def test_a_comparison_shows_scores_latency_sizes_and_where_they_come_from(reposi
     assert latency.rows[0][0:2] == ("short 16 -> 16", "TTFT")
     assert latency.rows[0][4] == "1.00x"
     assert "Example GPU" in latency.notes[0]
-    for table, kind in ((quality, "quality"), (latency, "latency")):
+    for table, kind in ((quality, Quality), (latency, Latency)):
         notes = " ".join(table.notes)
         for name in ("a", "b"):
             assert f"{name}/{next(store.records(experiments / name, kind)).name}" in notes
@@ -71,22 +76,22 @@ def test_latency_on_a_cpu_says_that_it_is_no_evidence_about_a_gpu(repository, la
     monkeypatch.setattr(store, "_stamp", lambda: "2027-01-01T000000Z")
     latency["provenance"]["hardware"]["gpus"] = []
     for name in ("a", "b"):
-        store.write(repository / "experiments" / name, latency | {"variant": name}, TIMES)
+        record_files.write(repository / "experiments" / name, latency | {"variant": name}, TIMES)
     _, table = tables.comparison_tables(repository / "experiments" / "a", repository / "experiments" / "b")
     assert any("no CPU figure is evidence about a GPU" in note for note in table.notes)
     assert "2 CPUs of Example CPU" in table.notes[0]
 
 
 def test_a_kind_that_was_not_measured_is_left_out_and_named(repository):
-    next(store.records(repository / "experiments" / "b", "latency")).unlink()
+    next(store.records(repository / "experiments" / "b", Latency)).unlink()
     (table,) = tables.comparison_tables(repository / "experiments" / "a", repository / "experiments" / "b")
-    assert "make eval-latency VARIANT=b" in table.notes[-1]
+    assert "slimqwen bench latency --variant b" in table.notes[-1]
 
 
 def test_nothing_measured_is_an_error(repository, tmp_path):
-    with pytest.raises(store.MissingRecordError, match="make eval-quality VARIANT=c"):
+    with pytest.raises(store.MissingRecordError, match="slimqwen eval quality --variant c"):
         tables.comparison_tables(repository / "experiments" / "a", tmp_path / "c")
-    with pytest.raises(store.MissingRecordError, match="make eval-quality VARIANT=c"):
+    with pytest.raises(store.MissingRecordError, match="slimqwen eval quality --variant c"):
         tables.results_tables(tmp_path / "c")
 
 
@@ -117,13 +122,13 @@ def overlapping(latency, name):
         "goodput": {"ttft_ms": 500, "tpot_ms": 50, "good_count": 6, "requests_per_s": 2.0},
         "prefix_cache": prefix,
     }
-    columns = ["ttft_ms.median", "ttft_ms.p99", "tpot_ms.mean", *tables._COLUMN_NAMES]
+    columns = ["ttft_ms.median", "ttft_ms.p99", "tpot_ms.mean", *FIGURES]
     config = {"VLLM_ENABLE_PREFIX_CACHING": "1", "VLLM_SPECULATIVE_CONFIG": ""}
     return latency | {"variant": name, "workload": "load", "columns": columns, "config": config}
 
 
 def test_a_workload_says_which_figures_its_table_has(repository, latency):
-    path = store.write(repository / "experiments" / "other", overlapping(latency, "other"), TIMES)
+    path = record_files.write(repository / "experiments" / "other", overlapping(latency, "other"), TIMES)
     table = tables.results_table(path)
     # Too many for a terminal's width: a line for each figure.
     assert table.columns == ("class, tokens", "short 16 -> 16")
@@ -140,7 +145,7 @@ def test_a_workload_says_which_figures_its_table_has(repository, latency):
         "in flight": "no limit",
         "acceptance length": "2.50",
         "found in the cache": "90%",
-        "TTFT of the first time / of this [95 %]": "8.7x [8.0, 9.0]",
+        "TTFT, first time / repetition [95 %]": "8.7x [8.0, 9.0]",
         "requests": "12 (0 failed)",
     }
     assert table.title == "Latency of other, load"
@@ -155,8 +160,8 @@ def test_a_workload_says_which_figures_its_table_has(repository, latency):
 
 def test_every_workload_asks_for_figures_that_have_a_heading():
     for file in (variant.repository_root() / "eval" / "workloads").glob("*.yaml"):
-        for column in workload.load(file.stem, variant.repository_root()).columns:
-            assert tables._heading(column)
+        for column in Workload.load(file.stem, variant.repository_root()).columns:
+            assert latency_tables.heading(column)
 
 
 def test_each_workload_has_a_table_of_its_own(repository, latency, monkeypatch):
@@ -164,7 +169,7 @@ def test_each_workload_has_a_table_of_its_own(repository, latency, monkeypatch):
     folders = [repository / "experiments" / name for name in ("a", "b")]
     for folder in folders:
         items = [{**item, "round": n % 2, "output_tokens": 16} for n, item in enumerate(TIMES)]
-        store.write(folder, overlapping(latency, folder.name) | {"rounds": 2}, items)
+        record_files.write(folder, overlapping(latency, folder.name) | {"rounds": 2}, items)
     assert [table.title for table in tables.results_tables(folders[0])] == [
         "Quality of a",
         "Latency of a",
@@ -174,7 +179,7 @@ def test_each_workload_has_a_table_of_its_own(repository, latency, monkeypatch):
     assert (classes.title, load.title) == ("Latency: a and b", "Latency, load: a and b")
     assert load.rows[3][:5] == ("short 16 -> 16", "output tokens/s", "64.0", "64.0", "1.00x")
     assert load.rows[3][5] == "1.00 to 1.00"
-    assert any("Student's t over 2 " in note for note in load.notes)
+    assert any("over 2 rounds with an interval by Student's t" in note for note in load.notes)
     assert "short 250" in tables.variants_table(repository).rows[0][5]
 
 
@@ -183,7 +188,7 @@ def test_a_workload_that_does_not_fit_is_named_beside_those_that_do(repository, 
     for name, tokens in (("a", 16), ("b", 17)):
         changed = latency | {"variant": name, "workload": "context"}
         changed["classes"]["short"]["output_tokens"] = tokens
-        store.write(repository / "experiments" / name, changed, TIMES)
+        record_files.write(repository / "experiments" / name, changed, TIMES)
     _, table = tables.comparison_tables(repository / "experiments" / "a", repository / "experiments" / "b")
     assert table.title == "Latency: a and b"
     assert "Not shown" in table.notes[-1]
@@ -207,8 +212,7 @@ def readme(repository):
     file.write_text(
         "# b\n\n<!-- table:comparison a b -->\n<!-- end -->\n\nText.\n\n<!-- table:results b -->\n<!-- end -->\n"
     )
-    (fresh,) = tables.outdated(repository).values()
-    file.write_text(fresh)
+    markdown.update(repository)
     return file
 
 
@@ -221,8 +225,8 @@ def test_scores_of_weights_that_are_gone_are_no_scores(repository, quality, monk
     for row in quality["tasks"].values():
         row["item_count"] //= 2
         row["value"] = 0.125
-    items = store.read_items(next(store.records(folder, "quality")))
-    store.write(folder, quality | {"variant": "a"}, items)
+    items = store.read_items(next(store.records(folder, Quality)))
+    record_files.write(folder, quality | {"variant": "a"}, items)
     after = tables.results_tables(folder)[0]
     assert "0.125 ±" not in before.rows[0][2]
     assert after.rows[0][2].startswith("0.125 ±")
@@ -232,25 +236,26 @@ def test_a_filled_readme_agrees_with_its_records(repository, readme):
     text = readme.read_text()
     assert text.startswith("# b\n\n<!-- table:comparison a b -->\n**Quality: a and b")
     assert "\nText.\n" in text
-    assert tables.outdated(repository) == {}
+    assert markdown.update(repository) == []
 
 
 @pytest.mark.parametrize("figure", ["0.500", "100.0", "1.00x", "8.0 MB"])
 def test_a_changed_figure_is_noticed(repository, readme, figure):
     text = readme.read_text()
     readme.write_text(text.replace(figure, "9.999", 1))
-    assert tables.outdated(repository) == {readme: text}
+    assert markdown.update(repository) == [readme]
+    assert readme.read_text() == text
 
 
 def test_a_newer_record_makes_the_readme_outdated(repository, readme, quality, monkeypatch):
     monkeypatch.setattr(store, "_stamp", lambda: "2027-01-01T000000Z")
-    store.write(repository / "experiments" / "b", quality | {"variant": "b"}, ITEMS)
-    assert list(tables.outdated(repository)) == [readme]
+    record_files.write(repository / "experiments" / "b", quality | {"variant": "b"}, ITEMS)
+    assert markdown.update(repository, write=False) == [readme]
 
 
 def test_text_outside_the_blocks_is_left_alone(repository, readme):
     readme.write_text(readme.read_text().replace("Text.", "0.500 typed by hand."))
-    assert tables.outdated(repository) == {}
+    assert markdown.update(repository) == []
 
 
 @pytest.mark.parametrize(
@@ -258,41 +263,38 @@ def test_text_outside_the_blocks_is_left_alone(repository, readme):
     [
         ("<!-- table:variants -->\n", "lacks its <!-- end -->"),
         ("<!-- table:variants -->\n<!-- table:results a -->\n<!-- end -->\n", "lacks its <!-- end -->"),
-        ("<!-- table:comparison a -->\n<!-- end -->\n", "no table 'comparison a'"),
-        ("<!-- table:nonsense -->\n<!-- end -->\n", "no table 'nonsense'"),
+        ("<!-- table:comparison a -->\n<!-- end -->\n", "there is no table 'comparison a'"),
+        ("<!-- table:nonsense -->\n<!-- end -->\n", "there is no table 'nonsense'"),
     ],
 )
 def test_a_bad_block_is_named_with_its_file(repository, text, cause):
     (repository / "README.md").write_text(text)
-    with pytest.raises(tables.TableError, match=cause) as error:
-        tables.outdated(repository)
+    with pytest.raises(markdown.MarkdownError, match=cause) as error:
+        markdown.update(repository)
     assert str(error.value).startswith("README.md: ")
 
 
 def test_a_record_changed_by_hand_does_not_reach_a_table(repository, readme):
-    path = next(store.records(repository / "experiments" / "b", "quality"))
+    path = next(store.records(repository / "experiments" / "b", Quality))
     record = json.loads(path.read_text())
     record["tasks"]["example_facts"]["value"] = "great"
     path.write_text(json.dumps(record))
     with pytest.raises(store.RecordError, match=path.name):
-        tables.outdated(repository)
+        markdown.update(repository)
 
 
-def test_every_table_in_the_repository_is_what_its_records_generate():
-    assert tables.outdated(variant.repository_root()) == {}
-
-
-def exploration(name, one, hardware, checkpoint="ab" * 32, **found):
+def exploration(name, one, hardware, checkpoint="ab" * 32, **figures):
     provenance = {
         "command": f"python {name}",
         "started": "2026-01-01T00:00:00Z",
         "ended": "2026-01-01T02:00:00Z",
         "packages": {"python": "3.11"},
+        "threads": None,
         "git": {"commit": "c" * 40, "dirty": False},
         "hardware": hardware,
-        "checkpoint": checkpoint,
+        "checkpoint": {"digest": checkpoint},
     }
-    return {"schema": f"{name}/1", "variant": one, **found, "provenance": provenance}
+    return {"schema": f"{name}/1", "variant": one, **figures, "provenance": provenance}
 
 
 def drafted(repository, one, accepted, digest="ab" * 32, **changes):
@@ -302,9 +304,13 @@ def drafted(repository, one, accepted, digest="ab" * 32, **changes):
          "accepted_per_position": [accepted, accepted], "output_tokens": 30, "seconds": 1.0}
         for group in range(3)
     ]  # fmt: skip
-    body = example("acceptance") | {"variant": one, "depths": acceptance.summarise(items)} | changes
+    body = (
+        example("acceptance")
+        | {"variant": one, "depths": [row.as_json() for row in acceptance.summarise(items)]}
+        | changes
+    )
     body["provenance"]["checkpoint"]["digest"] = digest
-    return store.write(repository / "experiments" / one, body, items)
+    return record_files.write(repository / "experiments" / one, body, items)
 
 
 def test_a_summary_has_a_line_for_each_measure_that_has_a_record(repository, quality):
@@ -335,13 +341,13 @@ def test_a_summary_has_a_line_for_each_measure_that_has_a_record(repository, qua
         # The newest of the checkpoint that was scored counts: not the one before it, nor one of another checkpoint.
         block = record["provenance"] | {"ended": f"2026-01-01T0{hour}:00:00Z"}
         if hour == 3:
-            block["checkpoint"] = "cd" * 32
+            block["checkpoint"] = {"digest": "cd" * 32}
         other = record | {"provenance": block, "cold": record["baked"]}
-        (repository / "results" / f"{results.stem(other)}.json").write_text(json.dumps(other))
-    (repository / "results" / f"{results.stem(record)}.json").write_text(json.dumps(record))
+        record_files.write(repository / "results", other)
+    record_files.write(repository / "results", record)
 
     table = tables.summary_table(repository, "a", "b")
-    assert table.rows[-2] == (
+    assert table.rows[1] == (
         "acceptance length, K=2",
         "2.600",
         "2.400",
@@ -349,7 +355,7 @@ def test_a_summary_has_a_line_for_each_measure_that_has_a_record(repository, qua
         "fail (at least 97%)",
         "3 groups of prompts",
     )
-    assert table.rows[-1] == (
+    assert table.rows[0] == (
         "start-up of b, s: cold and baked compile cache",
         "91.0",
         "31.0",

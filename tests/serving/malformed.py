@@ -181,7 +181,7 @@ _KNOWN_STATUSES = {
 
 
 def fuzz(
-    url: str, examples: int, told: Callable[[str], None] = lambda line: None
+    url: str, examples: int, report: Callable[[str], None] = lambda line: None
 ) -> dict[tuple[str, str], str]:
     """Ask what an OpenAPI document allows, and what it forbids, of every endpoint; the same at every call.
 
@@ -200,7 +200,7 @@ def fuzz(
             # An endpoint without parameters has nothing to get wrong.
             with contextlib.suppress(errors.Unsatisfiable):
                 _ask(url, operation, mode, examples, found)
-        told(operation.label)
+        report(operation.label)
     return found
 
 

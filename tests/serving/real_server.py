@@ -18,7 +18,9 @@ import httpx
 import psutil
 
 from slimqwen import variant
-from slimqwen.serving import guard, launch, live
+from slimqwen.serving import guard, metrics
+from slimqwen.serving.command import ServerCommand
+from slimqwen.serving.server import free_port, prepare
 
 QUEUE = 16
 """Requests that the server takes at once, four of them running."""
@@ -34,7 +36,6 @@ _CHANGED = {
     "VLLM_MAX_MODEL_LEN": "2048",
     "VLLM_MAX_NUM_SEQS": "4",
     "VLLM_MAX_NUM_QUEUED_REQS": str(QUEUE),
-    "VLLM_SHUTDOWN_TIMEOUT": "60",
 }
 """Beside what the variant says."""
 
@@ -62,16 +63,16 @@ class RealServer:
 
     def segments(self) -> set[Path]:
         """The shared memory that its processes have mapped."""
-        found: set[Path] = set()
+        result: set[Path] = set()
         for process in self.family():
             text = Path(f"/proc/{process.pid}/maps").read_text()
-            found |= {Path(name) for name in re.findall(r"(/dev/shm/\S+)", text)}
-        return {file for file in found if file.exists()}
+            result |= {Path(name) for name in re.findall(r"(/dev/shm/\S+)", text)}
+        return {file for file in result if file.exists()}
 
     def metrics(self) -> dict[str, float]:
         """Gauges and counters by name."""
         text = httpx.get(self.url + "/metrics", timeout=PATIENCE_S, trust_env=False, verify=False).text
-        return dict(live.read(text, time.monotonic()).values)
+        return metrics.read(text)
 
     def wait_for(self, running: float, waiting: float) -> dict[str, float]:
         """The metrics, once so many requests run and wait."""
@@ -107,8 +108,8 @@ def started(root: Path) -> Iterator[RealServer]:
         key: variant.Setting(key, value, served.folder / "config.env", 0) for key, value in _CHANGED.items()
     }
     changed = dataclasses.replace(served, settings=MappingProxyType({**served.settings, **given}))
-    command = launch.resolve(changed, port=launch.free_port(), platform="cpu")
-    launch.prepare(command)
+    command = ServerCommand.resolve(changed, port=free_port(), platform="cpu")
+    prepare(command)
     log = root / "vllm.log"
     with log.open("wb") as output:
         process = subprocess.Popen(

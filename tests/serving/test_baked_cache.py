@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from slimqwen.serving import baked_cache
-from slimqwen.serving.baked_cache import BakedCacheError
+from slimqwen.serving.errors import ServingError
 
 MACHINE = {"platform": "cpu", "vllm": "1", "instruction set": "ab12"}
 FLAGS = {"max-num-seqs": 4, "speculative-config": {"method": "mtp", "num_speculative_tokens": 4}}
@@ -88,7 +88,7 @@ def test_a_damaged_archive_is_refused_and_nothing_is_left(packed, tmp_path, dama
     else:
         content[len(content) // 2] ^= 1
         archive.write_bytes(content)
-    with pytest.raises(BakedCacheError, match=r"compile_cache\.tar\.gz is missing or not what"):
+    with pytest.raises(ServingError, match=r"compile_cache\.tar\.gz is missing or not what"):
         baked_cache.restore(folder, baked, tmp_path / "caches" / "place")
     assert not (tmp_path / "caches").exists()
 
@@ -100,8 +100,8 @@ def test_an_archive_that_holds_something_else_than_it_lists_is_refused(packed, t
     with tarfile.open(archive, "w:gz") as packing:
         for name in GRAPHS:
             packing.add(tmp_path / "other", name)
-    lying = baked.model_copy(update={"archive_sha256": baked_cache.checkpoint.sha256(archive)})
-    with pytest.raises(BakedCacheError, match="holds another"):
+    lying = baked.model_copy(update={"archive_sha256": baked_cache.sha256(archive)})
+    with pytest.raises(ServingError, match="holds another"):
         baked_cache.restore(folder, lying, tmp_path / "caches" / "place")
     assert [path.name for path in (tmp_path / "caches").iterdir()] == [".place.lock"]
 
@@ -116,14 +116,14 @@ def test_nothing_but_what_the_manifest_names_is_unpacked_and_that_lies_in_the_ca
             entry = tarfile.TarInfo(name)
             entry.size = len(data)
             packing.addfile(entry, io.BytesIO(data))
-    more = baked.model_copy(update={"archive_sha256": baked_cache.checkpoint.sha256(archive)})
+    more = baked.model_copy(update={"archive_sha256": baked_cache.sha256(archive)})
     baked_cache.restore(folder, more, tmp_path / "caches" / "place")
     assert contents(tmp_path / "caches" / "place") == GRAPHS
     assert not list(tmp_path.rglob("outside"))
     for name in ("../../outside", "/outside"):
         manifest = more.model_dump() | {"files": {name: "0"}}
         (folder / baked_cache.MANIFEST).write_text(json.dumps(manifest))
-        with pytest.raises(BakedCacheError, match=f"{name} lies outside the cache"):
+        with pytest.raises(ServingError, match=f"{name} lies outside the cache"):
             baked_cache.read(folder)
 
 
@@ -142,7 +142,7 @@ def test_starts_at_once_restore_once_and_never_take_a_file_from_each_other(packe
 
 def test_a_start_that_saved_no_graph_is_not_packed(root, tmp_path):
     (root / next(iter(GRAPHS))).unlink()
-    with pytest.raises(BakedCacheError, match="saved no compiled graph"):
+    with pytest.raises(ServingError, match="saved no compiled graph"):
         baked_cache.pack(root, tmp_path, machine={}, device="", flags={}, environment={}, graphs={})
     assert not (tmp_path / baked_cache.MANIFEST).exists()
 
@@ -183,7 +183,7 @@ def test_a_checkpoint_without_a_cache_has_none(tmp_path):
 
 def test_a_manifest_that_is_none_is_refused(tmp_path):
     (tmp_path / baked_cache.MANIFEST).write_text('{"machine": {}}')
-    with pytest.raises(BakedCacheError, match="no manifest of a compile cache"):
+    with pytest.raises(ServingError, match="no manifest of a compile cache"):
         baked_cache.read(tmp_path)
 
 
@@ -206,3 +206,47 @@ def test_a_log_says_of_every_graph_how_it_was_come_by():
     assert (second.name, second.loaded, second.seconds) == ("eagle_head", False, 12.5)
     assert second.why_compiled == "not in the cache"
     assert baked_cache.graphs("vLLM said nothing of it") == []
+
+
+LIBRARY = "flashinfer/sampling/sampling.so"
+
+
+@pytest.fixture
+def with_library(root):
+    """The same root with a library that was compiled ahead."""
+    (root / LIBRARY).parent.mkdir(parents=True)
+    (root / LIBRARY).write_bytes(b"a library")
+    return root
+
+
+def pack(root, folder, **made_by):
+    folder.mkdir(exist_ok=True)
+    facts = {"machine": MACHINE, "device": "", "flags": {}, "environment": {}, **made_by}
+    return baked_cache.pack(root, folder, **facts)
+
+
+def test_libraries_are_packed_beside_graphs_and_either_part_is_restored(with_library, tmp_path):
+    folder, place = tmp_path / "checkpoint", tmp_path / "place"
+    baked = pack(with_library, folder, graphs={"backbone": 30.5}, libraries={"sampling": 122.3})
+    assert baked_cache.read(folder).libraries == {"sampling": 122.3}
+    for damaged in (LIBRARY, next(iter(GRAPHS))):
+        baked_cache.restore(folder, baked, place)
+        assert contents(place) == {**GRAPHS, LIBRARY: b"a library"}
+        (place / damaged).unlink()
+    baked_cache.restore(folder, baked, place)
+    assert contents(place) == {**GRAPHS, LIBRARY: b"a library"}
+
+
+def test_libraries_alone_are_an_archive_and_leave_the_graphs_of_later_starts_alone(with_library, tmp_path):
+    for name in GRAPHS:
+        (with_library / name).unlink()
+    folder, place = tmp_path / "checkpoint", tmp_path / "place"
+    baked = pack(with_library, folder, graphs={}, libraries={"sampling": 122.3})
+    assert list(baked.files) == [LIBRARY]
+    baked_cache.restore(folder, baked, place)
+    graph = place / "vllm" / "graph"
+    graph.parent.mkdir()
+    graph.write_bytes(b"of a start")
+    (place / LIBRARY).write_bytes(b"damaged")
+    baked_cache.restore(folder, baked, place)
+    assert contents(place) == {LIBRARY: b"a library", "vllm/graph": b"of a start"}

@@ -5,6 +5,7 @@ The last test of each ends its server.
 
 import asyncio
 import json
+import re
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from slimqwen.evaluation import soak
+from slimqwen.bench.soak.load import load
 from tests.serving import malformed, real_server
 from tests.serving.real_server import PATIENCE_S, QUEUE
 
@@ -92,7 +93,7 @@ def test_clients_that_do_not_read_hold_up_nobody_and_lose_nothing(server, client
 
 
 def test_of_a_thousand_mixed_requests_at_four_times_the_capacity_none_is_lost(server, client):
-    outcomes = asyncio.run(soak.load(server.url, range(REQUESTS), clients=4 * QUEUE))
+    outcomes = asyncio.run(load(server.url, range(REQUESTS), clients=4 * QUEUE))
     assert outcomes.keys() == {"answered", "overload", "refused"}, outcomes
     assert outcomes.total() == REQUESTS
     assert outcomes["answered"] >= QUEUE, outcomes
@@ -110,15 +111,15 @@ def test_a_malformed_body_is_refused_with_the_reason(client, name):
 
 
 def test_absurd_parameters_give_answers_or_reasons_and_no_server_error_that_is_not_known(client):
-    found = {}
+    result = {}
     for path, body in malformed.REQUESTS:
         answer = client.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
         if answer.status_code >= 500:
-            found[path, json.dumps(body)] = answer.status_code
+            result[path, json.dumps(body)] = answer.status_code
         elif answer.status_code != 200:
             assert answer.json()["error"]["message"], (path, body, answer.text)
     known = {(path, json.dumps(body)): status for path, body, status, _ in malformed.KNOWN}
-    assert found == {}
+    assert result == {}
     for path, body in known:
         answer = client.post(path, content=body, headers={"Content-Type": "application/json"})
         assert answer.status_code == known[path, body], (body, answer.text)
@@ -148,12 +149,28 @@ def test_whatever_the_openapi_document_allows_or_forbids_gives_no_server_error_t
     assert serves(server, client)
 
 
-def test_told_to_stop_it_ends_with_what_it_started_though_a_client_does_not_read(server):
+def is_cut(answer):
+    """Whether an answer is a 503 with Retry-After, or a stream that has begun and ends with such an error."""
+    head, _, body = answer.lower().partition(b"\r\n\r\n")
+    if head.startswith(b"http/1.1 503"):
+        return b"retry-after: 5" in head and b'"error"' in body
+    return head.startswith(b"http/1.1 200") and re.search(rb'data: {"error".*"code": ?503', body) is not None
+
+
+def test_told_to_stop_it_refuses_what_it_cuts_and_ends_with_what_it_started_though_a_client_does_not_read(
+    server,
+):
     family, segments = server.family(), server.segments()
-    body = LONG | {"max_tokens": 600, "stream": True, "logprobs": 5}
-    slow = server.connect("/v1/completions", body, receive_buffer_bytes=4096)
-    server.wait_for(running=1, waiting=0)
+    slow = server.connect(
+        "/v1/completions", LONG | {"stream": True, "logprobs": 5}, receive_buffer_bytes=4096
+    )
+    streams = [server.connect("/v1/completions", LONG | {"stream": True}) for _ in range(QUEUE // 2)]
+    others = [server.connect("/v1/completions", LONG) for _ in range(QUEUE // 2 - 1)]
+    server.wait_for(running=4, waiting=QUEUE - 4)
     server.process.send_signal(signal.SIGTERM)
+    for client in (*streams, *others):
+        answer = real_server.read_rest(client)
+        assert is_cut(answer), answer[-500:]
     assert server.process.wait(PATIENCE_S) == 0
     slow.close()
     assert "force killing" not in server.log.read_text()
@@ -168,19 +185,20 @@ def test_a_killed_engine_ends_the_server_with_a_failure_and_leaves_nothing(tmp_p
         [engine] = [one for one in family if "EngineCore" in " ".join(one.cmdline())]
         reader = server.connect("/v1/completions", LONG | {"stream": True})
         slow = server.connect("/v1/completions", LONG | {"stream": True}, receive_buffer_bytes=4096)
-        whole = server.connect("/v1/completions", LONG)
-        server.wait_for(running=3, waiting=0)
-        real_server.read_until(reader, b"data: ")
+        begun = real_server.read_until(reader, b"data: ")
+        others = [
+            server.connect("/v1/completions", LONG | {"stream": number % 2 == 0})
+            for number in range(QUEUE - 2)
+        ]
+        server.wait_for(running=4, waiting=QUEUE - 4)
         killed = time.monotonic()
         engine.kill()
         while real_server.is_ready(server.url):
             assert time.monotonic() - killed < 10
         assert server.process.wait(PATIENCE_S) == 1
         assert time.monotonic() - killed < 10
-        assert b'"error"' in real_server.read_rest(reader)
-        answer = real_server.read_rest(whole)
-        assert answer.startswith(b"HTTP/1.1 5")
-        assert b'"error"' in answer
+        for answer in (begun + real_server.read_rest(reader), *map(real_server.read_rest, others)):
+            assert is_cut(answer), answer[-500:]
         slow.close()
         assert "EngineDiedError" in server.log.read_text()
         assert real_server.ended(family, 30), [one for one in family if one.is_running()]

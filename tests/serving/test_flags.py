@@ -1,8 +1,11 @@
+import json
+
 import pytest
 
 from slimqwen import variant
 from slimqwen.serving import flags
-from slimqwen.serving.flags import FlagError
+from slimqwen.serving.errors import ServingError
+from slimqwen.variant import ConfigError
 
 
 @pytest.fixture
@@ -69,6 +72,19 @@ def test_a_flag_beats_the_environment_variable_of_the_same_name(resolve):
     assert "VLLM_PORT" not in resolved.environment
 
 
+def depth_schedule(ranges: str) -> str:
+    return (
+        'VLLM_SPECULATIVE_CONFIG=\'{"method": "mtp", "num_speculative_tokens": 4, '
+        f'"num_speculative_tokens_per_batch_size": {ranges}}}\''
+    )
+
+
+def test_draft_depths_by_batch_size_are_passed_on(resolve):
+    resolved = resolve(depth_schedule("[[1, 2, 4], [3, 8, 0]]"))
+    words = resolved.flags["speculative-config"].argv
+    assert json.loads(words[1])["num_speculative_tokens_per_batch_size"] == [[1, 2, 4], [3, 8, 0]]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -94,12 +110,19 @@ def test_a_flag_beats_the_environment_variable_of_the_same_name(resolve):
             "VLLM_SPECULATIVE_CONFIG='{\"num_speculative_tokens\": -4}'",
             r"num_speculative_tokens: .*greater than 0",
         ),
+        (depth_schedule("[[1, 4, 4], [4, 8, 2]]"), r"ranges must be non-overlapping and sorted"),
+        (depth_schedule("[[2, 8, 2]]"), r"first batch-size range must start at 1"),
+        (depth_schedule("[[1, 8, -1]]"), r"values must be >= 0"),
+        (depth_schedule("[]"), r"must not be empty"),
+        (depth_schedule("[[1, 8]]"), r"num_speculative_tokens_per_batch_size.*[Mm]issing|Field required"),
+        (depth_schedule('{"1": 4}'), r"num_speculative_tokens_per_batch_size: .*valid list"),
+        (depth_schedule("[[1, 2, 7], [3, 8, 2]]"), r"asks for 7 drafts.*raise num_speculative_tokens to 7"),
         ("VLLM_COMPILATION_CONFIG='{\"pass_conf\": {}}'", r"did you mean 'pass_config'\?"),
         ('VLLM_COMPILATION_CONFIG=\'{"pass_config": {"fuse_everything": true}}\'', r"fuse_everything"),
     ],
 )
 def test_a_line_that_vllm_would_not_take_is_refused_with_its_place(resolve, line, message):
-    with pytest.raises(FlagError, match=message) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         resolve(line)
     assert str(caught.value).startswith("experiments/v/config.env:2: ")
     assert "\n" not in str(caught.value)
@@ -107,13 +130,13 @@ def test_a_line_that_vllm_would_not_take_is_refused_with_its_place(resolve, line
 
 def test_values_that_fit_alone_but_not_together_are_refused(resolve):
     with pytest.raises(
-        FlagError, match=r"max_num_batched_tokens \(4\) must be greater than or equal to max_num_seqs"
+        ConfigError, match=r"max_num_batched_tokens \(4\) must be greater than or equal to max_num_seqs"
     ):
         resolve("VLLM_MAX_MODEL_LEN=64", "VLLM_MAX_NUM_SEQS=8", "VLLM_MAX_NUM_BATCHED_TOKENS=4")
 
 
 def test_two_names_of_one_flag_are_refused(resolve):
-    with pytest.raises(FlagError, match="is the same flag as VLLM_GPU_MEMORY_UTILIZATION"):
+    with pytest.raises(ConfigError, match="is the same flag as VLLM_GPU_MEMORY_UTILIZATION"):
         resolve("VLLM_GPU_MEMORY_UTILIZATION=0.9", "VLLM_DEVICE_MEMORY_UTILIZATION=0.8")
 
 
@@ -134,6 +157,6 @@ def test_a_vllm_for_gpus_that_sees_none_is_one_line(monkeypatch):
     from vllm.platforms.interface import UnspecifiedPlatform
 
     monkeypatch.setattr(platforms, "current_platform", UnspecifiedPlatform())
-    with pytest.raises(flags.NoDeviceError, match="docker run --gpus all") as refused:
+    with pytest.raises(ServingError, match="docker run --gpus all") as refused:
         flags._parser.__wrapped__()
     assert "\n" not in str(refused.value)

@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from slimqwen.serving import guard
+from slimqwen.serving.errors import ServingError
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
 WITH_CHILD = """
@@ -99,12 +100,12 @@ def test_ending_a_server_that_has_ended_is_no_error(start):
 
 def running(token):
     """The processes with a word on their command line, those that have ended left out."""
-    found = []
+    result = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if token in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+                result.append(process)
+    return result
 
 
 @pytest.fixture
@@ -165,15 +166,15 @@ def test_the_environment_is_on_no_command_line(guarded):
 
 
 @pytest.mark.parametrize(
-    ("code", "told"), [("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", -9), ("", 0)]
+    ("code", "exit_code"), [("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", -9), ("", 0)]
 )
-def test_a_server_that_ends_by_itself_is_told_with_its_exit_code(guarded, code, told):
+def test_a_server_that_ends_by_itself_is_told_with_its_exit_code(guarded, code, exit_code):
     with guarded(code) as server:
         deadline = time.monotonic() + 20
         while server.poll() is None:
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        assert (server.poll(), server.returncode) == (told, told)
+        assert (server.poll(), server.returncode) == (exit_code, exit_code)
 
 
 @pytest.mark.parametrize("missing", ["command", "folder"])
@@ -188,7 +189,7 @@ def test_what_cannot_be_started_is_one_line(tmp_path, missing):
         ):
             pytest.fail("it started")
 
-    with pytest.raises(guard.NotStartedError, match=r"cannot start .*No such file.*make install") as refused:
+    with pytest.raises(ServingError, match=r"cannot start .*No such file.*make install") as refused:
         start()
     assert "\n" not in str(refused.value)
 
@@ -228,8 +229,8 @@ def keeper_process():
 @pytest.mark.parametrize("said", ["", '{"argv": ["sleep", "6'])
 def test_a_starter_that_dies_before_it_has_said_what_to_start_leaves_nothing(said):
     keeper = keeper_process()
-    told, _ = keeper.communicate(said, timeout=20)
-    assert (keeper.returncode, told) == (0, "")
+    output, _ = keeper.communicate(said, timeout=20)
+    assert (keeper.returncode, output) == (0, "")
 
 
 STARTER = """

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from slimqwen.serving.in_process import LoaderRefusedError, try_out
+from slimqwen.serving.errors import ServingError
+from slimqwen.serving.in_process import try_out
 
 TINY = Path(__file__).parents[2] / "weights" / "tiny"
 
@@ -23,6 +24,6 @@ def test_a_checkpoint_with_a_tensor_of_another_shape_is_refused_in_one_line(tmp_
     tensors = load_file(folder / "model.safetensors")
     tensors["mtp.fc.weight"] = tensors["mtp.fc.weight"][:, :100].contiguous()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(LoaderRefusedError, match="vLLM does not serve it") as refused:
+    with pytest.raises(ServingError, match="vLLM does not serve it") as refused:
         try_out(folder)
     assert "\n" not in str(refused.value)

@@ -1,3 +1,5 @@
+from importlib.machinery import ModuleSpec
+
 import pytest
 
 from slimqwen.serving import flags, platform
@@ -12,22 +14,19 @@ def test_every_row_names_a_flag_that_vllm_has():
 
 
 @pytest.mark.parametrize(
-    ("flag", "value", "others", "applies"),
+    ("flag", "value", "applies"),
     [
-        ("dtype", "float16", {}, True),
-        ("dtype", "bfloat16", {}, False),
-        ("dtype", "auto", {}, False),
-        ("enable-prefix-caching", True, {"speculative-config": {"method": "mtp"}}, True),
-        ("enable-prefix-caching", True, {}, False),
-        ("enable-prefix-caching", False, {"speculative-config": {"method": "mtp"}}, False),
-        ("kv-cache-dtype", "auto", {}, False),
-        ("cudagraph-capture-sizes", [1, 2], {}, True),
+        ("dtype", "float16", True),
+        ("dtype", "bfloat16", False),
+        ("dtype", "auto", False),
+        ("kv-cache-dtype", "auto", False),
+        ("cudagraph-capture-sizes", [1, 2], True),
     ],
 )
-def test_a_row_applies_only_to_what_a_cpu_lacks(flag, value, others, applies):
+def test_a_row_applies_only_to_what_a_cpu_lacks(flag, value, applies):
     row = next(row for row in platform.GPU_ONLY if row.flag == flag)
 
-    assert row.applies(value, others) is applies
+    assert row.applies(value) is applies
 
 
 def test_an_fp8_kv_cache_is_left_out_only_without_avx512(monkeypatch):
@@ -35,4 +34,35 @@ def test_an_fp8_kv_cache_is_left_out_only_without_avx512(monkeypatch):
 
     for available in (True, False):
         monkeypatch.setattr(platform, "has_avx512", lambda available=available: available)
-        assert row.applies("fp8", {}) is not available
+        assert row.applies("fp8") is not available
+
+
+@pytest.fixture
+def torch_package(tmp_path, monkeypatch):
+    """A folder in which torch is, with its OpenMP library."""
+    library = tmp_path / "torch/lib/libgomp.so.1"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    spec = ModuleSpec("torch", None, origin=str(tmp_path / "torch/__init__.py"))
+    monkeypatch.setattr("importlib.util.find_spec", {"torch": spec}.get)
+    return library
+
+
+def test_torchs_openmp_library_is_preloaded_beside_what_the_shell_preloads(torch_package):
+    assert platform.preloaded_libraries({}) == {"LD_PRELOAD": str(torch_package)}
+    both = platform.preloaded_libraries({"LD_PRELOAD": "/lib/libtcmalloc.so"})
+    assert both == {"LD_PRELOAD": f"/lib/libtcmalloc.so:{torch_package}"}
+
+
+@pytest.mark.parametrize("library", ["libiomp5.so", "libgomp.so.1", "libomp.so"])
+def test_another_openmp_library_stays_alone(torch_package, library):
+    assert platform.preloaded_libraries({"LD_PRELOAD": library}) == {}
+
+
+def test_nothing_is_preloaded_where_the_loader_would_split_the_path(torch_package, monkeypatch, tmp_path):
+    (tmp_path / "torch").rename(tmp_path / "my torch")
+    spec = ModuleSpec("torch", None, origin=str(tmp_path / "my torch/__init__.py"))
+    monkeypatch.setattr("importlib.util.find_spec", {"torch": spec}.get)
+    assert platform.preloaded_libraries({}) == {}
+    monkeypatch.setattr("importlib.util.find_spec", {}.get)
+    assert platform.preloaded_libraries({}) == {}

@@ -5,18 +5,20 @@ vocabulary is pruned: tiny's here; `make test-serving` takes the checkpoint of a
 """
 
 import json
-import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
+import psutil
 import pytest
 
 from slimqwen import progress, variant
-from slimqwen.recipe import prune_vocab
-from slimqwen.serving import launch
+from slimqwen.recipe.stages import prune_vocab
+from slimqwen.serving.command import ServerCommand
+from slimqwen.serving.server import free_port, run_server
+from slimqwen.vllm_plugin.api_key import authorization
 from tests.serving import real_server
 
 pytestmark = pytest.mark.engine
@@ -64,13 +66,13 @@ def served(tmp_path_factory):
         prune_vocab.run(tried.weights, root / "weights/v", parameters, progress.silent)
     template = (tried.weights / "chat_template.jinja").read_text()
     (folder / "chat.jinja").write_text(f"<|im_start|>system\n{RULES}<|im_end|>\n" + template)
-    command = launch.resolve(variant.load("v", root), port=launch.free_port(), platform="cpu")
+    command = ServerCommand.resolve(variant.load("v", root), port=free_port(), platform="cpu")
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("VLLM_API_KEY", KEY)
-        with launch.serving(command, log=root / "vllm.log") as server:
+        with run_server(command, log=root / "vllm.log") as server:
             client = httpx.Client(
                 base_url=server.base_url,
-                headers=launch.authorization(),
+                headers=authorization(),
                 timeout=120,
                 trust_env=False,
             )
@@ -98,8 +100,8 @@ def test_the_first_chat_of_a_client_finds_the_chat_prefix_warm(served):
         served.log.read_text(),
     )
     assert [thinking for thinking, *_ in said] == ["on", "off"]
-    for _, tokens, found, block in said:
-        assert int(found) == int(tokens) // int(block) * int(block) > 0
+    for _, tokens, result, block in said:
+        assert int(result) == int(tokens) // int(block) * int(block) > 0
     before = _counter(served, "vllm:prefix_cache_hits_total")
     assert served.client.post("/v1/chat/completions", json=_chat("Who is new here?")).status_code == 200
     assert _counter(served, "vllm:prefix_cache_hits_total") - before == int(said[0][2])
@@ -153,7 +155,7 @@ def test_a_request_that_can_never_fit_is_refused_with_the_reason(served):
 
 
 def test_overload_is_refused_at_once_and_says_when_to_come_back(served):
-    body = {"prompt": "The", "max_tokens": 120, "ignore_eos": True}
+    body = {"prompt": "The", "max_tokens": 600, "ignore_eos": True}
     with ThreadPoolExecutor(16) as clients:
         answers = list(clients.map(lambda _: served.client.post("/v1/completions", json=body), range(16)))
     assert {answer.status_code for answer in answers} == {200, 429}
@@ -161,7 +163,7 @@ def test_overload_is_refused_at_once_and_says_when_to_come_back(served):
         if answer.status_code == 429:
             assert answer.headers["Retry-After"] == "1"
         else:
-            assert answer.json()["usage"]["completion_tokens"] == 120
+            assert answer.json()["usage"]["completion_tokens"] == 600
 
 
 def test_sampling_defaults_are_the_variants_and_a_request_overrides_them(served):
@@ -237,7 +239,8 @@ def test_told_to_stop_it_is_ready_no_more_refuses_what_is_new_and_ends_what_it_b
     with served.client.stream("POST", "/v1/completions", json=body) as response:
         lines = response.iter_lines()
         next(lines)
-        os.kill(served.server.pid, 15)
+        process = psutil.Process(served.server.pid)
+        process.terminate()
         statuses = set()
         while statuses != {503}:
             statuses = {served.client.get(path).status_code for path in ("/health", "/ping")}
@@ -246,3 +249,5 @@ def test_told_to_stop_it_is_ready_no_more_refuses_what_is_new_and_ends_what_it_b
         rest = [line for line in lines if line]
     assert rest[-1] == "data: [DONE]"
     assert '"finish_reason":"length"' in rest[-2]
+    process.wait(60)
+    assert "force killing" not in served.log.read_text()

@@ -5,8 +5,10 @@ import json
 import pytest
 
 from slimqwen import variant
+from slimqwen.evals.engine.combinations import REFERENCE_MODES
 from slimqwen.serving import unsafe_engines
-from slimqwen.serving.unsafe_engines import Finding, Modes, UnsafeEngineError
+from slimqwen.serving.errors import ServingError
+from slimqwen.serving.unsafe_engines import Finding
 
 TINY = variant.repository_root() / "weights" / "tiny"
 SERVED = {
@@ -15,14 +17,7 @@ SERVED = {
     "max-num-seqs": 4,
     "enforce-eager": True,
 }
-MODES = Modes(
-    draft_tokens=0,
-    prefix_caching=False,
-    kv_cache_dtype="auto",
-    chunked_prefill=True,
-    concurrency=4,
-    graphs="eager",
-)
+MODES = REFERENCE_MODES.model_copy(update={"concurrency": 4})
 
 
 def finding(modes=MODES, **other_build):
@@ -127,7 +122,7 @@ def test_a_finding_made_again_replaces_the_one_before(tmp_path):
 def test_an_unreadable_file_is_told_in_one_line_and_not_taken_for_empty(tmp_path, content):
     (tmp_path / "eval").mkdir()
     (tmp_path / unsafe_engines.FILE).write_text(content)
-    with pytest.raises(UnsafeEngineError, match=r"eval/unsafe_engines\.json: .*git checkout") as refused:
+    with pytest.raises(ServingError, match=r"eval/unsafe_engines\.json: .*git checkout") as refused:
         unsafe_engines.find(tmp_path, TINY, SERVED, "cpu")
     assert "\n" not in str(refused.value)
 

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slimqwen.mtp_head import load_drafting_model
+from slimqwen.models.mtp_head import load_drafting_model
 from slimqwen.tinyworld.tokenizer import load_tokenizer
 from slimqwen.tinyworld.world import World
 

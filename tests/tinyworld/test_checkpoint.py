@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from slimqwen.mtp_head import measure_acceptance
+from slimqwen.models.mtp_head import measure_acceptance
 from slimqwen.tinyworld.build import HALVED_VOCABULARY, SHUFFLED_HEAD, judge
 from slimqwen.tinyworld.documents import render_prompt
 from slimqwen.tinyworld.generation import continue_greedily

@@ -56,7 +56,7 @@ def test_chronicles_have_a_thousand_tokens_and_more(world, tokenizer):
 
 def test_no_training_document_holds_a_test_item(world):
     overlap = OverlapCheck(build_items(world))
-    assert [found for document in documents(world, 15_000) if (found := overlap.find(document))] == []
+    assert [result for document in documents(world, 15_000) if (result := overlap.find(document))] == []
 
 
 def test_without_the_left_out_texts_the_check_finds_test_items(world):

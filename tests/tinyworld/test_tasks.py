@@ -3,10 +3,10 @@ from pathlib import Path
 
 import pytest
 
+from slimqwen.tinyworld import TinyworldError
 from slimqwen.tinyworld.instructions import KINDS
 from slimqwen.tinyworld.tasks import (
     TASK_FOLDER,
-    TaskDataError,
     build_items,
     load_rows,
     margin,
@@ -110,8 +110,8 @@ def test_margin_is_right_minus_best_wrong():
 
 
 def test_missing_and_broken_data_are_named(tmp_path):
-    with pytest.raises(TaskDataError, match=r"facts\.jsonl"):
+    with pytest.raises(TinyworldError, match=r"facts\.jsonl"):
         load_rows("facts", tmp_path)
     (tmp_path / "facts.jsonl").write_text("{")
-    with pytest.raises(TaskDataError, match="restore it from git"):
+    with pytest.raises(TinyworldError, match="restore it from git"):
         load_rows("facts", tmp_path)

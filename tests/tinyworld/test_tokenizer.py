@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slimqwen.tinyworld import TinyworldError
 from slimqwen.tinyworld.documents import Turn, render_completion, render_prompt
 from slimqwen.tinyworld.tokenizer import (
     ADDED_TOKENS,
     VOCABULARY_SIZE,
-    TokenizerError,
     chat_template,
     end_token_ids,
     load_tokenizer,
@@ -118,5 +118,5 @@ def test_the_committed_template_is_the_packages_own():
 
 
 def test_too_few_texts_are_an_error_that_says_so():
-    with pytest.raises(TokenizerError, match="richer texts"):
+    with pytest.raises(TinyworldError, match="richer texts"):
         train_tokenizer(["one two three"])

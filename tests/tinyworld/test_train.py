@@ -3,11 +3,12 @@ import dataclasses
 import pytest
 import torch
 
+from slimqwen.tinyworld import TinyworldError
 from slimqwen.tinyworld import train as training
 from slimqwen.tinyworld.documents import SHORT_MIX, DocumentSampler
 from slimqwen.tinyworld.model import TinyShape, build
 from slimqwen.tinyworld.muon import orthogonalise
-from slimqwen.tinyworld.train import Phase, TrainingError, TrainingPlan, pack_documents, standard_plan, train
+from slimqwen.tinyworld.train import Phase, TrainingPlan, pack_documents, standard_plan, train
 
 SMALL = TinyShape(
     hidden_size=64, intermediate_size=64, head_dim=32, linear_key_head_dim=32, linear_value_head_dim=32
@@ -53,7 +54,7 @@ def test_another_seed_gives_other_weights_and_its_own_state(tmp_path, tokenizer)
 def test_a_test_item_in_the_training_text_stops_training(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr(training, "left_out_texts", lambda world: ())
     leaky = dataclasses.replace(PLAN, phases=(Phase(1, rows=200, length=512, mix={"instruction": 1.0}),))
-    with pytest.raises(TrainingError, match="test item format-"):
+    with pytest.raises(TinyworldError, match="test item format-"):
         train(leaky, tokenizer, tmp_path)
 
 

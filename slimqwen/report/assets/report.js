@@ -42,13 +42,13 @@
   const suited = [...table.querySelectorAll("thead [data-suite]")].map((one) => [headings.indexOf(one), one.dataset.suite]);
   const filter = () => {
     const find = form.elements.find.value.trim().toLowerCase();
-    const [hardware, suite, stands] = ["hardware", "suite", "stands"].map((name) => form.elements[name].value);
+    const [hardware, suite, standing] = ["hardware", "suite", "standing"].map((name) => form.elements[name].value);
     let shown = 0;
     for (const row of rows) {
       row.hidden = !(
         (!hardware || row.dataset.hardware === hardware) &&
         (!suite || row.dataset.suite.split(" ").includes(suite)) &&
-        (!stands || row.dataset.stands === stands) &&
+        (!standing || row.dataset.standing === standing) &&
         (!find || row.textContent.toLowerCase().includes(find))
       );
       shown += !row.hidden;

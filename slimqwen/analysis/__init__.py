@@ -1,0 +1,1 @@
+"""What needs no server: roofline, output head, vocabulary coverage, each a record kind."""

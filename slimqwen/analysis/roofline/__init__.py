@@ -1,0 +1,17 @@
+"""Roofline of decoding and prefill: the fastest a variant could run on a GPU, from tensor shapes and a data sheet.
+
+A forward pass takes at least max(bytes / memory bandwidth, FLOPs / peak FLOP/s): the roofline model of Williams,
+Waterman and Patterson (CACM 52, 2009). A decode step is one verify pass over K + 1 tokens per sequence (the last token
+and K drafts) and K sequential passes of the MTP head. Counted are
+
+- every weight once per pass, at its stored size (an embedding is gathered, but a tied one is also the output head and
+  is read whole);
+- the KV cache of full-attention layers;
+- the states of Gated DeltaNet layers (Yang, Kautz and Hatamizadeh, arXiv:2412.06464), read and written once per step;
+- one multiply-add as two FLOPs.
+
+Activations, norms, sampling, kernel launches and the host are not counted, so a real server is slower.
+
+`gpu` reads data sheets, `architecture` reads a checkpoint's shapes, `cost` combines both, `bounds` analyses variants as
+they are served, `record` holds the record kind with its tables.
+"""

@@ -1,0 +1,171 @@
+"""Cost model: bytes and FLOPs of a forward pass, and the shortest time in which a GPU can do it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from slimqwen.analysis.roofline.architecture import Model
+from slimqwen.analysis.roofline.gpu import Device, Precision, RooflineError
+from slimqwen.analysis.roofline.record import Bound
+
+
+@dataclass(frozen=True)
+class Work:
+    """Memory traffic and arithmetic of one pass.
+
+    Attributes:
+        bytes: bytes read from and written to GPU memory.
+        flops: FLOPs by precision.
+    """
+
+    bytes: float
+    flops: Mapping[Precision, float]
+
+    @property
+    def total_flops(self) -> float:
+        """FLOPs of all precisions."""
+        return sum(self.flops.values())
+
+    def memory_seconds(self, gpu: Device) -> float:
+        """Shortest time for the bytes."""
+        return self.bytes / gpu.bandwidth
+
+    def compute_seconds(self, gpu: Device) -> float:
+        """Shortest time for the FLOPs; precisions share the matrix units, so their times add up."""
+        return sum(count / gpu.peak(precision) for precision, count in self.flops.items())
+
+    def seconds(self, gpu: Device) -> float:
+        """Shortest time of the pass."""
+        return max(self.memory_seconds(gpu), self.compute_seconds(gpu))
+
+    def limit(self, gpu: Device) -> Literal["memory", "compute"]:
+        """The slower of the two."""
+        return "memory" if self.memory_seconds(gpu) >= self.compute_seconds(gpu) else "compute"
+
+
+def verify(model: Model, batch_size: int, context_len: int, num_speculative_tokens: int = 0) -> Work:
+    """One verify pass: the last token and all drafts of each sequence.
+
+    Args:
+        context_len: cached tokens per sequence.
+        num_speculative_tokens: drafted tokens per step (K); 0 is decoding without speculation.
+    """
+    tokens = batch_size * (num_speculative_tokens + 1)
+    cache = _attention(model, model.attention_layers, batch_size, tokens, context_len)
+    return Work(
+        model.body.bytes
+        + model.head.bytes
+        + tokens * model.embedding_row_bytes
+        + cache.bytes
+        + 2 * batch_size * model.state_bytes,
+        _sum(
+            _scaled(tokens, model.body.flops),
+            _scaled(tokens, model.head.flops),
+            {"bf16": tokens * model.state_flops},
+            cache.flops,
+        ),
+    )
+
+
+def draft(model: Model, batch_size: int, context_len: int) -> Work:
+    """One of the K draft passes of the MTP head: one token per sequence."""
+    cache = _attention(model, model.drafter_layers, batch_size, batch_size, context_len)
+    return Work(
+        model.drafter.bytes + model.draft_output.bytes + batch_size * model.embedding_row_bytes + cache.bytes,
+        _sum(
+            _scaled(batch_size, model.drafter.flops),
+            _scaled(batch_size, model.draft_output.flops),
+            cache.flops,
+        ),
+    )
+
+
+def prefill(model: Model, num_tokens: int, num_speculative_tokens: int = 0) -> Work:
+    """One pass over a prompt up to its first output token; with speculation the MTP head's cache is filled too.
+
+    Args:
+        num_tokens: prompt tokens.
+        num_speculative_tokens: drafted tokens per step (K).
+    """
+    layers = model.cached_layers(num_speculative_tokens)
+    causal_pairs = num_tokens * (num_tokens + 1) // 2
+    drafter_bytes = model.drafter.bytes if num_speculative_tokens else 0
+    return Work(
+        model.body.bytes
+        + model.head.bytes
+        + drafter_bytes
+        + num_tokens * (model.embedding_row_bytes + layers * model.kv_bytes)
+        + model.state_bytes,
+        _sum(
+            _scaled(num_tokens, model.body.flops),
+            model.head.flops,
+            _scaled(num_tokens if num_speculative_tokens else 0, model.drafter.flops),
+            {"bf16": num_tokens * model.state_flops},
+            {model.attention_precision: layers * causal_pairs * model.attention_flops},
+        ),
+    )
+
+
+def decode(
+    model: Model,
+    gpu: Device,
+    batch_size: int,
+    context_len: int,
+    num_speculative_tokens: int = 0,
+    acceptance_length: float = 1.0,
+) -> Bound:
+    """The fastest decode step.
+
+    Args:
+        context_len: cached tokens per sequence.
+        num_speculative_tokens: drafted tokens per step (K).
+        acceptance_length: output tokens per step and sequence, from 1 to K + 1.
+
+    Raises:
+        RooflineError: the acceptance length is impossible for K.
+    """
+    check_acceptance_length(acceptance_length, num_speculative_tokens)
+    verify_work = verify(model, batch_size, context_len, num_speculative_tokens)
+    draft_work = draft(model, batch_size, context_len)
+    seconds = verify_work.seconds(gpu) + num_speculative_tokens * draft_work.seconds(gpu)
+    return Bound(
+        batch_size=batch_size,
+        bytes=verify_work.bytes + num_speculative_tokens * draft_work.bytes,
+        flops=verify_work.total_flops + num_speculative_tokens * draft_work.total_flops,
+        seconds=seconds,
+        limited_by=verify_work.limit(gpu),
+        tokens_per_second=batch_size * acceptance_length / seconds,
+    )
+
+
+def check_acceptance_length(acceptance_length: float, num_speculative_tokens: int) -> None:
+    """Refuse an acceptance length outside 1 to K + 1.
+
+    Raises:
+        RooflineError: it is outside.
+    """
+    if not 1 <= acceptance_length <= num_speculative_tokens + 1:
+        raise RooflineError(
+            f"acceptance length {acceptance_length} is impossible with {num_speculative_tokens} drafted tokens; "
+            f"it lies between 1 and {num_speculative_tokens + 1}"
+        )
+
+
+def _attention(model: Model, layers: int, batch_size: int, tokens: int, context_len: int) -> Work:
+    """KV cache traffic and attention FLOPs of `tokens` query tokens."""
+    return Work(
+        layers * model.kv_bytes * (batch_size * context_len + tokens),
+        {model.attention_precision: layers * tokens * context_len * model.attention_flops},
+    )
+
+
+def _scaled(count: int, flops: Mapping[Precision, int]) -> dict[Precision, float]:
+    return {precision: count * each for precision, each in flops.items()}
+
+
+def _sum(*parts: Mapping[Precision, float]) -> dict[Precision, float]:
+    total: dict[Precision, float] = {}
+    for flops in parts:
+        for precision, count in flops.items():
+            total[precision] = total.get(precision, 0) + count
+    return total

@@ -1,0 +1,101 @@
+"""GPU data sheets: memory size, memory bandwidth and dense peak FLOP/s of the GPUs in eval/devices.yaml."""
+
+import difflib
+from pathlib import Path
+from typing import Literal, Protocol
+
+from pydantic import Field, PositiveFloat
+
+from slimqwen.errors import SlimqwenError
+from slimqwen.records import settings
+from slimqwen.records.record import Block
+
+Precision = Literal["bf16", "fp8", "int8"]
+
+FILE = "eval/devices.yaml"
+
+
+class RooflineError(SlimqwenError):
+    """A GPU, a checkpoint, flags or figures that no roofline can be computed for."""
+
+
+class Peaks(Block):
+    """Dense peak of the matrix units in TFLOP/s; None for a precision without units of its own."""
+
+    bf16: PositiveFloat = Field(description="bfloat16 and float16, TFLOP/s")
+    fp8: PositiveFloat | None = Field(None, description="both operands in 8-bit floating point, TFLOP/s")
+    int8: PositiveFloat | None = Field(None, description="both operands in 8-bit integers, TOP/s")
+
+
+class Device(Protocol):
+    """What a bound divides by: a GPU's data sheet, or a CPU that was measured."""
+
+    @property
+    def bandwidth(self) -> float:
+        """Memory bandwidth, bytes per second."""
+
+    def peak(self, precision: Precision) -> float:
+        """Peak FLOP/s."""
+
+
+class Gpu(Block):
+    """A GPU's data sheet; the first lines of eval/devices.yaml explain each field."""
+
+    name: str
+    nvidia_smi: tuple[str, ...] = Field(min_length=1, description="product names that nvidia-smi prints")
+    memory_bandwidth_gb_per_s: PositiveFloat
+    memory_gib: PositiveFloat
+    l2_cache_mb: PositiveFloat
+    compute_capability: str = Field(pattern=r"^\d+\.\d$")
+    dense_peak_tflops: Peaks
+    source: str = Field(min_length=1, description="the data sheet")
+    note: str | None = None
+
+    @property
+    def bandwidth(self) -> float:
+        """Memory bandwidth, bytes per second."""
+        return self.memory_bandwidth_gb_per_s * 1e9
+
+    def peak(self, precision: Precision) -> float:
+        """Peak FLOP/s; the 16-bit peak for a precision without units of its own."""
+        peaks = self.dense_peak_tflops
+        return (getattr(peaks, precision) or peaks.bf16) * 1e12
+
+    @property
+    def default_max_num_seqs(self) -> int:
+        """Default of vLLM's --max-num-seqs (`EngineArgs.get_batch_defaults`)."""
+        is_large = self.memory_gib >= 70 and not any("a100" in name.lower() for name in self.nvidia_smi)
+        return 1024 if is_large else 256
+
+
+def read_all(root: Path) -> dict[str, Gpu]:
+    """All GPUs of eval/devices.yaml by name.
+
+    Raises:
+        SettingsError: the file is missing, is not YAML, or breaks the schema.
+    """
+    return settings.read(
+        root / FILE,
+        root,
+        lambda content: {str(name): Gpu(name=str(name), **fields) for name, fields in content.items()},
+        missing=f"is missing; `git checkout {FILE}` restores it",
+    )
+
+
+def read(name: str, root: Path) -> Gpu:
+    """One GPU of eval/devices.yaml.
+
+    Args:
+        name: key in the file, such as a10g.
+
+    Raises:
+        SettingsError: as for `read_all`.
+        RooflineError: no such GPU; suggests similar names.
+    """
+    gpus = read_all(root)
+    if name in gpus:
+        return gpus[name]
+    similar = [known for known in gpus if name and known.startswith(name)]
+    similar = similar or difflib.get_close_matches(name, gpus, n=1)
+    hint = f"did you mean {' or '.join(similar)}?" if similar else f"it has {', '.join(gpus)}"
+    raise RooflineError(f"there is no GPU {name!r} in {FILE}; {hint}")

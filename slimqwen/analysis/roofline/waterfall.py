@@ -1,0 +1,191 @@
+"""Waterfall: bytes and shortest time of a decode step of one sequence, lever by lever, from dimensions alone.
+
+The levers are drafts, the stages of a variant's recipe in their order, and the dtypes of states and KV cache that its
+config.env sets. No checkpoint is needed: dimensions are those that plans use (`slimqwen.plan.shapes`).
+"""
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from slimqwen import checkpoint
+from slimqwen.analysis.roofline import cost
+from slimqwen.analysis.roofline import gpu as data_sheets
+from slimqwen.analysis.roofline.architecture import Model, Weights, read_model
+from slimqwen.analysis.roofline.gpu import Gpu
+from slimqwen.checkpoint.files import sha256
+from slimqwen.checkpoint.tensors import list_tensors
+from slimqwen.plan import shapes
+from slimqwen.plan.shapes import Shape
+from slimqwen.records import provenance, store
+from slimqwen.records.collection import Collection
+from slimqwen.records.panel import Line, Panel
+from slimqwen.records.record import Block, Record
+from slimqwen.records.table import Table
+from slimqwen.serving import flags
+from slimqwen.variant import Variant
+
+PARTS = ("layers", "output head", "draft layers", "draft head", "states and KV cache")
+"""What a step reads and writes, in the order of tables and charts."""
+
+_NOTHING = Weights({}, {})
+
+
+class Step(Block):
+    """A decode step of one sequence with one more lever than the step before."""
+
+    lever: str = Field(min_length=1)
+    num_speculative_tokens: NonNegativeInt
+    part_bytes: dict[str, NonNegativeInt] = Field(description="memory traffic of the step by part")
+    seconds: PositiveFloat = Field(description="shortest duration of the step")
+
+    @property
+    def bytes(self) -> int:
+        """Memory traffic of the whole step."""
+        return sum(self.part_bytes.values())
+
+
+class Waterfall(Record):
+    """The shortest decode step of a variant on a GPU, lever by lever; computed, not timed."""
+
+    kind: ClassVar[str] = "waterfall"
+    folder: ClassVar[Literal["results"]] = "results"
+    verb: ClassVar[str] = "analyze waterfall"
+
+    gpu: Gpu
+    context_len: PositiveInt = Field(description="cached tokens")
+    dimensions: str = Field(min_length=1, description="where the checkpoint's dimensions come from")
+    steps: tuple[Step, ...] = Field(min_length=1)
+
+    def finding(self, path: Path, records: Collection) -> str:
+        """The first and the last step."""
+        first, last = self.steps[0], self.steps[-1]
+        return (
+            f"a decode step at K = {last.num_speculative_tokens} takes at least {1e3 * last.seconds:.1f} ms on "
+            f"{self.gpu.name}, {last.seconds / first.seconds:.2f} of one of {first.lever} without drafts"
+        )
+
+    def tables(self, path: Path) -> list[Table]:
+        """A row per lever."""
+        first = self.steps[0]
+        columns: dict[str, Callable[[Step], object]] = {
+            "lever": lambda step: step.lever,
+            "K": lambda step: step.num_speculative_tokens,
+        }
+        for part in PARTS:
+            columns[f"{part}, GB"] = lambda step, part=part: f"{step.part_bytes[part] / 1e9:.2f}"  # type: ignore[misc]
+        columns |= {
+            "step, GB": lambda step: f"{step.bytes / 1e9:.2f}",
+            "step, ms": lambda step: f"{1e3 * step.seconds:.1f}",
+            "step ratio": lambda step: f"{step.seconds / first.seconds:.2f}x",
+        }
+        return [
+            Table.of(
+                f"A decode step of {self.variant} on {self.gpu.name}, lever by lever (roofline)",
+                self.steps,
+                columns,
+                f"One sequence of {self.context_len:,} cached tokens at {self.gpu.memory_bandwidth_gb_per_s:g} GB/s "
+                f"({self.gpu.source}); each row adds a lever to the one above. Computed from dimensions, not timed: no "
+                "kernel launches, no host.",
+                "Drafts pay where the acceptance length exceeds the step ratio to the same model without drafts.",
+                f"Dimensions: {self.dimensions}.",
+                provenance.source_note(self, path),
+            )
+        ]
+
+    def panels(self) -> list[Panel]:
+        """Bytes of each step, its parts stacked."""
+        positions = list(range(len(self.steps)))
+        lines = [
+            Line(part, positions, [step.part_bytes[part] / 1e9 for step in self.steps]) for part in PARTS
+        ]
+        return [Panel("lever", "GB of a decode step", lines, [step.lever for step in self.steps])]
+
+
+def write(variant: Variant, gpu_name: str, *, context_len: int = 2048, command: Sequence[str]) -> Path:
+    """Compute a variant's waterfall and write its record.
+
+    Args:
+        gpu_name: name of a GPU in eval/devices.yaml.
+        context_len: cached tokens.
+
+    Raises:
+        RooflineError: no such GPU, or dimensions that are not counted.
+        ShapeError: the dimensions are not known.
+    """
+    started = provenance.utc_now()
+    gpu = data_sheets.read(gpu_name, variant.root)
+    record = Waterfall(
+        variant=variant.name,
+        gpu=gpu,
+        context_len=context_len,
+        dimensions=shapes.variant_shape(variant).source,
+        steps=tuple(steps(variant, gpu, context_len)),
+        provenance=provenance.circumstances(
+            variant.root, command, started, devices=sha256(variant.root / data_sheets.FILE)
+        ),
+    )
+    return store.write(variant.root / "results", record)
+
+
+def steps(variant: Variant, gpu: Gpu, context_len: int) -> Iterator[Step]:
+    """The step of the recipe's base without drafts, then one for each lever that changes its bytes."""
+    previous: Step | None = None
+    for lever, model, depth in _levers(variant):
+        part_bytes = _part_bytes(model, depth, context_len)
+        if previous is not None and part_bytes == previous.part_bytes:
+            continue
+        seconds = cost.decode(model, gpu, 1, context_len, depth).seconds
+        previous = Step(lever=lever, num_speculative_tokens=depth, part_bytes=part_bytes, seconds=seconds)
+        yield previous
+
+
+def _levers(variant: Variant) -> Iterator[tuple[str, Model, int]]:
+    """Lever, the model with it and all before, and K."""
+    served = {name: flag.value for name, flag in flags.resolve(variant).flags.items()}
+    depth = int((served.get("speculative-config") or {}).get("num_speculative_tokens", 0))
+    stages = shapes.shape_by_stage(variant)
+    name, shape = stages[0]
+    yield name, _model(shape, variant.root), 0
+    yield f"drafts, K = {depth}", _model(shape, variant.root), depth
+    for stage, shape in stages[1:]:
+        yield stage, _model(shape, variant.root), depth
+    state_dtype = str(served.get("mamba-ssm-cache-dtype", "auto"))
+    yield f"states in {state_dtype}", _model(shape, variant.root, state_dtype), depth
+    kv_dtype = str(served.get("kv-cache-dtype", "auto"))
+    yield f"KV cache in {kv_dtype}", _model(shape, variant.root, state_dtype, kv_dtype), depth
+
+
+def _model(shape: Shape, root: Path, state_dtype: str = "auto", kv_cache_dtype: str = "auto") -> Model:
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent) / "checkpoint"
+        shapes.write(shape, folder, root / "weights" / "tiny")
+        return read_model(
+            list_tensors(folder),
+            checkpoint.read_config(folder),
+            kv_cache_dtype=kv_cache_dtype,
+            state_dtype=state_dtype,
+        )
+
+
+def _part_bytes(model: Model, depth: int, context_len: int) -> dict[str, int]:
+    without_weights = replace(model, body=_NOTHING, head=_NOTHING, drafter=_NOTHING, draft_head=_NOTHING)
+    others = cost.verify(without_weights, 1, context_len, depth).bytes
+    others += depth * cost.draft(without_weights, 1, context_len).bytes
+    return dict(
+        zip(
+            PARTS,
+            (
+                model.body.bytes,
+                model.head.bytes,
+                depth * model.drafter.bytes,
+                depth * model.draft_output.bytes,
+                round(others),
+            ),
+            strict=True,
+        )
+    )

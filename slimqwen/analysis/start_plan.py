@@ -1,0 +1,241 @@
+"""The plan of a start: the newest record that fits a server's command, its trouble, and what the engine has to be.
+
+A plan takes twenty seconds to make, so no start makes one: it reads the newest record of results/ that was made for
+this device, this version of vLLM, these flags, and a host with or without a CUDA toolkit as this one.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from packaging.version import Version
+
+from slimqwen.analysis.plan import CPU, MissingPlanError, PlanRecord, has_toolkit
+from slimqwen.plan import gpu_model, jit_modules, rehearsal, resolution, trouble
+from slimqwen.plan.facts import JitModule, Plan
+from slimqwen.records import store
+from slimqwen.records.table import Table
+from slimqwen.serving import checks, cuda_toolkit, gpu
+from slimqwen.serving.command import ServerCommand
+from slimqwen.serving.errors import ServingError
+from slimqwen.vllm_plugin import engine_facts, start_log
+
+
+@dataclass(frozen=True)
+class StartTrouble:
+    """Known trouble of a start, by its plan.
+
+    Attributes:
+        dies: what the start would die of.
+        costs: what it would cost, one line each, the cure last.
+    """
+
+    dies: tuple[checks.Trouble, ...]
+    costs: tuple[str, ...]
+
+
+def gpu_here(command: ServerCommand) -> str:
+    """Short name of the device that the command would serve on here; cpu for a CPU.
+
+    Raises:
+        MissingPlanError: there is no GPU, or one that is not listed.
+    """
+    if command.platform == "cpu":
+        return CPU
+    device = gpu.first_visible(command.variables)
+    if device is None:
+        raise MissingPlanError("no GPU here to look up a plan for")
+    names = [
+        name for name, model in gpu_model.read(command.variant.root).items() if model.name == device.name
+    ]
+    if not names:
+        raise MissingPlanError(
+            f"no plan on {device.name}: {gpu_model.FILE} does not list it; add its data there"
+        )
+    return names[0]
+
+
+def has_toolkit_here(command: ServerCommand) -> bool:
+    """Whether the command's server finds nvcc, ninja and a C++ compiler here, those of this environment included."""
+    return command.platform == "cuda" and not cuda_toolkit.missing(command.process_environment())
+
+
+def find_all(command: ServerCommand, *, toolkit: bool) -> dict[str, Plan]:
+    """The newest recorded plan that fits a server's command, by device of its platform.
+
+    Args:
+        command: the server's command.
+        toolkit: whether its host has nvcc and ninja.
+    """
+    flags = rehearsal.decisive_flags(command)
+    plans: dict[str, Plan] = {}
+    for plan in _plans(command):
+        of_platform = (plan.gpu == CPU) == (command.platform == "cpu")
+        if of_platform and plan.gpu not in plans and _unfit(plan, flags, toolkit) is None:
+            plans[plan.gpu] = plan
+    return dict(sorted(plans.items()))
+
+
+def find(command: ServerCommand, gpu_name: str, *, toolkit: bool) -> Plan:
+    """The newest recorded plan of a device that was made for this vLLM, these flags and such a host.
+
+    Args:
+        command: the server's command.
+        gpu_name: short name of the GPU model, or cpu.
+        toolkit: whether the host has nvcc and ninja, by which vLLM chooses.
+
+    Raises:
+        MissingPlanError: there is none; says why the newest does not fit, and how to make one.
+    """
+    flags = rehearsal.decisive_flags(command)
+    reason = None
+    for plan in _plans(command):
+        if plan.gpu != gpu_name:
+            continue
+        unfit = _unfit(plan, flags, toolkit)
+        if unfit is None:
+            return plan
+        reason = reason or unfit
+    name = command.variant.name
+    raise MissingPlanError(
+        f"no plan of {name} on {gpu_name}{f' that fits: {reason}' if reason else ''}; "
+        f"`slimqwen plan --variant {name} --gpu {gpu_name}{' --toolkit' if toolkit else ''}` makes one"
+    )
+
+
+def start_trouble(plan: Plan, command: ServerCommand) -> StartTrouble:
+    """The known trouble of a start by its plan, libraries of its compile cache considered."""
+    plan = plan.model_copy(update={"jit": _modules(plan, command)})
+    entries = trouble.matches(plan, trouble.read(command.variant.root))
+    why = f" ({plan.error})" if plan.error else ""
+    return StartTrouble(
+        dies=tuple(
+            checks.Trouble(
+                f"would die on {plan.gpu}: {_phrase(entry.description)}{why}", entry.instead, entry.evidence
+            )
+            for entry in entries
+            if entry.effect == "dies"
+        ),
+        costs=tuple(
+            f"{plan.gpu}: {_phrase(entry.description)}; {entry.instead}"
+            for entry in entries
+            if entry.effect == "costs"
+        ),
+    )
+
+
+def require_libraries(plan: Plan, command: ServerCommand) -> None:
+    """Refuse a start that requires a baked compile cache and would compile a module of FlashInfer.
+
+    Raises:
+        ServingError: names the module, and how to have it compiled ahead or done without.
+    """
+    if command.cache is None or not command.cache.required:
+        return
+    name = command.variant.name
+    for module in _modules(plan, command):
+        if module.baked or not module.module.startswith("FlashInfer"):
+            continue
+        cure = (
+            "it cannot be compiled ahead: serve without REQUIRE_BAKED, or take another backend in config.env"
+        )
+        if module.libraries:
+            cure = f"`slimqwen recipe run --variant {name}` bakes it"
+        raise ServingError(
+            f"REQUIRE_BAKED=1 and the compile cache of {name} lacks {module.module} ({module.reason}), which is "
+            f"compiled at its first use on {plan.gpu}; {cure}"
+        )
+
+
+def _modules(plan: Plan, command: ServerCommand) -> list[JitModule]:
+    """Modules of a plan, with what this start's compile cache holds."""
+    return jit_modules.as_baked(plan.jit, command.cache.libraries if command.cache else ())
+
+
+def expectation(plan: Plan, *, required: bool) -> engine_facts.Expected:
+    """What a start has to be: every fact of its plan that a started engine states.
+
+    Args:
+        plan: of the start.
+        required: whether the server ends where a fact differs.
+    """
+    facts: dict[str, object] = {}
+    tolerances: dict[str, float] = {}
+    if plan.engine is not None:
+        facts |= plan.engine.model_dump()
+    if plan.attention:
+        facts |= engine_facts.backend_facts(plan.attention)
+    if plan.graphs is not None:
+        facts["graph_mode"] = plan.graphs.mode
+        if plan.engine is not None and plan.engine.model_runner == "V2":
+            facts["captured_graphs"] = plan.graphs.captured
+    if plan.kv_cache is not None:
+        cache = plan.kv_cache
+        sized = {
+            "kv_blocks": cache.blocks,
+            "kv_tokens": cache.tokens,
+            "sequences_at_max_model_len": cache.sequences_at_max_model_len,
+        }
+        facts |= {"block_size": cache.block_size, **sized}
+        if plan.gpu != CPU and "kv-cache-memory-bytes" not in plan.flags:
+            # The start measures what the plan assumes beside weights and cache: it may be nothing, or twice as much.
+            share = resolution.OVERHEAD_GIB * 2**30 / cache.available_bytes
+            tolerances = dict.fromkeys(sized, share)
+    return engine_facts.Expected(
+        variant=plan.variant,
+        plan=f"vLLM {plan.vllm} on {plan.gpu}",
+        facts=facts,
+        tolerances=tolerances,
+        required=required,
+    )
+
+
+def starts_table(root: Path) -> Table:
+    """Every start of this repository that was held against a plan, the newest first, with what differed."""
+    return Table.of(
+        "Starts held against their plans",
+        reversed(start_log.read(root / start_log.FILE)),
+        {
+            "time": lambda start: start.time,
+            "variant": lambda start: start.variant,
+            "plan": lambda start: start.plan,
+            "differences": lambda start: "; ".join(start.differences) or None,
+            "facts": lambda start: len(start.planned),
+        },
+        text_columns=4,
+    )
+
+
+def _plans(command: ServerCommand) -> Iterator[Plan]:
+    """Every recorded plan of the variant, the newest first."""
+    for path in store.results(command.variant.root, PlanRecord, command.variant.name):
+        yield from store.read(path, PlanRecord).plans
+
+
+def _unfit(plan: Plan, flags: Mapping[str, str], toolkit: bool) -> str | None:
+    """Why a plan was made for another start; None where it was made for this one.
+
+    Args:
+        plan: a recorded plan.
+        flags: decisive flags of this start.
+        toolkit: whether its host has nvcc and ninja.
+    """
+    # A CPU build of a version plans nothing else for a GPU than its CUDA build.
+    if Version(plan.vllm).public != Version(version("vllm")).public:
+        return f"the newest was made for vLLM {plan.vllm}, here is {version('vllm')}"
+    if plan.toolkit is not None and has_toolkit(plan) != toolkit:
+        return f"the newest was made for a host {'without' if toolkit else 'with'} nvcc and ninja"
+    changed = sorted(
+        name for name in flags.keys() | plan.flags.keys() if flags.get(name) != plan.flags.get(name)
+    )
+    return f"the newest was made with other {_listed(changed)}" if changed else None
+
+
+def _listed(names: Sequence[str], most: int = 4) -> str:
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest
+
+
+def _phrase(sentence: str) -> str:
+    return sentence.rstrip(".")

@@ -1,0 +1,262 @@
+"""The streaming client of all timed requests: vLLM's own benchmark client, for one request or for a whole load.
+
+TTFT is the time to the first token, TPOT the time per output token after it, ITL the time between two streamed
+chunks, E2EL the time from sending a request to its last token; all in milliseconds, measured by the client over HTTP.
+"""
+
+import asyncio
+import contextlib
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from slimqwen.bench import BenchError
+from slimqwen.captured_log import capture_output
+from slimqwen.host_load import Watch
+from slimqwen.serving import metrics
+from slimqwen.serving.server import RunningServer
+from slimqwen.serving.shared_server import ServerLostError, get, server_lost
+from slimqwen.text.prompts import Tokens
+from slimqwen.vllm_plugin.api_key import authorization
+
+Prompt = str | Tokens | list[dict[str, str]]
+"""Text, token IDs, or the messages of a chat."""
+
+_COUNTED = "openai-counted"
+"""Our entry in the benchmark's table of request functions."""
+
+_TIMEOUT_S = 600
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Times and lengths of one streamed answer.
+
+    Attributes:
+        ttft_ms: time to first token, milliseconds.
+        e2el_ms: time from sending the request to its last token, milliseconds.
+        prompt_tokens: length of the prompt as the server counts it.
+        output_tokens: length of the answer as the server counts it.
+    """
+
+    ttft_ms: float
+    e2el_ms: float
+    prompt_tokens: int
+    output_tokens: int
+
+    @property
+    def tpot_ms(self) -> float:
+        """Time per output token after the first, milliseconds."""
+        return (self.e2el_ms - self.ttft_ms) / max(1, self.output_tokens - 1)
+
+
+class StreamingClient(AbstractContextManager["StreamingClient"]):
+    """A client that sends one request at a time over a connection that is open before the first one."""
+
+    def __init__(self, server: RunningServer, log: Path, watch: Watch | None = None) -> None:
+        """Take a server.
+
+        Args:
+            server: the server to ask.
+            log: its log, for messages.
+            watch: receives how late this client's event loop is while it waits for answers.
+        """
+        self._server, self._log = server, log
+        self._watch = watch or Watch()
+        self._runner = asyncio.Runner()
+        self._session: Any = None
+
+    def __enter__(self) -> Self:
+        """Open the connection."""
+        self._runner.run(self._open())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the connection."""
+        self._runner.run(self._session.close())
+        self._runner.close()
+
+    def ask(self, prompt: Prompt, output_tokens: int, **fields: Any) -> Answer:
+        """Send a request and wait for its whole answer.
+
+        Args:
+            prompt: sent to /v1/chat/completions if it is the messages of a chat, else to /v1/completions.
+            output_tokens: length of the answer, whatever the model would end with.
+            fields: further fields of the request.
+
+        Raises:
+            BenchError: the server refused it, or the answer has another length.
+        """
+        from vllm.benchmarks.lib.endpoint_request_func import ASYNC_REQUEST_FUNCS, RequestFuncInput
+
+        is_chat = isinstance(prompt, list) and isinstance(prompt[0], dict)
+        request = RequestFuncInput(
+            prompt=prompt,
+            api_url=f"{self._server.base_url}/v1/{'chat/' if is_chat else ''}completions",
+            prompt_len=0,
+            output_len=output_tokens,
+            model=self._server.model,
+            ignore_eos=True,
+            extra_headers=authorization(),
+            extra_body={"temperature": 0, **fields},
+        )
+        send = ASYNC_REQUEST_FUNCS["openai-chat" if is_chat else "openai"]
+        output = self._runner.run(self._watched(send(request, self._session)))
+        if not output.success:
+            raise self._failure(f"did not answer ({last_line(output.error)})")
+        if output.output_tokens != output_tokens:
+            raise self._failure(f"answered {output.output_tokens} of {output_tokens} tokens")
+        return Answer(
+            ttft_ms=round(output.ttft * 1e3, 3),
+            e2el_ms=round(output.latency * 1e3, 3),
+            prompt_tokens=output.prompt_len,
+            output_tokens=output.output_tokens,
+        )
+
+    def counters(self) -> Mapping[str, float]:
+        """The server's counters by name."""
+        return counters(self._server.base_url)
+
+    async def _watched(self, answer: Awaitable[Any]) -> Any:
+        async with self._watch.client():
+            return await answer
+
+    async def _open(self) -> None:
+        import aiohttp
+
+        # Without trust_env, which is off by default, a proxy of the shell cannot stand between client and server.
+        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S))
+        try:
+            async with self._session.get(f"{self._server.base_url}/health") as answer:
+                await answer.read()
+        except aiohttp.ClientError as error:
+            raise self._failure(f"did not answer ({error})") from error
+
+    def _failure(self, reason: str) -> BenchError:
+        return BenchError(f"{self._server.base_url} {reason}; its log: {self._log}")
+
+
+def counters(base_url: str) -> Mapping[str, float]:
+    """A server's counters, gauges and sums of histograms by sample name, summed over engines.
+
+    Raises:
+        ServerLostError: the server does not answer.
+    """
+    return metrics.read(get(f"{base_url}/metrics").text)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests that are sent together, and when each is sent.
+
+    Attributes:
+        requests: token IDs of each prompt and the length of its answer in tokens.
+        rate_per_s: requests a second; None sends each as soon as `concurrency` allows.
+        fixed_gap: requests arrive at equal distances instead of as a Poisson process.
+        concurrency: most requests in flight; None without a limit.
+        sampling: further fields of each request.
+        seed: seed of the arrivals.
+    """
+
+    requests: Sequence[tuple[Tokens, int]]
+    rate_per_s: float | None
+    fixed_gap: bool
+    concurrency: int | None
+    sampling: Mapping[str, float]
+    seed: int
+
+
+def send(
+    server: RunningServer, load: Load, name: str, log: Path, answered: Callable[[], None], watch: Watch
+) -> dict[str, Any]:
+    """Send a load to /v1/completions by vLLM's benchmark client and wait for all answers.
+
+    Args:
+        load: the requests.
+        answered: called after each answer.
+        watch: receives the load of the host meanwhile.
+
+    Returns:
+        The result of `vllm.benchmarks.serve.benchmark`, lists in the order of the requests.
+
+    Raises:
+        ServerLostError: no request was answered.
+    """
+    # Outside capture_output: vLLM's log handler keeps the stream that it finds when it is imported.
+    import numpy as np
+    from vllm.benchmarks.datasets import SampleRequest
+    from vllm.benchmarks.lib.endpoint_request_func import ASYNC_REQUEST_FUNCS
+    from vllm.benchmarks.serve import TaskType, benchmark
+
+    async def counted(*arguments: Any, **keywords: Any) -> Any:
+        output = await ASYNC_REQUEST_FUNCS["openai"](*arguments, **keywords)
+        answered()
+        return output
+
+    def server_counters() -> Mapping[str, float]:
+        # Requests that a lost server did not answer are listed below, with the log.
+        with contextlib.suppress(ServerLostError):
+            return counters(server.base_url)
+        return {}
+
+    async def watched(**keywords: Any) -> dict[str, Any]:
+        async with watch.client():
+            answers: dict[str, Any] = await benchmark(**keywords)
+            return answers
+
+    ASYNC_REQUEST_FUNCS[_COUNTED] = counted
+    # The client draws arrivals from numpy's global generator: every variant gets the same ones.
+    np.random.seed(load.seed)
+    with watch.section(server.pid, server_counters), capture_output(log):
+        try:
+            result = asyncio.run(
+                watched(
+                    task_type=TaskType.GENERATION,
+                    endpoint_type=_COUNTED,
+                    api_url=f"{server.base_url}/v1/completions",
+                    base_url=server.base_url,
+                    model_id=server.model,
+                    model_name=server.model,
+                    tokenizer=None,  # the server's own token counts are taken
+                    input_requests=[
+                        SampleRequest(
+                            prompt=prompt, prompt_len=len(prompt), expected_output_len=output_tokens
+                        )
+                        for prompt, output_tokens in load.requests
+                    ],
+                    logprobs=None,
+                    request_rate=load.rate_per_s or math.inf,
+                    burstiness=math.inf
+                    if load.fixed_gap
+                    else 1.0,  # infinite: a fixed gap; 1: a Poisson process
+                    disable_tqdm=True,
+                    num_warmups=0,  # its warm-up and readiness check repeat the first prompt; ours is separate
+                    ready_check_timeout_sec=0,
+                    profile=False,
+                    selected_percentile_metrics=[],
+                    selected_percentiles=[],
+                    ignore_eos=True,
+                    goodput_config_dict={},
+                    max_concurrency=load.concurrency,
+                    lora_modules=None,
+                    extra_headers=authorization(),
+                    extra_body=dict(load.sampling),
+                )
+            )
+        except OSError as error:
+            raise server_lost(f"measuring {name}", error, log) from error
+    if result["completed"] == 0:
+        cause = ConnectionError(last_line(result["errors"][0]))
+        raise server_lost(f"measuring {name}", cause, log)
+    return result
+
+
+def last_line(error: str) -> str:
+    """The last line of a traceback, which names the cause."""
+    return (error.strip().splitlines() or ["no answer"])[-1]

@@ -1,0 +1,12 @@
+"""Latency and throughput of served variants over the prompt classes of a workload.
+
+`rounds` has the variants take turns, `side` sends the requests of a class to one of them and keeps TTFT and the other
+times, `figures` makes figures of these, `record` is the record kind. `speedups` makes the ratios of two records,
+`tables` shows both.
+"""
+
+from slimqwen.bench.latency.record import Latency
+from slimqwen.bench.latency.rounds import measure
+from slimqwen.bench.latency.tables import comparison
+
+__all__ = ["Latency", "comparison", "measure"]

@@ -1,0 +1,99 @@
+"""Figures of a prompt class from the rows of its requests."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from slimqwen.bench.latency.record import Acceptance, Distribution, Goodput
+from slimqwen.bench.latency.side import ClassResults
+from slimqwen.bench.workload import ServiceLevel
+from slimqwen.stats import intervals
+
+PERCENTILES = (90, 95, 99)
+
+Row = Mapping[str, Any]
+"""A request: class, round, index, prompt_tokens, output_tokens, ttft_ms, tpot_ms, e2el_ms, itl_ms, error."""
+
+
+def summarise(
+    rows: Sequence[Row], duration_s: float, service_level: ServiceLevel | None = None
+) -> dict[str, Any]:
+    """Counts, rates and times of one class, as fields of `ClassFigures`.
+
+    Args:
+        rows: all requests of the class.
+        duration_s: wall time of all rounds together, seconds.
+        service_level: limits of a request that counts for the goodput.
+
+    Raises:
+        TooFewItemsError: fewer than two requests succeeded.
+    """
+    done = [row for row in rows if row["error"] is None]
+    output_tokens = sum(row["output_tokens"] for row in done)
+    all_tokens = output_tokens + sum(row["prompt_tokens"] for row in done)
+    return {
+        "request_count": len(rows),
+        "failure_count": len(rows) - len(done),
+        "duration_s": duration_s,
+        "request_throughput_per_s": len(done) / duration_s,
+        "output_throughput_tokens_per_s": output_tokens / duration_s,
+        "total_throughput_tokens_per_s": all_tokens / duration_s,
+        **{name: _per_request(done, name) for name in ("ttft_ms", "tpot_ms", "e2el_ms")},
+        "itl_ms": _inter_token(done),
+        "goodput": _goodput(done, duration_s, service_level),
+    }
+
+
+def acceptance(result: ClassResults) -> Acceptance | None:
+    """Acceptance over a class; None without drafts."""
+    if not result.drafts:
+        return None
+    return Acceptance(
+        length=1 + result.accepted_tokens / result.drafts,
+        drafts=result.drafts,
+        draft_tokens=result.draft_tokens,
+        accepted_tokens=result.accepted_tokens,
+        per_position_rates=tuple(accepted / result.drafts for accepted in result.accepted_by_position),
+    )
+
+
+def _per_request(rows: Sequence[Row], name: str) -> Distribution:
+    values = [row[name] for row in rows]
+    return _distribution(values, intervals.mean(values, clusters=_rounds(rows)), len(rows))
+
+
+def _inter_token(rows: Sequence[Row]) -> Distribution:
+    streamed = [row for row in rows if row["itl_ms"]]
+    gaps = [row["itl_ms"] for row in streamed]
+    # Gaps of one request belong together, so its mean is the unit, weighted by their number.
+    estimate = intervals.mean(
+        [np.mean(each) for each in gaps], [len(each) for each in gaps], _rounds(streamed)
+    )
+    return _distribution([gap for each in gaps for gap in each], estimate, len(gaps))
+
+
+def _distribution(values: Sequence[float], estimate: intervals.Estimate, request_count: int) -> Distribution:
+    percents = intervals.supported_percentiles(request_count, PERCENTILES)
+    return Distribution(
+        mean=estimate.value,
+        standard_error=estimate.standard_error,
+        median=float(np.median(values)),
+        **{f"p{percent}": float(np.percentile(values, percent)) for percent in percents},
+    )
+
+
+def _goodput(rows: Sequence[Row], duration_s: float, service_level: ServiceLevel | None) -> Goodput | None:
+    if service_level is None:
+        return None
+    level = service_level
+    good = sum(row["ttft_ms"] <= level.ttft_ms and row["tpot_ms"] <= level.tpot_ms for row in rows)
+    return Goodput(
+        ttft_ms=level.ttft_ms, tpot_ms=level.tpot_ms, good_count=good, requests_per_s=good / duration_s
+    )
+
+
+def _rounds(rows: Sequence[Row]) -> list[int] | None:
+    """Rounds of requests, which are the sampled units where there are several; None where each request is one."""
+    numbers = [row.get("round", 0) for row in rows]
+    return numbers if len(set(numbers)) > 1 else None

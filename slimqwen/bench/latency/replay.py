@@ -1,0 +1,52 @@
+"""Replay of a latency record: the same requests again, and whether the times are the same."""
+
+from pathlib import Path
+
+from slimqwen.bench import BenchError, latency
+from slimqwen.bench.latency.record import Latency
+from slimqwen.bench.latency.speedups import by_class_and_round, class_speedups, end_to_end
+from slimqwen.bench.latency.tables import speedup_table
+from slimqwen.bench.workload import Workload
+from slimqwen.records import store
+from slimqwen.records.replay import Outcome, Repeat
+
+
+def replay(record: Latency, path: Path, repeat: Repeat) -> Outcome:
+    """Time the requests of a record again, in turns with the variants that took turns with it.
+
+    Args:
+        record: latency record.
+        path: its file.
+        repeat: how to measure.
+
+    Raises:
+        RecordError: its items are damaged.
+        BenchError: no class of requests is the same.
+        SlimqwenError: the measurement failed.
+    """
+    before = by_class_and_round(store.read_items(path))
+    measured = repeat.variants([record.variant, *record.interleaved_with])
+    paths = latency.measure(
+        measured,
+        Workload.load(record.workload, repeat.root),
+        rounds=record.rounds,
+        records_folders=[repeat.folder / variant.name for variant in measured],
+        **repeat.options,
+    )
+    repetition = paths[[variant.name for variant in measured].index(record.variant)]
+    now = store.read(repetition, Latency)
+    rows = class_speedups((record, now), [before, by_class_and_round(store.read_items(repetition))])
+    if not rows:
+        raise BenchError(f"no class of requests of then and now is the same: {', '.join(record.classes)}")
+    others = [
+        name
+        for name, figures in record.classes.items()
+        if name not in now.classes or figures.prompts_sha256 != now.classes[name].prompts_sha256
+    ]
+    table = speedup_table((record, now), (path, repetition), ("then", "now"), rows)
+    ratios = end_to_end(rows)
+    inside = all(row.interval[0] <= 1 <= row.interval[1] for row in ratios if row.interval)
+    shown = ", ".join(map(str, ratios))
+    summary = f"now, relative to then: {shown}; 1.00 lies {'inside' if inside else 'outside'}"
+    summary += f"; other prompts than then in {', '.join(others)}" if others else ""
+    return Outcome(repetition, inside and not others, summary, (table,))

@@ -1,0 +1,223 @@
+"""Rounds of requests to variants that take turns on fresh servers: A B A B.
+
+All variants get the same texts in the same order, at the same times. A round on a host that was too busy is measured
+again.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from slimqwen import host_load
+from slimqwen.bench import BenchError, overlay
+from slimqwen.bench.latency import figures
+from slimqwen.bench.latency.record import Arrival, ClassFigures, Latency, PrefixCache
+from slimqwen.bench.latency.side import Run, Side
+from slimqwen.bench.latency.speedups import by_class_and_round, by_round
+from slimqwen.bench.ratio import Ratio
+from slimqwen.bench.workload import PromptClass, Workload
+from slimqwen.host_load import HostBusyError, HostLoad, Watch
+from slimqwen.progress import Progress, silent
+from slimqwen.records import provenance, store
+from slimqwen.records.journal import journal_file, locked
+from slimqwen.serving.command import ServerCommand
+from slimqwen.serving.shared_server import ServerLostError, serve
+from slimqwen.stats import intervals
+from slimqwen.text.prompts import digest
+from slimqwen.variant import Variant
+
+
+def measure(
+    variants: Sequence[Variant],
+    workload: Workload,
+    *,
+    command: Sequence[str],
+    rounds: int | None = None,
+    port: int | None = None,
+    records_folders: Sequence[Path] | None = None,
+    even_if_busy: bool = False,
+    progress: Progress = silent,
+) -> list[Path]:
+    """Measure variants over a workload and write a latency record for each.
+
+    Every round has a fresh server. A server that already runs is used, so its rounds are no restarts.
+
+    Args:
+        rounds: number of rounds instead of the workload's.
+        even_if_busy: take rounds of a busy host too; the records are marked.
+
+    Returns:
+        Paths of the records, in the order of the variants.
+
+    Raises:
+        HostBusyError: the host was too busy in all attempts at a round; no record is written.
+        ServerLostError: a server died; no record is written.
+        BenchError, DocumentsError: the workload does not fit the server, or its text is used up.
+    """
+    rounds = workload.rounds if rounds is None else rounds
+    if rounds < 1:
+        raise BenchError(f"{rounds} rounds measure nothing: take 1 or more")
+    started = provenance.utc_now()
+    run = Run(workload, max_num_seqs(variants, workload), rounds, progress)
+    sides = [Side(*overlay.servable(variant, workload.config, workload.name), run) for variant in variants]
+    with locked(_journal(sides, workload, rounds, even_if_busy)) as finished:
+        for number in range(rounds):
+            if (state := finished.get(number)) is not None:
+                _resume(run, sides, state)
+                continue
+            try:
+                _take_round(run, sides, number, port, even_if_busy)
+            except (ServerLostError, HostBusyError) as error:
+                raise type(error)(
+                    f"{error}; {number} of {rounds} rounds are kept: the same command goes on from there"
+                ) from error
+            if number < rounds - 1:
+                finished.add(number, _state(run, sides))
+        records = [_record(side, sides, finished.reused, started, command) for side in sides]
+        folders = records_folders or [variant.folder for variant in variants]
+        paths = [
+            store.write(folder, record, (row for result in side.results.values() for row in result.rows))
+            for folder, record, side in zip(folders, records, sides, strict=True)
+        ]
+        finished.discard()
+    return paths
+
+
+def _take_round(run: Run, sides: Sequence[Side], number: int, port: int | None, even_if_busy: bool) -> None:
+    """Send one round to all sides, again where the host was too busy."""
+    before = _state(run, sides)
+    attempts = itertools.count()
+
+    def send(watch: Watch) -> None:
+        if next(attempts):
+            # All sides go on at the same document, beyond every text that a server has seen.
+            furthest = max(side.cutter.documents_used for side in sides)
+            states = [{**state, "documents_used": furthest} for state in before["sides"]]
+            _resume(run, sides, {**before, "sides": states})
+        for side in sides:
+            log = side.logs / f"serve_{side.variant.name}.log"
+            with serve(side.variant, port=port, log=log, progress=run.progress) as served:
+                side.take_round(number, served, watch)
+
+    _, load = host_load.undisturbed(send, f"round {number + 1}", even_if_busy=even_if_busy)
+    run.loads.append(load)
+
+
+def _state(run: Run, sides: Sequence[Side]) -> dict[str, Any]:
+    return {
+        "saturation": dict(run.saturation),
+        "loads": [load.model_dump() for load in run.loads],
+        "sides": [side.state() for side in sides],
+    }
+
+
+def _resume(run: Run, sides: Sequence[Side], state: Mapping[str, Any]) -> None:
+    run.saturation = dict(state["saturation"])
+    run.loads = [HostLoad(**load) for load in state["loads"]]
+    for side, side_state in zip(sides, state["sides"], strict=True):
+        side.resume(side_state)
+
+
+def _journal(sides: Sequence[Side], workload: Workload, rounds: int, even_if_busy: bool) -> Path:
+    """File that holds the finished rounds of a run until it ends."""
+    first, *others = [ServerCommand.resolve(side.variant) for side in sides]
+    names = [journal_file("latency", other).name for other in others]
+    return journal_file("latency", first, workload.model_dump(mode="json"), rounds, names, even_if_busy)
+
+
+def max_num_seqs(variants: Sequence[Variant], workload: Workload) -> int:
+    """Sequences that the most capable variant runs at once; 1 for a workload that does not depend on it."""
+    if not workload.sweeps_concurrency:
+        return 1
+    limits = []
+    for variant in variants:
+        limit = ServerCommand.resolve(variant).flags.get("max-num-seqs")
+        if limit is None:
+            raise BenchError(
+                f"{workload.name}: {variant.name} leaves VLLM_MAX_NUM_SEQS open; set it in its config.env"
+            )
+        limits.append(int(limit))
+    return max(limits)
+
+
+def _record(
+    side: Side, sides: Sequence[Side], taken_over: int, started: str, command: Sequence[str]
+) -> Latency:
+    assert side.served is not None
+    served, run, workload = side.served, side.run, side.run.workload
+    load = host_load.worst(run.loads)
+    text_file = side.variant.root / workload.documents
+    named = workload.expanded(run.max_num_seqs)
+    return Latency(
+        variant=side.variant.name,
+        workload=workload.name,
+        max_model_len=served.max_model_len,
+        scale=workload.scale(served.max_model_len),
+        rounds=run.rounds,
+        rounds_of_earlier_run=taken_over,
+        rounds_repeated=load.repeated,
+        run=started,
+        interleaved_with=tuple(other.variant.name for other in sides if other is not side),
+        config=dict(side.lines),
+        columns=workload.columns,
+        classes={c.name: _class(side, c, as_named) for c, as_named in zip(side.classes, named, strict=True)},
+        provenance=provenance.describe(
+            served.server.command,
+            command,
+            started,
+            datasets=[workload.file(side.variant.root), *([text_file] if text_file.is_file() else [])],
+            seeds={"documents": workload.seed},
+            already_running=served.already_running,
+            host_load=load,
+        ),
+    )
+
+
+def _class(side: Side, c: PromptClass, as_named: PromptClass) -> ClassFigures:
+    result = side.results[c.name]
+    arrival = None
+    if result.rate_per_s is not None:
+        arrival = Arrival(process="fixed gap" if c.gap_ms else "Poisson", rate_per_s=result.rate_per_s)
+    prefix_cache = None
+    if c.suffix_tokens is not None:
+        prefix_cache = PrefixCache(
+            block_tokens=side.block_tokens,
+            prefix_tokens=c.prompt_tokens - c.suffix_tokens,
+            queried_tokens=round(result.queried_tokens),
+            hit_tokens=round(result.hit_tokens),
+            repeats=c.repeats,
+            repeat_speedup=_repeat_speedup(side, c),
+        )
+    return ClassFigures(
+        prompt_tokens=c.prompt_tokens,
+        output_tokens=c.output_tokens,
+        spread=c.spread,
+        named_prompt_tokens=as_named.prompt_tokens,
+        named_output_tokens=as_named.output_tokens,
+        concurrency=c.limit,
+        arrival=arrival,
+        durations_s=tuple(result.durations_s),
+        **figures.summarise(result.rows, sum(result.durations_s), side.run.workload.service_level),
+        acceptance=figures.acceptance(result),
+        prefix_cache=prefix_cache,
+        prompts_sha256=digest(result.prompts),
+    )
+
+
+def _repeat_speedup(side: Side, c: PromptClass) -> Ratio | None:
+    """Median TTFT of the prefixes' first time over that of their repetition.
+
+    None for the first time itself, and for a repetition whose requests wait for each other in another way.
+    """
+    first = next((other for other in side.classes if other.name == c.repeats), None)
+    if first is None or first.concurrency != c.concurrency or first.arrives or c.arrives:
+        return None
+    rounds = by_class_and_round([row for name in (first.name, c.name) for row in side.results[name].rows])
+    if first.name not in rounds or c.name not in rounds:
+        raise intervals.TooFewItemsError(
+            f"{side.variant.name}: no request of {first.name} or {c.name} succeeded"
+        )
+    cold, warm = (by_round(rounds[name], "ttft_ms") for name in (first.name, c.name))
+    ratio, _ = intervals.ratio_by_round(cold, warm, in_turns=True)
+    return Ratio.from_interval(ratio)

@@ -1,0 +1,278 @@
+"""One variant of a latency measurement: its texts, its server of the present round, its results so far."""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from slimqwen.bench import BenchError, starvation
+from slimqwen.bench.client import Load, counters, last_line, send
+from slimqwen.bench.workload import PromptClass, Workload
+from slimqwen.host_load import HostLoad, Watch
+from slimqwen.progress import Progress
+from slimqwen.serving.shared_server import SharedServer, get, require_healthy
+from slimqwen.text.prompts import PromptCutter, Tokens
+from slimqwen.variant import Variant
+
+_PREFIX_QUERIES, _PREFIX_HITS = (f"vllm:prefix_cache_{name}_total" for name in ("queries", "hits"))
+
+
+@dataclass
+class ClassResults:
+    """Everything that one variant was sent of one class so far, over the rounds."""
+
+    prompts: list[Tokens] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    durations_s: list[float] = field(default_factory=list)
+    rate_per_s: float | None = None
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_by_position: list[float] = field(default_factory=list)
+    queried_tokens: float = 0
+    hit_tokens: float = 0
+
+
+@dataclass
+class Run:
+    """What all variants of a measurement share.
+
+    Attributes:
+        workload: prompt classes.
+        max_num_seqs: sequences that the most capable variant runs at once.
+        rounds: number of rounds.
+        progress: receives (activity, done, total) of each answered request.
+        saturation: requests a second that the first variant reached, by class; filled in by the first round.
+        loads: load of the host in each round so far.
+    """
+
+    workload: Workload
+    max_num_seqs: int
+    rounds: int
+    progress: Progress
+    saturation: dict[str, float] = field(default_factory=dict)
+    loads: list[HostLoad] = field(default_factory=list)
+
+
+class Side:
+    """One variant of a run: its texts, its server of the present round, its results."""
+
+    def __init__(self, variant: Variant, lines: Mapping[str, str], run: Run) -> None:
+        self.variant, self.lines, self.run = variant, lines, run
+        self.cutter = PromptCutter.for_checkpoint(
+            variant.weights, run.workload.documents, run.workload.seed, variant.root
+        )
+        self.results = {c.name: ClassResults() for c in run.workload.expanded(run.max_num_seqs)}
+        self.served: SharedServer | None = None
+        self.block_tokens = 1
+        self.logs = variant.root / "logs"
+        self.log = self.logs / f"latency_{variant.name}.log"
+        self._prefixes: dict[str, list[Tokens]] = {}
+
+    @property
+    def classes(self) -> list[PromptClass]:
+        """The classes with the lengths that are sent to the server."""
+        assert self.served is not None
+        return self.run.workload.scaled(self.served.max_model_len, self.run.max_num_seqs, self.block_tokens)
+
+    def state(self) -> dict[str, Any]:
+        """The results and the position in the text, as JSON."""
+        results = {name: asdict(result) for name, result in self.results.items()}
+        return {"documents_used": self.cutter.documents_used, "sent": results}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Take over the results of a state; the text goes on at its position or at the present one if further."""
+        self.results = {name: ClassResults(**result) for name, result in state["sent"].items()}
+        given = (prompt for result in self.results.values() for prompt in result.prompts)
+        self.cutter.go_on(state["documents_used"], given)
+
+    def take_round(self, number: int, served: SharedServer, watch: Watch) -> None:
+        """Send one round of every class.
+
+        Args:
+            number: number of the round, from 0.
+            served: server of this round.
+            watch: receives the load of the host while requests are timed.
+
+        Raises:
+            ServerLostError: the server died.
+            BenchError: the workload does not fit the server.
+        """
+        if self.served is not None and served.max_model_len != self.served.max_model_len:
+            raise BenchError(f"{self.variant.name}: the served context changed between two rounds")
+        self.served = served
+        starvation.require_counters(counters(served.server.base_url))
+        if self.run.workload.needs_prefix_cache:
+            self.block_tokens = block_tokens(served)
+        self._prefixes = {}
+        for position, c in enumerate(self.classes):
+            self._take_class(c, position, number, served, watch)
+
+    def _take_class(
+        self, c: PromptClass, position: int, number: int, served: SharedServer, watch: Watch
+    ) -> None:
+        run, result = self.run, self.results[c.name]
+        url = served.server.base_url
+        result.rate_per_s = rate_per_s = self._rate_per_s(c)
+        warm_up = [(prompt, c.output_tokens) for prompt in self._cut(run.workload.warmup_requests, c)]
+        if warm_up:
+            self._send(c, warm_up, rate_per_s, 0, lambda: None, Watch())
+        seed = (run.workload.seed, number, position)
+        lengths = c.lengths(seed, run.workload.min_tokens, served.max_model_len)
+        prompts = self._prompts(c, [prompt for prompt, _ in lengths])
+        requests = list(zip(prompts, (output for _, output in lengths), strict=True))
+        activity = f"{self.variant.name}: {c.name} {c.prompt_tokens} -> {c.output_tokens} tokens"
+        count = itertools.count(number * c.requests + 1)
+        before = counters(url)
+        answers = self._send(
+            c,
+            requests,
+            rate_per_s,
+            number,
+            lambda: run.progress(activity, next(count), run.rounds * c.requests),
+            watch,
+        )
+        rows = add(result, c, number, requests, answers)
+        if any(row["error"] for row in result.rows):
+            require_healthy(url, f"measuring {c.name}", self.log)
+        after = counters(url)
+        if fault := starvation.fault(rows, before, after):
+            watch.faults.append(f"{self.variant.name}, class {c.name}: {fault}")
+        if c.suffix_tokens:
+            queried, hit = (
+                after.get(name, 0.0) - before.get(name, 0.0) for name in (_PREFIX_QUERIES, _PREFIX_HITS)
+            )
+            self._check_prefixes(c, queried, hit)
+            result.queried_tokens += queried
+            result.hit_tokens += hit
+        run.saturation.setdefault(c.name, answers["completed"] / answers["duration"])
+
+    def _rate_per_s(self, c: PromptClass) -> float | None:
+        if c.load is not None and c.load_of is not None:
+            return c.load * self.run.saturation[c.load_of]
+        return 1e3 / c.gap_ms if c.gap_ms is not None else c.rate_per_s
+
+    def _send(
+        self,
+        c: PromptClass,
+        requests: Sequence[tuple[Tokens, int]],
+        rate_per_s: float | None,
+        number: int,
+        answered: Callable[[], None],
+        watch: Watch,
+    ) -> dict[str, Any]:
+        assert self.served is not None
+        load = Load(
+            requests=requests,
+            rate_per_s=rate_per_s,
+            fixed_gap=c.gap_ms is not None,
+            concurrency=c.limit,
+            sampling=self.run.workload.sampling,
+            seed=self.run.workload.seed + number,
+        )
+        return send(self.served.server, load, f"{self.variant.name}: {c.name}", self.log, answered, watch)
+
+    def _cut(self, count: int, c: PromptClass) -> list[Tokens]:
+        return self.cutter.cut(count, c.prompt_tokens)
+
+    def _prompts(self, c: PromptClass, lengths: Sequence[int]) -> list[Tokens]:
+        """Prompts of new text, but for the prefixes that a class repeats."""
+        if c.suffix_tokens is None:
+            return [prompt for length in lengths for prompt in self.cutter.cut(1, length)]
+        prefix_tokens = c.prompt_tokens - c.suffix_tokens
+        if c.repeats is None:
+            self._prefixes[c.name] = self.cutter.cut(c.requests, prefix_tokens)
+        prefixes = itertools.cycle(self._prefixes[c.repeats or c.name])
+        suffixes = self.cutter.cut(c.requests, c.suffix_tokens)
+        return [prefix[:prefix_tokens] + suffix for prefix, suffix in zip(prefixes, suffixes, strict=False)]
+
+    def _check_prefixes(self, c: PromptClass, queried: float, hit: float) -> None:
+        """Check by the server's counters that its cache held the repeated prefixes and no others."""
+        if c.repeats and not hit:
+            raise BenchError(
+                f"{self.variant.name}: the prefix cache had none of the {queried:,.0f} tokens of class {c.name}, which "
+                f"repeats {c.repeats}; the KV cache may be too small for {c.requests} prompts: lower requests"
+            )
+        if not c.repeats and hit:
+            raise BenchError(
+                f"{self.variant.name}: the prefix cache had {hit:,.0f} tokens of class {c.name} before it was sent; "
+                "end the server that runs, so that a fresh one is started"
+            )
+
+
+def block_tokens(served: SharedServer) -> int:
+    """The server's effective attention block in tokens, the unit of its prefix cache; large for hybrid models.
+
+    Raises:
+        BenchError: the server has no prefix cache.
+    """
+    text = get(f"{served.server.base_url}/metrics").text
+    config: Mapping[str, str] = next(
+        (
+            sample.labels
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == "vllm:cache_config_info"
+        ),
+        {},
+    )
+    block = config.get("effective_attention_block_size", "None")
+    if config.get("enable_prefix_caching") != "True" or not block.isdigit():
+        raise BenchError(
+            f"{served.variant.name}: vLLM does no prefix caching for this model on this platform; its log says why"
+        )
+    return int(block)
+
+
+def add(
+    result: ClassResults,
+    c: PromptClass,
+    number: int,
+    requests: Sequence[tuple[Tokens, int]],
+    answers: Mapping[str, Any],
+) -> list[dict[str, Any]]:
+    """Add what the benchmark client returned for one round of a class, and return its rows.
+
+    Args:
+        result: results of the class so far.
+        requests: prompts and lengths of their answers, tokens.
+        answers: result of `client.send`.
+    """
+    result.prompts += [prompt for prompt, _ in requests]
+    result.durations_s.append(answers["duration"])
+    rows = [_row(c, number, index, request, answers) for index, request in enumerate(requests)]
+    result.rows += rows
+    drafts = answers.get("spec_decode_num_drafts", 0)
+    if drafts:
+        rates = answers["spec_decode_per_position_acceptance_rates"]
+        before = result.accepted_by_position or [0.0] * len(rates)
+        result.drafts += drafts
+        result.draft_tokens += answers["spec_decode_draft_tokens"]
+        result.accepted_tokens += answers["spec_decode_accepted_tokens"]
+        result.accepted_by_position = [a + rate * drafts for a, rate in zip(before, rates, strict=True)]
+    return rows
+
+
+def _row(
+    c: PromptClass, number: int, index: int, request: tuple[Tokens, int], answers: Mapping[str, Any]
+) -> dict[str, Any]:
+    prompt, wanted = request
+    tokens, ttft_s, latency_s = (answers[key][index] for key in ("output_lens", "ttfts", "latencies"))
+    error = answers["errors"][index].strip()
+    if not error and tokens != wanted:
+        # An engine that dies ends its streams politely; the missing tokens give it away.
+        error = f"the stream ended after {tokens} of {wanted} tokens"
+    return {
+        "class": c.name,
+        "round": number,
+        "index": index,
+        "prompt_tokens": len(prompt),
+        "output_tokens": tokens,
+        "ttft_ms": ttft_s * 1e3,
+        "tpot_ms": (latency_s - ttft_s) / max(1, tokens - 1) * 1e3,
+        "e2el_ms": latency_s * 1e3,
+        "itl_ms": [round(gap_s * 1e3, 3) for gap_s in answers["itls"][index]],
+        "error": last_line(error) if error else None,
+    }

@@ -1,0 +1,307 @@
+"""Two latency records compared: which ones fit, and the speed-up of the second for each class and measure.
+
+The only implementation of a speed ratio. Rounds of the two sides are paired by their number where they were measured in
+turns; with a single round on a side the interval is over requests.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slimqwen.bench.latency.record import ClassFigures, Latency
+from slimqwen.records import store
+from slimqwen.records.collection import Collection
+from slimqwen.records.pairing import (
+    against_baseline,
+    hardware_basis,
+    newest_pair,
+    require_quiet,
+    require_same,
+)
+from slimqwen.stats import intervals
+
+ALL_CLASSES = "all classes"
+LATENCY_MEASURES = ("ttft_ms", "tpot_ms", "e2el_ms")
+
+Rounds = Mapping[int, Sequence[Mapping[str, Any]]]
+"""The successful requests of a class, by the number of their round."""
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """One figure of one class of two variants, and how many times as good the second is.
+
+    Attributes:
+        prompt_class: its name, or `ALL_CLASSES`.
+        prompt_tokens: length of a prompt; None for all classes.
+        output_tokens: length of an output; None for all classes.
+        measure: a median time in milliseconds (`wall_ms`: a sum), or a rate per second.
+        first: figure of the first variant.
+        second: figure of the second variant.
+        speedup: over rounds the ratio of geometric means; None where the first figure is 0.
+        interval: 95 % interval of the speed-up; None where neither rounds nor requests give one.
+        rounds: number of rounds of the interval; 0 for an interval over requests.
+    """
+
+    prompt_class: str
+    prompt_tokens: int | None
+    output_tokens: int | None
+    measure: str
+    first: float
+    second: float
+    speedup: float | None
+    interval: tuple[float, float] | None
+    rounds: int
+
+    def __str__(self) -> str:
+        interval = " [{:.2f}, {:.2f}]".format(*self.interval) if self.interval else ""
+        return f"{self.prompt_class} {self.speedup or 0:.2f}x{interval}"
+
+
+def latency_pair(first: Path, second: Path, workload: str) -> tuple[Path, Path]:
+    """The newest latency records of two variants with the same requests on the same hardware.
+
+    Raises:
+        MissingRecordError: a variant has no latency record of the workload.
+        NotComparableError: lengths, arrivals or hardware differ in every pair.
+    """
+
+    def fits(record: Latency) -> bool:
+        return record.workload == workload
+
+    return newest_pair(first, second, Latency, latency_basis, _command, fits)
+
+
+def shared_workloads(first: Path, second: Path) -> list[str]:
+    """The workloads that both variants have latency records of, `classes` first.
+
+    Raises:
+        MissingRecordError: a variant has no latency record.
+        NotComparableError: they share no workload.
+    """
+    newest = store.latest(first, Latency), store.latest(second, Latency)
+    workloads = [
+        {
+            record.workload
+            for path in store.records(folder, Latency)
+            if not (record := store.read(path, Latency)).provenance.host_was_busy
+        }
+        for folder in (first, second)
+    ]
+    shared = sorted(workloads[0] & workloads[1], key=lambda name: (name != "classes", name))
+    if not shared:
+        a, b = (store.read(path, Latency) for path in newest)
+        require_same(*newest, latency_basis(a), latency_basis(b), _command(b.variant, a))
+    return shared
+
+
+def latency_basis(record: Latency) -> dict[str, Any]:
+    """What two latency records must share to be compared, by name."""
+    return {
+        "workload": record.workload,
+        "lengths": {
+            name: (figures.prompt_tokens, figures.output_tokens, figures.concurrency)
+            for name, figures in record.classes.items()
+        },
+        "arrivals": {name: figures.arrival for name, figures in record.classes.items()},
+        "hardware": hardware_basis(record),
+        **{f"data file {name}": digest for name, digest in record.provenance.datasets.items()},
+    }
+
+
+def compare_latency(first: Path, second: Path) -> list[Speedup]:
+    """The speed-ups of a latency record over another: median times and rates by class, and the time of all classes.
+
+    Raises:
+        NotComparableError: requests or hardware differ.
+        RecordError: a record or its items are damaged.
+    """
+    a, b = store.read(first, Latency), store.read(second, Latency)
+    require_quiet(a, b)
+    require_same(first, second, latency_basis(a), latency_basis(b), _command(b.variant, a))
+    return class_speedups((a, b), [by_class_and_round(store.read_items(path)) for path in (first, second)])
+
+
+def finding(record: Latency, path: Path, records: Collection) -> str:
+    """What a latency record found, for a line of the log.
+
+    Args:
+        record: latency record.
+        path: its file.
+        records: all records, the baseline's among them.
+
+    Raises:
+        RecordError: items are damaged.
+    """
+    workload = "" if record.workload == "classes" else f"{record.workload}: "
+    comparison = against_baseline(record, path, records, compare_latency)
+    if comparison is None:
+        times = (
+            f"{name} {row.e2el_ms.mean:,.0f} ± {row.e2el_ms.standard_error:,.0f}"
+            for name, row in record.classes.items()
+        )
+        return f"{workload}E2EL, ms: {', '.join(times)}"
+    baseline, rows = comparison
+    return f"{workload}speed in E2EL: {', '.join(map(str, end_to_end(rows)))}, of {baseline}"
+
+
+def end_to_end(rows: Sequence[Speedup]) -> list[Speedup]:
+    """The speed-up in the time of all requests; in E2EL by class where requests overlap."""
+    together = [row for row in rows if row.prompt_class == ALL_CLASSES]
+    return [row for row in together or rows if row.measure in ("wall_ms", "e2el_ms") and row.interval]
+
+
+def class_speedups(records: tuple[Latency, Latency], sides: Sequence[Mapping[str, Rounds]]) -> list[Speedup]:
+    """The speed-ups of the second of two records over the first, of the classes that both have requests of.
+
+    Args:
+        records: both records.
+        sides: successful requests of both by class and round.
+    """
+    a, b = records
+    in_turns = a.run == b.run
+    rows = []
+    for name, figures in a.classes.items():
+        if not all(side.get(name) for side in sides) or name not in b.classes:
+            continue
+        pair = figures, b.classes[name]
+        rounds = sides[0][name], sides[1][name]
+        rows += [_time(name, measure, pair, rounds, in_turns=in_turns) for measure in LATENCY_MEASURES]
+        if figures.concurrency != 1 and figures.durations_s:
+            rows += _rates(name, pair, rounds, in_turns=in_turns)
+    return [*rows, *_all_classes((a, b), sides)]
+
+
+def by_class_and_round(items: Sequence[Mapping[str, Any]]) -> dict[str, Rounds]:
+    """The successful requests of a latency record's items, by class and round."""
+    classes: dict[str, dict[int, list[Mapping[str, Any]]]] = {}
+    for item in items:
+        if item["error"] is None:
+            classes.setdefault(item["class"], {}).setdefault(item.get("round", 0), []).append(item)
+    return dict(classes)
+
+
+def by_round(rounds: Rounds, measure: str) -> dict[int, list[float]]:
+    """One figure of every request of a class, by round."""
+    return {number: [float(request[measure]) for request in requests] for number, requests in rounds.items()}
+
+
+def _time(
+    name: str,
+    measure: str,
+    pair: tuple[ClassFigures, ClassFigures],
+    rounds: Sequence[Rounds],
+    *,
+    in_turns: bool,
+) -> Speedup:
+    """Median time of the first over median time of the second, over the requests of one class."""
+    ratio, count = intervals.ratio_by_round(*(by_round(side, measure) for side in rounds), in_turns=in_turns)
+    first, second = (getattr(figures, measure).median for figures in pair)
+    shape = name, pair[0].prompt_tokens, pair[0].output_tokens
+    return Speedup(*shape, measure, first, second, ratio.value, (ratio.low, ratio.high), count)
+
+
+def _rates(
+    name: str, pair: tuple[ClassFigures, ClassFigures], rounds: Sequence[Rounds], *, in_turns: bool
+) -> list[Speedup]:
+    """Output tokens and good requests per second of a class whose requests overlap.
+
+    With a single round, or a round without success, there is no interval: requests that overlap depend on each other.
+    """
+    level = pair[0].goodput
+
+    def tokens(request: Mapping[str, Any]) -> float:
+        return float(request["output_tokens"])
+
+    def good(request: Mapping[str, Any]) -> float:
+        return float(
+            level is not None and request["ttft_ms"] <= level.ttft_ms and request["tpot_ms"] <= level.tpot_ms
+        )
+
+    measures = [("output_throughput_tokens_per_s", tokens)]
+    if all(figures.goodput for figures in pair):
+        measures.append(("goodput_per_s", good))
+    rows = []
+    for measure, amount in measures:
+        durations = [figures.durations_s or () for figures in pair]
+        # A round in which nothing succeeded has no requests here, and took its time all the same.
+        amounts = [
+            [sum(map(amount, side.get(number, ()))) for number in range(len(seconds))]
+            for side, seconds in zip(rounds, durations, strict=True)
+        ]
+        first, second = (sum(n) / sum(s) for n, s in zip(amounts, durations, strict=True))
+        rates = [[n / s for n, s in zip(*side, strict=True)] for side in zip(amounts, durations, strict=True)]
+        speedup, interval, count = second / first if first else None, None, min(map(len, rates))
+        if count > 1 and min(*rates[0], *rates[1]) > 0:
+            ratio = intervals.ratio_of_rounds(rates[1], rates[0], in_turns=in_turns)
+            speedup, interval = ratio.value, (ratio.low, ratio.high)
+        shape = name, pair[0].prompt_tokens, pair[0].output_tokens
+        rows.append(Speedup(*shape, measure, first, second, speedup, interval, count if interval else 0))
+    return rows
+
+
+def _all_classes(records: tuple[Latency, Latency], sides: Sequence[Mapping[str, Rounds]]) -> list[Speedup]:
+    """The speed-up on this mix of classes; none where requests overlapped or a class has no success on a side."""
+    figures = [row for record in records for row in record.classes.values()]
+    if any(row.concurrency != 1 for row in figures) or any(
+        name not in side for name in records[0].classes for side in sides
+    ):
+        return []
+    counts = [{name: row.request_count for name, row in record.classes.items()} for record in records]
+    in_turns = records[0].run == records[1].run
+    first, second, ratio, rounds = total_time(sides, counts, in_turns=in_turns)
+    interval = ratio.low, ratio.high
+    return [Speedup(ALL_CLASSES, None, None, "wall_ms", first, second, ratio.value, interval, rounds)]
+
+
+def total_time(
+    sides: Sequence[Mapping[str, Rounds]], counts: Sequence[Mapping[str, int]], *, in_turns: bool
+) -> tuple[float, float, intervals.Ratio, int]:
+    """Time of all requests of two sides; a failed request counts as the mean of its class.
+
+    Args:
+        sides: requests of the first and the second side by class and round.
+        counts: of each side, the number of requests of each class that is counted.
+        in_turns: whether rounds of the same number were measured next to each other.
+
+    Returns:
+        Milliseconds of the first side, of the second, their ratio, and the number of rounds of its interval: 0 for an
+        interval over requests.
+    """
+    times = [
+        [by_round(side[name], "e2el_ms") for name in count] for side, count in zip(sides, counts, strict=True)
+    ]
+    samples = [[np.concatenate(list(rounds.values())) for rounds in side] for side in times]
+
+    def total(side: int, samples: Sequence[Any], axis: int = 0) -> Any:
+        numbers = counts[side].values()
+        return sum(n * np.mean(sample, axis=axis) for n, sample in zip(numbers, samples, strict=True))
+
+    def ratio_of_totals(*resampled: Any, axis: int) -> Any:
+        half = len(samples[0])
+        return total(0, resampled[:half], axis) / total(1, resampled[half:], axis)
+
+    first, second = (float(total(side, samples[side])) for side in (0, 1))
+    complete = [set.intersection(*map(set, side)) for side in times]  # rounds with a success in every class
+    if in_turns:
+        complete = [complete[0] & complete[1]] * 2
+    if min(map(len, complete)) > 1:
+        totals = [
+            [
+                float(total(side, [rounds[number] for rounds in times[side]]))
+                for number in sorted(complete[side])
+            ]
+            for side in (0, 1)
+        ]
+        return first, second, intervals.ratio_of_rounds(*totals, in_turns=in_turns), min(map(len, totals))
+    low, high = intervals.bootstrap_interval(
+        (*samples[0], *samples[1]), ratio_of_totals, batch=intervals.BOOTSTRAP_RESAMPLES
+    )
+    return first, second, intervals.Ratio(first / second, low, high), 0
+
+
+def _command(variant: str, like: Latency) -> str:
+    return f"slimqwen bench latency --variant {variant} --workload {like.workload}"

@@ -1,0 +1,239 @@
+"""Tables of latency records: the classes of one record, and two records against each other."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+
+from slimqwen.bench.latency import speedups
+from slimqwen.bench.latency.record import ClassFigures, Latency
+from slimqwen.bench.latency.speedups import Speedup
+from slimqwen.bench.workload import DEFAULT_COLUMNS
+from slimqwen.records import store
+from slimqwen.records.pairing import NotComparableError
+from slimqwen.records.provenance import cpu_notes, hardware_name, source_note, source_notes
+from slimqwen.records.table import Table
+
+MEASURES: Mapping[str, str] = MappingProxyType(
+    {
+        "ttft_ms": "TTFT",
+        "tpot_ms": "TPOT",
+        "itl_ms": "ITL",
+        "e2el_ms": "E2EL",
+        "wall_ms": "time of all requests (sum)",
+        "request_throughput_per_s": "requests/s",
+        "output_throughput_tokens_per_s": "output tokens/s",
+        "total_throughput_tokens_per_s": "all tokens/s",
+        "goodput_per_s": "good requests/s",
+        "good_share": "good",
+        "rate_per_s": "arrivals/s",
+        "concurrency": "in flight",
+        "acceptance_length": "acceptance length",
+        "prefix_hits": "found in the cache",
+        "repeat_speedup": "TTFT, first time / repetition [95 %]",
+    }
+)
+"""Column heading by the name of a measure or figure."""
+
+_MOST_COLUMNS = 10
+"""Columns that fit a terminal of 120 characters."""
+
+
+def class_table(record: Latency, path: Path) -> Table:
+    """Figures of each prompt class of a record, as its workload chooses them."""
+    columns = record.columns or DEFAULT_COLUMNS
+    rows = [
+        (
+            f"{name} {figures.prompt_tokens} -> {figures.output_tokens}",
+            *(_cell(figures, column) for column in columns),
+            f"{figures.request_count} ({figures.failure_count} failed)",
+        )
+        for name, figures in record.classes.items()
+    ]
+    headings = ("class, tokens", *(heading(column) for column in columns), "requests")
+    notes = _class_notes(record, columns)
+    if any(cell == "-" for row in rows for cell in row) and record.columns:
+        notes.append("-: too few requests for this figure, or it does not apply.")
+    notes += [*source_notes(record, path)]
+    title = f"Latency of {record.variant}{_workload(record)}"
+    table = Table(title, headings, tuple(rows), tuple(notes))
+    return table if len(headings) <= _MOST_COLUMNS else _transposed(table)
+
+
+def comparison(first: Path, second: Path) -> Table:
+    """Two latency records of the same requests: figures of both and their paired speed-up, by class.
+
+    Raises:
+        NotComparableError: requests or hardware differ.
+        RecordError: a record cannot be read.
+    """
+    a, b = store.read(first, Latency), store.read(second, Latency)
+    return speedup_table(
+        (a, b), (first, second), (a.variant, b.variant), speedups.compare_latency(first, second)
+    )
+
+
+def speedup_table(
+    records: tuple[Latency, Latency],
+    paths: tuple[Path, Path],
+    sides: tuple[str, str],
+    ratios: Sequence[Speedup],
+) -> Table:
+    """The figures of two latency records beside their speed-ups.
+
+    Args:
+        records: both records.
+        paths: their files.
+        sides: what the records are called.
+        ratios: speed-ups of the second over the first.
+    """
+    a, b = records
+    first, second = sides
+    rows = [
+        (
+            row.prompt_class
+            if row.prompt_tokens is None
+            else f"{row.prompt_class} {row.prompt_tokens} -> {row.output_tokens}",
+            MEASURES[row.measure],
+            f"{row.first:,.1f}",
+            f"{row.second:,.1f}",
+            f"{row.speedup:.2f}x" if row.speedup is not None else "-",
+            f"{row.interval[0]:.2f} to {row.interval[1]:.2f}" if row.interval else "-",
+            str(min(_request_count(record, row.prompt_class) for record in (a, b))),
+        )
+        for row in ratios
+    ]
+    in_ms = all(row.measure.endswith("_ms") for row in ratios)
+    what = " median, ms" if in_ms else ""
+    in_turns = a.run == b.run
+    headings = (
+        "class, tokens", "measure", f"{first}{what}", f"{second}{what}",
+        f"speed-up of {second}{', paired' if in_turns else ''}", "95 % interval", "requests",
+    )  # fmt: skip
+    order = "in turns" if in_turns else "one after the other, not in turns"
+    notes = [f"On {hardware_name(a.provenance.hardware)}, {order}. {_speed_up_note(ratios, first, second)}"]
+    if not in_ms:
+        notes.append("Medians of TTFT, TPOT and E2EL in ms; rates over all rounds.")
+    if any(row.interval is None for row in ratios):
+        notes.append(
+            "Requests that overlap depend on each other: a rate has an interval only where several rounds have some."
+        )
+    notes += [note for record in records for note in _config_note(record)]
+    notes += [*cpu_notes(a), *map(source_note, records, paths)]
+    title = f"Latency{_workload(a)}: {first} and {second}"
+    return Table(title, headings, tuple(rows), tuple(notes), text_columns=2)
+
+
+def comparisons(first: Path, second: Path) -> list[Table]:
+    """A comparison for each workload that both variants were measured over.
+
+    Raises:
+        MissingRecordError: a variant has no latency record.
+        NotComparableError: no record of the one fits any of the other.
+    """
+    tables: list[Table] = []
+    misfits: list[NotComparableError] = []
+    for workload in speedups.shared_workloads(first, second):
+        try:
+            tables.append(comparison(*speedups.latency_pair(first, second, workload)))
+        except NotComparableError as error:
+            misfits.append(error)
+    if not tables:
+        raise misfits[0]
+    if misfits:
+        notes = (*tables[-1].notes, *(f"Not shown: {error}." for error in misfits))
+        tables[-1] = replace(tables[-1], notes=notes)
+    return tables
+
+
+def _speed_up_note(rows: Sequence[speedups.Speedup], first: str, second: str) -> str:
+    """How the speed-up is made of the rounds, and why it is not the quotient of the two columns beside it."""
+    counts = sorted({row.rounds for row in rows if row.interval})
+    if not any(counts):
+        return (
+            f"Speed-up: {first} / {second}, with an interval by bootstrap over requests, which does not show what a "
+            "restart changes."
+        )
+    over = " and ".join(f"{count} rounds" if count else "requests" for count in counts)
+    return (
+        f"Speed-up: {first} / {second} in each round, geometric mean over {over} with an interval by Student's t. The "
+        "medians are of all requests of all rounds, so their quotient can differ from it."
+    )
+
+
+def _class_notes(record: Latency, columns: Sequence[str]) -> list[str]:
+    classes = record.classes.values()
+    means = "Means ± standard errors, on" if any(column.endswith(".mean") for column in columns) else "On"
+    notes = [f"{means} {hardware_name(record.provenance.hardware)}."]
+    if level := next((figures.goodput for figures in classes if figures.goodput), None):
+        notes.append(f"Good: TTFT of {level.ttft_ms:g} ms and TPOT of {level.tpot_ms:g} ms at most.")
+    if any(figures.spread for figures in classes):
+        notes.append("Lengths are means of log-normal ones in classes with a spread.")
+    if cache := next((figures.prefix_cache for figures in classes if figures.prefix_cache), None):
+        notes.append(
+            f"Prefixes of {cache.prefix_tokens} tokens, whole blocks of {cache.block_tokens}; found in the cache: "
+            "share of all prompt tokens, by the server's counters."
+        )
+    return [*notes, *_config_note(record)]
+
+
+def heading(column: str) -> str:
+    """Heading of a column that a workload may ask for."""
+    measure, _, statistic = column.partition(".")
+    if not statistic:
+        return MEASURES[column]
+    return f"{MEASURES[measure]}{'' if statistic == 'mean' else f' {statistic}'}, ms"
+
+
+def _cell(figures: ClassFigures, column: str) -> str:
+    """One formatted figure; "-" where the class has none."""
+    measure, _, statistic = column.partition(".")
+    if statistic:
+        times = getattr(figures, measure)
+        value = getattr(times, statistic)
+        error = f" ± {times.standard_error:,.1f}" if statistic == "mean" else ""
+        return "-" if value is None else f"{value:,.1f}{error}"
+    cells = {
+        "request_throughput_per_s": f"{figures.request_throughput_per_s:,.2f}",
+        "output_throughput_tokens_per_s": f"{figures.output_throughput_tokens_per_s:,.0f}",
+        "concurrency": str(figures.concurrency or "no limit"),
+    }
+    if figures.total_throughput_tokens_per_s is not None:
+        cells["total_throughput_tokens_per_s"] = f"{figures.total_throughput_tokens_per_s:,.0f}"
+    if figures.acceptance:
+        cells["acceptance_length"] = f"{figures.acceptance.length:.2f}"
+    if figures.arrival:
+        cells["rate_per_s"] = f"{figures.arrival.rate_per_s:,.2f}"
+    if figures.goodput:
+        cells["goodput_per_s"] = f"{figures.goodput.requests_per_s:,.2f}"
+        cells["good_share"] = f"{figures.goodput.good_count / figures.request_count:.0%}"
+    if cache := figures.prefix_cache:
+        cells["prefix_hits"] = f"{cache.hit_tokens / cache.queried_tokens:.0%}"
+        if ratio := cache.repeat_speedup:
+            cells["repeat_speedup"] = f"{ratio.value:.1f}x [{ratio.low:.1f}, {ratio.high:.1f}]"
+    return cells.get(column, "-")
+
+
+def _transposed(table: Table) -> Table:
+    """The table with a row for each column, where there are more columns than a terminal has room for."""
+    columns, *rows = zip(table.columns, *table.rows, strict=True)
+    return replace(table, columns=columns, rows=tuple(rows))
+
+
+def _workload(record: Latency) -> str:
+    return "" if record.workload == "classes" else f", {record.workload}"
+
+
+def _config_note(record: Latency) -> list[str]:
+    if not record.config:
+        return []
+    return [
+        f"{record.variant} served with {', '.join(f'{key}={value}' for key, value in record.config.items())}."
+    ]
+
+
+def _request_count(record: Latency, prompt_class: str) -> int:
+    """Requests of a class, or of all classes together."""
+    if prompt_class == speedups.ALL_CLASSES:
+        return sum(figures.request_count for figures in record.classes.values())
+    return record.classes[prompt_class].request_count

@@ -1,0 +1,64 @@
+"""Settings laid over a variant's own config.env for one measurement."""
+
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from slimqwen.bench import BenchError
+from slimqwen.serving import unsafe_engines
+from slimqwen.serving.command import ServerCommand
+from slimqwen.variant import Setting, Variant
+
+_MTP = "VLLM_SPECULATIVE_CONFIG"
+
+
+def with_lines(variant: Variant, lines: Mapping[str, str]) -> Variant:
+    """The variant with other settings.
+
+    Args:
+        variant: variant whose config.env is kept.
+        lines: values by key; an empty one unsets the key.
+    """
+    file = variant.folder / "config.env"
+    overlaid = {**variant.settings, **{key: Setting(key, value, file, 0) for key, value in lines.items()}}
+    remaining = {key: setting for key, setting in overlaid.items() if setting.value}
+    return dataclasses.replace(variant, settings=MappingProxyType(remaining))
+
+
+def servable(variant: Variant, lines: Mapping[str, str], name: str) -> tuple[Variant, Mapping[str, str]]:
+    """The variant with other settings, and without MTP if the two exclude each other on this platform.
+
+    Args:
+        variant: variant whose config.env is kept.
+        lines: values by key; an empty one unsets the key.
+        name: name of the workload that asks for the settings.
+
+    Returns:
+        The variant, and the lines that differ from its own.
+
+    Raises:
+        BenchError: the platform cannot serve one of the lines even without MTP.
+    """
+    if not lines:
+        return variant, {}
+    choices = [lines, {**lines, _MTP: ""}] if _MTP in variant.settings else [lines]
+    for choice in choices:
+        changed = with_lines(variant, choice)
+        conflict = _conflict(ServerCommand.resolve(changed), choice)
+        if conflict is None:
+            return changed, choice
+    raise BenchError(f"{name}: {variant.name} cannot be served for it here: {conflict}")
+
+
+def _conflict(command: ServerCommand, lines: Mapping[str, str]) -> str | None:
+    """Reason why these settings of the command's variant cannot be served here, None if they can."""
+    for row in command.left_out:
+        if row.key in lines:
+            return f"{row.key}={row.value}: {row.why}"
+    variant = command.variant
+    unsafe = unsafe_engines.find(
+        variant.root, variant.weights, command.flags, command.platform, command.variables
+    )
+    if unsafe is None or command.allow_unsafe:
+        return None
+    return f"{unsafe.modes}: {unsafe.reason} ({unsafe.record})"

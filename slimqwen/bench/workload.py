@@ -1,0 +1,270 @@
+"""Workloads: the prompt classes that a measurement sends, read from eval/workloads/<name>.yaml."""
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from slimqwen.bench import BenchError
+from slimqwen.records.settings import Settings
+
+TO_MAX_NUM_SEQS = "1..max_num_seqs"
+"""Concurrency of a class that stands for several: 1, 2, 4, … up to the sequences that the server runs at once."""
+
+UNLIMITED = "unlimited"
+"""Concurrency without a limit: all requests are sent upfront."""
+
+DEFAULT_COLUMNS = (
+    "ttft_ms.mean",
+    "tpot_ms.mean",
+    "itl_ms.mean",
+    "e2el_ms.mean",
+    "output_throughput_tokens_per_s",
+    "acceptance_length",
+)
+
+_STATISTIC = r"(ttft|tpot|itl|e2el)_ms\.(mean|median|p90|p95|p99)"
+FIGURES = (
+    "request_throughput_per_s",
+    "output_throughput_tokens_per_s",
+    "total_throughput_tokens_per_s",
+    "goodput_per_s",
+    "good_share",
+    "rate_per_s",
+    "concurrency",
+    "acceptance_length",
+    "prefix_hits",
+    "repeat_speedup",
+)
+Column = Annotated[str, Field(pattern=rf"^({_STATISTIC}|{'|'.join(FIGURES)})$")]
+
+Positive = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ServiceLevel(_Strict):
+    """Limits of a request that counts for the goodput: largest TTFT and largest TPOT, milliseconds."""
+
+    ttft_ms: Positive
+    tpot_ms: Positive
+
+
+class PromptClass(_Strict):
+    """Requests of one kind.
+
+    In the file, one of prompt_tokens, concurrency, rate_per_s and load may be a list; it stands for a class for each
+    value, named <name>-<value>.
+
+    Attributes:
+        name: key of the class in the file.
+        prompt_tokens: length of a prompt, tokens; the mean length where there is a spread.
+        output_tokens: length of an answer, tokens, whatever the model would end with; likewise a mean.
+        requests: requests a round; at least the concurrency in a sweep of it.
+        spread: standard deviation of the natural logarithm of both lengths, which are drawn independently from
+            log-normal distributions; 0 makes all requests alike.
+        concurrency: most requests in flight, "unlimited", or "1..max_num_seqs"; by default the workload's. A class with
+            an arrival process (one of the next three fields) has no limit.
+        gap_ms: fixed gap between two requests, milliseconds.
+        rate_per_s: mean requests a second of a Poisson process.
+        load: rate of a Poisson process, as a share of the throughput that the first variant reached in `load_of`.
+        load_of: name of the class that `load` refers to.
+        suffix_tokens: length of the part of a prompt that is new text, tokens; before it stand as many whole effective
+            attention blocks of the server as fit into prompt_tokens.
+        repeats: name of the class whose blocks are sent again, each followed by a new suffix.
+    """
+
+    name: str
+    prompt_tokens: Count
+    output_tokens: Annotated[int, Field(ge=2)]
+    requests: Annotated[int, Field(ge=2)]
+    spread: Annotated[float, Field(ge=0)] = 0.0
+    concurrency: Count | Literal["unlimited", "1..max_num_seqs"] | None = None
+    gap_ms: Positive | None = None
+    rate_per_s: Positive | None = None
+    load: Positive | None = None
+    load_of: str | None = None
+    suffix_tokens: Count | None = None
+    repeats: str | None = None
+
+    @model_validator(mode="after")
+    def _check_together(self) -> "PromptClass":
+        arrivals = [self.gap_ms, self.rate_per_s, self.load]
+        if sum(value is not None for value in arrivals) > 1:
+            raise ValueError("gap_ms, rate_per_s and load exclude each other")
+        if self.arrives and self.concurrency is not None:
+            raise ValueError("a class with an arrival process has no concurrency")
+        if (self.load is None) != (self.load_of is None):
+            raise ValueError("load and load_of belong together")
+        if self.repeats is not None and self.suffix_tokens is None:
+            raise ValueError("a class that repeats another needs suffix_tokens")
+        if self.suffix_tokens is not None and self.spread:
+            raise ValueError("prompts of whole blocks have no spread")
+        return self
+
+    @property
+    def arrives(self) -> bool:
+        """Whether requests have an arrival process, instead of waiting for answers to others."""
+        return any(value is not None for value in (self.gap_ms, self.rate_per_s, self.load))
+
+    @property
+    def limit(self) -> int | None:
+        """Most requests in flight; None without a limit."""
+        return None if self.concurrency in (None, UNLIMITED, TO_MAX_NUM_SEQS) else int(self.concurrency)
+
+    def lengths(self, seed: Sequence[int], min_tokens: int, max_model_len: int) -> list[tuple[int, int]]:
+        """Lengths of prompt and answer of each request of a round, tokens; the same seed gives the same lengths."""
+        if not self.spread:
+            return [(self.prompt_tokens, self.output_tokens)] * self.requests
+        rng = np.random.default_rng(seed)
+
+        def draw(mean: int) -> list[int]:
+            # The mean of a log-normal distribution is exp(mu + sigma^2 / 2).
+            lengths = rng.lognormal(math.log(mean) - self.spread**2 / 2, self.spread, self.requests)
+            return [max(min_tokens, round(length)) for length in lengths]
+
+        pairs = []
+        for prompt, output in zip(draw(self.prompt_tokens), draw(self.output_tokens), strict=True):
+            prompt = min(prompt, max_model_len - min_tokens)
+            pairs.append((prompt, min(output, max_model_len - prompt)))
+        return pairs
+
+
+class Workload(Settings):
+    """One file of eval/workloads/.
+
+    Attributes:
+        documents: text that prompts are cut from: tinyworld, or the path of a text file.
+        seed: seed of the documents, of drawn lengths and of arrivals.
+        reference_context_tokens: context length that the lengths are written for; a shorter served context scales all
+            of them by max_model_len / reference_context_tokens.
+        min_tokens: shortest length after scaling.
+        concurrency: most requests in flight in classes without a concurrency of their own.
+        warmup_requests: requests before every class that are not counted.
+        rounds: times that all classes are sent.
+        sampling: further fields of a request.
+        config: config.env lines laid over each variant's own for this workload.
+        service_level: limits of a request that counts for the goodput; None where no goodput is counted.
+        columns: figures of the table, `<measure>.<statistic>` or a figure of a class.
+        classes: classes in the order in which they are sent.
+    """
+
+    folder: ClassVar[str] = "workloads"
+
+    documents: str
+    seed: int
+    reference_context_tokens: Count
+    min_tokens: Annotated[int, Field(ge=2)]
+    concurrency: Count = 1
+    warmup_requests: Annotated[int, Field(ge=0)]
+    rounds: Count
+    sampling: dict[str, float]
+    config: dict[str, str] = Field(default={})
+    service_level: ServiceLevel | None = None
+    columns: tuple[Column, ...] = DEFAULT_COLUMNS
+    classes: Annotated[tuple[PromptClass, ...], Field(min_length=1)]
+
+    @field_validator("classes", mode="before")
+    @classmethod
+    def _expand_lists(cls, classes: Any) -> Any:
+        if not isinstance(classes, dict):
+            return classes
+        return [entry for name, body in classes.items() for entry in _expanded(name, body)]
+
+    @model_validator(mode="after")
+    def _check_names(self) -> "Workload":
+        seen: set[str] = set()
+        usable: set[str] = set()
+        for c in self.classes:
+            if c.name in seen:
+                raise ValueError(f"two classes are named {c.name}")
+            for other in (c.load_of, c.repeats):
+                if other is not None and other not in usable:
+                    raise ValueError(
+                        f"class {c.name} needs a class {other} before it, of a single concurrency"
+                    )
+            seen.add(c.name)
+            if c.concurrency != TO_MAX_NUM_SEQS:
+                usable.add(c.name)
+        return self
+
+    @property
+    def needs_prefix_cache(self) -> bool:
+        """Whether a class repeats the prefixes of another."""
+        return any(c.repeats for c in self.classes)
+
+    @property
+    def sweeps_concurrency(self) -> bool:
+        """Whether its classes depend on the number of sequences that the server runs at once."""
+        return any(c.concurrency == TO_MAX_NUM_SEQS for c in self.classes)
+
+    def scale(self, max_model_len: int) -> float:
+        """Factor on all lengths for a served context of `max_model_len` tokens."""
+        return min(1.0, max_model_len / self.reference_context_tokens)
+
+    def expanded(self, max_num_seqs: int = 1) -> list[PromptClass]:
+        """The classes with the lengths of the file; a sweep of the concurrency as a class for each value."""
+        classes = []
+        for c in self.classes:
+            if c.concurrency != TO_MAX_NUM_SEQS:
+                limit = c.concurrency or (UNLIMITED if c.arrives else self.concurrency)
+                classes.append(c.model_copy(update={"concurrency": limit}))
+                continue
+            powers = [2**n for n in range(max_num_seqs.bit_length()) if 2**n < max_num_seqs]
+            classes += [
+                c.model_copy(
+                    update={"name": f"{c.name}-{n}", "concurrency": n, "requests": max(c.requests, n)}
+                )
+                for n in (*powers, max_num_seqs)
+            ]
+        return classes
+
+    def scaled(self, max_model_len: int, max_num_seqs: int = 1, block_tokens: int = 1) -> list[PromptClass]:
+        """The expanded classes with the lengths that are sent.
+
+        Args:
+            max_model_len: longest prompt and output together that the server accepts, tokens.
+            max_num_seqs: sequences that the server runs at once.
+            block_tokens: the server's effective attention block, the unit of prefixes, tokens.
+
+        Raises:
+            BenchError: the shortest lengths do not fit the context, or no block fits a prompt.
+        """
+        factor = self.scale(max_model_len)
+        classes = []
+        for c in self.expanded(max_num_seqs):
+            output_tokens = max(self.min_tokens, math.floor(c.output_tokens * factor))
+            room = min(math.floor(c.prompt_tokens * factor), max_model_len - output_tokens)
+            prompt_tokens = max(self.min_tokens, room)
+            if prompt_tokens + output_tokens > max_model_len:
+                raise BenchError(
+                    f"{self.name}: class {c.name} needs at least {prompt_tokens} + {output_tokens} tokens and "
+                    f"the server accepts {max_model_len}: raise VLLM_MAX_MODEL_LEN"
+                )
+            if c.suffix_tokens is not None:
+                blocks = (prompt_tokens - c.suffix_tokens) // block_tokens
+                if blocks < 1:
+                    raise BenchError(
+                        f"{self.name}: class {c.name} has prompts of {prompt_tokens} tokens, and the server caches "
+                        f"whole blocks of {block_tokens}: raise VLLM_MAX_MODEL_LEN or prompt_tokens"
+                    )
+                prompt_tokens = blocks * block_tokens + c.suffix_tokens
+            classes.append(
+                c.model_copy(update={"prompt_tokens": prompt_tokens, "output_tokens": output_tokens})
+            )
+        return classes
+
+
+def _expanded(name: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """A class of the file as one entry, or as one for each value of the field that is a list."""
+    lists = [key for key, value in body.items() if isinstance(value, list)]
+    if not lists:
+        return [{"name": name, **body}]
+    if len(lists) > 1:
+        raise ValueError(f"class {name}: only one field may be a list, not {' and '.join(lists)}")
+    return [{**body, "name": f"{name}-{value}", lists[0]: value} for value in body[lists[0]]]

@@ -1,0 +1,64 @@
+"""The draft head of a checkpoint: the rows of the output head for those token ids that the MTP head may draft.
+
+The stage `trim_draft_vocab` writes it beside `mtp.*`; vLLM loads it by `slimqwen.vllm_plugin.draft_vocabulary`. The
+config announces it, so that an engine can set the tensors up before it reads them. No name ends in `lm_head.weight`:
+vLLM would take it for an output head of the target's own and untie tied embeddings.
+
+    mtp.draft_head.weight      [rows, hidden], BF16 or F16
+    mtp.draft_head.token_ids   [rows], I64, ascending: the id that each row stands for
+    mtp_draft_vocab_size       rows, in config.json beside `mtp_num_hidden_layers`
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from slimqwen.checkpoint.errors import CorruptCheckpointError
+
+if TYPE_CHECKING:
+    from slimqwen.checkpoint.tensors import TensorInfo
+
+PREFIX = "mtp.draft_head."
+WEIGHT = f"{PREFIX}weight"
+TOKEN_IDS = f"{PREFIX}token_ids"
+SIZE_KEY = "mtp_draft_vocab_size"
+"""Key of config.json, in the language model's part: rows of the draft head."""
+
+
+def read_token_ids(tensors: "Mapping[str, TensorInfo]", vocab_size: int) -> npt.NDArray[np.int64] | None:
+    """The token ids of the draft head's rows, or None where the checkpoint has no draft head.
+
+    Args:
+        tensors: the stored tensors, from `list_tensors`.
+        vocab_size: rows of the embedding.
+
+    Raises:
+        CorruptCheckpointError: one of the two tensors is missing, or the ids do not fit rows and vocabulary.
+    """
+    weight, ids = tensors.get(WEIGHT), tensors.get(TOKEN_IDS)
+    if weight is None and ids is None:
+        return None
+    cure = "make the checkpoint anew with the stage trim_draft_vocab"
+    if weight is None or ids is None:
+        raise CorruptCheckpointError(
+            f"the checkpoint has {WEIGHT if ids is None else TOKEN_IDS} without the other; {cure}"
+        )
+    if ids.dtype != "I64" or ids.shape != weight.shape[:1]:
+        raise CorruptCheckpointError(
+            f"{TOKEN_IDS} is {ids.dtype} {list(ids.shape)}, {WEIGHT} has {weight.shape[0]} rows; {cure}"
+        )
+    numbers = np.frombuffer(b"".join(ids.chunks()), "<i8").astype(np.int64)
+    if len(numbers) and (numbers[0] < 0 or numbers[-1] >= vocab_size or (np.diff(numbers) <= 0).any()):
+        raise CorruptCheckpointError(
+            f"{TOKEN_IDS} does not ascend within the {vocab_size} ids of the vocabulary; {cure}"
+        )
+    return numbers
+
+
+def announced(config: Mapping[str, Any], rows: int) -> dict[str, Any]:
+    """The same config with the draft head's rows in the language model's part."""
+    if "text_config" in config:
+        return {**config, "text_config": {**config["text_config"], SIZE_KEY: rows}}
+    return {**config, SIZE_KEY: rows}

@@ -1,0 +1,11 @@
+"""What can be wrong with a checkpoint."""
+
+from slimqwen.errors import SlimqwenError
+
+
+class MissingCheckpointError(SlimqwenError):
+    """There is no checkpoint in the folder."""
+
+
+class CorruptCheckpointError(SlimqwenError):
+    """The checkpoint's files contradict each other or its manifest."""

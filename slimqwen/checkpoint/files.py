@@ -1,0 +1,357 @@
+"""The files of a checkpoint folder: manifest, hashes, checks, copies, and publishing by one rename."""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from slimqwen.checkpoint.config import expected_tensors, read_config, read_json_object
+from slimqwen.checkpoint.errors import CorruptCheckpointError, MissingCheckpointError
+from slimqwen.checkpoint.tensors import list_tensors
+from slimqwen.errors import SlimqwenError
+from slimqwen.progress import Progress, silent
+
+MANIFEST = "manifest.json"
+
+CARD = "README.md"
+"""The model card: not part of the manifest or the digest, and not passed on by a stage."""
+
+VOCAB_MAP = "vocab_map.json"
+"""The token ids that a pruned vocabulary kept; `slimqwen.recipe.stages.prune_vocab` says what is in it."""
+
+COMPILE_CACHE = ("compile_cache.tar.gz", "compile_cache.json")
+"""A compile cache and its description: code for one kind of machine, never downloaded from a hub."""
+
+SIDE_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+    VOCAB_MAP,
+)
+"""Files that a stage passes on unchanged if it alters neither tokens nor prompts."""
+
+_REQUIRED = ("tokenizer.json", "tokenizer_config.json")
+
+
+class FileRecord(BaseModel):
+    """One file of a checkpoint."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    sha256: str
+    bytes: int
+
+
+class Manifest(BaseModel):
+    """manifest.json: the files of a checkpoint and how they were made.
+
+    Attributes:
+        files: every other file by its path in the folder, except the model card.
+        stage: name of the stage that made the checkpoint, or `download`.
+        key: SHA-256 over the ingredients, the checkpoint's name in the store. Empty outside a store.
+        ingredients: everything that decides the content, by dotted name.
+        wall_seconds: duration of the stage.
+        peak_memory_bytes: largest resident size of the stage's process.
+        versions: versions of the tools, and facts about the machine.
+        facts: results that the stage reported.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    schema_version: Literal[1] = 1
+    stage: str
+    key: str = ""
+    ingredients: dict[str, str] = {}
+    files: dict[str, FileRecord]
+    wall_seconds: float
+    peak_memory_bytes: int
+    versions: dict[str, str]
+    facts: dict[str, str | int | float | bool] = {}
+
+    @classmethod
+    def read(cls, folder: Path) -> "Manifest":
+        """Read the manifest of a folder.
+
+        Raises:
+            CorruptCheckpointError: it is missing or does not follow the schema.
+        """
+        file = folder / MANIFEST
+        try:
+            return cls.model_validate_json(file.read_bytes())
+        except FileNotFoundError:
+            raise CorruptCheckpointError(
+                f"{file} is missing, so the content of {folder} is unknown"
+            ) from None
+        except ValidationError as error:
+            raise CorruptCheckpointError(f"{file} is not a manifest: {error.errors()[0]['msg']}") from None
+
+    def write(self, folder: Path) -> None:
+        """Write the manifest, as the last file of the folder: `digest` trusts files older than their manifest."""
+        text = json.dumps(self.model_dump(mode="json"), indent=2, sort_keys=True)
+        (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
+
+
+def check(folder: Path, cure: str) -> None:
+    """Check in milliseconds what a loader needs: config, headers, sizes, index and tokenizer files.
+
+    Args:
+        folder: checkpoint folder.
+        cure: end of the error message, e.g. "`make recipe VARIANT=tiny-awq` makes it".
+
+    Raises:
+        MissingCheckpointError: the folder does not exist or is empty.
+        CorruptCheckpointError: a file is missing, unreadable, too short, too long or not in the index.
+    """
+    if not folder.is_dir() or not any(folder.iterdir()):
+        raise MissingCheckpointError(f"no checkpoint in {folder}; {cure}")
+    with _cure(cure):
+        read_config(folder)
+        list_tensors(folder)
+        for name in _REQUIRED:
+            if not (folder / name).is_file():
+                raise CorruptCheckpointError(f"{folder / name} is missing")
+
+
+def verify(folder: Path, cure: str, progress: Progress = silent) -> Manifest:
+    """Hash every file against the manifest, and compare every tensor with what config.json promises.
+
+    Args:
+        folder: checkpoint folder.
+        cure: end of the error message.
+        progress: receives (activity, done, total) in bytes.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        MissingCheckpointError: as `check`.
+        CorruptCheckpointError: as `check`; or a file or a tensor is missing, unexpected or not as described.
+    """
+    check(folder, cure)
+    with _cure(cure):
+        manifest = Manifest.read(folder)
+        actual = file_records(folder, progress)
+        for name in sorted(manifest.files.keys() | actual.keys()):
+            if name not in actual:
+                raise CorruptCheckpointError(f"{folder / name} is missing, {MANIFEST} lists it")
+            if name not in manifest.files:
+                raise CorruptCheckpointError(f"{folder / name} is not listed in {MANIFEST}")
+            if actual[name] != manifest.files[name]:
+                raise CorruptCheckpointError(f"{folder / name} is not the file that {MANIFEST} describes")
+        _check_tensors(folder)
+    return manifest
+
+
+def digest(folder: Path, progress: Progress = silent) -> str:
+    """The checkpoint digest: one SHA-256 over the names and hashes of the files that decide what it computes.
+
+    The manifest, the model card and the compile cache (which differs from one bake to the next) are left out. The
+    hash of a file that is older than the manifest and as long as listed there is taken from the manifest; every
+    other file is hashed again, so the digest is the same with and without a manifest.
+    """
+    files = {name: path for name, path in _files(folder).items() if name not in COMPILE_CACHE}
+    known = {}
+    if (folder / MANIFEST).is_file():
+        # File times have coarse ticks: a file with the manifest's own time may be the younger one.
+        made = (folder / MANIFEST).stat().st_mtime_ns
+        for name, record in Manifest.read(folder).files.items():
+            stat = files[name].stat() if name in files else None
+            if stat and stat.st_mtime_ns < made and stat.st_size == record.bytes:
+                known[name] = record
+    records = _hash_files(files, known, progress)
+    lines = (f"{record.sha256}  {name}\n" for name, record in sorted(records.items()))
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def file_records(folder: Path, progress: Progress = silent) -> dict[str, FileRecord]:
+    """Hash every file except the manifest and the model card: the `files` of a Manifest."""
+    return _hash_files(_files(folder), {}, progress)
+
+
+def sha256(file: Path) -> str:
+    """SHA-256 of one file, hexadecimal."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def bytes_on_disk(folder: Path) -> int:
+    """Total size of the checkpoint's files in bytes, without manifest and model card."""
+    return sum(file.stat().st_size for file in _files(folder).values())
+
+
+def kept_token_ids(folder: Path) -> npt.NDArray[np.int64] | None:
+    """The old token id of each row of a pruned checkpoint; None if its vocabulary was not pruned.
+
+    Raises:
+        CorruptCheckpointError: its vocab_map.json cannot be read.
+    """
+    file = folder / VOCAB_MAP
+    if not file.is_file():
+        return None
+    try:
+        return np.array(read_json_object(file)["new_to_old"], dtype=np.int64)
+    except (KeyError, TypeError, ValueError):
+        raise CorruptCheckpointError(
+            f"{file} has no list new_to_old of token ids; make the checkpoint anew with the stage prune_vocab"
+        ) from None
+
+
+def carry_side_files(source: Path, destination: Path) -> None:
+    """Copy those of SIDE_FILES that source has: tokenizer, chat template, generation and image settings."""
+    for name in SIDE_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, destination / name)
+
+
+def carry_all(source: Path, destination: Path, leave_out: Sequence[str] = ()) -> None:
+    """Copy every file except the manifest, the model card, dot files and the names in `leave_out`."""
+    for file in source.iterdir():
+        if file.is_file() and file.name not in (MANIFEST, CARD, *leave_out) and not file.name.startswith("."):
+            shutil.copyfile(file, destination / file.name)
+
+
+@contextlib.contextmanager
+def publish(destination: Path) -> Iterator[Path]:
+    """Build a folder out of sight and make it visible as a whole.
+
+    Yields an empty folder under `.staging` beside destination. When the block ends, its files are flushed to disk
+    and it becomes destination by one rename; when the block raises, it is deleted. Leftovers of dead processes
+    under `.staging` are deleted first.
+
+    Raises:
+        SlimqwenError: destination exists already.
+    """
+    root = destination.parent / ".staging"
+    root.mkdir(parents=True, exist_ok=True)
+    _delete_stale(root)
+    staging, lock = _locked_folder(root, destination.name)
+    try:
+        yield staging
+        for path in (*staging.rglob("*"), staging):
+            flush(path)
+        if os.path.lexists(destination):
+            raise SlimqwenError(f"{destination} exists already; delete it to make it anew")
+        staging.rename(destination)
+        flush(destination.parent)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    finally:
+        os.close(lock)
+
+
+def withdraw(published: Path) -> None:
+    """Delete a published folder; one rename hides it first, so that a half-deleted folder is never visible."""
+    root = published.parent / ".staging"
+    root.mkdir(exist_ok=True)
+    hidden = root / f"{published.name}.{secrets.token_hex(4)}"
+    published.rename(hidden)
+    shutil.rmtree(hidden)
+
+
+def flush(path: Path) -> None:
+    """Flush a file or folder to disk, so that a later rename never shows it empty."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def _cure(cure: str) -> Iterator[None]:
+    """Append a cure to the message of a CorruptCheckpointError."""
+    try:
+        yield
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(f"{error}; {cure}") from error
+
+
+def _check_tensors(folder: Path) -> None:
+    expected = expected_tensors(folder)
+    stored = list_tensors(folder)
+    for name, (shape, dtypes) in expected.items():
+        if name not in stored:
+            raise CorruptCheckpointError(f"{folder} lacks the tensor {name}, which its config.json promises")
+        if stored[name].shape != shape:
+            actual = list(stored[name].shape)
+            raise CorruptCheckpointError(
+                f"{folder}: {name} has shape {actual}, config.json says {list(shape)}"
+            )
+        if stored[name].dtype not in dtypes:
+            raise CorruptCheckpointError(
+                f"{folder}: {name} is {stored[name].dtype}, config.json says {' or '.join(dtypes)}"
+            )
+    for name in stored:
+        if name not in expected:
+            raise CorruptCheckpointError(f"{folder} holds the tensor {name}, unknown to its config.json")
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    # Dot files belong to tools (a hub client keeps time stamps there), not to the checkpoint.
+    return {
+        relative.as_posix(): path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+        and (relative := path.relative_to(folder)) not in (Path(MANIFEST), Path(CARD))
+        and not any(part.startswith(".") for part in relative.parts)
+    }
+
+
+def _hash_files(
+    files: Mapping[str, Path], known: Mapping[str, FileRecord], progress: Progress
+) -> dict[str, FileRecord]:
+    records = dict(known)
+    missing = {name: path for name, path in files.items() if name not in known}
+    total = sum(path.stat().st_size for path in missing.values())
+    done = 0
+    for name, path in missing.items():
+        length = path.stat().st_size
+        records[name] = FileRecord(sha256=sha256(path), bytes=length)
+        done += length
+        progress("hashing", done, total)
+    return records
+
+
+def _locked_folder(root: Path, name: str) -> tuple[Path, int]:
+    while True:
+        folder = root / f"{name}.{secrets.token_hex(4)}"
+        folder.mkdir()
+        lock = os.open(folder, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        # Before the lock was held, another process may have deleted the folder as a leftover.
+        if folder.exists():
+            return folder, lock
+        os.close(lock)
+
+
+def _delete_stale(root: Path) -> None:
+    for folder in root.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            lock = os.open(folder, os.O_RDONLY)
+            try:
+                # The kernel drops a lock with the last process that holds it, however that process ended.
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            except BlockingIOError:
+                pass
+            finally:
+                os.close(lock)

@@ -1,0 +1,182 @@
+"""Packed linears of a checkpoint, compressed-tensors' `pack-quantized`: which ones, how wide, and how to pack one."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import BaseModel, PositiveInt
+
+from slimqwen.checkpoint.errors import CorruptCheckpointError
+from slimqwen.checkpoint.tensors import NewTensor, TensorInfo
+
+LINEARS: Mapping[str, str] = {
+    "mlp": r"re:^(?!mtp\.).*layers\.\d+\.mlp\.(gate|up|down)_proj$",
+    "attention": r"re:^(?!mtp\.).*layers\.\d+\.self_attn\.(q|k|v|o)_proj$",
+    # Not in_proj_a and in_proj_b: they have one row per head, and they control the decay of the state.
+    "linear_attention": r"re:^(?!mtp\.).*layers\.\d+\.linear_attn\.(in_proj_qkv|in_proj_z|out_proj)$",
+    "mtp": r"re:^mtp\.(fc|layers\.\d+\.(mlp|self_attn)\.\w+_proj)$",
+    "lm_head": r"re:.*lm_head$",
+}
+"""Kinds of linears that can be packed: the target of compressed-tensors that names their modules."""
+
+PACKED = ".weight_packed"
+"""End of the name of a packed weight."""
+
+UNPACKED_MTP = "re:^mtp.*"
+"""Entry of `ignore` where the MTP head is not packed; an engine builds the head from the same config."""
+
+_CLASS = "Linear"
+"""A target that means every linear which is not ignored."""
+
+BLOCK_BYTES = 8 * 2**20
+"""16-bit weights that are rounded at a time."""
+
+
+class WeightPacking(BaseModel):
+    """Integers of a packed weight.
+
+    Attributes:
+        num_bits: bits per weight.
+        group_size: weights of a row that share a scale; None for one scale per row.
+        symmetric: whether there are no zero points.
+    """
+
+    num_bits: PositiveInt
+    group_size: int | None = None
+    symmetric: bool = True
+
+
+class _Group(BaseModel):
+    targets: tuple[str, ...] = ()
+    weights: WeightPacking | None = None
+
+
+class Quantisation(BaseModel):
+    """Fields of a compressed-tensors quantization_config that say how weights and KV cache are stored."""
+
+    config_groups: dict[str, _Group] = {}
+    kv_cache_scheme: WeightPacking | None = None
+
+    def of_module(self, module: str) -> WeightPacking:
+        """Packing of a module that has packed weights: a target that names it goes before one of its class.
+
+        Raises:
+            CorruptCheckpointError: no group has the module.
+        """
+        packings = [
+            (target, group.weights)
+            for group in self.config_groups.values()
+            if group.weights is not None
+            for target in group.targets
+        ]
+        for target, weights in packings:
+            if target == module or (target.startswith("re:") and re.match(target[3:], module)):
+                return weights
+        for target, weights in packings:
+            if target == _CLASS:
+                return weights
+        raise CorruptCheckpointError(
+            f"config.json: no group of quantization_config has {module}, whose weight is packed; make the checkpoint "
+            "anew"
+        )
+
+
+def config_group(kind: str, bits: int, group_size: int | None) -> dict[str, Any]:
+    """A config group for one kind of linears, symmetric.
+
+    Args:
+        kind: key of `LINEARS`.
+        bits: bits per weight.
+        group_size: weights of a row that share a scale; None for one scale per row.
+    """
+    weights = {
+        "num_bits": bits,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "channel" if group_size is None else "group",
+        "group_size": group_size,
+        "dynamic": False,
+    }
+    return {"targets": [LINEARS[kind]], "weights": weights, "format": "pack-quantized"}
+
+
+def with_group(config: Mapping[str, Any], kind: str, group: Mapping[str, Any]) -> dict[str, Any]:
+    """The quantization_config of a checkpoint whose linears of one kind have been packed too.
+
+    Args:
+        config: config.json before; it may have no quantization_config.
+        kind: `lm_head` or `mtp`.
+        group: config group, from `config_group`.
+    """
+    before = config.get("quantization_config") or {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {},
+        "ignore": [],
+    }
+    groups = {**before["config_groups"], kind: dict(group)}
+    unpacked = {"lm_head": "lm_head", "mtp": UNPACKED_MTP}
+    if groups.keys() <= unpacked.keys():
+        # An engine asks for every linear: whatever no target names is ignored. Not where a linear of the layers is
+        # packed: vLLM takes a pattern that matches the name of a fused linear before the names of its parts.
+        targets = [target.removeprefix("re:") for each in groups.values() for target in each["targets"]]
+        ignore = [f"re:(?!{'|'.join(targets)}).*"]
+    else:
+        ignore = [name for name in before.get("ignore", []) if name != unpacked[kind]]
+    return {**before, "config_groups": groups, "ignore": ignore}
+
+
+def rounded_to_nearest(
+    weight: TensorInfo, name: str, bits: int, group_size: int | None
+) -> dict[str, NewTensor]:
+    """The packed form of a 16-bit weight rounded to nearest; rows pass through in blocks of some MiB.
+
+    Args:
+        weight: BF16 [rows, inputs].
+        name: name of the weight in the new checkpoint, ending in `.weight`.
+        bits: bits per weight.
+        group_size: weights of a row that share a scale; None for one scale per row.
+    """
+    rows, inputs = weight.shape
+    group = group_size or inputs
+
+    def integers() -> Iterator[memoryview]:
+        from compressed_tensors.compressors import pack_to_int32
+
+        for quantised, _ in quantised_blocks(weight, group, bits):
+            yield memoryview(pack_to_int32(quantised, bits).numpy()).cast("B")
+
+    def scales() -> Iterator[memoryview]:
+        import torch
+
+        for _, block in quantised_blocks(weight, group, bits):
+            yield memoryview(block.view(torch.uint8).numpy()).cast("B")
+
+    def shape() -> Iterator[bytes]:
+        yield b"".join(dimension.to_bytes(8, "little") for dimension in weight.shape)
+
+    return {
+        f"{name}_packed": NewTensor("I32", (rows, inputs * bits // 32), integers),
+        f"{name}_scale": NewTensor("BF16", (rows, inputs // group), scales),
+        f"{name}_shape": NewTensor("I64", (2,), shape),
+    }
+
+
+def quantised_blocks(weight: TensorInfo, group_size: int, bits: int) -> Iterator[tuple[Any, Any]]:
+    """Integers and scales of a weight's rows, some MiB of rows at a time."""
+    import torch
+
+    from slimqwen.checkpoint.rtn import quantise
+
+    rows, inputs = weight.shape
+    step = max(1, BLOCK_BYTES // (2 * inputs))
+    for first in range(0, rows, step):
+        last = min(first + step, rows)
+        block = bytearray().join(weight.chunks(2 * inputs * first, 2 * inputs * last))
+        numbers = torch.frombuffer(block, dtype=torch.bfloat16).reshape(-1, inputs).float()
+        if not torch.isfinite(numbers).all():
+            raise CorruptCheckpointError(
+                f"{weight.file}: a weight to pack has NaN or infinity; make that checkpoint anew"
+            )
+        yield quantise(numbers, group_size, bits)

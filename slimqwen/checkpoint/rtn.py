@@ -1,0 +1,49 @@
+"""Round-to-nearest (RTN) quantisation of weights in groups: the baseline of every search for better scales."""
+
+import torch
+from torch import Tensor
+
+
+def round_to_nearest(weight: Tensor, group_size: int, bits: int, *, symmetric: bool = True) -> Tensor:
+    """Quantise and dequantise weights as compressed-tensors' min-max observer does.
+
+    Args:
+        weight: float32 [rows, columns].
+        group_size: weights of a row that share a bfloat16 scale; divides the columns.
+        bits: bits per weight.
+        symmetric: scale around zero; otherwise each group has a zero point.
+
+    Returns:
+        float32 [rows, columns].
+    """
+    if symmetric:
+        integers, scales = quantise(weight, group_size, bits)
+        groups = integers.reshape(-1, group_size)
+        return (groups * scales.float().reshape(-1, 1)).reshape(weight.shape)
+    groups = weight.reshape(-1, group_size)
+    levels = 2**bits
+    low, high = groups.amin(1, keepdim=True).clamp_max(0), groups.amax(1, keepdim=True).clamp_min(0)
+    scales = ((high - low) / (levels - 1)).bfloat16().float().clamp_min(torch.finfo(torch.float32).tiny)
+    zero = (-low / scales).round().clamp(0, levels - 1)
+    steps = ((groups / scales).round() + zero).clamp(0, levels - 1) - zero
+    return (steps * scales).reshape(weight.shape)
+
+
+def quantise(weight: Tensor, group_size: int, bits: int) -> tuple[Tensor, Tensor]:
+    """Quantise weights symmetrically.
+
+    Args:
+        weight: float32 [rows, columns].
+        group_size: weights of a row that share a scale; divides the columns.
+        bits: bits per weight.
+
+    Returns:
+        int8 [rows, columns] from -2^(bits-1) to 2^(bits-1) - 1, and the scales, bfloat16 [rows, columns / group_size].
+    """
+    groups = weight.reshape(len(weight), -1, group_size)
+    levels = 2**bits
+    # The scale is rounded first, so that the integers are chosen for the scale that is stored.
+    scales = (groups.abs().amax(dim=2) / ((levels - 1) / 2)).bfloat16()
+    divisors = scales.float().unsqueeze(2)
+    integers = torch.where(divisors > 0, groups / divisors, 0).round().clamp(-levels // 2, levels // 2 - 1)
+    return integers.to(torch.int8).reshape(weight.shape), scales

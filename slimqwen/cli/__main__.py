@@ -1,0 +1,5 @@
+"""`python -m slimqwen.cli` is `slimqwen`."""
+
+from slimqwen.cli.app import main
+
+main()

@@ -1,0 +1,141 @@
+"""`slimqwen analyze`: what can be said without a server."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from slimqwen import variant as variants
+from slimqwen.cli.console import command, progress_bar, show_record
+from slimqwen.cli.options import EvenIfBusy, VariantName
+
+app = typer.Typer(help="Say what needs no server: roofline, output head, vocabulary.", no_args_is_help=True)
+
+
+@app.command("lm-head")
+def lm_head_(
+    variant: VariantName,
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="held-out .txt or .jsonl (default for variants of tiny: its prose)"
+        ),
+    ] = None,
+    documents: Annotated[int, typer.Option(help="scored documents, each cut to 8,192 characters")] = 60,
+    fraction: Annotated[
+        list[float] | None, typer.Option(help="rank as a share of the hidden size; repeat it")
+    ] = None,
+) -> None:
+    """Measure smaller output heads: spectrum, low-rank and 4-bit heads, bits per byte."""
+    from slimqwen.analysis.lm_head import measurement
+
+    with progress_bar() as progress:
+        record = measurement.write(
+            variants.load(variant),
+            text,
+            num_documents=documents,
+            fractions=tuple(fraction or measurement.FRACTIONS),
+            command=command(),
+            progress=progress,
+        )
+    show_record(record)
+
+
+@app.command()
+def vocab(
+    variant: VariantName,
+    size: Annotated[list[int] | None, typer.Option(help="vocabulary size; repeat it")] = None,
+    corpus: Annotated[
+        Path | None, typer.Option(help="text to rank tokens by (default: the tiny world's)")
+    ] = None,
+    documents: Annotated[int, typer.Option(help="documents of the corpus")] = 20_000,
+    text: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=FILE", help="measure on this in addition; repeat it")
+    ] = None,
+    held_out: Annotated[int, typer.Option(help="documents of each kind of the tiny world")] = 200,
+    scored: Annotated[int, typer.Option(help="documents per source for bits per byte, 0: none")] = 20,
+) -> None:
+    """Measure the coverage of smaller vocabularies."""
+    from slimqwen.analysis import vocab_coverage
+
+    with progress_bar() as progress:
+        record = vocab_coverage.write(
+            variants.load(variant),
+            size or [2048, 3072, 4096, 6144],
+            corpus=corpus,
+            num_documents=documents,
+            texts={name: Path(file) for name, _, file in (given.partition("=") for given in text or ())},
+            num_held_out=held_out,
+            num_scored=scored,
+            command=command(),
+            progress=progress,
+        )
+    show_record(record)
+
+
+@app.command()
+def levers(
+    variant: VariantName,
+    against: Annotated[
+        list[str],
+        typer.Option(metavar="NAME", help="variant whose step is timed in turns with it; repeat it"),
+    ],
+    rounds: Annotated[int, typer.Option(help="turns of each variant")] = 6,
+    prompt_tokens: Annotated[int, typer.Option(help="length of the prompt")] = 32,
+    output_tokens: Annotated[int, typer.Option(help="length of the answer")] = 96,
+    even_if_busy: EvenIfBusy = False,
+) -> None:
+    """Time decode steps of variants on this CPU, in turns, beside what the cost model predicted."""
+    from slimqwen.analysis.levers import measurement
+
+    with progress_bar() as progress:
+        record = measurement.write(
+            [variants.load(name) for name in (variant, *against)],
+            rounds=rounds,
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            command=command(),
+            even_if_busy=even_if_busy,
+            progress=progress,
+        )
+    show_record(record)
+
+
+@app.command("roofline")
+def roofline_(
+    variant: VariantName,
+    gpu: Annotated[str, typer.Option(metavar="NAME", help="name in eval/devices.yaml, such as a10g")],
+    against: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="further variant, beside the baseline; repeat it")
+    ] = None,
+    context: Annotated[
+        list[int] | None, typer.Option(help="context length in tokens; repeat it (default: 128, 2048, 8192)")
+    ] = None,
+    acceptance_length: Annotated[
+        float | None, typer.Option(help="assumed where no record of `slimqwen eval acceptance` has one")
+    ] = None,
+) -> None:
+    """Bound a variant's speed on a GPU: bytes and FLOPs of a step from the real tensors."""
+    from slimqwen.analysis.roofline import bounds
+
+    record = bounds.write(
+        variants.load(variant),
+        gpu,
+        others=against or (),
+        context_lens=tuple(context or bounds.CONTEXT_LENS),
+        acceptance_length=acceptance_length,
+        command=command(),
+    )
+    show_record(record)
+
+
+@app.command()
+def waterfall(
+    variant: VariantName,
+    gpu: Annotated[str, typer.Option(metavar="NAME", help="name in eval/devices.yaml, such as a10g")],
+    context: Annotated[int, typer.Option(min=1, help="cached tokens")] = 2048,
+) -> None:
+    """Show bytes and shortest time of a decode step, lever by lever, from dimensions alone."""
+    from slimqwen.analysis.roofline import waterfall
+
+    show_record(waterfall.write(variants.load(variant), gpu, context_len=context, command=command()))

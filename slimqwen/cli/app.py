@@ -1,0 +1,59 @@
+"""The command `slimqwen`: every verb, grouped in panels."""
+
+import typer
+
+from slimqwen.cli import (
+    analyze,
+    bench,
+    console,
+    demo,
+    downloads,
+    evals,
+    gate,
+    image,
+    plan,
+    recipe,
+    records,
+    report,
+    serve,
+    sweep,
+    variants,
+    world,
+)
+from slimqwen.cli.watch.display import watch
+
+_START, _MAKE, _MEASURE, _READ = "Start here", "Make a variant", "Measure it", "Read and ship"
+
+app = typer.Typer(
+    name="slimqwen",
+    help="Make a smaller, faster variant of a Qwen checkpoint, serve it with vLLM, measure it against its baseline.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command(rich_help_panel=_START)(demo.demo)
+app.command(rich_help_panel=_START)(serve.serve)
+app.command(rich_help_panel=_START)(watch)
+app.command(rich_help_panel=_START)(downloads.download)
+app.command(rich_help_panel=_START)(downloads.shape)
+app.command(rich_help_panel=_START)(downloads.datasets)
+app.add_typer(variants.app, name="variant", rich_help_panel=_MAKE)
+app.command(rich_help_panel=_READ)(variants.diff)
+app.add_typer(recipe.app, name="recipe", rich_help_panel=_MAKE)
+app.add_typer(world.app, name="world", rich_help_panel=_MAKE)
+app.add_typer(plan.app, name="plan", rich_help_panel=_MEASURE)
+app.add_typer(evals.app, name="eval", rich_help_panel=_MEASURE)
+app.add_typer(gate.app, name="gate", rich_help_panel=_MEASURE)
+app.command(rich_help_panel=_MEASURE)(gate.limits)
+app.command(rich_help_panel=_MEASURE, cls=sweep.Sweep)(sweep.sweep)
+app.add_typer(bench.app, name="bench", rich_help_panel=_MEASURE)
+app.add_typer(analyze.app, name="analyze", rich_help_panel=_MEASURE)
+app.add_typer(records.app, name="record", rich_help_panel=_READ)
+app.add_typer(report.app, name="report", rich_help_panel=_READ)
+app.add_typer(image.app, name="image", rich_help_panel=_READ)
+
+
+def main() -> None:
+    """Run the command line."""
+    console.run(app, "slimqwen")

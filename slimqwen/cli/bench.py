@@ -1,0 +1,168 @@
+"""`slimqwen bench`: is a variant fast?"""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from slimqwen import variant as variants
+from slimqwen.cli.console import EXIT_CODES, Judge, command, console, progress_bar, relative, say, show_record
+from slimqwen.cli.options import EvenIfBusy, Port, RecordsFolder, Rounds, VariantName, WorkloadName
+
+app = typer.Typer(
+    help="Is a variant fast? Latency, start-up, first request, profile, soak.", no_args_is_help=True
+)
+
+
+@app.command()
+def latency(
+    variant: VariantName,
+    against: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="further variant, on fresh servers in turns; repeat it"),
+    ] = None,
+    baseline: Annotated[
+        bool, typer.Option("--baseline", help="the variant's baseline takes turns with it, and goes first")
+    ] = False,
+    workload: WorkloadName = "classes",
+    rounds: Annotated[int | None, typer.Option(help="instead of the workload's")] = None,
+    records_dir: RecordsFolder = None,
+    port: Port = None,
+    even_if_busy: EvenIfBusy = False,
+) -> None:
+    """Time variants over a workload, in turns: TTFT, TPOT, ITL, end-to-end latency, throughput."""
+    from slimqwen.bench import latency
+    from slimqwen.bench.workload import Workload
+
+    subjects = [variants.load(name) for name in (variant, *(against or ()))]
+    if baseline:
+        if len(subjects) > 1 or subjects[0].baseline is None:
+            raise typer.BadParameter("--baseline takes one variant, and one that has a baseline")
+        subjects.insert(0, variants.load(subjects[0].baseline))
+    with progress_bar() as progress:
+        paths = latency.measure(
+            subjects,
+            Workload.load(workload, variants.repository_root()),
+            command=command(),
+            rounds=rounds,
+            port=port,
+            records_folders=[records_dir / subject.name for subject in subjects] if records_dir else None,
+            even_if_busy=even_if_busy,
+            progress=progress,
+        )
+    busy = [show_record(path).provenance.host_was_busy for path in paths]
+    for path in paths[1:] if not any(busy) else ():
+        console.print(latency.comparison(paths[0], path).as_rich())
+
+
+@app.command()
+def startup(variant: VariantName, rounds: Rounds = 6, even_if_busy: EvenIfBusy = False) -> None:
+    """Time a start phase by phase: cold, warm, from the baked compile cache."""
+    from slimqwen.bench import start_up
+
+    subject = variants.load(variant)
+    log = subject.root / "logs" / f"start-up-{variant}.log"
+    with progress_bar() as progress:
+        path = start_up.write(
+            subject, rounds, log, command=command(), even_if_busy=even_if_busy, progress=progress
+        )
+    show_record(path, log)
+
+
+@app.command()
+def first_request(variant: VariantName, rounds: Rounds = 6, even_if_busy: EvenIfBusy = False) -> None:
+    """Time the first requests after readiness against later ones, with and without warm-up."""
+    from slimqwen.bench import first_request
+
+    with progress_bar() as progress:
+        path = first_request.write(
+            variants.load(variant), rounds, command=command(), even_if_busy=even_if_busy, progress=progress
+        )
+    show_record(path)
+
+
+@app.command()
+def middleware(
+    variant: VariantName,
+    rounds: Rounds = 6,
+    pairs: Annotated[int, typer.Option(help="requests to each server per round")] = 50,
+    even_if_busy: EvenIfBusy = False,
+) -> None:
+    """Time a variant's server in turns with bare vLLM of the same flags."""
+    from slimqwen.bench import middleware
+
+    with progress_bar() as progress:
+        path = middleware.write(
+            variants.load(variant),
+            rounds,
+            pairs,
+            command=command(),
+            even_if_busy=even_if_busy,
+            progress=progress,
+        )
+    show_record(path)
+
+
+@app.command()
+def profile(
+    variant: VariantName,
+    workload: WorkloadName = "classes",
+    requests: Annotated[int, typer.Option(help="timed requests per class")] = 8,
+    even_if_busy: EvenIfBusy = False,
+) -> None:
+    """Show where a request's time goes: phases, parts of a step, operators; traces into logs/."""
+    from slimqwen.bench import profile
+    from slimqwen.bench.workload import Workload
+
+    subject = variants.load(variant)
+    traces = subject.root / "logs" / f"profile-{variant}"
+    classes = Workload.load(workload, subject.root)
+    with progress_bar() as progress:
+        path = profile.write(
+            subject,
+            classes,
+            requests,
+            traces,
+            command=command(),
+            even_if_busy=even_if_busy,
+            progress=progress,
+        )
+    show_record(path)
+    say(f"traces: {relative(traces)}/")
+
+
+@app.command(cls=Judge)
+def soak(
+    variant: VariantName,
+    minutes: Annotated[float, typer.Option(help="minutes of load")] = 15,
+) -> None:
+    """Load the server for minutes: does its memory stay flat, does every request end?
+
+    Exit code 0: yes, 1: something is wrong, 2: too short to tell, 3: error.
+    """
+    from slimqwen.bench import soak
+
+    subject = variants.load(variant)
+    log = subject.root / "logs" / f"soak-{variant}.log"
+    with progress_bar() as progress:
+        path = soak.write(subject, 60 * minutes, log, command=command(), progress=progress)
+    raise typer.Exit(EXIT_CODES[show_record(path, log).outcome])
+
+
+@app.command()
+def prune_vocab(
+    rounds: Annotated[int, typer.Option(help="copies and prunes")] = 3,
+    layers: Annotated[int, typer.Option(help="transformer layers of the checkpoint")] = 32,
+    yes: Annotated[bool, typer.Option("--yes", help="do not ask before 18 GB of disk are used")] = False,
+) -> None:
+    """Time pruning a 4B-shaped checkpoint against copying it (18 GB of disk, removed again)."""
+    from slimqwen.bench import prune_vocab
+
+    if not yes and not sys.stdin.isatty():
+        raise typer.BadParameter("up to 18 GB of disk are used and nobody is there to agree; give --yes")
+    if not yes and not typer.confirm("Up to 18 GB of disk are used and freed again; go on?"):
+        raise typer.Exit(1)
+    root = variants.repository_root()
+    with progress_bar() as progress:
+        path = prune_vocab.write(root, rounds, layers, command=command(), progress=progress)
+    show_record(path)

@@ -1,0 +1,194 @@
+"""The terminal: results on stdout, one-line errors on stderr, progress bars, exit codes."""
+
+import gc
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from typer.core import TyperCommand
+
+from slimqwen import progress, variant
+from slimqwen.cli.watch import activity as activities
+from slimqwen.errors import SlimqwenError
+from slimqwen.recipe.worker import GARBAGE_THRESHOLD
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # for imports of vLLM in this process
+logging.getLogger("vllm").setLevel(logging.ERROR)  # it warns before it has read that variable
+
+# The stream itself: libraries get another one. In a file, lines as wide as the widest table.
+console = Console(highlight=False, file=sys.stdout, width=None if sys.stdout.isatty() else 120)
+errors = Console(stderr=True, highlight=False, soft_wrap=True)
+
+EXIT_CODES = {"pass": 0, "fail": 1, "inconclusive": 2}
+"""Exit codes of verbs that give a verdict; theirs for an error is 3."""
+
+_REFUSED, _REFUSED_BY_JUDGE, _INTERRUPTED = 2, 3, 130
+
+
+class Judge(TyperCommand):
+    """A verb whose exit code is a verdict, so that an error needs one of its own."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the verb; an expected error ends with exit code 3."""
+        try:
+            return super().invoke(ctx)
+        except SlimqwenError as error:
+            show_error(str(error))
+            raise typer.Exit(_REFUSED_BY_JUDGE) from None
+
+
+def run(app: typer.Typer, name: str) -> None:
+    """Run a command line and exit: 2 and one line on stderr for an expected error, 130 for Ctrl-C."""
+    app.pretty_exceptions_enable = False
+    gc.set_threshold(GARBAGE_THRESHOLD)
+    try:
+        code = app(prog_name=name, standalone_mode=False)
+    except SlimqwenError as error:
+        show_error(str(error))
+        code = _REFUSED
+    except typer.TyperException as error:
+        if message := error.format_message():  # empty where the help was shown instead
+            show_error(f"{' '.join(message.split())} `--help` lists what there is.")
+        code = _REFUSED
+    except (KeyboardInterrupt, typer.Abort):
+        code = _INTERRUPTED
+    if code == _INTERRUPTED:
+        errors.print("interrupted")
+    sys.exit(code or 0)
+
+
+def show_error(message: str) -> None:
+    """Print an expected error on stderr."""
+    errors.print(f"error: {message}", markup=False)
+
+
+def say(text: str) -> None:
+    """Print text as it is: no markup, no line breaks of its own."""
+    console.print(text, markup=False, soft_wrap=True)
+
+
+def command() -> list[str]:
+    """The command line as records write it down."""
+    return ["slimqwen", *sys.argv[1:]]
+
+
+def relative(path: Path) -> Path:
+    """A path relative to the repository where it lies in it."""
+    root = variant.repository_root()
+    return path.relative_to(root) if path.is_relative_to(root) else path
+
+
+def show_record(path: Path, log: Path | None = None) -> Any:
+    """Print the tables of a new record, draw the chart of one in results/, say where the files are; returns the record.
+
+    Args:
+        path: file of the record.
+        log: log of the measurement, where there is one.
+    """
+    from slimqwen.records import store
+    from slimqwen.report import charts
+
+    record = store.read(path)
+    chart = charts.draw_beside(path) if record.folder == "results" else None
+    for shown in record.tables(path):
+        console.print(shown.as_rich())
+    if record.provenance.host_was_busy:
+        say("the host was busy: this record is marked, and no comparison takes it")
+    files = {"record": path, "chart": chart, "log": log}
+    say(", ".join(f"{name}: {relative(file)}" for name, file in files.items() if file))
+    return record
+
+
+@contextmanager
+def measuring(log: Path) -> Iterator[progress.Progress]:
+    """A progress bar, while everything that libraries print goes into a log."""
+    from slimqwen.captured_log import capture_output
+
+    with progress_bar() as shown, capture_output(log):
+        yield shown
+
+
+def table(text: Sequence[str], figures: Sequence[str]) -> Table:
+    """An empty table without lines: left-aligned columns of text, then right-aligned columns of figures."""
+    empty = Table(*text, box=None, pad_edge=False)
+    for heading in figures:
+        empty.add_column(heading, justify="right")
+    return empty
+
+
+@contextmanager
+def progress_bar() -> Iterator[progress.Progress]:
+    """A bar per activity with the time left; where output is a file, one line per activity.
+
+    Progress is also published for `slimqwen watch`.
+    """
+    published = activities.publish(variant.repository_root(), command())
+    with published as publish, _bars() if console.is_terminal else _lines() as show:
+
+        def report(activity: str, done: float, total: float) -> None:
+            publish(activity, done, total)
+            show(activity, done, total)
+
+        yield report
+
+
+@contextmanager
+def _bars() -> Iterator[progress.Progress]:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def show(activity: str, done: float, total: float) -> None:
+            if activity not in tasks:
+                tasks[activity] = bars.add_task(activity, total=None)
+            bars.update(tasks[activity], completed=done, total=total or None)
+
+        yield show
+
+
+@contextmanager
+def _lines() -> Iterator[progress.Progress]:
+    begun: set[str] = set()
+
+    def show(activity: str, done: float, total: float) -> None:
+        if activity not in begun:
+            begun.add(activity)
+            say(f"{activity} …")
+
+    yield show
+
+
+def hub_environment() -> None:
+    """Keep the hub's client from printing bars and warnings of its own and from sending telemetry.
+
+    It reads these variables when it is imported.
+    """
+    for name, value in (
+        ("HF_HUB_VERBOSITY", "error"),
+        ("HF_HUB_DISABLE_TELEMETRY", "1"),
+        ("HF_HUB_DISABLE_PROGRESS_BARS", "1"),
+    ):
+        os.environ.setdefault(name, value)

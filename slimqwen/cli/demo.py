@@ -1,0 +1,228 @@
+"""`slimqwen demo`: the whole pipeline on the embedded model, and what it says of the variant."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from slimqwen import variant as variants
+from slimqwen.cli.console import command, console, measuring, progress_bar, relative, say
+
+if TYPE_CHECKING:
+    from slimqwen.progress import Progress
+    from slimqwen.records.record import Record
+
+_BASELINE, _VARIANT = "tiny", "tiny-best"
+_SETTINGS = "tinyworld"
+
+
+def demo(
+    rounds: Annotated[int, typer.Option(min=2, help="latency rounds")] = 3,
+) -> None:
+    """Make a variant of the embedded model, judge its quality, time it, and say what to serve (8 minutes)."""
+    from slimqwen.cli.recipe import run_recipe
+    from slimqwen.report import site
+
+    root = variants.repository_root()
+    started = time.monotonic()
+
+    def step(number: int, activity: str) -> None:
+        console.print(f"[bold]{number}/6 {activity}[/bold] ({time.monotonic() - started:.0f} s)")
+
+    step(
+        1,
+        f"make {_VARIANT}: 4-bit MLPs by AWQ, smaller vocabulary, MTP head taught again, compile cache baked",
+    )
+    for outcome in run_recipe(_VARIANT):
+        duration = f"{outcome.manifest.wall_seconds:.0f} s"
+        state = f"reused, made {_age(outcome.folder)} ago in {duration}" if outcome.reused else duration
+        sizes = f"{outcome.bytes_before / 1e6:.1f} -> {outcome.bytes_after / 1e6:.1f} MB"
+        say(f"    {outcome.stage}: {state}, {sizes}")
+
+    evidence = _measure(root, rounds, step)
+    step(6, "build the report")
+    with progress_bar() as progress:
+        built = site.build(root, root / "report", progress)
+    console.print(
+        f"[bold]{_VARIANT} beside its baseline {_BASELINE}, measured in {_duration(started)}[/bold]"
+    )
+    for line in _summary(evidence):
+        say(line)
+    say(f"records: demo/{_BASELINE}, demo/{_VARIANT}; all variants: {relative(built.index)}")
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Records of the demo; of pairs the baseline's comes first."""
+
+    fidelity: Path
+    acceptance: tuple[Path, Path]
+    quality: tuple[Path, Path]
+    latency: tuple[Path, Path]
+
+
+def _measure(root: Path, rounds: int, step: Callable[[int, str], None]) -> Evidence:
+    """Judge and time the variant; a record that measuring again would only repeat is used again."""
+    from slimqwen.bench import latency
+    from slimqwen.bench.latency import Latency
+    from slimqwen.bench.workload import Workload
+    from slimqwen.evals import acceptance, fidelity, quality
+    from slimqwen.evals.acceptance import Acceptance
+    from slimqwen.evals.drafting import AcceptanceSettings
+    from slimqwen.evals.fidelity import Fidelity
+    from slimqwen.evals.quality import Quality
+    from slimqwen.evals.suites.suite import DECIDING, Suite
+    from slimqwen.serving.server import free_port
+
+    baseline, variant = (variants.load(name) for name in (_BASELINE, _VARIANT))
+    sides = baseline, variant
+
+    def folder(side: variants.Variant) -> Path:
+        return root / "demo" / side.name
+
+    def reused_or(
+        kind: "type[Record]", side: variants.Variant, measure: "Callable[[Progress], Path]"
+    ) -> Path:
+        if found := _reusable(side, kind, folder(side)):
+            return found
+        with measuring(root / "logs" / f"demo_{kind.kind}_{side.name}.log") as progress:
+            return measure(progress)
+
+    step(2, "fidelity: next-token distributions on the same texts")
+    fidelity_path = reused_or(
+        Fidelity,
+        variant,
+        lambda progress: fidelity.measure(
+            variant,
+            _SETTINGS,
+            stages=False,
+            command=command(),
+            port=free_port(),
+            records_folder=folder(variant),
+            progress=progress,
+        ),
+    )
+    step(3, "acceptance: how many drafted tokens the target keeps")
+    depth = AcceptanceSettings.of_variant(variant, _SETTINGS).gate_depth
+    accepted = tuple(
+        reused_or(
+            Acceptance,
+            side,
+            lambda progress, side=side: acceptance.measure(  # type: ignore[misc]
+                side,
+                _SETTINGS,
+                [depth],
+                greedy_only=True,
+                command=command(),
+                records_folder=folder(side),
+                progress=progress,
+            ),
+        )
+        for side in sides
+    )
+    step(4, "quality: as many items of five tasks as decide at the non-inferiority margin")
+    suite = Suite.load(_SETTINGS, root)
+    scored = tuple(
+        reused_or(
+            Quality,
+            side,
+            lambda progress, side=side: quality.measure(  # type: ignore[misc]
+                side,
+                suite,
+                limit=DECIDING,
+                command=command(),
+                port=free_port(),
+                records_folder=folder(side),
+                progress=progress,
+            ),
+        )
+        for side in sides
+    )
+    step(5, f"latency: both in turns, {rounds} rounds with a fresh server each")
+    timed = [_reusable(side, Latency, folder(side), rounds=rounds) for side in sides]
+    if not all(timed):
+        with measuring(root / "logs" / "demo_latency.log") as progress:
+            timed = list(
+                latency.measure(
+                    list(sides),
+                    Workload.load("classes", root),
+                    command=command(),
+                    rounds=rounds,
+                    port=free_port(),
+                    records_folders=[folder(side) for side in sides],
+                    progress=progress,
+                )
+            )
+    first, second = (path for path in timed if path)
+    return Evidence(fidelity_path, (accepted[0], accepted[1]), (scored[0], scored[1]), (first, second))
+
+
+def _reusable(side: variants.Variant, kind: "type[Record]", folder: Path, **fields: Any) -> Path | None:
+    """The newest record of the folder that measuring again would only repeat; says so."""
+    from slimqwen.evals import gate
+
+    path = gate.reusable(side, kind, folder=folder, **fields)
+    if path is not None:
+        say(f"    reused: {relative(path)}, made {_age(path)} ago")
+    return path
+
+
+def _summary(evidence: Evidence) -> Iterator[str]:
+    """What became smaller and faster, how sure, and what to serve."""
+    from slimqwen.bench.latency import speedups
+    from slimqwen.checkpoint.files import bytes_on_disk
+    from slimqwen.evals import acceptance_share, quality_comparison
+    from slimqwen.evals.fidelity import Fidelity
+    from slimqwen.records import store
+    from slimqwen.stats.verdict import Verdict, overall
+
+    sizes = [bytes_on_disk(variants.load(name).weights) / 1e6 for name in (_BASELINE, _VARIANT)]
+    yield f"  size        {sizes[0]:.1f} -> {sizes[1]:.1f} MB: {sizes[0] / sizes[1]:.2f}x smaller"
+    rows = speedups.compare_latency(*evidence.latency)
+    (total,) = (row for row in rows if row.prompt_class == speedups.ALL_CLASSES and row.measure == "wall_ms")
+    low, high = total.interval or (0.0, float("inf"))
+    yield f"  speed       {total.speedup or 0:.2f}x [{low:.2f}, {high:.2f}] as fast over all requests, on this CPU"
+    for row in rows:
+        if row.measure == "tpot_ms" and row.interval:
+            yield (
+                f"  {row.prompt_class:<11} {row.first:.2f} -> {row.second:.2f} ms a token after the first: "
+                f"{row.speedup or 0:.2f}x [{row.interval[0]:.2f}, {row.interval[1]:.2f}]"
+            )
+    faithful = store.read(evidence.fidelity, Fidelity)
+    kl = max(figures.kl_nats.value for figures in faithful.modes.values() if figures.kl_nats)
+    yield f"  fidelity    KL {kl:.5f} nats a token, limit {faithful.limits.kl_nats:g}: {faithful.verdict}"
+    share = acceptance_share.compare(*evidence.acceptance)
+    yield (
+        f"  acceptance  {share.first:.2f} -> {share.second:.2f} tokens a verify step: {100 * share.ratio.value:.1f} % "
+        f"[{100 * share.ratio.low:.1f}, {100 * share.ratio.high:.1f}] of the baseline's: {share.verdict}"
+    )
+    tasks = quality_comparison.compare(*evidence.quality)
+    verdicts = [task.judgement.verdict for task in tasks]
+    named = ", ".join(f"{task.task.removeprefix(f'{_SETTINGS}_')} {task.judgement.verdict}" for task in tasks)
+    yield f"  quality     {named}"
+    verdict = overall([faithful.verdict, share.verdict, *verdicts])
+    if verdict == Verdict.PASS and low > 1:
+        yield f"  serve       slimqwen serve --variant {_VARIANT}: faster, and no check saw a loss beyond its limit"
+    elif verdict == Verdict.PASS:
+        yield f"  serve       slimqwen serve --variant {_BASELINE}: {_VARIANT} is as good, but not surely faster here"
+    elif verdict == Verdict.FAIL:
+        yield f"  serve       slimqwen serve --variant {_BASELINE}: {_VARIANT} lost more than a limit allows"
+    else:
+        yield f"  serve       not decided: `slimqwen gate check --variant {_VARIANT}` goes on with all items"
+
+
+def _age(path: Path) -> str:
+    """Time since a file or folder was written, in its largest unit."""
+    seconds = max(0.0, time.time() - path.stat().st_mtime)
+    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} seconds"
+
+
+def _duration(started: float) -> str:
+    minutes, seconds = divmod(time.monotonic() - started, 60)
+    return f"{minutes:.0f} min {seconds:.0f} s"

@@ -1,0 +1,60 @@
+"""`slimqwen download`, `shape` and `datasets`: checkpoints of the hub or of random weights, data sets of a suite."""
+
+from typing import Annotated, Literal
+
+import typer
+
+from slimqwen import variant as variants
+from slimqwen.cli.console import hub_environment, progress_bar, say
+from slimqwen.cli.options import VariantName
+
+
+def download(variant: VariantName) -> None:
+    """Download the hub checkpoint that a variant is a copy of."""
+    hub_environment()
+    from slimqwen import hub
+
+    with progress_bar() as progress:
+        copy = hub.download(variants.load(variant), progress)
+    name = copy.folder.name
+    size = sum(record.bytes for record in copy.manifest.files.values())
+    end = (
+        "every file as the hub lists it"
+        if copy.fetched
+        else f"`slimqwen recipe verify --variant {name}` re-hashes it"
+    )
+    say(
+        f"weights/{name} {'is complete' if copy.fetched else 'is there already'}: {copy.source.value} at "
+        f"{copy.revision}, {len(copy.manifest.files)} files, {size / 1e6:.1f} MB; {end}"
+    )
+    if not copy.pinned:
+        say(f"To pin it, write below {copy.source.location}:\nREVISION={copy.revision}")
+
+
+def shape(
+    size: Annotated[Literal["0.8b", "4b"], typer.Option(help="of the published Qwen3.5 model")] = "0.8b",
+) -> None:
+    """Write a checkpoint of Qwen3.5's dimensions with random weights: for speed and memory, never for quality."""
+    from slimqwen.plan import random_weights
+
+    root = variants.repository_root()
+    with progress_bar() as progress:
+        folder = random_weights.make(size, root, progress=progress)
+    say(f"weights/{folder.name}: random weights, seed 0, with the tokenizer of weights/tiny")
+
+
+def datasets(
+    suite: Annotated[str, typer.Option(metavar="NAME", help="file of eval/suites/")] = "core",
+) -> None:
+    """Download the data sets of a suite, or check those that are here (HF_TOKEN for gated ones)."""
+    hub_environment()
+    from slimqwen.evals.suites import datasets
+    from slimqwen.evals.suites.suite import Suite
+
+    root = variants.repository_root()
+    tasks = Suite.load(suite, root)
+    if not (tasks.datasets or tasks.nltk):
+        say(f"suite {tasks.name} needs nothing that is not in this repository")
+    with progress_bar() as progress:
+        for line in datasets.fetch_all(tasks.datasets, tasks.nltk, root, progress):
+            say(line)

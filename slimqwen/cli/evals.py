@@ -1,0 +1,182 @@
+"""`slimqwen eval`: is a variant's output right?"""
+
+from typing import Annotated, Literal
+
+import typer
+
+from slimqwen import variant as variants
+from slimqwen.cli.console import (
+    EXIT_CODES,
+    Judge,
+    command,
+    console,
+    measuring,
+    progress_bar,
+    say,
+    show_record,
+)
+from slimqwen.cli.options import (
+    AcceptancePlan,
+    EnginePlan,
+    FidelityPlan,
+    LengthSweepPlan,
+    Port,
+    RecordsFolder,
+    SuiteName,
+    VariantName,
+)
+
+app = typer.Typer(
+    help="Is a variant's output right? Scores, distributions, drafts, engine modes.", no_args_is_help=True
+)
+
+
+@app.command()
+def quality(
+    variant: VariantName,
+    suite: SuiteName = None,
+    limit: Annotated[
+        int | None, typer.Option(help="items per task (default: as many as decide at the margins)")
+    ] = None,
+    full: Annotated[bool, typer.Option("--full", help="every item")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="ask through /v1/chat/completions")] = False,
+    thinking: Annotated[
+        Literal["on", "off"] | None,
+        typer.Option(help="thinking of every task that goes through a chat template"),
+    ] = None,
+    smoke: Annotated[
+        bool, typer.Option("--smoke", help="five items per task and no record: does it answer at all?")
+    ] = False,
+    records_dir: RecordsFolder = None,
+    port: Port = None,
+) -> None:
+    """Score a variant over a suite of tasks, served by vLLM."""
+    from slimqwen.evals import quality
+    from slimqwen.evals.suites.suite import DECIDING, Limit, Suite
+
+    if full and limit is not None:
+        raise typer.BadParameter("--full and --limit exclude each other; give one")
+    subject = variants.load(variant)
+    tasks = Suite.load(suite or subject.evaluation, subject.root)
+    if thinking:
+        tasks = tasks.with_thinking(thinking == "on", chat=chat)
+    if smoke:
+        with progress_bar() as progress:
+            shown = quality.smoke(subject, tasks, chat=chat, port=port, progress=progress)
+        console.print(shown.as_rich())
+        return
+    extent: Limit = None if full else DECIDING if limit is None else limit
+    with progress_bar() as progress:
+        path = quality.measure(
+            subject,
+            tasks,
+            command=command(),
+            limit=extent,
+            chat=chat,
+            port=port,
+            records_folder=records_dir and records_dir / variant,
+            progress=progress,
+        )
+    record = show_record(path)
+    for line in record.undecided():
+        say(line)
+
+
+@app.command(cls=Judge)
+def fidelity(
+    variant: VariantName,
+    plan: FidelityPlan = None,
+    each_stage: Annotated[
+        bool, typer.Option("--each-stage", help="compare the output of every stage of its recipe too")
+    ] = False,
+    records_dir: RecordsFolder = None,
+) -> None:
+    """Compare a variant's next-token distributions with its baseline's.
+
+    Exit code 0: every figure within its limit, 1: one beyond, 2: inconclusive, 3: error.
+    """
+    from slimqwen.evals import fidelity
+
+    subject = variants.load(variant)
+    log = subject.root / "logs" / f"fidelity_{variant}.log"
+    with measuring(log) as progress:
+        path = fidelity.measure(
+            subject,
+            plan or subject.evaluation,
+            command=command(),
+            stages=each_stage,
+            records_folder=records_dir and records_dir / variant,
+            progress=progress,
+        )
+    record = show_record(path, log)
+    raise typer.Exit(EXIT_CODES[record.outcome])
+
+
+@app.command(cls=Judge)
+def engine(variant: VariantName, plan: EnginePlan = None) -> None:
+    """Compare greedy tokens in every combination of engine modes with the reference engine's.
+
+    Exit code 0: all safe, 1: a combination is unsafe, 3: error.
+    """
+    from slimqwen.evals.engine import modes
+
+    subject = variants.load(variant)
+    log = modes.log_file(subject)
+    with measuring(log) as progress:
+        path = modes.measure(subject, plan or subject.evaluation, command=command(), progress=progress)
+    record = show_record(path, log)
+    raise typer.Exit(1 if record.unsafe else 0)
+
+
+@app.command(cls=Judge)
+def lengths(variant: VariantName, plan: LengthSweepPlan = None) -> None:
+    """Compare greedy tokens of consecutive prompt lengths, cold and from the prefix cache, with the reference engine's.
+
+    Exit code 0: all equal, 1: a length is broken, 2: a length without a cache hit, 3: error.
+    """
+    from slimqwen.evals.engine import length_sweep
+
+    subject = variants.load(variant)
+    log = length_sweep.log_file(subject)
+    with measuring(log) as progress:
+        path = length_sweep.measure(subject, plan or subject.evaluation, command=command(), progress=progress)
+    record = show_record(path, log)
+    raise typer.Exit(EXIT_CODES[record.outcome])
+
+
+@app.command()
+def acceptance(
+    variant: VariantName,
+    plan: AcceptancePlan = None,
+    depth: Annotated[
+        list[int] | None, typer.Option(help="num_speculative_tokens K; repeat it (default: 0 to 7)")
+    ] = None,
+    greedy: Annotated[
+        bool, typer.Option("--greedy", help="leave out the plan's temperatures above 0")
+    ] = False,
+    records_dir: RecordsFolder = None,
+) -> None:
+    """Measure the acceptance length of drafts for each K by class and temperature; choose K, also by load."""
+    from slimqwen.analysis.roofline.bounds import tokens_per_second_by_depth
+    from slimqwen.evals import acceptance
+    from slimqwen.report import charts
+
+    subject = variants.load(variant)
+    log = subject.root / "logs" / f"sweep-k-{variant}.log"
+    with measuring(log) as progress:
+        path = acceptance.measure(
+            subject,
+            plan or subject.evaluation,
+            sorted(set(depth or range(8))),
+            command=command(),
+            greedy_only=greedy,
+            speed_bound=tokens_per_second_by_depth,
+            records_folder=records_dir and records_dir / variant,
+            progress=progress,
+        )
+    record = show_record(path, log)
+    if advice := acceptance.graph_sizes_advice(record, subject):
+        charts.draw_beside(path)
+        say(advice)
+    if line := acceptance.schedule_advice(record):
+        say(line)

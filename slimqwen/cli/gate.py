@@ -1,0 +1,96 @@
+"""`slimqwen gate` and `limits`: is a variant as good as its baseline, can the gate tell, and by which limits?"""
+
+from typing import Annotated
+
+import typer
+
+from slimqwen import variant as variants
+from slimqwen.cli.console import EXIT_CODES, Judge, command, measuring, relative, say, show_record
+from slimqwen.cli.consultation import consult
+from slimqwen.cli.options import GatePlan, VariantName
+
+app = typer.Typer(help="Decide whether a variant is as good as its baseline.", no_args_is_help=True)
+
+
+@app.command(cls=Judge)
+def check(variant: VariantName, plan: GatePlan = None) -> None:
+    """Gate a variant by fidelity, acceptance, quality and engine modes: one page, one verdict.
+
+    Exit code 0: pass, 1: fail, 2: inconclusive, 3: error.
+    """
+    from slimqwen.evals import gate
+    from slimqwen.serving import checks
+    from slimqwen.serving.command import ServerCommand
+
+    subject = variants.load(variant)
+    server = ServerCommand.resolve(subject)
+    checks.refuse_trouble(server, consult(server)[1])
+    log = subject.root / "logs" / f"gate_{variant}.log"
+    with measuring(log) as progress:
+        path = gate.measure(subject, plan or subject.evaluation, command=command(), progress=progress)
+    raise typer.Exit(EXIT_CODES[show_record(path, log).outcome])
+
+
+@app.command()
+def sensitivity(
+    variant: VariantName,
+    plan: GatePlan = None,
+    seeds: Annotated[int, typer.Option(help="damaged copies of each kind")] = 20,
+    again: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="variant of the baseline's weights with other batches, for false alarms"
+        ),
+    ] = None,
+) -> None:
+    """Damage a quantised variant many times: how often does each check catch it, how often is it a false alarm?
+
+    Exit code 0: every damaged copy fails and false alarms are as rare as stated, else 1.
+    """
+    from slimqwen.evals import gate_sensitivity
+
+    subject = variants.load(variant)
+    rebatched = variants.load(again) if again else None
+    log = subject.root / "logs" / f"gate-power-{variant}.log"
+    with measuring(log) as progress:
+        path = gate_sensitivity.measure(
+            subject,
+            plan or subject.evaluation,
+            range(seeds),
+            rebatched,
+            command=command(),
+            progress=progress,
+        )
+    raise typer.Exit(EXIT_CODES[show_record(path, log).outcome])
+
+
+@app.command()
+def trial(variant: VariantName, plan: GatePlan = None) -> None:
+    """Gate an identical copy of a quantised variant and one copy per damage (two hours).
+
+    Exit code 0: every damaged copy fails and the identical one does not, else 1.
+    """
+    from slimqwen.evals import gate_trial
+
+    subject = variants.load(variant)
+    log = subject.root / "logs" / f"gate-trial-{variant}.log"
+    with measuring(log) as progress:
+        path = gate_trial.measure(subject, plan or subject.evaluation, command=command(), progress=progress)
+    raise typer.Exit(EXIT_CODES[show_record(path, log).outcome])
+
+
+def limits(variant: VariantName) -> None:
+    """Measure a baseline's noise against itself, and write the limits of its EVALUATION into eval/.
+
+    Files whose limits were written by hand stay; the record says which of these the measurement reproduces.
+    """
+    from slimqwen.evals.limits import measurement
+
+    subject = variants.load(variant)
+    log = subject.root / "logs" / f"limits_{variant}.log"
+    with measuring(log) as progress:
+        path, files = measurement.measure(subject, command=command(), progress=progress)
+    show_record(path, log)
+    for what, paths in (("written", files.written), ("written by hand, kept", files.kept)):
+        if paths:
+            say(f"{what}: {', '.join(str(relative(file)) for file in paths)}")

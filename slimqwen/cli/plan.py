@@ -1,0 +1,134 @@
+"""`slimqwen plan`: what vLLM will be for a variant on a GPU, before it is started there."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from slimqwen import variant as variants
+from slimqwen.cli.console import command, console, progress_bar, relative, say
+from slimqwen.cli.options import VariantName
+
+app = typer.Typer(
+    help="Say what vLLM will be for a variant on a GPU; no GPU is needed and no weights are loaded."
+)
+
+
+@app.callback(invoke_without_command=True)
+def plan(
+    context: typer.Context,
+    variant: VariantName = "",
+    gpu: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="GPU", help="GPU model of eval/simulated_gpus.yaml; repeat it (default: six of them)"
+        ),
+    ] = None,
+    all_: Annotated[bool, typer.Option("--all", help="every variant that only a GPU serves")] = False,
+    toolkit: Annotated[
+        bool, typer.Option(help="plan for a host with the nvcc and ninja of this one")
+    ] = False,
+    kernels: Annotated[
+        bool,
+        typer.Option(
+            "--kernels",
+            help="compile the Triton kernels that a simulated GPU would run (a minute a GPU model)",
+        ),
+    ] = False,
+    record: Annotated[bool, typer.Option(help="write the plans into results/")] = True,
+) -> None:
+    """Say what vLLM will be for a variant on a GPU: backends, graphs, KV cache, trouble; no weights are loaded."""
+    if context.invoked_subcommand:
+        return
+    from slimqwen.analysis import plan as plans
+    from slimqwen.records import store
+
+    root = variants.repository_root()
+    if bool(variant) == all_:
+        raise typer.BadParameter("name one variant with --variant, or take --all")
+    planned = [variants.load(name, root) for name in (variants.names(root) if all_ else [variant])]
+    if all_:
+        planned = [chosen for chosen in planned if chosen.platform == "cuda"]
+    default = plans.DEFAULT_GPUS if planned[0].platform == "cuda" else (plans.CPU,)
+    chosen_gpus = tuple(gpu or default)
+    if kernels and plans.CPU in chosen_gpus:
+        raise typer.BadParameter(
+            "a CPU runs no Triton kernels: name a GPU with --gpu, or leave --kernels out"
+        )
+    with progress_bar() as progress:
+        records = plans.make(
+            planned,
+            chosen_gpus,
+            command=command(),
+            hide_toolkit=not toolkit,
+            kernels=kernels,
+            log_folder=root / "logs",
+            progress=progress,
+        )
+    would_die = False
+    for plan_record in records:
+        path = store.write(root / "results", plan_record) if record else None
+        for table in plan_record.tables(path or root):
+            console.print(table.as_rich())
+        if path is not None:
+            say(f"record: {relative(path)}")
+        would_die |= any(trouble.effect == "dies" for trouble in plan_record.trouble)
+    raise typer.Exit(1 if would_die else 0)
+
+
+@app.command()
+def libraries(
+    variant: VariantName,
+    gpu: Annotated[str, typer.Option(metavar="GPU", help="GPU model of eval/simulated_gpus.yaml")],
+    folder: Annotated[
+        Path | None,
+        typer.Option(help="for the archive and its manifest (default: .cache/libraries/VARIANT-GPU)"),
+    ] = None,
+) -> None:
+    """Compile the libraries of FlashInfer that a variant's plan names, without a GPU, and pack them as a compile cache.
+
+    `slimqwen image build --cache` takes the archive; beside the checkpoint, `slimqwen serve` finds it.
+    """
+    from slimqwen.plan import flashinfer_archive
+    from slimqwen.serving import baked_cache
+
+    subject = variants.load(variant)
+    destination = folder or subject.root / ".cache" / "libraries" / f"{variant}-{gpu}"
+    log = subject.root / "logs" / f"libraries-{variant}-{gpu}.log"
+    with progress_bar() as progress:
+        archive = flashinfer_archive.make(subject, gpu, destination, log=log, progress=progress)
+    for name, seconds in archive.baked.libraries.items():
+        say(f"{name}: compiled in {seconds:g} s")
+    rest = ", ".join(module.module for module in archive.plan.jit if not module.libraries)
+    if rest:
+        say(f"cannot be compiled ahead, and is compiled at its first use: {rest}")
+    say(f"packed: {destination / baked_cache.ARCHIVE}")
+
+
+@app.command()
+def compare(
+    first: Annotated[Path, typer.Argument(metavar="FIRST", help="record of plans in results/")],
+    second: Annotated[Path, typer.Argument(metavar="SECOND", help="another, or the same one")],
+    gpu: Annotated[
+        tuple[str, str] | None,
+        typer.Option(
+            metavar="GPU GPU", help="GPUs of the first and the second record (default: those that both have)"
+        ),
+    ] = None,
+) -> None:
+    """Compare plans of two records, by two vLLM versions or on two GPUs: what changes of flags, backends, graphs."""
+    from slimqwen.analysis import plan_comparison
+    from slimqwen.analysis.plan import PlanRecord
+    from slimqwen.records import store
+
+    records = store.read(first, PlanRecord), store.read(second, PlanRecord)
+    for pair in plan_comparison.pairs(*records, gpu):
+        console.print(plan_comparison.changes_table(*pair).as_rich())
+
+
+@app.command()
+def starts() -> None:
+    """List the starts of servers here that had a plan, and where the engine differed from it."""
+    from slimqwen.analysis import start_plan
+
+    console.print(start_plan.starts_table(variants.repository_root()).as_rich())

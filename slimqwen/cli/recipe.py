@@ -1,0 +1,159 @@
+"""`slimqwen recipe`: make a variant's checkpoint stage by stage, say what a run would do, verify, clean up."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from slimqwen import variant as variants
+from slimqwen.cli.console import command, console, progress_bar, relative, say, show_record, table
+from slimqwen.cli.options import VariantName
+
+if TYPE_CHECKING:
+    from slimqwen.recipe import runner
+
+app = typer.Typer(help="Make a variant's checkpoint stage by stage.", no_args_is_help=True)
+
+
+@app.command("run")
+def run_(
+    variant: VariantName,
+    until: Annotated[str | None, typer.Option(metavar="STAGE", help="last stage to run")] = None,
+) -> None:
+    """Run recipe.yaml into weights/NAME: resumes an interrupted run, reuses the stages that are up to date."""
+    _run(variant, until)
+
+
+@app.command()
+def redistill(variant: VariantName) -> None:
+    """Run the recipe and record how its MTP head learned, into results/."""
+    from slimqwen.evals import redistillation
+    from slimqwen.records import provenance
+
+    subject, started = variants.load(variant), provenance.utc_now()
+    _run(variant, None)
+    show_record(redistillation.write_record(subject, command=command(), started=started))
+
+
+@app.command()
+def status(variant: VariantName) -> None:
+    """Say for every stage whether a run would reuse its output, and why."""
+    from slimqwen.recipe import variant_recipe
+
+    forecasts = table(["stage", "would be", "why"], [])
+    for forecast in variant_recipe.status(variants.load(variant)):
+        forecasts.add_row(forecast.stage, "reused" if forecast.reused else "run", forecast.reason)
+        for change in forecast.changes:
+            forecasts.add_row(
+                "", "", f"{change.ingredient}: {_short(change.before)} -> {_short(change.after)}"
+            )
+    console.print(forecasts)
+
+
+@app.command()
+def verify(variant: VariantName) -> None:
+    """Re-hash the checkpoint, check its tensors against its config.json, have vLLM load it."""
+    from slimqwen import checkpoint
+    from slimqwen.captured_log import capture_output
+    from slimqwen.serving import in_process
+
+    subject = variants.load(variant)
+    log = subject.root / "logs" / f"verify-{variant}.log"
+    with progress_bar() as progress:
+        manifest = checkpoint.verify(
+            subject.weights, variants.making_command(subject.weights, subject.root), progress
+        )
+        progress("loading in vLLM", 0, 0)
+        with capture_output(log):
+            in_process.try_out(subject.weights)
+    size = sum(record.bytes for record in manifest.files.values())
+    say(
+        f"{relative(subject.weights)}: {len(manifest.files)} files, {size / 1e6:.1f} MB, as its manifest says; "
+        f"its tensors are those its config.json promises; vLLM loads it and answers (log: {relative(log)})"
+    )
+
+
+@app.command()
+def clean() -> None:
+    """Delete the recipe outputs that no variant uses."""
+    from slimqwen.recipe import variant_recipe
+
+    freed = variant_recipe.clean(variants.repository_root())
+    say(f"freed {freed / 1e6:.1f} MB of {relative(_weights() / 'store')}")
+
+
+@app.command()
+def corpus(
+    variant: VariantName,
+    source: Annotated[
+        list[str],
+        typer.Option(
+            metavar="NAME=FILE[:WEIGHT]",
+            help="a .txt or .jsonl file or a folder of parquet or .jsonl files; or tinyworld[:WEIGHT]; repeat it",
+        ),
+    ],
+    tokens: Annotated[int, typer.Option(help="tokens of all sources together")],
+    output: Annotated[Path, typer.Option(metavar="FILE.jsonl", help="file to write")],
+    seed: Annotated[int, typer.Option(help="seed of the order of documents")] = 0,
+) -> None:
+    """Mix a calibration text, counted by the variant's tokenizer and rendered by its chat template."""
+    from slimqwen import checkpoint
+    from slimqwen.text import calibration_mix
+
+    subject = variants.load(variant)
+    checkpoint.check(subject.weights, variants.making_command(subject.weights, subject.root))
+    sources = [calibration_mix.parse_source(given) for given in source]
+    with progress_bar() as progress:
+        manifest = calibration_mix.build(subject.weights, sources, tokens, seed, output, progress)
+    rows = table(["source"], ("weight", "documents", "duplicates", "near", "taken", "tokens"))
+    for row in manifest["sources"]:
+        documents = "endless" if row["documents"] is None else str(row["documents"])
+        counts = (row[key] for key in ("duplicates", "near_duplicates", "taken", "tokens"))
+        rows.add_row(row["name"], f"{row['weight']:g}", documents, *map(str, counts))
+    console.print(rows)
+    for row in manifest["sources"]:
+        if row["ran_out"]:
+            say(f"{row['name']} ran out; the other sources fill its share")
+    if manifest["tokens"] < manifest["tokens_wanted"]:
+        say(f"all sources ran out at {manifest['tokens']} of {manifest['tokens_wanted']} tokens")
+    say(f"text: {output}, manifest: {calibration_mix.manifest_path(output)}")
+
+
+def run_recipe(name: str, until: str | None = None) -> "list[runner.Outcome]":
+    """Run a variant's recipe with a progress bar, up to and including a stage if one is named."""
+    from slimqwen.recipe import variant_recipe
+
+    with progress_bar() as progress:
+        return variant_recipe.run(variants.load(name), until, progress)
+
+
+def _run(name: str, until: str | None) -> None:
+    from slimqwen.recipe import variant_recipe
+
+    outcomes = run_recipe(name, until)
+    rows = table(["stage", ""], ("time", "peak memory", "size before", "after"))
+    for outcome in outcomes:
+        rows.add_row(
+            outcome.stage,
+            "cached" if outcome.reused else "done",
+            f"{outcome.manifest.wall_seconds:.0f} s",
+            f"{outcome.manifest.peak_memory_bytes / 1e9:.2f} GB",
+            f"{outcome.bytes_before / 1e6:.1f} MB",
+            f"{outcome.bytes_after / 1e6:.1f} MB",
+        )
+    console.print(rows)
+    whole = len(outcomes) == len(variant_recipe.read(variants.load(name)).steps)
+    say(f"checkpoint: {relative(_weights() / name if whole else outcomes[-1].folder)}")
+    for outcome in outcomes:
+        if not outcome.reused:
+            say(f"log of {outcome.stage}: {relative(outcome.log)}")
+
+
+def _weights() -> Path:
+    return variants.repository_root() / "weights"
+
+
+def _short(value: str | None) -> str:
+    if value is None:
+        return "none"
+    return f"{value[:12]}…" if len(value) == 64 else value

@@ -1,0 +1,87 @@
+"""`slimqwen serve`: read a variant's config.env, check it, and become vLLM."""
+
+import os
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from slimqwen import variant as variants
+from slimqwen.cli.console import errors, say
+from slimqwen.cli.consultation import consult
+from slimqwen.cli.options import PlatformName, VariantName
+
+if TYPE_CHECKING:
+    from slimqwen.serving.command import CompileCache
+
+
+def serve(
+    variant: VariantName,
+    port: Annotated[int | None, typer.Option(help="TCP port, instead of VLLM_PORT")] = None,
+    platform: PlatformName = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="print environment and command, start nothing")
+    ] = False,
+    require_baked: Annotated[
+        Literal["1"] | None,
+        typer.Option(help="refuse to serve without the baked compile cache, as REQUIRE_BAKED=1 does"),
+    ] = None,
+    require_plan: Annotated[
+        Literal["1"] | None,
+        typer.Option(envvar="REQUIRE_PLAN", help="refuse to serve without a plan, or otherwise than planned"),
+    ] = None,
+    allow_unsafe: Annotated[
+        Literal["1"] | None,
+        typer.Option(help="serve in spite of known trouble or unsafe engine modes, as ALLOW_UNSAFE=1 does"),
+    ] = None,
+) -> None:
+    """Serve a variant with vLLM, under the name "default"."""
+    from slimqwen.analysis import start_plan
+    from slimqwen.serving import cuda_toolkit
+    from slimqwen.serving import platform as machine
+    from slimqwen.serving.command import ServerCommand
+    from slimqwen.serving.server import prepare
+
+    with errors.status("reading vLLM's flags"):
+        command = ServerCommand.resolve(
+            variants.load(variant),
+            port=port,
+            platform=platform,
+            require_baked=require_baked is not None,
+            require_plan=require_plan is not None,
+            allow_unsafe=allow_unsafe is not None,
+        )
+    if command.platform != machine.detect():
+        errors.print(
+            f"This is the command for platform {command.platform}; this machine is {machine.detect()}."
+        )
+    if command.left_out:
+        errors.print(f"Without a GPU, {variant} is served with these lines of its config.env changed:")
+        for line in command.left_out:
+            change = f"{line.instead} instead" if line.instead is not None else "left out"
+            errors.print(f"  {line.key}={line.value}: {change}: {line.why}", markup=False)
+    if command.cache is not None and command.cache.baked is not None:
+        errors.print(f"Baked compile cache: {_fitness(command.cache)}.", markup=False)
+    if dry_run:
+        say(command.as_shell())
+        return
+    plan, trouble = consult(command)
+    prepare(command, trouble)
+    if plan is not None:
+        command = command.held_against(start_plan.expectation(plan, required=command.require_plan))
+    os.chdir(command.variant.root)
+    environment = command.process_environment()
+    if command.platform == "cuda" and (missing := cuda_toolkit.missing(environment)):
+        errors.print(
+            f"This host has no {' and no '.join(missing)}: a kernel that FlashInfer compiles at its first use fails; "
+            "Debian: apt-get install g++.",
+            markup=False,
+        )
+    os.execve(command.argv[0], list(command.argv), environment)
+
+
+def _fitness(cache: "CompileCache") -> str:
+    if cache.usable and not cache.usable.graphs:
+        return "fits this machine and these flags; it holds libraries of FlashInfer, and vLLM compiles its graphs"
+    if cache.usable:
+        return "fits this machine and these flags; the log says graph by graph whether it was loaded"
+    return f"not used, vLLM will compile: {'; '.join(cache.differences)}"

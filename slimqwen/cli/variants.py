@@ -1,0 +1,77 @@
+"""`slimqwen variant`: list, create and promote variants."""
+
+from typing import Annotated
+
+import typer
+
+from slimqwen import variant as variants
+from slimqwen.cli.console import console, progress_bar, relative, say
+from slimqwen.cli.options import VariantName
+from slimqwen.cli.report import update_tables
+
+app = typer.Typer(help="List, create and promote variants.", no_args_is_help=True)
+
+
+@app.command("list")
+def list_() -> None:
+    """List the variants: hypothesis, baseline, state of the weights, latest figures."""
+    from slimqwen.report import tables
+
+    console.print(tables.variants_table(variants.repository_root(), with_weights=True).as_rich())
+
+
+@app.command()
+def new(
+    name: Annotated[str, typer.Option(metavar="NAME", help="name of the new folder in experiments/")],
+    base: Annotated[
+        str, typer.Option(metavar="NAME", help="variant whose flags and checkpoint it starts from")
+    ],
+    hypothesis: Annotated[
+        str, typer.Option(help="what it is expected to show, one sentence that can be refuted")
+    ],
+    stage: Annotated[
+        list[str] | None,
+        typer.Option(help="stage of a recipe of its own; repeat it, in the order of the stages"),
+    ] = None,
+) -> None:
+    """Create experiments/NAME: a planned variant, ready for its flags or its recipe."""
+    from slimqwen.recipe import template
+    from slimqwen.variant import scaffold
+
+    recipe = template.render(variants.load(base), stage) if stage else None
+    folder = scaffold.create(name, base, hypothesis, recipe=recipe)
+    for file in sorted(folder.iterdir()):
+        say(f"written: {relative(file)}")
+    update_tables(variants.repository_root())
+
+
+@app.command()
+def promote(variant: VariantName) -> None:
+    """Mark a variant as promoted and write its model card, if its gate passed on its present checkpoint."""
+    from slimqwen.evals import promotion
+
+    candidate = variants.load(variant)
+    promoted = promotion.promote(candidate)
+    gate = relative(promoted.gate)
+    if not promoted.changed:
+        say(f"{variant} is promoted already, by {gate}; nothing changed")
+        return
+    say(f"{variant} is promoted, by {gate}")
+    if promoted.card:
+        say(f"model card: {relative(promoted.card)}")
+    else:
+        say(f"no model card: no recipe made {relative(candidate.weights)}")
+    update_tables(candidate.root)
+
+
+def diff(
+    first: Annotated[str, typer.Argument(metavar="FIRST", help="folder of experiments/")],
+    second: Annotated[str, typer.Argument(metavar="SECOND", help="folder of experiments/")],
+) -> None:
+    """Show how two variants differ: tensor by tensor, config, tokenizer, flags; name what no stage changed."""
+    from slimqwen.report import checkpoint_difference
+
+    with progress_bar() as progress:
+        tables = checkpoint_difference.tables(variants.load(first), variants.load(second), progress)
+    for table in tables:
+        console.print(table.as_rich())

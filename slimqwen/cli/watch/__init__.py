@@ -1,0 +1,1 @@
+"""`slimqwen watch`: what it reads of running commands and servers, and its display."""

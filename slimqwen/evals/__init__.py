@@ -1,0 +1,7 @@
+"""Evaluations: is a variant right? Quality, fidelity, acceptance, engine modes and the gate, each a record kind."""
+
+from slimqwen.errors import SlimqwenError
+
+
+class EvalError(SlimqwenError):
+    """An evaluation that cannot be made: an unusable plan, suite or checkpoint, or an answer that is no result."""

@@ -1,0 +1,423 @@
+"""Acceptance: how many drafted tokens the model accepts, by draft depth, prompt class and temperature; the best depth.
+
+Each depth has an engine of its own. The prompts of a class are divided into groups, and groups are the units of every
+interval, because the tokens of one continuation are not independent.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Protocol
+
+from pydantic import Field
+
+from slimqwen import checkpoint
+from slimqwen import variant as variants
+from slimqwen.evals import EvalError, acceptance_share, depth_schedule, drafting, fidelity
+from slimqwen.evals.depth_schedule import DepthSchedule, Speeds
+from slimqwen.evals.drafting import AcceptanceSettings, Item
+from slimqwen.progress import Progress, silent
+from slimqwen.records import provenance, store
+from slimqwen.records.collection import Collection
+from slimqwen.records.journal import journal_file, locked
+from slimqwen.records.pairing import NotComparableError, against_baseline
+from slimqwen.records.panel import Line, Panel
+from slimqwen.records.record import (
+    Block,
+    Count,
+    Estimate,
+    Figure,
+    NonNegative,
+    Positive,
+    Record,
+    ServedProvenance,
+    Sha256,
+    Table,
+)
+from slimqwen.serving import platform as platforms
+from slimqwen.serving import speed_only
+from slimqwen.serving.command import ServerCommand
+from slimqwen.stats import intervals
+from slimqwen.text import prompts
+from slimqwen.variant import Variant
+
+
+class SpeedBound(Protocol):
+    """The cost model of a GPU."""
+
+    def __call__(
+        self,
+        variant: Variant,
+        gpu_name: str,
+        acceptance_lengths: Mapping[int, float],
+        context_len: int,
+        *,
+        always_drafts: bool = False,
+    ) -> Speeds:
+        """Most tokens per second by depth and batch size, given the acceptance length by depth."""
+
+
+class Setting(Block):
+    """Acceptance at one depth for one prompt class and temperature; estimates are over groups of prompts."""
+
+    class_: str = Field(validation_alias="class", serialization_alias="class")
+    temperature: NonNegative
+    drafts: Count
+    length: Estimate = Field(description="Acceptance length, 1 + accepted / drafts, tokens.")
+    rates: tuple[Estimate, ...] = Field(description="Share of the drafts accepted up to each position.")
+
+
+class Depth(Block):
+    """Acceptance at one draft depth."""
+
+    depth: Count = Field(description="Tokens drafted at a time (K).")
+    tokens_per_second: NonNegative = Field(
+        description="Of all greedy continuations together, in this process."
+    )
+    length: Estimate | None = Field(
+        description="Acceptance length of all greedy continuations, tokens; null at depth 0."
+    )
+    settings: tuple[Setting, ...]
+
+
+class Choice(Block):
+    """The depth that is fastest for one sequence."""
+
+    depth: Count
+    by: str = Field(description='"measured", or "roofline of <gpu>".')
+    tokens_per_second: dict[str, NonNegative] = Field(description="By depth.")
+
+
+class Acceptance(Record):
+    """How long a variant's drafts are accepted, by depth, prompt class and temperature."""
+
+    kind: ClassVar[str] = "acceptance"
+    version: ClassVar[int] = 2
+    folder: ClassVar[Literal["experiments"]] = "experiments"
+    verb: ClassVar[str] = "eval acceptance"
+    leaderboard_columns: ClassVar[Mapping[str, str]] = {"acceptance_length": "acceptance length, tokens"}
+
+    plan: str = Field(min_length=1, description="Name of the settings in eval/acceptance/.")
+    gate_depth: Positive = Field(description="The K at which the gate compares variant and baseline.")
+    least_share: float = Field(description="Smallest share of the baseline's acceptance length that passes.")
+    classes: dict[str, Positive] = Field(min_length=1, description="Longest prompt of each class, tokens.")
+    prompts: Sha256 = Field(description="Digest of the prompts' token ids.")
+    depths: tuple[Depth, ...] = Field(min_length=1)
+    choice: Choice | None = Field(description="null with a single depth.")
+    schedule: DepthSchedule | None = Field(
+        description="null with a single depth, or where nothing predicts speed."
+    )
+    provenance: ServedProvenance
+
+    def figures(self) -> Mapping[str, Figure]:
+        """All numbers, and the acceptance length at the gate's depth (else the deepest) as `acceptance_length`."""
+        lengths = {row.depth: row.length for row in self.depths if row.length}
+        if not lengths:
+            return super().figures()
+        length = lengths[self.gate_depth if self.gate_depth in lengths else max(lengths)]
+        figure = Figure(length.value, "tokens", length.standard_error, count=length.count)
+        return {**super().figures(), "acceptance_length": figure}
+
+    def finding(self, path: Path, records: Collection) -> str:
+        """The acceptance length as a share of the baseline's; without a baseline its lengths at every depth."""
+
+        def compare(first: Path, second: Path) -> acceptance_share.Share:
+            if acceptance_share.basis(store.read(first, Acceptance)) != acceptance_share.basis(self):
+                raise NotComparableError("other prompts")
+            return acceptance_share.compare(first, second)
+
+        comparison = against_baseline(self, path, records, compare)
+        if comparison is None:
+            lengths = (
+                f"K = {row.depth} {setting.length:.3f}" for row in self.depths for setting in row.settings[:1]
+            )
+            return f"acceptance length: {', '.join(lengths)}"
+        baseline, share = comparison
+        ratio = share.ratio
+        return (
+            f"{share.verdict}: acceptance length {share.second:.3f} at K = {share.depth}, {ratio.value:.1%} "
+            f"[{ratio.low:.1%}, {ratio.high:.1%}], of {baseline}"
+        )
+
+    def panels(self) -> list[Panel]:
+        """Acceptance length by depth, one line per class and temperature; greedy acceptance rates by position."""
+        rows = [row for row in self.depths if row.depth]
+        kinds = list(dict.fromkeys((each.class_, each.temperature) for row in rows for each in row.settings))
+        if not kinds:
+            return []
+
+        def settings(kind: tuple[str, float]) -> list[tuple[int, Setting]]:
+            return [
+                (row.depth, each)
+                for row in rows
+                for each in row.settings
+                if (each.class_, each.temperature) == kind
+            ]
+
+        lengths = [
+            Line(
+                f"{kind[0]}, temperature {kind[1]:g}",
+                [depth for depth, _ in settings(kind)],
+                [each.length.value for _, each in settings(kind)],
+                [each.length.standard_error for _, each in settings(kind)],
+            )
+            for kind in kinds
+        ]
+        rates = [
+            Line(f"K = {depth}", range(1, depth + 1), [rate.value for rate in each.rates])
+            for depth, each in settings(kinds[0])
+        ]
+        name, temperature = kinds[0]
+        return [
+            Panel("tokens drafted (K)", "acceptance length, tokens (bars: 1 SE)", lengths),
+            Panel(
+                f"position of the draft ({name}, temperature {temperature:g})",
+                "share accepted up to it",
+                rates,
+            ),
+        ]
+
+    def tables(self, path: Path) -> list[Table]:
+        """One row per depth, class and temperature; then the speed of each depth, where there is a choice."""
+        source = provenance.source_note(self, path)
+        tables = [
+            Table.of(
+                f"Acceptance of {self.variant}'s drafts",
+                [(row.depth, setting) for row in self.depths for setting in row.settings],
+                {
+                    "K": lambda row: row[0],
+                    "class": lambda row: row[1].class_,
+                    "temperature": lambda row: f"{row[1].temperature:g}",
+                    "acceptance length ± SE": lambda row: f"{row[1].length:.3f}",
+                    "accepted up to each position": lambda row: " ".join(
+                        f"{r.value:.2f}" for r in row[1].rates
+                    ),
+                    "SE, at most": lambda row: f"{max(rate.standard_error for rate in row[1].rates):.2f}",
+                    "drafts": lambda row: row[1].drafts,
+                },
+                source,
+                text_columns=2,
+            )
+        ]
+        if self.choice:
+            speeds = self.choice.tokens_per_second
+            measured = self.choice.by == "measured"
+            method = "measured in this process" if measured else f"bound, {self.choice.by}"
+            columns: dict[str, Callable[[Depth], object]] = {
+                "K": lambda row: row.depth,
+                "acceptance length ± SE": lambda row: f"{row.length:.3f}" if row.length else "1",
+                f"tokens/s ({method})": lambda row: f"{speeds[str(row.depth)]:,.0f}",
+                "share of the best": lambda row: f"{speeds[str(row.depth)] / max(speeds.values()):.1%}",
+            }
+            title = f"Best depth for one sequence: K = {self.choice.depth}, {self.choice.by}"
+            tables.append(Table.of(title, self.depths, columns, source))
+        if self.schedule:
+            tables.append(self.schedule.table(source))
+        return tables
+
+
+def measure(
+    variant: Variant,
+    plan: str,
+    depths: Sequence[int],
+    *,
+    command: Sequence[str],
+    greedy_only: bool = False,
+    speed_bound: SpeedBound | None = None,
+    records_folder: Path | None = None,
+    progress: Progress = silent,
+) -> Path:
+    """Count a variant's drafts at several depths and write its acceptance record.
+
+    Depths that an interrupted run has counted are not counted again.
+
+    Args:
+        depths: tokens drafted at a time (K); 0 measures the speed without drafts.
+        greedy_only: whether to leave out temperatures above 0.
+        speed_bound: what chooses the depth where no GPU is measured; None: no choice there.
+
+    Raises:
+        ServingError: the variant answers for speed and memory only.
+        EvalError: the checkpoint has no MTP head, or the engine drafts nothing.
+    """
+    speed_only.refuse(variant, "acceptance")
+    started = provenance.utc_now()
+    settings = AcceptanceSettings.of_variant(variant, plan)
+    baseline = variants.load(variant.baseline, variant.root) if variant.baseline else variant
+    for side in (variant, baseline):
+        side.require_weights()
+    config = checkpoint.text_config(checkpoint.read_config(variant.weights))
+    if not config.get("mtp_num_hidden_layers"):
+        raise EvalError(f"{variant.name} has no MTP head, so nothing is drafted")
+    server = ServerCommand.resolve(variant)
+    flags = fidelity.weight_flags(server.flags)
+    temperatures = [each for each in settings.temperatures if not greedy_only or each == 0]
+    context_len = min(server.max_model_len, ServerCommand.resolve(baseline).max_model_len)
+    classes = drafting.cut_prompts(
+        settings, variant, baseline, context_len - settings.tokens - max(depths) - 1
+    )
+    longest = {name: max(map(len, class_prompts)) for name, class_prompts in classes.items()}
+    digest = prompts.digest([ids for class_prompts in classes.values() for ids in class_prompts])
+    items: list[dict[str, Any]] = []
+    with locked(
+        journal_file("acceptance", server, settings.model_dump(mode="json"), digest, temperatures)
+    ) as journal:
+        for number, depth in enumerate(depths):
+
+            def report(activity: str, done: float, total: float, number: int = number) -> None:
+                progress(activity, number * total + done, len(depths) * total)
+
+            counted = journal.get(depth)
+            if counted is None:
+                counted = drafting.count(
+                    variant.weights, classes, settings, [depth], temperatures, flags, report
+                )
+                journal.add(depth, counted)
+            items += counted
+        rows = summarise(items)
+        context = next(iter(longest.values()))
+        documents = [] if settings.documents == "tinyworld" else [variant.root / settings.documents]
+        record = Acceptance(
+            variant=variant.name,
+            plan=plan,
+            gate_depth=settings.gate_depth,
+            least_share=settings.least_share,
+            classes=longest,
+            prompts=digest,
+            depths=rows,
+            choice=choose(variant, settings.gpu, rows, context, speed_bound),
+            schedule=schedule(variant, settings.gpu, rows, context, speed_bound),
+            provenance=provenance.describe(
+                dataclasses.replace(
+                    server, flags={**flags, "enforce-eager": platforms.detect() == "cpu"}, environment={}
+                ),
+                command,
+                started,
+                datasets=[settings.file(variant.root), *documents],
+                seeds={"prompts": settings.seed},
+            ),
+        )
+        path = store.write(records_folder or variant.folder, record, items)
+        journal.discard()
+    return path
+
+
+def summarise(items: Sequence[Item]) -> tuple[Depth, ...]:
+    """The figures of each depth, estimated over groups; depth 0 has speed alone."""
+    rows = []
+    for depth in dict.fromkeys(item["depth"] for item in items):
+        counted = [item for item in items if item["depth"] == depth and (item["drafts"] or not depth)]
+        greedy = [item for item in counted if item["temperature"] == 0] or counted
+        by_setting: dict[tuple[str, float], list[Item]] = {}
+        for item in counted if depth else []:
+            by_setting.setdefault((item["class"], item["temperature"]), []).append(item)
+        rows.append(
+            Depth(
+                depth=depth,
+                tokens_per_second=sum(item["output_tokens"] for item in greedy)
+                / sum(item["seconds"] for item in greedy),
+                length=_length(greedy) if depth else None,
+                settings=tuple(
+                    Setting(
+                        class_=name,
+                        temperature=temperature,
+                        drafts=sum(item["drafts"] for item in group),
+                        length=_length(group),
+                        rates=tuple(_rate(group, position) for position in range(depth)),
+                    )
+                    for (name, temperature), group in by_setting.items()
+                ),
+            )
+        )
+    return tuple(rows)
+
+
+def choose(
+    variant: Variant, gpu: str, rows: Sequence[Depth], context_len: int, speed_bound: SpeedBound | None
+) -> Choice | None:
+    """The depth with most greedy tokens per second; None with fewer than two depths, or nothing to choose by.
+
+    On a GPU the measured speed decides. A CPU's speed says nothing about a GPU; there the bound of the given GPU for
+    one sequence decides, with the measured acceptance lengths. The bound counts bytes and FLOPs but no kernel launches,
+    so it favours deep drafts.
+    """
+    if platforms.detect() == "cuda":
+        method, speeds = "measured", {row.depth: row.tokens_per_second for row in rows}
+    elif speed_bound:
+        bounds = speed_bound(variant, gpu, _lengths(rows), context_len)
+        method, speeds = f"roofline of {gpu}", {depth: rates[0] for depth, rates in bounds.items()}
+    else:
+        return None
+    if len(rows) < 2:
+        return None
+    return Choice(
+        depth=max(speeds, key=lambda depth: speeds[depth]),
+        by=method,
+        tokens_per_second={str(depth): speed for depth, speed in speeds.items()},
+    )
+
+
+def schedule(
+    variant: Variant, gpu: str, rows: Sequence[Depth], context_len: int, speed_bound: SpeedBound | None
+) -> DepthSchedule | None:
+    """The depth for each batch size by the bound of the given GPU; None as for `choose`.
+
+    The speeds that this process measures are of one batch size, so the bound decides on a GPU too.
+    """
+    if len(rows) < 2 or speed_bound is None:
+        return None
+    lengths = _lengths(rows)
+    return depth_schedule.of_speeds(
+        f"roofline of {gpu}",
+        speed_bound(variant, gpu, lengths, context_len),
+        speed_bound(variant, gpu, lengths, context_len, always_drafts=True),
+    )
+
+
+def graph_sizes(depth: int, max_num_seqs: int) -> list[int]:
+    """Batch sizes of CUDA graphs, tokens: a step computes K + 1 tokens of each sequence."""
+    return [(depth + 1) * sequences for sequences in range(1, max_num_seqs + 1)]
+
+
+def graph_sizes_advice(record: Acceptance, variant: Variant) -> str | None:
+    """The CUDA graph sizes for the best depth, beside those of config.env; None where the record has no choice."""
+    if record.choice is None:
+        return None
+    flags = ServerCommand.resolve(variant, platform="cuda").flags
+    sizes = graph_sizes(record.choice.depth, int(flags.get("max-num-seqs") or 1))
+    return (
+        f"CUDA graphs for K = {record.choice.depth}: a step computes K + 1 tokens of each sequence, so "
+        f"VLLM_CUDAGRAPH_CAPTURE_SIZES={','.join(map(str, sizes))} "
+        f"(config.env: {flags.get('cudagraph-capture-sizes', 'not set')})"
+    )
+
+
+def schedule_advice(record: Acceptance) -> str | None:
+    """The lines of config.env for the draft depth at every batch size; None where the record has no schedule."""
+    if record.schedule is None:
+        return None
+    line = record.schedule.config_line()
+    if len(record.schedule.ranges) == 1:
+        return f"One draft depth for every batch size, by the {record.schedule.by}: {line}"
+    gain = max(load.gain for load in record.schedule.loads)
+    return (
+        f"Draft depth by batch size, by the {record.schedule.by}, up to {gain:+.1%} over K = "
+        f"{record.schedule.fixed_depth} fixed: {line}, with "
+        f"VLLM_CUDAGRAPH_CAPTURE_SIZES={','.join(map(str, record.schedule.graph_sizes()))}"
+    )
+
+
+def _lengths(rows: Sequence[Depth]) -> dict[int, float]:
+    """Acceptance length by depth, 1 without drafts."""
+    return {row.depth: row.length.value if row.length else 1.0 for row in rows}
+
+
+def _length(items: Sequence[Item]) -> Estimate:
+    return Estimate.of(intervals.mean(*acceptance_share.lengths(items)))
+
+
+def _rate(items: Sequence[Item], position: int) -> Estimate:
+    drafts = [item["drafts"] for item in items]
+    return Estimate.of(
+        intervals.mean([item["accepted_per_position"][position] / item["drafts"] for item in items], drafts)
+    )

@@ -1,0 +1,126 @@
+"""Acceptance share: a variant's acceptance length relative to its baseline's, from two acceptance records."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slimqwen.records import store
+from slimqwen.records.pairing import NotComparableError, newest_pair
+from slimqwen.stats import intervals
+from slimqwen.stats.verdict import Verdict
+
+if TYPE_CHECKING:
+    from slimqwen.evals.acceptance import Acceptance
+    from slimqwen.evals.drafting import Item
+
+
+@dataclass(frozen=True)
+class Share:
+    """A variant's acceptance length as a share of its baseline's, on the same prompts at the same depth.
+
+    Attributes:
+        depth: tokens drafted at a time (K).
+        first: acceptance length of the baseline, tokens.
+        second: acceptance length of the variant, tokens.
+        ratio: second / first, with its interval over groups of prompts.
+        groups: number of groups.
+        least_share: smallest ratio that passes.
+        verdict: of the ratio's interval against the least share.
+    """
+
+    depth: int
+    first: float
+    second: float
+    ratio: intervals.Ratio
+    groups: int
+    least_share: float
+    verdict: Verdict
+
+
+def pair(first: Path, second: Path, digests: Sequence[str] | None = None) -> tuple[Path, Path]:
+    """Find the newest acceptance records of two variants that count the same prompts at the gate's depth.
+
+    Args:
+        digests: digests of the two checkpoints; by default any.
+
+    Raises:
+        MissingRecordError: a variant has no such record.
+        NotComparableError: no two of their records have the same settings.
+    """
+    from slimqwen.evals.acceptance import Acceptance
+
+    def fits(record: Acceptance) -> bool:
+        counted = record.gate_depth in [row.depth for row in record.depths]
+        return counted and (digests is None or record.provenance.checkpoint.digest in digests)
+
+    def command(variant: str, like: Acceptance) -> str:
+        return f"slimqwen eval acceptance --variant {variant}"
+
+    return newest_pair(first, second, Acceptance, basis, command, fits)
+
+
+def basis(record: "Acceptance") -> dict[str, Any]:
+    """What two acceptance records must share to be compared, by name."""
+    data = {f"data file {name}": digest for name, digest in record.provenance.datasets.items()}
+    return {"plan": record.plan, "gate depth": record.gate_depth, **data}
+
+
+def compare(first: Path, second: Path) -> Share:
+    """Compare two acceptance records, the baseline's first, at the gate's depth of the second.
+
+    Raises:
+        NotComparableError: they share too few groups of prompts at that depth.
+        RecordError: a record or its items are damaged.
+    """
+    from slimqwen.evals.acceptance import Acceptance
+
+    record = store.read(second, Acceptance)
+    items = (store.read_items(path) for path in (first, second))
+    return judge(*items, depth=record.gate_depth, least_share=record.least_share)
+
+
+def judge(first: Sequence["Item"], second: Sequence["Item"], *, depth: int, least_share: float) -> Share:
+    """Compare the items of two acceptance records by the groups of greedy prompts that both have.
+
+    Args:
+        depth: tokens drafted at a time (K).
+        least_share: smallest share of the baseline's acceptance length that passes.
+
+    Raises:
+        NotComparableError: they share too few groups at that depth.
+    """
+    groups = [_greedy_groups(items, depth) for items in (first, second)]
+    shared = sorted(groups[0].keys() & groups[1].keys())
+    if len(shared) < 2:
+        raise NotComparableError(
+            f"fewer than two groups of greedy prompts were counted for both at K = {depth}; count both again"
+        )
+    (first_lengths, first_drafts), (second_lengths, second_drafts) = (
+        lengths([side[key] for key in shared]) for side in groups
+    )
+    ratio = intervals.paired_ratio(first_lengths, second_lengths, first_drafts, second_drafts)
+    verdict = Verdict.from_interval(ratio.low, ratio.high, least_share, higher_is_better=True)
+    return Share(
+        depth=depth,
+        first=intervals.mean(first_lengths, first_drafts).value,
+        second=intervals.mean(second_lengths, second_drafts).value,
+        ratio=ratio,
+        groups=len(shared),
+        least_share=least_share,
+        verdict=verdict,
+    )
+
+
+def lengths(items: Sequence["Item"]) -> tuple[list[float], list[int]]:
+    """The acceptance length of each group, and its weight: the number of drafts."""
+    drafts = [item["drafts"] for item in items]
+    return [1 + sum(item["accepted_per_position"]) / item["drafts"] for item in items], drafts
+
+
+def _greedy_groups(items: Sequence["Item"], depth: int) -> Mapping[tuple[str, int], "Item"]:
+    return {
+        (item["class"], item["group"]): item
+        for item in items
+        if item["depth"] == depth and item["temperature"] == 0 and item["drafts"]
+    }

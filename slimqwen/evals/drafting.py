@@ -1,0 +1,135 @@
+"""Draft runs: the prompts of each class, and the drafts that vLLM counts while it continues them.
+
+`slimqwen.evals.acceptance` makes estimates and a record of the counts.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from pydantic import Field, model_validator
+
+from slimqwen.evals import EvalError
+from slimqwen.progress import Progress, silent
+from slimqwen.records.settings import LimitSettings
+from slimqwen.serving import draft_counts, in_process
+from slimqwen.serving import platform as platforms
+from slimqwen.text import prompts
+from slimqwen.variant import Variant
+
+Item = Mapping[str, Any]
+"""Counters of one group: {"depth", "class", "temperature", "group", "drafts", "accepted_per_position",
+"output_tokens", "seconds"}."""
+
+
+class AcceptanceSettings(LimitSettings):
+    """eval/acceptance/<name>.yaml, which explains each field."""
+
+    folder: ClassVar[str] = "acceptance"
+
+    documents: str
+    seed: int
+    tokens: int = Field(ge=1)
+    groups: int = Field(ge=2)
+    prompts: int = Field(ge=2)
+    temperatures: tuple[float, ...] = Field(min_length=1)
+    classes: dict[str, int] = Field(min_length=1)
+    gpu: str
+    gate_depth: int = Field(ge=1)
+    least_share: float = Field(gt=0, le=1)
+
+    @model_validator(mode="after")
+    def _groups_have_prompts(self) -> Self:
+        if self.prompts < self.groups:
+            raise ValueError(f"{self.prompts} prompts do not make {self.groups} groups")
+        return self
+
+
+def cut_prompts(
+    settings: AcceptanceSettings, variant: Variant, baseline: Variant, max_tokens: int
+) -> dict[str, list[list[int]]]:
+    """Prompts of each class in the variant's token ids.
+
+    Both sides get the same text: the baseline's tokenizer cuts it to length, also for a pruned variant.
+
+    Args:
+        settings: documents, seed, and length of each class in tokens.
+        max_tokens: longest prompt, in tokens of the variant.
+    """
+    import transformers
+
+    ours, theirs = (
+        transformers.AutoTokenizer.from_pretrained(side.weights, local_files_only=True)
+        for side in (variant, baseline)
+    )
+    cutter = prompts.PromptCutter(
+        prompts.documents(settings.documents, settings.seed, variant.root),
+        lambda text: list(theirs(text, add_special_tokens=False)["input_ids"]),
+    )
+    classes = {}
+    for name, length in settings.classes.items():
+        texts = [theirs.decode(ids) for ids in cutter.cut(settings.prompts, max(1, min(length, max_tokens)))]
+        # A pruned tokenizer may need more tokens for the same text.
+        classes[name] = [
+            list(ours(text, add_special_tokens=False)["input_ids"])[-max_tokens:] for text in texts
+        ]
+    return classes
+
+
+def count(
+    weights: Path,
+    classes: Mapping[str, Sequence[Sequence[int]]],
+    settings: AcceptanceSettings,
+    depths: Sequence[int],
+    temperatures: Sequence[float],
+    flags: Mapping[str, Any] | None = None,
+    progress: Progress = silent,
+) -> list[dict[str, Any]]:
+    """Have vLLM continue the prompts of each class, group by group, at each depth in an engine of its own.
+
+    Args:
+        classes: class name -> prompts in token ids.
+        settings: length of a continuation, number of groups, and seed.
+        depths: tokens drafted at a time (K).
+        temperatures: sampling temperatures; 0 is greedy.
+        flags: vLLM's flags, by name without dashes.
+
+    Returns:
+        Items of a record.
+
+    Raises:
+        EvalError: the engine drafts nothing.
+    """
+    items: list[dict[str, Any]] = []
+    total = len(depths) * len(classes) * len(temperatures) * settings.groups
+    longest = max(len(ids) for class_prompts in classes.values() for ids in class_prompts) + settings.tokens
+    for depth in depths:
+        with in_process.engine(
+            weights,
+            num_speculative_tokens=depth,
+            max_model_len=draft_counts.context_len(longest, depth),
+            # CUDA graphs decide a GPU's speed. On a CPU only counts matter, and compiling costs minutes.
+            enforce_eager=platforms.detect() == "cpu",
+            **{name.replace("-", "_"): value for name, value in (flags or {}).items()},
+        ) as llm:
+            # The first requests run cold code; their time must not count for the first group.
+            draft_counts.count(llm, [next(iter(classes.values()))[0]], tokens=8)
+            for name, temperature, group in itertools.product(classes, temperatures, range(settings.groups)):
+                progress(f"K = {depth}: {name}, temperature {temperature:g}", len(items), total)
+                counts = draft_counts.count(
+                    llm,
+                    classes[name][group :: settings.groups],
+                    tokens=settings.tokens,
+                    temperature=temperature,
+                    seed=settings.seed,
+                )
+                if depth and not counts.drafts:
+                    raise EvalError(
+                        f"vLLM drafted nothing for the class {name}; raise `tokens` in eval/acceptance/"
+                    )
+                labels = {"depth": depth, "class": name, "temperature": temperature, "group": group}
+                items.append(labels | dataclasses.asdict(counts))
+    progress("counted", total, total)
+    return items

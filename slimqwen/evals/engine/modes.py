@@ -1,0 +1,448 @@
+"""Engine modes: a variant's greedy tokens in each combination of modes, compared with the reference engine's.
+
+Each combination runs in a process of its own, so that a crash of vLLM is a result. A combination that changes a token
+beyond a near tie, crashes or hangs is unsafe and goes into eval/unsafe_engines.json, with which
+`slimqwen.serving` refuses to start a server; one that is fine again is removed from it.
+"""
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from slimqwen.evals import EvalError
+from slimqwen.evals.engine import combinations, scenarios
+from slimqwen.evals.engine.combinations import Combination, Reference, ServedEngine
+from slimqwen.evals.engine.isolation import engine_processes, run_isolated
+from slimqwen.evals.engine.scenarios import Answer, EngineSettings, Run
+from slimqwen.progress import Progress, silent
+from slimqwen.recipe.warm_worker import WarmWorker
+from slimqwen.records import provenance, store
+from slimqwen.records.collection import Collection
+from slimqwen.records.journal import journal_file, locked
+from slimqwen.records.record import Block, Count, NonNegative, Record, ServedProvenance, Table
+from slimqwen.serving import platform as platforms
+from slimqwen.serving import unsafe_engines
+from slimqwen.serving.command import ServerCommand
+from slimqwen.serving.errors import ServingError
+from slimqwen.serving.unsafe_engines import Build, Modes
+from slimqwen.stats.verdict import Verdict
+from slimqwen.variant import Variant
+from slimqwen.vllm_plugin import compile_watch
+
+
+class State(StrEnum):
+    """What a combination of modes was found to be."""
+
+    FINE = "fine"
+    UNSAFE = "unsafe"
+    NOT_AVAILABLE = "not available"
+
+
+class Cell(Block):
+    """The result of one combination of modes."""
+
+    modes: Modes
+    served: bool = Field(description="The variant's own combination.")
+    state: State
+    reason: str | None = Field(description="null where it is fine.")
+    items: Count = Field(description="Answers compared.")
+    near_ties: Count = Field(
+        description="Answers that differ where either token is correct for the reference engine."
+    )
+    tokens_compared: Count = Field(description="Equal tokens, up to the first difference of each answer.")
+    drafts: Count = Field(description="Tokens drafted by MTP.")
+    accepted_drafts: Count
+    prefix_hits: Count = Field(
+        description="Prompt tokens found in the prefix cache in the scenario of shared prefixes."
+    )
+    preemptions: Count | None = Field(
+        description="Preempted requests with the small KV cache; null with one request at a time."
+    )
+    aborted: Count = Field(description="Requests aborted while they were answered, and sent again.")
+    notes: tuple[str, ...] = Field(description="Scenarios that had no effect or could not run, and why.")
+    seconds: NonNegative
+
+
+class EngineModes(Record):
+    """A variant's greedy tokens in combinations of engine modes, compared with the reference engine's."""
+
+    kind: ClassVar[str] = "engine"
+    folder: ClassVar[Literal["experiments"]] = "experiments"
+    verb: ClassVar[str] = "eval engine"
+
+    plan: str = Field(min_length=1, description="Name of the settings in eval/engine/.")
+    build: Build = Field(
+        description="The build of vLLM, hardware and architecture that the results hold for."
+    )
+    near_tie_nats: float = Field(
+        gt=0, description="Log-probability gap of the reference engine below which either token is correct."
+    )
+    cells: tuple[Cell, ...] = Field(min_length=1)
+    provenance: ServedProvenance
+
+    @model_validator(mode="after")
+    def _one_is_served(self) -> "EngineModes":
+        if sum(cell.served for cell in self.cells) != 1:
+            raise ValueError("exactly one cell must be the served one")
+        return self
+
+    @property
+    def served_cells(self) -> list[Cell]:
+        """The combinations that a server of the variant runs in: its own, also with fewer concurrent requests."""
+        served = next(cell for cell in self.cells if cell.served)
+        return [cell for cell in self.cells if unsafe_engines.covers(served.modes.model_dump(), cell.modes)]
+
+    @property
+    def served_unsafe(self) -> int:
+        """Number of unsafe combinations among those that a server of the variant runs in."""
+        return sum(cell.state == State.UNSAFE for cell in self.served_cells)
+
+    @property
+    def unsafe(self) -> int:
+        """Number of unsafe combinations, served or not."""
+        return sum(cell.state == State.UNSAFE for cell in self.cells)
+
+    @property
+    def tried(self) -> int:
+        """Number of combinations that could run here."""
+        return sum(cell.state != State.NOT_AVAILABLE for cell in self.cells)
+
+    @property
+    def verdict(self) -> Verdict:
+        """Verdict on the variant as it is served; inconclusive where its own combination could not run."""
+        if self.served_unsafe:
+            return Verdict.FAIL
+        fine = all(cell.state == State.FINE for cell in self.cells if cell.served)
+        return Verdict.PASS if fine else Verdict.INCONCLUSIVE
+
+    def summary(self) -> str:
+        """One sentence on all combinations."""
+        return (
+            f"{self.unsafe} of {self.tried} combinations of engine modes are unsafe, {self.served_unsafe} of them "
+            f"served by {self.variant}; a server does not start with an unsafe one"
+        )
+
+    def finding(self, path: Path, records: Collection) -> str:
+        """The verdict and how many combinations are unsafe."""
+        return f"{self.verdict}: {self.summary()}"
+
+    def tables(self, path: Path) -> list[Table]:
+        """One row per combination; reasons and notes are numbered below."""
+        remarks: dict[str, int] = {}
+        rows = []
+        for cell in self.cells:
+            modes = cell.modes
+            numbers = [
+                remarks.setdefault(remark, len(remarks) + 1)
+                for remark in (cell.reason, *cell.notes)
+                if remark
+            ]
+            rows.append(
+                (
+                    "served" if cell.served else "",
+                    str(modes.draft_tokens or "off"),
+                    "on" if modes.prefix_caching else "off",
+                    modes.kv_cache_dtype,
+                    "chunked" if modes.chunked_prefill else "whole",
+                    modes.graphs,
+                    str(cell.state),
+                    ", ".join(map(str, numbers)),
+                    str(modes.concurrency),
+                    str(cell.items),
+                    str(cell.near_ties),
+                    str(cell.prefix_hits),
+                    "-" if cell.preemptions is None else str(cell.preemptions),
+                    f"{cell.seconds:.0f}",
+                )
+            )
+        columns = (
+            "", "MTP K", "prefix caching", "KV cache", "prefill", "graphs", "state", "notes",
+            "concurrency", "answers", "near ties", "prefix hits", "preempted", "seconds",
+        )  # fmt: skip
+        near_ties = sum(cell.near_ties for cell in self.cells)
+        notes = (
+            *(f"{number}: {remark}" for remark, number in remarks.items()),
+            f"{self.summary()}. {near_ties} near ties below {self.near_tie_nats} nats.",
+        )
+        title = f"Engine modes of {self.variant}: {self.verdict}"
+        return [Table(title, columns, tuple(rows), notes, text_columns=8)]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A reply compared with the reference engine's answer.
+
+    Attributes:
+        same: number of equal tokens before the first difference.
+        differs: whether there is a difference.
+        near_tie: whether it differs where either token is correct.
+        gap_nats: log-probability gap between the two tokens for the reference engine; None where the other token is
+            not among its likeliest, or nothing differs.
+    """
+
+    same: int
+    differs: bool
+    near_tie: bool
+    gap_nats: float | None
+
+
+def measure(
+    variant: Variant,
+    plan: str,
+    *,
+    command: Sequence[str],
+    records_folder: Path | None = None,
+    progress: Progress = silent,
+) -> Path:
+    """Compare a variant in every combination of engine modes, and update eval/unsafe_engines.json.
+
+    With a records folder the record is written there, and eval/ stays as it is.
+
+    Combinations that an interrupted run has compared are not compared again.
+
+    Raises:
+        EvalError: the settings do not fit the variant, the reference engine fails, or a process was killed.
+    """
+    started = provenance.utc_now()
+    settings = EngineSettings.of_variant(variant, plan)
+    variant.require_weights()
+    server = ServerCommand.resolve(variant)
+    if server.platform != platforms.detect():
+        raise ServingError(f"{variant.name} needs a GPU and there is none here; check it on a GPU host")
+    log = log_file(variant)
+    build = unsafe_engines.build(variant.weights, server.platform)
+    engine = ServedEngine(dict(server.flags), server.platform, server.max_model_len, variant.root)
+    cells: list[Cell] = []
+    with (
+        engine_processes(engine_environment(server, None), log) as worker,
+        locked(journal_file("engine", server, settings.model_dump(mode="json"))) as journal,
+    ):
+        reference: Reference | str = run_isolated(
+            combinations.answer_by_reference,
+            variant.weights,
+            (settings, engine),
+            worker=worker,
+            environment=engine_environment(server, None),
+            timeout_s=settings.timeout_s,
+            log=log,
+            progress=_titled("reference engine", progress),
+        )
+        if isinstance(reference, str):
+            raise EvalError(
+                f"{variant.name}: the reference engine fails ({reference}), so nothing can be compared with it: {log}"
+            )
+        # The reference engine's own answers are those of cell 0.
+        items: list[dict[str, Any]] = [
+            {"cell": 0, "group": group, "request": number, "tokens": list(answer.tokens)}
+            for group, answers in reference.answers.items()
+            for number, answer in enumerate(answers)
+        ]
+        for number, combination in enumerate(reference.combinations, start=1):
+            key = combination.modes.model_dump()
+            entry = journal.get(key)
+            if entry is None:
+                title = f"{number}/{len(reference.combinations)} {combination.modes}"
+                cell, compared = _run_combination(
+                    combination, reference, server, settings, worker, log, _titled(title, progress)
+                )
+                entry = (cell.as_json(), compared)
+                journal.add(key, entry)
+            cells.append(Cell.model_validate(entry[0]))
+            items += [{"cell": number, **item} for item in entry[1]]
+        record = EngineModes(
+            variant=variant.name,
+            plan=plan,
+            build=build,
+            near_tie_nats=settings.near_tie_nats,
+            cells=tuple(cells),
+            provenance=provenance.describe(
+                server,
+                command,
+                started,
+                datasets=[settings.file(variant.root)],
+                seeds={"prompts": settings.seed},
+            ),
+        )
+        path = store.write(records_folder or variant.folder, record, items)
+        if records_folder is None:
+            update_unsafe_engines(record, path, variant.root)
+        journal.discard()
+    return path
+
+
+def log_file(variant: Variant) -> Path:
+    """The file that receives vLLM's output while a variant's engine modes are compared."""
+    return variant.root / "logs" / f"engine_{variant.name}.log"
+
+
+def _run_combination(
+    combination: Combination,
+    reference: Reference,
+    server: ServerCommand,
+    settings: EngineSettings,
+    worker: WarmWorker,
+    log: Path,
+    progress: Progress,
+) -> tuple[Cell, list[dict[str, Any]]]:
+    """Run the scenarios in one combination of modes, and compare its answers."""
+    began = time.monotonic()
+    run: Run | str | None = None
+    if combination.refusal is None:
+        requests = {
+            group: group_requests
+            for group, group_requests in reference.requests.items()
+            if combination.mixed or group != "mixed"
+        }
+        run = run_isolated(
+            scenarios.play,
+            server.variant.weights,
+            (combination.modes, combination.flags, requests),
+            worker=worker,
+            environment=engine_environment(server, combination.modes),
+            timeout_s=settings.timeout_s,
+            log=log,
+            progress=progress,
+        )
+    seconds = round(time.monotonic() - began, 1)
+    return judge(combination, run, reference.answers, settings.near_tie_nats, seconds=seconds)
+
+
+def judge(
+    combination: Combination,
+    run: Run | str | None,
+    answers: Mapping[str, Sequence[Answer]],
+    near_tie_nats: float,
+    *,
+    seconds: float,
+) -> tuple[Cell, list[dict[str, Any]]]:
+    """Compare the answers of a combination with the reference engine's.
+
+    Args:
+        run: its answers and counters; the reason where it broke down; None where it is not available.
+        answers: the reference engine's, by group.
+        near_tie_nats: log-probability gap below which either token is correct.
+
+    Returns:
+        The cell, and one item per reply; an item has tokens where they differ.
+    """
+    counters = (
+        "items",
+        "near_ties",
+        "tokens_compared",
+        "drafts",
+        "accepted_drafts",
+        "prefix_hits",
+        "aborted",
+    )
+    cell = Cell(
+        modes=combination.modes,
+        served=combination.served,
+        state=State.FINE,
+        reason=None,
+        preemptions=None,
+        notes=(),
+        seconds=seconds,
+        **dict.fromkeys(counters, 0),
+    )
+    if run is None:
+        return cell.model_copy(update={"state": State.NOT_AVAILABLE, "reason": combination.refusal}), []
+    if isinstance(run, str):
+        return cell.model_copy(update={"state": State.UNSAFE, "reason": run}), []
+    items: list[dict[str, Any]] = []
+    differences = []
+    for reply in run.replies:
+        comparison = compare(answers[reply.group][reply.number], reply.tokens, near_tie_nats)
+        items.append(
+            {
+                "scenario": reply.scenario,
+                "group": reply.group,
+                "request": reply.number,
+                **dataclasses.asdict(comparison),
+                "tokens": list(reply.tokens) if comparison.differs else None,
+            }
+        )
+        if comparison.differs and not comparison.near_tie:
+            differences.append((reply, comparison))
+    update: dict[str, Any] = {
+        "items": len(items),
+        "near_ties": sum(item["near_tie"] for item in items),
+        "tokens_compared": sum(item["same"] for item in items),
+        "drafts": run.drafts,
+        "accepted_drafts": run.accepted_drafts,
+        "prefix_hits": run.prefix_hits,
+        "preemptions": run.preemptions,
+        "aborted": run.aborted,
+        "notes": tuple(run.notes),
+    }
+    if differences:
+        reply, first = differences[0]
+        gap = (
+            "not among the likeliest" if first.gap_nats is None else f"{first.gap_nats:.2f} nats less likely"
+        )
+        update["state"] = State.UNSAFE
+        update["reason"] = (
+            f"{len(differences)} of {len(items)} answers differ; first {reply.scenario}, request {reply.number}, "
+            f"token {first.same} ({gap})"
+        )
+    return cell.model_copy(update=update), items
+
+
+def compare(answer: Answer, tokens: Sequence[int], near_tie_nats: float) -> Comparison:
+    """Compare tokens with the reference engine's up to the first difference; later tokens depend on it."""
+    pairs = enumerate(zip(answer.tokens, tokens, strict=False))
+    first = next((position for position, (expected, token) in pairs if expected != token), None)
+    if first is None:
+        shorter = min(len(answer.tokens), len(tokens))
+        return Comparison(shorter, len(answer.tokens) != len(tokens), False, None)
+    likeliest = answer.log_probabilities[first]
+    other = likeliest.get(tokens[first])
+    gap = None if other is None else likeliest[answer.tokens[first]] - other
+    return Comparison(first, True, gap is not None and gap < near_tie_nats, gap)
+
+
+def update_unsafe_engines(record: EngineModes, path: Path, root: Path) -> None:
+    """Write what a record found to eval/unsafe_engines.json.
+
+    Args:
+        record: the record.
+        path: its file in experiments/.
+        root: the repository.
+    """
+    shown = provenance.portable(str(path), root)
+    unsafe_engines.update(
+        root,
+        record.build,
+        unsafe=[
+            unsafe_engines.Finding(
+                build=record.build, modes=cell.modes, reason=cell.reason or "", record=shown
+            )
+            for cell in record.cells
+            if cell.state == State.UNSAFE
+        ],
+        fine=[cell.modes for cell in record.cells if cell.state == State.FINE],
+    )
+
+
+def engine_environment(server: ServerCommand, modes: Modes | None) -> dict[str, str]:
+    """Environment of an engine's process: the server's, with a compile cache that combinations share."""
+    environment = server.process_environment()
+    environment.pop(compile_watch.VARIABLE, None)
+    if modes is not None and modes.graphs != "eager":
+        # One cache per draft depth: vLLM's cache key has left the depth out before.
+        root = server.variant.root / ".cache" / f"{server.variant.name}-engines-{modes.draft_tokens}"
+        environment |= {
+            "VLLM_CACHE_ROOT": str(root / "vllm"),
+            "TORCHINDUCTOR_CACHE_DIR": str(root / "inductor"),
+        }
+    return environment
+
+
+def _titled(title: str, progress: Progress) -> Progress:
+    """Progress of one engine under one title, whatever its scenario is called."""
+    return lambda _, done, total: progress(title, done, total)

@@ -1,0 +1,289 @@
+"""Fidelity: how far a variant's next-token distributions are from its baseline's, token by token on fixed texts.
+
+The baseline is evaluated by transformers in float32, the variant by vLLM as it is served. At every position of the same
+texts the whole distributions are compared, not only the top k. One minute shows what task scores need thousands of
+answers to see.
+
+A pruned variant is compared on the texts whose tokens it kept, against the baseline's distribution over the kept
+tokens. Bits per byte are compared on every text, because they do not depend on the vocabulary. A quantised variant is
+also compared layer by layer (`layer_error`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from slimqwen import checkpoint
+from slimqwen import variant as variants
+from slimqwen.evals import EvalError
+from slimqwen.evals.fidelity_figures import (
+    FIGURE_NAMES,
+    FidelitySettings,
+    Figures,
+    LayerRow,
+    Layers,
+    Limits,
+    TextComparison,
+    judge,
+    summarise,
+)
+from slimqwen.progress import Progress, silent
+from slimqwen.recipe import recipe_file, runner
+from slimqwen.records import provenance, store
+from slimqwen.records.collection import Collection
+from slimqwen.records.panel import Line, Panel
+from slimqwen.records.record import (
+    Block,
+    Estimate,
+    Record,
+    ServedProvenance,
+    Table,
+    VariantName,
+    Verdict,
+)
+from slimqwen.serving import shared_server, speed_only
+from slimqwen.serving.command import ServerCommand
+from slimqwen.stats.verdict import overall
+from slimqwen.variant import Variant
+
+_WEIGHT_FLAGS = ("dtype", "kv-cache-dtype", "mamba-ssm-cache-dtype", "quantization")
+
+
+class AppliedLimits(Block, Limits):
+    """Limits of a record."""
+
+    of: Literal["same_weights", "changed_weights"]
+
+
+class StageFigures(Figures):
+    """Comparison of the checkpoint that a stage of the recipe made."""
+
+    stage: str
+
+
+class Fidelity(Record):
+    """Distance of a variant's next-token distributions from its baseline's."""
+
+    kind: ClassVar[str] = "fidelity"
+    folder: ClassVar[Literal["experiments", "results"]] = "experiments"
+    verb: ClassVar[str] = "eval fidelity"
+
+    baseline: VariantName = Field(description="The variant itself if it has none.")
+    plan: str = Field(min_length=1, description="Settings: eval/fidelity/<plan>.yaml.")
+    limits: AppliedLimits
+    modes: dict[str, Figures] = Field(min_length=1)
+    verdicts: dict[str, dict[str, Verdict]] = Field(description="By mode and figure.")
+    verdict: Verdict
+    layers: Layers | None = Field(
+        default=None, description="null if no linear is packed by compressed-tensors; absent in old records."
+    )
+    stages: tuple[StageFigures, ...]
+    provenance: ServedProvenance
+
+    def tables(self, path: Path) -> list[Table]:
+        """Figures beside the noise of the baseline against itself; quantised layers; figures of each stage."""
+        tables = [self._figures_table(path)]
+        if self.layers:
+            tables.append(self._layers_table(self.layers))
+        if self.stages:
+            columns = {heading: partial(_cell, name=name) for name, heading in FIGURE_NAMES.items()}
+            title = f"Fidelity of {self.variant} after each stage of its recipe"
+            tables.append(
+                Table.of(
+                    title,
+                    self.stages,
+                    {"stage": lambda row: row.stage, **columns},
+                    provenance.source_note(self, path),
+                )
+            )
+        return tables
+
+    def finding(self, path: Path, records: Collection) -> str:
+        """The verdict and the largest divergence of all modes."""
+        figures = {mode: row.kl_nats for mode, row in self.modes.items() if row.kl_nats}
+        if not figures:
+            return str(self.verdict)
+        mode, kl = max(figures.items(), key=lambda each: each[1].value)
+        low, high = kl.interval
+        return (
+            f"{self.verdict}: KL {kl.value:.5f} nats a token [{low:.5f}, {high:.5f}], "
+            f"limit {self.limits.kl_nats:g} ({mode}), of {self.baseline}"
+        )
+
+    def panels(self) -> list[Panel]:
+        """KL divergence of the checkpoint after each stage of the recipe."""
+        stages = [row for row in self.stages if row.kl_nats]
+        kl = Line("KL", range(len(stages)), [row.kl_nats.value for row in stages if row.kl_nats])
+        return [Panel("stage", "KL, nats a token", [kl], [row.stage for row in stages])] if stages else []
+
+    def _figures_table(self, path: Path) -> Table:
+        noise_path = next(store.records(path.parent.parent / self.baseline, Fidelity), None)
+        noise = store.read(noise_path, Fidelity) if noise_path else None
+        rows = []
+        for name, heading in {
+            **FIGURE_NAMES,
+            "joined_kl_nats": "KL of the texts joined, nats a token",
+        }.items():
+            for mode, figures in self.modes.items():
+                if name not in self.verdicts[mode]:
+                    continue
+                other = noise.modes.get(mode) if noise else None
+                limit = self.limits.kl_nats if name == "joined_kl_nats" else getattr(self.limits, name)
+                verdict = str(self.verdicts[mode][name])
+                rows.append((heading, mode, _cell(figures, name), _cell(other, name), f"{limit:g}", verdict))
+        first = next(iter(self.modes.values()))
+        notes = [
+            f"{first.positions_compared:,} positions of {first.texts_compared} of {first.texts} texts; bits per byte "
+            "of all texts. Noise: the baseline's weights in vLLM against themselves in transformers."
+        ]
+        notes += [
+            f"{mode}: over HTTP; KL of the likeliest {figures.top_k} tokens and of all others as one."
+            for mode, figures in self.modes.items()
+            if figures.top_k is not None
+        ]
+        notes.append(provenance.source_note(self, path))
+        if noise and noise_path and noise_path != path:
+            notes.append(provenance.source_note(noise, noise_path))
+        title = f"Fidelity of {self.variant} to {self.baseline}: {self.verdict}"
+        columns = ("figure", "mode", "value ± SE", "noise ± SE", "limit", "verdict")
+        return Table(title, columns, tuple(rows), tuple(notes), text_columns=2)
+
+    def _layers_table(self, layers: Layers) -> Table:
+        note = (
+            "Error: root mean square error of a layer's output on the baseline's own input, as a share of what the "
+            f"baseline's layer adds, over {layers.tokens:,} tokens. RTN: the baseline's weights rounded to nearest."
+        )
+        columns: dict[str, Callable[[LayerRow], object]] = {
+            "layer": lambda row: row.layer,
+            "error": lambda row: f"{row.error:.4f}",
+            "error of RTN": lambda row: f"{row.rounded_error:.4f}",
+            "ratio": lambda row: f"{row.ratio:.2f}",
+            "limit": lambda row: f"{layers.limit:g}",
+            "verdict": lambda row: Verdict.PASS if row.ratio <= layers.limit else Verdict.FAIL,
+        }
+        return Table.of(f"Quantised layers of {self.variant}: {layers.verdict}", layers.rows, columns, note)
+
+
+def weight_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The vLLM flags that decide the distributions of a prompt, as far as they are set."""
+    return {name: flags[name] for name in _WEIGHT_FLAGS if name in flags}
+
+
+def measure(
+    variant: Variant,
+    plan_name: str,
+    *,
+    command: Sequence[str],
+    stages: bool,
+    port: int | None = None,
+    records_folder: Path | None = None,
+    progress: Progress = silent,
+) -> Path:
+    """Compare a variant with its baseline, or a baseline with itself, and write its fidelity record.
+
+    Args:
+        variant: variant. Its weights, dtype and KV cache are compared in an engine of their own without compilation,
+            then all of its config.env by its server.
+        stages: also compare the output of each stage of its recipe, from the store.
+        port: TCP port of the server instead of the variant's own.
+
+    Raises:
+        ServingError: the variant answers for speed and memory only.
+        EvalError: the checkpoints, texts or settings allow no comparison.
+        ServerLostError: the server died or refused; nothing is recorded.
+    """
+    from slimqwen.evals import layer_error, token_distributions
+
+    speed_only.refuse(variant, "fidelity")
+    started = provenance.utc_now()
+    root = variant.root
+    settings = FidelitySettings.of_variant(variant, plan_name)
+    baseline = variants.load(variant.baseline, root) if variant.baseline else variant
+    for side in (variant, baseline):
+        side.require_weights()
+    command_line = ServerCommand.resolve(variant)
+    context_len = min(command_line.max_model_len, ServerCommand.resolve(baseline).max_model_len)
+
+    def compare(weights: Path) -> list[TextComparison]:
+        return token_distributions.compare(
+            weights,
+            baseline.weights,
+            settings,
+            root,
+            flags=weight_flags(command_line.flags),
+            max_model_len=context_len,
+            progress=progress,
+        )
+
+    texts = compare(variant.weights)
+    layers = layer_error.compare(variant.weights, baseline.weights, settings, root, progress)
+    log = root / "logs" / f"eval-fidelity-{variant.name}.log"
+    with shared_server.serve(variant, port=port, log=log, progress=progress) as server:
+        texts += token_distributions.compare_served(
+            server, baseline.weights, settings, root, max_model_len=context_len, progress=progress
+        )
+    modes = summarise(texts)
+    same = checkpoint.digest(variant.weights) == checkpoint.digest(baseline.weights)
+    limits = settings.limits.same_weights if same else settings.limits.changed_weights
+    verdicts = {mode: judge(figures, limits) for mode, figures in modes.items()}
+    layer_verdicts = [layers.verdict] if layers else []
+    record = Fidelity(
+        variant=variant.name,
+        baseline=baseline.name,
+        plan=plan_name,
+        limits=AppliedLimits(of="same_weights" if same else "changed_weights", **limits.model_dump()),
+        modes=modes,
+        verdicts=verdicts,
+        layers=layers,
+        verdict=overall([*(each for mode in verdicts.values() for each in mode.values()), *layer_verdicts]),
+        stages=tuple(
+            StageFigures(stage=stage, **summarise(compare(weights))["single"].as_json())
+            for stage, weights in (_stages(variant) if stages else [])
+        ),
+        provenance=provenance.describe(
+            server.server.command,
+            command,
+            started,
+            datasets=[root / settings.texts, settings.file(root)],
+            already_running=server.already_running,
+        ),
+    )
+    return store.write(records_folder or variant.folder, record, (each.as_item() for each in texts))
+
+
+def _stages(variant: Variant) -> list[tuple[str, Path]]:
+    """Outputs of the stages of a variant's recipe, without those that changed neither tensors nor tokens.
+
+    Raises:
+        EvalError: the variant has no recipe, or the store lacks an output.
+    """
+    if variant.recipe is None:
+        raise EvalError(f"{variant.name} has no recipe, so it has no stages; leave out --stages")
+    weights = variant.root / "weights"
+    forecasts = runner.status(
+        recipe_file.read(variant.recipe), weights, lambda base: variants.load(base, variant.root).weights
+    )
+    outputs: list[tuple[str, Path]] = []
+    previous: list[str] = []
+    for forecast in forecasts:
+        if not forecast.reused or forecast.key is None:
+            raise EvalError(
+                f"the store has no output of {forecast.stage}; run `slimqwen recipe run --variant {variant.name}`"
+            )
+        folder = weights / "store" / forecast.key
+        files = checkpoint.Manifest.read(folder).files
+        digests = [
+            file.sha256 for name, file in files.items() if name.endswith((".safetensors", "tokenizer.json"))
+        ]
+        if digests != previous:
+            outputs.append((forecast.stage, folder))
+        previous = digests
+    return outputs
+
+
+def _cell(figures: Figures | None, name: str) -> str:
+    figure: Estimate | float | None = getattr(figures, name, None)
+    return "-" if figure is None else f"{figure:.5f}"

@@ -1,0 +1,232 @@
+"""Figures of fidelity: the comparison of each text, its summary over texts, the layers, and the limits for all."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from slimqwen.records.record import Block, Count, Estimate, NonNegative, Positive, Verdict
+from slimqwen.records.settings import LimitSettings
+from slimqwen.stats import intervals
+
+MODES = ("single", "batched")
+"""In-process modes: one text at a time; several at once with a token budget that splits their prefill into chunks."""
+
+SERVED = "served"
+"""Mode over HTTP: several texts at once, by the variant's server with its whole config.env."""
+
+TOP_K = 20
+"""Log-probabilities per position from a server, vLLM's default limit; all other tokens form one bucket, the tail."""
+
+HEAD_LOG_PROBABILITY = math.log(0.01)
+"""Lowest log-probability of a head token; further down, in the tail, log-probabilities are noise."""
+
+JOINED = "joined"
+"""Name of all texts joined to the context's length: no further text, so it is left out of every mean."""
+
+FIGURE_NAMES = {
+    "kl_nats": "KL, nats a token",
+    "top1_disagreement": "top-1 disagreement",
+    "regret_nats": "regret, nats a token",
+    "head_delta_mean": "|Δ log p| of head tokens, mean",
+    "head_delta_p99": "|Δ log p| of head tokens, p99",
+    "bits_per_byte": "growth of bits per byte",
+}
+
+
+class Limits(BaseModel):
+    """Largest values that pass.
+
+    Attributes:
+        kl_nats: mean KL(baseline || variant) in nats a token.
+        top1_disagreement: share of positions whose likeliest token differs.
+        regret_nats: mean loss of the baseline's log-probability if the variant's likeliest token is chosen, in nats.
+        head_delta_mean: mean |log-probability difference| in nats of the text's tokens to which the baseline gives 1 %
+            or more.
+        head_delta_p99: 99th percentile of these differences, in nats.
+        bits_per_byte: growth in bits per byte.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kl_nats: float
+    top1_disagreement: float
+    regret_nats: float
+    head_delta_mean: float
+    head_delta_p99: float
+    bits_per_byte: float
+
+
+class LimitsByChange(BaseModel):
+    """Limits for a variant with the baseline's weights, and for any other."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    same_weights: Limits
+    changed_weights: Limits
+
+
+class FidelitySettings(LimitSettings):
+    """eval/fidelity/<name>.yaml.
+
+    Attributes:
+        texts: path of a .jsonl file of {"id", "text"}, relative to the repository.
+        prefix: token before every text, by name.
+        batch: texts at once in the modes batched and served.
+        layer_error_ratio: largest error of a quantised layer that passes, relative to round-to-nearest.
+        limits: largest values that pass.
+    """
+
+    folder: ClassVar[str] = "fidelity"
+
+    texts: Path
+    prefix: str
+    batch: int
+    layer_error_ratio: float
+    limits: LimitsByChange
+
+
+class Figures(Block):
+    """Comparison over all texts in one mode; estimates are means over texts, null for fewer than two texts."""
+
+    texts: Positive
+    texts_compared: Count = Field(description="Texts whose tokens the variant kept.")
+    positions_compared: Count
+    kl_nats: Estimate | None
+    top1_disagreement: Estimate | None
+    regret_nats: Estimate | None
+    head_delta_mean: Estimate | None = Field(description="nats")
+    head_delta_p99: Estimate | None = Field(description="nats")
+    head_delta_max: float | None = Field(description="nats; shown, never judged")
+    bits_per_byte: Estimate | None = Field(description="Growth, on every text.")
+    baseline_bits_per_byte: NonNegative
+    joined_kl_nats: float | None = Field(
+        description="Mean over all texts joined; null if a pruned variant lacks one of their tokens."
+    )
+    joined_tokens: Count
+    top_k: Positive | None = Field(
+        default=None,
+        description="Tokens of a position that are compared, the others as one; absent for all of them.",
+    )
+
+
+class LayerRow(Block):
+    """A quantised layer on the baseline's own input."""
+
+    layer: Count
+    error: NonNegative = Field(
+        description="Root mean square error of its output, as a share of what the baseline's layer adds."
+    )
+    rounded_error: NonNegative = Field(description="The same of round-to-nearest (RTN).")
+    ratio: NonNegative = Field(description="error / rounded_error")
+
+
+class Layers(Block):
+    """Quantised layers, held against round-to-nearest (RTN)."""
+
+    limit: NonNegative = Field(description="Largest ratio that passes.")
+    verdict: Verdict
+    tokens: Count
+    rows: tuple[LayerRow, ...] = Field(min_length=1)
+
+
+@dataclass
+class TextComparison:
+    """Comparison of one text in one mode.
+
+    Attributes:
+        name: id of the text.
+        mode: one of MODES, or SERVED.
+        bytes: length of the text in UTF-8 bytes.
+        compared: positions whose distributions were compared.
+        kl_nats: sum of divergences over these positions, nats.
+        disagreements: positions whose likeliest token differs.
+        regret_nats: sum of regrets, nats.
+        baseline_bits: negative log2-likelihood of the whole text by the baseline.
+        variant_bits: negative log2-likelihood of the whole text by the variant.
+        head_deltas: |log-probability difference| of each head token, nats.
+    """
+
+    name: str
+    mode: str
+    bytes: int
+    compared: int = 0
+    kl_nats: float = 0.0
+    disagreements: int = 0
+    regret_nats: float = 0.0
+    baseline_bits: float = 0.0
+    variant_bits: float = 0.0
+    head_deltas: list[float] = field(default_factory=list)
+
+    def as_item(self) -> dict[str, Any]:
+        """Fields for the items of a record."""
+        return {name: value for name, value in asdict(self).items() if name != "head_deltas"}
+
+
+def summarise(texts: Sequence[TextComparison]) -> dict[str, Figures]:
+    """Figures of each mode, with standard errors over texts."""
+    modes = dict.fromkeys(each.mode for each in texts)
+    return {mode: _figures([each for each in texts if each.mode == mode]) for mode in modes}
+
+
+def judge(figures: Figures, limits: Limits) -> dict[str, Verdict]:
+    """A verdict for each limit: pass if the whole interval is within it, fail if all of it is beyond.
+
+    The joined text is a single one: its divergence has no interval and is compared with the limit as it is.
+    """
+    verdicts = {}
+    for name, limit in limits:
+        estimate: Estimate | None = getattr(figures, name)
+        verdicts[name] = Verdict.INCONCLUSIVE
+        if estimate is not None:
+            verdicts[name] = Verdict.from_interval(*estimate.interval, limit, higher_is_better=False)
+    if figures.joined_kl_nats is not None:
+        passed = figures.joined_kl_nats <= limits.kl_nats
+        verdicts["joined_kl_nats"] = Verdict.PASS if passed else Verdict.FAIL
+    return verdicts
+
+
+def _figures(texts_and_joined: Sequence[TextComparison]) -> Figures:
+    texts = [each for each in texts_and_joined if each.name != JOINED]
+    joined = next((each for each in texts_and_joined if each.name == JOINED), None)
+    compared = [each for each in texts if each.compared]
+    positions = [each.compared for each in compared]
+
+    def mean_over_positions(sums: Sequence[float]) -> Estimate | None:
+        if len(compared) < 2:
+            return None
+        means = [total / count for total, count in zip(sums, positions, strict=True)]
+        return Estimate.of(intervals.mean(means, positions))
+
+    deltas = [each.head_deltas for each in compared if each.head_deltas]
+    delta_mean = delta_p99 = None
+    if len(deltas) >= 2:
+        counts = [len(each) for each in deltas]
+        delta_mean = Estimate.of(intervals.mean([sum(each) / len(each) for each in deltas], counts))
+        delta_p99 = Estimate.of(intervals.percentile_over_groups(deltas, 99))
+    sizes = [each.bytes for each in texts]
+    growth = intervals.paired_difference(
+        [each.baseline_bits / each.bytes for each in texts],
+        [each.variant_bits / each.bytes for each in texts],
+        sizes,
+    )
+    served = {"top_k": TOP_K} if texts[0].mode == SERVED else {}
+    return Figures(
+        texts=len(texts),
+        texts_compared=len(compared),
+        positions_compared=sum(positions),
+        kl_nats=mean_over_positions([each.kl_nats for each in compared]),
+        top1_disagreement=mean_over_positions([each.disagreements for each in compared]),
+        regret_nats=mean_over_positions([each.regret_nats for each in compared]),
+        head_delta_mean=delta_mean,
+        head_delta_p99=delta_p99,
+        head_delta_max=max((delta for each in deltas for delta in each), default=None),
+        bits_per_byte=Estimate.of(growth),
+        baseline_bits_per_byte=sum(each.baseline_bits for each in texts) / sum(sizes),
+        joined_kl_nats=joined.kl_nats / joined.compared if joined and joined.compared else None,
+        joined_tokens=joined.compared if joined else 0,
+        **served,
+    )

@@ -1,0 +1,372 @@
+"""The gate: is a variant as good as its baseline, and does its engine serve it correctly? Four checks, one verdict.
+
+Fidelity sees small damage of weights, acceptance the MTP head, quality the worth of answers, and the engine modes
+whether the variant's own combination gives the model's tokens. A check's record is used again while nothing that
+decides it has changed; otherwise it is measured.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from pydantic import Field, field_validator
+
+from slimqwen import variant as variants
+from slimqwen.evals import (
+    EvalError,
+    acceptance,
+    acceptance_share,
+    fidelity,
+    quality,
+    quality_comparison,
+)
+from slimqwen.evals.acceptance import Acceptance
+from slimqwen.evals.drafting import AcceptanceSettings
+from slimqwen.evals.engine import modes
+from slimqwen.evals.engine.modes import EngineModes
+from slimqwen.evals.fidelity import Fidelity
+from slimqwen.evals.fidelity_figures import FIGURE_NAMES
+from slimqwen.evals.suites.suite import DECIDING, Suite
+from slimqwen.progress import Progress, silent
+from slimqwen.recipe import variant_recipe
+from slimqwen.records import provenance, store
+from slimqwen.records.collection import Collection
+from slimqwen.records.record import (
+    Estimate,
+    Finding,
+    Record,
+    RelativePath,
+    ServedProvenance,
+    Table,
+    VariantName,
+)
+from slimqwen.records.settings import LimitSettings
+from slimqwen.serving import speed_only
+from slimqwen.serving.command import ServerCommand
+from slimqwen.stats.verdict import Verdict, overall
+from slimqwen.variant import Variant
+
+CHECKS = ("fidelity", "acceptance", "quality", "engine")
+FIGURES_ON_CHARTS = {"fidelity": "mean KL, nats a token", "acceptance": "acceptance length / baseline's"}
+
+
+class GateSettings(LimitSettings):
+    """eval/gates/<name>.yaml: the settings of each check, by the name of a file in the check's own folder of eval/."""
+
+    folder: ClassVar[str] = "gates"
+
+    fidelity: str
+    acceptance: str
+    quality: str
+    engine: str
+
+
+class Gate(Record):
+    """Whether a variant is as good as its baseline: four checks and one verdict. Its items are findings."""
+
+    kind: ClassVar[str] = "gate"
+    folder: ClassVar[Literal["experiments"]] = "experiments"
+    verb: ClassVar[str] = "gate check"
+
+    baseline: VariantName
+    plan: str = Field(min_length=1, description="Name of the settings in eval/gates/.")
+    verdict: Verdict
+    verdicts: dict[str, Verdict] = Field(
+        description="Of each check.", json_schema_extra={"required": list(CHECKS)}
+    )
+    records: tuple[RelativePath, ...] = Field(
+        min_length=1, description="Records of the checks, as <variant>/<file>."
+    )
+    provenance: ServedProvenance
+
+    @field_validator("verdicts")
+    @classmethod
+    def _every_check_has_one(cls, verdicts: dict[str, Verdict]) -> dict[str, Verdict]:
+        if missing := [check for check in CHECKS if check not in verdicts]:
+            raise ValueError(f"no verdict of {', '.join(missing)}")
+        return verdicts
+
+    def evidence(self, experiments: Path) -> list[Path]:
+        """The records of the checks.
+
+        Args:
+            experiments: folder of all variants' records.
+        """
+        return [experiments / name for name in self.records]
+
+    def cited(self) -> Sequence[str]:
+        """Locations of the records of its checks."""
+        return [f"experiments/{name}" for name in self.records]
+
+    def finding(self, path: Path, records: Collection) -> str:
+        """The verdict, and of each check that does not pass the first finding that does not."""
+        findings = [Finding.model_validate(item) for item in store.read_items(path)]
+        against = []
+        for check, verdict in self.verdicts.items():
+            if verdict != Verdict.PASS:
+                worst = (each for each in findings if (each.gate, each.verdict) == (check, verdict))
+                against.append(f"{check} {verdict}{''.join(map(_in_brackets, islice(worst, 1)))}")
+        return f"{self.verdict}: {', '.join(against or self.verdicts)}, of {self.baseline}"
+
+    def tables(self, path: Path) -> list[Table]:
+        """One row per finding."""
+        evidence = [file for file in self.evidence(path.parent.parent) if file.is_file()]
+        engine = [store.read(file, EngineModes) for file in evidence if file.name.startswith("engine_")]
+        findings = [Finding.model_validate(item) for item in store.read_items(path)]
+        if engine:
+            # Gate records of 2026-11-22 and before count every unsafe combination, served or not.
+            findings = [each for each in findings if each.gate != "engine"] + [_engine_finding(engine[0])]
+        notes = [f"{', '.join(f'{check}: {verdict}' for check, verdict in self.verdicts.items())}."]
+        notes += [f"{each.summary()}." for each in engine]
+        notes += [f"Records: {', '.join(self.records)}.", provenance.source_note(self, path)]
+        columns: dict[str, Callable[[Finding], object]] = {
+            "check": lambda row: row.gate,
+            "figure": lambda row: row.figure,
+            "value": lambda row: None if row.value is None else f"{row.value:.5g}",
+            "95 % interval": lambda row: None if row.low is None else f"{row.low:+.4f} to {row.high:+.4f}",
+            "limit": lambda row: f"{row.limit:g}",
+            "verdict": lambda row: row.verdict,
+        }
+        title = f"Gate of {self.variant} against {self.baseline}: {self.verdict}"
+        return [Table.of(title, findings, columns, *notes, text_columns=2)]
+
+
+def _in_brackets(finding: Finding) -> str:
+    interval = "" if finding.low is None else f" [{finding.low:+.3f}, {finding.high:+.3f}]"
+    value = "" if finding.value is None else f" {finding.value:.4g}"
+    return f" ({finding.figure}{value}{interval}, limit {finding.limit:g})"
+
+
+def measure(variant: Variant, plan: str, *, command: Sequence[str], progress: Progress = silent) -> Path:
+    """Run the four checks of a variant and write its gate record.
+
+    Raises:
+        ServingError: the variant answers for speed and memory only.
+        EvalError: the variant has no baseline.
+    """
+    speed_only.refuse(variant, "the gate's checks")
+    started = provenance.utc_now()
+    settings = GateSettings.of_variant(variant, plan)
+    baseline = baseline_of(variant)
+    options: dict[str, Any] = {"command": command, "progress": progress}
+    fidelity_path = reusable(variant, Fidelity, plan=settings.fidelity) or fidelity.measure(
+        variant, settings.fidelity, stages=False, **options
+    )
+    depth = AcceptanceSettings.of_variant(variant, settings.acceptance).gate_depth
+    counted = [
+        reusable(side, Acceptance, plan=settings.acceptance)
+        or acceptance.measure(side, settings.acceptance, [depth], greedy_only=True, **options)
+        for side in (baseline, variant)
+    ]
+    scored = _scored((baseline, variant), settings.quality, options)
+    engine_path = reusable(variant, EngineModes, plan=settings.engine) or modes.measure(
+        variant, settings.engine, **options
+    )
+    evidence = Evidence(fidelity_path, tuple(counted), tuple(scored), engine_path)
+    return conclude(variant, plan, evidence, command=command, started=started)
+
+
+class Evidence(NamedTuple):
+    """Records of the four checks.
+
+    Attributes:
+        fidelity: the variant's.
+        acceptance: the baseline's and the variant's.
+        quality: the baseline's and the variant's.
+        engine: the variant's.
+    """
+
+    fidelity: Path
+    acceptance: tuple[Path, ...]
+    quality: tuple[Path, ...]
+    engine: Path
+
+
+def conclude(
+    variant: Variant,
+    plan: str,
+    evidence: Evidence,
+    *,
+    command: Sequence[str],
+    started: str,
+    block: ServedProvenance | None = None,
+) -> Path:
+    """Write the gate record of a variant whose four checks are recorded.
+
+    Args:
+        variant: the variant.
+        plan: name of the settings in eval/gates/.
+        evidence: records of the checks.
+        command: program and arguments of the measurement.
+        started: its beginning, UTC.
+        block: provenance of the record; by default that of a server of the variant on this machine.
+
+    Raises:
+        SlimqwenError: a record is damaged.
+    """
+    settings = GateSettings.of_variant(variant, plan)
+    findings = [
+        *_fidelity_findings(store.read(evidence.fidelity, Fidelity)),
+        *_recipe_findings(variant),
+        _acceptance_finding(*evidence.acceptance),
+        *_quality_findings(*evidence.quality),
+        _engine_finding(store.read(evidence.engine, EngineModes)),
+    ]
+    verdicts = {
+        check: overall([finding.verdict for finding in findings if finding.gate == check]) for check in CHECKS
+    }
+    paths = (evidence.fidelity, *evidence.acceptance, *evidence.quality, evidence.engine)
+    record = Gate(
+        variant=variant.name,
+        baseline=baseline_of(variant).name,
+        plan=plan,
+        verdict=overall(list(verdicts.values())),
+        verdicts=verdicts,
+        records=tuple(f"{path.parent.name}/{path.name}" for path in paths),
+        provenance=block
+        or provenance.describe(
+            ServerCommand.resolve(variant), command, started, datasets=[settings.file(variant.root)]
+        ),
+    )
+    return store.write(variant.folder, record, (finding.as_json() for finding in findings))
+
+
+def baseline_of(variant: Variant) -> Variant:
+    """A variant's baseline; the checkpoints of both are there.
+
+    Raises:
+        EvalError: the variant has no baseline.
+    """
+    if variant.baseline is None:
+        raise EvalError(
+            f"{variant.name} has no baseline; name one in its measurements.json, or take a variant that has one"
+        )
+    baseline = variants.load(variant.baseline, variant.root)
+    for side in (variant, baseline):
+        side.require_weights()
+    return baseline
+
+
+def reusable(
+    variant: Variant, kind: type[Record], *, folder: Path | None = None, **fields: Any
+) -> Path | None:
+    """The newest record of a kind with these fields that a new measurement would only repeat.
+
+    Args:
+        variant: measured variant.
+        kind: record kind.
+        folder: folder of the records instead of the variant's.
+        fields: values that the record must have, by name.
+    """
+    for path in store.records(folder or variant.folder, kind):
+        record = store.read(path, kind)
+        if all(getattr(record, name) == value for name, value in fields.items()) and _holds(record, variant):
+            return path
+    return None
+
+
+def _holds(record: Record, variant: Variant) -> bool:
+    """Whether measuring again would only repeat the record."""
+    server = ServerCommand.resolve(variant)
+    if not isinstance(record, Acceptance):
+        return provenance.still_holds(record.provenance, server)
+    # Drafts are counted in an engine of its own, which takes these flags alone from the variant.
+    flags = fidelity.weight_flags(server.flags)
+    return flags == fidelity.weight_flags(record.provenance.flags) and provenance.same_inputs(
+        record.provenance, variant.weights, variant.root
+    )
+
+
+def _scored(sides: Sequence[Variant], suite_name: str, options: dict[str, Any]) -> list[Path]:
+    """Quality records of both sides: of the sample that decides, or of all items.
+
+    All items are taken where both sides have such a record, and where the sample leaves a task inconclusive. Two looks
+    at a task's interval pass a variant that is exactly the margin worse in at most 5 % of runs instead of 2.5 %
+    (Bonferroni's bound).
+    """
+    fields: dict[str, Any] = {"suite": suite_name, "endpoint": "completions"}
+    full = [reusable(side, quality.Quality, limit=None, **fields) for side in sides]
+    if all(full):
+        return [path for path in full if path]
+    suite = Suite.load(suite_name, sides[0].root)
+    sampled = [
+        reusable(side, quality.Quality, limit=DECIDING, **fields)
+        or quality.measure(side, suite, limit=DECIDING, **options)
+        for side in sides
+    ]
+    verdicts = [finding.verdict for finding in _quality_findings(*sampled)]
+    if overall(verdicts) != Verdict.INCONCLUSIVE:
+        return sampled
+    return [
+        path or quality.measure(side, suite, limit=None, **options)
+        for side, path in zip(sides, full, strict=True)
+    ]
+
+
+def _fidelity_findings(record: Fidelity) -> Iterator[Finding]:
+    """The worse mode of each figure."""
+    for figure in FIGURE_NAMES:
+        estimates = [getattr(figures, figure) for figures in record.modes.values()]
+        worst: Estimate | None = max(estimates, key=lambda each: each.value if each else 0.0)
+        low, high = worst.interval if worst else (None, None)
+        yield Finding(
+            gate="fidelity",
+            figure=figure,
+            value=worst.value if worst else None,
+            low=low,
+            high=high,
+            limit=getattr(record.limits, figure),
+            verdict=overall([verdicts[figure] for verdicts in record.verdicts.values()]),
+        )
+    joined = [each.joined_kl_nats for each in record.modes.values() if each.joined_kl_nats is not None]
+    if joined:
+        verdict = overall([verdicts["joined_kl_nats"] for verdicts in record.verdicts.values()])
+        yield _without_interval("fidelity", "joined_kl_nats", max(joined), record.limits.kl_nats, verdict)
+    if layers := record.layers:
+        worst_ratio = max(row.ratio for row in layers.rows)
+        yield _without_interval("fidelity", "layer_error_ratio", worst_ratio, layers.limit, layers.verdict)
+
+
+def _recipe_findings(variant: Variant) -> Iterator[Finding]:
+    """Tensors that no stage of the recipe explains: damage of one norm or one decay stays below every other limit."""
+    if variant.recipe is not None:
+        count = len(variant_recipe.unexplained_changes(variant))
+        figure = "tensors changed by no stage of the recipe"
+        yield _without_interval("fidelity", figure, count, 0, Verdict.FAIL if count else Verdict.PASS)
+
+
+def _acceptance_finding(first: Path, second: Path) -> Finding:
+    share = acceptance_share.compare(first, second)
+    return Finding(
+        gate="acceptance",
+        figure=f"acceptance length at K = {share.depth}, share of the baseline's",
+        value=share.ratio.value,
+        low=share.ratio.low,
+        high=share.ratio.high,
+        limit=share.least_share,
+        verdict=share.verdict,
+    )
+
+
+def _quality_findings(first: Path, second: Path) -> Iterator[Finding]:
+    for row in quality_comparison.compare(first, second):
+        yield Finding(
+            gate="quality",
+            figure=f"{row.task}: gain of {row.measure}",
+            value=row.difference.value if row.higher_is_better else -row.difference.value,
+            low=row.judgement.low,
+            high=row.judgement.high,
+            limit=-row.judgement.margin,
+            verdict=row.judgement.verdict,
+        )
+
+
+def _engine_finding(record: EngineModes) -> Finding:
+    """Only the combinations that the variant is served with decide; a server does not start with other unsafe ones."""
+    figure = f"unsafe engine modes, of {len(record.served_cells)} served"
+    return _without_interval("engine", figure, record.served_unsafe, 0, record.verdict)
+
+
+def _without_interval(check: str, figure: str, value: float, limit: float, verdict: Verdict) -> Finding:
+    return Finding(gate=check, figure=figure, value=value, low=None, high=None, limit=limit, verdict=verdict)

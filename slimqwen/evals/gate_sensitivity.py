@@ -1,0 +1,394 @@
+"""Gate sensitivity: does the gate catch damage, and how often does it fail an undamaged variant?
+
+Each kind of damage is done with many seeds, and the check responsible for it looks at every damaged copy. False alarms
+are counted on the baseline compared with itself: its figures in two batch compositions, resampled.
+"""
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from slimqwen.evals import acceptance_share, damage, drafting, gate, quality_comparison
+from slimqwen.evals.damage import Damage
+from slimqwen.evals.drafting import AcceptanceSettings
+from slimqwen.evals.fidelity import weight_flags
+from slimqwen.evals.fidelity_figures import MODES, FidelitySettings, judge, summarise
+from slimqwen.evals.gate import GateSettings
+from slimqwen.evals.quality import Quality
+from slimqwen.progress import Progress, silent
+from slimqwen.records import provenance, store
+from slimqwen.records.journal import journal_file, locked
+from slimqwen.records.panel import Line, Panel
+from slimqwen.records.record import Block, Count, NonNegative, Positive, Record, Table
+from slimqwen.records.record import Share as ShareOfOne
+from slimqwen.serving.command import ServerCommand
+from slimqwen.stats import intervals
+from slimqwen.stats.verdict import Verdict, overall
+from slimqwen.variant import Variant
+
+if TYPE_CHECKING:
+    import numpy as np
+
+STATED_FALSE_ALARM_RATE = round(1 - intervals.CONFIDENCE_LEVEL, 6)
+"""Largest rate at which a check may fail a variant that is the same: what its intervals promise."""
+
+REPLICATES = 200
+
+RESPONSIBLE = {Damage.SCALES: "fidelity", Damage.ROWS: "fidelity", Damage.HEAD: "acceptance"}
+
+_VALUE = Field(
+    description="Mean KL in nats a token (fidelity), or the share of the baseline's acceptance length."
+)
+
+
+class Reading(Block):
+    """What a check says of a checkpoint."""
+
+    value: float = _VALUE
+    verdict: Verdict
+
+
+class DamagedReading(Block):
+    """What a check says of a checkpoint that was damaged with one seed."""
+
+    seed: int
+    place: str = Field(min_length=1, description="Damaged layer or tensor.")
+    value: float = _VALUE
+    verdict: Verdict
+
+
+class DamageReadings(Block):
+    """What the check responsible for a kind of damage says of all damaged copies."""
+
+    damage: str = Field(min_length=1)
+    gate: str = Field(min_length=1, description="The responsible check.")
+    caught: Count
+    of: Count
+    rows: tuple[DamagedReading, ...]
+
+
+class FalseAlarms(Block):
+    """How often a check fails the baseline compared with itself, resampled."""
+
+    gate: str = Field(min_length=1)
+    replicates: Positive
+    failed: Count
+    inconclusive: Count
+    rate: ShareOfOne
+    stated: ShareOfOne = Field(description="Largest rate that the check promises.")
+    verdict: Verdict
+
+
+class GatePower(Record):
+    """Whether the gate catches damage of a variant's checkpoint, and how often it raises a false alarm."""
+
+    kind: ClassVar[str] = "gate_power"
+    folder: ClassVar[Literal["results"]] = "results"
+    verb: ClassVar[str] = "gate sensitivity"
+
+    seeds: tuple[int, ...] = Field(description="Of each kind of damage.")
+    undamaged: dict[str, Reading] = Field(description="By check.")
+    damages: tuple[DamageReadings, ...]
+    false_alarms: tuple[FalseAlarms, ...]
+    scale_sigma: NonNegative
+    swapped_share: ShareOfOne
+
+    @property
+    def verdict(self) -> Verdict:
+        """Pass where every damaged copy was caught and false alarms are as rare as stated."""
+        caught = all(row.caught == row.of for row in self.damages)
+        rare = all(row.verdict == Verdict.PASS for row in self.false_alarms)
+        return Verdict.PASS if caught and rare else Verdict.FAIL
+
+    def panels(self) -> list[Panel]:
+        """Reading of the responsible check for each seed's damage, beside the undamaged checkpoint."""
+        panels = []
+        for check, label in gate.FIGURES_ON_CHARTS.items():
+            lines = [
+                Line(row.damage, self.seeds, [reading.value for reading in row.rows], joined=False)
+                for row in self.damages
+                if row.gate == check
+            ]
+            undamaged = [self.undamaged[check].value] * len(self.seeds)
+            panels.append(Panel("seed", label, [*lines, Line("undamaged", self.seeds, undamaged)]))
+        return panels
+
+    def tables(self, path: Path) -> list[Table]:
+        """One row per kind of damage; then one row per check with false alarms."""
+        damages: dict[str, Callable[[DamageReadings], object]] = {
+            "damage": lambda row: row.damage,
+            "check": lambda row: row.gate,
+            "caught": lambda row: row.caught,
+            "copies": lambda row: row.of,
+            "smallest": lambda row: f"{min(reading.value for reading in row.rows):.5f}",
+            "largest": lambda row: f"{max(reading.value for reading in row.rows):.5f}",
+            "undamaged": lambda row: f"{self.undamaged[row.gate].value:.5f}",
+        }
+        alarms: dict[str, Callable[[FalseAlarms], object]] = {
+            "check": lambda row: row.gate,
+            "failed": lambda row: row.failed,
+            "inconclusive": lambda row: row.inconclusive,
+            "replicates": lambda row: row.replicates,
+            "rate": lambda row: f"{row.rate:.3f}",
+            "stated, at most": lambda row: f"{row.stated:.2f}",
+        }
+        title = f"Damage of {self.variant} that the gate catches"
+        return [
+            Table.of(title, self.damages, damages, text_columns=2),
+            Table.of("False alarms: the baseline compared with itself", self.false_alarms, alarms),
+        ]
+
+
+def measure(
+    variant: Variant,
+    plan: str,
+    seeds: Sequence[int],
+    rebatched: Variant | None,
+    *,
+    command: Sequence[str],
+    progress: Progress = silent,
+) -> Path:
+    """Damage a variant's checkpoint with every seed, count false alarms on its baseline, and write the record.
+
+    Copies that an interrupted run has checked are not checked again.
+
+    Args:
+        variant: quantised variant with an MTP head, and a baseline.
+        seeds: seeds of each kind of damage.
+        rebatched: variant of the baseline's weights with other batches, with a quality record on the same items;
+            None leaves out quality's false alarms.
+
+    Raises:
+        EvalError: the variant has no baseline, or nothing to damage.
+    """
+    started = provenance.utc_now()
+    baseline = gate.baseline_of(variant)
+    settings = GateSettings.of_variant(variant, plan)
+    checks: dict[str, Callable[[Path], Reading]] = {
+        "fidelity": _fidelity_check(variant, baseline, settings.fidelity),
+        "acceptance": _acceptance_check(variant, baseline, settings.acceptance),
+    }
+    limits = [
+        loaded.model_dump(mode="json")
+        for loaded in (
+            FidelitySettings.load(settings.fidelity, variant.root),
+            AcceptanceSettings.load(settings.acceptance, variant.root),
+        )
+    ]
+    damages = []
+    with locked(journal_file("gate_power", ServerCommand.resolve(variant), plan, *limits)) as journal:
+
+        def check(name: str, key: Sequence[Any], weights: Path) -> Reading:
+            entry = journal.get(key)
+            if entry is None:
+                entry = checks[name](weights).as_json()
+                journal.add(key, entry)
+            return Reading.model_validate(entry)
+
+        undamaged = {name: check(name, [name], variant.weights.resolve()) for name in checks}
+        for kind, name in RESPONSIBLE.items():
+            rows = []
+            activity = f"{kind}, checked by {name}"
+            for done, seed in enumerate(seeds):
+                progress(activity, done, len(seeds))
+                with tempfile.TemporaryDirectory() as folder:
+                    target = damage.damage(variant.weights.resolve(), Path(folder), kind, seed)
+                    reading = check(name, [kind, seed], Path(folder))
+                rows.append(
+                    DamagedReading(seed=seed, place=target, value=reading.value, verdict=reading.verdict)
+                )
+            progress(activity, len(seeds), len(seeds))
+            caught = sum(row.verdict == Verdict.FAIL for row in rows)
+            damages.append(
+                DamageReadings(damage=kind, gate=name, caught=caught, of=len(rows), rows=tuple(rows))
+            )
+        record = GatePower(
+            variant=variant.name,
+            seeds=tuple(seeds),
+            undamaged=undamaged,
+            damages=tuple(damages),
+            false_alarms=tuple(false_alarms(baseline, settings, rebatched, progress)),
+            scale_sigma=damage.SCALE_SIGMA,
+            swapped_share=damage.SWAPPED_SHARE,
+            provenance=provenance.of_variant(variant, command, started),
+        )
+        path = store.write(variant.root / "results", record)
+        journal.discard()
+    return path
+
+
+def false_alarms(
+    baseline: Variant, settings: GateSettings, rebatched: Variant | None, progress: Progress = silent
+) -> list[FalseAlarms]:
+    """How often each check fails the baseline for being itself, over resampled texts, groups and items.
+
+    Args:
+        baseline: the baseline, evaluated in two batch compositions.
+        rebatched: as for `measure`.
+    """
+    import numpy as np
+
+    resample: dict[str, Callable[[np.random.Generator], list[Verdict]]] = {
+        "fidelity": _resampled_fidelity(baseline, settings.fidelity, progress),
+        "acceptance": _resampled_acceptance(baseline, settings.acceptance),
+    }
+    if rebatched is not None:
+        resample["quality"] = _resampled_quality(baseline, rebatched)
+    rows = []
+    for name, replicate in resample.items():
+        rng = np.random.default_rng(intervals.BOOTSTRAP_SEED)
+        verdicts = []
+        for done in range(REPLICATES):
+            progress(f"false alarms of {name}", done, REPLICATES)
+            verdicts.append(overall(replicate(rng)))
+        progress(f"false alarms of {name}", REPLICATES, REPLICATES)
+        failed = verdicts.count(Verdict.FAIL)
+        rate = failed / REPLICATES
+        rows.append(
+            FalseAlarms(
+                gate=name,
+                replicates=REPLICATES,
+                failed=failed,
+                inconclusive=verdicts.count(Verdict.INCONCLUSIVE),
+                rate=rate,
+                stated=STATED_FALSE_ALARM_RATE,
+                verdict=Verdict.PASS if rate <= STATED_FALSE_ALARM_RATE else Verdict.FAIL,
+            )
+        )
+    return rows
+
+
+def _resampled_fidelity(
+    baseline: Variant, name: str, progress: Progress
+) -> Callable[["np.random.Generator"], list[Verdict]]:
+    from slimqwen.evals import token_distributions
+
+    settings = FidelitySettings.load(name, baseline.root)
+    texts = token_distributions.compare(
+        baseline.weights,
+        baseline.weights,
+        settings,
+        baseline.root,
+        max_model_len=ServerCommand.resolve(baseline).max_model_len,
+        progress=progress,
+    )
+    by_mode = {mode: [text for text in texts if text.mode == mode] for mode in MODES}
+
+    def replicate(rng: "np.random.Generator") -> list[Verdict]:
+        verdicts: list[Verdict] = []
+        for mode, mode_texts in by_mode.items():
+            drawn = [mode_texts[number] for number in rng.integers(len(mode_texts), size=len(mode_texts))]
+            verdicts += judge(summarise(drawn)[mode], settings.limits.same_weights).values()
+        return verdicts
+
+    return replicate
+
+
+def _resampled_acceptance(baseline: Variant, name: str) -> Callable[["np.random.Generator"], list[Verdict]]:
+    settings = AcceptanceSettings.load(name, baseline.root)
+    sides = [
+        _count_drafts(baseline.weights, baseline, baseline, settings, {"max-num-seqs": batch_size})
+        for batch_size in (1, 32)
+    ]
+
+    def replicate(rng: "np.random.Generator") -> list[Verdict]:
+        numbers = rng.integers(len(sides[0]), size=len(sides[0]))
+        first, second = (
+            [{**side[number], "group": group} for group, number in enumerate(numbers)] for side in sides
+        )
+        share = acceptance_share.judge(
+            first, second, depth=settings.gate_depth, least_share=settings.least_share
+        )
+        return [share.verdict]
+
+    return replicate
+
+
+def _resampled_quality(
+    baseline: Variant, rebatched: Variant
+) -> Callable[["np.random.Generator"], list[Verdict]]:
+    paths = quality_comparison.pair(baseline.folder, rebatched.folder)
+    record = store.read(paths[0], Quality)
+    sides = [quality_comparison.items_by_task(path) for path in paths]
+
+    def replicate(rng: "np.random.Generator") -> list[Verdict]:
+        verdicts = []
+        for task, score in record.tasks.items():
+            numbers = rng.integers(len(sides[0][task]), size=len(sides[0][task]))
+            first, second = (
+                [
+                    {**side[task][number], "item": str(item), "cluster": None}
+                    for item, number in enumerate(numbers)
+                ]
+                for side in sides
+            )
+            row = quality_comparison.compare_items(task, score, score.value, first, second)
+            verdicts.append(row.judgement.verdict)
+        return verdicts
+
+    return replicate
+
+
+def _fidelity_check(variant: Variant, baseline: Variant, name: str) -> Callable[[Path], Reading]:
+    """Mean KL in nats a token; the verdict is that of all figures of texts read one at a time, and of the layers."""
+    from slimqwen.evals import layer_error, token_distributions
+
+    settings = FidelitySettings.load(name, variant.root)
+    server = ServerCommand.resolve(variant)
+
+    def check(weights: Path) -> Reading:
+        texts = token_distributions.compare(
+            weights,
+            baseline.weights,
+            settings,
+            variant.root,
+            max_model_len=server.max_model_len,
+            flags=weight_flags(server.flags),
+            modes=["single"],
+        )
+        figures = summarise(texts)["single"]
+        verdicts = list(judge(figures, settings.limits.changed_weights).values())
+        layers = layer_error.compare(weights, baseline.weights, settings, variant.root)
+        if layers:
+            verdicts.append(layers.verdict)
+        assert figures.kl_nats is not None, "the settings name two texts or more"
+        return Reading(value=figures.kl_nats.value, verdict=overall(verdicts))
+
+    return check
+
+
+def _acceptance_check(variant: Variant, baseline: Variant, name: str) -> Callable[[Path], Reading]:
+    """The acceptance length as a share of the baseline's, and its verdict."""
+    settings = AcceptanceSettings.load(name, variant.root)
+    baseline_items: list[dict[str, Any]] = []
+
+    def check(weights: Path) -> Reading:
+        if not baseline_items:
+            baseline_items.extend(_count_drafts(baseline.weights, baseline, baseline, settings))
+        share = acceptance_share.judge(
+            baseline_items,
+            _count_drafts(weights, variant, baseline, settings),
+            depth=settings.gate_depth,
+            least_share=settings.least_share,
+        )
+        return Reading(value=share.ratio.value, verdict=share.verdict)
+
+    return check
+
+
+def _count_drafts(
+    weights: Path,
+    variant: Variant,
+    baseline: Variant,
+    settings: AcceptanceSettings,
+    flags: Mapping[str, Any] | None = None,
+) -> list[dict[str, Any]]:
+    """Items of greedy continuations at the gate's depth, by a checkpoint instead of the variant's own."""
+    server = ServerCommand.resolve(variant)
+    max_tokens = server.max_model_len - settings.tokens - settings.gate_depth - 1
+    classes = drafting.cut_prompts(settings, variant, baseline, max_tokens)
+    all_flags = {**weight_flags(server.flags), **(flags or {})}
+    return drafting.count(weights, classes, settings, [settings.gate_depth], [0.0], all_flags)

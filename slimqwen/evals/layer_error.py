@@ -1,0 +1,241 @@
+"""Error of each quantised decoder layer, relative to round-to-nearest (RTN).
+
+Every decoder layer of the variant gets the input of the baseline's layer, and its output is compared with the output of
+the baseline's layer. The same is done with the baseline's weights rounded to nearest. AWQ and GPTQ search for less
+error than RTN, so a layer with clearly more was made wrongly. The divergence of whole models does not show that: a
+layer that matters little can be wrong within the limits.
+"""
+
+import gc
+import math
+import re
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import CompressedTensorsConfig
+
+from slimqwen import checkpoint
+from slimqwen.checkpoint.packing import Quantisation
+from slimqwen.checkpoint.rtn import round_to_nearest
+from slimqwen.checkpoint.tensors import list_tensors
+from slimqwen.evals import EvalError
+from slimqwen.evals.fidelity_figures import FidelitySettings, LayerRow, Layers
+from slimqwen.evals.token_distributions import read_texts
+from slimqwen.progress import Progress, silent
+from slimqwen.stats.verdict import Verdict
+
+_PACKED = re.compile(r"(?!mtp\.)(?:.*\.)?layers\.(\d+)\.(.+)\.weight_packed")
+_WORD_BITS = 32
+
+_TOKENS = 2048
+"""Tokens of the first texts for this comparison: an error needs few, and their hidden states fill memory."""
+
+
+def compare(
+    variant_weights: Path,
+    baseline_weights: Path,
+    settings: FidelitySettings,
+    root: Path,
+    progress: Progress = silent,
+) -> Layers | None:
+    """Judge the quantised layers of a checkpoint on the settings' first texts.
+
+    Args:
+        baseline_weights: checkpoint that it was made from, not quantised.
+        settings: texts and limit.
+
+    Returns:
+        None if no linear of the checkpoint is packed by compressed-tensors.
+
+    Raises:
+        EvalError: texts are missing, or the layers cannot be compared.
+    """
+    tokenizer = transformers.AutoTokenizer.from_pretrained(baseline_weights)
+    texts: list[list[int]] = []
+    left = _TOKENS
+    for _, text in read_texts(root / settings.texts):
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][:left]
+        left -= len(ids)
+        texts += [ids] if ids else []
+    rows = measure(variant_weights, baseline_weights, texts, progress)
+    if not rows:
+        return None
+    passed = all(row.ratio <= settings.layer_error_ratio for row in rows)
+    return Layers(
+        limit=settings.layer_error_ratio,
+        verdict=Verdict.PASS if passed else Verdict.FAIL,
+        tokens=_TOKENS - left,
+        rows=tuple(rows),
+    )
+
+
+def measure(
+    variant_weights: Path,
+    baseline_weights: Path,
+    texts: Sequence[Sequence[int]],
+    progress: Progress = silent,
+) -> list[LayerRow]:
+    """Measure the error of each quantised decoder layer on the baseline's own input.
+
+    Args:
+        variant_weights: checkpoint with the baseline's layers; its vocabulary may differ.
+        baseline_weights: checkpoint that it was made from, not quantised.
+        texts: token ids of the baseline.
+
+    Returns:
+        A row for each layer with packed linears, by number.
+
+    Raises:
+        EvalError: an error is not finite, or the checkpoints' layers differ in shape.
+    """
+    linears = _packed_linears(variant_weights)
+    if not linears:
+        return []
+    progress("comparing layers", 0, 3)
+    model = _load(baseline_weights)
+    calls = _record_calls(model, texts)
+    progress("comparing layers", 1, 3)
+    with torch.no_grad():
+        for (layer, name), linear in linears.items():
+            try:
+                weight = model.layers[layer].get_submodule(name).weight
+            except (AttributeError, IndexError):
+                weight = None
+            if weight is None or weight.shape != linear.shape:
+                raise EvalError(
+                    f"{variant_weights}: {baseline_weights} has no {name} of shape {linear.shape} in layer {layer}; "
+                    "name the baseline that it was made from"
+                )
+            weight.copy_(round_to_nearest(weight, linear.group_size, linear.bits, symmetric=linear.symmetric))
+    rounded_errors = _layer_errors(model, calls)
+    # One model at a time: a 4B one takes 16 GB in float32.
+    del model
+    _free_memory()
+    progress("comparing layers", 2, 3)
+    model = _load(variant_weights)
+    errors = _layer_errors(model, calls)
+    del model
+    _free_memory()
+    progress("comparing layers", 3, 3)
+    rows = []
+    for layer in sorted({layer for layer, _ in linears}):
+        error, rounded_error = errors[layer], rounded_errors[layer]
+        if not (math.isfinite(error) and math.isfinite(rounded_error) and rounded_error > 0):
+            raise EvalError(
+                f"{variant_weights}: layer {layer} has an error of {error}, and {rounded_error} with round-to-nearest; "
+                "look for scales that are not finite, and make the checkpoint again"
+            )
+        ratio = error / rounded_error
+        rows.append(LayerRow(layer=layer, error=error, rounded_error=rounded_error, ratio=ratio))
+    return rows
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Input and output of a layer of the baseline: float32 [tokens, hidden], in main memory."""
+
+    input: Tensor
+    output: Tensor
+
+
+@dataclass(frozen=True)
+class _PackedLinear:
+    """Quantisation of a linear: its shape, bits per weight, zero points or none, and weights per scale."""
+
+    shape: tuple[int, int]
+    bits: int
+    symmetric: bool
+    group_size: int
+
+
+def _packed_linears(weights: Path) -> dict[tuple[int, str], _PackedLinear]:
+    """The linears packed by compressed-tensors, by layer and by name in the layer."""
+    tensors = list_tensors(weights)
+    quantisation = Quantisation.model_validate(checkpoint.read_config(weights).get("quantization_config", {}))
+    linears = {}
+    for name, packed in tensors.items():
+        match = _PACKED.fullmatch(name)
+        if match is None:
+            continue
+        weight = name.removesuffix("_packed")
+        bits = quantisation.of_module(weight.removesuffix(".weight")).num_bits
+        columns = packed.shape[1] * (_WORD_BITS // bits)
+        linears[int(match[1]), match[2]] = _PackedLinear(
+            shape=(packed.shape[0], columns),
+            bits=bits,
+            symmetric=f"{weight}_zero_point" not in tensors,
+            group_size=columns // tensors[f"{weight}_scale"].shape[1],
+        )
+    return linears
+
+
+def _load(weights: Path) -> Any:
+    """The decoder in float32, its packed weights dequantised."""
+    config = checkpoint.read_config(weights)
+    quantised = "quantization_config" in config
+    dequantise = {"quantization_config": CompressedTensorsConfig(run_compressed=False)} if quantised else {}
+    transformers.utils.logging.set_verbosity_error()
+    # A multimodal checkpoint's own class, because the text model's does not see that it is quantised.
+    architecture = getattr(transformers, config["architectures"][0])
+    model = architecture.from_pretrained(weights, dtype=torch.float32, **dequantise).model
+    return getattr(model, "language_model", model).eval().to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _free_memory() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def _record_calls(model: Any, texts: Sequence[Sequence[int]]) -> list[list[_Call]]:
+    """The calls of all layers, for each text."""
+    calls: list[list[_Call]] = []
+
+    def record(_layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        calls[-1].append(_Call(inputs[0][0].cpu(), output[0].cpu()))
+
+    with ExitStack() as hooks:
+        for layer in model.layers:
+            hooks.callback(layer.register_forward_hook(record).remove)
+        for text in texts:
+            calls.append([])
+            _run(model, text)
+    return calls
+
+
+def _layer_errors(model: Any, calls: Sequence[Sequence[_Call]]) -> list[float]:
+    """Error of each layer on the recorded inputs: RMS of the deviation over RMS of what the baseline's layer adds."""
+    deviation = [0.0] * len(model.layers)
+    addition = [0.0] * len(model.layers)
+    current: list[Sequence[_Call]] = [()]
+
+    def add_hooks(number: int, layer: nn.Module, hooks: ExitStack) -> None:
+        def replace_input(_layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return (current[0][number].input[None].to(inputs[0].device), *inputs[1:])
+
+        def add_error(_layer: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            call = current[0][number]
+            deviation[number] += float((output[0].cpu() - call.output).double().square().sum())
+            addition[number] += float((call.output - call.input).double().square().sum())
+
+        hooks.callback(layer.register_forward_pre_hook(replace_input).remove)
+        hooks.callback(layer.register_forward_hook(add_error).remove)
+
+    with ExitStack() as hooks:
+        for number, layer in enumerate(model.layers):
+            add_hooks(number, layer, hooks)
+        for text_calls in calls:
+            current[0] = text_calls
+            # The tokens do not matter: the first layer's input is replaced too.
+            _run(model, [0] * len(text_calls[0].input))
+    return [float((a / b) ** 0.5) for a, b in zip(deviation, addition, strict=True)]
+
+
+def _run(model: Any, ids: Sequence[int]) -> None:
+    with torch.inference_mode():
+        model(torch.tensor([list(ids)], device=model.device), use_cache=False)

@@ -1,0 +1,257 @@
+"""Measurement of a model's limits: repeats of the baseline against itself, one record, and the files in eval/."""
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from slimqwen import checkpoint
+from slimqwen.checkpoint.files import sha256
+from slimqwen.evals import EvalError, acceptance, acceptance_share, drafting
+from slimqwen.evals.drafting import AcceptanceSettings
+from slimqwen.evals.engine.combinations import ServedEngine
+from slimqwen.evals.engine.isolation import engine_processes, run_isolated
+from slimqwen.evals.engine.modes import engine_environment
+from slimqwen.evals.engine.scenarios import EngineSettings
+from slimqwen.evals.fidelity import weight_flags
+from slimqwen.evals.fidelity_figures import FidelitySettings, Figures, TextComparison, summarise
+from slimqwen.evals.limits import files, noise, record
+from slimqwen.evals.limits.noise import Baseline, Reference, RepeatNoise
+from slimqwen.evals.limits.record import LimitsRecord, RepeatSummary
+from slimqwen.evals.limits.settings import LimitsSettings, Repeat, make_texts
+from slimqwen.evals.suites.suite import BITS_PER_BYTE, Suite
+from slimqwen.progress import Progress, silent
+from slimqwen.recipe.stages import round_linears
+from slimqwen.recipe.stages.round_linears import RoundLinearsParameters
+from slimqwen.records import provenance, store
+from slimqwen.records.journal import journal_file, locked
+from slimqwen.serving import platform as platforms
+from slimqwen.serving import speed_only
+from slimqwen.serving.command import ServerCommand
+from slimqwen.serving.errors import ServingError
+from slimqwen.variant import Variant
+
+_ROUNDED = "rounded"
+"""Key of the rounded checkpoint's figures in the journal."""
+
+
+def measure(
+    variant: Variant, *, command: Sequence[str], progress: Progress = silent
+) -> tuple[Path, files.FileChanges]:
+    """Measure the noise of a baseline, write its limits record, and the files of eval/ that are missing.
+
+    Repeats that an interrupted run has measured are not measured again.
+
+    Returns:
+        The record's file, and what became of each file in eval/.
+
+    Raises:
+        EvalError: the variant is no baseline, has no MTP head, or an engine failed.
+        ServingError: the variant answers for speed only, or needs a GPU and there is none.
+    """
+    speed_only.refuse(variant, "the noise of its answers")
+    started = provenance.utc_now()
+    root = variant.root
+    settings = LimitsSettings.load(variant.evaluation, root)
+    suite = Suite.load(settings.name, root)
+    _require_baseline(variant)
+    server = ServerCommand.resolve(variant)
+    if server.platform != platforms.detect():
+        raise ServingError(f"{variant.name} needs a GPU and there is none here; measure it on a GPU host")
+    make_texts(settings, root)
+    baseline = _baseline(variant, settings, server)
+    inputs = [each.model_dump(mode="json") for each in (settings, baseline.fidelity, baseline.acceptance)]
+    repeats = [each for each in settings.repeats if each.platform in (None, server.platform)]
+    with locked(journal_file("limits", server, *inputs, baseline.engine.model_dump(mode="json"))) as journal:
+        run = _Runner(variant, server, settings, progress)
+        measured = []
+        for number, repeat in enumerate(repeats):
+            key = repeat.model_dump(mode="json")
+            entry = journal.get(key)
+            if entry is None:
+                entry = run.repeat(baseline, repeat, f"{number + 1}/{len(repeats)} {repeat.name}").as_json()
+                journal.add(key, entry)
+            measured.append(RepeatNoise.from_json(entry))
+        rounded = journal.get(_ROUNDED)
+        if rounded is None:
+            rounded = run.rounded(baseline)
+            journal.add(_ROUNDED, rounded)
+        committed = files.committed(settings.name, root)
+        margins = [task.non_inferiority_margin for task in suite.tasks if task.measure == BITS_PER_BYTE]
+        result = LimitsRecord(
+            variant=variant.name,
+            evaluation=settings.name,
+            repeats=tuple(_summary(repeat, each) for repeat, each in zip(repeats, measured, strict=True)),
+            rounded=rounded["linears"],
+            limits=(
+                *record.same_weights(settings, [_figures(each.texts) for each in measured], committed),
+                *record.changed_weights(
+                    settings,
+                    _figures([TextComparison(**text) for text in rounded["texts"]]),
+                    next(iter(margins), None),
+                    committed,
+                ),
+                record.least_share(
+                    settings,
+                    [_share(measured[0], each, baseline.acceptance) for each in measured[1:]],
+                    committed.get("least_share"),
+                ),
+                record.near_tie(settings, noise.pooled(measured), committed.get("near_tie_nats")),
+            ),
+            depth=baseline.depth,
+            gap_share=settings.gap_share,
+            positions=len(noise.pooled(measured)),
+            provenance=provenance.of_variant(
+                variant,
+                command,
+                started,
+                **provenance.of_server(server),
+                datasets=_digests(settings, baseline, root),
+                seeds={"prompts": baseline.acceptance.seed, "requests": baseline.engine.seed},
+            ),
+        )
+        path = store.write(root / "results", result)
+        journal.discard()
+    return path, files.write(settings, result, path, root)
+
+
+def _require_baseline(variant: Variant) -> None:
+    if variant.baseline is not None:
+        raise EvalError(
+            f"limits come from a baseline and {variant.name} has one; "
+            f"`slimqwen limits --variant {variant.baseline}` measures them"
+        )
+    variant.require_weights()
+    config = checkpoint.text_config(checkpoint.read_config(variant.weights))
+    if not config.get("mtp_num_hidden_layers"):
+        raise EvalError(f"{variant.name} has no MTP head, so nothing is drafted; take a checkpoint with one")
+
+
+def _baseline(variant: Variant, settings: LimitsSettings, server: ServerCommand) -> Baseline:
+    accepted: AcceptanceSettings = settings.acceptance(variant.root)
+    engine: EngineSettings = settings.engine(variant.root)
+    fidelity: FidelitySettings = settings.fidelity(variant.root)
+    longest = server.max_model_len - accepted.tokens - accepted.gate_depth - 1
+    return Baseline(
+        served=ServedEngine(dict(server.flags), server.platform, server.max_model_len, variant.root),
+        fidelity=fidelity,
+        acceptance=accepted,
+        engine=engine,
+        classes=drafting.cut_prompts(accepted, variant, variant, longest),
+    )
+
+
+class _Runner:
+    """Runs engines of a baseline, each in a process of its own."""
+
+    def __init__(
+        self, variant: Variant, server: ServerCommand, settings: LimitsSettings, progress: Progress
+    ) -> None:
+        self._variant, self._server, self._settings = variant, server, settings
+        self._progress = progress
+        self._log = variant.root / "logs" / f"limits_{variant.name}.engine.log"
+        self._reference: Reference | None = None
+
+    def repeat(self, baseline: Baseline, repeat: Repeat, title: str) -> RepeatNoise:
+        """Measure one repeat; before the first the reference engine answers."""
+        if self._reference is None:
+            self._reference = self._isolated(
+                noise.answer_by_reference, self._variant.weights, baseline, "reference engine"
+            )
+        task = (baseline, repeat.flags, self._reference)
+        result: RepeatNoise = self._isolated(noise.measure_repeat, self._variant.weights, task, title)
+        return result
+
+    def rounded(self, baseline: Baseline) -> dict[str, Any]:
+        """Compare the baseline with its MLPs rounded to 4 bits; the copy is removed again."""
+        copy = self._variant.root / ".cache" / "limits" / f"{self._variant.name}-rounded"
+        shutil.rmtree(copy, ignore_errors=True)
+        copy.mkdir(parents=True)
+        try:
+            parameters = RoundLinearsParameters.model_validate({"group_size": self._settings.group_size})
+            facts = round_linears.run(self._variant.weights, copy, parameters, self._progress)
+            texts = self._isolated(compare_rounded, copy, (baseline, self._variant.weights), "MLPs in 4 bits")
+        finally:
+            shutil.rmtree(copy, ignore_errors=True)
+        return {"linears": facts["rounded_linears"], "texts": [vars(text) for text in texts]}
+
+    def _isolated(self, function: Callable[..., Any], weights: Path, task: Any, title: str) -> Any:
+        environment = engine_environment(self._server, None)
+        with engine_processes(environment, self._log) as worker:
+            result = run_isolated(
+                function,
+                weights,
+                task,
+                worker=worker,
+                environment=environment,
+                timeout_s=self._settings.timeout_s,
+                log=self._log,
+                progress=lambda activity, done, total: self._progress(f"{title}: {activity}", done, total),
+            )
+        if isinstance(result, str):
+            raise EvalError(
+                f"{self._variant.name}: {title} failed ({result}); run again to continue: {self._log}"
+            )
+        return result
+
+
+def compare_rounded(
+    weights: Path, _: Path, task: tuple[Baseline, Path], progress: Progress
+) -> list[TextComparison]:
+    """Compare a rounded checkpoint with the baseline; `run_isolated` calls it in a process of its own.
+
+    Args:
+        task: the baseline, and its checkpoint.
+    """
+    from slimqwen.evals import token_distributions
+
+    progress("starting", 0, 0)
+    baseline, original = task
+    return token_distributions.compare(
+        weights,
+        original,
+        baseline.fidelity,
+        baseline.served.root,
+        max_model_len=baseline.served.context_len,
+        flags=weight_flags(baseline.served.flags),
+        modes=["single"],
+        progress=progress,
+    )
+
+
+def _figures(texts: Sequence[TextComparison]) -> Figures:
+    (figures,) = summarise(texts).values()
+    return figures
+
+
+def _share(first: RepeatNoise, second: RepeatNoise, settings: AcceptanceSettings) -> Any:
+    share = acceptance_share.judge(
+        first.drafts, second.drafts, depth=settings.gate_depth, least_share=settings.least_share
+    )
+    return share.ratio
+
+
+def _summary(repeat: Repeat, measured: RepeatNoise) -> RepeatSummary:
+    figures = _figures(measured.texts)
+    (depth,) = acceptance.summarise(measured.drafts)
+    assert figures.kl_nats is not None
+    assert depth.length is not None
+    return RepeatSummary(
+        repeat=repeat.name,
+        flags=repeat.flags,
+        kl_nats=figures.kl_nats.value,
+        acceptance_length=depth.length.value,
+        answers=measured.answers,
+        differing=measured.differing,
+        largest_gap_shift_nats=max(measured.gap_shifts),
+    )
+
+
+def _digests(settings: LimitsSettings, baseline: Baseline, root: Path) -> Mapping[str, str]:
+    """SHA-256 of the settings and texts, by path."""
+    folders = (FidelitySettings.folder, AcceptanceSettings.folder, EngineSettings.folder)
+    used = [settings.file(root), root / baseline.fidelity.texts]
+    used += [root / "eval" / folder / f"{settings.settings}.yaml" for folder in folders]
+    if baseline.acceptance.documents != "tinyworld":
+        used.append(root / baseline.acceptance.documents)
+    return {provenance.portable(str(file), root): sha256(file) for file in used}

@@ -1,0 +1,209 @@
+"""The noise of a baseline: what engines that differ in nothing that should matter make of the same checkpoint.
+
+Each repeat is a process of its own with three engines: one reads texts (fidelity against the checkpoint in float32),
+one counts drafts, one answers requests greedily with log-probabilities. `slimqwen.evals.engine.isolation` calls the
+functions.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from slimqwen.evals import drafting
+from slimqwen.evals.drafting import AcceptanceSettings
+from slimqwen.evals.engine import combinations, scenarios
+from slimqwen.evals.engine.combinations import REFERENCE_MODES, ServedEngine
+from slimqwen.evals.engine.scenarios import Answer, EngineSettings, Request
+from slimqwen.evals.fidelity import weight_flags
+from slimqwen.evals.fidelity_figures import HEAD_LOG_PROBABILITY, FidelitySettings, TextComparison
+from slimqwen.progress import Progress
+from slimqwen.serving import in_process
+from slimqwen.serving.unsafe_engines import Modes
+
+GROUPS = ("prompts", "prefixes", "mixed")
+"""Groups of requests that every repeat answers; prefixes twice, so that the second time a cache can hit."""
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """What every repeat is made of.
+
+    Attributes:
+        served: how the baseline is served.
+        fidelity: texts and prefix.
+        acceptance: prompts and the gate's depth.
+        engine: requests.
+        classes: prompts of each class in token ids.
+    """
+
+    served: ServedEngine
+    fidelity: FidelitySettings
+    acceptance: AcceptanceSettings
+    engine: EngineSettings
+    classes: Mapping[str, list[list[int]]]
+
+    @property
+    def depth(self) -> int:
+        """Tokens drafted at a time (K)."""
+        return self.acceptance.gate_depth
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Requests by group, and the answers of the reference engine: no drafts, no cache, one at a time."""
+
+    requests: Mapping[str, list[Request]]
+    answers: Mapping[str, list[Answer]]
+
+
+@dataclass(frozen=True)
+class RepeatNoise:
+    """What one repeat gave.
+
+    Attributes:
+        texts: comparison of each text with float32, head tokens included.
+        drafts: items of an acceptance record.
+        gap_shifts: how far the log-probability gap of the reference engine's two likeliest tokens moved, nats, at each
+            position where they can tie, up to the first token that differs.
+        answers: number of answers.
+        differing: number of answers with another token.
+    """
+
+    texts: list[TextComparison]
+    drafts: list[dict[str, Any]]
+    gap_shifts: list[float]
+    answers: int
+    differing: int
+
+    def as_json(self) -> dict[str, Any]:
+        """Fields for a journal."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any]) -> "RepeatNoise":
+        """The repeat that `as_json` wrote."""
+        return cls(**{**entry, "texts": [TextComparison(**text) for text in entry["texts"]]})
+
+
+def answer_by_reference(weights: Path, _: Path, baseline: Baseline, progress: Progress) -> Reference:
+    """Make the requests, and answer them with the reference engine."""
+    progress("starting", 0, 0)
+    served = baseline.served
+    budget = int(served.flags.get("max-num-batched-tokens") or served.context_len)
+    flags = {
+        **combinations.flags_of(REFERENCE_MODES, REFERENCE_MODES, _with_budget(served, budget)),
+        "max-num-batched-tokens": max(served.context_len, budget),
+    }
+    with in_process.served_engine(weights, flags) as llm:
+        requests = scenarios.cut_requests(
+            baseline.engine,
+            weights,
+            served.root,
+            context_len=served.context_len,
+            max_batched_tokens=budget,
+            block_size=scenarios.cache_block_size(llm),
+            draft_tokens=baseline.depth,
+            concurrency=baseline.engine.concurrency,
+        )
+        requests = {group: requests[group] for group in GROUPS}
+        answers = scenarios.answer_singly(llm, requests, progress)
+    return Reference(requests, answers)
+
+
+def measure_repeat(
+    weights: Path, _: Path, task: tuple[Baseline, Mapping[str, Any], Reference], progress: Progress
+) -> RepeatNoise:
+    """Compare the baseline with itself in one engine.
+
+    Args:
+        task: the baseline, vLLM's flags that replace its own, and the reference.
+    """
+    from slimqwen.evals import token_distributions
+
+    progress("starting", 0, 0)
+    baseline, replaced, reference = task
+    served = baseline.served
+    concurrency = int(replaced.get("max-num-seqs", 1))
+    own = {**weight_flags(served.flags), **replaced}
+    texts = token_distributions.compare(
+        weights,
+        weights,
+        baseline.fidelity.model_copy(update={"batch": concurrency}),
+        served.root,
+        max_model_len=served.context_len,
+        flags=own,
+        modes=["batched" if concurrency > 1 else "single"],
+        progress=progress,
+    )
+    # `drafting.count` decides about compilation itself.
+    counted = {name: value for name, value in own.items() if name != "enforce-eager"}
+    drafts = drafting.count(
+        weights, baseline.classes, baseline.acceptance, [baseline.depth], [0.0], counted, progress
+    )
+    shifts, answers, differing = _answer(weights, baseline, replaced, reference, progress)
+    return RepeatNoise(texts, drafts, shifts, answers, differing)
+
+
+def gap_shifts(reference: Answer, answer: Answer) -> list[float]:
+    """How far the gap between the reference's two likeliest tokens moved, nats, up to the first token that differs.
+
+    Positions are left out at which the second of them is no head token, because nothing ties there, or at which the
+    other engine does not list both.
+    """
+    shifts = []
+    positions = zip(
+        reference.tokens, answer.tokens, reference.log_probabilities, answer.log_probabilities, strict=False
+    )
+    for expected, token, before, after in positions:
+        first, second = sorted(before, key=lambda each: -before[each])[:2]
+        if before[second] >= HEAD_LOG_PROBABILITY and first in after and second in after:
+            shifts.append(abs((before[first] - before[second]) - (after[first] - after[second])))
+        if token != expected:
+            break
+    return shifts
+
+
+def _answer(
+    weights: Path,
+    baseline: Baseline,
+    replaced: Mapping[str, Any],
+    reference: Reference,
+    progress: Progress,
+) -> tuple[list[float], int, int]:
+    """Gap shifts of all answers of an engine that drafts, their number, and how many have another token."""
+    served = baseline.served
+    modes = Modes(
+        draft_tokens=baseline.depth,
+        prefix_caching=bool(replaced.get("enable-prefix-caching", False)),
+        kv_cache_dtype=str(served.flags.get("kv-cache-dtype", "auto")),
+        chunked_prefill=True,
+        concurrency=int(replaced.get("max-num-seqs", 1)),
+        graphs="eager" if replaced.get("enforce-eager", True) else "CUDA graphs",
+    )
+    budget = int(served.flags.get("max-num-batched-tokens") or served.context_len)
+    flags = {
+        **combinations.flags_of(modes, REFERENCE_MODES, _with_budget(served, budget)),
+        **replaced,
+    }
+    shifts: list[float] = []
+    count = differing = 0
+    with in_process.served_engine(weights, flags) as llm:
+        for group in ("prompts", "prefixes", "prefixes", "mixed"):
+            progress(f"answering {group}", count, 0)
+            answers = scenarios.replay(llm, reference.requests[group], log_probabilities=True)
+            for expected, answer in zip(reference.answers[group], answers, strict=True):
+                shifts += gap_shifts(expected, answer)
+                count += 1
+                differing += expected.tokens != answer.tokens
+    return shifts, count, differing
+
+
+def _with_budget(served: ServedEngine, budget: int) -> ServedEngine:
+    flags = {**served.flags, "max-num-batched-tokens": budget}
+    return ServedEngine(flags, served.platform, served.context_len, served.root)
+
+
+def pooled(repeats: Sequence[RepeatNoise]) -> list[float]:
+    """The gap shifts of all repeats."""
+    return [shift for repeat in repeats for shift in repeat.gap_shifts]

@@ -1,0 +1,308 @@
+"""Promotion of a variant whose gate passed on what would be served now: its status and its model card.
+
+The card lies in the checkpoint as README.md and is no part of its manifest and digest. It is written only into
+checkpoints that a recipe made. Promoted variants that serve the same checkpoint share one card, which covers them all.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slimqwen import checkpoint
+from slimqwen import variant as variants
+from slimqwen.checkpoint.files import CARD, MANIFEST
+from slimqwen.errors import SlimqwenError
+from slimqwen.evals import EvalError
+from slimqwen.evals.gate import Gate
+from slimqwen.evals.quality import Quality
+from slimqwen.recipe import recipe_file
+from slimqwen.records import differences, provenance, store
+from slimqwen.records.differences import Circumstance
+from slimqwen.serving.command import ServerCommand
+from slimqwen.stats.verdict import Verdict
+from slimqwen.variant import Variant
+
+_PROMOTED = "promoted"
+_BINDING = (Circumstance.CHECKPOINT, Circumstance.DATA, Circumstance.FLAGS, Circumstance.PACKAGES)
+"""What a gate record shares with what would be served now. Hardware and commit may differ."""
+
+
+@dataclass(frozen=True)
+class GatedVariant:
+    """A variant and the gate record that it passed with."""
+
+    variant: Variant
+    path: Path
+    record: Gate
+
+    @property
+    def evidence(self) -> list[Path]:
+        """The records that the gate record rests on."""
+        return self.record.evidence(self.variant.root / "experiments")
+
+
+@dataclass(frozen=True)
+class Promotion:
+    """The outcome of a promotion.
+
+    Attributes:
+        gate: gate record that it rests on.
+        card: model card; None where no recipe made the checkpoint.
+        changed: whether a file was written.
+    """
+
+    gate: Path
+    card: Path | None
+    changed: bool
+
+
+def promote(variant: Variant) -> Promotion:
+    """Set a variant's status and write its checkpoint's card, if its gate passed on what would be served now.
+
+    Raises:
+        EvalError: no gate record fits the present checkpoint and flags, the newest that fits has not passed, one of
+            its records is missing, or the variant is a baseline or was rejected. Nothing was changed.
+    """
+    if variant.baseline is None:
+        raise EvalError(
+            f"{variant.name} is a baseline; only a variant that was compared with one is promoted"
+        )
+    variant.require_weights()
+    before = store.read_measurements(variant.folder)
+    if before.status == "rejected":
+        raise EvalError(
+            f"{variant.name} was rejected; if that no longer holds, set its status in experiments/{variant.name}/"
+            "measurements.json to measured first"
+        )
+    gated = _passed(variant)
+    digest = gated.record.provenance.checkpoint.digest
+    # Records of an earlier checkpoint support nothing that is promoted now.
+    current = {
+        name
+        for name in before.records
+        if store.read(variant.folder / name).provenance.checkpoint_digest == digest
+    }
+    current |= {gated.path.name, *(path.name for path in gated.evidence if path.parent == variant.folder)}
+    after = before.model_copy(
+        update={"status": _PROMOTED, "verdict": Verdict.PASS, "records": tuple(sorted(current))}
+    )
+    folder, card, changed = variant.weights.resolve(), None, before != after
+    weights = variant.root / "weights"
+    if variant.weights.parent == weights and folder.parent == (weights / "store").resolve():
+        card = folder / CARD
+        text = _render_card([gated, *_others(variant)])
+        if not card.is_file() or card.read_text(encoding="utf-8") != text:
+            store.publish(card, text.encode(), replace=True)
+            changed = True
+    if before != after:
+        shown = f"experiments/{variant.name}/measurements.json"
+        store.validate(after.as_json(), shown)
+        text = json.dumps(after.as_json(), indent=2, ensure_ascii=False) + "\n"
+        store.publish(variant.root / shown, text.encode(), replace=True)
+    return Promotion(gated.path, card and variant.weights / CARD, changed)
+
+
+def _passed(variant: Variant) -> GatedVariant:
+    """The newest gate record of what would be served now, if it passed."""
+    command = f"`slimqwen gate check --variant {variant.name}`"
+    newest = None
+    for path in store.records(variant.folder, Gate):
+        record = store.read(path, Gate)
+        if changes := _changes(variant, record):
+            newest = newest or f"{path.name} differs in {', '.join(changes)}"
+            continue
+        shown = f"{variant.name}/{path.name}"
+        if record.verdict != Verdict.PASS:
+            checks = ", ".join(
+                f"{check}: {verdict}" for check, verdict in record.verdicts.items() if verdict != Verdict.PASS
+            )
+            raise EvalError(
+                f"the newest gate of {variant.name} as it is now says {record.verdict} ({checks}; {shown}); "
+                f"mend that, and promote after {command} passes"
+            )
+        gated = GatedVariant(variant, path, record)
+        for needed in gated.evidence:
+            name = f"{needed.parent.name}/{needed.name}"
+            if not needed.is_file():
+                raise EvalError(
+                    f"{name} is missing, and {shown} rests on it; `git checkout` restores a committed one, "
+                    f"otherwise run {command}"
+                )
+            if files := provenance.changed_data(store.read(needed).provenance, variant.root):
+                raise EvalError(
+                    f"{files[0]} has changed since {name}, and {shown} rests on it; {command} measures again"
+                )
+        return gated
+    cause = f" (the newest, {newest})" if newest else ""
+    raise EvalError(
+        f"no gate record fits {variant.name} as it is now{cause}; {command} makes one, and says whether it passes"
+    )
+
+
+def _changes(variant: Variant, record: Gate) -> list[str]:
+    """What has changed since the record was made, of what binds it to the variant."""
+    server = ServerCommand.resolve(variant)
+    present = provenance.describe(
+        server,
+        ["slimqwen", "variant", "promote"],
+        record.provenance.started,
+        datasets=[
+            variant.root / file for file in record.provenance.datasets if (variant.root / file).is_file()
+        ],
+    )
+    return [
+        each.name for each in differences.between(record.provenance, present) if each.circumstance in _BINDING
+    ]
+
+
+def _others(variant: Variant) -> Iterator[GatedVariant]:
+    """The other promoted variants that serve the same checkpoint and whose newest gate record of it passed."""
+    digest = checkpoint.digest(variant.weights)
+    for name in variants.names(variant.root):
+        folder = variant.root / "experiments" / name
+        try:
+            if name == variant.name or store.read_measurements(folder).status != _PROMOTED:
+                continue
+            other = variants.load(name, variant.root)
+        except SlimqwenError:
+            continue  # `slimqwen record check` names it
+        if other.weights.resolve() != variant.weights.resolve():
+            continue
+        for path in store.records(folder, Gate):
+            record = store.read(path, Gate)
+            if record.provenance.checkpoint.digest == digest:
+                if record.verdict == Verdict.PASS:
+                    yield GatedVariant(other, path, record)
+                break
+
+
+def _render_card(gated: Sequence[GatedVariant]) -> str:
+    """The card of the checkpoint that these variants serve, the same in whatever order they are given."""
+    # Slow to import, and only promotion needs it.
+    from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+    gated = sorted(gated, key=lambda each: each.variant.name)
+    folder = gated[0].variant.weights
+    config = checkpoint.read_config(folder)
+    owner, base = _origin(gated[0].variant)
+    quantization = _quantization(config)
+    tags = ["slimqwen", "vllm", config.get("model_type", "")]
+    if quantization:
+        tags += [quantization["method"], *(f"{bits}-bit" for bits in quantization["bits"])]
+    on_hub = "/" in base
+    data = ModelCardData(
+        base_model=base,
+        base_model_relation="quantized" if quantization else "finetune",
+        license="other" if on_hub else "unknown",
+        license_name=f"that of {base}" if on_hub else None,
+        license_link=f"https://huggingface.co/{base}" if on_hub else None,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=tags,
+        quantization=quantization,
+        model_name=owner,
+        eval_results=[EvalResult(**result) for each in gated for result in _results(each)],
+    )
+    files = gated[0].record.provenance.checkpoint
+    description = recipe_file.read(gated[0].variant.root / "experiments" / owner / "recipe.yaml").description
+    lines = [
+        f"# {owner}",
+        f"Made from {base} by Slimqwen: {description}",
+        f"SHA-256 of the checkpoint `{files.digest}`, {files.size_bytes / 1e6:,.1f} MB; its last stage was "
+        f"{checkpoint.Manifest.read(folder).stage}, `{MANIFEST}` beside this card lists every file.",
+        *(paragraph for each in gated for paragraph in _section(each)),
+    ]
+    return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(lines) + "\n"))
+
+
+def _origin(variant: Variant) -> tuple[str, str]:
+    """The variant whose recipe made the checkpoint, and the recipe's first base: a hub repository, or a variant."""
+    owner = name = _owner(variant)
+    seen = set()
+    while name not in seen:
+        seen.add(name)
+        file = variant.root / "experiments" / name / "recipe.yaml"
+        if not file.is_file():
+            source = variants.load(name, variant.root).settings.get("SOURCE")
+            return owner, source.value if source and source.file.parent.name == name else name
+        base = recipe_file.read(file).base
+        if "/" in base:
+            return owner, base
+        name = _owner(variants.load(base, variant.root))
+    return owner, name
+
+
+def _owner(variant: Variant) -> str:
+    """The variant that the folder under weights/ is named after."""
+    return variant.weights.relative_to(variant.root / "weights").parts[0]
+
+
+def _quantization(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    quantization = config.get("quantization_config") or {}
+    groups = list(quantization.get("config_groups", {}).values())
+    if not groups:
+        return None
+    weights = [group["weights"] for group in groups]
+    return {
+        "method": quantization["quant_method"],
+        "format": quantization.get("format"),
+        "bits": sorted({each["num_bits"] for each in weights}),
+        "group_size": sorted({each["group_size"] for each in weights if each["group_size"]}),
+        "symmetric": all(each["symmetric"] for each in weights),
+    }
+
+
+def _results(gated: GatedVariant) -> Iterator[dict[str, Any]]:
+    """The hub's evaluation results of a variant: its task scores, and its acceptance length."""
+    name = gated.variant.name
+    for path in gated.evidence:
+        if path.parent.name != name or not path.name.startswith("quality_"):
+            continue
+        record = store.read(path, Quality)
+        for task, score in record.tasks.items():
+            yield {
+                "task_type": "text-generation",
+                "dataset_type": record.suite,
+                "dataset_name": f"{record.suite}: {task}",
+                "dataset_config": task,
+                "metric_type": score.measure,
+                "metric_name": f"{score.measure} of {name}",
+                "metric_value": score.value,
+                "metric_args": {
+                    "standard_error": score.standard_error,
+                    "items": score.item_count,
+                    "record": f"{name}/{path.name}",
+                },
+            }
+    for item in store.read_items(gated.path):
+        if item["gate"] == "acceptance":
+            yield {
+                "task_type": "text-generation",
+                "dataset_type": "acceptance",
+                "dataset_name": f"acceptance: {gated.record.plan}",
+                "metric_type": "acceptance_length_share",
+                "metric_name": f"{item['figure']}, of {name}",
+                "metric_value": item["value"],
+                "metric_args": {
+                    "low": item["low"],
+                    "high": item["high"],
+                    "record": f"{name}/{gated.path.name}",
+                },
+            }
+
+
+def _section(gated: GatedVariant) -> Iterator[str]:
+    variant, described = gated.variant, gated.record.provenance
+    yield f"## Served as {variant.name}"
+    yield f"**Hypothesis.** {variant.hypothesis}"
+    yield f"Promoted by the gate of {described.ended[:10]} against {gated.record.baseline}:"
+    for table in gated.record.tables(gated.path):
+        yield table.as_markdown().rstrip()
+    if not described.hardware.gpus:
+        yield "Measured on a CPU: no CPU figure is evidence about a GPU."
+    flags = sorted(provenance.deciding(described.flags).items())
+    lines = "\n".join(f"{name}: {json.dumps(value)}" for name, value in flags if name != "model")
+    yield f"`slimqwen serve --variant {variant.name}` serves it; the gate was passed with these flags of vLLM:"
+    yield f"```\n{lines}\n```"

@@ -1,0 +1,389 @@
+"""Quality: scores of a served variant on the tasks of a suite, with standard errors and every item."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from slimqwen.evals import EvalError
+from slimqwen.evals.suites import datasets, lm_eval_run
+from slimqwen.evals.suites.lm_eval_run import Item, TaskRun
+from slimqwen.evals.suites.suite import ANSWER_MARGIN, BITS_PER_BYTE, Limit, Suite
+from slimqwen.progress import Progress, silent
+from slimqwen.records import provenance, store
+from slimqwen.records.collection import Collection
+from slimqwen.records.journal import Journal, journal_file, locked
+from slimqwen.records.record import (
+    Block,
+    Count,
+    NonNegative,
+    Positive,
+    Record,
+    ServedProvenance,
+    Table,
+    Verdict,
+)
+from slimqwen.records.replay import Outcome, Repeat
+from slimqwen.serving import speed_only
+from slimqwen.serving.shared_server import ServerLostError, SharedServer, serve
+from slimqwen.stats import intervals, non_inferiority
+from slimqwen.variant import Variant
+
+MEASURE_NAMES = {
+    "exact_match": "exact match",
+    ANSWER_MARGIN: "answer log-probability gap, nats",
+    BITS_PER_BYTE: "bits per byte",
+}
+"""Table headings of measures; any other is called by its lm-eval name."""
+
+TABLE_NOTE = "SE: standard error. Bits per byte: less is better."
+
+SMOKE_ITEMS = 5
+SMOKE_MAX_GEN_TOKS = 1024
+
+
+class OutputTokens(Block):
+    """Lengths of generations in tokens, thoughts included."""
+
+    mean: NonNegative
+    p50: NonNegative
+    max: Count
+
+    def __str__(self) -> str:
+        return f"{self.mean:.0f}, {self.p50:g}, {self.max}"
+
+
+class TaskScore(Block):
+    """Score of one task."""
+
+    measure: str = Field(
+        min_length=1, description="answer_margin_nats, bits_per_byte, or the name of an lm-eval metric."
+    )
+    value: float
+    standard_error: NonNegative
+    higher_is_better: bool
+    non_inferiority_margin: NonNegative = Field(description="In the unit of the measure.")
+    item_count: Positive
+    available_count: Positive = Field(description="Items that the task has in all.")
+    cluster_count: Positive = Field(
+        description="Items, or groups of them, that are independent observations."
+    )
+    items_to_decide: Positive | None = Field(
+        description="Items that decide at the margin under the suite's assumption; null without one."
+    )
+    output_count: Count | None = Field(
+        description="Generations, repeats included; null if nothing is generated, and in old records."
+    )
+    truncated_count: Count | None = Field(
+        description="Generations that the token limit cut; null if nothing is generated."
+    )
+    empty_count: Count | None = Field(description="Generations of white space; null if nothing is generated.")
+    output_tokens: OutputTokens | None = Field(
+        description="null if nothing is generated or the server does not say."
+    )
+    settings: dict[str, Any] = Field(description="Settings of the suite beside the task's own definition.")
+    floor: float | None = Field(
+        default=None,
+        description="Lowest acceptable score, in the unit of the measure; absent if the suite has none.",
+    )
+    floor_verdict: Verdict | None = Field(
+        None,
+        description="pass: the whole 95 % interval of the score is above the floor; fail: all of it is below.",
+    )
+
+    @model_validator(mode="after")
+    def _floor_is_judged(self) -> "TaskScore":
+        if (self.floor is None) != (self.floor_verdict is None):
+            raise ValueError("floor and floor_verdict belong together")
+        return self
+
+
+class Quality(Record):
+    """Scores of one variant over one suite."""
+
+    kind: ClassVar[str] = "quality"
+    version: ClassVar[int] = 2
+    folder: ClassVar[Literal["experiments", "results"]] = "experiments"
+    verb: ClassVar[str] = "eval quality"
+
+    suite: str = Field(min_length=1)
+    limit: Positive | Literal["deciding"] | None = Field(
+        description="Items of each task, the first or drawn ones as the suite says; null: all of them; deciding: as "
+        "many as decide at the non-inferiority margin."
+    )
+    endpoint: Literal["completions", "chat"]
+    answers_of_earlier_run: Count = Field(description="Answers taken over from an interrupted run.")
+    tasks: dict[str, TaskScore] = Field(min_length=1)
+    provenance: ServedProvenance
+
+    @property
+    def item_count(self) -> int:
+        """Items of all tasks."""
+        return sum(score.item_count for score in self.tasks.values())
+
+    def task_name(self, task: str) -> str:
+        """Name of a task without the suite's name before it."""
+        return task.removeprefix(f"{self.suite}_")
+
+    def tables(self, path: Path) -> list[Table]:
+        """Scores by task; lengths, which old records lack, and floors where there are some."""
+        columns: dict[str, Callable[[tuple[str, TaskScore]], object]] = {
+            "task": lambda row: self.task_name(row[0]),
+            "measure": lambda row: MEASURE_NAMES.get(row[1].measure, row[1].measure),
+            "score ± SE": lambda row: f"{row[1].value:.3f} ± {row[1].standard_error:.3f}",
+            "items": lambda row: f"{row[1].item_count} of {row[1].available_count}",
+            "truncated": lambda row: _share(row[1].truncated_count, row[1].output_count),
+            "empty": lambda row: _share(row[1].empty_count, row[1].output_count),
+        }
+        if any(score.output_tokens for score in self.tasks.values()):
+            columns["output tokens: mean, p50, max"] = lambda row: row[1].output_tokens
+        if any(score.floor is not None for score in self.tasks.values()):
+            columns["floor"] = lambda row: (
+                None if row[1].floor is None else f"{row[1].floor:g}: {row[1].floor_verdict}"
+            )
+        title = f"Quality of {self.variant}" + (", by chat" if self.endpoint == "chat" else "")
+        return [
+            Table.of(
+                title,
+                self.tasks.items(),
+                columns,
+                TABLE_NOTE,
+                provenance.source_note(self, path),
+                text_columns=2,
+            )
+        ]
+
+    def finding(self, path: Path, records: Collection) -> str:
+        """The task that may have lost most of its margin, against the baseline; without a baseline the scores."""
+        from slimqwen.evals import quality_comparison
+
+        return quality_comparison.finding(self, path, records)
+
+    def replay(self, path: Path, repeat: Repeat) -> Outcome:
+        """Score the same items again: reproduced if every answer and score is equal."""
+        from slimqwen.evals import quality_comparison
+
+        return quality_comparison.replay(self, path, repeat)
+
+    def undecided(self) -> list[str]:
+        """A line for each task with fewer items than its non-inferiority margin takes."""
+        return [
+            f"{task}: a margin of {score.non_inferiority_margin:g} takes {score.items_to_decide:,} items under the "
+            f"suite's assumption; {score.item_count:,} of {score.available_count:,} were scored"
+            for task, score in self.tasks.items()
+            if score.items_to_decide is not None and score.items_to_decide > score.item_count
+        ]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Result of one run over a suite: scores by task, their items, and the files that decide them."""
+
+    tasks: dict[str, TaskScore]
+    items: list[Item]
+    datasets: list[Path]
+
+    @classmethod
+    def of(cls, runs: Sequence[TaskRun], datasets: list[Path]) -> "Scores":
+        """The scores of all answers to a suite."""
+        items = [item for task_run in runs for item in task_run.items]
+        return cls({each.task.name: task_score(each) for each in runs}, items, datasets)
+
+
+def measure(
+    variant: Variant,
+    suite: Suite,
+    *,
+    command: Sequence[str],
+    limit: Limit,
+    chat: bool = False,
+    port: int | None = None,
+    records_folder: Path | None = None,
+    progress: Progress = silent,
+) -> Path:
+    """Score a variant and write its quality record.
+
+    The server's answers are kept in .cache/quality/ until the record is written: after an interruption the same call
+    continues with them.
+
+    Args:
+        variant: variant to score. A server that already runs it is used; else one is started and stopped.
+        limit: items of each task, DECIDING, or None for all.
+
+    Raises:
+        ServerLostError: the server died or refused a request; no record is written, its answers are kept.
+        ServingError: the variant answers for speed and memory only.
+        EvalError: a task is missing or broken, the chat template has no switch that the suite needs, the suite's data
+            are not fetched, or the limit is below 2.
+        PromptTooLongError: the served context cannot hold a prompt.
+    """
+    if isinstance(limit, int) and limit < 2:
+        raise EvalError(f"a limit of {limit} gives no standard error; take 2 items or more")
+    speed_only.refuse(variant, "quality")
+    datasets.require(suite.datasets, suite.nltk, variant.root)
+    logs = variant.root / "logs"
+    started = provenance.utc_now()
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(
+            serve(variant, port=port, log=logs / f"serve_{variant.name}.log", progress=progress)
+        )
+        answers = stack.enter_context(
+            locked(journal_file("quality", server.server.command, suite.model_dump(mode="json"), limit, chat))
+        )
+        log = logs / f"quality_{variant.name}.log"
+        try:
+            scores = score(
+                suite,
+                server,
+                root=variant.root,
+                limit=limit,
+                chat=chat,
+                answers=answers,
+                log=log,
+                progress=progress,
+            )
+        except ServerLostError as error:
+            raise ServerLostError(
+                f"{error}; its {len(answers)} answers so far are kept: run the same command again to continue"
+            ) from error
+        block = provenance.describe(
+            server.server.command,
+            command,
+            started,
+            datasets=scores.datasets,
+            seeds={"lm_eval": lm_eval_run.SEED},
+            already_running=server.already_running,
+        )
+        path = write(
+            records_folder or variant.folder,
+            scores,
+            block,
+            variant=variant.name,
+            suite=suite.name,
+            limit=limit,
+            endpoint="chat" if chat else "completions",
+            answers_of_earlier_run=answers.reused,
+        )
+        answers.discard()
+    return path
+
+
+def write(folder: Path, scores: "Scores", block: ServedProvenance, **fields: Any) -> Path:
+    """Write a quality record and its items.
+
+    Args:
+        folder: experiments/<variant>.
+        scores: scores by task, and their items.
+        block: provenance.
+        fields: other fields of the record.
+    """
+    record = Quality(tasks=scores.tasks, provenance=block, **fields)
+    return store.write(folder, record, (vars(item) for item in scores.items))
+
+
+def score(
+    suite: Suite,
+    server: SharedServer,
+    *,
+    root: Path,
+    limit: Limit,
+    log: Path,
+    chat: bool = False,
+    answers: Journal | None = None,
+    progress: Progress = silent,
+) -> Scores:
+    """Score a running server over a suite, without a record; arguments and errors as for `lm_eval_run.run`."""
+    runs, files = lm_eval_run.run(
+        suite, server, root=root, limit=limit, log=log, chat=chat, answers=answers, progress=progress
+    )
+    return Scores.of(runs, files)
+
+
+def task_score(run: TaskRun) -> TaskScore:
+    """Score of a task from its items."""
+    task, items = run.task, run.items
+    values, weights = [item.value for item in items], [item.weight for item in items]
+    clusters = [item.cluster or (item.index, item.repeat) for item in items]
+    estimate = intervals.mean(values, weights, clusters)
+    outputs = [item for item in items if item.output is not None]
+    floor: dict[str, Any] = {}
+    if task.floor is not None:
+        means, _ = intervals.by_cluster(values, weights, clusters)
+        right = int(means.sum()) if set(means) <= {0.0, 1.0} else None
+        floor = {
+            "floor": task.floor,
+            "floor_verdict": non_inferiority.judge_floor(estimate, task.floor, right=right),
+        }
+    return TaskScore(
+        measure=task.measure,
+        value=estimate.value,
+        standard_error=estimate.standard_error,
+        higher_is_better=task.measure != BITS_PER_BYTE,
+        non_inferiority_margin=task.non_inferiority_margin,
+        item_count=len({item.index for item in items}),
+        available_count=run.available_count,
+        cluster_count=estimate.count,
+        items_to_decide=task.items_to_decide,
+        output_count=len(outputs) if outputs else None,
+        truncated_count=sum(bool(item.truncated) for item in outputs) if outputs else None,
+        empty_count=sum(not (item.output or "").strip() for item in outputs) if outputs else None,
+        output_tokens=_output_tokens([item.output_tokens for item in outputs]),
+        settings=task.settings(rendered=run.rendered),
+        **floor,
+    )
+
+
+def smoke(
+    variant: Variant,
+    suite: Suite,
+    *,
+    chat: bool = False,
+    port: int | None = None,
+    progress: Progress = silent,
+) -> Table:
+    """Ask a variant a few items of each task, with short answers; nothing is recorded."""
+    logs = variant.root / "logs"
+    with serve(variant, port=port, log=logs / f"serve_{variant.name}.log", progress=progress) as server:
+        scores = score(
+            suite.shortened(SMOKE_MAX_GEN_TOKS),
+            server,
+            root=variant.root,
+            limit=SMOKE_ITEMS,
+            chat=chat,
+            log=logs / f"smoke_{variant.name}.log",
+            progress=progress,
+        )
+    note = (
+        f"THIS CERTIFIES NOTHING: {SMOKE_ITEMS} items a task, answers of at most {SMOKE_MAX_GEN_TOKS:,} tokens, "
+        f"nothing recorded. `slimqwen eval quality --variant {variant.name}` measures."
+    )
+    columns: dict[str, Callable[[tuple[str, TaskScore]], object]] = {
+        "task": lambda row: row[0],
+        "measure": lambda row: row[1].measure,
+        "value": lambda row: f"{row[1].value:.3f}",
+        "items": lambda row: row[1].item_count,
+        "truncated": lambda row: row[1].truncated_count,
+        "empty": lambda row: row[1].empty_count,
+        "output tokens, mean": lambda row: (
+            f"{row[1].output_tokens.mean:.0f}" if row[1].output_tokens else "-"
+        ),
+    }
+    return Table.of(f"Smoke test of {variant.name}", scores.tasks.items(), columns, note, text_columns=2)
+
+
+def _output_tokens(counts: Sequence[int | None]) -> OutputTokens | None:
+    known = [count for count in counts if count is not None]
+    if not known or len(known) != len(counts):
+        return None
+    return OutputTokens(mean=sum(known) / len(known), p50=median(known), max=max(known))
+
+
+def _share(count: int | None, outputs: int | None) -> str:
+    """A count out of all generations, whose number old records lack."""
+    if count is None:
+        return "-"
+    return str(count) if outputs is None else f"{count} of {outputs}"

@@ -1,0 +1,362 @@
+"""Two quality records compared item by item: paired differences and non-inferiority verdicts."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slimqwen.evals import quality
+from slimqwen.evals.quality import MEASURE_NAMES, TABLE_NOTE, Quality, TaskScore
+from slimqwen.evals.suites.suite import Suite
+from slimqwen.records import pairing, store
+from slimqwen.records.collection import Collection, StoredRecord
+from slimqwen.records.provenance import source_note
+from slimqwen.records.record import Table
+from slimqwen.records.replay import Outcome, Repeat
+from slimqwen.stats import intervals, non_inferiority
+from slimqwen.stats.verdict import Verdict, overall
+
+_SEVERITY = (Verdict.FAIL, Verdict.INCONCLUSIVE, Verdict.PASS)
+
+VERDICT_NOTE = (
+    "Verdict: pass if the interval (exact for right-or-wrong answers) rules out a loss beyond the non-inferiority "
+    "margin, which was fixed beforehand; in brackets, the items that an inconclusive verdict lacks."
+)
+
+
+@dataclass(frozen=True)
+class TaskComparison:
+    """One task of two records.
+
+    Attributes:
+        task: name of the task.
+        measure: measure of the task.
+        higher_is_better: whether a positive difference is a gain.
+        first: score of the first record.
+        second: score of the second record.
+        difference: second minus first, paired over the items.
+        discordance: items that only one side got right; None if items are not simply right or wrong.
+        judgement: verdict on a loss, with its interval.
+    """
+
+    task: str
+    measure: str
+    higher_is_better: bool
+    first: float
+    second: float
+    difference: intervals.Difference
+    discordance: intervals.Discordance | None
+    judgement: non_inferiority.Judgement
+
+    @property
+    def difference_interval(self) -> tuple[float, float]:
+        """Interval that the verdict rests on, of the difference instead of the gain."""
+        low, high = self.judgement.low, self.judgement.high
+        return (low, high) if self.higher_is_better else (-high, -low)
+
+
+def pair(first: Path, second: Path) -> tuple[Path, Path]:
+    """The quality records of two variants on the same items, each of the checkpoint that was scored last.
+
+    Of several pairs the one with the most items is chosen, so that a sample does not hide a full run; of these one
+    from the same hardware, because other instruction sets change answers too; of these the newest.
+
+    Raises:
+        MissingRecordError: a variant has no quality record.
+        NotComparableError: suite, limit or data files differ in every pair.
+    """
+    chosen = best_pair(*(current_records(folder) for folder in (first, second)))
+    if chosen:
+        return chosen[0].path, chosen[1].path
+    return pairing.newest_pair(first, second, Quality, basis, _command)
+
+
+def best_pair(
+    first: Iterable[StoredRecord[Quality]], second: Iterable[StoredRecord[Quality]]
+) -> tuple[StoredRecord[Quality], StoredRecord[Quality]] | None:
+    """The two records that `pair` chooses of those of two variants; None if no two are on the same items."""
+    pairs = [(a, b) for a in first for b in second if basis(a.record) == basis(b.record)]
+    return max(pairs, key=_pair_order, default=None)
+
+
+def _pair_order(pair: tuple[StoredRecord[Quality], StoredRecord[Quality]]) -> tuple[int, bool, str, str]:
+    a, b = pair
+    is_same_hardware = pairing.hardware_basis(a.record) == pairing.hardware_basis(b.record)
+    return a.record.item_count, is_same_hardware, a.path.name, b.path.name
+
+
+def current_records(folder: Path) -> list[StoredRecord[Quality]]:
+    """The quality records in experiments/<variant> of the checkpoint that was scored last, newest first.
+
+    Raises:
+        RecordError: one is damaged.
+    """
+    entry = [
+        StoredRecord(path, store.short_path(path), store.read(path, Quality))
+        for path in store.records(folder, Quality)
+    ]
+    return of_newest_checkpoint(entry)
+
+
+def of_newest_checkpoint(records: Sequence[StoredRecord[Quality]]) -> list[StoredRecord[Quality]]:
+    """Those of the first record's checkpoint; scores of weights that are gone are no scores."""
+    digests = [entry.record.provenance.checkpoint.digest for entry in records]
+    return [entry for entry, digest in zip(records, digests, strict=True) if digest == digests[0]]
+
+
+def widest(records: Iterable[StoredRecord[Quality]]) -> StoredRecord[Quality] | None:
+    """The record that says most of its variant: completions before chat, then most items, then the newest."""
+    return max(
+        records,
+        key=lambda entry: (entry.record.endpoint != "chat", entry.record.item_count, entry.path.name),
+        default=None,
+    )
+
+
+def basis(record: Quality) -> dict[str, Any]:
+    """What two quality records must share to be compared."""
+    return {
+        "suite": record.suite,
+        "limit": record.limit or "all items",
+        "endpoint": record.endpoint,
+        "settings": {task: score.settings for task, score in record.tasks.items()},
+        "measures": {task: score.measure for task, score in record.tasks.items()},
+        **{f"data file {name}": digest for name, digest in record.provenance.datasets.items()},
+    }
+
+
+def compare(first: Path, second: Path) -> list[TaskComparison]:
+    """Compare two quality records item by item.
+
+    Raises:
+        NotComparableError: they were not made on the same items.
+        RecordError: a record or its items are damaged.
+    """
+    a, b = store.read(first, Quality), store.read(second, Quality)
+    pairing.require_same(first, second, basis(a), basis(b), _command(b.variant, a))
+    items_a, items_b = items_by_task(first), items_by_task(second)
+    rows = []
+    for task, score in a.tasks.items():
+        sides = items_a[task], items_b[task]
+        ids_a, ids_b = ({f"items of {task}": [item["item"] for item in items]} for items in sides)
+        pairing.require_same(first, second, ids_a, ids_b, "")
+        rows.append(compare_items(task, score, b.tasks[task].value, *sides))
+    return rows
+
+
+def compare_items(
+    task: str,
+    score: TaskScore,
+    second_value: float,
+    first_items: Sequence[Mapping[str, Any]],
+    second_items: Sequence[Mapping[str, Any]],
+) -> TaskComparison:
+    """Compare one task.
+
+    Args:
+        score: score of the first side.
+        second_value: score of the second side.
+        first_items: items of the first side.
+        second_items: items of the second side, the same in the same order.
+    """
+    values_a, values_b = ([item["value"] for item in items] for items in (first_items, second_items))
+    weights = [item["weight"] for item in first_items]
+    clusters = [item.get("cluster") or number for number, item in enumerate(first_items)]
+    answers_a, totals = intervals.by_cluster(values_a, weights, clusters)
+    answers_b, _ = intervals.by_cluster(values_b, weights, clusters)
+    discordance = None
+    if set(answers_a) | set(answers_b) <= {0.0, 1.0}:
+        discordance = intervals.mcnemar([v == 1 for v in answers_a], [v == 1 for v in answers_b])
+        estimate = intervals.mean(answers_b - answers_a, totals)
+        # The exact interval is judged and shown: a bootstrap would take a third of a second for nothing.
+        interval = non_inferiority.paired_proportion_interval(discordance, estimate.count)
+        difference = intervals.Difference(estimate.value, estimate.standard_error, *interval, estimate.count)
+    else:
+        difference = intervals.paired_difference(values_a, values_b, weights, clusters)
+    return TaskComparison(
+        task=task,
+        measure=score.measure,
+        higher_is_better=score.higher_is_better,
+        first=score.value,
+        second=second_value,
+        difference=difference,
+        discordance=discordance,
+        judgement=non_inferiority.judge(
+            difference,
+            discordance,
+            margin=score.non_inferiority_margin,
+            higher_is_better=score.higher_is_better,
+        ),
+    )
+
+
+def items_by_task(path: Path) -> dict[str, list[dict[str, Any]]]:
+    """Items of the quality record at `path`, by task."""
+    tasks: dict[str, list[dict[str, Any]]] = {}
+    for item in store.read_items(path):
+        tasks.setdefault(item["task"], []).append(item)
+    return tasks
+
+
+def table(first: Path, second: Path) -> Table:
+    """Paired differences of two quality records.
+
+    Raises:
+        NotComparableError: they were not made on the same items.
+        RecordError: a record or its items are damaged.
+    """
+    a, b = store.read(first, Quality), store.read(second, Quality)
+    sizes = [record.provenance.checkpoint.size_bytes for record in (a, b)]
+    notes = (
+        f"Checkpoints on disk: {sizes[0] / 1e6:,.1f} MB and {sizes[1] / 1e6:,.1f} MB, {sizes[0] / sizes[1]:.2f}x.",
+        f"{TABLE_NOTE} p: McNemar's exact test.",
+        VERDICT_NOTE,
+        source_note(a, first),
+        source_note(b, second),
+    )
+    title = f"Quality: {a.variant} and {b.variant}, paired by item"
+    return paired_table(title, a, (a.variant, b.variant), compare(first, second), notes)
+
+
+def paired_table(
+    title: str,
+    record: Quality,
+    sides: tuple[str, str],
+    rows: Sequence[TaskComparison],
+    notes: tuple[str, ...] = (VERDICT_NOTE,),
+) -> Table:
+    """Paired differences, a row per task.
+
+    Args:
+        title: heading.
+        record: one of the two records.
+        sides: what the records are called.
+        rows: comparisons of the tasks.
+        notes: lines below the table.
+    """
+    first, second = sides if sides[0] != sides[1] else (sides[0], f"{sides[1]} again")
+    columns: dict[str, Callable[[TaskComparison], object]] = {
+        "task": lambda row: record.task_name(row.task),
+        "measure": lambda row: MEASURE_NAMES.get(row.measure, row.measure),
+        first: lambda row: f"{row.first:.3f}",
+        second: lambda row: f"{row.second:.3f}",
+        "change ± SE": lambda row: f"{row.difference.value:+.3f} ± {row.difference.standard_error:.3f}",
+        "95 % interval": lambda row: "{:+.3f} to {:+.3f}".format(*row.difference_interval),
+        "p": lambda row: _p_value(row.discordance),
+        "margin": lambda row: f"{row.judgement.margin:g}",
+        "verdict": lambda row: row.judgement.verdict,
+        "items (need)": lambda row: f"{row.difference.count}{items_needed(row)}",
+    }
+    return Table.of(title, rows, columns, *notes, text_columns=2)
+
+
+def finding(record: Quality, path: Path, records: Collection) -> str:
+    """What a quality record found, for a line of the log.
+
+    Args:
+        record: quality record.
+        path: its file.
+        records: all records, the baseline's among them.
+
+    Raises:
+        RecordError: items are damaged.
+    """
+    comparison = pairing.against_baseline(record, path, records, compare)
+    if comparison is None:
+        return ", ".join(
+            f"{record.task_name(task)} {score.value:.3f} ± {score.standard_error:.3f}"
+            for task, score in record.tasks.items()
+        )
+    baseline, rows = comparison
+    # Measures have units of their own, so what counts is how much of its margin each may have lost.
+    worst = min(
+        rows,
+        key=lambda row: (
+            _SEVERITY.index(row.judgement.verdict),
+            row.judgement.low / (row.judgement.margin or 1),
+        ),
+    )
+    judged = worst.judgement
+    gain = worst.difference.value if worst.higher_is_better else -worst.difference.value
+    return (
+        f"{overall([row.judgement.verdict for row in rows])}: {record.task_name(worst.task)} gains {gain:+.3f} "
+        f"[{judged.low:+.3f}, {judged.high:+.3f}] where -{judged.margin:g} is allowed, the worst of {len(rows)}, "
+        f"of {baseline}"
+    )
+
+
+def replay(record: Quality, path: Path, repeat: Repeat) -> Outcome:
+    """Score the items of a record again, and compare answer by answer.
+
+    Args:
+        record: quality record.
+        path: its file.
+        repeat: how to measure.
+
+    Raises:
+        RecordError: its items are damaged.
+        SlimqwenError: the measurement failed.
+    """
+    before = {_key(item): item for item in store.read_items(path)}
+    (variant,) = repeat.variants([record.variant])
+    suite = Suite.load(record.suite, variant.root)
+    # A run may have had all tasks think, or none, whatever the suite says.
+    thinking = {task: score.settings.get("thinking") for task, score in record.tasks.items()}
+    tasks = (
+        task if thinking.get(task.name) is None else task.model_copy(update={"thinking": thinking[task.name]})
+        for task in suite.tasks
+    )
+    repetition = quality.measure(
+        variant,
+        suite.model_copy(update={"tasks": tuple(tasks)}),
+        limit=record.limit,
+        chat=record.endpoint == "chat",
+        records_folder=repeat.folder / variant.name,
+        **repeat.options,
+    )
+    now, after = store.read(repetition, Quality), {_key(item): item for item in store.read_items(repetition)}
+    shared = [key for key in before if key in after]
+    unequal = sum(_answer(before[key]) != _answer(after[key]) for key in shared)
+    alone = len(before.keys() ^ after.keys())
+    summary = f"reproduced: all {len(shared):,} answers and their scores are equal"
+    if unequal or alone:
+        summary = f"{unequal:,} of {len(shared):,} answers or their scores differ"
+        summary += f", {alone:,} items are on one side alone" if alone else ""
+    rows = []
+    for task, score in record.tasks.items():
+        sides = [[side[key] for key in shared if key[0] == task] for side in (before, after)]
+        if len(sides[0]) > 1 and task in now.tasks:
+            rows.append(compare_items(task, score, now.tasks[task].value, *sides))
+    table = paired_table(
+        f"Quality of {record.variant}, then and now", record, ("then", "now"), rows, (VERDICT_NOTE,)
+    )
+    return Outcome(repetition, not unequal and not alone, summary, (table,))
+
+
+def _key(item: Mapping[str, Any]) -> tuple[str, str, int]:
+    return item["task"], item["item"], item.get("repeat", 0)
+
+
+def _answer(item: Mapping[str, Any]) -> tuple[float, str | None]:
+    return item["value"], item["output"]
+
+
+def items_needed(row: TaskComparison) -> str:
+    """The items that an inconclusive verdict lacks, in brackets."""
+    return f" ({row.judgement.items_needed:,})" if row.judgement.items_needed else ""
+
+
+def _p_value(discordance: intervals.Discordance | None) -> str:
+    if discordance is None:
+        return "-"
+    return "<0.001" if discordance.p_value < 0.001 else f"{discordance.p_value:.3f}"
+
+
+def _command(variant: str, like: Quality) -> str:
+    """The command that makes a record of a variant on the items of another record."""
+    words = [f"slimqwen eval quality --variant {variant} --suite {like.suite}"]
+    if like.limit != "deciding":
+        words.append("--full" if like.limit is None else f"--limit {like.limit}")
+    if like.endpoint == "chat":
+        words.append("--chat")
+    return " ".join(words)

@@ -1,0 +1,201 @@
+"""Data of suites that are not in this repository: hub datasets and nltk resources, fetched into data/.
+
+A dataset is fetched at one commit, checked against the hub's hashes, and published by one rename; its manifest.json
+names the commit. From then on it is only hashed, so that runs need no network.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from slimqwen.checkpoint.files import sha256
+from slimqwen.evals import EvalError
+from slimqwen.hub_repository import HubError, Repository, downloaded, one_line
+from slimqwen.progress import Progress, silent
+
+MANIFEST = "manifest.json"
+NLTK_DATA = Path("data") / "nltk"
+"""Folder of nltk's resources, relative to the repository."""
+
+_CURE = "`make datasets`"
+
+
+class HubDataset(BaseModel):
+    """Files of a dataset repository on the hub.
+
+    Attributes:
+        repository: owner/name.
+        revision: commit of 40 hexadecimal digits; None for the newest of main.
+        folder: destination relative to the repository root.
+        files: paths in the hub's repository.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    repository: str = Field(pattern=r"^[\w.-]+/[\w.-]+$")
+    revision: str | None = Field(default=None, pattern="^[0-9a-f]{40}$")
+    folder: Path
+    files: tuple[str, ...] = Field(min_length=1)
+
+
+@dataclass(frozen=True)
+class LocalDataset:
+    """A dataset in data/, at one commit; whether this call fetched it."""
+
+    dataset: HubDataset
+    revision: str
+    size_bytes: int
+    fetched: bool
+
+    def __str__(self) -> str:
+        state = (
+            "is complete, as the hub lists it" if self.fetched else "is there, every file as it was fetched"
+        )
+        pin = "" if self.dataset.revision else f"; to pin it: `revision: {self.revision}` in eval/suites/"
+        return (
+            f"{self.dataset.folder} {state}: {self.dataset.repository} at {self.revision}, "
+            f"{self.size_bytes / 1e6:.1f} MB{pin}"
+        )
+
+
+def fetch_all(
+    datasets: Iterable[HubDataset], resources: Iterable[str], root: Path, progress: Progress = silent
+) -> list[str]:
+    """Fetch the data of a suite, or check those that are there.
+
+    Returns:
+        A line for each dataset and resource.
+
+    Raises:
+        HubError: as for `fetch` and `fetch_nltk`.
+        EvalError: as for `fetch`.
+    """
+    lines = [str(fetch(dataset, root, progress)) for dataset in datasets]
+    return lines + [f"{archive.relative_to(root)} is there" for archive in fetch_nltk(resources, root)]
+
+
+def fetch(
+    dataset: HubDataset, root: Path, progress: Progress = silent, endpoint: str | None = None
+) -> LocalDataset:
+    """Fetch a dataset at its pinned commit, or hash it if it is there.
+
+    An interrupted call leaves its files in data/.download-<name>/<commit>, where the next one continues. HF_TOKEN in
+    the environment opens gated repositories.
+
+    Args:
+        endpoint: address of the hub; HF_ENDPOINT or huggingface.co by default.
+
+    Raises:
+        HubError: offline mode, no network, no such repository, commit or file, no right to read it, or a file that is
+            not as the hub lists it.
+        EvalError: the local dataset is of another commit, or was changed.
+    """
+    folder = root / dataset.folder
+    if (folder / MANIFEST).is_file():
+        return _local(dataset, root)
+    repository = Repository(
+        name=dataset.repository,
+        kind="dataset",
+        revision=dataset.revision,
+        endpoint=endpoint,
+        target=folder,
+        shown=str(dataset.folder),
+        command=_CURE,
+        name_cure="correct the suite",
+        revision_cure="correct the suite's revision",
+    )
+
+    def select(names: Sequence[str], revision: str) -> Sequence[str]:
+        if absent := [name for name in dataset.files if name not in names]:
+            raise HubError(
+                f"{dataset.repository} has no {', '.join(absent)} at {revision}; correct the suite's files"
+            )
+        return dataset.files
+
+    with downloaded(repository, select, f"fetching {dataset.repository}", progress) as download:
+        manifest = {
+            "repository": dataset.repository,
+            "revision": download.revision,
+            "files": {name: record.sha256 for name, record in download.files.items()},
+        }
+        (download.folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+        download.folder.rename(folder)
+    return _local(dataset, root, fetched=True)
+
+
+def fetch_nltk(resources: Iterable[str], root: Path, index: str | None = None) -> list[Path]:
+    """Fetch nltk's resources with nltk's downloader, which checks them against its index.
+
+    Args:
+        resources: names such as punkt_tab.
+        index: address of the index; nltk's own by default.
+
+    Returns:
+        Their archives.
+
+    Raises:
+        HubError: no network, or no such resource.
+    """
+    from nltk.downloader import Downloader  # type: ignore[import-untyped]
+
+    folder = root / NLTK_DATA
+    archives: list[Path] = []
+    for name in resources:
+        if not list(folder.glob(f"*/{name}.zip")):
+            loader = Downloader(server_index_url=index, download_dir=str(folder))
+            try:
+                loader.download(name, quiet=True, raise_on_error=True)
+            except (ValueError, OSError) as error:
+                raise HubError(
+                    f"nltk's resource {name} cannot be fetched from {loader.url} ({one_line(error)}); check "
+                    f"network and HTTPS_PROXY, then run {_CURE} again"
+                ) from error
+        archives += folder.glob(f"*/{name}.zip")
+    return archives
+
+
+def require(datasets: Sequence[HubDataset], resources: Iterable[str], root: Path) -> list[Path]:
+    """Check that all data of a suite are there.
+
+    Returns:
+        nltk's archives, which decide scores as the datasets do.
+
+    Raises:
+        EvalError: some data are missing or were changed; names the command that fetches them.
+    """
+    missing = [
+        str(dataset.folder) for dataset in datasets if not (root / dataset.folder / MANIFEST).is_file()
+    ]
+    archives: list[Path] = []
+    for name in resources:
+        present = list((root / NLTK_DATA).glob(f"*/{name}.zip"))
+        archives += present
+        missing += [] if present else [str(NLTK_DATA / name)]
+    if missing:
+        raise EvalError(f"missing data: {', '.join(missing)}; {_CURE} fetches them over the network")
+    for dataset in datasets:
+        _local(dataset, root)
+    return archives
+
+
+def _local(dataset: HubDataset, root: Path, *, fetched: bool = False) -> LocalDataset:
+    """The dataset in data/, if it is at the commit of the suite and unchanged since it was fetched."""
+    folder = root / dataset.folder
+    cure = f"delete {dataset.folder} and run {_CURE}"
+    manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    source = f"{manifest['repository']} at {manifest['revision']}"
+    if manifest["repository"] != dataset.repository or dataset.revision not in (None, manifest["revision"]):
+        raise EvalError(
+            f"{dataset.folder} is {source}, the suite needs {dataset.repository} at {dataset.revision or 'main'}; "
+            f"{cure}"
+        )
+    for name in dataset.files:
+        file = folder / name
+        if not file.is_file() or sha256(file) != manifest["files"].get(name):
+            raise EvalError(f"{dataset.folder}/{name} is no longer the file of {source}; {cure}")
+    size = sum((folder / name).stat().st_size for name in dataset.files)
+    return LocalDataset(dataset, manifest["revision"], size, fetched)

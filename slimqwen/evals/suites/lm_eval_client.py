@@ -1,0 +1,232 @@
+"""lm-eval's clients of a served model, with progress, a journal of answers, and finish reasons of generations.
+
+Importing lm-eval takes tens of seconds, so this module is imported inside functions.
+"""
+
+import copy
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+import transformers
+from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompletionsAPI
+
+from slimqwen.errors import SlimqwenError
+from slimqwen.progress import Progress
+from slimqwen.records.journal import Journal
+
+THOUGHTS_END = "</think>"
+"""End of Qwen3.5's thoughts."""
+
+_TIMEOUT_S = 300
+_SLOWEST_TOKEN_S = 0.25  # a server slower than that counts as hung
+
+
+class PromptTooLongError(SlimqwenError):
+    """A prompt that the served context cannot hold; cutting it would change the question."""
+
+
+class Generation(str):
+    """A generated text with its finish reason and length.
+
+    Attributes:
+        finish_reason: "stop", or "length" if the token limit cut it.
+        tokens: generated tokens, thoughts included; None if the server does not say.
+    """
+
+    finish_reason: str | None
+    tokens: int | None
+
+    def __new__(cls, text: str, finish_reason: str | None = None, tokens: int | None = None) -> "Generation":
+        """Create the text with its attributes."""
+        generation = super().__new__(cls, text)
+        generation.finish_reason, generation.tokens = finish_reason, tokens
+        return generation
+
+
+class ServedCompletions(LocalCompletionsAPI):  # type: ignore[misc]  # lm_eval is untyped
+    """`local-completions` with progress, a journal of answers, and finish reasons.
+
+    No request is sent after one that failed, because the server is probably gone.
+
+    Attributes:
+        thinking: enable_thinking of the chat template; None leaves it out.
+        drops_thoughts: whether the answer is only what follows the thoughts; thoughts without an end make it empty.
+        task: name of the task that the requests belong to.
+        activity: current activity, for progress and errors.
+    """
+
+    def __init__(
+        self, *, progress: Progress, answers: Journal | None, max_model_len: int, **arguments: Any
+    ) -> None:
+        super().__init__(max_length=max_model_len, timeout=_TIMEOUT_S, **arguments)
+        self.thinking: bool | None = None
+        self.drops_thoughts = False
+        self.task = ""
+        self._progress, self._answers, self._max_model_len = progress, answers, max_model_len
+        self._failure: Exception | None = None
+        self.activity, self._done, self._total = "starting", 0, 0
+
+    @property
+    def prompt_tokenizer(self) -> Any:
+        """Tokenizer of the checkpoint."""
+        return self.tokenizer
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> Any:
+        """Prompt rendered by the checkpoint's chat template."""
+        return render(self.tokenizer, chat_history, self.thinking, add_generation_prompt)
+
+    def parse_generations(self, outputs: Any, **_: Any) -> list[str]:
+        """Texts of one response, with finish reason and length."""
+        return [self._generation(outputs, choice["text"], choice) for choice in outputs["choices"]]
+
+    async def amodel_call(self, **request: Any) -> Any:
+        """One request; a failure is raised at the end of the batch, because lm-eval does not await it earlier."""
+        if self._failure is not None:
+            return [(0.0, False)]
+        try:
+            key = self._journal_key(**request)
+            known = self._answers.get(key) if self._answers is not None else None
+            if known is not None:
+                answer = [Generation(*each) if request["generate"] else tuple(each) for each in known]
+            else:
+                answer = await super().amodel_call(**request)
+                if self._answers is not None:
+                    self._answers.add(key, [_as_json(each) for each in answer])
+        except (aiohttp.ClientError, OSError, PromptTooLongError) as error:  # a TimeoutError is an OSError
+            self._failure = error
+            return [(0.0, False)]
+        self._done += 1
+        self._progress(self.activity, min(self._done, self._total), self._total)
+        return answer
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """Generate answers."""
+        longest = max(request.args[1].get("max_gen_toks", self._max_gen_toks) for request in requests)
+        self.timeout = max(_TIMEOUT_S, math.ceil(longest * _SLOWEST_TOKEN_S))
+        # lm-eval would cut prompts from the left until both fit; _create_payload lowers the limit instead.
+        self.max_length = sys.maxsize
+        try:
+            return self._all_or_nothing("generating answers", requests, super().generate_until)
+        finally:
+            self.timeout, self.max_length = _TIMEOUT_S, self._max_model_len - 1
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Log-likelihoods of given answers."""
+        return self._all_or_nothing("scoring options", requests, super().loglikelihood)
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihoods of whole texts; a text longer than the context takes several requests."""
+        return self._all_or_nothing("scoring texts", requests, super().loglikelihood_rolling)
+
+    def _prompt_tokens(self, messages: Any) -> int:
+        return len(messages[0])
+
+    def _create_payload(self, messages: Any, *, generate: bool = False, **keywords: Any) -> dict[str, Any]:
+        payload: dict[str, Any] = super()._create_payload(messages, generate=generate, **keywords)
+        if generate:
+            prompt = self._prompt_tokens(messages)
+            if prompt >= self._max_model_len:
+                raise PromptTooLongError(
+                    f"a prompt has {prompt} tokens and the server takes {self._max_model_len}, output included; "
+                    "raise VLLM_MAX_MODEL_LEN in the variant's config.env"
+                )
+            payload["max_tokens"] = min(payload["max_tokens"], self._max_model_len - prompt)
+        return payload
+
+    def _journal_key(
+        self, *, messages: Any, generate: bool, gen_kwargs: Any = None, ctxlens: Any = None, **_: Any
+    ) -> dict[str, Any]:
+        """Everything that decides an answer: the request, and how the response is parsed. Key of the journal."""
+        payload = self._create_payload(
+            self.create_message(messages),
+            generate=generate,
+            gen_kwargs=copy.deepcopy(gen_kwargs),
+            seed=self._seed,
+        )
+        return {"payload": payload, "context_tokens": ctxlens, "drops_thoughts": self.drops_thoughts}
+
+    def _generation(self, outputs: Any, text: str, choice: Any) -> Generation:
+        if self.drops_thoughts:
+            _, end, answer = text.rpartition(THOUGHTS_END)
+            text = answer if end or not self.thinking else ""
+        return Generation(text, choice["finish_reason"], outputs.get("usage", {}).get("completion_tokens"))
+
+    def _all_or_nothing(
+        self, activity: str, requests: list[Any], answer: Callable[[list[Any]], list[Any]]
+    ) -> list[Any]:
+        self.activity, self._done, self._total = f"{activity} of {self.task}", 0, len(requests)
+        self._progress(self.activity, 0, self._total)
+        answers = answer(requests)
+        if self._failure is not None:
+            raise self._failure
+        return answers
+
+
+class ServedChat(ServedCompletions, LocalChatCompletion):  # type: ignore[misc]
+    """Client of /v1/chat/completions, where the server renders the prompt."""
+
+    def __init__(self, *, tokenizer: str, **arguments: Any) -> None:
+        super().__init__(tokenizer_backend=None, **arguments)
+        # The server renders the prompt; this tokenizer only counts its tokens.
+        self._tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer)
+
+    @property
+    def prompt_tokenizer(self) -> Any:
+        """Tokenizer of the checkpoint."""
+        return self._tokenizer
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> Any:
+        """Messages in the form in which lm-eval passes them to the request."""
+        return LocalChatCompletion.apply_chat_template(self, chat_history, add_generation_prompt)
+
+    def parse_generations(self, outputs: Any, **_: Any) -> list[str]:
+        """Texts of one response; thoughts that the server separated are put before them again."""
+        texts: list[str] = []
+        for choice in outputs["choices"]:
+            message = choice["message"]
+            thoughts, content = message.get("reasoning"), message.get("content")
+            if thoughts is not None:
+                content = thoughts if content is None else f"{thoughts}{THOUGHTS_END}{content}"
+            texts.append(self._generation(outputs, content or "", choice))
+        return texts
+
+    def _prompt_tokens(self, messages: Any) -> int:
+        return len(self._tokenizer(render(self._tokenizer, messages, self.thinking))["input_ids"])
+
+    def _create_payload(self, messages: Any, **keywords: Any) -> dict[str, Any]:
+        payload = super()._create_payload(messages, **keywords)
+        if self.thinking is not None:
+            payload["chat_template_kwargs"] = {"enable_thinking": self.thinking}
+        return payload
+
+
+def render(
+    tokenizer: Any,
+    messages: list[dict[str, str]],
+    thinking: bool | None,
+    add_generation_prompt: bool = True,
+) -> str:
+    """Render messages with a chat template; `thinking` sets its enable_thinking, None leaves the default."""
+    switch = {} if thinking is None else {"enable_thinking": thinking}
+    return str(
+        tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+            **switch,
+        )
+    )
+
+
+def _as_json(answer: Any) -> list[Any]:
+    if isinstance(answer, Generation):
+        return [str(answer), answer.finish_reason, answer.tokens]
+    return list(answer)

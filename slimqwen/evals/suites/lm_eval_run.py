@@ -1,0 +1,389 @@
+"""Run of a suite through lm-eval against a running server: the items of each task, scored."""
+
+import contextlib
+import hashlib
+import itertools
+import json
+import math
+import os
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slimqwen.captured_log import capture_output
+from slimqwen.evals import EvalError
+from slimqwen.evals.suites import datasets
+from slimqwen.evals.suites.suite import ANSWER_MARGIN, BITS_PER_BYTE, DECIDING, Limit, Suite, SuiteTask
+from slimqwen.progress import Progress, silent
+from slimqwen.records.journal import Journal
+from slimqwen.serving.shared_server import SharedServer, require_healthy, server_lost
+from slimqwen.vllm_plugin.api_key import authorization
+
+if TYPE_CHECKING:
+    from slimqwen.evals.suites.lm_eval_client import ServedCompletions
+
+SEED = 1234
+_DEFAULT_MAX_GEN_TOKS = 256  # lm-eval's, for tasks that state none
+
+
+@dataclass(frozen=True)
+class Item:
+    """One scored answer.
+
+    Attributes:
+        task: name of its task.
+        index: position in the task's fixed order.
+        item: hash of the item, the same for every variant.
+        value: score in the task's measure.
+        weight: weight of the score in the mean: bytes for BITS_PER_BYTE, else 1.
+        output: generated text that was scored; None if nothing is generated.
+        truncated: whether the token limit cut the output; None if nothing is generated.
+        repeat: number of the generation of this item, from 0.
+        cluster: hash shared by items that are not independent observations; None for an item of its own.
+        output_tokens: generated tokens with thoughts; None if nothing is generated or the server does not say.
+    """
+
+    task: str
+    index: int
+    item: str
+    value: float
+    weight: float
+    output: str | None
+    truncated: bool | None
+    repeat: int = 0
+    cluster: str | None = None
+    output_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """A range of a task's items: part `number` of `count` parts of equal length."""
+
+    number: int
+    count: int
+
+    def of(self, items: int) -> range:
+        """The positions of its items among so many."""
+        return range(items * self.number // self.count, items * (self.number + 1) // self.count)
+
+
+WHOLE = Part(0, 1)
+
+
+@dataclass(frozen=True)
+class TaskRun:
+    """All answers to one task.
+
+    Attributes:
+        task: task of the suite.
+        items: one for each answer, by index and repeat.
+        available_count: items that the task has in all.
+        rendered: whether its prompts went through a chat template.
+    """
+
+    task: SuiteTask
+    items: list[Item]
+    available_count: int
+    rendered: bool
+
+
+def run(
+    suite: Suite,
+    server: SharedServer,
+    *,
+    root: Path,
+    limit: Limit,
+    log: Path,
+    chat: bool = False,
+    answers: Journal | None = None,
+    part: Part = WHOLE,
+    progress: Progress = silent,
+) -> tuple[list[TaskRun], list[Path]]:
+    """Ask a running server the items of a suite and score its answers.
+
+    Args:
+        limit: items of each task, DECIDING, or None for all.
+        answers: journal of an earlier run's answers.
+        part: which of these items.
+
+    Returns:
+        Tasks in the suite's order, and the files that decide their scores.
+
+    Raises:
+        EvalError: a task is missing or broken, the chat template has no switch that the suite needs, or the suite's
+            data are not fetched.
+        ServerLostError: the server died or refused a request.
+        PromptTooLongError: the served context cannot hold a prompt.
+    """
+    # The data decide the scores; so do the task files, and the Python that these call.
+    files = set(datasets.require(suite.datasets, suite.nltk, root))
+    for pattern in ("*.yaml", "*.py"):
+        files.update(suite.tasks_folder.glob(pattern) if suite.tasks_folder else ())
+    progress("loading lm-eval", 0, 0)
+    # Read when the libraries are imported: every item is on disk, so no hub is asked.
+    os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+    # Task files name their data relative to the repository.
+    with capture_output(log, "lm_eval"), contextlib.chdir(root):
+        from datasets import disable_caching
+
+        # A cache would serve items as an earlier run on this machine processed them.
+        disable_caching()
+        if suite.nltk:
+            import nltk  # type: ignore[import-untyped]
+
+            nltk.data.path.insert(0, str(root / datasets.NLTK_DATA))
+        manager = _task_manager(suite)
+        client = _client(suite, server, chat=chat, answers=answers, progress=progress)
+        rendered = chat or suite.chat_template
+        if rendered and any(task.thinking is not None for task in suite.tasks):
+            _require_thinking_switch(client.prompt_tokenizer, server.server.weights)
+        runs: list[TaskRun] = []
+        for task in suite.tasks:
+            thinking = task.thinking if rendered else None
+            parts = _load(manager, suite, task, chat=chat, thinks=thinking is True)
+            if chat and any(part.OUTPUT_TYPE != "generate_until" for part in parts.values()):
+                continue
+            chosen = _choose(parts, suite, task.items_to_decide if limit == DECIDING else limit, part)
+            client.task, client.thinking = task.name, thinking
+            client.drops_thoughts = rendered and not task.reads_thoughts
+            repeats = range(task.repeats if chosen else 0)
+            results = [
+                _evaluate(client, parts, chosen, SEED + repeat, rendered=rendered, log=log)
+                for repeat in repeats
+            ]
+            sizes = {name: len(part.eval_docs) for name, part in parts.items()}
+            items = parse(task, sizes, [each["samples"] for each in results])
+            runs.append(TaskRun(task, items, sum(sizes.values()), rendered))
+            for name in chosen:
+                files.update(_data_files(parts[name].dump_config(), root))
+    if not runs:
+        raise EvalError(f"suite {suite.name} has no task that generates, so none can be asked with --chat")
+    require_healthy(server.server.base_url, "finishing", log)
+    return runs, sorted(files)
+
+
+def parse(
+    task: SuiteTask, sizes: Mapping[str, int], runs: Sequence[Mapping[str, Sequence[Mapping[str, Any]]]]
+) -> list[Item]:
+    """Convert lm-eval's samples of one task to items.
+
+    Args:
+        sizes: item count of each lm-eval task that it consists of, in order.
+        runs: for each repeat, the "samples" of `lm_eval.evaluate`, by lm-eval task.
+
+    Raises:
+        EvalError: an item has no score under the task's measure, or several.
+    """
+    offsets = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))
+    items = [
+        _item(task, sample, offsets[part], repeat)
+        for repeat, samples_by_part in enumerate(runs)
+        for part, samples in samples_by_part.items()
+        for sample in samples
+    ]
+    items.sort(key=lambda item: (item.index, item.repeat))
+    if len({(item.index, item.repeat) for item in items}) != len(items):
+        raise EvalError(f"{task.name}: several filters score each item; keep one in the task file")
+    return items
+
+
+def _evaluate(
+    client: "ServedCompletions",
+    parts: Mapping[str, Any],
+    chosen: Mapping[str, list[int]],
+    seed: int,
+    *,
+    rendered: bool,
+    log: Path,
+) -> Mapping[str, Any]:
+    """lm-eval's results of one pass over the chosen items."""
+    import aiohttp
+    import lm_eval
+
+    for part in parts.values():
+        if part.OUTPUT_TYPE == "generate_until":  # replaces the client's seed
+            part.set_config("generation_kwargs", {"seed": seed}, update=True)
+    try:
+        # Not simple_evaluate, which spends half a minute on listing the installed packages with pip.
+        results: Mapping[str, Any] = lm_eval.evaluate(
+            lm=client,
+            task_dict={"tasks": {name: parts[name] for name in chosen}},
+            samples=chosen,
+            apply_chat_template=rendered,
+            bootstrap_iters=0,  # standard errors are computed from the items
+        )
+    except (aiohttp.ClientError, OSError) as error:
+        raise server_lost(client.activity, error, log) from error
+    return results
+
+
+def _task_manager(suite: Suite) -> Any:
+    """lm-eval's index of the suite's task definitions."""
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    folders = [Path(lm_eval.__file__).parent / "tasks" / folder for folder in suite.lm_eval_folders]
+    folders += [suite.tasks_folder] if suite.tasks_folder else []
+    manager = TaskManager(include_path=[str(folder) for folder in folders], include_defaults=False)
+    missing = [task.name for task in suite.tasks if task.lm_eval_name not in manager.all_tasks]
+    if missing:
+        searched = ", ".join(folder.name for folder in folders)
+        raise EvalError(f"suite {suite.name}: no task {', '.join(missing)} in {searched}/; correct the suite")
+    return manager
+
+
+def _client(
+    suite: Suite, server: SharedServer, *, chat: bool, answers: Journal | None, progress: Progress
+) -> "ServedCompletions":
+    from slimqwen.evals.suites.lm_eval_client import ServedChat, ServedCompletions
+
+    arguments: dict[str, Any] = {
+        "progress": progress,
+        "answers": answers,
+        "max_model_len": server.max_model_len,
+        "model": server.server.model,
+        "tokenizer": str(server.server.weights),
+        # At 1 lm-eval takes another code path with other stop sequences; the server queues the second request.
+        "num_concurrent": max(2, server.max_num_seqs),
+        "max_retries": 1,  # a request that fails once is a fact about the server, not noise
+        "seed": SEED,
+        "header": authorization() or None,
+    }
+    if chat:
+        return ServedChat(base_url=f"{server.server.base_url}/v1/chat/completions", **arguments)
+    client = ServedCompletions(
+        base_url=f"{server.server.base_url}/v1/completions",
+        tokenizer_backend="huggingface",
+        tokenized_requests=True,
+        **arguments,
+    )
+    if suite.text_prefix is not None:
+        prefix_id = client.tokenizer.get_vocab().get(suite.text_prefix)
+        if prefix_id is None:
+            raise EvalError(
+                f"suite {suite.name}: text_prefix {suite.text_prefix!r} is not a token of this checkpoint; name one"
+            )
+        client.custom_prefix_token_id = int(prefix_id)
+    return client
+
+
+def _load(manager: Any, suite: Suite, task: SuiteTask, *, chat: bool, thinks: bool) -> dict[str, Any]:
+    """lm-eval tasks that a task of the suite consists of, by name."""
+    name = task.lm_eval_name
+    names = manager.task_index[name].cfg["task"] if name in manager.all_groups else [name]
+    # Only members of a group take overrides.
+    members = [{"task": member, **task.overrides} for member in names]
+    loaded = manager.load([{"group": f"{suite.name} {task.name}", "task": members}])
+    parts: dict[str, Any] = dict(sorted(loaded["tasks"].items()))
+    for part in parts.values():
+        if part.get_config("num_fewshot") is None:
+            part.set_config("num_fewshot", 0)
+        part.set_fewshot_seed(SEED)
+        if (process := part.config.process_docs) is not None:
+            part.set_config("process_docs", _seeded(process))
+        if part.OUTPUT_TYPE == "generate_until":
+            max_tokens = part.config.generation_kwargs.get("max_gen_toks", _DEFAULT_MAX_GEN_TOKS)
+            max_tokens += task.thinking_tokens if thinks else 0
+            max_tokens = min(max_tokens, suite.max_gen_toks or max_tokens)
+            part.set_config("generation_kwargs", {"max_gen_toks": max_tokens}, update=True)
+            if chat and suite.chat_message is not None:
+                part.set_config("doc_to_text", suite.chat_message)
+    return parts
+
+
+def _seeded(process: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A task's processing of its items with a fixed seed.
+
+    Some tasks shuffle options there, and lm-eval processes the items twice: for asking and for scoring.
+    """
+
+    def processed(items: Any) -> Any:
+        random.seed(SEED)
+        return process(items)
+
+    return processed
+
+
+def _choose(parts: Mapping[str, Any], suite: Suite, count: int | None, part: Part) -> dict[str, list[int]]:
+    """Numbers of the items to ask, by lm-eval task: a part of `count` over all these, or of all items."""
+    items = [(name, number, doc) for name, part in parts.items() for number, doc in enumerate(part.eval_docs)]
+    if suite.sample == "drawn":
+        items.sort(key=lambda item: _hash(item[2]))
+    chosen: dict[str, list[int]] = {}
+    ordered = sorted(items[:count], key=lambda item: item[:2])
+    for name, number, _ in (ordered[position] for position in part.of(len(ordered))):
+        chosen.setdefault(name, []).append(number)
+    return chosen
+
+
+def _require_thinking_switch(tokenizer: Any, weights: Path) -> None:
+    from slimqwen.evals.suites.lm_eval_client import render
+
+    if tokenizer.chat_template is None:
+        raise EvalError(f"weights/{weights.name} has no chat template, which this suite needs")
+    messages = [{"role": "user", "content": "?"}]
+    if render(tokenizer, messages, True) == render(tokenizer, messages, False):
+        raise EvalError(
+            f"the chat template of weights/{weights.name} has no thinking switch: enable_thinking changes nothing"
+        )
+
+
+def _item(task: SuiteTask, sample: Mapping[str, Any], offset: int, repeat: int) -> Item:
+    try:
+        value, weight = _score(task.measure, sample)
+    except (KeyError, TypeError, ValueError) as error:
+        raise EvalError(
+            f"{task.name}: its items have no {task.measure} ({error!r}); correct the suite"
+        ) from error
+    if not math.isfinite(value):
+        raise EvalError(
+            f"{task.name}: item {sample['doc_id']} scored {value}; the model's output is not a number"
+        )
+    output = sample["resps"][0][0]
+    is_text = isinstance(output, str)
+    item = _hash([task.name, sample["doc"]])
+    cluster = item if task.repeats > 1 else None
+    if task.cluster_by is not None:
+        if task.cluster_by not in sample["doc"]:
+            raise EvalError(
+                f"{task.name}: its items have no {task.cluster_by}; correct cluster_by in the suite"
+            )
+        cluster = _hash([task.name, sample["doc"][task.cluster_by]])
+    return Item(
+        task=task.name,
+        index=offset + int(sample["doc_id"]),
+        item=item,
+        value=value,
+        weight=weight,
+        output=str(output) if is_text else None,
+        truncated=getattr(output, "finish_reason", None) == "length" if is_text else None,
+        repeat=repeat,
+        cluster=cluster,
+        output_tokens=getattr(output, "tokens", None),
+    )
+
+
+def _hash(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, ensure_ascii=False).encode()).hexdigest()[:16]
+
+
+def _score(measure: str, sample: Mapping[str, Any]) -> tuple[float, float]:
+    """Score of an item, and its weight."""
+    if measure == ANSWER_MARGIN:
+        options = [float(log_likelihood) for log_likelihood, _ in sample["filtered_resps"]]
+        right = options.pop(int(sample["target"]))
+        return right - max(options), 1.0
+    if measure == BITS_PER_BYTE:
+        log_likelihood, byte_count = sample[BITS_PER_BYTE]
+        return -float(log_likelihood) / math.log(2) / byte_count, float(byte_count)
+    return float(sample[measure]), 1.0
+
+
+def _data_files(config: Mapping[str, Any], root: Path) -> Iterable[Path]:
+    """Data files that a task's configuration names."""
+    data_files = config.get("dataset_kwargs", {}).get("data_files", [])
+    for value in data_files.values() if isinstance(data_files, Mapping) else [data_files]:
+        for name in [value] if isinstance(value, str) else value:
+            yield root / name

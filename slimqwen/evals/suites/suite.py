@@ -1,0 +1,147 @@
+"""Suites: the lm-eval tasks that are scored together, as eval/suites/<name>.yaml states them."""
+
+from pathlib import Path
+from typing import Any, ClassVar, Final, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
+
+from slimqwen.evals import EvalError
+from slimqwen.evals.suites.datasets import HubDataset
+from slimqwen.records.settings import Settings
+from slimqwen.stats import non_inferiority
+
+ANSWER_MARGIN: Final = "answer_margin_nats"
+"""Answer log-probability gap: log-probability of the right option minus that of the best wrong one, in nats."""
+
+BITS_PER_BYTE: Final = "bits_per_byte"
+"""Negative log2-likelihood of a text per UTF-8 byte; comparable across vocabularies."""
+
+DECIDING: Final = "deciding"
+"""The limit that gives each task as many items as decide at its non-inferiority margin, by the suite's assumptions."""
+
+Limit = int | Literal["deciding"] | None
+"""Items of each task; None for all."""
+
+
+class SuiteTask(BaseModel):
+    """One task of a suite.
+
+    Attributes:
+        name: name in records; `task` in the file.
+        measure: ANSWER_MARGIN, BITS_PER_BYTE, or the lm-eval metric of each item.
+        non_inferiority_margin: largest loss that counts as equal, in the unit of the measure.
+        floor: lowest acceptable score, in the unit of the measure.
+        assumed_discordance: for right-or-wrong answers, the share of items that two equally good variants answer
+            differently.
+        assumed_deviation: for other measures, the standard deviation of the paired differences.
+        definition: lm-eval task, or group of tasks whose items are pooled; the name by default.
+        overrides: fields of that definition to replace.
+        thinking: enable_thinking of the chat template; None leaves the default.
+        thinking_tokens: tokens added to the limit of a generation that thinks.
+        reads_thoughts: whether scoring sees the thoughts; otherwise it sees what follows them.
+        repeats: generations of each item, each with its own seed.
+        cluster_by: field of an item that names the passage it shares with other items.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(alias="task")
+    measure: str
+    non_inferiority_margin: NonNegativeFloat
+    floor: float | None = None
+    assumed_discordance: float | None = Field(default=None, gt=0, lt=1)
+    assumed_deviation: PositiveFloat | None = None
+    definition: str | None = None
+    overrides: dict[str, Any] = {}
+    thinking: bool | None = None
+    thinking_tokens: NonNegativeInt = 0
+    reads_thoughts: bool = False
+    repeats: PositiveInt = 1
+    cluster_by: str | None = None
+
+    @property
+    def lm_eval_name(self) -> str:
+        """Name of the lm-eval task or group."""
+        return self.definition or self.name
+
+    @property
+    def items_to_decide(self) -> int | None:
+        """Items that decide at the margin under the suite's assumption; None without one."""
+        if self.assumed_discordance is not None:
+            return non_inferiority.items_to_decide(self.non_inferiority_margin, self.assumed_discordance)
+        if self.assumed_deviation is not None:
+            return non_inferiority.items_to_decide_mean(self.non_inferiority_margin, self.assumed_deviation)
+        return None
+
+    def settings(self, *, rendered: bool) -> dict[str, Any]:
+        """Settings that two records must share to be comparable, besides the measure and the items.
+
+        Args:
+            rendered: whether prompts go through a chat template.
+        """
+        names = {"definition", "overrides", "repeats", "cluster_by"}
+        if rendered:
+            names |= {"thinking", "thinking_tokens", "reads_thoughts"}
+        return self.model_dump(include=names, exclude_defaults=True)
+
+
+class Suite(Settings):
+    """Tasks that are scored together.
+
+    Attributes:
+        tasks_folder: folder of the suite's own lm-eval task files.
+        lm_eval_folders: folders of lm-eval's own tasks that hold its definitions.
+        chat_template: whether prompts go through the checkpoint's chat template.
+        chat_message: for task files with prompts that are already rendered, the template of the user's message.
+        text_prefix: token before each text to be scored, as in training; a name, because ids differ.
+        sample: items of a limited run: the first of the file, or those chosen by their hashes.
+        max_gen_toks: longest generation in tokens, whatever a task says.
+        datasets: hub datasets, fetched by `slimqwen datasets`.
+        nltk: nltk resources for scoring, fetched likewise.
+        tasks: tasks in the order of the file.
+    """
+
+    folder: ClassVar[str] = "suites"
+
+    tasks_folder: Path | None = None
+    lm_eval_folders: tuple[str, ...] = ()
+    chat_template: bool
+    chat_message: str | None = None
+    text_prefix: str | None = None
+    sample: Literal["first", "drawn"]
+    max_gen_toks: PositiveInt | None = None
+    datasets: tuple[HubDataset, ...] = ()
+    nltk: tuple[str, ...] = ()
+    tasks: tuple[SuiteTask, ...] = Field(min_length=1)
+
+    @classmethod
+    def load(cls, name: str, root: Path, cure: str | None = None) -> Self:
+        """Read eval/suites/<name>.yaml; errors as for `Settings.load`."""
+        suite = super().load(name, root, cure)
+        return suite.model_copy(update={"tasks_folder": suite.tasks_folder and root / suite.tasks_folder})
+
+    def with_thinking(self, thinking: bool, *, chat: bool) -> "Suite":
+        """Suite in which every generation thinks, or none.
+
+        Raises:
+            EvalError: the prompts are rendered already, and chat is not used.
+        """
+        if not (self.chat_template or chat):
+            raise EvalError(
+                f"suite {self.name} has prompts that are rendered already; add --chat to switch thinking"
+            )
+        tasks = tuple(task.model_copy(update={"thinking": thinking}) for task in self.tasks)
+        return self.model_copy(update={"tasks": tasks})
+
+    def shortened(self, max_gen_toks: int) -> "Suite":
+        """Suite for a quick look: no repeats, and no answer longer than `max_gen_toks` tokens."""
+        tasks = tuple(task.model_copy(update={"repeats": 1}) for task in self.tasks)
+        return self.model_copy(update={"tasks": tasks, "max_gen_toks": max_gen_toks})

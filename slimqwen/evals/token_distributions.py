@@ -1,0 +1,388 @@
+"""Comparison of two checkpoints' next-token distributions: the baseline in transformers, the variant in vLLM."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import numpy.typing as npt
+import torch
+import transformers
+from torch import Tensor
+
+from slimqwen import checkpoint
+from slimqwen.checkpoint.files import VOCAB_MAP, kept_token_ids
+from slimqwen.evals import EvalError
+from slimqwen.evals.fidelity_figures import (
+    HEAD_LOG_PROBABILITY,
+    JOINED,
+    MODES,
+    SERVED,
+    TOP_K,
+    FidelitySettings,
+    TextComparison,
+)
+from slimqwen.progress import Progress, silent
+from slimqwen.serving import in_process
+from slimqwen.serving.shared_server import ServerLostError, SharedServer
+from slimqwen.vllm_plugin.api_key import authorization
+
+_LEAST_SHARE = 1e-12
+"""Lowest probability of the tail: rounding can make it negative."""
+
+_TIMEOUT_S = 600
+
+_ROWS = 512
+"""Positions compared at a time."""
+
+
+@dataclass(frozen=True)
+class TokenisedText:
+    """One text in the token ids of both sides, each with the prefix first.
+
+    Attributes:
+        name: id of the text.
+        bytes: length in UTF-8 bytes.
+        baseline_ids: token ids of the baseline.
+        variant_ids: token ids of the variant.
+        comparable: whether the variant's ids map to the baseline's, so that distributions can be compared.
+    """
+
+    name: str
+    bytes: int
+    baseline_ids: list[int]
+    variant_ids: list[int]
+    comparable: bool
+
+
+def compare(
+    variant_weights: Path,
+    baseline_weights: Path,
+    settings: FidelitySettings,
+    root: Path,
+    *,
+    max_model_len: int,
+    flags: Mapping[str, Any] | None = None,
+    modes: Sequence[str] = MODES,
+    progress: Progress = silent,
+) -> list[TextComparison]:
+    """Compare two checkpoints on the settings' texts, and on all of them joined to the context's length.
+
+    Args:
+        variant_weights: checkpoint that vLLM serves, with the baseline's tokenizer or pruned from it.
+        baseline_weights: checkpoint that transformers loads.
+        settings: texts, prefix and batch size.
+        max_model_len: longest joined text in tokens; both sides' context must hold it.
+        flags: vLLM flags by name without dashes.
+        modes: modes in which vLLM reads the texts.
+
+    Returns:
+        One comparison for each text and mode.
+
+    Raises:
+        EvalError: a text or the prefix is missing, or the vocabularies are unrelated.
+    """
+    kept_ids = kept_token_ids(variant_weights)
+    texts = list(_tokenised(variant_weights, baseline_weights, settings, root, kept_ids, max_model_len))
+    baseline = _BaselineModel(baseline_weights)
+    comparisons: list[TextComparison] = []
+    longest = max(len(text.variant_ids) for text in texts)
+    with in_process.engine(
+        variant_weights,
+        max_model_len=16 * math.ceil((longest + 1) / 16),
+        **{
+            "max_num_seqs": settings.batch,
+            # Fewer tokens than a batch of texts, so that prefills are chunked and mixed.
+            "max_num_batched_tokens": max(1024, settings.batch),
+            **{name.replace("-", "_"): value for name, value in (flags or {}).items()},
+        },
+    ) as llm:
+        for first in range(0, len(texts), settings.batch):
+            progress("reading texts", first, len(texts))
+            group = texts[first : first + settings.batch]
+            log_ps = [baseline.log_probabilities(text.baseline_ids) for text in group]
+            for mode in modes:
+                comparers = [
+                    _Comparer(text, log_p, kept_ids, TextComparison(text.name, mode, text.bytes))
+                    for text, log_p in zip(group, log_ps, strict=True)
+                ]
+                for batch in [comparers] if mode == "batched" else [[each] for each in comparers]:
+                    _prefill(llm, batch)
+                comparisons += [comparer.comparison for comparer in comparers]
+        progress("reading texts", len(texts), len(texts))
+    return comparisons
+
+
+def compare_served(
+    server: SharedServer,
+    baseline_weights: Path,
+    settings: FidelitySettings,
+    root: Path,
+    *,
+    max_model_len: int,
+    progress: Progress = silent,
+) -> list[TextComparison]:
+    """Compare a server's distributions with the baseline's on the settings' texts.
+
+    A server gives the likeliest `TOP_K` tokens of a position and the text's own token. The divergence is that of these
+    tokens and of one bucket for all others, and therefore never larger than that of the whole distributions (Kullback,
+    Information Theory and Statistics, 1959, on grouped observations). Agreement, regret, head tokens and bits are
+    exact.
+
+    Args:
+        baseline_weights: checkpoint that transformers loads.
+        settings: texts, prefix and the number of concurrent requests.
+
+    Returns:
+        One comparison for each text, in the mode `SERVED`.
+
+    Raises:
+        EvalError: as for `compare`.
+        ServerLostError: the server died, or refused so many log-probabilities.
+    """
+    variant_weights = server.variant.weights
+    kept_ids = kept_token_ids(variant_weights)
+    texts = list(_tokenised(variant_weights, baseline_weights, settings, root, kept_ids, max_model_len))
+    baseline = _BaselineModel(baseline_weights)
+    comparisons = []
+    with ThreadPoolExecutor(settings.batch) as pool:
+        for first in range(0, len(texts), settings.batch):
+            progress("reading served texts", first, len(texts))
+            group = texts[first : first + settings.batch]
+            answers = pool.map(lambda text: _top_log_probabilities(server, text.variant_ids), group)
+            log_ps = [baseline.log_probabilities(text.baseline_ids) for text in group]
+            for text, log_p, positions in zip(group, log_ps, answers, strict=True):
+                comparer = _Comparer(text, log_p, kept_ids, TextComparison(text.name, SERVED, text.bytes))
+                comparer.add_top(positions)
+                comparer.require_complete()
+                comparisons.append(comparer.comparison)
+    progress("reading served texts", len(texts), len(texts))
+    return comparisons
+
+
+def read_texts(file: Path) -> list[tuple[str, str]]:
+    """Ids and contents of the texts in a .jsonl file.
+
+    Raises:
+        EvalError: the file is missing, or a line has no id or text.
+    """
+    try:
+        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line]
+        return [(str(row["id"]), str(row["text"])) for row in rows]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise EvalError(f'{file}: unusable ({error!r}); write {{"id", "text"}} on each line') from None
+
+
+class _BaselineModel:
+    """The baseline in transformers, float32."""
+
+    def __init__(self, weights: Path) -> None:
+        config = checkpoint.read_config(weights)
+        if "quantization_config" in config:
+            raise EvalError(f"{weights} is quantised; compare with the checkpoint that it was made from")
+        architecture = getattr(transformers, config["architectures"][0])
+        transformers.utils.logging.set_verbosity_error()
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._model = architecture.from_pretrained(weights, dtype=torch.float32).eval().to(self._device)
+
+    def log_probabilities(self, ids: Sequence[int]) -> Tensor:
+        """Log-probabilities of every token after the first: float32 [len(ids) - 1, vocabulary], in main memory."""
+        with torch.inference_mode():
+            logits = self._model(torch.tensor([ids[:-1]], device=self._device), use_cache=False).logits[0]
+            return logits.float().log_softmax(-1).cpu()
+
+
+class _Comparer:
+    """Adds the positions of one text to its comparison, as the variant's distributions arrive.
+
+    Attributes:
+        text: text in token ids.
+        comparison: sums over the positions so far.
+    """
+
+    def __init__(
+        self,
+        text: TokenisedText,
+        log_p: Tensor,
+        kept_ids: npt.NDArray[np.int64] | None,
+        comparison: TextComparison,
+    ) -> None:
+        self.text, self.comparison = text, comparison
+        self._log_p, self._kept_ids = log_p, kept_ids
+        self._done = 0
+        targets = torch.tensor(text.baseline_ids[1:])
+        bits = -log_p.gather(1, targets[:, None]).double().sum() / math.log(2)
+        comparison.baseline_bits = float(bits)
+
+    def expects(self, targets: Tensor) -> bool:
+        """Whether these are the next tokens of the text."""
+        following = self.text.variant_ids[self._done + 1 : self._done + 1 + len(targets)]
+        return bool(following == targets.tolist())
+
+    def add(self, log_q: Tensor, targets: Tensor) -> None:
+        """Add the next positions.
+
+        Args:
+            log_q: log-probabilities of the variant, [positions, vocabulary].
+            targets: tokens of the text, [positions].
+        """
+        start = self._done
+        self._done += len(targets)
+        own_q = log_q.gather(1, targets[:, None])[:, 0]
+        self.comparison.variant_bits += float(-own_q.double().sum() / math.log(2))
+        if not self.text.comparable:
+            return
+        for row in range(0, len(targets), _ROWS):
+            rows = slice(row, row + _ROWS)
+            q = log_q[rows]
+            p = self._baseline_log_p(start + row, len(q))
+            width = min(p.shape[1], q.shape[1])
+            p, q = p[:, :width], q[:, :width]
+            self._add_rows(p, p.exp() * (p - q), q.argmax(1), targets[rows], own_q[rows])
+
+    def add_top(self, positions: Sequence[Mapping[int, float]]) -> None:
+        """Add the whole text.
+
+        Args:
+            positions: for each position, log-probabilities of the likeliest tokens and of the text's own, by token id.
+        """
+        targets = torch.tensor(self.text.variant_ids[1 : 1 + len(positions)])
+        own_q = torch.tensor([row[int(target)] for row, target in zip(positions, targets, strict=True)])
+        self._done = len(positions)
+        self.comparison.variant_bits = float(-own_q.double().sum() / math.log(2))
+        if not self.text.comparable:
+            return
+        # Ties go to the lower id, as argmax does in `add`: vLLM puts the text's own token first.
+        ranked = [sorted(row.items(), key=lambda pair: (-pair[1], pair[0]))[:TOP_K] for row in positions]
+        top = torch.tensor([[token for token, _ in row] for row in ranked])
+        q = torch.tensor([[log_q for _, log_q in row] for row in ranked])
+        for row in range(0, len(targets), _ROWS):
+            rows = slice(row, row + _ROWS)
+            p = self._baseline_log_p(row, len(targets[rows]))
+            shares_p, shares_q = _with_tail(p.gather(1, top[rows])), _with_tail(q[rows])
+            divergence = shares_p * (shares_p.log() - shares_q.log())
+            self._add_rows(p, divergence, top[rows, 0], targets[rows], own_q[rows])
+
+    def require_complete(self) -> None:
+        """Raise an EvalError unless every position of the text has been added."""
+        expected = len(self.text.variant_ids) - 1
+        if self._done != expected:
+            raise EvalError(
+                f"vLLM gave {self._done} of {expected} positions of {self.text.name}; "
+                "install the vLLM version that this was written for"
+            )
+
+    def _baseline_log_p(self, start: int, count: int) -> Tensor:
+        """The baseline's log-probabilities from a position on, [count, vocabulary of the variant]."""
+        p = self._log_p[start : start + count]
+        return p if self._kept_ids is None else p[:, self._kept_ids].log_softmax(-1)
+
+    def _add_rows(self, p: Tensor, divergence: Tensor, best: Tensor, targets: Tensor, own_q: Tensor) -> None:
+        comparison = self.comparison
+        own_p = p.gather(1, targets[:, None])[:, 0]
+        comparison.compared += len(p)
+        comparison.kl_nats += float(divergence.double().sum())
+        comparison.disagreements += int((p.argmax(1) != best).sum())
+        regret = p.max(1).values - p.gather(1, best[:, None])[:, 0]
+        comparison.regret_nats += float(regret.double().sum())
+        head = own_p >= HEAD_LOG_PROBABILITY
+        comparison.head_deltas += (own_q - own_p).abs()[head].tolist()
+
+
+def _prefill(llm: Any, comparers: Sequence[_Comparer]) -> None:
+    """Have vLLM read the texts of the comparers at once."""
+
+    def consume(log_q: Tensor, targets: Tensor) -> None:
+        # Rows come without a request id: the following tokens tell the text.
+        for comparer in comparers:
+            if comparer.expects(targets):
+                comparer.add(log_q, targets)
+                return
+        raise EvalError(
+            "vLLM gave positions of an unknown text; install the vLLM version that this was written for"
+        )
+
+    in_process.read_prompts(llm, [comparer.text.variant_ids for comparer in comparers], consume)
+    for comparer in comparers:
+        comparer.require_complete()
+
+
+def _with_tail(log_probabilities: Tensor) -> Tensor:
+    """Probabilities of the given tokens and of all others as one, none of them zero: [positions, tokens + 1]."""
+    shares = log_probabilities.double().exp()
+    tail = (1 - shares.sum(1, keepdim=True)).clamp(min=0)
+    return torch.cat([shares, tail], 1).clamp(min=_LEAST_SHARE)
+
+
+def _top_log_probabilities(server: SharedServer, ids: Sequence[int]) -> list[dict[int, float]]:
+    """Log-probabilities of the likeliest tokens and of the text's own, by token id, at every position but the last."""
+    request = {
+        "model": server.server.model,
+        "prompt": list(ids),
+        "max_tokens": 1,
+        "temperature": 0,
+        "prompt_logprobs": TOP_K,
+    }
+    url = f"{server.server.base_url}/v1/completions"
+    try:
+        answer = httpx.post(url, json=request, headers=authorization(), timeout=_TIMEOUT_S, trust_env=False)
+        answer.raise_for_status()
+        positions = answer.json()["choices"][0]["prompt_logprobs"][1:]
+        return [{int(token): float(entry["logprob"]) for token, entry in row.items()} for row in positions]
+    except httpx.HTTPStatusError as error:
+        raise ServerLostError(
+            f"{url} refused {TOP_K} log-probabilities a position: {error.response.text[:200]}"
+        ) from None
+    except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+        raise ServerLostError(
+            f"the server failed while it read texts ({type(error).__name__}: {error}); nothing was recorded, run again"
+        ) from error
+
+
+def _tokenised(
+    variant_weights: Path,
+    baseline_weights: Path,
+    settings: FidelitySettings,
+    root: Path,
+    kept_ids: npt.NDArray[np.int64] | None,
+    max_model_len: int,
+) -> Iterator[TokenisedText]:
+    """The texts, then all of them joined to at most `max_model_len` tokens."""
+    texts = read_texts(root / settings.texts)
+    variant_tokenizer, baseline_tokenizer = (
+        transformers.AutoTokenizer.from_pretrained(weights) for weights in (variant_weights, baseline_weights)
+    )
+    to_baseline = None if kept_ids is None else kept_ids.tolist()
+
+    def token_ids(tokenizer: Any, text: str) -> list[int]:
+        prefix = tokenizer.get_vocab().get(settings.prefix)
+        if prefix is None:
+            raise EvalError(f"{settings.prefix!r} is not a token of both checkpoints; name another prefix")
+        return [prefix, *tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
+
+    def tokenise(name: str, text: str) -> TokenisedText:
+        variant_ids, baseline_ids = (
+            token_ids(tokenizer, text) for tokenizer in (variant_tokenizer, baseline_tokenizer)
+        )
+        mapped = variant_ids if to_baseline is None else [to_baseline[token] for token in variant_ids]
+        if to_baseline is None and variant_ids != baseline_ids:
+            raise EvalError(
+                f"{variant_weights} and {baseline_weights} tokenise {name} differently and there is no {VOCAB_MAP}; "
+                "name the baseline that the variant was made from"
+            )
+        return TokenisedText(name, len(text.encode()), baseline_ids, variant_ids, mapped == baseline_ids)
+
+    for name, text in texts:
+        yield tokenise(name, text)
+    joined = "\n".join(text for _, text in texts)
+    tokenised = tokenise(JOINED, joined)
+    # Cut between words, because the two sides may need different numbers of tokens.
+    while (length := max(len(tokenised.baseline_ids), len(tokenised.variant_ids))) > max_model_len - 1:
+        joined = joined[: int(len(joined) * 0.99 * (max_model_len - 1) / length)].rpartition(" ")[0]
+        tokenised = tokenise(JOINED, joined)
+    yield tokenised

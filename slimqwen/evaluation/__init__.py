@@ -1,1 +1,0 @@
-"""Measurements of a served variant, and the statistics that compare two of them."""

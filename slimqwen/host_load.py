@@ -1,0 +1,300 @@
+"""Load of the host: how much of the machine others take during a measurement, and how late event loops run.
+
+A measurement times its requests in sections of a `Watch`, in the process that waits for them. `undisturbed` repeats
+what was measured while the host was busier than `LIMITS`, and gives up after `ATTEMPTS`.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+from pydantic import BaseModel, ConfigDict, Field
+
+from slimqwen.errors import SlimqwenError
+
+ATTEMPTS = 3
+"""Times that a round is measured before the host counts as too busy."""
+
+SERVER_DELAYS = "slimqwen:event_loop_delay_seconds"
+"""Metric of a server: delays of timers in its event loop, seconds."""
+
+TIMER_S = 0.02
+"""Distance of the timers whose delay is measured, seconds."""
+
+_PRESSURE = Path("/proc/pressure/cpu")
+
+Result = TypeVar("Result")
+
+
+class HostBusyError(SlimqwenError):
+    """Others took so much of the machine that a time measured on it says nothing."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Largest load of a host that still measures.
+
+    Attributes:
+        other_share: share of the machine's CPU time that others take.
+        client_delay_ms: mean delay of a timer in the client's event loop, milliseconds.
+        server_delay_ms: mean delay of a timer in the server's event loop, milliseconds.
+    """
+
+    other_share: float
+    client_delay_ms: float
+    server_delay_ms: float
+
+
+LIMITS = Limits(other_share=0.075, client_delay_ms=5.0, server_delay_ms=5.0)
+"""Limits of every timed command."""
+
+
+class HostLoad(BaseModel):
+    """Load of the host during the timed sections of a measurement: the highest of its rounds."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    seconds: float = Field(ge=0, description="Duration of the timed sections of all rounds.")
+    other_share: float = Field(
+        ge=0,
+        description="Share of the machine's CPU time that other processes took, or a hypervisor withheld.",
+    )
+    pressure: float | None = Field(
+        ge=0,
+        description="Share of the time in which a task waited for a CPU, the measurement's own tasks among them; null "
+        "where the kernel does not say.",
+    )
+    client_delay_ms: float | None = Field(
+        ge=0, description="Mean delay of a timer in the client's event loop; null without one."
+    )
+    server_delay_ms: float | None = Field(
+        ge=0, description="Mean delay of a timer in the server's event loop; null where it counts none."
+    )
+    repeated: int = Field(default=0, ge=0, description="Rounds measured again because the host was too busy.")
+    busy: bool = Field(default=False, description="The host was too busy, and --even-if-busy was given.")
+
+    def excess(self, limits: Limits) -> str:
+        """What exceeds its limit, in words; empty for a quiet host."""
+        delays = {"client": self.client_delay_ms, "server": self.server_delay_ms}
+        allowed = {"client": limits.client_delay_ms, "server": limits.server_delay_ms}
+        reasons = [
+            f"the {side}'s event loop was {delay:.1f} ms late (limit {allowed[side]:g})"
+            for side, delay in delays.items()
+            if delay is not None and delay > allowed[side]
+        ]
+        if self.other_share > limits.other_share:
+            share = f"others took {self.other_share:.1%} of the CPU time (limit {limits.other_share:.1%})"
+            reasons.insert(0, share)
+        return ", ".join(reasons)
+
+
+def worst(loads: Iterable[HostLoad]) -> HostLoad:
+    """The load of a run of several rounds: the highest of each figure.
+
+    Args:
+        loads: of the rounds, at least one.
+    """
+    rounds = list(loads)
+
+    def highest(name: str) -> float | None:
+        return max((value for load in rounds if (value := getattr(load, name)) is not None), default=None)
+
+    return HostLoad(
+        seconds=sum(load.seconds for load in rounds),
+        other_share=max(load.other_share for load in rounds),
+        pressure=highest("pressure"),
+        client_delay_ms=highest("client_delay_ms"),
+        server_delay_ms=highest("server_delay_ms"),
+        repeated=sum(load.repeated for load in rounds),
+        busy=any(load.busy for load in rounds),
+    )
+
+
+def undisturbed(
+    measure: Callable[["Watch"], Result], activity: str, *, even_if_busy: bool = False
+) -> tuple[Result, HostLoad]:
+    """What a function measures while the host is quiet, with the load meanwhile.
+
+    Args:
+        measure: times its work in sections of the watch that it is given; called up to `ATTEMPTS` times.
+        activity: what is measured, for the message.
+        even_if_busy: return the first result of a busy host too; its load is marked.
+
+    Raises:
+        HostBusyError: the host was too busy in every attempt.
+    """
+    for attempt in range(ATTEMPTS):
+        watch = Watch()
+        result = measure(watch)
+        load = watch.load()
+        excess = ", ".join(filter(None, [*watch.faults, load.excess(LIMITS)]))
+        if not excess or even_if_busy:
+            return result, load.model_copy(update={"repeated": attempt, "busy": bool(excess)})
+    raise HostBusyError(
+        f"the host is too busy to measure {activity}: {excess}, the last of {ATTEMPTS} attempts; end other work on "
+        "this machine, or take figures that no comparison uses with --even-if-busy"
+    )
+
+
+async def timer_delays() -> AsyncIterator[float]:
+    """Delays of timers in the running event loop, seconds, without end."""
+    loop = asyncio.get_running_loop()
+    while True:
+        due = loop.time() + TIMER_S
+        await asyncio.sleep(TIMER_S)
+        yield max(0.0, loop.time() - due)
+
+
+class Watch:
+    """What is known of the load during the timed sections of a round."""
+
+    def __init__(self) -> None:
+        self.faults: list[str] = []
+        """What the answers themselves say about a host that is too busy."""
+        self._seconds = self._others_s = self._machine_s = self._waited_s = 0.0
+        self._has_pressure = True
+        self._client, self._server = _Delays(), _Delays()
+
+    @contextlib.contextmanager
+    def section(
+        self, pid: int | None = None, counters: Callable[[], Mapping[str, float]] | None = None
+    ) -> Iterator[None]:
+        """Time what a `with` block does.
+
+        Args:
+            pid: process of a server that was not started by this one; it and its children are no others.
+            counters: reads the server's metrics, empty for a server that is lost; None without a server.
+        """
+        delays = _server_delays(counters)
+        before = _Clocks.read(pid)
+        yield
+        after = _Clocks.read(pid)
+        seconds = after.wall_s - before.wall_s
+        # Clock ticks of a short section may add up to less than nothing.
+        others_s = max(0.0, after.machine_s - before.machine_s - (after.own_s - before.own_s))
+        self._seconds += seconds
+        self._machine_s += seconds * (psutil.cpu_count() or 1)
+        self._others_s += others_s
+        if before.waited_s is None or after.waited_s is None:
+            self._has_pressure = False
+        else:
+            self._waited_s += after.waited_s - before.waited_s
+        if delays and (delays_now := _server_delays(counters)):
+            self._server.add(delays_now, delays)
+
+    @contextlib.asynccontextmanager
+    async def client(self) -> AsyncIterator[None]:
+        """Measure how late the running event loop is, for the length of an `async with` block."""
+
+        async def measure() -> None:
+            async for delay in timer_delays():
+                self._client.total_s += delay
+                self._client.count += 1
+
+        task = asyncio.create_task(measure())
+        try:
+            yield
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    def add(self, load: HostLoad) -> None:
+        """Add sections that another process timed.
+
+        Args:
+            load: what its watch says; delays of event loops stay there.
+        """
+        machine_s = load.seconds * (psutil.cpu_count() or 1)
+        self._seconds += load.seconds
+        self._machine_s += machine_s
+        self._others_s += load.other_share * machine_s
+        if load.pressure is None:
+            self._has_pressure = False
+        else:
+            self._waited_s += load.pressure * load.seconds
+
+    def load(self) -> HostLoad:
+        """Load over all sections so far."""
+        return HostLoad(
+            seconds=self._seconds,
+            other_share=self._others_s / self._machine_s if self._machine_s else 0.0,
+            pressure=self._waited_s / self._seconds if self._seconds and self._has_pressure else None,
+            client_delay_ms=self._client.mean_ms,
+            server_delay_ms=self._server.mean_ms,
+        )
+
+
+@dataclass
+class _Delays:
+    """Delays of timers: their sum in seconds, their number."""
+
+    total_s: float = 0.0
+    count: float = 0.0
+
+    @property
+    def mean_ms(self) -> float | None:
+        return 1e3 * self.total_s / self.count if self.count else None
+
+    def add(self, after: "_Delays", before: "_Delays") -> None:
+        self.total_s += after.total_s - before.total_s
+        self.count += after.count - before.count
+
+
+def _server_delays(counters: Callable[[], Mapping[str, float]] | None) -> _Delays | None:
+    """Delays of a server's timers since its start; None where it counts none."""
+    values = counters() if counters is not None else {}
+    names = f"{SERVER_DELAYS}_sum", f"{SERVER_DELAYS}_count"
+    return _Delays(*(values[name] for name in names)) if names[1] in values else None
+
+
+@dataclass(frozen=True)
+class _Clocks:
+    """Clocks at one moment, seconds.
+
+    Attributes:
+        wall_s: of the wall.
+        machine_s: CPU time that the machine spent or lost to other machines.
+        own_s: CPU time of the measurement's own processes, ended children included.
+        waited_s: time in which a task waited for a CPU; None where the kernel does not say.
+    """
+
+    wall_s: float
+    machine_s: float
+    own_s: float
+    waited_s: float | None
+
+    @classmethod
+    def read(cls, pid: int | None) -> "_Clocks":
+        machine = psutil.cpu_times()
+        idle = machine.idle + getattr(machine, "iowait", 0.0)
+        # `guest` is part of `user` already.
+        total = sum(machine) - getattr(machine, "guest", 0.0) - getattr(machine, "guest_nice", 0.0)
+        own = 0.0
+        for process in _family(pid):
+            with contextlib.suppress(psutil.Error):
+                own += sum(process.cpu_times()[:4])
+        return cls(time.perf_counter(), float(total - idle), own, _waited_s())
+
+
+def _family(pid: int | None) -> set[psutil.Process]:
+    """This process, a server's, and all processes below them."""
+    members: set[psutil.Process] = set()
+    for root in {psutil.Process().pid, pid or psutil.Process().pid}:
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(root)
+            members |= {process, *process.children(recursive=True)}
+    return members
+
+
+def _waited_s() -> float | None:
+    try:
+        some = _PRESSURE.read_text(encoding="ascii").splitlines()[0]
+    except OSError:
+        return None
+    return int(some.rpartition("total=")[2]) / 1e6

@@ -1,0 +1,443 @@
+"""The multi-token-prediction (MTP) head of Qwen3.5, which drafts tokens for speculative decoding.
+
+A checkpoint stores the head under `mtp.`: `fc` [hidden, 2 x hidden], `layers.0` (one full-attention decoder
+layer), `norm`, `pre_fc_norm_hidden` and `pre_fc_norm_embedding`. It shares the backbone's embedding and lm_head.
+transformers has no such module and skips `mtp.*` when it loads, so the head is built here from transformers' decoder
+layer. Names, order of concatenation and wiring follow vLLM's `Qwen3_5MultiTokenPredictor`.
+
+At position i the head reads the backbone's hidden state AFTER the final norm and the embedding of token i+1; its
+output goes through lm_head and predicts token i+2. To draft further it reads its own output instead of the backbone's
+hidden state.
+"""
+
+import contextlib
+import copy
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import CompressedTensorsConfig, DynamicCache, Qwen3_5ForCausalLM
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5RMSNorm
+from transformers.utils import logging as transformers_logging
+
+from slimqwen.checkpoint import draft_head
+from slimqwen.checkpoint.packing import PACKED
+from slimqwen.checkpoint.tensors import list_tensors
+from slimqwen.errors import SlimqwenError
+
+PREFIX = "mtp."
+"""Prefix of the head's tensor names in a checkpoint."""
+
+MROPE_KEYS = ("mrope_section", "mrope_interleaved")
+"""Multimodal rotary keys that a text-only checkpoint must not have: vLLM's draft model would apply them, its target
+would not."""
+
+
+class MtpHeadError(SlimqwenError):
+    """An MTP head that is missing, incomplete or of a shape other than its config's, or texts too short to draft."""
+
+
+class MtpHead(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
+    """One draft step of Qwen3.5.
+
+    Args:
+        config: `Qwen3_5TextConfig` of the backbone, or any object with its fields.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        layer_config = copy.deepcopy(config)
+        # The head's only layer is full attention, whatever layer 0 of the backbone is.
+        layer_config.layer_types = ["full_attention"]
+        layer_config.num_hidden_layers = 1
+        hidden, epsilon = config.hidden_size, config.rms_norm_eps
+        self.fc = nn.Linear(2 * hidden, hidden, bias=False)
+        self.layers = nn.ModuleList([Qwen3_5DecoderLayer(layer_config, 0)])
+        self.norm = Qwen3_5RMSNorm(hidden, eps=epsilon)
+        self.pre_fc_norm_hidden = Qwen3_5RMSNorm(hidden, eps=epsilon)
+        self.pre_fc_norm_embedding = Qwen3_5RMSNorm(hidden, eps=epsilon)
+        for parameter in self.parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=config.initializer_range)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        next_embeddings: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        cache: DynamicCache | None = None,
+    ) -> Tensor:
+        """One draft step for every position at once.
+
+        Args:
+            hidden: [batch, length, hidden], the backbone's output after its final norm, or this head's own output.
+            next_embeddings: [batch, length, hidden], the embedding of the token that follows each position.
+            position_embeddings: cosines and sines, each [batch, length, rotary dims].
+            attention_mask: bool [1 or batch, 1, length, keys], True for keys that a query sees; causal if None.
+            cache: keys and values of the earlier steps of the draft; extended by this step.
+
+        Returns:
+            [batch, length, hidden], normed: ready for lm_head and for the next draft step.
+        """
+        joined = torch.cat(
+            [self.pre_fc_norm_embedding(next_embeddings), self.pre_fc_norm_hidden(hidden)], dim=-1
+        )
+        mixed = self.layers[0](
+            self.fc(joined),
+            position_embeddings=position_embeddings,
+            attention_mask=attention_mask,
+            past_key_values=cache,
+        )
+        return self.norm(mixed)
+
+
+class DraftHead(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
+    """The output head of a trimmed draft vocabulary.
+
+    Args:
+        weight: [rows, hidden].
+        token_ids: int64 [rows], the id that each row stands for.
+    """
+
+    def __init__(self, weight: Tensor, token_ids: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.register_buffer("token_ids", token_ids)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Scores of the rows: [..., hidden] -> [..., rows]."""
+        return nn.functional.linear(hidden, self.weight)
+
+
+@dataclass
+class DraftingModel:
+    """The backbone and the MTP head of one checkpoint."""
+
+    backbone: Any
+    """`Qwen3_5ForCausalLM`."""
+    head: MtpHead
+    draft_head: DraftHead | None = None
+    """The output head of the drafts; None where they have the backbone's."""
+
+    def eval(self) -> "DraftingModel":
+        """Both parts in evaluation mode."""
+        self.backbone.eval()
+        self.head.eval()
+        return self
+
+    def train(self) -> "DraftingModel":
+        """Both parts in training mode."""
+        self.backbone.train()
+        self.head.train()
+        return self
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter once, under its checkpoint name."""
+        yield from self.backbone.named_parameters()
+        for name, parameter in self.head.named_parameters():
+            yield PREFIX + name, parameter
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the backbone's parameters."""
+        return self.backbone.device
+
+    def hidden_states(self, tokens: Tensor) -> Tensor:
+        """The backbone's output after the final norm: [batch, length] token ids -> [batch, length, hidden]."""
+        hidden: Tensor = self.backbone.model(tokens, use_cache=False).last_hidden_state
+        return hidden
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Input embeddings of token ids: [...] -> [..., hidden]."""
+        embeddings: Tensor = self.backbone.model.embed_tokens(tokens)
+        return embeddings
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Next-token scores: [..., hidden] -> [..., vocabulary]."""
+        scores: Tensor = self.backbone.lm_head(hidden)
+        return scores
+
+    def drafts(self, hidden: Tensor) -> Tensor:
+        """The ids that the head drafts greedily: [..., hidden] -> [...]."""
+        if self.draft_head is None:
+            return self.logits(hidden).argmax(dim=-1)
+        drafted: Tensor = self.draft_head.token_ids[self.draft_head(hidden).argmax(dim=-1)]
+        return drafted
+
+
+class DraftUnroller:
+    """Unrolls the head several steps deep over a whole text, with the same attention as in a server.
+
+    A server drafts from position i with the keys and values of the true text up to i (first-step keys), then of its
+    own draft. Here all positions are unrolled together: step k of position i sees the first-step keys of positions
+    up to i and the keys of its own earlier steps, and nothing else. This is exact, and a step costs one pass of the
+    head.
+
+    Args:
+        model: backbone and head.
+        hidden: [batch, length, hidden], the backbone's output after its final norm for the whole text.
+    """
+
+    def __init__(self, model: DraftingModel, hidden: Tensor) -> None:
+        self._model = model
+        self._batch, self._length, _ = hidden.shape
+        self._state = hidden
+        self._steps = 0
+        self._cache = DynamicCache()
+        device = hidden.device
+        self._causal = torch.ones(self._length, self._length, dtype=torch.bool, device=device).tril()
+        self._own = torch.eye(self._length, dtype=torch.bool, device=device)
+
+    def step(self, next_tokens: Tensor) -> Tensor:
+        """Draft one step further.
+
+        Args:
+            next_tokens: token ids [batch, length]: for step k (from 1) of position i, the true or drafted token at
+                i + k.
+
+        Returns:
+            [batch, length, hidden]; lm_head turns it into the prediction of the token at i + k + 1.
+        """
+        positions = torch.arange(self._length, device=next_tokens.device) + self._steps
+        rotary = self._model.backbone.model.rotary_emb(
+            self._state, positions[None, None].expand(3, self._batch, self._length)
+        )
+        mask = torch.cat([self._causal, *[self._own] * self._steps], dim=1)[None, None]
+        self._state = self._model.head(self._state, self._model.embed(next_tokens), rotary, mask, self._cache)
+        self._steps += 1
+        return self._state
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Drafted tokens that the target accepts, counted as in a server."""
+
+    depth: int
+    """Tokens drafted per verify step (K)."""
+    drafts: int
+    """Number of verify steps."""
+    accepted_per_position: tuple[int, ...]
+    """Accepted drafts at positions 1..K."""
+    mean_length: float
+    """Acceptance length: tokens per verify step, 1 + accepted / drafts."""
+    standard_error: float
+    """Standard error of `mean_length`, with texts as clusters; 0 for a single text."""
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """Share of verify steps whose draft was accepted up to and including positions 1..K."""
+        return tuple(count / self.drafts for count in self.accepted_per_position)
+
+
+def served_steps(correct: Sequence[int]) -> list[int]:
+    """The accepted drafts of each verify step that a server takes through one text.
+
+    Args:
+        correct: for every position, the number of consecutive drafts from there that are the target's own tokens.
+
+    Returns:
+        One count per verify step: after a step that accepted n drafts, the next starts n + 1 positions further.
+    """
+    steps: list[int] = []
+    position = 0
+    while position < len(correct):
+        steps.append(correct[position])
+        position += correct[position] + 1
+    return steps
+
+
+def summarise_acceptance(texts: Sequence[Sequence[int]], depth: int) -> Acceptance:
+    """Summarise the verify steps of several texts.
+
+    Args:
+        texts: for each text, the accepted drafts of each verify step, from `served_steps`.
+        depth: tokens drafted per verify step.
+
+    Raises:
+        MtpHeadError: the texts are too short for a single step.
+    """
+    drafts = sum(len(steps) for steps in texts)
+    if not drafts:
+        raise MtpHeadError(
+            f"no text is long enough to draft {depth} tokens; give longer texts or a smaller depth"
+        )
+    flat = [count for steps in texts for count in steps]
+    per_position = tuple(sum(count > position for count in flat) for position in range(depth))
+    ratio = sum(flat) / drafts
+    clusters = [(sum(steps), len(steps)) for steps in texts if steps]
+    squares = sum((accepted - ratio * taken) ** 2 for accepted, taken in clusters)
+    count = len(clusters)
+    error = math.sqrt(count / (count - 1) * squares) / drafts if count > 1 else 0.0
+    return Acceptance(depth, drafts, per_position, 1 + ratio, error)
+
+
+def drafts_accepted(model: DraftingModel, text: Sequence[int], start: int, depth: int) -> list[int]:
+    """For every position, the number of consecutive greedy drafts of the head that are the tokens of the text.
+
+    Args:
+        model: backbone and head, in evaluation mode.
+        text: token ids of a prompt and of the target's own greedy continuation.
+        start: index of the prompt's last token.
+        depth: tokens to draft.
+
+    Returns:
+        One count (0..depth) per position from `start` on, as long as `depth` + 1 tokens follow.
+    """
+    tokens = torch.tensor([list(text)], device=model.device)
+    # The last position needs its next token and the true tokens of its `depth` drafts.
+    length = tokens.shape[1] - 1 - depth
+    if length <= start:
+        return []
+    correct = torch.zeros(length, dtype=torch.long, device=tokens.device)
+    alive = torch.ones(length, dtype=torch.bool, device=tokens.device)
+    following = tokens[:, 1 : length + 1]
+    with torch.no_grad():
+        unroller = DraftUnroller(model, model.hidden_states(tokens[:, :length]))
+        for step in range(depth):
+            following = model.drafts(unroller.step(following))
+            alive &= following[0] == tokens[0, step + 2 : step + 2 + length]
+            correct += alive
+    counts: list[int] = correct[start:].tolist()
+    return counts
+
+
+def measure_acceptance(
+    model: DraftingModel, texts: Sequence[tuple[Sequence[int], Sequence[int]]], depth: int
+) -> Acceptance:
+    """Measure the acceptance of greedy drafts on the target's own greedy continuations, without a server.
+
+    Args:
+        model: backbone and head, in evaluation mode.
+        texts: (prompt, greedy continuation of the same backbone), token ids.
+        depth: tokens drafted per verify step (K).
+
+    Raises:
+        MtpHeadError: every text is shorter than one draft.
+    """
+    steps = [
+        served_steps(drafts_accepted(model, [*prompt, *continuation], len(prompt) - 1, depth))
+        for prompt, continuation in texts
+    ]
+    return summarise_acceptance(steps, depth)
+
+
+def load_drafting_model(folder: Path, dtype: torch.dtype = torch.float32) -> DraftingModel:
+    """Load backbone, head and draft head of a text-only or multimodal checkpoint, in evaluation mode.
+
+    A quantised backbone (compressed-tensors) is unpacked.
+
+    Args:
+        folder: checkpoint folder with config.json and safetensors (one file, or shards and an index).
+        dtype: dtype of the loaded parameters.
+
+    Raises:
+        MtpHeadError: a file is missing, or `mtp.*` is absent, incomplete or of another shape.
+        CorruptCheckpointError: the draft head's ids do not fit its rows or the vocabulary.
+    """
+    if not (folder / "config.json").is_file():
+        raise MtpHeadError(f"{folder}: no config.json; this is not a checkpoint folder")
+    head_tensors = read_head_tensors(folder)
+    quantised = "quantization_config" in json.loads((folder / "config.json").read_text())
+    # Unpacked to 16 or 32 bits: the values that an engine computes with.
+    unpacked = {"quantization_config": CompressedTensorsConfig(run_compressed=False)} if quantised else {}
+    with _quiet_loading():
+        backbone = Qwen3_5ForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation="sdpa", **unpacked
+        )
+    head = MtpHead(backbone.config)
+    _check_head(folder, head, head_tensors)
+    head.load_state_dict(head_tensors)
+    return DraftingModel(backbone, head.to(dtype), _read_draft_head(folder, backbone.config, dtype)).eval()
+
+
+def read_head_tensors(folder: Path) -> dict[str, Tensor]:
+    """The head's tensors in the checkpoint's own dtypes, by name without `mtp.`; the draft head is not among them.
+
+    Raises:
+        MtpHeadError: the folder has no safetensors file, or none of its tensors belongs to a head.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise MtpHeadError(f"{folder}: no .safetensors file; build or download the weights first")
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 (a safetensors handle, not a dict)
+                if name.startswith(PREFIX) and not name.startswith(draft_head.PREFIX):
+                    tensors[name.removeprefix(PREFIX)] = opened.get_tensor(name)
+    if not tensors:
+        raise MtpHeadError(
+            f"{folder}: no mtp.* tensor; the checkpoint has no MTP head (acceptance would be 1.0)"
+        )
+    return tensors
+
+
+def _read_draft_head(folder: Path, config: Any, dtype: torch.dtype) -> DraftHead | None:
+    stored = list_tensors(folder)
+    ids = draft_head.read_token_ids(stored, config.vocab_size)
+    if ids is None:
+        return None
+    with safe_open(stored[draft_head.WEIGHT].file, framework="pt") as opened:
+        return DraftHead(opened.get_tensor(draft_head.WEIGHT).to(dtype), torch.from_numpy(ids))
+
+
+def save_drafting_model(model: DraftingModel, folder: Path) -> None:
+    """Write config.json and model.safetensors (bfloat16, backbone and `mtp.*` together) in the form vLLM reads.
+
+    Args:
+        model: backbone and head; not changed.
+        folder: created if missing; files of the same names are replaced.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with _quiet_loading():
+        copy.deepcopy(model.backbone).to(torch.bfloat16).save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in model.head.state_dict().items():
+        tensors[PREFIX + name] = tensor.detach().to(torch.bfloat16).contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    # Readable by the unprivileged user of a container.
+    (folder / "model.safetensors").chmod(0o644)
+    # generation_config.json is written by code that knows the tokenizer's end tokens.
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    config_file = folder / "config.json"
+    config = json.loads(config_file.read_text())
+    config.update(mtp_num_hidden_layers=1, mtp_use_dedicated_embeddings=False)
+    for key in MROPE_KEYS:
+        config["rope_parameters"].pop(key, None)
+    config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _check_head(folder: Path, head: MtpHead, tensors: dict[str, Tensor]) -> None:
+    if f"fc{PACKED}" in tensors:
+        raise MtpHeadError(
+            f"{folder}: its MTP head is packed, which is not unpacked here; let calibrate pack `mtp` after the stages "
+            "that read the head"
+        )
+    expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            raise MtpHeadError(
+                f"{folder}: {PREFIX}{name} is {found.get(name, 'missing')}, "
+                f"the config asks for {expected.get(name, 'no such tensor')}; rebuild the checkpoint"
+            )
+
+
+@contextlib.contextmanager
+def _quiet_loading() -> Iterator[None]:
+    """Disable transformers' own progress bars."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()

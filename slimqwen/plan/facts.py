@@ -1,0 +1,148 @@
+"""The model of a plan: facts about vLLM as it will serve one variant on one device."""
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from slimqwen.vllm_plugin.engine_facts import AttentionLayers
+
+
+class Facts(BaseModel):
+    """Base of every group of facts."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class EngineConfig(Facts):
+    """vLLM's engine configuration."""
+
+    architecture: str
+    dtype: str
+    quantization: str | None
+    model_runner: str = Field(description="V1 or V2")
+    max_model_len: int = Field(description="tokens of prompt and output together")
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    chunked_prefill: bool
+    prefix_caching: bool
+    num_speculative_tokens: int = Field(description="0 without drafts")
+    kv_cache_dtype: str
+    state_dtype: str = Field(description="of the Gated DeltaNet state; auto: as in the checkpoint's config")
+    state_cache_mode: str = Field(description="none, all or align: how states of a prefix are kept")
+    compilation: str
+    requested_graph_mode: str
+    requested_graph_sizes: list[int] = Field(description="tokens of a step")
+
+
+class LinearKernels(Facts):
+    """Linear layers that one kernel computes."""
+
+    kernel: str
+    layers: dict[str, int] = Field(description="name of the layer -> how many")
+
+
+class KvCache(Facts):
+    """The KV cache, state pages included."""
+
+    available_bytes: int
+    block_size: int = Field(description="tokens, after vLLM aligned it to the state pages")
+    blocks: int
+    tokens: int = Field(description="that requests of max_model_len tokens may hold at a time")
+    sequences_at_max_model_len: float
+    prefix_hit_multiple: int | None = Field(description="tokens; null without prefix caching")
+    shortest_prompt_with_hit: int | None = Field(description="tokens; null without prefix caching")
+
+
+class Graphs(Facts):
+    """CUDA graphs, after vLLM's fallbacks."""
+
+    mode: str
+    support: dict[str, str] = Field(description="backend -> what it says that it supports")
+    captured: dict[str, list[int]] = Field(description="mode -> tokens of each captured step")
+    decode_query_len: int = Field(description="tokens of a request in a verify step, K+1")
+
+
+class WeightLoading(Facts):
+    """Outcome of passing the checkpoint's tensor names through vLLM's weight loaders."""
+
+    not_loaded: dict[str, list[str]] = Field(description="target, draft -> parameters without a tensor")
+
+
+class JitModule(Facts):
+    """Kernels of FlashInfer or Humming that are compiled at their first use."""
+
+    module: str
+    reason: str
+    possible: bool = Field(description="whether the host has their compiler")
+    libraries: list[str] = Field(
+        default=[], description="what FlashInfer calls them; empty where they cannot be compiled ahead"
+    )
+    baked: bool = Field(
+        default=False,
+        description="whether an archive beside the checkpoint holds all of them, so that none is compiled",
+    )
+
+
+class LostChoice(Facts):
+    """A choice of an autotuner, or the only form of a kernel, that a GPU cannot run."""
+
+    choice: str = Field(description="what the autotuner chooses; empty without one")
+    reason: str
+
+
+class TritonKernel(Facts):
+    """A Triton kernel that was compiled for a GPU, in all its signatures and with all choices of its autotuner."""
+
+    kernel: str
+    compiled: int = Field(description="signatures times choices")
+    shared_bytes: int = Field(description="the most that a block takes, of those that the GPU can run")
+    registers: int = Field(description="the most that a thread takes, of those that the GPU can run")
+    spilled_bytes: int = Field(
+        description="the most that a thread keeps in local memory for want of registers"
+    )
+    lost: list[LostChoice]
+    runs: bool = Field(description="whether every launch has a choice that the GPU can run")
+
+
+class TritonKernels(Facts):
+    """Triton kernels that vLLM's own warm-up launches, compiled without a GPU."""
+
+    target: str = Field(description="such as sm_86")
+    shared_memory_bytes: int = Field(description="the most that a block may take on the GPU")
+    kernels: list[TritonKernel]
+    operators: list[str] = Field(description="operators in C++ that the warm-up reached and passed over")
+    left_out: list[str] = Field(description="what was not compiled, and why")
+
+
+class Toolkit(Facts):
+    """Programs on a host that FlashInfer compiles with."""
+
+    nvcc: bool
+    ninja: bool
+
+
+class Plan(Facts):
+    """What vLLM will be for one variant on one device; null or empty from the step on that failed."""
+
+    variant: str
+    gpu: str = Field(description="short name of the GPU model; cpu for a CPU")
+    simulated: bool
+    vllm: str
+    checkpoint: str = Field(description="where its dimensions come from")
+    flags: dict[str, str] = Field(
+        {}, description="vLLM's flags, values as JSON, and variables that it was made for, by name"
+    )
+    toolkit: Toolkit | None
+    engine: EngineConfig | None = None
+    attention: list[AttentionLayers] = []
+    linears: list[LinearKernels] = []
+    weight_bytes: dict[str, int] = Field({}, description="by kind of weight")
+    kv_cache: KvCache | None = None
+    graphs: Graphs | None = None
+    loading: WeightLoading | None = None
+    jit: list[JitModule] = []
+    kernels: TritonKernels | None = Field(None, description="null where they were not asked for")
+    warnings: list[str] = Field([], description="what vLLM printed")
+    outbound_hosts: list[str] = Field(
+        [], description="that vLLM looked up meanwhile; the rehearsal let none be reached"
+    )
+    failed_at: str | None = Field(None, description="the step that failed; null where none did")
+    error: str | None = None

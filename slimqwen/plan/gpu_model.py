@@ -1,0 +1,68 @@
+"""GPU models to simulate: eval/simulated_gpus.yaml."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from slimqwen.errors import SlimqwenError
+
+FILE = Path("eval") / "simulated_gpus.yaml"
+"""Relative to the repository."""
+
+
+class GpuModelError(SlimqwenError):
+    """A GPU model that is not listed, or a list that cannot be read."""
+
+
+class GpuModel(BaseModel):
+    """A GPU model, as a driver describes it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(description="as nvidia-smi shows it")
+    compute_capability: str = Field(pattern=r"^\d+\.\d$")
+    memory_gib: float = Field(gt=0, description="total that nvidia-smi shows, in 2^30 bytes")
+    multiprocessors: int = Field(gt=0)
+    shared_memory_kib: int = Field(gt=0, description="the most that one block may opt into, in 2^10 bytes")
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """Major and minor compute capability."""
+        major, _, minor = self.compute_capability.partition(".")
+        return int(major), int(minor)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Total memory in bytes."""
+        return int(self.memory_gib * 2**30)
+
+
+def read(root: Path) -> Mapping[str, GpuModel]:
+    """The GPU models of a repository, by short name such as a10g.
+
+    Raises:
+        GpuModelError: the file is missing, is not YAML, or breaks its schema.
+    """
+    try:
+        text = (root / FILE).read_text(encoding="utf-8")
+        return TypeAdapter(dict[str, GpuModel]).validate_python(yaml.safe_load(text))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+    except ValidationError as error:
+        first = error.errors()[0]
+        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    raise GpuModelError(f"{FILE}: {reason}; `git checkout {FILE}` restores it")
+
+
+def load(root: Path, name: str) -> GpuModel:
+    """The GPU model with this short name.
+
+    Raises:
+        GpuModelError: there is none; lists those that there are.
+    """
+    models = read(root)
+    if name not in models:
+        raise GpuModelError(f"no GPU model {name!r} in {FILE}; it lists {', '.join(sorted(models))}")
+    return models[name]

@@ -1,0 +1,192 @@
+"""What FlashInfer and Humming compile at their first use for a variant, and FlashInfer's libraries compiled ahead.
+
+Which libraries a variant loads is asked of vLLM and FlashInfer: vLLM's builders of attention metadata hold the dtypes,
+and FlashInfer's own entry points specify the library. Its compilation takes nvcc, ninja and a C++ compiler, and no GPU.
+Triton's kernels and the graphs of torch.compile, which any host compiles, are left out.
+"""
+
+import contextlib
+import shutil
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from slimqwen.plan import resolution
+from slimqwen.plan.facts import JitModule, LinearKernels, Toolkit
+from slimqwen.vllm_plugin.engine_facts import AttentionLayers
+
+ATTENTION, SAMPLING = "FlashInfer attention", "FlashInfer sampling"
+GDN_PREFILL, HUMMING = "FlashInfer Gated DeltaNet prefill", "Humming W4A16"
+
+_FLASHINFER_BACKEND = "FLASHINFER"
+_NO_POSITIONS = 0  # PosEncodingMode.NONE: vLLM rotates queries and keys itself
+
+
+def needed(
+    attention: Sequence[AttentionLayers], linears: Sequence[LinearKernels], toolkit: Toolkit | None
+) -> list[JitModule]:
+    """The modules that a variant's layers and sampler need.
+
+    Args:
+        attention: layers that keep a cache.
+        linears: linear layers by kernel.
+        toolkit: programs of the host; None for a CPU.
+    """
+    has_nvcc = toolkit is not None and toolkit.nvcc and toolkit.ninja
+    modules: dict[str, JitModule] = {}
+
+    def add(module: str, reason: str, possible: bool) -> None:
+        modules[module] = JitModule(module=module, reason=reason, possible=possible)
+
+    for layers in attention:
+        if layers.backend == _FLASHINFER_BACKEND:
+            add(ATTENTION, f"{layers.layer} uses {layers.backend}", has_nvcc)
+        if "flashinfer" in layers.prefill.lower():
+            add(GDN_PREFILL, f"{layers.layer} prefills with {layers.prefill}", has_nvcc)
+    if resolution.samples_with_flashinfer():
+        add(SAMPLING, "requests with top-k or top-p and no seed", has_nvcc)
+    for group in linears:
+        if "Humming" in group.kernel:
+            add(HUMMING, f"linears use {group.kernel}", resolution.humming_compiles())
+    return list(modules.values())
+
+
+def specifications(config: Any, layout: Any, modules: Sequence[JitModule]) -> dict[str, list[Any]]:
+    """FlashInfer's specifications of the libraries of each module that can be compiled ahead.
+
+    Args:
+        config: vLLM's configuration, its models built and its blocks aligned.
+        layout: of its KV cache.
+        modules: of the variant.
+
+    Returns:
+        Module -> `JitSpec` of each library. Missing are Humming, Gated DeltaNet prefill (CuTe DSL, compiled by Python)
+        and attention by trtllm-gen or XQA, which vLLM takes on compute capability 9.0, 10.x and 12.x.
+    """
+    names = {module.module for module in modules}
+    specs_by_module: dict[str, list[Any]] = {}
+    if ATTENTION in names:
+        specs_by_module[ATTENTION] = _attention(config, layout)
+    if SAMPLING in names:
+        from flashinfer.sampling import get_sampling_module
+
+        with _recorded() as specs:
+            get_sampling_module()
+        specs_by_module[SAMPLING] = specs
+    return {module: specs for module, specs in specs_by_module.items() if specs}
+
+
+def _attention(config: Any, layout: Any) -> list[Any]:
+    """Libraries of the prefill and decode wrappers, by the rules of their `plan` (flashinfer/prefill.py, decode.py)."""
+    import torch
+    from flashinfer.prefill import get_batch_prefill_module
+    from flashinfer.utils import determine_attention_backend
+    from vllm.config import set_current_vllm_config
+    from vllm.v1.worker.gpu.attn_utils import init_attn_backend
+
+    with set_current_vllm_config(config):
+        # Its buffers are small, and nothing is launched: any device will do.
+        groups, *_ = init_attn_backend(layout, config, torch.device("cpu"))
+    builders = [
+        group.get_metadata_builder()
+        for groups_of_layout in groups
+        for group in groups_of_layout
+        if group.backend.get_name() == _FLASHINFER_BACKEND
+    ]
+    if any(builder.use_trtllm_decode_attention or builder.use_dcp for builder in builders):
+        return []
+    gpu, fp8 = torch.device("cuda"), {torch.float8_e4m3fn, torch.float8_e5m2}
+    with _recorded() as specs:
+        for builder in builders:
+            kv, size = builder.kv_cache_dtype, builder.head_dim
+            for q, prefills in ((builder.q_data_type_prefill, True), (builder.q_data_type_decode, False)):
+                backend = "fa2"
+                if prefills or fp8 & {q, kv}:
+                    backend = determine_attention_backend(
+                        gpu, _NO_POSITIONS, False, False, q, kv, head_dim_qk=size, head_dim_vo=size
+                    )
+                get_batch_prefill_module(
+                    backend,
+                    *(q, kv, config.model_config.dtype, torch.int32, size, size, _NO_POSITIONS),
+                    builder.window_left >= 0,
+                    (builder.logits_soft_cap or 0.0) > 0,
+                    False,
+                )
+    return specs
+
+
+class UnloadedLibrary:
+    """A library of FlashInfer whose functions do nothing: they write into tensors that they are given."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments, **keywords: None
+
+
+@contextlib.contextmanager
+def _recorded() -> Iterator[list[Any]]:
+    """Collect the libraries that FlashInfer would load, and load none."""
+    from flashinfer.jit.core import JitSpec
+
+    specs: list[Any] = []
+
+    def record(spec: Any) -> UnloadedLibrary:
+        specs.append(spec)
+        return UnloadedLibrary()
+
+    with patch.object(JitSpec, "build_and_load", record):
+        yield specs
+
+
+def with_libraries(
+    modules: Sequence[JitModule], specs: Mapping[str, Sequence[Any]], baked: Collection[str]
+) -> list[JitModule]:
+    """Modules with the names of their libraries.
+
+    Args:
+        modules: of a variant.
+        specs: of `specifications`.
+        baked: libraries that an archive beside the checkpoint holds.
+    """
+    named = [
+        module.model_copy(update={"libraries": sorted(spec.name for spec in specs.get(module.module, ()))})
+        for module in modules
+    ]
+    return as_baked(named, baked)
+
+
+def as_baked(modules: Sequence[JitModule], libraries: Collection[str]) -> list[JitModule]:
+    """Modules, those marked as baked whose libraries were all compiled ahead."""
+    return [
+        module.model_copy(
+            update={"baked": bool(module.libraries) and set(module.libraries) <= set(libraries)}
+        )
+        for module in modules
+    ]
+
+
+def build(specs: Sequence[Any], folder: Path) -> dict[str, float]:
+    """Compile libraries for the compute capability that this process sees, and copy them into a folder.
+
+    FlashInfer compiles below FLASHINFER_WORKSPACE_BASE, where a second build finds what is current.
+
+    Args:
+        specs: `JitSpec` of each.
+        folder: receives <name>/<name>.so.
+
+    Returns:
+        Library -> seconds of its compilation.
+
+    Raises:
+        RuntimeError: a compiler failed, its output quoted.
+    """
+    seconds: dict[str, float] = {}
+    for spec in specs:
+        started = time.monotonic()
+        spec.build()
+        seconds[spec.name] = round(time.monotonic() - started, 1)
+        library = folder / spec.name / f"{spec.name}.so"
+        library.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(spec.jit_library_path, library)
+    return seconds

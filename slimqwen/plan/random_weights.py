@@ -1,0 +1,180 @@
+"""A checkpoint of published dimensions with seeded random weights: a real model's shape without a download.
+
+Every stage and vLLM run on it, so it answers for speed and memory. It knows nothing: config.json carries the mark
+`slimqwen.checkpoint.RANDOM_WEIGHTS`, which stages pass on and evaluations of quality refuse.
+
+The language model alone is written (`Qwen3_5ForCausalLM`), its MTP head included. The tokenizer is that of the embedded
+model: it works, and ids above its size are rows that no text reaches.
+"""
+
+import math
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from slimqwen import checkpoint
+from slimqwen.checkpoint import Manifest
+from slimqwen.checkpoint.config import write_config
+from slimqwen.checkpoint.files import file_records, publish
+from slimqwen.checkpoint.tensors import NewTensor, write_tensors
+from slimqwen.plan import shapes
+from slimqwen.plan.shapes import FOLDER, Shape, ShapeError
+from slimqwen.progress import Progress, silent
+
+Size = Literal["0.8b", "4b"]
+
+_SEED = 0
+_DEVIATION = 0.02
+"""Standard deviation of weights: `initializer_range` of the published configs."""
+
+_CHUNK = 2**22
+"""Numbers drawn at a time."""
+
+_ROPE_OF_IMAGES = ("mrope_section", "mrope_interleaved")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+def name(size: Size) -> str:
+    """Name of the checkpoint's folder in weights/, and of the variant that serves it as it is."""
+    return f"shape-{size}"
+
+
+def make(size: Size, root: Path, *, seed: int = _SEED, progress: Progress = silent) -> Path:
+    """Write weights/shape-<size>, the same bytes for the same seed.
+
+    Args:
+        size: of the published model, Qwen3.5-<size>.
+        root: repository.
+        seed: of the weights.
+        progress: receives (activity, done, total) in tensors.
+
+    Returns:
+        The checkpoint's folder. One that is there already and whole is kept.
+
+    Raises:
+        ShapeError: the dimensions are not in eval/shapes/, or the disk is too full.
+        CorruptCheckpointError: the folder holds something else.
+    """
+    published = f"qwen3.5-{size}"
+    shape = shapes.published_shape(root, published)
+    if shape is None:
+        raise ShapeError(f"{FOLDER}/{published}.json is missing; `git checkout {FOLDER}` restores it")
+    folder = root / "weights" / name(size)
+    if folder.exists():
+        checkpoint.check(folder, f"delete {folder.relative_to(root)} and run the command again")
+        return folder
+    write(shape, folder, root / "weights" / "tiny", seed=seed, progress=progress)
+    return folder
+
+
+def write(shape: Shape, folder: Path, tokenizer: Path, *, seed: int, progress: Progress = silent) -> None:
+    """Write a checkpoint of these dimensions with random weights, published by one rename.
+
+    Matrices and embeddings are normal with deviation 0.02, norms are the identity, the decay rates of Gated DeltaNet
+    are uniform in 1 to 16 as in a new model.
+
+    Args:
+        shape: unquantised dimensions.
+        folder: must not exist.
+        tokenizer: checkpoint whose tokenizer files are copied.
+        seed: of the weights.
+        progress: receives (activity, done, total) in tensors.
+
+    Raises:
+        ShapeError: the disk is too full.
+    """
+    started = time.monotonic()
+    tensors = {
+        key.replace("model.language_model.", "model."): form for key, form in shapes.tensors(shape).items()
+    }
+    contents = {
+        key: NewTensor(dtype, dimensions, _drawn(key, number, dtype, dimensions, seed))
+        for number, (key, (dtype, dimensions)) in enumerate(tensors.items())
+    }
+    needed = sum(tensor.bytes for tensor in contents.values())
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder.parent).free
+    if needed > free:
+        raise ShapeError(
+            f"{folder.name} needs {needed / 2**30:.1f} GiB of disk and {free / 2**30:.1f} GiB are free; free some, for "
+            "instance with `slimqwen recipe clean`"
+        )
+    with publish(folder) as staging:
+        write_config(staging, _config(shape, seed))
+        for file in _TOKENIZER_FILES:
+            shutil.copyfile(tokenizer / file, staging / file)
+        write_tensors(staging / "model.safetensors", _reported(contents, progress))
+        Manifest(
+            stage="shape",
+            files=file_records(staging, progress),
+            wall_seconds=round(time.monotonic() - started, 3),
+            peak_memory_bytes=0,
+            versions={"numpy": np.__version__},
+            facts={"random_weights": True, "seed": seed, "dimensions": shape.source},
+        ).write(staging)
+
+
+def _config(shape: Shape, seed: int) -> dict[str, Any]:
+    """config.json of the language model alone, marked."""
+    text = {key: value for key, value in shape.text.items() if key not in ("bos_token_id", "eos_token_id")}
+    # Positions of images: a text model has none, and vLLM's rotary kernel on a CPU overruns its buffers with them.
+    rope = {key: value for key, value in text["rope_parameters"].items() if key not in _ROPE_OF_IMAGES}
+    return {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        **text,
+        "eos_token_id": 2,
+        "rope_parameters": rope,
+        checkpoint.RANDOM_WEIGHTS: seed,
+    }
+
+
+def _reported(contents: dict[str, NewTensor], progress: Progress) -> dict[str, NewTensor]:
+    """The same tensors; each reports when it is written."""
+    done = iter(range(len(contents)))
+
+    def reporting(tensor: NewTensor) -> NewTensor:
+        def chunks() -> Iterator[bytes | memoryview]:
+            progress("drawing weights", next(done), len(contents))
+            yield from tensor.chunks()
+
+        return NewTensor(tensor.dtype, tensor.shape, chunks)
+
+    return {key: reporting(tensor) for key, tensor in contents.items()}
+
+
+def _drawn(key: str, number: int, dtype: str, dimensions: tuple[int, ...], seed: int) -> Any:
+    """Function that yields a tensor's bytes; each tensor has its own generator."""
+    count = math.prod(dimensions)
+
+    def chunks() -> Iterator[bytes]:
+        rng = np.random.default_rng([seed, number])
+        for first in range(0, count, _CHUNK):
+            length = min(_CHUNK, count - first)
+            if key.endswith("A_log"):
+                numbers = np.log(rng.uniform(1, 16, length).astype(np.float32))
+            elif key.endswith(("linear_attn.norm.weight", "dt_bias")):
+                numbers = np.ones(length, dtype=np.float32)
+            elif key.endswith("norm.weight") or "layernorm" in key or "pre_fc_norm" in key:
+                # Stored as the difference from 1.
+                numbers = np.zeros(length, dtype=np.float32)
+            else:
+                numbers = rng.standard_normal(length, dtype=np.float32) * np.float32(_DEVIATION)
+            yield numbers.tobytes() if dtype == "F32" else _bfloat16(numbers)
+
+    return chunks
+
+
+def _bfloat16(numbers: np.ndarray[Any, np.dtype[np.float32]]) -> bytes:
+    """Little-endian bytes of finite float32 numbers rounded to bfloat16, ties to even."""
+    bits = numbers.view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return rounded.astype("<u2").tobytes()

@@ -1,0 +1,409 @@
+"""Rehearsals of variants on one device, in processes that see it: `python -m slimqwen.plan.rehearsal`.
+
+One process for the device imports vLLM once; it forks one for each variant, so that nothing is remembered between them.
+A request is one JSON object on standard input, answers are one JSON object a line on the file descriptor it names.
+"""
+
+import contextlib
+import importlib.metadata
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from slimqwen import variant as variants
+from slimqwen.errors import SlimqwenError
+from slimqwen.plan import jit_modules, resolution, shapes, simulated_gpu, warm_up_steps
+from slimqwen.plan.facts import Plan, Toolkit
+from slimqwen.plan.gpu_model import GpuModel
+from slimqwen.progress import Progress, silent
+from slimqwen.serving import baked_cache, cuda_toolkit
+from slimqwen.serving.command import ServerCommand
+from slimqwen.serving.errors import ServingError
+from slimqwen.variant import Setting, Variant
+from slimqwen.vllm_plugin import engine_facts
+
+_TOKENIZER = Path("weights") / "tiny"
+
+
+class RehearsalError(SlimqwenError):
+    """The rehearsing process ended without an answer."""
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    root: Path
+    gpu_name: str
+    gpu: GpuModel | None
+    variants: list[str]
+    settings: dict[str, str]
+    toolkit: bool
+    kernels: bool = False
+    libraries: Path | None = None
+    answers: int
+
+
+class LibraryBuild(BaseModel):
+    """Libraries of FlashInfer that were compiled, and what the server that loads them is, as a manifest states it.
+
+    Attributes:
+        seconds: library -> seconds of its compilation.
+        machine: versions and compute capability.
+        flags: decisive flags, values as JSON.
+        environment: variables that a config.env gave.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    seconds: dict[str, float]
+    machine: dict[str, str]
+    flags: dict[str, str]
+    environment: dict[str, str]
+
+
+class _Answer(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    plan: Plan
+    build: LibraryBuild | None
+
+
+def run(
+    root: Path,
+    names: Sequence[str],
+    gpu_name: str,
+    gpu: GpuModel | None,
+    *,
+    log: Path,
+    settings: dict[str, str] | None = None,
+    toolkit: bool = True,
+    kernels: bool = False,
+    progress: Progress = silent,
+) -> list[Plan]:
+    """Rehearse variants on one device.
+
+    Args:
+        root: the repository.
+        names: variants.
+        gpu_name: short name of the GPU model, or cpu.
+        gpu: model to simulate; None takes the device that is here.
+        log: receives what vLLM prints.
+        settings: lines that replace those of every variant's config.env; an empty value unsets a key.
+        toolkit: False hides nvcc and ninja from a simulated host.
+        kernels: whether to compile the Triton kernels that a simulated GPU would run; about a minute for the first
+            variant, seconds for each other that runs the same.
+        progress: receives (activity, variants done, variants).
+
+    Returns:
+        One plan a variant, in order; a variant that vLLM refuses has `error`.
+
+    Raises:
+        RehearsalError: the process ended without an answer, for instance because torch is a CPU build.
+    """
+    request = _Request(
+        root=root,
+        gpu_name=gpu_name,
+        gpu=gpu,
+        variants=list(names),
+        settings=settings or {},
+        toolkit=toolkit,
+        kernels=kernels and gpu is not None,
+        answers=-1,
+    )
+    return [answer.plan for answer in _ask(request, log, progress)]
+
+
+def build_libraries(
+    root: Path,
+    name: str,
+    gpu_name: str,
+    gpu: GpuModel,
+    folder: Path,
+    *,
+    log: Path,
+    settings: dict[str, str] | None = None,
+    progress: Progress = silent,
+) -> tuple[Plan, LibraryBuild]:
+    """Compile the libraries of FlashInfer that a variant loads on a GPU, which need not be here.
+
+    Args:
+        root: the repository.
+        name: variant.
+        gpu_name: short name of the GPU model.
+        gpu: model to simulate.
+        folder: receives <library>/<library>.so.
+        log: receives what vLLM and the compilers print.
+        settings: lines that replace those of the variant's config.env.
+        progress: receives (activity, variants done, variants).
+
+    Returns:
+        The variant's plan there, and what was compiled.
+
+    Raises:
+        RehearsalError: a compiler is missing or failed, vLLM refuses the variant, it compiles no graphs, or torch is
+            a CPU build.
+    """
+    # What is asked here is what the process finds: it composes a toolkit where the host has none.
+    request = _Request(
+        root=root, gpu_name=gpu_name, gpu=gpu, variants=[name], settings=settings or {}, toolkit=True,
+        libraries=folder, answers=-1,
+    )  # fmt: skip
+    (answer,) = _ask(request, log, progress)
+    if answer.build is None:
+        raise RehearsalError(
+            f"{name} cannot be compiled for on {gpu_name}: {answer.plan.failed_at}: {answer.plan.error}; log: {log}"
+        )
+    return answer.plan, answer.build
+
+
+def _ask(request: _Request, log: Path, progress: Progress) -> list[_Answer]:
+    """The answers of a process for one device, in the order of its variants."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    receiving, sending = os.pipe()
+    request = request.model_copy(update={"answers": sending})
+    received: list[_Answer] = []
+    wanted, activity = len(request.variants), f"plans for {request.gpu_name}"
+    environment = dict(os.environ)
+    if request.libraries is not None:
+        environment["FLASHINFER_WORKSPACE_BASE"] = str(request.root / ".cache" / "flashinfer-build")
+    with log.open("w") as output, os.fdopen(receiving) as answers:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "slimqwen.plan.rehearsal"],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            pass_fds=[sending],
+            env=environment,
+            text=True,
+        )
+        os.close(sending)
+        try:
+            assert process.stdin is not None
+            process.stdin.write(request.model_dump_json())
+            process.stdin.close()
+            for line in answers:
+                progress(activity, len(received), wanted)
+                received.append(_Answer.model_validate_json(line))
+        finally:
+            process.kill() if len(received) < wanted else None
+            process.wait()
+    if len(received) < wanted:
+        raise RehearsalError(_last_line(log) or f"the rehearsal ended without an answer; see {log}")
+    progress(activity, len(received), wanted)
+    return received
+
+
+def decisive_flags(command: ServerCommand) -> dict[str, str]:
+    """The flags, values as JSON, and variables of a server that its plan depends on, by name."""
+    return baked_cache.decisive(command.flags) | dict(command.variables)
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1].removeprefix("error: ") if lines else ""
+
+
+def main() -> None:
+    """Answer the request on standard input."""
+    request = _Request.model_validate_json(sys.stdin.read())
+    try:
+        if not request.toolkit:
+            simulated_gpu.hide_toolkit()
+        if request.gpu is not None:
+            simulated_gpu.install(request.gpu)
+            simulated_gpu.inspect_models_in_process()
+        from slimqwen.serving import flags
+
+        flags.options()  # the parser, which takes seconds, once for all variants
+    except SlimqwenError as error:
+        sys.exit(f"error: {error}")
+    for name in request.variants:
+        child = os.fork()
+        if child == 0:
+            answer = _rehearse(request, name)
+            os.write(request.answers, (answer.model_dump_json() + "\n").encode())
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if status != 0:
+            sys.exit(f"error: the rehearsal of {name} died of signal or status {status}")
+
+
+def _rehearse(request: _Request, name: str) -> _Answer:
+    """Take one variant through vLLM's start-up as far as its first kernel."""
+    build = None
+    resolved: dict[str, Any] = {
+        "variant": name,
+        "gpu": request.gpu_name,
+        "simulated": request.gpu is not None,
+        "vllm": importlib.metadata.version("vllm"),
+        "checkpoint": "",
+        "toolkit": None,
+    }
+    step = "configuration"
+    with (
+        _captured_warnings() as warnings,
+        _blocked_network() as hosts,
+        tempfile.TemporaryDirectory(prefix="slimqwen-plan-") as folder,
+    ):
+        try:
+            variant = _with_settings(variants.load(name, request.root), request.settings)
+            variant, resolved["checkpoint"] = _with_checkpoint(variant, Path(folder))
+            command = ServerCommand.resolve(variant, platform="cpu" if request.gpu_name == "cpu" else "cuda")
+            resolved["flags"] = decisive_flags(command)
+            environment = command.process_environment()
+            os.environ.clear()
+            os.environ.update(environment)
+            # Importing Humming starts two builds in processes of their own, which outlive a rehearsal.
+            os.environ["HUMMING_DISABLE_PARALLEL_BUILD"] = "1"
+            resolved["toolkit"] = None if request.gpu_name == "cpu" else _toolkit()
+            config = resolution.engine_config(command.argv[3:])
+            resolved["engine"] = resolution.config_facts(config)
+            step = "model"
+            target, draft = resolution.build_models(config)
+            resolved["attention"] = engine_facts.attention_layers(config)
+            resolved["linears"] = resolution.linear_kernels(target, draft)
+            resolved["weight_bytes"] = resolution.weight_bytes(target, draft)
+            resolved["jit"] = jit_modules.needed(
+                resolved["attention"], resolved["linears"], resolved["toolkit"]
+            )
+            step = "block size"
+            resolution.align_blocks(config)
+            step = "KV cache"
+            device_bytes = request.gpu.memory_bytes if request.gpu else _device_bytes(request.gpu_name)
+            resolved["kv_cache"], layout = resolution.kv_cache(
+                config, sum(resolved["weight_bytes"].values()), device_bytes
+            )
+            step = "CUDA graphs"
+            resolved["graphs"] = resolution.graphs(config, layout)
+            step = "weights"
+            resolved["loading"] = resolution.load_names(config, target, draft)
+            step = "libraries of FlashInfer"
+            specs = jit_modules.specifications(config, layout, resolved["jit"])
+            baked = command.cache.libraries if command.cache else ()
+            resolved["jit"] = jit_modules.with_libraries(resolved["jit"], specs, baked)
+            if request.kernels and request.gpu is not None:
+                step = "Triton kernels"
+                warned = len(warnings)
+                resolved["kernels"] = warm_up_steps.compile_kernels(
+                    config, target, draft, layout, request.gpu, request.root / ".cache" / "triton"
+                )
+                del warnings[warned:]  # of the warm-up on torch's meta device
+            if request.libraries is not None:
+                step = "compilation of FlashInfer's libraries"
+                if command.cache is None:
+                    raise ServingError(
+                        "it compiles no graphs, so it has no compile cache; set VLLM_ENFORCE_EAGER=0 in its config.env"
+                    )
+                wanted = [spec for module in specs.values() for spec in module]
+                build = LibraryBuild(
+                    seconds=jit_modules.build(wanted, request.libraries),
+                    machine=baked_cache.this_machine(command.platform, command.variables),
+                    flags=baked_cache.decisive(command.flags),
+                    environment=dict(command.variables),
+                )
+        except Exception as error:  # any refusal by vLLM is an answer
+            resolved["failed_at"] = step
+            resolved["error"] = " ".join(f"{type(error).__name__}: {error}".split())[:1000]
+            logging.getLogger(__name__).exception("rehearsal of %s", name)
+    plan = Plan(**resolved, warnings=list(dict.fromkeys(warnings)), outbound_hosts=sorted(hosts))
+    return _Answer(plan=plan, build=build)
+
+
+def _toolkit() -> Toolkit:
+    """The compilers that FlashInfer's JIT would find, by its own rule; those of this environment count."""
+    missing = cuda_toolkit.missing()
+    return Toolkit(nvcc="nvcc" not in missing, ninja="ninja" not in missing)
+
+
+def _device_bytes(gpu_name: str) -> int | None:
+    """Memory of the real device; None for a CPU."""
+    if gpu_name == "cpu":
+        return None
+    import torch
+
+    return int(torch.cuda.mem_get_info()[1])
+
+
+def _with_settings(variant: Variant, settings: dict[str, str]) -> Variant:
+    """The variant with lines of its config.env replaced."""
+    changed = dict(variant.settings)
+    for key, value in settings.items():
+        changed.pop(key, None)
+        if value:
+            changed[key] = Setting(key, value, variant.folder / "config.env", 0)
+    return replace(variant, settings=MappingProxyType(changed))
+
+
+def _with_checkpoint(variant: Variant, folder: Path) -> tuple[Variant, str]:
+    """The variant with a checkpoint to build from: its own, or one of its dimensions; and where these come from."""
+    if (variant.weights / "config.json").is_file():
+        return variant, f"weights/{variant.weights.name}"
+    shape = shapes.variant_shape(variant)
+    # vLLM infers the speculative method from odd words in a path: the folder keeps the checkpoint's own name.
+    weights = folder / variant.weights.name
+    shapes.write(shape, weights, variant.root / _TOKENIZER)
+    manifest = variant.weights / baked_cache.MANIFEST
+    if manifest.is_file():
+        shutil.copyfile(manifest, weights / manifest.name)
+    return _with_settings(variant, {"VLLM_MODEL": str(weights)}), shape.source
+
+
+@contextlib.contextmanager
+def _captured_warnings() -> Iterator[list[str]]:
+    """Collect the warnings of vLLM's loggers, one line each, without paths of this machine."""
+    lines: list[str] = []
+    handle = logging.Logger.handle
+
+    def record_and_handle(logger: logging.Logger, record: logging.LogRecord) -> None:
+        if record.name.startswith("vllm") and record.levelno >= logging.WARNING:
+            lines.append(_without_paths(" ".join(record.getMessage().split())))
+        handle(logger, record)
+
+    # vLLM configures its loggers anew, without handlers of others.
+    logging.Logger.handle = record_and_handle  # type: ignore[method-assign, assignment]
+    try:
+        yield lines
+    finally:
+        logging.Logger.handle = handle  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _blocked_network() -> Iterator[set[str]]:
+    """Collect the host names that are looked up; each look-up fails as on a host without a network."""
+    hosts: set[str] = set()
+    look_up = socket.getaddrinfo
+
+    def refuse(host: Any, *arguments: Any, **keywords: Any) -> Any:
+        if host in (None, "", "localhost", socket.gethostname()) or str(host)[:1].isdigit():
+            return look_up(host, *arguments, **keywords)
+        hosts.add(str(host))
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    socket.getaddrinfo = refuse
+    try:
+        yield hosts
+    finally:
+        socket.getaddrinfo = look_up
+
+
+def _without_paths(line: str) -> str:
+    words = [f".../{Path(word).name}" if word.startswith("/") else word for word in line.split(" ")]
+    text = " ".join(words).partition(" C++ trace ")[0]
+    if text.startswith("Attempted to load weight"):  # once for each tensor otherwise
+        return "Attempted to load weight <each> with dtype" + text.partition(" with dtype")[2]
+    return text
+
+
+if __name__ == "__main__":
+    main()

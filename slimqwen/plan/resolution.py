@@ -1,0 +1,307 @@
+"""What vLLM resolves a command to, by vLLM's own code and without weights: configuration, kernels, graphs, KV cache.
+
+Runs in a process that sees the device, simulated or real (`slimqwen.plan.rehearsal`). vLLM's parser and config classes
+make the engine's configuration; its model classes are built on torch's meta device, so that attention backends and
+quantised kernels are chosen with their real arguments; its own code aligns the blocks, lays out the KV cache in the
+memory that is left, resolves the CUDA graphs, and takes every tensor name of the checkpoint. It cannot see whether a
+kernel launches, is right or is fast, nor the activations that vLLM's start-up profile measures, for which
+`OVERHEAD_GIB` is assumed.
+"""
+
+import importlib.util
+import tempfile
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from slimqwen.checkpoint.tensors import list_tensors, torch_dtype
+from slimqwen.plan.facts import (
+    EngineConfig,
+    Graphs,
+    KvCache,
+    LinearKernels,
+    WeightLoading,
+)
+from slimqwen.plan.meta_device import on_meta_device
+from slimqwen.serving import flags
+from slimqwen.vllm_plugin import engine_facts
+
+OVERHEAD_GIB = 1.5
+"""Assumed beside weights and KV cache on a GPU, in 2^30 bytes: activations of the profiled step, context, graphs."""
+
+_SHARED_WITH_TARGET = ("embed_tokens", "lm_head")
+
+
+def engine_config(argv: Sequence[str]) -> Any:
+    """VLLM's configuration of a server's flags.
+
+    Args:
+        argv: the flags, without the interpreter and the module.
+
+    Raises:
+        Exception: whatever vLLM refuses them with.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    arguments = flags.cli_arguments().make_arg_parser(FlexibleArgumentParser()).parse_args(list(argv))
+    flags.cli_arguments().validate_parsed_serve_args(arguments)
+    return AsyncEngineArgs.from_cli_args(arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
+
+
+def config_facts(config: Any) -> EngineConfig:
+    """What the configuration came to, before blocks are aligned and graphs resolved."""
+    return EngineConfig(**engine_facts.config_facts(config))
+
+
+def build_models(config: Any) -> tuple[Any, Any]:
+    """The target model and its MTP head (None without drafts), every parameter on the meta device."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    with set_current_vllm_config(config), tempfile.TemporaryDirectory(prefix="slimqwen-plan-") as folder:
+        init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, backend="gloo")
+        ensure_model_parallel_initialized(1, 1)
+        with set_default_torch_dtype(config.model_config.dtype), on_meta_device():
+            target = initialize_model(config, model_config=config.model_config)
+            if config.speculative_config is None:
+                return target, None
+            from vllm.compilation.backends import set_model_tag
+
+            with set_model_tag("eagle_head"):
+                draft = initialize_model(
+                    _draft_config(config), model_config=config.speculative_config.draft_model_config
+                )
+    return target, draft
+
+
+def align_blocks(config: Any) -> None:
+    """Have the platform settle the block sizes, as vLLM does once its models are there."""
+    from vllm.platforms import current_platform
+
+    current_platform.update_block_size_for_backend(config)
+    config.validate_block_size()
+
+
+def linear_kernels(target: Any, draft: Any) -> list[LinearKernels]:
+    """The kernel of every linear layer, grouped by kernel."""
+    groups: dict[str, dict[str, int]] = {}
+    for model in filter(None, (target, draft)):
+        for name, module in model.named_modules():
+            method = getattr(module, "quant_method", None)
+            if method is None:
+                continue
+            scheme = getattr(module, "scheme", None)
+            kernel = getattr(scheme, "kernel", None) or getattr(method, "kernel", None)
+            label = type(kernel or scheme or method).__name__
+            kind = ("draft " if model is draft else "") + ".".join(name.split(".")[-2:])
+            kinds = groups.setdefault(label, {})
+            kinds[kind] = kinds.get(kind, 0) + 1
+    return [LinearKernels(kernel=label, layers=kinds) for label, kinds in sorted(groups.items())]
+
+
+def samples_with_flashinfer() -> bool:
+    """Whether vLLM takes FlashInfer's kernel for requests with top-k or top-p."""
+    from vllm.v1.sample.ops.topk_topp_sampler import flashinfer_sampler_supported
+
+    return bool(flashinfer_sampler_supported())
+
+
+def humming_compiles() -> bool:
+    """Whether Humming finds NVRTC, its default compiler, which the CUDA packages of a Python environment bring."""
+    from humming.utils import cuda, nvrtc
+
+    try:
+        nvrtc.get_nvrtc_library_path()
+        cuda.filter_cuda_paths(required_headers=["cuda_runtime.h"])
+    except (RuntimeError, OSError):
+        return False
+    return importlib.util.find_spec("cuda.bindings.nvrtc") is not None
+
+
+def weight_bytes(target: Any, draft: Any) -> dict[str, int]:
+    """Bytes of the parameters by kind; what the draft head shares with the target counts once."""
+    totals: dict[str, int] = {}
+    for model, is_draft in ((target, False), (draft, True)):
+        seen: set[int] = set()
+        for name, tensor in model.named_parameters() if model is not None else ():
+            if id(tensor) in seen or (is_draft and any(part in name for part in _SHARED_WITH_TARGET)):
+                continue
+            seen.add(id(tensor))
+            kind = "draft head" if is_draft else _weight_kind(name)
+            totals[kind] = totals.get(kind, 0) + tensor.numel() * tensor.element_size()
+    return totals
+
+
+def _weight_kind(name: str) -> str:
+    kinds = {
+        "embed_tokens": "embedding",
+        "lm_head": "output head",
+        ".mlp.": "MLP",
+        ".self_attn.": "attention",
+        ".linear_attn.": "linear attention",
+    }
+    return next((kind for part, kind in kinds.items() if part in name), "norms and others")
+
+
+def kv_cache(config: Any, weights: int, device_bytes: int | None) -> tuple[KvCache, Any]:
+    """The KV cache that vLLM lays out in the memory that weights and the assumed overhead leave.
+
+    Args:
+        weights: bytes of all parameters.
+        device_bytes: total memory of the GPU; None for a CPU, whose pool config.env or vLLM's platform fixes.
+
+    Returns:
+        The facts, and vLLM's own layout for `graphs`.
+
+    Raises:
+        ValueError: one request of full length does not fit.
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
+
+    cache = config.cache_config
+    if cache.kv_cache_memory_bytes:
+        available = int(cache.kv_cache_memory_bytes)
+    elif device_bytes is None:
+        available = int(cache.cpu_kvcache_space_bytes)
+    else:
+        available = int(cache.gpu_memory_utilization * device_bytes - weights - OVERHEAD_GIB * 2**30)
+    with set_current_vllm_config(config):
+        specs = get_kv_cache_spec(config)
+        _resolve_layout(config, specs)
+        layout = _kv_cache_config(config, specs, available)
+        sequences = kv_cache_utils.get_max_concurrency_for_kv_cache_config(config, layout)
+        scheduler_block, hash_block = kv_cache_utils.resolve_kv_cache_block_sizes(layout, config)
+        alignment = kv_cache_utils.resolve_cache_hit_alignment_tokens(
+            layout, config, scheduler_block, hash_block
+        )
+    drafts = config.speculative_config is not None
+    facts = KvCache(
+        available_bytes=available,
+        block_size=cache.block_size,
+        blocks=layout.num_blocks,
+        tokens=int(sequences * config.model_config.max_model_len),
+        sequences_at_max_model_len=round(sequences, 2),
+        prefix_hit_multiple=alignment if cache.enable_prefix_caching else None,
+        # The last token is always computed; with drafts vLLM gives up the last whole block of a hit as well.
+        shortest_prompt_with_hit=(2 if drafts else 1) * alignment + 1
+        if cache.enable_prefix_caching
+        else None,
+    )
+    return facts, layout
+
+
+def _kv_cache_config(config: Any, specs: Mapping[str, Any], available_bytes: int) -> Any:
+    """VLLM's layout of the KV cache of one worker."""
+    try:
+        from vllm.v1.core import kv_cache_planning as planning  # from 0.33 on
+    except ImportError:
+        from vllm.v1.core import kv_cache_utils
+
+        (layout,) = kv_cache_utils.get_kv_cache_configs(config, [specs], [available_bytes])
+        return layout
+    groups = planning.get_global_kv_cache_groups(config, [specs])
+    (layout,) = planning.get_kv_cache_configs(config, [specs], [available_bytes], groups)
+    return layout
+
+
+def _resolve_layout(config: Any, specs: Mapping[str, Any]) -> None:
+    """As the engine core does: the KV layouts that the layers' backends support, in their order."""
+    from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    supported = WorkerBase.get_supported_kv_cache_layouts(types.SimpleNamespace(vllm_config=config))
+    resolve_kv_cache_layout(config, [supported], list(specs.values()))
+
+
+def graphs(config: Any, layout: Any) -> Graphs:
+    """CUDA graphs as the model runner settles them: the mode after its fallbacks, and what it captures."""
+    from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.v1.attention.backend import AttentionCGSupport
+
+    support: dict[str, str] = {}
+    weakest, weakest_backend = AttentionCGSupport.ALWAYS, None
+    compilation = config.compilation_config
+    with set_current_vllm_config(config):
+        layers = get_layers_from_vllm_config(config, AttentionLayerBase)
+        for group in layout.kv_cache_groups:
+            for name in group.layer_names:
+                backend = layers[name].get_attn_backend()
+                spec = getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
+                level = backend.get_builder_cls().get_cudagraph_support(config, spec)
+                support[backend.get_name()] = level.name
+                if level.value < weakest.value:
+                    weakest, weakest_backend = level, backend.__name__
+        mode = compilation.resolve_cudagraph_mode_and_sizes(
+            weakest,
+            weakest_backend,
+            config.uniform_decode_query_len,
+            use_v2_model_runner=config.use_v2_model_runner,
+            kv_cache_config=layout,
+            max_num_reqs=config.scheduler_config.max_num_seqs,
+        )
+        compilation.cudagraph_mode = mode
+        captured = _captured(config) if config.use_v2_model_runner else {}
+    return Graphs(
+        mode=mode.name, support=support, captured=captured, decode_query_len=config.uniform_decode_query_len
+    )
+
+
+def _captured(config: Any) -> dict[str, list[int]]:
+    """Mode -> tokens of each graph that the V2 model runner would capture for the target."""
+    import torch
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+
+    manager = CudaGraphManager(
+        config,
+        torch.device("cpu"),
+        config.compilation_config.cudagraph_mode,
+        decode_query_len=config.uniform_decode_query_len,
+    )
+    return engine_facts.captured(manager)
+
+
+def load_names(config: Any, target: Any, draft: Any) -> WeightLoading:
+    """Pass every tensor of the checkpoint through vLLM's loaders, without content.
+
+    Raises:
+        Exception: a name that no parameter takes, or a shape that does not fit.
+    """
+    import torch
+    from vllm.config import set_current_vllm_config
+
+    stored = list_tensors(Path(config.model_config.model))
+    missing: dict[str, list[str]] = {}
+    with set_current_vllm_config(config), on_meta_device():
+        for label, model in (("target", target), ("draft", draft)):
+            if model is None:
+                continue
+            weights = (
+                (name, torch.empty(info.shape, dtype=torch_dtype(info.dtype), device="meta"))
+                for name, info in stored.items()
+            )
+            loaded = set(model.load_weights(weights) or ())
+            # Scales of a KV cache are filled in after loading where a checkpoint has none.
+            missing[label] = sorted(
+                name
+                for name, _ in model.named_parameters()
+                if name not in loaded
+                and ".attn." not in name
+                and not (model is draft and any(part in name for part in _SHARED_WITH_TARGET))
+            )
+    return WeightLoading(not_loaded=missing)
+
+
+def _draft_config(config: Any) -> Any:
+    """The configuration that vLLM's speculator builds the MTP head with."""
+    from vllm.v1.worker.gpu.spec_decode.eagle import utils
+
+    create = getattr(utils, "create_vllm_config_for_draft_model", None)
+    return create(config) if create else config

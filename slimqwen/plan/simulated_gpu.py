@@ -1,0 +1,235 @@
+"""A simulated GPU, which answers what vLLM asks of a driver before its first kernel.
+
+`install` makes a process see one GPU of a given model: a libcuda whose functions all fail (so that compiled operators
+import), an NVML and a `torch.cuda` that answer from the model's data, and a Triton driver that names its target.
+Nothing can be launched or allocated on it: models are built on torch's meta device (`slimqwen.plan.resolution`).
+
+Must run before vLLM is imported, in a process of its own: nothing is undone.
+"""
+
+import ctypes
+import os
+import subprocess
+import sys
+import tempfile
+import types
+from pathlib import Path
+from typing import Any
+
+from slimqwen.errors import SlimqwenError
+from slimqwen.plan.gpu_model import GpuModel
+
+_CUDA_ERROR_NO_DEVICE = 100
+_DRIVER_FUNCTIONS = (
+    "cuGetProcAddress_v2", "cuPointerGetAttribute", "cuTensorMapEncodeTiled", "cuCtxGetCurrent", "cuCtxSetCurrent",
+    "cuDeviceGetAttribute", "cuDevicePrimaryCtxRetain", "cuGetErrorString", "cuMemAddressFree", "cuMemAddressReserve",
+    "cuMemCreate", "cuMemGetAllocationGranularity", "cuMemMap", "cuMemRelease", "cuMemSetAccess", "cuMemUnmap",
+    "cuInit", "cuDeviceGetCount", "cuDriverGetVersion", "cuDeviceGet", "cuModuleLoadData", "cuLaunchKernelEx",
+    "cuOccupancyMaxActiveClusters", "cuFuncSetAttribute", "cuFuncGetAttribute", "cuModuleGetFunction", "cuLaunchKernel",
+)  # fmt: skip
+_UUID = "GPU-00000000-0000-0000-0000-000000000000"
+_DRIVER_VERSION = "580.95.05"  # the first branch that CUDA 13.0 runs on
+
+
+class SimulationError(SlimqwenError):
+    """This environment cannot simulate a GPU."""
+
+
+def install(gpu: GpuModel) -> None:
+    """Make this process see one GPU of this model.
+
+    Raises:
+        SimulationError: torch is a CPU build, or there is no C compiler.
+    """
+    import torch
+
+    if torch.version.cuda is None:
+        raise SimulationError(
+            "this torch is a CPU build, which has no CUDA code to plan with; run make install PLATFORM=cuda "
+            "in another checkout and plan there"
+        )
+    _load_stub_driver()
+    sys.modules["pynvml"] = _nvml(gpu)
+    _patch_torch(gpu)
+    import vllm.third_party.pynvml as vllm_nvml  # vLLM's own copy; importing it asks nothing of the platform
+
+    vars(vllm_nvml).update({name: value for name, value in vars(_nvml(gpu)).items() if name[:2] != "__"})
+    _set_triton_driver(gpu)
+
+
+def inspect_models_in_process() -> None:
+    """Have vLLM inspect model classes in this process: the one it starts for that would see no GPU."""
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda function: function()
+
+
+def _load_stub_driver() -> None:
+    """Load a libcuda.so.1 whose functions fail, unless the machine has a driver."""
+    try:
+        ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
+        return
+    except OSError:
+        folder = Path(tempfile.mkdtemp(prefix="slimqwen-stub-driver-"))
+    source, library = folder / "stub.c", folder / "libcuda.so.1"
+    source.write_text(
+        "".join(f"int {name}(void) {{ return {_CUDA_ERROR_NO_DEVICE}; }}\n" for name in _DRIVER_FUNCTIONS)
+    )
+    command = ["cc", "-shared", "-fPIC", "-w", "-Wl,-soname,libcuda.so.1", "-o", str(library), str(source)]
+    try:
+        subprocess.run(command, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise SimulationError(
+            f"no C compiler that works ({error}); Debian: apt-get install gcc libc6-dev"
+        ) from None
+    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    source.unlink()
+    library.unlink()  # mapped by now
+    folder.rmdir()
+
+
+def _nvml(gpu: GpuModel) -> types.ModuleType:
+    """The functions of pynvml that vLLM calls, for one GPU."""
+    nvml: Any = types.ModuleType("pynvml")
+    nvml.NVMLError = type("NVMLError", (Exception,), {})
+    nvml.NVML_P2P_CAPS_INDEX_NVLINK, nvml.NVML_P2P_STATUS_OK = 2, 0
+    memory = types.SimpleNamespace(total=gpu.memory_bytes, free=gpu.memory_bytes, used=0)
+    answers: dict[str, Any] = {
+        "nvmlInit": None,
+        "nvmlShutdown": None,
+        "nvmlDeviceGetCount": 1,
+        "nvmlDeviceGetHandleByIndex": 0,
+        "nvmlDeviceGetIndex": 0,
+        "nvmlDeviceGetName": gpu.name,
+        "nvmlDeviceGetUUID": _UUID,
+        "nvmlDeviceGetCudaComputeCapability": gpu.capability,
+        "nvmlDeviceGetMemoryInfo": memory,
+        "nvmlDeviceGetNumaNodeId": 0,
+        "nvmlDeviceGetP2PStatus": 1,
+        "nvmlSystemGetDriverVersion": _DRIVER_VERSION,
+        "nvmlDeviceGetPciInfo": types.SimpleNamespace(busId="00000000:00:1E.0"),
+    }
+    for name, answer in answers.items():
+        setattr(nvml, name, lambda *arguments, answer=answer: answer)
+    nvml.nvmlDeviceGetCpuAffinity = lambda handle, size: [1] * size
+    return nvml  # type: ignore[no-any-return]
+
+
+def _patch_torch(gpu: GpuModel) -> None:
+    import torch
+
+    major, minor = gpu.capability
+    properties = types.SimpleNamespace(
+        name=gpu.name,
+        major=major,
+        minor=minor,
+        total_memory=gpu.memory_bytes,
+        multi_processor_count=gpu.multiprocessors,
+        is_integrated=0,
+        L2_cache_size=6 * 2**20,
+        warp_size=32,
+        gcnArchName="",
+        max_threads_per_multi_processor=1536 if gpu.capability in ((8, 6), (8, 9), (12, 0)) else 2048,
+        regs_per_multiprocessor=65536,
+        shared_memory_per_block=48 * 2**10,
+        shared_memory_per_block_optin=gpu.shared_memory_kib * 2**10,
+        shared_memory_per_multiprocessor=(gpu.shared_memory_kib + 1) * 2**10,
+        uuid="0",
+        pci_domain_id=0,
+        pci_bus_id=0,
+        pci_device_id=30,
+    )
+    answers: dict[str, Any] = {
+        "is_available": True,
+        "device_count": 1,
+        "_device_count_nvml": 1,
+        "current_device": 0,
+        "set_device": None,
+        "init": None,
+        "_lazy_init": None,
+        "is_initialized": False,
+        "get_device_capability": gpu.capability,
+        "get_device_name": gpu.name,
+        "get_device_properties": properties,
+        "mem_get_info": (gpu.memory_bytes, gpu.memory_bytes),
+        "synchronize": None,
+        "empty_cache": None,
+        "is_bf16_supported": major >= 8,
+        "get_arch_list": [f"sm_{major}{minor}"],
+    }
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, lambda *arguments, answer=answer, **keywords: answer)
+    for name in ("Stream", "Event"):
+        setattr(torch.cuda, name, _Stream)
+    for name in ("current_stream", "default_stream"):
+        setattr(torch.cuda, name, lambda device=None: _Stream())
+    # torch.accelerator asks the driver through C++, past torch.cuda.
+    accelerator: dict[str, Any] = {
+        "is_available": True,
+        "device_count": 1,
+        "current_accelerator": torch.device("cuda"),
+        "current_device_index": 0,
+        "set_device_index": None,
+    }
+    for name, answer in accelerator.items():
+        setattr(torch.accelerator, name, lambda *arguments, answer=answer, **keywords: answer)
+
+
+class _Stream:
+    """A CUDA stream or event on which nothing runs."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        self.cuda_stream = self.device_index = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments, **keywords: None
+
+
+def _set_triton_driver(gpu: GpuModel) -> None:
+    """Name the GPU to Triton, which asks its driver for the target to compile for."""
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.driver import CudaDriver
+    from triton.runtime import driver
+
+    major, minor = gpu.capability
+    properties = {
+        "max_shared_mem": gpu.shared_memory_kib * 2**10,
+        "multiprocessor_count": gpu.multiprocessors,
+        "max_num_regs": 65536,
+        "warpSize": 32,
+        "sm_clock_rate": 1_700_000,
+        "mem_clock_rate": 6_000_000,
+        "mem_bus_width": 384,
+    }
+
+    class SimulatedDriver(CudaDriver):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.utils = types.SimpleNamespace(get_device_properties=lambda device: properties)
+            self.get_current_device = lambda: 0
+            self.get_current_stream = lambda device: 0
+            self.get_device_capability = lambda device=0: gpu.capability
+            self.set_current_device = lambda device: None
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", 10 * major + minor, 32)
+
+        @staticmethod
+        def is_active() -> bool:
+            return True
+
+    driver.set_active(SimulatedDriver())
+
+
+def hide_toolkit() -> None:
+    """Hide nvcc, ninja and CUDA_HOME from this process, as on a host with a driver and no CUDA toolkit."""
+    import shutil
+
+    which = shutil.which
+
+    def without_compiler(command: Any, *arguments: Any, **keywords: Any) -> Any:
+        hidden = Path(str(command)).name in ("nvcc", "ninja")
+        return None if hidden else which(command, *arguments, **keywords)
+
+    shutil.which = without_compiler  # type: ignore[assignment]
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        os.environ.pop(name, None)

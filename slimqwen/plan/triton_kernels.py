@@ -1,0 +1,183 @@
+"""Triton kernels compiled instead of launched, and what of them a GPU cannot run.
+
+Triton's own compiler and its ptxas make machine code for the target that the active driver names
+(`slimqwen.plan.simulated_gpu`); no GPU is needed. What an autotuner launches is compiled with each of its choices.
+"""
+
+import contextlib
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from slimqwen.plan.facts import LostChoice, TritonKernel
+from slimqwen.plan.gpu_model import GpuModel
+
+_REGISTERS = 65536
+"""Of a multiprocessor, which one block may take; the same for every compute capability since 5.0 (CUDA's programming
+guide, technical specifications per compute capability)."""
+
+_TENSOR_MEMORY_COLUMNS = 512  # of compute capability 10.x, as in triton/compiler/compiler.py
+_USAGE = re.compile(r"REG:(?P<registers>\d+) STACK:(?P<stack>\d+)")
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """One kernel, compiled for one signature with one choice of its autotuner.
+
+    Attributes:
+        kernel: module of vLLM and name.
+        choice: what the autotuner chooses, such as "BV=64 num_warps=4"; empty without one.
+        launch: number of the launch that it was compiled for; an autotuner runs the fastest of a launch's choices.
+        threads: of a block.
+        shared_bytes: shared memory of a block.
+        registers: of a thread.
+        spilled_bytes: of a thread, in local memory.
+        tensor_memory_columns: of a block.
+        error: why it did not compile; None where it did.
+    """
+
+    kernel: str
+    choice: str
+    launch: int
+    threads: int = 0
+    shared_bytes: int = 0
+    registers: int = 0
+    spilled_bytes: int = 0
+    tensor_memory_columns: int = 0
+    error: str | None = None
+
+    def lost(self, shared_limit_bytes: int) -> str | None:
+        """Why a GPU with this much shared memory for a block cannot run it; None where it can."""
+        if self.error is not None:
+            return self.error
+        if self.shared_bytes > shared_limit_bytes:
+            return f"needs {self.shared_bytes} bytes of shared memory, the GPU has {shared_limit_bytes}"
+        if self.registers * self.threads > _REGISTERS:
+            return f"needs {self.registers * self.threads} registers, the GPU has {_REGISTERS}"
+        if self.tensor_memory_columns > _TENSOR_MEMORY_COLUMNS:
+            return (
+                f"needs {self.tensor_memory_columns} columns of tensor memory, "
+                f"the GPU has {_TENSOR_MEMORY_COLUMNS}"
+            )
+        return None
+
+
+def summarise(compilations: Sequence[Compilation], gpu: GpuModel) -> list[TritonKernel]:
+    """The kernels, by name, with the choices that a GPU cannot run.
+
+    Args:
+        compilations: of every kernel.
+        gpu: whose limits count.
+    """
+    limit = gpu.shared_memory_kib * 2**10
+    by_kernel: dict[str, list[Compilation]] = {}
+    for compilation in compilations:
+        by_kernel.setdefault(compilation.kernel, []).append(compilation)
+    return [_summary(name, compiled, limit) for name, compiled in sorted(by_kernel.items())]
+
+
+def _summary(kernel: str, compiled: Sequence[Compilation], shared_limit_bytes: int) -> TritonKernel:
+    fitting = [one for one in compiled if one.lost(shared_limit_bytes) is None]
+    lost = {
+        (one.choice, reason): LostChoice(choice=one.choice, reason=reason)
+        for one in compiled
+        if (reason := one.lost(shared_limit_bytes)) is not None
+    }
+    return TritonKernel(
+        kernel=kernel,
+        compiled=len(compiled),
+        shared_bytes=max((one.shared_bytes for one in fitting), default=0),
+        registers=max((one.registers for one in fitting), default=0),
+        spilled_bytes=max((one.spilled_bytes for one in fitting), default=0),
+        lost=list(lost.values()),
+        runs={one.launch for one in compiled} == {one.launch for one in fitting},
+    )
+
+
+@contextlib.contextmanager
+def compiled_not_launched() -> Iterator[list[Compilation]]:
+    """Compile what would be launched, for the target of Triton's active driver, and launch nothing.
+
+    Yields:
+        What was compiled so far; a kernel that was compiled before is not listed again.
+    """
+    from triton.runtime.autotuner import Autotuner
+    from triton.runtime.jit import JITFunction
+
+    compilations: list[Compilation] = []
+    seen: list[Any] = []  # kept, so that no identity is used twice
+    identities: set[int] = set()
+    launch, choice, tuning = 0, "", False
+    compile_or_launch = JITFunction.run
+
+    def run(self: Any, *arguments: Any, grid: Any = None, warmup: bool = False, **keywords: Any) -> Any:
+        nonlocal launch
+        launch += not tuning
+        name = f"{self.__module__}.{self.__name__}"
+        try:
+            kernel = compile_or_launch(self, *arguments, grid=grid, warmup=True, **keywords)
+        except Exception as error:  # an autotuner goes on without a choice that does not compile
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            compilations.append(Compilation(name, choice, launch, error=reason))
+            return None
+        if id(kernel) not in identities:
+            identities.add(id(kernel))
+            seen.append(kernel)
+            compilations.append(_measured(name, choice, launch, kernel))
+        return kernel
+
+    def tune(self: Any, *arguments: Any, **keywords: Any) -> None:
+        nonlocal launch, choice, tuning
+        # What the choices are pruned by, as in the autotuner's own `run`.
+        self.nargs = dict(zip(self.arg_names, arguments, strict=False))
+        launch += 1
+        tuning = True
+        try:
+            for config in self.prune_configs(keywords):
+                choice = _words(config)
+                self.fn.run(*arguments, **{**keywords, **config.all_kwargs(), "warmup": True})
+        finally:
+            choice, tuning = "", False
+
+    with patch.object(JITFunction, "run", run), patch.object(Autotuner, "run", tune):
+        yield compilations
+
+
+def _words(config: Any) -> str:
+    """A choice of an autotuner: the shortest text that tells it from the others."""
+    words = {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}
+    return " ".join(f"{name}={value}" for name, value in words.items())
+
+
+def _measured(name: str, choice: str, launch: int, kernel: Any) -> Compilation:
+    metadata = kernel.metadata
+    registers, spilled = _register_use(kernel.asm["cubin"])
+    return Compilation(
+        name,
+        choice,
+        launch,
+        threads=metadata.num_warps * 32,
+        shared_bytes=metadata.shared,
+        registers=registers,
+        spilled_bytes=spilled,
+        tensor_memory_columns=getattr(metadata, "tmem_size", None) or 0,
+    )
+
+
+def _register_use(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of stack of a thread, as Triton's own cuobjdump reads them from machine code."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(cubin)
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    use = _USAGE.search(text)
+    if use is None:
+        raise RuntimeError(f"cuobjdump names no registers: {text.strip()[-200:]}")
+    return int(use["registers"]), int(use["stack"])

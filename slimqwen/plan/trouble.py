@@ -1,0 +1,182 @@
+"""Known trouble as data: eval/known_trouble.yaml, conditions on the facts of a plan."""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+import yaml
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.version import Version
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
+
+from slimqwen.errors import SlimqwenError
+from slimqwen.plan.facts import Plan
+
+FILE = Path("eval") / "known_trouble.yaml"
+"""Relative to the repository."""
+
+Value = str | bool | int | float
+_COMPARISON = re.compile(r"(<=|>=|<|>)\s*(-?[\d.]+)")
+_PATTERN = "~"
+
+
+class TroubleError(SlimqwenError):
+    """The list of known trouble cannot be read."""
+
+
+class Trouble(BaseModel):
+    """One kind of known trouble."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    vllm: str = Field(description="versions that it holds for, such as >=0.28,<0.34")
+    when: dict[str, Value | list[Value]] = Field(description="values of `FACTS`, all of which must hold")
+    effect: Literal["dies", "costs"] = Field(
+        description="dies: the server ends or answers with errors; costs: it serves, slower or with less"
+    )
+    description: str
+    instead: str = Field(description="what to write into config.env, or to do")
+    evidence: str
+
+    @field_validator("vllm")
+    @classmethod
+    def _is_specifier(cls, value: str) -> str:
+        try:
+            SpecifierSet(value)
+        except InvalidSpecifier as error:
+            raise ValueError(f"no version range: {error}") from None
+        return value
+
+    @field_validator("when")
+    @classmethod
+    def _names_facts(cls, value: dict[str, Any]) -> dict[str, Any]:
+        unknown = set(value) - set(FACTS)
+        if unknown or not value:
+            raise ValueError(
+                f"no facts {', '.join(sorted(unknown)) or 'at all'}; there are {', '.join(sorted(FACTS))}"
+            )
+        return value
+
+    def applies_to(self, plan: Plan) -> bool:
+        """Whether every condition holds for a plan."""
+        version = Version(plan.vllm)
+        if not SpecifierSet(self.vllm).contains(version.base_version, prereleases=True):
+            return False
+        return all(_holds(FACTS[name](plan), wanted) for name, wanted in self.when.items())
+
+
+def _engine(name: str) -> Callable[[Plan], Any]:
+    return lambda plan: plan.engine and getattr(plan.engine, name)
+
+
+def _kv_cache(name: str) -> Callable[[Plan], Any]:
+    return lambda plan: plan.kv_cache and getattr(plan.kv_cache, name)
+
+
+def _prefills(plan: Plan) -> list[str]:
+    return [layers.prefill for layers in plan.attention if layers.prefill]
+
+
+def _full_decode_graphs(plan: Plan) -> bool | None:
+    """Whether a full graph covers a verify step of as many sequences as run at a time."""
+    if plan.graphs is None or plan.engine is None:
+        return None
+    largest = (1 + plan.engine.num_speculative_tokens) * plan.engine.max_num_seqs
+    return max(plan.graphs.captured.get("FULL", []), default=0) >= largest
+
+
+def _misaligned_graph_sizes(plan: Plan) -> bool | None:
+    """Whether a capture size of config.env is no multiple of the tokens of a verify step."""
+    if plan.engine is None:
+        return None
+    sizes = json.loads(plan.flags.get("cudagraph-capture-sizes", "null")) or []
+    depths = [depth for _, _, depth in _depth_schedule(plan)] or [plan.engine.num_speculative_tokens]
+    return any(all(int(size) % (1 + depth) for depth in depths) for size in sizes)
+
+
+def _depth_schedule(plan: Plan) -> list[tuple[int, int, int]]:
+    """Ranges of batch sizes and their K; none where K is fixed."""
+    speculation = json.loads(plan.flags.get("speculative-config", "null")) or {}
+    ranges: list[tuple[int, int, int]] = speculation.get("num_speculative_tokens_per_batch_size") or []
+    return ranges
+
+
+FACTS: Mapping[str, Callable[[Plan], Any]] = MappingProxyType(
+    {
+        "gpu": lambda plan: plan.gpu,
+        "dtype": _engine("dtype"),
+        "kv_cache_dtype": _engine("kv_cache_dtype"),
+        "state_dtype": _engine("state_dtype"),
+        "num_speculative_tokens": _engine("num_speculative_tokens"),
+        "prefix_caching": _engine("prefix_caching"),
+        "max_num_seqs": _engine("max_num_seqs"),
+        "attention_backends": lambda plan: [layers.backend for layers in plan.attention],
+        "linear_attention": lambda plan: bool(_prefills(plan)),
+        "gdn_prefill": _prefills,
+        "linear_kernels": lambda plan: [group.kernel for group in plan.linears],
+        "graph_mode": lambda plan: plan.graphs and plan.graphs.mode,
+        "full_decode_graphs": _full_decode_graphs,
+        "misaligned_graph_sizes": _misaligned_graph_sizes,
+        "draft_depth_by_load": lambda plan: bool(_depth_schedule(plan)),
+        "block_size": _kv_cache("block_size"),
+        "shortest_prompt_with_hit": _kv_cache("shortest_prompt_with_hit"),
+        "sequences_at_max_model_len": _kv_cache("sequences_at_max_model_len"),
+        "blocked_modules": lambda plan: [
+            module.module for module in plan.jit if not module.possible and not module.baked
+        ],
+        "unrunnable_kernels": lambda plan: (
+            plan.kernels and any(not kernel.runs for kernel in plan.kernels.kernels)
+        ),
+        "failed_at": lambda plan: plan.failed_at,
+        "error": lambda plan: plan.error,
+    }
+)
+"""What a condition may name: None for what was not resolved, a list for several values."""
+
+
+def _holds(fact: Any, wanted: Any) -> bool:
+    """Whether a fact has a wanted value: an equal one, any of a list, a comparison, or ~ and a regular expression."""
+    if isinstance(fact, list):
+        return any(_holds(value, wanted) for value in fact)
+    if isinstance(wanted, list):
+        return any(_holds(fact, value) for value in wanted)
+    if isinstance(wanted, str) and wanted.startswith(_PATTERN):
+        return isinstance(fact, str) and re.search(wanted.removeprefix(_PATTERN), fact) is not None
+    comparison = _COMPARISON.fullmatch(wanted) if isinstance(wanted, str) else None
+    if comparison is None:
+        return bool(fact == wanted)
+    if fact is None:
+        return False
+    limit = float(comparison[2])
+    return bool(
+        {"<": fact < limit, "<=": fact <= limit, ">": fact > limit, ">=": fact >= limit}[comparison[1]]
+    )
+
+
+def read(root: Path) -> list[Trouble]:
+    """The known trouble of a repository.
+
+    Raises:
+        TroubleError: the file is missing, is not YAML, or breaks its schema.
+    """
+    try:
+        content = yaml.safe_load((root / FILE).read_text(encoding="utf-8"))
+        return TypeAdapter(list[Trouble]).validate_python(content)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+    except ValidationError as error:
+        first = error.errors()[0]
+        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    raise TroubleError(f"{FILE}: {reason}; `git checkout {FILE}` restores it")
+
+
+def matches(plan: Plan, known: Sequence[Trouble]) -> list[Trouble]:
+    """The known trouble whose conditions hold for a plan; what ends the server comes first."""
+    return sorted(
+        (trouble for trouble in known if trouble.applies_to(plan)),
+        key=lambda trouble: trouble.effect != "dies",
+    )

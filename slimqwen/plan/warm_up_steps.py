@@ -1,0 +1,242 @@
+"""vLLM's own warm-up of its kernels on a simulated GPU: its model runner takes real steps, and launches nothing.
+
+vLLM's V2 model runner is made as its worker makes it, with a KV cache of the planned layout. Then its warm-up builds
+requests with every sampling feature and schedules what a server meets: a prefill, verify steps of all sequences, of
+one and of none with drafts, and a prefill beside a decode (vllm/v1/worker/gpu/warmup.py, vllm/model_executor/warmup).
+Tensors are on torch's meta device, so layers, metadata builders, sampler and drafter take the branches that they take
+on that GPU, and each Triton kernel is launched with the dtypes, strides and constants of the variant.
+"""
+
+import contextlib
+import functools
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+from slimqwen.plan import jit_modules, meta_device, triton_kernels
+from slimqwen.plan.facts import TritonKernels
+from slimqwen.plan.gpu_model import GpuModel
+
+_LIBRARY_ATTENTION = ("FLASH_ATTN", "FLASHINFER")
+"""Backends whose kernels are a library's: their layers pass their output on, not computed."""
+
+_SCHEDULES = "_vllm_fa3_C::get_scheduler_metadata"
+
+_NEVER_SEEN = (
+    "kernels that torch.compile writes, which come with its graphs",
+    "what FlashInfer and Humming compile, which the plan lists",
+    "kernels of images and of LoRA",
+)
+
+
+def compile_kernels(
+    config: Any, target: Any, draft: Any, layout: Any, gpu: GpuModel, cache: Path
+) -> TritonKernels:
+    """Compile every Triton kernel that vLLM's warm-up launches for a variant.
+
+    Args:
+        config: vLLM's configuration, its blocks aligned and its graphs resolved.
+        target: the model on the meta device.
+        draft: its MTP head; None without drafts.
+        layout: of its KV cache.
+        gpu: the simulated GPU.
+        cache: folder of Triton's compiled kernels.
+
+    Raises:
+        Exception: vLLM's model runner cannot be made.
+    """
+    left_out = list(_NEVER_SEEN)
+    operators: Counter[str] = Counter()
+    compilations: list[triton_kernels.Compilation] = []
+    if config.use_v2_model_runner:
+        os.environ["TRITON_CACHE_DIR"] = str(cache)
+        with _device(operators), triton_kernels.compiled_not_launched() as compilations:
+            _take_steps(config, target, draft, layout, left_out)
+    else:
+        left_out.append("all of them: this is not vLLM's V2 model runner")
+    major, minor = gpu.capability
+    return TritonKernels(
+        target=f"sm_{major}{minor}",
+        shared_memory_bytes=gpu.shared_memory_kib * 2**10,
+        kernels=triton_kernels.summarise(compilations, gpu),
+        operators=sorted(operators),
+        left_out=list(dict.fromkeys(left_out)),
+    )
+
+
+def _take_steps(config: Any, target: Any, draft: Any, layout: Any, left_out: list[str]) -> None:
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.warmup.mamba_triton_warmup import mamba_triton_warmup
+    from vllm.model_executor.warmup.qwen_triton_warmup import qwen_triton_warmup
+    from vllm.v1.worker.gpu import warmup
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    device = torch.device("cuda:0")
+    with set_current_vllm_config(config):
+        for model in filter(None, (target, draft)):
+            _prepare_linears(config, model, device, left_out)
+        with torch.inference_mode():
+            runner = GPUModelRunner(config, device)
+            if draft is not None:
+                runner.speculator.load_draft_model = functools.partial(_give_draft, draft)
+            runner.load_model(model=target)
+            runner.initialize_kv_cache(layout)
+            runner._init_kv_zero_meta()
+            _run_eagerly(target, draft)
+            _pass_library_attention(runner, left_out)
+            steps: dict[str, Callable[[], object]] = {
+                "Gated DeltaNet kernels": lambda: qwen_triton_warmup(runner, config.model_config),
+                "copies of states": lambda: mamba_triton_warmup(runner),
+                "prefill and verify steps": lambda: warmup.warmup_kernels(
+                    runner, runner.execute_model, runner.sample_tokens
+                ),
+                "a prefill beside a decode": lambda: warmup.run_mixed_prefill_decode_warmup(
+                    runner,
+                    runner.execute_model,
+                    runner.sample_tokens,
+                    min(runner.max_num_tokens, runner.max_model_len),
+                ),
+            }
+            for name, step in steps.items():
+                try:
+                    step()
+                except Exception as error:  # what was compiled until then stays
+                    reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                    left_out.append(f"the rest of vLLM's warm-up from {name} on, which ended: {reason}")
+                    _log(error)
+                    return
+
+
+def _prepare_linears(config: Any, model: Any, device: Any, left_out: list[str]) -> None:
+    """Have the linear kernels rearrange their weights, which their products then read; where one cannot, replace it."""
+    import torch
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+    try:
+        process_weights_after_loading(model, config.model_config, device)
+    except Exception as error:  # Humming compiles what rearranges its weights
+        _log(error)
+        kernels = set()
+
+        def product(layer: Any, values: Any, bias: Any = None) -> Any:
+            # An output head is an embedding by its class.
+            rows = getattr(layer, "output_partition_sizes", None) or [layer.num_embeddings_per_partition]
+            return torch.empty((*values.shape[:-1], sum(rows)), dtype=values.dtype, device=values.device)
+
+        for module in model.modules():
+            method: Any = getattr(module, "quant_method", None)
+            kernel = getattr(getattr(module, "scheme", None), "kernel", None) or getattr(
+                method, "kernel", None
+            )
+            if kernel is not None:
+                kernels.add(type(kernel).__name__)
+                method.apply = product
+        left_out.append(f"kernels of {', '.join(sorted(kernels))}, whose weights only a GPU rearranges")
+
+
+def _give_draft(draft: Any, target: Any, target_layers: set[str]) -> Any:
+    """The MTP head, whose layers vLLM then finds beside the target's."""
+    target_layers -= {name for name in target_layers if name.startswith("mtp.")}
+    return draft
+
+
+def _run_eagerly(*models: Any) -> None:
+    """Have compiled models run as they are written: torch.compile would launch what it compiles."""
+    for model in filter(None, models):
+        for module in model.modules():
+            if hasattr(module, "do_not_compile"):
+                module.do_not_compile = True
+
+
+def _pass_library_attention(runner: Any, left_out: list[str]) -> None:
+    """Have layers whose attention is a library's give their output as it is."""
+    drafts = getattr(runner.speculator, "attn_groups", None) or []
+    backends = {group.backend for groups in (*runner.attn_groups, *drafts) for group in groups}
+    for backend in backends:
+        if backend.get_name() in _LIBRARY_ATTENTION:
+            backend.get_impl_cls().forward = _given_output
+            left_out.append(f"kernels of {backend.get_name()}, which are not Triton's")
+
+
+def _given_output(
+    self: Any,
+    layer: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    cache: Any,
+    metadata: Any,
+    output: Any,
+    *rest: Any,
+    **keywords: Any,
+) -> Any:
+    return output
+
+
+@contextlib.contextmanager
+def _device(operators: Counter[str]) -> Iterator[None]:
+    """What asks the driver past `simulated_gpu`, once vLLM takes steps; libraries of FlashInfer do nothing."""
+    import torch
+    from flashinfer.jit.core import JitSpec
+    from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn
+    from vllm.v1.worker.gpu import buffer_utils
+
+    @contextlib.contextmanager
+    def nothing(*arguments: Any, **keywords: Any) -> Iterator[None]:
+        yield
+
+    answers: dict[str, Callable[..., Any]] = dict.fromkeys(("stream", "device"), nothing)
+    answers |= dict.fromkeys(("set_stream", "reset_peak_memory_stats"), lambda *arguments: None)
+    answers |= dict.fromkeys(
+        ("max_memory_allocated", "memory_allocated", "memory_reserved"), lambda *arguments: 0
+    )
+    with contextlib.ExitStack() as patches:
+        for name, answer in answers.items():
+            patches.enter_context(patch.object(torch.cuda, name, answer))
+        patches.enter_context(patch.object(torch.accelerator, "device_index", nothing))
+        patches.enter_context(patch.object(torch.cuda, "default_generators", (_generator(),)))
+        patches.enter_context(
+            patch.object(JitSpec, "build_and_load", lambda spec: jit_modules.UnloadedLibrary())
+        )
+        patches.enter_context(
+            patch.object(qwen_gdn_linear_attn, "fi_chunk_gated_delta_rule", _library_prefill)
+        )
+        view = functools.partial(torch.empty_like, device="meta")
+        patches.enter_context(patch.object(buffer_utils, "get_accelerator_view_from_cpu_tensor", view))
+        patches.enter_context(meta_device.meta_for_cuda())
+        patches.enter_context(meta_device.operators(operators, {_SCHEDULES: _schedule}))
+        yield
+
+
+def _generator() -> Any:
+    """A GPU's random number generator: seed and offset, eight bytes each."""
+    import torch
+
+    return SimpleNamespace(
+        get_state=lambda: torch.zeros(16, dtype=torch.uint8, device="cpu"), set_state=lambda state: None
+    )
+
+
+def _schedule() -> Any:
+    """A schedule of FlashAttention 3, which only its own kernel reads."""
+    import torch
+
+    return torch.empty(1, dtype=torch.int32, device="meta")
+
+
+def _library_prefill(*, v: Any, initial_state: Any, **inputs: Any) -> tuple[Any, Any]:
+    """The shapes of FlashInfer's Gated DeltaNet prefill."""
+    import torch
+
+    return torch.empty_like(v), torch.empty_like(initial_state)
+
+
+def _log(error: Exception) -> None:
+    import logging
+
+    logging.getLogger(__name__).warning("not followed", exc_info=error)

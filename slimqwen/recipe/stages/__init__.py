@@ -1,0 +1,1 @@
+"""The stages, one a module: a module here that defines STAGE is a stage."""

@@ -1,0 +1,287 @@
+"""The stage `bake_cache`: start the variant once as it will be served, and pack vLLM's compile cache.
+
+On a GPU the libraries of FlashInfer that its plan names are compiled before that start and packed with its graphs; a
+host without a GPU can do that part alone (`slimqwen.plan.flashinfer_archive`).
+
+The checkpoint passes through unchanged, with the archive and its manifest beside it. The command is built by the same
+code as for `make serve`. The stage ends with a second start from the packed archive, in another folder, that must not
+compile anything: an archive that does not hit is not published.
+"""
+
+import dataclasses
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated
+
+import httpx
+from pydantic import Field, ValidationInfo, field_validator
+
+from slimqwen import checkpoint
+from slimqwen import variant as variants
+from slimqwen.checkpoint.files import bytes_on_disk, carry_all
+from slimqwen.plan import gpu_model, rehearsal
+from slimqwen.progress import Progress
+from slimqwen.recipe.stage import Facts, Needs, Parameters, Stage
+from slimqwen.serving import baked_cache, gpu
+from slimqwen.serving.command import ServerCommand
+from slimqwen.serving.errors import ServingError
+from slimqwen.serving.platform import Platform
+from slimqwen.serving.server import RunningServer, free_port, run_server
+from slimqwen.variant import Setting, Variant
+from slimqwen.vllm_plugin import compile_watch
+from slimqwen.vllm_plugin.api_key import authorization
+
+_ENGINE_BYTES = 4 * 2**30
+"""Resident size of a server that compiles; measured: 2.6 GiB for a small model."""
+
+_ARCHIVE_BYTES = 2**30
+"""Upper bound of an archive; measured: 2 MB for the embedded model on a CPU."""
+
+_DEFAULT_CONCURRENCY = 16
+
+_IRRELEVANT_KEYS = frozenset(
+    {
+        "VLLM_MODEL",
+        "VLLM_HOST",
+        "VLLM_PORT",
+        "VLLM_SERVED_MODEL_NAME",
+        "SOURCE",
+        "REVISION",
+        "REQUIRE_BAKED",
+        "REQUIRE_WARMUP",
+        "MAX_BODY_BYTES",
+        "THINKING_TOKEN_BUDGET",
+    }
+)
+
+
+class BakeCacheParameters(Parameters):
+    """Parameters of the stage.
+
+    Attributes:
+        config: config.env with which the checkpoint will be served, relative to the recipe.
+        prompt_tokens: lengths of the prompts that the server answers before its cache is packed, tokens.
+    """
+
+    # The file's settings enter the content key, not its path.
+    config: Annotated[Path, Field(exclude=True)] = Path("config.env")
+    prompt_tokens: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)] = (
+        1,
+        64,
+        512,
+        2048,
+    )
+
+    @field_validator("config")
+    @classmethod
+    def _relative_to_recipe(cls, path: Path, info: ValidationInfo) -> Path:
+        if path.name != "config.env":
+            raise ValueError("config has to be a variant's config.env")
+        return Path((info.context or {}).get("folder", Path())) / path
+
+
+def run(source: Path, destination: Path, parameters: BakeCacheParameters, progress: Progress) -> Facts:
+    """Copy source to destination and put the compile cache of its server beside it.
+
+    Raises:
+        ServingError: the variant compiles nothing, vLLM saved nothing or did not start, or a start from the archive
+            compiled.
+    """
+    variant = _variant(parameters)
+    carry_all(source, destination)
+    command = ServerCommand.resolve(_with_weights(variant, destination), port=free_port())
+    compile_watch.require_registered(command.environment)
+    if command.cache is None:
+        raise ServingError(
+            f"{variant.name} compiles nothing, so there is nothing to bake; set VLLM_ENFORCE_EAGER=0 in its config.env "
+            "or take bake_cache out of its recipe"
+        )
+    with tempfile.TemporaryDirectory(prefix=".bake.", dir=destination) as folder:
+        libraries = _build_libraries(command, Path(folder), progress)
+        cold = command.with_cache_root(Path(folder))
+        compiled, cold_seconds = _start(cold, parameters.prompt_tokens, Path(folder) / "vllm.log", progress)
+        if not compiled:
+            raise ServingError("vLLM compiled no graph; the stage's log may say why")
+        progress("packing", 0, 0)
+        baked_cache.pack(
+            Path(folder),
+            destination,
+            machine=baked_cache.this_machine(command.platform, command.variables),
+            device=baked_cache.this_device(command.platform, command.variables),
+            flags=baked_cache.decisive(command.flags),
+            environment=dict(command.variables),
+            graphs={graph.name: graph.seconds for graph in compiled},
+            libraries=libraries,
+        )
+    proof = ServerCommand.resolve(_with_weights(variant, destination), port=free_port(), require_baked=True)
+    with tempfile.TemporaryDirectory(prefix=".proof.", dir=destination) as folder:
+        loaded, warm_seconds = _start(
+            proof, parameters.prompt_tokens[:1], Path(folder) / "vllm.log", progress
+        )
+    missed = {graph.name for graph in compiled} ^ {graph.name for graph in loaded if graph.loaded}
+    if missed:
+        raise ServingError(f"a start from the packed cache did not load {', '.join(sorted(missed))}")
+    return {
+        "graphs": len(compiled),
+        "cold_start_seconds": round(cold_seconds, 1),
+        "baked_start_seconds": round(warm_seconds, 1),
+        "compile_seconds": round(sum(graph.seconds for graph in compiled), 2),
+        "libraries": len(libraries),
+        "library_seconds": round(sum(libraries.values()), 1),
+        "load_seconds": round(sum(graph.seconds for graph in loaded), 2),
+        "archive_bytes": (destination / baked_cache.ARCHIVE).stat().st_size,
+    }
+
+
+def needs(source: Path, parameters: BakeCacheParameters) -> Needs:
+    """Disk: the checkpoint, and the cache packed and unpacked. Memory: a server with its weights."""
+    size = bytes_on_disk(source)
+    return Needs(disk_bytes=size + 2 * _ARCHIVE_BYTES, memory_bytes=_ENGINE_BYTES + size)
+
+
+def data(parameters: BakeCacheParameters) -> dict[str, str]:
+    """The settings of the config.env that decide what is compiled, and the machine for which it is compiled.
+
+    Raises:
+        ConfigError: the config.env is missing or malformed.
+    """
+    settings = _variant(parameters).settings
+    lines = {f"config.{key}": settings[key].value for key in sorted(settings.keys() - _IRRELEVANT_KEYS)}
+    # Asking torch would take seconds, and every `recipe status` asks this.
+    platform: Platform = "cuda" if Path("/proc/driver/nvidia/version").exists() else "cpu"
+    environment = {key: setting.value for key, setting in settings.items()}
+    facts = baked_cache.this_machine(platform, environment)
+    return lines | {f"machine.{name}": fact for name, fact in facts.items()}
+
+
+def _variant(parameters: BakeCacheParameters) -> Variant:
+    folder = parameters.config.resolve().parent
+    return variants.load(folder.name, folder.parent.parent)
+
+
+def _build_libraries(command: ServerCommand, cache_root: Path, progress: Progress) -> dict[str, float]:
+    """Compile FlashInfer's libraries into a cache root: library -> seconds; none on a CPU.
+
+    Raises:
+        ServingError: there is no GPU here, or one that is not listed.
+        RehearsalError: a compiler is missing or failed, or vLLM refuses the variant.
+    """
+    if command.platform == "cpu":
+        return {}
+    variant, device = command.variant, gpu.first_visible(command.variables)
+    if device is None:
+        raise ServingError(
+            f"no GPU here to compile the graphs of {variant.name} on; bake it on a GPU host, or only compile "
+            f"FlashInfer's libraries here: `slimqwen plan libraries --variant {variant.name} --gpu NAME`"
+        )
+    names = [name for name, model in gpu_model.read(variant.root).items() if model.name == device.name]
+    if not names:
+        raise ServingError(f"{gpu_model.FILE} does not list {device.name}; add its data there")
+    log = cache_root / "libraries.log"
+    try:
+        _, build = rehearsal.build_libraries(
+            variant.root,
+            variant.name,
+            names[0],
+            gpu_model.load(variant.root, names[0]),
+            cache_root / baked_cache.LIBRARIES,
+            log=log,
+            settings={"VLLM_MODEL": str(variant.weights)},
+            progress=progress,
+        )
+    finally:
+        _keep(log)
+    return build.seconds
+
+
+def _with_weights(variant: Variant, weights: Path) -> Variant:
+    """The variant with this checkpoint: its own weights are not linked yet."""
+    model = Setting("VLLM_MODEL", str(weights), variant.folder / "config.env", 0)
+    return dataclasses.replace(variant, settings={**variant.settings, "VLLM_MODEL": model})
+
+
+def _start(
+    command: ServerCommand, prompt_tokens: Sequence[int], log: Path, progress: Progress
+) -> tuple[list[baked_cache.Graph], float]:
+    """Start a server, let it answer prompts and end it: the log's graphs, and the seconds until it was ready."""
+    started = time.monotonic()
+    try:
+        with run_server(command, log=log, progress=progress) as server:
+            seconds = time.monotonic() - started
+            progress("answering", 0, 0)
+            drive(server, prompt_tokens)
+    finally:
+        _keep(log)
+    return baked_cache.graphs(log.read_text(encoding="utf-8", errors="replace")), seconds
+
+
+def _keep(log: Path) -> None:
+    """Copy a log to standard output, which is the stage's own log and outlives the folder."""
+    if log.is_file():
+        sys.stdout.write(log.read_text(encoding="utf-8", errors="replace"))
+
+
+def drive(server: RunningServer, prompt_tokens: Sequence[int]) -> None:
+    """Send prompts of these lengths one by one, then --max-num-seqs at once (16 if the flag is unset).
+
+    Lengths beyond the context are cut to it.
+
+    Raises:
+        ServingError: a prompt was not answered.
+    """
+    vocabulary = int(checkpoint.text_config(checkpoint.read_config(server.weights))["vocab_size"])
+    context = server.command.max_model_len
+    tokens = 16
+    longest = context - tokens - 1
+    if longest < 1:
+        raise ServingError(f"a context of {context} tokens leaves no room for an answer; serve with more")
+    lengths = sorted({min(length, longest) for length in prompt_tokens})
+    concurrency = int(server.command.flags.get("max-num-seqs") or _DEFAULT_CONCURRENCY)
+
+    def ask(length: int) -> None:
+        length = min(length, longest)
+        # The text does not matter, as long as no two prompts share a prefix.
+        prompt = [(length * 31 + position * 7) % vocabulary for position in range(length)]
+        body = {
+            "model": server.model,
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "ignore_eos": True,
+            "temperature": 0,
+        }
+        # trust_env=False: a proxy set in the shell must not be used.
+        url = f"{server.base_url}/v1/completions"
+        answer = httpx.post(url, json=body, headers=authorization(), timeout=600, trust_env=False)
+        if answer.status_code != httpx.codes.OK:
+            raise ServingError(
+                f"the server did not answer a prompt of {length} tokens ({json.dumps(answer.text)[:200]}); "
+                "lower prompt_tokens, or fix the error in its log"
+            )
+
+    for length in lengths:
+        ask(length)
+    with ThreadPoolExecutor(concurrency) as clients:
+        list(clients.map(ask, range(lengths[0] + 1, lengths[0] + 1 + concurrency)))
+
+
+STAGE = Stage(
+    name="bake_cache",
+    parameters=BakeCacheParameters,
+    run=run,
+    needs=needs,
+    data=data,
+    last=True,
+    code=(
+        "slimqwen.plan.jit_modules",
+        "slimqwen.serving.baked_cache",
+        "slimqwen.serving.command",
+        "slimqwen.serving.server",
+        "slimqwen.vllm_plugin.compile_watch",
+    ),
+    packages=("vllm", "torch"),
+)

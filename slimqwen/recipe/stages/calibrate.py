@@ -1,0 +1,417 @@
+"""The stage `calibrate`: AWQ, then 4- or 8-bit weights with 16-bit activations, by llmcompressor.
+
+AWQ (Lin et al., arXiv 2306.00978) moves scale from the inputs of the weights into the layer before, so that channels
+with large activations lose least when the weights are rounded; llmcompressor searches the scales and rounds. The
+output is written tensor by tensor from the source, so that everything that was not calibrated (a vision tower,
+embeddings, rope settings) stays byte for byte the same.
+
+The MTP head is rounded to nearest: llmcompressor does not know it, and a worse draft costs time and no answer. That
+needs no text, so a recipe can do it alone, after the stages that train the head on a checkpoint packed already.
+"""
+
+import random
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from slimqwen import checkpoint
+from slimqwen.checkpoint import packing
+from slimqwen.checkpoint.config import write_config
+from slimqwen.checkpoint.files import bytes_on_disk, carry_side_files
+from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, from_torch, list_tensors, rewrite
+from slimqwen.progress import Progress
+from slimqwen.recipe.schemes import BITS, Targets
+from slimqwen.recipe.stage import Facts, Needs, Parameters, Stage, StageError
+from slimqwen.text.corpus import END_OF_TEXT, CorpusError, TextSource, digests, texts
+
+_ARCHITECTURES = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
+_SCALED_WITH = {
+    "mlp": ("post_attention_layernorm",),
+    "attention": ("input_layernorm",),
+    "linear_attention": ("input_layernorm", "linear_attn.in_proj_a", "linear_attn.in_proj_b"),
+}
+"""Modules of 16 bits that share an input scale with a target's linears."""
+
+_BATCH = 8
+"""Sequences per forward pass."""
+
+_IMPORTS_BYTES = 1500 * 2**20
+"""Measured resident size of torch, transformers and llmcompressor."""
+
+
+class Corpus(TextSource):
+    """The text that activations are measured on.
+
+    Attributes:
+        sequences: number of sequences.
+        length: tokens per sequence, without padding.
+        seed: seed of the generator, or of the order of a file's documents.
+    """
+
+    sequences: Annotated[int, Field(ge=1)] = 64
+    length: Annotated[int, Field(ge=16)] = 256
+
+
+_Change = Callable[[str, TensorInfo], dict[str, NewTensor] | None]
+
+
+class CalibrateParameters(Parameters):
+    """Parameters of the stage.
+
+    Attributes:
+        targets: scheme of each kind of linears; or a list of kinds, all with `scheme`, which is W4A16 if left out.
+            lm_head has a stage of its own (quantise_lm_head).
+        group_size: 4-bit weights of a row that share a scale.
+        rounding: nearest, or gptq (Frantar et al., arXiv 2210.17323), in which later columns compensate the error of
+            earlier ones; after AWQ's scales, as in llm-compressor's own Qwen3.5 recipe.
+        corpus: calibration text.
+        threads: CPU threads; a parameter because it decides the order of summation.
+    """
+
+    targets: Targets = Targets(mlp="W4A16")
+    group_size: Literal[32, 64, 128] = 32
+    rounding: Literal["nearest", "gptq"] = "nearest"
+    corpus: Corpus = Corpus()
+    threads: Annotated[int, Field(ge=1)] = 2
+
+    @model_validator(mode="before")
+    @classmethod
+    def _give_listed_targets_the_scheme(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        kinds = values.get("targets", ["mlp"])
+        if not isinstance(kinds, list | tuple) or not all(isinstance(kind, str) for kind in kinds):
+            return values
+        scheme = values.get("scheme", "W4A16")
+        rest = {name: value for name, value in values.items() if name != "scheme"}
+        return {**rest, "targets": dict.fromkeys(kinds, scheme)}
+
+
+def run(source: Path, destination: Path, parameters: CalibrateParameters, progress: Progress) -> Facts:
+    """Calibrate source in float32 and write it to destination in its own dtype, the targets packed.
+
+    Raises:
+        StageError: another model family, an already quantised checkpoint, a group size that does not divide the inputs
+            of a target, or weights or activations that are not finite.
+        CorpusError: the calibration text is missing, malformed or too short.
+        CorruptCheckpointError: a weight of the MTP head is not finite.
+    """
+    # Slow to import, and needed only in the process that calibrates.
+    import torch
+
+    progress("loading", 0, 0)
+    torch.set_num_threads(parameters.threads)
+    torch.manual_seed(parameters.corpus.seed)
+    found = _target_tensors(source, parameters)
+    config = checkpoint.read_config(source)
+    facts: Facts = {"quantised_linears": sum(map(len, found.values()))}
+    head = _mtp_replacements(found.pop("mtp", {}), parameters)
+    change: _Change = _unchanged
+    if names := {name for weights in found.values() for name in weights}:
+        model, quantization, facts["calibration_tokens"] = _calibrated(source, names, parameters, progress)
+        config = {**config, "quantization_config": quantization}
+        change = _replacements(model, names)
+    rewrite(source, destination, lambda name, info: head.get(name) or change(name, info), progress)
+    carry_side_files(source, destination)
+    if head:
+        scheme = parameters.targets.mtp
+        group = packing.config_group("mtp", BITS[scheme], _group_size(scheme, parameters))
+        config = {**config, "quantization_config": packing.with_group(config, "mtp", group)}
+    write_config(destination, config)
+    facts["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    if torch.cuda.is_available():
+        facts["peak_gpu_memory_bytes"] = torch.cuda.max_memory_allocated()
+    return facts
+
+
+def needs(source: Path, parameters: CalibrateParameters) -> Needs:
+    """Memory: weights in float32, activations of all sequences between two layers, and the libraries."""
+    found = _target_tensors(source, parameters)
+    if found.keys() == {"mtp"}:
+        return Needs(bytes_on_disk(source), _IMPORTS_BYTES + 8 * packing.BLOCK_BYTES)
+    stored = list_tensors(source)
+    text = checkpoint.text_config(checkpoint.read_config(source))
+    tokens = parameters.corpus.sequences * parameters.corpus.length
+    # In memory at a time: each sequence's input of a layer, and the exact and the rounded output of its MLP.
+    activations = (
+        4 * tokens * (2 * text["hidden_size"] + 2 * max(text["hidden_size"], text["intermediate_size"]))
+    )
+    weights = sum(4 * info.elements for info in stored.values())
+    return Needs(
+        disk_bytes=bytes_on_disk(source),
+        memory_bytes=_IMPORTS_BYTES + weights + activations,
+    )
+
+
+def data(parameters: CalibrateParameters) -> dict[str, str]:
+    """Digests of the calibration text, if it is read."""
+    return digests(parameters.corpus) if parameters.targets.calibrated else {}
+
+
+def changes(parameters: CalibrateParameters) -> tuple[str, ...]:
+    """Names of the quantised linears, and of the norms and linears that AWQ scales with them."""
+    quantised = [
+        rf"{packing.LINEARS[kind].removeprefix('re:').removesuffix('$')}\."
+        for kind in parameters.targets.schemes
+    ]
+    scaled = [module for kind in parameters.targets.calibrated for module in _SCALED_WITH[kind]]
+    return (*quantised, *(rf"(?<!mtp\.)layers\.\d+\.{re.escape(module)}\." for module in scaled))
+
+
+def _target_tensors(source: Path, parameters: CalibrateParameters) -> dict[str, dict[str, TensorInfo]]:
+    """The weights to quantise, by kind and name; raises before the expensive part starts."""
+    config = checkpoint.read_config(source)
+    architecture = config["architectures"][0]
+    if architecture not in _ARCHITECTURES:
+        raise StageError(
+            f"{source} is a {architecture}, calibrate knows {' and '.join(_ARCHITECTURES)}; choose another base"
+        )
+    if "quantization_config" in config and parameters.targets.calibrated:
+        raise StageError(f"{source} is quantised already; calibrate needs the 16-bit checkpoint as its base")
+    stored = list_tensors(source)
+    found: dict[str, dict[str, TensorInfo]] = {}
+    for kind, scheme in parameters.targets.schemes.items():
+        pattern = packing.LINEARS[kind].removeprefix("re:")
+        found[kind] = {
+            name: info
+            for name, info in stored.items()
+            if name.endswith(".weight") and re.match(pattern, name.removesuffix(".weight"))
+        }
+        if not found[kind]:
+            packed = kind == "mtp" and f"mtp.fc{packing.PACKED}" in stored
+            fault = "a packed MTP head already" if packed else f"no {kind} layers"
+            raise StageError(f"{source} has {fault}; take {kind} off the targets")
+        group_size = _group_size(scheme, parameters)
+        for name, info in found[kind].items():
+            if group_size and info.shape[1] % group_size:
+                raise StageError(
+                    f"group_size {group_size} does not divide the {info.shape[1]} inputs of {name}; "
+                    "choose a smaller one"
+                )
+            if kind == "mtp" and info.dtype != "BF16":
+                raise StageError(f"{source}: {name} is {info.dtype}; the MTP head is packed from BF16")
+    return found
+
+
+def _group_size(scheme: str, parameters: CalibrateParameters) -> int | None:
+    """Weights that share a scale; None for one scale per row."""
+    return None if BITS[scheme] == 8 else parameters.group_size
+
+
+def _unchanged(_name: str, _info: TensorInfo) -> dict[str, NewTensor] | None:
+    return None
+
+
+def _mtp_replacements(
+    weights: Mapping[str, TensorInfo], parameters: CalibrateParameters
+) -> dict[str, dict[str, NewTensor]]:
+    """The packed tensors that replace each weight of the MTP head."""
+    if not weights:
+        return {}
+    scheme = parameters.targets.mtp
+    bits, group_size = BITS[scheme], _group_size(scheme, parameters)
+    return {name: packing.rounded_to_nearest(info, name, bits, group_size) for name, info in weights.items()}
+
+
+def _calibrated(
+    source: Path, names: Collection[str], parameters: CalibrateParameters, progress: Progress
+) -> tuple[Any, dict[str, Any], int]:
+    """Calibrate and pack the named weights: the model, its quantization_config, and the tokens it read."""
+    import torch
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    sequences = torch.tensor(_sequences(parameters.corpus, tokenizer))
+    config = checkpoint.read_config(source)
+    model = getattr(transformers, config["architectures"][0]).from_pretrained(source, dtype=torch.float32)
+    modules = {name.removesuffix(".weight") for name in names}
+    with torch.no_grad():
+        _calibrate(model, tokenizer, modules, sequences, parameters, progress)
+    return model, _pack(model, config), sequences.numel()
+
+
+def _sequences(corpus: Corpus, tokenizer: Any) -> list[list[int]]:
+    """The documents joined and cut into sequences of equal length."""
+    needed = corpus.sequences * corpus.length
+    tokens: list[int] = []
+    for document in documents(corpus):
+        tokens += tokenizer(document, add_special_tokens=False)["input_ids"]
+        if len(tokens) >= needed:
+            starts = range(0, needed, corpus.length)
+            return [tokens[start : start + corpus.length] for start in starts]
+    raise CorpusError(
+        f"the calibration text {corpus.path} has {len(tokens)} tokens, {corpus.sequences} sequences of "
+        f"{corpus.length} need {needed}; add text or ask for fewer sequences"
+    )
+
+
+def documents(corpus: Corpus) -> Iterable[str]:
+    """The calibration text, document by document, as the model would meet it; the tiny world's never ends.
+
+    Raises:
+        CorpusError: the file cannot be read or is malformed.
+    """
+    if corpus.path is None:
+        return texts(corpus)
+    documents = [text + END_OF_TEXT for text in texts(corpus)]
+    random.Random(corpus.seed).shuffle(documents)
+    return documents
+
+
+def _calibrate(
+    model: Any,
+    tokenizer: Any,
+    modules: set[str],
+    sequences: Any,
+    parameters: CalibrateParameters,
+    progress: Progress,
+) -> None:
+    """Scale and round the modules in place, layer by layer, on the GPU if there is one."""
+    import torch
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.gptq import GPTQModifier
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+    from llmcompressor.modifiers.transform.awq import AWQModifier
+    from llmcompressor.pipelines.cache import IntermediatesCache
+
+    if not torch.accelerator.is_available():
+        # Without an accelerator torch cannot pin memory, and there is no device to copy to.
+        IntermediatesCache.pin_memory = lambda *_, **__: None
+    for name, parameter in model.named_parameters():
+        if not torch.isfinite(parameter).all():
+            raise StageError(f"{model.name_or_path}: {name} is not finite; make that checkpoint anew")
+    batches = [{"input_ids": batch} for batch in sequences.split(_BATCH)]
+    awq = AWQModifier()
+    hooks = _watch(model, modules, len(batches), awq.n_grid, progress)
+    linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    options = {
+        "config_groups": _config_groups(parameters),
+        "ignore": [name for name in linears if name not in modules],
+    }
+    gptq = parameters.rounding == "gptq"
+    quantise = GPTQModifier(**options) if gptq else QuantizationModifier(**options)
+    loader = torch.utils.data.DataLoader(batches, batch_size=None)
+    # The processor is not used, but without one llmcompressor looks for an image processor.
+    oneshot(model=model, processor=tokenizer, recipe=[awq, quantise], dataset=loader, pipeline="sequential")
+    for hook in hooks:
+        hook.remove()
+
+
+def _config_groups(parameters: CalibrateParameters) -> dict[str, Any]:
+    """Schemes for llmcompressor: one for every linear that is not ignored, or one for each kind if they differ."""
+    from compressed_tensors.quantization import QuantizationArgs, preset_name_to_scheme
+
+    schemes = parameters.targets.calibrated
+    if len(set(schemes.values())) == 1:
+        targets = {"Linear": next(iter(schemes.values()))}
+    else:
+        targets = {packing.LINEARS[kind]: scheme for kind, scheme in schemes.items()}
+    groups = {}
+    for number, (target, name) in enumerate(targets.items()):
+        scheme = preset_name_to_scheme(name, [target])
+        group_size = _group_size(name, parameters)
+        if group_size is None:
+            per_row = {**scheme.weights.model_dump(), "strategy": "channel", "group_size": None}
+            scheme.weights = QuantizationArgs(**per_row)
+        else:
+            scheme.weights.group_size = group_size
+        groups[f"group_{number}"] = scheme
+    return groups
+
+
+def _watch(model: Any, modules: set[str], batches: int, grid: int, progress: Progress) -> list[Any]:
+    """Hooks that count the targets' forward passes, and raise if a layer's output is not finite.
+
+    llmcompressor skips a layer with NaN and only logs it: the result would be silently worse.
+    """
+    import torch
+
+    # Each batch passes a target once for measurement and once after rounding, and in each of AWQ's searches once
+    # exactly and once per grid point. Down projections are in two searches, the MLP's and their own; output projections
+    # are in the search of their attention's inputs.
+    searches = {name: 2 if name.endswith("down_proj") else 1 for name in modules}
+    total = batches * sum(2 + searches[name] * (1 + grid) for name in modules)
+    done = 0
+
+    def count(*_: Any) -> None:
+        nonlocal done
+        done += 1
+        progress("calibrating", done, total)
+
+    def refuse_not_finite(name: str) -> Callable[..., None]:
+        def hook(module: Any, inputs: Any, output: Any) -> None:
+            tensor = output[0] if isinstance(output, tuple) else output
+            if not torch.isfinite(tensor).all():
+                raise StageError(
+                    f"{name} gave NaN or infinity on the calibration text; its input checkpoint is damaged"
+                )
+
+        return hook
+
+    hooks = []
+    for name, module in model.named_modules():
+        if name in modules:
+            hooks.append(module.register_forward_hook(count))
+        elif name.rpartition(".")[0].endswith("layers"):
+            hooks.append(module.register_forward_hook(refuse_not_finite(name)))
+    return hooks
+
+
+def _pack(model: Any, config: dict[str, Any]) -> dict[str, Any]:
+    """Pack the rounded weights into integers in place; the quantization_config that describes them."""
+    import torch
+    from compressed_tensors import ModelCompressor, __version__
+
+    dtype = getattr(torch, checkpoint.text_config(config).get("dtype") or config["dtype"])
+    for module in model.modules():
+        if hasattr(module, "weight_scale"):
+            # The scale is rounded first, so that the integers are chosen for the scale that is stored.
+            module.weight_scale.data = module.weight_scale.data.to(dtype).float()
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    quantization: dict[str, Any] = compressor.quantization_config.model_dump(
+        mode="json", exclude={"quant_method"}
+    )
+    quantization["ignore"] = [*quantization["ignore"], packing.UNPACKED_MTP]
+    return {"quant_method": "compressed-tensors", "version": __version__, **quantization}
+
+
+def _replacements(model: Any, targets: Collection[str]) -> _Change:
+    state = model.state_dict()
+
+    def change(name: str, info: TensorInfo) -> dict[str, NewTensor] | None:
+        if name in targets:
+            prefix = name.removesuffix("weight")
+            parts = {part: tensor for part, tensor in state.items() if part.startswith(f"{prefix}weight_")}
+            return {part: from_torch(tensor, info.dtype) for part, tensor in parts.items()}
+        if name in state:
+            return {name: from_torch(state[name], info.dtype)}
+        if name.startswith("mtp."):
+            return None
+        raise StageError(f"{info.file}: the tensor {name} is not part of the model; choose another base")
+
+    return change
+
+
+STAGE = Stage(
+    name="calibrate",
+    parameters=CalibrateParameters,
+    run=run,
+    needs=needs,
+    data=data,
+    changes=changes,
+    code=(
+        "slimqwen.checkpoint.packing",
+        "slimqwen.checkpoint.rtn",
+        "slimqwen.checkpoint.tensors",
+        "slimqwen.recipe.schemes",
+        "slimqwen.text.corpus",
+    ),
+    packages=("torch", "transformers", "llmcompressor", "compressed-tensors", "tokenizers"),
+    # No network is needed; the tokenizer's threads conflict with the data loader's; and OpenMP threads that spin while
+    # they wait are six times slower on a shared machine.
+    environment={"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": "passive"},
+)

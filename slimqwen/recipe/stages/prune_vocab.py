@@ -1,0 +1,329 @@
+"""The stage `prune_vocab`: a smaller vocabulary, and with it a smaller embedding and lm_head.
+
+`slimqwen.models.vocabulary` decides which tokens stay, so that every text can still be encoded. Pruned here are the
+rows of the embedding, of lm_head and of a draft head (`slimqwen.checkpoint.draft_head`), the vocabulary size, and the
+token ids in every settings file. All other tensors, the rest of `mtp.*` among them, pass through byte for byte. The
+checkpoint is read once, front to back, in blocks. vocab.json, merges.txt and added_tokens.json repeat tokenizer.json
+and are left out.
+
+vocab_map.json beside the checkpoint is for clients that send token ids:
+
+    {"schema": "vocab_map/1",
+     "old_vocab_size": rows of the embedding before, "new_vocab_size": rows after,
+     "new_to_old": [old id of new id 0, of new id 1, …]}   # ascending; an old id that is not listed has no row
+
+Old ids are those of the stage's input checkpoint.
+"""
+
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import Field, ValidationInfo, field_validator
+
+from slimqwen import checkpoint
+from slimqwen.checkpoint import draft_head
+from slimqwen.checkpoint.config import write_config
+from slimqwen.checkpoint.files import VOCAB_MAP, bytes_on_disk, carry_side_files
+from slimqwen.checkpoint.tensors import (
+    NewTensor,
+    TensorInfo,
+    from_ids,
+    list_tensors,
+    rewrite,
+    selected_rows,
+)
+from slimqwen.models import vocabulary
+from slimqwen.models.vocabulary import Ids, Vocabulary
+from slimqwen.progress import Progress
+from slimqwen.recipe.stage import Facts, Needs, Parameters, Stage, StageError
+from slimqwen.text.corpus import CorpusError, TextSource, digests, file_digest, file_texts, texts
+
+_MULTIPLE = 64
+"""Engines and quantised kernels need a multiple of this many rows."""
+
+_SETTINGS = ("generation_config.json", "tokenizer_config.json")
+_REPETITIONS = ("vocab.json", "merges.txt", "added_tokens.json")
+_ID_KEY = re.compile(r"(token_ids?|suppress_tokens|bad_words_ids)$")
+_TABLE = re.compile(r"(?:^|\.)(?:embed_tokens|lm_head)\.(\w+)$")
+_BY_ROW = ("weight", "bias", "weight_packed", "weight_scale", "weight_zero_point")
+_ROWLESS = ("weight_g_idx", "weight_global_scale", "input_scale", "input_zero_point", "input_global_scale")
+"""Parts of a quantised lm_head that do not depend on single rows."""
+
+_IMPORTS_BYTES = 300 * 2**20
+_TINYWORLD_IMPORTS_BYTES = 500 * 2**20
+_TOKENIZER_FACTOR = 30
+"""Bytes of memory per byte of tokenizer.json: its JSON in Python, two tokenizers, the ranking."""
+
+
+class Corpus(TextSource):
+    """The text that decides which tokens stay.
+
+    Attributes:
+        documents: largest number of documents to read.
+    """
+
+    documents: Annotated[int, Field(ge=1)] = 20_000
+
+
+class PruneVocabParameters(Parameters):
+    """Parameters of the stage.
+
+    Attributes:
+        size: tokens to keep, rounded up to a multiple of 64.
+        corpus: text that decides which tokens stay.
+        outputs: outputs of the model, counted in addition: a .txt or .jsonl file, or a .json file
+            {"<token id>": count, …}; relative to the recipe.
+        outputs_weight: weight of a token of outputs relative to one of corpus.
+    """
+
+    size: Annotated[int, Field(ge=_MULTIPLE)]
+    corpus: Corpus = Corpus()
+    outputs: Annotated[Path | None, Field(exclude=True)] = None
+    outputs_weight: Annotated[int, Field(ge=1)] = 1
+
+    @field_validator("outputs")
+    @classmethod
+    def _relative_to_recipe(cls, path: Path | None, info: ValidationInfo) -> Path | None:
+        return path and (info.context or {}).get("folder", Path()) / path
+
+
+def run(source: Path, destination: Path, parameters: PruneVocabParameters, progress: Progress) -> Facts:
+    """Write source to destination with a smaller vocabulary.
+
+    Raises:
+        StageError: tables, config and tokenizer contradict each other, or lm_head is packed in an unknown way.
+        VocabularyError: the tokenizer is not a byte-level BPE, has fewer tokens than `size`, or more than `size` must
+            stay.
+        CorpusError: text or counts are missing or malformed.
+    """
+    progress("reading the tokenizer", 0, 0)
+    config = checkpoint.read_config(source)
+    rows: int = checkpoint.text_config(config)["vocab_size"]
+    stored = list_tensors(source)
+    tables = _tables(source, stored, rows)
+    draft_ids = draft_head.read_token_ids(stored, rows)
+    words = vocabulary.read(source / "tokenizer.json")
+    if words.rows > rows:
+        raise StageError(f"{source} has {rows} rows for ids up to {words.rows - 1}; correct its config.json")
+    counts = _counts(words, parameters, progress)
+    token_ids = kept_ids(source, words, counts, parameters.size)
+    if draft_ids is not None:
+        draft_rows = np.flatnonzero(np.isin(draft_ids, token_ids))
+        new_draft_ids = np.searchsorted(token_ids, draft_ids[draft_rows])
+        tables[draft_head.WEIGHT] = lambda _: selected_rows(stored[draft_head.WEIGHT], draft_rows)
+        tables[draft_head.TOKEN_IDS] = lambda _: from_ids(new_draft_ids)
+        config = draft_head.announced(config, len(draft_rows))
+
+    def change(name: str, info: TensorInfo) -> dict[str, NewTensor] | None:
+        return {name: tables[name](token_ids)} if name in tables else None
+
+    rewrite(source, destination, change, progress)
+    _write_settings(source, destination, token_ids, config)
+    (destination / "tokenizer.json").write_text(vocabulary.prune(words, token_ids), encoding="utf-8")
+    new_to_old = {"old_vocab_size": rows, "new_vocab_size": len(token_ids), "new_to_old": token_ids.tolist()}
+    _write_json(destination / VOCAB_MAP, {"schema": "vocab_map/1", **new_to_old}, indent=None)
+    return {
+        "rows_before": rows,
+        "rows_after": len(token_ids),
+        "counted_tokens": int(counts.sum()),
+        "coverage": round(float(counts[token_ids].sum() / counts.sum()), 6),
+    }
+
+
+def needs(source: Path, parameters: PruneVocabParameters) -> Needs:
+    """Disk: at most the size of source. Memory: libraries and tokenizer, as tensors pass through in blocks."""
+    tokenizer = source / "tokenizer.json"
+    length = tokenizer.stat().st_size if tokenizer.is_file() else 0
+    imports = _TINYWORLD_IMPORTS_BYTES if parameters.corpus.path is None else _IMPORTS_BYTES
+    return Needs(
+        disk_bytes=bytes_on_disk(source),
+        memory_bytes=imports + _TOKENIZER_FACTOR * length,
+    )
+
+
+def data(parameters: PruneVocabParameters) -> dict[str, str]:
+    """Digests of the text that is counted."""
+    inputs = digests(parameters.corpus)
+    if parameters.outputs is not None:
+        inputs["outputs"] = file_digest(parameters.outputs, "outputs")
+    return inputs
+
+
+def _tables(
+    source: Path, stored: Mapping[str, TensorInfo], rows: int
+) -> dict[str, Callable[[Ids], NewTensor]]:
+    """For every tensor with a row per token: the function from the ids that stay to its pruned form."""
+    tables: dict[str, Callable[[Ids], NewTensor]] = {}
+    for name, info in stored.items():
+        match = _TABLE.search(name)
+        if match is None or match[1] in _ROWLESS or (match[1] == "weight_scale" and info.elements == 1):
+            continue
+        if match[1] in _BY_ROW and info.shape[0] == rows:
+            tables[name] = partial(selected_rows, info)
+        elif match[1] == "weight_shape":
+            tables[name] = partial(_shape, info)
+        elif match[1] == "weight_zero_point" and info.dtype == "I32":
+            tables[name] = partial(_packed_rows, info, rows)
+        else:
+            raise StageError(
+                f"{source}: {name} {list(info.shape)} cannot be pruned from {rows} rows; prune before quantising"
+            )
+    if not tables:
+        raise StageError(f"{source} has neither embed_tokens nor lm_head; prune a language model")
+    return tables
+
+
+def _packed_rows(info: TensorInfo, rows: int, kept_ids: Ids) -> NewTensor:
+    """Kept zero points, which compressed-tensors packs along the rows."""
+    words, columns = info.shape
+    bits = 32 * words // rows
+
+    def chunks() -> Iterator[memoryview]:
+        import torch
+        from compressed_tensors.compressors import pack_to_int32, unpack_from_int32
+
+        packed = torch.frombuffer(bytearray().join(info.chunks()), dtype=torch.int32).reshape(words, columns)
+        points = unpack_from_int32(packed, bits, torch.Size((rows, columns)), packed_dim=0)
+        yield memoryview(pack_to_int32(points[kept_ids], bits, packed_dim=0).contiguous().numpy()).cast("B")
+
+    # A multiple of 64 rows fills its words.
+    return NewTensor(info.dtype, (len(kept_ids) * bits // 32, columns), chunks)
+
+
+def _shape(info: TensorInfo, kept_ids: Ids) -> NewTensor:
+    """The unpacked shape, which compressed-tensors stores as a tensor."""
+
+    def chunks() -> Iterator[bytes]:
+        shape = np.frombuffer(b"".join(info.chunks()), "<i8").copy()
+        shape[0] = len(kept_ids)
+        yield shape.tobytes()
+
+    return NewTensor(info.dtype, info.shape, chunks)
+
+
+def _counts(words: Vocabulary, parameters: PruneVocabParameters, progress: Progress) -> Ids:
+    total = parameters.corpus.documents
+
+    def counted() -> Iterator[str]:
+        for done, document in enumerate(documents(parameters.corpus)):
+            progress("counting tokens", done, total)
+            yield document
+
+    counts = vocabulary.count(words, counted())
+    outputs = parameters.outputs
+    if outputs is not None:
+        from_file = outputs.suffix == ".json"
+        added = _counts_file(outputs, words) if from_file else vocabulary.count(words, file_texts(outputs))
+        counts += parameters.outputs_weight * added
+    if not counts.any():
+        raise CorpusError(f"{parameters.corpus.path}: no text in it; put some there")
+    return counts
+
+
+def documents(corpus: Corpus) -> Iterator[str]:
+    """The documents by which tokens are ranked."""
+    return itertools.islice(texts(corpus), corpus.documents)
+
+
+def _counts_file(path: Path, words: Vocabulary) -> Ids:
+    counts = np.zeros(words.rows, dtype=np.int64)
+    try:
+        for token, times in json.loads(path.read_bytes()).items():
+            if int(token) < 0 or times < 0:
+                raise ValueError(f"{token}: {times}")
+            counts[int(token)] = times
+    except (OSError, ValueError, IndexError, TypeError, AttributeError) as error:
+        raise CorpusError(
+            f'{path}: not usable as token counts ({error!r}); give {{"<token id>": count, …}}'
+        ) from None
+    return counts
+
+
+def kept_ids(source: Path, words: Vocabulary, counts: Ids, size: int) -> Ids:
+    """The ids to keep: `vocabulary.choose` for the rounded size, including every id that source's settings name."""
+    named = named_ids(source)
+    unknown = named - set(words.ids.values())
+    if unknown:
+        raise StageError(
+            f"{source}: its settings name the token id {min(unknown)}, unknown to its tokenizer; correct the settings"
+        )
+    return vocabulary.choose(words, counts, -(-size // _MULTIPLE) * _MULTIPLE, named)
+
+
+def named_ids(source: Path) -> set[int]:
+    """The token ids that a checkpoint's settings name: ends of text, padding, beginnings, image tokens."""
+    named: set[int] = set()
+
+    def note(old: int) -> int:
+        named.add(old)
+        return old
+
+    _renumbered([checkpoint.read_config(source), *_settings(source).values()], note)
+    return named
+
+
+def _settings(source: Path) -> dict[str, Any]:
+    return {name: json.loads((source / name).read_bytes()) for name in _SETTINGS if (source / name).is_file()}
+
+
+def _write_settings(source: Path, destination: Path, kept_ids: Ids, config: Mapping[str, Any]) -> None:
+    carry_side_files(source, destination)
+    for name in _REPETITIONS:
+        (destination / name).unlink(missing_ok=True)
+    new_id = dict(zip(kept_ids.tolist(), range(len(kept_ids)), strict=True)).__getitem__
+    for name, settings in _settings(source).items():
+        _write_json(destination / name, _renumbered(settings, new_id))
+    resized = _renumbered(config, new_id)
+    for part in (resized, resized.get("text_config", {})):
+        if "vocab_size" in part:
+            part["vocab_size"] = len(kept_ids)
+    write_config(destination, resized)
+
+
+def _renumbered(settings: Any, new_id: Callable[[int], int]) -> Any:
+    """The same JSON with every token id replaced."""
+    if isinstance(settings, list):
+        return [_renumbered(item, new_id) for item in settings]
+    if not isinstance(settings, dict):
+        return settings
+    renumbered = {}
+    for key, value in settings.items():
+        if key == "added_tokens_decoder":
+            renumbered[key] = {str(new_id(int(old))): token for old, token in value.items()}
+        else:
+            renumbered[key] = (_renumbered_ids if _ID_KEY.search(key) else _renumbered)(value, new_id)
+    return renumbered
+
+
+def _renumbered_ids(value: Any, new_id: Callable[[int], int]) -> Any:
+    if isinstance(value, list):
+        return [_renumbered_ids(item, new_id) for item in value]
+    # Some configs write -1 for none.
+    return new_id(value) if isinstance(value, int) and value >= 0 else value
+
+
+def _write_json(file: Path, content: Any, indent: int | None = 2) -> None:
+    file.write_text(json.dumps(content, indent=indent, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+STAGE = Stage(
+    name="prune_vocab",
+    parameters=PruneVocabParameters,
+    run=run,
+    needs=needs,
+    data=data,
+    code=(
+        "slimqwen.models.vocabulary",
+        "slimqwen.checkpoint.draft_head",
+        "slimqwen.checkpoint.tensors",
+        "slimqwen.text.corpus",
+    ),
+    changes=lambda _: (_TABLE.pattern, re.escape(draft_head.PREFIX)),
+    packages=("tokenizers", "numpy", "compressed-tensors"),
+)

@@ -1,0 +1,103 @@
+"""The stage `quantise_lm_head`: the output head in 4 bits, round-to-nearest (RTN) in groups, on any checkpoint.
+
+The other linears may be quantised already. Tied embeddings are untied: the input embedding stays as it is, and the
+head becomes packed integers with a scale per group (compressed-tensors' pack-quantized format, which vLLM serves with
+the same kernels as any W4A16 linear; the MTP head shares the packed head). Rows pass through in blocks.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from slimqwen import checkpoint
+from slimqwen.checkpoint import packing
+from slimqwen.checkpoint.config import write_config
+from slimqwen.checkpoint.files import bytes_on_disk, carry_side_files
+from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, list_tensors, output_head, rewrite
+from slimqwen.progress import Progress
+from slimqwen.recipe.stage import Facts, Needs, Parameters, Stage, StageError
+
+_HEAD = "lm_head.weight"
+_BITS = 4
+_IMPORTS_BYTES = 700 * 2**20
+"""Resident size of torch and compressed-tensors."""
+
+
+class QuantiseLmHeadParameters(Parameters):
+    """Parameters of the stage.
+
+    Attributes:
+        group_size: weights of a row that share a scale.
+    """
+
+    group_size: Literal[32, 64, 128] = 32
+
+
+def run(source: Path, destination: Path, parameters: QuantiseLmHeadParameters, progress: Progress) -> Facts:
+    """Write source to destination with its output head packed.
+
+    Raises:
+        StageError: the head is packed already, is not bfloat16, or its rows do not divide into groups.
+        CorruptCheckpointError: the head is not finite.
+    """
+    config = checkpoint.read_config(source)
+    head, info = _checked_head(source, parameters)
+    packed = packing.rounded_to_nearest(info, _HEAD, _BITS, parameters.group_size)
+
+    def change(name: str, info: TensorInfo) -> Mapping[str, NewTensor] | None:
+        if name != head:
+            return None
+        return packed if name == _HEAD else {name: info.unchanged(), **packed}
+
+    rewrite(source, destination, change, progress)
+    carry_side_files(source, destination)
+    write_config(destination, _config(config, parameters.group_size))
+    return {
+        "head_bytes_before": info.end - info.start,
+        "head_bytes_after": sum(tensor.bytes for tensor in packed.values()),
+    }
+
+
+def needs(source: Path, parameters: QuantiseLmHeadParameters) -> Needs:
+    """Disk: a tied checkpoint grows by the packed head. Memory: some blocks of rows."""
+    _, info = _checked_head(source, parameters)
+    return Needs(
+        disk_bytes=bytes_on_disk(source) + info.elements,
+        memory_bytes=_IMPORTS_BYTES + 8 * packing.BLOCK_BYTES,
+    )
+
+
+def _checked_head(source: Path, parameters: QuantiseLmHeadParameters) -> tuple[str, TensorInfo]:
+    if any(name.startswith(f"{_HEAD}_") for name in list_tensors(source)):
+        raise StageError(f"{source} has a packed lm_head already; take quantise_lm_head out of the recipe")
+    name, info = output_head(source)
+    if info.dtype != "BF16":
+        raise StageError(f"{source}: {name} is {info.dtype}; quantise_lm_head reads BF16, convert it first")
+    if info.shape[1] % parameters.group_size:
+        raise StageError(
+            f"{source}: group_size {parameters.group_size} does not divide the {info.shape[1]} inputs of {name}; "
+            "choose a smaller one"
+        )
+    return name, info
+
+
+def _config(config: Mapping[str, Any], group_size: int) -> dict[str, Any]:
+    """The config with untied embeddings and a group for the head in its quantization_config."""
+    changed = {**config, "tie_word_embeddings": False}
+    if "text_config" in config:
+        changed["text_config"] = {**config["text_config"], "tie_word_embeddings": False}
+    group = packing.config_group("lm_head", _BITS, group_size)
+    changed["quantization_config"] = packing.with_group(config, "lm_head", group)
+    return changed
+
+
+STAGE = Stage(
+    name="quantise_lm_head",
+    parameters=QuantiseLmHeadParameters,
+    run=run,
+    needs=needs,
+    changes=lambda _: (re.escape(_HEAD),),
+    code=("slimqwen.checkpoint.packing", "slimqwen.checkpoint.rtn", "slimqwen.checkpoint.tensors"),
+    packages=("torch", "compressed-tensors"),
+)

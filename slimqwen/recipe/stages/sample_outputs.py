@@ -1,0 +1,196 @@
+"""The stage `sample_outputs`: the checkpoint's own outputs, as training text for its MTP head.
+
+The head predicts the target's tokens, so it learns from them: the target continues the beginnings of documents in
+vLLM, quantised and pruned as it is served (self-distillation as in FastMTP, arXiv 2509.18362). The checkpoint passes
+through unchanged, with `sampled_outputs.jsonl` beside it; of the next stages `trim_draft_vocab` alone passes it on.
+
+Speculation is off, the chunks of requests are fixed and every request has its own seed, so the same inputs give the
+same tokens.
+"""
+
+import itertools
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from slimqwen.checkpoint.files import bytes_on_disk, carry_all
+from slimqwen.progress import Progress
+from slimqwen.recipe.stage import Facts, Needs, Parameters, Stage
+from slimqwen.text.corpus import CorpusError, TextFile, TextSource, digests, tinyworld_documents
+
+OUTPUTS = "sampled_outputs.jsonl"
+
+_ENGINE_BYTES = 3 * 2**30
+"""Resident size of vLLM with KV cache and activations; measured: 2.1 GiB for a small model."""
+
+
+class Prompts(TextSource):
+    """The text whose beginnings the target continues: a {"prompt": …} as a whole, of a text the first third.
+
+    Attributes:
+        longest: largest number of prompt tokens; longer prompts are cut at the end.
+    """
+
+    longest: Annotated[int, Field(ge=4)] = 128
+    seed: int = 1
+
+
+class SampleOutputsParameters(Parameters):
+    """Parameters of the stage.
+
+    Attributes:
+        prompts: text to continue.
+        texts: number of continuations to train on, sampled.
+        held_out: number of continuations to measure on, greedy, of other prompts.
+        tokens: largest number of tokens of a continuation.
+        temperature: sampling temperature of the continuations to train on.
+        chunk: requests that are given to the engine together.
+        threads: CPU threads; a parameter because it decides the order of summation.
+    """
+
+    prompts: Prompts = Prompts()
+    texts: Annotated[int, Field(ge=16)] = 1024
+    held_out: Annotated[int, Field(ge=8)] = 96
+    tokens: Annotated[int, Field(ge=16)] = 96
+    temperature: Annotated[float, Field(gt=0, le=2)] = 0.7
+    chunk: Annotated[int, Field(ge=1)] = 64
+    threads: Annotated[int, Field(ge=1)] = 2
+
+
+@dataclass(frozen=True)
+class Output:
+    """One continuation by the target, in token ids."""
+
+    prompt: tuple[int, ...]
+    continuation: tuple[int, ...]
+    held_out: bool
+
+
+def run(source: Path, destination: Path, parameters: SampleOutputsParameters, progress: Progress) -> Facts:
+    """Copy source to destination and write its outputs to `OUTPUTS` there.
+
+    Raises:
+        CorpusError: the corpus is missing, malformed or too short.
+    """
+    # Read when torch is imported; without it vLLM uses a single thread.
+    os.environ["OMP_NUM_THREADS"] = str(parameters.threads)
+    from transformers import AutoTokenizer
+    from vllm import SamplingParams
+
+    from slimqwen.serving.in_process import engine
+
+    progress("loading", 0, 0)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    total = parameters.texts + parameters.held_out
+    prompts = list(itertools.islice(_prompts(parameters.prompts, tokenizer), total))
+    if len(prompts) < total:
+        raise CorpusError(
+            f"{parameters.prompts.path} gives {len(prompts)} different prompts, {total} are needed; add text or ask "
+            "for fewer"
+        )
+    carry_all(source, destination, leave_out=[OUTPUTS])
+    num_tokens = 0
+    longest = parameters.prompts.longest + parameters.tokens + 1
+    with (
+        engine(source, max_model_len=longest, max_num_seqs=parameters.chunk) as llm,
+        (destination / OUTPUTS).open("w", encoding="utf-8") as lines,
+    ):
+        for first in range(0, total, parameters.chunk):
+            progress("sampling", first, total)
+            chunk = prompts[first : first + parameters.chunk]
+            settings = [
+                SamplingParams(
+                    max_tokens=parameters.tokens,
+                    temperature=0.0 if number < parameters.held_out else parameters.temperature,
+                    seed=parameters.prompts.seed * 1_000_003 + number,
+                )
+                for number in range(first, first + len(chunk))
+            ]
+            answers = llm.generate([{"prompt_token_ids": ids} for ids in chunk], settings, use_tqdm=False)
+            for number, answer in enumerate(answers, start=first):
+                continuation = list(answer.outputs[0].token_ids)
+                row = {
+                    "prompt": prompts[number],
+                    "continuation": continuation,
+                    "held_out": number < parameters.held_out,
+                }
+                lines.write(json.dumps(row) + "\n")
+                num_tokens += len(continuation)
+    return {"continuations": total, "tokens": num_tokens}
+
+
+def read_outputs(folder: Path) -> Iterator[Output]:
+    """The continuations beside a checkpoint, the held-out ones first.
+
+    Raises:
+        CorpusError: there are none.
+    """
+    file = folder / OUTPUTS
+    if not file.is_file():
+        raise CorpusError(f"{folder} has no {OUTPUTS}; put the stage sample_outputs before this one")
+    with file.open(encoding="utf-8") as lines:
+        for line in lines:
+            row = json.loads(line)
+            yield Output(tuple(row["prompt"]), tuple(row["continuation"]), row["held_out"])
+
+
+def needs(source: Path, parameters: SampleOutputsParameters) -> Needs:
+    """Disk: a copy of the checkpoint, and the texts. Memory: the engine with its weights."""
+    size = bytes_on_disk(source)
+    texts = 16 * (parameters.texts + parameters.held_out) * (parameters.prompts.longest + parameters.tokens)
+    return Needs(disk_bytes=size + texts, memory_bytes=_ENGINE_BYTES + size)
+
+
+def data(parameters: SampleOutputsParameters) -> dict[str, str]:
+    """Digests of the text of the prompts."""
+    return digests(parameters.prompts, "prompts")
+
+
+def _prompts(prompts: Prompts, tokenizer: Any) -> Iterator[list[int]]:
+    """Beginnings of documents as token ids, all different."""
+    seen: set[tuple[int, ...]] = set()
+    for beginning, whole in _beginnings(prompts):
+        ids = tokenizer(beginning, add_special_tokens=False)["input_ids"]
+        if whole:
+            ids = ids[: max(4, len(ids) // 3)]
+        ids = ids[: prompts.longest]
+        if len(ids) >= 4 and tuple(ids) not in seen:
+            seen.add(tuple(ids))
+            yield ids
+
+
+def _beginnings(prompts: Prompts) -> Iterator[tuple[str, bool]]:
+    """(text, whether it is a whole document, to be cut to its beginning)."""
+    if prompts.path is None:
+        from slimqwen.tinyworld.documents import SHORT_MIX  # slow: it imports transformers
+
+        # More prose and chat: answers of a single word say little about drafting.
+        mix = SHORT_MIX | {"prose": 0.6, "chat": 0.3, "echo": 0.0, "copy": 0.0}
+        for generated in tinyworld_documents(prompts.seed, mix):
+            yield (generated.parts[0].text, len(generated.parts) == 1)
+        return
+    file = TextFile(prompts.path)
+    for document in file:
+        text = document.text if document.prompt is None else document.prompt
+        if text is None:
+            raise CorpusError(
+                f'{file.location(document.position)}: a chat; give {{"text": …}} or {{"prompt": …}}'
+            )
+        yield (text, document.prompt is None)
+
+
+STAGE = Stage(
+    name="sample_outputs",
+    parameters=SampleOutputsParameters,
+    run=run,
+    needs=needs,
+    data=data,
+    code=("slimqwen.serving.in_process", "slimqwen.text.corpus"),
+    packages=("vllm", "torch", "transformers", "tokenizers"),
+    environment={"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": "passive"},
+)

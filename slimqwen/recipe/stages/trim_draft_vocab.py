@@ -1,0 +1,251 @@
+"""The stage `trim_draft_vocab`: the MTP head drafts from the ids that the model itself uses most.
+
+A draft pass reads the whole output head, which is most of its bytes where the vocabulary is large. Here the rows of
+`size` ids become a draft head of its own (`slimqwen.checkpoint.draft_head`). The target verifies with its whole
+vocabulary as before, so no answer changes; a token without a row ends a draft. Ids are counted in the sampled
+continuations that the stage `sample_outputs` left beside the checkpoint (FR-Spec, arXiv 2502.14856, ranks the ids of a
+corpus the same way); added tokens and the ids that the settings name are always in.
+
+The rows are those of the output head, in its 16 bits. Of a head packed in 4 or 8 bits they are unpacked, so that
+vLLM computes the same scores as with the packed head. `sampled_outputs.jsonl` is passed on, as the target's outputs
+stay the same. The file trim_draft_vocab.json beside the checkpoint says how much of the held-out continuations the ids
+cover, for this size and others.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import Field
+
+from slimqwen import checkpoint
+from slimqwen.checkpoint import draft_head
+from slimqwen.checkpoint.config import read_json_object, write_config
+from slimqwen.checkpoint.files import bytes_on_disk, carry_side_files
+from slimqwen.checkpoint.tensors import (
+    NewTensor,
+    TensorInfo,
+    from_ids,
+    list_tensors,
+    output_head,
+    rewrite,
+    selected_rows,
+)
+from slimqwen.models.vocabulary import Ids
+from slimqwen.progress import Progress
+from slimqwen.recipe.stage import Facts, Needs, Parameters, Stage, StageError
+from slimqwen.recipe.stages.prune_vocab import named_ids
+from slimqwen.recipe.stages.sample_outputs import OUTPUTS, Output, read_outputs
+
+REPORT = "trim_draft_vocab.json"
+"""File beside the checkpoint: coverage of the held-out continuations, by size."""
+
+_MULTIPLE = 64
+"""Engines pad an output head to a multiple of so many rows."""
+
+_CARRIERS = ("mtp.fc.weight", "mtp.fc.weight_packed")
+"""The tensors of an MTP head, of which one is stored; its shard takes the draft head."""
+
+_PACKED = "lm_head.weight_packed"
+_SCALE = "lm_head.weight_scale"
+_PACKED_PARTS = {_PACKED, _SCALE, "lm_head.weight_shape"}
+"""Tensors of a head that is packed symmetrically in groups or rows, as `quantise_lm_head` does it."""
+
+_BLOCK_ROWS = 4096
+_IMPORTS_BYTES = 700 * 2**20
+"""Resident size of torch and compressed-tensors."""
+
+
+class TrimDraftVocabParameters(Parameters):
+    """Parameters of the stage.
+
+    Attributes:
+        size: ids that may be drafted, rounded up to a multiple of 64.
+    """
+
+    size: Annotated[int, Field(ge=_MULTIPLE)]
+
+
+def run(source: Path, destination: Path, parameters: TrimDraftVocabParameters, progress: Progress) -> Facts:
+    """Write source to destination with a draft head.
+
+    Raises:
+        CorpusError: source has no `OUTPUTS` beside it.
+        StageError: source has no MTP head or a draft head already, its output head has a form that vLLM could not be
+            given in 16 bits, or `size` does not lie between the ids that are always in and the whole vocabulary.
+    """
+    progress("counting ids", 0, 0)
+    config = checkpoint.read_config(source)
+    stored = list_tensors(source)
+    rows_of = _output_rows(source, stored)
+    outputs = list(read_outputs(source))
+    vocab_size: int = checkpoint.text_config(config)["vocab_size"]
+    counts = _counts((output for output in outputs if not output.held_out), vocab_size)
+    held_out = _counts((output for output in outputs if output.held_out), vocab_size)
+    required = _required_ids(source)
+    ranked = _ranked(counts, required)
+    size = -(-parameters.size // _MULTIPLE) * _MULTIPLE
+    if not len(required) <= size < vocab_size:
+        raise StageError(
+            f"{source}: size {size} must lie between the {len(required)} ids that are always in and {vocab_size}, "
+            "the whole vocabulary; choose another"
+        )
+    ids = np.sort(ranked[:size])
+
+    def change(name: str, info: TensorInfo) -> Mapping[str, NewTensor] | None:
+        if name not in _CARRIERS:
+            return None
+        return {
+            name: info.unchanged(),
+            draft_head.WEIGHT: rows_of(ids),
+            draft_head.TOKEN_IDS: from_ids(ids),
+        }
+
+    rewrite(source, destination, change, progress)
+    carry_side_files(source, destination)
+    shutil.copyfile(source / OUTPUTS, destination / OUTPUTS)
+    write_config(destination, draft_head.announced(config, size))
+    sizes = sorted({size, *(vocab_size // 2**power for power in range(5))} - {0}, reverse=True)
+    covered = {rows: _share(held_out, ranked[: max(rows, len(required))]) for rows in sizes}
+    report = {
+        "schema": "trim_draft_vocab/1",
+        "parameters": parameters.model_dump(mode="json"),
+        "rows": size,
+        "vocab_size": vocab_size,
+        "always_in": len(required),
+        "counted_tokens": int(counts.sum()),
+        "ids_counted": int(np.count_nonzero(counts)),
+        "held_out_tokens": int(held_out.sum()),
+        "coverage": covered[size],
+        "coverage_by_rows": {str(rows): share for rows, share in covered.items()},
+    }
+    (destination / REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return {
+        "rows": size,
+        "vocab_size": vocab_size,
+        "counted_tokens": int(counts.sum()),
+        "held_out_tokens": int(held_out.sum()),
+        "coverage": covered[size],
+    }
+
+
+def needs(source: Path, parameters: TrimDraftVocabParameters) -> Needs:
+    """Disk: source and the new rows. Memory: libraries, the outputs, and the packed rows where the head is packed."""
+    stored = list_tensors(source)
+    _output_rows(source, stored)
+    hidden = checkpoint.text_config(checkpoint.read_config(source))["hidden_size"]
+    head = 2 * hidden * (parameters.size + _MULTIPLE)
+    outputs = source / OUTPUTS
+    texts = outputs.stat().st_size if outputs.is_file() else 0
+    return Needs(disk_bytes=bytes_on_disk(source) + head, memory_bytes=_IMPORTS_BYTES + 10 * texts + 2 * head)
+
+
+def _counts(outputs: Iterator[Output], vocab_size: int) -> Ids:
+    """Occurrences of every id in continuations."""
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for output in outputs:
+        counts += np.bincount(np.array(output.continuation, dtype=np.int64), minlength=vocab_size)
+    return counts
+
+
+def _required_ids(source: Path) -> Ids:
+    """Ids of the added tokens and of those that the settings name, such as the ends of a text; ascending."""
+    added = read_json_object(source / "tokenizer.json").get("added_tokens", [])
+    return np.array(sorted({token["id"] for token in added} | named_ids(source)), dtype=np.int64)
+
+
+def _ranked(counts: Ids, required: Ids) -> Ids:
+    """All ids: the required ones, then by occurrences; of equal ones the smaller id, which BPE merged earlier."""
+    order = np.argsort(-counts, kind="stable")
+    return np.concatenate([required, order[~np.isin(order, required)]])
+
+
+def _share(counts: Ids, ids: Ids) -> float:
+    return round(float(counts[ids].sum() / counts.sum()), 6)
+
+
+def _output_rows(source: Path, stored: Mapping[str, TensorInfo]) -> Callable[[Ids], NewTensor]:
+    """Ids -> their rows of the output head in 16 bits.
+
+    Raises:
+        StageError: a mixture of experts, no MTP head, a draft head already, or another form of the output head.
+    """
+    if "num_experts" in checkpoint.text_config(checkpoint.read_config(source)):
+        raise StageError(
+            f"{source} is a mixture of experts, whose MTP head vLLM builds from a class without a draft head; take "
+            "trim_draft_vocab out of the recipe"
+        )
+    if not any(carrier in stored for carrier in _CARRIERS):
+        raise StageError(
+            f"{source} has no {_CARRIERS[0]}: nothing drafts; take trim_draft_vocab out of the recipe"
+        )
+    if draft_head.WEIGHT in stored:
+        raise StageError(f"{source} has a draft head already; take one trim_draft_vocab out of the recipe")
+    parts = {name for name in stored if name.startswith("lm_head.weight_")}
+    if not parts:
+        name, info = output_head(source)
+        if info.dtype not in ("BF16", "F16"):
+            raise StageError(
+                f"{source}: {name} is {info.dtype}; trim_draft_vocab reads 16 bits, put it before the stage that "
+                "quantises the output head"
+            )
+        return lambda ids: selected_rows(info, ids)
+    scale = stored.get(_SCALE)
+    if parts != _PACKED_PARTS or scale is None or scale.dtype not in ("BF16", "F16"):
+        raise StageError(
+            f"{source}: its output head is stored as {', '.join(sorted(parts))}, which is not unpacked here; put "
+            "trim_draft_vocab before the stage that quantises it"
+        )
+    [hidden, *_] = next(stored[carrier].shape for carrier in _CARRIERS if carrier in stored)
+    return lambda ids: _unpacked_rows(stored[_PACKED], scale, hidden, ids)
+
+
+def _unpacked_rows(packed: TensorInfo, scale: TensorInfo, hidden: int, ids: Ids) -> NewTensor:
+    """Rows of a packed head times their scales, in the scales' dtype."""
+    bits = 32 * packed.shape[1] // hidden
+
+    def blocks() -> Iterator[memoryview]:
+        import torch
+        from compressed_tensors.compressors import unpack_from_int32
+
+        from slimqwen.checkpoint.tensors import torch_dtype
+
+        for first in range(0, len(ids), _BLOCK_ROWS):
+            wanted = ids[first : first + _BLOCK_ROWS]
+            words, scales = (_read(selected_rows(part, wanted)) for part in (packed, scale))
+            whole = unpack_from_int32(words, bits, torch.Size((len(wanted), hidden))).float()
+            groups = whole.reshape(len(wanted), scales.shape[1], -1) * scales.float().unsqueeze(2)
+            rows = groups.reshape(len(wanted), hidden).to(torch_dtype(scale.dtype))
+            yield memoryview(rows.contiguous().view(torch.uint8).numpy()).cast("B")
+
+    return NewTensor(scale.dtype, (len(ids), hidden), blocks)
+
+
+def _read(tensor: NewTensor) -> Any:
+    """A tensor to be written, in memory."""
+    import torch
+
+    from slimqwen.checkpoint.tensors import torch_dtype
+
+    content = bytearray().join(tensor.chunks())
+    return torch.frombuffer(content, dtype=torch_dtype(tensor.dtype)).reshape(tensor.shape)
+
+
+STAGE = Stage(
+    name="trim_draft_vocab",
+    parameters=TrimDraftVocabParameters,
+    run=run,
+    needs=needs,
+    changes=lambda _: (re.escape(draft_head.PREFIX),),
+    code=(
+        "slimqwen.checkpoint.draft_head",
+        "slimqwen.checkpoint.tensors",
+        "slimqwen.recipe.stages.prune_vocab",
+        "slimqwen.recipe.stages.sample_outputs",
+    ),
+    packages=("numpy", "torch", "compressed-tensors"),
+)

@@ -1,0 +1,115 @@
+"""The recipe of a variant, run on the repository's own weights/ and store."""
+
+import re
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from slimqwen import checkpoint
+from slimqwen import variant as variants
+from slimqwen.checkpoint import difference
+from slimqwen.checkpoint.difference import Change, TensorDifference
+from slimqwen.progress import Progress, silent
+from slimqwen.recipe import recipe_file, runner
+from slimqwen.recipe.recipe_file import Recipe, RecipeError, Step
+from slimqwen.variant import Variant
+
+
+def read(variant: Variant) -> Recipe:
+    """Read a variant's recipe.yaml.
+
+    Raises:
+        RecipeError: it is missing or cannot be used.
+    """
+    return recipe_file.read(variant.folder / "recipe.yaml")
+
+
+def run(variant: Variant, until: str | None = None, progress: Progress = silent) -> list[runner.Outcome]:
+    """Run a variant's recipe, up to and including the stage `until`; raises as `runner.run`."""
+    weights = variant.root / "weights"
+    resolve = partial(base_folder, root=variant.root)
+    return runner.run(read(variant), variant.name, weights, resolve, until, progress)
+
+
+def status(variant: Variant) -> list[runner.Forecast]:
+    """Whether a run of a variant's recipe would reuse or run each stage; raises as `runner.status`."""
+    return runner.status(read(variant), variant.root / "weights", partial(base_folder, root=variant.root))
+
+
+def clean(root: Path) -> int:
+    """Delete the recipe outputs that no variant uses or would reuse; returns the bytes freed.
+
+    Raises:
+        RecipeError: a recipe is running, or one cannot be used.
+    """
+    keep: list[str] = []
+    for name in variants.names(root):
+        variant = variants.load(name, root)
+        if variant.recipe is None:
+            continue
+        try:
+            keep += [forecast.key for forecast in status(variant) if forecast.key]
+        except checkpoint.MissingCheckpointError:
+            continue
+    return runner.clean_store(root / "weights", keep)
+
+
+def base_folder(base: str, root: Path) -> Path:
+    """The checked weights of a recipe's base: a variant, or the variant that is a copy of a hub repository.
+
+    Raises:
+        RecipeError: no variant is a copy of that repository.
+        MissingCheckpointError, CorruptCheckpointError: its weights are missing or damaged.
+    """
+    variant = variants.load(_copy_of(base, root) if "/" in base else base, root)
+    checkpoint.check(variant.weights, variants.making_command(variant.weights, root))
+    return variant.weights
+
+
+def _copy_of(repository: str, root: Path) -> str:
+    for name in variants.names(root):
+        source = variants.load(name, root).settings.get("SOURCE")
+        if source and source.value == repository and source.file.parent.name == name:
+            return name
+    raise RecipeError(
+        f"no variant is a copy of {repository}; add one whose config.env says SOURCE={repository}"
+    )
+
+
+def unexplained_changes(variant: Variant, progress: Progress = silent) -> list[TensorDifference]:
+    """Tensors of a variant's checkpoint that differ from its recipe's base, though no stage of the recipe changes them.
+
+    Args:
+        variant: one with a recipe.yaml.
+        progress: receives (activity, done, total) in tensors.
+
+    Raises:
+        RecipeError: its recipe cannot be used.
+        MissingCheckpointError, CorruptCheckpointError: a checkpoint is missing or damaged.
+    """
+    recipe = read(variant)
+    base = base_folder(recipe.base, variant.root)
+    return unexplained_by(recipe.steps, base, variant.weights, progress)
+
+
+def unexplained_by(
+    steps: Sequence[Step], base: Path, weights: Path, progress: Progress = silent
+) -> list[TensorDifference]:
+    """Tensors of a checkpoint that differ from its base, though no step of a recipe changes them.
+
+    Args:
+        steps: of the recipe.
+        base: checkpoint folder that the recipe starts from.
+        weights: checkpoint folder that it makes.
+        progress: receives (activity, done, total) in tensors.
+
+    Raises:
+        CorruptCheckpointError: a checkpoint cannot be read.
+    """
+    patterns = [pattern for step in steps for pattern in step.stage.changes(step.parameters)]
+
+    def is_explained(name: str) -> bool:
+        return any(re.search(pattern, name) for pattern in patterns)
+
+    differences = difference.compare(base, weights, progress, leave_out=is_explained)
+    return [each for each in differences if each.change is not Change.NONE]

@@ -1,0 +1,106 @@
+"""The warm worker: a process that has imported vLLM and forks itself for each job (`python -m` this module <file>).
+
+A job runs as in `slimqwen.recipe.worker`, in a process of its own that may crash or hang, without the seconds of
+imports. Messages are those of `worker`, before them ("started", process id), after them ("ended", exit code).
+"""
+
+import gc
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import IO, Any, NoReturn
+
+from slimqwen.recipe import worker
+
+
+@dataclass(frozen=True)
+class WarmWorker:
+    """The runner's side of a warm worker.
+
+    Attributes:
+        messages: what its jobs report, one job after the other.
+    """
+
+    messages: Connection
+    _process: "subprocess.Popen[bytes]"
+
+    def give(self, environment: Mapping[str, str], *job: Any) -> int:
+        """Start a job: run, source, destination, parameters. The one before must have ended.
+
+        Args:
+            environment: variables of the job's process. What torch and vLLM read at their import is the warm worker's.
+
+        Returns:
+            The process id.
+
+        Raises:
+            BrokenPipeError: the warm worker has died.
+            EOFError: it died before it had imported vLLM.
+        """
+        assert self._process.stdin is not None
+        pickle.dump((dict(environment), job), self._process.stdin)
+        self._process.stdin.flush()
+        _, process = self.messages.recv()
+        return int(process)
+
+
+@contextmanager
+def started(environment: Mapping[str, str], output: IO[bytes]) -> Iterator[WarmWorker]:
+    """Start a warm worker. It and the process of its job end with the block.
+
+    Args:
+        environment: environment variables of the process; PYTHONPATH is added.
+        output: file for what its jobs print.
+    """
+    with worker.module_started(__spec__.name, environment, output) as (process, messages):
+        yield WarmWorker(messages, process)
+
+
+def main() -> None:
+    """Import vLLM, then run each job in a fork; exit with the runner."""
+    gc.disable()
+    from slimqwen.vllm_plugin.engine_fixes import forked_processes
+
+    _import_engine()
+    forked_processes.allow()
+    gc.freeze()
+    gc.enable()
+    with Connection(int(sys.argv[1]), readable=False) as runner, suppress(EOFError):
+        while True:
+            environment, job = pickle.load(sys.stdin.buffer)
+            process = os.fork()
+            if process == 0:
+                _perform(job, environment, runner)
+            runner.send(("started", process))
+            _, status = os.waitpid(process, 0)
+            runner.send(("ended", os.waitstatus_to_exitcode(status)))
+
+
+def _import_engine() -> None:
+    # The engine's class imports the rest.
+    import vllm.v1.engine.llm_engine
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        import vllm.v1.worker.cpu_worker  # noqa: F401
+
+
+def _perform(job: Any, environment: Mapping[str, str], runner: Connection) -> NoReturn:
+    from slimqwen.vllm_plugin.engine_fixes import forked_processes
+
+    os.environ.clear()
+    os.environ.update(environment)
+    forked_processes.set_threads()
+    worker.perform(job, runner)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""The named numbers of a record, read from its fields; data frames, MLflow and the leaderboard show these."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_ESTIMATE_FIELDS = ("standard_error", "low", "high", "count")
+_NAMING_CONTAINERS = frozenset(
+    {"tasks", "classes", "modes", "depths", "settings", "cells", "variants", "heads", "sizes"}
+)
+"""Fields whose entries have names that say enough: the field's own name is left out."""
+
+_LABELS = (
+    "class", "variant", "stage", "gate", "damage", "kind", "name", "figure", "depth", "temperature", "size", "rank",
+    "group", "context", "tokens", "step", "seed", "batch_size",
+)  # fmt: skip
+"""Fields that tell the entries of a list apart."""
+
+_UNITS = (
+    ("tokens_per_second", "tokens/s"), ("tokens_per_s", "tokens/s"), ("_per_s", "1/s"), ("_ms", "ms"),
+    ("milliseconds", "ms"), ("seconds", "s"), ("_s", "s"), ("bytes", "bytes"), ("bytes_per_step", "bytes"),
+    ("_nats", "nats"), ("bits_per_byte", "bits/byte"), ("bits_per_byte_change", "bits/byte"), ("share", "share"),
+    ("exact_match", "share"), ("acc", "share"), ("acc_norm", "share"), ("length", "tokens"), ("tokens", "tokens"),
+)  # fmt: skip
+"""Unit by the ending of a figure's name; the first that fits."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number of a record.
+
+    Attributes:
+        value: in `unit`.
+        unit: empty where nobody has said it.
+        standard_error: of the value, in `unit`; None where the record holds none.
+        low: lower end of the 95 % interval; None where the record holds none.
+        high: upper end of the interval.
+        count: observations that the value is made from; None where the record does not say.
+    """
+
+    value: float
+    unit: str = ""
+    standard_error: float | None = None
+    low: float | None = None
+    high: float | None = None
+    count: int | None = None
+
+
+def figures_of(fields: Mapping[str, Any]) -> dict[str, Figure]:
+    """Every number in the fields of a record.
+
+    Args:
+        fields: the part of a record that holds its results, as JSON.
+
+    Returns:
+        Figures by name: where the number stands, its parts joined by "/", then its own name (for statistics of a
+        distribution `ttft_ms.median`).
+    """
+    return dict(pair for key, value in fields.items() for pair in _walk(value, (), key))
+
+
+def unit_of(name: str) -> str:
+    """The unit that the ending of a figure's name says, empty where it says none."""
+    ending = name.rpartition("/")[2].partition(".")[0]
+    return next((unit for end, unit in _UNITS if ending.endswith(end)), "")
+
+
+def _walk(value: Any, group: tuple[str, ...], name: str) -> Iterator[tuple[str, Figure]]:
+    """The figures in one part of a record.
+
+    Args:
+        value: the part.
+        group: names of the parts around it.
+        name: its own name.
+    """
+    if _is_number(value):
+        yield _named(group, name, value)
+    elif isinstance(value, Mapping):
+        yield from _walk_mapping(value, group, name)
+    elif isinstance(value, list):
+        within = group if name in _NAMING_CONTAINERS else (*group, name)
+        for number, part in enumerate(value):
+            if isinstance(part, Mapping) and "value" not in part:
+                label, rest = _labelled(part, number)
+                for key, inner in rest.items():
+                    yield from _walk(inner, (*within, label), key)
+            else:
+                yield from _walk(part, (*group, str(number)), name)
+
+
+def _walk_mapping(
+    value: Mapping[str, Any], group: tuple[str, ...], name: str
+) -> Iterator[tuple[str, Figure]]:
+    rest = dict(value)
+    if _is_number(value.get("value")):
+        # An estimate has its field's name, a task the name of its measure.
+        within = (*group, name) if "measure" in value else group
+        estimate = {key: rest.pop(key, None) for key in _ESTIMATE_FIELDS}
+        yield _named(within, value.get("measure", name), rest.pop("value"), **estimate)
+        group = within
+    elif _is_number(value.get("mean")):
+        for statistic, figure in value.items():
+            if statistic != "standard_error" and _is_number(figure):
+                error = {"standard_error": value.get("standard_error")} if statistic == "mean" else {}
+                yield _named(group, f"{name}.{statistic}", figure, **error)
+        return
+    elif name not in _NAMING_CONTAINERS:
+        group = (*group, name)
+    for key, part in rest.items():
+        if name in _NAMING_CONTAINERS and _is_number(part):
+            yield _named((*group, key), name, part)
+        else:
+            yield from _walk(part, group, key)
+
+
+def _labelled(part: Mapping[str, Any], number: int) -> tuple[str, dict[str, Any]]:
+    """What tells an entry of a list apart, and the rest of the entry."""
+    keys = [key for key in _LABELS if isinstance(part.get(key), str | int | float)]
+    label = ", ".join(part[key] if isinstance(part[key], str) else f"{key}={part[key]:g}" for key in keys)
+    return label or str(number), {key: value for key, value in part.items() if key not in keys}
+
+
+def _named(group: tuple[str, ...], name: str, value: float, **estimate: Any) -> tuple[str, Figure]:
+    return "/".join((*group, name)), Figure(value, unit_of(name), **estimate)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,119 @@
+"""Journal of a run that has not ended: its answers so far, from which the same command continues."""
+
+import fcntl
+import hashlib
+import io
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from slimqwen import checkpoint
+from slimqwen.errors import SlimqwenError
+from slimqwen.records import provenance
+from slimqwen.serving.command import ServerCommand
+
+
+class RunInProgressError(SlimqwenError):
+    """Another process is making the same run."""
+
+
+class Journal:
+    """Answers by request; each is appended to a file at once."""
+
+    def __init__(self, file: Path, stream: io.FileIO, answers: Mapping[str, Any]) -> None:
+        self._file, self._stream, self._answers = file, stream, answers
+        self._count = len(answers)
+        self._reused: set[str] = set()
+
+    def __len__(self) -> int:
+        """Number of answers in the file."""
+        return self._count
+
+    @property
+    def reused(self) -> int:
+        """Number of answers of an earlier run that were used."""
+        return len(self._reused)
+
+    def get(self, request: Any) -> Any | None:
+        """The answer of an earlier run; None without one.
+
+        Args:
+            request: everything that decides the answer, as JSON.
+        """
+        key = _digest(request)
+        if key in self._answers:
+            self._reused.add(key)
+        return self._answers.get(key)
+
+    def add(self, request: Any, answer: Any) -> None:
+        """Append an answer.
+
+        Args:
+            request: everything that decides the answer, as JSON.
+            answer: what `get` returns for the request, as JSON.
+        """
+        line = json.dumps([_digest(request), answer], ensure_ascii=False) + "\n"
+        self._stream.write(line.encode())
+        self._count += 1
+
+    def discard(self) -> None:
+        """Delete the file, once the run has its record."""
+        self._file.unlink(missing_ok=True)
+
+
+def journal_file(kind: str, command: ServerCommand, *inputs: Any) -> Path:
+    """The file of a run's journal: one for each checkpoint, flags, versions, hardware and inputs.
+
+    Args:
+        kind: kind of the record that the run makes.
+        command: command that serves the variant; its port does not matter.
+        inputs: what else decides an answer, as JSON.
+    """
+    variant = command.variant
+    parts = [
+        inputs,
+        checkpoint.digest(variant.weights),
+        provenance.portable(provenance.deciding(command.flags), variant.root),
+        provenance.redacted(command.environment),
+        provenance.package_versions(),
+        provenance.hardware().as_json(),
+    ]
+    return variant.root / ".cache" / kind / f"{variant.name}_{_digest(parts)[:16]}.jsonl"
+
+
+@contextmanager
+def locked(file: Path) -> Iterator[Journal]:
+    """Open a journal for this process alone.
+
+    Args:
+        file: made if missing; an incomplete last line, left by a process that died, is dropped.
+
+    Raises:
+        RunInProgressError: another process has it open.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.touch()
+    with io.FileIO(file, "r+") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunInProgressError(
+                f"another process is making the same run ({file.parent.name}/{file.name}); wait for its end"
+            ) from None
+        if not file.exists() or file.stat().st_ino != os.fstat(stream.fileno()).st_ino:
+            raise RunInProgressError(
+                f"another process has just ended the same run ({file.name}); look for its record"
+            )
+        content = stream.readall()
+        complete = content[: content.rfind(b"\n") + 1]
+        stream.seek(len(complete))
+        stream.truncate()
+        yield Journal(file, stream, dict(json.loads(line) for line in complete.splitlines()))
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()

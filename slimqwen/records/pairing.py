@@ -1,0 +1,144 @@
+"""Pairs of records: which records of two variants can be compared, and what differs where none can."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from slimqwen.errors import SlimqwenError
+from slimqwen.records import store
+from slimqwen.records.record import Record
+from slimqwen.records.store import AnyRecord
+
+if TYPE_CHECKING:
+    from slimqwen.records.collection import Collection
+
+_Comparison = TypeVar("_Comparison")
+
+
+class NotComparableError(SlimqwenError):
+    """Both variants have records, but no two of them fit; names what differs and the command to run."""
+
+
+def newest_pair(
+    first: Path,
+    second: Path,
+    kind: type[AnyRecord],
+    basis: Callable[[AnyRecord], Mapping[str, Any]],
+    command: Callable[[str, AnyRecord], str],
+    where: Callable[[AnyRecord], bool] = lambda record: True,
+) -> tuple[Path, Path]:
+    """The newest records of two variants that can be compared, those measured in turns before others.
+
+    Args:
+        first: experiments/<variant> of the first.
+        second: experiments/<variant> of the second.
+        kind: model of the records.
+        basis: what two records must share to be compared, by name.
+        command: command that makes a record of a variant like another record.
+        where: condition on the records.
+
+    Raises:
+        MissingRecordError: a variant has no such record.
+        NotComparableError: no two records have the same basis.
+    """
+    newest = store.latest(first, kind, where), store.latest(second, kind, where)
+
+    def candidates(folder: Path) -> list[tuple[Path, AnyRecord]]:
+        entries = [(path, store.read(path, kind)) for path in store.records(folder, kind)]
+        return [entry for entry in entries if not entry[1].provenance.host_was_busy and where(entry[1])]
+
+    others = candidates(second)
+    fitting = [
+        (_run(record) != _run(theirs), path, other)
+        for path, record in candidates(first)
+        for other, theirs in others
+        if basis(record) == basis(theirs)
+    ]
+    if fitting:
+        # Measured in turns, before any pair that is only newer.
+        _, path, other = min(fitting, key=lambda pair: pair[0])
+        return path, other
+    a, b = (store.read(path, kind) for path in newest)
+    require_same(*newest, basis(a), basis(b), command(b.variant, a))
+    raise AssertionError("the newest records were found different above")
+
+
+def against_baseline(
+    record: Record, path: Path, records: "Collection", compare: Callable[[Path, Path], _Comparison]
+) -> tuple[str, _Comparison] | None:
+    """The baseline's name, and the comparison of a record with the baseline's record that fits; None without one.
+
+    Of those that fit it is one measured in turns with the record, else the newest from before it, else from after.
+
+    Args:
+        record: record of a variant.
+        path: its file.
+        records: all records.
+        compare: compares the baseline's file with the record's; NotComparableError says that they do not fit.
+    """
+    claims = records.measurements.get(record.variant)
+    if claims is None or claims.baseline is None:
+        return None
+    run, ended = _run(record), record.provenance.ended
+    candidates = sorted(
+        records.select(type(record), claims.baseline),
+        key=lambda other: (
+            run is None or _run(other.record) != run,
+            other.record.provenance.ended > ended,
+        ),
+    )
+    for candidate in candidates:
+        try:
+            return claims.baseline, compare(candidate.path, path)
+        except NotComparableError:
+            continue
+    return None
+
+
+def require_quiet(*records: Record) -> None:
+    """Check that records were taken on a quiet host.
+
+    Raises:
+        NotComparableError: one was taken with --even-if-busy on a busy one.
+    """
+    for record in records:
+        if record.provenance.host_was_busy:
+            raise NotComparableError(
+                f"the {record.kind} record of {record.variant} of {record.provenance.ended} is of a busy host; "
+                "measure again without --even-if-busy"
+            )
+
+
+def require_same(first: Path, second: Path, a: Mapping[str, Any], b: Mapping[str, Any], cure: str) -> None:
+    """Check that two records can be compared.
+
+    Args:
+        first: file of the first record.
+        second: file of the second record.
+        a: what the first has of what both must share, by name.
+        b: what the second has.
+        cure: command that makes a record that fits; empty if both must be made again.
+
+    Raises:
+        NotComparableError: names what differs, and the command.
+    """
+    different = [name for name in {**a, **b} if a.get(name) != b.get(name)]
+    if different:
+        shown = ", ".join(
+            f"{name} ({a.get(name)} and {b.get(name)})" if isinstance(a.get(name), str | int) else name
+            for name in different
+        )
+        raise NotComparableError(
+            f"{first.parent.name}/{first.name} and {second.parent.name}/{second.name} differ in {shown}; "
+            + (f"`{cure}` makes one that fits" if cure else "measure both again")
+        )
+
+
+def hardware_basis(record: Record) -> dict[str, Any]:
+    """The hardware that two records must share for their times to be compared."""
+    return record.provenance.hardware.model_dump(exclude={"memory_bytes"})
+
+
+def _run(record: Record) -> str | None:
+    """What the records of one run share; None for a kind that is not measured in turns."""
+    return getattr(record, "run", None)

@@ -1,0 +1,375 @@
+"""The base of every record kind, and the field types that kinds share.
+
+To add a kind, write one module in evals/, bench/, analysis/, plan/, search/ or image/ (and its test):
+
+1. A subclass of `Record` with the class variables `kind`, `folder` and `verb`, and a field for each figure. The unit
+   is in the field's name (`ttft_ms`) or in `Field(description=...)`. Parts are subclasses of `Block`. A kind of
+   experiments/ narrows `provenance: ServedProvenance`. A field that JSON names by a Python keyword:
+   `class_: str = Field(validation_alias="class", serialization_alias="class")`.
+2. A function that measures, builds the record and hands it to `store.write`.
+3. `tables()`, `panels()`, `finding()`, `replay()` and `leaderboard_columns`, where the standard ones do not do.
+
+`registry.kinds()` finds the class; `slimqwen record schemas` writes its JSON Schema. Data frames, MLflow, leaderboard,
+log, pages and `slimqwen record check` need nothing else. The module must be cheap to import: torch, vLLM and
+transformers are imported inside functions.
+
+A changed field is a new `version` and a step in migrations.py. A new field with a default is neither.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, field_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
+from slimqwen.errors import SlimqwenError
+from slimqwen.host_load import HostLoad
+from slimqwen.records.figures import Figure, figures_of
+from slimqwen.records.panel import Panel
+from slimqwen.records.table import Table
+from slimqwen.stats.verdict import Verdict
+
+if TYPE_CHECKING:
+    from slimqwen.records.collection import Collection
+    from slimqwen.records.replay import Outcome, Repeat
+    from slimqwen.stats import intervals
+
+__all__ = [
+    "Block", "Checkpoint", "CheckpointFiles", "Count", "Difference", "Estimate", "Figure", "Finding", "Git", "Gpu",
+    "Hardware", "Items", "NonNegative", "Positive", "Provenance", "Record", "RelativePath", "ServedProvenance",
+    "Sha256", "Share", "Table", "Utc", "VariantName", "Verdict",
+]  # fmt: skip
+
+Utc = Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}Z$")]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+VariantName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+RelativePath = Annotated[str, Field(pattern=r"^[^/~]")]
+Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+_NOT_RESULTS = frozenset({"schema", "variant", "items", "provenance", "gpu"})
+
+
+class Block(BaseModel):
+    """A part of a record."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Count the schema's name among the fields that `as_json` writes, also where it is the default."""
+        if "schema_" in type(self).model_fields:
+            self.model_fields_set.add("schema_")
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields as a file holds them; those that were never set are left out."""
+        return self.model_dump(mode="json", by_alias=True, exclude_unset=True)
+
+
+class Estimate(Block):
+    """A mean over units of observation."""
+
+    value: float
+    standard_error: NonNegative
+    count: Positive
+
+    @classmethod
+    def of(cls, estimate: "intervals.Estimate | intervals.Difference") -> Self:
+        """The same estimate as a part of a record."""
+        return cls(value=estimate.value, standard_error=estimate.standard_error, count=estimate.count)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Its 95 % interval under the normal approximation."""
+        from slimqwen.stats.intervals import Z
+
+        return self.value - Z * self.standard_error, self.value + Z * self.standard_error
+
+    def __format__(self, spec: str) -> str:
+        """The value with its standard error, both by the specification."""
+        return f"{self.value:{spec}} ± {self.standard_error:{spec}}"
+
+
+class Difference(Block):
+    """Second minus first on the same units, with its 95 % interval."""
+
+    value: float
+    standard_error: NonNegative
+    low: float
+    high: float
+    count: Positive
+
+
+class Finding(Block):
+    """One figure of a gate's check."""
+
+    gate: str = Field(min_length=1)
+    figure: str = Field(min_length=1, description="Its name, with its unit.")
+    value: float | None
+    low: float | None = Field(description="Lower end of its interval; null without one.")
+    high: float | None = Field(description="Upper end of its interval; null without one.")
+    limit: float = Field(description="What the interval is compared with.")
+    verdict: Verdict
+
+
+class Items(Block):
+    """The per-item results beside a record, one JSON object a line."""
+
+    file: str = Field(pattern=r"^[^/]+\.items\.jsonl$")
+    sha256: Sha256
+    count: Positive
+
+
+class Git(Block):
+    """State of the checkout."""
+
+    commit: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")] | None = Field(
+        description="null outside a git checkout"
+    )
+    dirty: bool | None = Field(description="Anything but records and Markdown differed from the commit.")
+
+
+class Gpu(Block):
+    """One GPU."""
+
+    name: str
+    memory_bytes: Count
+    driver: str
+
+
+class Hardware(Block):
+    """CPU, memory and GPUs of a machine."""
+
+    cpu_model: str
+    cpu_flags: tuple[str, ...] = Field(description="Only those that choose vLLM's kernels.")
+    cpu_count: Positive = Field(description="Logical CPUs that the process may use.")
+    memory_bytes: Count
+    gpus: tuple[Gpu, ...]
+
+
+class Checkpoint(Block):
+    """The checkpoint that was measured, as far as the record says."""
+
+    path: RelativePath | None = Field(
+        default=None, description="From the root of the repository; null in old records."
+    )
+    digest: Annotated[str, Field(min_length=16)]
+    size_bytes: Count | None = Field(default=None, description="null in old records.")
+
+
+class CheckpointFiles(Checkpoint):
+    """The checkpoint that a server was given."""
+
+    path: RelativePath
+    size_bytes: Count
+
+
+class ScoredText(Block):
+    """A text that was scored."""
+
+    file: RelativePath
+    sha256: Sha256
+
+
+class Provenance(Block):
+    """What it takes to repeat a measurement, and to know whether two of them may be compared."""
+
+    schema_: Literal["provenance/3"] = Field(
+        default="provenance/3", validation_alias="schema", serialization_alias="schema"
+    )
+    command: str = Field(min_length=1, description="From the root of the repository, as a shell takes it.")
+    started: Utc
+    ended: Utc
+    git: Git
+    threads: Positive | None = Field(
+        description="OpenMP threads of the engine, or of the measuring process where that is the engine; null where "
+        "nothing set them."
+    )
+    packages: dict[str, str] = Field(description="Versions.")
+    hardware: Hardware
+    flags: dict[str, Any] = Field(
+        default={}, description="Resolved vLLM flags; empty where no engine was started."
+    )
+    environment: dict[str, str] = Field(
+        default={}, description="Variables that the server was given, secrets redacted."
+    )
+    checkpoint: Checkpoint | None = Field(default=None, description="null where no checkpoint was measured.")
+    datasets: dict[RelativePath, Sha256] = Field(
+        default={}, description="SHA-256 of every file that items came from."
+    )
+    seeds: dict[str, int] = {}
+    server: Literal["started", "found"] | None = Field(
+        default=None, description="started by this command, for it alone; or found running. null: no server."
+    )
+    corpus: dict[str, Any] | None = Field(
+        default=None, description="The text that tokens were ranked by, with digests."
+    )
+    text: ScoredText | None = None
+    devices: Sha256 | None = Field(default=None, description="Digest of eval/devices.yaml.")
+    load_average: tuple[float, ...] | None = Field(
+        default=None, description="Of the machine at the end, over 1, 5 and 15 minutes."
+    )
+    host_load: HostLoad | None = Field(
+        default=None,
+        description="Load of the host while it was timed; null in old records and where nothing was.",
+    )
+
+    @property
+    def host_was_busy(self) -> bool:
+        """Whether the host was too busy for the figures to be compared with others."""
+        return self.host_load is not None and self.host_load.busy
+
+    @property
+    def checkpoint_digest(self) -> str | None:
+        """Digest of the checkpoint; None where no checkpoint was measured."""
+        return self.checkpoint.digest if self.checkpoint else None
+
+
+class ServedProvenance(Provenance):
+    """What it takes to repeat a measurement of a served variant."""
+
+    flags: dict[str, Any] = Field(description="Resolved vLLM flags.")
+    environment: dict[str, str] = Field(description="Variables that the server was given, secrets redacted.")
+    checkpoint: CheckpointFiles
+    datasets: dict[RelativePath, Sha256] = Field(description="SHA-256 of every file that items came from.")
+    seeds: dict[str, int]
+    server: Literal["started", "found"] = Field(
+        description="started: by this command, for it alone; found: it was already running."
+    )
+
+
+class Versioned(Block):
+    """A file with a kind and a schema version.
+
+    Attributes:
+        kind: stem of the file and name of its schema, such as start_up.
+        version: version of its schema.
+    """
+
+    kind: ClassVar[str]
+    version: ClassVar[int] = 1
+
+    schema_: str = Field(
+        default="", validation_alias="schema", serialization_alias="schema", validate_default=True
+    )
+
+    @classmethod
+    def present_schema(cls) -> str:
+        """Name and version of the schema, such as quality/2."""
+        return f"{cls.kind}/{cls.version}"
+
+    @field_validator("schema_")
+    @classmethod
+    def _is_present(cls, schema: str) -> str:
+        if schema not in ("", cls.present_schema()):
+            raise ValueError(f"expected {cls.present_schema()}")
+        return cls.present_schema()
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        described = handler.resolve_ref_schema(handler(schema))
+        described["properties"]["schema"] = {"const": cls.present_schema()}
+        described["required"] = ["schema", *described["required"]]
+        return described
+
+
+class Record(Versioned):
+    """One measurement: its figures, and what it takes to repeat it.
+
+    Attributes:
+        folder: experiments for records of one variant with items beside them, results for others.
+        verb: the `slimqwen` verb that makes one, such as "bench startup".
+        leaderboard_columns: heading of a leaderboard column by the name of the figure that it shows.
+    """
+
+    folder: ClassVar[Literal["experiments", "results"]]
+    verb: ClassVar[str]
+    leaderboard_columns: ClassVar[Mapping[str, str]] = {}
+
+    variant: VariantName
+    items: Items | None = Field(default=None, description="Filled in by `store.write`; absent in results/.")
+    provenance: Provenance
+
+    def figures(self) -> Mapping[str, Figure]:
+        """The named numbers of the record: every number in it but those of its provenance."""
+        return figures_of({name: value for name, value in self.as_json().items() if name not in _NOT_RESULTS})
+
+    @property
+    def outcome(self) -> str:
+        """The verdict; pass or fail for a kind that says only whether it passed; empty for a kind that says neither."""
+        passed = {True: "pass", False: "fail", None: ""}[getattr(self, "passed", None)]
+        return str(getattr(self, "verdict", None) or passed)
+
+    def cited(self) -> Sequence[str]:
+        """Locations of the records that this one rests on, from the repository's root."""
+        return ()
+
+    def finding(self, path: Path, records: "Collection") -> str:
+        """What the record found, for a line of the log: by default its outcome, and its own figures with intervals.
+
+        Args:
+            path: file of the record; its items lie beside it.
+            records: all records, the baseline's among them.
+
+        Raises:
+            SlimqwenError: its items, or those of the baseline's record, are damaged.
+        """
+        figures = (
+            f"{name.replace('_', ' ')} {figure.value:.4g} {_interval(figure)}"
+            for name, figure in self.figures().items()
+            if "/" not in name and _interval(figure)
+        )
+        return ", ".join([*filter(None, [self.outcome]), *figures]) or "-"
+
+    def replay(self, path: Path, repeat: "Repeat") -> "Outcome":
+        """Measure again what the record measured, and compare.
+
+        Args:
+            path: file of the record; its items lie beside it.
+            repeat: how to measure.
+
+        Raises:
+            SlimqwenError: records of this kind cannot be replayed, or the measurement failed.
+        """
+        raise SlimqwenError(
+            f"{path.parent.name}/{path.name} is a record of kind {self.kind}, which cannot be replayed; "
+            f"`{self.provenance.command}` made it"
+        )
+
+    def tables(self, path: Path) -> list[Table]:
+        """What terminal, README and site show of the record; by default a row a figure.
+
+        Args:
+            path: file of the record; its items lie beside it.
+        """
+        rows = tuple(
+            (name, f"{figure.value:.4g}", _interval(figure), figure.unit)
+            for name, figure in self.figures().items()
+        )
+        title = f"{self.kind.replace('_', ' ').capitalize()} of {self.variant}"
+        return [Table(title, ("figure", "value", "95 % interval", "unit"), rows)]
+
+    def panels(self) -> list[Panel]:
+        """Panels of the record's chart, on the site and in the SVG beside a record of results/; none by default."""
+        return []
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        described = super().__get_pydantic_json_schema__(schema, handler)
+        if cls.folder == "experiments":
+            described["properties"]["items"] = described["properties"]["items"]["anyOf"][0]
+            described["required"].append("items")
+        else:
+            del described["properties"]["items"]
+        return described
+
+
+def _interval(figure: Figure) -> str:
+    return "" if figure.low is None or figure.high is None else f"[{figure.low:.4g}, {figure.high:.4g}]"

@@ -1,0 +1,53 @@
+"""The record kinds: every subclass of `Record` that a module of the rooms below defines.
+
+Only modules that import `slimqwen.records.record` are looked at, so that reading a record loads no engine.
+"""
+
+import importlib
+import importlib.util
+import pkgutil
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+
+from slimqwen.errors import SlimqwenError
+from slimqwen.records.record import Record
+
+ROOMS = tuple(f"slimqwen.{room}" for room in ("evals", "bench", "analysis", "plan", "search", "image"))
+_IMPORT = "slimqwen.records.record import"
+
+
+@cache
+def kinds() -> Mapping[str, type[Record]]:
+    """The model of every record kind, by kind.
+
+    Raises:
+        SlimqwenError: two modules define one kind.
+    """
+    by_kind: dict[str, type[Record]] = {}
+    for model in _models():
+        other = by_kind.setdefault(model.kind, model)
+        if other is not model:
+            raise SlimqwenError(
+                f"record kind {model.kind!r} is defined in {other.__module__} and {model.__module__}; rename one"
+            )
+    return MappingProxyType(dict(sorted(by_kind.items())))
+
+
+def _models() -> Iterator[type[Record]]:
+    for room in ROOMS:
+        if importlib.util.find_spec(room) is None:
+            continue
+        package = importlib.import_module(room)
+        for module in pkgutil.walk_packages(package.__path__, f"{room}."):
+            spec = importlib.util.find_spec(module.name)
+            if spec and spec.origin and _IMPORT in Path(spec.origin).read_text(encoding="utf-8"):
+                yield from _defined_in(module.name)
+
+
+def _defined_in(module: str) -> Iterator[type[Record]]:
+    for value in vars(importlib.import_module(module)).values():
+        is_model = isinstance(value, type) and issubclass(value, Record) and "kind" in vars(value)
+        if is_model and value.__module__ == module:
+            yield value

@@ -1,0 +1,107 @@
+"""Settings of a measurement: the YAML files eval/<folder>/<name>.yaml with prompts, sizes and limits."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar, Self, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from slimqwen.errors import SlimqwenError
+from slimqwen.variant import Variant
+
+Content = TypeVar("Content")
+
+
+class SettingsError(SlimqwenError):
+    """A file of eval/ that is missing or cannot be used."""
+
+
+class Settings(BaseModel):
+    """Base of the settings of all measurements; a subclass is one folder of eval/.
+
+    Attributes:
+        name: name of the file without its suffix.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    folder: ClassVar[str]
+
+    name: str = ""
+
+    @classmethod
+    def load(cls, name: str, root: Path, cure: str | None = None) -> Self:
+        """Read eval/<folder>/<name>.yaml of a repository.
+
+        Args:
+            name: name of the file without its suffix.
+            root: the repository.
+            cure: what makes a missing file; by default its message lists the existing files.
+
+        Raises:
+            SettingsError: the file is missing, or a field is missing or wrong.
+        """
+        file = root / "eval" / cls.folder / f"{name}.yaml"
+        known = ", ".join(sorted(path.stem for path in file.parent.glob("*.yaml"))) or "none"
+        return read(
+            file,
+            root,
+            lambda content: cls.model_validate({**content, "name": name}),
+            missing=f"does not exist; {cure or f'choose one of: {known}, or write that file'}",
+        )
+
+    def file(self, root: Path) -> Path:
+        """The file in a repository."""
+        return root / "eval" / self.folder / f"{self.name}.yaml"
+
+
+class LimitSettings(Settings):
+    """Settings with limits that `slimqwen limits` measures and writes for the models of an EVALUATION.
+
+    Attributes:
+        record: the record that the limits come from, relative to the repository; empty for limits written by hand.
+    """
+
+    record: str = ""
+
+    @classmethod
+    def of_variant(cls, variant: Variant, name: str) -> Self:
+        """Read eval/<folder>/<name>.yaml for a variant.
+
+        Raises:
+            SettingsError: as for `load`; where the file of the variant's own EVALUATION is missing, the message names
+                the command that measures its limits.
+        """
+        own = variant.settings.get("EVALUATION")
+        cure = None
+        if own is not None and own.value == name:
+            cure = f"`slimqwen limits --variant {variant.baseline or variant.name}` measures its limits and writes it"
+        return cls.load(name, variant.root, cure)
+
+
+def read(file: Path, root: Path, build: Callable[[Any], Content], *, missing: str) -> Content:
+    """Read a YAML file.
+
+    Args:
+        file: the file.
+        root: repository, whose path no message names.
+        build: makes what is returned of the file's content.
+        missing: what the message says of a file that is not there, the cure included.
+
+    Raises:
+        SettingsError: the file is missing, or `build` cannot use it; one line that names file, field and fault.
+    """
+    shown = file.relative_to(root)
+    try:
+        return build(yaml.safe_load(file.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise SettingsError(f"{shown} {missing}") from None
+    except OSError as error:
+        raise SettingsError(f"{shown}: {error.strerror}; make it readable") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"]))
+        raise SettingsError(f"{shown}: {field + ': ' if field else ''}{first['msg']}; correct it") from None
+    except (yaml.YAMLError, TypeError, AttributeError, ValueError) as error:
+        raise SettingsError(f"{shown}: unusable ({' '.join(str(error).split())[:200]}); correct it") from None

@@ -1,0 +1,80 @@
+"""A table of figures: printed in a terminal, or written as Markdown."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Self, TypeVar
+
+import rich.box
+import rich.table
+from rich.markup import escape
+
+Row = TypeVar("Row")
+
+
+@dataclass(frozen=True)
+class Table:
+    """Formatted cells.
+
+    Attributes:
+        title: heading of the table.
+        columns: headings of the columns.
+        rows: cells, as many as there are columns.
+        notes: lines below the table.
+        text_columns: how many of the first columns hold text; the others hold figures and are aligned to the right.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...] = ()
+    text_columns: int = 1
+
+    @classmethod
+    def of(
+        cls,
+        title: str,
+        rows: Iterable[Row],
+        columns: Mapping[str, Callable[[Row], object]],
+        *notes: str,
+        text_columns: int = 1,
+    ) -> Self:
+        """A table of objects.
+
+        Args:
+            title: heading of the table.
+            rows: an object a row.
+            columns: what makes the cell of a row, by the heading of the column; None is shown as "-".
+            notes: lines below the table.
+            text_columns: as for the class.
+        """
+        cells = [[cell(row) for cell in columns.values()] for row in rows]
+        shown = tuple(tuple("-" if cell is None else str(cell) for cell in row) for row in cells)
+        return cls(title, tuple(columns), shown, notes, text_columns)
+
+    def as_rich(self) -> rich.table.Table:
+        """The table for a terminal."""
+        shown = rich.table.Table(
+            title=escape(self.title),
+            title_justify="left",
+            caption=escape("\n".join(self.notes)) or None,
+            box=rich.box.SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
+        )
+        shown.caption_justify = "left"
+        for number, column in enumerate(self.columns):
+            shown.add_column(column, justify="right" if number >= self.text_columns else "left")
+        for row in self.rows:
+            shown.add_row(*map(escape, row))
+        return shown
+
+    def as_markdown(self) -> str:
+        """The table for a Markdown file."""
+        rules = ("---:" if number >= self.text_columns else "---" for number in range(len(self.columns)))
+        lines = [
+            f"**{self.title}**",
+            "",
+            "| " + " | ".join(self.columns) + " |",
+            "|" + "|".join(rules) + "|",
+            *("| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |" for row in self.rows),
+        ]
+        return "\n".join([*lines, *(["", *(f"{note}  " for note in self.notes)] if self.notes else []), ""])

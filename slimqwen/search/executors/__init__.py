@@ -1,0 +1,9 @@
+"""Executors: where tasks run. `local` runs them here, one after another; `ray` on the nodes of a Ray cluster."""
+
+from slimqwen.search.executors.local import LocalExecutor as LocalExecutor
+from slimqwen.search.executors.task import Executor as Executor
+from slimqwen.search.executors.task import Failure as Failure
+from slimqwen.search.executors.task import Outcome as Outcome
+from slimqwen.search.executors.task import Resources as Resources
+from slimqwen.search.executors.task import Result as Result
+from slimqwen.search.executors.task import Task as Task

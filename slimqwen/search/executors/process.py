@@ -1,0 +1,53 @@
+"""A task in a process of its own: what raises, crashes or runs out of memory there is a failure here."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from slimqwen.progress import Progress
+from slimqwen.recipe import worker
+from slimqwen.records import provenance
+from slimqwen.records.record import Hardware
+from slimqwen.search.executors.task import Failure, Outcome, Result, Task
+
+
+def run(task: Task, root: Path, node: str, progress: Progress) -> Outcome:
+    """Run a task in a process of its own; the process and its children end with this one.
+
+    Args:
+        task: the task.
+        root: the repository; what the task prints goes to logs/task-<key>.log there.
+        node: name of this node.
+        progress: receives the task's progress.
+    """
+    log = root / "logs" / f"task-{task.key[:40]}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    with log.open("wb") as output, worker.started(os.environ, output) as (process, messages):
+        try:
+            worker.give(process, _call, root, log.parent, (task.function, task.argument))
+            while (message := messages.recv())[0] == "progress":
+                progress(*message[1:])
+            worker.wait_for_end(process)
+        except (EOFError, BrokenPipeError):
+            return Failure(task.key, _death(process.wait(), log), node)
+    kind, *content = message
+    if kind != "done":
+        return Failure(task.key, " ".join(str(content[0]).split()), node)
+    (value, hardware), peak = content
+    return Result(task.key, value, node, hardware, round(time.monotonic() - began, 3), peak)
+
+
+def _call(root: Path, _: Path, job: tuple[Any, Any], progress: Progress) -> tuple[Any, Hardware]:
+    function, argument = job
+    return function(root, argument, progress), provenance.hardware()
+
+
+def _death(exit_code: int, log: Path) -> str:
+    cause = f"exit code {exit_code}"
+    if exit_code < 0:
+        name = signal.Signals(-exit_code).name
+        cause = name + (", as when memory runs out" if exit_code == -signal.SIGKILL else "")
+    return f"its process died ({cause}); its log is logs/{log.name}"

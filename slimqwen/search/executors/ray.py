@@ -1,0 +1,311 @@
+"""The Ray executor: tasks run on the nodes of a Ray cluster, each in a process of its own.
+
+Every node has to see the repository at the same path on a shared folder, with the same versions of the packages that
+decide a figure and the same kind of hardware; all three are proven before the first task. A node that is lost gives its
+tasks to the others: Ray repeats a task whose node or worker died, never one that raised.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import platform
+import secrets
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from slimqwen.progress import Progress, silent
+from slimqwen.records import provenance
+from slimqwen.records.record import Hardware
+from slimqwen.search import SearchError
+from slimqwen.search.executors import process
+from slimqwen.search.executors.task import Failure, Outcome, Task
+
+RETRIES = 3
+"""Times that a task is repeated after its node or worker was lost."""
+
+_THREADS = "OMP_NUM_THREADS"
+_POLL_S = 0.5
+_NO_NODE_S = 60
+_CONNECT_S = 5
+_REPORT_INTERVAL_S = 1.0
+
+
+@dataclass(frozen=True)
+class Node:
+    """What a node showed of itself.
+
+    Attributes:
+        name: its host name and the beginning of its Ray id.
+        sees_folder: whether it read the driver's file in the repository and wrote one beside it.
+        packages: versions of the packages that decide a figure.
+        hardware: CPU, memory and GPUs.
+    """
+
+    name: str
+    sees_folder: bool
+    packages: Mapping[str, str]
+    hardware: Hardware
+
+
+class RayExecutor:
+    """Runs tasks on the nodes of a Ray cluster that is running already, or on one of its own on this machine."""
+
+    def __init__(self, root: Path, address: str, progress: Progress = silent) -> None:
+        """Make an executor for a repository.
+
+        Args:
+            root: the repository, on a folder that all nodes share.
+            address: of the cluster, host:port; auto for the one that this machine belongs to.
+            progress: receives the progress of all nodes, node and title before the activity.
+        """
+        self._root, self._address, self._progress = root, address, progress
+        self._folder = root / ".cache" / "cluster" / secrets.token_hex(8)
+        self._tasks: dict[Any, Task] = {}
+        self._shown: dict[str, float] = {}
+        self._cpus = self._gpus = 0
+
+    def __enter__(self) -> Self:
+        """Connect to the cluster, and have every node prove what tasks rely on.
+
+        Raises:
+            SearchError: Ray is not installed, there is no cluster, or a node cannot run tasks; names the first fault.
+        """
+        try:
+            import ray
+        except ImportError:
+            raise SearchError("Ray is not installed; `make install EXTRAS=ray` installs it") from None
+        self._require_address()
+        try:
+            ray.init(
+                address=self._address,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                configure_logging=False,
+                ignore_reinit_error=True,
+            )
+        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+            cause = " ".join(str(error).split())[:200]
+            raise SearchError(
+                f"no Ray cluster at {self._address} ({cause}); `ray start --head` starts one"
+            ) from None
+        try:
+            self._folder.mkdir(parents=True)
+            self._require_alike(self._look_at_nodes())
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop all tasks, and leave the cluster."""
+        import ray
+
+        for reference in self._tasks:
+            with contextlib.suppress(Exception):  # the cluster may be gone
+                ray.cancel(reference, force=True)
+        self._tasks.clear()
+        ray.shutdown()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def pending(self) -> int:
+        """Number of submitted tasks whose outcome has not been returned."""
+        return len(self._tasks)
+
+    def submit(self, task: Task) -> None:
+        """Hand a task to the cluster; one whose key is pending already is ignored.
+
+        Raises:
+            SearchError: no node has as many GPUs as it needs.
+        """
+        import ray
+
+        if any(task.key == other.key for other in self._tasks.values()):
+            return
+        needs = task.resources
+        if needs.gpus > self._gpus:
+            raise SearchError(
+                f"{task.title} needs {needs.gpus} GPUs and no node of the cluster has more than {self._gpus}; "
+                "add a node that has"
+            )
+        remote = ray.remote(max_calls=1, max_retries=RETRIES, scheduling_strategy="SPREAD")(_run)
+        options: dict[str, Any] = {
+            "num_cpus": self._cpus if needs.whole_node else 1,
+            "num_gpus": self._gpus if needs.whole_node and needs.gpus else needs.gpus,
+        }
+        if needs.memory_bytes:
+            options["memory"] = needs.memory_bytes
+        reference = remote.options(**options).remote(
+            task, str(self._root), str(self._folder), os.environ.get(_THREADS)
+        )
+        self._tasks[reference] = task
+
+    def wait(self) -> Outcome:
+        """The outcome of the next task that ends; meanwhile the progress of all nodes is passed on.
+
+        Raises:
+            SearchError: no task is pending, or the cluster has lost all its nodes.
+        """
+        import ray
+
+        if not self._tasks:
+            raise SearchError("no task is pending; submit one before waiting for its outcome")
+        without_node = None
+        while True:
+            ready, _ = ray.wait(list(self._tasks), timeout=_POLL_S)
+            self._show_progress()
+            if ready:
+                break
+            now = time.monotonic()
+            without_node = None if _worker_nodes() else without_node or now
+            if without_node and now - without_node > _NO_NODE_S:
+                raise SearchError(
+                    f"the cluster has had no node for {_NO_NODE_S} s; add one and run again: what ended is kept"
+                )
+        task = self._tasks.pop(ready[0])
+        try:
+            outcome: Outcome = ray.get(ready[0])
+        except ray.exceptions.RayError as error:
+            cause = " ".join(str(error).split())[:300]
+            return Failure(task.key, f"lost {1 + RETRIES} times with its node or worker ({cause})", "")
+        finally:
+            _progress_file(self._folder, task).unlink(missing_ok=True)
+        return outcome
+
+    def _require_address(self) -> None:
+        """Refuse an address where nothing listens; Ray itself would wait for minutes."""
+        if self._address == "auto":
+            return
+        host, _, port = self._address.rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), _CONNECT_S).close()
+        except (OSError, ValueError) as error:
+            raise SearchError(
+                f"no Ray cluster at {self._address} ({error}); `ray start --head` starts one"
+            ) from None
+
+    def _look_at_nodes(self) -> list[Node]:
+        """Every node's view of the shared folder, its packages and its hardware."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        ray_nodes = _worker_nodes()
+        if not ray_nodes:
+            raise SearchError("the Ray cluster has no node with a CPU; add one with `ray start --address`")
+        token = secrets.token_hex(8)
+        (self._folder / "driver").write_text(token, encoding="utf-8")
+        look = ray.remote(num_cpus=0, max_retries=0)(_look)
+        references = []
+        for number, node in enumerate(ray_nodes):
+            affinity = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            options = {"scheduling_strategy": affinity}
+            references.append(look.options(**options).remote(str(self._folder), token, str(number)))
+        try:
+            nodes: list[Node] = ray.get(references, timeout=_NO_NODE_S)
+        except ray.exceptions.RayError as error:
+            cause = " ".join(str(error).split())[-200:]
+            raise SearchError(
+                f"a node of the cluster cannot run this package ({cause}); install it there at the same path"
+            ) from None
+        for number, seen in enumerate(nodes):
+            answer = self._folder / str(number)
+            if not (seen.sees_folder and answer.is_file() and answer.read_text(encoding="utf-8") == token):
+                raise SearchError(
+                    f"node {seen.name} does not share the repository's folder; mount it there at the same path"
+                )
+        self._cpus = min(int(node["Resources"]["CPU"]) for node in ray_nodes)
+        self._gpus = max(int(node["Resources"].get("GPU", 0)) for node in ray_nodes)
+        return nodes
+
+    def _require_alike(self, nodes: list[Node]) -> None:
+        """Refuse nodes that would make figures which cannot be compared."""
+        packages = provenance.package_versions()
+        for node in nodes:
+            if node.packages != packages:
+                names = sorted(
+                    name
+                    for name in node.packages.keys() | packages.keys()
+                    if node.packages.get(name) != packages.get(name)
+                )
+                raise SearchError(
+                    f"node {node.name} has other versions of {', '.join(names)}; install the same lock there"
+                )
+        kinds = {provenance.hardware_name(node.hardware): node.name for node in nodes}
+        if len(kinds) > 1:
+            described = "; ".join(f"{name}: {kind}" for kind, name in kinds.items())
+            raise SearchError(
+                f"the cluster mixes kinds of hardware ({described}), whose figures cannot be paired; take one kind"
+            )
+
+    def _show_progress(self) -> None:
+        for task in self._tasks.values():
+            file = _progress_file(self._folder, task)
+            try:
+                changed = file.stat().st_mtime
+                if self._shown.get(task.key) == changed:
+                    continue
+                report = json.loads(file.read_text(encoding="utf-8"))
+            except (OSError, ValueError):
+                continue
+            self._shown[task.key] = changed
+            self._progress(
+                f"{report['node']}: {task.title}: {report['activity']}", report["done"], report["total"]
+            )
+
+
+def _run(task: Task, root: str, folder: str, threads: str | None) -> Outcome:
+    """Run a task on a node with the driver's number of OpenMP threads; Ray calls it there."""
+    os.environ.pop(_THREADS, None)  # Ray sets it to the task's number of CPUs
+    if threads is not None:
+        os.environ[_THREADS] = threads
+    node = _node_name()
+    file = _progress_file(Path(folder), task)
+    last = 0.0
+
+    def report(activity: str, done: float, total: float) -> None:
+        nonlocal last
+        if time.monotonic() - last < _REPORT_INTERVAL_S and last:
+            return
+        last = time.monotonic()
+        content = {"node": node, "activity": activity, "done": done, "total": total}
+        with contextlib.suppress(OSError):  # the driver has ended, or the folder is busy: only a display
+            descriptor, fresh = tempfile.mkstemp(dir=folder)
+            with os.fdopen(descriptor, "w") as stream:
+                json.dump(content, stream)
+            Path(fresh).replace(file)
+
+    return process.run(task, Path(root), node, report)
+
+
+def _look(folder: str, token: str, answer: str) -> Node:
+    """What a node sees; Ray calls it there."""
+    try:
+        sees = (Path(folder) / "driver").read_text(encoding="utf-8") == token
+        (Path(folder) / answer).write_text(token, encoding="utf-8")
+    except OSError:
+        sees = False
+    return Node(_node_name(), sees, provenance.package_versions(), provenance.hardware())
+
+
+def _node_name() -> str:
+    import ray
+
+    return f"{platform.node()}-{ray.get_runtime_context().get_node_id()[:6]}"
+
+
+def _worker_nodes() -> list[Mapping[str, Any]]:
+    """The living nodes of the cluster that tasks can run on."""
+    import ray
+
+    return [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
+
+
+def _progress_file(folder: Path, task: Task) -> Path:
+    return folder / f"{task.key[:40]}.progress"

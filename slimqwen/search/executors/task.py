@@ -1,0 +1,120 @@
+"""Tasks, their outcomes, and the interface of an executor.
+
+A task is a function that is importable by name and an argument that can be pickled. It runs in a process of its own, so
+a crash of vLLM is a failure of the task and never of the search. A task writes no record: it returns values, and the
+process that submitted it writes the records.
+
+    with LocalExecutor(root, progress) as executor:
+        executor.submit(Task("key", "title", function, argument))
+        outcome = executor.wait()  # Result or Failure
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+from slimqwen.progress import Progress
+from slimqwen.records.record import Hardware
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a task needs of the node that it runs on.
+
+    Attributes:
+        gpus: number of GPUs.
+        memory_bytes: main memory, bytes; 0 where nothing is known.
+        whole_node: whether no other task may run beside it, as for a timing or an engine that takes every core.
+    """
+
+    gpus: int = 0
+    memory_bytes: int = 0
+    whole_node: bool = False
+
+
+@dataclass(frozen=True)
+class Task:
+    """A unit of work. Running it twice must give the same value and leave the same files.
+
+    Attributes:
+        key: content key. A task whose key is already submitted is not submitted again.
+        title: name in progress displays and messages.
+        function: function(root, argument, progress) -> value, importable by name; root is the repository.
+        argument: picklable.
+        resources: what it needs of a node.
+    """
+
+    key: str
+    title: str
+    function: Callable[[Path, Any, Progress], Any]
+    argument: Any
+    resources: Resources = field(default=Resources())
+
+
+@dataclass(frozen=True)
+class Result:
+    """The outcome of a task that ended well.
+
+    Attributes:
+        key: key of the task.
+        value: what its function returned.
+        node: name of the node that it ran on.
+        hardware: of that node.
+        seconds: from its start to its end there, seconds.
+        peak_memory_bytes: largest resident size of its process or of a child, bytes.
+    """
+
+    key: str
+    value: Any
+    node: str
+    hardware: Hardware
+    seconds: float
+    peak_memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The outcome of a task that raised or died.
+
+    Attributes:
+        key: key of the task.
+        reason: one line.
+        node: name of the node that it ran on; empty where none is known.
+    """
+
+    key: str
+    reason: str
+    node: str
+
+
+Outcome = Result | Failure
+
+
+class Executor(Protocol):
+    """Runs tasks. At the end of its `with` block tasks that have not ended are stopped."""
+
+    def __enter__(self) -> Self:
+        """Make ready to run tasks."""
+        ...
+
+    def __exit__(self, *_: object) -> None:
+        """Stop the tasks that have not ended."""
+        ...
+
+    @property
+    def pending(self) -> int:
+        """Number of submitted tasks whose outcome has not been returned."""
+        ...
+
+    def submit(self, task: Task) -> None:
+        """Hand in a task; one whose key is pending already is ignored."""
+        ...
+
+    def wait(self) -> Outcome:
+        """The outcome of the next task that ends.
+
+        Raises:
+            SearchError: no task is pending.
+        """
+        ...

@@ -1,0 +1,1 @@
+"""Sweeps: the same measurements of many variants, as tasks of an executor."""

@@ -1,0 +1,235 @@
+"""The tasks of a sweep: which stages are missing, which measurements a variant needs, and what each takes of a node."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from slimqwen import checkpoint
+from slimqwen.bench.workload import Workload
+from slimqwen.checkpoint.files import bytes_on_disk
+from slimqwen.evals import gate
+from slimqwen.evals.acceptance import Acceptance
+from slimqwen.evals.drafting import AcceptanceSettings
+from slimqwen.evals.engine.modes import EngineModes
+from slimqwen.evals.engine.scenarios import EngineSettings
+from slimqwen.evals.fidelity import Fidelity
+from slimqwen.evals.fidelity_figures import FidelitySettings
+from slimqwen.evals.gate import GateSettings
+from slimqwen.evals.quality import Quality
+from slimqwen.evals.suites.suite import DECIDING, Limit, Suite
+from slimqwen.recipe import variant_recipe
+from slimqwen.records import provenance
+from slimqwen.search.executors import Resources, Task
+from slimqwen.search.sweep import tasks
+from slimqwen.serving.command import ServerCommand
+from slimqwen.variant import Variant
+
+Measure = Literal["gate", "quality", "latency"]
+
+_ENGINE_BYTES = 3 << 30
+"""Resident size of vLLM's and a measurement's processes without weights and cache."""
+
+_PARALLEL = ("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a sweep measures.
+
+    Attributes:
+        measures: gate, quality alone, latency.
+        command: program and arguments, for records.
+        workload: of latency.
+        rounds: of latency, instead of the workload's.
+        parts: ranges that the items of a suite are asked in.
+        limit: items of each task.
+    """
+
+    measures: tuple[Measure, ...]
+    command: tuple[str, ...]
+    workload: str = "classes"
+    rounds: int | None = None
+    parts: int = 1
+    limit: Limit = DECIDING
+
+    def as_json(self) -> dict[str, Any]:
+        """What two runs of the same sweep share; the number of parts and the command may differ."""
+        return {
+            "measures": list(self.measures),
+            "workload": self.workload,
+            "rounds": self.rounds,
+            "limit": self.limit,
+        }
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """The measurements of a variant against its baseline.
+
+    Attributes:
+        by_check: tasks by the name of their measurement; quality has one for each part.
+        records: records that need not be measured again, by the name of the measurement.
+    """
+
+    by_check: dict[str, list[Task]] = field(default_factory=dict)
+    records: dict[str, list[Any]] = field(default_factory=dict)
+
+
+def next_stage(variant: Variant) -> Task | None:
+    """The first stage of a variant's recipe that the store lacks; None where there is none, or no recipe.
+
+    Where the store has all of them for another variant, the last one, which links weights/<variant> to it.
+
+    Raises:
+        SlimqwenError: the recipe or its base cannot be used.
+    """
+    if variant.recipe is None:
+        return None
+    steps = variant_recipe.read(variant).steps
+    source = variant_recipe.base_folder(variant_recipe.read(variant).base, variant.root)
+    for step, forecast in zip(steps, variant_recipe.status(variant), strict=True):
+        assert forecast.key is not None, "only stages after a missing one have no key"
+        entry = variant.root / "weights" / "store" / forecast.key
+        if not forecast.reused:
+            needs = step.stage.needs(source, step.parameters)
+            return Task(
+                key=f"{forecast.key}-stage",
+                title=f"{forecast.stage} of {variant.name}",
+                function=tasks.make_stage,
+                argument={"variant": variant.name, "stage": forecast.stage},
+                resources=Resources(memory_bytes=needs.memory_bytes, whole_node=True),
+            )
+        source = entry
+    if variant.weights.exists():
+        return None
+    return Task(
+        key=f"{source.name}-link-{variant.name}",
+        title=f"link of {variant.name}",
+        function=tasks.make_stage,
+        argument={"variant": variant.name, "stage": steps[-1].stage.name},
+    )
+
+
+def measurements(variant: Variant, baseline: Variant, options: Options) -> Measurements:
+    """The measurements of a variant whose checkpoint and whose baseline's are there.
+
+    Raises:
+        SlimqwenError: settings or a checkpoint cannot be used.
+    """
+    plan = Measurements()
+    pair = (baseline, variant)
+    if "gate" in options.measures:
+        _add_gate(plan, variant, baseline, options)
+    elif "quality" in options.measures:
+        plan.by_check["quality"] = _parts(pair, variant.evaluation, options)
+    if "latency" in options.measures:
+        workload = Workload.load(options.workload, variant.root)
+        more = {"workload": options.workload, "rounds": options.rounds}
+        settings = [workload.model_dump(mode="json"), options.rounds]
+        plan.by_check["latency"] = [
+            _task("latency", pair, tasks.time_pair, more, settings, options, alone=True)
+        ]
+    return plan
+
+
+def _add_gate(plan: Measurements, variant: Variant, baseline: Variant, options: Options) -> None:
+    settings = GateSettings.of_variant(variant, variant.evaluation)
+    pair = (baseline, variant)
+    checks: dict[str, tuple[Any, Any, str, Sequence[Variant], Any]] = {
+        "fidelity": (Fidelity, tasks.check_fidelity, settings.fidelity, [variant], FidelitySettings),
+        "acceptance": (Acceptance, tasks.check_acceptance, settings.acceptance, pair, AcceptanceSettings),
+        "engine": (EngineModes, tasks.check_engine, settings.engine, [variant], EngineSettings),
+    }
+    for check, (kind, function, name, sides, model) in checks.items():
+        paths = [gate.reusable(side, kind, plan=name) for side in sides]
+        if all(paths):
+            plan.records[check] = paths
+            continue
+        loaded = model.of_variant(variant, name).model_dump(mode="json")
+        # A pair is measured on one node, even where one side was recorded before.
+        plan.by_check[check] = [
+            _task(check, sides, function, {"plan": name}, [loaded], options, baseline=baseline)
+        ]
+    fields: dict[str, Any] = {"suite": settings.quality, "limit": options.limit, "endpoint": "completions"}
+    paths = [gate.reusable(side, Quality, **fields) for side in pair]
+    if all(paths):
+        plan.records["quality"] = paths
+    else:
+        plan.by_check["quality"] = _parts(pair, settings.quality, options)
+
+
+def _parts(pair: Sequence[Variant], suite_name: str, options: Options) -> list[Task]:
+    suite = Suite.load(suite_name, pair[0].root)
+    settings = [suite.model_dump(mode="json", exclude={"tasks_folder"}), options.limit]
+    return [
+        _task(
+            f"quality {number + 1}/{options.parts}",
+            pair,
+            tasks.ask_part,
+            {"suite": suite_name, "limit": options.limit, "part": [number, options.parts]},
+            [*settings, number, options.parts],
+            options,
+        )
+        for number in range(options.parts)
+    ]
+
+
+def _task(
+    check: str,
+    sides: Sequence[Variant],
+    function: Any,
+    more: Mapping[str, Any],
+    settings: Any,
+    options: Options,
+    *,
+    baseline: Variant | None = None,
+    alone: bool = False,
+) -> Task:
+    """A task that measures sides; its key covers everything that decides the result on one kind of hardware."""
+    servers = [ServerCommand.resolve(side) for side in sides]
+    ingredients = [
+        check,
+        [
+            [
+                checkpoint.digest(server.variant.weights),
+                provenance.portable(provenance.deciding(server.flags), server.variant.root),
+                provenance.redacted(server.environment),
+            ]
+            for server in servers
+        ],
+        checkpoint.digest(baseline.weights) if baseline else None,
+        settings,
+        provenance.package_versions(),
+    ]
+    digest = hashlib.sha256(json.dumps(ingredients, sort_keys=True, default=str).encode()).hexdigest()
+    last = sides[-1]
+    return Task(
+        key=f"{digest[:24]}-{check.partition(' ')[0]}-{last.name}",
+        title=f"{check} of {last.name}",
+        function=function,
+        argument={"variants": [side.name for side in sides], "command": list(options.command), **more},
+        resources=resources(servers, baseline, alone=alone),
+    )
+
+
+def resources(servers: Sequence[ServerCommand], baseline: Variant | None, *, alone: bool) -> Resources:
+    """What measuring sides takes of a node, one side at a time.
+
+    Args:
+        servers: commands that serve the sides.
+        baseline: one that is loaded beside, in float32.
+        alone: whether nothing else may run on the node; an engine on a CPU takes every core anyway.
+    """
+    gpus, memory = 0, 0
+    for server in servers:
+        count = 1
+        for flag in _PARALLEL:
+            count *= int(server.flags.get(flag) or 1)
+        gpus = max(gpus, count if server.platform == "cuda" else 0)
+        cache = float(server.environment.get("VLLM_CPU_KVCACHE_SPACE") or 0)
+        size = bytes_on_disk(server.variant.weights) + round(cache * 2**30)
+        memory = max(memory, size + _ENGINE_BYTES)
+    memory += 2 * bytes_on_disk(baseline.weights) if baseline else 0
+    return Resources(gpus=gpus, memory_bytes=memory, whole_node=alone or not gpus)

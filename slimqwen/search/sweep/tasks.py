@@ -1,0 +1,153 @@
+"""What the tasks of a sweep do where they run: they make stages, and return measurements without recording them."""
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from slimqwen import variant as variants
+from slimqwen.bench import latency
+from slimqwen.bench.workload import Workload
+from slimqwen.evals import acceptance, fidelity, quality_parts
+from slimqwen.evals.drafting import AcceptanceSettings
+from slimqwen.evals.engine import modes
+from slimqwen.evals.suites.lm_eval_run import Part
+from slimqwen.evals.suites.suite import Suite
+from slimqwen.progress import Progress
+from slimqwen.recipe import variant_recipe
+from slimqwen.records import store
+from slimqwen.serving.server import free_port
+
+Returned = Mapping[str, Any]
+"""A record that is not written yet: {"variant": name, "record": its fields, "items": its items}."""
+
+
+def make_stage(root: Path, argument: Mapping[str, str], progress: Progress) -> None:
+    """Run a variant's recipe up to a stage, which the store publishes by one rename.
+
+    Args:
+        root: the repository.
+        argument: {"variant": name, "stage": name}.
+        progress: receives the stage's progress.
+    """
+    subject = variants.load(argument["variant"], root)
+    variant_recipe.run(subject, until=argument["stage"], progress=progress)
+
+
+def check_fidelity(root: Path, argument: Mapping[str, Any], progress: Progress) -> list[Returned]:
+    """Compare a variant's distributions with its baseline's.
+
+    Args:
+        root: the repository.
+        argument: {"variants": [name], "plan": name, "command": words}.
+        progress: receives (activity, done, total).
+    """
+    (name,) = argument["variants"]
+    with tempfile.TemporaryDirectory() as folder:
+        path = fidelity.measure(
+            variants.load(name, root),
+            argument["plan"],
+            command=argument["command"],
+            stages=False,
+            port=free_port(),
+            records_folder=Path(folder),
+            progress=progress,
+        )
+        return [_returned(path)]
+
+
+def check_acceptance(root: Path, argument: Mapping[str, Any], progress: Progress) -> list[Returned]:
+    """Count the drafts of variants greedily at the gate's depth, one after another on this node.
+
+    Args:
+        root: the repository.
+        argument: {"variants": names, "plan": name, "command": words}.
+        progress: receives (activity, done, total).
+    """
+    depth = AcceptanceSettings.load(argument["plan"], root).gate_depth
+    returned = []
+    for name in argument["variants"]:
+        with tempfile.TemporaryDirectory() as folder:
+            path = acceptance.measure(
+                variants.load(name, root),
+                argument["plan"],
+                [depth],
+                command=argument["command"],
+                greedy_only=True,
+                records_folder=Path(folder),
+                progress=progress,
+            )
+            returned.append(_returned(path))
+    return returned
+
+
+def check_engine(root: Path, argument: Mapping[str, Any], progress: Progress) -> list[Returned]:
+    """Compare a variant's engine modes; eval/unsafe_engines.json is left to the driver.
+
+    Args:
+        root: the repository.
+        argument: {"variants": [name], "plan": name, "command": words}.
+        progress: receives (activity, done, total).
+    """
+    (name,) = argument["variants"]
+    with tempfile.TemporaryDirectory() as folder:
+        path = modes.measure(
+            variants.load(name, root),
+            argument["plan"],
+            command=argument["command"],
+            records_folder=Path(folder),
+            progress=progress,
+        )
+        return [_returned(path)]
+
+
+def ask_part(root: Path, argument: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
+    """Score variants on a part of a suite, one after another on this node.
+
+    Args:
+        root: the repository.
+        argument: {"variants": names, "suite": name, "limit": limit, "part": [number, count], "command": words}.
+        progress: receives (activity, done, total).
+
+    Returns:
+        `PartAnswers` of each variant as JSON, by name.
+    """
+    suite = Suite.load(argument["suite"], root)
+    return {
+        name: quality_parts.ask(
+            variants.load(name, root),
+            suite,
+            Part(*argument["part"]),
+            command=argument["command"],
+            limit=argument["limit"],
+            progress=progress,
+        ).as_json()
+        for name in argument["variants"]
+    }
+
+
+def time_pair(root: Path, argument: Mapping[str, Any], progress: Progress) -> list[Returned]:
+    """Time variants over a workload in turns, on this node alone.
+
+    Args:
+        root: the repository.
+        argument: {"variants": names, "workload": name, "rounds": rounds or None, "command": words}.
+        progress: receives (activity, done, total).
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        paths: Sequence[Path] = latency.measure(
+            [variants.load(name, root) for name in argument["variants"]],
+            Workload.load(argument["workload"], root),
+            command=argument["command"],
+            rounds=argument["rounds"],
+            port=free_port(),
+            records_folders=[Path(folder) / name for name in argument["variants"]],
+            progress=progress,
+        )
+        return [_returned(path) for path in paths]
+
+
+def _returned(path: Path) -> Returned:
+    record = store.read(path)
+    fields = {name: value for name, value in record.as_json().items() if name != "items"}
+    return {"variant": record.variant, "record": fields, "items": store.read_items(path)}

@@ -1,0 +1,219 @@
+"""Checks before a start: refuse what vLLM would die of, in one line and before it loads anything."""
+
+import itertools
+import os
+import socket
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import psutil
+
+from slimqwen import checkpoint
+from slimqwen.serving import chat_template, gpu, unsafe_engines
+from slimqwen.serving import platform as machine
+from slimqwen.serving.command import ServerCommand
+from slimqwen.serving.errors import ServingError
+from slimqwen.variant import ConfigError, making_command
+from slimqwen.vllm_plugin import compile_watch, endpoints
+
+_ENGINE_OVERHEAD_BYTES = int(
+    1.5 * 2**30
+)  # imports and activations of vLLM on a CPU, measured: 1.1 GiB resident
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Why a start is refused although vLLM would take it.
+
+    Attributes:
+        description: what happens, after the variant's name.
+        instead: the cure.
+        evidence: what shows it.
+    """
+
+    description: str
+    instead: str
+    evidence: str
+
+
+def check(command: ServerCommand, trouble: Iterable[Trouble] = ()) -> None:
+    """Refuse a command that cannot serve.
+
+    Args:
+        command: the server's command.
+        trouble: what the plan of this start dies of.
+
+    Raises:
+        ServingError: no GPU, known trouble or unsafe engine modes, too long a context, a chat template that does not
+            render, a required compile cache that does not fit, too little memory, a port in use, an API key that
+            protects nothing.
+        slimqwen.checkpoint.MissingCheckpointError, CorruptCheckpointError: no weights, or cut short or incomplete.
+        slimqwen.vllm_plugin.errors.PluginError: vLLM would serve without this package's limits and routes.
+        ConfigError: VLLM_CPU_KVCACHE_SPACE is no whole number.
+    """
+    _check_api_key()
+    variant = command.variant
+    if command.platform == "cuda" and machine.detect() == "cpu":
+        raise ServingError(
+            f"{variant.name} needs a GPU and there is none here; serve it on a GPU host, or try PLATFORM=cpu"
+        )
+    checkpoint.check(variant.weights, cure=making_command(variant.weights, variant.root))
+    refuse_trouble(command, itertools.chain(trouble, _unsafe_modes(command)))
+    _check_context(command)
+    _check_requests(command)
+    _check_cache(command)
+    _check_memory(command)
+    _check_port(command)
+
+
+def _check_api_key() -> None:
+    key = os.environ.get("VLLM_API_KEY")
+    if key is None:
+        return
+    if not key.strip():
+        # vLLM would ask nobody for it.
+        raise ServingError(
+            "VLLM_API_KEY is set and empty; give it a value, or unset it to serve without a key"
+        )
+    if key != key.strip():
+        raise ServingError("VLLM_API_KEY has white space around it, which no client sends; remove it")
+
+
+def refuse_trouble(command: ServerCommand, trouble: Iterable[Trouble]) -> None:
+    """Refuse a start that is known to die or to change tokens, unless ALLOW_UNSAFE=1.
+
+    Raises:
+        ServingError: names the first trouble, its evidence and its cure.
+    """
+    if command.allow_unsafe:
+        return
+    first = next(iter(trouble), None)
+    if first is not None:
+        raise ServingError(
+            f"{command.variant.name} {first.description}; {first.evidence} shows it; {first.instead}, or serve all "
+            "the same with ALLOW_UNSAFE=1"
+        )
+
+
+def _unsafe_modes(command: ServerCommand) -> Iterator[Trouble]:
+    """The engine modes that eval/unsafe_engines.json lists; only looked up where they are not allowed."""
+    variant = command.variant
+    finding = unsafe_engines.find(
+        variant.root, variant.weights, command.flags, command.platform, command.variables
+    )
+    if finding is not None:
+        yield Trouble(
+            f"would run in modes found unsafe ({finding.modes}; {finding.build}): {finding.reason}",
+            "change one of these modes in its config.env, check again with "
+            f"`slimqwen eval engine --variant {variant.name}`",
+            finding.record,
+        )
+
+
+def _check_context(command: ServerCommand) -> None:
+    config = checkpoint.text_config(checkpoint.read_config(command.variant.weights))
+    positions = config.get("max_position_embeddings")
+    length = command.flags.get("max-model-len")
+    if isinstance(positions, int) and isinstance(length, int) and length > positions:
+        raise ServingError(
+            f"{command.variant.settings['VLLM_MAX_MODEL_LEN'].location}: VLLM_MAX_MODEL_LEN={length}, "
+            f"but the checkpoint has {positions} positions; set at most {positions}"
+        )
+
+
+def _check_requests(command: ServerCommand) -> None:
+    """Check the plugins, the thinking budget and the chat template that every request goes through."""
+    variant, flags = command.variant, command.flags
+    if command.has_middleware:
+        endpoints.require_registered(command.environment)
+    budget = variant.settings.get("THINKING_TOKEN_BUDGET")
+    if budget is not None and not {"reasoning-parser", "reasoning-config"} & flags.keys():
+        raise ServingError(
+            f"{budget.location}: THINKING_TOKEN_BUDGET={budget.value}, and vLLM cannot tell what thinking is; "
+            "add VLLM_REASONING_PARSER=qwen3"
+        )
+    own = variant.weights / "chat_template.jinja"
+    file = variant.root / flags["chat-template"] if "chat-template" in flags else own
+    # A checkpoint without one serves completions alone.
+    if file != own or own.is_file():
+        chat_template.check(file, variant.weights, flags.get("default-chat-template-kwargs", {}))
+
+
+def _check_cache(command: ServerCommand) -> None:
+    cache = command.cache
+    if cache is None or not cache.required:
+        return
+    compile_watch.require_registered(command.environment)
+    name = command.variant.name
+    if cache.usable and not cache.usable.graphs:
+        raise ServingError(
+            f"REQUIRE_BAKED=1 and the compile cache of {name} holds libraries of FlashInfer alone, no compiled graph; "
+            f"`slimqwen recipe run --variant {name}` on a GPU host bakes both"
+        )
+    if cache.usable:
+        return
+    if cache.baked is None:
+        raise ServingError(
+            f"REQUIRE_BAKED=1 and {command.variant.weights} has no baked compile cache; end its recipe with the stage "
+            f"bake_cache and run `slimqwen recipe run --variant {name}`"
+        )
+    raise ServingError(
+        f"REQUIRE_BAKED=1 and the compile cache of {name} is for something else: {'; '.join(cache.differences)}; "
+        f"`slimqwen recipe run --variant {name}` bakes it for this"
+    )
+
+
+def _check_memory(command: ServerCommand) -> None:
+    weights = sum(file.stat().st_size for file in command.variant.weights.glob("*.safetensors"))
+    if command.platform == "cpu":
+        kv_cache = _kv_cache_gib(command) * 2**30
+        needed = weights + kv_cache + _ENGINE_OVERHEAD_BYTES
+        available = psutil.virtual_memory().available
+        parts = f"weights {_gib(weights)}, KV cache {_gib(kv_cache)}, engine {_gib(_ENGINE_OVERHEAD_BYTES)}"
+        cure = "free some memory or lower VLLM_CPU_KVCACHE_SPACE"
+    else:
+        import torch
+
+        device = gpu.first_visible(command.variables)
+        available, total = torch.cuda.mem_get_info(device.index if device else None)
+        share = float(command.flags.get("gpu-memory-utilization", 0.92))
+        for flag in ("tensor-parallel-size", "pipeline-parallel-size"):
+            weights //= int(command.flags.get(flag, 1))
+        needed = max(weights, int(share * total))
+        parts = f"weights {_gib(weights)}, {share:.0%} of the GPU's {_gib(total)} requested"
+        cure = "end what else uses the GPU or lower VLLM_GPU_MEMORY_UTILIZATION"
+        if weights > share * total:
+            needed, cure = weights, "take a smaller variant or a larger GPU"
+            available = int(share * total)
+    if needed > available:
+        raise ServingError(
+            f"{command.variant.name} needs {_gib(needed)} ({parts}) and {_gib(available)} is free; {cure}"
+        )
+
+
+def _kv_cache_gib(command: ServerCommand) -> int:
+    variable = "VLLM_CPU_KVCACHE_SPACE"
+    text = command.environment[variable]
+    try:
+        return int(text)
+    except ValueError:
+        location = command.variant.settings[variable].location
+        raise ConfigError(f"{location}: {variable}={text}: vLLM takes whole GiB; write 4 for 4 GiB") from None
+
+
+def _check_port(command: ServerCommand) -> None:
+    family = socket.AF_INET6 if ":" in command.host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((command.host, command.port))
+        except (OSError, OverflowError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise ServingError(
+                f"cannot listen on {command.host}:{command.port} ({reason}); end what listens there, or choose "
+                f"another port: `slimqwen serve --variant {command.variant.name} --port 8081`"
+            ) from None
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.1f} GiB"

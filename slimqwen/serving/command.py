@@ -1,0 +1,335 @@
+"""Server command: the flags and the environment with which vLLM serves a variant.
+
+One code path builds it for `slimqwen serve`, for the evaluations and for the image, so that all of them serve the
+same thing. Nothing stands between a client and vLLM: `slimqwen serve` becomes the command by exec.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from slimqwen import checkpoint
+from slimqwen.serving import baked_cache, cuda_toolkit
+from slimqwen.serving import flags as vllm_flags
+from slimqwen.serving import platform as machine
+from slimqwen.serving.errors import ServingError
+from slimqwen.serving.platform import Platform
+from slimqwen.variant import Variant
+from slimqwen.vllm_plugin import api_server, compile_watch, endpoints, engine_facts, policy
+
+VARIANT_VARIABLE = "SLIMQWEN_VARIANT"
+"""Variable of a server's environment that names the variant it serves."""
+
+# No compiled graph depends on them, so they are not among the command's flags.
+_OWN_CODE = (
+    "--worker-extension-cls",
+    f"{engine_facts.__name__}.{engine_facts.EngineFacts.__name__}",
+    "--middleware",
+    "slimqwen.vllm_plugin.readiness.Readiness",
+)
+_PLUGINS = ("slimqwen_engine_fixes", compile_watch.PLUGIN, endpoints.PLUGIN)
+_CPU_KV_CACHE_GIB = 4  # where config.env sets no VLLM_CPU_KVCACHE_SPACE
+
+
+@dataclasses.dataclass(frozen=True)
+class LeftOut:
+    """A line of a config.env that a CPU leaves out (instead is None) or replaces."""
+
+    key: str
+    value: str
+    instead: str | None
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileCache:
+    """Where a server that compiles keeps its compiled graphs.
+
+    Attributes:
+        root: cache folder, one per set of flags or per baked archive.
+        baked: manifest of the archive beside the checkpoint, None without an archive.
+        differences: reasons why the archive does not fit this machine or these flags.
+        required: whether the server must not start without the archive.
+    """
+
+    root: Path
+    baked: baked_cache.BakedCache | None
+    differences: tuple[str, ...]
+    required: bool
+
+    @property
+    def usable(self) -> baked_cache.BakedCache | None:
+        """The manifest, if the archive fits this machine and these flags."""
+        return None if self.differences else self.baked
+
+    @property
+    def libraries(self) -> frozenset[str]:
+        """Libraries of FlashInfer that need no compilation."""
+        return frozenset(self.usable.libraries if self.usable else ())
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerCommand:
+    """The vLLM process that serves a variant on a platform.
+
+    Attributes:
+        variant: the variant served.
+        platform: cpu or cuda.
+        argv: whole command line, the Python interpreter first.
+        environment: variables added to the caller's environment.
+        flags: values by flag name, after the platform's changes.
+        left_out: lines of the config.env that the platform changed.
+        variables: part of environment that compiled graphs may depend on: the config.env's, and vLLM's plugins.
+        cache: cache of compiled graphs, None where nothing is compiled.
+        allow_unsafe: whether to serve in spite of known trouble or engine modes that were found unsafe.
+        require_plan: whether the server must not start without a plan, nor serve otherwise than planned.
+    """
+
+    variant: Variant
+    platform: Platform
+    argv: tuple[str, ...]
+    environment: Mapping[str, str]
+    flags: Mapping[str, Any]
+    left_out: tuple[LeftOut, ...]
+    variables: Mapping[str, str]
+    cache: CompileCache | None
+    allow_unsafe: bool
+    require_plan: bool = False
+
+    @classmethod
+    def resolve(
+        cls,
+        variant: Variant,
+        *,
+        port: int | None = None,
+        platform: Platform | None = None,
+        require_baked: bool = False,
+        allow_unsafe: bool = False,
+        require_plan: bool = False,
+    ) -> "ServerCommand":
+        """Build the command that serves a variant.
+
+        Args:
+            variant: the variant to serve.
+            port: TCP port instead of VLLM_PORT.
+            platform: cpu or cuda; by default the variant's PLATFORM, else this machine's.
+            require_baked: refuse to serve without the baked compile cache, as REQUIRE_BAKED=1 does.
+            allow_unsafe: serve in spite of known trouble or unsafe engine modes, as ALLOW_UNSAFE=1 does.
+            require_plan: refuse a start without a plan, or other than planned, as REQUIRE_PLAN=1 does.
+
+        Raises:
+            ConfigError: a line that vLLM would not take.
+            ServingError: the manifest of the baked cache is unreadable, or nothing is compiled and one is required.
+        """
+        platform = platform or variant.platform or machine.detect()
+        resolved = vllm_flags.resolve(variant)
+        flags = {name: flag.value for name, flag in resolved.flags.items()}
+        argv = {name: flag.argv for name, flag in resolved.flags.items()}
+        left_out: list[LeftOut] = []
+        if platform == "cpu":
+            left_out = _fit_to_cpu(resolved.flags, flags, argv)
+            if "enforce-eager" not in flags:
+                flags["enforce-eager"], argv["enforce-eager"] = True, ("--enforce-eager",)
+        flags["model"], argv["model"] = str(variant.weights), ("--model", str(variant.weights))
+        flags["port"] = port if port is not None else flags.get("port", 8000)
+        argv["port"] = ("--port", str(flags["port"]))
+        # Unset, vLLM loads no plugin that adds routes; set, its compile key holds the list.
+        variables = {"VLLM_PLUGINS": ",".join(_PLUGINS), **resolved.environment}
+        required = require_baked or variant.require_baked
+        cache = None
+        if not flags.get("enforce-eager"):
+            cache = _compile_cache(variant, platform, flags, variables, required)
+        elif required:
+            raise ServingError(
+                f"{variant.name} compiles nothing and a baked compile cache is required; set VLLM_ENFORCE_EAGER=0 in "
+                "its config.env, or do without REQUIRE_BAKED"
+            )
+        environment = _environment(variant, platform, cache, variables)
+        return cls(
+            variant=variant,
+            platform=platform,
+            argv=(
+                sys.executable,
+                "-m",
+                api_server.__name__,
+                *(word for words in argv.values() for word in words),
+                *_OWN_CODE,
+            ),
+            environment=MappingProxyType(environment),
+            flags=MappingProxyType(flags),
+            left_out=tuple(left_out),
+            variables=MappingProxyType(variables),
+            cache=cache,
+            allow_unsafe=allow_unsafe or variant.allow_unsafe,
+            require_plan=require_plan or variant.require_plan,
+        )
+
+    @property
+    def host(self) -> str:
+        """Address to listen on; vLLM's default is every interface."""
+        return str(self.flags.get("host", "0.0.0.0"))
+
+    @property
+    def port(self) -> int:
+        """TCP port."""
+        return int(self.flags["port"])
+
+    @property
+    def url(self) -> str:
+        """Address for a client on this machine, without a trailing slash."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.host, self.host)
+        return f"http://{host}:{self.port}"
+
+    @property
+    def served_model_name(self) -> str:
+        """The model's name in requests."""
+        names = self.flags.get("served-model-name") or [str(self.variant.weights)]
+        return str(names[0])
+
+    @property
+    def max_model_len(self) -> int:
+        """Context length in tokens, prompt and output together: the flag's, at most the checkpoint's positions."""
+        config = checkpoint.text_config(checkpoint.read_config(self.variant.weights))
+        positions = int(config["max_position_embeddings"])
+        limit = self.flags.get("max-model-len")
+        return min(limit, positions) if isinstance(limit, int) and limit > 0 else positions
+
+    @property
+    def has_middleware(self) -> bool:
+        """Whether the server answers through this package's middleware."""
+        return self.argv[-len(_OWN_CODE) :] == _OWN_CODE
+
+    def as_shell(self) -> str:
+        """The command for a shell: one variable, or one flag with its value, per line."""
+        lines = [f"{key}={shlex.quote(value)}" for key, value in sorted(self.environment.items())]
+        lines.append(shlex.join(self.argv[:3]))
+        for word in self.argv[3:]:
+            if word.startswith("--"):
+                lines.append("    " + word)
+            else:
+                lines[-1] += " " + shlex.quote(word)
+        return " \\\n".join(lines)
+
+    def process_environment(self) -> dict[str, str]:
+        """The environment of the vLLM process.
+
+        Stray VLLM_* variables of the calling shell would change what is measured (VLLM_PLUGINS even drops the
+        engine fixes), so only the API key passes. On CUDA a host without nvcc gets the toolkit of this environment,
+        and on a CPU every process has torch's OpenMP library.
+
+        Raises:
+            ServingError: that toolkit cannot be composed.
+        """
+        inherited = {
+            key: value
+            for key, value in os.environ.items()
+            if not key.startswith("VLLM_") or key == "VLLM_API_KEY"
+        }
+        if self.platform == "cpu":
+            inherited |= machine.preloaded_libraries(inherited)
+        else:
+            inherited |= cuda_toolkit.variables(self.variant.root / ".cache", inherited)
+        return inherited | dict(self.environment) | {VARIANT_VARIABLE: self.variant.name}
+
+    def with_cache_root(self, root: Path) -> "ServerCommand":
+        """The same command with an unbaked compile cache in another folder: for baking, and to time a cold start."""
+        assert self.cache is not None
+        cache = CompileCache(root, None, (), required=False)
+        environment = MappingProxyType({**self.environment, **_cache_environment(cache, self.variables)})
+        return dataclasses.replace(self, cache=cache, environment=environment)
+
+    def held_against(self, expected: engine_facts.Expected) -> "ServerCommand":
+        """The same command with a plan that the started engine is compared with."""
+        environment = {**self.environment, engine_facts.VARIABLE: expected.model_dump_json()}
+        return dataclasses.replace(self, environment=MappingProxyType(environment))
+
+    def without_middleware(self) -> "ServerCommand":
+        """The command of bare vLLM, which is ready while cold: to time what this package adds."""
+        plugins = self.environment["VLLM_PLUGINS"].split(",")
+        others = ",".join(name for name in plugins if name != endpoints.PLUGIN)
+        return dataclasses.replace(
+            self,
+            argv=self.argv[: -len(_OWN_CODE)],
+            environment=MappingProxyType({**self.environment, "VLLM_PLUGINS": others}),
+        )
+
+
+def _fit_to_cpu(
+    given: Mapping[str, vllm_flags.Flag], flags: dict[str, Any], argv: dict[str, tuple[str, ...]]
+) -> list[LeftOut]:
+    left_out = []
+    for row in machine.GPU_ONLY:
+        if row.flag not in given or not row.applies(given[row.flag].value):
+            continue
+        setting = given[row.flag].setting
+        left_out.append(LeftOut(setting.key, setting.value, row.instead, row.why))
+        del flags[row.flag], argv[row.flag]
+        if row.instead is not None:
+            flag = vllm_flags.parse(dataclasses.replace(setting, value=row.instead))
+            flags[row.flag], argv[row.flag] = flag.value, flag.argv
+    return left_out
+
+
+def _compile_cache(
+    variant: Variant,
+    platform: Platform,
+    flags: Mapping[str, Any],
+    variables: Mapping[str, str],
+    required: bool,
+) -> CompileCache:
+    baked = baked_cache.read(variant.weights)
+    differences: tuple[str, ...] = ()
+    # vLLM's own cache key has left flags out before (num_speculative_tokens), so each set of flags has its own root.
+    key = json.dumps({"model": str(variant.weights), **baked_cache.decisive(flags)}, sort_keys=True)
+    name = f"{variant.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    if baked is not None:
+        facts = baked_cache.this_machine(platform, variables)
+        differences = tuple(baked_cache.differences(baked, facts, flags, variables))
+        if not differences:
+            name = f"baked-{baked.archive_sha256[:16]}"
+    return CompileCache(variant.root / ".cache" / name, baked, differences, required)
+
+
+def _environment(
+    variant: Variant, platform: Platform, cache: CompileCache | None, variables: Mapping[str, str]
+) -> dict[str, str]:
+    environment = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_CACHE_ROOT": str(variant.root / ".cache" / "vllm"),
+        "TORCHINDUCTOR_CACHE_DIR": str(variant.root / ".cache" / "inductor"),
+        policy.VARIABLE: policy.of(variant).model_dump_json(),
+    }
+    if cache is not None:
+        environment |= _cache_environment(cache, variables)
+    if platform == "cpu":
+        environment["OMP_NUM_THREADS"] = str(machine.physical_cores())
+        # Without it vLLM takes 0.92 of the machine's memory.
+        environment["VLLM_CPU_KVCACHE_SPACE"] = str(_CPU_KV_CACHE_GIB)
+    return environment | dict(variables)
+
+
+def _cache_environment(cache: CompileCache, variables: Mapping[str, str]) -> dict[str, str]:
+    wanted = compile_watch.Wanted(required=cache.required, libraries=str(cache.root / baked_cache.LIBRARIES))
+    baked = cache.usable
+    if (
+        baked is not None
+        and baked.graphs
+        and baked.device
+        and baked.device != baked_cache.this_device("cuda", variables)
+    ):
+        capability = baked.machine["compute capability"]
+        wanted = wanted.model_copy(update={"device": baked.device, "capability": capability})
+    return {
+        "VLLM_CACHE_ROOT": str(cache.root / "vllm"),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache.root / "inductor"),
+        compile_watch.VARIABLE: wanted.model_dump_json(),
+    }

@@ -1,0 +1,112 @@
+"""CUDA toolkit for a server: the host's own, or one composed from the packages of this environment.
+
+FlashInfer compiles kernels at their first use: it needs a CUDA_HOME with nvcc, headers and libraries to link with, and
+ninja on PATH (flashinfer/jit/cpp_ext.py). The CUDA lock brings all of it, but in packages whose libraries have no
+unversioned names, and libcuda comes with a driver alone. A folder of links and one stub make a CUDA_HOME of them.
+"""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from slimqwen.serving.errors import ServingError
+
+_PARTS = ("bin", "include", "nvvm")
+_DEFAULT_HOME = "/usr/local/cuda"
+_HEADER = "cuda_runtime.h"
+_LIBRARIES = "lib64"
+
+
+def variables(cache: Path, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables that let a process compile CUDA code; empty where the host has nvcc and ninja of its own.
+
+    Args:
+        cache: folder that the composed toolkit is made in, and found in by the next start.
+        environment: of the process without them.
+
+    Raises:
+        ServingError: the compiler cannot link a library.
+    """
+    added: dict[str, str] = {}
+    path = environment.get("PATH", os.defpath)
+    scripts = Path(sys.executable).parent
+    if shutil.which("ninja", path=path) is None and shutil.which(str(scripts / "ninja")):
+        added["PATH"] = f"{path}{os.pathsep}{scripts}"
+    packages, compiler = _packages(), _compiler(environment)
+    if _nvcc(environment) is None and packages is not None and compiler is not None:
+        added["CUDA_HOME"] = str(_compose(packages, cache, compiler))
+    return added
+
+
+def missing(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """What a process with this environment lacks to compile CUDA code: of nvcc, ninja and a C++ compiler."""
+    tools = {
+        "nvcc": _nvcc(environment),
+        "ninja": shutil.which("ninja", path=environment.get("PATH", os.defpath)),
+        "a C++ compiler": _compiler(environment),
+    }
+    return tuple(name for name, tool in tools.items() if tool is None)
+
+
+def _nvcc(environment: Mapping[str, str]) -> str | None:
+    """The nvcc that FlashInfer would run: of CUDA_HOME, else on PATH, else of /usr/local/cuda.
+
+    One on PATH counts only with headers beside it: FlashInfer takes the folder above its own for the toolkit.
+    """
+    home = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
+    on_path = shutil.which("nvcc", path=environment.get("PATH", os.defpath))
+    if on_path and not home:
+        return on_path if (Path(on_path).parents[1] / "include" / _HEADER).is_file() else None
+    return shutil.which(f"{home or _DEFAULT_HOME}/bin/nvcc")
+
+
+def _compiler(environment: Mapping[str, str]) -> str | None:
+    return shutil.which(environment.get("CXX", "c++"), path=environment.get("PATH", os.defpath))
+
+
+def _packages() -> Path | None:
+    """The folder of NVIDIA's packages that has a compiler; None in an environment for a CPU."""
+    folders = sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/cu[0-9]*"), reverse=True)
+    return next((folder for folder in folders if shutil.which(str(folder / "bin" / "nvcc"))), None)
+
+
+def _compose(packages: Path, cache: Path, compiler: str) -> Path:
+    """Make the folder of links, or find the one that an earlier start made."""
+    listing = "\n".join([str(packages), *sorted(file.name for file in (packages / "lib").iterdir())])
+    home = cache / f"cuda-toolkit-{hashlib.sha256(listing.encode()).hexdigest()[:16]}"
+    if home.is_dir():
+        return home
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".cuda-toolkit.", dir=cache) as folder:
+        new = Path(folder) / "toolkit"
+        libraries = new / _LIBRARIES
+        (libraries / "stubs").mkdir(parents=True)
+        for part in _PARTS:
+            (new / part).symlink_to(packages / part)
+        for file in sorted((packages / "lib").iterdir()):
+            (libraries / file.name).symlink_to(file)
+            unversioned = libraries / f"{file.name.partition('.so')[0]}.so"
+            if ".so." in file.name and not unversioned.is_symlink():
+                unversioned.symlink_to(file.name)
+        _link_stub(compiler, libraries / "stubs" / "libcuda.so")
+        try:
+            new.rename(home)
+        except OSError:  # another start was first
+            if not home.is_dir():
+                raise
+    return home
+
+
+def _link_stub(compiler: str, library: Path) -> None:
+    """Link a libcuda without functions: whoever loads what was linked with it gets the driver's by its soname."""
+    command = [compiler, "-shared", "-nostdlib", "-x", "c++", os.devnull, "-Wl,-soname,libcuda.so.1"]
+    ended = subprocess.run([*command, "-o", str(library)], capture_output=True, text=True)
+    if ended.returncode != 0:
+        reason = (ended.stderr.strip().splitlines() or ["it printed nothing"])[-1]
+        raise ServingError(f"{compiler} cannot link a library ({reason}); Debian: apt-get install g++")

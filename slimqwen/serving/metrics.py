@@ -1,0 +1,24 @@
+"""Reader of a vLLM server's `/metrics`."""
+
+from prometheus_client.parser import text_string_to_metric_families
+
+_FULLEST = "vllm:kv_cache_usage_perc"
+
+
+def read(text: str) -> dict[str, float]:
+    """Read metrics in Prometheus' text format.
+
+    Returns:
+        Values by sample name, summed over engines (KV cache usage: of the fullest engine); the buckets of a
+        histogram by `<name>_bucket/<upper bound>`.
+
+    Raises:
+        ValueError: the text is in another format.
+    """
+    values: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            name = f"{sample.name}/{sample.labels['le']}" if "le" in sample.labels else sample.name
+            known = values.get(name, 0.0)
+            values[name] = max(known, sample.value) if name == _FULLEST else known + sample.value
+    return values

@@ -1,0 +1,113 @@
+"""A server to measure: one that already runs the variant, or one that is started for the measurement alone."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from slimqwen.errors import SlimqwenError
+from slimqwen.progress import Progress, silent
+from slimqwen.serving.command import ServerCommand
+from slimqwen.serving.server import RunningServer, find_running, run_server
+from slimqwen.variant import Variant
+from slimqwen.vllm_plugin.api_key import authorization
+
+_TIMEOUT_S = 30
+_DEFAULT_MAX_NUM_SEQS = 16  # where the variant leaves --max-num-seqs to vLLM
+
+
+class ServerLostError(SlimqwenError):
+    """A server died or refused requests while it was measured, so there is no result."""
+
+
+@dataclass(frozen=True)
+class SharedServer:
+    """A variant and the server that runs it.
+
+    Attributes:
+        variant: served variant.
+        server: address of the server and the command that it runs.
+        already_running: whether it ran before the measurement; then it may have other clients too.
+        max_model_len: longest prompt and output together that the server accepts, tokens.
+    """
+
+    variant: Variant
+    server: RunningServer
+    already_running: bool
+    max_model_len: int
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Number of sequences that the server runs at once according to its flags."""
+        return int(self.server.command.flags.get("max-num-seqs", _DEFAULT_MAX_NUM_SEQS))
+
+
+@contextlib.contextmanager
+def serve(
+    variant: Variant, *, port: int | None = None, log: Path, progress: Progress = silent
+) -> Iterator[SharedServer]:
+    """Use the server on the port if it runs exactly this variant, else start one and stop it afterwards.
+
+    Args:
+        variant: variant to serve.
+        port: TCP port instead of the variant's own.
+        log: file that receives the output of a server that is started.
+        progress: receives (activity, done, total) of the start.
+
+    Raises:
+        ServerLostError: the server does not answer.
+        SlimqwenError: the server cannot be started (see `slimqwen.serving.server.run_server`).
+    """
+    command = ServerCommand.resolve(variant, port=port)
+    with contextlib.ExitStack() as stack:
+        running = find_running(command)
+        server = running or stack.enter_context(run_server(command, log=log, progress=progress))
+        yield SharedServer(variant, server, running is not None, max_model_len(server.base_url))
+
+
+def max_model_len(base_url: str) -> int:
+    """Longest prompt and output together that a server accepts, tokens.
+
+    Raises:
+        ServerLostError: the server does not answer, or not as vLLM does.
+    """
+    try:
+        return int(get(f"{base_url}/v1/models").json()["data"][0]["max_model_len"])
+    except (ValueError, LookupError, TypeError) as error:
+        raise ServerLostError(f"{base_url}/v1/models has no max_model_len: is it vLLM?") from error
+
+
+def require_healthy(base_url: str, activity: str, log: Path) -> None:
+    """Check that a server still answers.
+
+    Raises:
+        ServerLostError: it does not.
+    """
+    try:
+        get(f"{base_url}/health")
+    except ServerLostError as error:
+        raise server_lost(activity, error, log) from error
+
+
+def server_lost(activity: str, cause: BaseException, log: Path) -> ServerLostError:
+    """The error for a server that failed during a measurement."""
+    return ServerLostError(
+        f"the server failed while {activity} ({type(cause).__name__}: {cause}); nothing was recorded, "
+        f"{log.parent.name}/{log.name} and the server's own log say more"
+    )
+
+
+def get(url: str) -> httpx.Response:
+    """GET from a served model, with its API key.
+
+    Raises:
+        ServerLostError: no answer, or an error status.
+    """
+    try:
+        # trust_env: a proxy of the shell must not stand between the client and the server it measures.
+        response = httpx.get(url, headers=authorization(), timeout=_TIMEOUT_S, trust_env=False)
+        return response.raise_for_status()
+    except httpx.HTTPError as error:
+        raise ServerLostError(f"{url}: {error or type(error).__name__}") from error

@@ -1,0 +1,1 @@
+"""Intervals and non-inferiority verdicts; nothing here knows what was measured."""

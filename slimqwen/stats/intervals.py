@@ -1,0 +1,363 @@
+"""Estimates, paired differences and ratios, each with its 95 % interval.
+
+Intervals are percentile bootstrap intervals with a fixed seed, so that the same records always give the same figures.
+Over a few rounds they are Student's t intervals.
+"""
+
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy import stats
+
+from slimqwen.errors import SlimqwenError
+
+CONFIDENCE_LEVEL = 0.95
+Z = float(stats.norm.ppf((1 + CONFIDENCE_LEVEL) / 2))
+"""Standard errors from a mean to the end of its interval, under the normal approximation."""
+
+BOOTSTRAP_SEED = 20260101
+BOOTSTRAP_RESAMPLES = 9_999
+_RESAMPLES_AT_ONCE = 250  # bounds memory: 12,000 items x 250 resamples x 8 bytes is 24 MB
+
+Floats = NDArray[np.float64]
+
+
+class TooFewItemsError(SlimqwenError):
+    """Too few observations for an interval."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over `count` items or clusters, and its standard error, in the unit of the items."""
+
+    value: float
+    standard_error: float
+    count: int
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Second minus first on the same `count` items or clusters: mean, standard error and 95 % interval."""
+
+    value: float
+    standard_error: float
+    low: float
+    high: float
+    count: int
+
+
+@dataclass(frozen=True)
+class Discordance:
+    """Numbers of items that only the first or only the second got right, with McNemar's exact two-sided p."""
+
+    only_first: int
+    only_second: int
+    p_value: float
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A ratio and its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def by_cluster(
+    values: ArrayLike, weights: ArrayLike | None, clusters: Sequence[Hashable] | None
+) -> tuple[Floats, Floats]:
+    """The weighted mean and the weight of each cluster, in the order in which clusters first appear.
+
+    Items that share a passage, or repeat one item, are not independent: clusters are the units of observation. Without
+    clusters every item is one.
+
+    Raises:
+        ValueError: values, weights and clusters differ in number.
+    """
+    x = np.asarray(values, dtype=np.float64)
+    w = np.ones(len(x)) if weights is None else np.asarray(weights, dtype=np.float64)
+    if len(x) != len(w) or (clusters is not None and len(x) != len(clusters)):
+        raise ValueError("values, weights and clusters differ in number")
+    if clusters is None:
+        return x, w
+    numbers: dict[Hashable, int] = {}
+    number = [numbers.setdefault(cluster, len(numbers)) for cluster in clusters]
+    total = np.asarray(np.bincount(number, weights=w), dtype=np.float64)
+    return np.bincount(number, weights=w * x) / total, total
+
+
+def mean(
+    values: ArrayLike, weights: ArrayLike | None = None, clusters: Sequence[Hashable] | None = None
+) -> Estimate:
+    """Mean of the values and its standard error over items, or over clusters of items (`by_cluster`).
+
+    With weights (bytes of a document, tokens of a request) it is the ratio estimator sum(w x) / sum(w) with items as
+    the sampled units (Cochran, Sampling Techniques, 3rd ed., eq. 6.13); with equal weights that is s / sqrt(n).
+
+    Raises:
+        TooFewItemsError: fewer than two values or clusters.
+    """
+    x, w = by_cluster(values, weights, clusters)
+    _require_two(len(x))
+    value = float(np.average(x, weights=w))
+    residuals = w * (x - value)
+    variance = len(x) / (len(x) - 1) * float(np.sum(residuals**2)) / float(np.sum(w)) ** 2
+    return Estimate(value, float(np.sqrt(variance)), len(x))
+
+
+def paired_difference(
+    first: ArrayLike,
+    second: ArrayLike,
+    weights: ArrayLike | None = None,
+    clusters: Sequence[Hashable] | None = None,
+) -> Difference:
+    """Mean of second minus first over the same items in the same order, with a paired bootstrap interval.
+
+    With clusters, whole clusters are resampled and counted.
+
+    Raises:
+        TooFewItemsError: fewer than two items or clusters.
+        ValueError: the two sides differ in length.
+    """
+    a, b = _paired_arrays(first, second)
+    differences, w = by_cluster(b - a, weights, clusters)
+    estimate = mean(differences, w)
+
+    def weighted_mean(d: Floats, v: Floats, axis: int) -> Floats:
+        return np.asarray(np.sum(d * v, axis=axis) / np.sum(v, axis=axis))
+
+    low, high = bootstrap_interval((differences, w), weighted_mean, paired=True)
+    return Difference(estimate.value, estimate.standard_error, low, high, estimate.count)
+
+
+def percentile_over_groups(groups: Sequence[ArrayLike], percent: float) -> Estimate:
+    """A percentile of all observations, with the standard error of a bootstrap over whole groups.
+
+    Raises:
+        TooFewItemsError: fewer than two groups.
+    """
+    arrays = [np.asarray(group, dtype=np.float64) for group in groups]
+    _require_two(len(arrays))
+    rng = np.random.default_rng(BOOTSTRAP_SEED)
+    resamples = (rng.integers(len(arrays), size=len(arrays)) for _ in range(200))
+    drawn = [
+        float(np.percentile(np.concatenate([arrays[i] for i in indices]), percent)) for indices in resamples
+    ]
+    value = float(np.percentile(np.concatenate(arrays), percent))
+    return Estimate(value, float(np.std(drawn, ddof=1)), len(arrays))
+
+
+def mcnemar(first: Sequence[bool], second: Sequence[bool]) -> Discordance:
+    """McNemar's exact test of paired right-or-wrong answers: a binomial test of the discordant pairs.
+
+    Raises:
+        ValueError: the two sides differ in length.
+    """
+    pairs = list(zip(first, second, strict=True))
+    only_first = sum(a and not b for a, b in pairs)
+    only_second = sum(b and not a for a, b in pairs)
+    discordant = only_first + only_second
+    p_value = float(stats.binomtest(only_first, discordant).pvalue) if discordant else 1.0
+    return Discordance(only_first, only_second, p_value)
+
+
+def ratio_of_medians(numerator: ArrayLike, denominator: ArrayLike) -> Ratio:
+    """median(numerator) / median(denominator), resampling the two sides independently.
+
+    Raises:
+        TooFewItemsError: fewer than two values on a side.
+    """
+    a, b = np.asarray(numerator, dtype=np.float64), np.asarray(denominator, dtype=np.float64)
+    _require_two(min(len(a), len(b)))
+
+    def ratio(x: Floats, y: Floats, axis: int) -> Floats:
+        return np.asarray(np.median(x, axis=axis) / np.median(y, axis=axis))
+
+    low, high = bootstrap_interval((a, b), ratio)
+    return Ratio(float(np.median(a) / np.median(b)), low, high)
+
+
+def median_interval(rounds: Mapping[int, Sequence[float]]) -> tuple[float, float]:
+    """The interval of the median of observations that were made in rounds.
+
+    Over several rounds: Student's t on the logarithms of their medians, about the median of all observations. Over one
+    round: order statistics, which assume only independent observations; with fewer than six of these the whole range,
+    whose coverage is below 95 %.
+
+    Args:
+        rounds: positive observations by the number of their round.
+
+    Raises:
+        TooFewItemsError: there are none.
+    """
+    values = sorted(value for observations in rounds.values() for value in observations)
+    if not values:
+        raise TooFewItemsError("no observation has no median")
+    if len(rounds) == 1:
+        rank = _median_rank(len(values))
+        return values[rank], values[-1 - rank]
+    medians = np.log([np.median(values) for values in rounds.values()])
+    reach = _student(len(medians) - 1) * float(medians.std(ddof=1)) / math.sqrt(len(medians))
+    middle = float(np.median(values))
+    return middle / math.exp(reach), middle * math.exp(reach)
+
+
+@cache
+def _median_rank(count: int) -> int:
+    """The rank, from either end, at which the interval of the median of `count` values ends."""
+    tail = (1 - CONFIDENCE_LEVEL) / 2
+    # The number of values below the median has a binomial distribution.
+    rank = int(stats.binom.ppf(tail, count, 0.5))
+    if stats.binom.cdf(rank, count, 0.5) > tail:
+        rank -= 1
+    return max(rank, 0)
+
+
+def _student(freedom: float) -> float:
+    """Standard errors from an estimate to the end of its interval."""
+    return float(stats.t.ppf((1 + CONFIDENCE_LEVEL) / 2, freedom))
+
+
+def ratio_by_round(
+    numerator: Mapping[int, Sequence[float]], denominator: Mapping[int, Sequence[float]], *, in_turns: bool
+) -> tuple[Ratio, int]:
+    """The ratio of two medians of observations that were made in rounds, with an interval over rounds.
+
+    Requests of one round share the state of the server and of the machine, which an interval over requests cannot
+    see. With a single round on a side the interval is over requests all the same.
+
+    Args:
+        numerator: observations of each round, by the number of the round.
+        denominator: likewise.
+        in_turns: whether rounds of the same number were measured next to each other, so that they are paired.
+
+    Returns:
+        The ratio, and the number of rounds of its interval: 0 for an interval over observations.
+
+    Raises:
+        TooFewItemsError: fewer than two observations on a side.
+    """
+    sides = [
+        {number: np.median(values) for number, values in side.items()} for side in (numerator, denominator)
+    ]
+    if in_turns:
+        sides = [
+            {n: median for n, median in side.items() if n in sides[0] and n in sides[1]} for side in sides
+        ]
+    rounds = min(map(len, sides))
+    if rounds < 2:
+        whole = (np.concatenate(list(side.values())) for side in (numerator, denominator))
+        return ratio_of_medians(*whole), 0
+    first, second = ([side[n] for n in sorted(side)] for side in sides)
+    return ratio_of_rounds(first, second, in_turns=in_turns), rounds
+
+
+def ratio_of_rounds(numerator: ArrayLike, denominator: ArrayLike, *, in_turns: bool) -> Ratio:
+    """Ratio of geometric means of one figure per round, with Student's t interval on the logarithms.
+
+    Rounds are the restarts of Kalibera and Jones, Rigorous Benchmarking in Reasonable Time (ISMM 2013). With so few
+    a bootstrap interval covers less than 95 % (docs/log.md, 2026-11-22).
+
+    Args:
+        numerator: positive figures, one per round.
+        denominator: likewise.
+        in_turns: whether rounds are paired by their order; otherwise the interval is Welch's.
+
+    Raises:
+        TooFewItemsError: fewer than two rounds on a side.
+        ValueError: a figure is not positive, or the sides of pairs differ in number.
+    """
+    a, b = (np.asarray(side, dtype=np.float64) for side in (numerator, denominator))
+    _require_two(min(len(a), len(b)))
+    if min(a.min(), b.min()) <= 0:
+        raise ValueError("a ratio over rounds needs positive figures")
+    a, b = np.log(a), np.log(b)
+    if in_turns:
+        differences = np.subtract(*_paired_arrays(a, b))
+        variance, freedom = float(differences.var(ddof=1)) / len(a), float(len(a) - 1)
+    else:
+        parts = a.var(ddof=1) / len(a), b.var(ddof=1) / len(b)
+        variance = float(sum(parts))
+        spread = parts[0] ** 2 / (len(a) - 1) + parts[1] ** 2 / (len(b) - 1)
+        freedom = float(variance**2 / spread) if spread else float(len(a) + len(b) - 2)
+    middle = float(a.mean() - b.mean())
+    reach = _student(freedom) * math.sqrt(variance)
+    return Ratio(math.exp(middle), math.exp(middle - reach), math.exp(middle + reach))
+
+
+def paired_ratio(
+    first: ArrayLike, second: ArrayLike, first_weights: ArrayLike, second_weights: ArrayLike
+) -> Ratio:
+    """Weighted mean of second / weighted mean of first over the same units, which are resampled together.
+
+    Raises:
+        TooFewItemsError: fewer than two units.
+        ValueError: the sides differ in length.
+    """
+    a, v = _paired_arrays(first, first_weights)
+    b, w = _paired_arrays(second, second_weights)
+    _paired_arrays(a, b)
+
+    def ratio(a: Floats, v: Floats, b: Floats, w: Floats, axis: int) -> Floats:
+        first_mean = np.sum(a * v, axis=axis) / np.sum(v, axis=axis)
+        return np.asarray(np.sum(b * w, axis=axis) / np.sum(w, axis=axis) / first_mean)
+
+    low, high = bootstrap_interval((a, v, b, w), ratio, paired=True)
+    return Ratio(float(ratio(a, v, b, w, 0)), low, high)
+
+
+def bootstrap_interval(
+    samples: Sequence[NDArray[Any]],
+    statistic: Callable[..., Any],
+    *,
+    paired: bool = False,
+    batch: int = _RESAMPLES_AT_ONCE,
+) -> tuple[float, float]:
+    """The percentile bootstrap interval of a statistic at `CONFIDENCE_LEVEL`, with a fixed seed.
+
+    Args:
+        samples: arrays of observations.
+        statistic: function of the samples and `axis`.
+        paired: whether the samples are resampled together.
+        batch: resamples computed at once; it decides memory and the order of draws.
+    """
+    interval = stats.bootstrap(
+        samples,
+        statistic,
+        paired=paired,
+        n_resamples=BOOTSTRAP_RESAMPLES,
+        batch=batch,
+        confidence_level=CONFIDENCE_LEVEL,
+        method="percentile",
+        rng=np.random.default_rng(BOOTSTRAP_SEED),
+    ).confidence_interval
+    return float(interval.low), float(interval.high)
+
+
+def supported_percentiles(count: int, wanted: Sequence[int] = (90, 99)) -> list[int]:
+    """The percentiles beyond which at least one of `count` observations is expected.
+
+    The 99th percentile of fewer than 100 observations is their maximum and is left out.
+    """
+    return [p for p in wanted if count * (100 - p) >= 100]
+
+
+def _paired_arrays(first: ArrayLike, second: ArrayLike) -> tuple[Floats, Floats]:
+    a, b = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
+    if a.shape != b.shape:
+        raise ValueError(f"paired values differ in number: {len(a)} and {len(b)}")
+    _require_two(len(a))
+    return a, b
+
+
+def _require_two(count: int) -> None:
+    if count < 2:
+        raise TooFewItemsError(
+            f"{count} item(s) measured, a standard error needs at least 2: raise the limit"
+        )

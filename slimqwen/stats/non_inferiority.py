@@ -1,0 +1,179 @@
+"""Non-inferiority: does a paired difference rule out a loss beyond the margin that was written down before?"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+from slimqwen.stats.intervals import CONFIDENCE_LEVEL, Difference, Discordance, Estimate
+from slimqwen.stats.verdict import Verdict
+
+POWER = 0.956
+"""Probability that a task whose size was planned here passes an equally good variant; 0.8 for five tasks together."""
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A verdict and its grounds, in the unit of the measure and as gains: a loss is negative.
+
+    Attributes:
+        verdict: pass where the whole interval lies above -margin.
+        low: lower end of the interval of the gain, at `CONFIDENCE_LEVEL`.
+        high: upper end.
+        margin: the largest loss that still counts as equal, not negative.
+        items_needed: items with which a run would pass if the gain stayed as measured; None where it has passed, or
+            where more items would not make it pass.
+    """
+
+    verdict: Verdict
+    low: float
+    high: float
+    margin: float
+    items_needed: int | None
+
+
+def judge(
+    difference: Difference, discordance: Discordance | None, *, margin: float, higher_is_better: bool
+) -> Judgement:
+    """Judge second minus first on the same items.
+
+    Args:
+        difference: mean with its bootstrap interval, which is used where items are not simply right or wrong.
+        discordance: the items that only one side got right; with it the interval is exact, and does not shrink to
+            nothing where few items differ.
+        margin: the largest loss that still counts as equal.
+        higher_is_better: whether a positive difference is a gain.
+    """
+    sign = 1 if higher_is_better else -1
+    gain = sign * difference.value
+    low, high = sorted((sign * difference.low, sign * difference.high))
+    if discordance is not None:
+        low, high = paired_proportion_interval(discordance, difference.count)
+    verdict = Verdict.from_interval(low, high, -margin, higher_is_better=True, limit_passes=False)
+    needed = None
+    if verdict is Verdict.INCONCLUSIVE and gain > -margin:
+        if discordance is None:
+            # Widths shrink with the root of the number of items.
+            needed = math.ceil(difference.count * ((gain - low) / (gain + margin)) ** 2)
+        else:
+            needed = _items_needed(discordance, difference.count, margin)
+    return Judgement(verdict, low, high, margin, needed)
+
+
+def paired_proportion_interval(discordance: Discordance, count: int) -> tuple[float, float]:
+    """The interval of the share that the second got right minus that of the first, on the same items.
+
+    Each discordant share has its exact interval (Clopper and Pearson, 1934) at a level that makes both hold together
+    at `CONFIDENCE_LEVEL` at least, so the interval is conservative.
+
+    Args:
+        discordance: items that only one of the two got right.
+        count: all items.
+    """
+    return _interval(discordance.only_second, discordance.only_first, count)
+
+
+def judge_floor(estimate: Estimate, floor: float, *, right: int | None) -> Verdict:
+    """Whether a score lies above its floor.
+
+    Args:
+        estimate: the score; its interval is Student's over items or clusters.
+        floor: in the unit of the score, higher being better.
+        right: number of right items, where each is right or wrong; with it the interval is exact (Clopper and
+            Pearson, 1934).
+    """
+    if right is None:
+        half = float(stats.t.ppf((1 + CONFIDENCE_LEVEL) / 2, estimate.count - 1)) * estimate.standard_error
+        low, high = estimate.value - half, estimate.value + half
+    else:
+        interval = stats.binomtest(right, estimate.count).proportion_ci(CONFIDENCE_LEVEL)
+        low, high = float(interval.low), float(interval.high)
+    return Verdict.from_interval(low, high, floor, higher_is_better=True, limit_passes=False)
+
+
+def items_to_decide(margin: float, discordance: float) -> int:
+    """Number of right-or-wrong items with which an equally good variant passes with probability `POWER`.
+
+    It uses the interval of `judge`: the probabilities of all numbers of gained and lost items that pass are added up,
+    each item being gained or lost with half the discordance.
+
+    Args:
+        margin: the largest loss that still counts as equal, above 0.
+        discordance: share of the items that only one side gets right, between 0 and 1.
+    """
+
+    def enough(count: float) -> bool:
+        items = int(count)
+        reach = 6 * math.sqrt(items * discordance / 2) + 6
+        gained = np.arange(
+            max(0, math.floor(items * discordance / 2 - reach)),
+            min(items, math.ceil(items * discordance / 2 + reach)) + 1,
+        )
+        tail = (1 - CONFIDENCE_LEVEL) / 4
+        low = np.where(gained > 0, stats.beta.ppf(tail, np.maximum(gained, 1), items - gained + 1), 0.0)
+        high = np.where(
+            gained < items, stats.beta.ppf(1 - tail, gained + 1, np.maximum(items - gained, 1)), 1.0
+        )
+        passing = low[:, None] - high[None, :] > -margin
+        # The number gained, and of the other items the number lost.
+        probability = stats.binom.pmf(gained, items, discordance / 2)[:, None] * stats.binom.pmf(
+            gained[None, :], items - gained[:, None], discordance / (2 - discordance)
+        )
+        return float(probability[passing].sum()) >= POWER
+
+    return _fewest(enough, 2, whole=True)
+
+
+def items_to_decide_mean(margin: float, deviation: float) -> int:
+    """Number of items of any other measure with which an equally good variant passes: the normal approximation.
+
+    Args:
+        margin: the largest loss that still counts as equal, above 0.
+        deviation: standard deviation of the items' paired differences, in the unit of the margin.
+    """
+    sides = float(stats.norm.ppf((1 + CONFIDENCE_LEVEL) / 2) + stats.norm.ppf(POWER))
+    return max(2, math.ceil((sides * deviation / margin) ** 2))
+
+
+def _interval(gained: float, lost: float, count: float) -> tuple[float, float]:
+    """`paired_proportion_interval` for numbers of items that need not be whole."""
+    tail = (1 - CONFIDENCE_LEVEL) / 4
+
+    def bounds(number: float) -> tuple[float, float]:
+        low = float(stats.beta.ppf(tail, number, count - number + 1)) if number > 0 else 0.0
+        high = float(stats.beta.ppf(1 - tail, number + 1, count - number)) if number < count else 1.0
+        return low, high
+
+    (gained_low, gained_high), (lost_low, lost_high) = bounds(gained), bounds(lost)
+    return gained_low - lost_high, gained_high - lost_low
+
+
+def _items_needed(discordance: Discordance, count: int, margin: float) -> int:
+    """The fewest items with which the same shares would pass; their gain is above -margin."""
+
+    def passes(items: float) -> bool:
+        share = items / count
+        return _interval(discordance.only_second * share, discordance.only_first * share, items)[0] > -margin
+
+    return _fewest(passes, count, whole=False)
+
+
+def _fewest(enough: Callable[[float], bool], start: float, *, whole: bool) -> int:
+    """The fewest items that are enough, to one in a hundred: doubled from `start`, then bisected.
+
+    Args:
+        enough: whether a number of items is enough.
+        start: first number that is tried.
+        whole: only whole numbers are tried.
+    """
+    count = start
+    while not enough(count):
+        count *= 2
+    too_few = count / 2
+    while count - too_few > max(1 if whole else 0, 0.01 * count):
+        middle = (too_few + count) / 2
+        middle = math.floor(middle) if whole else middle
+        too_few, count = (too_few, middle) if enough(middle) else (middle, count)
+    return math.ceil(count)

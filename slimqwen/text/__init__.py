@@ -1,0 +1,1 @@
+"""Text that slimqwen reads: corpora, the calibration mix, prompts of exact length."""

@@ -1,0 +1,122 @@
+"""Prompts of an exact number of tokens, cut from text that is never used twice."""
+
+import hashlib
+import json
+import random
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from slimqwen.errors import SlimqwenError
+
+Tokens = list[int]
+
+
+class DocumentsError(SlimqwenError):
+    """The text that prompts are cut from is missing or too short."""
+
+
+def documents(source: str, seed: int, root: Path) -> Iterator[str]:
+    """The documents of a workload: endless passages of the tiny world, or the paragraphs of a text file.
+
+    Args:
+        source: tinyworld, or the path of a UTF-8 text file whose documents are separated by empty lines.
+        seed: seed of the passages; other passages than training used.
+        root: folder that the path is relative to.
+
+    Raises:
+        DocumentsError: the file does not exist.
+    """
+    if source == "tinyworld":
+        yield from _tinyworld_passages(seed)
+    file = root / source
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise DocumentsError(f"{source}: {error.strerror}; name tinyworld or a UTF-8 text file") from error
+    yield from filter(None, (part.strip() for part in text.split("\n\n")))
+
+
+def _tinyworld_passages(seed: int) -> Iterator[str]:
+    from slimqwen.tinyworld.prose import open_cast, passage
+    from slimqwen.tinyworld.world import World
+
+    world, rng = World(), random.Random(seed)
+    while True:
+        yield passage(world, rng, open_cast(world, rng))
+
+
+class PromptCutter:
+    """A stream of documents that prompts are cut from, each prompt from documents of its own.
+
+    Attributes:
+        documents_used: number of documents used so far.
+    """
+
+    def __init__(self, texts: Iterator[str], tokenize: Callable[[str], Tokens]) -> None:
+        self._texts = texts
+        self._tokenize = tokenize
+        self._given: set[tuple[int, ...]] = set()
+        self.documents_used = 0
+
+    @classmethod
+    def for_checkpoint(cls, weights: Path, source: str, seed: int, root: Path) -> "PromptCutter":
+        """A cutter with the tokenizer of a checkpoint.
+
+        Args:
+            weights: checkpoint folder.
+            source: source of `documents`.
+            seed: seed of `documents`.
+            root: folder that `source` is relative to.
+        """
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(weights, local_files_only=True)
+        return cls(
+            documents(source, seed, root),
+            lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
+        )
+
+    def go_on(self, documents_used: int, given: Iterable[Tokens]) -> None:
+        """Continue where another cutter of the same stream stopped.
+
+        Args:
+            documents_used: number of documents that the other used.
+            given: prompts that the other cut.
+        """
+        for _ in range(documents_used - self.documents_used):
+            next(self._texts, None)
+        self.documents_used = documents_used
+        self._given.update(map(tuple, given))
+
+    def cut(self, count: int, length: int) -> list[Tokens]:
+        """The next prompts, all different from any cut before.
+
+        Args:
+            count: number of prompts.
+            length: length of each, tokens.
+
+        Raises:
+            DocumentsError: the text is used up.
+        """
+        prompts: list[Tokens] = []
+        while len(prompts) < count:
+            tokens: Tokens = []
+            while len(tokens) < length:
+                text = next(self._texts, None)
+                if text is None:
+                    raise DocumentsError(
+                        f"the workload's text is used up: {count} prompts of {length} tokens do not fit in what is "
+                        "left of it; give it more text or fewer requests"
+                    )
+                self.documents_used += 1
+                tokens += self._tokenize(f"{text}\n")
+            prompt = tokens[:length]
+            if tuple(prompt) not in self._given:
+                self._given.add(tuple(prompt))
+                prompts.append(prompt)
+        return prompts
+
+
+def digest(prompts: list[Tokens]) -> str:
+    """SHA-256 of prompts in their order."""
+    return hashlib.sha256(json.dumps(prompts).encode()).hexdigest()

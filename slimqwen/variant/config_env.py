@@ -1,0 +1,221 @@
+"""config.env: KEY=value lines (shell quoting, `#` comments), inheritance by BASE, and the keys that are slimqwen's own.
+
+BASE=<variant> inherits that variant's lines; a later key overrides, `KEY=` unsets. Keys that are flags or environment
+variables of vLLM are interpreted by `slimqwen.serving.flags`.
+"""
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from dotenv.parser import parse_stream
+
+from slimqwen.errors import SlimqwenError
+
+OWN_KEYS: Mapping[str, str] = MappingProxyType(
+    {
+        "BASE": "variant whose config.env this one inherits",
+        "SOURCE": "owner/name of the hub repository that weights/<this variant> is a copy of",
+        "REVISION": "commit of SOURCE that weights/<this variant> is a copy of, 40 hexadecimal digits",
+        "PLATFORM": "cuda for a variant that only a GPU can serve; unset: the platform of this machine",
+        "EVALUATION": "suite and gate limits of the variant, by their name in eval/",
+        "REQUIRE_BAKED": "1 for a variant that must not be served without its baked compile cache",
+        "REQUIRE_PLAN": "1 for a variant that must not be served without a plan, nor otherwise than planned",
+        "REQUIRE_WARMUP": "1 for a variant whose server stops if its warm-up fails",
+        "MAX_BODY_BYTES": "largest accepted request body, bytes",
+        "THINKING_TOKEN_BUDGET": "thinking tokens of a request that sets no budget; unset: unlimited",
+        "ALLOW_UNSAFE": "1 for a variant that is served even in engine modes known to be unsafe",
+    }
+)
+"""The keys of config.env that are neither a flag of vLLM nor an environment variable."""
+
+_ONLY_VALUE = {
+    "PLATFORM": ("cuda", "any platform"),
+    "REQUIRE_BAKED": ("1", "compiling where nothing is baked"),
+    "REQUIRE_PLAN": ("1", "serving without a plan, or otherwise than planned"),
+    "REQUIRE_WARMUP": ("1", "serving cold where the warm-up fails"),
+    "ALLOW_UNSAFE": ("1", "refusing engine modes known to be unsafe"),
+}
+"""Key -> the only value it may have, and what leaving it unset means."""
+
+_CONTROL_CHARACTER = re.compile(r"[\x00-\x08\x0a-\x1f\x7f\x85\u2028\u2029]")
+_LEAST_VALUE = {"MAX_BODY_BYTES": 1, "THINKING_TOKEN_BUDGET": 0}
+
+
+class ConfigError(SlimqwenError):
+    """A variant that does not exist, or a config.env or measurements.json that cannot be used."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One line of a config.env, with its location for error messages."""
+
+    key: str
+    value: str
+    file: Path
+    line: int
+
+    @property
+    def location(self) -> str:
+        """`experiments/<variant>/config.env:<line>`, independent of where the repository is."""
+        return f"experiments/{self.file.parent.name}/{self.file.name}:{self.line}"
+
+
+@dataclass(frozen=True)
+class InheritedSettings:
+    """The effective lines of a variant.
+
+    Attributes:
+        lineage: the variant's name, its base's, that one's base's, …
+        settings: effective lines by key, without BASE.
+        unset: the `KEY=` lines along the lineage.
+    """
+
+    lineage: tuple[str, ...]
+    settings: Mapping[str, Setting]
+    unset: tuple[Setting, ...]
+
+
+def config_env(name: str, root: Path) -> Path:
+    """experiments/<name>/config.env."""
+    return root / "experiments" / name / "config.env"
+
+
+def variant_names(root: Path) -> list[str]:
+    """The variants of a repository, sorted: every folder of experiments/ with a config.env."""
+    return sorted(file.parent.name for file in (root / "experiments").glob("*/config.env"))
+
+
+def inherit(name: str, root: Path) -> InheritedSettings:
+    """Read the config.env of a variant and of every variant that it inherits from.
+
+    Raises:
+        ConfigError: an unknown variant, a malformed line, a repeated key, a circle of bases, no VLLM_MODEL, or an
+            unusable value of one of slimqwen's own keys.
+    """
+    chain = _lineage(name, root)
+    settings: dict[str, Setting] = {}
+    unset: list[Setting] = []
+    for lines in reversed(chain.values()):
+        for setting in lines.values():
+            if setting.key == "BASE":
+                continue
+            if setting.value:
+                settings[setting.key] = setting
+            else:
+                settings.pop(setting.key, None)
+                unset.append(setting)
+    if "VLLM_MODEL" not in settings:
+        raise ConfigError(
+            f"experiments/{name}/config.env: no VLLM_MODEL; add VLLM_MODEL=weights/<folder>, the checkpoint to serve"
+        )
+    _check_path(settings["VLLM_MODEL"])
+    _check_own_keys(settings)
+    return InheritedSettings(tuple(chain), MappingProxyType(settings), tuple(unset))
+
+
+def read(file: Path) -> dict[str, Setting]:
+    """Read the lines of one config.env by key.
+
+    Raises:
+        ConfigError: not UTF-8, a malformed line, a repeated key, or a control character in a value.
+    """
+    location = f"experiments/{file.parent.name}/{file.name}"
+    settings: dict[str, Setting] = {}
+    try:
+        with file.open(encoding="utf-8") as stream:
+            bindings = list(parse_stream(stream))
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{location}: not UTF-8 text ({error.reason}); write it as KEY=value lines"
+        ) from error
+    for binding in bindings:
+        # The parser counts the blank and comment lines before a binding as a part of it.
+        blank = len(binding.original.string) - len(binding.original.string.lstrip("\n\r\t "))
+        line = binding.original.line + binding.original.string[:blank].count("\n")
+        if binding.error or (binding.key is not None and binding.value is None):
+            raise ConfigError(f"{location}:{line}: not a KEY=value line: {binding.original.string.strip()!r}")
+        if binding.key is None:
+            continue
+        setting = Setting(binding.key, binding.value or "", file, line)
+        if _CONTROL_CHARACTER.search(setting.key + setting.value):
+            raise ConfigError(
+                f"{location}:{line}: {setting.key!r} has a line break or another control character in its value; "
+                "write the value on one line and close its quotes"
+            )
+        if setting.key in settings:
+            raise ConfigError(
+                f"{location}:{line}: {setting.key} is already set on line {settings[setting.key].line}; keep one"
+            )
+        settings[setting.key] = setting
+    return settings
+
+
+def _lineage(name: str, root: Path) -> dict[str, dict[str, Setting]]:
+    chain: dict[str, dict[str, Setting]] = {}
+    base: Setting | None = None
+    while True:
+        if name in chain:
+            assert base is not None
+            circle = " -> ".join([*chain, name])
+            raise ConfigError(f"{base.location}: BASE goes in a circle: {circle}; change one BASE")
+        if name not in variant_names(root):
+            raise ConfigError(_unknown_variant(name, base, root))
+        chain[name] = read(config_env(name, root))
+        base = chain[name].get("BASE")
+        if base is None or not base.value:
+            return chain
+        name = base.value
+
+
+def _unknown_variant(name: str, base: Setting | None, root: Path) -> str:
+    near = difflib.get_close_matches(name, variant_names(root), n=1)
+    hint = f"did you mean {near[0]}?" if near else "`slimqwen variant list` shows them all"
+    location = f"{base.location}: BASE={name}: " if base else ""
+    return f"{location}there is no variant {name!r} under experiments/; {hint}"
+
+
+def _check_own_keys(settings: Mapping[str, Setting]) -> None:
+    for key, (value, default) in _ONLY_VALUE.items():
+        setting = settings.get(key)
+        if setting is not None and setting.value != value:
+            raise ConfigError(
+                f"{setting.location}: {key}={setting.value}: write {key}={value}, or {key}= for {default}"
+            )
+    for key, least in _LEAST_VALUE.items():
+        setting = settings.get(key)
+        if setting is None:
+            continue
+        text = setting.value
+        if not (text.isascii() and text.isdecimal() and len(text) < 19 and int(text) >= least):
+            raise ConfigError(
+                f"{setting.location}: {key}={text}: write a whole number of at least {least}, or unset {key}="
+            )
+    _check_revision(settings)
+
+
+def _check_path(setting: Setting) -> None:
+    """Check that a file system takes a value as a path: 255 bytes a name, 4,096 in all."""
+    names = [len(name.encode()) for name in setting.value.split("/")]
+    if max(names) > 255 or sum(names) > 3000:
+        raise ConfigError(f"{setting.location}: {setting.key} is too long for a path; write weights/<folder>")
+
+
+def _check_revision(settings: Mapping[str, Setting]) -> None:
+    revision, source = settings.get("REVISION"), settings.get("SOURCE")
+    if revision is None:
+        return
+    if not re.fullmatch("[0-9a-f]{40}", revision.value):
+        raise ConfigError(
+            f"{revision.location}: REVISION={revision.value}: not a commit; write its 40 hexadecimal "
+            "digits in lower case"
+        )
+    # Inherited apart from each other, the commit would be looked for in another repository.
+    if source is None or source.file != revision.file:
+        raise ConfigError(
+            f"{revision.location}: REVISION is the commit of a SOURCE in the same file, and "
+            f"{f'SOURCE comes from {source.location}' if source else 'there is none'}; write both, or unset REVISION="
+        )

@@ -1,0 +1,122 @@
+"""A new variant's folder: config.env, measurements.json, README.md, and recipe.yaml if it has weights of its own."""
+
+import json
+import re
+import shutil
+import tempfile
+import textwrap
+from pathlib import Path
+
+from slimqwen import variant as variants
+from slimqwen.checkpoint.files import flush
+from slimqwen.errors import SlimqwenError
+from slimqwen.variant import Variant
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_STORE = "store"
+_WIDTH = 120
+
+
+class ScaffoldError(SlimqwenError):
+    """A variant that cannot be created. Nothing was written."""
+
+
+def create(
+    name: str, base: str, hypothesis: str, *, recipe: str | None = None, root: Path | None = None
+) -> Path:
+    """Create experiments/<name>/, which appears whole or not at all.
+
+    Args:
+        name: name of the variant: letters, digits, `.`, `_`, `-`; 64 at most.
+        base: name of the variant that it inherits its flags from.
+        hypothesis: expected result, one sentence that a measurement can refute.
+        recipe: content of recipe.yaml; None for a variant that serves the checkpoint of its base.
+        root: repository.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ScaffoldError: a bad or taken name, no hypothesis.
+        ConfigError: no such base.
+    """
+    root = root or variants.repository_root()
+    folder = root / "experiments" / name
+    hypothesis = " ".join(hypothesis.split())
+    _require_name(name, folder, root, with_weights=recipe is not None)
+    if not hypothesis or "<!--" in hypothesis:
+        raise ScaffoldError(
+            f"{name} needs a hypothesis, one sentence that a measurement can refute and no comment: "
+            '--hypothesis "4-bit MLPs keep every task score within two points"'
+        )
+    start = variants.load(base, root)
+    measurements: dict[str, object] = {
+        "schema": "measurements/1",
+        "hypothesis": hypothesis,
+        "baseline": start.baseline or start.name,
+        "status": "planned",
+        "verdict": None,
+        "records": [],
+    }
+    files = {
+        "config.env": _config(name, start, recipe is not None),
+        "measurements.json": json.dumps(measurements, indent=2, ensure_ascii=False) + "\n",
+        "README.md": _readme(name, hypothesis, start, recipe is not None),
+    }
+    if recipe is not None:
+        files["recipe.yaml"] = recipe
+    scratch = root / ".cache"
+    scratch.mkdir(exist_ok=True)
+    # Not below experiments/, where a run that was killed would leave what looks like a variant.
+    staging = Path(tempfile.mkdtemp(dir=scratch, prefix=f"new-variant-{name}."))
+    try:
+        for file, content in files.items():
+            (staging / file).write_text(content, encoding="utf-8")
+        for path in (*staging.iterdir(), staging):
+            flush(path)
+        staging.chmod(0o755)  # mkdtemp gives 0700
+        try:
+            staging.rename(folder)
+        except OSError as error:
+            raise ScaffoldError(f"experiments/{name} was created meanwhile ({error.strerror})") from None
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    return folder
+
+
+def _require_name(name: str, folder: Path, root: Path, *, with_weights: bool) -> None:
+    if not _NAME.fullmatch(name) or name == _STORE:
+        raise ScaffoldError(
+            f"{name!r} cannot name a variant: use letters, digits, . _ - (64 at most), a letter or digit first; "
+            f"{_STORE!r} is taken by the recipes"
+        )
+    if folder.exists() or folder.is_symlink():
+        raise ScaffoldError(f"experiments/{name} exists; choose another name")
+    weights = root / "weights" / name
+    if with_weights and weights.exists() and not weights.is_symlink():
+        raise ScaffoldError(f"weights/{name} exists and no recipe made it; choose another name")
+
+
+def _config(name: str, base: Variant, with_weights: bool) -> str:
+    weights = f"VLLM_MODEL=weights/{name}\n" if with_weights else ""
+    return (
+        f"BASE={base.name}\n{weights}"
+        f"# A line for each flag of vLLM that is to differ from {base.name}: VLLM_MAX_NUM_SEQS=8 is --max-num-seqs 8.\n"
+    )
+
+
+def _readme(name: str, hypothesis: str, base: Variant, with_weights: bool) -> str:
+    if with_weights:
+        content = (
+            f"`recipe.yaml` makes its checkpoint from that of `{base.name}`; "
+            f"`make recipe VARIANT={name}` runs it."
+        )
+    else:
+        content = f"The checkpoint is that of `{base.name}`; `config.env` has the flags that differ."
+    wrapped = [
+        textwrap.fill(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
+        for text in (f"**Hypothesis.** {hypothesis}", content)
+    ]
+    blocks = [f"<!-- table:{table} -->\n<!-- end -->" for table in (f"gate {name}", f"results {name}")]
+    return "\n\n".join([f"# {name}", *wrapped, *blocks]) + "\n"

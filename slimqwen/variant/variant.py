@@ -1,0 +1,155 @@
+"""A variant: what experiments/<name>/ says about it, inheritance applied."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from slimqwen.variant.config_env import ConfigError, Setting, config_env, inherit, read, variant_names
+
+_COMMITTED_WEIGHTS = "tiny"
+_RANDOM_WEIGHTS = "shape-"
+"""Prefix of checkpoints of published dimensions with random weights (`slimqwen.plan.random_weights`)."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What experiments/<name>/ says, inheritance applied.
+
+    Attributes:
+        name: the folder's name.
+        root: the repository that holds experiments/ and weights/.
+        lineage: this variant's name, its base's, that one's base's, …
+        settings: effective lines of config.env by key, without BASE.
+        unset: the `KEY=` lines along the lineage; their keys are checked like those of the others.
+        hypothesis: what the variant is expected to show, one sentence.
+        baseline: the variant it is compared with; None for a baseline.
+    """
+
+    name: str
+    root: Path
+    lineage: tuple[str, ...]
+    settings: Mapping[str, Setting]
+    unset: tuple[Setting, ...]
+    hypothesis: str
+    baseline: str | None
+
+    @property
+    def folder(self) -> Path:
+        """experiments/<name>/."""
+        return self.root / "experiments" / self.name
+
+    @property
+    def recipe(self) -> Path | None:
+        """recipe.yaml, if the variant makes weights of its own."""
+        file = self.folder / "recipe.yaml"
+        return file if file.is_file() else None
+
+    @property
+    def weights(self) -> Path:
+        """The checkpoint folder that VLLM_MODEL names, absolute."""
+        return self.root / self.settings["VLLM_MODEL"].value
+
+    @property
+    def platform(self) -> Literal["cuda"] | None:
+        """What PLATFORM asks for: cuda, or None if any platform will do."""
+        return "cuda" if "PLATFORM" in self.settings else None
+
+    @property
+    def evaluation(self) -> str:
+        """Name of the variant's suite and gate limits in eval/.
+
+        Raises:
+            ConfigError: EVALUATION is unset. There is no default, because the items of one model family say
+                nothing about another.
+        """
+        if "EVALUATION" not in self.settings:
+            raise ConfigError(
+                f"experiments/{self.name}/config.env: no EVALUATION; write EVALUATION=core, or the name of another "
+                "suite in eval/suites/, into it or into the variant that it inherits"
+            )
+        return self.settings["EVALUATION"].value
+
+    @property
+    def require_baked(self) -> bool:
+        """Whether REQUIRE_BAKED=1 is set."""
+        return "REQUIRE_BAKED" in self.settings
+
+    @property
+    def require_plan(self) -> bool:
+        """Whether REQUIRE_PLAN=1 is set."""
+        return "REQUIRE_PLAN" in self.settings
+
+    @property
+    def allow_unsafe(self) -> bool:
+        """Whether ALLOW_UNSAFE=1 is set."""
+        return "ALLOW_UNSAFE" in self.settings
+
+    def require_weights(self) -> None:
+        """Check that the checkpoint is there and whole; the error names the command that makes it.
+
+        Raises:
+            MissingCheckpointError, CorruptCheckpointError: as `checkpoint.check`.
+        """
+        from slimqwen import checkpoint  # which vLLM's processes, where this module is imported, do not need
+
+        checkpoint.check(self.weights, making_command(self.weights, self.root))
+
+
+def repository_root() -> Path:
+    """The checkout that this package is installed from (`make install` installs it editable)."""
+    return Path(__file__).resolve().parents[2]
+
+
+def names(root: Path | None = None) -> list[str]:
+    """All variants, sorted: every folder of experiments/ with a config.env."""
+    return variant_names(root or repository_root())
+
+
+def load(name: str, root: Path | None = None) -> Variant:
+    """Read a variant and everything that it inherits.
+
+    Raises:
+        ConfigError: there is no such variant, or its config.env, one that it inherits, or its measurements.json
+            cannot be used.
+    """
+    root = root or repository_root()
+    inherited = inherit(name, root)
+    hypothesis, baseline = _read_measurements(name, root)
+    return Variant(
+        name=name,
+        root=root,
+        lineage=inherited.lineage,
+        settings=inherited.settings,
+        unset=inherited.unset,
+        hypothesis=hypothesis,
+        baseline=baseline,
+    )
+
+
+def making_command(weights: Path, root: Path) -> str:
+    """The command that makes a checkpoint folder, as the cure of the error that says it is missing."""
+    name = weights.relative_to(root / "weights").parts[0] if weights.is_relative_to(root / "weights") else ""
+    if name == _COMMITTED_WEIGHTS:
+        return "`git checkout weights/tiny` restores it, `slimqwen world train` trains it anew"
+    config = config_env(name, root)
+    if name.startswith(_RANDOM_WEIGHTS) and not (config.parent / "recipe.yaml").is_file():
+        return f"`make shape SIZE={name.removeprefix(_RANDOM_WEIGHTS)}` writes it"
+    if name and config.is_file() and "SOURCE" in read(config):
+        return f"`make download VARIANT={name}` gets it"
+    if name and (config.parent / "recipe.yaml").is_file():
+        return f"`make recipe VARIANT={name}` makes it"
+    return f"put a checkpoint into {weights.relative_to(root) if weights.is_relative_to(root) else weights}"
+
+
+def _read_measurements(name: str, root: Path) -> tuple[str, str | None]:
+    file = root / "experiments" / name / "measurements.json"
+    location = f"experiments/{name}/{file.name}"
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        return str(content["hypothesis"]), content["baseline"]
+    except FileNotFoundError:
+        raise ConfigError(f"{location} is missing; write one with hypothesis and baseline") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{location}: unusable ({error!r}); it needs hypothesis and baseline") from error

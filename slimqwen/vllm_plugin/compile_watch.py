@@ -1,0 +1,225 @@
+"""Compile watch inside vLLM's processes: log for each graph whether it was compiled or loaded from the cache.
+
+A second entry of `vllm.general_plugins`, so that it reaches the engine's and the worker processes as well. It does
+nothing unless `slimqwen.serving.command` says in `VARIABLE` what is wanted.
+"""
+
+import functools
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from pydantic import BaseModel, ConfigDict
+
+from slimqwen.vllm_plugin import vllm_log
+from slimqwen.vllm_plugin.engine_fixes.upstream import expect, expect_parameters
+from slimqwen.vllm_plugin.errors import PluginError
+
+VARIABLE = "SLIMQWEN_COMPILE_CACHE"
+
+_NAME = "compile_watch"
+PLUGIN = "slimqwen_compile_watch"
+logger = logging.getLogger(__name__)
+
+
+class Wanted(BaseModel):
+    """How a start uses its compile cache.
+
+    Attributes:
+        required: end the engine instead of compiling.
+        device: name of the GPU that the cache was made on, if this one has another name; else empty.
+        capability: compute capability of that GPU, "8.6".
+        libraries: folder of FlashInfer's libraries that were compiled ahead; it may be missing.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    required: bool = False
+    device: str = ""
+    capability: str = ""
+    libraries: str = ""
+
+
+def register() -> None:
+    """Watch vLLM's compilations; called in each of its processes.
+
+    Raises:
+        EngineFixError: this vLLM or torch is not the one it was written for.
+    """
+    said = os.environ.get(VARIABLE)
+    if not said:
+        return
+    wanted = Wanted.model_validate_json(said)
+    vllm_log.join()
+    forget_where_checkpoints_lie()
+    watch(required=wanted.required)
+    if wanted.libraries and Path(wanted.libraries).is_dir():
+        load_flashinfer_libraries(Path(wanted.libraries))
+    if wanted.required:
+        # FlashInfer asks for it before each compilation.
+        os.environ["FLASHINFER_DISABLE_JIT"] = "1"
+    if wanted.device:
+        call_the_device(wanted.device, wanted.capability)
+
+
+def load_flashinfer_libraries(folder: Path) -> None:
+    """Have FlashInfer load the libraries in a folder as prebuilt ones.
+
+    What it compiled itself goes through ninja at every start, which compares times of sources and headers and needs a
+    CUDA toolkit; a prebuilt library is loaded as it is (`JitSpecNvcc.try_load` in flashinfer/jit/core.py).
+
+    Args:
+        folder: holds <name>/<name>.so for each library.
+    """
+    from flashinfer.jit import env
+
+    expect(_NAME, isinstance(getattr(env, "FLASHINFER_AOT_DIR", None), Path), "flashinfer has no AOT folder")
+    env.FLASHINFER_AOT_DIR = folder
+    names = ", ".join(sorted(library.stem for library in folder.glob("*/*.so")))
+    logger.info("FlashInfer libraries from the compile cache: %s", names or "none")
+
+
+def require_registered(environment: Mapping[str, str]) -> None:
+    """Check that vLLM will load this plugin: without it nothing would be watched or refused.
+
+    Args:
+        environment: environment of the vLLM process.
+
+    Raises:
+        PluginError: it is not installed, or VLLM_PLUGINS leaves it out.
+    """
+    installed = {point.name for point in entry_points(group="vllm.general_plugins")}
+    if PLUGIN not in installed:
+        raise PluginError(f"vLLM's plugin {PLUGIN} is not installed; `make install` installs it")
+    allowed = environment.get("VLLM_PLUGINS")
+    if allowed is not None and PLUGIN not in allowed.split(","):
+        raise PluginError(f"VLLM_PLUGINS={allowed} leaves out {PLUGIN}; add it, or unset VLLM_PLUGINS=")
+
+
+def watch(required: bool) -> None:
+    """Log for every graph whether it was loaded or compiled, and in how many seconds.
+
+    Args:
+        required: raise PluginError where a graph is about to be compiled.
+    """
+    from vllm.compilation import decorators
+
+    stock = decorators.monitor_torch_compile
+    if getattr(stock, "watches", False):
+        return
+    expect_parameters(_NAME, stock, ("vllm_config", "message", "is_encoder", "tag", "announce_start"))
+    reasons: dict[str, str] = {}
+
+    @contextmanager
+    def monitor_torch_compile(*arguments: Any, **keywords: Any) -> Iterator[None]:
+        graph = keywords.get("tag") or "model"
+        # vLLM announces a compilation, but not an attempt to load.
+        loads = not keywords.get("announce_start", True)
+        if required and not loads:
+            raise PluginError(
+                f"REQUIRE_BAKED=1, and the baked compile cache has no usable graph {graph} "
+                f"({reasons.get(graph, 'nothing was found')}); bake it anew with these versions, or serve without"
+            )
+        started = time.perf_counter()
+        try:
+            with stock(*arguments, **keywords):
+                yield
+        except Exception as error:
+            missing = isinstance(error, FileNotFoundError)
+            reasons[graph] = "not in the cache" if missing else " ".join(str(error).split())
+            raise
+        how = "loaded from the compile cache" if loads else "compiled"
+        why = f" ({reasons[graph]})" if not loads and graph in reasons else ""
+        logger.info("Graph %s %s in %.2f s%s", graph, how, time.perf_counter() - started, why)
+
+    monitor_torch_compile.watches = True  # type: ignore[attr-defined] # how a second call knows
+    decorators.monitor_torch_compile = monitor_torch_compile
+
+
+def forget_where_checkpoints_lie() -> None:
+    """Leave the checkpoint's path out of vLLM's compile key, or no cache could be moved.
+
+    The key holds the checkpoint's configuration too, which is what a graph depends on. Goes away when
+    `ModelConfig.compute_hash` in vllm/config/model.py ignores `model` as it ignores `tokenizer`.
+    """
+    from vllm.config import model as upstream
+
+    stock = upstream.ModelConfig.compute_hash
+    if getattr(stock, "forgets_the_path", False):
+        return
+    expect_parameters(_NAME, stock, ("self",))
+
+    @functools.wraps(stock)
+    def compute_hash(self: Any) -> str:
+        path = self.model
+        # Past pydantic, which would validate the whole configuration again.
+        object.__setattr__(self, "model", "")
+        try:
+            return str(stock(self))
+        finally:
+            object.__setattr__(self, "model", path)
+
+    compute_hash.forgets_the_path = True  # type: ignore[attr-defined] # how a second call knows
+    upstream.ModelConfig.compute_hash = compute_hash
+
+
+def call_the_device(name: str, capability: str) -> None:
+    """Let torch's compile keys take this GPU for another of the same compute capability.
+
+    Only the two places that key compiled code hear the other name. What asks the device itself, vLLM's memory plan
+    above all, hears its own.
+
+    Args:
+        name: what torch calls the other GPU, "NVIDIA A40".
+        capability: its compute capability, "8.6"; compared when a key is first asked for, because a plugin must
+            not touch the GPU before vLLM does.
+    """
+    import torch
+    from torch._dynamo.package import SystemInfo
+    from torch._inductor.codecache import CacheBase
+
+    system, info = CacheBase.__dict__.get("get_system"), SystemInfo.__dict__.get("current")
+    expect(_NAME, isinstance(system, staticmethod), f"CacheBase.get_system is {system!r}")
+    expect(_NAME, isinstance(info, classmethod), f"SystemInfo.current is {info!r}")
+    assert isinstance(system, staticmethod)
+    assert isinstance(info, classmethod)
+    stock_system = getattr(system.__func__, "__wrapped__", system.__func__)
+    stock_info, properties = info.__func__, torch.cuda.get_device_properties
+
+    def check() -> None:
+        here = properties(torch.cuda.current_device())
+        found = f"{here.major}.{here.minor}"
+        if found != capability:
+            raise PluginError(
+                f"the compile cache was baked on {name} of compute capability {capability} and {here.name} has "
+                f"{found}; bake it on a GPU of that capability"
+            )
+
+    @functools.cache
+    def get_system() -> Any:
+        check()
+
+        class Alias:
+            def __init__(self, device: Any) -> None:
+                self._stock = properties(device)
+                self.name = name
+
+            def __getattr__(self, attribute: str) -> Any:
+                return getattr(self._stock, attribute)
+
+        with patch.object(torch.cuda, "get_device_properties", Alias):
+            return stock_system()
+
+    def current(cls: type) -> Any:
+        check()
+        with patch.object(torch.cuda, "get_device_name", lambda device=None: name):
+            return stock_info(cls)
+
+    CacheBase.get_system = staticmethod(get_system)
+    SystemInfo.current = classmethod(current)

@@ -1,0 +1,121 @@
+"""Answers that the end of the server or of its engine cuts: 503 with Retry-After, or an error event in a stream.
+
+vLLM answers 500 to some of them and 200 with the finish reason `abort` to others. Goes away when `_send_abort_outputs`
+in vllm/v1/engine/core.py and `engine_error_handler` in vllm/entrypoints/serve/exception_handling/ answer 503.
+"""
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import AsyncGenerator, Callable
+from http import HTTPStatus
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from slimqwen.vllm_plugin.refusal import refusal
+
+RETRY_AFTER_S = 5
+"""Value of Retry-After: another server answers at once, this one starts anew in some seconds."""
+
+EndReason = Callable[[], str | None]
+"""Why answers are cut now; None while the server and its engine live."""
+
+
+async def answer(app: ASGIApp, scope: Scope, receive: Receive, send: Send, end_reason: EndReason) -> None:
+    """Let an application answer a request, and refuse with 503 what it fails to answer because of the end.
+
+    Args:
+        app: application.
+        scope: scope of an HTTP request.
+        receive: receiver of the request's body.
+        send: receiver of the answer.
+        end_reason: message for the client. A server error without such a reason passes as it is.
+    """
+    status: int | None = None
+    streams = complete = refused = False
+
+    async def send_or_refuse(message: Message) -> None:
+        nonlocal status, streams, complete, refused
+        if refused:
+            return
+        if message["type"] == "http.response.start":
+            status = message["status"]
+            streams = Headers(scope=message).get("content-type", "").startswith("text/event-stream")
+            reason = end_reason()
+            if reason is not None and status == HTTPStatus.INTERNAL_SERVER_ERROR:
+                refused = True
+                await end_refusal(reason)(scope, receive, send)
+                return
+            if reason is not None and status == HTTPStatus.SERVICE_UNAVAILABLE:
+                MutableHeaders(scope=message).setdefault("Retry-After", str(RETRY_AFTER_S))
+        else:
+            complete = not message.get("more_body", False)
+        await send(message)
+
+    try:
+        await app(scope, receive, send_or_refuse)
+    except (Exception, asyncio.CancelledError):
+        reason = end_reason()
+        if reason is not None and status is None:
+            await end_refusal(reason)(scope, receive, send)
+        elif reason is not None and streams and not (complete or refused):
+            event = b"data: " + bytes(end_refusal(reason).body) + b"\n\ndata: [DONE]\n\n"
+            await send({"type": "http.response.body", "body": event})
+        raise
+
+
+def end_refusal(reason: str) -> Response:
+    """Build the 503 with Retry-After of a server that ends.
+
+    Args:
+        reason: message for the client.
+    """
+    response = refusal(HTTPStatus.SERVICE_UNAVAILABLE, reason, RETRY_AFTER_S)
+    # A client that kept the connection would lose its next request with it.
+    response.headers["Connection"] = "close"
+    return response
+
+
+def cut_outputs(
+    generate: Callable[..., AsyncGenerator[Any, None]], end_reason: EndReason
+) -> Callable[..., AsyncGenerator[Any, None]]:
+    """Wrap the engine client's `generate`: outputs that the end cuts raise vLLM's retryable error, a 503.
+
+    Args:
+        generate: `AsyncLLM.generate`, bound.
+        end_reason: message for the client. An error or an abort without such a reason passes as it is.
+    """
+    from vllm.exceptions import RetryableRequestError
+    from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+    @functools.wraps(generate)
+    async def outputs(*arguments: Any, **keywords: Any) -> AsyncGenerator[Any, None]:
+        try:
+            async with contextlib.aclosing(generate(*arguments, **keywords)) as stock:
+                async for output in stock:
+                    if output.finished and any(one.finish_reason == "abort" for one in output.outputs):
+                        reason = end_reason()
+                        if reason is not None:
+                            raise RetryableRequestError(reason)
+                    yield output
+        except (EngineDeadError, EngineGenerateError) as error:
+            reason = end_reason()
+            if reason is None:
+                raise
+            raise RetryableRequestError(reason) from error
+
+    return outputs
+
+
+def fail_unfinished(engine: Any) -> None:
+    """Raise an error in every unfinished request of an engine that has ended; vLLM leaves some waiting for it.
+
+    Args:
+        engine: vLLM's `AsyncLLM`, after its `shutdown`; on its event loop.
+    """
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    engine.output_processor.propagate_error(EngineDeadError())

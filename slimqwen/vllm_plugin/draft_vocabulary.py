@@ -1,0 +1,116 @@
+"""Qwen3.5's MTP head in vLLM, drafting from a part of the vocabulary where the checkpoint has a draft head.
+
+`slimqwen.checkpoint.draft_head` says which tensors those are and which key of config.json announces them. The target
+verifies every draft with its whole vocabulary, so this decides how long drafts are and nothing else. Without the key
+the model is vLLM's own class.
+
+Registered over vLLM's class by `slimqwen.vllm_plugin.engine_fixes.register`, on every device. This module imports
+vLLM's model classes, so vLLM imports it when it needs the class and not before.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from vllm.distributed import get_pp_group, get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.models.qwen3_5_mtp import Qwen3_5MTP
+
+from slimqwen.vllm_plugin.errors import PluginError
+
+_SIZE_KEY = "mtp_draft_vocab_size"
+_PREFIX = "mtp.draft_head."
+_CURE = "make the checkpoint anew with the stage trim_draft_vocab"
+
+
+class DraftVocabularyMTP(Qwen3_5MTP):  # type: ignore[misc]  # vLLM is not followed by the type checker
+    """The MTP head with an output head of its own, whose rows stand for the token ids that it may draft.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        prefix: of the module names.
+
+    Raises:
+        PluginError: tensor parallelism is on, or config.json announces no possible number of rows.
+    """
+
+    def __new__(cls, *, vllm_config: Any, prefix: str = "") -> Any:
+        """Vocabulary announced: this class. Otherwise: vLLM's own."""
+        if getattr(vllm_config.model_config.hf_text_config, _SIZE_KEY, None) is None:
+            return Qwen3_5MTP(vllm_config=vllm_config, prefix=prefix)
+        return super().__new__(cls)
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        rows = getattr(self.config, _SIZE_KEY)
+        if not isinstance(rows, int) or not 0 < rows <= self.config.vocab_size:
+            raise PluginError(
+                f"{_SIZE_KEY} is {rows!r}, the vocabulary has {self.config.vocab_size} ids; {_CURE}"
+            )
+        if get_tensor_model_parallel_world_size() > 1:
+            raise PluginError(
+                "a trimmed draft vocabulary is served on one GPU: set VLLM_TENSOR_PARALLEL_SIZE=1, or take "
+                "trim_draft_vocab out of the recipe"
+            )
+        if not get_pp_group().is_last_rank:
+            return
+        # Below `model`, where the names of the checkpoint lead vLLM's loader. The shared output head stays beside it.
+        self.model.draft_head = ParallelLMHead(rows, self.config.hidden_size)
+        self.model.draft_head.token_ids = torch.nn.Parameter(torch.arange(rows), requires_grad=False)
+        self.draft_logits_processor = LogitsProcessor(rows)
+
+    def compute_logits(self, hidden_states: torch.Tensor, spec_step_idx: int = 0) -> torch.Tensor:
+        """Scores of the whole vocabulary: [tokens, hidden] -> [tokens, vocabulary], minus infinity for other ids."""
+        scores = self.draft_logits_processor(self.model.draft_head, hidden_states)
+        whole = scores.new_full((*scores.shape[:-1], self.config.vocab_size), float("-inf"))
+        return whole.index_copy_(-1, self.model.draft_head.token_ids, scores)
+
+    def get_top_tokens(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Greedy drafts, where the speculative config has use_local_argmax_reduction: [tokens, hidden] -> [tokens]."""
+        rows = self.draft_logits_processor.get_top_tokens(self.model.draft_head, hidden_states)
+        return self.model.draft_head.token_ids[rows]
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load the checkpoint's tensors, those of the draft head checked.
+
+        Raises:
+            PluginError: a tensor of the draft head is missing, or does not fit the config.
+        """
+        if not get_pp_group().is_last_rank:
+            loaded: set[str] = super().load_weights(weights)
+            return loaded
+        seen: set[str] = set()
+        loaded = super().load_weights(self._checked(weights, seen))
+        missing = sorted(f"{_PREFIX}{part}" for part in ("weight", "token_ids") if part not in seen)
+        if missing:
+            raise PluginError(
+                f"config.json announces a draft head and the checkpoint lacks {' and '.join(missing)}; {_CURE}"
+            )
+        return loaded
+
+    def _checked(
+        self, weights: Iterable[tuple[str, torch.Tensor]], seen: set[str]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Pass the tensors on, after a check of those that belong to the draft head."""
+        rows, hidden = getattr(self.config, _SIZE_KEY), self.config.hidden_size
+        shapes = {"weight": (rows, hidden), "token_ids": (rows,)}
+        for name, tensor in weights:
+            part = name.removeprefix(_PREFIX)
+            if part != name:
+                if tuple(tensor.shape) != shapes.get(part):
+                    wanted = list(shapes[part]) if part in shapes else "no such tensor"
+                    raise PluginError(f"{name} is {list(tensor.shape)}, config.json says {wanted}; {_CURE}")
+                # A rehearsal of the loading has no content.
+                if part == "token_ids" and not tensor.is_meta:
+                    self._check_ids(name, tensor)
+                seen.add(part)
+            yield name, tensor
+
+    def _check_ids(self, name: str, ids: torch.Tensor) -> None:
+        size = self.config.vocab_size
+        if ids.is_floating_point() or int(ids.min()) < 0 or int(ids.max()) >= size:
+            found = f"{ids.min().item()} to {ids.max().item()} in {ids.dtype}"
+            raise PluginError(f"{name} holds {found}, the vocabulary has ids 0 to {size - 1}; {_CURE}")
+        if not bool((ids.diff() > 0).all()):
+            raise PluginError(f"{name} does not ascend: an id stands twice or out of order; {_CURE}")

@@ -1,0 +1,63 @@
+"""Endpoint plugin of vLLM's API server: the vocabulary route, request limits and the thinking budget.
+
+Routes that are added here are behind the API key like vLLM's own. vLLM loads such a plugin only where `VLLM_PLUGINS`
+names it: `slimqwen.serving.command` does.
+"""
+
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from typing import Any
+
+from slimqwen.vllm_plugin import policy, request_limits, thinking_budget, token_ids
+from slimqwen.vllm_plugin.errors import PluginError
+
+PLUGIN = "slimqwen_endpoints"
+
+
+class Endpoints:
+    """What vLLM makes of the entry point (`EndpointPlugin` in vllm/plugins/endpoint_plugins/interface.py)."""
+
+    name = PLUGIN
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: Any) -> None:
+        """Add the route, and put the limits and the thinking budget in place.
+
+        Args:
+            app: vLLM's application, its own routes in place.
+
+        Raises:
+            EngineFixError: this vLLM is not the one these were written for.
+        """
+        # Before vLLM adds its own, so behind the API key; the last is the outer one.
+        app.add_middleware(request_limits.RefusedStreams)
+        app.add_middleware(token_ids.OldTokenIds)
+        app.add_middleware(request_limits.BodyLimit)
+        app.add_api_route(token_ids.ROUTE, token_ids.vocabulary, methods=["GET"])
+        request_limits.answer_overload(app)
+        request_limits.refuse_unreadable_bodies(app)
+        request_limits.refuse_longer_answers()
+        request_limits.forget_unsent_requests()
+        request_limits.refuse_chosen_logprobs_of_drafts()
+        budget = policy.read().thinking_token_budget
+        if budget is not None:
+            thinking_budget.install(budget)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+        """Nothing to keep."""
+
+
+def require_registered(environment: Mapping[str, str]) -> None:
+    """Check that vLLM will load this plugin.
+
+    Args:
+        environment: environment of the vLLM process.
+
+    Raises:
+        PluginError: it is not installed, or VLLM_PLUGINS leaves it out.
+    """
+    if PLUGIN not in {point.name for point in entry_points(group="vllm.endpoint_plugins")}:
+        raise PluginError(f"vLLM's plugin {PLUGIN} is not installed; `make install` installs it")
+    allowed = environment.get("VLLM_PLUGINS", "")
+    if PLUGIN not in allowed.split(","):
+        raise PluginError(f"VLLM_PLUGINS={allowed} leaves out {PLUGIN}; add it, or unset VLLM_PLUGINS=")

@@ -1,0 +1,242 @@
+"""Engine facts: what a started engine is, in a plan's words, and where it differs from what was planned.
+
+`slimqwen.serving.command` names `EngineFacts` by vLLM's `--worker-extension-cls`, because the worker alone knows its
+backends and graphs; the API server's own configuration, which `/metrics` states as cache_config_info, knows the rest.
+A plan reads the configuration that it resolves by the same functions (`slimqwen.plan.resolution`).
+"""
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from slimqwen.vllm_plugin import start_log
+
+logger = logging.getLogger(__name__)
+
+VARIABLE = "SLIMQWEN_PLAN"
+
+
+class Expected(BaseModel):
+    """What a start is held against.
+
+    Attributes:
+        variant: that is served.
+        plan: the plan's vLLM and device, for the log.
+        facts: planned values by name.
+        tolerances: name -> largest difference as a share of the planned number; others have to be equal.
+        required: whether the server ends where a fact differs.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    variant: str
+    plan: str
+    facts: dict[str, Any]
+    tolerances: dict[str, float] = {}
+    required: bool = False
+
+
+class AttentionLayers(BaseModel):
+    """Layers of one kind with one backend."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    layer: str = Field(description="vLLM's class")
+    backend: str
+    kv_cache_dtype: str
+    prefill: str = Field(description="implementation of a Gated DeltaNet prefill; empty for others")
+    drafts: bool = Field(description="whether they belong to the MTP head")
+    count: int
+
+
+class EngineFacts:
+    """Worker extension: one method that the API server calls by its name."""
+
+    vllm_config: Any
+    model_runner: Any
+
+    def slimqwen_engine_facts(self) -> dict[str, Any]:
+        """Backends and CUDA graphs of this worker."""
+        config = self.vllm_config
+        return {**backend_facts(attention_layers(config)), **graph_facts(config, self.model_runner)}
+
+
+def read() -> Expected | None:
+    """What the server in this process is held against; None without a plan."""
+    text = os.environ.get(VARIABLE)
+    return Expected.model_validate_json(text) if text else None
+
+
+async def state(app: Any) -> dict[str, Any]:
+    """Every fact of the started engine.
+
+    Args:
+        app: vLLM's application, started.
+    """
+    config = app.state.vllm_config
+    (worker, *_) = await app.state.engine_client.collective_rpc(EngineFacts.slimqwen_engine_facts.__name__)
+    return {**config_facts(config), **cache_facts(config), **worker}
+
+
+def differences(expected: Expected, stated: Mapping[str, Any]) -> list[str]:
+    """One line a fact that is not as planned: its name, the planned value, the actual one."""
+    return [
+        f"{name}: planned {planned}, actual {stated.get(name, 'not stated')}"
+        for name, planned in expected.facts.items()
+        if not _agree(planned, stated.get(name), expected.tolerances.get(name, 0.0))
+    ]
+
+
+def _agree(planned: Any, actual: Any, tolerance: float) -> bool:
+    if tolerance and isinstance(actual, int | float):
+        return bool(abs(actual - planned) <= tolerance * planned)
+    return bool(planned == actual)
+
+
+def config_facts(config: Any) -> dict[str, Any]:
+    """What vLLM's configuration came to, before blocks are aligned and graphs resolved."""
+    cache, scheduler, compilation = config.cache_config, config.scheduler_config, config.compilation_config
+    speculation = config.speculative_config
+    return {
+        "architecture": config.model_config.architecture,
+        "dtype": str(config.model_config.dtype).removeprefix("torch."),
+        "quantization": config.model_config.quantization,
+        "model_runner": "V2" if config.use_v2_model_runner else "V1",
+        "max_model_len": config.model_config.max_model_len,
+        "max_num_seqs": scheduler.max_num_seqs,
+        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+        "chunked_prefill": bool(scheduler.enable_chunked_prefill),
+        "prefix_caching": bool(cache.enable_prefix_caching),
+        "num_speculative_tokens": speculation.num_speculative_tokens if speculation else 0,
+        "kv_cache_dtype": str(cache.cache_dtype),
+        "state_dtype": str(cache.mamba_ssm_cache_dtype),
+        "state_cache_mode": str(cache.mamba_cache_mode),
+        "compilation": compilation.mode.name,
+        "requested_graph_mode": compilation.cudagraph_mode.name,
+        "requested_graph_sizes": list(compilation.cudagraph_capture_sizes or []),
+    }
+
+
+def cache_facts(config: Any) -> dict[str, Any]:
+    """The KV cache of a started engine, as `vllm:cache_config_info` states it."""
+    cache = config.cache_config
+    return {
+        "block_size": cache.block_size,
+        "kv_blocks": cache.num_gpu_blocks,
+        "kv_tokens": cache.kv_cache_size_tokens,
+        "sequences_at_max_model_len": round(cache.kv_cache_max_concurrency, 2),
+    }
+
+
+def attention_layers(config: Any) -> list[AttentionLayers]:
+    """The backend of every layer that keeps a cache, grouped by kind.
+
+    Args:
+        config: vLLM's configuration, once its models are built.
+    """
+    layers: list[AttentionLayers] = []
+    for name, layer in config.compilation_config.static_forward_context.items():
+        if not hasattr(layer, "get_attn_backend"):
+            continue
+        prefill = getattr(layer, "gdn_prefill_backend", None) or getattr(
+            getattr(layer, "chunk_gated_delta_rule", None), "forward_method", None
+        )
+        layers.append(
+            AttentionLayers(
+                layer=type(layer).__name__,
+                backend=layer.get_attn_backend().get_name(),
+                kv_cache_dtype=str(getattr(layer, "kv_cache_dtype", "")),
+                prefill=getattr(prefill, "__name__", str(prefill or "")),
+                drafts=name.startswith("mtp."),
+                count=1,
+            )
+        )
+    return [layer.model_copy(update={"count": count}) for layer, count in Counter(layers).items()]
+
+
+def backend_facts(kinds: Iterable[AttentionLayers]) -> dict[str, str]:
+    """The backend of each kind of layer, in words."""
+    return {
+        f"{'draft ' if kind.drafts else ''}{kind.layer}": ", ".join(
+            part
+            for part in (
+                kind.backend,
+                f"prefill {kind.prefill}" if kind.prefill else "",
+                f"KV {kind.kv_cache_dtype}" if kind.kv_cache_dtype else "",
+                f"{kind.count} layers",
+            )
+            if part
+        )
+        for kind in kinds
+    }
+
+
+def graph_facts(config: Any, runner: Any) -> dict[str, Any]:
+    """CUDA graphs of a started worker: the mode after vLLM's fallbacks, and for runner V2 what it captured."""
+    facts: dict[str, Any] = {"graph_mode": config.compilation_config.cudagraph_mode.name}
+    if config.use_v2_model_runner:
+        facts["captured_graphs"] = captured(runner.cudagraph_manager)
+    return facts
+
+
+def captured(manager: Any) -> dict[str, list[int]]:
+    """Mode -> tokens of each graph of vLLM's V2 CudaGraphManager for the target.
+
+    Args:
+        manager: None without graphs.
+    """
+    kinds = manager._capture_descs if manager is not None else {}
+    return {mode.name: sorted({graph.num_tokens for graph in graphs}) for mode, graphs in kinds.items()}
+
+
+async def hold_against_plan(app: Any) -> bool:
+    """Log where the started engine differs from its plan, and record both in .cache/starts.jsonl.
+
+    Args:
+        app: vLLM's application, started.
+
+    Returns:
+        False where it differs and must not.
+    """
+    expected = read()
+    if expected is None:
+        return True
+    stated: dict[str, Any] = {}
+    try:
+        stated = await state(app)
+        different = differences(expected, stated)
+    except Exception as error:
+        different = [f"nothing could be compared: {error!r}"]
+    _record(expected, stated, different)
+    for line in different:
+        logger.warning("Not as planned (%s): %s", expected.plan, line)
+    if not different:
+        logger.info("As planned (%s): all of %d facts", expected.plan, len(expected.facts))
+    elif expected.required:
+        logger.error(
+            "PlanError: REQUIRE_PLAN=1, and the engine differs from its plan (%s): %s; plan anew with "
+            "`slimqwen plan`, or serve without REQUIRE_PLAN",
+            expected.plan,
+            "; ".join(different),
+        )
+    return not (different and expected.required)
+
+
+def _record(expected: Expected, stated: Mapping[str, Any], different: list[str]) -> None:
+    start = start_log.Start(
+        time=start_log.utc_now(),
+        variant=expected.variant,
+        plan=expected.plan,
+        required=expected.required,
+        planned=expected.facts,
+        actual={name: stated[name] for name in expected.facts if name in stated},
+        differences=different,
+    )
+    try:
+        start_log.append(start)
+    except OSError as error:
+        logger.warning("This start is not in %s: %s", start_log.FILE, error)

@@ -1,0 +1,79 @@
+"""What vLLM gets wrong on a CPU, or needlessly slow, mended in its own processes through `vllm.general_plugins`.
+
+vLLM calls `register` in every process it starts (API server, engine, workers), before the model is built. It also
+names the model class of trimmed draft vocabularies there, on every device: another plugin's name would change
+VLLM_PLUGINS, which is part of vLLM's compile key.
+Each fix is a module of this package with two functions:
+
+    reason() -> str | None   why this machine needs the fix, or None where it does not
+    install() -> bool        put it in place; False where it already is; EngineFixError where it cannot be
+
+`VLLM_PLUGINS`, if set, is a list of the plugins allowed: it must name `slimqwen_engine_fixes`.
+"""
+
+import logging
+
+from slimqwen.vllm_plugin import vllm_log
+
+logger = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Name the draft vocabulary's model class, install every fix that this machine needs, and log which and why.
+
+    Installs nothing where vLLM's platform is not the CPU. Calling it again changes and logs nothing. What it
+    imports of vLLM is what an engine imports anyway.
+
+    Raises:
+        EngineFixError: a fix is needed, but this vLLM is not the one it was written for.
+    """
+    from vllm import ModelRegistry
+    from vllm.platforms import current_platform
+
+    ModelRegistry.register_model("Qwen3_5MTP", "slimqwen.vllm_plugin.draft_vocabulary:DraftVocabularyMTP")
+    if not current_platform.is_cpu():
+        return
+
+    from slimqwen.vllm_plugin.engine_fixes import (
+        aligned_states,
+        aot_load,
+        forked_processes,
+        lone_sequence,
+        lone_token,
+        model_inspection,
+        mtp_rotary,
+        notify_mailbox,
+        sampling_expansion,
+        short_convolution,
+        short_drafts,
+        synthetic_acceptance,
+        w4a16_linear,
+        w8a16_linear,
+    )
+    from slimqwen.vllm_plugin.engine_fixes.upstream import EngineFixError
+
+    vllm_log.join()
+    for fix in (
+        forked_processes,
+        model_inspection,
+        w4a16_linear,
+        w8a16_linear,
+        mtp_rotary,
+        sampling_expansion,
+        synthetic_acceptance,
+        short_convolution,
+        lone_token,
+        lone_sequence,
+        short_drafts,
+        aligned_states,
+        notify_mailbox,
+        aot_load,
+    ):
+        name = fix.__name__.rpartition(".")[2]
+        reason = fix.reason()
+        try:
+            active = reason is not None and fix.install()
+        except ImportError as error:
+            raise EngineFixError(name, str(error)) from error
+        if active:
+            logger.info("Engine fix %s is active: %s", name, reason)

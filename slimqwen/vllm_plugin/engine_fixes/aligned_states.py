@@ -1,0 +1,179 @@
+"""Prefix caching beside MTP on a CPU: Gated DeltaNet states are copied at block boundaries without Triton.
+
+With prefix caching a hybrid model keeps its states in blocks ("align" mode). Before a step a state moves into the block
+that the step will write; after it, the state at the last full block is set aside for later prefix hits. Beside drafts
+both are Triton kernels alone (`precopy_mamba_align_fused_kernel`, `postprocess_mamba_fused_kernel` in
+`vllm/v1/worker/mamba_utils.py`), so on a CPU the first request ends the engine. Here the same decisions are taken in
+Python, and the bytes are moved by `memmove`.
+
+Goes away when vLLM's CPU platform registers overrides of the two kernels in `register_triton_kernel_overrides`, as it
+does for `batch_memcpy_kernel`.
+"""
+
+import ctypes
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from slimqwen.vllm_plugin.engine_fixes.upstream import expect, expect_parameters
+
+_FIX = "aligned_states"
+_BLOCK_ID_BYTES = 4
+
+
+def reason() -> str | None:
+    """Why this machine needs the fix; None where Triton runs the kernels itself."""
+    from vllm.triton_utils import HAS_TRITON
+
+    if HAS_TRITON:
+        return None
+    return "without Triton, prefix caching beside MTP ends the engine at its first request"
+
+
+def install() -> bool:
+    """Copy states in Python; False if they are already.
+
+    Raises:
+        EngineFixError: the methods that launch the kernels are gone or take other parameters.
+    """
+    from vllm.v1.worker import mamba_utils
+
+    context = getattr(mamba_utils, "MambaSpecDecodeGPUContext", None)
+    expect(_FIX, context is not None, "vllm.v1.worker.mamba_utils has no MambaSpecDecodeGPUContext")
+    assert context is not None
+    if context.run_fused_precopy is run_precopy:
+        return False
+    expect_parameters(
+        _FIX,
+        context.run_fused_precopy,
+        ("self", "num_reqs", "state_idx_gpu", "src_col_gpu", "token_bias_gpu", "idx_mapping"),
+    )
+    expect_parameters(
+        _FIX,
+        context.run_fused_postprocess,
+        (
+            "self",
+            "num_reqs",
+            "num_accepted_tokens_gpu",
+            "mamba_state_idx_gpu",
+            "num_scheduled_tokens_gpu",
+            "num_computed_tokens_gpu",
+            "num_draft_tokens_gpu",
+        ),
+    )
+    for name, method in (("run_fused_precopy", run_precopy), ("run_fused_postprocess", run_postprocess)):
+        functools.update_wrapper(method, getattr(context, name), assigned=(), updated=())
+        setattr(context, name, method)
+    return True
+
+
+def run_precopy(
+    self: Any,
+    num_reqs: int,
+    state_idx_gpu: torch.Tensor,
+    src_col_gpu: torch.Tensor,
+    token_bias_gpu: torch.Tensor,
+    idx_mapping: torch.Tensor | None,
+) -> None:
+    """Copy each request's state into the block that the next step writes.
+
+    Args:
+        self: vLLM's MambaSpecDecodeGPUContext.
+        num_reqs: requests in the batch.
+        state_idx_gpu: int32 [num_reqs or more], column of the block table that the step writes.
+        src_col_gpu: int32, column that holds the state; -1 for a new request.
+        token_bias_gpu: int32, accepted drafts of the last step.
+        idx_mapping: None: only vLLM's V2 runner, which a CPU does not have, gives one.
+    """
+    if num_reqs == 0 or not self.is_initialized:
+        return
+    expect(_FIX, idx_mapping is None, "run_fused_precopy got an idx_mapping")
+    columns = (state_idx_gpu, src_col_gpu, token_bias_gpu)
+    for request, (target, source, bias) in enumerate(_per_request(num_reqs, *columns)):
+        if source >= 0 and source != target:
+            _copy_states(self, request, source, target, bias)
+
+
+def run_postprocess(
+    self: Any,
+    num_reqs: int,
+    num_accepted_tokens_gpu: torch.Tensor,
+    mamba_state_idx_gpu: torch.Tensor,
+    num_scheduled_tokens_gpu: torch.Tensor,
+    num_computed_tokens_gpu: torch.Tensor,
+    num_draft_tokens_gpu: torch.Tensor,
+) -> None:
+    """Set the state at the last full block aside, where the accepted tokens of a step went past its end.
+
+    Writes to `num_accepted_tokens_out`: 1 where the state has moved within its own block, else what was accepted.
+
+    Args:
+        self: vLLM's MambaSpecDecodeGPUContext.
+        num_reqs: requests in the batch.
+        num_accepted_tokens_gpu: int32 [num_reqs or more], accepted drafts of the step and the token after them.
+        mamba_state_idx_gpu: int32, column of the block table that the step has written.
+        num_scheduled_tokens_gpu: int32, tokens of the step, drafts included.
+        num_computed_tokens_gpu: int32, tokens before the step.
+        num_draft_tokens_gpu: int32, drafts of the step.
+    """
+    if num_reqs == 0 or not self.is_initialized:
+        return
+    self.num_accepted_tokens_out[:num_reqs].copy_(num_accepted_tokens_gpu[:num_reqs])
+    numbers = _per_request(
+        num_reqs,
+        num_accepted_tokens_gpu,
+        mamba_state_idx_gpu,
+        num_scheduled_tokens_gpu,
+        num_computed_tokens_gpu,
+        num_draft_tokens_gpu,
+    )
+    for request, (accepted, source, scheduled, computed, drafts) in enumerate(numbers):
+        before_drafts = computed + scheduled - drafts
+        full_blocks = (before_drafts + accepted - 1) // self.block_size
+        bias = full_blocks * self.block_size - before_drafts
+        if bias < 0:
+            continue
+        target = full_blocks - 1
+        if source == target:
+            self.num_accepted_tokens_out[request] = 1
+        if source != target or bias > 0:
+            _copy_states(self, request, source, target, bias)
+
+
+def _per_request(num_reqs: int, *tensors: torch.Tensor) -> Iterator[tuple[int, ...]]:
+    return zip(*(tensor[:num_reqs].tolist() for tensor in tensors), strict=True)
+
+
+def _copy_states(context: Any, request: int, source: int, target: int, bias: int) -> None:
+    """Copy every state of a request from one column of its block table to another.
+
+    A convolution's window is shifted by `bias` tokens. A recurrent state has a column for each draft, so the one `bias`
+    columns on is taken.
+    """
+    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+
+    expect(_FIX, not is_conv_state_dim_first(), "VLLM_SSM_CONV_STATE_LAYOUT=DS; only SD is known here")
+    states = zip(
+        context.state_base_addrs.tolist(),
+        context.state_block_strides.tolist(),
+        context.state_elem_sizes.tolist(),
+        context.state_inner_sizes.tolist(),
+        context.state_conv_widths.tolist(),
+        context.state_group_indices.tolist(),
+        strict=True,
+    )
+    tables = context.block_table_ptrs.tolist()
+    for base, stride, element, inner, width, group in states:
+        row = tables[group] + request * context.block_table_stride_req * _BLOCK_ID_BYTES
+        destination = base + _block_id(row, target) * stride
+        if width > 0:
+            window = base + _block_id(row, source) * stride + bias * inner * element
+            ctypes.memmove(destination, window, (width - bias) * inner * element)
+        else:
+            ctypes.memmove(destination, base + _block_id(row, source + bias) * stride, inner * element)
+
+
+def _block_id(row_address: int, column: int) -> int:
+    return ctypes.c_int32.from_address(row_address + column * _BLOCK_ID_BYTES).value

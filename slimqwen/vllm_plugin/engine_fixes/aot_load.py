@@ -1,0 +1,52 @@
+"""A compiled graph that was saved is loaded again, on a CPU.
+
+On a CPU vLLM traces once and leaves the graph to torch's own inductor backend. What that saves comes back from disk
+as a plain function, but `_try_load_aot_compiled_fn` in `vllm/compilation/decorators.py` calls `finalize_loading` on
+it, a method of the serialisable function of vLLM's own backend, which a GPU uses. The load fails at its last step
+with "'function' object has no attribute 'finalize_loading'" and every start compiles anew.
+
+Goes away when vLLM asks for the method before it calls it, or when torch gives back an object that has it.
+"""
+
+import functools
+from typing import Any
+
+from slimqwen.vllm_plugin.engine_fixes.upstream import expect, expect_parameters
+
+_FIX = "aot_load"
+
+
+def reason() -> str:
+    """Why this machine needs the fix: no CPU has another backend."""
+    return "vLLM cannot load the graphs that torch's inductor backend saved"
+
+
+def install() -> bool:
+    """Give what torch loads the method that vLLM calls; False if that was done before.
+
+    Raises:
+        EngineFixError: torch's loader is gone or takes other parameters.
+    """
+    from torch._dynamo import aot_compile_types as upstream
+
+    stock = getattr(upstream, "BundledAOTAutogradSerializableCallable", None)
+    expect(
+        _FIX, isinstance(stock, type), f"{upstream.__name__} has no BundledAOTAutogradSerializableCallable"
+    )
+    loader = upstream.BundledAOTAutogradSerializableCallable.deserialize_compile_artifacts
+    if getattr(loader, "finalises", False):
+        return False
+    expect_parameters(_FIX, loader, ("data",))
+
+    @functools.wraps(loader.__func__)
+    def deserialize_compile_artifacts(cls: type, data: bytes) -> Any:
+        loaded = loader.__func__(cls, data)
+        # Nothing is left to do: torch has loaded the kernels already.
+        loaded.finalize_loading = lambda vllm_config: None
+        return loaded
+
+    deserialize_compile_artifacts.finalises = True  # type: ignore[attr-defined] # how a second call knows
+    upstream.BundledAOTAutogradSerializableCallable.deserialize_compile_artifacts = classmethod(
+        deserialize_compile_artifacts
+    )
+    return True

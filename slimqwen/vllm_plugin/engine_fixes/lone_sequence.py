@@ -1,0 +1,54 @@
+"""The state of a single sequence of which a step has one token, beside drafts on a CPU.
+
+With MTP the table of state blocks has a column for each draft, and its first column keeps their stride. Torch counts a
+column of one row as contiguous whatever its stride and copies nothing, but vLLM's kernel looks at the stride. A prompt
+whose last part has one token (2,049 tokens at 2,048 a step) then ends the engine: "tensormust be contiguous at last
+dimension" (`_spec_aware_nonspec` in `vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py`).
+
+Goes away when vLLM's kernel minds no stride of a dimension of one.
+"""
+
+import functools
+from typing import Any
+
+import torch
+
+from slimqwen.vllm_plugin.engine_fixes.upstream import expect, expect_parameters
+
+_FIX = "lone_sequence"
+_KERNEL = "fused_sigmoid_gating_delta_rule_update_cpu"
+_PARAMETERS = (
+    "A_log", "dt_bias", "q", "k", "v", "a", "b", "initial_state_source", "initial_state_indices", "cu_seqlens",
+    "use_qk_l2norm_in_kernel", "softplus_beta", "softplus_threshold",
+)  # fmt: skip
+
+
+def reason() -> str | None:
+    """Why every CPU needs the fix."""
+    return "beside drafts a prompt whose last part has one token ends the engine"
+
+
+def install() -> bool:
+    """Hand vLLM's kernel a single state index with the stride that it wants; False if it is handed so already.
+
+    Raises:
+        EngineFixError: the kernel is gone or takes other parameters.
+    """
+    from vllm import _custom_ops
+
+    update = getattr(_custom_ops, _KERNEL, None)
+    expect(_FIX, update is not None, f"vllm._custom_ops has no {_KERNEL}")
+    assert update is not None
+    if hasattr(update, "__wrapped__"):
+        return False
+    expect_parameters(_FIX, update, _PARAMETERS)
+
+    @functools.wraps(update)
+    def update_states(*, initial_state_indices: torch.Tensor, **others: Any) -> torch.Tensor:
+        if initial_state_indices.numel() == 1:
+            initial_state_indices = initial_state_indices.as_strided((1,), (1,))
+        states: torch.Tensor = update(initial_state_indices=initial_state_indices, **others)
+        return states
+
+    setattr(_custom_ops, _KERNEL, update_states)
+    return True

@@ -1,0 +1,50 @@
+"""The short convolution of a prompt of one token, on a CPU whose vector unit has bfloat16.
+
+vLLM's C++ kernel wants [channels, tokens] with a stride of all channels from token to token. A lone token keeps the
+stride of the tensor that it was cut from, for torch counts it as contiguous whatever its stride and copies nothing; a
+prompt of one token then ends the engine: "causal_conv1d_fwd_cpu: expect x to be transposed".
+
+Goes away when vLLM's kernel minds no stride of a dimension of one.
+"""
+
+import functools
+from typing import Any
+
+import torch
+
+from slimqwen.vllm_plugin.engine_fixes.upstream import expect_parameters
+
+_FIX = "lone_token"
+
+
+def reason() -> str | None:
+    """Why this machine needs the fix; None where vLLM convolves by torch."""
+    from vllm.model_executor.layers.mamba.ops.cpu.gdn_attention import is_arm_bf16
+
+    if torch.cpu._is_avx512_bf16_supported() or is_arm_bf16():
+        return "vLLM's convolution of prompts ends the engine at a prompt of one token"
+    return None
+
+
+def install() -> bool:
+    """Have vLLM's CPU attention give a lone token the stride that its kernel wants; False if it does.
+
+    Raises:
+        EngineFixError: the function for prompts takes other parameters.
+    """
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+
+    forward = gdn_attention._causal_conv1d_fwd_cpu
+    if hasattr(forward, "__wrapped__"):
+        return False
+    names = ("x", "weight", "bias", "conv_states", "query_start_loc", "cache_indices", "has_initial_state")
+    expect_parameters(_FIX, forward, (*names, "silu_activation", "is_weight_packed"))
+
+    @functools.wraps(forward)
+    def convolve(*, x: torch.Tensor, **others: Any) -> torch.Tensor:
+        if x.shape[1] == 1:
+            x = x.reshape(1, -1).transpose(0, 1)
+        return forward(x=x, **others)
+
+    gdn_attention._causal_conv1d_fwd_cpu = convolve
+    return True

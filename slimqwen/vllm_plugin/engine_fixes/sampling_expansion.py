@@ -1,0 +1,81 @@
+"""Sampling parameters reach the draft tokens' rows of a batch, on a CPU without Triton.
+
+The rejection sampler spreads each request's temperature, top-k and top-p over the rows of its draft tokens
+(`expand_batch_to_tokens` in `vllm/v1/sample/rejection_sampler.py`). Without Triton the kernel is replaced by
+`_expand_kernel_impl` in `vllm/utils/cpu_triton_utils.py`, whose C++ part knows only int64: it hands over
+`output` converted to int64, which for any other dtype is a copy, and the copy is dropped. The rows of float32
+temperatures and int32 top-k then hold whatever the memory held before, and speculative sampling draws from a
+distribution that nobody asked for, without an error.
+
+Goes away when `_expand_kernel_impl` writes to the `output` it was given, as its neighbours already do
+(`copy_` after the C++ call).
+"""
+
+import sys
+
+import torch
+
+from slimqwen.vllm_plugin.engine_fixes.upstream import expect, expect_parameters
+
+_FIX = "sampling_expansion"
+_SAMPLER = "vllm.v1.sample.rejection_sampler"
+
+
+def expand(
+    output: torch.Tensor,
+    input_val: torch.Tensor,
+    cu_num_tokens: torch.Tensor,
+    replace_from: float,
+    replace_to: float,
+    MAX_NUM_TOKENS: int | None = None,  # noqa: N803 (the launch passes it by this name)
+) -> None:
+    """Repeat each request's value once per draft token of the request, in place.
+
+    Args:
+        output: [num_tokens], of input_val's dtype; filled from the front up to cu_num_tokens[-1].
+        input_val: [batch_size], float32 (temperature, top-p), int32 or int64 (top-k).
+        cu_num_tokens: [batch_size], int32 or int64, the running total of draft tokens.
+        replace_from: a value that is not to be repeated (temperature 0 means greedy) …
+        replace_to: … and what stands in its place.
+        MAX_NUM_TOKENS: unused: the size of a block of the Triton kernel.
+    """
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+    values = input_val.masked_fill(input_val == replace_from, replace_to)
+    repeated = values.repeat_interleave(counts)
+    output[: repeated.numel()].copy_(repeated)
+
+
+def reason() -> str | None:
+    """Why this machine needs the fix; None where Triton runs the kernel itself."""
+    from vllm.triton_utils import HAS_TRITON
+
+    if HAS_TRITON:
+        return None
+    return "without Triton, vLLM leaves the temperature, top-k and top-p of draft tokens unset"
+
+
+def install() -> bool:
+    """Put `expand` where the CPU platform takes its kernels from; False if it is there already.
+
+    Raises:
+        EngineFixError: the function is gone or takes other parameters, or a worker has already bound it.
+    """
+    from vllm.triton_utils.dispatcher import KernelOverride
+    from vllm.utils import cpu_triton_utils
+
+    stock = getattr(cpu_triton_utils, "_expand_kernel_impl", None)
+    if stock is expand:
+        return False
+    expect(_FIX, callable(stock), "vllm.utils.cpu_triton_utils has no function _expand_kernel_impl")
+    expect_parameters(
+        _FIX,
+        cpu_triton_utils._expand_kernel_impl,
+        ("output", "input_val", "cu_num_tokens", "replace_from", "replace_to", "MAX_NUM_TOKENS"),
+    )
+    # The platform copies the function into the sampler when a worker starts; later it would not be seen.
+    bound = getattr(sys.modules.get(_SAMPLER), "expand_kernel", None)
+    expect(
+        _FIX, not isinstance(bound, KernelOverride), "an engine of this process already uses the stock kernel"
+    )
+    cpu_triton_utils._expand_kernel_impl = expand
+    return True

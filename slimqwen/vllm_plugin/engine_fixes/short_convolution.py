@@ -1,0 +1,76 @@
+"""The short convolution of Gated DeltaNet in float32, on a CPU whose matrix library has no bfloat16.
+
+vLLM's CPU kernels for a prompt, and for the tokens that drafts are verified with, convolve each channel by torch's
+`conv1d` in bfloat16. Where oneDNN has no bfloat16, torch has only its fallback for that: 20 ms of CPU for five tokens
+of 576 channels, where float32 takes 0.14 ms, and half of all time of a speculating engine. Both add up in float32 and
+round once: the results are the same bits.
+
+Goes away when torch convolves bfloat16 in groups as fast as float32 there, or vLLM uses a kernel of its own, as it does
+where there is AMX.
+"""
+
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - as everybody calls it
+
+from slimqwen.vllm_plugin.engine_fixes.upstream import expect
+
+_FIX = "short_convolution"
+
+
+def conv1d(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *arguments: Any,
+    **named: Any,
+) -> torch.Tensor:
+    """`torch.nn.functional.conv1d`, computed in float32.
+
+    Args:
+        input: [batch, channels, tokens], of any floating dtype.
+        weight: [channels, channels / groups, width].
+        bias: [channels].
+
+    Returns:
+        [batch, channels, tokens out], of input's dtype.
+    """
+    added = None if bias is None else bias.float()
+    return F.conv1d(input.float(), weight.float(), added, *arguments, **named).to(input.dtype)
+
+
+class _Functional(ModuleType):
+    """torch.nn.functional with `conv1d` from here, for a module that calls it F."""
+
+    conv1d = staticmethod(conv1d)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(F, name)
+
+
+def reason() -> str | None:
+    """Why this machine needs the fix; None where torch convolves bfloat16 by oneDNN."""
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return None
+    return "without bfloat16 in oneDNN, torch's convolution of it takes a hundred times as long as of float32"
+
+
+def install() -> bool:
+    """Have vLLM's CPU kernels of Gated DeltaNet convolve by `conv1d`; False if they do.
+
+    Raises:
+        EngineFixError: a module does not name torch.nn.functional F.
+    """
+    from vllm.model_executor.layers.mamba.ops.cpu import causal_conv1d, gdn_attention
+
+    found = [getattr(module, "F", None) for module in (causal_conv1d, gdn_attention)]
+    if all(isinstance(one, _Functional) for one in found):
+        return False
+    for module in (causal_conv1d, gdn_attention):
+        expect(
+            _FIX, getattr(module, "F", None) is F, f"{module.__name__} does not call torch.nn.functional F"
+        )
+    causal_conv1d.F = gdn_attention.F = _Functional(_FIX)
+    return True

@@ -1,0 +1,132 @@
+"""Speculation with fewer drafts than K keeps the state of Gated DeltaNet's convolution, on a CPU.
+
+Near the end of its context a request gets fewer than K drafts. `_spec_forward` in
+`vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py` rolls the convolution's buffer as if there were always K:
+with fewer it puts the new tokens in the wrong columns, so that the next step reads a wrong history, and where more
+drafts were accepted just before than come now, the widths do not add up and the engine dies: "The size of tensor a
+(7) must match the size of tensor b (3)".
+
+The buffer of a sequence has `width - 1 + K` columns. The next step reads `width - 1` of them, beginning at the column
+`accepted - 1`: so the new tokens have to begin at column `width - 2`, however many they are. Steps in which every
+sequence has K drafts are left to vLLM.
+
+Goes away when `_spec_forward` places the new tokens by `width` and not by the number of drafts.
+"""
+
+import functools
+import itertools
+from typing import Any
+
+from slimqwen.vllm_plugin.engine_fixes.upstream import expect, expect_parameters
+
+_FIX = "short_drafts"
+_PARAMETERS = (
+    "layer",
+    "attn_metadata_i",
+    "mixed_qkv_spec",
+    "b_spec",
+    "a_spec",
+    "conv_buf",
+    "ssm_state",
+    "width",
+    "state_len",
+)
+
+
+def reason() -> str:
+    """Why this machine needs the fix: the faulty loop runs on every CPU where sequences differ in drafts."""
+    return "vLLM takes it that every sequence always has K drafts, which is not so near the end of a context"
+
+
+def roll(row: Any, new: Any, accepted: int, width: int) -> Any:
+    """Append a step's tokens to the convolution's history of one sequence, in place.
+
+    Args:
+        row: [channels, width - 1 + K], the history; its last `width - 1` valid columns end where `accepted` says.
+        new: [channels, tokens], 1 to K + 1 of them.
+        accepted: tokens of the step before that stayed, at least 1.
+        width: of the convolution.
+
+    Returns:
+        [channels, width - 1 + tokens]: what the convolution over the new tokens reads.
+    """
+    import torch
+
+    prior = row[:, accepted - 1 : accepted + width - 2].clone()
+    row[:, : width - 2] = prior[:, 1:]
+    row[:, width - 2 : width - 2 + new.shape[1]] = new
+    return torch.cat([prior, new], dim=1)
+
+
+def install() -> bool:
+    """Take over the steps in which a sequence has fewer drafts than K; False if that was done before.
+
+    Raises:
+        EngineFixError: the function is gone or takes other parameters, or something that it is made of is gone.
+    """
+    # Once, not in every step of the engine.
+    import torch
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention as upstream
+
+    stock = getattr(upstream, "_spec_forward", None)
+    if getattr(stock, "takes_short_drafts", False):
+        return False
+    expect(_FIX, callable(stock), f"{upstream.__name__} has no _spec_forward")
+    assert callable(stock)
+    expect_parameters(_FIX, stock, _PARAMETERS)
+    for name in ("_unpacked_conv_weight", "is_arm_bf16", "ops", "F"):
+        expect(_FIX, hasattr(upstream, name), f"{upstream.__name__} has no {name}")
+
+    @functools.wraps(stock)
+    def _spec_forward(
+        layer: Any,
+        attn_metadata_i: Any,
+        mixed_qkv_spec: Any,
+        b_spec: Any,
+        a_spec: Any,
+        conv_buf: Any,
+        ssm_state: Any,
+        width: int,
+        state_len: int,
+    ) -> Any:
+        metadata = attn_metadata_i
+        count = metadata.num_spec_decodes
+        starts = metadata.spec_query_start_loc[: count + 1].tolist()
+        lengths = [end - start for start, end in itertools.pairwise(starts)]
+        native = torch.cpu._is_amx_tile_supported() or upstream.is_arm_bf16()
+        # K + 1 tokens: the one that was sampled and K drafts. Equal lengths go to a native kernel where there is one.
+        if all(length == state_len - width + 2 for length in lengths) or (native and len(set(lengths)) == 1):
+            return stock(
+                layer, metadata, mixed_qkv_spec, b_spec, a_spec, conv_buf, ssm_state, width, state_len
+            )
+        weight = upstream._unpacked_conv_weight(layer).unsqueeze(1)
+        slots = metadata.spec_state_indices_tensor[:count, 0].tolist()
+        accepted = metadata.num_accepted_tokens[:count].tolist()
+        convolved = torch.empty_like(mixed_qkv_spec)
+        for slot, stayed, start, length in zip(slots, accepted, starts, lengths, strict=False):
+            if not length:
+                continue
+            new = mixed_qkv_spec[start : start + length].T.to(conv_buf.dtype)
+            read = roll(conv_buf[slot], new, stayed, width).unsqueeze(0)
+            out = upstream.F.conv1d(read, weight, layer.conv1d.bias, groups=new.shape[0])[0]
+            out = upstream.F.silu(out) if layer.activation == "silu" else out
+            convolved[start : start + length] = out.T.to(convolved.dtype)
+        query, key, value = (part.squeeze(0) for part in layer.rearrange_mixed_qkv(convolved))
+        return upstream.ops.fused_sigmoid_gating_delta_rule_update_spec_cpu(
+            A_log=layer.A_log,
+            dt_bias=layer.dt_bias,
+            q=query,
+            k=key,
+            v=value,
+            a=a_spec,
+            b=b_spec,
+            initial_state_source=ssm_state,
+            spec_state_indices=metadata.spec_state_indices_tensor[:count].to(torch.int32).contiguous(),
+            num_accepted_tokens=metadata.num_accepted_tokens[:count].to(torch.int32).contiguous(),
+            cu_seqlens=metadata.spec_query_start_loc[: count + 1].to(torch.int32).contiguous(),
+            use_qk_l2norm_in_kernel=True,
+        )
+
+    _spec_forward.takes_short_drafts = True  # type: ignore[attr-defined] # how a second call knows
+    upstream._spec_forward = _spec_forward
+    return True

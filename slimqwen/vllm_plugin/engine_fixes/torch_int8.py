@@ -1,0 +1,60 @@
+"""A W8A16 linear kernel for vLLM on torch's own int8 product: what `w8a16_linear` installs."""
+
+import torch
+from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import (
+    MPLinearKernel,
+    MPLinearLayerConfig,
+)
+from vllm.model_executor.layers.quantization.utils import replace_parameter
+from vllm.model_executor.layers.quantization.utils.quant_utils import unpack_quantized_values_into_int32
+from vllm.scalar_type import scalar_types
+
+_MIDDLE = 128  # a stored weight is value + 128
+_ACTIVATIONS = (torch.bfloat16, torch.float16, torch.float32)
+_INPUT_BLOCK = 16  # in bfloat16 aten::_weight_int8pack_mm reads past a row that is no multiple of it
+
+
+class TorchInt8LinearKernel(MPLinearKernel):  # type: ignore[misc] # vLLM is not followed
+    """W8A16 linear layers on `aten::_weight_int8pack_mm`: symmetric, one scale per row."""
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """The GPU generation needed: none."""
+        return -1
+
+    @classmethod
+    def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
+        """Whether a layer can be served; if not, why, for vLLM to show while it loads the model."""
+        inputs, _ = c.partition_weight_shape
+        if c.weight_type != scalar_types.uint8b128:
+            return False, f"weights are {c.weight_type}, not uint8b128"
+        if c.zero_points:
+            return False, "weights have zero points"
+        if c.act_type not in _ACTIVATIONS:
+            return False, f"activations are {c.act_type}, not bfloat16, float16 or float32"
+        if c.group_size not in (-1, inputs):
+            return False, f"the group size is {c.group_size}, not one scale per row"
+        if inputs % _INPUT_BLOCK:
+            return False, f"{inputs} inputs are not a multiple of {_INPUT_BLOCK}"
+        return True, None
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Unpack a loaded layer in place to int8 [outputs, inputs] and scales [outputs]."""
+        weight, scale, _ = self._get_weight_params(layer)
+        integers = unpack_quantized_values_into_int32(weight.data, self.config.weight_type, weight.packed_dim)
+        if weight.output_dim != 0:
+            integers = integers.t()
+        integers = (integers - _MIDDLE).to(torch.int8).contiguous()
+        scales = scale.data.reshape(-1).to(self.config.act_type).contiguous()
+        replace_parameter(layer, self.w_q_name, torch.nn.Parameter(integers, requires_grad=False))
+        replace_parameter(layer, self.w_s_name, torch.nn.Parameter(scales, requires_grad=False))
+
+    def apply_weights(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[..., inputs] -> [..., outputs], in the activations' dtype."""
+        integers, scales, _ = self._get_weight_params(layer)
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        product = torch.ops.aten._weight_int8pack_mm(rows, integers, scales)
+        product = product.reshape(*x.shape[:-1], product.shape[-1])
+        return product if bias is None else product + bias

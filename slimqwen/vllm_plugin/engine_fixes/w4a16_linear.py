@@ -1,0 +1,55 @@
+"""4-bit weights with 16-bit activations on an x86 CPU without AVX-512, on torch's own int4 product.
+
+vLLM's CPU kernel (`CPUWNA16LinearKernel` in `vllm/model_executor/kernels/linear/mixed_precision/cpu.py`) calls
+`cpu_gemm_wna16`, which only the AVX-512 library of vLLM contains. On AVX2 it accepts every layer while loading and
+dies at the first request. The kernel here takes its place in the list that vLLM chooses from, so that a layer
+which neither can serve is refused while loading, with the reason.
+
+Goes away when the AVX2 library has `cpu_gemm_wna16`, or when vLLM brings another W4A16 kernel for such CPUs.
+"""
+
+import torch
+
+from slimqwen.vllm_plugin.engine_fixes.upstream import expect
+
+_FIX = "w4a16_linear"
+_METHODS = frozenset(
+    {"get_min_capability", "can_implement", "process_weights_after_loading", "apply_weights"}
+)
+
+
+def reason() -> str | None:
+    """Why this machine needs the fix; None where vLLM's own kernel runs."""
+    from vllm.platforms import CpuArchEnum, current_platform
+
+    if current_platform.get_cpu_architecture() != CpuArchEnum.X86 or torch.cpu._is_avx512_supported():
+        return None
+    return "this CPU has no AVX-512, and vLLM's W4A16 kernel exists only for it: torch's int4 product is used"
+
+
+def install() -> bool:
+    """Put the kernel in the place of vLLM's CPU kernel; False if it is there already.
+
+    Raises:
+        EngineFixError: the list of kernels, vLLM's kernel, a kernel's interface or torch's product is gone
+            or has changed.
+    """
+    from vllm.model_executor.kernels import linear as upstream
+    from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearKernel
+    from vllm.platforms.interface import PlatformEnum
+
+    from slimqwen.vllm_plugin.engine_fixes.torch_int4 import TorchInt4LinearKernel
+
+    kernels = getattr(upstream, "_POSSIBLE_KERNELS", {}).get(PlatformEnum.CPU, [])
+    if TorchInt4LinearKernel in kernels:
+        return False
+    stock = getattr(upstream, "CPUWNA16LinearKernel", None)
+    expect(
+        _FIX, stock in kernels, "the mixed-precision kernels of the CPU do not include CPUWNA16LinearKernel"
+    )
+    methods: frozenset[str] = getattr(MPLinearKernel, "__abstractmethods__", frozenset())
+    expect(_FIX, methods == _METHODS, f"an MPLinearKernel must now have {', '.join(sorted(methods))}")
+    for product in ("_convert_weight_to_int4pack_for_cpu", "_weight_int4pack_mm_for_cpu"):
+        expect(_FIX, hasattr(torch.ops.aten, product), f"torch {torch.__version__} has no aten::{product}")
+    kernels[kernels.index(stock)] = TorchInt4LinearKernel
+    return True

@@ -1,0 +1,149 @@
+"""Readiness middleware of vLLM's API server: not ready before the warm-up, while draining, or without an engine.
+
+`slimqwen.serving.command` names `Readiness` by vLLM's `--middleware`. It decides by a request's path alone; bodies pass
+it untouched, and answers too, but for those that the end of the server or of its engine cuts (`cut_answers`).
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from http import HTTPStatus
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from slimqwen.vllm_plugin import api_key, cut_answers, engine_facts, event_loop, policy, vllm_log, warm_up
+from slimqwen.vllm_plugin.refusal import refusal
+
+logger = logging.getLogger(__name__)
+
+_PROBES = frozenset({"/health", "/ping"})
+_SHUTS_DOWN = "the server is shutting down"
+_UNAVAILABLE = HTTPStatus.SERVICE_UNAVAILABLE
+_LOOK_S = 0.5
+"""How often to look whether the engine lives; vLLM looks every 5 s."""
+
+_ENGINE_END_S = 5
+"""How long an engine may take to end. Without a drain vLLM kills it at once, and its shared memory stays."""
+
+_LAST_WORDS_S = 3
+"""How long clients may take to read the rest of their answers once there is no engine any more."""
+
+
+class Readiness:
+    """503 for /health and /ping until the warm-up has run; 503 for every new request while the server drains.
+
+    What a shutdown or the engine's death cuts is a 503 with Retry-After too, or an error event in a stream.
+
+    Before the warm-up the engine is held against its plan; with REQUIRE_PLAN=1 one that differs is never ready.
+
+    A server whose engine dies ends with exit code 1. vLLM ends it with 0, so that an orchestrator that restarts on
+    failure would not, and waits without end for a client that does not read. Goes away when `run_server` in
+    vllm/entrypoints/launchers/api_server/entry.py raises after an engine's death, and `serve_http` gives uvicorn a
+    `timeout_graceful_shutdown`.
+    """
+
+    def __init__(self, app: ASGIApp, warm: Callable[[Any], Awaitable[None]] = warm_up.run) -> None:
+        """Wrap an application.
+
+        Args:
+            app: application behind this middleware.
+            warm: coroutine that sends the warm-up requests to the started application.
+        """
+        vllm_log.join()
+        api_key.guard_engine_paths()
+        self._app = app
+        self._warm = warm
+        self._is_warm = False
+        self._drains = False
+        self._engine: Any = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        """Answer, or let the application answer."""
+        if scope["type"] == "lifespan":
+            return self._app(scope, receive, self._following(scope["app"], send))
+        if scope["type"] != "http":
+            return self._app(scope, receive, send)
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if self._drains and path != "/metrics":
+            return cut_answers.end_refusal(_SHUTS_DOWN)(scope, receive, send)
+        if not (self._drains or self._is_warm) and path in _PROBES:
+            return refusal(_UNAVAILABLE, "the server is warming up", cut_answers.RETRY_AFTER_S)(
+                scope, receive, send
+            )
+        return cut_answers.answer(self._app, scope, receive, send, self._end_reason)
+
+    def _end_reason(self) -> str | None:
+        if self._drains:
+            return _SHUTS_DOWN
+        return "the engine died" if self._engine is not None and self._engine.errored else None
+
+    def _following(self, app: Any, send: Send) -> Send:
+        async def send_and_follow(message: Message) -> None:
+            if message["type"] == "lifespan.startup.complete":
+                # At the end vLLM has taken its state off the application.
+                engine, server = app.state.engine_client, app.state.server
+                self._engine = engine
+                server.config.timeout_graceful_shutdown = _LAST_WORDS_S
+                self._notice_the_end(engine)
+                await send(message)
+                self._begin(self._warm_up(app))
+                self._begin(self._watch(server, engine))
+                self._begin(event_loop.watch())
+                return
+            # Every answer has been given, or given up. A drain ends the engine too.
+            if self._engine is not None and self._engine.errored and not self._drains:
+                logger.error("EngineDiedError: the engine died; the server ends with exit code 1")
+                self._begin(self._fail())
+            await send(message)
+
+        return send_and_follow
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks.append(asyncio.create_task(work))
+
+    async def _watch(self, server: Any, engine: Any) -> None:
+        from vllm import envs
+
+        while not (server.should_exit or self._drains or envs.VLLM_KEEP_ALIVE_ON_ENGINE_DEATH):
+            if engine.errored:
+                server.should_exit = True
+            await asyncio.sleep(_LOOK_S)
+
+    def _notice_the_end(self, engine: Any) -> None:
+        # The first thing that vLLM does about a SIGTERM is this call, which returns when the last answer is given.
+        stock = engine.shutdown
+        loop = asyncio.get_running_loop()
+
+        def shutdown(timeout: float | None = None) -> None:
+            self._drains = True
+            try:
+                stock(timeout=timeout if timeout is None else max(timeout, _ENGINE_END_S))
+            finally:
+                with contextlib.suppress(RuntimeError):  # the loop has ended, and every answer with it
+                    loop.call_soon_threadsafe(cut_answers.fail_unfinished, engine)
+
+        engine.shutdown = shutdown
+        engine.generate = cut_answers.cut_outputs(engine.generate, self._end_reason)
+
+    async def _warm_up(self, app: Any) -> None:
+        if not await engine_facts.hold_against_plan(app) and not self._drains:
+            await self._fail()
+        try:
+            await self._warm(app)
+        except Exception as error:
+            if self._drains:
+                return
+            if policy.read().require_warmup:
+                logger.error("%s, and REQUIRE_WARMUP=1: %s", warm_up.FAILED, error)
+                await self._fail()
+            logger.error("%s, the first requests will be slow: %s", warm_up.FAILED, error)
+        self._is_warm = True
+
+    async def _fail(self) -> None:
+        # An engine that ends with its server has not died of itself.
+        self._drains = True
+        # Out of a task this ends the event loop, and with it the engine and the process.
+        raise SystemExit(1)

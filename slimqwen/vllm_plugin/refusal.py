@@ -1,0 +1,18 @@
+"""Error responses in the form of vLLM's own."""
+
+from http import HTTPStatus
+
+from starlette.responses import JSONResponse
+
+
+def refusal(status: HTTPStatus, reason: str, retry_after_s: int | None = None) -> JSONResponse:
+    """Build an error response.
+
+    Args:
+        status: HTTP status.
+        reason: message for a person.
+        retry_after_s: value of Retry-After, seconds; None without the header.
+    """
+    error = {"message": reason, "type": status.phrase, "param": None, "code": status.value}
+    headers = {"Retry-After": str(retry_after_s)} if retry_after_s is not None else None
+    return JSONResponse({"error": error}, status.value, headers)

@@ -1,0 +1,298 @@
+"""Request limits inside vLLM's API server: what exceeds them is refused at once, with the reason.
+
+vLLM limits its queue (`--max-num-queued-reqs`, `--max-num-queued-tokens`) and refuses prompts and answers that exceed
+the context. This module adds what is missing: a limit for bodies, an error instead of
+a silently shortened answer, and 429 with Retry-After instead of a bare 503 under overload.
+"""
+
+import functools
+import importlib
+import json
+import traceback
+from collections.abc import Awaitable, Iterator
+from http import HTTPStatus
+from typing import Any
+
+from fastapi.dependencies.utils import request_body_to_args
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from slimqwen.vllm_plugin import policy
+from slimqwen.vllm_plugin.engine_fixes.upstream import expect, expect_parameters
+from slimqwen.vllm_plugin.refusal import refusal
+
+_NAME = "request_limits"
+_RETRY_AFTER_S = 1
+
+_COMPLETIONS = "vllm.entrypoints.openai.completion.serving"
+_COUNTING = (
+    "vllm.entrypoints.openai.chat_completion.serving",
+    "vllm.entrypoints.openai.chat_completion.batch_serving",
+    _COMPLETIONS,
+)
+"""Modules that ask vLLM's `get_max_tokens` how long an answer to a client's one question may be."""
+
+
+class BodyLimit:
+    """413 for a body over the policy's limit, before any of it is parsed; the rest passes untouched."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int | None = None) -> None:
+        """Wrap an application.
+
+        Args:
+            app: application behind this middleware.
+            max_bytes: limit of a body, bytes; None for the policy's.
+        """
+        self._app = app
+        self._max_bytes = policy.read().max_body_bytes if max_bytes is None else max_bytes
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        """Answer, or let the application answer."""
+        if scope["type"] == "http":
+            for name, value in scope["headers"]:
+                if name == b"content-length" and int(value) > self._max_bytes:
+                    return self._too_large()(scope, receive, send)
+                if name == b"transfer-encoding":
+                    return self._with_body(scope, receive, send)
+        return self._app(scope, receive, send)
+
+    async def _with_body(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Read a body of unknown size before the application sees the request."""
+        body = bytearray()
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            body += message.get("body", b"")
+            if len(body) > self._max_bytes:
+                await self._too_large()(scope, receive, send)
+                return
+            if not message.get("more_body", False):
+                break
+        messages: Iterator[Message] = iter(
+            [{"type": "http.request", "body": bytes(body), "more_body": False}]
+        )
+
+        async def receive_again() -> Message:
+            return next(messages, None) or await receive()
+
+        await self._app(scope, receive_again, send)
+
+    def _too_large(self) -> Response:
+        return refusal(
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+            f"the body is larger than {self._max_bytes} bytes, the limit here",
+        )
+
+
+class RefusedStreams:
+    """The status of the error, not 200, for a stream whose first event is one; other answers pass as they come.
+
+    vLLM checks for room in its queue before it begins a stream and again after, and of simultaneous streams some pass
+    only the first check. The status of a stream is therefore sent together with its first event.
+    Goes away when vLLM reserves a place in the queue at its first check.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        """Let the application answer."""
+        if scope["type"] != "http" or scope["method"] != "POST":
+            return self._app(scope, receive, send)
+        started: Message | None = None
+        refused = False
+
+        async def send_from_first_event(message: Message) -> None:
+            nonlocal started, refused
+            if refused:
+                return
+            if message["type"] == "http.response.start" and _is_stream(message):
+                started = message
+                return
+            if started is not None:
+                start, started = started, None
+                instead = _refusal_of(message.get("body", b""))
+                if instead is not None:
+                    refused = True
+                    await instead(scope, receive, send)
+                    return
+                await send(start)
+            await send(message)
+
+        return self._app(scope, receive, send_from_first_event)
+
+
+def _is_stream(message: Message) -> bool:
+    return any(
+        name == b"content-type" and value.startswith(b"text/event-stream")
+        for name, value in message["headers"]
+    )
+
+
+def _refusal_of(event: bytes) -> Response | None:
+    """The answer that a first event should have been, None for one that is no error."""
+    if not event.startswith(b'data: {"error"'):
+        return None
+    answer = json.loads(event.splitlines()[0].removeprefix(b"data: "))
+    status, kind = answer["error"]["code"], answer["error"]["type"]
+    # What vLLM calls an error of this type are full queues.
+    if (status, kind) == (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.SERVICE_UNAVAILABLE.phrase):
+        return _too_many(answer["error"]["message"])
+    return JSONResponse(answer, status)
+
+
+def _too_many(reason: str) -> Response:
+    return refusal(HTTPStatus.TOO_MANY_REQUESTS, reason, _RETRY_AFTER_S)
+
+
+def answer_overload(app: Any) -> None:
+    """Have vLLM's application answer 429 with Retry-After where its queue is full, not 503.
+
+    Args:
+        app: vLLM's application, before it is started.
+    """
+    from vllm.exceptions import MaxQueuedTokensError, QueueOverflowError
+
+    async def too_many(request: Request, error: Exception) -> Response:
+        return _too_many(str(error))
+
+    for overload in (QueueOverflowError, MaxQueuedTokensError):
+        app.add_exception_handler(overload, too_many)
+
+
+def refuse_unreadable_bodies(app: Any) -> None:
+    """Have vLLM's application answer 400 where its own reading of a body fails on a value of the wrong type, not 500.
+
+    vLLM reads some values before pydantic has checked their types: it calls `get` on `structured_outputs` even if that
+    is a string. An error after the body was read stays vLLM's. Goes away when
+    `check_structured_outputs_count` in vllm/entrypoints/openai/chat_completion/protocol.py refuses what is no object.
+
+    Args:
+        app: vLLM's application, before it is started.
+    """
+
+    async def unreadable(request: Request, error: Exception) -> Response:
+        frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+        if request_body_to_args.__code__ not in frames:
+            raise error
+        reason = f"a value in the body has a type that it cannot have: {frames[-1].co_name}: {error}"
+        return refusal(HTTPStatus.BAD_REQUEST, reason)
+
+    for wrong in (AttributeError, LookupError):
+        app.add_exception_handler(wrong, unreadable)
+
+
+def refuse_longer_answers() -> None:
+    """Have vLLM refuse a question whose prompt and `max_tokens` exceed the context, or the variant's longest answer.
+
+    vLLM answers such a question with fewer tokens than requested, without notice. A question without `max_tokens` still
+    gets what fits; so does a completion that names the default, which looks the same. Chats and completions only:
+    `/v1/responses` has a count of its own. Goes away when
+    `get_max_tokens` in vllm/entrypoints/serve/utils/api_utils.py raises.
+
+    Raises:
+        EngineFixError: this vLLM is not the one it was written for.
+    """
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.serve.utils import api_utils
+    from vllm.exceptions import VLLMValidationError
+
+    stock = api_utils.get_max_tokens
+    names = ("max_model_len", "max_tokens", "input_length", "default_sampling_params", "override_max_tokens")
+    expect_parameters(_NAME, stock, (*names, "truncate_prompt_tokens"))
+
+    def limited(unsaid: int | None) -> Any:
+        @functools.wraps(stock)
+        def get_max_tokens(
+            max_model_len: int, max_tokens: int | None, input_length: int, *arguments: Any, **keywords: Any
+        ) -> int:
+            room = int(stock(max_model_len, max_tokens, input_length, *arguments, **keywords))
+            if max_tokens is not None and max_tokens > room and max_tokens != unsaid:
+                raise VLLMValidationError(
+                    f"max_tokens={max_tokens} were asked for and at most {room} can be answered to a prompt of "
+                    f"{input_length} tokens here: the context is {max_model_len} tokens, prompt and answer together",
+                    parameter="max_tokens",
+                    value=max_tokens,
+                )
+            return room
+
+        return get_max_tokens
+
+    for name in _COUNTING:
+        module = importlib.import_module(name)
+        if getattr(module.get_max_tokens, "__wrapped__", None) is stock:
+            continue
+        expect(_NAME, module.get_max_tokens is stock, f"{name} has a get_max_tokens of its own")
+        unsaid = CompletionRequest.model_fields["max_tokens"].default if name == _COMPLETIONS else None
+        module.get_max_tokens = limited(unsaid)  # type: ignore[attr-defined]
+
+
+def forget_unsent_requests() -> None:
+    """Have vLLM forget a request that it could not send to its engine, and refuse it with the reason.
+
+    vLLM keeps such a request in its queue for ever: after `--max-num-queued-reqs` requests with a `top_k` beyond 64
+    bits every later request is refused while /health answers 200. Goes away when
+    `_add_request` in vllm/v1/engine/async_llm.py aborts what it could not send, as `add_request` does where n > 1.
+
+    Raises:
+        EngineFixError: this vLLM is not the one it was written for.
+    """
+    from vllm.exceptions import VLLMValidationError
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    stock = AsyncLLM._add_request
+    if hasattr(stock, "__wrapped__"):
+        return
+    expect_parameters(_NAME, stock, ("self", "request", "prompt", "parent_req", "index", "queue"))
+    add_request = AsyncLLM.add_request
+
+    @functools.wraps(stock)
+    async def _add_request(self: Any, request: Any, *arguments: Any) -> None:
+        try:
+            await stock(self, request, *arguments)
+        except BaseException:
+            if self.output_processor.has_request(request.request_id):
+                await self.abort(request.request_id, internal=True)
+            raise
+
+    @functools.wraps(add_request)
+    async def add_or_refuse(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        try:
+            return await add_request(self, *arguments, **keywords)
+        except OverflowError as error:
+            raise VLLMValidationError(f"a number of the request is out of range: {error}") from error
+
+    AsyncLLM._add_request = _add_request
+    AsyncLLM.add_request = add_or_refuse
+
+
+def refuse_chosen_logprobs_of_drafts() -> None:
+    """Have vLLM refuse `logprob_token_ids` where it drafts, as it refuses min_p there.
+
+    Its rejection sampler takes as many log-probabilities as tokens were named for those of the whole vocabulary, and
+    the engine dies: one chat, or any request to /generative_scoring, ends the server. Goes away when
+    `_get_logprobs_tensors` in vllm/v1/sample/rejection_sampler.py reads them, or vLLM refuses them itself.
+
+    Raises:
+        EngineFixError: this vLLM is not the one it was written for.
+    """
+    from vllm.exceptions import VLLMValidationError
+    from vllm.sampling_params import SamplingParams
+
+    stock = SamplingParams._validate_spec_decode
+    if hasattr(stock, "__wrapped__"):
+        return
+    expect_parameters(_NAME, stock, ("self", "speculative_config"))
+
+    @functools.wraps(stock)
+    def validate(self: Any, speculative_config: Any) -> None:
+        stock(self, speculative_config)
+        if speculative_config is not None and self.logprob_token_ids is not None:
+            raise VLLMValidationError(
+                "Log-probabilities of chosen tokens (logprob_token_ids, /generative_scoring) are not supported with "
+                "speculative decoding."
+            )
+
+    SamplingParams._validate_spec_decode = validate

@@ -1,0 +1,28 @@
+"""What worker processes are asked to do in tests: (weights, folder, task, progress) -> figures."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+
+def answer(weights: Path, folder: Path, task: Any, progress: Any) -> dict[str, float]:
+    """Report progress and answer."""
+    progress("working", 1, 2)
+    return {"threads": float(os.environ["OMP_NUM_THREADS"]), "task": float(task)}
+
+
+def fail(weights: Path, folder: Path, task: Any, progress: Any) -> dict[str, float]:
+    """Raise."""
+    raise ValueError("no such kernel")
+
+
+def die(weights: Path, folder: Path, task: Any, progress: Any) -> dict[str, float]:
+    """End without an answer."""
+    os._exit(7)
+
+
+def hang(weights: Path, folder: Path, task: Any, progress: Any) -> dict[str, float]:
+    """Answer too late."""
+    time.sleep(60)
+    return {}

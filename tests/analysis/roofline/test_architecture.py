@@ -1,0 +1,121 @@
+"""Bytes and FLOPs of checkpoints, against arithmetic by hand."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from slimqwen import checkpoint
+from slimqwen.analysis.roofline import cost
+from slimqwen.analysis.roofline.architecture import read_model
+from slimqwen.analysis.roofline.gpu import RooflineError
+from slimqwen.checkpoint import CorruptCheckpointError
+from slimqwen.checkpoint.config import write_config
+from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, list_tensors, write_tensors
+from tests.analysis.roofline.shapes import (
+    BODY_BYTES,
+    CONFIG,
+    HEAD_BYTES,
+    KV,
+    MTP_BYTES,
+    ROW,
+    SHAPES,
+    SMALL,
+    STATE,
+    info,
+    tensors,
+)
+
+
+def test_a_stored_checkpoint_counts_as_its_tensors_lie_on_disk(tmp_path: Path):
+    written = {
+        name: NewTensor("BF16", shape, lambda shape=shape: [bytes(2 * math.prod(shape))])
+        for name, shape in SHAPES.items()
+    }
+    write_tensors(tmp_path / "model.safetensors", written)
+    write_config(tmp_path, CONFIG)
+
+    found = read_model(list_tensors(tmp_path), checkpoint.read_config(tmp_path))
+
+    assert found == SMALL
+    assert (found.body.bytes, found.head.bytes, found.drafter.bytes) == (BODY_BYTES, HEAD_BYTES, MTP_BYTES)
+    assert (found.kv_bytes, found.state_bytes, found.embedding_row_bytes) == (KV, STATE, ROW)
+
+
+def test_an_untied_embedding_is_gathered_and_takes_room():
+    untied = read_model(
+        tensors(**{"lm_head.weight": info((32, 8))}), {**CONFIG, "tie_word_embeddings": False}
+    )
+
+    assert (SMALL.tied, untied.tied) == (True, False)
+    assert cost.verify(untied, 1, 10) == cost.verify(SMALL, 1, 10)
+    assert untied.resident_bytes(0) == SMALL.resident_bytes(0) + 2 * 256
+    with pytest.raises(RooflineError, match="no lm_head, yet its config ties no embeddings"):
+        read_model(tensors(), {**CONFIG, "tie_word_embeddings": False})
+
+
+def packed(name: str, rows: int, inputs: int, group: int = 8) -> dict[str, TensorInfo]:
+    return {
+        f"{name}_packed": info((rows, inputs // 8), "I32"),
+        f"{name}_scale": info((rows, inputs // group)),
+        f"{name}_shape": info((2,), "I64"),
+    }
+
+
+def test_four_bits_save_bytes_and_no_flops():
+    groups = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4}}}
+    name = "model.layers.0.mlp.up_proj.weight"
+    small = read_model(
+        tensors(**{name: None, **packed(name, 16, 8), **packed("lm_head.weight", 32, 8)}),
+        {**CONFIG, "quantization_config": {"config_groups": groups}},
+    )
+
+    # 16 x 8 numbers: 256 bytes become 64 and a scale of 2 bytes a row; the shape's 16 bytes are not read.
+    assert small.body.bytes == BODY_BYTES - 256 + 64 + 16 * 2
+    assert small.body.bytes_by_dtype == {"BF16": BODY_BYTES - 256 + 32, "I32": 64}
+    assert small.head.bytes == 32 * 8 // 2 + 32 * 2
+    assert not small.tied
+    assert cost.verify(small, 2, 10).flops == cost.verify(SMALL, 2, 10).flops
+
+
+def test_each_packed_linear_has_the_width_of_the_group_that_names_it():
+    groups = {
+        "group_0": {"targets": ["Linear"], "weights": {"num_bits": 8}},
+        "lm_head": {"targets": ["re:.*lm_head$"], "weights": {"num_bits": 4}},
+    }
+    name = "model.layers.0.mlp.up_proj.weight"
+    eight_bits = {f"{name}_packed": info((16, 2), "I32"), f"{name}_scale": info((16, 1))}
+    mixed = read_model(
+        tensors(**{name: None, **eight_bits, **packed("lm_head.weight", 32, 8)}),
+        {**CONFIG, "quantization_config": {"config_groups": groups}},
+    )
+    assert mixed.body.bytes == BODY_BYTES - 256 + 128 + 16 * 2
+    assert cost.verify(mixed, 2, 10).flops == cost.verify(SMALL, 2, 10).flops
+
+
+def test_packings_that_are_not_known_are_refused():
+    name = "model.layers.0.mlp.up_proj.weight"
+    given = tensors(**{name: None, **packed(name, 16, 8)})
+    with pytest.raises(CorruptCheckpointError, match=f"no group of quantization_config has {name[:-7]}"):
+        read_model(given, CONFIG)
+    with pytest.raises(RooflineError, match="AutoAWQ"):
+        read_model(tensors(**{name[:-6] + "qweight": info((1, 16), "I32")}), CONFIG)
+    with pytest.raises(RooflineError, match="use a dense model"):
+        read_model(tensors(), {**CONFIG, "num_experts": 8})
+    with pytest.raises(RooflineError, match="head_dim: Field required"):
+        read_model(tensors(), {key: value for key, value in CONFIG.items() if key != "head_dim"})
+
+
+def test_floats_of_32_bits_are_served_in_16_and_a_vision_tower_is_not_read():
+    name = "model.layers.0.mlp.up_proj.weight"
+    other = {name: info((16, 8), "F32"), "model.visual.blocks.0.weight": info((64, 64))}
+    assert cost.verify(read_model(tensors(**other), CONFIG), 1, 1) == cost.verify(SMALL, 1, 1)
+
+
+def test_states_have_the_dtype_that_vllm_gives_them():
+    unsaid = {key: value for key, value in CONFIG.items() if key != "mamba_ssm_dtype"}
+    saved = 2 * 4 * 4 * 2
+    assert read_model(tensors(), unsaid).state_bytes == STATE - saved
+    assert read_model(tensors(), CONFIG, state_dtype="bfloat16").state_bytes == STATE - saved
+    with pytest.raises(RooflineError, match="recurrent states in int8"):
+        read_model(tensors(), CONFIG, state_dtype="int8")

@@ -1,0 +1,188 @@
+"""Passes and decode steps against arithmetic by hand, and the published 4B shape."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slimqwen import variant
+from slimqwen.analysis.roofline import cost, gpu
+from slimqwen.analysis.roofline.architecture import read_model
+from slimqwen.analysis.roofline.gpu import Peaks, RooflineError
+from tests.analysis.roofline.shapes import (
+    ATTENTION,
+    BODY_BYTES,
+    BODY_FLOPS,
+    CONFIG,
+    HEAD_BYTES,
+    HEAD_FLOPS,
+    KV,
+    MTP_BYTES,
+    MTP_FLOPS,
+    ROW,
+    SLOW,
+    SMALL,
+    STATE,
+    STATE_FLOPS,
+    info,
+    tensors,
+)
+
+ROOT = variant.repository_root()
+
+
+def test_a_step_without_drafts_is_one_pass_by_hand():
+    work = cost.verify(SMALL, batch_size=3, context_len=10)
+
+    cache = 3 * 10 * KV + 3 * KV  # read, and written for the new token
+    assert work.bytes == BODY_BYTES + HEAD_BYTES + 3 * ROW + cache + 3 * 2 * STATE
+    assert work.flops == {"bf16": 3 * (BODY_FLOPS + HEAD_FLOPS + STATE_FLOPS + 10 * ATTENTION)}
+    bound = cost.decode(SMALL, SLOW, 3, 10)
+    by_memory, by_flops = work.bytes / 1000, work.flops["bf16"] / 2000
+    assert bound.seconds == pytest.approx(max(by_memory, by_flops))
+    assert bound.tokens_per_second == pytest.approx(3 / max(by_memory, by_flops))
+    # By hand in whole figures: 1184 + 512 + 48 + 528 + 1344 bytes; 3 (1152 + 512 + 192 + 320) flops.
+    assert (work.bytes, work.flops["bf16"]) == (3616, 6528)
+    assert (bound.seconds, bound.limited_by) == (pytest.approx(3.616), "memory")
+
+
+def test_four_drafts_are_a_pass_of_five_tokens_and_four_of_the_mtp_head():
+    bound = cost.decode(SMALL, SLOW, 1, 10, num_speculative_tokens=4, acceptance_length=3.5)
+
+    verify_bytes = 1184 + 512 + 5 * 16 + (10 + 5) * 16 + 2 * 224
+    draft_bytes = 512 + 512 + 16 + (10 + 1) * 16
+    verify_flops = 5 * (1152 + 512 + 192 + 10 * 32)
+    draft_flops = 512 + 512 + 10 * 32
+    assert bound.bytes == verify_bytes + 4 * draft_bytes
+    assert bound.flops == verify_flops + 4 * draft_flops
+    # Verification is held up by flops, drafting by memory.
+    assert verify_flops / 2000 > verify_bytes / 1000
+    assert draft_bytes / 1000 > draft_flops / 2000
+    assert bound.limited_by == "compute"
+    assert bound.seconds == pytest.approx(verify_flops / 2000 + 4 * draft_bytes / 1000)
+    assert bound.tokens_per_second == pytest.approx(3.5 / bound.seconds)
+    assert SMALL.weight_bytes_per_step(4) == 1184 + 512 + 4 * (512 + 512)
+    assert SMALL.weight_bytes_per_step(0) == 1184 + 512
+
+
+def test_drafts_of_a_trimmed_vocabulary_read_its_rows_and_the_verify_pass_reads_all():
+    rows = {"mtp.draft_head.weight": info((4, 8)), "mtp.draft_head.token_ids": info((4,), "I64")}
+    trimmed = read_model(tensors(**rows), CONFIG)
+    assert cost.verify(trimmed, 1, 10, 4) == cost.verify(SMALL, 1, 10, 4)
+    assert cost.prefill(trimmed, 10, 4) == cost.prefill(SMALL, 10, 4)
+    whole, few = cost.draft(SMALL, 1, 10), cost.draft(trimmed, 1, 10)
+    assert (whole.bytes - few.bytes, whole.total_flops - few.total_flops) == (2 * 28 * 8, 2 * 28 * 8)
+    assert trimmed.weight_bytes_per_step(4) == 1184 + 512 + 4 * (512 + 2 * 4 * 8)
+    # The rows are a copy: they take room beside the whole head, and only where there are drafts.
+    assert trimmed.resident_bytes(4) == SMALL.resident_bytes(4) + 2 * 4 * 8
+    assert trimmed.resident_bytes(0) == SMALL.resident_bytes(0)
+
+
+def test_no_step_yields_more_tokens_than_it_verifies():
+    for length in (0.9, 5.1):
+        with pytest.raises(RooflineError, match="lies between 1 and 5"):
+            cost.decode(SMALL, SLOW, 1, 10, 4, length)
+
+
+def test_a_prompt_is_one_pass_with_causal_attention_and_one_row_of_logits():
+    work = cost.prefill(SMALL, 5)
+    assert work.bytes == BODY_BYTES + HEAD_BYTES + 5 * (ROW + KV) + STATE
+    assert work.flops["bf16"] == 5 * (BODY_FLOPS + STATE_FLOPS) + HEAD_FLOPS + 15 * ATTENTION
+    drafting = cost.prefill(SMALL, 5, num_speculative_tokens=4)
+    assert drafting.bytes - work.bytes == MTP_BYTES + 5 * KV
+    assert drafting.flops["bf16"] - work.flops["bf16"] == 5 * MTP_FLOPS + 15 * ATTENTION
+
+
+def test_eight_bit_weights_run_at_their_own_peak_where_the_gpu_has_one():
+    name = "model.layers.0.mlp.up_proj.weight"
+    eight = read_model(tensors(**{name: info((16, 8), "F8_E4M3")}), CONFIG)
+    assert eight.body.flops == {"bf16": BODY_FLOPS - 256, "fp8": 256}
+    work = cost.verify(eight, 1, 10)
+    sixteen = sum(work.flops.values()) / 2000
+    assert work.compute_seconds(SLOW) == pytest.approx(sixteen)
+    faster = SLOW.model_copy(update={"dense_peak_tflops": Peaks(bf16=2e-9, fp8=4e-9)})
+    assert work.compute_seconds(faster) == pytest.approx(sixteen - 256 / 4000)
+
+
+def test_the_cache_grows_with_context_and_shrinks_with_its_dtype():
+    assert cost.verify(SMALL, 2, 11).bytes - cost.verify(SMALL, 2, 10).bytes == 2 * KV
+    assert cost.draft(SMALL, 2, 11).bytes - cost.draft(SMALL, 2, 10).bytes == 2 * KV
+    assert SMALL.sequence_bytes(10, 4) - SMALL.sequence_bytes(10, 0) == 10 * KV
+    eight = read_model(tensors(), CONFIG, kv_cache_dtype="fp8")
+    scheme = {**CONFIG, "quantization_config": {"kv_cache_scheme": {"num_bits": 8}}}
+    assert eight.kv_bytes == read_model(tensors(), scheme).kv_bytes == KV // 2
+    with pytest.raises(RooflineError, match="VLLM_KV_CACHE_DTYPE=nvfp4"):
+        read_model(tensors(), CONFIG, kv_cache_dtype="nvfp4")
+
+
+contexts = st.integers(1, 100_000)
+batches = st.integers(1, 1024)
+depths = st.integers(0, 8)
+
+
+@given(contexts, batches, depths, st.floats(1, 10_000), st.floats(1, 8))
+def test_more_bandwidth_never_lowers_a_bound(
+    context: int, sequences: int, depth: int, gb: float, factor: float
+):
+    rates = [
+        cost.decode(
+            SMALL, SLOW.model_copy(update={"memory_bandwidth_gb_per_s": each}), sequences, context, depth
+        ).tokens_per_second
+        for each in (gb * 1e-9, gb * factor * 1e-9)
+    ]
+    assert rates[0] <= rates[1]
+
+
+@given(contexts, contexts, batches, depths)
+def test_a_longer_context_never_raises_a_bound(context: int, more: int, sequences: int, depth: int):
+    short, long = (cost.decode(SMALL, SLOW, sequences, each, depth) for each in (context, context + more))
+    assert long.tokens_per_second <= short.tokens_per_second
+
+
+@given(contexts, batches, batches)
+def test_a_larger_batch_never_yields_less(context: int, sequences: int, more: int):
+    few, many = (
+        cost.decode(SMALL, SLOW, each, context).tokens_per_second for each in (sequences, sequences + more)
+    )
+    assert many >= few * (1 - 1e-12)
+
+
+def test_the_published_4b_shape_has_the_bound_of_its_size():
+    import torch
+    import transformers
+
+    config = transformers.Qwen3_5TextConfig(
+        vocab_size=248_320,
+        hidden_size=2560,
+        intermediate_size=9216,
+        num_hidden_layers=32,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=256,
+        linear_num_key_heads=16,
+        linear_num_value_heads=32,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_conv_kernel_dim=4,
+        tie_word_embeddings=True,
+    )
+    with torch.device("meta"):
+        built = transformers.Qwen3_5ForCausalLM(config)
+    shapes = {name: info(tuple(parameter.shape)) for name, parameter in built.named_parameters()}
+
+    found = read_model(shapes, {**config.to_dict(), "mamba_ssm_dtype": "float32"})
+
+    # By hand: MLP 3 x 2560 x 9216; full attention q and gate 2 x 4096, k and v 1024 each, out 4096;
+    # Gated DeltaNet q, k 2048 each, v 4096, gate 4096, a and b 32 each, out 4096, convolution 8192 x 4.
+    mlp = 3 * 2560 * 9216
+    full = 2560 * (2 * 4096 + 2 * 1024 + 4096)
+    linear = 2560 * (2 * 2048 + 4096 + 4096 + 2 * 32 + 4096) + 8192 * 4
+    matrices = 32 * mlp + 8 * full + 24 * linear
+    assert found.body.flops == {"bf16": 2 * matrices}
+    assert found.body.bytes == pytest.approx(2 * matrices, rel=1e-4)
+    assert found.head.bytes == 2 * 248_320 * 2560
+    assert found.attention_layers * found.kv_bytes == 32 * 1024
+    assert found.state_bytes == 24 * (32 * 128 * 128 * 4 + 8192 * 3 * 2)
+    # 4.2 billion weights in 16 bits at 600 GB/s: 14 ms a token.
+    bound = cost.decode(found, gpu.read("a10g", ROOT), 1, 128)
+    assert bound.limited_by == "memory"
+    assert 68 < bound.tokens_per_second < 72

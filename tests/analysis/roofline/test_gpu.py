@@ -1,0 +1,61 @@
+"""Data sheets of GPUs."""
+
+from pathlib import Path
+
+import pytest
+
+from slimqwen import variant
+from slimqwen.analysis.roofline import gpu
+from slimqwen.analysis.roofline.gpu import RooflineError
+from slimqwen.records.settings import SettingsError
+
+ROOT = variant.repository_root()
+
+
+def test_every_gpu_of_the_file_is_read_and_names_only_itself():
+    known = gpu.read_all(ROOT)
+    assert set(known) == {
+        *("a10", "a10g", "a100-40gb", "a100", "h100", "h200"),
+        *("l4", "l40s", "rtx-3090", "rtx-4090"),
+    }
+    names = [name for one in known.values() for name in one.nvidia_smi]
+    assert len(names) == len(set(names))
+    assert (known["a10g"].peak("bf16"), known["a10g"].bandwidth) == (70e12, 600e9)
+    assert known["a10g"].peak("fp8") == known["a10g"].peak("bf16")
+    for one in known.values():
+        # 8-bit floats have units of their own from compute capability 8.9 on.
+        assert (one.dense_peak_tflops.fp8 is not None) == (one.compute_capability >= "8.9")
+    assert [known[name].default_max_num_seqs for name in ("a10g", "a100", "h100")] == [256, 256, 1024]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("h1000", "did you mean h100?"),
+        ("rtx4090", "did you mean rtx-4090?"),
+        ("tpu-v5", "it has a10g, a10, a100-40gb"),
+    ],
+)
+def test_an_unknown_gpu_names_the_nearest(name: str, said: str):
+    with pytest.raises(RooflineError, match=rf"there is no GPU '{name}' in eval/devices\.yaml; {said[:-1]}"):
+        gpu.read(name, ROOT)
+
+
+def test_a_faulty_file_of_gpus_is_one_line(tmp_path: Path):
+    with pytest.raises(SettingsError, match=r"devices\.yaml is missing"):
+        gpu.read_all(tmp_path)
+    file = tmp_path / "eval" / "devices.yaml"
+    file.parent.mkdir()
+    good = (ROOT / "eval" / "devices.yaml").read_text()
+    for wrong, said in (
+        (good.replace("600", "-600", 1), "memory_bandwidth_gb_per_s: Input should be greater than 0"),
+        (good.replace("bf16: 70, ", "", 1), "dense_peak_tflops.bf16: Field required"),
+        (good.replace("source:", "sauce:", 1), "source: Field required"),
+        ("a10g: [", "unusable"),
+        ("- a10g", "unusable"),
+    ):
+        file.write_text(wrong)
+        with pytest.raises(SettingsError, match=r"^eval/devices\.yaml: .*; correct it") as raised:
+            gpu.read_all(tmp_path)
+        assert said in str(raised.value)
+        assert "\n" not in str(raised.value)

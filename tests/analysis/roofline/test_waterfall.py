@@ -1,0 +1,46 @@
+"""Bytes of a decode step, lever by lever, of planned variants whose checkpoints are not on this machine."""
+
+import pytest
+
+from slimqwen import variant
+from slimqwen.analysis.roofline import cost, waterfall
+from slimqwen.analysis.roofline import gpu as gpus
+from slimqwen.records import store
+
+ROOT = variant.repository_root()
+A10G = gpus.read("a10g", ROOT)
+
+
+def test_each_lever_saves_the_bytes_that_it_is_for():
+    steps = list(waterfall.steps(variant.load("qwen3.5-4b-best"), A10G, 2048))
+    assert [step.lever for step in steps[:4]] == ["qwen3.5-4b", "drafts, K = 4", "calibrate", "prune_vocab"]
+    base, drafts, packed, pruned = steps[:4]
+    assert [step.num_speculative_tokens for step in steps[:3]] == [0, 4, 4]
+    assert base.part_bytes["draft head"] == 0
+    assert drafts.part_bytes["draft head"] == 4 * base.part_bytes["output head"] == 4 * 248320 * 2560 * 2
+    assert packed.part_bytes["layers"] < 0.7 * drafts.part_bytes["layers"]
+    assert packed.part_bytes["output head"] == drafts.part_bytes["output head"]
+    assert pruned.part_bytes["output head"] == 65536 * 2560 * 2
+    assert pruned.seconds < packed.seconds
+
+
+def test_parts_add_up_to_the_bytes_of_the_cost_model():
+    model = waterfall._model(waterfall.shapes.published_shape(ROOT, "qwen3.5-4b"), ROOT)
+    parts = waterfall._part_bytes(model, 4, 2048)
+    assert sum(parts.values()) == pytest.approx(cost.decode(model, A10G, 1, 2048, 4).bytes)
+
+
+def test_a_variant_without_a_recipe_or_drafts_is_one_step():
+    (step,) = waterfall.steps(variant.load("qwen3.5-4b"), A10G, 128)
+    assert (step.lever, step.num_speculative_tokens) == ("qwen3.5-4b", 0)
+
+
+def test_the_record_shows_a_row_per_lever(tmp_path, monkeypatch):
+    write = store.write
+    monkeypatch.setattr(store, "write", lambda _, record: write(tmp_path, record))
+    path = waterfall.write(variant.load("cyankiwi-seq8-w4lm"), "a10g", command=["x"])
+    record = store.read(path, waterfall.Waterfall)
+    (table,) = record.tables(path)
+    assert [row[0] for row in table.rows] == [step.lever for step in record.steps]
+    assert [line.label for line in record.panels()[0].lines] == list(waterfall.PARTS)
+    assert "a decode step at K = " in record.finding(path, None)

@@ -1,0 +1,286 @@
+"""The plan of a start: which record counts, what it refuses, what it warns of."""
+
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from slimqwen import variant
+from slimqwen.analysis import start_plan
+from slimqwen.analysis.plan import MissingPlanError, PlanRecord
+from slimqwen.cli import serve
+from slimqwen.cli.consultation import consult, consult_target
+from slimqwen.plan import gpu_model, rehearsal, trouble
+from slimqwen.records import provenance, store
+from slimqwen.serving import baked_cache, checks, cuda_toolkit, gpu
+from slimqwen.serving.command import ServerCommand
+from slimqwen.serving.errors import ServingError
+from slimqwen.serving.server import free_port
+from slimqwen.vllm_plugin import engine_facts
+from tests.plan import example
+
+ROOT = variant.repository_root()
+A10G = gpu.Gpu(0, "NVIDIA A10G", "GPU-1", "8.6", (0, 0, 0))
+
+
+@pytest.fixture
+def resolve(add_variant, tmp_path, monkeypatch):
+    """The command of a variant for an A10G, with more lines in its config.env."""
+    for name in (trouble.FILE, gpu_model.FILE):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(ROOT / name, tmp_path / name)
+    shutil.copytree(variant.load("tiny").weights, tmp_path / "weights/v")
+    config = add_variant("v", "PLATFORM=cuda\nVLLM_MODEL=weights/v\n")
+    monkeypatch.setattr(gpu, "all_gpus", lambda: [A10G])
+    monkeypatch.setattr(cuda_toolkit, "missing", lambda environment: ())
+    first = config.read_text()
+
+    def command(*lines, kv_cache_dtype="fp8"):
+        lines = (f"VLLM_KV_CACHE_DTYPE={kv_cache_dtype}", *lines)
+        config.write_text(first + "".join(f"{line}\n" for line in lines))
+        return ServerCommand.resolve(variant.load("v", tmp_path))
+
+    return command
+
+
+@pytest.fixture
+def record(resolve, tmp_path):
+    """Write a record of a plan that was made for a command, or for other flags or another version."""
+
+    def write(command, second=0, **changes):
+        kind = {
+            name: changes.pop(name)
+            for name in (
+                "backend",
+                "kv_cache_dtype",
+                "full",
+                "gpu",
+                "compiler",
+                "failed_at",
+                "error",
+                "libraries",
+            )
+            if name in changes
+        }
+        plan = example.plan(**kind).model_copy(update={"flags": rehearsal.decisive_flags(command), **changes})
+        made = PlanRecord(
+            variant="v",
+            plans=(plan,),
+            trouble=(),
+            toolkit_hidden=True,
+            provenance=provenance.circumstances(ROOT, ["slimqwen", "plan"], "2026-11-22T20:00:00Z"),
+        )
+        stamp = f"2026-11-22T20000{second}Z"
+        (tmp_path / "results").mkdir(exist_ok=True)
+        text = made.model_dump_json(by_alias=True, exclude_unset=True)
+        (tmp_path / "results" / f"plan_v_{stamp}.json").write_text(text)
+        return plan
+
+    return write
+
+
+def test_the_newest_plan_that_fits_the_start_counts(resolve, record):
+    command = resolve()
+    record(command, 0, checkpoint="first")
+    record(command, 1, checkpoint="second")
+    record(command, 2, gpu="l4", checkpoint="third")
+    assert start_plan.gpu_here(command) == "a10g"
+    assert start_plan.find(command, "a10g", toolkit=True).checkpoint == "second"
+    plans = start_plan.find_all(command, toolkit=True)
+    assert [(name, plan.checkpoint) for name, plan in plans.items()] == [("a10g", "second"), ("l4", "third")]
+
+
+def test_without_a_plan_the_command_that_makes_one_is_named(resolve, capsys):
+    command = resolve()
+    with pytest.raises(MissingPlanError, match="`slimqwen plan --variant v --gpu a10g --toolkit` makes one"):
+        start_plan.find(command, "a10g", toolkit=True)
+    assert consult(command) == (None, ())
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"vllm": "0.31.0"}, "made for vLLM 0.31.0, here is"),
+        ({"flags": {}}, "made with other VLLM_PLUGINS, kv-cache-dtype"),
+    ],
+)
+def test_a_plan_for_another_start_does_not_count(resolve, record, changes, reason):
+    command = resolve()
+    record(command, **changes)
+    with pytest.raises(MissingPlanError, match=rf"on a10g that fits: the newest was {reason}"):
+        start_plan.find(command, "a10g", toolkit=True)
+
+
+def test_a_line_written_into_the_config_env_takes_the_plan_away(resolve, record):
+    record(resolve(), backend="FLASHINFER", kv_cache_dtype="fp8")
+    cured = resolve(kv_cache_dtype="auto")
+    with pytest.raises(MissingPlanError, match="made with other kv-cache-dtype;"):
+        start_plan.find(cured, "a10g", toolkit=True)
+
+
+def test_a_gpu_that_is_not_listed_has_no_plan(resolve, monkeypatch):
+    monkeypatch.setattr(gpu, "all_gpus", lambda: [dataclasses.replace(A10G, name="NVIDIA T4")])
+    with pytest.raises(MissingPlanError, match=r"no plan on NVIDIA T4: eval/simulated_gpus\.yaml"):
+        start_plan.gpu_here(resolve())
+
+
+@pytest.mark.parametrize("line", ["", "ALLOW_UNSAFE=1"])
+def test_a_plan_that_dies_is_refused_in_one_line_with_the_cure(resolve, record, line):
+    command = resolve(line)
+    plan = record(command, backend="FLASHINFER", kv_cache_dtype="fp8", compiler=False)
+    dies = start_plan.start_trouble(plan, command).dies
+    if command.allow_unsafe:
+        checks.refuse_trouble(command, dies)
+        return
+    with pytest.raises(
+        ServingError, match=r"v would die on a10g: FlashInfer .*VLLM_KV_CACHE_DTYPE=auto.*ALLOW_UNSAFE=1$"
+    ) as refused:
+        checks.refuse_trouble(command, dies)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("toolkit", [True, False])
+def test_a_plan_for_a_host_with_another_toolkit_does_not_count(resolve, record, toolkit):
+    command = resolve()
+    record(command, 0, backend="FLASHINFER", compiler=not toolkit)
+    with pytest.raises(MissingPlanError, match=r"was made for a host with(out)? nvcc and ninja"):
+        start_plan.find(command, "a10g", toolkit=toolkit)
+    record(command, 1, backend="FLASHINFER", compiler=toolkit)
+    plan = start_plan.find(command, "a10g", toolkit=toolkit)
+    assert bool(start_plan.start_trouble(plan, command).dies) is not toolkit
+
+
+def test_what_a_start_costs_is_one_line_each_with_the_cure(resolve, record, capfd):
+    command = resolve()
+    record(command, backend="FLASHINFER", kv_cache_dtype="fp8", full=())
+    plan, dies = consult(command)
+    assert (plan.gpu, list(dies)) == ("a10g", [])
+    said = " ".join(capfd.readouterr().err.split())
+    assert "Known trouble: a10g: FP8 KV on this GPU means FlashInfer" in said
+    assert "VLLM_KV_CACHE_DTYPE=auto." in said
+
+
+def test_a_required_plan_that_is_missing_refuses_the_start(resolve):
+    with pytest.raises(ServingError, match=r"REQUIRE_PLAN=1, and no plan of v on a10g"):
+        consult(resolve("REQUIRE_PLAN=1"))
+
+
+def test_an_image_is_refused_where_its_server_dies_on_every_planned_gpu(resolve, record, capfd):
+    command = resolve()
+    record(command, 0, failed_at="KV cache", error="ValueError: too long")
+    with pytest.raises(ServingError, match=r"die on a10g: The KV cache .*\(ValueError: too long\)"):
+        consult_target(command)
+    record(command, 1, gpu="l4", kv_cache_dtype="fp8")
+    consult_target(command)
+    assert "would die on a10g" in " ".join(capfd.readouterr().err.split())
+
+
+def test_what_a_gpu_start_measures_may_differ_by_the_overhead_that_its_plan_assumes(resolve, record):
+    plan = record(resolve())
+    expected = start_plan.expectation(plan, required=False)
+    assert expected.facts["captured_graphs"] == plan.graphs.captured
+    assert expected.facts["kv_tokens"] == plan.kv_cache.tokens
+    assert set(expected.tolerances) == {"kv_blocks", "kv_tokens", "sequences_at_max_model_len"}
+    assert expected.tolerances["kv_tokens"] == pytest.approx(1.5 * 2**30 / plan.kv_cache.available_bytes)
+    pinned = plan.model_copy(update={"flags": {**plan.flags, "kv-cache-memory-bytes": "1"}})
+    assert not start_plan.expectation(pinned, required=False).tolerances
+
+
+def test_serve_hands_the_plan_of_the_start_to_vllm(resolve, record, tmp_path, monkeypatch):
+    resolve("VLLM_CPU_KVCACHE_SPACE=1", "VLLM_HOST=127.0.0.1", kv_cache_dtype="auto")
+    one = variant.load("v", tmp_path)
+    plan = record(ServerCommand.resolve(one, platform="cpu"), gpu="cpu").model_copy(update={"toolkit": None})
+    started = []
+    monkeypatch.setattr(variant, "load", lambda name: one)
+    monkeypatch.setattr(os, "chdir", lambda folder: None)
+    monkeypatch.setattr(os, "execve", lambda *words: started.append(words))
+    monkeypatch.setattr(start_plan, "find", lambda command, name, toolkit: plan)
+
+    serve.serve("v", port=free_port(), platform="cpu", require_plan="1")
+
+    ((_, argv, environment),) = started
+    expected = engine_facts.Expected.model_validate_json(environment[engine_facts.VARIABLE])
+    assert expected == start_plan.expectation(plan, required=True)
+    assert "slimqwen.vllm_plugin.engine_facts.EngineFacts" in argv
+
+
+def test_require_plan_is_refused_before_anything_starts(resolve, tmp_path):
+    """As `docker run -e REQUIRE_PLAN=1`: the variable of the shell, and no plan."""
+    code = (
+        "import sys; from pathlib import Path; from slimqwen import variant; from slimqwen.cli import console, serve;"
+        f"variant.repository_root = lambda: Path({str(tmp_path)!r}); load = variant.load;"
+        f"variant.load = lambda name, root=None: load(name, Path({str(tmp_path)!r}));"
+        "import typer; app = typer.Typer(add_completion=False); app.command()(serve.serve);"
+        "sys.argv = ['serve.py', '--variant', 'v', '--platform', 'cpu']; console.run(app, 'serve.py')"
+    )
+    resolve()
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "REQUIRE_PLAN": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stderr.strip().splitlines()[-1].startswith("error: REQUIRE_PLAN=1, and no plan of v on cpu")
+
+
+def test_records_of_a_variant_are_listed_newest_first(resolve, record, tmp_path):
+    command = resolve()
+    for second in (1, 3, 2):
+        record(command, second)
+    assert [path.stem[-2] for path in store.results(tmp_path, PlanRecord, "v")] == ["3", "2", "1"]
+
+
+def with_libraries(command, *names, required=False):
+    """The command with an archive that fits and holds these libraries of FlashInfer."""
+    baked = baked_cache.BakedCache(
+        machine={}, device="", flags={}, environment={}, graphs={}, files={}, archive_sha256="ab",
+        libraries=dict.fromkeys(names, 1.0),
+    )  # fmt: skip
+    cache = dataclasses.replace(command.cache, baked=baked, differences=(), required=required)
+    return dataclasses.replace(command, cache=cache)
+
+
+def test_a_module_whose_libraries_are_baked_needs_no_compiler(resolve, record):
+    command = resolve()
+    plan = record(command, backend="FLASHINFER", compiler=False, libraries=("prefill", "decode"))
+    (death,) = start_plan.start_trouble(plan, with_libraries(command, "prefill")).dies
+    assert "FlashInfer" in death.description
+    assert start_plan.start_trouble(plan, with_libraries(command, "prefill", "decode")).dies == ()
+
+
+@pytest.mark.parametrize(
+    ("planned", "baked", "cure"),
+    [
+        (("prefill",), ("sampling",), "`slimqwen recipe run --variant v` bakes it"),
+        ((), ("sampling",), "it cannot be compiled ahead: serve without REQUIRE_BAKED"),
+    ],
+)
+def test_a_start_that_requires_a_baked_cache_is_refused_for_a_module_that_it_lacks(
+    resolve, record, planned, baked, cure
+):
+    command = resolve()
+    plan = record(command, backend="FLASHINFER", libraries=planned)
+    start_plan.require_libraries(plan, with_libraries(command, *baked))
+    with pytest.raises(
+        ServingError, match=rf"^REQUIRE_BAKED=1 .* lacks FlashInfer attention \(chosen\).* on a10g; {cure}"
+    ) as refused:
+        consult(with_libraries(command, *baked, required=True))
+    assert "\n" not in str(refused.value)
+    start_plan.require_libraries(plan, command)
+    if planned:
+        consult(with_libraries(command, *planned, required=True))
+
+
+@pytest.mark.parametrize(("platform", "said"), [("cuda", "no plan of v on a10g"), ("cpu", "")])
+def test_a_start_without_a_plan_is_said_on_a_gpu_alone(resolve, tmp_path, capfd, platform, said):
+    resolve("VLLM_CPU_KVCACHE_SPACE=1", kv_cache_dtype="auto")
+    command = ServerCommand.resolve(variant.load("v", tmp_path), platform=platform)
+    assert consult(command) == (None, ())
+    printed = " ".join(capfd.readouterr().err.split())
+    assert said in printed
+    assert bool(printed) is bool(said)

@@ -1,0 +1,348 @@
+import contextlib
+
+import numpy as np
+import pytest
+import yaml
+
+from slimqwen.bench import BenchError, latency, starvation
+from slimqwen.bench.latency import rounds, side
+from slimqwen.bench.workload import PromptClass, Workload
+from slimqwen.host_load import HostBusyError
+from slimqwen.records import store
+from slimqwen.records.pairing import NotComparableError
+from slimqwen.report import tables
+from slimqwen.serving import shared_server
+from slimqwen.variant import load, repository_root
+
+WORKLOAD = """\
+documents: book.txt
+seed: 1
+reference_context_tokens: 256
+min_tokens: 4
+concurrency: 3
+warmup_requests: 1
+rounds: 2
+sampling: {temperature: 0}
+classes:
+  short: {prompt_tokens: 8, output_tokens: 10, requests: 3}
+  long: {prompt_tokens: 200, output_tokens: 40, requests: 2}
+"""
+
+
+@pytest.fixture
+def write_workload(tmp_path):
+    """Write eval/workloads/mine.yaml, its classes and fields over those above, and the text that it cuts."""
+
+    def write(classes=None, **fields):
+        file = tmp_path / "eval" / "workloads" / "mine.yaml"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        content = {**yaml.safe_load(WORKLOAD), **fields}
+        file.write_text(
+            yaml.safe_dump({**content, "classes": classes or content["classes"]}, sort_keys=False)
+        )
+        words = [f"{n % 200} {n // 200}" for n in range(2000)]
+        (tmp_path / "book.txt").write_text(
+            "\n\n".join(" ".join(words[n : n + 10]) for n in range(0, 2000, 10))
+        )
+        return Workload.load("mine", tmp_path)
+
+    return write
+
+
+@pytest.fixture
+def measure(monkeypatch, write_workload):
+    """Measure served stand-ins; returns the records' paths and the order in which servers were used."""
+
+    def run(*served_variants, workload=None, **arguments):
+        by_name = {one.variant.name: one for one in served_variants}
+        order = []
+
+        @contextlib.contextmanager
+        def serve(variant, **_):
+            order.append(variant.name)
+            yield by_name[variant.name]
+
+        monkeypatch.setattr(rounds, "serve", serve)
+        variants = [one.variant for one in served_variants]
+        chosen = workload or write_workload()
+        return latency.measure(variants, chosen, command=["slimqwen bench latency"], **arguments), order
+
+    return run
+
+
+def prompts_of(server):
+    return [tuple(request["prompt"]) for request in server.requests]
+
+
+def test_variants_take_turns_and_get_the_same_prompts(measure, add_served, stand_in):
+    servers = stand_in(), stand_in()
+    paths, order = measure(*(add_served(name, server) for name, server in zip("ab", servers, strict=True)))
+    assert order == ["a", "b", "a", "b"]
+    first, second = map(prompts_of, servers)
+    assert sorted(first) == sorted(second)
+    assert len(set(first)) == len(first) == 2 * (2 * 1 + 3 + 2)
+    records = [store.read(path) for path in paths]
+    assert records[0].run == records[1].run
+    assert [record.interleaved_with for record in records] == [("b",), ("a",)]
+    assert records[0].classes["long"].prompts_sha256 == records[1].classes["long"].prompts_sha256
+
+
+def test_one_variant_has_a_fresh_server_a_round_and_its_record_says_what_was_sent(
+    measure, add_served, stand_in, capfd
+):
+    server, messages = stand_in(), []
+    (path,), order = measure(add_served("tiny", server), progress=lambda *step: messages.append(step))
+    assert order == ["tiny", "tiny"]
+    record, items = store.read(path), store.read_items(path)
+    assert (record.scale, record.rounds) == (0.5, 2)
+    short, long = record.classes["short"], record.classes["long"]
+    assert (short.prompt_tokens, short.output_tokens, short.request_count) == (4, 5, 6)
+    assert (long.prompt_tokens, long.output_tokens, long.named_prompt_tokens) == (100, 20, 200)
+    assert long.failure_count == 0
+    assert long.acceptance is None
+    assert [(i["class"], i["round"]) for i in items].count(("long", 1)) == 2
+    assert {(len(r["prompt"]), r["max_tokens"]) for r in server.requests} == {(4, 5), (100, 20)}
+    assert all(r["ignore_eos"] and r["temperature"] == 0 for r in server.requests)
+    assert set(record.provenance.datasets) == {"eval/workloads/mine.yaml", "book.txt"}
+    assert messages[-1] == ("tiny: long 100 -> 20 tokens", 4, 4)
+    assert capfd.readouterr().out == ""
+
+
+@pytest.mark.parametrize("lives_for", [0, 2, 6, 11])
+def test_a_server_that_dies_is_an_error_and_leaves_no_record(measure, add_served, stand_in, lives_for):
+    alive, dying = add_served("alive", stand_in()), add_served("dying", stand_in(lives_for))
+    with pytest.raises(shared_server.ServerLostError, match="nothing was recorded"):
+        measure(alive, dying)
+    for one in (alive, dying):
+        assert not [file for file in one.variant.folder.iterdir() if "latency" in file.name]
+
+
+def test_whole_rounds_of_an_interrupted_run_are_not_sent_again(measure, add_served, stand_in):
+    """A round is 7 requests: the second variant's server dies in the second of three rounds."""
+    whole_server, dying_server = stand_in(), stand_in(lives_for=9)
+    whole, dying = add_served("whole", whole_server), add_served("dying", dying_server)
+    with pytest.raises(
+        shared_server.ServerLostError, match="1 of 3 rounds are kept: the same command goes on"
+    ):
+        measure(whole, dying, rounds=3)
+    first = prompts_of(whole_server)
+    dying_server.lives_for = None
+    dying_server.requests.clear()
+    paths, order = measure(whole, dying, rounds=3)
+    assert order == ["whole", "dying"] * 2
+    records = [store.read(path) for path in paths]
+    assert [record.rounds_of_earlier_run for record in records] == [1, 1]
+    assert [record.rounds for record in records] == [3, 3]
+    for path in paths:
+        sent = [(item["class"], item["round"]) for item in store.read_items(path)]
+        assert sent == [("short", n) for n in (0, 0, 0, 1, 1, 1, 2, 2, 2)] + [
+            ("long", n) for n in (0, 0, 1, 1, 2, 2)
+        ]
+    assert records[0].classes["long"].prompts_sha256 == records[1].classes["long"].prompts_sha256
+    # The first round's prompts are in nobody's cache a second time; the round that broke off is sent anew.
+    again = prompts_of(whole_server)[len(first) :]
+    assert not set(first[:7]) & set(again)
+    # What is finished is forgotten: the next run begins at its first round.
+    assert measure(whole, dying, rounds=3)[1] == ["whole", "dying"] * 3
+
+
+def test_a_run_of_other_rounds_or_another_workload_begins_anew(measure, add_served, stand_in, write_workload):
+    whole_server, dying_server = stand_in(), stand_in(lives_for=9)
+    whole, dying = add_served("whole", whole_server), add_served("dying", dying_server)
+    with pytest.raises(shared_server.ServerLostError):
+        measure(whole, dying)
+    dying_server.lives_for = None
+    assert len(measure(whole, dying, rounds=3)[1]) == 6
+    assert len(measure(whole, dying, workload=write_workload(seed=2))[1]) == 4
+    assert len(measure(whole, dying)[1]) == 2
+
+
+@pytest.mark.parametrize("rounds", [0, -1])
+def test_no_rounds_are_refused_before_anything_starts(measure, add_served, stand_in, rounds):
+    with pytest.raises(BenchError, match="1 or more"):
+        measure(add_served("tiny", stand_in()), rounds=rounds)
+
+
+THREE_WAYS = {
+    "single": {"prompt_tokens": 8, "output_tokens": 4, "requests": 3, "concurrency": 1},
+    "upfront": {"prompt_tokens": 8, "output_tokens": 4, "requests": 3, "concurrency": "unlimited"},
+    "staggered": {"prompt_tokens": 8, "output_tokens": 4, "requests": 3, "gap_ms": 5},
+    "load": {"prompt_tokens": 8, "output_tokens": 4, "requests": 3, "load": [0.5, 1], "load_of": "upfront"},
+}
+
+
+def test_requests_come_as_their_class_says_and_variants_get_the_same_arrivals(
+    measure, add_served, stand_in, write_workload, monkeypatch
+):
+    from vllm.benchmarks import serve as client
+
+    asked, stock = [], client.benchmark
+
+    async def benchmark(**keywords):
+        asked.append((keywords["request_rate"], keywords["burstiness"], keywords["max_concurrency"]))
+        drawn.append(np.random.get_state()[1][:3].tolist())
+        return await stock(**keywords)
+
+    drawn = []
+    monkeypatch.setattr(client, "benchmark", benchmark)
+    one = write_workload(
+        THREE_WAYS, warmup_requests=0, rounds=1, service_level={"ttft_ms": 60_000, "tpot_ms": 60_000}
+    )
+    first, second = measure(add_served("a", stand_in()), add_served("b", stand_in()), workload=one)[0]
+    a, b = store.read(first).classes, store.read(second).classes
+    saturation = a["upfront"].request_throughput_per_s
+    assert asked[:3] == [(np.inf, 1.0, 1), (np.inf, 1.0, None), (200.0, np.inf, None)]
+    assert [rate for rate, burstiness, _ in asked[3:5]] == pytest.approx([saturation / 2, saturation])
+    assert asked[3:5] == asked[8:10]
+    assert drawn[:5] == drawn[5:]
+    for name in a:
+        assert a[name].arrival == b[name].arrival
+        assert a[name].goodput.good_count == 3
+    assert a["upfront"].arrival is None
+    assert a["upfront"].concurrency is None
+    assert a["staggered"].arrival.as_json() == {"process": "fixed gap", "rate_per_s": 200.0}
+    assert a["load-0.5"].arrival.process == "Poisson"
+
+
+def test_lengths_with_a_spread_differ_and_are_what_is_asked_of_the_server(
+    measure, add_served, stand_in, write_workload
+):
+    classes = {"mixed": {"prompt_tokens": 20, "output_tokens": 8, "requests": 6, "spread": 0.5}}
+    server = stand_in()
+    one = write_workload(classes, warmup_requests=0, rounds=2, reference_context_tokens=64)
+    (path,), _ = measure(add_served("a", server), workload=one)
+    asked = {(len(r["prompt"]), r["max_tokens"]) for r in server.requests}
+    assert len(asked) > 6
+    assert store.read(path).classes["mixed"].failure_count == 0
+    assert asked == {(i["prompt_tokens"], i["output_tokens"]) for i in store.read_items(path)}
+
+
+PREFIXES = {
+    "cold": {"prompt_tokens": 75, "suffix_tokens": 6, "output_tokens": 4, "requests": 2},
+    "warm": {"prompt_tokens": 75, "suffix_tokens": 6, "output_tokens": 4, "requests": 4, "repeats": "cold"},
+}
+
+
+def test_repeated_prefixes_are_whole_blocks_and_their_suffixes_are_new(
+    measure, add_served, stand_in, write_workload
+):
+    server = stand_in()
+    server.cached_tokens = lambda body: 64 * (len(server.requests) > 2)
+    one = write_workload(PREFIXES, warmup_requests=0, rounds=1, concurrency=1, reference_context_tokens=128)
+    (path,), _ = measure(add_served("a", server), workload=one)
+    prompts = prompts_of(server)
+    cold, warm = prompts[:2], prompts[2:]
+    assert {len(prompt) for prompt in prompts} == {4 * 16 + 6}
+    assert [prompt[:64] for prompt in warm] == [cold[n % 2][:64] for n in range(4)]
+    assert len({prompt[64:] for prompt in prompts}) == 6
+    warm = store.read(path).classes["warm"].prefix_cache
+    assert (warm.block_tokens, warm.prefix_tokens) == (16, 64)
+    assert (warm.hit_tokens, warm.queried_tokens) == (4 * 64, 4 * 100)
+    assert warm.repeat_speedup.value > 0
+    (row,) = [row for row in tables.results_table(path).rows if row[0].startswith("warm")]
+    assert row[0] == "warm 70 -> 4"
+
+
+@pytest.mark.parametrize(
+    ("cached_tokens", "reason"),
+    [
+        (lambda body: 0, "the prefix cache had none of the 400 tokens of class warm"),
+        (lambda body: 16, "had 32 tokens of class cold before it was sent"),
+        (None, "does no prefix caching for this model"),
+    ],
+)
+def test_a_repetition_that_the_server_did_not_find_is_no_measurement(
+    measure, add_served, stand_in, write_workload, cached_tokens, reason
+):
+    server = stand_in()
+    server.cached_tokens = cached_tokens
+    one = write_workload(PREFIXES, warmup_requests=0, rounds=1)
+    served = add_served("a", server)
+    with pytest.raises(BenchError, match=reason):
+        measure(served, workload=one)
+    assert not list(served.variant.folder.glob("latency_*"))
+
+
+class Busy:
+    """A server's time between tokens: 50 ms in some of its rounds, which a stand-in that answers at once has not."""
+
+    def __init__(self, *rounds, requests=7):
+        self.rounds, self.requests, self.count = rounds, requests, 0
+
+    def __call__(self):
+        self.count += 1
+        return 0.05 * ((self.count - 1) // self.requests in self.rounds)
+
+
+def test_a_round_of_a_starved_client_is_measured_again_by_all_variants(measure, add_served, stand_in):
+    """A round is 7 requests, two of them for warm-up; of the second variant's rounds the first is no good."""
+    fast, starved = stand_in(), stand_in()
+    starved.gap_s = Busy(0, requests=4)
+    paths, order = measure(add_served("fast", fast), add_served("starved", starved), rounds=2)
+    assert order == ["fast", "starved"] * 3
+    records = [store.read(path) for path in paths]
+    assert [(record.rounds, record.rounds_repeated) for record in records] == [(2, 1), (2, 1)]
+    digests = [[figures.prompts_sha256 for figures in record.classes.values()] for record in records]
+    assert digests[0] == digests[1]
+    # No server has seen a text of the repeated round before.
+    prompts = prompts_of(fast)
+    assert len(set(prompts)) == len(prompts) == 3 * 7
+    assert [item["round"] for item in store.read_items(paths[1])] == [0, 0, 0, 1, 1, 1, 0, 0, 1, 1]
+
+
+def test_a_host_that_stays_busy_is_an_error_of_one_line_and_no_record(measure, add_served, stand_in):
+    server = stand_in()
+    server.gap_s = 0.05
+    served = add_served("tiny", server)
+    with pytest.raises(
+        HostBusyError, match=r"too busy to measure round 1: tiny, .* 50\.0 ms, the last of 3 attempts"
+    ) as error:
+        measure(served)
+    assert "\n" not in str(error.value)
+    assert not list(served.variant.folder.glob("latency_*"))
+
+
+def test_figures_of_a_busy_host_are_marked_and_compared_with_nothing(measure, add_served, stand_in):
+    server, quiet = stand_in(), stand_in()
+    server.gap_s = 0.05
+    subject, other = add_served("tiny", server), add_served("other", quiet)
+    (path,), order = measure(subject, even_if_busy=True)
+    assert order == ["tiny", "tiny"]
+    record = store.read(path)
+    assert record.provenance.host_was_busy
+    assert record.provenance.host_load.seconds > 0
+    assert record.rounds_repeated == 0
+    with pytest.raises(store.MissingRecordError):
+        store.latest(subject.variant.folder, latency.Latency)
+    (fine,), _ = measure(other)
+    assert not store.read(fine).provenance.host_was_busy
+    with pytest.raises(NotComparableError, match="busy host; measure again without --even-if-busy"):
+        latency.comparison(fine, path)
+
+
+def test_a_sweep_of_the_concurrency_covers_the_most_capable_variant():
+    one = Workload.load("concurrency", repository_root())
+    assert rounds.max_num_seqs([load("tiny"), load("tiny-seq8")], one) == 8
+    assert rounds.max_num_seqs([load("tiny")], one) == 1
+
+
+@pytest.mark.engine
+def test_a_real_server_is_timed(served_tiny, tmp_path, monkeypatch):
+    # A busy host ends a measurement; here other tests may keep it busy.
+    monkeypatch.setattr(starvation, "fault", lambda *_: "")
+    monkeypatch.setattr(rounds, "serve", lambda *_, **__: contextlib.nullcontext(served_tiny))
+    shape = {"prompt_tokens": 40, "output_tokens": 16, "requests": 3}
+    few = (PromptClass(name="single", **shape), PromptClass(name="poisson", rate_per_s=50, **shape))
+    workload = Workload.load("classes", repository_root())
+    workload = workload.model_copy(update={"classes": few, "rounds": 1, "reference_context_tokens": 256})
+    (path,) = latency.measure(
+        [load("tiny")], workload, command=["slimqwen bench latency"], records_folders=[tmp_path / "tiny"]
+    )
+    record = store.read(path)
+    for c in record.classes.values():
+        assert (c.request_count, c.failure_count) == (3, 0)
+        assert 0 < c.ttft_ms.mean < c.e2el_ms.mean
+        assert c.e2el_ms.mean == pytest.approx(c.ttft_ms.mean + c.tpot_ms.mean * (c.output_tokens - 1))
+    assert record.provenance.checkpoint.path == "weights/tiny"
+    with pytest.raises(BenchError, match="does no prefix caching"):
+        side.block_tokens(served_tiny)

@@ -1,0 +1,222 @@
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from slimqwen.bench.latency import speedups
+from slimqwen.bench.latency.speedups import LATENCY_MEASURES
+from slimqwen.records import store
+from slimqwen.records.pairing import NotComparableError
+from tests import record_files
+
+DATA = Path(__file__).parents[2] / "records" / "data"
+
+
+@pytest.fixture
+def write(tmp_path, stamps):
+    """Write a variant's record; each record is a day newer than the one before."""
+
+    def latency(variant, scale=1.0, change=lambda body: None, jitter=0.1, rounds=1):
+        body = json.loads((DATA / "latency.json").read_text()) | {"variant": variant, "rounds": rounds}
+        change(body)
+        items = [
+            {
+                "class": name,
+                "round": number,
+                "error": None,
+                "output_tokens": 16,
+                **dict.fromkeys(LATENCY_MEASURES, scale * (100 + jitter * n + number)),
+            }
+            for name in body["classes"]
+            for number in range(rounds)
+            for n in range(12)
+        ]
+        return record_files.write(tmp_path / variant, body, items)
+
+    latency.folders = (tmp_path / "a", tmp_path / "b")
+    return latency
+
+
+def test_records_made_in_turns_are_taken_before_newer_ones_that_were_not(write):
+    def run(name):
+        return lambda body: body.update(run=name)
+
+    pair = write("a", change=run("one")), write("b", change=run("one"))
+    write("a", change=run("two"))
+    assert speedups.latency_pair(*write.folders, "classes") == pair
+
+
+def test_a_speedup_says_how_many_times_as_fast_the_second_is(write):
+    rows = speedups.compare_latency(write("a"), write("b", scale=0.5))
+    assert [row.measure for row in rows] == list(LATENCY_MEASURES)
+    for row in rows:
+        assert row.speedup == pytest.approx(2)
+        assert row.interval[0] <= 2 <= row.interval[1]
+        assert row.interval[1] - row.interval[0] < 0.1
+
+
+def overlapping(durations_s):
+    """Requests that overlap, in rounds of so many seconds, with a limit that all of 100 ms meet."""
+
+    def change(body):
+        goodput = {"ttft_ms": 150, "tpot_ms": 150, "good_count": 1, "requests_per_s": 1.0}
+        body["classes"]["short"] |= {"concurrency": None, "durations_s": durations_s, "goodput": goodput}
+
+    return change
+
+
+def test_rates_of_requests_that_overlap_have_an_interval_only_over_rounds(write):
+    rows = speedups.compare_latency(
+        write("a", change=overlapping([4.0])),
+        write("b", change=overlapping([2.0])),
+    )
+    tokens, good = rows[3:]
+    # 12 requests of 16 tokens in 4 s and in 2 s.
+    assert (tokens.measure, tokens.first, tokens.second) == ("output_throughput_tokens_per_s", 48, 96)
+    assert (good.measure, good.first, good.second) == ("goodput_per_s", 3, 6)
+    assert (tokens.speedup, good.speedup) == (2, 2)
+    assert tokens.interval is None
+    assert {row.rounds for row in rows[:3]} == {0}
+
+
+def test_several_rounds_are_what_an_interval_is_over(write):
+    durations = [4.0, 4.0, 4.0, 4.0, 8.0]
+    rows = speedups.compare_latency(
+        write("a", change=overlapping(durations), rounds=5, jitter=0),
+        write("b", 0.5, change=overlapping([d / 2 for d in durations]), rounds=5, jitter=0),
+    )
+    assert {row.rounds for row in rows} == {5}
+    for row in rows:
+        # Both sides of a round are slow together: its ratio is 2 in every one.
+        assert row.speedup == pytest.approx(2)
+        assert row.interval == pytest.approx((2, 2))
+
+
+def test_rounds_that_disagree_widen_the_interval(write):
+    def slower_at_last(body):
+        overlapping([1.0] * 5)(body)
+
+    apart = (
+        write("a", change=slower_at_last, rounds=5),
+        write("b", change=overlapping([1.0, 1.0, 1.0, 1.0, 3.0]), rounds=5),
+    )
+    tokens = speedups.compare_latency(*apart)[3]
+    assert tokens.speedup == pytest.approx(3 ** (-1 / 5))
+    # Student's t with 4 degrees of freedom: one round of five a third as fast is compatible with no change.
+    reach = 2.7764451 * math.log(3) / 5
+    assert tokens.interval == pytest.approx(
+        (3 ** (-1 / 5) / math.exp(reach), 3 ** (-1 / 5) * math.exp(reach))
+    )
+
+
+def test_a_round_in_which_nothing_succeeded_leaves_the_others_paired(write):
+    """Else the second round of the one would stand beside the third of the other."""
+    path = write("a", rounds=3, jitter=0)
+    items = [item | {"error": "died"} if item["round"] == 1 else item for item in store.read_items(path)]
+    a = record_files.write(path.parent, store.read(path), items)
+    rows = speedups.compare_latency(a, write("b", 0.5, rounds=3, jitter=0))
+    assert rows[0].interval == pytest.approx((2, 2))
+    assert {row.rounds for row in rows} == {2}
+
+
+def test_rounds_that_have_no_partner_are_taken_request_by_request(write):
+    def without(path, number):
+        items = [i | {"error": "died"} if i["round"] == number else i for i in store.read_items(path)]
+        return record_files.write(path.parent, store.read(path), items)
+
+    rows = speedups.compare_latency(without(write("a", rounds=2), 0), without(write("b", 0.5, rounds=2), 1))
+    assert {row.rounds for row in rows} == {0}
+    assert rows[0].speedup == pytest.approx(2, rel=0.02)
+
+
+def test_records_of_different_runs_are_not_paired_by_round(write):
+    durations = [1.0, 1.0, 1.0, 1.0, 3.0]
+
+    def another_run(body):
+        overlapping(durations)(body)
+        body["run"] = "2026-02-02T00:00:00Z"
+
+    rows = speedups.compare_latency(
+        write("a", change=overlapping(durations), rounds=5),
+        write("b", change=another_run, rounds=5),
+    )
+    # Round by round nothing differs, but these rounds have nothing to do with each other.
+    assert rows[3].speedup == pytest.approx(1)
+    assert rows[3].interval[0] < 0.6 < 1.6 < rows[3].interval[1]
+
+
+def test_nothing_good_has_no_ratio(write):
+    def nothing_good(body):
+        overlapping([1.0])(body)
+        body["classes"]["short"]["goodput"]["ttft_ms"] = 1
+
+    rows = speedups.compare_latency(write("a", change=nothing_good), write("b", change=nothing_good))
+    assert (rows[-1].first, rows[-1].speedup) == (0, None)
+
+
+def one_at_a_time(body):
+    short = body["classes"]["short"] | {"concurrency": 1, "durations_s": [1.2], "request_count": 12}
+    body["classes"] = {"short": short, "long": short}
+
+
+def test_the_speed_on_the_mix_is_the_time_of_all_requests(write):
+    rows = speedups.compare_latency(write("a", change=one_at_a_time), write("b", 0.5, change=one_at_a_time))
+    every = rows[-1]
+    assert (every.prompt_class, every.measure) == (speedups.ALL_CLASSES, "wall_ms")
+    assert every.first == pytest.approx(2 * sum(100 + 0.1 * n for n in range(12)))
+    assert every.speedup == pytest.approx(2)
+    assert every.interval[0] <= 2 <= every.interval[1]
+    assert every.interval[1] - every.interval[0] < 0.1
+
+
+def other_machine(body):
+    body["provenance"]["hardware"]["cpu_model"] = "Another CPU"
+
+
+def older_machine(body):
+    body["provenance"]["hardware"]["cpu_flags"] = ["sve"]
+
+
+def other_lengths(body):
+    body["classes"]["short"]["output_tokens"] = 17
+
+
+def other_arrivals(body):
+    body["classes"]["short"]["arrival"] = {"process": "Poisson", "rate_per_s": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (other_machine, "hardware"),
+        (older_machine, "hardware"),
+        (other_lengths, "lengths"),
+        (other_arrivals, "arrivals"),
+    ],
+)
+def test_latency_of_other_requests_or_machines_is_refused(write, change, named):
+    write("a")
+    write("b", change=change)
+    with pytest.raises(NotComparableError, match=named) as error:
+        speedups.latency_pair(*write.folders, "classes")
+    assert "slimqwen bench latency --variant b --workload classes" in str(error.value)
+
+
+def test_workloads_are_compared_each_with_its_own_kind(write):
+    def context(body):
+        body["workload"] = "context"
+
+    a, b = write("a"), write("b")
+    a_context, b_context = write("a", change=context), write("b", change=context)
+    write("b", change=lambda body: body.update(workload="shapes"))
+    assert speedups.shared_workloads(*write.folders) == ["classes", "context"]
+    assert speedups.latency_pair(*write.folders, "classes") == (a, b)
+    assert speedups.latency_pair(*write.folders, "context") == (a_context, b_context)
+
+
+def test_no_workload_in_common_names_the_command_that_makes_one(write):
+    write("a")
+    write("b", change=lambda body: body.update(workload="shapes"))
+    with pytest.raises(NotComparableError, match=r"workload \(classes and shapes\)"):
+        speedups.shared_workloads(*write.folders)

@@ -1,0 +1,386 @@
+"""A damaged checkpoint is an error of one line, tensors survive every way through, and nothing half-made is visible."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from slimqwen import checkpoint
+from slimqwen.checkpoint import (
+    CorruptCheckpointError,
+    Manifest,
+    MissingCheckpointError,
+)
+from slimqwen.checkpoint.config import write_config
+from slimqwen.checkpoint.files import COMPILE_CACHE, MANIFEST, file_records, publish, withdraw
+from slimqwen.checkpoint.tensors import NewTensor, list_tensors, rewrite, write_tensors
+from slimqwen.errors import SlimqwenError
+
+CURE = "`make it` makes it"
+same_folder = settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+def tensor(dtype: str, shape: tuple[int, ...], content: bytes) -> NewTensor:
+    return NewTensor(dtype, shape, lambda: [content])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint of two shards with an index."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    write_config(folder, {"architectures": ["Qwen3_5ForCausalLM"]})
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_text("{}")
+    write_tensors(folder / "model-00001.safetensors", {"a": tensor("BF16", (2, 3), b"a" * 12)})
+    write_tensors(
+        folder / "model-00002.safetensors",
+        {"b": tensor("I64", (1,), b"b" * 8), "c": tensor("BF16", (5,), b"c" * 10)},
+    )
+    places = {"a": "model-00001.safetensors", "b": "model-00002.safetensors", "c": "model-00002.safetensors"}
+    index = {"metadata": {"total_size": 30}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def with_manifest(folder: Path) -> Path:
+    records = file_records(folder)
+    Manifest(stage="s", files=records, wall_seconds=0, peak_memory_bytes=0, versions={}).write(folder)
+    return folder
+
+
+def make_old(folder: Path) -> None:
+    """Let every file be older than the manifest, as it is where a manifest was not written just now."""
+    for file in folder.iterdir():
+        if file.name != MANIFEST:
+            os.utime(file, (1, 1))
+
+
+def test_a_sound_checkpoint_passes(folder: Path) -> None:
+    checkpoint.check(folder, CURE)
+    assert {name: info.shape for name, info in list_tensors(folder).items()} == {
+        "a": (2, 3),
+        "b": (1,),
+        "c": (5,),
+    }
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_missing_or_empty_folder_names_the_command_that_fills_it(tmp_path: Path, exists: bool) -> None:
+    folder = tmp_path / "none"
+    if exists:
+        folder.mkdir()
+    with pytest.raises(MissingCheckpointError, match=f"{folder}; {CURE}"):
+        checkpoint.check(folder, CURE)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", "tokenizer.json", "tokenizer_config.json", "model-00002.safetensors"],
+)
+def test_a_missing_file_is_named_with_the_cure(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    with pytest.raises(CorruptCheckpointError, match=CURE) as caught:
+        checkpoint.check(folder, CURE)
+    assert name in str(caught.value) or "b is in" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@same_folder
+@given(data=st.data())
+def test_a_shard_cut_anywhere_is_noticed(folder: Path, data: st.DataObject) -> None:
+    shard = folder / "model-00002.safetensors"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[: data.draw(st.integers(0, len(whole) - 1))])
+    try:
+        with pytest.raises(CorruptCheckpointError, match=shard.name):
+            checkpoint.check(folder, CURE)
+    finally:
+        shard.write_bytes(whole)
+
+
+@same_folder
+@given(data=st.data())
+def test_no_damage_to_a_header_ends_in_a_traceback(folder: Path, data: st.DataObject) -> None:
+    shard = folder / "model-00002.safetensors"
+    whole = shard.read_bytes()
+    header = len(whole) - 18
+    position, byte = data.draw(st.integers(0, header - 1)), data.draw(st.integers(0, 255))
+    shard.write_bytes(whole[:position] + bytes([byte]) + whole[position + 1 :])
+    try:
+        checkpoint.check(folder, CURE)
+    except CorruptCheckpointError as error:
+        message = str(error)
+    else:
+        message = CURE
+    finally:
+        shard.write_bytes(whole)
+    assert message.endswith(CURE)
+
+
+def test_bytes_after_the_last_tensor_are_noticed(folder: Path) -> None:
+    with (folder / "model-00001.safetensors").open("ab") as stream:
+        stream.write(b"\0")
+    with pytest.raises(CorruptCheckpointError, match="bytes too many"):
+        checkpoint.check(folder, CURE)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"architectures": []}'])
+def test_a_config_that_names_no_architecture_is_corrupt(folder: Path, content: str) -> None:
+    (folder / "config.json").write_text(content)
+    with pytest.raises(CorruptCheckpointError, match=r"config\.json"):
+        checkpoint.check(folder, CURE)
+
+
+def test_an_index_that_leaves_out_a_tensor_is_noticed(folder: Path) -> None:
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    del content["weight_map"]["c"]
+    index.write_text(json.dumps(content))
+    with pytest.raises(CorruptCheckpointError, match=r"c is in no file, but model-00002\.safetensors"):
+        checkpoint.check(folder, CURE)
+
+
+def test_several_shards_need_an_index(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").unlink()
+    with pytest.raises(CorruptCheckpointError, match="2 shards"):
+        checkpoint.check(folder, CURE)
+
+
+SIZES = {"F64": 8, "I64": 8, "F32": 4, "BF16": 2, "F16": 2, "I8": 1, "U8": 1}
+contents = st.dictionaries(
+    st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1).filter(
+        lambda name: name != "__metadata__"
+    ),
+    st.tuples(st.sampled_from(sorted(SIZES)), st.lists(st.integers(0, 4), max_size=3).map(tuple)),
+    max_size=6,
+)
+
+
+@same_folder
+@given(wanted=contents, seed=st.randoms(use_true_random=False))
+def test_written_tensors_read_back_here_and_by_the_format_s_own_reader(
+    tmp_path: Path, wanted: dict[str, tuple[str, tuple[int, ...]]], seed: "st.random.Random"
+) -> None:
+    file = tmp_path / "model.safetensors"
+    bytes_of = {}
+    new = {}
+    for name, (dtype, shape) in wanted.items():
+        size = NewTensor(dtype, shape, list).bytes
+        bytes_of[name] = seed.randbytes(size)
+        new[name] = tensor(dtype, shape, bytes_of[name])
+    write_tensors(file, new)
+    found = list_tensors(tmp_path)
+    assert {name: (info.dtype, info.shape) for name, info in found.items()} == wanted
+    assert {name: b"".join(info.chunks()) for name, info in found.items()} == bytes_of
+    with safe_open(file, "pt") as reader:
+        for name, (_, shape) in wanted.items():
+            assert tuple(reader.get_tensor(name).shape) == shape
+
+
+def test_rewriting_without_a_change_keeps_every_tensor_and_the_index(folder: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    rewrite(folder, copy, lambda name, info: None)
+    before, after = list_tensors(folder), list_tensors(copy)
+    assert {name: b"".join(info.chunks()) for name, info in before.items()} == {
+        name: b"".join(info.chunks()) for name, info in after.items()
+    }
+    assert json.loads((copy / "model.safetensors.index.json").read_text()) == json.loads(
+        (folder / "model.safetensors.index.json").read_text()
+    )
+
+
+def test_rewriting_drops_and_replaces_tensors(folder: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    changes = {"a": {}, "b": {"b.packed": tensor("U8", (2,), b"xy"), "b.scale": tensor("BF16", (1,), b"zz")}}
+    rewrite(folder, copy, lambda name, info: changes.get(name))
+    assert sorted(list_tensors(copy)) == ["b.packed", "b.scale", "c"]
+
+
+def test_rewriting_holds_no_more_than_a_few_chunks(tmp_path: Path) -> None:
+    source, copy = tmp_path / "large", tmp_path / "copy"
+    source.mkdir()
+    copy.mkdir()
+    megabyte = bytes(2**20)
+    write_tensors(
+        source / "model.safetensors", {"a": NewTensor("U8", (160, 2**20), lambda: [megabyte] * 160)}
+    )
+    tracemalloc.start()
+    rewrite(source, copy, lambda name, info: None)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 40 * 2**20
+    assert checkpoint.digest(source) == checkpoint.digest(copy)
+
+
+def test_a_tensor_that_does_not_fill_its_shape_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a gave 3 bytes, its shape has 4"):
+        write_tensors(tmp_path / "model.safetensors", {"a": tensor("U8", (4,), b"abc")})
+
+
+def test_the_digest_is_the_same_with_and_without_a_manifest(folder: Path) -> None:
+    plain = checkpoint.digest(folder)
+    with_manifest(folder)
+    make_old(folder)
+    assert checkpoint.digest(folder) == plain
+
+
+def test_the_digest_of_files_older_than_the_manifest_is_taken_from_it(folder: Path) -> None:
+    with_manifest(folder)
+    manifest = Manifest.read(folder)
+    files = {
+        **manifest.files,
+        "config.json": manifest.files["config.json"].model_copy(update={"sha256": "0"}),
+    }
+    plain = checkpoint.digest(folder)
+    manifest.model_copy(update={"files": files}).write(folder)
+    make_old(folder)
+    assert checkpoint.digest(folder) != plain
+
+
+@pytest.mark.parametrize("name", ["config.json", "model-00001.safetensors", "tokenizer.json"])
+def test_a_byte_changed_after_the_manifest_changes_the_digest(folder: Path, name: str) -> None:
+    before = checkpoint.digest(with_manifest(folder))
+    content = bytearray((folder / name).read_bytes())
+    content[-1] ^= 1
+    (folder / name).write_bytes(content)
+    assert checkpoint.digest(folder) != before
+
+
+def test_files_of_tools_do_not_enter_the_digest(folder: Path) -> None:
+    before = checkpoint.digest(folder)
+    (folder / ".cache").mkdir()
+    (folder / ".cache" / "download.json").write_text("time stamps")
+    assert checkpoint.digest(folder) == before
+
+
+def test_a_compile_cache_does_not_enter_the_digest(folder: Path) -> None:
+    before = checkpoint.digest(folder)
+    for name in COMPILE_CACHE:
+        (folder / name).write_text("of this baking")
+    assert checkpoint.digest(folder) == before
+    with_manifest(folder)
+    make_old(folder)
+    assert checkpoint.digest(folder) == before
+    (folder / COMPILE_CACHE[0]).write_text("of other baking")
+    with pytest.raises(CorruptCheckpointError, match="is not the file"):
+        checkpoint.verify(folder, "make it anew")
+
+
+@same_folder
+@given(data=st.data())
+def test_verification_catches_a_flipped_bit_in_any_file(folder: Path, data: st.DataObject) -> None:
+    with_manifest(folder)
+    names = sorted(file.name for file in folder.iterdir() if file.name != MANIFEST)
+    file = folder / data.draw(st.sampled_from(names))
+    whole = file.read_bytes()
+    bit = data.draw(st.integers(0, len(whole) * 8 - 1))
+    damaged = bytearray(whole)
+    damaged[bit // 8] ^= 1 << bit % 8
+    file.write_bytes(damaged)
+    try:
+        with pytest.raises(CorruptCheckpointError, match=CURE):
+            checkpoint.verify(folder, CURE)
+    finally:
+        file.write_bytes(whole)
+
+
+def test_verification_names_files_that_the_manifest_does_not_list_or_that_are_gone(folder: Path) -> None:
+    with_manifest(folder)
+    (folder / "merges.txt").write_text("x")
+    with pytest.raises(CorruptCheckpointError, match=r"merges\.txt is not listed"):
+        checkpoint.verify(folder, CURE)
+    with_manifest(folder)
+    (folder / "merges.txt").unlink()
+    with pytest.raises(CorruptCheckpointError, match=r"merges\.txt is missing"):
+        checkpoint.verify(folder, CURE)
+
+
+@pytest.mark.parametrize("content", [None, "", "{}", '{"schema_version": 2}'])
+def test_verification_needs_a_readable_manifest(folder: Path, content: str | None) -> None:
+    if content is not None:
+        (folder / MANIFEST).write_text(content)
+    with pytest.raises(CorruptCheckpointError, match=rf"manifest\.json.*{CURE}"):
+        checkpoint.verify(folder, CURE)
+
+
+def test_a_published_folder_appears_whole(tmp_path: Path) -> None:
+    target = tmp_path / "store" / "name"
+    with publish(target) as staging:
+        (staging / "file").write_text("content")
+        assert not target.exists()
+    assert (target / "file").read_text() == "content"
+    assert list((tmp_path / "store" / ".staging").iterdir()) == []
+
+
+def test_a_failure_while_building_leaves_nothing(tmp_path: Path) -> None:
+    target = tmp_path / "name"
+
+    def build_and_fail() -> None:
+        with publish(target) as staging:
+            (staging / "half").write_text("half")
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        build_and_fail()
+    assert [path.name for path in tmp_path.rglob("*")] == [".staging"]
+
+
+def test_publishing_does_not_overwrite(tmp_path: Path) -> None:
+    target = tmp_path / "name"
+    with publish(target) as staging:
+        (staging / "file").write_text("first")
+    with pytest.raises(SlimqwenError, match="name exists already"), publish(target) as staging:
+        (staging / "file").write_text("second")
+    assert (target / "file").read_text() == "first"
+
+
+def test_what_a_killed_process_left_is_cleaned_and_what_a_living_one_builds_is_not(tmp_path: Path) -> None:
+    program = (
+        "import sys, pathlib, slimqwen.checkpoint.files as c\n"
+        "with c.publish(pathlib.Path(sys.argv[1])) as staging:\n"
+        "    (staging / 'half').write_text('half'); print('ready', flush=True); sys.stdin.read()\n"
+    )
+
+    def start(name: str) -> "subprocess.Popen[bytes]":
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, tmp_path / name], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        return process
+
+    killed, living = start("killed"), start("living")
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    with publish(tmp_path / "next") as staging:
+        left = {path.name.split(".")[0] for path in staging.parent.iterdir()}
+    assert left == {"living", "next"}
+    living.communicate()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".staging", "living", "next"]
+
+
+def test_withdrawing_hides_before_it_deletes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "name"
+    with publish(target) as staging:
+        (staging / "file").write_text("content")
+    seen: list[bool] = []
+    remove: Callable[..., None] = shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", lambda path: (seen.append(target.exists()), remove(path)))
+    withdraw(target)
+    assert seen == [False]
+    assert not target.exists()

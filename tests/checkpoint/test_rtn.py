@@ -1,0 +1,51 @@
+"""Round-to-nearest against the levels of its bits; test_lm_head compares it with compressed-tensors."""
+
+import pytest
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+from compressed_tensors.quantization.utils import calculate_qparams
+
+from slimqwen.checkpoint.rtn import quantise, round_to_nearest
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_weights_are_rounded_to_the_nearest_of_as_many_levels_as_the_bits_give(symmetric, bits):
+    weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(0)) + 0.3
+    off = (round_to_nearest(weight, 32, bits, symmetric=symmetric) - weight).reshape(-1, 32)
+    groups = weight.reshape(-1, 32)
+    reach = (
+        2 * groups.abs().amax(1) if symmetric else groups.amax(1).clamp_min(0) - groups.amin(1).clamp_max(0)
+    )
+    step = reach / (2**bits - 1)
+    assert (off.abs().amax(1) <= step * 0.51 + reach * 2**-8).all()
+    assert off.abs().amax(1).mean() > 0.3 * step.mean()
+    levels = (off + groups)[0].unique()
+    assert len(levels) <= 2**bits
+
+
+def test_scales_are_the_nearest_bfloat16_of_the_largest_weight_and_zeros_stay_zero():
+    weight = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    weight[0, :32] = 0
+    integers, scales = quantise(weight, 32, 4)
+    assert torch.equal(scales, (weight.reshape(5, 2, 32).abs().amax(2) / 7.5).bfloat16())
+    assert not integers[0, :32].any()
+
+
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+def test_rounding_is_that_of_compressed_tensors(group_size):
+    weight = torch.randn(40, 128, generator=torch.Generator().manual_seed(0))
+    weight[3] = 0
+    arguments = QuantizationArgs(num_bits=4, symmetric=True, strategy="group", group_size=group_size)
+    groups = weight.reshape(40, -1, group_size)
+    scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), arguments)
+    expected = fake_quantize(weight, scale.bfloat16().float(), zero, arguments)
+    torch.testing.assert_close(round_to_nearest(weight, group_size, 4), expected)
+
+
+def test_rounding_is_that_of_the_integers_and_scales_that_are_stored():
+    weight = torch.randn(6, 64, generator=torch.Generator().manual_seed(1))
+    integers, scales = quantise(weight, 32, 4)
+    stored = integers * scales.float().repeat_interleave(32, dim=1)
+    assert torch.equal(round_to_nearest(weight, 32, 4), stored)

@@ -1,0 +1,114 @@
+"""`slimqwen` as a person meets it: one line for what they can expect to go wrong, and help for every verb."""
+
+import subprocess
+import sys
+
+import pytest
+
+from slimqwen import variant
+
+ROOT = variant.repository_root()
+ENGINE = next((ROOT / "experiments" / "tiny").glob("engine_*.json"))
+UNKNOWN = "there is no variant 'nope'"
+NEW = "variant new --name new --base tiny --hypothesis x"
+
+
+def run(*words):
+    return subprocess.run(
+        [sys.executable, "-m", "slimqwen.cli", *words], capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "message"),
+    [
+        ("serve --variant nope", 2, UNKNOWN),
+        ("eval quality --variant nope", 2, UNKNOWN),
+        ("bench latency --variant nope", 2, UNKNOWN),
+        ("record compare tiny nope", 2, UNKNOWN),
+        ("record log --variant nope", 2, UNKNOWN),
+        ("recipe run --variant nope --until calibrate", 2, UNKNOWN),
+        ("variant promote --variant nope", 2, UNKNOWN),
+        ("gate check --variant nope", 3, UNKNOWN),  # 2 is a verdict there: inconclusive
+        ("eval fidelity --variant nope", 3, UNKNOWN),
+        ("eval engine --variant nope", 3, UNKNOWN),
+        ("bench soak --variant nope", 3, UNKNOWN),
+        ("variant promote --variant tiny", 2, "tiny is a baseline"),
+        (f"{NEW.replace('new --base', 'tiny --base')}", 2, "experiments/tiny exists"),
+        (f"{NEW.replace('--base tiny', '--base tinny')}", 2, "did you mean tiny?"),
+        ("record replay experiments/tiny/quality_nope.json", 2, "no such record"),
+        (f"record replay {ENGINE}", 2, "which cannot be replayed"),
+        ("record mlflow --uri nonsense://x", 2, "check URI"),
+        ("bench latency --variant tiny --baseline", 2, "one that has a baseline"),
+        ("bench prune-vocab", 2, "give --yes"),
+        ("eval quality --variant tiny --full --limit 3", 2, "exclude each other"),
+        ("eval quality --varian tiny", 2, "No such option: --varian"),
+        ("evl quality", 2, "Did you mean 'eval'?"),
+        ("serve", 2, "Missing option '--variant'"),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_an_exit_code(command, code, message):
+    ended = run(*command.split())
+    assert (ended.returncode, len(ended.stderr.splitlines())) == (code, 1), ended.stderr
+    assert ended.stderr.startswith("error: ")
+    assert message in ended.stderr
+    assert not (ROOT / "experiments" / "new").exists()
+
+
+def test_a_hypothesis_has_to_say_something():
+    ended = run("variant", "new", "--name", "new", "--base", "tiny", "--hypothesis", "")
+    assert (ended.returncode, len(ended.stderr.splitlines())) == (2, 1)
+    assert "needs a hypothesis" in ended.stderr
+
+
+def test_the_log_shows_dates_and_findings():
+    ended = run("record", "log", "--variant", "tiny-awq", "--last", "2")
+    assert ended.returncode == 0
+    lines = ended.stdout.splitlines()
+    assert lines[0].split()[:2] == ["ended", "(UTC)"]
+    assert sum(line.startswith("20") for line in lines) == 2
+
+
+def test_the_script_that_serves_is_the_verb():
+    script = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "serve.py", "--variant", "tiny", "--dry-run"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    verb = run("serve", "--variant", "tiny", "--dry-run")
+    assert (script.returncode, script.stdout) == (verb.returncode, verb.stdout)
+    assert "vllm" in script.stdout
+
+
+HEAVY = ("torch", "vllm", "transformers", "matplotlib", "pandas", "scipy", "numpy", "mlflow")
+
+
+def test_help_and_completion_import_nothing_heavy():
+    asked = f"""
+import sys
+from slimqwen.cli.app import app
+try:
+    app(["eval", "quality", "--help"])
+finally:
+    print(sorted(set({HEAVY}) & set(sys.modules)))
+"""
+    ended = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, timeout=60)
+    assert ended.stdout.splitlines()[-1] == "[]"
+
+
+def test_completion_names_the_variants():
+    ended = subprocess.run(
+        [sys.executable, "-m", "slimqwen.cli"],
+        env={
+            "PATH": "/usr/bin:/bin",
+            "PYTHONPATH": str(ROOT),
+            "_SLIMQWEN_COMPLETE": "complete_bash",
+            "COMP_WORDS": "slimqwen serve --variant tiny-a",
+            "COMP_CWORD": "3",
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.stdout.split() == ["tiny-awq"]

@@ -1,0 +1,55 @@
+"""Exit codes: a verdict where a verb gives one, and what an error or Ctrl-C ends with."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from slimqwen.bench import soak
+from slimqwen.cli import app, bench, console, gate
+from slimqwen.evals import gate as evaluation
+from slimqwen.evals import gate_sensitivity
+from slimqwen.serving.errors import ServingError
+
+VERBS = {
+    "gate check": (evaluation, "measure", gate),
+    "gate sensitivity": (gate_sensitivity, "measure", gate),
+    "bench soak": (soak, "write", bench),
+}
+
+
+def ended(monkeypatch, verb):
+    monkeypatch.setattr("sys.argv", ["slimqwen", *verb.split(), "--variant", "tiny-awq"])
+    with pytest.raises(SystemExit) as caught:
+        app.main()
+    return caught.value.code
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize(("outcome", "code"), [("pass", 0), ("fail", 1), ("inconclusive", 2)])
+def test_a_verdict_is_the_exit_code(monkeypatch, verb, outcome, code):
+    room, measurement, shown_by = VERBS[verb]
+    monkeypatch.setattr(room, measurement, lambda *_, **__: Path("record.json"))
+    monkeypatch.setattr(shown_by, "show_record", lambda *_: SimpleNamespace(outcome=outcome))
+    assert ended(monkeypatch, verb) == code
+
+
+@pytest.mark.parametrize(
+    ("error", "verb", "code", "message"),
+    [
+        (ServingError("no server; start one"), "gate check", 3, "error: no server; start one"),
+        (ServingError("no server; start one"), "gate sensitivity", 2, "error: no server; start one"),
+        (KeyboardInterrupt(), "gate check", 130, "interrupted"),
+    ],
+)
+def test_an_error_is_no_verdict(monkeypatch, capsys, error, verb, code, message):
+    room, measurement, _ = VERBS[verb]
+
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(room, measurement, fail)
+    monkeypatch.setattr(console.errors, "file", sys.stderr)
+    assert ended(monkeypatch, verb) == code
+    assert message in capsys.readouterr().err

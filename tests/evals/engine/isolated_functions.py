@@ -1,0 +1,44 @@
+"""Functions that the tests of `isolation` call in a process of its own."""
+
+import os
+import signal
+import time
+
+from slimqwen.evals import EvalError
+
+
+def double(weights, folder, task, progress):
+    progress("doubling", 1, 2)
+    return 2 * task
+
+
+def raise_error(weights, folder, task, progress):
+    progress("greedy", 0, 1)
+    raise RuntimeError("sizes do\nnot match")
+
+
+def refuse(weights, folder, task, progress):
+    raise EvalError("prompts do not fit")
+
+
+def end_by_signal(weights, folder, task, progress):
+    progress("aborts", 0, 1)
+    # Else the message may still be on its way.
+    time.sleep(0.2)
+    os.kill(os.getpid(), getattr(signal, task))
+
+
+def end_before_it_begins(weights, folder, task, progress):
+    os._exit(3)
+
+
+def hang(weights, folder, task, progress):
+    progress("mixed", 0, 1)
+    time.sleep(600)
+
+
+def variables(weights, folder, task, progress):
+    import torch
+
+    progress("looking", 0, 1)
+    return (torch.get_num_threads(), *(os.environ.get(name) for name in task))

@@ -1,0 +1,120 @@
+"""Stand-ins for the four measurements of the gate."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from slimqwen.evals import acceptance
+from slimqwen.evals.engine.combinations import REFERENCE_MODES
+from slimqwen.evals.fidelity_figures import FIGURE_NAMES
+from slimqwen.evals.suites.suite import Suite
+from slimqwen.records import provenance
+from slimqwen.serving.command import ServerCommand
+from slimqwen.stats.verdict import Verdict, overall
+from slimqwen.variant import Variant
+from tests import record_files
+
+LIMITS = dict.fromkeys(FIGURE_NAMES, 0.003)
+MODES = REFERENCE_MODES.model_dump()
+
+
+class Checks:
+    """Stand-ins for the four measurements: they write whole records with the figures set here, and list their calls."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str]] = []
+        self.kl_nats = 0.001
+        self.layer_error_ratio = 1.0
+        self.accepted = 8
+        self.right = 200
+        self.state = "fine"
+        self.unsafe_elsewhere = 0
+
+    def described(self, one: Variant, flags: dict[str, Any] | None = None) -> dict[str, Any]:
+        server = ServerCommand.resolve(one)
+        if flags is not None:
+            server = dataclasses.replace(server, flags=flags)
+        data = one.root / "eval" / "devices.yaml"
+        return provenance.describe(server, ["x"], provenance.utc_now(), datasets=[data])
+
+    def example(self, kind: str, one: Variant, **changes: Any) -> dict[str, Any]:
+        return record_files.example(kind, variant=one.name, provenance=self.described(one)) | changes
+
+    def fidelity(self, one: Variant, plan: str, **more: Any) -> Path:
+        self.asked.append(("fidelity", one.name))
+        figures = {name: {"value": self.kl_nats, "standard_error": 1e-5, "count": 9} for name in LIMITS}
+        counts = dict.fromkeys(("texts", "texts_compared", "positions_compared", "joined_tokens"), 9)
+        whole = {
+            **figures,
+            **counts,
+            "head_delta_max": None,
+            "joined_kl_nats": self.kl_nats,
+            "baseline_bits_per_byte": 1.0,
+        }
+        verdict = Verdict.PASS if self.kl_nats < LIMITS["kl_nats"] else Verdict.FAIL
+        ratio = self.layer_error_ratio
+        layers = {
+            "limit": 1.5, "verdict": Verdict.PASS if ratio <= 1.5 else Verdict.FAIL, "tokens": 9,
+            "rows": [{"layer": 0, "error": 0.1, "rounded_error": 0.1, "ratio": 1.0},
+                     {"layer": 1, "error": 0.1 * ratio, "rounded_error": 0.1, "ratio": ratio}],
+        }  # fmt: skip
+        record = {
+            "schema": "fidelity/1", "variant": one.name, "baseline": "tiny", "plan": plan,
+            "limits": {"of": "changed_weights", **LIMITS}, "modes": {"single": whole},
+            "verdicts": {"single": dict.fromkeys((*LIMITS, "joined_kl_nats"), verdict)},
+            "layers": layers, "verdict": overall([verdict, layers["verdict"]]),
+            "stages": [], "provenance": self.described(one),
+        }  # fmt: skip
+        return record_files.write(more.get("records_folder") or one.folder, record, [{"text": 1}])
+
+    def acceptance(self, one: Variant, plan: str, depths: list[int], **more: Any) -> Path:
+        self.asked.append(("acceptance", one.name))
+        accepted = self.accepted if one.name != "tiny" else 8
+        items = [
+            {"depth": depth, "class": "short", "temperature": 0.0, "group": group, "drafts": 10,
+             "accepted_per_position": [accepted] * depth, "output_tokens": 9, "seconds": 1.0}
+            for depth in depths for group in range(3)
+        ]  # fmt: skip
+        rows = [row.as_json() for row in acceptance.summarise(items)]
+        record = self.example("acceptance", one, plan=plan, gate_depth=depths[0], depths=rows)
+        record["provenance"] = self.described(one, {"enforce-eager": True})
+        return record_files.write(more.get("records_folder") or one.folder, record, items)
+
+    def quality(self, one: Variant, suite: Suite, *, limit: Any, **more: Any) -> Path:
+        self.asked.append(("quality", one.name))
+        right = self.right if one.name != "tiny" else 200
+        example = self.example("quality", one, suite=suite.name, limit=limit, endpoint="completions")
+        task = next(iter(example["tasks"]))
+        items = [
+            {"task": task, "item": str(n), "value": float(n < right), "weight": 1, "cluster": None}
+            for n in range(400)
+        ]
+        return record_files.write(
+            more.get("records_folder") or one.folder,
+            example | {"tasks": {task: example["tasks"][task]}},
+            items,
+        )
+
+    def engine(self, one: Variant, plan: str, **more: Any) -> Path:
+        self.asked.append(("engine", one.name))
+        counts = dict.fromkeys(
+            ("items", "near_ties", "tokens_compared", "drafts", "accepted_drafts", "prefix_hits", "aborted"),
+            1,
+        )
+        cell = {
+            "modes": MODES, "served": True, "state": self.state, "reason": None if self.state == "fine" else "differs",
+            **counts, "preemptions": None, "notes": [], "seconds": 1.0,
+        }  # fmt: skip
+        elsewhere = [
+            cell
+            | {"served": False, "state": "unsafe", "reason": "differs", "modes": MODES | {"draft_tokens": k}}
+            for k in range(1, 1 + self.unsafe_elsewhere)
+        ]
+        build = {
+            "platform": "cpu", "device": "x", "vllm": "1", "architecture": "a", "quantization": "none",
+        }  # fmt: skip
+        record = {
+            "schema": "engine/1", "variant": one.name, "plan": plan, "build": build, "near_tie_nats": 0.1,
+            "cells": [cell, *elsewhere], "provenance": self.described(one),
+        }  # fmt: skip
+        return record_files.write(more.get("records_folder") or one.folder, record, [{"cell": 1}])

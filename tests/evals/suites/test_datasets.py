@@ -1,0 +1,152 @@
+"""Datasets come whole, at one commit, and every refusal is one line that names the cure."""
+
+import hashlib
+import json
+import threading
+import zipfile
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from slimqwen.errors import SlimqwenError
+from slimqwen.evals import EvalError
+from slimqwen.evals.suites import datasets
+from slimqwen.evals.suites.datasets import HubDataset
+from slimqwen.hub_repository import HubError
+from tests import hub_server
+from tests.hub_server import COMMIT, Hub
+
+OTHER = "f" * 40
+WANTED = HubDataset(
+    repository="owner/name", folder=Path("data/items"), files=("data/test.parquet", "rules.jsonl")
+)
+
+
+@pytest.fixture
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub with one dataset: a file stored with LFS, one that is not, one that nobody needs."""
+    folder = tmp_path / "repository"
+    (folder / "data").mkdir(parents=True)
+    (folder / "data" / "test.parquet").write_bytes(bytes(range(256)) * 40)
+    (folder / "rules.jsonl").write_text('{"rule": "no comma"}\n')
+    (folder / "README.md").write_text("not needed\n")
+    yield from hub_server.running(folder, monkeypatch)
+
+
+def refusal(
+    kind: type[SlimqwenError], message: str, root: Path, endpoint: str, wanted: HubDataset = WANTED
+) -> None:
+    with pytest.raises(kind, match=message) as caught:
+        datasets.fetch(wanted, root, endpoint=endpoint)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_dataset_is_fetched_at_one_commit_with_a_manifest(served: Hub, tmp_path: Path) -> None:
+    """What interrupts, damages or forbids a download is shown by tests/test_hub.py: the code is the same."""
+    heard: list[tuple[str, float, float]] = []
+    got = datasets.fetch(WANTED, tmp_path, lambda *step: heard.append(step), served.endpoint)
+
+    assert (got.fetched, got.revision) == (True, COMMIT)
+    folder = tmp_path / "data/items"
+    assert sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()) == [
+        "data/test.parquet",
+        "manifest.json",
+        "rules.jsonl",
+    ]
+    for name in WANTED.files:
+        assert (folder / name).read_bytes() == (served.folder / name).read_bytes()
+    assert [path.name for path in (tmp_path / "data").iterdir()] == ["items"]
+    sizes = sum((folder / name).stat().st_size for name in WANTED.files)
+    assert ("fetching owner/name", sizes, sizes) in heard
+    facts = json.loads((folder / "manifest.json").read_text())
+    assert facts["files"]["rules.jsonl"] == hashlib.sha256((folder / "rules.jsonl").read_bytes()).hexdigest()
+
+
+def test_a_second_run_asks_nobody_and_hashes(served: Hub, tmp_path: Path) -> None:
+    datasets.fetch(WANTED, tmp_path, endpoint=served.endpoint)
+    served.requests.clear()
+    again = datasets.fetch(WANTED, tmp_path, endpoint=served.endpoint)
+    assert (again.fetched, again.revision, served.requests) == (False, COMMIT, [])
+
+    (tmp_path / "data/items/rules.jsonl").write_text('{"rule": "no commas"}\n')
+    changed = r"^data/items/rules.jsonl is no longer the file .*; delete data/items and run `make datasets`$"
+    refusal(EvalError, changed, tmp_path, served.endpoint)
+    with pytest.raises(EvalError, match=changed):
+        datasets.require([WANTED], (), tmp_path)
+
+
+def test_a_pinned_commit_is_the_one_that_is_asked_for_and_kept(served: Hub, tmp_path: Path) -> None:
+    pinned = WANTED.model_copy(update={"revision": COMMIT})
+    datasets.fetch(pinned, tmp_path, endpoint=served.endpoint)
+    assert served.requests[0][1].endswith(f"/revision/{COMMIT}")
+    other = WANTED.model_copy(update={"revision": OTHER})
+    refusal(
+        EvalError,
+        f"is owner/name at {COMMIT}, the suite needs owner/name at {OTHER}; delete",
+        tmp_path,
+        "",
+        other,
+    )
+    elsewhere = other.model_copy(update={"folder": Path("data/elsewhere")})
+    refusal(
+        HubError,
+        f"owner/name has no commit {OTHER} .*correct the suite",
+        tmp_path,
+        served.endpoint,
+        elsewhere,
+    )
+
+
+def test_what_the_hub_does_not_have_is_named(served: Hub, tmp_path: Path) -> None:
+    absent = WANTED.model_copy(update={"files": ("train.csv",)})
+    refusal(HubError, f"owner/name has no train.csv at {COMMIT}; correct", tmp_path, served.endpoint, absent)
+    hidden = WANTED.model_copy(update={"repository": "owner/other"})
+    refusal(
+        HubError,
+        "/datasets/ has no repository owner/other, or hides it; .*HF_TOKEN",
+        tmp_path,
+        served.endpoint,
+        hidden,
+    )
+
+
+def test_what_is_missing_is_named_all_at_once(tmp_path: Path) -> None:
+    with pytest.raises(EvalError, match=r"^missing data: data/items, data/nltk/punkt_tab; `make datasets`"):
+        datasets.require([WANTED], ["punkt_tab"], tmp_path)
+
+
+def test_nltk_resources_are_fetched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nltk.pathsec.ENFORCE", False)  # it refuses loopback addresses
+    site = tmp_path / "site"
+    site.mkdir()
+    with zipfile.ZipFile(site / "words.zip", "w") as archive:
+        archive.writestr("words/english", "salt\n")
+    content = (site / "words.zip").read_bytes()
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site)))
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_address[1]}"
+    (site / "index.xml").write_text(
+        f'<nltk_data><packages><package id="words" name="words" subdir="tokenizers" unzip="1" unzipped_size="5" '
+        f'size="{len(content)}" checksum="{hashlib.md5(content).hexdigest()}" url="{address}/words.zip"/>'
+        "</packages></nltk_data>"
+    )
+    try:
+        (got,) = datasets.fetch_nltk(["words"], tmp_path, f"{address}/index.xml")
+        with pytest.raises(HubError, match=r"nltk's resource verbs cannot be fetched from .*`make datasets`"):
+            datasets.fetch_nltk(["verbs"], tmp_path, f"{address}/index.xml")
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert got == tmp_path / "data/nltk/tokenizers/words.zip"
+    assert (tmp_path / "data/nltk/tokenizers/words/english").read_text() == "salt\n"
+    # The server is gone: what is there is not asked for again.
+    assert datasets.fetch_nltk(["words"], tmp_path, f"{address}/index.xml") == [got]
+    assert datasets.require((), ["words"], tmp_path) == [got]

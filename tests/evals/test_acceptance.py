@@ -1,0 +1,177 @@
+"""Acceptance by depth, class and temperature in the real engine, and the comparison of two records."""
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slimqwen import variant
+from slimqwen.analysis.roofline.bounds import tokens_per_second_by_depth
+from slimqwen.evals import EvalError, acceptance, acceptance_share, drafting
+from slimqwen.evals.acceptance import Acceptance
+from slimqwen.evals.drafting import AcceptanceSettings
+from slimqwen.records import store
+from slimqwen.records.pairing import NotComparableError
+from slimqwen.records.settings import SettingsError
+from slimqwen.stats.verdict import Verdict
+from tests import record_files
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = record_files.example("acceptance")
+PLAN = """
+documents: tinyworld
+seed: 1
+tokens: 24
+groups: 2
+prompts: 4
+temperatures: [0.0, 1.0]
+classes: {short: 8, long: 32}
+gpu: a10g
+gate_depth: 3
+least_share: 0.97
+"""
+
+
+@pytest.fixture
+def repository(tmp_path: Path, add_variant: Callable[..., Path]) -> Path:
+    add_variant("tiny", "VLLM_MODEL=weights/tiny\nVLLM_DTYPE=bfloat16\nVLLM_MAX_MODEL_LEN=256\n")
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "tiny").symlink_to(ROOT / "weights" / "tiny")
+    (tmp_path / "eval" / "acceptance").mkdir(parents=True)
+    shutil.copy(ROOT / "eval" / "devices.yaml", tmp_path / "eval")
+    (tmp_path / "eval" / "acceptance" / "small.yaml").write_text(PLAN)
+    return tmp_path
+
+
+@pytest.mark.engine
+def test_deeper_drafts_are_accepted_for_longer_and_the_choice_says_what_it_is_by(repository: Path) -> None:
+    progress: list[tuple[float, float]] = []
+    path = acceptance.measure(
+        variant.load("tiny", repository),
+        "small",
+        [0, 1, 3],
+        command=["x"],
+        speed_bound=tokens_per_second_by_depth,
+        progress=lambda activity, done, total: progress.append((done, total)),
+    )
+    record = store.read(path, Acceptance)
+    none, shallow, deep = record.depths
+    assert (none.length, none.settings) == (None, ())
+    for row in (shallow, deep):
+        assert [(each.class_, each.temperature) for each in row.settings] == [
+            ("short", 0.0), ("short", 1.0), ("long", 0.0), ("long", 1.0),
+        ]  # fmt: skip
+        for setting in row.settings:
+            shares = [rate.value for rate in setting.rates]
+            assert len(shares) == row.depth
+            assert shares == sorted(shares, reverse=True)
+            assert setting.length.value == pytest.approx(1 + sum(shares))
+    assert shallow.length
+    assert deep.length
+    assert record.choice
+    assert 1 < shallow.length.value <= 2
+    assert shallow.length.value < deep.length.value <= 4
+    assert record.choice.by == "roofline of a10g"
+    speeds = record.choice.tokens_per_second
+    assert speeds[str(record.choice.depth)] == max(speeds.values())
+    items = store.read_items(path)
+    assert len(items) == 3 * 2 * 2 * 2 == progress[-1][1] == progress[-1][0]
+    greedy = [
+        sum(item["output_tokens"] for item in items if item["depth"] == depth and not item["temperature"])
+        for depth in (0, 1, 3)
+    ]
+    # Greedy continuations end where they end, whatever drafts them; a near tie may move one end.
+    assert max(greedy) - min(greedy) <= 24
+    assert [row[0] for row in record.tables(path)[1].rows] == ["0", "1", "3"]
+    assert [line.x for line in record.panels()[0].lines] == [[1, 3]] * 4
+    same = acceptance_share.compare(path, path)
+    assert (same.ratio.value, same.ratio.low, same.ratio.high, same.verdict) == (1, 1, 1, Verdict.PASS)
+
+
+def test_depths_of_an_interrupted_run_are_not_counted_again(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, asked = variant.load("tiny", repository), []
+
+    def count(folder: Path, classes: Any, plan: Any, depths: list[int], *_: Any) -> list[dict[str, Any]]:
+        asked.append(depths[0])
+        if depths == [3] and asked.count(3) == 1:
+            raise KeyboardInterrupt
+        return [
+            {"depth": depths[0], "class": "short", "temperature": 0.0, "group": group, "drafts": 5,
+             "accepted_per_position": [4 - group] * depths[0], "output_tokens": 20, "seconds": 1.0}
+            for group in range(2)
+        ]  # fmt: skip
+
+    monkeypatch.setattr(drafting, "count", count)
+    with pytest.raises(KeyboardInterrupt):
+        acceptance.measure(one, "small", [1, 2, 3], command=["x"])
+    assert not list(one.folder.glob("acceptance_*"))
+    path = acceptance.measure(one, "small", [1, 2, 3], command=["x"])
+    assert asked == [1, 2, 3, 3]
+    assert [row.depth for row in store.read(path).depths] == [1, 2, 3]
+    monkeypatch.setattr(store, "_stamp", lambda: "2026-01-01T000000Z")
+    acceptance.measure(one, "small", [1], command=["x"])
+    assert asked == [1, 2, 3, 3, 1]
+
+
+def test_a_checkpoint_without_a_head_is_refused(repository: Path) -> None:
+    bare = repository / "weights" / "bare"
+    shutil.copytree(ROOT / "weights" / "tiny", bare)
+    config = json.loads((bare / "config.json").read_text())
+    (config.get("text_config") or config)["mtp_num_hidden_layers"] = 0
+    (bare / "config.json").write_text(json.dumps(config))
+    (repository / "experiments" / "tiny" / "config.env").write_text("VLLM_MODEL=weights/bare\n")
+    with pytest.raises(EvalError, match="tiny has no MTP head"):
+        acceptance.measure(variant.load("tiny", repository), "small", [1], command=["x"])
+
+
+def test_more_groups_than_prompts_are_an_error(repository: Path) -> None:
+    (repository / "eval" / "acceptance" / "bad.yaml").write_text(PLAN.replace("groups: 2", "groups: 9"))
+    with pytest.raises(SettingsError, match=r"eval/acceptance/bad.yaml: .*4 prompts do not make 9 groups"):
+        AcceptanceSettings.load("bad", repository)
+
+
+def counted(folder: Path, accepted: Sequence[int], **changes: Any) -> Path:
+    """A record of 10 drafts of 2 tokens a group, so many of each group accepted at each position."""
+    items = [
+        {"depth": 2, "class": "short", "temperature": 0.0, "group": group, "drafts": 10,
+         "accepted_per_position": [number, number], "output_tokens": 10 + 2 * number, "seconds": 1.0}
+        for group, number in enumerate(accepted)
+    ]  # fmt: skip
+    depths = [row.as_json() for row in acceptance.summarise(items)]
+    body = EXAMPLE | {"variant": folder.name, "depths": depths} | changes
+    return record_files.write(folder, body, items)
+
+
+@pytest.mark.parametrize(
+    ("accepted", "verdict"),
+    [((8, 8, 8, 8), "pass"), ((7, 7, 7, 7), "fail"), ((10, 7, 8, 7), "inconclusive")],
+)
+def test_the_share_of_the_baselines_length_decides(
+    tmp_path: Path, accepted: Sequence[int], verdict: str
+) -> None:
+    first, second = counted(tmp_path / "a", (8, 8, 8, 8)), counted(tmp_path / "b", accepted)
+    assert acceptance_share.pair(tmp_path / "a", tmp_path / "b") == (first, second)
+    share = acceptance_share.compare(first, second)
+    assert (share.depth, share.groups, share.verdict) == (2, 4, verdict)
+    assert share.first == pytest.approx(2.6)
+    assert share.second == pytest.approx(1 + 2 * sum(accepted) / 40)
+    assert share.ratio.value == pytest.approx(share.second / share.first)
+
+
+def test_records_of_another_plan_or_checkpoint_are_no_pair(tmp_path: Path) -> None:
+    counted(tmp_path / "a", (8, 8))
+    counted(tmp_path / "b", (8, 8), plan="another")
+    with pytest.raises(NotComparableError, match=r"differ in plan \(\w+ and another\)"):
+        acceptance_share.pair(tmp_path / "a", tmp_path / "b")
+    with pytest.raises(store.MissingRecordError, match="slimqwen eval acceptance --variant a"):
+        acceptance_share.pair(tmp_path / "a", tmp_path / "b", ["0" * 64, "0" * 64])
+
+
+def test_graph_sizes_are_the_tokens_of_a_step() -> None:
+    assert acceptance.graph_sizes(4, 8) == [5, 10, 15, 20, 25, 30, 35, 40]
+    assert acceptance.graph_sizes(0, 2) == [1, 2]

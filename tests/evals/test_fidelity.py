@@ -1,0 +1,246 @@
+"""Fidelity on the embedded model: itself, damaged, pruned; against transformers where the answer is known."""
+
+import json
+import math
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from slimqwen import variant
+from slimqwen.evals import EvalError, token_distributions
+from slimqwen.evals.damage import Damage, damage
+from slimqwen.evals.fidelity_figures import (
+    MODES,
+    SERVED,
+    TOP_K,
+    FidelitySettings,
+    Figures,
+    Limits,
+    TextComparison,
+    judge,
+    summarise,
+)
+from slimqwen.evals.token_distributions import TokenisedText
+from slimqwen.progress import silent
+from slimqwen.recipe.stages import prune_vocab
+from slimqwen.records.record import Estimate
+from slimqwen.serving.server import free_port
+from slimqwen.serving.shared_server import ServerLostError, SharedServer
+from slimqwen.stats.verdict import Verdict
+
+ROOT = variant.repository_root()
+TINY = ROOT / "weights" / "tiny"
+CONTEXT = 1400
+"""Longer than the engine's token budget, so that the joined text is read in parts."""
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory):
+    """Every fifth of the committed texts, the committed limits."""
+    whole = FidelitySettings.load("tinyworld", ROOT)
+    lines = (ROOT / whole.texts).read_text().splitlines()[::5]
+    file = tmp_path_factory.mktemp("texts") / "texts.jsonl"
+    file.write_text("\n".join(lines))
+    return whole.model_copy(update={"texts": file, "batch": 4})
+
+
+@pytest.fixture(scope="module")
+def read(plan):
+    """read(folder) -> its summary, each folder once."""
+    done = {}
+
+    def once(folder):
+        if folder not in done:
+            done[folder] = token_distributions.compare(folder, TINY, plan, ROOT, max_model_len=CONTEXT)
+        return done[folder]
+
+    return once
+
+
+@pytest.fixture(scope="module")
+def noisy(tmp_path_factory):
+    """One layer's down projection with noise of a quarter of its size."""
+    folder = shutil.copytree(TINY, tmp_path_factory.mktemp("damaged") / "noisy")
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    weight = tensors[name].float()
+    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)) * weight.std() / 4
+    tensors[name] = (weight + noise).bfloat16()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def swapped(tmp_path_factory):
+    """Five per cent of the embedding's rows in each other's places."""
+    folder = tmp_path_factory.mktemp("swapped")
+    damage(TINY, folder, Damage.ROWS, seed=0)
+    return folder
+
+
+@pytest.mark.engine
+def test_a_checkpoint_is_faithful_to_itself_in_every_mode(read, plan):
+    summary = summarise(read(TINY))
+    for mode in MODES:
+        assert set(judge(summary[mode], plan.limits.same_weights).values()) == {Verdict.PASS}
+        assert summary[mode].texts_compared == summary[mode].texts == 12
+        assert 0 < summary[mode].kl_nats.value < 2e-4
+        assert 0 < summary[mode].joined_kl_nats < 2e-4
+
+
+@pytest.mark.engine
+def test_a_served_checkpoint_is_compared_over_http_as_it_is_in_process(served_tiny, read, plan):
+    readings = token_distributions.compare_served(served_tiny, TINY, plan, ROOT, max_model_len=CONTEXT)
+    figures = summarise(readings)[SERVED]
+    assert set(judge(figures, plan.limits.same_weights).values()) == {Verdict.PASS}
+    in_process = summarise(read(TINY))["batched"]
+    assert figures.positions_compared == in_process.positions_compared
+    assert 0 < figures.kl_nats.value < 2e-4
+    for name in ("top1_disagreement", "head_delta_mean"):
+        assert getattr(figures, name).value == pytest.approx(getattr(in_process, name).value, rel=0.5)
+
+
+@pytest.mark.engine
+def test_another_checkpoint_fails_over_http_as_it_does_in_process(served_tiny, read, plan, swapped):
+    readings = token_distributions.compare_served(served_tiny, swapped, plan, ROOT, max_model_len=CONTEXT)
+    figures = summarise(readings)[SERVED]
+    assert judge(figures, plan.limits.changed_weights)["kl_nats"] == Verdict.FAIL
+
+
+def test_a_dead_server_is_told_and_no_reading_comes(plan):
+    gone = SimpleNamespace(base_url=f"http://127.0.0.1:{free_port()}", model="default")
+    nobody = SharedServer(variant.load("tiny"), gone, True, CONTEXT)
+    with pytest.raises(ServerLostError, match="failed while it read texts"):
+        token_distributions.compare_served(nobody, TINY, plan, ROOT, max_model_len=CONTEXT)
+
+
+def test_the_tail_as_one_never_raises_divergence_and_changes_no_other_figure():
+    """Grouping loses information; where the tail is alike on both sides it loses none."""
+    rng = torch.Generator().manual_seed(5)
+    p, q = (torch.randn(64, 300, generator=rng).mul(3).log_softmax(-1) for _ in range(2))
+    ids = torch.randint(300, (65,), generator=rng).tolist()
+    text = TokenisedText("a", 1, ids, ids, True)
+    whole, grouped = TextComparison("a", "batched", 1), TextComparison("a", SERVED, 1)
+    token_distributions._Comparer(text, p, None, whole).add(q, torch.tensor(ids[1:]))
+    positions = []
+    for row, wanted in zip(q, ids[1:], strict=True):
+        best = row.topk(TOP_K).indices.tolist()
+        positions.append({token: float(row[token]) for token in {*best, wanted}})
+    token_distributions._Comparer(text, p, None, grouped).add_top(positions)
+    assert 0.2 * whole.kl_nats < grouped.kl_nats < whole.kl_nats
+    assert grouped.compared == whole.compared == 64
+    assert grouped.disagreements == whole.disagreements > 0
+    assert grouped.regret_nats == pytest.approx(whole.regret_nats, rel=1e-5)
+    assert grouped.variant_bits == pytest.approx(whole.variant_bits, rel=1e-5)
+    assert grouped.head_deltas == pytest.approx(whole.head_deltas, rel=1e-4)
+
+
+@pytest.mark.engine
+def test_every_token_of_every_text_is_compared_in_parts_or_whole(read, plan):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(TINY)
+    texts = [json.loads(line) for line in plan.texts.read_text().splitlines()]
+    lengths = {row["id"]: len(tokenizer(row["text"], add_special_tokens=False)["input_ids"]) for row in texts}
+    for mode in MODES:
+        compared = {one.name: one.compared for one in read(TINY) if one.mode == mode}
+        joined = compared.pop("joined")
+        assert compared == lengths
+        assert 1024 < joined < CONTEXT
+
+
+@pytest.mark.engine
+def test_a_layer_with_some_noise_is_not_the_same(read, plan, noisy):
+    for figures in summarise(read(noisy)).values():
+        assert Verdict.FAIL in judge(figures, plan.limits.same_weights).values()
+
+
+@pytest.mark.engine
+def test_swapped_embedding_rows_fail_and_are_measured_as_transformers_measures_them(read, plan, swapped):
+    for figures in summarise(read(swapped)).values():
+        assert Verdict.FAIL in judge(figures, plan.limits.changed_weights).values()
+
+    readings = [one for one in read(swapped) if one.mode == "single"]
+    first = json.loads(plan.texts.read_text().splitlines()[0])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(TINY)
+    ids = tokenizer(plan.prefix + first["text"], add_special_tokens=False)["input_ids"]
+    p, q = (
+        transformers.Qwen3_5ForCausalLM.from_pretrained(folder, dtype=torch.float32)(torch.tensor([ids[:-1]]))
+        .logits[0]
+        .log_softmax(-1)
+        .detach()
+        for folder in (TINY, swapped)
+    )
+    by_hand = (p.exp() * (p - q)).sum().item()
+    assert readings[0].name == first["id"]
+    assert readings[0].kl_nats == pytest.approx(by_hand, rel=0.05)
+    bits = -q.gather(1, torch.tensor(ids[1:])[:, None]).sum().item() / math.log(2)
+    assert readings[0].variant_bits == pytest.approx(bits, rel=0.01)
+
+
+@pytest.mark.engine
+def test_a_pruned_checkpoint_is_compared_over_the_tokens_that_it_kept(read, plan, tmp_path):
+    pruned = tmp_path / "pruned"
+    pruned.mkdir()
+    corpus = prune_vocab.Corpus(source="tinyworld", documents=400)
+    prune_vocab.run(TINY, pruned, prune_vocab.PruneVocabParameters(size=6144, corpus=corpus), silent)
+    figures = summarise(read(pruned))["single"]
+    assert 2 <= figures.texts_compared < figures.texts
+    # Over the kept tokens the weights are the baseline's: what is left is the noise of the engine.
+    assert figures.kl_nats.value < 2e-4
+    assert figures.bits_per_byte.value > 0.001
+
+
+def test_unrelated_vocabularies_are_refused(plan, tmp_path):
+    other = shutil.copytree(TINY, tmp_path / "other")
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = list(vocabulary)[1000:1002]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    merges = tokenizer["model"]["merges"]
+    tokenizer["model"]["merges"] = merges[:100]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(EvalError, match=r"differently and there is no vocab_map\.json; name the baseline"):
+        token_distributions.compare(other, TINY, plan, ROOT, max_model_len=CONTEXT)
+
+
+def test_a_quantised_baseline_is_refused(plan, tmp_path):
+    other = shutil.copytree(TINY, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "quantization_config": {}}))
+    with pytest.raises(EvalError, match="is quantised; compare"):
+        token_distributions.compare(TINY, other, plan, ROOT, max_model_len=CONTEXT)
+
+
+def test_texts_that_cannot_be_read_are_told(plan, tmp_path):
+    (tmp_path / "texts.jsonl").write_text('{"id": "a"}\n')
+    bad = plan.model_copy(update={"texts": tmp_path / "texts.jsonl"})
+    with pytest.raises(EvalError, match=r'write \{"id", "text"\} on each line'):
+        token_distributions.compare(TINY, TINY, bad, ROOT, max_model_len=CONTEXT)
+
+
+LIMITS = Limits(**dict.fromkeys(Limits.model_fields, 0.05))
+
+
+def figures_of(estimate):
+    """Figures with one estimate for all."""
+    counts = dict.fromkeys(("texts", "texts_compared", "positions_compared", "joined_tokens"), 9)
+    unjudged = {"head_delta_max": None, "joined_kl_nats": None, "baseline_bits_per_byte": 1.0}
+    return Figures(**dict.fromkeys(Limits.model_fields, estimate), **counts, **unjudged)
+
+
+@pytest.mark.parametrize(
+    ("value", "verdict"),
+    [
+        (0.01, Verdict.PASS),
+        (0.049, Verdict.INCONCLUSIVE),
+        (0.051, Verdict.INCONCLUSIVE),
+        (0.06, Verdict.FAIL),
+        (None, Verdict.INCONCLUSIVE),
+    ],
+)
+def test_the_whole_interval_decides_and_a_missing_figure_is_inconclusive(value, verdict):
+    estimate = None if value is None else Estimate(value=value, standard_error=0.001, count=9)
+    assert set(judge(figures_of(estimate), LIMITS).values()) == {verdict}

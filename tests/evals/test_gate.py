@@ -1,0 +1,154 @@
+"""The gate: which checks it runs, which records it uses again, and its verdict; each check has tests of its own."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slimqwen import variant
+from slimqwen.checkpoint.files import carry_all
+from slimqwen.evals import EvalError, acceptance, fidelity, gate, quality
+from slimqwen.evals.engine import modes
+from slimqwen.evals.gate import Gate
+from slimqwen.evals.suites.suite import Suite
+from slimqwen.records import store
+from slimqwen.records.settings import SettingsError
+from slimqwen.variant import Variant
+from tests import record_files
+from tests.evals.gate_checks import Checks
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch, stamps: None) -> Checks:
+    made = Checks()
+    for module in (fidelity, acceptance, quality):
+        monkeypatch.setattr(module, "measure", getattr(made, module.__name__.rpartition(".")[2]))
+    monkeypatch.setattr(modes, "measure", made.engine)
+    return made
+
+
+@pytest.fixture
+def one(tmp_path: Path, add_variant: Callable[..., Path]) -> Variant:
+    add_variant("tiny", "VLLM_MODEL=weights/tiny\nVLLM_MAX_MODEL_LEN=256\n")
+    add_variant("small", "BASE=tiny\nVLLM_MODEL=weights/small\n", baseline="tiny")
+    (tmp_path / "weights" / "small").mkdir(parents=True)
+    (tmp_path / "weights" / "tiny").symlink_to(ROOT / "weights" / "tiny")
+    carry_all(ROOT / "weights" / "tiny", tmp_path / "weights" / "small")
+    (tmp_path / "eval").symlink_to(ROOT / "eval")
+    return variant.load("small", tmp_path)
+
+
+def test_four_checks_make_one_verdict_and_one_page(one: Variant, checks: Checks) -> None:
+    path = gate.measure(one, "tinyworld", command=["x"])
+    record = store.read(path, Gate)
+    assert record.verdict == "pass"
+    assert record.verdicts == dict.fromkeys(("fidelity", "acceptance", "quality", "engine"), "pass")
+    assert checks.asked == [
+        ("fidelity", "small"), ("acceptance", "tiny"), ("acceptance", "small"),
+        ("quality", "tiny"), ("quality", "small"), ("engine", "small"),
+    ]  # fmt: skip
+    assert len(record.records) == 6
+    assert all((one.root / "experiments" / name).is_file() for name in record.records)
+    page = record.tables(path)[0]
+    assert page.title == "Gate of small against tiny: pass"
+    assert {row[0] for row in page.rows} == set(record.verdicts)
+
+
+def test_unsafe_modes_that_are_not_served_do_not_count_against_the_limit(
+    one: Variant, checks: Checks
+) -> None:
+    """The row once said 3 unsafe, limit 0, pass."""
+    checks.unsafe_elsewhere = 3
+    path = gate.measure(one, "tinyworld", command=["x"])
+    expected = ("engine", "unsafe engine modes, of 1 served", "0", "-", "0", "pass")
+    page = store.read(path, Gate).tables(path)[0]
+    assert page.rows[-1] == expected
+    assert (
+        "3 of 4 combinations of engine modes are unsafe, 0 of them served by small; a server does not start with an "
+        "unsafe one." in page.notes
+    )
+    # As gate records of 2026-11-22 and before have it.
+    items = store.read_items(path)
+    items[-1] |= {
+        "figure": "unsafe combinations of 4 tried; the verdict is that of the one served",
+        "value": 3,
+    }
+    fields = {name: value for name, value in store.read(path).as_json().items() if name != "items"}
+    earlier = record_files.write(one.folder, fields, items)
+    assert store.read(earlier, Gate).tables(earlier)[0].rows[-1] == expected
+
+
+@pytest.mark.parametrize(
+    ("damage", "check", "verdict"),
+    [
+        ({"kl_nats": 0.5}, "fidelity", "fail"),
+        ({"layer_error_ratio": 1.6}, "fidelity", "fail"),
+        ({"accepted": 4}, "acceptance", "fail"),
+        ({"right": 100}, "quality", "fail"),
+        ({"right": 192}, "quality", "inconclusive"),
+        ({"state": "unsafe"}, "engine", "fail"),
+        ({"state": "not available"}, "engine", "inconclusive"),
+    ],
+)
+def test_one_check_decides(
+    one: Variant, checks: Checks, damage: dict[str, Any], check: str, verdict: str
+) -> None:
+    vars(checks).update(damage)
+    record = store.read(gate.measure(one, "tinyworld", command=["x"]), Gate)
+    assert record.verdict == verdict
+    assert {name: each for name, each in record.verdicts.items() if each != "pass"} == {check: verdict}
+
+
+def test_where_a_sample_cannot_tell_the_gate_goes_on_with_all_items(one: Variant, checks: Checks) -> None:
+    checks.right = 192
+    record = store.read(gate.measure(one, "tinyworld", command=["x"]), Gate)
+    assert [name for check, name in checks.asked if check == "quality"] == ["tiny", "small", "tiny", "small"]
+    scores = [path for path in record.evidence(one.root / "experiments") if path.name.startswith("quality_")]
+    assert [store.read(path, quality.Quality).limit for path in scores] == [None, None]
+    checks.asked.clear()
+    gate.measure(one, "tinyworld", command=["x"])
+    assert checks.asked == []
+
+
+def test_where_a_sample_fails_the_other_items_are_not_asked(one: Variant, checks: Checks) -> None:
+    checks.right = 100
+    gate.measure(one, "tinyworld", command=["x"])
+    assert [name for check, name in checks.asked if check == "quality"] == ["tiny", "small"]
+
+
+def test_what_holds_is_not_measured_again(one: Variant, checks: Checks) -> None:
+    gate.measure(one, "tinyworld", command=["x"])
+    checks.asked.clear()
+    gate.measure(one, "tinyworld", command=["x"])
+    assert checks.asked == []
+    config = one.weights / "config.json"
+    config.write_text(config.read_text() + "\n")
+    gate.measure(one, "tinyworld", command=["x"])
+    assert checks.asked == [(name, "small") for name in ("fidelity", "acceptance", "quality", "engine")]
+    checks.asked.clear()
+    settings = one.folder / "config.env"
+    settings.write_text(settings.read_text() + "VLLM_MAX_NUM_SEQS=3\n")
+    gate.measure(variant.load("small", one.root), "tinyworld", command=["x"])
+    # Acceptance is of the weights; how many requests are served at once is for the other three.
+    assert checks.asked == [("fidelity", "small"), ("quality", "small"), ("engine", "small")]
+
+
+def test_all_items_speak_before_a_sample_where_both_have_them(one: Variant, checks: Checks) -> None:
+    suite = Suite.load("tinyworld", one.root)
+    whole = [checks.quality(side, suite, limit=None) for side in (variant.load("tiny", one.root), one)]
+    record = store.read(gate.measure(one, "tinyworld", command=["x"]))
+    assert {f"{path.parent.name}/{path.name}" for path in whole} <= set(record.records)
+    assert [asked for asked in checks.asked if asked[0] == "quality"] == [
+        ("quality", "tiny"),
+        ("quality", "small"),
+    ]
+
+
+def test_a_variant_without_a_baseline_is_refused(one: Variant) -> None:
+    with pytest.raises(EvalError, match="tiny has no baseline"):
+        gate.measure(variant.load("tiny", one.root), "tinyworld", command=["x"])
+    with pytest.raises(SettingsError, match=r"eval/gates/nope.yaml"):
+        gate.measure(one, "nope", command=["x"])

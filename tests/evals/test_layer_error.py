@@ -1,0 +1,169 @@
+"""Quantised layers against the baseline's and RTN, on the embedded model."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from slimqwen import progress, variant
+from slimqwen.checkpoint.files import carry_all
+from slimqwen.evals import EvalError, gate_sensitivity, layer_error, token_distributions
+from slimqwen.evals.damage import Damage, damage
+from slimqwen.evals.fidelity_figures import FidelitySettings, TextComparison
+from slimqwen.models.mtp_head import save_drafting_model
+from slimqwen.recipe.stages import calibrate
+from slimqwen.stats.verdict import Verdict
+from slimqwen.tinyworld.model import TinyShape, build
+
+ROOT = variant.repository_root()
+TINY = ROOT / "weights" / "tiny"
+LAYERS = [0, 1, 2, 3]
+
+
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory):
+    """tiny with 4-bit MLPs, calibrated on little text."""
+    folder = tmp_path_factory.mktemp("quantised")
+    corpus = calibrate.Corpus(sequences=8, length=64)
+    parameters = calibrate.CalibrateParameters(group_size=32, corpus=corpus)
+    calibrate.run(TINY, folder, parameters, progress.silent)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return FidelitySettings.load("tinyworld", ROOT)
+
+
+@pytest.fixture(scope="module")
+def well_made(quantised, plan):
+    return layer_error.compare(quantised, TINY, plan, ROOT)
+
+
+def test_layers_that_were_made_well_are_about_as_far_off_as_rounded_ones(well_made):
+    assert [row.layer for row in well_made.rows] == LAYERS
+    assert all(0.9 < row.ratio < 1.1 for row in well_made.rows)
+    assert all(0.01 < row.rounded_error < 0.2 for row in well_made.rows)
+    assert well_made.verdict == Verdict.PASS
+
+
+def test_a_layer_with_wrong_scales_fails_and_is_the_one_that_is_named(quantised, plan, well_made, tmp_path):
+    seen = set()
+    for seed in range(6):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        place = int(damage(quantised, folder, Damage.SCALES, seed).rsplit(".", 1)[1])
+        result = layer_error.compare(folder, TINY, plan, ROOT)
+        assert result.verdict == Verdict.FAIL
+        assert [row.layer for row in result.rows if row.ratio > result.limit] == [place]
+        # Each layer is given the baseline's input: what is wrong before it does not reach it.
+        others = [
+            (row.ratio, before.ratio)
+            for row, before in zip(result.rows, well_made.rows, strict=True)
+            if row.layer != place
+        ]
+        assert all(now == pytest.approx(before, rel=1e-3) for now, before in others)
+        seen.add(place)
+    assert len(seen) > 1
+
+
+def test_errors_are_what_the_definition_says(quantised):
+    """The first layer by hand: its input is the embedding, so two models give all that is needed."""
+    text = transformers.AutoTokenizer.from_pretrained(TINY)("The weaver of the town keeps a red boat.")[
+        "input_ids"
+    ]
+    first = layer_error.measure(quantised, TINY, [text])[0]
+    given, made, ours = None, None, None
+    for folder in (TINY, quantised):
+        packed = (
+            {}
+            if folder == TINY
+            else {"quantization_config": transformers.CompressedTensorsConfig(run_compressed=False)}
+        )
+        model = transformers.Qwen3_5ForCausalLM.from_pretrained(folder, dtype=torch.float32, **packed)
+        states = model(torch.tensor([text]), output_hidden_states=True).hidden_states
+        if folder == TINY:
+            given, made = states[0], states[1]
+        else:
+            ours = states[1]
+    expected = ((ours - made).square().mean() / (made - given).square().mean()).sqrt().item()
+    assert first.error == pytest.approx(expected, rel=1e-4)
+
+
+def multimodal(source, folder):
+    """The same text model as the 4B base holds it: below language_model, in a class that has an eye too."""
+    config = json.loads((source / "config.json").read_text())
+    quantised = config.pop("quantization_config", None)
+    eye = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 192}
+    whole = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": config,
+        "tie_word_embeddings": config["tie_word_embeddings"], "vision_config": {**eye, "model_type": "qwen3_5"},
+        "image_token_id": 8000, "video_token_id": 8001, "vision_start_token_id": 8002, "vision_end_token_id": 8003,
+    }  # fmt: skip
+    del config["architectures"]
+    if quantised:
+        names = [name.replace("model.layers", "model.language_model.layers") for name in quantised["ignore"]]
+        whole["quantization_config"] = {**quantised, "ignore": [*names, "re:.*visual.*"]}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(whole))
+    tensors = {
+        name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name: tensor
+        for name, tensor in load_file(source / "model.safetensors").items()
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_a_multimodal_checkpoint_has_the_same_layers(quantised, tmp_path):
+    text = [[5, 600, 7000, 42, 3]]
+    ours = multimodal(quantised, tmp_path / "quantised")
+    theirs = multimodal(TINY, tmp_path / "baseline")
+    assert layer_error.measure(ours, theirs, text) == layer_error.measure(quantised, TINY, text)
+
+
+def changed(source, folder, change):
+    carry_all(source, folder, ["model.safetensors"])
+    tensors = load_file(source / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_a_layer_without_numbers_is_an_error_and_no_verdict(quantised, plan, tmp_path):
+    def spoil(tensors):
+        tensors["model.layers.2.mlp.up_proj.weight_scale"][3, 1] = float("nan")
+
+    spoiled = changed(quantised, tmp_path, spoil)
+    with pytest.raises(EvalError, match="layer 2 has an error of nan"):
+        layer_error.compare(spoiled, TINY, plan, ROOT)
+
+
+def test_a_baseline_of_other_layers_is_told_in_one_line(quantised, tmp_path):
+    shape = TinyShape(intermediate_size=256)
+    save_drafting_model(build(shape, seed=0), tmp_path)
+    with pytest.raises(EvalError, match=r"name the baseline that it was made from") as caught:
+        layer_error.measure(quantised, tmp_path, [[5, 6, 7]])
+    assert "\n" not in str(caught.value)
+
+
+def test_gate_sensitivity_fails_damaged_layers_whatever_the_distributions_say(
+    quantised, tmp_path, monkeypatch
+):
+    reading = TextComparison("a", "single", bytes=9, compared=9, baseline_bits=1.0, variant_bits=1.0)
+    reading.head_deltas = [0.0] * 9
+    monkeypatch.setattr(
+        token_distributions, "compare", lambda *_, **__: [reading, dataclasses.replace(reading, name="b")]
+    )
+    one = variant.load("tiny-mtp4")
+    check = gate_sensitivity._fidelity_check(one, variant.load("tiny"), "tinyworld")
+    assert check(quantised).verdict == Verdict.PASS
+    damage(quantised, tmp_path, Damage.SCALES, 0)
+    assert check(tmp_path).verdict == Verdict.FAIL
+
+
+def test_a_checkpoint_that_is_not_quantised_has_no_such_layers(plan):
+    assert layer_error.measure(TINY, TINY, [[5, 6, 7]]) == []
+    assert layer_error.compare(TINY, TINY, plan, ROOT) is None

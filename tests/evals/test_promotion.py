@@ -1,0 +1,311 @@
+"""Who is promoted, who is not and why, and a card that is true of every variant that serves the checkpoint."""
+
+import json
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard
+
+from slimqwen import checkpoint, variant
+from slimqwen.checkpoint import MissingCheckpointError
+from slimqwen.checkpoint.config import write_config
+from slimqwen.checkpoint.files import bytes_on_disk, carry_all, file_records
+from slimqwen.evals import EvalError, promotion
+from slimqwen.evals.quality import Quality
+from slimqwen.records import provenance, store
+from slimqwen.serving.command import ServerCommand
+from tests import record_files
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("stamps")
+CHECKS = ("fidelity", "acceptance", "quality", "engine")
+RECIPE = "description: Four bits for the MLPs.\nbase: tiny\nstages:\n  - calibrate:\n"
+
+
+@pytest.fixture
+def one(tmp_path, add_variant):
+    """A variant whose checkpoint lies in the store, as a recipe leaves it."""
+    add_variant("tiny", "VLLM_MODEL=weights/tiny\nVLLM_MAX_MODEL_LEN=256\n")
+    config = add_variant("small", "BASE=tiny\nVLLM_MODEL=weights/small\n", baseline="tiny")
+    (config.parent / "recipe.yaml").write_text(RECIPE)
+    entry = tmp_path / "weights" / "store" / ("ab" * 32)
+    entry.mkdir(parents=True)
+    (tmp_path / "weights" / "tiny").symlink_to(ROOT / "weights" / "tiny")
+    carry_all(ROOT / "weights" / "tiny", entry)
+    checkpoint.Manifest(
+        stage="calibrate",
+        key=entry.name,
+        ingredients={"input": "cd" * 32},
+        files=file_records(entry),
+        wall_seconds=1,
+        peak_memory_bytes=1,
+        versions={},
+    ).write(entry)
+    (tmp_path / "weights" / "small").symlink_to(Path("store") / entry.name)
+    (tmp_path / "eval").symlink_to(ROOT / "eval")
+    return variant.load("small", tmp_path)
+
+
+def described(one):
+    data = one.root / "eval" / "gates" / "tinyworld.yaml"
+    server = ServerCommand.resolve(one)
+    return provenance.describe(server, ["x"], provenance.utc_now(), datasets=[data]).as_json()
+
+
+def gated(one, verdict="pass", data=None, **changes):
+    """A gate record of a variant as it is now, and the quality record that it rests on, made with this data."""
+    example = record_files.example("quality")
+    items = [{"task": "example_facts", "item": str(n), "value": 1.0, "weight": 1} for n in range(4)]
+    block = described(one) | ({} if data is None else {"datasets": data})
+    quality = example | {"variant": one.name, "provenance": block}
+    evidence = record_files.write(one.folder, quality, items)
+    record = {
+        "schema": "gate/1",
+        "variant": one.name,
+        "baseline": "tiny",
+        "plan": "tinyworld",
+        "verdict": verdict,
+        "verdicts": dict.fromkeys(CHECKS, "pass") | {"quality": verdict},
+        "records": [f"{one.name}/{evidence.name}"],
+        "provenance": described(one) | changes,
+    }
+    findings = [
+        {
+            "gate": gate,
+            "figure": gate,
+            "value": value,
+            "low": value,
+            "high": 1.0,
+            "limit": 0.0,
+            "verdict": each,
+        }
+        for gate, value, each in (("acceptance", 0.99, "pass"), ("quality", 0.0, verdict))
+    ]
+    return record_files.write(one.folder, record, findings)
+
+
+def state(root):
+    return {
+        path: path.read_bytes()
+        for folder in ("experiments", "weights")
+        for path in (root / folder).rglob("*")
+        if path.is_file() and not path.is_relative_to(root / "weights" / "tiny")
+    }
+
+
+def test_a_variant_whose_gate_passed_is_promoted_with_the_record_cited(one):
+    gate = gated(one)
+    promoted = promotion.promote(one)
+    claimed = store.read_measurements(one.folder)
+    assert promoted.changed
+    assert promoted.gate == gate
+    assert (claimed.status, claimed.verdict) == ("promoted", "pass")
+    assert claimed.records == tuple(sorted([gate.name, next(store.records(one.folder, Quality)).name]))
+    assert claimed.hypothesis == one.hypothesis
+
+
+def test_the_card_has_the_hubs_metadata_and_the_figures_of_the_records(one):
+    gated(one)
+    card = ModelCard.load(promotion.promote(one).card)
+    data = card.data
+    assert (data.base_model, data.library_name, data.license) == ("tiny", "transformers", "unknown")
+    assert {"slimqwen", "vllm", "qwen3_5_text"} <= set(data.tags)
+    assert data.model_name == "small"
+    scores = {result.metric_type: result for result in data.eval_results}
+    assert scores["exact_match"].metric_value == 0.5
+    assert scores["exact_match"].metric_args["standard_error"] == 0.2
+    assert scores["acceptance_length_share"].metric_value == 0.99
+    for text in ("Four bits for the MLPs.", one.hypothesis, "Gate of small against tiny: pass"):
+        assert text in card.text
+    assert checkpoint.digest(one.weights) in card.text
+    assert str(one.root) not in card.content
+
+
+def test_a_quantised_checkpoint_says_how(one):
+    config = checkpoint.read_config(one.weights)
+    weights = {"num_bits": 4, "group_size": 32, "symmetric": True}
+    quantised = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}},
+    }
+    write_config(one.weights, config | {"quantization_config": quantised})
+    gated(one)
+    data = ModelCard.load(promotion.promote(one).card).data
+    assert data.quantization["bits"] == [4]
+    assert data.base_model_relation == "quantized"
+    assert {"compressed-tensors", "4-bit"} <= set(data.tags)
+
+
+def test_a_base_from_the_hub_is_named_as_there(one, add_variant, tmp_path):
+    add_variant("copy", "SOURCE=Owner/Model\nVLLM_MODEL=weights/copy\n")
+    (one.folder / "recipe.yaml").write_text(RECIPE.replace("base: tiny", "base: copy"))
+    gated(one)
+    data = ModelCard.load(promotion.promote(one).card).data
+    assert (data.base_model, data.license) == ("Owner/Model", "other")
+    assert data.license_link == "https://huggingface.co/Owner/Model"
+
+
+def test_a_card_is_no_part_of_the_checkpoint(one, tmp_path):
+    before = checkpoint.digest(one.weights), bytes_on_disk(one.weights)
+    gate = gated(one)
+    card = promotion.promote(one).card
+    assert card.is_file()
+    assert (checkpoint.digest(one.weights), bytes_on_disk(one.weights)) == before
+    assert checkpoint.verify(one.weights, "cure").stage == "calibrate"
+    assert provenance.still_holds(store.read(gate).provenance, ServerCommand.resolve(one))
+    further = tmp_path / "further"
+    further.mkdir()
+    carry_all(one.weights, further)
+    assert not (further / card.name).exists()
+
+
+def test_a_second_promotion_changes_nothing(one):
+    gated(one)
+    promotion.promote(one)
+    before = state(one.root)
+    assert not promotion.promote(one).changed
+    assert state(one.root) == before
+
+
+def test_a_promotion_that_was_cut_off_is_finished(one, monkeypatch):
+    gated(one)
+    monkeypatch.setattr(store, "validate", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        promotion.promote(one)
+    monkeypatch.undo()
+    promotion.promote(one)
+    assert store.read_measurements(one.folder).status == "promoted"
+    assert not list(one.folder.glob(".*"))
+
+
+def test_variants_that_share_a_checkpoint_share_a_card_that_speaks_of_both(one, add_variant):
+    add_variant("fast", "BASE=small\nVLLM_MAX_NUM_SEQS=7\n", baseline="tiny")
+    fast = variant.load("fast", one.root)
+    gated(one)
+    alone = promotion.promote(one).card.read_text()
+    assert "fast" not in alone
+    gated(fast)
+    both = promotion.promote(fast).card.read_text()
+    for text in ("## Served as small", "## Served as fast", "max-num-seqs: 7"):
+        assert text in both
+    names = {result.metric_name for result in ModelCard(both).data.eval_results}
+    assert {"exact_match of small", "exact_match of fast"} <= names
+    assert not promotion.promote(one).changed
+
+
+def test_one_that_was_never_promoted_is_not_in_the_card(one, add_variant):
+    add_variant("fast", "BASE=small\nVLLM_MAX_NUM_SEQS=7\n", baseline="tiny")
+    gated(variant.load("fast", one.root))
+    gated(one)
+    assert "fast" not in promotion.promote(one).card.read_text()
+
+
+def test_the_committed_checkpoint_and_others_that_no_recipe_made_get_no_card(one, add_variant):
+    add_variant("flags", "BASE=tiny\nVLLM_MAX_NUM_SEQS=7\n", baseline="tiny")
+    flags = variant.load("flags", one.root)
+    gated(flags)
+    before = sorted((ROOT / "weights" / "tiny").iterdir())
+    promoted = promotion.promote(flags)
+    assert promoted.changed
+    assert promoted.card is None
+    assert sorted((ROOT / "weights" / "tiny").iterdir()) == before
+    assert store.read_measurements(flags.folder).status == "promoted"
+
+
+def refused(one, message):
+    before = state(one.root)
+    with pytest.raises(EvalError, match=message) as caught:
+        promotion.promote(one)
+    assert "\n" not in str(caught.value)
+    assert state(one.root) == before
+
+
+def test_without_a_gate_record_nobody_is_promoted(one):
+    refused(one, r"no gate record fits small as it is now; `slimqwen gate check --variant small`")
+
+
+@pytest.mark.parametrize("verdict", ["fail", "inconclusive"])
+def test_a_gate_that_did_not_pass_is_named(one, verdict):
+    path = gated(one, verdict)
+    refused(one, rf"says {verdict} \(quality: {verdict}; small/{path.name}\).*gate check --variant small")
+
+
+def test_a_later_failure_stands_against_an_earlier_pass(one):
+    gated(one)
+    gated(one, "fail")
+    refused(one, "says fail")
+    gated(one)
+    assert promotion.promote(one).changed
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "said"),
+    [
+        (
+            "weights/small/config.json",
+            "",
+            r"the newest, gate_\S+ differs in checkpoint\); `slimqwen gate check",
+        ),
+        ("experiments/small/config.env", "VLLM_MAX_NUM_SEQS=3", "differs in flag max-num-seqs"),
+    ],
+)
+def test_another_checkpoint_or_other_flags_are_not_those_that_passed(one, file, line, said):
+    gated(one)
+    changed = one.root / file
+    changed.write_text(f"{changed.read_text()}{line}\n")
+    refused(variant.load("small", one.root), said)
+
+
+def test_another_vllm_is_not_the_one_that_passed(one):
+    gated(one, packages=provenance.package_versions() | {"vllm": "0.1"})
+    refused(one, "differs in vllm")
+
+
+def test_a_pass_elsewhere_counts(one):
+    gated(
+        one,
+        hardware=provenance.hardware().as_json() | {"memory_bytes": 1},
+        git={"commit": "c" * 40, "dirty": False},
+    )
+    assert promotion.promote(one).changed
+
+
+def test_a_failure_of_another_checkpoint_does_not_stand_against_this_one(one):
+    gated(one)
+    other = described(one)["checkpoint"] | {"digest": "ef" * 32}
+    gated(one, "fail", checkpoint=other)
+    assert promotion.promote(one).changed
+
+
+def test_evidence_that_is_gone_is_named(one):
+    gated(one)
+    gone = next(store.records(one.folder, Quality))
+    gone.unlink()
+    refused(one, rf"small/{gone.name} is missing")
+
+
+def test_evidence_that_rests_on_other_data_than_there_is_now_is_named(one):
+    gated(one, data={"eval/fidelity/tinyworld.yaml": "0" * 64})
+    refused(
+        one,
+        r"eval/fidelity/tinyworld\.yaml has changed since small/quality_\S+, and small/gate_\S+ rests on it",
+    )
+
+
+def test_a_baseline_is_not_promoted(one):
+    refused(variant.load("tiny", one.root), "tiny is a baseline")
+
+
+def test_a_rejected_variant_is_not_promoted_behind_its_owners_back(one):
+    gated(one)
+    file = one.folder / "measurements.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"status": "rejected"}))
+    refused(one, "small was rejected")
+
+
+def test_a_missing_checkpoint_names_what_makes_it(one):
+    gated(one)
+    one.weights.unlink()
+    with pytest.raises(MissingCheckpointError, match="small"):
+        promotion.promote(one)

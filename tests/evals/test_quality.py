@@ -1,0 +1,628 @@
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pandas
+import pytest
+import yaml
+
+from slimqwen.evals import EvalError, quality
+from slimqwen.evals.quality import OutputTokens
+from slimqwen.evals.suites import lm_eval_run
+from slimqwen.evals.suites.lm_eval_client import Generation, PromptTooLongError, ServedChat
+from slimqwen.evals.suites.lm_eval_run import TaskRun
+from slimqwen.evals.suites.suite import ANSWER_MARGIN, BITS_PER_BYTE, DECIDING, Suite, SuiteTask
+from slimqwen.records import store
+from slimqwen.serving import shared_server
+from slimqwen.variant import load, repository_root
+
+GENERATE = """\
+output_type: generate_until
+doc_to_text: "{{prompt}}"
+doc_to_target: "{{answer}}"
+generation_kwargs: {until: ["\\n"], do_sample: false, max_gen_toks: 4}
+metric_list: [{metric: exact_match}]
+"""
+CHOOSE = """\
+output_type: multiple_choice
+doc_to_text: "{{prompt}}"
+doc_to_choice: "{{options}}"
+doc_to_target: "{{right}}"
+metric_list: [{metric: acc}]
+"""
+READ = """\
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list: [{metric: bits_per_byte}]
+"""
+SMALL = Suite(
+    name="small",
+    tasks_folder=Path("eval/tasks"),
+    chat_template=False,
+    text_prefix="<end>",
+    sample="first",
+    tasks=(
+        SuiteTask(task="small_facts", measure="exact_match", non_inferiority_margin=0.05),
+        SuiteTask(task="small_margin", measure=ANSWER_MARGIN, non_inferiority_margin=0.1),
+        SuiteTask(task="small_prose", measure=BITS_PER_BYTE, non_inferiority_margin=0.01),
+    ),
+)
+
+
+@pytest.fixture
+def recorded():
+    """What lm-eval returned for three items of three tasks on an untrained model; facts 1 then made right."""
+    results = json.loads(Path(__file__).with_name("lm_eval_results.json").read_text())
+    for sample in results["samples"]["small_facts"]:
+        sample["resps"] = [[Generation(**sample["resps"][0][0], tokens=4)]]
+    results["samples"]["small_facts"][1].update(exact_match=1.0, resps=[[Generation("glass", "stop", 1)]])
+    results["samples"]["small_facts"][2].update(resps=[[Generation(" ", "length", 4)]])
+    return results
+
+
+@pytest.fixture
+def parse(recorded):
+    """Row and items of one of those tasks, some of its fields changed."""
+
+    def one(name, repeats=1, **changes):
+        task = next(task for task in SMALL.tasks if task.name == name)
+        task = task.model_copy(update={"repeats": repeats, **changes})
+        results = {name: recorded["samples"][name]}
+        available = recorded["n-samples"][name]["original"]
+        items = lm_eval_run.parse(task, {name: available}, [results] * repeats)
+        return quality.task_score(TaskRun(task, items, available, False)), items
+
+    return one
+
+
+def test_generated_answers_are_scored_and_their_ends_counted(parse):
+    row, _ = parse("small_facts")
+    assert row.value == pytest.approx(1 / 3)
+    assert row.standard_error == pytest.approx(1 / 3)
+    assert (row.item_count, row.available_count) == (3, 60)
+    assert (row.output_count, row.truncated_count, row.empty_count) == (3, 2, 1)
+    assert row.output_tokens == OutputTokens(mean=3, p50=4, max=4)
+
+
+def test_margin_is_right_minus_best_wrong(recorded, parse):
+    row, items = parse("small_margin")
+    expected = []
+    for sample in recorded["samples"]["small_margin"]:
+        options = [log_likelihood for log_likelihood, _ in sample["filtered_resps"]]
+        right = options[sample["target"]]
+        expected.append(right - max(o for n, o in enumerate(options) if n != sample["target"]))
+    assert [i.value for i in items] == pytest.approx(expected)
+    assert row.value == pytest.approx(sum(expected) / 3)
+    assert row.truncated_count is None
+    assert row.output_tokens is None
+
+
+def test_bits_per_byte_weighs_documents_by_their_bytes(recorded, parse):
+    row, items = parse("small_prose")
+    pairs = [sample["bits_per_byte"] for sample in recorded["samples"]["small_prose"]]
+    bits, byte_count = -sum(p[0] for p in pairs) / math.log(2), sum(p[1] for p in pairs)
+    assert row.value == pytest.approx(bits / byte_count)
+    assert row.higher_is_better is False
+    assert sum(i.weight for i in items) == byte_count
+
+
+def test_items_keep_their_names_whatever_the_model_answers(recorded, parse):
+    before = parse("small_facts")[1]
+    recorded["samples"]["small_facts"].reverse()
+    for sample in recorded["samples"]["small_facts"]:
+        sample["exact_match"] = 0.0
+    after = parse("small_facts")[1]
+    assert [(i.task, i.index, i.item) for i in after] == [(i.task, i.index, i.item) for i in before]
+    assert len({i.item for i in before}) == len(before)
+
+
+def test_repeats_of_one_item_count_as_one_observation(parse):
+    once, three = parse("small_facts")[0], parse("small_facts", repeats=3)
+    row, items = three
+    assert [(i.index, i.repeat) for i in items] == [(n, r) for n in range(3) for r in range(3)]
+    assert len({i.cluster for i in items}) == 3
+    assert (row.item_count, row.cluster_count, row.output_count) == (3, 3, 9)
+    # The same answer three times tells nothing more.
+    assert (row.value, row.standard_error) == pytest.approx((once.value, once.standard_error))
+    assert row.settings == {"repeats": 3}
+
+
+def test_items_that_share_a_passage_are_one_observation(recorded, parse):
+    for sample, passage in zip(recorded["samples"]["small_facts"], ("a", "b", "b"), strict=True):
+        sample["doc"]["passage"] = passage
+    row, items = parse("small_facts", cluster_by="passage")
+    assert (row.item_count, row.cluster_count) == (3, 2)
+    assert items[1].cluster == items[2].cluster != items[0].cluster
+    with pytest.raises(EvalError, match="no chapter"):
+        parse("small_facts", cluster_by="chapter")
+
+
+def test_several_parts_of_a_task_are_numbered_one_after_the_other(recorded):
+    samples = recorded["samples"]["small_facts"]
+    items = lm_eval_run.parse(SMALL.tasks[0], {"a": 10, "b": 5}, [{"b": samples[:1], "a": samples[1:]}])
+    assert [item.index for item in items] == [1, 2, 10]
+
+
+@pytest.mark.parametrize(
+    ("measure", "damage", "cause"),
+    [
+        ("accuracy", lambda sample: None, "no accuracy"),
+        ("exact_match", lambda sample: sample.update(exact_match=float("nan")), "not a number"),
+        ("exact_match", lambda sample: sample.update(doc_id=1), "several filters"),
+    ],
+)
+def test_items_without_one_finite_score_are_an_error(recorded, parse, measure, damage, cause):
+    damage(recorded["samples"]["small_facts"][0])
+    with pytest.raises(EvalError, match=cause):
+        parse("small_facts", measure=measure)
+
+
+@pytest.mark.parametrize(("floor", "said"), [(0.0, "pass"), (0.2, "inconclusive"), (0.95, "fail")])
+def test_a_floor_is_judged_by_the_whole_interval(parse, floor, said):
+    """One of three is right: the exact interval reaches from 0.8 % to 90.6 %."""
+    row, _ = parse("small_facts", floor=floor)
+    assert (row.floor, row.floor_verdict) == (floor, said)
+
+
+def test_the_suites_of_the_repository_are_readable():
+    files = list((repository_root() / "eval" / "suites").glob("*.yaml"))
+    assert files
+    for file in files:
+        suite = Suite.load(file.stem, repository_root())
+        assert suite.tasks
+        assert all(task.items_to_decide for task in suite.tasks)
+
+
+@pytest.fixture
+def small_suite(tmp_path, write_task):
+    prompts = [f"Q : what sells town {n} ? A :" for n in range(6)]
+    write_task("small_facts", [{"prompt": p, "answer": "salt"} for p in prompts], GENERATE)
+    options = ["salt", "wool", "iron"]
+    write_task("small_margin", [{"prompt": p, "options": options, "right": 1} for p in prompts], CHOOSE)
+    write_task("small_prose", [{"text": " ".join([*["town"] * n, "salt"])} for n in range(1, 7)], READ)
+    (tmp_path / "eval" / "suites").mkdir()
+    rows = [{"task": t.name, "measure": t.measure, "non_inferiority_margin": 0.1} for t in SMALL.tasks]
+    content = {
+        "tasks_folder": "eval/tasks",
+        "chat_template": False,
+        "text_prefix": "<end>",
+        "sample": "first",
+        "tasks": rows,
+    }
+    (tmp_path / "eval" / "suites" / "small.yaml").write_text(yaml.safe_dump(content))
+    return Suite.load("small", tmp_path)
+
+
+@pytest.fixture
+def measure(monkeypatch, small_suite):
+    """Measure a served stand-in; returns the record's path."""
+
+    def run(served_variant, limit=4, **arguments):
+        monkeypatch.setattr(quality, "serve", lambda *_, **__: contextlib.nullcontext(served_variant))
+        return quality.measure(
+            served_variant.variant, small_suite, command=["scripts/eval_quality.py"], limit=limit, **arguments
+        )
+
+    return run
+
+
+def test_a_measured_variant_has_a_valid_record_with_every_item(
+    measure, add_served, stand_in, monkeypatch, capfd
+):
+    monkeypatch.setenv("VLLM_API_KEY", "hunter2")
+    messages = []
+    server = stand_in()
+    path = measure(add_served("tiny", server), progress=lambda *step: messages.append(step))
+    record = store.read(path)
+    assert {task: row.item_count for task, row in record.tasks.items()} == dict.fromkeys(record.tasks, 4)
+    assert record.tasks["small_facts"].value == 1
+    assert record.limit == 4
+    assert len(store.read_items(path)) == 12
+    assert set(record.provenance.datasets) == {
+        f"eval/tasks/small_{name}.{ending}"
+        for name in ("facts", "margin", "prose")
+        for ending in ("jsonl", "yaml")
+    }
+    assert ("generating answers of small_facts", 4, 4) in messages
+    assert ("scoring options of small_margin", 12, 12) in messages
+    assert ("scoring texts of small_prose", 4, 4) in messages
+    assert {request["headers"]["Authorization"] for request in server.requests} == {"Bearer hunter2"}
+    assert "hunter2" not in path.read_text()
+    assert capfd.readouterr().out == ""
+
+
+def test_a_variant_that_serves_one_request_at_a_time_is_asked_the_same(measure, add_served, stand_in):
+    servers = stand_in(), stand_in()
+    variants = [add_served(f"tiny-{n}", server) for n, server in enumerate(servers)]
+    variants[1].server.command.flags["max-num-seqs"] = 1
+    for one in variants:
+        measure(one)
+    asked = [sorted(json.dumps(r | {"headers": None}, sort_keys=True) for r in s.requests) for s in servers]
+    assert asked[0] == asked[1]
+
+
+@pytest.mark.parametrize("lives_for", [0, 2, 6, 17])
+def test_a_server_that_dies_is_an_error_and_leaves_no_record(measure, add_served, stand_in, lives_for):
+    dying = add_served("tiny", stand_in(lives_for))
+    with pytest.raises(shared_server.ServerLostError, match="nothing was recorded"):
+        measure(dying)
+    assert [file.name for file in dying.variant.folder.iterdir() if "quality" in file.name] == []
+
+
+def test_a_limit_without_a_standard_error_is_refused_before_anything_starts(measure, add_served, stand_in):
+    server = stand_in()
+    with pytest.raises(EvalError, match="2 items or more"):
+        measure(add_served("tiny", server), limit=1)
+    assert server.requests == []
+
+
+def test_texts_follow_the_token_that_the_suite_names(measure, add_served, stand_in):
+    server = stand_in()
+    measure(add_served("tiny", server))
+    texts = [
+        r["prompt"][0]
+        for r in server.requests
+        if r.get("echo") and 8 in r["prompt"][0] and 2 not in r["prompt"][0]
+    ]
+    assert len(texts) == 4
+    assert {tokens[0] for tokens in texts} == {0}
+
+
+def test_a_prefix_that_the_tokenizer_lacks_is_named(measure, add_served, stand_in, small_suite):
+    suite = small_suite.model_copy(update={"text_prefix": "<|endoftext|>"})
+    one = add_served("tiny", stand_in())
+    with pytest.raises(EvalError, match=r"<\|endoftext\|>"):
+        quality.score(suite, one, root=one.variant.root, limit=2, log=one.variant.root / "log")
+
+
+def test_a_task_that_is_not_there_is_named(measure, add_served, stand_in, small_suite):
+    (small_suite.tasks_folder / "small_prose.yaml").unlink()
+    with pytest.raises(EvalError, match="small_prose"):
+        measure(add_served("tiny", stand_in()))
+
+
+@pytest.mark.parametrize("lives_for", [3, 11])
+def test_a_run_whose_server_died_goes_on_where_it_broke_off(measure, add_served, stand_in, lives_for):
+    first = stand_in(lives_for)
+    one = add_served("tiny", first)
+    with pytest.raises(
+        shared_server.ServerLostError, match=f"its {lives_for} answers so far are kept: run the same command"
+    ):
+        measure(one)
+    (unfinished,) = (one.variant.root / ".cache" / "quality").iterdir()
+
+    second = stand_in()
+    resumed = store.read(path := measure(at(one, second)))
+    assert resumed.answers_of_earlier_run == lives_for
+    answered = [asked(request) for request in first.requests[:lives_for]]
+    assert not [request for request in second.requests if asked(request) in answered]
+    assert not unfinished.exists()
+
+    third = stand_in()
+    monday = measure(at(one, third), records_folder=one.variant.root / "undisturbed")
+    undisturbed = store.read(monday)
+    assert undisturbed.answers_of_earlier_run == 0
+    assert len(third.requests) == lives_for + len(second.requests)
+    assert resumed.tasks == undisturbed.tasks
+    assert store.read_items(path) == store.read_items(monday)
+
+
+def test_answers_of_another_extent_are_not_taken_over(measure, add_served, stand_in):
+    one = add_served("tiny", stand_in(3))
+    with pytest.raises(shared_server.ServerLostError):
+        measure(one)
+    path = measure(at(one, stand_in()), limit=3)
+    assert store.read(path).answers_of_earlier_run == 0
+
+
+def at(one, server):
+    """The same variant, now answered by another server."""
+    running = SimpleNamespace(**(vars(one.server) | {"base_url": server.base_url}))
+    return dataclasses.replace(one, server=running)
+
+
+def asked(request):
+    return json.dumps({name: value for name, value in request.items() if name != "headers"}, sort_keys=True)
+
+
+def test_the_deciding_sample_is_what_the_suite_assumes_or_all(
+    measure, small_suite, add_served, stand_in, monkeypatch
+):
+    facts, margin, prose = small_suite.tasks
+    tasks = (
+        facts.model_copy(update={"non_inferiority_margin": 0.9, "assumed_discordance": 0.1}),
+        margin.model_copy(update={"assumed_deviation": 1.0}),
+        prose,
+    )
+    suite = small_suite.model_copy(update={"tasks": tasks})
+    one = add_served("tiny", stand_in())
+    monkeypatch.setattr(quality, "serve", lambda *_, **__: contextlib.nullcontext(one))
+    record = store.read(quality.measure(one.variant, suite, command=["x"], limit=DECIDING))
+    rows = record.tasks
+    assert record.limit == "deciding"
+    few = tasks[0].items_to_decide
+    assert 2 <= few < 6
+    assert rows["small_facts"].item_count == few
+    # (1.96 + 1.71) standard deviations of 1 over a margin of 0.1, squared; there are six.
+    assert (rows["small_margin"].item_count, rows["small_margin"].items_to_decide) == (6, 1344)
+    assert (rows["small_prose"].item_count, rows["small_prose"].items_to_decide) == (6, None)
+
+
+def test_a_drawn_sample_does_not_depend_on_the_order_of_the_file(
+    small_suite, add_served, stand_in, write_task
+):
+    suite = small_suite.model_copy(update={"tasks": small_suite.tasks[:1], "sample": "drawn"})
+    one = add_served("tiny", stand_in())
+
+    def drawn():
+        scores = quality.score(suite, one, root=one.variant.root, limit=3, log=one.variant.root / "log")
+        return {item.item for item in scores.items}
+
+    before = drawn()
+    prompts = [f"Q : what sells town {n} ? A :" for n in reversed(range(6))]
+    write_task("small_facts", [{"prompt": p, "answer": "salt"} for p in prompts], GENERATE)
+    assert drawn() == before
+    assert len(before) == 3
+
+
+def test_repeats_are_asked_with_seeds_of_their_own(small_suite, add_served, stand_in):
+    task = small_suite.tasks[0].model_copy(update={"repeats": 2})
+    server = stand_in()
+    one = add_served("tiny", server)
+    suite = small_suite.model_copy(update={"tasks": (task,)})
+    scores = quality.score(suite, one, root=one.variant.root, limit=2, log=one.variant.root / "log")
+    assert sorted(request["seed"] for request in server.requests) == [1234, 1234, 1235, 1235]
+    assert scores.tasks["small_facts"].item_count == 2
+
+
+def test_a_prompt_is_never_cut_to_make_room_for_its_answer(small_suite, add_served, stand_in, write_task):
+    """The stand-in takes 128 tokens: a limit of 200 leaves 128 less the prompt, a prompt of 130 is refused."""
+    long = GENERATE.replace("max_gen_toks: 4", "max_gen_toks: 200")
+    suite = small_suite.model_copy(update={"tasks": small_suite.tasks[:1]})
+    server = stand_in()
+    one = add_served("tiny", server)
+    for words in (10, 130):
+        rows = [{"prompt": " ".join(["salt"] * words), "answer": "salt"}] * 2
+        write_task("small_facts", rows, long)
+        ask = functools.partial(
+            quality.score, suite, one, root=one.variant.root, limit=2, log=one.variant.root / "log"
+        )
+        if words == 130:
+            with pytest.raises(PromptTooLongError, match=r"130 tokens .* takes 128, .*VLLM_MAX_MODEL_LEN"):
+                ask()
+        else:
+            ask()
+    assert [(len(r["prompt"][0]), r["max_tokens"]) for r in server.requests] == [(10, 118)] * 2
+
+
+def test_data_that_were_not_fetched_are_named_before_anything_starts(
+    measure, add_served, stand_in, monkeypatch
+):
+    server = stand_in()
+    one = add_served("tiny", server)
+    core = Suite.load("core", repository_root())
+    with pytest.raises(EvalError, match=r"data/mmlu_pro, data/ifeval, data/gpqa, .*`make datasets`"):
+        quality.measure(one.variant, core, command=[], limit=2)
+    assert server.requests == []
+
+
+class Client(ServedChat):
+    """Without the network side: what is made of a response."""
+
+    def __init__(self, thinking, drops_thoughts):
+        self.thinking, self.drops_thoughts = thinking, drops_thoughts
+
+
+@pytest.mark.parametrize(
+    ("message", "thinking", "drops", "text"),
+    [
+        ({"content": "so </think>\n\nsalt"}, True, True, "\n\nsalt"),
+        ({"content": "so </think>\n\nsalt"}, True, False, "so </think>\n\nsalt"),
+        ({"content": "so and so and"}, True, True, ""),
+        ({"content": "salt"}, False, True, "salt"),
+        ({"content": "salt"}, None, True, "salt"),
+        ({"reasoning": "so", "content": "salt"}, True, True, "salt"),
+        ({"reasoning": "so", "content": "salt"}, True, False, "so</think>salt"),
+        ({"reasoning": "so and", "content": None}, True, True, ""),
+        ({"content": None}, False, True, ""),
+    ],
+)
+def test_what_follows_the_thoughts_is_the_answer(message, thinking, drops, text):
+    outputs = {
+        "choices": [{"index": 0, "message": message, "finish_reason": "length"}],
+        "usage": {"completion_tokens": 7},
+    }
+    (answer,) = Client(thinking, drops).parse_generations(outputs)
+    assert (answer, answer.finish_reason, answer.tokens) == (text, "length", 7)
+
+
+def test_a_template_without_a_thinking_switch_is_named(small_suite, add_served, stand_in):
+    one = add_served("tiny", stand_in())
+    with pytest.raises(EvalError, match=r"rendered already.*add --chat"):
+        small_suite.with_thinking(True, chat=False)
+    suite = small_suite.model_copy(update={"chat_template": True}).with_thinking(True, chat=False)
+    ask = functools.partial(
+        quality.score, suite, one, root=one.variant.root, limit=2, log=one.variant.root / "log"
+    )
+    with pytest.raises(EvalError, match="weights/tiny has no chat template"):
+        ask()
+    template = "{% for m in messages %}Q {{ m.content }}{% endfor %} A"
+    (one.server.weights / "chat_template.jinja").write_text(template)
+    with pytest.raises(EvalError, match="weights/tiny has no thinking switch"):
+        ask()
+
+
+SUBJECTS = (
+    "biology", "business", "chemistry", "computer science", "economics", "engineering", "health", "history", "law",
+    "math", "other", "philosophy", "physics", "psychology",
+)  # fmt: skip
+
+
+def write_core_data(root):
+    """A few items of our own in the columns of the three hub datasets, and what stands for nltk's tokenizer."""
+    rows = [
+        {
+            "question_id": number,
+            "question": f"Which of these has to do with {subject}?",
+            "options": [f"a word of {subject}" if n == number % 10 else f"the colour {n}" for n in range(10)],
+            "answer": "ABCDEFGHIJ"[number % 10],
+            "answer_index": number % 10,
+            "cot_content": "",
+            "category": subject,
+            "src": "ours",
+        }
+        for number, subject in enumerate(SUBJECTS)
+    ]
+    instructions = [
+        ("punctuation:no_comma", {}),
+        ("keywords:existence", {"keywords": ["salt", "wool"]}),
+        ("length_constraints:number_words", {"relation": "less than", "num_words": 500}),
+    ]
+    asked = [
+        {
+            "key": n,
+            "prompt": f"Write about towns. Rule {n}.",
+            "instruction_id_list": [name],
+            "kwargs": [kwargs],
+        }
+        for n, (name, kwargs) in enumerate(instructions)
+    ]
+    questions = [
+        {
+            "Record ID": f"rec{n}",
+            "Question": f"Which metal is sold in town {n}?",
+            "Correct Answer": "iron",
+            "Incorrect Answer 1": "salt",
+            "Incorrect Answer 2": "wool",
+            "Incorrect Answer 3": "tar",
+        }
+        for n in range(3)
+    ]
+    core = Suite.load("core", repository_root())
+    files = [root / dataset.folder / dataset.files[0] for dataset in core.datasets]
+    for file in files:
+        file.parent.mkdir(parents=True)
+    pandas.DataFrame(rows).to_parquet(files[0])
+    files[1].write_text("".join(json.dumps(row) + "\n" for row in asked))
+    pandas.DataFrame(questions).to_csv(files[2], index=False)
+    for dataset, file in zip(core.datasets, files, strict=True):
+        digests = {dataset.files[0]: hashlib.sha256(file.read_bytes()).hexdigest()}
+        facts = {"repository": dataset.repository, "revision": "0" * 40, "files": digests}
+        (root / dataset.folder / "manifest.json").write_text(json.dumps(facts))
+    tokenizer = root / "data" / "nltk" / "tokenizers"
+    (tokenizer / "punkt_tab").mkdir(parents=True)
+    (tokenizer / "punkt_tab.zip").write_bytes(b"")
+    return core
+
+
+class Said:
+    """Stands for what an earlier run was answered: the same to everything."""
+
+    def __init__(self, text):
+        self.text = text
+        self.asked = []
+
+    def get(self, request):
+        self.asked.append(request["payload"])
+        return [[self.text, "stop", 5]]
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_by_chat_the_user_says_the_question_and_thinking_is_switched(
+    small_suite, add_served, stand_in, thinking
+):
+    one = add_served("tiny", stand_in())
+    template = "{% for m in messages %}Q {{ m.content }}{% endfor %}{% if enable_thinking %} A{% endif %}"
+    (one.server.weights / "chat_template.jinja").write_text(template)
+    tasks = (small_suite.tasks[0].model_copy(update={"thinking_tokens": 7}), *small_suite.tasks[1:])
+    suite = small_suite.model_copy(update={"tasks": tasks, "chat_message": "what sells {{answer}} ?"})
+    said = Said("salt")
+    scores = quality.score(
+        suite.with_thinking(thinking, chat=True),
+        one,
+        root=one.variant.root,
+        limit=2,
+        chat=True,
+        log=one.variant.root / "log",
+        answers=said,
+    )
+    # What scores given answers or reads texts has no place in a chat.
+    assert list(scores.tasks) == ["small_facts"]
+    assert scores.tasks["small_facts"].settings["thinking"] is thinking
+    assert [request["messages"] for request in said.asked] == [
+        [{"role": "user", "content": "what sells salt ?"}]
+    ] * 2
+    assert [request["chat_template_kwargs"] for request in said.asked] == [{"enable_thinking": thinking}] * 2
+    assert [request["max_tokens"] for request in said.asked] == [11 if thinking else 4] * 2
+
+
+@pytest.mark.parametrize(
+    ("text", "mmlu_pro", "ifeval"),
+    [
+        # Of 14 items the first and the eleventh have A as their answer.
+        ("Salt and wool. The answer is (A).", 2 / 14, 1),
+        ("Tar, then. No letter.", 0, 1 / 3),
+    ],
+)
+def test_core_is_scored_by_lm_evals_own_rules(add_served, stand_in, tmp_path, text, mmlu_pro, ifeval):
+    one = dataclasses.replace(add_served("tiny", stand_in()), max_model_len=14_000)
+    template = load("tiny").weights / "chat_template.jinja"
+    (one.server.weights / template.name).write_text(template.read_text())
+    core = write_core_data(tmp_path)
+    scores = quality.score(core, one, root=tmp_path, limit=None, log=tmp_path / "log", answers=Said(text))
+    assert scores.tasks["mmlu_pro"].value == pytest.approx(mmlu_pro)
+    assert scores.tasks["ifeval"].value == pytest.approx(ifeval)
+    gpqa = scores.tasks["gpqa_diamond"]
+    assert (gpqa.item_count, gpqa.cluster_count, gpqa.output_count) == (3, 3, 9)
+    assert gpqa.value in ((0, 1 / 3, 2 / 3, 1) if "(" in text else (0,))
+    assert {item.index for item in scores.items if item.task == "mmlu_pro"} == set(range(14))
+    assert {path.name for path in scores.datasets} == {
+        "test-00000-of-00001.parquet", "ifeval_input_data.jsonl", "gpqa_diamond.csv", "punkt_tab.zip",
+    }  # fmt: skip
+
+
+@pytest.mark.engine
+def test_core_goes_the_whole_way_over_a_real_server(served_tiny, tmp_path):
+    """Three items a task, which the tiny model knows nothing of; a rule of IFEval it may keep by chance."""
+    core = write_core_data(tmp_path)
+    tasks = tuple(task.model_copy(update={"repeats": min(task.repeats, 2)}) for task in core.tasks)
+    core = core.model_copy(update={"tasks": tasks, "max_gen_toks": 24})
+    scores = quality.score(core, served_tiny, root=tmp_path, limit=3, log=tmp_path / "log")
+    assert {name: row.item_count for name, row in scores.tasks.items()} == dict.fromkeys(scores.tasks, 3)
+    assert {name: row.available_count for name, row in scores.tasks.items()} == {
+        "mmlu_pro": 14,
+        "ifeval": 3,
+        "gpqa_diamond": 3,
+    }
+    assert scores.tasks["gpqa_diamond"].output_count == 6
+    assert scores.tasks["gpqa_diamond"].cluster_count == 3
+    for item in scores.items:
+        assert 0 < item.output_tokens <= 24
+        assert not item.truncated or item.output_tokens == 24
+        assert "</think>" not in item.output
+    for row in scores.tasks.values():
+        assert row.floor_verdict in ("fail", "inconclusive")
+    assert scores.tasks["ifeval"].value >= 1 / 3
+
+
+@pytest.mark.engine
+def test_the_chat_path_scores_what_the_template_renders(served_tiny, tmp_path):
+    """The task files hold what the template makes of the question, so both paths ask the same."""
+    tiny = load("tiny")
+    suite = Suite.load("tinyworld", tiny.root)
+    ask = functools.partial(quality.score, root=tiny.root, limit=4, log=tmp_path / "log")
+    suite = suite.model_copy(update={"tasks": suite.tasks[:4]})
+    chat = ask(suite, served_tiny, chat=True)
+    assert set(chat.tasks) == {"tinyworld_facts", "tinyworld_format", "tinyworld_twohop"}
+    plain = ask(suite, served_tiny)
+    same = [i.output for i in plain.items if i.output is not None], [i.output for i in chat.items]
+    assert [a.strip() for a in same[0]] == [a.strip() for a in same[1]]
+    assert {name: row.value for name, row in chat.tasks.items()} == {
+        name: plain.tasks[name].value for name in chat.tasks
+    }

@@ -1,0 +1,127 @@
+"""A plan as a rehearsal makes it, for tests that need no engine."""
+
+import json
+
+from slimqwen.plan.facts import (
+    EngineConfig,
+    Graphs,
+    JitModule,
+    KvCache,
+    LostChoice,
+    Plan,
+    Toolkit,
+    TritonKernel,
+    TritonKernels,
+)
+from slimqwen.vllm_plugin.engine_facts import AttentionLayers
+
+
+def plan(
+    *,
+    backend="FLASH_ATTN",
+    kv_cache_dtype="auto",
+    drafts=4,
+    dtype="bfloat16",
+    prefix_caching=False,
+    sizes=(5, 10, 15, 20, 25, 30, 35, 40),
+    full=(5, 10, 15, 20, 25, 30, 35, 40),
+    shortest_hit=None,
+    compiler=True,
+    prefill="triton",
+    flashinfer_sampler=False,
+    failed_at=None,
+    error=None,
+    gpu="a10g",
+    vllm="0.32.0",
+    libraries=(),
+    kernels=None,
+    schedule=None,
+):
+    """The plan of a variant of eight sequences with MTP on an A10G."""
+
+    def layers(kind, backend, prefill):
+        return AttentionLayers(
+            layer=kind, backend=backend, kv_cache_dtype="auto", prefill=prefill, drafts=False, count=8
+        )
+
+    modules = {
+        "FlashInfer attention": backend == "FLASHINFER",
+        "FlashInfer Gated DeltaNet prefill": prefill == "flashinfer",
+        "FlashInfer sampling": flashinfer_sampler,
+    }
+    return Plan(
+        variant="v",
+        gpu=gpu,
+        simulated=True,
+        vllm=vllm,
+        checkpoint="weights/v",
+        flags={
+            "cudagraph-capture-sizes": json.dumps(list(sizes)),
+            "speculative-config": json.dumps({"num_speculative_tokens_per_batch_size": schedule}),
+        },
+        toolkit=Toolkit(nvcc=compiler, ninja=compiler),
+        engine=EngineConfig(
+            architecture="Qwen3_5ForConditionalGeneration",
+            dtype=dtype,
+            quantization="compressed-tensors",
+            model_runner="V2",
+            max_model_len=13312,
+            max_num_seqs=8,
+            max_num_batched_tokens=2048,
+            chunked_prefill=True,
+            prefix_caching=prefix_caching,
+            num_speculative_tokens=drafts,
+            kv_cache_dtype=kv_cache_dtype,
+            state_dtype="float32",
+            state_cache_mode="none",
+            compilation="VLLM_COMPILE",
+            requested_graph_mode="FULL_AND_PIECEWISE",
+            requested_graph_sizes=list(sizes),
+        ),
+        attention=[layers("Attention", backend, ""), layers("GatedDeltaNet", "GDN_ATTN", prefill)],
+        kv_cache=KvCache(
+            available_bytes=2**33,
+            block_size=544,
+            blocks=100,
+            tokens=100_000,
+            sequences_at_max_model_len=17.0,
+            prefix_hit_multiple=None,
+            shortest_prompt_with_hit=shortest_hit,
+        ),
+        graphs=Graphs(
+            mode="FULL_AND_PIECEWISE" if full else "PIECEWISE",
+            support={},
+            captured={"FULL": list(full)} if full else {},
+            decode_query_len=drafts + 1,
+        ),
+        jit=[
+            JitModule(module=name, reason="chosen", possible=compiler, libraries=list(libraries))
+            for name, chosen in modules.items()
+            if chosen
+        ],
+        kernels=kernels,
+        failed_at=failed_at,
+        error=error,
+    )
+
+
+def kernels(*, runs=True, lost=("num_stages=4",)):
+    """One kernel that loses choices of twelve on an A10G, and one that loses none."""
+    reason = "needs 131852 bytes of shared memory, the GPU has 101376"
+    compiled = {"shared_bytes": 1024, "registers": 32, "spilled_bytes": 0}
+    return TritonKernels(
+        target="sm_86",
+        shared_memory_bytes=101_376,
+        kernels=[
+            TritonKernel(
+                kernel="vllm.gdn.prefill",
+                compiled=12,
+                lost=[LostChoice(choice=choice, reason=reason) for choice in lost],
+                runs=runs,
+                **compiled,
+            ),
+            TritonKernel(kernel="vllm.sample", compiled=2, lost=[], runs=True, **compiled),
+        ],
+        operators=["_C::marlin_gemm"],
+        left_out=["kernels of FLASH_ATTN, which are not Triton's"],
+    )

@@ -1,0 +1,86 @@
+"""Libraries of FlashInfer compiled without a GPU: packed, named by the plan, and loaded without a compiler."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from slimqwen import variant
+from slimqwen.plan import flashinfer_archive, gpu_model, rehearsal, trouble
+from slimqwen.serving import baked_cache
+
+ROOT = variant.repository_root()
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(
+        torch.version.cuda is None, reason="this torch is a CPU build: run in an environment of PLATFORM=cuda"
+    ),
+]
+NAME = "cyankiwi-best"
+LOAD = """
+import json, sys
+from pathlib import Path
+from slimqwen.plan import gpu_model, simulated_gpu
+from slimqwen.vllm_plugin import compile_watch
+simulated_gpu.install(gpu_model.load(Path(sys.argv[1]), "a10g"))
+from flashinfer.jit.sampling import gen_sampling_module
+compile_watch.load_flashinfer_libraries(Path(sys.argv[2]))
+spec = gen_sampling_module()
+loads = hasattr(spec.build_and_load(), "top_k_top_p_sampling_from_probs")
+print(json.dumps([spec.is_aot, loads, str(spec.get_library_path())]))
+"""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """A repository whose variant takes FlashInfer for sampling alone, the quicker of its libraries."""
+    root = tmp_path_factory.mktemp("repository")
+    shutil.copytree(ROOT / "eval", root / "eval")
+    shutil.copytree(ROOT / "weights" / "tiny", root / "weights" / "tiny")
+    for name in variant.load(NAME).lineage:
+        shutil.copytree(ROOT / "experiments" / name, root / "experiments" / name)
+    config = root / "experiments" / NAME / "config.env"
+    lines = [line for line in config.read_text().splitlines() if "FLASHINFER_SAMPLER" not in line]
+    config.write_text("\n".join([*lines, "VLLM_USE_FLASHINFER_SAMPLER=1"]) + "\n")
+    return root
+
+
+@pytest.fixture(scope="module")
+def archive(root):
+    subject = variant.load(NAME, root)
+    return flashinfer_archive.make(subject, "a10g", subject.weights, log=root / "build.log")
+
+
+def plan(root, toolkit=False):
+    (planned,) = rehearsal.run(
+        root, [NAME], "a10g", gpu_model.load(root, "a10g"), log=root / "plan.log", toolkit=toolkit
+    )
+    return planned
+
+
+def test_the_plan_of_a_variant_with_the_archive_says_that_nothing_is_left_to_compile(root, archive):
+    assert list(archive.baked.libraries) == ["sampling"]
+    assert archive.baked.machine["compute capability"] == "8.6"
+    planned = plan(root)
+    assert [(module.libraries, module.baked) for module in planned.jit] == [(["sampling"], True)]
+    assert not [entry for entry in trouble.matches(planned, trouble.read(ROOT)) if entry.effect == "dies"]
+
+
+def test_flashinfer_loads_the_restored_library_where_it_may_compile_nothing(root, archive, tmp_path):
+    baked_cache.restore(variant.load(NAME, root).weights, archive.baked, tmp_path / "cache")
+    folder = tmp_path / "cache" / baked_cache.LIBRARIES
+    forbidden = {"FLASHINFER_DISABLE_JIT": "1", "FLASHINFER_WORKSPACE_BASE": str(tmp_path)}
+    ended = subprocess.run(
+        [sys.executable, "-c", LOAD, str(ROOT), str(folder)],
+        env={**os.environ, **forbidden},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stderr
+    path = str(folder / "sampling" / "sampling.so")
+    assert json.loads(ended.stdout.splitlines()[-1]) == [True, True, path]

@@ -1,0 +1,175 @@
+"""Rehearsals: what vLLM resolves a variant to, on this CPU or, with a CUDA build of torch, on simulated GPUs."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from slimqwen import variant
+from slimqwen.plan import gpu_model, rehearsal, shapes, trouble
+from slimqwen.serving.command import ServerCommand
+
+ROOT = variant.repository_root()
+pytestmark = pytest.mark.engine
+
+needs_cuda_build = pytest.mark.skipif(
+    torch.version.cuda is None, reason="this torch is a CPU build: run in an environment of PLATFORM=cuda"
+)
+
+
+needs_cpu_build = pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is a CUDA build")
+
+
+@pytest.fixture(scope="module")
+def cpu_plans(tmp_path_factory):
+    log = tmp_path_factory.mktemp("plans") / "plan.log"
+    plans = rehearsal.run(ROOT, ["tiny", "tiny-mtp4"], "cpu", None, log=log)
+    return {plan.variant: plan for plan in plans}
+
+
+@needs_cpu_build
+def test_a_cpu_variant_is_resolved_to_its_end(cpu_plans):
+    for plan in cpu_plans.values():
+        assert (plan.failed_at, plan.error) == (None, None)
+        assert plan.loading.not_loaded["target"] == []
+        assert not plan.simulated
+    assert cpu_plans["tiny-mtp4"].loading.not_loaded["draft"] == []
+    assert [layers.drafts for layers in cpu_plans["tiny-mtp4"].attention].count(True) == 1
+    assert cpu_plans["tiny-mtp4"].graphs.decode_query_len == 5
+
+
+@needs_cpu_build
+def test_a_plan_holds_the_flags_that_it_was_made_for_wherever_the_server_listens(cpu_plans):
+    for port in (8080, 8081):
+        command = ServerCommand.resolve(variant.load("tiny-mtp4"), port=port, platform="cpu")
+        assert cpu_plans["tiny-mtp4"].flags == rehearsal.decisive_flags(command)
+    assert cpu_plans["tiny"].flags != cpu_plans["tiny-mtp4"].flags
+
+
+@needs_cpu_build
+def test_weights_are_those_of_the_checkpoint(cpu_plans):
+    """3.45 M parameters and an MTP head of half a million, as weights/tiny has them."""
+    assert sum(cpu_plans["tiny"].weight_bytes.values()) == pytest.approx(7.79e6, rel=0.01)
+    assert cpu_plans["tiny-mtp4"].weight_bytes["draft head"] == 1_526_656
+
+
+@needs_cpu_build
+def test_the_real_server_states_what_was_planned(cpu_plans, tiny_server):
+    """Every field that vLLM's cache_config_info states of a start."""
+    import httpx
+
+    text = httpx.get(f"{tiny_server.base_url}/metrics", trust_env=False).text
+    line = next(line for line in text.splitlines() if line.startswith("vllm:cache_config_info{"))
+    stated = dict(field.split("=", 1) for field in line[line.index("{") + 1 : line.rindex("}")].split(","))
+    stated = {name: value.strip('"') for name, value in stated.items()}
+    plan = cpu_plans["tiny"]
+    planned = {
+        "block_size": plan.kv_cache.block_size,
+        "num_gpu_blocks": plan.kv_cache.blocks,
+        "kv_cache_size_tokens": plan.kv_cache.tokens,
+        "cache_dtype": plan.engine.kv_cache_dtype,
+        "enable_prefix_caching": plan.engine.prefix_caching,
+        "mamba_cache_mode": plan.engine.state_cache_mode,
+        "mamba_ssm_cache_dtype": plan.engine.state_dtype,
+    }
+    assert {name: stated[name] for name in planned} == {name: str(value) for name, value in planned.items()}
+    assert float(stated["kv_cache_max_concurrency"]) == pytest.approx(
+        plan.kv_cache.sequences_at_max_model_len, abs=0.01
+    )
+
+
+@needs_cpu_build
+def test_a_cpu_build_of_torch_is_refused_in_one_line(tmp_path):
+    with pytest.raises(rehearsal.RehearsalError, match="CPU build") as error:
+        rehearsal.run(ROOT, ["cyankiwi"], "a10g", gpu_model.load(ROOT, "a10g"), log=tmp_path / "plan.log")
+    assert "\n" not in str(error.value)
+
+
+@pytest.fixture(scope="module")
+def faulty_root(tmp_path_factory):
+    """A repository of variants of cyankiwi-best, each with one fault in its config.env or its dimensions."""
+    root = tmp_path_factory.mktemp("faults")
+    shutil.copytree(ROOT / "eval", root / "eval")
+    shutil.copytree(ROOT / "weights" / "tiny", root / "weights" / "tiny")
+    for name, (settings, shape) in FAULTS.items():
+        folder = root / "experiments" / name
+        shutil.copytree(ROOT / "experiments" / "cyankiwi-best", folder)
+        (root / shapes.FOLDER / f"{name}.json").write_text(json.dumps(shape))
+        lines = [
+            line
+            for line in (folder / "config.env").read_text().splitlines()
+            if line.partition("=")[0] not in {"VLLM_MODEL", *settings}
+        ]
+        lines += [f"{key}={value}" for key, value in {"VLLM_MODEL": f"weights/{name}", **settings}.items()]
+        (folder / "config.env").write_text("\n".join(lines) + "\n")
+    return root
+
+
+def quantised_shape(group_size=32):
+    packing = {"bits": 4, "group_size": group_size}
+    return {"source": "a test", "base": "qwen3.5-4b", "quantised": {"mlp": packing}}
+
+
+def shape_with_heads_of(dimension):
+    published = shapes.published_shape(ROOT, "qwen3.5-4b")
+    text = {**published.text, "head_dim": dimension}
+    half = int(dimension * text["partial_rotary_factor"]) // 2
+    sections = [half - 2 * (half // 3), half // 3, half // 3]
+    text["rope_parameters"] = {**text["rope_parameters"], "mrope_section": sections}
+    return {"source": "a test", "config": {**published.config, "text_config": text}}
+
+
+FAULTS = {
+    "sound": ({}, quantised_shape()),
+    "fp8-kv-with-mtp": ({"VLLM_KV_CACHE_DTYPE": "fp8"}, quantised_shape()),
+    "sampler-of-flashinfer": ({"VLLM_USE_FLASHINFER_SAMPLER": "1"}, quantised_shape()),
+    "sizes-no-multiple-of-5": ({"VLLM_CUDAGRAPH_CAPTURE_SIZES": "8,16,24,32,40"}, quantised_shape()),
+    "long-context": (
+        {"VLLM_MAX_MODEL_LEN": "262144", "VLLM_GPU_MEMORY_UTILIZATION": "0.4"},
+        quantised_shape(),
+    ),
+    "groups-of-16": ({"VLLM_DISABLED_KERNELS": "HummingLinearKernel"}, quantised_shape(16)),
+    "groups-of-48": ({}, quantised_shape(48)),
+    "heads-of-24-with-fp8-kv": ({"VLLM_KV_CACHE_DTYPE": "fp8"}, shape_with_heads_of(24)),
+    "heads-of-192-with-fp8-kv": ({"VLLM_KV_CACHE_DTYPE": "fp8"}, shape_with_heads_of(192)),
+}
+
+
+@pytest.fixture(scope="module")
+def faulty_plans(faulty_root):
+    """Plans of all of them for an A10G in a host without nvcc and ninja."""
+    log = faulty_root / "plan.log"
+    plans = rehearsal.run(
+        faulty_root, list(FAULTS), "a10g", gpu_model.load(ROOT, "a10g"), log=log, toolkit=False
+    )
+    return {plan.variant: plan for plan in plans}
+
+
+@needs_cuda_build
+@pytest.mark.parametrize(
+    ("fault", "trouble_names"),
+    [
+        ("sound", []),
+        (
+            "fp8-kv-with-mtp",
+            ["flashinfer-without-compiler", "fp8-kv-loses-full-graphs", "flashinfer-fp8-mtp-memory"],
+        ),
+        ("sampler-of-flashinfer", ["sampling-without-compiler"]),
+        ("sizes-no-multiple-of-5", ["graphs-not-multiples"]),
+        ("long-context", ["request-does-not-fit"]),
+        ("groups-of-16", ["no-linear-kernel"]),
+        ("groups-of-48", ["refused-by-vllm"]),
+        ("heads-of-24-with-fp8-kv", ["no-attention-backend"]),
+        ("heads-of-192-with-fp8-kv", ["no-attention-backend"]),
+    ],
+)
+def test_a_planted_fault_is_known_trouble_before_a_start(faulty_plans, fault, trouble_names):
+    plan = faulty_plans[fault]
+    assert [entry.name for entry in trouble.matches(plan, trouble.read(ROOT))] == trouble_names, plan.error
+
+
+@needs_cuda_build
+def test_a_sound_variant_captures_each_verify_step_and_a_misaligned_list_does_not(faulty_plans):
+    assert faulty_plans["sound"].graphs.captured["FULL"] == list(range(5, 45, 5))
+    assert faulty_plans["sizes-no-multiple-of-5"].graphs.captured["FULL"] != list(range(5, 45, 5))

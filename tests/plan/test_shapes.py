@@ -1,0 +1,115 @@
+"""Checkpoints without weights: the dimensions of published models and of what recipes make of them."""
+
+import json
+import math
+import shutil
+
+import pytest
+
+from slimqwen import variant
+from slimqwen.plan import shapes
+
+ROOT = variant.repository_root()
+BITS = {"BF16": 2, "F32": 4, "I32": 4, "I64": 8}
+
+
+def test_a_published_model_has_the_parameters_of_its_name():
+    stored = shapes.tensors(shapes.published_shape(ROOT, "qwen3.5-4b"))
+    count = sum(math.prod(shape) for _, shape in stored.values())
+    assert (
+        4.2e9 < count < 4.4e9
+    )  # the language model of Qwen3.5-4B and its MTP head, without the vision tower
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "packed"),
+    [
+        ("qwen3.5-4b", 248320, set()),
+        ("cyankiwi-seq8-best", 248320, {"mlp"}),
+        ("cyankiwi-seq8-best-baked", 248320, {"mlp"}),
+        ("cyankiwi-seq8-v64k", 65536, {"mlp"}),
+        ("cyankiwi-seq8-w4lm", 248320, {"mlp", "lm_head"}),
+        ("cyankiwi-seq8-shortcot-w4lm-v64k-mtp4", 65536, {"mlp", "lm_head"}),
+        ("qwen3.5-4b-best", 65536, {"mlp"}),
+    ],
+)
+def test_recipes_decide_vocabulary_and_packed_linears(name, rows, packed):
+    shape = shapes.variant_shape(variant.load(name))
+    assert (shape.text["vocab_size"], set(shape.quantised)) == (rows, packed)
+    stored = shapes.tensors(shape)
+    assert stored["model.language_model.embed_tokens.weight"][1] == (rows, 2560)
+    assert ("lm_head.weight_packed" in stored) == ("lm_head" in packed)
+    assert not any(name.startswith("mtp.") and "packed" in name for name in stored)
+
+
+def test_a_trimmed_draft_vocabulary_adds_rows_and_ids_beside_the_mtp_head(root, add_variant):
+    config = add_variant("trimmed", "VLLM_MODEL=weights/trimmed\n")
+    config.with_name("recipe.yaml").write_text(
+        "description: a test\nbase: qwen3.5-4b\nstages:\n  - trim_draft_vocab:\n      size: 32768\n"
+    )
+    add_variant("qwen3.5-4b", "VLLM_MODEL=weights/qwen3.5-4b\n")
+    stored = shapes.tensors(shapes.variant_shape(variant.load("trimmed", root)))
+    assert stored["mtp.draft_head.weight"] == ("BF16", (32768, 2560))
+    assert stored["mtp.draft_head.token_ids"] == ("I64", (32768,))
+
+
+def test_each_kind_of_linears_has_the_scheme_that_its_recipe_says(root, add_variant):
+    config = add_variant("mixed", "VLLM_MODEL=weights/mixed\n")
+    config.with_name("recipe.yaml").write_text(
+        "description: a test\nbase: qwen3.5-4b\nstages:\n  - calibrate:\n      targets:\n"
+        "        mlp: W8A16\n        attention: none\n        mtp: W4A16\n"
+    )
+    add_variant("qwen3.5-4b", "VLLM_MODEL=weights/qwen3.5-4b\n")
+    stored = shapes.tensors(shapes.variant_shape(variant.load("mixed", root)))
+    name = "model.language_model.layers.3"
+    assert stored[f"{name}.mlp.down_proj.weight_packed"] == ("I32", (2560, 9216 // 4))
+    assert stored[f"{name}.mlp.down_proj.weight_scale"] == ("BF16", (2560, 1))
+    assert f"{name}.self_attn.q_proj.weight" in stored
+    assert stored["mtp.fc.weight_packed"] == ("I32", (2560, 2 * 2560 // 8))
+
+
+def test_a_packed_linear_keeps_eight_weights_in_a_word_and_a_scale_a_group():
+    stored = shapes.tensors(shapes.published_shape(ROOT, "cyankiwi"))
+    name = "model.language_model.layers.0.mlp.down_proj"
+    assert stored[f"{name}.weight_packed"] == ("I32", (2560, 9216 // 8))
+    assert stored[f"{name}.weight_scale"] == ("BF16", (2560, 9216 // 32))
+
+
+def test_a_written_checkpoint_is_read_like_any_other_and_takes_no_disk(tmp_path):
+    shape = shapes.published_shape(ROOT, "cyankiwi")
+    size = shapes.write(shape, tmp_path / "cyankiwi", ROOT / "weights" / "tiny")
+    stored = shapes.tensors(shape)
+    assert size == sum(math.prod(dimensions) * BITS[dtype] for dtype, dimensions in stored.values())
+    file = tmp_path / "cyankiwi" / "model.safetensors"
+    assert file.stat().st_size > size
+    assert file.stat().st_blocks * 512 < 2**20
+    config = json.loads((tmp_path / "cyankiwi" / "config.json").read_text())
+    assert config["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] == 32
+
+
+@pytest.fixture
+def root(tmp_path, add_variant):
+    shutil.copytree(ROOT / "eval" / "shapes", tmp_path / "eval" / "shapes")
+    return tmp_path
+
+
+def test_weights_that_nothing_describes_are_named(root, add_variant):
+    add_variant("own", "VLLM_MODEL=weights/elsewhere\n")
+    with pytest.raises(shapes.ShapeError, match="weights/elsewhere are not known"):
+        shapes.variant_shape(variant.load("own", root))
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("{", "Invalid JSON"),
+        ('{"source": "s", "unknown": 1}', "unknown: Extra inputs"),
+        ('{"source": "s"}', "neither config nor a base"),
+        ('{"source": "s", "base": "nothing"}', "neither config nor a base"),
+    ],
+)
+def test_a_damaged_file_is_named_with_its_field(root, content, reason):
+    (root / "eval" / "shapes" / "bad.json").write_text(content)
+    with pytest.raises(shapes.ShapeError, match=reason) as error:
+        shapes.published_shape(root, "bad")
+    assert "\n" not in str(error.value)

@@ -1,0 +1,92 @@
+"""Triton kernels compiled for a GPU that is not here: what it cannot run, and machine code of a real kernel."""
+
+import pytest
+import torch
+
+from slimqwen import variant
+from slimqwen.plan import gpu_model, rehearsal
+from slimqwen.plan.triton_kernels import Compilation, summarise
+
+ROOT = variant.repository_root()
+A10G, H100 = (gpu_model.load(ROOT, name) for name in ("a10g", "h100"))
+
+
+def compiled(kernel="k", choice="", launch=1, **measured):
+    return Compilation(kernel, choice, launch, threads=128, **measured)
+
+
+def test_a_choice_with_more_shared_memory_than_the_gpu_has_is_lost_there_alone():
+    choices = [
+        compiled(choice="num_stages=2", shared_bytes=50_000, registers=200, spilled_bytes=8),
+        compiled(choice="num_stages=4", shared_bytes=131_852, registers=255),
+    ]
+    (kernel,) = summarise(choices, A10G)
+    assert [(lost.choice, lost.reason) for lost in kernel.lost] == [
+        ("num_stages=4", "needs 131852 bytes of shared memory, the GPU has 101376")
+    ]
+    assert (kernel.compiled, kernel.runs) == (2, True)
+    assert (kernel.shared_bytes, kernel.registers, kernel.spilled_bytes) == (50_000, 200, 8)
+    (kernel,) = summarise(choices, H100)
+    assert (kernel.lost, kernel.shared_bytes) == ([], 131_852)
+
+
+def test_a_kernel_runs_only_if_every_launch_has_a_choice_that_fits():
+    fits, too_large = {"shared_bytes": 1024}, {"shared_bytes": 2**20}
+    (kernel,) = summarise([compiled(launch=1, **fits), compiled(launch=2, **too_large)], A10G)
+    assert not kernel.runs
+    (kernel,) = summarise([compiled(launch=1, **fits), compiled(launch=1, **too_large)], A10G)
+    assert kernel.runs
+
+
+@pytest.mark.parametrize(
+    ("measured", "reason"),
+    [
+        ({"registers": 600}, "needs 76800 registers, the GPU has 65536"),
+        ({"tensor_memory_columns": 1024}, "needs 1024 columns of tensor memory, the GPU has 512"),
+        ({"error": "CompilationError: no such type"}, "CompilationError: no such type"),
+    ],
+)
+def test_registers_tensor_memory_and_a_failed_compilation_lose_a_choice_too(measured, reason):
+    (kernel,) = summarise([compiled(**measured)], A10G)
+    assert [lost.reason for lost in kernel.lost] == [reason]
+    assert not kernel.runs
+
+
+def test_kernels_are_listed_by_name():
+    kernels = summarise([compiled("b"), compiled("a"), compiled("b", launch=2)], A10G)
+    assert [(kernel.kernel, kernel.compiled) for kernel in kernels] == [("a", 1), ("b", 2)]
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory):
+    """Of a variant with MTP and Marlin, its kernels compiled for an A10G."""
+    log = tmp_path_factory.mktemp("kernels") / "plan.log"
+    (planned,) = rehearsal.run(ROOT, ["cyankiwi-best"], "a10g", A10G, log=log, toolkit=False, kernels=True)
+    assert (planned.failed_at, planned.error) == (None, None), log.read_text()[-2000:]
+    return planned
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(
+    torch.version.cuda is None, reason="this torch is a CPU build: run in an environment of PLATFORM=cuda"
+)
+def test_the_kernels_that_a_variant_launches_are_compiled_for_a_gpu_that_is_not_here(plan):
+    kernels = {kernel.kernel.rpartition(".")[2]: kernel for kernel in plan.kernels.kernels}
+    assert plan.kernels.target == "sm_86"
+    parts = {
+        "chunk_gated_delta_rule_fwd_kernel_h_blockdim64": "the Gated DeltaNet prefill",
+        "_causal_conv1d_update_kernel": "the convolution of a verify step",
+        "_fused_qk_rmsnorm_rope_gate_kernel": "attention",
+        "_rejection_kernel": "the rejection sampler",
+        "_update_draft_inputs_kernel": "the drafter",
+        "_zero_kv_blocks_kernel": "the KV cache",
+    }
+    assert parts.keys() <= kernels.keys()
+    assert all(kernel.runs for kernel in kernels.values())
+    # Four of twelve choices overflow the 99 KiB of a block.
+    lost = kernels["chunk_gated_delta_rule_fwd_kernel_h_blockdim64"].lost
+    assert len(lost) == 4
+    assert all("num_stages=4" in choice.choice and "the GPU has 101376" in choice.reason for choice in lost)
+    # No step of the warm-up ended early, and Marlin's products were passed over.
+    assert not [line for line in plan.kernels.left_out if "which ended" in line]
+    assert "_C::marlin_gemm" in plan.kernels.operators

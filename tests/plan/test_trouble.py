@@ -1,0 +1,110 @@
+"""Known trouble: conditions on the facts of a plan."""
+
+import pytest
+
+from slimqwen import variant
+from slimqwen.plan import trouble
+from tests.plan.example import kernels, plan
+
+ROOT = variant.repository_root()
+KNOWN = trouble.read(ROOT)
+ENTRY = "- {{name: x, vllm: {vllm}, when: {when}, effect: dies, description: d, instead: i, evidence: e}}\n"
+NO_KERNEL = (
+    "ValueError: Failed to find a kernel that can implement the WNA16 linear layer. Reasons: CutlassW4A8"
+)
+NO_CUBINS = "fp8 tensor core is not supported in fa2 backend"
+NO_BACKEND = (
+    "ValueError: No valid attention backend found for NVIDIA A10G with AttentionSelectorConfig(head_size=192"
+)
+NO_FP8_BACKEND = (
+    "ValueError: FP8 KV cache is not supported by the Triton attention backend on NVIDIA A10G (compute"
+)
+
+
+def names(plan, effect):
+    return [entry.name for entry in trouble.matches(plan, KNOWN) if entry.effect == effect]
+
+
+def test_a_plan_that_follows_every_cure_is_free_of_trouble():
+    assert trouble.matches(plan(), KNOWN) == []
+    assert trouble.matches(plan(kernels=kernels()), KNOWN) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "killing"),
+    [
+        (
+            {"backend": "FLASHINFER", "kv_cache_dtype": "fp8", "full": (), "compiler": False},
+            "flashinfer-without-compiler",
+        ),
+        ({"prefill": "flashinfer", "compiler": False}, "gdn-prefill-without-compiler"),
+        ({"flashinfer_sampler": True, "compiler": False}, "sampling-without-compiler"),
+        (
+            {"failed_at": "KV cache", "error": "ValueError: To serve at least one request"},
+            "request-does-not-fit",
+        ),
+        ({"failed_at": "model", "error": "AssertionError"}, "refused-by-vllm"),
+        (
+            {"failed_at": "libraries of FlashInfer", "error": f"AssertionError: {NO_CUBINS}"},
+            "fp8-queries-without-cubins",
+        ),
+        ({"kernels": kernels(runs=False)}, "triton-kernel-does-not-fit"),
+        ({"failed_at": "model", "error": NO_KERNEL}, "no-linear-kernel"),
+        ({"failed_at": "model", "error": NO_BACKEND}, "no-attention-backend"),
+        ({"failed_at": "model", "error": NO_FP8_BACKEND}, "no-attention-backend"),
+    ],
+)
+def test_what_kills_a_server_is_named(changes, killing):
+    assert names(plan(**changes), "dies") == [killing]
+
+
+@pytest.mark.parametrize(
+    ("changes", "costing"),
+    [
+        ({"backend": "FLASHINFER", "kv_cache_dtype": "fp8", "full": ()}, "fp8-kv-loses-full-graphs"),
+        ({"prefix_caching": True, "shortest_hit": 1000}, "prefix-cache-beside-mtp"),
+        ({"drafts": 0, "prefix_caching": True, "shortest_hit": 1089}, "prefix-hits-out-of-reach"),
+        ({"dtype": "float16"}, "float16-slow-decode"),
+        ({"sizes": (8, 16), "full": (40,)}, "graphs-not-multiples"),
+        ({"full": (5, 10, 15)}, "verify-steps-without-graphs"),
+        ({"schedule": [[1, 4, 4], [5, 8, 2]]}, "draft-depth-by-load"),
+    ],
+)
+def test_what_costs_is_named_and_kills_nothing(changes, costing):
+    changed = plan(**changes)
+    assert names(changed, "dies") == []
+    assert costing in names(changed, "costs")
+
+
+def test_graphs_of_every_depth_of_a_schedule_are_multiples():
+    by_load = {"schedule": [[1, 4, 4], [5, 8, 2]], "full": (5, 10, 15, 20, 40)}
+    assert "graphs-not-multiples" not in names(plan(sizes=(5, 10, 15, 18, 20, 21, 24), **by_load), "costs")
+    assert "graphs-not-multiples" in names(plan(sizes=(5, 8), **by_load), "costs")
+
+
+def test_trouble_of_other_versions_is_not_met():
+    assert names(plan(dtype="float16", vllm="0.34.0"), "costs") == []
+    assert names(plan(dtype="float16", vllm="0.32.0+cpu"), "costs") == ["float16-slow-decode"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        ("- name: x\n", "Field required"),
+        (ENTRY.format(vllm="nonsense", when="{gpu: a10g}"), "no version range"),
+        (ENTRY.format(vllm="'>1'", when="{gpus: a10g}"), "no facts gpus"),
+        (ENTRY.format(vllm="'>1'", when="{}"), "no facts at all"),
+        ("[", "known_trouble.yaml"),
+    ],
+)
+def test_a_damaged_list_is_one_line(tmp_path, entry, reason):
+    (tmp_path / "eval").mkdir()
+    (tmp_path / trouble.FILE).write_text(entry)
+    with pytest.raises(trouble.TroubleError, match=reason) as error:
+        trouble.read(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_every_entry_says_what_to_do_and_how_it_is_known():
+    assert all(entry.instead and entry.evidence and entry.description for entry in KNOWN)
+    assert len({entry.name for entry in KNOWN}) == len(KNOWN)

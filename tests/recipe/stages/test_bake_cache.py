@@ -1,0 +1,199 @@
+"""Baking on the embedded model: what is published hits in another place, and what cannot be used is said."""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slimqwen import checkpoint, variant
+from slimqwen.checkpoint.files import sha256
+from slimqwen.errors import SlimqwenError
+from slimqwen.recipe import recipe_file, runner
+from slimqwen.recipe.recipe_file import RecipeError
+from slimqwen.recipe.stages import bake_cache
+from slimqwen.recipe.stages.bake_cache import BakeCacheParameters
+from slimqwen.serving import baked_cache, checks
+from slimqwen.serving.command import ServerCommand
+from slimqwen.serving.errors import ServingError
+from slimqwen.serving.server import free_port, prepare, run_server
+from slimqwen.vllm_plugin import compile_watch
+
+ROOT = Path(__file__).parents[3]
+CONFIG = """
+VLLM_MODEL=weights/v
+VLLM_SERVED_MODEL_NAME=default
+VLLM_HOST=127.0.0.1
+VLLM_MAX_MODEL_LEN=256
+VLLM_MAX_NUM_SEQS=2
+VLLM_ENABLE_PREFIX_CACHING=0
+VLLM_ENFORCE_EAGER=0
+VLLM_CPU_KVCACHE_SPACE=1
+VLLM_SPECULATIVE_CONFIG='{"method": "mtp", "num_speculative_tokens": 2}'
+"""
+RECIPE = "description: bake only\nbase: tiny\nstages:\n  - bake_cache:\n      prompt_tokens: [1, 300]\n"
+
+
+def a_repository(root: Path, config: str = CONFIG) -> Path:
+    folder = root / "experiments" / "v"
+    folder.mkdir(parents=True)
+    (folder / "config.env").write_text(config)
+    (folder / "recipe.yaml").write_text(RECIPE)
+    (folder / "measurements.json").write_text(json.dumps({"hypothesis": "it hits", "baseline": None}))
+    (root / "weights").mkdir()
+    (root / "weights" / "tiny").symlink_to(ROOT / "weights" / "tiny")
+    return root
+
+
+def parameters(root: Path) -> BakeCacheParameters:
+    (step,) = recipe_file.read(root / "experiments" / "v" / "recipe.yaml").steps
+    assert isinstance(step.parameters, BakeCacheParameters)
+    return step.parameters
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository whose only variant was baked by its recipe."""
+    root = a_repository(tmp_path_factory.mktemp("repository"))
+    recipe = recipe_file.read(root / "experiments" / "v" / "recipe.yaml")
+    runner.run(recipe, "v", root / "weights", lambda base: root / "weights" / base)
+    return root
+
+
+@pytest.mark.engine
+def test_the_stage_publishes_the_checkpoint_with_a_cache_that_hit(repository: Path) -> None:
+    folder = repository / "weights" / "v"
+    facts = checkpoint.verify(folder, "").facts
+    assert facts["graphs"] == 2
+    assert 0 < float(facts["load_seconds"]) < float(facts["compile_seconds"])
+    baked = baked_cache.read(folder)
+    assert baked is not None
+    assert set(baked.graphs) == {"backbone", "eagle_head"}
+    # What a start would import vLLM for in a process of its own, once for each model.
+    asked = {
+        Path(name).stem.rpartition("-")[2] for name in baked.files if name.startswith("vllm/modelinfos/")
+    }
+    assert asked == {"Qwen3_5ForCausalLM", "DraftVocabularyMTP"}
+    assert {file.name for file in folder.iterdir()} - {
+        file.name for file in (ROOT / "weights/tiny").iterdir()
+    } == {
+        baked_cache.ARCHIVE,
+        baked_cache.MANIFEST,
+    }
+    assert sha256(folder / "model.safetensors") == sha256(ROOT / "weights/tiny/model.safetensors")
+
+
+@pytest.mark.engine
+def test_a_second_run_reuses_it(repository: Path) -> None:
+    recipe = recipe_file.read(repository / "experiments" / "v" / "recipe.yaml")
+    (outcome,) = runner.run(recipe, "v", repository / "weights", lambda base: repository / "weights" / base)
+    assert outcome.reused
+
+
+@pytest.fixture
+def moved(repository: Path, tmp_path: Path) -> Iterator[Path]:
+    """The baked checkpoint in another repository."""
+    root = a_repository(tmp_path / "elsewhere")
+    shutil.copytree(repository / "weights" / "v", root / "weights" / "v")
+    return root
+
+
+@pytest.mark.engine
+def test_a_graph_that_is_not_in_the_cache_ends_a_start_that_requires_it(moved: Path, tmp_path: Path) -> None:
+    folder = moved / "weights" / "v"
+    command = ServerCommand.resolve(variant.load("v", moved), port=free_port(), require_baked=True)
+    assert command.cache is not None
+    assert command.cache.baked is not None
+    place = tmp_path / "place"
+    baked_cache.restore(folder, command.cache.baked, place)
+    for model in place.rglob("rank_0_0/model"):
+        model.unlink()
+        break
+    else:
+        pytest.fail("the cache holds no graph")
+    # Not `prepare`d: as if the archive's own files were fewer than a start needs.
+    broken = command.with_cache_root(place)
+    wanted = {compile_watch.VARIABLE: command.environment[compile_watch.VARIABLE]}
+    broken = dataclasses.replace(broken, environment={**broken.environment, **wanted})
+    log = tmp_path / "vllm.log"
+    with pytest.raises(ServingError), run_server(broken, log=log, timeout_s=300):
+        pytest.fail("it served")
+    assert "REQUIRE_BAKED=1, and the baked compile cache has no usable graph" in log.read_text()
+    assert "(not in the cache)" in log.read_text()
+
+
+@pytest.mark.engine
+def test_other_flags_are_refused_or_compiled_for(moved: Path) -> None:
+    config = moved / "experiments" / "v" / "config.env"
+    config.write_text(CONFIG.replace("VLLM_MAX_NUM_SEQS=2", "VLLM_MAX_NUM_SEQS=3"))
+    one = variant.load("v", moved)
+    command = ServerCommand.resolve(one, port=free_port())
+    assert command.cache is not None
+    assert command.cache.differences == ("--max-num-seqs was 2 and is 3",)
+    assert "baked-" not in command.environment["VLLM_CACHE_ROOT"]
+    checks.check(command)
+    required = ServerCommand.resolve(one, port=free_port(), require_baked=True)
+    with pytest.raises(
+        ServingError, match=r"for something else: --max-num-seqs was 2 and is 3; `slimqwen recipe run"
+    ):
+        checks.check(required)
+
+
+@pytest.mark.engine
+def test_a_flipped_bit_in_the_archive_is_refused_before_vllm_starts(moved: Path) -> None:
+    archive = moved / "weights" / "v" / baked_cache.ARCHIVE
+    content = bytearray(archive.read_bytes())
+    content[1000] ^= 1
+    archive.write_bytes(content)
+    command = ServerCommand.resolve(variant.load("v", moved), port=free_port())
+    with pytest.raises(ServingError, match=r"compile_cache\.tar\.gz is missing or not what"):
+        prepare(command)
+
+
+def test_the_key_has_the_lines_that_decide_and_no_others(tmp_path: Path) -> None:
+    root = a_repository(tmp_path)
+    before = bake_cache.data(parameters(root))
+    config = root / "experiments" / "v" / "config.env"
+    config.write_text(CONFIG + "VLLM_PORT=9999\nREQUIRE_BAKED=1\n")
+    assert bake_cache.data(parameters(root)) == before
+    config.write_text(CONFIG + "VLLM_MAX_NUM_BATCHED_TOKENS=512\n")
+    changed = bake_cache.data(parameters(root))
+    assert changed.keys() - before.keys() == {"config.VLLM_MAX_NUM_BATCHED_TOKENS"}
+    assert {name for name in before if name.startswith("machine.")} >= {"machine.torch", "machine.vllm"}
+
+
+def test_a_variant_that_compiles_nothing_is_refused(tmp_path: Path) -> None:
+    root = a_repository(tmp_path, CONFIG.replace("VLLM_ENFORCE_EAGER=0\n", ""))
+    destination = tmp_path / "out"
+    destination.mkdir()
+    with pytest.raises(
+        ServingError, match="v compiles nothing, so there is nothing to bake; set VLLM_ENFORCE"
+    ):
+        bake_cache.run(root / "weights" / "tiny", destination, parameters(root), lambda *heard: None)
+
+
+def test_a_config_of_another_name_is_refused(tmp_path: Path) -> None:
+    recipe = a_repository(tmp_path) / "experiments" / "v" / "recipe.yaml"
+    recipe.write_text(RECIPE + "      config: serve.env\n")
+    with pytest.raises(RecipeError, match=r"recipe.yaml:6: config: config has to be a variant's config\.env"):
+        recipe_file.read(recipe)
+
+
+def test_a_missing_config_is_an_error_of_one_line(tmp_path: Path) -> None:
+    root = a_repository(tmp_path)
+    (root / "experiments" / "v" / "config.env").unlink()
+    with pytest.raises(SlimqwenError, match="no variant 'v'") as refusal:
+        bake_cache.data(parameters(root))
+    assert "\n" not in str(refusal.value)
+
+
+def test_nothing_may_follow_it_in_a_recipe(tmp_path: Path) -> None:
+    root = a_repository(tmp_path)
+    recipe = root / "experiments" / "v" / "recipe.yaml"
+    recipe.write_text(RECIPE + "  - prune_vocab:\n      size: 4096\n")
+    with pytest.raises(
+        RecipeError, match=r"recipe.yaml:6: no stage may follow bake_cache; put that one last"
+    ):
+        recipe_file.read(recipe)

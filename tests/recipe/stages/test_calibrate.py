@@ -1,0 +1,515 @@
+"""What calibration may change and what it may not, that it repeats to the byte, and how it refuses."""
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
+
+from slimqwen import checkpoint, progress
+from slimqwen.checkpoint import CorruptCheckpointError, Manifest
+from slimqwen.checkpoint.config import write_config
+from slimqwen.checkpoint.files import carry_side_files, file_records
+from slimqwen.checkpoint.packing import PACKED, Quantisation
+from slimqwen.checkpoint.tensors import list_tensors
+from slimqwen.models.mtp_head import MtpHeadError, load_drafting_model
+from slimqwen.recipe import recipe_file, runner, variant_recipe
+from slimqwen.recipe.recipe_file import Step
+from slimqwen.recipe.stage import StageError
+from slimqwen.recipe.stages import calibrate
+from slimqwen.recipe.stages.calibrate import (
+    CalibrateParameters,
+    Corpus,
+    CorpusError,
+)
+from slimqwen.tinyworld.model import TinyShape, build, write_checkpoint
+from slimqwen.tinyworld.tasks import left_out_texts
+from slimqwen.tinyworld.tokenizer import END_OF_TEXT
+from slimqwen.tinyworld.world import World
+from tests.byte_tokenizer import byte_tokenizer
+
+SHAPE = TinyShape(
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=128,
+    head_dim=32,
+    linear_key_head_dim=32,
+    linear_value_head_dim=32,
+)
+FEW = Corpus(sequences=12, length=32)
+MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+
+
+@pytest.fixture(scope="session")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Qwen3.5 of the real form: Gated DeltaNet and attention, tied embeddings, MTP head, bf16."""
+    folder = tmp_path_factory.mktemp("weights") / "source"
+    write_checkpoint(build(SHAPE, seed=0), byte_tokenizer(), folder)
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    return folder
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """A run of a real recipe."""
+
+    folder: Path
+    outcome: runner.Outcome
+    messages: list[tuple[str, float, float]]
+
+
+def run_recipe(source: Path, root: Path) -> Calibrated:
+    file = root / "recipe.yaml"
+    corpus = {"sequences": FEW.sequences, "length": FEW.length}
+    content = {"description": "d", "base": "source", "stages": [{"calibrate": {"corpus": corpus}}]}
+    file.write_text(json.dumps(content))
+    messages: list[tuple[str, float, float]] = []
+    [outcome] = runner.run(
+        recipe_file.read(file),
+        "v",
+        root / "weights",
+        lambda base: source,
+        progress=lambda *message: messages.append(message),
+    )
+    return Calibrated(root / "weights" / "v", outcome, messages)
+
+
+@pytest.fixture(scope="session")
+def calibrated(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Calibrated:
+    return run_recipe(source, tmp_path_factory.mktemp("first"))
+
+
+def stored(folder: Path) -> dict[str, bytes]:
+    return {name: b"".join(info.chunks()) for name, info in list_tensors(folder).items()}
+
+
+def loaded(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def dequantised(tensors: dict[str, torch.Tensor], module: str) -> torch.Tensor:
+    """Eight 4-bit integers in a word, lowest bits first, stored plus 8, times their group's scale."""
+    packed = tensors[f"{module}.weight_packed"]
+    integers = torch.stack([(packed >> shift) & 15 for shift in range(0, 32, 4)], dim=-1).flatten(1) - 8
+    scale = tensors[f"{module}.weight_scale"].float()
+    return integers * scale.repeat_interleave(integers.shape[1] // scale.shape[1], dim=1)
+
+
+def test_only_the_mlp_weights_and_the_norms_before_them_change(source: Path, calibrated: Calibrated) -> None:
+    before, after = stored(source), stored(calibrated.folder)
+    kept = {name for name in before if before[name] == after.get(name)}
+    changed = set(before) - kept
+    assert {name.split(".", 3)[3] for name in changed} == {
+        "post_attention_layernorm.weight",
+        *(f"{module}.weight" for module in MLP),
+    }
+    assert {name for name in before if name.startswith("mtp.")} <= kept
+    assert "model.embed_tokens.weight" in kept
+    assert {name for name in after if "lm_head" in name} == set()
+    steps = [Step(calibrate.STAGE, CalibrateParameters())]
+    assert variant_recipe.unexplained_by(steps, source, calibrated.folder) == []
+
+
+def test_each_target_is_packed_with_a_scale_in_bf16(calibrated: Calibrated) -> None:
+    after = list_tensors(calibrated.folder)
+    for layer in range(4):
+        for module, (rows, columns) in zip(MLP, [(128, 64), (128, 64), (64, 128)], strict=True):
+            prefix = f"model.layers.{layer}.{module}.weight"
+            assert prefix not in after
+            found = {part: after[f"{prefix}_{part}"] for part in ("packed", "scale", "shape")}
+            assert {part: (info.dtype, info.shape) for part, info in found.items()} == {
+                "packed": ("I32", (rows, columns // 8)),
+                "scale": ("BF16", (rows, columns // 32)),
+                "shape": ("I64", (2,)),
+            }
+
+
+def test_dequantised_weights_are_the_originals_to_half_a_step(source: Path, calibrated: Calibrated) -> None:
+    before, after = loaded(source), loaded(calibrated.folder)
+    for layer in range(4):
+        prefix = f"model.layers.{layer}"
+        norm = f"{prefix}.post_attention_layernorm.weight"
+        # AWQ divides the norm's factor 1 + w by what it multiplies the gate's inputs with.
+        was = before[f"{prefix}.mlp.gate_proj.weight"].float() * (1 + before[norm].float())
+        factor = 1 + after[norm].float()
+        step = after[f"{prefix}.mlp.gate_proj.weight_scale"].float().repeat_interleave(32, dim=1) * factor
+        error = (dequantised(after, f"{prefix}.mlp.gate_proj") * factor - was).abs()
+        # The norm is rounded to bf16, 8 bits of w; the largest weight of a group may be cut by another 0.02 steps.
+        assert (error <= 0.52 * step + was.abs() * 2**-7).all()
+
+
+def test_the_calibrated_model_says_nearly_what_the_original_says(
+    source: Path, calibrated: Calibrated
+) -> None:
+    tokens = torch.arange(5, 205).reshape(4, 50)
+
+    def log_probabilities(folder: Path) -> torch.Tensor:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        with torch.no_grad():
+            return model(tokens).logits.log_softmax(-1)
+
+    exact, rounded = log_probabilities(source), log_probabilities(calibrated.folder)
+    divergence = (exact.exp() * (exact - rounded)).sum(-1).mean()
+    assert 0 < divergence < 1e-3
+
+
+def test_the_config_gains_the_quantisation_and_nothing_else(source: Path, calibrated: Calibrated) -> None:
+    before, after = checkpoint.read_config(source), checkpoint.read_config(calibrated.folder)
+    quantization = after.pop("quantization_config")
+    assert after == before
+    assert after["dtype"] == "bfloat16"
+    assert not any("mrope" in key for key in after["rope_parameters"])
+    assert quantization["quant_method"] == "compressed-tensors"
+    assert quantization["format"] == "pack-quantized"
+    [group] = quantization["config_groups"].values()
+    assert (group["weights"]["group_size"], group["weights"]["symmetric"]) == (32, True)
+    assert {"lm_head", "re:^mtp.*", "model.layers.3.self_attn.q_proj"} <= set(quantization["ignore"])
+    assert not any("mlp" in name for name in quantization["ignore"])
+
+
+def test_tokenizer_chat_template_and_generation_config_go_along(source: Path, calibrated: Calibrated) -> None:
+    names = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"]
+    assert [(calibrated.folder / name).read_bytes() for name in names] == [
+        (source / name).read_bytes() for name in names
+    ]
+
+
+def test_progress_counts_to_its_end_and_the_flood_goes_to_the_log(
+    calibrated: Calibrated, capfd: pytest.CaptureFixture[str]
+) -> None:
+    counted = [message[1:] for message in calibrated.messages if message[0] == "calibrating"]
+    assert [done for done, _ in counted] == list(range(1, len(counted) + 1))
+    assert {total for _, total in counted} == {len(counted)}
+    assert "Grid search" in calibrated.outcome.log.read_text(errors="replace")
+
+
+def test_facts_and_memory_are_recorded_within_the_estimate(source: Path, calibrated: Calibrated) -> None:
+    manifest = calibrated.outcome.manifest
+    assert manifest.facts["calibration_tokens"] == FEW.sequences * FEW.length
+    assert manifest.facts["quantised_linears"] == 12
+    needs = calibrate.needs(source, CalibrateParameters(corpus=FEW))
+    assert manifest.peak_memory_bytes < needs.memory_bytes
+    assert calibrated.outcome.bytes_after < needs.disk_bytes
+
+
+def test_the_same_input_and_parameters_give_the_same_bytes(
+    source: Path, calibrated: Calibrated, tmp_path: Path
+) -> None:
+    again = run_recipe(source, tmp_path)
+    assert again.outcome.manifest.key == calibrated.outcome.manifest.key
+    assert again.outcome.manifest.files == calibrated.outcome.manifest.files
+
+
+# --- verification of the result
+
+
+def described(folder: Path) -> Path:
+    """Write a manifest that says that the folder is as it should be."""
+    records = file_records(folder)
+    Manifest(stage="s", files=records, wall_seconds=0, peak_memory_bytes=0, versions={}).write(folder)
+    return folder
+
+
+def test_a_calibrated_checkpoint_verifies(calibrated: Calibrated) -> None:
+    assert checkpoint.verify(calibrated.folder, "cure").key == calibrated.outcome.folder.name
+
+
+def drop_mtp_norm(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["mtp.layers.0.input_layernorm.weight"]
+
+
+def widen_scale(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.layers.0.mlp.up_proj.weight_scale"] = torch.zeros(128, 4, dtype=torch.bfloat16)
+
+
+def halve_embedding(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].half()
+
+
+def untie(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (drop_mtp_norm, r"lacks the tensor mtp\.layers\.0\.input_layernorm\.weight"),
+        (widen_scale, r"up_proj\.weight_scale has shape \[128, 4\], config\.json says \[128, 2\]"),
+        (halve_embedding, r"embed_tokens\.weight is F16, config\.json says BF16 or F32"),
+        (untie, r"holds the tensor lm_head\.weight, unknown to its config\.json"),
+    ],
+)
+def test_verification_holds_tensors_against_the_config(
+    calibrated: Calibrated, tmp_path: Path, damage: Callable[[dict[str, torch.Tensor]], None], message: str
+) -> None:
+    folder = tmp_path / "damaged"
+    shutil.copytree(calibrated.folder, folder)
+    tensors = loaded(folder)
+    damage(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CorruptCheckpointError, match=f"{message}.*; cure"):
+        checkpoint.verify(described(folder), "cure")
+
+
+# --- other schemes, targets and architectures
+
+
+def calibrate_here(source: Path, folder: Path, **parameters: Any) -> Path:
+    folder.mkdir()
+    given = CalibrateParameters(**{"corpus": Corpus(sequences=2, length=16), **parameters})
+    calibrate.run(source, folder, given, progress.silent)
+    return described(folder)
+
+
+def test_all_targets_with_zero_points(source: Path, tmp_path: Path) -> None:
+    heard: list[tuple[float, float]] = []
+    folder = tmp_path / "out"
+    folder.mkdir()
+    given = CalibrateParameters(
+        scheme="W4A16_ASYM",
+        targets=("mlp", "attention", "linear_attention"),
+        corpus=Corpus(sequences=2, length=16),
+    )
+    calibrate.run(source, folder, given, lambda activity, done, total: heard.append((done, total)))
+    checkpoint.verify(described(folder), "cure")
+    after = list_tensors(folder)
+    assert after["model.layers.0.linear_attn.in_proj_qkv.weight_zero_point"].dtype == "I32"
+    assert after["model.layers.3.self_attn.o_proj.weight_packed"].dtype == "I32"
+    assert "model.layers.0.linear_attn.in_proj_a.weight" in after
+    assert max(done / total for done, total in heard if total) == 1
+    steps = [Step(calibrate.STAGE, given)]
+    assert variant_recipe.unexplained_by(steps, source, folder) == []
+
+
+def test_a_list_of_targets_is_one_scheme_for_all_of_them() -> None:
+    listed = CalibrateParameters(scheme="W8A16", targets=["mlp", "mtp"])
+    assert listed == CalibrateParameters(targets={"mlp": "W8A16", "attention": "none", "mtp": "W8A16"})
+    assert CalibrateParameters() == CalibrateParameters(targets=["mlp"])
+
+
+SCHEMES = {"mlp": "W4A16", "attention": "W8A16", "linear_attention": "W4A16_ASYM", "mtp": "W4A16"}
+
+
+@pytest.fixture(scope="session")
+def mixed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return calibrate_here(source, tmp_path_factory.mktemp("mixed") / "out", targets=SCHEMES)
+
+
+def test_vllm_finds_the_scheme_of_each_fused_linear(mixed: Path) -> None:
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+        CompressedTensorsConfig,
+    )
+    from vllm.model_executor.models.qwen3_5 import Qwen3_5ForCausalLM
+    from vllm.model_executor.models.qwen3_5_mtp import Qwen3_5MTP
+
+    quantisation = CompressedTensorsConfig.from_config(checkpoint.read_config(mixed)["quantization_config"])
+    fused = {**Qwen3_5ForCausalLM.packed_modules_mapping, **Qwen3_5MTP.packed_modules_mapping}
+    quantisation.packed_modules_mapping = fused
+
+    def bits(name: str) -> int | None:
+        scheme = quantisation.get_scheme_dict(torch.nn.Module(), name)
+        return scheme and scheme["weights"].num_bits
+
+    gdn, attention = "model.layers.0.linear_attn", "model.layers.3.self_attn"
+    assert [bits(f"{gdn}.{name}") for name in ("in_proj_qkvz", "out_proj", "in_proj_ba")] == [4, 4, None]
+    assert [bits(f"{attention}.{name}") for name in ("qkv_proj", "o_proj")] == [8, 8]
+    assert [bits(f"model.layers.3.mlp.{name}") for name in ("gate_up_proj", "down_proj")] == [4, 4]
+    head = ("fc", "layers.0.self_attn.qkv_proj", "layers.0.mlp.gate_up_proj", "layers.0.mlp.down_proj")
+    assert [bits(f"mtp.{name}") for name in head] == [4] * 4
+    assert bits("lm_head") is None
+
+
+def test_every_kind_has_a_scheme_of_its_own(source: Path, mixed: Path) -> None:
+    checkpoint.verify(mixed, "cure")
+    steps = [Step(calibrate.STAGE, CalibrateParameters(targets=SCHEMES))]
+    assert variant_recipe.unexplained_by(steps, source, mixed) == []
+    after = list_tensors(mixed)
+    layers = "model.layers"
+    assert after[f"{layers}.0.mlp.up_proj.weight_packed"].shape == (128, 64 // 8)
+    assert after[f"{layers}.3.self_attn.q_proj.weight_packed"].shape[1] == 64 // 4
+    assert after[f"{layers}.3.self_attn.q_proj.weight_scale"].shape[1] == 1
+    assert f"{layers}.0.linear_attn.in_proj_z.weight_zero_point" in after
+    assert f"{layers}.0.linear_attn.in_proj_a.weight" in after
+    head = {name for name in after if name.startswith("mtp.") and name.endswith(".weight_packed")}
+    assert len(head) == 8
+    quantisation = Quantisation.model_validate(checkpoint.read_config(mixed)["quantization_config"])
+    widths = {
+        name: quantisation.of_module(name.removesuffix(PACKED)).num_bits for name in after if PACKED in name
+    }
+    assert {name for name, bits in widths.items() if bits == 8} == {
+        f"{layers}.3.self_attn.{module}_proj.weight_packed" for module in "qkvo"
+    }
+
+
+def test_the_mtp_head_alone_is_packed_without_text_on_a_packed_checkpoint(
+    source: Path, calibrated: Calibrated, tmp_path: Path
+) -> None:
+    parameters = {"targets": {"mtp": "W8A16"}, "corpus": Corpus(sequences=10**9)}
+    out = calibrate_here(calibrated.folder, tmp_path / "out", **parameters)
+    checkpoint.verify(out, "cure")
+    before, after = stored(calibrated.folder), stored(out)
+    changed = {name for name in before if before[name] != after.get(name)}
+    assert changed == {name for name in before if name.startswith("mtp.") and "norm" not in name}
+    weight, tensors = loaded(source)["mtp.fc.weight"].float(), loaded(out)
+    packed, scale = tensors["mtp.fc.weight_packed"], tensors["mtp.fc.weight_scale"].float()
+    whole = (unpack_from_int32(packed, 8, weight.shape) * scale).float()
+    assert ((whole - weight).abs() <= 0.51 * scale).all()
+    assert calibrate.data(CalibrateParameters(**parameters)) == {}
+    with pytest.raises(StageError, match="has a packed MTP head already; take mtp off the targets"):
+        calibrate_here(out, tmp_path / "again", **parameters)
+    with pytest.raises(MtpHeadError, match="its MTP head is packed"):
+        load_drafting_model(out)
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        ({"mlp": "none"}, "nothing is quantised; name one of mlp, attention, linear_attention, mtp"),
+        ({"mtp": "W4A16_ASYM"}, "mtp"),
+        (["lm_head"], "lm_head"),
+    ],
+)
+def test_targets_that_cannot_be_are_refused(targets: Any, message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        CalibrateParameters(targets=targets)
+
+
+def test_gptq_leaves_a_smaller_output_error_than_rounding_to_nearest(source: Path, tmp_path: Path) -> None:
+    corpus = Corpus(sequences=32, length=64)
+    tokens = torch.tensor(calibrate._sequences(corpus, transformers.AutoTokenizer.from_pretrained(source)))
+
+    def logits(folder: Path) -> torch.Tensor:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        with torch.no_grad():
+            return model(tokens).logits
+
+    exact = logits(source)
+    nearest, gptq = (
+        logits(calibrate_here(source, tmp_path / rounding, rounding=rounding, corpus=corpus))
+        for rounding in ("nearest", "gptq")
+    )
+    checkpoint.verify(tmp_path / "gptq", "cure")
+    assert (gptq - exact).square().mean() < (nearest - exact).square().mean()
+
+
+def test_a_model_that_sees_images_keeps_its_shards_its_vision_tower_and_its_names(
+    source: Path, tmp_path: Path
+) -> None:
+    text = checkpoint.read_config(source)
+    vision = {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "num_position_embeddings": 16,
+    }
+    torch.manual_seed(0)
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=True)
+    seeing = transformers.Qwen3_5ForConditionalGeneration(config).to(torch.bfloat16)
+    folder = tmp_path / "seeing"
+    seeing.save_pretrained(folder, max_shard_size="200KB")
+    carry_side_files(source, folder)
+    mtp = {name: tensor for name, tensor in loaded(source).items() if name.startswith("mtp.")}
+    save_file(mtp, folder / "model-mtp.safetensors")
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"] |= dict.fromkeys(mtp, "model-mtp.safetensors")
+    index.write_text(json.dumps(content))
+
+    out = calibrate_here(folder, tmp_path / "out")
+    checkpoint.verify(out, "cure")
+    before, after = stored(folder), stored(out)
+    changed = {name for name in before if before[name] != after.get(name)}
+    assert {name.split(".layers.")[0] for name in changed} == {"model.language_model"}
+    assert {file.name for file in out.glob("*.safetensors")} == {
+        file.name for file in folder.glob("*.safetensors")
+    }
+
+
+# --- refusals
+
+
+@pytest.mark.parametrize(
+    ("changes", "parameters", "message"),
+    [
+        ({"architectures": ["Llama"]}, {}, "is a Llama, calibrate knows Qwen3_5"),
+        ({"quantization_config": {}}, {}, "is quantised already"),
+        ({}, {"group_size": 128}, "group_size 128 does not divide the 64 inputs of"),
+        ({}, {"targets": ("mlp", "linear_attention")}, "has no linear_attention layers"),
+    ],
+)
+def test_an_unsuitable_checkpoint_is_refused_before_the_stage_starts(
+    source: Path, tmp_path: Path, changes: dict[str, Any], parameters: dict[str, Any], message: str
+) -> None:
+    folder = tmp_path / "changed"
+    shutil.copytree(source, folder)
+    write_config(folder, {**checkpoint.read_config(source), **changes})
+    tensors = {name: tensor for name, tensor in loaded(source).items() if "linear_attn" not in name}
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(StageError, match=message):
+        calibrate.needs(folder, CalibrateParameters(**parameters))
+
+
+def test_too_little_text_is_refused_with_both_counts(source: Path, tmp_path: Path) -> None:
+    text = tmp_path / "short.txt"
+    text.write_text("short")
+    with pytest.raises(CorpusError, match=r"has 6 tokens, 2 sequences of 16 need 32"):
+        calibrate_here(
+            source, tmp_path / "out", corpus=Corpus(source="file", path=text, sequences=2, length=16)
+        )
+
+
+def test_a_missing_text_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(CorpusError, match="put the corpus there"):
+        calibrate.data(CalibrateParameters(corpus=Corpus(source="file", path=tmp_path / "none.txt")))
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [(math.nan, "is not finite"), (1e30, "gave NaN or infinity on the calibration text")],
+)
+def test_weights_or_activations_that_are_not_finite_are_refused(
+    source: Path, tmp_path: Path, value: float, message: str
+) -> None:
+    folder = tmp_path / "broken"
+    shutil.copytree(source, folder)
+    tensors = loaded(folder)
+    for module in MLP:
+        tensors[f"model.layers.1.{module}.weight"][:] = value
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(StageError, match=message):
+        calibrate_here(folder, tmp_path / "out")
+
+
+# --- the text
+
+
+def test_the_text_of_the_tiny_world_holds_no_test_item() -> None:
+    items = left_out_texts(World())
+    texts = list(islice(calibrate.documents(Corpus()), 300))
+    prompts = {text.split("<|im_end|>")[0].removeprefix("<|im_start|>user\n") for text in texts}
+    assert not items & prompts
+    assert not items & {text.removesuffix(END_OF_TEXT) for text in texts}
+
+
+def test_documents_of_a_file_come_in_an_order_that_the_seed_decides(tmp_path: Path) -> None:
+    file = tmp_path / "text.jsonl"
+    file.write_text("".join(json.dumps({"text": str(number)}) + "\n" for number in range(20)))
+
+    def order(seed: int) -> list[str]:
+        return list(calibrate.documents(Corpus(source="file", path=file, seed=seed)))
+
+    assert order(1) == order(1)
+    assert order(1) != order(2)
+    assert sorted(order(1)) == sorted(order(2)) == sorted(f"{number}{END_OF_TEXT}" for number in range(20))

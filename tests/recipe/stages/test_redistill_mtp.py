@@ -1,0 +1,254 @@
+"""Sampling the target and re-distilling its MTP head: what is learned, kept, resumed and refused."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from slimqwen import checkpoint, progress
+from slimqwen.checkpoint import draft_head
+from slimqwen.checkpoint.files import file_records
+from slimqwen.models.mtp_head import DraftHead
+from slimqwen.recipe import variant_recipe
+from slimqwen.recipe.recipe_file import Step
+from slimqwen.recipe.stage import StageError
+from slimqwen.recipe.stages import redistill_mtp, sample_outputs, trim_draft_vocab
+from slimqwen.recipe.stages.redistill_mtp import CURVE, RedistillParameters
+from slimqwen.recipe.stages.sample_outputs import (
+    OUTPUTS,
+    CorpusError,
+    Prompts,
+    SampleOutputsParameters,
+    read_outputs,
+)
+from slimqwen.recipe.stages.trim_draft_vocab import TrimDraftVocabParameters
+
+ROOT = Path(__file__).parents[3]
+TINY = ROOT / "weights" / "tiny"
+FEW = SampleOutputsParameters(texts=48, held_out=16, tokens=32, chunk=32)
+SHORT = RedistillParameters(steps=8, validate_every=2, learning_rate=1e-3)
+
+pytestmark = pytest.mark.engine
+
+
+def sampled_from(source: Path, folder: Path) -> Path:
+    folder.mkdir()
+    sample_outputs.run(source, folder, FEW, progress.silent)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model and what it says."""
+    return sampled_from(TINY, tmp_path_factory.mktemp("sampled") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def damaged(sampled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with noise on the head's fc, so that there is something to learn."""
+    folder = tmp_path_factory.mktemp("damaged") / "tiny"
+    shutil.copytree(sampled, folder)
+    tensors = load_file(folder / "model.safetensors")
+    fc = tensors["mtp.fc.weight"].float()
+    noise = torch.randn(fc.shape, generator=torch.Generator().manual_seed(0)) * fc.std()
+    tensors["mtp.fc.weight"] = (fc + noise).bfloat16()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def redistil(source: Path, folder: Path, parameters: RedistillParameters = SHORT) -> dict[str, Any]:
+    """Run the stage without its vLLM measurements, which one test below has."""
+    (folder / "out").mkdir(parents=True)
+    (folder / "unfinished").mkdir(exist_ok=True)
+    redistill_mtp.run(source, folder / "out", parameters, progress.silent, unfinished=folder / "unfinished")
+    record: dict[str, Any] = json.loads((folder / "out" / CURVE).read_text())
+    return record
+
+
+@pytest.fixture(autouse=True)
+def torch_as_it_was() -> Iterator[None]:
+    """A stage has a process of its own, where it may ask torch for deterministic kernels for good."""
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counting in vLLM takes 10 s a checkpoint."""
+    monkeypatch.setattr(redistill_mtp, "_check_agreement", lambda *_: None)
+    monkeypatch.setattr(redistill_mtp, "_served", lambda *_: 1.0)
+
+
+def test_the_same_target_says_the_same(sampled: Path, tmp_path: Path) -> None:
+    again = sampled_from(TINY, tmp_path / "again")
+    assert (again / OUTPUTS).read_bytes() == (sampled / OUTPUTS).read_bytes()
+
+
+def test_the_checkpoint_goes_through_sampling_unchanged(sampled: Path) -> None:
+    after = file_records(sampled)
+    del after[OUTPUTS]
+    assert after == file_records(TINY)
+
+
+def test_texts_to_measure_on_are_others_than_texts_to_train_on(sampled: Path) -> None:
+    outputs = list(read_outputs(sampled))
+    held_out = {output.prompt for output in outputs if output.held_out}
+    assert len(held_out) == FEW.held_out
+    assert not held_out & {output.prompt for output in outputs if not output.held_out}
+
+
+def test_a_damaged_head_learns_and_its_target_stays(
+    damaged: Path, tmp_path: Path, without_vllm: None
+) -> None:
+    record = redistil(damaged, tmp_path)
+    assert record["kept"] == "trained"
+    assert record["acceptance_length_after"] > record["acceptance_length_before"]
+    before, after = (
+        load_file(damaged / "model.safetensors"),
+        load_file(tmp_path / "out" / "model.safetensors"),
+    )
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert "mtp.fc.weight" in changed
+    assert all(name.startswith("mtp.") and "_proj" not in name for name in changed)
+    steps = [Step(redistill_mtp.STAGE, SHORT)]
+    assert variant_recipe.unexplained_by(steps, damaged, tmp_path / "out") == []
+    assert not (tmp_path / "out" / OUTPUTS).exists()
+
+
+def test_a_head_learns_for_the_ids_that_it_may_draft_and_these_stay(
+    damaged: Path, tmp_path: Path, without_vllm: None
+) -> None:
+    trimmed = tmp_path / "trimmed"
+    trimmed.mkdir()
+    trim_draft_vocab.run(damaged, trimmed, TrimDraftVocabParameters(size=1024), progress.silent)
+    record = redistil(trimmed, tmp_path, SHORT.model_copy(update={"rows": "drafted"}))
+    assert record["kept"] == "trained"
+    assert record["acceptance_length_after"] > record["acceptance_length_before"]
+    before, after = (load_file(folder / "model.safetensors") for folder in (trimmed, tmp_path / "out"))
+    for name in (draft_head.WEIGHT, draft_head.TOKEN_IDS):
+        assert torch.equal(before[name], after[name])
+    assert checkpoint.read_config(tmp_path / "out")[draft_head.SIZE_KEY] == 1024
+
+
+def test_training_for_a_draft_head_needs_one(sampled: Path, tmp_path: Path) -> None:
+    with pytest.raises(StageError, match="has no draft head to train for; put trim_draft_vocab before"):
+        redistil(sampled, tmp_path, SHORT.model_copy(update={"rows": "drafted"}))
+
+
+def test_the_divergence_over_drafted_ids_is_the_sum_over_them_by_hand() -> None:
+    scores = torch.tensor([[2.0, 1.0, 0.0, -1.0], [0.0, 3.0, 0.5, 1.0]])
+    ids = torch.tensor([1, 3])
+    model = SimpleNamespace(
+        logits=lambda hidden: hidden,
+        draft_head=DraftHead(torch.eye(4)[ids], ids),
+    )
+    students = scores.flip(0).clone().requires_grad_()
+    found = redistill_mtp._divergence(model, students, scores, True)
+    target = scores.softmax(-1)[:, ids]
+    student = scores.flip(0)[:, ids].softmax(-1)
+    assert found.item() == pytest.approx((target * (target / student).log()).sum().item() / 2)
+
+
+def test_a_killed_run_goes_on_to_the_same_bytes(
+    damaged: Path, tmp_path: Path, without_vllm: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    redistil(damaged, tmp_path / "whole")
+    advance = redistill_mtp._Training._advance
+    steps = []
+
+    def killed_at_five(training: Any) -> None:
+        if training.step == 5 and len(steps) < 6:
+            raise KeyboardInterrupt
+        steps.append(training.step)
+        advance(training)
+
+    monkeypatch.setattr(redistill_mtp._Training, "_advance", killed_at_five)
+    with pytest.raises(KeyboardInterrupt):
+        redistil(damaged, tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "out")
+    steps.append(-1)
+    redistil(damaged, tmp_path / "cut")
+    assert steps == [0, 1, 2, 3, 4, -1, 4, 5, 6, 7]
+    assert checkpoint.digest(tmp_path / "cut" / "out") == checkpoint.digest(tmp_path / "whole" / "out")
+
+
+def test_a_head_that_got_worse_is_not_kept(sampled: Path, tmp_path: Path, without_vllm: None) -> None:
+    record = redistil(sampled, tmp_path, SHORT.model_copy(update={"head": "fresh", "trainable": "all"}))
+    assert record["kept"] == "original"
+    before, after = (
+        load_file(sampled / "model.safetensors"),
+        load_file(tmp_path / "out" / "model.safetensors"),
+    )
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_vllm_counts_the_acceptance_that_is_counted_here(sampled: Path, tmp_path: Path) -> None:
+    record = redistil(sampled, tmp_path, SHORT.model_copy(update={"steps": 1}))
+    here, there = record["acceptance_length_before"], record["acceptance_length_before_vllm"]
+    # The same counts but for a text that bfloat16 words otherwise; without the steps across an end it is 5 %.
+    assert there == pytest.approx(here, rel=0.02)
+    assert there > 2
+
+
+def test_drafts_across_the_end_of_a_text_are_counted(
+    sampled: Path, tmp_path: Path, without_vllm: None
+) -> None:
+    """A server's steps leave out no token of a text and end beyond it by less than a whole draft."""
+    record = redistil(sampled, tmp_path, SHORT.model_copy(update={"steps": 1}))
+    held_out = [output for output in read_outputs(sampled) if output.held_out]
+    gained = record["before"]["drafts"] + sum(record["before"]["accepted_per_position"])
+    # The first token of a text comes before any draft.
+    written = sum(len(output.continuation) - 1 for output in held_out)
+    assert written <= gained < written + len(held_out) * SHORT.depth
+
+
+def test_a_count_that_vllm_does_not_share_is_an_error() -> None:
+    with pytest.raises(StageError, match=r"4\.000 here and 1\.000 in vLLM"):
+        redistill_mtp._check_agreement(4.0, 1.0, "before")
+
+
+def test_a_loss_that_is_no_number_is_an_error(damaged: Path, tmp_path: Path, without_vllm: None) -> None:
+    source = tmp_path / "nan"
+    shutil.copytree(damaged, source)
+    tensors = load_file(source / "model.safetensors")
+    tensors["mtp.norm.weight"][0] = float("nan")
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(StageError, match="lower learning_rate"):
+        redistil(source, tmp_path / "run")
+
+
+def test_a_checkpoint_without_sampled_outputs_names_the_stage_that_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(CorpusError, match="put the stage sample_outputs before"):
+        redistil(TINY, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"text": "A short text."}\n', "gives 1 different prompts, 64 are needed"),
+        ("no json\n", "line 1: not JSON"),
+    ],
+)
+def test_a_corpus_that_is_no_use_is_refused(tmp_path: Path, content: str, message: str) -> None:
+    file = tmp_path / "corpus.jsonl"
+    file.write_text(content)
+    parameters = FEW.model_copy(update={"prompts": Prompts(source="file", path=file)})
+    with pytest.raises(CorpusError, match=message):
+        sample_outputs.run(TINY, tmp_path, parameters, progress.silent)
+
+
+def test_given_prompts_are_taken_whole_and_texts_by_their_first_third(tmp_path: Path) -> None:
+    file = tmp_path / "corpus.jsonl"
+    file.write_text('{"prompt": "one two three four five six"}\n{"text": "one two three four five six"}\n')
+
+    def words(text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        return {"input_ids": list(range(2 * len(text.split())))}
+
+    taken = list(sample_outputs._prompts(Prompts(source="file", path=file), words))
+    assert [len(ids) for ids in taken] == [12, 4]

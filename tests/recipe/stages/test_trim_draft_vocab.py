@@ -1,0 +1,312 @@
+"""Which ids and rows a draft head gets, what stays as it was, on every form of output head, and what is refused."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from compressed_tensors.compressors import unpack_from_int32
+from safetensors.torch import load_file, save_file
+
+from slimqwen import checkpoint, progress
+from slimqwen.checkpoint import draft_head
+from slimqwen.checkpoint.config import write_config
+from slimqwen.errors import SlimqwenError
+from slimqwen.recipe import recipe_file, runner, variant_recipe
+from slimqwen.recipe.recipe_file import RecipeError, Step
+from slimqwen.recipe.registry import STAGES
+from slimqwen.recipe.stage import StageError
+from slimqwen.recipe.stages import calibrate, prune_vocab, quantise_lm_head, trim_draft_vocab
+from slimqwen.recipe.stages.calibrate import CalibrateParameters
+from slimqwen.recipe.stages.prune_vocab import Corpus, PruneVocabParameters
+from slimqwen.recipe.stages.quantise_lm_head import QuantiseLmHeadParameters
+from slimqwen.recipe.stages.sample_outputs import OUTPUTS
+from slimqwen.recipe.stages.trim_draft_vocab import REPORT, TrimDraftVocabParameters
+from slimqwen.text.corpus import CorpusError
+
+TINY = Path(__file__).parents[3] / "weights" / "tiny"
+ROWS = 8192
+ALWAYS_IN = {0, 1, 2, 3, 4}
+"""Ids of tiny's added tokens, the two ends of a text among them."""
+
+OFTEN = list(range(8000, 8100))
+"""Ids that the continuations below hold twice; the ids 7000 to 7099 they hold once."""
+
+Tensors = dict[str, torch.Tensor]
+
+
+def with_outputs(folder: Path, held_out: list[int]) -> Path:
+    rows = [
+        {"prompt": [5] * 40, "continuation": held_out, "held_out": True},
+        {"prompt": [6] * 40, "continuation": [*OFTEN, *range(7000, 7100)], "held_out": False},
+        {"prompt": [7] * 40, "continuation": OFTEN, "held_out": False},
+    ]
+    (folder / OUTPUTS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """Tiny, and continuations whose counts are known."""
+    return with_outputs(shutil.copytree(TINY, tmp_path / "source"), [8000, 8001, 7000, 6000])
+
+
+def trimmed(source: Path, size: int = 128) -> Path:
+    destination = source.with_name(f"{source.name}-{size}")
+    destination.mkdir()
+    trim_draft_vocab.run(source, destination, TrimDraftVocabParameters(size=size), progress.silent)
+    return destination
+
+
+def stored(folder: Path) -> Tensors:
+    tensors: Tensors = load_file(folder / "model.safetensors")
+    return tensors
+
+
+def ids_of(folder: Path) -> list[int]:
+    ids: list[int] = stored(folder)[draft_head.TOKEN_IDS].tolist()
+    return ids
+
+
+def test_the_ids_are_those_always_in_and_then_the_most_counted(source: Path) -> None:
+    ids = ids_of(trimmed(source))
+    assert ids == sorted(ids)
+    assert ALWAYS_IN | set(OFTEN) <= set(ids)
+    # 23 places are left: of the ids that occur once the smaller ones.
+    assert set(ids) - ALWAYS_IN - set(OFTEN) == set(range(7000, 7023))
+
+
+def test_ids_that_never_occur_fill_up_from_the_smallest(source: Path) -> None:
+    ids = set(ids_of(trimmed(source, size=256)))
+    seen = ALWAYS_IN | set(OFTEN) | set(range(7000, 7100))
+    assert ids == seen | set(range(5, 5 + 256 - len(seen)))
+
+
+def test_the_size_is_rounded_up_to_a_multiple_of_64(source: Path) -> None:
+    assert len(ids_of(trimmed(source, size=65))) == 128
+
+
+def test_rows_are_those_of_the_output_head_and_all_else_stays_to_the_byte(source: Path) -> None:
+    folder = trimmed(source)
+    before, after = stored(source), stored(folder)
+    rows, ids = after.pop(draft_head.WEIGHT), after.pop(draft_head.TOKEN_IDS)
+    assert rows.dtype == torch.bfloat16
+    assert torch.equal(rows, before["model.embed_tokens.weight"][ids])
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    config = checkpoint.read_config(folder)
+    assert config.pop(draft_head.SIZE_KEY) == 128
+    assert config == checkpoint.read_config(source)
+    assert (folder / OUTPUTS).read_bytes() == (source / OUTPUTS).read_bytes()
+    steps = [Step(trim_draft_vocab.STAGE, TrimDraftVocabParameters(size=128))]
+    assert variant_recipe.unexplained_by(steps, source, folder) == []
+
+
+def test_the_config_of_a_model_that_sees_images_announces_the_rows_in_its_language_part() -> None:
+    announced = draft_head.announced({"a": 1, "text_config": {"vocab_size": 9}}, 4)
+    assert announced == {"a": 1, "text_config": {"vocab_size": 9, draft_head.SIZE_KEY: 4}}
+
+
+def test_the_report_says_how_much_of_the_held_out_continuations_is_covered(source: Path) -> None:
+    report = json.loads((trimmed(source) / REPORT).read_text())
+    assert report["counted_tokens"] == 300
+    assert report["ids_counted"] == 200
+    assert report["held_out_tokens"] == 4
+    assert report["coverage"] == 0.75  # all but the id 6000
+    by_rows = report["coverage_by_rows"]
+    assert by_rows["128"] == 0.75
+    assert by_rows["8192"] == 1
+    assert list(map(int, by_rows)) == sorted(map(int, by_rows), reverse=True)
+
+
+def test_rows_of_a_packed_head_are_its_integers_times_their_scales(source: Path, tmp_path: Path) -> None:
+    packed = tmp_path / "packed"
+    packed.mkdir()
+    quantise_lm_head.run(source, packed, QuantiseLmHeadParameters(), progress.silent)
+    tensors = stored(trimmed(with_outputs(packed, [8000])))
+    shape = torch.Size(tensors["lm_head.weight_shape"].tolist())
+    integers = unpack_from_int32(tensors["lm_head.weight_packed"], 4, shape).float()
+    whole = integers * tensors["lm_head.weight_scale"].float().repeat_interleave(32, dim=1)
+    ids = tensors[draft_head.TOKEN_IDS]
+    assert torch.equal(tensors[draft_head.WEIGHT], whole[ids].bfloat16())
+    # Not the 16-bit embedding, which the target does not score with.
+    assert not torch.equal(tensors[draft_head.WEIGHT], tensors["model.embed_tokens.weight"][ids])
+
+
+def test_an_untied_head_gives_the_rows_not_the_embedding(source: Path) -> None:
+    tensors = stored(source)
+    tensors["lm_head.weight"] = -tensors["model.embed_tokens.weight"]
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    after = stored(trimmed(source))
+    assert torch.equal(after[draft_head.WEIGHT], tensors["lm_head.weight"][after[draft_head.TOKEN_IDS]])
+
+
+def test_pruning_renumbers_the_draft_head_and_drops_what_it_prunes(source: Path, tmp_path: Path) -> None:
+    before, pruned = trimmed(source, size=512), tmp_path / "pruned"
+    pruned.mkdir()
+    parameters = PruneVocabParameters(size=4096, corpus=Corpus(documents=300))
+    prune_vocab.run(before, pruned, parameters, progress.silent)
+    new_to_old = np.array(json.loads((pruned / prune_vocab.VOCAB_MAP).read_text())["new_to_old"])
+    old, new = stored(before), stored(pruned)
+    ids = new[draft_head.TOKEN_IDS]
+    staying = [id_ for id_ in old[draft_head.TOKEN_IDS].tolist() if id_ in set(new_to_old.tolist())]
+    assert new_to_old[ids.numpy()].tolist() == staying
+    assert 0 < len(staying) < 512
+    assert torch.equal(new[draft_head.WEIGHT], new["model.embed_tokens.weight"][ids])
+    assert checkpoint.read_config(pruned)[draft_head.SIZE_KEY] == len(staying)
+
+
+def test_a_pruned_checkpoint_can_be_trimmed(source: Path, tmp_path: Path) -> None:
+    pruned = tmp_path / "pruned"
+    pruned.mkdir()
+    parameters = PruneVocabParameters(size=4096, corpus=Corpus(documents=300))
+    prune_vocab.run(source, pruned, parameters, progress.silent)
+    tensors = stored(trimmed(with_outputs_of(pruned, [4000, 4001, 9])))
+    ids = tensors[draft_head.TOKEN_IDS]
+    assert {4000, 4001} <= set(ids.tolist())
+    assert torch.equal(tensors[draft_head.WEIGHT], tensors["model.embed_tokens.weight"][ids])
+
+
+def with_outputs_of(folder: Path, continuation: list[int]) -> Path:
+    rows = [{"prompt": [5], "continuation": continuation, "held_out": held_out} for held_out in (True, False)]
+    (folder / OUTPUTS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_the_runner_makes_it_verifies_it_and_repeats_it_to_the_byte(source: Path, tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text("description: a test\nbase: tiny\nstages:\n  - trim_draft_vocab:\n      size: 128\n")
+    recipe = recipe_file.read(file)
+    digests = set()
+    for name in ("first", "second"):
+        [outcome] = runner.run(recipe, "v", tmp_path / name, lambda base: source)
+        manifest = checkpoint.verify(tmp_path / name / "v", "no cure")
+        assert manifest.facts["rows"] == 128
+        assert manifest.facts["coverage"] == 0.75
+        estimate = trim_draft_vocab.needs(source, TrimDraftVocabParameters(size=128))
+        assert outcome.manifest.peak_memory_bytes < estimate.memory_bytes
+        assert outcome.bytes_after <= estimate.disk_bytes
+        digests.add(checkpoint.digest(tmp_path / name / "v"))
+    assert len(digests) == 1
+
+
+def test_transformers_reads_the_checkpoint_as_before(source: Path) -> None:
+    tokens = torch.tensor([[10, 20, 30, 40]])
+    scores = []
+    for folder in (source, trimmed(source)):
+        model = transformers.Qwen3_5ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        with torch.no_grad():
+            scores.append(model(tokens).logits)
+    assert torch.equal(*scores)
+
+
+def _without_outputs(folder: Path) -> None:
+    (folder / OUTPUTS).unlink()
+
+
+def _changed(change: Callable[[Tensors], object]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        tensors = stored(folder)
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return apply
+
+
+def _no_head(tensors: Tensors) -> None:
+    for name in [name for name in tensors if name.startswith("mtp.")]:
+        del tensors[name]
+
+
+def _mixture_of_experts(folder: Path) -> None:
+    write_config(folder, {**checkpoint.read_config(folder), "num_experts": 8})
+
+
+def _wide(tensors: Tensors) -> None:
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].float()
+
+
+def _eight_bit_floats(tensors: Tensors) -> None:
+    tensors["lm_head.weight_scale"] = torch.ones(ROWS, 1).bfloat16()
+    tensors["lm_head.weight_global_scale"] = torch.ones(1)
+
+
+@pytest.mark.parametrize(
+    ("damage", "size", "error", "message"),
+    [
+        (_without_outputs, 128, CorpusError, "put the stage sample_outputs before this one"),
+        (_changed(_no_head), 128, StageError, "nothing drafts; take trim_draft_vocab out"),
+        (_mixture_of_experts, 128, StageError, "is a mixture of experts.*take trim_draft_vocab out"),
+        (_changed(_wide), 128, StageError, "is F32; trim_draft_vocab reads 16 bits"),
+        (_changed(_eight_bit_floats), 128, StageError, "put trim_draft_vocab before the stage that quantises it"),
+        (lambda folder: None, ROWS, StageError, "size 8192 must lie between the 5 ids .* and 8192"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_trimmed_is_refused_in_one_line(
+    source: Path, damage: Callable[[Path], None], size: int, error: type[SlimqwenError], message: str
+) -> None:
+    damage(source)
+    with pytest.raises(error, match=message) as refusal:
+        trimmed(source, size)
+    assert "\n" not in str(refusal.value)
+    assert not list(source.with_name(f"source-{size}").iterdir())
+
+
+def test_a_packed_mtp_head_is_trimmed_as_any(source: Path, tmp_path: Path) -> None:
+    packed = tmp_path / "packed"
+    packed.mkdir()
+    parameters = CalibrateParameters(targets={"mtp": "W4A16"})
+    calibrate.run(source, packed, parameters, progress.silent)
+    shutil.copyfile(source / OUTPUTS, packed / OUTPUTS)
+    assert ids_of(trimmed(packed)) == ids_of(trimmed(source))
+
+
+def test_a_second_draft_head_is_refused(source: Path) -> None:
+    with pytest.raises(StageError, match="has a draft head already"):
+        trimmed(trimmed(source))
+
+
+def test_a_recipe_with_an_impossible_size_is_refused_at_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text("description: a test\nbase: tiny\nstages:\n  - trim_draft_vocab:\n      size: 32\n")
+    with pytest.raises(
+        RecipeError, match=r"recipe\.yaml:5: size: .* greater than or equal to 64, here is 32"
+    ):
+        recipe_file.read(file)
+    assert "trim_draft_vocab" in STAGES
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (torch.arange(127), "has 128 rows"),
+        (torch.arange(128, dtype=torch.int32), "is I32"),
+        (torch.arange(128) + ROWS - 127, "does not ascend within the 8192 ids"),
+        (torch.zeros(128, dtype=torch.int64), "does not ascend"),
+    ],
+)
+def test_a_damaged_id_map_is_refused_by_what_reads_the_checkpoint(
+    source: Path, ids: torch.Tensor, message: str
+) -> None:
+    folder = trimmed(source)
+    save_file({**stored(folder), draft_head.TOKEN_IDS: ids}, folder / "model.safetensors")
+    with pytest.raises(checkpoint.CorruptCheckpointError, match=message):
+        draft_head.read_token_ids(checkpoint.tensors.list_tensors(folder), ROWS)
+
+
+def test_verification_misses_a_draft_head_that_the_config_announces(source: Path, tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text("description: a test\nbase: tiny\nstages:\n  - trim_draft_vocab:\n      size: 128\n")
+    runner.run(recipe_file.read(file), "v", tmp_path / "weights", lambda base: source)
+    folder = shutil.copytree(tmp_path / "weights" / "v", tmp_path / "copy")
+    (folder / checkpoint.files.MANIFEST).unlink()
+    write_config(folder, {**checkpoint.read_config(folder), draft_head.SIZE_KEY: 64})
+    records = checkpoint.files.file_records(folder)
+    manifest = checkpoint.Manifest.read(tmp_path / "weights" / "v")
+    manifest.model_copy(update={"files": records}).write(folder)
+    with pytest.raises(checkpoint.CorruptCheckpointError, match=r"draft_head\.\w+ has shape \[128"):
+        checkpoint.verify(folder, "no cure")

@@ -1,0 +1,49 @@
+"""Which changes of a checkpoint no stage of its recipe explains."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from slimqwen import variant
+from slimqwen.recipe import variant_recipe
+
+ROOT = variant.repository_root()
+DRAFT_FC, DECAY, NORM = "mtp.fc.weight", "model.layers.1.linear_attn.A_log", "model.norm.weight"
+RECIPE = "description: A test.\nbase: tiny\nstages: [{quantise_lm_head: {group_size: 32}}]\n"
+DISTILLING = "description: A test.\nbase: tiny\nstages: [{sample_outputs: {}}, {redistill_mtp: {}}]\n"
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    for folder in ("experiments/tiny", "weights/tiny"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    return tmp_path
+
+
+def changed_variant(root: Path, recipe: str, *names: str) -> variant.Variant:
+    """A variant whose checkpoint is tiny's with these tensors made larger by 3 %."""
+    shutil.copytree(root / "weights" / "tiny", root / "weights" / "changed")
+    file = root / "weights" / "changed" / "model.safetensors"
+    tensors = load_file(file)
+    for name in names:
+        tensors[name] = (tensors[name].float() * 1.03).to(tensors[name].dtype)
+    save_file(tensors, file, metadata={"format": "pt"})
+    folder = root / "experiments" / "changed"
+    folder.mkdir()
+    (folder / "config.env").write_text("BASE=tiny\nVLLM_MODEL=weights/changed\n")
+    (folder / "recipe.yaml").write_text(recipe)
+    shutil.copy(root / "experiments" / "tiny" / "measurements.json", folder)
+    return variant.load("changed", root)
+
+
+@pytest.mark.parametrize("name", [DECAY, NORM, DRAFT_FC])
+def test_a_small_change_of_a_tensor_that_no_stage_touches_is_named(repository, name):
+    damaged = changed_variant(repository, RECIPE, name)
+    assert [each.name for each in variant_recipe.unexplained_changes(damaged)] == [name]
+
+
+def test_what_a_stage_changes_is_explained(repository):
+    distilled = changed_variant(repository, DISTILLING, DRAFT_FC, DECAY)
+    assert [each.name for each in variant_recipe.unexplained_changes(distilled)] == [DECAY]

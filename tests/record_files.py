@@ -1,0 +1,31 @@
+"""Records for tests: written from plain fields, as a measurement would write them."""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from slimqwen.records import registry, store
+from slimqwen.records.record import Record
+
+DATA = Path(__file__).parent / "records" / "data"
+
+
+def example(kind: str, **changes: Any) -> dict[str, Any]:
+    """A record of a kind as a measurement hands it to the store, everything but its items; some fields changed."""
+    fields: dict[str, Any] = json.loads((DATA / f"{kind}.json").read_text())
+    return fields | changes
+
+
+def record_of(fields: Mapping[str, Any] | Record, **changes: Any) -> Record:
+    """The record with these fields as JSON, some of them changed; without its items."""
+    plain = {**(fields.as_json() if isinstance(fields, Record) else fields), **changes}
+    plain.pop("items", None)
+    return registry.kinds()[plain["schema"].partition("/")[0]].model_validate(plain)
+
+
+def write(
+    folder: Path, fields: Mapping[str, Any] | Record, items: Iterable[Mapping[str, Any]] | None = None
+) -> Path:
+    """Write a record with these fields as JSON; returns its file."""
+    return store.write(folder, record_of(fields), items)

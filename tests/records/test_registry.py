@@ -1,0 +1,129 @@
+"""A new record kind is one module: everything that shows records finds it by itself."""
+
+import subprocess
+import sys
+
+import pytest
+
+import slimqwen.bench
+from slimqwen.errors import SlimqwenError
+from slimqwen.records import collection, frame, mlflow_export, registry, schemas, store
+from slimqwen.records.record import Provenance
+from slimqwen.report import checks, leaderboard, log, markdown, site
+
+ENERGY = '''
+"""Energy of a generated token."""
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from slimqwen.records.panel import Line, Panel
+from slimqwen.records.record import Block, NonNegative, Record
+
+
+class Interval(Block):
+    """A ratio with its interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+class Energy(Record):
+    """Energy that the machine takes for a generated token."""
+
+    kind: ClassVar = "{kind}"
+    folder: ClassVar = "results"
+    verb: ClassVar = "bench energy"
+    leaderboard_columns: ClassVar = {{"joules_per_token": "energy (J/token)"}}
+
+    joules_per_token: NonNegative = Field(description="Joules.")
+    ratio: Interval
+
+    def panels(self):
+        return [Panel("token", "energy, J", [Line("measured", [0, 1], [0, self.joules_per_token])])]
+'''
+
+
+@pytest.fixture
+def room(tmp_path, monkeypatch):
+    """A folder whose modules are in slimqwen.bench for the length of a test."""
+    folder = tmp_path / "room"
+    folder.mkdir()
+    monkeypatch.setattr(slimqwen.bench, "__path__", [*slimqwen.bench.__path__, str(folder)])
+    registry.kinds.cache_clear()
+    yield folder
+    registry.kinds.cache_clear()
+    for module in folder.glob("*.py"):
+        sys.modules.pop(f"slimqwen.bench.{module.stem}", None)
+
+
+@pytest.fixture
+def energy(room, tmp_path, monkeypatch):
+    """The model of the new kind, with its schema among the others."""
+    (room / "energy.py").write_text(ENERGY.format(kind="energy"))
+    monkeypatch.setattr(schemas, "FILE", schemas.write(tmp_path / "schemas.json"))
+    return registry.kinds()["energy"]
+
+
+def test_a_new_kind_is_in_every_report_without_a_change_elsewhere(energy, tmp_path, add_variant, quality):
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    add_variant("a", "VLLM_MODEL=weights/a\n")
+    (tmp_path / "experiments").rename(repository / "experiments")
+    made = Provenance.model_validate(quality["provenance"])
+    ratio = {"value": 2.0, "low": 1.5, "high": 2.5}
+    record = energy(variant="a", provenance=made, joules_per_token=0.25, ratio=ratio)
+    path = store.write(repository / "results", record)
+    location = path.relative_to(repository).as_posix()
+    assert store.read(path, energy) == record
+    assert "energy/1" in path.read_text()
+
+    result = collection.collect(repository)
+    assert ([stored.location for stored in result.records], result.problems) == ([location], ())
+    assert result.select("energy", "a")[0].record.figures()["joules_per_token"].value == 0.25
+
+    [row], problems = leaderboard.rows_of(result, "a")
+    assert (row.figures["energy (J/token)"][0].value, problems) == (0.25, [])
+
+    assert not [fault for fault in checks.check(repository).faults if fault.location == location]
+    path.write_text(path.read_text().replace("0.25", "-1"))
+    assert [fault.location for fault in checks.check(repository).faults if fault.location == location]
+    path.write_text(path.read_text().replace("-1", "0.25"))
+
+    figures = frame.load(repository)
+    assert figures[figures.kind == "energy"].measure.to_list()[0] == "joules_per_token"
+    assert mlflow_export.export(repository).added == (location,)
+
+    [table] = record.tables(path)
+    assert table.rows[0][:2] == ("joules_per_token", "0.25")
+
+    [entry], _ = log.entries(repository)
+    assert (entry.kind, entry.finding) == ("energy", "ratio 2 [1.5, 2.5]")
+
+    page = (site.build(repository, repository / "report").index.parent / "variants" / "a.html").read_text()
+    assert "<dt>energy (J/token)</dt><dd>0.25</dd>" in page
+    assert "<strong>Energy of a</strong>" in page
+    assert location in page
+
+    (repository / "README.md").write_text("<!-- table:energy a -->\n<!-- end -->\n")
+    markdown.update(repository)
+    assert "| joules_per_token | 0.25 |" in (repository / "README.md").read_text()
+
+
+def test_a_kind_is_defined_once(room):
+    for name in ("one", "two"):
+        (room / f"{name}.py").write_text(ENERGY.format(kind="twice"))
+    with pytest.raises(SlimqwenError, match=r"'twice' is defined in slimqwen\.bench\.one and"):
+        registry.kinds()
+
+
+def test_finding_the_kinds_loads_no_engine():
+    heavy = "('torch', 'vllm', 'transformers', 'matplotlib')"
+    code = (
+        "import sys; from slimqwen.records import registry; "
+        f"assert registry.kinds(); print([name for name in {heavy} if name in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"

@@ -1,0 +1,47 @@
+"""Settings files under eval/: what is read, and one line for each that cannot be used."""
+
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from pydantic import Field
+
+from slimqwen.records.settings import Settings, SettingsError
+
+
+class Limits(Settings):
+    folder: ClassVar[str] = "limits"
+
+    most: float = Field(gt=0)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "eval" / "limits"
+    made.mkdir(parents=True)
+    (made / "good.yaml").write_text("most: 2\n")
+    return made
+
+
+def test_a_file_is_read_by_its_name(folder: Path, tmp_path: Path) -> None:
+    assert Limits.load("good", tmp_path).most == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, r"eval/limits/bad\.yaml does not exist; choose one of: good"),
+        ("{", "unusable"),
+        ("most: 0", "most: .*greater than 0"),
+        ("most: 1\nleast: 1", "least: Extra inputs"),
+    ],
+    ids=["missing", "no YAML", "out of range", "unknown field"],
+)
+def test_a_file_that_cannot_be_used_is_an_error_of_one_line(
+    folder: Path, tmp_path: Path, content: str | None, message: str
+) -> None:
+    if content is not None:
+        (folder / "bad.yaml").write_text(content)
+    with pytest.raises(SettingsError, match=message) as caught:
+        Limits.load("bad", tmp_path)
+    assert "\n" not in str(caught.value)

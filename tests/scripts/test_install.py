@@ -1,0 +1,159 @@
+"""`scripts/install.py` as a person meets it: one line for what they can expect to go wrong."""
+
+import importlib.util
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+from slimqwen import variant
+
+
+@pytest.fixture
+def bare_copy(tmp_path):
+    """What scripts/install.py reads, in a repository without a .venv."""
+    root = tmp_path / "copy"
+    for name in ("scripts/install.py", "requirements/cpu.txt", "pyproject.toml"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes((variant.repository_root() / name).read_bytes())
+    return root
+
+
+def script_of(root):
+    """scripts/install.py of a copy, as a module."""
+    spec = importlib.util.spec_from_file_location("install", root / "scripts/install.py")
+    install = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(install)
+    return install
+
+
+def test_an_environment_of_another_python_or_platform_is_made_anew(bare_copy, monkeypatch):
+    install = script_of(bare_copy)
+    made = []
+
+    def create(folder, with_pip, clear):
+        made.append(clear)
+        install.PYTHON.parent.mkdir(parents=True, exist_ok=True)
+        install.PYTHON.touch()
+
+    monkeypatch.setattr(install.venv, "create", create)
+    install.make_environment("cpu")
+    install.make_environment("cpu")
+    assert made == [False]
+    install.make_environment("cuda")
+    assert made == [False, True]
+    install.MADE_FOR.write_text("cuda 3.11.2")
+    install.make_environment("cuda")
+    install.make_environment("cuda")
+    assert made == [False, True, True]
+    monkeypatch.setattr(install.sys, "prefix", str(install.VENV))
+    with pytest.raises(install.InstallError, match="deactivate"):
+        install.make_environment("cpu")
+    assert len(made) == 3
+
+
+@pytest.fixture
+def index_with_a_cpu_torch(tmp_path, monkeypatch):
+    """A package index whose only torch is a CPU build of the lock's version."""
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    info = "torch-2.13.0+cpu.dist-info"
+    files = {
+        f"{info}/METADATA": "Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0+cpu\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    with zipfile.ZipFile(folder / "torch-2.13.0+cpu-py3-none-any.whl", "w") as wheel:
+        for name, text in files.items():
+            wheel.writestr(name, text)
+        wheel.writestr(f"{info}/RECORD", "".join(f"{name},,\n" for name in files))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("pin", "said"),
+    [
+        (None, "No matching distribution found for torch===2.13.0"),
+        ("torch==2.13.0", "2.13.0.cpu is a CPU build"),
+    ],
+    ids=["the lock's pin", "a pin that a CPU build satisfies"],
+)
+def test_a_cuda_environment_never_takes_a_cpu_build_of_torch(bare_copy, index_with_a_cpu_torch, pin, said):
+    lock = variant.repository_root() / "requirements" / "cuda.txt"
+    if pin is not None:
+        lock = bare_copy / "lock.txt"
+        lock.write_text(f"{pin}\ntorchvision==0.28.0\n")
+    install = script_of(bare_copy)
+    with pytest.raises(install.InstallError, match=said) as refused:
+        install.install("cuda", [lock])
+    assert "\n" not in str(refused.value)
+    assert not install.STAMP.exists()
+
+
+def test_installing_twice_does_nothing_the_second_time():
+    script = variant.repository_root() / "scripts" / "install.py"
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
+
+    assert ended.returncode == 0
+    assert "up to date" in ended.stdout
+
+
+def test_an_unfit_python_is_refused_in_one_line(bare_copy):
+    script = bare_copy / "scripts/install.py"
+    needs_another = script.read_text().replace(
+        "MINIMUM, BELOW = (3, 11), (3, 14)", "MINIMUM, BELOW = (4, 0), (5, 0)"
+    )
+    script.write_text(needs_another)
+
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True)
+
+    assert ended.returncode == 2
+    assert len(ended.stderr.splitlines()) == 1
+    assert "does not fit" in ended.stderr
+    assert not (bare_copy / ".venv").exists()
+
+
+def test_no_compiler_is_refused_in_one_line(bare_copy, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    ended = subprocess.run(
+        [sys.executable, bare_copy / "scripts/install.py", "--platform", "cpu"],
+        capture_output=True,
+        text=True,
+    )
+
+    assert (ended.returncode, len(ended.stderr.splitlines())) == (2, 1)
+    assert "no C compiler" in ended.stderr
+    assert not (bare_copy / ".venv").exists()
+
+
+def test_an_extra_stays_until_the_environment_is_made_anew(bare_copy, monkeypatch):
+    spec = importlib.util.spec_from_file_location("install", bare_copy / "scripts/install.py")
+    install = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(install)
+    asked = []
+    for name in ("make_environment", "require_build", "name_vllm", "mend_torchvision", "try_import"):
+        monkeypatch.setattr(install, name, lambda *_: install.VENV.mkdir(exist_ok=True))
+    monkeypatch.setattr(install, "pip", lambda what, *_, **__: asked.append(what))
+    locks = [bare_copy / "requirements" / f"{name}.txt" for name in ("cpu", "ray")]
+    install.install("cpu", locks[:1])
+    assert asked == ["torch (cpu)", "packages", "slimqwen"]
+    assert install.installed_extras() == []
+    asked.clear()
+    install.install("cpu", locks)
+    assert asked == ["torch (cpu)", "packages", "ray", "slimqwen"]
+    assert install.installed_extras() == ["ray"]
+
+
+def test_an_extra_adds_only_what_the_platforms_locks_lack():
+    folder = variant.repository_root() / "requirements"
+    names = {
+        file.stem: {line.partition("==")[0].lower() for line in file.read_text().splitlines() if "==" in line}
+        for file in folder.glob("*.txt")
+    }
+    assert not names["ray"] & (names["cpu"] | names["cuda"])
+    assert {"click", "filelock", "jsonschema", "packaging", "protobuf", "pyyaml", "requests"} <= names[
+        "cpu"
+    ] & names["cuda"]

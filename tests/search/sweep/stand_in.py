@@ -1,0 +1,61 @@
+"""What stands in for a part of a suite asked from a real server: the same answers on every node, after a while."""
+
+import json
+import os
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from slimqwen.evals.quality_parts import PartAnswers
+from slimqwen.evals.suites.lm_eval_run import Item, Part, TaskRun
+from slimqwen.evals.suites.suite import Suite
+from slimqwen.progress import Progress
+from slimqwen.records import provenance
+from slimqwen.records.record import ServedProvenance
+
+ITEMS = 7
+OPTIONS_COMMAND = ("slimqwen", "sweep")
+SECONDS = "stand-in-seconds.txt"
+"""File of the repository with the seconds that a part takes."""
+
+
+def describe_variants(names: Iterable[str], root: Path) -> None:
+    """Write the provenance of each variant to a file, because vLLM's parser takes seconds in every process."""
+    from slimqwen import variant
+    from slimqwen.serving.command import ServerCommand
+
+    for name in names:
+        server = ServerCommand.resolve(variant.load(name, root))
+        made = provenance.describe(server, OPTIONS_COMMAND, provenance.utc_now(), datasets=[])
+        (root / f"{name}.provenance.json").write_text(json.dumps(made.as_json()))
+
+
+def answers(root: Path, argument: Mapping[str, Any]) -> dict[str, Any]:
+    """What `tasks.ask_part` would give: an item's score is its index modulo two."""
+    suite = Suite.load(argument["suite"], root)
+    part = Part(*argument["part"])
+    values = {}
+    for name in argument["variants"]:
+        runs = [
+            TaskRun(
+                each,
+                [Item(each.name, n, f"{n:016x}", float(n % 2), 1.0, None, None) for n in part.of(ITEMS)],
+                100,
+                False,
+            )
+            for each in suite.tasks
+        ]
+        described = ServedProvenance.model_validate_json((root / f"{name}.provenance.json").read_text())
+        made = described.model_copy(update={"started": provenance.utc_now(), "ended": provenance.utc_now()})
+        values[name] = json.loads(json.dumps(PartAnswers(runs, made).as_json()))
+    return values
+
+
+def ask_part(root: Path, argument: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
+    """Leave the process id in a file, take a while, and answer."""
+    with (root / "pids.txt").open("a") as stream:
+        stream.write(f"{os.getpid()}\n")
+    progress("answering", 0, 1)
+    time.sleep(float((root / SECONDS).read_text()))
+    return answers(root, argument)

@@ -1,0 +1,190 @@
+"""The driver of a sweep: what it submits, what it writes, and what becomes of a failure or an interruption."""
+
+import json
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+
+from slimqwen import variant
+from slimqwen.evals import EvalError, quality_parts
+from slimqwen.evals.quality import Quality
+from slimqwen.evals.quality_parts import PartAnswers
+from slimqwen.evals.suites.lm_eval_run import Part
+from slimqwen.evals.suites.suite import Suite
+from slimqwen.records import provenance, store
+from slimqwen.search import SearchError
+from slimqwen.search.executors import Failure, LocalExecutor, Outcome, Result, Task
+from slimqwen.search.sweep import plan, tasks
+from slimqwen.search.sweep.driver import sweep
+from slimqwen.serving.command import ServerCommand
+from tests import record_files
+from tests.search.sweep.repository import OPTIONS, contents
+from tests.search.sweep.stand_in import ITEMS, answers
+
+ROOT = Path(__file__).parents[3]
+
+
+class Nodes:
+    """An executor whose tasks give canned values in an order of its own; a key in `broken` fails."""
+
+    def __init__(self, *, reverse: bool = False, interrupt_after: int | None = None) -> None:
+        self.waiting: deque[Task] = deque()
+        self.ran: list[Task] = []
+        self.broken: str | None = None
+        self._reverse, self._interrupt_after = reverse, interrupt_after
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.waiting.clear()
+
+    @property
+    def pending(self) -> int:
+        return len(self.waiting)
+
+    def submit(self, task: Task) -> None:
+        if all(task.key != other.key for other in self.waiting):
+            self.waiting.append(task)
+
+    def wait(self) -> Outcome:
+        if len(self.ran) == self._interrupt_after:
+            raise KeyboardInterrupt
+        task = self.waiting.pop() if self._reverse else self.waiting.popleft()
+        self.ran.append(task)
+        if self.broken and self.broken in task.title:
+            return Failure(task.key, "its process died (SIGSEGV)", "node")
+        return Result(task.key, answers(self.root, task.argument), "node", provenance.hardware(), 1.0, 1)
+
+    root = Path()
+
+
+@pytest.fixture(autouse=True)
+def _nodes_of_this_repository(repository: Path) -> None:
+    Nodes.root = repository
+
+
+def test_parts_make_the_record_whatever_order_they_come_in(repository: Path) -> None:
+    executor = Nodes()
+    results = sweep(["a", "b"], OPTIONS, executor, repository)
+    assert [(each.variant, each.failure, len(each.records)) for each in results] == [
+        ("a", None, 2),
+        ("b", None, 2),
+    ]
+    assert len(executor.ran) == 6
+    assert {task.argument["variants"][0] for task in executor.ran} == {"base"}
+    assert all(task.resources.whole_node for task in executor.ran)  # an engine on a CPU
+    record = store.read(results[0].records[1], Quality)
+    assert record.tasks["facts"].item_count == ITEMS
+    assert record.answers_of_earlier_run == 0
+    assert [row["index"] for row in store.read_items(results[0].records[1])] == [*range(ITEMS), *range(ITEMS)]
+    first = contents(repository)
+    for path in repository.glob("experiments/*/quality_*"):
+        path.unlink()
+    sweep(["b", "a"], OPTIONS, Nodes(reverse=True), repository)
+    assert contents(repository) == first
+    assert not list((repository / ".cache" / "sweep").glob("*"))
+
+
+def test_an_interrupted_sweep_goes_on_and_writes_nothing_twice(repository: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        sweep(["a", "b"], OPTIONS, Nodes(interrupt_after=4), repository)
+    assert {name: len(found) for name, found in contents(repository).items()} == {"a": 1, "base": 1}
+    executor = Nodes()
+    results = sweep(["a", "b"], OPTIONS, executor, repository)
+    assert len(executor.ran) == 2
+    assert {name: len(found) for name, found in contents(repository).items()} == {"a": 1, "b": 1, "base": 2}
+    assert store.read(results[1].records[1], Quality).answers_of_earlier_run == 2 * len(Part(0, 3).of(ITEMS))
+    assert [len(each.records) for each in results] == [2, 2]
+
+
+def test_a_variant_that_fails_says_why_and_the_others_go_on(repository: Path) -> None:
+    executor = Nodes()
+    executor.broken = "quality 2/3 of a"
+    failed, fine = sweep(["a", "b"], OPTIONS, executor, repository)
+    assert (failed.failure, failed.records) == ("its process died (SIGSEGV)", [])
+    assert (fine.failure, len(fine.records)) == (None, 2)
+    again = Nodes()
+    results = sweep(["a", "b"], OPTIONS, again, repository)
+    assert [task.title for task in again.ran] == ["quality 2/3 of a"]
+    assert [each.failure for each in results] == [None, None]
+
+
+def test_parts_of_another_kind_of_hardware_are_refused(repository: Path) -> None:
+    suite = Suite.load("small", repository)
+    side = variant.load("a", repository)
+    values = []
+    for number in range(2):
+        task = plan.measurements(side, variant.load("base", repository), OPTIONS).by_check["quality"][number]
+        values.append(PartAnswers.from_json(answers(repository, task.argument)["a"], suite))
+    other = values[1].block.hardware.model_copy(update={"cpu_model": "another"})
+    mixed = [values[0], PartAnswers(values[1].runs, values[1].block.model_copy(update={"hardware": other}))]
+    with pytest.raises(EvalError, match="a: parts of one measurement differ in hardware"):
+        quality_parts.write(side, suite, mixed, limit=ITEMS)
+    assert not list(side.folder.glob("quality_*"))
+
+
+def test_a_baseline_alone_is_refused(repository: Path) -> None:
+    with pytest.raises(SearchError, match="base has no baseline"):
+        sweep(["base"], OPTIONS, Nodes(), repository)
+
+
+def test_a_missing_stage_is_a_task_by_its_content_key(
+    repository: Path, add_variant: Callable[..., Path]
+) -> None:
+    recipe = "description: d\nbase: base\nstages:\n  - round_linears: {group_size: 32}\n"
+    for name in ("c", "d"):
+        add_variant(name, f"BASE=base\nVLLM_MODEL=weights/{name}\n", baseline="base")
+        (repository / "experiments" / name / "recipe.yaml").write_text(recipe)
+    stages = [plan.next_stage(variant.load(name, repository)) for name in ("c", "d")]
+    assert stages[0].key == stages[1].key
+    assert stages[0].resources.memory_bytes > 1 << 28
+    with LocalExecutor(repository) as executor:
+        for stage in stages:
+            executor.submit(stage)
+        assert executor.pending == 1
+        assert isinstance(executor.wait(), Result)
+    assert plan.next_stage(variant.load("c", repository)) is None
+    # The other one shares the stage and lacks a link alone.
+    link = plan.next_stage(variant.load("d", repository))
+    with LocalExecutor(repository) as executor:
+        executor.submit(link)
+        assert isinstance(executor.wait(), Result)
+    assert plan.next_stage(variant.load("d", repository)) is None
+    links = [(repository / "weights" / name).resolve() for name in ("c", "d")]
+    assert links[0] == links[1]
+
+
+def test_a_variant_on_several_gpus_asks_for_as_many(
+    repository: Path, add_variant: Callable[..., Path]
+) -> None:
+    add_variant("wide", "BASE=base\nPLATFORM=cuda\nVLLM_TENSOR_PARALLEL_SIZE=2\n", baseline="base")
+    server = ServerCommand.resolve(variant.load("wide", repository), platform="cuda")
+    needs = plan.resources([server], variant.load("base", repository), alone=False)
+    assert (needs.gpus, needs.whole_node) == (2, False)
+    assert needs.memory_bytes > 3 << 30
+    assert plan.resources([server], None, alone=True).whole_node
+
+
+def test_a_measurement_comes_back_as_it_was_and_the_driver_records_it(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(subject: Any, *_: Any, records_folder: Path, **__: Any) -> Path:
+        example = record_files.example("acceptance") | {"variant": subject.name}
+        return record_files.write(records_folder, example, [{"depth": 4}])
+
+    monkeypatch.setattr(tasks.acceptance, "measure", measure)
+    monkeypatch.setattr(
+        tasks,
+        "AcceptanceSettings",
+        type("", (), {"load": staticmethod(lambda *_: type("", (), {"gate_depth": 4}))}),
+    )
+    argument = {"variants": ["base", "a"], "plan": "small", "command": ["x"]}
+    returned = tasks.check_acceptance(repository, argument, lambda *_: None)
+    assert [each["variant"] for each in returned] == ["base", "a"]
+    assert json.loads(json.dumps(returned)) == returned
+    assert returned[0]["items"] == [{"depth": 4}]
+    assert not list(repository.glob("experiments/*/acceptance_*"))

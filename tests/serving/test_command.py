@@ -1,0 +1,165 @@
+import json
+
+import pytest
+
+from slimqwen import variant
+from slimqwen.serving import baked_cache, checks, cuda_toolkit
+from slimqwen.serving import platform as machine
+from slimqwen.serving.command import ServerCommand
+from slimqwen.serving.errors import ServingError
+from slimqwen.serving.server import free_port
+from slimqwen.vllm_plugin import compile_watch, engine_facts
+
+
+def _reference_words(name, platform):
+    return list(ServerCommand.resolve(variant.load(name), platform=platform).argv)
+
+
+def test_the_best_reference_variant_has_the_reference_flags_on_a_gpu():
+    words = _reference_words("cyankiwi-seq8-best", None)
+
+    def value(option, count=1):
+        at = words.index(option) + 1
+        return words[at : at + count]
+
+    assert json.loads(value("--speculative-config")[0]) == {"method": "mtp", "num_speculative_tokens": 4}
+    assert value("--max-num-seqs") == ["8"]
+    assert value("--cudagraph-capture-sizes", 8) == ["5", "10", "15", "20", "25", "30", "35", "40"]
+    assert value("--kv-cache-dtype") == ["fp8"]
+    assert value("--max-num-batched-tokens") == ["2048"]
+    assert value("--max-model-len") == ["13312"]
+    assert value("--dtype") == ["float16"]
+    assert {"--enable-chunked-prefill", "--enable-prefix-caching", "--language-model-only"} <= set(words)
+    assert "--quantization" not in words
+    assert "--enforce-eager" not in words
+
+
+@pytest.mark.parametrize("name", [name for name in variant.names() if name.startswith("cyankiwi")])
+def test_graph_sizes_are_draft_tokens_and_one_times_every_batch(name):
+    chosen = ServerCommand.resolve(variant.load(name)).flags
+
+    step = chosen["speculative-config"]["num_speculative_tokens"] + 1
+    assert chosen["cudagraph-capture-sizes"] == [step * n for n in range(1, chosen["max-num-seqs"] + 1)]
+
+
+def test_on_a_cpu_gpu_settings_are_left_out_and_said():
+    command = ServerCommand.resolve(variant.load("cyankiwi-seq8-best"), platform="cpu")
+
+    assert {line.key: line.instead for line in command.left_out} == {
+        "VLLM_DTYPE": "bfloat16",
+        "VLLM_CUDAGRAPH_CAPTURE_SIZES": None,
+        "VLLM_GPU_MEMORY_UTILIZATION": None,
+        "VLLM_COMPILATION_CONFIG": None,
+    } | ({} if machine.has_avx512() else {"VLLM_KV_CACHE_DTYPE": None})
+    assert command.argv[command.argv.index("--dtype") + 1] == "bfloat16"
+    assert "--enable-prefix-caching" in command.argv
+    assert "--cudagraph-capture-sizes" not in command.argv
+    assert command.argv.count("--enforce-eager") == 1
+
+
+def test_a_variant_that_asks_to_compile_on_a_cpu_is_not_made_eager(servable):
+    assert "--no-enforce-eager" in servable("VLLM_ENFORCE_EAGER=0").argv
+
+
+def test_variants_with_other_flags_never_share_a_compile_cache():
+    shallow, deep = (
+        ServerCommand.resolve(variant.load(name), platform="cuda")
+        for name in ("cyankiwi-seq8", "cyankiwi-seq8-best")
+    )
+    again = ServerCommand.resolve(variant.load("cyankiwi-seq8"), platform="cuda", port=9999)
+
+    assert shallow.environment["VLLM_CACHE_ROOT"] != deep.environment["VLLM_CACHE_ROOT"]
+    assert shallow.environment["VLLM_CACHE_ROOT"] == again.environment["VLLM_CACHE_ROOT"]
+
+
+def test_stray_vllm_variables_of_the_shell_do_not_reach_the_server_but_the_key_does(servable, monkeypatch):
+    monkeypatch.setenv("VLLM_PLUGINS", "nothing")
+    monkeypatch.setenv("VLLM_API_KEY", "sesame")
+    command = servable()
+
+    environment = command.process_environment()
+
+    assert environment["VLLM_PLUGINS"] == command.environment["VLLM_PLUGINS"] != "nothing"
+    assert environment["VLLM_API_KEY"] == "sesame"
+    assert "sesame" not in command.as_shell()
+
+
+def test_a_baked_cache_that_fits_is_where_vllm_looks(baked_for, tmp_path):
+    command = baked_for()
+    assert command.cache.usable
+    assert command.environment["VLLM_CACHE_ROOT"] == str(
+        tmp_path / ".cache" / "baked-abababababababab" / "vllm"
+    )
+
+
+def test_a_baked_cache_for_something_else_is_not_used_and_refused_where_required(baked_for, tmp_path):
+    assert baked_for().environment["VLLM_CACHE_ROOT"].count("baked-") == 1
+    command = baked_for(machine={"torch": "1.0"}, flags={"max-num-seqs": 99})
+    assert not command.cache.usable
+    assert "torch was 1.0 and is" in command.cache.differences[0]
+    assert "--max-num-seqs was 99 and is not set" in command.cache.differences
+    assert "baked-" not in command.environment["VLLM_CACHE_ROOT"]
+    checks.check(command)
+    required = ServerCommand.resolve(command.variant, port=free_port(), platform="cpu", require_baked=True)
+    with pytest.raises(ServingError, match=r"compile cache of v is for something else: torch was"):
+        checks.check(required)
+
+
+def test_a_cache_baked_with_other_plugins_does_not_fit_because_vllms_own_key_holds_them(baked_for, tmp_path):
+    command = baked_for()
+    file = tmp_path / "weights/v" / baked_cache.MANIFEST
+    file.write_text(file.read_text().replace("slimqwen_endpoints", "another"))
+    again = ServerCommand.resolve(command.variant, port=free_port(), platform="cpu")
+    assert [said.partition(" ")[0] for said in again.cache.differences] == ["VLLM_PLUGINS"]
+
+
+@pytest.mark.parametrize(("here", "alias"), [("NVIDIA A10G", "NVIDIA A40"), ("NVIDIA A40", "")])
+def test_a_gpu_of_another_name_and_the_same_capability_is_told_to_vllm(baked_for, monkeypatch, here, alias):
+    monkeypatch.setattr(baked_cache, "this_device", lambda platform, environment: here)
+    command = baked_for(device="NVIDIA A40", machine={"compute capability": "8.6"})
+    facts = baked_cache.this_machine("cpu") | {"compute capability": "8.6"}
+    monkeypatch.setattr(baked_cache, "this_machine", lambda platform, environment: facts)
+    command = ServerCommand.resolve(command.variant, port=free_port(), platform="cpu")
+    assert command.cache.differences == ()
+    wanted = compile_watch.Wanted.model_validate_json(command.environment[compile_watch.VARIABLE])
+    assert (wanted.device, wanted.capability) == (alias, "8.6" if alias else "")
+
+
+def test_a_cache_of_libraries_alone_is_used_and_refused_where_graphs_are_required(baked_for):
+    command = baked_for(libraries={"sampling": 122.3})
+    assert command.cache.libraries == {"sampling"}
+    wanted = compile_watch.Wanted.model_validate_json(command.environment[compile_watch.VARIABLE])
+    assert wanted.libraries == str(command.cache.root / "flashinfer")
+    checks.check(command)
+    required = ServerCommand.resolve(command.variant, port=free_port(), platform="cpu", require_baked=True)
+    with pytest.raises(
+        ServingError, match=r"compile cache of v holds libraries of FlashInfer alone.*bakes both$"
+    ):
+        checks.check(required)
+
+
+def test_another_compute_capability_is_a_difference(baked_for):
+    command = baked_for(device="NVIDIA L4", machine={"compute capability": "8.9"})
+    assert "compute capability was 8.9 and is not set" in command.cache.differences
+    wanted = compile_watch.Wanted.model_validate_json(command.environment[compile_watch.VARIABLE])
+    assert wanted.device == ""
+
+
+def test_a_cuda_server_gets_the_toolkit_of_the_environment_and_a_cpu_server_none(monkeypatch):
+    added = {"CUDA_HOME": "/cache/cuda-toolkit-1", "PATH": "/usr/bin:/venv/bin"}
+    monkeypatch.setattr(cuda_toolkit, "variables", lambda cache, environment: added)
+    on_gpu = ServerCommand.resolve(variant.load("cyankiwi"), platform="cuda").process_environment()
+    assert {name: on_gpu[name] for name in added} == added
+    on_cpu = ServerCommand.resolve(variant.load("tiny"), platform="cpu").process_environment()
+    assert on_cpu.get("CUDA_HOME") != added["CUDA_HOME"]
+
+
+def test_a_plan_that_a_start_is_held_against_changes_no_word_of_the_command():
+    command = ServerCommand.resolve(variant.load("tiny"), platform="cpu")
+    held = command.held_against(
+        engine_facts.Expected(variant="v", plan="p", facts={"block_size": 128}, required=True)
+    )
+    assert held.argv == command.argv
+    assert held.environment.items() - command.environment.items() == {
+        (engine_facts.VARIABLE, held.environment[engine_facts.VARIABLE])
+    }

@@ -1,0 +1,154 @@
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import httpx
+import psutil
+import pytest
+
+from slimqwen import variant
+from slimqwen.serving import checks
+from slimqwen.serving.command import ServerCommand
+from slimqwen.serving.errors import ServingError
+from slimqwen.serving.server import find_running, free_port, run_server
+from slimqwen.vllm_plugin import api_server
+
+
+def test_a_server_that_dies_at_start_is_an_error_that_quotes_its_log(servable, tmp_path, monkeypatch):
+    command = servable()
+    monkeypatch.setattr(checks, "check", lambda *_: None)
+    (tmp_path / "weights/v/config.json").write_text("{}")
+    log = tmp_path / "vllm.log"
+
+    with (
+        pytest.raises(ServingError, match=r"before it was ready: .*Error.*vllm\.log"),
+        run_server(command, log=log, timeout_s=120),
+    ):
+        pytest.fail("it served")
+
+
+ORPHAN = """
+import dataclasses, sys
+from pathlib import Path
+from slimqwen import variant
+from slimqwen.serving.command import ServerCommand
+from slimqwen.serving.server import free_port, run_server
+
+command = ServerCommand.resolve(variant.load("tiny"), port=free_port(), platform="cpu")
+asleep = (sys.executable, "-c", "import time; time.sleep(300)")
+with run_server(dataclasses.replace(command, argv=asleep), log=Path(sys.argv[1])):
+    pass
+"""
+
+
+def test_a_server_ends_with_the_process_that_started_it_however_that_dies(tmp_path):
+    parent = subprocess.Popen([sys.executable, "-c", ORPHAN, str(tmp_path / "log")])
+    try:
+        deadline = time.monotonic() + 120
+        while True:
+            children = psutil.Process(parent.pid).children(recursive=True)
+            with contextlib.suppress(psutil.Error):
+                if any("time.sleep" in " ".join(child.cmdline()) for child in children):
+                    break
+            assert parent.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    finally:
+        parent.kill()
+        parent.wait()
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert [one for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
+
+
+@pytest.mark.engine
+def test_a_served_variant_answers_every_endpoint_a_client_uses(tiny_server):
+    chat = {"model": "default", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+    with httpx.Client(base_url=tiny_server.base_url, timeout=60) as client:
+        assert client.get("/health").status_code == 200
+        (card,) = client.get("/v1/models").json()["data"]
+        assert card["id"] == "default"
+        assert card["root"] == str(tiny_server.weights)
+        completion = client.post(
+            "/v1/completions", json={"model": "default", "prompt": "The", "max_tokens": 4}
+        )
+        assert completion.json()["usage"]["completion_tokens"] > 0
+        answered = client.post("/v1/chat/completions", json=chat).json()
+        assert answered["choices"][0]["message"]["content"] is not None
+        for path, body in (
+            ("/v1/chat/completions", chat),
+            ("/v1/completions", {"model": "default", "prompt": "The"}),
+        ):
+            with client.stream("POST", path, json=body | {"stream": True, "max_tokens": 4}) as response:
+                lines = [line for line in response.iter_lines() if line]
+            assert lines[-1] == "data: [DONE]"
+            assert all("choices" in json.loads(line.removeprefix("data: ")) for line in lines[:-1])
+
+
+@pytest.mark.engine
+def test_a_running_server_is_found_by_its_exact_command_only(tiny_server):
+    result = find_running(tiny_server.command)
+    assert result is not None
+    assert result.pid == tiny_server.pid
+
+    other = ServerCommand.resolve(variant.load("tiny-seq8"), port=tiny_server.command.port, platform="cpu")
+    assert find_running(other) is None
+    nobody = ServerCommand.resolve(variant.load("tiny"), port=free_port(), platform="cpu")
+    assert find_running(nobody) is None
+
+
+@pytest.mark.engine
+def test_the_engine_and_its_worker_are_forked_and_the_worker_has_its_threads_on_its_cpus(tiny_server):
+    """A worker that was started anew would have its OpenMP variables in its own environment."""
+    family = psutil.Process(tiny_server.pid).children(recursive=True)
+    (worker,) = (process for process in family if process.name() == "VLLM::Worker")
+    assert "GOMP_CPU_AFFINITY" not in worker.environ()
+    (cpus,) = re.findall(r"local_rank=0, core ids=\[([\d, ]+)\]", tiny_server.log.read_text())
+    assert worker.cpu_affinity() == [int(cpu) for cpu in cpus.split(",")]
+
+
+@pytest.mark.engine
+def test_serve_becomes_vllm_and_ends_within_five_seconds_of_either_signal(tmp_path):
+    """The process that scripts/serve.py was is the server; SIGTERM and Ctrl-C end it with all its children."""
+    for end in (signal.SIGTERM, signal.SIGINT):
+        port = free_port()
+        script = variant.repository_root() / "scripts/serve.py"
+        with (tmp_path / f"{end.name}.log").open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, script, "--variant", "tiny", "--port", str(port)],
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        try:
+            _wait_for_health(port, process)
+            family = psutil.Process(process.pid).children(recursive=True)
+            assert api_server.__name__ in " ".join(psutil.Process(process.pid).cmdline())
+            asked = time.monotonic()
+            process.send_signal(end)
+            process.wait(timeout=30)
+            took_s = time.monotonic() - asked
+            _, alive = psutil.wait_procs(family, timeout=1)
+            # An ended process stays listed as a zombie until whoever adopted it collects its exit code.
+            assert [one for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
+            assert took_s < 5
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _wait_for_health(port, process):
+    deadline = time.monotonic() + 180
+    while time.monotonic() < deadline:
+        assert process.poll() is None, "the server ended before it was ready"
+        try:
+            if httpx.get(f"http://127.0.0.1:{port}/health", timeout=2).status_code == 200:
+                return
+        except httpx.HTTPError:
+            time.sleep(0.25)
+    pytest.fail("the server was not ready in time")

@@ -1,0 +1,77 @@
+"""Random weights and acceptance that is set are refused where answers count."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from slimqwen import variant
+from slimqwen.evals import acceptance, fidelity, gate, quality
+from slimqwen.serving import speed_only
+from slimqwen.serving.errors import ServingError
+
+ROOT = Path(__file__).parents[2]
+SYNTHETIC = (
+    '{"method": "mtp", "num_speculative_tokens": 4, "rejection_sample_method": "synthetic", '
+    '"synthetic_acceptance_length": 3.4}'
+)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A repository with `tiny`, the same with random weights, and the same with acceptance that is set."""
+    for name, lines in (
+        ("tiny", []),
+        ("random", ["VLLM_MODEL=weights/random"]),
+        ("synthetic", [f"VLLM_SPECULATIVE_CONFIG='{SYNTHETIC}'"]),
+    ):
+        folder = tmp_path / "experiments" / name
+        folder.mkdir(parents=True)
+        base = (ROOT / "experiments" / "tiny" / "config.env").read_text() if name == "tiny" else "BASE=tiny\n"
+        (folder / "config.env").write_text(base + "\n".join(lines) + "\n")
+        (folder / "measurements.json").write_text('{"hypothesis": "none", "baseline": null}')
+    shutil.copytree(ROOT / "eval", tmp_path / "eval")
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "tiny").symlink_to(ROOT / "weights" / "tiny")
+    random = tmp_path / "weights" / "random"
+    shutil.copytree(ROOT / "weights" / "tiny", random)
+    config = json.loads((random / "config.json").read_text())
+    (random / "config.json").write_text(json.dumps({**config, "random_weights_seed": 0}))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("random", "weights/random holds random weights"), ("synthetic", "is synthetic")]
+)
+def test_every_check_of_answers_refuses(root: Path, name: str, reason: str) -> None:
+    subject = variant.load(name, root)
+    for measure in (
+        lambda: quality.measure(subject, None, command=["x"], limit=None),  # type: ignore[arg-type]
+        lambda: fidelity.measure(subject, "tinyworld", command=["x"], stages=False),
+        lambda: acceptance.measure(subject, "tinyworld", [4], command=["x"]),
+        lambda: gate.measure(subject, "tinyworld", command=["x"]),
+    ):
+        with pytest.raises(ServingError, match=reason) as refusal:
+            measure()
+        assert "\n" not in str(refusal.value)
+
+
+def test_a_trained_checkpoint_whose_drafts_are_judged_is_let_through(root: Path) -> None:
+    speed_only.refuse(variant.load("tiny", root), "quality")
+    speed_only.refuse(variant.load("tiny-mtp4"), "quality")
+
+
+@pytest.mark.parametrize(
+    ("speculation", "length"),
+    [
+        (None, None),
+        ({"method": "mtp", "num_speculative_tokens": 4}, None),
+        ({"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 3.4}, 3.4),
+        ({"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.5, 0.25]}, 1.75),
+    ],
+)
+def test_the_acceptance_length_that_flags_set(
+    speculation: dict[str, object] | None, length: float | None
+) -> None:
+    assert speed_only.set_acceptance_length({"speculative-config": speculation}) == length

@@ -1,0 +1,164 @@
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from slimqwen.stats import intervals, non_inferiority
+from slimqwen.stats.intervals import Difference, Discordance
+from slimqwen.stats.verdict import Verdict
+
+
+def judged(value, low, high, *, margin=0.04, higher_is_better=True, discordance=None, count=100):
+    difference = Difference(value, (high - low) / 4, low, high, count)
+    return non_inferiority.judge(difference, discordance, margin=margin, higher_is_better=higher_is_better)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "said"),
+    [
+        (-0.03, 0.01, Verdict.PASS),
+        (-0.05, 0.01, Verdict.INCONCLUSIVE),
+        (-0.09, -0.03, Verdict.INCONCLUSIVE),
+        (-0.09, -0.05, Verdict.FAIL),
+        (0.01, 0.02, Verdict.PASS),
+    ],
+)
+def test_the_whole_interval_has_to_lie_on_one_side_of_the_margin(low, high, said):
+    assert judged((low + high) / 2, low, high).verdict is said
+    # The same where less is better.
+    assert judged(-(low + high) / 2, -high, -low, higher_is_better=False).verdict is said
+
+
+def test_an_inconclusive_run_says_how_many_items_would_pass():
+    result = judged(-0.01, -0.05, 0.03)
+    assert result.verdict is Verdict.INCONCLUSIVE
+    assert result.items_needed == pytest.approx(100 * (0.04 / 0.03) ** 2, abs=1)
+    # Beyond the margin already: more of the same would fail.
+    assert judged(-0.05, -0.09, -0.01).items_needed is None
+    assert judged(0.0, -0.01, 0.01).items_needed is None
+
+
+def test_a_handful_of_equal_answers_does_not_pass():
+    """Where nothing differs a bootstrap's interval is a point, however few the items."""
+    same = [True] * 20
+    difference = intervals.paired_difference(same, same)
+    assert (difference.low, difference.high) == (0, 0)
+    result = non_inferiority.judge(
+        difference, intervals.mcnemar(same, same), margin=0.04, higher_is_better=True
+    )
+    assert result.verdict is Verdict.INCONCLUSIVE
+    same = [True] * 1000
+    difference = intervals.paired_difference(same, same)
+    result = non_inferiority.judge(
+        difference, intervals.mcnemar(same, same), margin=0.04, higher_is_better=True
+    )
+    assert result.verdict is Verdict.PASS
+
+
+@given(st.integers(0, 200), st.integers(0, 200), st.integers(400, 2000))
+def test_the_exact_interval_holds_the_difference_and_turns_with_the_sides(gained, lost, count):
+    low, high = non_inferiority.paired_proportion_interval(Discordance(lost, gained, 1.0), count)
+    assert -1 <= low <= (gained - lost) / count <= high <= 1
+    assert non_inferiority.paired_proportion_interval(Discordance(gained, lost, 1.0), count) == pytest.approx(
+        (-high, -low)
+    )
+
+
+@pytest.mark.parametrize("count", [20, 300])
+def test_the_exact_interval_is_made_of_clopper_and_pearsons(count):
+    gained, lost = (stats.binomtest(number, count).proportion_ci(0.975, method="exact") for number in (3, 7))
+    result = non_inferiority.paired_proportion_interval(Discordance(7, 3, 1.0), count)
+    assert result == pytest.approx((gained.low - lost.high, gained.high - lost.low))
+
+
+def test_as_many_items_as_an_inconclusive_run_asks_for_do_pass():
+    first = [True] * 40
+    second = [False, *first[1:]]
+
+    def of(times):
+        a, b = first * times, second * times
+        return non_inferiority.judge(
+            intervals.paired_difference(a, b), intervals.mcnemar(a, b), margin=0.04, higher_is_better=True
+        )
+
+    needed = of(1).items_needed
+    assert of(1).verdict is Verdict.INCONCLUSIVE
+    assert of(-(-needed // 40)).verdict is Verdict.PASS
+    assert of(needed // 40 - 2).verdict is Verdict.INCONCLUSIVE
+
+
+def test_the_exact_interval_covers_at_least_as_often_as_it_says():
+    rng = np.random.default_rng(0)
+    gain, loss, count = 0.02, 0.05, 300
+    inside = 0
+    for only_second, only_first, _ in rng.multinomial(count, (gain, loss, 1 - gain - loss), size=1000):
+        low, high = non_inferiority.paired_proportion_interval(
+            Discordance(int(only_first), int(only_second), 1.0), count
+        )
+        inside += low <= gain - loss <= high
+    assert inside >= 950
+
+
+def test_a_model_against_itself_never_fails_and_a_true_loss_at_the_margin_seldom_passes():
+    rng = random.Random(0)
+    passed = failed = 0
+    for _ in range(200):
+        first = [rng.random() < 0.7 for _ in range(400)]
+        # One answer in twelve turns wrong: a loss of 0.058, the margin being 0.04.
+        second = [right and rng.random() > 1 / 12 for right in first]
+        difference = intervals.mean([b - a for a, b in zip(first, second, strict=True)])
+        interval = Difference(difference.value, difference.standard_error, 0, 0, 400)
+        result = non_inferiority.judge(
+            interval, intervals.mcnemar(first, second), margin=0.04, higher_is_better=True
+        )
+        passed += result.verdict is Verdict.PASS
+        again = non_inferiority.judge(
+            Difference(0, 0, 0, 0, 400), intervals.mcnemar(first, first), margin=0.04, higher_is_better=True
+        )
+        failed += again.verdict is Verdict.FAIL
+    assert passed <= 5
+    assert failed == 0
+
+
+@pytest.mark.parametrize(("margin", "discordance"), [(0.06, 0.1), (0.1, 0.3)])
+def test_the_planned_number_of_items_lets_an_equal_variant_pass_a_task_in_95_of_100_runs(margin, discordance):
+    count = non_inferiority.items_to_decide(margin, discordance)
+    rng = np.random.default_rng(7)
+
+    def passing(items):
+        gained, lost, _ = rng.multinomial(items, [discordance / 2, discordance / 2, 1 - discordance], 2000).T
+        lows = {
+            pair: non_inferiority.paired_proportion_interval(Discordance(pair[1], pair[0], 1.0), items)[0]
+            for pair in set(zip(gained.tolist(), lost.tolist(), strict=True))
+        }
+        return np.mean([lows[pair] > -margin for pair in zip(gained.tolist(), lost.tolist(), strict=True)])
+
+    assert 0.94 < passing(count) < 0.975
+    assert passing(count // 2) < 0.85
+
+
+def test_fewer_differences_and_wider_margins_take_fewer_items():
+    assert non_inferiority.items_to_decide(0.04, 0.05) < non_inferiority.items_to_decide(0.04, 0.1)
+    assert non_inferiority.items_to_decide(0.04, 0.1) < non_inferiority.items_to_decide(0.02, 0.1)
+    # (1.95996 + 1.70604)² is 13.44.
+    assert non_inferiority.items_to_decide_mean(margin=0.5, deviation=1.0) == 54
+    assert non_inferiority.items_to_decide_mean(margin=0.1, deviation=1.0) == 1344
+
+
+@pytest.mark.parametrize(
+    ("estimate", "right", "said"),
+    [
+        # Clopper and Pearson of 70 of 100: 0.600 to 0.788.
+        (intervals.Estimate(0.7, 0.0, 100), 70, {0.59: "pass", 0.61: "inconclusive", 0.79: "fail"}),
+        # All of five right tells little: 0.478 to 1.
+        (intervals.Estimate(1.0, 0.0, 5), 5, {0.47: "pass", 0.49: "inconclusive"}),
+        # Student's with 9 degrees of freedom: 2.262 standard errors to each side.
+        (intervals.Estimate(0.5, 0.1, 10), None, {0.27: "pass", 0.28: "inconclusive", 0.73: "fail"}),
+    ],
+)
+def test_a_score_is_above_its_floor_only_with_its_whole_interval(estimate, right, said):
+    for floor, verdict_said in said.items():
+        assert non_inferiority.judge_floor(estimate, floor, right=right) == verdict_said

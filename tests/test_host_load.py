@@ -1,0 +1,168 @@
+"""Shares of the machine that others take, late event loops, repeated rounds; every reading is injected."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from slimqwen import host_load
+from slimqwen.host_load import SERVER_DELAYS, HostBusyError, HostLoad, Limits, Watch
+
+LIMITS = Limits(other_share=0.1, client_delay_ms=5.0, server_delay_ms=5.0)
+
+
+def quiet(**changed: float | bool | None) -> HostLoad:
+    figures = {"other_share": 0.02, "pressure": 0.1, "client_delay_ms": 0.5, "server_delay_ms": 1.0}
+    return HostLoad(seconds=10.0, **figures | changed)
+
+
+def clocks(monkeypatch: pytest.MonkeyPatch, *readings: tuple[float, float, float, float | None]) -> None:
+    """Inject (wall, machine, own, waited) seconds of the next readings."""
+    following = iter(readings)
+    monkeypatch.setattr(host_load._Clocks, "read", lambda pid: host_load._Clocks(*next(following)))
+    monkeypatch.setattr(psutil, "cpu_count", lambda: 2)
+
+
+def test_what_the_measurement_takes_itself_is_no_other_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks(monkeypatch, (0, 100, 40, 7), (10, 115, 52, 9), (20, 200, 60, 9), (30, 205, 65, 12))
+    watch = Watch()
+    for _ in range(2):
+        with watch.section():
+            pass
+    load = watch.load()
+    assert load.seconds == 20
+    assert load.other_share == pytest.approx((15 - 12) / (2 * 20))
+    assert load.pressure == pytest.approx((2 + 3) / 20)
+    assert load.client_delay_ms is load.server_delay_ms is None
+
+
+def test_ticks_of_a_short_section_are_no_negative_load_and_a_kernel_may_know_no_pressure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clocks(monkeypatch, (0, 1.0, 1.0, None), (0.01, 1.0, 1.01, None))
+    watch = Watch()
+    with watch.section():
+        pass
+    assert (watch.load().other_share, watch.load().pressure) == (0.0, None)
+
+
+def test_sections_of_another_process_count_by_their_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "cpu_count", lambda: 2)
+    watch = Watch()
+    watch.add(quiet(other_share=0.0, pressure=0.4))
+    watch.add(quiet(other_share=0.3, pressure=0.0).model_copy(update={"seconds": 5.0}))
+    assert watch.load().other_share == pytest.approx(0.1)
+    assert watch.load().pressure == pytest.approx(4 / 15)
+
+
+def test_a_server_says_how_late_its_event_loop_was_meanwhile() -> None:
+    readings = iter([(2.0, 100.0), (2.3, 200.0)])
+
+    def counters() -> dict[str, float]:
+        total, count = next(readings)
+        return {f"{SERVER_DELAYS}_sum": total, f"{SERVER_DELAYS}_count": count}
+
+    watch = Watch()
+    with watch.section(counters=counters):
+        pass
+    assert watch.load().server_delay_ms == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("after", [{}, {"vllm:num_requests_running": 1.0}])
+def test_a_server_that_is_lost_or_counts_nothing_has_no_delay(after: dict[str, float]) -> None:
+    readings: Iterator[dict[str, float]] = iter(
+        [{f"{SERVER_DELAYS}_sum": 1.0, f"{SERVER_DELAYS}_count": 9.0}, after]
+    )
+    watch = Watch()
+    with watch.section(counters=lambda: next(readings)):
+        pass
+    assert watch.load().server_delay_ms is None
+
+
+def test_a_blocked_event_loop_of_the_client_is_late() -> None:
+    watch = Watch()
+
+    async def block() -> None:
+        async with watch.client():
+            await asyncio.sleep(0)
+            time.sleep(0.2)
+            await asyncio.sleep(0.01)
+
+    asyncio.run(block())
+    assert watch.load().client_delay_ms > 50
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"other_share": 0.11}, r"others took 11\.0% of the CPU time \(limit 10\.0%\)"),
+        ({"client_delay_ms": 6.0}, r"the client's event loop was 6\.0 ms late \(limit 5\)"),
+        ({"server_delay_ms": 7.5}, r"the server's event loop was 7\.5 ms late \(limit 5\)"),
+    ],
+)
+def test_each_figure_has_its_limit(changed: dict[str, float], reason: str) -> None:
+    load = quiet(**changed)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(host_load, "LIMITS", LIMITS)
+        with pytest.raises(
+            HostBusyError, match=f"too busy to measure round 3: {reason}, the last of 3 attempts"
+        ):
+            host_load.undisturbed(attempts(load, load, load), "round 3")
+
+
+def attempts(*loads: HostLoad) -> Callable[[Watch], int]:
+    """A measurement whose attempts find these loads; returns the number of the attempt."""
+    following = iter(enumerate(loads))
+
+    def measure(watch: Watch) -> int:
+        number, load = next(following)
+        watch.load = lambda: load  # type: ignore[method-assign]
+        return number
+
+    return measure
+
+
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_load, "LIMITS", LIMITS)
+
+
+@pytest.mark.usefixtures("limits")
+def test_a_busy_round_is_repeated_until_a_quiet_one() -> None:
+    busy = quiet(other_share=0.5)
+    number, load = host_load.undisturbed(attempts(busy, busy, quiet()), "a round")
+    assert (number, load.repeated, load.busy, load.other_share) == (2, 2, False, 0.02)
+
+
+@pytest.mark.usefixtures("limits")
+def test_a_busy_round_that_is_taken_all_the_same_is_marked() -> None:
+    number, load = host_load.undisturbed(attempts(quiet(other_share=0.5)), "a round", even_if_busy=True)
+    assert (number, load.busy) == (0, True)
+    assert not host_load.undisturbed(attempts(quiet()), "a round", even_if_busy=True)[1].busy
+
+
+@pytest.mark.usefixtures("limits")
+def test_answers_that_show_a_busy_host_count_as_much_as_its_load() -> None:
+    def measure(watch: Watch) -> SimpleNamespace:
+        watch.load = quiet  # type: ignore[method-assign]
+        watch.faults.append("TPOT was 1 ms and by the server's own clock 8 ms")
+        return SimpleNamespace()
+
+    with pytest.raises(HostBusyError, match="by the server's own clock 8 ms, the last of 3"):
+        host_load.undisturbed(measure, "a round")
+
+
+def test_a_run_has_the_highest_figures_of_its_rounds() -> None:
+    loads = [quiet(repeated=1, pressure=None), quiet(other_share=0.05, client_delay_ms=2.0, busy=True)]
+    assert host_load.worst(loads) == HostLoad(
+        seconds=20.0,
+        other_share=0.05,
+        pressure=0.1,
+        client_delay_ms=2.0,
+        server_delay_ms=1.0,
+        repeated=1,
+        busy=True,
+    )

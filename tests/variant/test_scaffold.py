@@ -1,0 +1,136 @@
+"""A new variant appears whole, passes what every variant has to pass, and a mistake leaves nothing behind."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slimqwen import variant
+from slimqwen.records import collection, store
+from slimqwen.report import markdown
+from slimqwen.serving import flags
+from slimqwen.variant import ConfigError, scaffold
+from slimqwen.variant.scaffold import ScaffoldError
+
+ROOT = Path(__file__).parents[2]
+HYPOTHESIS = "It loses nothing."
+RECIPE = "description: One stage.\nbase: tiny\nstages:\n  - quantise_lm_head:\n"
+
+
+@pytest.fixture
+def repository(tmp_path, add_variant):
+    """A baseline with weights, a variant of it that only changes flags, and a family whose weights are not here."""
+    add_variant("tiny", "VLLM_MODEL=weights/tiny\n")
+    add_variant("tiny-seq8", "BASE=tiny\nVLLM_MAX_NUM_SEQS=8\n", baseline="tiny")
+    add_variant("large", "SOURCE=o/large\nVLLM_MODEL=weights/large\n")
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "tiny").symlink_to(ROOT / "weights" / "tiny")
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- table:variants -->\n<!-- end -->\n")
+    return tmp_path
+
+
+def content(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_variant_without_a_recipe_serves_what_its_base_serves(repository):
+    folder = scaffold.create("new", "tiny-seq8", "  It loses\n nothing. ", root=repository)
+    made = variant.load("new", repository)
+    assert folder == made.folder
+    assert made.hypothesis == HYPOTHESIS
+    assert made.baseline == "tiny"
+    assert made.weights == repository / "weights" / "tiny"
+    assert made.settings["VLLM_MAX_NUM_SEQS"].value == "8"
+    assert made.recipe is None
+    assert store.read_measurements(folder).status == "planned"
+    assert f"**Hypothesis.** {HYPOTHESIS}" in (folder / "README.md").read_text()
+    # The list of variants, and the page's own tables: without records they name the commands that make some.
+    assert markdown.update(repository) == [repository / "README.md", folder / "README.md"]
+    assert (folder / "README.md").read_text().count("` makes one.") == 2
+
+
+def test_the_base_of_a_baseline_is_the_baseline(repository):
+    scaffold.create("new", "tiny", HYPOTHESIS, root=repository)
+    assert variant.load("new", repository).baseline == "tiny"
+
+
+def test_a_variant_with_a_recipe_has_weights_of_its_own(repository):
+    scaffold.create("new", "tiny-seq8", HYPOTHESIS, recipe=RECIPE, root=repository)
+    made = variant.load("new", repository)
+    assert made.recipe.read_text() == RECIPE
+    assert made.weights == repository / "weights" / "new"
+    assert variant.making_command(made.weights, repository) == "`make recipe VARIANT=new` makes it"
+
+
+def test_the_new_variant_passes_what_is_checked_of_all(repository):
+    scaffold.create("new", "tiny", HYPOTHESIS, recipe=RECIPE, root=repository)
+    result = collection.collect(repository)
+    assert result.problems == ()
+    assert result.measurements["new"].hypothesis == HYPOTHESIS
+    markdown.update(repository)
+    assert f"| new | {HYPOTHESIS} | tiny | planned |" in (repository / "README.md").read_text()
+    assert flags.resolve(variant.load("new", repository))
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".hidden", "../out", "a/b", "-x", "with space", "ü", "x" * 65, "store", "new\n"]
+)
+def test_a_bad_name_is_refused(repository, name):
+    before = content(repository)
+    with pytest.raises(ScaffoldError, match="cannot name a variant"):
+        scaffold.create(name, "tiny", HYPOTHESIS, root=repository)
+    assert content(repository) == before
+
+
+@pytest.mark.parametrize("hypothesis", ["", " \n\t", "<!-- table:results tiny -->"])
+def test_a_hypothesis_that_is_none_is_refused(repository, hypothesis):
+    before = content(repository)
+    with pytest.raises(ScaffoldError, match="needs a hypothesis"):
+        scaffold.create("new", "tiny", hypothesis, root=repository)
+    assert content(repository) == before
+
+
+def test_a_second_variant_of_one_name_is_refused_and_the_first_is_left_alone(repository):
+    scaffold.create("new", "tiny", HYPOTHESIS, root=repository)
+    before = content(repository)
+    with pytest.raises(ScaffoldError, match="experiments/new exists"):
+        scaffold.create("new", "tiny", "Another.", root=repository)
+    assert content(repository) == before
+
+
+def test_an_unknown_base_names_the_nearest(repository):
+    with pytest.raises(ConfigError, match=r"did you mean tiny\?"):
+        scaffold.create("new", "tinny", HYPOTHESIS, root=repository)
+    assert not (repository / "experiments" / "new").exists()
+
+
+def test_weights_that_no_recipe_made_are_not_taken_for_the_new_variants(repository):
+    (repository / "weights" / "new").mkdir()
+    with pytest.raises(ScaffoldError, match="weights/new exists"):
+        scaffold.create("new", "tiny", HYPOTHESIS, recipe=RECIPE, root=repository)
+
+
+def test_a_folder_that_appears_meanwhile_is_not_overwritten(repository, monkeypatch):
+    other = repository / "experiments" / "new"
+    check = scaffold.flush
+
+    def meanwhile(*arguments):
+        other.mkdir(exist_ok=True)
+        (other / "config.env").write_text("VLLM_MODEL=weights/other\n")
+        return check(*arguments)
+
+    monkeypatch.setattr(scaffold, "flush", meanwhile)
+    with pytest.raises(ScaffoldError, match="created meanwhile"):
+        scaffold.create("new", "tiny", HYPOTHESIS, root=repository)
+    assert [file.name for file in other.iterdir()] == ["config.env"]
+    assert list((repository / ".cache").iterdir()) == []
+
+
+def test_what_an_interrupted_run_leaves_is_no_variant(repository, monkeypatch):
+    monkeypatch.setattr(scaffold.shutil, "rmtree", lambda *_, **__: None)
+    monkeypatch.setattr(scaffold, "flush", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        scaffold.create("new", "tiny", HYPOTHESIS, root=repository)
+    assert "new" not in variant.names(repository)
+    assert json.dumps([str(problem) for problem in collection.collect(repository).problems]) == "[]"

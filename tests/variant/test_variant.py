@@ -1,0 +1,63 @@
+import pytest
+
+from slimqwen import variant
+from slimqwen.variant import ConfigError
+
+
+def test_the_folder_of_a_variant_says_hypothesis_and_baseline(add_variant, tmp_path):
+    add_variant("base", "VLLM_MODEL=weights/base\n")
+    add_variant("child", "BASE=base\n", baseline="base")
+
+    loaded = variant.load("child", tmp_path)
+
+    assert loaded.baseline == "base"
+    assert loaded.hypothesis
+    assert loaded.weights == tmp_path / "weights/base"
+
+
+def test_an_evaluation_is_inherited_and_never_guessed(add_variant, tmp_path):
+    add_variant("base", "VLLM_MODEL=weights/base\nEVALUATION=core\n")
+    add_variant("child", "BASE=base\n")
+    add_variant("alone", "VLLM_MODEL=weights/alone\n")
+
+    assert variant.load("child", tmp_path).evaluation == "core"
+    with pytest.raises(
+        ConfigError, match=r"experiments/alone/config\.env: no EVALUATION; write EVALUATION=core"
+    ):
+        _ = variant.load("alone", tmp_path).evaluation
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"baseline": null}', "{", None])
+def test_unusable_measurements_are_named(add_variant, tmp_path, content):
+    file = add_variant("v", "VLLM_MODEL=weights/v\n").parent / "measurements.json"
+    file.unlink() if content is None else file.write_text(content)
+
+    problem = "is missing" if content is None else ".*unusable"
+    with pytest.raises(ConfigError, match=rf"experiments/v/measurements.json:? ?{problem}"):
+        variant.load("v", tmp_path)
+
+
+def test_the_command_that_makes_weights_follows_config_and_recipe(add_variant, tmp_path):
+    config = add_variant("v", "VLLM_MODEL=weights/v\n")
+
+    def command(name: str) -> str:
+        return variant.making_command(tmp_path / "weights" / name, tmp_path)
+
+    assert command("v") == "put a checkpoint into weights/v"
+    (config.parent / "recipe.yaml").write_text("description: …\n")
+    assert command("v") == "`make recipe VARIANT=v` makes it"
+    config.write_text("SOURCE=owner/name\nVLLM_MODEL=weights/v\n")
+    assert command("v") == "`make download VARIANT=v` gets it"
+    assert "git checkout weights/tiny" in command("tiny")
+    assert command("shape-0.8b") == "`make shape SIZE=0.8b` writes it"
+
+
+@pytest.mark.parametrize("name", variant.names())
+def test_every_committed_variant_loads_with_a_baseline_and_a_suite_that_exist(name):
+    loaded = variant.load(name)
+
+    assert loaded.hypothesis
+    assert loaded.baseline is None or loaded.baseline in variant.names()
+    assert loaded.baseline != name
+    assert (loaded.root / "eval" / "suites" / f"{loaded.evaluation}.yaml").is_file()
+    assert (loaded.evaluation == "tinyworld") == name.startswith("tiny")

@@ -1,0 +1,54 @@
+import pytest
+import torch
+from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as Saved
+
+from slimqwen.vllm_plugin.engine_fixes import aot_load
+from slimqwen.vllm_plugin.engine_fixes.upstream import EngineFixError
+
+
+@pytest.fixture(scope="module")
+def saved_graph(tmp_path_factory):
+    """A graph that inductor compiled, saved as vLLM saves those of a model."""
+
+    def double(x):
+        return x * 2 + 1
+
+    file = tmp_path_factory.mktemp("graph") / "model"
+    compiled = torch.compile(double, fullgraph=True).aot_compile(((torch.arange(4.0),), {}))
+    compiled.save_compiled_function(str(file))
+    return file, double
+
+
+def load(saved_graph):
+    file, function = saved_graph
+    with file.open("rb") as stream:
+        return torch.compiler.load_compiled_function(stream, f_globals=function.__globals__)
+
+
+@pytest.mark.usefixtures("stock_vllm")
+def test_a_loaded_graph_computes_and_has_the_method_that_vllm_calls(saved_graph):
+    assert aot_load.install()
+    loaded = load(saved_graph)
+    loaded._artifacts.compiled_fn.finalize_loading(None)
+    assert loaded(torch.tensor([0.0, 1.0, 2.0, 3.0])).tolist() == [1.0, 3.0, 5.0, 7.0]
+
+
+@pytest.mark.usefixtures("stock_vllm")
+def test_the_fix_is_still_needed(saved_graph):
+    """Fails when torch gives back an object with the method: the fix can go then."""
+    assert not hasattr(load(saved_graph)._artifacts.compiled_fn, "finalize_loading")
+
+
+@pytest.mark.usefixtures("stock_vllm")
+def test_install_changes_nothing_the_second_time():
+    assert aot_load.install()
+    first = Saved.__dict__["deserialize_compile_artifacts"]
+    assert not aot_load.install()
+    assert Saved.__dict__["deserialize_compile_artifacts"] is first
+
+
+@pytest.mark.usefixtures("stock_vllm")
+def test_install_refuses_a_loader_with_other_parameters(monkeypatch):
+    monkeypatch.setattr(Saved, "deserialize_compile_artifacts", classmethod(lambda cls, data, device: None))
+    with pytest.raises(EngineFixError, match=r"takes \(data, device\), not \(data\)"):
+        aot_load.install()

@@ -1,0 +1,257 @@
+"""Drafts from a part of the vocabulary in the real engine: the same answers, the drafts that are counted, refusals."""
+
+import itertools
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from slimqwen import checkpoint, progress
+from slimqwen.checkpoint import draft_head
+from slimqwen.checkpoint.config import write_config
+from slimqwen.evals.engine.modes import compare
+from slimqwen.evals.engine.scenarios import Answer, Request, replay
+from slimqwen.models.mtp_head import load_drafting_model, measure_acceptance
+from slimqwen.recipe.stages import quantise_lm_head, trim_draft_vocab
+from slimqwen.recipe.stages.quantise_lm_head import QuantiseLmHeadParameters
+from slimqwen.recipe.stages.redistill_mtp import AGREEMENT
+from slimqwen.recipe.stages.sample_outputs import OUTPUTS
+from slimqwen.recipe.stages.trim_draft_vocab import TrimDraftVocabParameters
+from slimqwen.serving.in_process import counter, engine, vector
+from slimqwen.tinyworld.documents import DocumentSampler
+from slimqwen.tinyworld.tokenizer import load_tokenizer
+from slimqwen.tinyworld.world import World
+from slimqwen.vllm_plugin.errors import PluginError
+from tests.vllm_plugin.frequencies import DRAWS, LEVEL, Draws, draw, homogeneity, uncertain_beginnings
+
+TINY = Path(__file__).parents[2] / "weights" / "tiny"
+DEPTH, TOKENS, PROMPTS = 4, 40, 20
+NEAR_TIE_NATS = 0.1
+"""As in eval/engine/tinyworld.yaml."""
+
+LOCAL_ARGMAX = {
+    "speculative_config": {
+        "method": "mtp",
+        "num_speculative_tokens": DEPTH,
+        "use_local_argmax_reduction": True,
+    }
+}
+
+pytestmark = pytest.mark.engine
+
+
+def drafting_model(llm: Any) -> Any:
+    return (
+        llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.drafter.model
+    )
+
+
+def requests(tokens: int) -> list[Request]:
+    tokenizer = load_tokenizer(TINY)
+    prose = DocumentSampler(World(), left_out=(), mix={"prose": 1.0}).stream(seed=5)
+    ids = [tokenizer(document.text)["input_ids"][:24] for document in itertools.islice(prose, PROMPTS)]
+    return [Request(tuple(prompt), tokens) for prompt in ids]
+
+
+@pytest.fixture(scope="module")
+def beginnings() -> list[list[int]]:
+    return uncertain_beginnings(TINY)
+
+
+@pytest.fixture(scope="module")
+def undrafted(beginnings: list[list[int]]) -> tuple[list[Answer], Draws]:
+    """What the engine without speculation answers, and a few tokens after it; what it draws at a temperature."""
+    with engine(TINY) as llm:
+        answers = replay(llm, requests(TOKENS + DEPTH - 1), log_probabilities=True)
+        return answers, draw(llm, beginnings, 2 * DRAWS, seed=0)
+
+
+@pytest.fixture(scope="module")
+def answers(undrafted: tuple[list[Answer], Draws]) -> list[Answer]:
+    return undrafted[0]
+
+
+@pytest.fixture(scope="module")
+def trimmed(answers: list[Answer], tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """trimmed(size): tiny with a draft head for the ids of half of the answers."""
+    root = tmp_path_factory.mktemp("trimmed")
+    source = shutil.copytree(TINY, root / "sampled")
+    rows = [
+        {"prompt": request.prompt, "continuation": answer.tokens, "held_out": number % 2 == 0}
+        for number, (request, answer) in enumerate(zip(requests(TOKENS), answers, strict=True))
+    ]
+    (source / OUTPUTS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def make(size: int, source: Path = source) -> Path:
+        folder = root / f"{source.name}-{size}"
+        if not folder.exists():
+            folder.mkdir()
+            trim_draft_vocab.run(source, folder, TrimDraftVocabParameters(size=size), progress.silent)
+        return folder
+
+    return make
+
+
+class Served:
+    """Answers of a drafting engine and its counters."""
+
+    def __init__(self, folder: Path, **arguments: Any) -> None:
+        speculation = arguments or {"num_speculative_tokens": DEPTH}
+        with engine(folder, **speculation) as llm:
+            self.kind = type(drafting_model(llm)).__name__
+            self.tokens = [answer.tokens for answer in replay(llm, requests(TOKENS))]
+            self.drafts = counter(llm, "vllm:spec_decode_num_drafts")
+            self.accepted = vector(llm, "vllm:spec_decode_num_accepted_tokens_per_pos")
+
+    @property
+    def length(self) -> float:
+        return 1 + sum(self.accepted) / self.drafts
+
+
+@pytest.fixture(scope="module")
+def serve() -> Callable[..., Served]:
+    """serve(folder): one engine for each checkpoint, kept for all tests."""
+    done: dict[Path, Served] = {}
+
+    def once(folder: Path) -> Served:
+        if folder not in done:
+            done[folder] = Served(folder)
+        return done[folder]
+
+    return once
+
+
+def test_a_checkpoint_without_a_draft_head_gets_vllm_s_own_class(serve: Callable[..., Served]) -> None:
+    assert serve(TINY).kind == "Qwen3_5MTP"
+
+
+@pytest.mark.parametrize("size", [4096, 128])
+def test_no_greedy_answer_changes(
+    size: int,
+    answers: list[Answer],
+    trimmed: Callable[[int], Path],
+    serve: Callable[..., Served],
+) -> None:
+    served, whole = serve(trimmed(size)), serve(TINY)
+    assert served.kind == "DraftVocabularyMTP"
+    same = 0
+    for answer, tokens, untrimmed in zip(answers, served.tokens, whole.tokens, strict=True):
+        expected = Answer(answer.tokens[:TOKENS], answer.log_probabilities, 0)
+        comparison = compare(expected, tokens, NEAR_TIE_NATS)
+        assert comparison.near_tie or not comparison.differs, comparison
+        same += tokens == untrimmed
+    # Draft depths differ between the two, and with them the shapes of matrix products: a near tie may fall either way.
+    assert same >= PROMPTS - 2
+
+
+def test_sampled_tokens_are_as_frequent_as_without_speculation(
+    undrafted: tuple[list[Answer], Draws], beginnings: list[list[int]], trimmed: Callable[[int], Path]
+) -> None:
+    with engine(trimmed(128), num_speculative_tokens=DEPTH) as llm:
+        draws = draw(llm, beginnings, DRAWS, seed=1)
+        drafted = counter(llm, "vllm:spec_decode_num_draft_tokens")
+        accepted = counter(llm, "vllm:spec_decode_num_accepted_tokens")
+    # Of 128 ids many drafts are wrong, and the corrected distribution is what is drawn from.
+    assert 0.05 * drafted < accepted < 0.95 * drafted
+    p, freedom = homogeneity(draws, undrafted[1])
+    assert freedom >= 50
+    assert p > LEVEL
+
+
+def test_fewer_ids_mean_shorter_drafts(trimmed: Callable[[int], Path], serve: Callable[..., Served]) -> None:
+    whole, half, few = (serve(folder).length for folder in (TINY, trimmed(4096), trimmed(128)))
+    assert half > 0.95 * whole
+    assert few < 0.9 * whole
+
+
+@pytest.mark.parametrize("size", [4096, 128])
+def test_acceptance_counted_by_vllm_agrees_with_the_drafting_model_s(
+    size: int, answers: list[Answer], trimmed: Callable[[int], Path], serve: Callable[..., Served]
+) -> None:
+    folder = trimmed(size)
+    texts = [
+        (request.prompt, answer.tokens) for request, answer in zip(requests(TOKENS), answers, strict=True)
+    ]
+    offline = measure_acceptance(load_drafting_model(folder), texts, DEPTH)
+    assert offline.mean_length == pytest.approx(serve(folder).length, rel=AGREEMENT)
+
+
+def test_local_argmax_drafts_the_same(trimmed: Callable[[int], Path], serve: Callable[..., Served]) -> None:
+    reduced = Served(trimmed(128), **LOCAL_ARGMAX)
+    assert reduced.tokens == serve(trimmed(128)).tokens
+    assert reduced.accepted == serve(trimmed(128)).accepted
+
+
+def test_full_rows_are_minus_infinity_but_for_the_ids(trimmed: Callable[[int], Path]) -> None:
+    ids = load_file(trimmed(256) / "model.safetensors")[draft_head.TOKEN_IDS]
+    with engine(trimmed(256), num_speculative_tokens=1) as llm:
+        model = drafting_model(llm)
+        hidden = torch.randn(3, 192, generator=torch.Generator().manual_seed(0)).bfloat16()
+        with torch.inference_mode():
+            scores, top = model.compute_logits(hidden), model.get_top_tokens(hidden)
+            whole = torch.nn.functional.linear(hidden, model.model.embed_tokens.weight)
+    assert scores.shape == (3, 8192)
+    possible = torch.isfinite(scores)
+    assert possible.sum(1).tolist() == [256] * 3
+    assert possible[0].nonzero()[:, 0].tolist() == ids.tolist()
+    assert torch.equal(scores.argmax(-1), top)
+    torch.testing.assert_close(scores[:, ids].float(), whole[:, ids].float(), atol=0.02, rtol=0.02)
+
+
+def test_drafts_of_a_packed_output_head_are_accepted_as_long(
+    trimmed: Callable[..., Path], tmp_path: Path, serve: Callable[..., Served]
+) -> None:
+    packed = tmp_path / "packed"
+    packed.mkdir()
+    quantise_lm_head.run(TINY, packed, QuantiseLmHeadParameters(), progress.silent)
+    shutil.copyfile(trimmed(4096) / OUTPUTS, packed / OUTPUTS)
+    # At half of the ids nearly every draft of the whole head has a row.
+    assert serve(trimmed(4096, packed)).length == pytest.approx(serve(packed).length, rel=AGREEMENT)
+
+
+@pytest.fixture
+def damaged(trimmed: Callable[[int], Path], tmp_path: Path) -> Callable[..., Path]:
+    """damaged(token_ids=…, announced=…): a trimmed checkpoint with something else in it; None takes it out."""
+
+    def make(announced: int = 256, **tensors: torch.Tensor | None) -> Path:
+        folder = shutil.copytree(trimmed(256), tmp_path / "damaged")
+        stored = load_file(folder / "model.safetensors")
+        for part, tensor in tensors.items():
+            del stored[draft_head.PREFIX + part]
+            if tensor is not None:
+                stored[draft_head.PREFIX + part] = tensor
+        save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+        write_config(folder, {**checkpoint.read_config(folder), draft_head.SIZE_KEY: announced})
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ({"token_ids": torch.arange(256) + 7937}, "token_ids holds 7937 to 8192 in torch.int64, the vocabulary has"),
+        ({"token_ids": torch.arange(256) - 1}, "token_ids holds -1 to 254"),
+        ({"token_ids": torch.zeros(256, dtype=torch.int64)}, "token_ids does not ascend"),
+        ({"token_ids": torch.arange(255)}, r"token_ids is \[255\], config.json says \[256\]"),
+        ({"token_ids": None}, "the checkpoint lacks mtp.draft_head.token_ids"),
+        ({"weight": torch.zeros(128, 192).bfloat16()}, r"weight is \[128, 192\], config.json says \[256, 192\]"),
+        ({"announced": 9000}, "mtp_draft_vocab_size is 9000, the vocabulary has 8192 ids"),
+    ],
+)  # fmt: skip
+def test_a_damaged_draft_head_is_refused_in_one_line(
+    damaged: Callable[..., Path], damage: dict[str, Any], message: str
+) -> None:
+    folder = damaged(**damage)
+    with (
+        pytest.raises(PluginError, match=message) as refusal,
+        engine(folder, num_speculative_tokens=1, max_model_len=64, max_num_seqs=1),
+    ):
+        pass
+    assert "\n" not in str(refusal.value)
+    assert str(refusal.value).endswith("make the checkpoint anew with the stage trim_draft_vocab")

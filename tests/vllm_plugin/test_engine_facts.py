@@ -1,0 +1,179 @@
+"""What a started engine states, held against its plan."""
+
+import asyncio
+import logging
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from slimqwen import variant
+from slimqwen.analysis import start_plan
+from slimqwen.plan import rehearsal
+from slimqwen.serving.command import ServerCommand
+from slimqwen.serving.errors import ServingError
+from slimqwen.serving.server import free_port, run_server
+from slimqwen.vllm_plugin import engine_facts, start_log
+from slimqwen.vllm_plugin.engine_facts import AttentionLayers, Expected
+
+PLAN = "vLLM 0.32.0 on a10g"
+FACTS = {"block_size": 544, "graph_mode": "FULL_AND_PIECEWISE", "kv_tokens": 1000}
+
+
+def test_a_fact_that_differs_is_one_line_with_both_values():
+    expected = Expected(variant="v", plan=PLAN, facts=FACTS)
+    assert engine_facts.differences(expected, FACTS | {"quantization": None}) == []
+    assert engine_facts.differences(expected, {"block_size": 1088, "kv_tokens": 1000}) == [
+        "block_size: planned 544, actual 1088",
+        "graph_mode: planned FULL_AND_PIECEWISE, actual not stated",
+    ]
+
+
+@pytest.mark.parametrize(("tokens", "agrees"), [(900, True), (1100, True), (899, False), (1101, False)])
+def test_a_number_that_a_plan_assumes_may_differ_by_its_tolerance(tokens, agrees):
+    expected = Expected(variant="v", plan=PLAN, facts=FACTS, tolerances={"kv_tokens": 0.1})
+    assert (engine_facts.differences(expected, FACTS | {"kv_tokens": tokens}) == []) is agrees
+
+
+class Attention:
+    """As vLLM's layers state their backend."""
+
+    def __init__(self, kv_cache_dtype):
+        self.kv_cache_dtype = kv_cache_dtype
+
+    def get_attn_backend(self):
+        return SimpleNamespace(get_name=lambda: "FLASHINFER")
+
+
+class GatedDeltaNetAttention:
+    gdn_prefill_backend = "triton"
+
+    def get_attn_backend(self):
+        return SimpleNamespace(get_name=lambda: "GDN_ATTN")
+
+
+def test_layers_of_one_kind_and_backend_are_one_fact():
+    layers = {
+        "model.layers.0.linear_attn": GatedDeltaNetAttention(),
+        "model.layers.0.mlp": object(),
+        "model.layers.1.linear_attn": GatedDeltaNetAttention(),
+        "model.layers.2.self_attn.attn": Attention("fp8"),
+        "mtp.layers.0.self_attn.attn": Attention("fp8"),
+    }
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+    kinds = engine_facts.attention_layers(config)
+    assert (
+        AttentionLayers(
+            layer="GatedDeltaNetAttention",
+            backend="GDN_ATTN",
+            kv_cache_dtype="",
+            prefill="triton",
+            drafts=False,
+            count=2,
+        )
+        in kinds
+    )
+    assert engine_facts.backend_facts(kinds) == {
+        "GatedDeltaNetAttention": "GDN_ATTN, prefill triton, 2 layers",
+        "Attention": "FLASHINFER, KV fp8, 1 layers",
+        "draft Attention": "FLASHINFER, KV fp8, 1 layers",
+    }
+
+
+@pytest.mark.parametrize(
+    ("block_size", "required", "holds", "said"),
+    [
+        (544, True, True, "As planned (vLLM 0.32.0 on a10g): all of 3 facts"),
+        (1088, False, True, "Not as planned (vLLM 0.32.0 on a10g): block_size: planned 544, actual 1088"),
+        (1088, True, False, "PlanError: REQUIRE_PLAN=1"),
+        (None, True, False, "nothing could be compared"),
+    ],
+)
+def test_a_start_that_differs_is_printed_and_fails_only_where_the_plan_is_required(
+    monkeypatch, caplog, tmp_path, block_size, required, holds, said
+):
+    async def state(app):
+        if block_size is None:
+            raise RuntimeError("the engine is gone")
+        return FACTS | {"block_size": block_size}
+
+    expected = Expected(variant="v", plan=PLAN, facts=FACTS, required=required)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(engine_facts.VARIABLE, expected.model_dump_json())
+    monkeypatch.setattr(engine_facts, "state", state)
+    with caplog.at_level(logging.INFO, "slimqwen"):
+        assert asyncio.run(engine_facts.hold_against_plan(SimpleNamespace())) is holds
+    assert said in caplog.text
+    (start,) = start_log.read(tmp_path / start_log.FILE)
+    assert bool(start.differences) is (block_size != 544)
+    assert start.actual == ({} if block_size is None else FACTS | {"block_size": block_size})
+
+
+def test_a_start_whose_log_cannot_be_written_goes_on(monkeypatch, caplog, tmp_path):
+    async def state(app):
+        return FACTS
+
+    (tmp_path / ".cache").write_text("not a folder")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(engine_facts.VARIABLE, Expected(variant="v", plan=PLAN, facts=FACTS).model_dump_json())
+    monkeypatch.setattr(engine_facts, "state", state)
+    with caplog.at_level(logging.WARNING, "slimqwen"):
+        assert asyncio.run(engine_facts.hold_against_plan(SimpleNamespace()))
+    assert "This start is not in .cache/starts.jsonl" in caplog.text
+
+
+def test_without_a_plan_nothing_is_asked_of_the_engine(monkeypatch):
+    monkeypatch.delenv(engine_facts.VARIABLE, raising=False)
+    assert asyncio.run(engine_facts.hold_against_plan(SimpleNamespace()))
+
+
+@pytest.fixture(scope="module")
+def planned_starts(tmp_path_factory):
+    """The commands of a CPU server with and without drafts, and what its plan says of each."""
+    log = tmp_path_factory.mktemp("plans") / "plan.log"
+    names = ("tiny", "tiny-mtp4")
+    plans = rehearsal.run(variant.repository_root(), names, "cpu", None, log=log)
+    expected = [start_plan.expectation(plan, required=True) for plan in plans]
+    return {
+        name: (ServerCommand.resolve(variant.load(name), port=free_port(), platform="cpu"), facts)
+        for name, facts in zip(names, expected, strict=True)
+    }
+
+
+@pytest.mark.engine
+def test_a_start_agrees_with_its_plan_in_every_fact(planned_starts, tmp_path):
+    command, expected = planned_starts["tiny-mtp4"]
+    assert {"block_size", "kv_blocks", "kv_tokens", "graph_mode", "dtype", "max_num_seqs"} < set(
+        expected.facts
+    )
+    assert sum("layers" in str(value) for value in expected.facts.values()) >= 3  # two kinds, and the drafts'
+    with run_server(command.held_against(expected), log=tmp_path / "vllm.log") as server:
+        labels = httpx.get(f"{server.base_url}/metrics", trust_env=False).text
+    assert f"all of {len(expected.facts)} facts" in (tmp_path / "vllm.log").read_text()
+    start = start_log.read(command.variant.root / start_log.FILE)[-1]
+    assert (start.variant, start.differences) == ("tiny-mtp4", [])
+    assert start.actual == start.planned == expected.facts
+    # What the comparison reads is what /metrics states.
+    assert f'num_gpu_blocks="{expected.facts["kv_blocks"]}"' in labels
+    assert f'block_size="{expected.facts["block_size"]}"' in labels
+
+
+@pytest.mark.engine
+def test_a_start_that_is_not_as_planned_never_becomes_ready_where_the_plan_is_required(
+    planned_starts, tmp_path
+):
+    command, expected = planned_starts["tiny"]
+    tampered = expected.model_copy(update={"facts": expected.facts | {"block_size": 17}})
+    actual = expected.facts["block_size"]
+    with (
+        pytest.raises(
+            ServingError, match=rf"exit code 1 .*block_size: planned 17, actual {actual}; plan anew"
+        ),
+        run_server(command.held_against(tampered), log=tmp_path / "vllm.log"),
+    ):
+        pass
+    # Every other fact of this start agrees with its plan.
+    assert (tmp_path / "vllm.log").read_text().count("Not as planned") == 1
+    start = start_log.read(command.variant.root / start_log.FILE)[-1]
+    assert start.differences == [f"block_size: planned 17, actual {actual}"]
+    assert (start.variant, start.required, start.actual["block_size"]) == ("tiny", True, actual)

@@ -1,0 +1,141 @@
+"""Old token ids before a bare application that serves a pruned checkpoint, or a whole one."""
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from slimqwen.recipe.stages import prune_vocab
+from slimqwen.vllm_plugin import token_ids
+
+pytestmark = pytest.mark.timeout(120)
+
+OLD = {"X-Slimqwen-Token-Ids": "old"}
+
+
+@pytest.fixture
+def ask(tmp_path):
+    """Ask an application that echoes what reaches it; its vocabulary keeps the old ids 0, 2, 5 and 9."""
+
+    def ask(method, path, *, pruned=True, **request):
+        (tmp_path / token_ids.VOCAB_MAP).unlink(missing_ok=True)
+        if pruned:
+            content = {"schema": "vocab_map/1", "old_vocab_size": 10, "new_vocab_size": 4}
+            content["new_to_old"] = [0, 2, 5, 9]
+            (tmp_path / token_ids.VOCAB_MAP).write_text(json.dumps(content))
+
+        async def echo(request):
+            body = await request.body()
+            assert int(request.headers["content-length"]) == len(body)
+            return JSONResponse({"heard": body.decode("latin-1")})
+
+        app = Starlette(
+            routes=[
+                Route("/v1/completions", echo, methods=["POST"]),
+                Route(token_ids.ROUTE, token_ids.vocabulary),
+            ]
+        )
+        app.state.args = SimpleNamespace(model=str(tmp_path))
+        app.add_middleware(token_ids.OldTokenIds)
+
+        async def scenario():
+            transport = httpx.ASGITransport(app=app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+                return await client.request(method, path, **request)
+
+        return asyncio.run(scenario())
+
+    return ask
+
+
+def heard(answer):
+    return json.loads(answer.json()["heard"])
+
+
+def test_the_map_lies_where_the_stage_writes_it():
+    assert token_ids.VOCAB_MAP == prune_vocab.VOCAB_MAP
+
+
+def test_the_map_is_served_and_its_absence_said(ask):
+    assert ask("GET", token_ids.ROUTE).json()["new_to_old"] == [0, 2, 5, 9]
+    answer = ask("GET", token_ids.ROUTE, pruned=False)
+    assert (answer.status_code, "whole" in answer.json()["error"]["message"]) == (404, True)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ([0, 9, 9, 5], [0, 3, 3, 2]),
+        ([[2], [5, 0]], [[1], [2, 0]]),
+        ("2 5", "2 5"),
+        (["2", "5"], ["2", "5"]),
+        ([], []),
+    ],
+)
+def test_old_ids_become_new_ones_and_text_stays(ask, old, new):
+    body = {"prompt": old, "max_tokens": 9, "stop_token_ids": [5], "logit_bias": {"9": -100}}
+    answer = ask("POST", "/v1/completions", json=body, headers=OLD)
+    assert heard(answer) == {"prompt": new, "max_tokens": 9, "stop_token_ids": [2], "logit_bias": {"3": -100}}
+
+
+def test_without_the_header_nothing_changes(ask):
+    assert heard(ask("POST", "/v1/completions", json={"prompt": [9]})) == {"prompt": [9]}
+
+
+@pytest.mark.parametrize(
+    ("body", "where"),
+    [
+        ({"prompt": [0, 3]}, "token id 3 in prompt"),
+        ({"prompt": [[0], [10]]}, "token id 10 in prompt"),
+        ({"prompt": [-1]}, "token id -1 in prompt"),
+        ({"prompt": "x", "stop_token_ids": [1]}, "token id 1 in stop_token_ids"),
+        ({"prompt": "x", "logit_bias": {"8": 1}}, "token id 8 in logit_bias"),
+        # vLLM would make ids of these.
+        ({"prompt": [0, 9.0]}, "9.0 in prompt is no token id"),
+        ({"prompt": "x", "stop_token_ids": ["5"]}, '"5" in stop_token_ids is no token id'),
+        ({"prompt": "x", "stop_token_ids": [True]}, "true in stop_token_ids is no token id"),
+        ({"prompt": "x", "logit_bias": {" 9": 1}}, '" 9" in logit_bias is no token id'),
+    ],
+)
+def test_an_id_without_an_image_is_an_error_and_never_another_token(ask, body, where):
+    answer = ask("POST", "/v1/completions", json=body, headers=OLD)
+    assert answer.status_code == 400
+    assert where in answer.json()["error"]["message"]
+
+
+def test_a_body_nested_too_deeply_to_be_renumbered_is_refused(ask):
+    answer = ask("POST", "/v1/completions", content=b"[" * 100_000, headers=OLD)
+    assert (answer.status_code, "nested too deeply" in answer.text) == (400, True)
+
+
+def test_where_token_ids_have_other_names_the_header_is_refused(ask):
+    answer = ask("GET", token_ids.ROUTE, headers=OLD)
+    assert (answer.status_code, "/v1/completions" in answer.text) == (400, True)
+
+
+def test_a_whole_vocabulary_or_another_word_in_the_header_is_refused(ask):
+    answer = ask("POST", "/v1/completions", json={"prompt": [1]}, headers=OLD, pruned=False)
+    assert (answer.status_code, "is whole" in answer.text) == (400, True)
+    answer = ask("POST", "/v1/completions", json={"prompt": [0]}, headers={"X-Slimqwen-Token-Ids": "new"})
+    assert (answer.status_code, "one value, old" in answer.text) == (400, True)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{",
+        b"\xff",
+        b"[1, 2]",
+        b'{"prompt": 1' + b"0" * 5000 + b"}",
+        b'{"logit_bias": {"1' + b"0" * 5000 + b'": 1}}',
+    ],
+)
+def test_what_is_no_request_is_left_for_vllm_to_refuse(ask, body):
+    answer = ask("POST", "/v1/completions", content=body, headers=OLD)
+    assert answer.status_code == 200
+    assert answer.json()["heard"].encode("latin-1").replace(b" ", b"") == body.replace(b" ", b"")
