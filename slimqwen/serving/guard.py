@@ -4,6 +4,9 @@ Standard input is a pipe that only the starter holds open; its first line is the
 before it starts the server, so the starter's death never leaves a server behind. Standard output gives the server's
 process id, and its exit code if it ends by itself; then the guard ends too. The kernel's parent-death signal is not
 enough: vLLM can lose a SIGTERM while it starts, and would serve on.
+
+Guard and server have a process group of their own, so Ctrl-C does not reach them, but the session of their starter:
+Linux shares the CPU between sessions first (autogroup), and a client of another one sees its tokens late, many at once.
 """
 
 import contextlib
@@ -43,7 +46,7 @@ def main() -> None:
             stdin=subprocess.DEVNULL,
             stdout=job["output"],
             stderr=subprocess.STDOUT,
-            start_new_session=True,
+            process_group=0,
         )
     except OSError as error:
         _say(str(error))
@@ -52,19 +55,19 @@ def main() -> None:
     _say(str(process.pid))
     while not select.select([sys.stdin], [], [], _POLL_S)[0]:
         if process.poll() is not None:
-            _end_session(process.pid)
+            _end_group(process.pid)
             _say(str(process.returncode))
             return
     end(server)
     process.wait()
 
 
-def _end_session(leader: int) -> None:
+def _end_group(leader: int) -> None:
     """End the processes of a killed server: its engine does not notice, and holds memory of the host and the GPU."""
     members = []
     for process in psutil.process_iter():
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            if os.getsid(process.pid) == leader:
+            if os.getpgid(process.pid) == leader:
                 members.append(process)
     for process in members:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -120,7 +123,7 @@ def guarded(
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         pass_fds=[output.fileno()],
-        start_new_session=True,
+        process_group=0,
     )
     assert guard.stdin is not None
     assert guard.stdout is not None

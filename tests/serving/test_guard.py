@@ -147,14 +147,14 @@ def test_a_server_lives_for_the_block_with_what_it_started(guarded, tmp_path):
     assert gone(child, 1)
 
 
-def test_a_server_gets_its_folder_its_environment_a_session_of_its_own_and_no_input(guarded, tmp_path):
+def test_a_server_gets_its_folder_its_environment_a_process_group_of_its_own_and_no_input(guarded, tmp_path):
     code = (
-        "import os, sys; print(os.getcwd(), sorted(k for k in os.environ if k[0] == 'S'), os.getsid(0) == os.getpid(), "
-        "sys.stdin.read() == '', file=sys.stderr)"
+        "import os, sys; print(os.getcwd(), sorted(k for k in os.environ if k[0] == 'S'), "
+        "os.getpgid(0) == os.getpid(), os.getsid(0), sys.stdin.read() == '', file=sys.stderr)"
     )
     with guarded(code, environment={"SECRET": "sesame", "SIZE": "3"}) as server:
         said = printed(tmp_path)
-    assert said == f"{tmp_path} ['SECRET', 'SIZE'] True True\n"
+    assert said == f"{tmp_path} ['SECRET', 'SIZE'] True {os.getsid(0)} True\n"
     assert server.pid != os.getpid()
 
 
