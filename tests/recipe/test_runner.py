@@ -2,6 +2,7 @@
 
 import fcntl
 import importlib.metadata
+import itertools
 import os
 import random
 import signal
@@ -334,7 +335,10 @@ def test_a_run_killed_at_any_instant_resumes_to_the_same_bytes(tmp_path: Path) -
     duration = time.monotonic() - started
     rng = random.Random(0)
     cut_short = 0
-    for instant in range(20):
+    attempts = itertools.count()
+    while cut_short < 12:
+        instant = next(attempts)
+        assert instant < 60
         workshop = fresh(f"killed-{instant}")
         process = start(workshop, "v")
         time.sleep(rng.uniform(0.3, 1) * duration)
@@ -346,12 +350,13 @@ def test_a_run_killed_at_any_instant_resumes_to_the_same_bytes(tmp_path: Path) -
         link = workshop.weights / "v"
         assert link.is_dir() or not os.path.lexists(link)
         cut_short += not link.is_dir()
+        if link.is_dir():  # the first run was slower than those that follow it
+            duration *= 0.8
         again = start(workshop, "v")
         _, errors = again.communicate()
         assert again.returncode == 0, errors.decode()
         assert checkpoint.digest(workshop.weights / "v") == checkpoint.digest(whole.weights / "v")
         assert [entry.name for entry in (workshop.weights / "store" / ".staging").iterdir()] == []
-    assert cut_short >= 10
 
 
 def test_a_stage_ends_with_the_run_that_wants_its_result(workshop: Workshop) -> None:

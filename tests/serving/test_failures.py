@@ -194,9 +194,9 @@ def test_a_killed_engine_ends_the_server_with_a_failure_and_leaves_nothing(tmp_p
         killed = time.monotonic()
         engine.kill()
         while real_server.is_ready(server.url):
-            assert time.monotonic() - killed < 10
+            assert time.monotonic() - killed < PATIENCE_S
         assert server.process.wait(PATIENCE_S) == 1
-        assert time.monotonic() - killed < 10
+        assert time.monotonic() - killed < PATIENCE_S
         for answer in (begun + real_server.read_rest(reader), *map(real_server.read_rest, others)):
             assert is_cut(answer), answer[-500:]
         slow.close()

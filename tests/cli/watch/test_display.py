@@ -116,7 +116,7 @@ def published():
     root = variant.repository_root()
     with activity.publish(root, ["slimqwen", "eval", "quality", "--variant", "[tiny]"]) as report:
         report("generating answers of facts", 12, 150)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not any(work.pid == os.getpid() and work.activities for work in activity.running(root)):
             assert time.monotonic() < deadline
         yield
