@@ -4,6 +4,7 @@ import gc
 import json
 import math
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,6 +22,10 @@ from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.server import RunningServer, free_port, run_server
 from slimqwen.serving.shared_server import SharedServer, max_model_len
 from tests.stand_in import add_served, stand_in, write_task  # noqa: F401  (fixtures)
+
+# A shell without job control starts what it puts in the background with SIGINT ignored, and every child inherits that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # vLLM's modules stay loaded: to look for garbage among their objects takes a third of the time.
 gc.set_threshold(GARBAGE_THRESHOLD)

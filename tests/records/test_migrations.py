@@ -69,7 +69,7 @@ def test_records_from_before_and_after_stand_on_the_same_items():
 
 def test_the_gate_finds_a_record_from_before_chats(monkeypatch):
     tiny, early = variant.load("tiny"), json.loads(EARLY.read_text())["provenance"]["ended"]
-    monkeypatch.setattr(gate, "holds", lambda record, variant: record.provenance.ended == early)
+    monkeypatch.setattr(gate, "_holds", lambda record, variant: record.provenance.ended == early)
     assert gate.reusable(tiny, Quality, suite="tinyworld", limit=None, endpoint="completions") == EARLY
     assert gate.reusable(tiny, Quality, suite="tinyworld", limit=None, endpoint="chat") is None
 
