@@ -75,8 +75,8 @@ limits: | $(READY) ## measure the noise of VARIANT, a baseline, and write the ga
 compare: | $(READY) ## print the paired tables of two variants (A=tiny B=tiny-awq)
 	@$(RUN) record compare $(A) $(B)
 
-report: | $(READY) ## report/index.html: leaderboard, fronts, a page per variant (FIGURES=docs/figures: SVG files instead)
-	@$(RUN) report $(call given,FIGURES,--figures)
+report: | $(READY) ## report/index.html: leaderboard, fronts, costs, a page per variant (PRICES=file; FIGURES=docs/figures: SVG files instead)
+	@$(RUN) report $(call given,FIGURES,--figures) $(call given,PRICES,--prices)
 
 build: | $(READY) ## VARIANT as a container image (BASE_IMAGE=name@sha256:…|debootstrap PLATFORM=cpu|cuda CONTAINER_TOOL=… TAG=… WHEELHOUSE=folder)
 	@$(RUN) image build --variant $(VARIANT) $(IMAGE) $(CONTEXT)

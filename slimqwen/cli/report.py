@@ -10,7 +10,7 @@ from slimqwen import variant
 from slimqwen.cli.console import errors, progress_bar, relative, say
 from slimqwen.errors import SlimqwenError
 
-app = typer.Typer(help="Build the report of all records: leaderboard, fronts, a page per variant.")
+app = typer.Typer(help="Build the report of all records: leaderboard, fronts, costs, a page per variant.")
 
 _SHOWN_PROBLEMS = 20
 _COMMANDS_HEAD = """# Commands
@@ -29,8 +29,12 @@ def site(
     figures: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="write the main charts as SVG files there instead")
     ] = None,
+    prices: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="what an hour of each GPU costs you (default: eval/prices.yaml)"),
+    ] = None,
 ) -> None:
-    """Build report/index.html, which works offline: leaderboard, fronts, a page per variant."""
+    """Build report/index.html, which works offline: leaderboard, fronts, costs, a page per variant."""
     if context.invoked_subcommand:
         return
     from slimqwen.report import site
@@ -40,7 +44,7 @@ def site(
         if figures:
             files = site.figures(root, figures, progress)
         else:
-            built = site.build(root, output or root / "report", progress)
+            built = site.build(root, output or root / "report", progress, prices)
     if figures:
         for file in files:
             say(str(file))

@@ -118,6 +118,11 @@ class Acceptance(Record):
         figure = Figure(length.value, "tokens", length.standard_error, count=length.count)
         return {**super().figures(), "acceptance_length": figure}
 
+    def trends(self) -> Mapping[tuple[str, str], Figure]:
+        """The acceptance length at the gate's depth, else at the deepest."""
+        length = self.figures().get("acceptance_length")
+        return {("Acceptance length, tokens", ""): length} if length else {}
+
     def finding(self, path: Path, records: Collection) -> str:
         """The acceptance length as a share of the baseline's; without a baseline its lengths at every depth."""
 

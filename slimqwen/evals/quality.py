@@ -1,7 +1,7 @@
 """Quality: scores of a served variant on the tasks of a suite, with standard errors and every item."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -20,6 +20,7 @@ from slimqwen.records.journal import Journal, journal_file, locked
 from slimqwen.records.record import (
     Block,
     Count,
+    Figure,
     NonNegative,
     Positive,
     Record,
@@ -128,6 +129,21 @@ class Quality(Record):
     def task_name(self, task: str) -> str:
         """Name of a task without the suite's name before it."""
         return task.removeprefix(f"{self.suite}_")
+
+    @property
+    def topic(self) -> str:
+        """Its suite and the endpoint."""
+        return f"{self.suite}, {self.endpoint}"
+
+    def trends(self) -> Mapping[tuple[str, str], Figure]:
+        """The score of each task."""
+        by_chat = ", by chat" if self.endpoint == "chat" else ""
+        return {
+            (f"Quality, {self.suite}{by_chat}", self.task_name(task)): Figure(
+                score.value, standard_error=score.standard_error
+            )
+            for task, score in self.tasks.items()
+        }
 
     def tables(self, path: Path) -> list[Table]:
         """Scores by task; lengths, which old records lack, and floors where there are some."""

@@ -7,7 +7,8 @@ To add a kind, write one module in evals/, bench/, analysis/, plan/, search/ or 
    experiments/ narrows `provenance: ServedProvenance`. A field that JSON names by a Python keyword:
    `class_: str = Field(validation_alias="class", serialization_alias="class")`.
 2. A function that measures, builds the record and hands it to `store.write`.
-3. `tables()`, `panels()`, `finding()`, `replay()` and `leaderboard_columns`, where the standard ones do not do.
+3. `tables()`, `panels()`, `trends()`, `finding()`, `replay()`, `topic` and `leaderboard_columns`, where the standard
+   ones do not do.
 
 `registry.kinds()` finds the class; `slimqwen record schemas` writes its JSON Schema. Data frames, MLflow, leaderboard,
 log, pages and `slimqwen record check` need nothing else. The module must be cheap to import: torch, vLLM and
@@ -298,6 +299,15 @@ class Record(Versioned):
     def figures(self) -> Mapping[str, Figure]:
         """The named numbers of the record: every number in it but those of its provenance."""
         return figures_of({name: value for name, value in self.as_json().items() if name not in _NOT_RESULTS})
+
+    @property
+    def topic(self) -> str:
+        """What a newer record must share to replace this one, such as its workload or GPU; empty: its kind."""
+        return ""
+
+    def trends(self) -> Mapping[tuple[str, str], Figure]:
+        """Figures whose course over commits and engine versions is shown, by name with unit and by series."""
+        return {}
 
     @property
     def outcome(self) -> str:

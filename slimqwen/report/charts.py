@@ -4,7 +4,10 @@ Colours are CSS variables: a page defines them for light and dark mode, `Chart.s
 """
 
 import contextlib
+import hashlib
 import html
+import importlib.metadata
+import json
 import multiprocessing
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,10 +42,13 @@ _MARKED_POINTS = 20
 _LISTED_POINTS = 60
 """Longest line whose points are listed in the chart's table."""
 
+_LEVEL_BARS = 4
+"""Most bars with horizontal names; those of more would overlap."""
+
 _SERIES = [f"var(--c{number})" for number in range(1, 9)]
 _DASHES = [[1, 0], [6, 3], [2, 2]]
 
-_LOOK = {
+LOOK: dict[str, Any] = {
     "background": "transparent",
     "aria": False,  # the whole chart is one labelled image; reading its parts aloud is noise
     "font": "sans-serif",
@@ -73,6 +79,7 @@ _LOOK = {
     },
     "text": {"color": "var(--ink)", "fontSize": 11},
 }
+"""Configuration of every chart."""
 
 _STANDALONE = """<style>
 :root{--ink:#1d2329;--muted:#5a6570;--line:#b9c2cb;--grid:#e8ecef;--plain:#5a6570;--pass:#15693d;--fail:#b3302f;
@@ -110,13 +117,50 @@ class Chart:
         return f"{opening}>{_STANDALONE}{rest}\n"
 
 
-def draw(charts: Sequence[Chart], progress: Progress = silent) -> None:
+def draw(charts: Sequence[Chart], progress: Progress = silent, cache: Path | None = None) -> None:
     """Set `svg` of each chart, with a process per CPU if there are many.
 
     Args:
         charts: charts.
         progress: receives (activity, done, total).
+        cache: folder of pictures drawn before; afterwards it holds those of these charts alone. None: draw all.
     """
+    if cache:
+        _draw_missing(charts, progress, cache)
+    else:
+        _draw_all(charts, progress)
+    for chart in charts:
+        label = html.escape(f"{chart.title}. {chart.note} The figures are in the table below.", quote=True)
+        chart.svg = chart.svg.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
+
+
+def _draw_missing(charts: Sequence[Chart], progress: Progress, cache: Path) -> None:
+    """Draw the charts whose pictures are not in the cache, and drop what is no longer shown."""
+    cache.mkdir(parents=True, exist_ok=True)
+    names = {_digest(chart.spec): chart for chart in charts}
+    known = {file.stem: file for file in cache.glob("*.svg")}
+    for name, file in known.items():
+        with contextlib.suppress(FileNotFoundError):  # another build dropped it
+            if name in names:
+                names[name].svg = file.read_text(encoding="utf-8")
+            else:
+                file.unlink()
+    missing = {name: chart for name, chart in names.items() if not chart.svg}
+    _draw_all(list(missing.values()), progress)
+    for name, chart in missing.items():
+        unfinished = cache / f".{name}.{os.getpid()}"
+        unfinished.write_text(chart.svg, encoding="utf-8")
+        unfinished.rename(cache / f"{name}.svg")
+    for chart in charts:  # equal charts share a picture
+        chart.svg = names[_digest(chart.spec)].svg
+
+
+def _digest(spec: Mapping[str, Any]) -> str:
+    text = json.dumps([spec, importlib.metadata.version("vl-convert-python")], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _draw_all(charts: Sequence[Chart], progress: Progress) -> None:
     specs = [chart.spec for chart in charts]
     with contextlib.ExitStack() as stack:
         drawn: Iterable[str] = map(_svg, specs)
@@ -127,10 +171,7 @@ def draw(charts: Sequence[Chart], progress: Progress = silent) -> None:
             drawn = pool.map(_svg, specs, chunksize=16)
         for done, (chart, svg) in enumerate(zip(charts, drawn, strict=True)):
             progress("draw the charts", done, len(charts))
-            label = html.escape(
-                f"{chart.title}. {chart.note} The figures are in the table below.", quote=True
-            )
-            chart.svg = svg.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
+            chart.svg = svg
     progress("draw the charts", len(charts), len(charts))
 
 
@@ -193,8 +234,9 @@ def _bars_spec(panel: Panel, labels: Sequence[str]) -> dict[str, Any]:
         for line in panel.lines
         for x, y in zip(line.x, line.y, strict=True)
     ]
+    angle = 0 if len(panel.bars) <= _LEVEL_BARS else -40
     encoding = {
-        "x": {"field": "x", "type": "nominal", "title": panel.x, "sort": None, "axis": {"labelAngle": 0}},
+        "x": {"field": "x", "type": "nominal", "title": panel.x, "sort": None, "axis": {"labelAngle": angle}},
         "y": {"field": "y", "type": "quantitative", "title": panel.y},
         "color": series(labels)["color"],
         "order": {"field": "order"},
@@ -270,7 +312,7 @@ def chart(
     rows: tuple[tuple[str, ...], ...],
 ) -> Chart:
     """A chart with the common look; a specification of one pair of axes has the common size."""
-    whole = {"config": _LOOK, **spec}
+    whole = {"config": LOOK, **spec}
     if not {"vconcat", "hconcat"} & spec.keys():
         whole = {"width": WIDTH, "height": HEIGHT, **whole}
     return Chart(title, note, columns, rows, whole)

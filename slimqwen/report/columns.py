@@ -82,6 +82,15 @@ def columns(board: Board) -> list[Column]:
     return board_columns
 
 
+def initials(kinds: Sequence[str]) -> dict[str, str]:
+    """A letter for each kind of record: the first of its words' initials, else of its letters, that is not taken."""
+    letters: dict[str, str] = {}
+    for kind in kinds:
+        candidates = [*(word[0] for word in kind.split("_")), *kind.replace("_", "")]
+        letters[kind] = next((letter for letter in candidates if letter not in letters.values()), kind[0])
+    return letters
+
+
 def cells(row: Row, wanted: Sequence[Column]) -> list[Cell]:
     """Cells of a row, one per column."""
     return [column.cell(row) for column in wanted]

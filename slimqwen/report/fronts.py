@@ -178,7 +178,7 @@ def _speed(row: Row) -> float:
 
 def _choices(rows: Sequence[Row]) -> list[Choice]:
     """What to serve, for every baseline and hardware with a measured variant."""
-    measured = _groups([row for row in rows if row.baseline and row.newest])
+    measured = _groups([row for row in rows if row.baseline and row.is_measured])
     choices = []
     for (baseline, machine), members in sorted(
         measured.items(), key=lambda group: (-len(group[1]), group[0])

@@ -162,6 +162,11 @@ class Row:
         return self.baseline or self.variant, self.hardware
 
     @property
+    def is_measured(self) -> bool:
+        """Whether there is evidence: a record in experiments/."""
+        return any(each.verdict != "missing" for each in self.evidence)
+
+    @property
     def suites(self) -> list[str]:
         """Suites with a score."""
         return sorted({suite for suite, _ in self.scores})

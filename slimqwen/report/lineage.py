@@ -73,6 +73,21 @@ class Family:
                 self._children.setdefault(variant.lineage[1], []).append(name)
         self._store: dict[str, Path] | None = None
 
+    def founder(self, name: str, baselines: Mapping[str, str | None]) -> str:
+        """The variant that a family comes from: its oldest base, or that of this one's baseline, and so on.
+
+        Args:
+            name: name of a variant.
+            baselines: baseline by variant.
+        """
+        seen: set[str] = set()
+        while name not in seen:
+            seen.add(name)
+            member = self.members.get(name)
+            name = member.lineage[-1] if member else name
+            name = baselines.get(name) or name
+        return name
+
     def changes(self, name: str) -> list[Change]:
         """Keys of a variant that differ from its base; all keys of a variant without a base."""
         variant = self.members[name]

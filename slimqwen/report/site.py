@@ -19,11 +19,14 @@ from slimqwen.evals import quality_comparison
 from slimqwen.evals.quality import Quality
 from slimqwen.progress import Progress, silent
 from slimqwen.records import collection, registry
-from slimqwen.records.collection import Collection, Problem
+from slimqwen.records.collection import Collection, Problem, StoredRecord
 from slimqwen.records.provenance import CPU_NOTE, commit_name
+from slimqwen.records.record import Record
 from slimqwen.records.table import Table
-from slimqwen.report import charts, columns, comparison_charts, fronts, leaderboard
+from slimqwen.report import charts, columns, comparison_charts, cost, fronts, leaderboard, trends
 from slimqwen.report.charts import Chart
+from slimqwen.report.columns import Cell, Column
+from slimqwen.report.cost import Prices
 from slimqwen.report.fronts import Board
 from slimqwen.report.leaderboard import Row
 from slimqwen.report.lineage import Family, parameters
@@ -33,6 +36,7 @@ _MARK = Path("assets") / "report.css"
 _STALE_SECONDS = 3600
 _MOST_FRONTS = 3
 _MOST_PROBLEMS = 200
+_CHARTS = ("charts", "trends")
 
 
 class ReportError(SlimqwenError):
@@ -65,16 +69,42 @@ class Source:
     board: Board
     names: tuple[str, ...]
     problems: tuple[Problem, ...]
+    prices: Prices
 
 
-def read(root: Path, progress: Progress = silent) -> Source:
+@dataclass(frozen=True)
+class FamilyRows:
+    """The leaderboard's rows of the variants that come from one, planned ones last.
+
+    Attributes:
+        founder: the variant that all come from.
+        rows: rows with their cells.
+    """
+
+    founder: str
+    rows: tuple[tuple[Row, Sequence[Cell]], ...]
+
+    @property
+    def variants(self) -> int:
+        """Number of variants."""
+        return len({row.variant for row, _ in self.rows})
+
+    @property
+    def measured(self) -> int:
+        """Number of variants with a record that is evidence."""
+        return len({row.variant for row, _ in self.rows if row.is_measured})
+
+
+def read(root: Path, progress: Progress = silent, prices: Path | None = None) -> Source:
     """Read all records and variants; unusable files become problems.
 
     Args:
         root: repository root.
+        prices: file of the user's prices; None for eval/prices.yaml.
         progress: receives (activity, done, total).
     """
     progress("read the records", 0, 1)
+    money = cost.read_prices(root, prices)
     records = collection.collect(root)
     family = Family(root)
     names = tuple(sorted({*variants.names(root), *records.measurements}))
@@ -87,19 +117,21 @@ def read(root: Path, progress: Progress = silent) -> Source:
         problems |= {problem.location: problem for problem in unusable}
     progress("pair the records", len(names), len(names))
     ordered = tuple(problems[location] for location in sorted(problems))
-    return Source(records, family, fronts.board(rows), names, ordered)
+    return Source(records, family, fronts.board(rows), names, ordered, money)
 
 
-def build(root: Path, destination: Path, progress: Progress = silent) -> Built:
+def build(root: Path, destination: Path, progress: Progress = silent, prices: Path | None = None) -> Built:
     """Write the site; an older one is replaced once the new one is complete.
 
     Args:
         root: repository root.
         destination: folder of the site, created if missing.
         progress: receives (activity, done, total).
+        prices: file of the user's prices; None for eval/prices.yaml.
 
     Raises:
         ReportError: the destination holds something else.
+        SettingsError: the prices are missing or cannot be used.
     """
     if destination.exists() and (
         not destination.is_dir() or (not (destination / _MARK).is_file() and any(destination.iterdir()))
@@ -109,7 +141,7 @@ def build(root: Path, destination: Path, progress: Progress = silent) -> Built:
         )
     destination.parent.mkdir(parents=True, exist_ok=True)
     _delete_stale(destination)
-    source = read(root, progress)
+    source = read(root, progress, prices)
     with tempfile.TemporaryDirectory(prefix=f".{destination.name}.", dir=destination.parent) as temporary:
         fresh, old = Path(temporary, "fresh"), Path(temporary, "old")
         (fresh / "variants").mkdir(parents=True)
@@ -154,7 +186,8 @@ def _write_pages(source: Source, folder: Path, progress: Progress) -> None:
     pages = _environment()
     contents = {f"variants/{_file_name(name)}": _variant_page(source, name) for name in source.names}
     contents["index.html"] = _index_page(source)
-    charts.draw([chart for content in contents.values() for chart in content["charts"]], progress)
+    drawn = [chart for content in contents.values() for name in _CHARTS for chart in content.get(name, ())]
+    charts.draw(drawn, progress, source.records.root / ".cache" / "charts")
     for done, (path, content) in enumerate(contents.items()):
         progress("write the pages", done, len(contents))
         template = "variant.html.jinja" if "name" in content else "index.html.jinja"
@@ -195,19 +228,34 @@ def _index_page(source: Source) -> dict[str, Any]:
         "board": board,
         "charts": [chart for group in drawn.values() for chart in group],
         "columns": wanted,
-        "rows": [(row, columns.cells(row, wanted)) for row in board.rows],
+        "families": _families(source, wanted),
+        "row_count": len(board.rows),
+        "cost": cost.table(cost.throughputs(source.records), source.prices),
         "hardware": sorted({row.hardware for row in board.rows if row.hardware}),
         "suites": sorted({suite for row in board.rows for suite in row.suites}),
         "standing": list(dict.fromkeys(row.standing for row in board.rows)),
         "fronts": drawn,
         "hidden_fronts": sorted({front.baseline for front in board.fronts} - shown),
-        "unmeasured": [row for row in board.rows if row.newest is None],
         "problems": source.problems[:_MOST_PROBLEMS],
         "problem_count": len(source.problems),
         "record_count": len(source.records.records),
         "newest": max((entry.record.provenance.ended for entry in source.records.records), default=""),
-        "evidence": [each.kind for each in board.rows[0].evidence] if board.rows else [],
+        "initials": columns.initials([each.kind for each in board.rows[0].evidence] if board.rows else []),
     }
+
+
+def _families(source: Source, wanted: Sequence[Column]) -> list[FamilyRows]:
+    """The rows by family, families with a measured variant first, both otherwise in the order of the board."""
+    baselines = {row.variant: row.baseline for row in source.board.rows}
+    members: dict[str, list[tuple[Row, Sequence[Cell]]]] = {}
+    for row in source.board.rows:
+        founder = source.family.founder(row.variant, baselines)
+        members.setdefault(founder, []).append((row, columns.cells(row, wanted)))
+    families = [
+        FamilyRows(founder, tuple(sorted(rows, key=lambda each: each[0].status == "planned")))
+        for founder, rows in members.items()
+    ]
+    return sorted(families, key=lambda family: not family.measured)
 
 
 def _variant_page(source: Source, name: str) -> dict[str, Any]:
@@ -230,6 +278,7 @@ def _variant_page(source: Source, name: str) -> dict[str, Any]:
         "sizes": family.stage_sizes(name) if member else [],
         "tables": _tables(source, rows),
         "charts": _charts(source, rows),
+        "trends": [trends.trend_chart(*trend) for trend in trends.trends(source.records, name).items()],
         "records": sorted(records, key=lambda entry: entry.record.provenance.ended, reverse=True),
         "describe": leaderboard.hardware,
         "problems": [
@@ -237,12 +286,13 @@ def _variant_page(source: Source, name: str) -> dict[str, Any]:
             for problem in source.problems
             if problem.location == folder or problem.location.startswith(f"{folder}/")
         ],
+        "initials": columns.initials([each.kind for each in rows[0].evidence]),
         "made_by": {each.kind: leaderboard.made_by(each.kind, name) for each in rows[0].evidence},
     }
 
 
 def _tables(source: Source, rows: Sequence[Row]) -> list[Table]:
-    """Comparisons with the baseline, then the tables of the newest record of each kind."""
+    """Comparisons with the baseline, the service level, then the tables of the newest records."""
     name, baseline = rows[0].variant, rows[0].baseline or ""
     changes = [score.change for score in rows[0].scores.values() if score.change]
     tables = []
@@ -261,11 +311,21 @@ def _tables(source: Source, rows: Sequence[Row]) -> list[Table]:
                     timed.comparison,
                 )
             )
-    for kind in registry.kinds():
-        for entry in source.records.select(kind, name)[:1]:
-            with contextlib.suppress(*leaderboard.DAMAGED):  # the problems name damaged items
-                tables += entry.record.tables(entry.path)
+    if level := cost.table(cost.throughputs(source.records, name), source.prices):
+        tables.append(level)
+    for entry in _newest(source, name):
+        with contextlib.suppress(*leaderboard.DAMAGED):  # the problems name damaged items
+            tables += entry.record.tables(entry.path)
     return tables
+
+
+def _newest(source: Source, name: str) -> Sequence[StoredRecord[Record]]:
+    """The newest record of each kind and topic."""
+    found: dict[tuple[str, str], StoredRecord[Record]] = {}
+    for kind in registry.kinds():
+        for entry in source.records.select(kind, name):
+            found.setdefault((kind, entry.record.topic), entry)
+    return tuple(found.values())
 
 
 def _charts(source: Source, rows: Sequence[Row]) -> list[Chart]:
@@ -283,8 +343,7 @@ def _charts(source: Source, rows: Sequence[Row]) -> list[Chart]:
             sides = [row.timed.latency, *([row.timed.baseline] if row.timed.baseline else [])]
             with contextlib.suppress(*leaderboard.DAMAGED):  # the problems name damaged items
                 drawn.append(comparison_charts.latency_distributions(sides))
-    for kind in registry.kinds():
-        drawn += [charts.of_record(entry.record) for entry in source.records.select(kind, name)[:1]]
+    drawn += [charts.of_record(entry.record) for entry in _newest(source, name)]
     return [chart for chart in drawn if chart]
 
 

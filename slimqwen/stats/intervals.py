@@ -291,6 +291,23 @@ def ratio_of_rounds(numerator: ArrayLike, denominator: ArrayLike, *, in_turns: b
     return Ratio(math.exp(middle), math.exp(middle - reach), math.exp(middle + reach))
 
 
+def rate_over_rounds(amounts: ArrayLike, durations: ArrayLike) -> Ratio:
+    """Sum of amounts / sum of durations, with Student's t interval over rounds.
+
+    Args:
+        amounts: one per round.
+        durations: positive, one per round.
+
+    Raises:
+        TooFewItemsError: fewer than two rounds.
+        ValueError: they differ in number.
+    """
+    a, d = _paired_arrays(amounts, durations)
+    estimate = mean(a / d, d)
+    reach = _student(estimate.count - 1) * estimate.standard_error
+    return Ratio(estimate.value, estimate.value - reach, estimate.value + reach)
+
+
 def paired_ratio(
     first: ArrayLike, second: ArrayLike, first_weights: ArrayLike, second_weights: ArrayLike
 ) -> Ratio:

@@ -54,17 +54,19 @@ def page(driver, report):
 
 def variants_shown(page):
     return page.execute_script(
-        "return [...document.querySelectorAll('.board tbody tr')].filter(r => !r.hidden).map(r => r.cells[0].innerText)"
+        "return [...document.querySelectorAll('.board tbody tr:not(.family)')].filter(r => r.checkVisibility())"
+        ".map(r => r.cells[0].innerText)"
     )
 
 
-def column(page, label):
-    """The sort keys of a column, empty ones as None, of the rows as they stand."""
+def columns(page, label):
+    """By family, the sort keys of a column, empty ones as None, of the rows as they stand."""
     return page.execute_script(
         """
         const headings = [...document.querySelectorAll(".board thead th")];
         const index = headings.findIndex((one) => one.innerText.trim() === arguments[0]);
-        return [...document.querySelectorAll(".board tbody tr")].map((row) => row.cells[index].dataset.o ?? null);
+        return [...document.querySelectorAll(".board tbody")].map((family) =>
+          [...family.rows].slice(1).map((row) => row.cells[index].dataset.o ?? null));
         """,
         label,
     )
@@ -95,7 +97,7 @@ def test_a_click_sorts_and_a_second_one_turns_it_round(page):
     button = heading(page, "E2EL long, ms").find_element("tag name", "button")
     button.click()
     assert heading(page, "E2EL long, ms").get_attribute("aria-sort") == "ascending"
-    keys = column(page, "E2EL long, ms")
+    keys = columns(page, "E2EL long, ms")[0]
     given = [float(key) for key in keys if key is not None]
     assert len(given) >= 2
     assert given == sorted(given)
@@ -103,7 +105,7 @@ def test_a_click_sorts_and_a_second_one_turns_it_round(page):
 
     button.click()
     assert heading(page, "E2EL long, ms").get_attribute("aria-sort") == "descending"
-    keys = column(page, "E2EL long, ms")
+    keys = columns(page, "E2EL long, ms")[0]
     assert [float(key) for key in keys if key is not None] == given[::-1]
     assert keys[: len(given)].count(None) == 0
 
@@ -121,12 +123,12 @@ def test_every_column_sorts_by_keyboard_alone(page):
         page.switch_to.active_element.send_keys(Keys.ENTER)
         direction = heading(page, label).get_attribute("aria-sort")
         assert direction in ("ascending", "descending"), label
-        keys = [key for key in column(page, label) if key is not None]
-        try:
-            keys = [float(key) for key in keys]
-        except ValueError:
-            continue
-        assert keys == sorted(keys, reverse=direction == "descending"), label
+        for family in columns(page, label):
+            try:
+                keys = [float(key) for key in family if key is not None]
+            except ValueError:
+                continue
+            assert keys == sorted(keys, reverse=direction == "descending"), label
     assert len(page.find_elements("css selector", "[aria-sort]")) == 1
 
 
@@ -146,10 +148,38 @@ def test_the_tab_key_reaches_the_content_link_first_and_then_the_headings(page):
     assert outline not in ("none", "")
 
 
+def test_a_family_without_a_record_is_folded_and_a_click_unfolds_it(page):
+    assert "tiny-best" in variants_shown(page)
+    assert "cyankiwi" not in variants_shown(page)
+    button = page.find_element("xpath", "//tr[@class='family']//button[contains(., 'qwen3.5-4b')]")
+    assert button.get_attribute("aria-expanded") == "false"
+    button.click()
+    assert button.get_attribute("aria-expanded") == "true"
+    assert {"cyankiwi", "qwen3.5-4b-best"} <= set(variants_shown(page))
+    button.click()
+    assert "cyankiwi" not in variants_shown(page)
+
+
+@pytest.mark.parametrize("width", [1400, 390])
+def test_rows_are_of_one_height(page, width):
+    page.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride",
+        {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": width < 500},
+    )
+    heights = page.execute_script(
+        """
+        document.querySelectorAll(".folded .family button").forEach((one) => one.click());
+        return [...document.querySelectorAll(".board tbody tr:not(.family)")].map((row) => row.offsetHeight);
+        """
+    )
+    assert len(heights) > 20
+    assert max(heights) - min(heights) <= 1
+
+
 def test_filters_leave_the_rows_that_fit_and_say_how_many(page):
     from selenium.webdriver.support.select import Select
 
-    every = variants_shown(page)
+    every = page.find_elements("css selector", ".board tbody tr:not(.family)")
     Select(page.find_element("name", "standing")).select_by_visible_text("promoted")
     shown = variants_shown(page)
     assert "tiny-best" in shown
@@ -164,6 +194,12 @@ def test_filters_leave_the_rows_that_fit_and_say_how_many(page):
     Select(page.find_element("name", "suite")).select_by_visible_text("tinyworld")
     page.find_element("name", "find").send_keys("tiny-awq")
     assert variants_shown(page) == ["tiny-awq"]
+
+    for name in ("hardware", "suite"):
+        Select(page.find_element("name", name)).select_by_index(0)
+    page.find_element("name", "find").clear()
+    page.find_element("name", "find").send_keys("shortcot-w4lm")  # of a folded family
+    assert variants_shown(page) == ["cyankiwi-seq8-shortcot-w4lm-v64k-mtp4"]
 
 
 def test_groups_of_columns_can_be_hidden(page):

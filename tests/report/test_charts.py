@@ -138,3 +138,22 @@ def test_series_of_a_bar_panel_are_stacked_by_name(records):
     assert {"cold", "warm", "baked", "seconds by phase (medians)"} <= set(texts)
     phase = next(iter(starts.phases))
     assert {row[2] for row in chart.rows if row[0] == phase.replace("_", " ")} == {"cold", "warm", "baked"}
+
+
+def test_pictures_are_drawn_once_and_those_of_no_chart_are_dropped(tmp_path, monkeypatch):
+    def picture(spec):
+        drawn.append(spec["mark"])
+        return f"<svg >{spec['mark']}</svg>"
+
+    drawn = []
+    monkeypatch.setattr(charts, "_svg", picture)
+
+    def draw(*marks):
+        made = [charts.chart(mark, "", {"mark": mark}, ("x",), ()) for mark in marks]
+        charts.draw(made, cache=tmp_path / "charts")
+        return [each.svg.partition(">")[2] for each in made]
+
+    assert draw("bar", "line", "bar") == ["bar</svg>", "line</svg>", "bar</svg>"]
+    assert draw("line", "area") == ["line</svg>", "area</svg>"]
+    assert drawn == ["bar", "line", "area"]
+    assert len(list((tmp_path / "charts").iterdir())) == 2

@@ -68,6 +68,26 @@ def test_the_site_of_the_committed_records_has_a_page_a_variant(tmp_path):
     _assert_whole(tmp_path / "report")
 
 
+def test_families_with_a_record_come_first_and_planned_variants_last_in_each(
+    add_variant, add_record, claim, tmp_path
+):
+    add_variant("a", "VLLM_MODEL=weights/a\n")
+    add_variant("b", "VLLM_MODEL=weights/b\n")
+    add_variant("b-planned", "BASE=b\n", baseline="b")
+    add_variant("b-quick", "BASE=b\n", baseline="b")
+    add_variant("copy", "VLLM_MODEL=weights/copy\n", baseline="b-quick")
+    for name in ("b", "b-quick"):
+        claim(name, status="measured")
+        add_record(name, "quality")
+    site.build(tmp_path, tmp_path / "report")
+
+    board = Page(tmp_path / "report" / "index.html")
+    names = [cell["data-o"] for cell in board.all("th") if "data-o" in cell]
+    assert (set(names[:2]), set(names[2:4]), names[4]) == ({"b", "b-quick"}, {"b-planned", "copy"}, "a")
+    families = [each.get("class") for each in board.all("tbody")][:2]
+    assert families == [None, "planned"]
+
+
 def test_nothing_that_a_file_says_becomes_markup(small, tmp_path):
     site.build(tmp_path, tmp_path / "report")
 

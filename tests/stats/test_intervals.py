@@ -222,3 +222,13 @@ def test_the_interval_of_a_median_knows_what_a_round_has_in_common():
 def test_no_observation_has_no_median():
     with pytest.raises(intervals.TooFewItemsError):
         intervals.median_interval({})
+
+
+def test_a_rate_over_rounds_has_students_interval():
+    rate = intervals.rate_over_rounds([10, 20, 30], [1, 1, 1])
+    assert rate.value == 20
+    # Student's t of 0.975 with two degrees of freedom is 4.303; the standard error is 10 / sqrt(3).
+    assert (rate.low, rate.high) == pytest.approx((20 - 24.84, 20 + 24.84), abs=0.01)
+    assert intervals.rate_over_rounds([10, 60], [1, 3]).value == pytest.approx(17.5)
+    with pytest.raises(intervals.TooFewItemsError):
+        intervals.rate_over_rounds([1], [1])

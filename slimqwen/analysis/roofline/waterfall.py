@@ -61,6 +61,11 @@ class Waterfall(Record):
     dimensions: str = Field(min_length=1, description="where the checkpoint's dimensions come from")
     steps: tuple[Step, ...] = Field(min_length=1)
 
+    @property
+    def topic(self) -> str:
+        """Its GPU and context length."""
+        return f"{self.gpu.name}, {self.context_len}"
+
     def finding(self, path: Path, records: Collection) -> str:
         """The first and the last step."""
         first, last = self.steps[0], self.steps[-1]
@@ -98,12 +103,17 @@ class Waterfall(Record):
         ]
 
     def panels(self) -> list[Panel]:
-        """Bytes of each step, its parts stacked."""
+        """Bytes of each step, its parts stacked, and its duration."""
         positions = list(range(len(self.steps)))
         lines = [
             Line(part, positions, [step.part_bytes[part] / 1e9 for step in self.steps]) for part in PARTS
         ]
-        return [Panel("lever", "GB of a decode step", lines, [step.lever for step in self.steps])]
+        duration = Line("whole step", positions, [1e3 * step.seconds for step in self.steps])
+        levers = [step.lever for step in self.steps]
+        return [
+            Panel("lever", "GB of a decode step", lines, levers),
+            Panel("lever", f"ms of a decode step on {self.gpu.name}", [duration], levers),
+        ]
 
 
 def write(variant: Variant, gpu_name: str, *, context_len: int = 2048, command: Sequence[str]) -> Path:

@@ -1,5 +1,6 @@
 """The record kind latency: figures of one variant for each prompt class of one workload."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -12,6 +13,7 @@ from slimqwen.records.panel import Line, Panel
 from slimqwen.records.record import (
     Block,
     Count,
+    Figure,
     NonNegative,
     Positive,
     Record,
@@ -22,6 +24,7 @@ from slimqwen.records.record import (
     VariantName,
 )
 from slimqwen.records.replay import Outcome, Repeat
+from slimqwen.stats.intervals import Z
 
 AboveZero = Annotated[float, Field(gt=0)]
 
@@ -147,6 +150,25 @@ class Latency(Record):
     columns: tuple[Column, ...] = Field(default=(), description="Figures of its table; empty in old records.")
     classes: dict[str, ClassFigures] = Field(min_length=1)
     provenance: ServedProvenance
+
+    @property
+    def topic(self) -> str:
+        """Its workload."""
+        return self.workload
+
+    def trends(self) -> Mapping[tuple[str, str], Figure]:
+        """Decoding speed, TTFT and TPOT of each class."""
+        figures = {}
+        for name, row in self.classes.items():
+            workload = "" if self.workload == "classes" else f"{self.workload}: "
+            label = f"{workload}{name} {row.prompt_tokens} -> {row.output_tokens}"
+            for measure, time in (("TTFT, ms", row.ttft_ms), ("TPOT, ms", row.tpot_ms)):
+                figures[measure, label] = Figure(time.mean, "ms", time.standard_error)
+            longest, shortest = (row.tpot_ms.mean + sign * Z * row.tpot_ms.standard_error for sign in (1, -1))
+            if shortest > 0:
+                speed = Figure(1e3 / row.tpot_ms.mean, "tokens/s", low=1e3 / longest, high=1e3 / shortest)
+                figures["Decoding of one sequence, tokens/s", label] = speed
+        return figures
 
     def tables(self, path: Path) -> list[Table]:
         """Figures of each prompt class."""

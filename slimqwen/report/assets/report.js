@@ -1,11 +1,12 @@
-// Sorting and filtering of the leaderboard. Without it the page is a plain table, in the order of the choice.
+// Sorting (within families), folding and filtering of the leaderboard. Without it the page is a plain table.
 "use strict";
 
 (() => {
   const table = document.querySelector("table.board");
   if (!table) return;
-  const body = table.tBodies[0];
-  const rows = [...body.rows];
+  const families = [...table.tBodies];
+  const members = families.map((family) => [...family.rows].slice(1)); // the first row is the family's name
+  const rows = members.flat();
   const headings = [...table.tHead.rows[0].cells];
 
   const sort = (column) => {
@@ -26,8 +27,7 @@
       if (x === undefined || y === undefined) return (x === undefined) - (y === undefined); // empty cells last
       return sign * (numbers ? Number(x) - Number(y) : x.localeCompare(y, "en", { numeric: true }));
     };
-    rows.sort(compare);
-    body.append(...rows);
+    families.forEach((family, index) => family.append(...members[index].sort(compare)));
   };
 
   headings.forEach((heading, column) => {
@@ -37,6 +37,20 @@
     button.addEventListener("click", () => sort(column));
     heading.replaceChildren(button);
   });
+
+  for (const family of families) {
+    const name = family.querySelector(".family .head");
+    const button = document.createElement("button");
+    button.type = "button";
+    button.append(...name.childNodes);
+    const fold = (folded) => {
+      family.classList.toggle("folded", folded);
+      button.setAttribute("aria-expanded", String(!folded));
+    };
+    button.addEventListener("click", () => fold(!family.classList.contains("folded")));
+    name.replaceWith(button);
+    fold(family.classList.contains("planned"));
+  }
 
   const form = document.querySelector(".filters");
   const suited = [...table.querySelectorAll("thead [data-suite]")].map((one) => [headings.indexOf(one), one.dataset.suite]);
@@ -53,6 +67,8 @@
       );
       shown += !row.hidden;
     }
+    table.classList.toggle("filtered", Boolean(find || hardware || suite || standing)); // shows what folded families hold
+    families.forEach((family, index) => (family.rows[0].hidden = members[index].every((row) => row.hidden)));
     for (const [column, of] of suited) {
       for (const row of [table.tHead.rows[0], ...rows]) row.cells[column].classList.toggle("other-suite", suite !== "" && of !== suite);
     }
