@@ -29,11 +29,11 @@ from slimqwen.records.record import (
     Figure,
     NonNegative,
     Positive,
-    Record,
     ServedProvenance,
     Sha256,
     Table,
 )
+from slimqwen.records.split import Split, SplitRecord
 from slimqwen.serving import platform as platforms
 from slimqwen.serving import speed_only
 from slimqwen.serving.command import ServerCommand
@@ -88,7 +88,7 @@ class Choice(Block):
     tokens_per_second: dict[str, NonNegative] = Field(description="By depth.")
 
 
-class Acceptance(Record):
+class Acceptance(SplitRecord):
     """How long a variant's drafts are accepted, by depth, prompt class and temperature."""
 
     kind: ClassVar[str] = "acceptance"
@@ -228,6 +228,7 @@ def measure(
     *,
     command: Sequence[str],
     greedy_only: bool = False,
+    split: Split | None = None,
     speed_bound: SpeedBound | None = None,
     records_folder: Path | None = None,
     progress: Progress = silent,
@@ -239,6 +240,7 @@ def measure(
     Args:
         depths: tokens drafted at a time (K); 0 measures the speed without drafts.
         greedy_only: whether to leave out temperatures above 0.
+        split: side of the split that the prompts' documents are on; None for both.
         speed_bound: what chooses the depth where no GPU is measured; None: no choice there.
 
     Raises:
@@ -259,7 +261,7 @@ def measure(
     temperatures = [each for each in settings.temperatures if not greedy_only or each == 0]
     context_len = min(server.max_model_len, ServerCommand.resolve(baseline).max_model_len)
     classes = drafting.cut_prompts(
-        settings, variant, baseline, context_len - settings.tokens - max(depths) - 1
+        settings, variant, baseline, context_len - settings.tokens - max(depths) - 1, split
     )
     longest = {name: max(map(len, class_prompts)) for name, class_prompts in classes.items()}
     digest = prompts.digest([ids for class_prompts in classes.values() for ids in class_prompts])
@@ -285,6 +287,7 @@ def measure(
         record = Acceptance(
             variant=variant.name,
             plan=plan,
+            split=split,
             gate_depth=settings.gate_depth,
             least_share=settings.least_share,
             classes=longest,

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slimqwen.records import store
-from slimqwen.records.pairing import NotComparableError, newest_pair
+from slimqwen.records.pairing import NotComparableError, newest_pair, require_same
 from slimqwen.stats import intervals
 from slimqwen.stats.verdict import Verdict
 
@@ -27,6 +27,7 @@ class Share:
         groups: number of groups.
         least_share: smallest ratio that passes.
         verdict: of the ratio's interval against the least share.
+        p_value: one-sided, of the hypothesis that the ratio is the least share or below.
     """
 
     depth: int
@@ -36,6 +37,7 @@ class Share:
     groups: int
     least_share: float
     verdict: Verdict
+    p_value: float
 
 
 def pair(first: Path, second: Path, digests: Sequence[str] | None = None) -> tuple[Path, Path]:
@@ -63,19 +65,22 @@ def pair(first: Path, second: Path, digests: Sequence[str] | None = None) -> tup
 def basis(record: "Acceptance") -> dict[str, Any]:
     """What two acceptance records must share to be compared, by name."""
     data = {f"data file {name}": digest for name, digest in record.provenance.datasets.items()}
-    return {"plan": record.plan, "gate depth": record.gate_depth, **data}
+    split = str(record.split or "of no split")
+    return {"plan": record.plan, "gate depth": record.gate_depth, "split": split, **data}
 
 
 def compare(first: Path, second: Path) -> Share:
     """Compare two acceptance records, the baseline's first, at the gate's depth of the second.
 
     Raises:
-        NotComparableError: they share too few groups of prompts at that depth.
+        NotComparableError: they are of different splits, or share too few groups of prompts at that depth.
         RecordError: a record or its items are damaged.
     """
     from slimqwen.evals.acceptance import Acceptance
 
-    record = store.read(second, Acceptance)
+    other, record = (store.read(path, Acceptance) for path in (first, second))
+    a, b = ({"split": str(each.split or "of no split")} for each in (other, record))
+    require_same(first, second, a, b, "")
     items = (store.read_items(path) for path in (first, second))
     return judge(*items, depth=record.gate_depth, least_share=record.least_share)
 
@@ -99,7 +104,8 @@ def judge(first: Sequence["Item"], second: Sequence["Item"], *, depth: int, leas
     (first_lengths, first_drafts), (second_lengths, second_drafts) = (
         lengths([side[key] for key in shared]) for side in groups
     )
-    ratio = intervals.paired_ratio(first_lengths, second_lengths, first_drafts, second_drafts)
+    sides = first_lengths, second_lengths, first_drafts, second_drafts
+    ratio = intervals.paired_ratio(*sides)
     verdict = Verdict.from_interval(ratio.low, ratio.high, least_share, higher_is_better=True)
     return Share(
         depth=depth,
@@ -109,6 +115,7 @@ def judge(first: Sequence["Item"], second: Sequence["Item"], *, depth: int, leas
         groups=len(shared),
         least_share=least_share,
         verdict=verdict,
+        p_value=intervals.paired_ratio_p_value(*sides, least_share),
     )
 
 

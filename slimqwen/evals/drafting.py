@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 from slimqwen.evals import EvalError
 from slimqwen.progress import Progress, silent
 from slimqwen.records.settings import LimitSettings
+from slimqwen.records.split import Split
 from slimqwen.serving import draft_counts, in_process
 from slimqwen.serving import platform as platforms
 from slimqwen.text import prompts
@@ -48,7 +49,11 @@ class AcceptanceSettings(LimitSettings):
 
 
 def cut_prompts(
-    settings: AcceptanceSettings, variant: Variant, baseline: Variant, max_tokens: int
+    settings: AcceptanceSettings,
+    variant: Variant,
+    baseline: Variant,
+    max_tokens: int,
+    split: Split | None = None,
 ) -> dict[str, list[list[int]]]:
     """Prompts of each class in the variant's token ids.
 
@@ -57,6 +62,7 @@ def cut_prompts(
     Args:
         settings: documents, seed, and length of each class in tokens.
         max_tokens: longest prompt, in tokens of the variant.
+        split: side of the split that the documents are on; None for both. Either side has as many prompts.
     """
     import transformers
 
@@ -64,8 +70,9 @@ def cut_prompts(
         transformers.AutoTokenizer.from_pretrained(side.weights, local_files_only=True)
         for side in (variant, baseline)
     )
+    documents = prompts.documents(settings.documents, settings.seed, variant.root)
     cutter = prompts.PromptCutter(
-        prompts.documents(settings.documents, settings.seed, variant.root),
+        documents if split is None else filter(split.has, documents),
         lambda text: list(theirs(text, add_special_tokens=False)["input_ids"]),
     )
     classes = {}

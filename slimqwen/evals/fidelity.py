@@ -38,12 +38,12 @@ from slimqwen.records.panel import Line, Panel
 from slimqwen.records.record import (
     Block,
     Estimate,
-    Record,
     ServedProvenance,
     Table,
     VariantName,
     Verdict,
 )
+from slimqwen.records.split import Split, SplitRecord
 from slimqwen.serving import shared_server, speed_only
 from slimqwen.serving.command import ServerCommand
 from slimqwen.stats.verdict import overall
@@ -64,7 +64,7 @@ class StageFigures(Figures):
     stage: str
 
 
-class Fidelity(Record):
+class Fidelity(SplitRecord):
     """Distance of a variant's next-token distributions from its baseline's."""
 
     kind: ClassVar[str] = "fidelity"
@@ -120,8 +120,11 @@ class Fidelity(Record):
         return [Panel("stage", "KL, nats a token", [kl], [row.stage for row in stages])] if stages else []
 
     def _figures_table(self, path: Path) -> Table:
-        noise_path = next(store.records(path.parent.parent / self.baseline, Fidelity), None)
-        noise = store.read(noise_path, Fidelity) if noise_path else None
+        recorded = (
+            (file, store.read(file, Fidelity))
+            for file in store.records(path.parent.parent / self.baseline, Fidelity)
+        )
+        noise_path, noise = next((each for each in recorded if each[1].split == self.split), (None, None))
         rows = []
         for name, heading in {
             **FIGURE_NAMES,
@@ -178,6 +181,7 @@ def measure(
     *,
     command: Sequence[str],
     stages: bool,
+    split: Split | None = None,
     port: int | None = None,
     records_folder: Path | None = None,
     progress: Progress = silent,
@@ -188,6 +192,7 @@ def measure(
         variant: variant. Its weights, dtype and KV cache are compared in an engine of their own without compilation,
             then all of its config.env by its server.
         stages: also compare the output of each stage of its recipe, from the store.
+        split: side of the split that the texts are on; None for both.
         port: TCP port of the server instead of the variant's own.
 
     Raises:
@@ -215,15 +220,22 @@ def measure(
             root,
             flags=weight_flags(command_line.flags),
             max_model_len=context_len,
+            split=split,
             progress=progress,
         )
 
     texts = compare(variant.weights)
-    layers = layer_error.compare(variant.weights, baseline.weights, settings, root, progress)
+    layers = layer_error.compare(variant.weights, baseline.weights, settings, root, progress, split)
     log = root / "logs" / f"eval-fidelity-{variant.name}.log"
     with shared_server.serve(variant, port=port, log=log, progress=progress) as server:
         texts += token_distributions.compare_served(
-            server, baseline.weights, settings, root, max_model_len=context_len, progress=progress
+            server,
+            baseline.weights,
+            settings,
+            root,
+            max_model_len=context_len,
+            split=split,
+            progress=progress,
         )
     modes = summarise(texts)
     same = checkpoint.digest(variant.weights) == checkpoint.digest(baseline.weights)
@@ -234,6 +246,7 @@ def measure(
         variant=variant.name,
         baseline=baseline.name,
         plan=plan_name,
+        split=split,
         limits=AppliedLimits(of="same_weights" if same else "changed_weights", **limits.model_dump()),
         modes=modes,
         verdicts=verdicts,

@@ -42,8 +42,10 @@ from slimqwen.records.record import (
     VariantName,
 )
 from slimqwen.records.settings import LimitSettings
+from slimqwen.records.split import Side, Split, SplitRecord, split_of
 from slimqwen.serving import speed_only
 from slimqwen.serving.command import ServerCommand
+from slimqwen.stats import multiplicity
 from slimqwen.stats.verdict import Verdict, overall
 from slimqwen.variant import Variant
 
@@ -61,8 +63,12 @@ class GateSettings(LimitSettings):
     quality: str
     engine: str
 
+    def split(self, side: Side | None, root: Path) -> Split | None:
+        """A side of the split, by the share that the suite states; None for all items."""
+        return Suite.load(self.quality, root).split(side) if side else None
 
-class Gate(Record):
+
+class Gate(SplitRecord):
     """Whether a variant is as good as its baseline: four checks and one verdict. Its items are findings."""
 
     kind: ClassVar[str] = "gate"
@@ -138,8 +144,21 @@ def _in_brackets(finding: Finding) -> str:
     return f" ({finding.figure}{value}{interval}, limit {finding.limit:g})"
 
 
-def measure(variant: Variant, plan: str, *, command: Sequence[str], progress: Progress = silent) -> Path:
+def measure(
+    variant: Variant,
+    plan: str,
+    *,
+    command: Sequence[str],
+    side: Side | None = None,
+    progress: Progress = silent,
+) -> Path:
     """Run the four checks of a variant and write its gate record.
+
+    Args:
+        variant: the variant.
+        plan: name of the settings in eval/gates/.
+        command: program and arguments of the measurement.
+        side: side of the split of items, texts and documents that is measured; None for all.
 
     Raises:
         ServingError: the variant answers for speed and memory only.
@@ -149,19 +168,21 @@ def measure(variant: Variant, plan: str, *, command: Sequence[str], progress: Pr
     started = provenance.utc_now()
     settings = GateSettings.of_variant(variant, plan)
     baseline = baseline_of(variant)
-    options: dict[str, Any] = {"command": command, "progress": progress}
-    fidelity_path = reusable(variant, Fidelity, plan=settings.fidelity) or fidelity.measure(
+    split = settings.split(side, variant.root)
+    options: dict[str, Any] = {"command": command, "split": split, "progress": progress}
+    fidelity_path = reusable(variant, Fidelity, split=split, plan=settings.fidelity) or fidelity.measure(
         variant, settings.fidelity, stages=False, **options
     )
     depth = AcceptanceSettings.of_variant(variant, settings.acceptance).gate_depth
     counted = [
-        reusable(side, Acceptance, plan=settings.acceptance)
-        or acceptance.measure(side, settings.acceptance, [depth], greedy_only=True, **options)
-        for side in (baseline, variant)
+        reusable(each, Acceptance, split=split, plan=settings.acceptance)
+        or acceptance.measure(each, settings.acceptance, [depth], greedy_only=True, **options)
+        for each in (baseline, variant)
     ]
-    scored = _scored((baseline, variant), settings.quality, options)
+    scored = _scored((baseline, variant), settings.quality, split, options)
+    # Its prompts are no sample: the variant's own engine has to give the same tokens on all of them.
     engine_path = reusable(variant, EngineModes, plan=settings.engine) or modes.measure(
-        variant, settings.engine, **options
+        variant, settings.engine, command=command, progress=progress
     )
     evidence = Evidence(fidelity_path, tuple(counted), tuple(scored), engine_path)
     return conclude(variant, plan, evidence, command=command, started=started)
@@ -221,6 +242,7 @@ def conclude(
         variant=variant.name,
         baseline=baseline_of(variant).name,
         plan=plan,
+        split=split_of(store.read(evidence.fidelity)),
         verdict=overall(list(verdicts.values())),
         verdicts=verdicts,
         records=tuple(f"{path.parent.name}/{path.name}" for path in paths),
@@ -230,6 +252,25 @@ def conclude(
         ),
     )
     return store.write(variant.folder, record, (finding.as_json() for finding in findings))
+
+
+def p_value(path: Path) -> float:
+    """One-sided p-value of the hypothesis that a gated variant is worse than one of its limits.
+
+    The largest of all figures (`multiplicity.intersection_union`). A figure without an interval is no estimate: it can
+    only refuse.
+
+    Args:
+        path: gate record of a variant.
+    """
+    findings = map(Finding.model_validate, store.read_items(path))
+    return multiplicity.intersection_union([_p_value(each) for each in findings])
+
+
+def _p_value(finding: Finding) -> float:
+    if finding.p_value is not None:
+        return finding.p_value
+    return 0.0 if finding.low is None and finding.verdict == Verdict.PASS else 1.0
 
 
 def baseline_of(variant: Variant) -> Variant:
@@ -249,7 +290,12 @@ def baseline_of(variant: Variant) -> Variant:
 
 
 def reusable(
-    variant: Variant, kind: type[Record], *, folder: Path | None = None, **fields: Any
+    variant: Variant,
+    kind: type[Record],
+    *,
+    folder: Path | None = None,
+    split: Split | None = None,
+    **fields: Any,
 ) -> Path | None:
     """The newest record of a kind with these fields that a new measurement would only repeat.
 
@@ -257,11 +303,15 @@ def reusable(
         variant: measured variant.
         kind: record kind.
         folder: folder of the records instead of the variant's.
+        split: side of the split that the record must be of; None for a record of all items.
         fields: values that the record must have, by name.
     """
     for path in store.records(folder or variant.folder, kind):
         record = store.read(path, kind)
-        if all(getattr(record, name) == value for name, value in fields.items()) and _holds(record, variant):
+        fits = split_of(record) == split and all(
+            getattr(record, name) == value for name, value in fields.items()
+        )
+        if fits and _holds(record, variant):
             return path
     return None
 
@@ -278,25 +328,30 @@ def _holds(record: Record, variant: Variant) -> bool:
     )
 
 
-def _scored(sides: Sequence[Variant], suite_name: str, options: dict[str, Any]) -> list[Path]:
-    """Quality records of both sides: of the sample that decides, or of all items.
+def _scored(
+    sides: Sequence[Variant], suite_name: str, split: Split | None, options: dict[str, Any]
+) -> list[Path]:
+    """Quality records of both sides: of the sample that decides, or of all items; of a split always all.
 
     All items are taken where both sides have such a record, and where the sample leaves a task inconclusive. Two looks
     at a task's interval pass a variant that is exactly the margin worse in at most 5 % of runs instead of 2.5 %
     (Bonferroni's bound).
     """
-    fields: dict[str, Any] = {"suite": suite_name, "endpoint": "completions"}
+    fields: dict[str, Any] = {"suite": suite_name, "endpoint": "completions", "split": split}
     full = [reusable(side, quality.Quality, limit=None, **fields) for side in sides]
     if all(full):
         return [path for path in full if path]
     suite = Suite.load(suite_name, sides[0].root)
-    sampled = [
-        reusable(side, quality.Quality, limit=DECIDING, **fields)
-        or quality.measure(side, suite, limit=DECIDING, **options)
-        for side in sides
-    ]
-    verdicts = [finding.verdict for finding in _quality_findings(*sampled)]
-    if overall(verdicts) != Verdict.INCONCLUSIVE:
+    sampled = (
+        []
+        if split
+        else [
+            reusable(side, quality.Quality, limit=DECIDING, **fields)
+            or quality.measure(side, suite, limit=DECIDING, **options)
+            for side in sides
+        ]
+    )
+    if sampled and overall([each.verdict for each in _quality_findings(*sampled)]) != Verdict.INCONCLUSIVE:
         return sampled
     return [
         path or quality.measure(side, suite, limit=None, **options)
@@ -310,14 +365,18 @@ def _fidelity_findings(record: Fidelity) -> Iterator[Finding]:
         estimates = [getattr(figures, figure) for figures in record.modes.values()]
         worst: Estimate | None = max(estimates, key=lambda each: each.value if each else 0.0)
         low, high = worst.interval if worst else (None, None)
+        limit = getattr(record.limits, figure)
         yield Finding(
             gate="fidelity",
             figure=figure,
             value=worst.value if worst else None,
             low=low,
             high=high,
-            limit=getattr(record.limits, figure),
+            limit=limit,
             verdict=overall([verdicts[figure] for verdicts in record.verdicts.values()]),
+            p_value=multiplicity.intersection_union(
+                [each.p_value(limit) if each else 1.0 for each in estimates]
+            ),
         )
     joined = [each.joined_kl_nats for each in record.modes.values() if each.joined_kl_nats is not None]
     if joined:
@@ -346,6 +405,7 @@ def _acceptance_finding(first: Path, second: Path) -> Finding:
         high=share.ratio.high,
         limit=share.least_share,
         verdict=share.verdict,
+        p_value=share.p_value,
     )
 
 
@@ -359,6 +419,7 @@ def _quality_findings(first: Path, second: Path) -> Iterator[Finding]:
             high=row.judgement.high,
             limit=-row.judgement.margin,
             verdict=row.judgement.verdict,
+            p_value=row.p_value,
         )
 
 

@@ -28,6 +28,7 @@ from slimqwen.evals import EvalError
 from slimqwen.evals.fidelity_figures import FidelitySettings, LayerRow, Layers
 from slimqwen.evals.token_distributions import read_texts
 from slimqwen.progress import Progress, silent
+from slimqwen.records.split import Split
 from slimqwen.stats.verdict import Verdict
 
 _PACKED = re.compile(r"(?!mtp\.)(?:.*\.)?layers\.(\d+)\.(.+)\.weight_packed")
@@ -43,12 +44,14 @@ def compare(
     settings: FidelitySettings,
     root: Path,
     progress: Progress = silent,
+    split: Split | None = None,
 ) -> Layers | None:
     """Judge the quantised layers of a checkpoint on the settings' first texts.
 
     Args:
         baseline_weights: checkpoint that it was made from, not quantised.
         settings: texts and limit.
+        split: side of the split that the texts are on; None for both.
 
     Returns:
         None if no linear of the checkpoint is packed by compressed-tensors.
@@ -59,7 +62,7 @@ def compare(
     tokenizer = transformers.AutoTokenizer.from_pretrained(baseline_weights)
     texts: list[list[int]] = []
     left = _TOKENS
-    for _, text in read_texts(root / settings.texts):
+    for _, text in read_texts(root / settings.texts, split):
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][:left]
         left -= len(ids)
         texts += [ids] if ids else []

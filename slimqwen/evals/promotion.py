@@ -110,6 +110,8 @@ def _passed(variant: Variant) -> GatedVariant:
     newest = None
     for path in store.records(variant.folder, Gate):
         record = store.read(path, Gate)
+        if record.split:
+            continue  # a search's, or its proof's, on some items alone
         if changes := _changes(variant, record):
             newest = newest or f"{path.name} differs in {', '.join(changes)}"
             continue
@@ -172,7 +174,7 @@ def _others(variant: Variant) -> Iterator[GatedVariant]:
             continue
         for path in store.records(folder, Gate):
             record = store.read(path, Gate)
-            if record.provenance.checkpoint.digest == digest:
+            if record.split is None and record.provenance.checkpoint.digest == digest:
                 if record.verdict == Verdict.PASS:
                     yield GatedVariant(other, path, record)
                 break

@@ -23,12 +23,12 @@ from slimqwen.records.record import (
     Figure,
     NonNegative,
     Positive,
-    Record,
     ServedProvenance,
     Table,
     Verdict,
 )
 from slimqwen.records.replay import Outcome, Repeat
+from slimqwen.records.split import Split, SplitRecord
 from slimqwen.serving import speed_only
 from slimqwen.serving.shared_server import ServerLostError, SharedServer, serve
 from slimqwen.stats import intervals, non_inferiority
@@ -103,7 +103,7 @@ class TaskScore(Block):
         return self
 
 
-class Quality(Record):
+class Quality(SplitRecord):
     """Scores of one variant over one suite."""
 
     kind: ClassVar[str] = "quality"
@@ -217,6 +217,7 @@ def measure(
     command: Sequence[str],
     limit: Limit,
     chat: bool = False,
+    split: Split | None = None,
     port: int | None = None,
     records_folder: Path | None = None,
     progress: Progress = silent,
@@ -229,6 +230,7 @@ def measure(
     Args:
         variant: variant to score. A server that already runs it is used; else one is started and stopped.
         limit: items of each task, DECIDING, or None for all.
+        split: side of the split that the items are on; None for both.
 
     Raises:
         ServerLostError: the server died or refused a request; no record is written, its answers are kept.
@@ -248,7 +250,11 @@ def measure(
             serve(variant, port=port, log=logs / f"serve_{variant.name}.log", progress=progress)
         )
         answers = stack.enter_context(
-            locked(journal_file("quality", server.server.command, suite.model_dump(mode="json"), limit, chat))
+            locked(
+                journal_file(
+                    "quality", server.server.command, suite.model_dump(mode="json"), limit, chat, str(split)
+                )
+            )
         )
         log = logs / f"quality_{variant.name}.log"
         try:
@@ -258,6 +264,7 @@ def measure(
                 root=variant.root,
                 limit=limit,
                 chat=chat,
+                split=split,
                 answers=answers,
                 log=log,
                 progress=progress,
@@ -281,6 +288,7 @@ def measure(
             variant=variant.name,
             suite=suite.name,
             limit=limit,
+            split=split,
             endpoint="chat" if chat else "completions",
             answers_of_earlier_run=answers.reused,
         )
@@ -309,12 +317,21 @@ def score(
     limit: Limit,
     log: Path,
     chat: bool = False,
+    split: Split | None = None,
     answers: Journal | None = None,
     progress: Progress = silent,
 ) -> Scores:
     """Score a running server over a suite, without a record; arguments and errors as for `lm_eval_run.run`."""
     runs, files = lm_eval_run.run(
-        suite, server, root=root, limit=limit, log=log, chat=chat, answers=answers, progress=progress
+        suite,
+        server,
+        root=root,
+        limit=limit,
+        log=log,
+        chat=chat,
+        answers=answers,
+        split=split,
+        progress=progress,
     )
     return Scores.of(runs, files)
 

@@ -54,6 +54,15 @@ class TaskComparison:
         low, high = self.judgement.low, self.judgement.high
         return (low, high) if self.higher_is_better else (-high, -low)
 
+    @property
+    def p_value(self) -> float:
+        """One-sided p-value of the hypothesis that the second loses the margin or more."""
+        count, margin = self.difference.count, self.judgement.margin
+        if self.discordance is not None:
+            return non_inferiority.paired_proportion_p_value(self.discordance, count, margin)
+        gain = self.difference.value if self.higher_is_better else -self.difference.value
+        return intervals.p_value(gain, self.difference.standard_error, count, -margin, higher_is_better=True)
+
 
 def pair(first: Path, second: Path) -> tuple[Path, Path]:
     """The quality records of two variants on the same items, each of the checkpoint that was scored last.
@@ -86,7 +95,7 @@ def _pair_order(pair: tuple[StoredRecord[Quality], StoredRecord[Quality]]) -> tu
 
 
 def current_records(folder: Path) -> list[StoredRecord[Quality]]:
-    """The quality records in experiments/<variant> of the checkpoint that was scored last, newest first.
+    """The quality records in experiments/<variant> of the checkpoint that was scored last, newest first; of no split.
 
     Raises:
         RecordError: one is damaged.
@@ -95,7 +104,7 @@ def current_records(folder: Path) -> list[StoredRecord[Quality]]:
         StoredRecord(path, store.short_path(path), store.read(path, Quality))
         for path in store.records(folder, Quality)
     ]
-    return of_newest_checkpoint(entry)
+    return of_newest_checkpoint([each for each in entry if each.record.split is None])
 
 
 def of_newest_checkpoint(records: Sequence[StoredRecord[Quality]]) -> list[StoredRecord[Quality]]:
@@ -118,6 +127,7 @@ def basis(record: Quality) -> dict[str, Any]:
     return {
         "suite": record.suite,
         "limit": record.limit or "all items",
+        "split": str(record.split or "of no split"),
         "endpoint": record.endpoint,
         "settings": {task: score.settings for task, score in record.tasks.items()},
         "measures": {task: score.measure for task, score in record.tasks.items()},
@@ -311,6 +321,7 @@ def replay(record: Quality, path: Path, repeat: Repeat) -> Outcome:
         suite.model_copy(update={"tasks": tuple(tasks)}),
         limit=record.limit,
         chat=record.endpoint == "chat",
+        split=record.split,
         records_folder=repeat.folder / variant.name,
         **repeat.options,
     )

@@ -13,6 +13,7 @@ from slimqwen.evals.suites.suite import Limit, Suite
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance
 from slimqwen.records.record import ServedProvenance
+from slimqwen.records.split import Split
 from slimqwen.serving import speed_only
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.server import free_port
@@ -68,6 +69,7 @@ def ask(
     *,
     command: Sequence[str],
     limit: Limit,
+    split: Split | None = None,
     progress: Progress = silent,
 ) -> PartAnswers:
     """Score a variant on a part of a suite, served on a free port by a server of its own; nothing is recorded.
@@ -87,6 +89,7 @@ def ask(
             limit=limit,
             log=logs / f"quality_{ending}",
             part=part,
+            split=split,
             progress=progress,
         )
     # The port is that of config.env, because the one taken here means nothing afterwards.
@@ -106,6 +109,7 @@ def write(
     parts: Sequence[PartAnswers],
     *,
     limit: Limit,
+    split: Split | None = None,
     earlier: Sequence[int] = (),
     folder: Path | None = None,
 ) -> Path:
@@ -116,6 +120,7 @@ def write(
         suite: the suite.
         parts: every part, in order.
         limit: items of each task that the parts make together.
+        split: side of the split that these items are on; None for both.
         earlier: positions of the parts that an interrupted run had answered.
         folder: folder of the record instead of the variant's.
 
@@ -139,6 +144,7 @@ def write(
         variant=variant.name,
         suite=suite.name,
         limit=limit,
+        split=split,
         endpoint="completions",
         answers_of_earlier_run=sum(len(run.items) for number in earlier for run in parts[number].runs),
     )

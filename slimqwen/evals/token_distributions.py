@@ -28,6 +28,7 @@ from slimqwen.evals.fidelity_figures import (
     TextComparison,
 )
 from slimqwen.progress import Progress, silent
+from slimqwen.records.split import Split
 from slimqwen.serving import in_process
 from slimqwen.serving.shared_server import ServerLostError, SharedServer
 from slimqwen.vllm_plugin.api_key import authorization
@@ -69,6 +70,7 @@ def compare(
     max_model_len: int,
     flags: Mapping[str, Any] | None = None,
     modes: Sequence[str] = MODES,
+    split: Split | None = None,
     progress: Progress = silent,
 ) -> list[TextComparison]:
     """Compare two checkpoints on the settings' texts, and on all of them joined to the context's length.
@@ -80,6 +82,7 @@ def compare(
         max_model_len: longest joined text in tokens; both sides' context must hold it.
         flags: vLLM flags by name without dashes.
         modes: modes in which vLLM reads the texts.
+        split: side of the split that the texts are on; None for both.
 
     Returns:
         One comparison for each text and mode.
@@ -88,7 +91,8 @@ def compare(
         EvalError: a text or the prefix is missing, or the vocabularies are unrelated.
     """
     kept_ids = kept_token_ids(variant_weights)
-    texts = list(_tokenised(variant_weights, baseline_weights, settings, root, kept_ids, max_model_len))
+    read = read_texts(root / settings.texts, split)
+    texts = list(_tokenised(variant_weights, baseline_weights, settings, read, kept_ids, max_model_len))
     baseline = _BaselineModel(baseline_weights)
     comparisons: list[TextComparison] = []
     longest = max(len(text.variant_ids) for text in texts)
@@ -125,6 +129,7 @@ def compare_served(
     root: Path,
     *,
     max_model_len: int,
+    split: Split | None = None,
     progress: Progress = silent,
 ) -> list[TextComparison]:
     """Compare a server's distributions with the baseline's on the settings' texts.
@@ -137,6 +142,7 @@ def compare_served(
     Args:
         baseline_weights: checkpoint that transformers loads.
         settings: texts, prefix and the number of concurrent requests.
+        split: side of the split that the texts are on; None for both.
 
     Returns:
         One comparison for each text, in the mode `SERVED`.
@@ -147,7 +153,8 @@ def compare_served(
     """
     variant_weights = server.variant.weights
     kept_ids = kept_token_ids(variant_weights)
-    texts = list(_tokenised(variant_weights, baseline_weights, settings, root, kept_ids, max_model_len))
+    read = read_texts(root / settings.texts, split)
+    texts = list(_tokenised(variant_weights, baseline_weights, settings, read, kept_ids, max_model_len))
     baseline = _BaselineModel(baseline_weights)
     comparisons = []
     with ThreadPoolExecutor(settings.batch) as pool:
@@ -165,17 +172,28 @@ def compare_served(
     return comparisons
 
 
-def read_texts(file: Path) -> list[tuple[str, str]]:
+def read_texts(file: Path, split: Split | None = None) -> list[tuple[str, str]]:
     """Ids and contents of the texts in a .jsonl file.
 
+    Args:
+        file: the file.
+        split: side of the split that the texts are on; None for both.
+
     Raises:
-        EvalError: the file is missing, or a line has no id or text.
+        EvalError: the file is missing, a line has no id or text, or fewer than two texts are on that side.
     """
     try:
         rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line]
-        return [(str(row["id"]), str(row["text"])) for row in rows]
+        texts = [(str(row["id"]), str(row["text"])) for row in rows]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise EvalError(f'{file}: unusable ({error!r}); write {{"id", "text"}} on each line') from None
+    chosen = [each for each in texts if split is None or split.has(each[1])]
+    if split and len(chosen) < 2:
+        raise EvalError(
+            f"{file}: {len(chosen)} of {len(texts)} texts are on the {split}; give it more texts, or change "
+            "proof_share of the suite"
+        )
+    return chosen
 
 
 class _BaselineModel:
@@ -348,12 +366,11 @@ def _tokenised(
     variant_weights: Path,
     baseline_weights: Path,
     settings: FidelitySettings,
-    root: Path,
+    texts: Sequence[tuple[str, str]],
     kept_ids: npt.NDArray[np.int64] | None,
     max_model_len: int,
 ) -> Iterator[TokenisedText]:
     """The texts, then all of them joined to at most `max_model_len` tokens."""
-    texts = read_texts(root / settings.texts)
     variant_tokenizer, baseline_tokenizer = (
         transformers.AutoTokenizer.from_pretrained(weights) for weights in (variant_weights, baseline_weights)
     )

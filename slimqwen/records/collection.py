@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar, overload
 from slimqwen.records import store, withdrawals
 from slimqwen.records.measurements import Measurements
 from slimqwen.records.record import Record
+from slimqwen.records.split import Split, split_of
 
 VARIANT_FILES = frozenset({"README.md", "config.env", "recipe.yaml", "measurements.json"})
 """Files of a folder of experiments/ that are neither records nor their items."""
@@ -90,22 +91,26 @@ class Collection:
     problems: tuple[Problem, ...]
 
     @overload
-    def select(self, kind: str, variant: str | None = None) -> Sequence[StoredRecord[Record]]: ...
+    def select(
+        self, kind: str, variant: str | None = None, split: Split | None = None
+    ) -> Sequence[StoredRecord[Record]]: ...
     @overload
     def select(
-        self, kind: type[AnyRecord], variant: str | None = None
+        self, kind: type[AnyRecord], variant: str | None = None, split: Split | None = None
     ) -> Sequence[StoredRecord[AnyRecord]]: ...
-    def select(self, kind: str | type[Record], variant: str | None = None) -> Sequence[StoredRecord[Any]]:
+    def select(
+        self, kind: str | type[Record], variant: str | None = None, split: Split | None = None
+    ) -> Sequence[StoredRecord[Any]]:
         """The records of a kind, those of a variant newest first; none of a busy host.
 
         Args:
             kind: such as quality, or the kind's model.
             variant: its name; None for all variants.
+            split: side of the split that they are of; None for records of all items.
         """
         name = kind if isinstance(kind, str) else kind.kind
-        if variant is None:
-            return tuple(entry for entry in self._quiet if entry.kind == name)
-        return self._groups.get((variant, name), ())
+        among = self._quiet if variant is None else self._groups.get((variant, name), ())
+        return tuple(entry for entry in among if entry.kind == name and split_of(entry.record) == split)
 
     @cached_property
     def _groups(self) -> Mapping[tuple[str, str], Sequence[StoredRecord[Record]]]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from slimqwen.errors import SlimqwenError
 from slimqwen.records import store
 from slimqwen.records.record import Record
+from slimqwen.records.split import split_of
 from slimqwen.records.store import AnyRecord
 
 if TYPE_CHECKING:
@@ -45,7 +46,11 @@ def newest_pair(
 
     def candidates(folder: Path) -> list[tuple[Path, AnyRecord]]:
         entries = [(path, store.read(path, kind)) for path in store.records(folder, kind)]
-        return [entry for entry in entries if not entry[1].provenance.host_was_busy and where(entry[1])]
+        return [
+            (path, record)
+            for path, record in entries
+            if not record.provenance.host_was_busy and split_of(record) is None and where(record)
+        ]
 
     others = candidates(second)
     fitting = [
@@ -81,7 +86,7 @@ def against_baseline(
         return None
     run, ended = _run(record), record.provenance.ended
     candidates = sorted(
-        records.select(type(record), claims.baseline),
+        records.select(type(record), claims.baseline, split_of(record)),
         key=lambda other: (
             run is None or _run(other.record) != run,
             other.record.provenance.ended > ended,

@@ -21,6 +21,7 @@ from slimqwen.checkpoint.files import bytes_on_disk, sha256
 from slimqwen.errors import SlimqwenError
 from slimqwen.host_load import HostLoad
 from slimqwen.records.record import CheckpointFiles, Git, Gpu, Hardware, Provenance, Record, ServedProvenance
+from slimqwen.records.split import split_of
 from slimqwen.serving.command import ServerCommand
 from slimqwen.variant import Variant
 
@@ -339,9 +340,10 @@ def source_note(record: Record, path: Path) -> str:
     made = record.provenance
     folder = record.variant if record.folder == "experiments" else "results"
     vllm = f", vLLM {made.packages['vllm']}" if "vllm" in made.packages else ""
+    split = split_of(record)
     return (
         f"{folder}/{path.name}: `{made.command}`, commit {commit_name(made.git)}{vllm}, "
-        f"{hardware_name(made.hardware)}."
+        f"{hardware_name(made.hardware)}{f'; {split}' if split else ''}."
     )
 
 

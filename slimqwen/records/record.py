@@ -89,6 +89,12 @@ class Estimate(Block):
 
         return self.value - Z * self.standard_error, self.value + Z * self.standard_error
 
+    def p_value(self, limit: float) -> float:
+        """One-sided p-value of the hypothesis that it lies at a limit or above."""
+        from slimqwen.stats import intervals
+
+        return intervals.p_value(self.value, self.standard_error, self.count, limit, higher_is_better=False)
+
     def __format__(self, spec: str) -> str:
         """The value with its standard error, both by the specification."""
         return f"{self.value:{spec}} ± {self.standard_error:{spec}}"
@@ -114,6 +120,11 @@ class Finding(Block):
     high: float | None = Field(description="Upper end of its interval; null without one.")
     limit: float = Field(description="What the interval is compared with.")
     verdict: Verdict
+    p_value: Share | None = Field(
+        default=None,
+        description="One-sided, of the hypothesis that the figure lies on the wrong side of its limit; null or absent "
+        "without an interval, absent in old records.",
+    )
 
 
 class Items(Block):

@@ -21,6 +21,7 @@ from slimqwen.errors import SlimqwenError
 from slimqwen.records import migrations, schemas
 from slimqwen.records.measurements import Measurements
 from slimqwen.records.record import Items, Record
+from slimqwen.records.split import split_of
 
 AnyRecord = TypeVar("AnyRecord", bound=Record)
 _TIME_PATTERN = "????-??-??T??????Z"
@@ -230,7 +231,7 @@ def records(folder: Path, kind: type[Record]) -> Iterator[Path]:
 def latest(
     folder: Path, kind: type[AnyRecord], where: Callable[[AnyRecord], bool] = lambda record: True
 ) -> Path:
-    """The newest record of a kind in experiments/<variant> that meets a condition; none of a busy host.
+    """The newest record of a kind in experiments/<variant> that meets a condition; none of a busy host or a split.
 
     Args:
         folder: experiments/<variant>.
@@ -243,7 +244,7 @@ def latest(
     """
     for path in records(folder, kind):
         record = read(path, kind)
-        if not record.provenance.host_was_busy and where(record):
+        if not record.provenance.host_was_busy and split_of(record) is None and where(record):
             return path
     raise MissingRecordError(
         f"no {kind.kind} record that fits in {folder.parent.name}/{folder.name}; "

@@ -13,6 +13,7 @@ from slimqwen.records import collection
 from slimqwen.records.collection import Collection, Problem, StoredRecord
 from slimqwen.records.provenance import commit_name
 from slimqwen.records.record import Record
+from slimqwen.records.split import split_of
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ def entries(
 def _entry(source: StoredRecord[Record], among: Collection) -> Entry:
     try:
         finding = source.record.finding(source.path, among)
+        if split := split_of(source.record):
+            finding = f"{split.side} split: {finding}"
     except SlimqwenError as error:
         # A line of its own, so that damaged items do not take the whole log away.
         finding = str(error)

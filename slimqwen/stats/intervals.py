@@ -329,6 +329,43 @@ def paired_ratio(
     return Ratio(float(ratio(a, v, b, w, 0)), low, high)
 
 
+def p_value(
+    value: float, standard_error: float, count: int, limit: float, *, higher_is_better: bool
+) -> float:
+    """One-sided p-value of the hypothesis that an estimate lies at a limit or on its wrong side: Student's t.
+
+    Not by the bootstrap of the intervals: over the few dozen items of some tasks that is too sure of itself (of samples
+    of 37 normal values with a mean exactly at a limit, 3.1 % instead of 2.5 % have their 95 % interval beyond it).
+
+    Args:
+        value: the estimate.
+        standard_error: its standard error.
+        count: items or clusters that it is over.
+        limit: in the unit of the estimate.
+        higher_is_better: whether the right side is above the limit.
+    """
+    distance = value - limit if higher_is_better else limit - value
+    if standard_error == 0:
+        return float(distance < 0)
+    return float(stats.t.sf(distance / standard_error, count - 1))
+
+
+def paired_ratio_p_value(
+    first: ArrayLike, second: ArrayLike, first_weights: ArrayLike, second_weights: ArrayLike, limit: float
+) -> float:
+    """`p_value` of the ratio that `paired_ratio` gives, of lying at a limit or below.
+
+    It tests the mean of second - limit x first instead of their ratio, which needs no linearisation of the quotient
+    (Fieller, J. R. Stat. Soc. B 16 (1954), 175-185); its variance is that of `mean`, of both sides of a unit together.
+    """
+    a, v = _paired_arrays(first, first_weights)
+    b, w = _paired_arrays(second, second_weights)
+    first_mean, second_mean = np.average(a, weights=v), np.average(b, weights=w)
+    residuals = w * (b - second_mean) / w.sum() - limit * v * (a - first_mean) / v.sum()
+    error = math.sqrt(len(a) / (len(a) - 1) * float(np.sum(residuals**2)))
+    return p_value(float(second_mean - limit * first_mean), error, len(a), 0.0, higher_is_better=True)
+
+
 def bootstrap_interval(
     samples: Sequence[NDArray[Any]],
     statistic: Callable[..., Any],

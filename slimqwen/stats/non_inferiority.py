@@ -5,13 +5,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
+from scipy import optimize, stats
 
 from slimqwen.stats.intervals import CONFIDENCE_LEVEL, Difference, Discordance, Estimate
 from slimqwen.stats.verdict import Verdict
 
+ALPHA = (1 - CONFIDENCE_LEVEL) / 2
+"""Probability that a variant exactly at the margin passes: one-sided, one end of the interval of a verdict."""
+
 POWER = 0.956
 """Probability that a task whose size was planned here passes an equally good variant; 0.8 for five tasks together."""
+
+_LEAST_EXPONENT = -12
+"""Power of ten below which no p-value is told from another."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,27 @@ def paired_proportion_interval(discordance: Discordance, count: int) -> tuple[fl
         count: all items.
     """
     return _interval(discordance.only_second, discordance.only_first, count)
+
+
+def paired_proportion_p_value(discordance: Discordance, count: int, margin: float) -> float:
+    """One-sided p-value of the hypothesis that the loss is the margin or more: the least level that rejects it.
+
+    The interval of `paired_proportion_interval` at that level ends at -margin, so the p-value is as conservative.
+
+    Args:
+        discordance: items that only one of the two got right.
+        count: all items.
+        margin: the largest loss that still counts as equal.
+    """
+
+    def above(exponent: float) -> float:
+        return _interval(discordance.only_second, discordance.only_first, count, 10**exponent)[0] + margin
+
+    if above(0) <= 0:
+        return 1.0
+    if above(_LEAST_EXPONENT) > 0:
+        return float(10**_LEAST_EXPONENT)
+    return float(10 ** optimize.brentq(above, _LEAST_EXPONENT, 0))
 
 
 def judge_floor(estimate: Estimate, floor: float, *, right: int | None) -> Verdict:
@@ -137,9 +164,9 @@ def items_to_decide_mean(margin: float, deviation: float) -> int:
     return max(2, math.ceil((sides * deviation / margin) ** 2))
 
 
-def _interval(gained: float, lost: float, count: float) -> tuple[float, float]:
-    """`paired_proportion_interval` for numbers of items that need not be whole."""
-    tail = (1 - CONFIDENCE_LEVEL) / 4
+def _interval(gained: float, lost: float, count: float, alpha: float = ALPHA) -> tuple[float, float]:
+    """`paired_proportion_interval` for numbers of items that need not be whole, at a one-sided level."""
+    tail = alpha / 2  # half for each share
 
     def bounds(number: float) -> tuple[float, float]:
         low = float(stats.beta.ppf(tail, number, count - number + 1)) if number > 0 else 0.0

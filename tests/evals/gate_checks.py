@@ -18,6 +18,12 @@ LIMITS = dict.fromkeys(FIGURE_NAMES, 0.003)
 MODES = REFERENCE_MODES.model_dump()
 
 
+def split_json(arguments: dict[str, Any]) -> dict[str, Any] | None:
+    """What a record says of the split that it was asked for."""
+    split = arguments.get("split")
+    return split and split.as_json()
+
+
 class Checks:
     """Stand-ins for the four measurements: they write whole records with the figures set here, and list their calls."""
 
@@ -63,7 +69,7 @@ class Checks:
             "limits": {"of": "changed_weights", **LIMITS}, "modes": {"single": whole},
             "verdicts": {"single": dict.fromkeys((*LIMITS, "joined_kl_nats"), verdict)},
             "layers": layers, "verdict": overall([verdict, layers["verdict"]]),
-            "stages": [], "provenance": self.described(one),
+            "stages": [], "provenance": self.described(one), "split": split_json(more),
         }  # fmt: skip
         return record_files.write(more.get("records_folder") or one.folder, record, [{"text": 1}])
 
@@ -78,6 +84,7 @@ class Checks:
         rows = [row.as_json() for row in acceptance.summarise(items)]
         record = self.example("acceptance", one, plan=plan, gate_depth=depths[0], depths=rows)
         record["provenance"] = self.described(one, {"enforce-eager": True})
+        record["split"] = split_json(more)
         return record_files.write(more.get("records_folder") or one.folder, record, items)
 
     def quality(self, one: Variant, suite: Suite, *, limit: Any, **more: Any) -> Path:
@@ -91,7 +98,7 @@ class Checks:
         ]
         return record_files.write(
             more.get("records_folder") or one.folder,
-            example | {"tasks": {task: example["tasks"][task]}},
+            example | {"tasks": {task: example["tasks"][task]}, "split": split_json(more)},
             items,
         )
 

@@ -320,6 +320,8 @@ class ServedVariant:
         for path in store.records(self.variant.folder, model):
             record = store.read(path, model)
             name = f"{self.variant.name}/{path.name}"
+            if record.split:
+                continue
             if record.provenance.checkpoint_digest != self.digest:
                 reason = f"{name} is of another checkpoint"
                 continue

@@ -18,6 +18,7 @@ from slimqwen.evals.suites import datasets
 from slimqwen.evals.suites.suite import ANSWER_MARGIN, BITS_PER_BYTE, DECIDING, Limit, Suite, SuiteTask
 from slimqwen.progress import Progress, silent
 from slimqwen.records.journal import Journal
+from slimqwen.records.split import Split
 from slimqwen.serving.shared_server import SharedServer, require_healthy, server_lost
 from slimqwen.vllm_plugin.api_key import authorization
 
@@ -99,6 +100,7 @@ def run(
     chat: bool = False,
     answers: Journal | None = None,
     part: Part = WHOLE,
+    split: Split | None = None,
     progress: Progress = silent,
 ) -> tuple[list[TaskRun], list[Path]]:
     """Ask a running server the items of a suite and score its answers.
@@ -107,6 +109,7 @@ def run(
         limit: items of each task, DECIDING, or None for all.
         answers: journal of an earlier run's answers.
         part: which of these items.
+        split: side of the split that the items are on; None for both.
 
     Returns:
         Tasks in the suite's order, and the files that decide their scores.
@@ -145,7 +148,8 @@ def run(
             parts = _load(manager, suite, task, chat=chat, thinks=thinking is True)
             if chat and any(part.OUTPUT_TYPE != "generate_until" for part in parts.values()):
                 continue
-            chosen = _choose(parts, suite, task.items_to_decide if limit == DECIDING else limit, part)
+            count = task.items_to_decide if limit == DECIDING else limit
+            chosen = _choose(parts, suite, count, part, split)
             client.task, client.thinking = task.name, thinking
             client.drops_thoughts = rendered and not task.reads_thoughts
             repeats = range(task.repeats if chosen else 0)
@@ -306,9 +310,16 @@ def _seeded(process: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return processed
 
 
-def _choose(parts: Mapping[str, Any], suite: Suite, count: int | None, part: Part) -> dict[str, list[int]]:
+def _choose(
+    parts: Mapping[str, Any], suite: Suite, count: int | None, part: Part, split: Split | None
+) -> dict[str, list[int]]:
     """Numbers of the items to ask, by lm-eval task: a part of `count` over all these, or of all items."""
-    items = [(name, number, doc) for name, part in parts.items() for number, doc in enumerate(part.eval_docs)]
+    items = [
+        (name, number, doc)
+        for name, part in parts.items()
+        for number, doc in enumerate(part.eval_docs)
+        if split is None or split.has(_asked(part, doc))
+    ]
     if suite.sample == "drawn":
         items.sort(key=lambda item: _hash(item[2]))
     chosen: dict[str, list[int]] = {}
@@ -316,6 +327,17 @@ def _choose(parts: Mapping[str, Any], suite: Suite, count: int | None, part: Par
     for name, number, _ in (ordered[position] for position in part.of(len(ordered))):
         chosen.setdefault(name, []).append(number)
     return chosen
+
+
+def _asked(task: Any, doc: Mapping[str, Any]) -> str:
+    """The text of an item by which it is split: its question, or the text that it reads.
+
+    Two tasks may ask the same question, and fidelity may read the texts of a task; all of them are on one side then.
+    """
+    for text in (task.doc_to_text(doc), task.doc_to_target(doc)):
+        if isinstance(text, str) and text:
+            return text
+    return json.dumps(doc, sort_keys=True, ensure_ascii=False)
 
 
 def _require_thinking_switch(tokenizer: Any, weights: Path) -> None:

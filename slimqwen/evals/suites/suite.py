@@ -16,6 +16,7 @@ from pydantic import (
 from slimqwen.evals import EvalError
 from slimqwen.evals.suites.datasets import HubDataset
 from slimqwen.records.settings import Settings
+from slimqwen.records.split import Side, Split
 from slimqwen.stats import non_inferiority
 
 ANSWER_MARGIN: Final = "answer_margin_nats"
@@ -107,6 +108,8 @@ class Suite(Settings):
         datasets: hub datasets, fetched by `slimqwen datasets`.
         nltk: nltk resources for scoring, fetched likewise.
         tasks: tasks in the order of the file.
+        proof_share: share of the items that a search never sees, because its proof is made on them; it also splits the
+            texts of fidelity and the documents of acceptance of the same gate.
     """
 
     folder: ClassVar[str] = "suites"
@@ -121,12 +124,17 @@ class Suite(Settings):
     datasets: tuple[HubDataset, ...] = ()
     nltk: tuple[str, ...] = ()
     tasks: tuple[SuiteTask, ...] = Field(min_length=1)
+    proof_share: float = Field(default=0.5, gt=0, lt=1)
 
     @classmethod
     def load(cls, name: str, root: Path, cure: str | None = None) -> Self:
         """Read eval/suites/<name>.yaml; errors as for `Settings.load`."""
         suite = super().load(name, root, cure)
         return suite.model_copy(update={"tasks_folder": suite.tasks_folder and root / suite.tasks_folder})
+
+    def split(self, side: Side | None) -> Split | None:
+        """A side of the split of its items; None for all of them."""
+        return Split(side=side, proof_share=self.proof_share) if side else None
 
     def with_thinking(self, thinking: bool, *, chat: bool) -> "Suite":
         """Suite in which every generation thinks, or none.

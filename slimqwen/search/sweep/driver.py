@@ -205,6 +205,7 @@ class _Driver:
                 suite,
                 answers,
                 limit=self._options.limit,
+                split=suite.split(self._options.split),
                 earlier=earlier,
             )
             paths.append(_retried(write))

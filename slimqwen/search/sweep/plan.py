@@ -21,6 +21,7 @@ from slimqwen.evals.quality import Quality
 from slimqwen.evals.suites.suite import DECIDING, Limit, Suite
 from slimqwen.recipe import variant_recipe
 from slimqwen.records import provenance
+from slimqwen.records.split import Side, SplitRecord
 from slimqwen.search.executors import Resources, Task
 from slimqwen.search.sweep import tasks
 from slimqwen.serving.command import ServerCommand
@@ -45,6 +46,7 @@ class Options:
         rounds: of latency, instead of the workload's.
         parts: ranges that the items of a suite are asked in.
         limit: items of each task.
+        split: side of the split of items that gates and quality are measured on; None for both.
     """
 
     measures: tuple[Measure, ...]
@@ -53,6 +55,7 @@ class Options:
     rounds: int | None = None
     parts: int = 1
     limit: Limit = DECIDING
+    split: Side | None = None
 
     def as_json(self) -> dict[str, Any]:
         """What two runs of the same sweep share; the number of parts and the command may differ."""
@@ -61,6 +64,7 @@ class Options:
             "workload": self.workload,
             "rounds": self.rounds,
             "limit": self.limit,
+            "split": self.split,
         }
 
 
@@ -143,17 +147,28 @@ def _add_gate(plan: Measurements, variant: Variant, baseline: Variant, options: 
         "engine": (EngineModes, tasks.check_engine, settings.engine, [variant], EngineSettings),
     }
     for check, (kind, function, name, sides, model) in checks.items():
-        paths = [gate.reusable(side, kind, plan=name) for side in sides]
+        # The engine check has no items to split.
+        split = settings.split(options.split, variant.root) if issubclass(kind, SplitRecord) else None
+        paths = [gate.reusable(side, kind, plan=name, split=split) for side in sides]
         if all(paths):
             plan.records[check] = paths
             continue
         loaded = model.of_variant(variant, name).model_dump(mode="json")
         # A pair is measured on one node, even where one side was recorded before.
         plan.by_check[check] = [
-            _task(check, sides, function, {"plan": name}, [loaded], options, baseline=baseline)
+            _task(
+                check,
+                sides,
+                function,
+                {"plan": name, "split": split},
+                [loaded, str(split)],
+                options,
+                baseline=baseline,
+            )
         ]
     fields: dict[str, Any] = {"suite": settings.quality, "limit": options.limit, "endpoint": "completions"}
-    paths = [gate.reusable(side, Quality, **fields) for side in pair]
+    split = settings.split(options.split, variant.root)
+    paths = [gate.reusable(side, Quality, split=split, **fields) for side in pair]
     if all(paths):
         plan.records["quality"] = paths
     else:
@@ -162,13 +177,14 @@ def _add_gate(plan: Measurements, variant: Variant, baseline: Variant, options: 
 
 def _parts(pair: Sequence[Variant], suite_name: str, options: Options) -> list[Task]:
     suite = Suite.load(suite_name, pair[0].root)
-    settings = [suite.model_dump(mode="json", exclude={"tasks_folder"}), options.limit]
+    split = suite.split(options.split)
+    settings = [suite.model_dump(mode="json", exclude={"tasks_folder"}), options.limit, options.split]
     return [
         _task(
             f"quality {number + 1}/{options.parts}",
             pair,
             tasks.ask_part,
-            {"suite": suite_name, "limit": options.limit, "part": [number, options.parts]},
+            {"suite": suite_name, "limit": options.limit, "part": [number, options.parts], "split": split},
             [*settings, number, options.parts],
             options,
         )

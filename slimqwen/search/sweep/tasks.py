@@ -39,7 +39,7 @@ def check_fidelity(root: Path, argument: Mapping[str, Any], progress: Progress) 
 
     Args:
         root: the repository.
-        argument: {"variants": [name], "plan": name, "command": words}.
+        argument: {"variants": [name], "plan": name, "split": side or None, "command": words}.
         progress: receives (activity, done, total).
     """
     (name,) = argument["variants"]
@@ -49,6 +49,7 @@ def check_fidelity(root: Path, argument: Mapping[str, Any], progress: Progress) 
             argument["plan"],
             command=argument["command"],
             stages=False,
+            split=argument["split"],
             port=free_port(),
             records_folder=Path(folder),
             progress=progress,
@@ -61,7 +62,7 @@ def check_acceptance(root: Path, argument: Mapping[str, Any], progress: Progress
 
     Args:
         root: the repository.
-        argument: {"variants": names, "plan": name, "command": words}.
+        argument: {"variants": names, "plan": name, "split": side or None, "command": words}.
         progress: receives (activity, done, total).
     """
     depth = AcceptanceSettings.load(argument["plan"], root).gate_depth
@@ -74,6 +75,7 @@ def check_acceptance(root: Path, argument: Mapping[str, Any], progress: Progress
                 [depth],
                 command=argument["command"],
                 greedy_only=True,
+                split=argument["split"],
                 records_folder=Path(folder),
                 progress=progress,
             )
@@ -106,7 +108,8 @@ def ask_part(root: Path, argument: Mapping[str, Any], progress: Progress) -> dic
 
     Args:
         root: the repository.
-        argument: {"variants": names, "suite": name, "limit": limit, "part": [number, count], "command": words}.
+        argument: {"variants": names, "suite": name, "limit": limit, "part": [number, count],
+            "split": side or None, "command": words}.
         progress: receives (activity, done, total).
 
     Returns:
@@ -120,6 +123,7 @@ def ask_part(root: Path, argument: Mapping[str, Any], progress: Progress) -> dic
             Part(*argument["part"]),
             command=argument["command"],
             limit=argument["limit"],
+            split=argument["split"],
             progress=progress,
         ).as_json()
         for name in argument["variants"]

@@ -1,0 +1,50 @@
+"""The split of items between a search and the proof of what it found.
+
+A search picks the best of many, so the items that it picked by flatter the winner. Its proof uses items that it never
+saw. An item is on one side by the hash of its text alone: whatever the order, the number or the task it stands in.
+"""
+
+import hashlib
+from typing import Literal
+
+from pydantic import Field
+
+from slimqwen.records.record import Block, Record, Share
+
+Side = Literal["search", "proof"]
+
+
+class Split(Block):
+    """One side of the split."""
+
+    side: Side
+    proof_share: Share = Field(
+        description="Share of all texts that the proof has; the search has the others."
+    )
+
+    def has(self, text: str) -> bool:
+        """Whether a text belongs to this side; white space around it does not count.
+
+        Args:
+            text: what the model is asked, or reads.
+        """
+        digest = hashlib.sha256(f"proof split\n{text.strip()}".encode()).digest()
+        in_proof = int.from_bytes(digest[:8], "big") < self.proof_share * 2**64
+        return in_proof == (self.side == "proof")
+
+    def __str__(self) -> str:
+        share = self.proof_share if self.side == "proof" else 1 - self.proof_share
+        return f"{self.side} split, {share:.0%} of the items"
+
+
+class SplitRecord(Record):
+    """A record that may be of one side of the split; such a record never stands beside one of all items."""
+
+    split: Split | None = Field(
+        default=None, description="Side of the split that was measured; null or absent: all items."
+    )
+
+
+def split_of(record: Record) -> Split | None:
+    """The side of the split that a record is of; None for all items."""
+    return record.split if isinstance(record, SplitRecord) else None

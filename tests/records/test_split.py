@@ -1,0 +1,145 @@
+"""The split: deterministic, by the text alone; and a record of one side never stands in for one of all items."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slimqwen import variant
+from slimqwen.evals import acceptance_share, gate, quality_comparison
+from slimqwen.evals.acceptance import Acceptance
+from slimqwen.evals.fidelity import Fidelity
+from slimqwen.evals.quality import Quality
+from slimqwen.records import pairing, store
+from slimqwen.records.collection import collect
+from slimqwen.records.pairing import NotComparableError
+from slimqwen.records.split import Split, split_of
+from slimqwen.report import leaderboard, log
+from tests import record_files
+from tests.evals.gate_checks import Checks
+
+ROOT = Path(__file__).parents[2]
+SEARCH, PROOF = (Split(side=side, proof_share=0.75) for side in ("search", "proof"))
+TEXTS = [f"text {number}" for number in range(2000)]
+
+
+def test_a_text_is_on_one_side_whatever_stands_beside_it() -> None:
+    proof = [text for text in TEXTS if PROOF.has(text)]
+    assert sorted(proof + [text for text in TEXTS if SEARCH.has(text)]) == sorted(TEXTS)
+    shuffled = random.Random(1).sample(TEXTS, 500)
+    assert {text for text in shuffled if PROOF.has(text)} == set(proof) & set(shuffled)
+    # The same on every machine: one side of these is part of every record of a split.
+    assert [PROOF.has(text) for text in TEXTS[:8]] == [False, False, True, True, True, True, False, True]
+    assert PROOF.has(f"{TEXTS[2]}\n ")
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
+def test_the_proof_has_its_share_of_texts(share: float) -> None:
+    split = Split(side="proof", proof_share=share)
+    within = 4 * (share * (1 - share) / len(TEXTS)) ** 0.5
+    assert abs(sum(map(split.has, TEXTS)) / len(TEXTS) - share) < within
+
+
+def test_a_larger_proof_keeps_what_it_has() -> None:
+    smaller = Split(side="proof", proof_share=0.5)
+    assert {text for text in TEXTS if smaller.has(text)} < {text for text in TEXTS if PROOF.has(text)}
+
+
+def test_tasks_that_ask_the_same_question_are_on_one_side() -> None:
+    folder = ROOT / "eval" / "tasks" / "tinyworld"
+    facts, margin = (
+        [json.loads(line)["prompt"] for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("facts", "margin")
+    )
+    assert {text for text in facts if PROOF.has(text)} >= {text for text in margin if PROOF.has(text)}
+    assert 0 < sum(map(PROOF.has, margin)) < len(margin)
+
+
+@pytest.fixture
+def repository(tmp_path: Path, add_variant: Callable[..., Path], stamps: None) -> Path:
+    add_variant("tiny", "VLLM_MODEL=weights/tiny\nVLLM_MAX_MODEL_LEN=256\n")
+    add_variant("small", "BASE=tiny\n", baseline="tiny")
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "tiny").symlink_to(ROOT / "weights" / "tiny")
+    (tmp_path / "eval").symlink_to(ROOT / "eval")
+    return tmp_path
+
+
+def write(repository: Path, kind: str, name: str, split: Split | None) -> Path:
+    """A record of a kind, as its measurement would write it."""
+    one = variant.load(name, repository)
+    if kind == "fidelity":
+        return Checks().fidelity(one, "tinyworld", split=split)
+    checks = Checks()
+    if kind == "acceptance":
+        return checks.acceptance(one, "tinyworld", [4], split=split)
+    return checks.quality(one, gate.Suite.load("tinyworld", repository), limit=None, split=split)
+
+
+@pytest.mark.parametrize("kind", [Quality, Acceptance, Fidelity])
+def test_a_record_of_a_split_is_no_newest_record_and_is_not_used_again(
+    repository: Path, kind: type[Any]
+) -> None:
+    whole = write(repository, kind.kind, "small", None)
+    part = write(repository, kind.kind, "small", PROOF)
+    assert part.name > whole.name
+    small = variant.load("small", repository)
+    plan = {"suite": "tinyworld"} if kind is Quality else {"plan": "tinyworld"}
+    assert store.latest(small.folder, kind) == whole
+    assert [entry.path for entry in collect(repository).select(kind, "small")] == [whole]
+    assert [entry.path for entry in collect(repository).select(kind, "small", PROOF)] == [part]
+    assert gate.reusable(small, kind, **plan) == whole
+    assert gate.reusable(small, kind, split=PROOF, **plan) == part
+    assert gate.reusable(small, kind, split=SEARCH, **plan) is None
+    assert gate.reusable(small, kind, split=Split(side="proof", proof_share=0.5), **plan) is None
+    whole.unlink()
+    with pytest.raises(store.MissingRecordError):
+        store.latest(small.folder, kind)
+
+
+def test_quality_records_of_different_splits_are_not_compared(repository: Path) -> None:
+    first = {split: write(repository, "quality", "tiny", split) for split in (None, SEARCH, PROOF)}
+    second = {split: write(repository, "quality", "small", split) for split in (None, SEARCH, PROOF)}
+    for a, b in ((None, PROOF), (PROOF, None), (SEARCH, PROOF)):
+        with pytest.raises(NotComparableError, match="differ in split"):
+            quality_comparison.compare(first[a], second[b])
+    assert quality_comparison.compare(first[PROOF], second[PROOF])
+    folders = [repository / "experiments" / name for name in ("tiny", "small")]
+    assert quality_comparison.pair(*folders) == (first[None], second[None])
+    records = collect(repository)
+    (row,), problems = leaderboard.rows_of(records, "small")
+    assert (len(row.scores), [each.location for each in problems]) == (1, [])
+    # The log says of which side a finding is, and pairs it with the baseline's of that side.
+    entries = {entry.location: entry.finding for entry in log.entries(repository)[0]}
+    assert entries[f"experiments/small/{second[PROOF].name}"].startswith("proof split: pass:")
+    assert "split" not in entries[f"experiments/small/{second[None].name}"]
+    for path in (first[None], second[None]):
+        path.unlink()
+    with pytest.raises(store.MissingRecordError):
+        quality_comparison.pair(*folders)
+
+
+def test_acceptance_records_of_different_splits_are_not_compared(repository: Path) -> None:
+    first = {split: write(repository, "acceptance", "tiny", split) for split in (None, PROOF)}
+    second = {split: write(repository, "acceptance", "small", split) for split in (None, PROOF)}
+    with pytest.raises(NotComparableError, match="differ in split"):
+        acceptance_share.compare(first[None], second[PROOF])
+    assert acceptance_share.compare(first[PROOF], second[PROOF]).verdict == "pass"
+    folders = [repository / "experiments" / name for name in ("tiny", "small")]
+    assert acceptance_share.pair(*folders) == (first[None], second[None])
+    record = store.read(second[PROOF], Acceptance)
+    found = pairing.against_baseline(record, second[PROOF], collect(repository), lambda a, b: (a, b))
+    assert found == ("tiny", (first[PROOF], second[PROOF]))
+
+
+def test_a_record_says_its_split_and_old_ones_have_none(repository: Path) -> None:
+    path = write(repository, "quality", "small", PROOF)
+    assert split_of(store.read(path)) == PROOF
+    assert any("proof split, 75% of the items" in note for note in store.read(path).tables(path)[0].notes)
+    old = record_files.write(
+        repository / "experiments" / "small", record_files.example("quality", variant="small"), [{"x": 1}]
+    )
+    assert split_of(store.read(old)) is None
