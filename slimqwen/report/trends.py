@@ -13,6 +13,7 @@ from slimqwen.records.figures import Figure
 from slimqwen.records.pairing import hardware_basis
 from slimqwen.records.provenance import commit_name, hardware_name
 from slimqwen.records.record import Record
+from slimqwen.records.split import split_of
 from slimqwen.report.charts import AT_Y1, HEIGHT, LOOK, WIDTH, Chart, Values, axis, chart, series
 from slimqwen.stats.intervals import Z
 
@@ -61,13 +62,15 @@ def trends(records: Collection, variant: str) -> dict[str, Trend]:
     """Figures of a variant that two or more records have, by the name of the figure.
 
     Args:
-        records: all records; those of a busy host are left out.
+        records: all records; those of a busy host or of a split are left out.
         variant: name of the variant.
     """
     entries = [
         entry
         for entry in records.records
-        if entry.variant == variant and not entry.record.provenance.host_was_busy
+        if entry.variant == variant
+        and not entry.record.provenance.host_was_busy
+        and split_of(entry.record) is None
     ]
     found: dict[str, dict[str, list[Observation]]] = {}
     for entry in sorted(entries, key=lambda entry: (entry.record.provenance.ended, entry.location)):

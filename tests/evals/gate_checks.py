@@ -33,6 +33,7 @@ class Checks:
         self.layer_error_ratio = 1.0
         self.accepted = 8
         self.right = 200
+        self.wrong: dict[tuple[str, str | None], int] = {}
         self.state = "fine"
         self.unsafe_elsewhere = 0
 

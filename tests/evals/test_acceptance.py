@@ -16,6 +16,7 @@ from slimqwen.evals.drafting import AcceptanceSettings
 from slimqwen.records import store
 from slimqwen.records.pairing import NotComparableError
 from slimqwen.records.settings import SettingsError
+from slimqwen.records.split import Split
 from slimqwen.stats.verdict import Verdict
 from tests import record_files
 
@@ -44,6 +45,20 @@ def repository(tmp_path: Path, add_variant: Callable[..., Path]) -> Path:
     shutil.copy(ROOT / "eval" / "devices.yaml", tmp_path / "eval")
     (tmp_path / "eval" / "acceptance" / "small.yaml").write_text(PLAN)
     return tmp_path
+
+
+def test_both_sides_of_the_split_have_as_many_prompts_of_other_documents(repository: Path) -> None:
+    tiny = variant.load("tiny", repository)
+    settings = AcceptanceSettings.load("small", repository)
+    sides = {
+        side: drafting.cut_prompts(settings, tiny, tiny, 64, Split(side=side, proof_share=0.75))
+        for side in ("search", "proof")
+    }
+    assert {side: {name: len(cut) for name, cut in cuts.items()} for side, cuts in sides.items()} == {
+        side: {"short": 4, "long": 4} for side in sides
+    }
+    search, proof = ({tuple(ids[:8]) for cut in cuts.values() for ids in cut} for cuts in sides.values())
+    assert search.isdisjoint(proof)
 
 
 @pytest.mark.engine

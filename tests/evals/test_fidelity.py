@@ -28,6 +28,7 @@ from slimqwen.evals.token_distributions import TokenisedText
 from slimqwen.progress import silent
 from slimqwen.recipe.stages import prune_vocab
 from slimqwen.records.record import Estimate
+from slimqwen.records.split import Split
 from slimqwen.serving.server import free_port
 from slimqwen.serving.shared_server import ServerLostError, SharedServer
 from slimqwen.stats.verdict import Verdict
@@ -46,6 +47,22 @@ def plan(tmp_path_factory):
     file = tmp_path_factory.mktemp("texts") / "texts.jsonl"
     file.write_text("\n".join(lines))
     return whole.model_copy(update={"texts": file, "batch": 4})
+
+
+def test_a_side_of_the_split_has_texts_of_its_own(plan, tmp_path):
+    both = token_distributions.read_texts(plan.texts)
+    search, proof = (
+        token_distributions.read_texts(plan.texts, Split(side=side, proof_share=0.5))
+        for side in ("search", "proof")
+    )
+    assert sorted(search + proof) == sorted(both)
+    assert min(len(search), len(proof)) > 1
+    few = tmp_path / "few.jsonl"
+    few.write_text(json.dumps({"id": "a", "text": "alone"}))
+    with pytest.raises(
+        EvalError, match="of 1 texts are on the proof split, 50% of the items; give it more texts"
+    ):
+        token_distributions.read_texts(few, Split(side="proof", proof_share=0.5))
 
 
 @pytest.fixture(scope="module")

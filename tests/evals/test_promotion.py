@@ -309,3 +309,19 @@ def test_a_missing_checkpoint_names_what_makes_it(one):
     one.weights.unlink()
     with pytest.raises(MissingCheckpointError, match="small"):
         promotion.promote(one)
+
+
+@pytest.mark.parametrize("side", ["search", "proof"])
+def test_a_gate_on_one_side_of_the_split_promotes_nobody(one, side):
+    whole = gated(one, verdict="fail")
+    record = json.loads(whole.read_text())
+    items = store.read_items(whole)
+    split = {"side": side, "proof_share": 0.75}
+    passed = {**record, "verdict": "pass", "verdicts": dict.fromkeys(CHECKS, "pass"), "split": split}
+    part = record_files.write(one.folder, passed, items)
+    assert part.name > whole.name
+    with pytest.raises(EvalError, match=f"the newest gate of small as it is now says fail .*{whole.name}"):
+        promotion.promote(one)
+    whole.unlink()
+    with pytest.raises(EvalError, match="no gate record fits small as it is now; "):
+        promotion.promote(one)

@@ -354,6 +354,34 @@ def test_the_deciding_sample_is_what_the_suite_assumes_or_all(
     assert (rows["small_prose"].item_count, rows["small_prose"].items_to_decide) == (6, None)
 
 
+def test_both_sides_of_the_split_together_ask_every_item_once(small_suite, add_served, stand_in, write_task):
+    suite = small_suite.model_copy(update={"tasks": small_suite.tasks[:1], "proof_share": 0.6})
+    one = add_served("tiny", stand_in())
+
+    def asked_towns(numbers, side, answer="salt", limit=None):
+        """Towns that a side asks about, of those that the task's file asks about."""
+        rows = [{"prompt": f"Q : what sells town {n} ? A :", "answer": answer} for n in numbers]
+        write_task("small_facts", rows, GENERATE)
+        scores = quality.score(
+            suite,
+            one,
+            root=one.variant.root,
+            limit=limit,
+            split=suite.split(side),
+            log=one.variant.root / "log",
+        )
+        assert scores.tasks["small_facts"].available_count == len(numbers)
+        return [numbers[item.index] for item in scores.items]
+
+    towns = list(range(24))
+    search, proof = asked_towns(towns, "search"), asked_towns(towns, "proof")
+    assert sorted(search + proof) == asked_towns(towns, None) == towns
+    assert asked_towns(towns, "proof", limit=3) == proof[:3]
+    # By the text of a question alone: in another order, among more questions, whatever its answer is.
+    others = asked_towns(list(reversed(range(40))), "proof", "wool")
+    assert sorted(town for town in others if town < 24) == proof
+
+
 def test_a_drawn_sample_does_not_depend_on_the_order_of_the_file(
     small_suite, add_served, stand_in, write_task
 ):

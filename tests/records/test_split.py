@@ -17,7 +17,7 @@ from slimqwen.records import pairing, store
 from slimqwen.records.collection import collect
 from slimqwen.records.pairing import NotComparableError
 from slimqwen.records.split import Split, split_of
-from slimqwen.report import leaderboard, log
+from slimqwen.report import leaderboard, log, trends
 from tests import record_files
 from tests.evals.gate_checks import Checks
 
@@ -143,3 +143,10 @@ def test_a_record_says_its_split_and_old_ones_have_none(repository: Path) -> Non
         repository / "experiments" / "small", record_files.example("quality", variant="small"), [{"x": 1}]
     )
     assert split_of(store.read(old)) is None
+
+
+def test_a_trend_has_no_record_of_a_split(repository: Path) -> None:
+    whole = [write(repository, "acceptance", "small", None) for _ in range(2)]
+    write(repository, "acceptance", "small", PROOF)
+    found = trends.trends(collect(repository), "small")
+    assert {len(rows) for trend in found.values() for rows in trend.values()} == {len(whole)}

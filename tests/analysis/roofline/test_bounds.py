@@ -36,13 +36,13 @@ def repository(add_variant, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def accepted(root: Path, digest: str, length: float) -> Path:
+def accepted(root: Path, digest: str, length: float, split: dict | None = None) -> Path:
     example = record_files.example("acceptance")
     estimate = {"value": length, "standard_error": 0.1, "count": 2}
     example["depths"] = [{"depth": 4, "tokens_per_second": 1.0, "length": estimate, "settings": []}]
     example["provenance"]["checkpoint"]["digest"] = digest
     return record_files.write(
-        root / "experiments" / "drafting", example | {"variant": "drafting"}, [{"group": 0}]
+        root / "experiments" / "drafting", example | {"variant": "drafting", "split": split}, [{"group": 0}]
     )
 
 
@@ -71,6 +71,13 @@ def test_a_variant_is_bounded_beside_its_baseline(repository: Path):
 
     assumed = analyse(compared, a10g, acceptance_length=3.0)["variants"][1]
     assert assumed.acceptance_length.source.startswith("assumed: there is no acceptance record")
+    of_search = accepted(repository, digest, 4.9, {"side": "search", "proof_share": 0.5})
+    assert (
+        analyse(compared, a10g, acceptance_length=3.0)["variants"][1].acceptance_length
+        == assumed.acceptance_length
+    )
+    of_search.unlink()
+    of_search.with_suffix(".items.jsonl").unlink()
     assert [row.num_speculative_tokens for row in assumed.decode] == [0, 0, 0, 4, 4, 4]
 
     other = accepted(repository, "ab" * 32, 4.5)

@@ -1,0 +1,72 @@
+"""A repository in small whose gates are stand-ins: tiny, and variants of it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slimqwen.checkpoint.files import carry_all
+from slimqwen.evals import acceptance, fidelity, quality_parts
+from slimqwen.evals.engine import modes
+from slimqwen.evals.quality_parts import PartAnswers
+from slimqwen.evals.suites.lm_eval_run import Item, Part, TaskRun
+from slimqwen.evals.suites.suite import Suite
+from slimqwen.records.split import Split
+from slimqwen.serving import unsafe_engines
+from slimqwen.variant import Variant
+from tests.evals.gate_checks import Checks
+from tests.search.gates import QUESTIONS, InProcess, question
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch, stamps: None) -> Checks:
+    """The four measurements as stand-ins; `wrong` says which questions a variant gets wrong on a side."""
+    made = Checks()
+    for module in (fidelity, acceptance):
+        monkeypatch.setattr(module, "measure", getattr(made, module.__name__.rpartition(".")[2]))
+    monkeypatch.setattr(modes, "measure", made.engine)
+
+    def ask(one: Variant, suite: Suite, part: Part, *, split: Split | None = None, **_: Any) -> PartAnswers:
+        made.asked.append(("quality", one.name))
+        chosen = [n for n in range(QUESTIONS) if split is None or split.has(question(n))]
+        wrong = made.wrong.get((one.name, split.side if split else None), 0)
+        # The first `wrong` of what the baseline gets right; a negative number gets others right.
+        right = {n for n in chosen if n % 2}
+        for n in [n for n in chosen if n % 2 == (wrong > 0)][: abs(wrong)]:
+            right ^= {n}
+        runs = [
+            TaskRun(
+                suite.tasks[0],
+                [
+                    Item(suite.tasks[0].name, n, f"{n:016x}", float(n in right), 1.0, None, None)
+                    for n in (chosen[position] for position in part.of(len(chosen)))
+                ],
+                QUESTIONS,
+                False,
+            )
+        ]
+        return PartAnswers(runs, made.described(one))
+
+    monkeypatch.setattr(quality_parts, "ask", ask)
+    return made
+
+
+@pytest.fixture
+def root(tmp_path: Path, add_variant: Callable[..., Path]) -> Path:
+    """A repository with tiny and its variants small, lucky and third, each with weights of its own."""
+    add_variant("tiny", "VLLM_MODEL=weights/tiny\nVLLM_MAX_MODEL_LEN=256\nEVALUATION=tinyworld\n")
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "tiny").symlink_to(ROOT / "weights" / "tiny")
+    for name in ("small", "lucky", "third"):
+        add_variant(name, f"BASE=tiny\nVLLM_MODEL=weights/{name}\n", baseline="tiny")
+        (tmp_path / "weights" / name).mkdir()
+        carry_all(ROOT / "weights" / "tiny", tmp_path / "weights" / name)
+    (tmp_path / "eval").mkdir()
+    for entry in (ROOT / "eval").iterdir():
+        if entry.name != unsafe_engines.FILE.name:
+            (tmp_path / "eval" / entry.name).symlink_to(entry)
+    InProcess.root = tmp_path
+    return tmp_path

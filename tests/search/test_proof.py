@@ -1,0 +1,121 @@
+"""The proof of finalists: what it promotes, what it does not and why; the traps that it is made for."""
+
+from pathlib import Path
+
+import pytest
+
+from slimqwen.evals.gate import Gate
+from slimqwen.evals.quality import Quality
+from slimqwen.records import store
+from slimqwen.records.record import Finding
+from slimqwen.records.split import split_of
+from slimqwen.search import SearchError
+from slimqwen.search.executors import LocalExecutor
+from slimqwen.search.proof import Proof, prove
+from slimqwen.search.sweep import tasks
+from slimqwen.stats.non_inferiority import ALPHA
+from tests.evals.gate_checks import Checks
+from tests.search.executors.tasks import crash
+from tests.search.gates import InProcess
+
+COMMAND = ("slimqwen", "search")
+
+
+def proof_of(names: list[str], root: Path, executor: InProcess | None = None) -> Proof:
+    return prove(names, executor or InProcess(), root, command=COMMAND)
+
+
+def gain(findings: tuple[Finding, ...]) -> float:
+    """The estimate of the one task."""
+    (finding,) = (each for each in findings if each.gate == "quality")
+    assert finding.value is not None
+    return finding.value
+
+
+def test_what_is_best_on_the_search_s_items_alone_is_not_promoted(root: Path, checks: Checks) -> None:
+    """The winner's curse, planted: better than every other where the search looks, damaged where it does not."""
+    checks.wrong = {("lucky", "search"): -40, ("lucky", "proof"): 120, ("small", "proof"): 2}
+    proof = proof_of(["lucky", "small", "third"], root)
+    lucky, small, third = proof.finalists
+    assert gain(lucky.before) > max(gain(small.before), gain(third.before))
+    assert {each.verdict for each in lucky.before} == {"pass"}
+    assert gain(lucky.after) < -0.04 < gain(small.after) < 0
+    assert proof.promoted == ["small", "third"]
+    assert (lucky.verdict, lucky.p_value, lucky.adjusted_p_value) == ("fail", 1.0, 1.0)
+    assert lucky.reason == "quality: tinyworld_facts: gain of exact_match fail"
+    assert (small.reason, third.reason) == (None, None)
+    assert third.p_value <= small.p_value <= small.adjusted_p_value <= ALPHA
+
+
+def test_an_engine_that_crashes_is_not_promoted_and_says_why(root: Path, checks: Checks) -> None:
+    executor = InProcess()
+    executor.broken = "engine of lucky"
+    proof = proof_of(["lucky", "small"], root, executor)
+    lucky, small = proof.finalists
+    assert (lucky.verdict, lucky.reason) == ("fail", "its process died (SIGSEGV)")
+    assert (lucky.p_value, lucky.before, lucky.after, lucky.records) == (1.0, (), (), ())
+    assert proof.promoted == ["small"]
+    # It was a finalist: the family does not shrink because one of it died.
+    assert small.adjusted_p_value == pytest.approx(2 * small.p_value)
+
+
+def test_a_process_that_really_dies_ends_the_finalist_and_not_the_proof(
+    root: Path, checks: Checks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("check_fidelity", "check_acceptance", "check_engine", "ask_part"):
+        monkeypatch.setattr(tasks, name, crash)
+    proof = prove(["lucky"], LocalExecutor(root), root, command=COMMAND)
+    (lucky,) = proof.finalists
+    assert proof.promoted == []
+    assert lucky.reason is not None
+    assert "its process died" in lucky.reason
+    assert (proof.proof_share, list(root.glob("experiments/*/gate_*"))) == (None, [])
+
+
+def test_more_finalists_need_stronger_evidence(root: Path, checks: Checks) -> None:
+    """One that passes alone does not pass as one of three when the other two cannot be promoted."""
+    checks.wrong = {("small", "proof"): 22, ("lucky", "proof"): 200, ("third", "proof"): 200}
+    (alone,) = proof_of(["small"], root).finalists
+    assert (alone.verdict, alone.adjusted_p_value) == ("pass", alone.p_value)
+    assert ALPHA / 3 < alone.p_value <= ALPHA
+    among = proof_of(["small", "lucky", "third"], root).finalists[0]
+    assert (among.p_value, among.verdict) == (alone.p_value, "inconclusive")
+    assert among.adjusted_p_value == pytest.approx(3 * alone.p_value)
+    assert among.reason == f"adjusted p-value {among.adjusted_p_value:.3g} above 0.025"
+    assert {each.verdict for each in among.after} == {"pass"}
+
+
+def test_both_estimates_rest_on_records_of_disjoint_items(root: Path, checks: Checks) -> None:
+    proof = proof_of(["small"], root)
+    (small,) = proof.finalists
+    assert proof.proof_share == 0.75
+    items = {}
+    for name in small.records:
+        record = store.read(root / "experiments" / name, Gate)
+        split = split_of(record)
+        assert split is not None
+        evidence = [store.read(path) for path in record.evidence(root / "experiments")]
+        assert {split_of(each) for each in evidence if each.kind != "engine"} == {split}
+        (path,) = (
+            path for path in record.evidence(root / "experiments")[-3:] if path.parent.name == "small"
+            and path.name.startswith("quality_")
+        )  # fmt: skip
+        items[split.side] = {item["item"] for item in store.read_items(path)}
+        assert store.read(path, Quality).limit is None
+    assert len(items["search"] | items["proof"]) == len(items["search"]) + len(items["proof"]) == 1200
+    # The engine's tokens are no sample: both gates rest on one record of them.
+    assert len(list(root.glob("experiments/small/engine_*.json"))) == 1
+
+
+def test_a_proof_that_is_made_again_measures_nothing(root: Path, checks: Checks) -> None:
+    first = proof_of(["small", "third"], root)
+    executor = InProcess()
+    again = proof_of(["third", "small", "third"], root, executor)
+    assert executor.ran == []
+    assert [each.variant for each in again.finalists] == ["third", "small"]
+    assert again.finalists[1].after == first.finalists[0].after
+
+
+def test_a_family_without_finalists_is_refused(root: Path) -> None:
+    with pytest.raises(SearchError, match="no finalist"):
+        proof_of([], root)
