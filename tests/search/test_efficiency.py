@@ -1,0 +1,92 @@
+"""Search against random search and one lever at a time, on tables whose best point is known."""
+
+import itertools
+from collections.abc import Callable
+
+import optuna
+import pytest
+
+from slimqwen.search import efficiency
+from slimqwen.search.efficiency import Efficiency, Point, RecordedTrial
+
+CHOICES = dict.fromkeys("abcd", (0, 1, 2, 3))
+START: Point = dict.fromkeys(CHOICES, 0)
+
+
+def sampler(seed: int) -> object:
+    return optuna.samplers.TPESampler(seed=seed, n_startup_trials=8, multivariate=True)
+
+
+def table(
+    speed: Callable[[Point], float], passes: Callable[[Point], bool] = lambda point: True
+) -> list[RecordedTrial]:
+    """Every point of the space; slower ones than the start end before they need an engine."""
+    rows = []
+    for values in itertools.product(*CHOICES.values()):
+        point = dict(zip(CHOICES, values, strict=True))
+        if speed(point) < speed(START):
+            rows.append(RecordedTrial(point, None, {"roofline": 0.5}, False))
+        elif passes(point):
+            rows.append(RecordedTrial(point, (-speed(point), 0.5, 1.0), {"passed": -1.0}, True))
+        else:
+            rows.append(RecordedTrial(point, None, {"fidelity": 0.5}, True))
+    return rows
+
+
+def played(rows: list[RecordedTrial], seeds: int = 6) -> Efficiency:
+    found = efficiency.compare(rows, CHOICES, [START], 100.0, sampler, seeds=seeds)
+    assert found is not None
+    return found
+
+
+def curve(found: Efficiency, strategy: str) -> tuple[float, ...]:
+    (row,) = (each for each in found.found if each.strategy == strategy)
+    return row.by_evaluations
+
+
+def test_where_levers_act_together_search_beats_one_lever_at_a_time_and_random_search() -> None:
+    """A ridge: only points with equal levers are fast, so no lever alone leaves the start."""
+
+    def speed(point: Point) -> float:
+        values = [int(value) for value in point.values()]
+        return 100.0 + 10 * sum(values) - 4 * (max(values) - min(values)) * (sum(values) < 9)
+
+    found = played(table(speed))
+    search, grid, drawn = (curve(found, name) for name in ("search", "one lever", "random"))
+    assert search[-1] == pytest.approx(2.2)
+    assert grid[-1] < 1.5
+    assert sum(search[:40]) > sum(drawn[:40])
+    over = {each.over: each.difference for each in found.advantages}
+    assert over["one lever"].low > 0
+    assert "beats one lever" in found.summary
+
+
+def test_where_one_lever_is_enough_the_record_says_that_search_is_no_better() -> None:
+    found = played(table(lambda point: 100.0 + 10 * int(point["a"])))
+    assert found.found[2].best.value == found.found[0].best.value == pytest.approx(1.3)
+    (advantage,) = (each for each in found.advantages if each.over == "one lever")
+    assert (advantage.difference.value, advantage.difference.low) == (0.0, 0.0)
+    assert "does no better than one lever" in found.summary
+
+
+def test_what_ended_early_costs_nothing_and_what_failed_counts_for_nothing() -> None:
+    def speed(point: Point) -> float:
+        return 100.0 + 10 * int(point["a"]) - 50 * (point["b"] == 3)
+
+    rows = table(speed, passes=lambda point: point["a"] != 3)
+    found = played(rows, seeds=2)
+    assert found.trials == len(rows) == 256
+    assert found.evaluations == sum(row.needed_engine for row in rows) // 2 == 104 - 8
+    assert {len(row.by_evaluations) for row in found.found} == {found.evaluations}
+    assert max(row.by_evaluations[-1] for row in found.found) == pytest.approx(1.2)
+    assert all(list(row.by_evaluations) == sorted(row.by_evaluations) for row in found.found)
+
+
+def test_the_same_trials_give_the_same_figures() -> None:
+    rows = table(lambda point: 100.0 + 3 * int(point["a"]) * int(point["b"]) + int(point["c"]))[::3]
+    assert played(rows, seeds=3) == played(rows, seeds=3)
+
+
+def test_a_few_trials_compare_nothing() -> None:
+    rows = table(lambda point: 100.0)[:3]
+    assert efficiency.compare(rows, CHOICES, [START], 100.0, sampler) is None
