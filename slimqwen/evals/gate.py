@@ -144,21 +144,8 @@ def _in_brackets(finding: Finding) -> str:
     return f" ({finding.figure}{value}{interval}, limit {finding.limit:g})"
 
 
-def measure(
-    variant: Variant,
-    plan: str,
-    *,
-    command: Sequence[str],
-    side: Side | None = None,
-    progress: Progress = silent,
-) -> Path:
+def measure(variant: Variant, plan: str, *, command: Sequence[str], progress: Progress = silent) -> Path:
     """Run the four checks of a variant and write its gate record.
-
-    Args:
-        variant: the variant.
-        plan: name of the settings in eval/gates/.
-        command: program and arguments of the measurement.
-        side: side of the split of items, texts and documents that is measured; None for all.
 
     Raises:
         ServingError: the variant answers for speed and memory only.
@@ -168,21 +155,19 @@ def measure(
     started = provenance.utc_now()
     settings = GateSettings.of_variant(variant, plan)
     baseline = baseline_of(variant)
-    split = settings.split(side, variant.root)
-    options: dict[str, Any] = {"command": command, "split": split, "progress": progress}
-    fidelity_path = reusable(variant, Fidelity, split=split, plan=settings.fidelity) or fidelity.measure(
+    options: dict[str, Any] = {"command": command, "progress": progress}
+    fidelity_path = reusable(variant, Fidelity, plan=settings.fidelity) or fidelity.measure(
         variant, settings.fidelity, stages=False, **options
     )
     depth = AcceptanceSettings.of_variant(variant, settings.acceptance).gate_depth
     counted = [
-        reusable(each, Acceptance, split=split, plan=settings.acceptance)
-        or acceptance.measure(each, settings.acceptance, [depth], greedy_only=True, **options)
-        for each in (baseline, variant)
+        reusable(side, Acceptance, plan=settings.acceptance)
+        or acceptance.measure(side, settings.acceptance, [depth], greedy_only=True, **options)
+        for side in (baseline, variant)
     ]
-    scored = _scored((baseline, variant), settings.quality, split, options)
-    # Its prompts are no sample: the variant's own engine has to give the same tokens on all of them.
+    scored = _scored((baseline, variant), settings.quality, options)
     engine_path = reusable(variant, EngineModes, plan=settings.engine) or modes.measure(
-        variant, settings.engine, command=command, progress=progress
+        variant, settings.engine, **options
     )
     evidence = Evidence(fidelity_path, tuple(counted), tuple(scored), engine_path)
     return conclude(variant, plan, evidence, command=command, started=started)
@@ -328,30 +313,25 @@ def _holds(record: Record, variant: Variant) -> bool:
     )
 
 
-def _scored(
-    sides: Sequence[Variant], suite_name: str, split: Split | None, options: dict[str, Any]
-) -> list[Path]:
-    """Quality records of both sides: of the sample that decides, or of all items; of a split always all.
+def _scored(sides: Sequence[Variant], suite_name: str, options: dict[str, Any]) -> list[Path]:
+    """Quality records of both sides: of the sample that decides, or of all items.
 
     All items are taken where both sides have such a record, and where the sample leaves a task inconclusive. Two looks
     at a task's interval pass a variant that is exactly the margin worse in at most 5 % of runs instead of 2.5 %
     (Bonferroni's bound).
     """
-    fields: dict[str, Any] = {"suite": suite_name, "endpoint": "completions", "split": split}
+    fields: dict[str, Any] = {"suite": suite_name, "endpoint": "completions"}
     full = [reusable(side, quality.Quality, limit=None, **fields) for side in sides]
     if all(full):
         return [path for path in full if path]
     suite = Suite.load(suite_name, sides[0].root)
-    sampled = (
-        []
-        if split
-        else [
-            reusable(side, quality.Quality, limit=DECIDING, **fields)
-            or quality.measure(side, suite, limit=DECIDING, **options)
-            for side in sides
-        ]
-    )
-    if sampled and overall([each.verdict for each in _quality_findings(*sampled)]) != Verdict.INCONCLUSIVE:
+    sampled = [
+        reusable(side, quality.Quality, limit=DECIDING, **fields)
+        or quality.measure(side, suite, limit=DECIDING, **options)
+        for side in sides
+    ]
+    verdicts = [finding.verdict for finding in _quality_findings(*sampled)]
+    if overall(verdicts) != Verdict.INCONCLUSIVE:
         return sampled
     return [
         path or quality.measure(side, suite, limit=None, **options)

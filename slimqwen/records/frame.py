@@ -14,6 +14,7 @@ import pandas  # type: ignore[import-untyped]
 from slimqwen.records import provenance, store
 from slimqwen.records.collection import StoredRecord, collect
 from slimqwen.records.record import Record
+from slimqwen.records.split import split_of
 from slimqwen.variant import repository_root
 
 COLUMNS = (
@@ -34,8 +35,9 @@ def load(root: Path | None = None) -> pandas.DataFrame:
     Returns:
         A row for each figure. `group` is the task, class, mode or other part of the record, nested ones joined by
         "/"; `measure` the figure's name, for statistics of a distribution as `ttft_ms.median`; `subject` the suite,
-        workload or plan; `low` and `high` a 95 % interval, where the record holds one; `unit` is empty where nobody
-        has said it. `started` and `ended` are in UTC. Newer records come first within a variant and kind.
+        workload or plan, and the side of the split where only that was measured; `low` and `high` a 95 % interval,
+        where the record holds one; `unit` is empty where nobody has said it. `started` and `ended` are in UTC. Newer
+        records come first within a variant and kind.
     """
     rows = [
         {**_circumstances(entry), **figure}
@@ -72,7 +74,8 @@ def load_items(kind: str, root: Path | None = None) -> pandas.DataFrame:
 
 
 def _circumstances(entry: StoredRecord[Record]) -> dict[str, Any]:
-    block = entry.record.provenance
+    block, split = entry.record.provenance, split_of(entry.record)
+    subject = next((value for name in _SUBJECTS if (value := getattr(entry.record, name, None))), None)
     return {
         "variant": entry.variant,
         "kind": entry.kind,
@@ -83,7 +86,7 @@ def _circumstances(entry: StoredRecord[Record]) -> dict[str, Any]:
         "dirty": block.git.dirty,
         "hardware": provenance.hardware_name(block.hardware),
         "checkpoint": block.checkpoint_digest,
-        "subject": next((value for name in _SUBJECTS if (value := getattr(entry.record, name, None))), None),
+        "subject": f"{subject}, {split.side} split" if split else subject,
     }
 
 

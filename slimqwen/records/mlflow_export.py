@@ -35,7 +35,7 @@ _DIGEST = f"{_TAG}sha256"
 """The last tag that a run is given: a run without it was left by an export that was cut off."""
 
 _RECORD = f"{_TAG}record"
-_SETTINGS = ("suite", "workload", "plan", "limit", "endpoint", "rounds", "baseline")
+_SETTINGS = ("suite", "workload", "plan", "limit", "split", "endpoint", "rounds", "baseline")
 # The tracking API's own limits.
 _METRICS_AT_ONCE, _PARAMS_AT_ONCE, _LONGEST_PARAM = 1000, 100, 6000
 _PAGE = 1000

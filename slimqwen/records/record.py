@@ -52,7 +52,7 @@ Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
-_NOT_RESULTS = frozenset({"schema", "variant", "items", "provenance", "gpu"})
+_NOT_RESULTS = frozenset({"schema", "variant", "items", "provenance", "gpu", "split"})
 
 
 class Block(BaseModel):

@@ -13,7 +13,7 @@ from slimqwen.evals import acceptance_share, gate, quality_comparison
 from slimqwen.evals.acceptance import Acceptance
 from slimqwen.evals.fidelity import Fidelity
 from slimqwen.evals.quality import Quality
-from slimqwen.records import pairing, store
+from slimqwen.records import frame, pairing, store
 from slimqwen.records.collection import collect
 from slimqwen.records.pairing import NotComparableError
 from slimqwen.records.split import Split, split_of
@@ -150,3 +150,11 @@ def test_a_trend_has_no_record_of_a_split(repository: Path) -> None:
     write(repository, "acceptance", "small", PROOF)
     found = trends.trends(collect(repository), "small")
     assert {len(rows) for trend in found.values() for rows in trend.values()} == {len(whole)}
+
+
+def test_a_data_frame_says_which_rows_are_of_a_split(repository: Path) -> None:
+    for split in (None, PROOF):
+        write(repository, "quality", "small", split)
+    rows = frame.load(repository)
+    assert set(rows.subject) == {"tinyworld", "tinyworld, proof split"}
+    assert "proof_share" not in set(rows.measure)
