@@ -57,17 +57,17 @@ redistill: | $(READY) ## run VARIANT's recipe and record how its MTP head learne
 bake-cache: | $(READY) ## run VARIANT's recipe up to the packing of its compile cache
 	@$(RUN) recipe run --variant $(VARIANT) --until bake_cache
 
-eval-quality: | $(READY) ## score VARIANT on the items that decide at the margins (SUITE=core LIMIT=150 PORT=8080)
-	@$(RUN) eval quality --variant $(VARIANT) $(call given,SUITE,--suite) $(call given,LIMIT,--limit) $(call given,PORT,--port)
-
-eval-quality-full: | $(READY) ## score VARIANT on every item (SUITE=core)
-	@$(RUN) eval quality --variant $(VARIANT) --full $(call given,SUITE,--suite) $(call given,PORT,--port)
+eval-quality: | $(READY) ## score VARIANT on the items that decide at the margins (SUITE=core LIMIT=150 PORT=8080; FULL=1: on every item)
+	@$(RUN) eval quality --variant $(VARIANT) $(call given,SUITE,--suite) $(call given,LIMIT,--limit) $(call given,PORT,--port) $(if $(filter 1,$(FULL)),--full)
 
 eval-latency: | $(READY) ## time VARIANT over WORKLOAD=classes|arrivals|poisson|… (BASELINE=1: in turns with its baseline)
 	@$(RUN) bench latency --variant $(VARIANT) $(call given,WORKLOAD,--workload) $(if $(filter 1,$(BASELINE)),--baseline) $(call given,ROUNDS,--rounds) $(call given,PORT,--port)
 
 gate: | $(READY) ## is VARIANT as good as its baseline? fidelity, acceptance, quality, engine modes: one verdict
 	@$(RUN) gate check --variant $(VARIANT)
+
+release-check: | $(READY) ## before a release of VARIANT: length sweep, malformed requests, soak; one verdict (MINUTES=15)
+	@$(RUN) release-check --variant $(VARIANT) $(call given,MINUTES,--minutes)
 
 limits: | $(READY) ## measure the noise of VARIANT, a baseline, and write the gate's limits for its EVALUATION into eval/
 	@$(RUN) limits --variant $(VARIANT)

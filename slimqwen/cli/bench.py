@@ -7,11 +7,24 @@ import typer
 
 from slimqwen import variant as variants
 from slimqwen.cli.console import EXIT_CODES, Judge, command, console, progress_bar, relative, say, show_record
-from slimqwen.cli.options import EvenIfBusy, Port, RecordsFolder, Rounds, VariantName, WorkloadName
+from slimqwen.cli.options import (
+    EvenIfBusy,
+    LengthSweepPlan,
+    Port,
+    RecordsFolder,
+    Rounds,
+    VariantName,
+    WorkloadName,
+)
 
 app = typer.Typer(
-    help="Is a variant fast? Latency, start-up, first request, profile, soak.", no_args_is_help=True
+    help="Is a variant fast? Latency, start-up, first request, profile, soak, fuzz.", no_args_is_help=True
 )
+
+Minutes = Annotated[float, typer.Option(help="minutes of load")]
+Examples = Annotated[
+    int, typer.Option(min=1, help="valid, and invalid, requests drawn for each endpoint, at most")
+]
 
 
 @app.command()
@@ -132,10 +145,7 @@ def profile(
 
 
 @app.command(cls=Judge)
-def soak(
-    variant: VariantName,
-    minutes: Annotated[float, typer.Option(help="minutes of load")] = 15,
-) -> None:
+def soak(variant: VariantName, minutes: Minutes = 15) -> None:
     """Load the server for minutes: does its memory stay flat, does every request end?
 
     Exit code 0: yes, 1: something is wrong, 2: too short to tell, 3: error.
@@ -147,6 +157,47 @@ def soak(
     with progress_bar() as progress:
         path = soak.write(subject, 60 * minutes, log, command=command(), progress=progress)
     raise typer.Exit(EXIT_CODES[show_record(path, log).outcome])
+
+
+@app.command(cls=Judge)
+def fuzz(variant: VariantName, examples: Examples = 20) -> None:
+    """Send the server malformed requests: is each refused with a reason, and does it serve as before?
+
+    Exit code 0: yes, 1: something is wrong, 3: error.
+    """
+    from slimqwen.bench import fuzz
+
+    subject = variants.load(variant)
+    log = subject.root / "logs" / f"fuzz-{variant}.log"
+    with progress_bar() as progress:
+        path = fuzz.write(subject, examples, log, command=command(), progress=progress)
+    raise typer.Exit(EXIT_CODES[show_record(path, log).outcome])
+
+
+def release_check(
+    variant: VariantName,
+    minutes: Minutes = 15,
+    examples: Examples = 20,
+    plan: LengthSweepPlan = None,
+) -> None:
+    """Check a variant before a release: length sweep, malformed requests, soak; one page, one verdict.
+
+    What was measured with this code, checkpoint, flags and machine is not measured again.
+    Exit code 0: pass, 1: fail, 2: inconclusive, 3: error.
+    """
+    from slimqwen.search import release_check
+
+    subject = variants.load(variant)
+    with progress_bar() as progress:
+        path = release_check.write(
+            subject,
+            plan or subject.evaluation,
+            minutes=minutes,
+            examples=examples,
+            command=command(),
+            progress=progress,
+        )
+    raise typer.Exit(EXIT_CODES[show_record(path).outcome])
 
 
 @app.command()

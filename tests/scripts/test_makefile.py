@@ -23,6 +23,8 @@ VARIABLES = [
     "REQUIRE_PLAN=1",
     "CACHE=c.tar.gz",
     "RECORD=1",
+    "FULL=1",
+    "MINUTES=5",
 ]
 
 

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
+from slimqwen.records.collection import Collection
 from slimqwen.records.provenance import source_notes
 from slimqwen.records.record import Block, Count, NonNegative, Record, Table, Verdict
 
@@ -70,6 +71,15 @@ class Soak(Record):
     verdict: Verdict = Field(
         description="fail: there is a fault; inconclusive: the interval of growth reaches beyond its limit."
     )
+
+    def finding(self, path: Path, records: Collection) -> str:
+        """The verdict, the load, the growth of memory and the faults."""
+        slope, limit = self.growth_mib_per_hour, self.limits.growth_mib_per_hour
+        found = (
+            f"{self.verdict}: {sum(self.requests.values()):,} requests in {self.seconds / 60:.0f} minutes, memory "
+            f"grew by {slope.value:.1f} [{slope.low:.1f}, {slope.high:.1f}] MiB an hour (limit {limit:g})"
+        )
+        return "; ".join([found, *self.faults])
 
     def tables(self, path: Path) -> list[Table]:
         """Outcomes of requests, memory and files beside their limits."""

@@ -1,0 +1,236 @@
+"""Measurement of a fuzz: requests written by hand, then whatever the server's OpenAPI document allows or forbids.
+
+A request may be answered or refused with a reason. A server error that is not known, a lost connection, and a refusal
+without a reason are faults; so is a server that does not serve as before afterwards.
+"""
+
+import contextlib
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from slimqwen.bench import BenchError
+from slimqwen.bench.client import counters
+from slimqwen.bench.fuzz.record import Fault, Fuzz
+from slimqwen.bench.fuzz.requests import BODIES, CHOSEN_LOGPROBS, COMPLETIONS, KNOWN, REQUESTS, UNSENDABLE
+from slimqwen.progress import Progress, silent
+from slimqwen.records import provenance, store
+from slimqwen.serving.command import ServerCommand
+from slimqwen.serving.server import free_port, run_server
+from slimqwen.serving.shared_server import ServerLostError, get
+from slimqwen.stats.verdict import Verdict
+from slimqwen.variant import Variant
+from slimqwen.vllm_plugin.api_key import authorization
+
+ANSWERED, REFUSED, KNOWN_ERROR = "answered", "refused", "known server error"
+
+_TIMEOUT_S = 300
+_REST_S = 60
+"""Time after which a request that has not ended never will, seconds."""
+
+_SHOWN_CHARACTERS = 300
+"""Beginning of a body that a fault shows."""
+
+_KNOWN_STATUSES = {
+    "POST /v1/systemone": {501},  # a model with a head of its own for it has this; it says so
+}
+_JSON = {"Content-Type": "application/json"}
+
+
+@dataclass
+class _Outcomes:
+    """Requests by outcome, and the first fault of each place and outcome."""
+
+    requests: Counter[str] = field(default_factory=Counter)
+    faults: dict[tuple[str, str], str] = field(default_factory=dict)
+
+    def add(self, place: str, outcome: str, body: str = "") -> None:
+        self.requests[outcome] += 1
+        if outcome not in (ANSWERED, REFUSED, KNOWN_ERROR):
+            self.faults.setdefault((place, outcome), body[:_SHOWN_CHARACTERS])
+
+
+def write(
+    variant: Variant, examples: int, log: Path, *, command: Sequence[str], progress: Progress = silent
+) -> Path:
+    """Start a variant's server, send it malformed requests and write the record.
+
+    Args:
+        variant: variant to serve, as its config.env says.
+        examples: valid, and invalid, requests to draw for each endpoint, at most.
+
+    Raises:
+        BenchError: no request is to be drawn.
+        ServingError: the server did not start.
+        ServerLostError: it ended meanwhile.
+    """
+    if examples < 1:
+        raise BenchError(f"{examples} requests for each endpoint are none; give it 1 or more")
+    started = provenance.utc_now()
+    with run_server(ServerCommand.resolve(variant, port=free_port()), log=log) as server:
+        figures = probe(server.base_url, server.pid, examples, progress)
+    record = Fuzz(
+        variant=variant.name, provenance=provenance.of_served_variant(variant, command, started), **figures
+    )
+    return store.write(variant.root / "results", record)
+
+
+def probe(url: str, pid: int, examples: int, progress: Progress = silent) -> dict[str, Any]:
+    """Send malformed requests to a server that is ready, and judge it.
+
+    Args:
+        url: of the server.
+        pid: its process.
+        examples: valid, and invalid, requests to draw for each endpoint, at most.
+
+    Returns:
+        The fields of `Fuzz` but for variant and provenance.
+
+    Raises:
+        ServerLostError: the server ended meanwhile.
+    """
+    outcomes = _Outcomes()
+    try:
+        family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+        _send_written(url, outcomes, progress)
+        endpoints = _send_drawn(url, examples, outcomes, progress)
+        harm = tuple(_harm(url, family))
+    except (psutil.Error, httpx.HTTPError) as gone:
+        raise ServerLostError(
+            f"the server was lost under malformed requests ({gone!r}); its log says why"
+        ) from None
+    faults = tuple(
+        Fault(request=f"{place} {body}".strip(), outcome=outcome)
+        for (place, outcome), body in outcomes.faults.items()
+    )
+    return {
+        "examples": examples,
+        "endpoints": endpoints,
+        "requests": dict(outcomes.requests),
+        "faults": faults,
+        "harm": harm,
+        "verdict": Verdict.FAIL if faults or harm else Verdict.PASS,
+    }
+
+
+def _send_written(url: str, outcomes: _Outcomes, progress: Progress) -> None:
+    """The requests of `requests`: those that have to be refused, and those that may be answered too."""
+    refused = [*BODIES.values(), *((COMPLETIONS, _body({"prompt": "The", **body})) for body in UNSENDABLE)]
+    either = [(path, _body(body)) for path, body in (*REQUESTS, *CHOSEN_LOGPROBS)]
+    known = {(path, _body(body)): status for path, body, status, _ in KNOWN}
+    sent = [*((*each, False) for each in refused), *((*each, True) for each in (*either, *known))]
+    # vLLM closes connections that are idle for 5 s, as httpx does: at the same moment a request would be lost.
+    limits = httpx.Limits(keepalive_expiry=2)
+    with httpx.Client(
+        base_url=url, timeout=_TIMEOUT_S, trust_env=False, limits=limits, headers=authorization()
+    ) as client:
+        for done, (path, content, may_be_answered) in enumerate(sent):
+            progress("send malformed requests", done, len(sent))
+            shown = content[:_SHOWN_CHARACTERS].decode(errors="replace")
+            try:
+                answer = client.post(path, content=content, headers=_JSON)
+            except httpx.HTTPError as error:
+                outcomes.add(path, f"lost: {type(error).__name__}", shown)
+                continue
+            is_known = answer.status_code == known.get((path, content))
+            outcomes.add(path, KNOWN_ERROR if is_known else _outcome(answer, may_be_answered), shown)
+
+
+def _body(fields: Any) -> bytes:
+    return json.dumps(fields).encode()
+
+
+def _outcome(answer: httpx.Response, may_be_answered: bool) -> str:
+    """Answered or refused; anything else names what is wrong."""
+    status = answer.status_code
+    if status == httpx.codes.OK:
+        return ANSWERED if may_be_answered else "answered, though it makes no sense"
+    if status >= httpx.codes.INTERNAL_SERVER_ERROR:
+        return str(status)
+    with contextlib.suppress(ValueError, AttributeError):
+        refusal = answer.json()
+        if (refusal.get("error") or {}).get("message") or refusal.get("detail"):
+            return REFUSED
+    return f"{status} without a reason"
+
+
+def _send_drawn(url: str, examples: int, outcomes: _Outcomes, progress: Progress) -> int:
+    """Ask what the OpenAPI document allows, and what it forbids, of every endpoint, the same at every call.
+
+    Returns:
+        Number of endpoints.
+    """
+    import schemathesis
+    from hypothesis import errors
+
+    document: Any = schemathesis.openapi.from_dict(get(f"{url}/openapi.json").json())
+    operations = [result.ok() for result in document.get_all_operations()]
+    for done, operation in enumerate(operations):
+        progress("draw requests for each endpoint", done, len(operations))
+        for mode in schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE:
+            # An endpoint without parameters has nothing to get wrong.
+            with contextlib.suppress(errors.Unsatisfiable):
+                _draw(url, operation, mode, examples, outcomes)
+    return len(operations)
+
+
+def _draw(url: str, operation: Any, mode: Any, examples: int, outcomes: _Outcomes) -> None:
+    from hypothesis import HealthCheck, Phase, given, settings
+
+    known = _KNOWN_STATUSES.get(operation.label, set())
+    length = "max_output_tokens" if operation.path == "/v1/responses" else "max_tokens"
+
+    @settings(
+        max_examples=examples,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def ask(case: Any) -> None:
+        if isinstance(case.body, dict) and operation.path.startswith("/v1/"):
+            case.body.setdefault(length, 2)  # else it is as many as fit
+        try:
+            status = case.call(base_url=url, headers=authorization(), timeout=_TIMEOUT_S).status_code
+        except Exception as error:  # schemathesis raises errors of requests, urllib3 and its own
+            outcomes.add(operation.label, f"lost: {type(error).__name__}", repr(case.body))
+            return
+        if status in known:
+            outcomes.add(operation.label, KNOWN_ERROR)
+        elif status >= httpx.codes.INTERNAL_SERVER_ERROR:
+            outcomes.add(operation.label, str(status), repr(case.body))
+        else:
+            outcomes.add(operation.label, REFUSED if status >= httpx.codes.BAD_REQUEST else ANSWERED)
+
+    ask()
+
+
+def _harm(url: str, family: Sequence[psutil.Process]) -> Iterator[str]:
+    """What the server can no longer do."""
+    deadline = time.monotonic() + _REST_S
+    while unended := sum(
+        counters(url).get(f"vllm:num_requests_{state}", 0) for state in ("running", "waiting")
+    ):
+        if time.monotonic() > deadline:
+            yield f"{unended:g} requests never ended"
+            break
+        time.sleep(0.2)
+    if any(not process.is_running() or process.status() == psutil.STATUS_ZOMBIE for process in family):
+        yield "a process of the server had ended"
+    if httpx.get(f"{url}/health", timeout=_TIMEOUT_S, trust_env=False).status_code != httpx.codes.OK:
+        yield "it was not ready"
+    question = {"prompt": "The", "max_tokens": 4, "ignore_eos": True}
+    answer = httpx.post(
+        f"{url}{COMPLETIONS}", json=question, headers=authorization(), timeout=_TIMEOUT_S, trust_env=False
+    )
+    if answer.status_code != httpx.codes.OK or answer.json()["usage"]["completion_tokens"] != 4:
+        yield "it gave no whole answer"

@@ -1,0 +1,181 @@
+"""Check before a release: length sweep, malformed requests and soak of a variant, one verdict on one page.
+
+A record is used again while checkpoint, flags, environment, versions and hardware are those it was made with and no
+code that serves has changed since, so an interrupted check goes on where it stopped.
+"""
+
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from pydantic import Field
+
+from slimqwen.bench import fuzz, soak
+from slimqwen.bench.fuzz import Fuzz
+from slimqwen.bench.soak import Soak
+from slimqwen.captured_log import capture_output
+from slimqwen.evals.engine import length_sweep
+from slimqwen.evals.engine.length_sweep import LengthSweep
+from slimqwen.progress import Progress, silent
+from slimqwen.records import provenance, store
+from slimqwen.records.collection import Collection
+from slimqwen.records.provenance import source_note
+from slimqwen.records.record import Block, Record, RelativePath, Table, Verdict
+from slimqwen.records.store import AnyRecord
+from slimqwen.serving.command import ServerCommand
+from slimqwen.stats.verdict import overall
+from slimqwen.variant import Variant
+
+_SERVING = ("slimqwen", "requirements")
+"""Code and versions of what serves."""
+
+
+class Part(Block):
+    """One measurement of a release check."""
+
+    check: str = Field(min_length=1)
+    verdict: Verdict
+    finding: str = Field(min_length=1, description="What its record found, in a line.")
+    record: RelativePath = Field(description="From the root of the repository.")
+    reused: bool = Field(description="Whether the record was there before.")
+
+
+class ReleaseCheck(Record):
+    """Whether a variant may be released: prompt lengths, malformed requests and memory under load; one verdict."""
+
+    kind: ClassVar = "release_check"
+    folder: ClassVar = "results"
+    verb: ClassVar = "release-check"
+
+    parts: tuple[Part, ...] = Field(min_length=1)
+    verdict: Verdict
+
+    def cited(self) -> Sequence[str]:
+        """The records of its measurements."""
+        return [part.record for part in self.parts]
+
+    def finding(self, path: Path, records: Collection) -> str:
+        """The verdict, and the measurements that do not pass."""
+        against = [part.check for part in self.parts if part.verdict != Verdict.PASS]
+        return f"{self.verdict}: {', '.join(against or [part.check for part in self.parts])}"
+
+    def tables(self, path: Path) -> list[Table]:
+        """A row per measurement."""
+        return [
+            Table.of(
+                f"Release check of {self.variant}: {self.verdict}",
+                self.parts,
+                {
+                    "check": lambda part: part.check,
+                    "verdict": lambda part: part.verdict,
+                    "found": lambda part: part.finding.removeprefix(f"{part.verdict}: "),
+                    "record": lambda part: f"{part.record}{' (made before)' if part.reused else ''}",
+                },
+                source_note(self, path),
+                text_columns=4,
+            )
+        ]
+
+
+def write(
+    variant: Variant,
+    plan: str,
+    *,
+    minutes: float,
+    examples: int,
+    command: Sequence[str],
+    progress: Progress = silent,
+) -> Path:
+    """Make what is missing of a variant's length sweep, fuzz and soak, and write the record of the release check.
+
+    Args:
+        variant: variant to be released.
+        plan: name of the length sweep's settings in eval/length_sweep/.
+        minutes: shortest soak that counts, minutes.
+        examples: fewest requests of the fuzz for each endpoint that count.
+
+    Raises:
+        SlimqwenError: a measurement failed.
+    """
+    started = provenance.utc_now()
+    variant.require_weights()
+    results, logs = variant.root / "results", variant.root / "logs"
+
+    def swept() -> Path:
+        with capture_output(length_sweep.log_file(variant)):
+            return length_sweep.measure(variant, plan, command=command, progress=progress)
+
+    def fuzzed() -> Path:
+        log = logs / f"fuzz-{variant.name}.log"
+        return fuzz.write(variant, examples, log, command=command, progress=progress)
+
+    def soaked() -> Path:
+        log = logs / f"soak-{variant.name}.log"
+        return soak.write(variant, 60 * minutes, log, command=command, progress=progress)
+
+    parts = (
+        _part("length sweep", variant, LengthSweep, variant.folder, lambda made: made.plan == plan, swept),
+        _part("malformed requests", variant, Fuzz, results, lambda made: made.examples >= examples, fuzzed),
+        # Samples are five seconds apart, so the last one is a little before the end.
+        _part("soak", variant, Soak, results, lambda made: made.seconds >= 60 * minutes - 10, soaked),
+    )
+    record = ReleaseCheck(
+        variant=variant.name,
+        parts=parts,
+        verdict=overall([part.verdict for part in parts]),
+        provenance=provenance.of_served_variant(variant, command, started),
+    )
+    return store.write(results, record)
+
+
+def _part(
+    check: str,
+    variant: Variant,
+    kind: type[AnyRecord],
+    folder: Path,
+    fits: Callable[[AnyRecord], bool],
+    measure: Callable[[], Path],
+) -> Part:
+    """The newest record that still holds, else a new one."""
+    path = holding(variant, kind, folder, fits)
+    reused = path is not None
+    path = path or measure()
+    record = store.read(path, kind)
+    return Part(
+        check=check,
+        verdict=Verdict(record.outcome),
+        finding=record.finding(path, Collection(variant.root, (), {}, ())),
+        record=path.relative_to(variant.root).as_posix(),
+        reused=reused,
+    )
+
+
+def holding(
+    variant: Variant, kind: type[AnyRecord], folder: Path, fits: Callable[[AnyRecord], bool]
+) -> Path | None:
+    """The newest record of a variant that a new measurement would only repeat; None without one.
+
+    Args:
+        variant: measured variant.
+        kind: record kind.
+        folder: folder of the records.
+        fits: whether a record is large enough.
+    """
+    server = ServerCommand.resolve(variant)
+    for path in store.records(folder, kind):
+        record = store.read(path, kind)
+        block = record.provenance
+        if record.variant != variant.name or not fits(record) or not provenance.still_holds(block, server):
+            continue
+        if _is_of_this_code(block.git.commit, block.git.dirty, variant.root):
+            return path
+    return None
+
+
+def _is_of_this_code(commit: str | None, dirty: bool | None, root: Path) -> bool:
+    """Whether what serves is the same as at a commit; never for a checkout with changes."""
+    if commit is None or dirty:
+        return False
+    compare = ["git", "-C", str(root), "diff", "--quiet", commit, "--", *_SERVING]
+    return subprocess.run(compare, capture_output=True, check=False).returncode == 0
