@@ -27,7 +27,7 @@ from slimqwen.tinyworld.documents import DocumentSampler
 from slimqwen.tinyworld.tokenizer import load_tokenizer
 from slimqwen.tinyworld.world import World
 from slimqwen.vllm_plugin.errors import PluginError
-from tests.vllm_plugin.frequencies import DRAWS, LEVEL, Draws, draw, homogeneity, uncertain_beginnings
+from tests.vllm_plugin.frequencies import DRAWS, LEVEL, Draws, draw, homogeneity
 
 TINY = Path(__file__).parents[2] / "weights" / "tiny"
 DEPTH, TOKENS, PROMPTS = 4, 40, 20
@@ -59,21 +59,10 @@ def requests(tokens: int) -> list[Request]:
 
 
 @pytest.fixture(scope="module")
-def beginnings() -> list[list[int]]:
-    return uncertain_beginnings(TINY)
-
-
-@pytest.fixture(scope="module")
-def undrafted(beginnings: list[list[int]]) -> tuple[list[Answer], Draws]:
-    """What the engine without speculation answers, and a few tokens after it; what it draws at a temperature."""
+def answers() -> list[Answer]:
+    """What the engine without speculation answers, and a few tokens after it."""
     with engine(TINY) as llm:
-        answers = replay(llm, requests(TOKENS + DEPTH - 1), log_probabilities=True)
-        return answers, draw(llm, beginnings, 2 * DRAWS, seed=0)
-
-
-@pytest.fixture(scope="module")
-def answers(undrafted: tuple[list[Answer], Draws]) -> list[Answer]:
-    return undrafted[0]
+        return replay(llm, requests(TOKENS + DEPTH - 1), log_probabilities=True)
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +139,7 @@ def test_no_greedy_answer_changes(
 
 
 def test_sampled_tokens_are_as_frequent_as_without_speculation(
-    undrafted: tuple[list[Answer], Draws], beginnings: list[list[int]], trimmed: Callable[[int], Path]
+    undrafted_draws: Draws, beginnings: list[list[int]], trimmed: Callable[[int], Path]
 ) -> None:
     with engine(trimmed(128), num_speculative_tokens=DEPTH) as llm:
         draws = draw(llm, beginnings, DRAWS, seed=1)
@@ -158,7 +147,7 @@ def test_sampled_tokens_are_as_frequent_as_without_speculation(
         accepted = counter(llm, "vllm:spec_decode_num_accepted_tokens")
     # Of 128 ids many drafts are wrong, and the corrected distribution is what is drawn from.
     assert 0.05 * drafted < accepted < 0.95 * drafted
-    p, freedom = homogeneity(draws, undrafted[1])
+    p, freedom = homogeneity(draws, undrafted_draws)
     assert freedom >= 50
     assert p > LEVEL
 
