@@ -3,7 +3,10 @@
 The recorded trials of a search are a table of points and figures, and every strategy is played on it again: it
 proposes a point of the space, and the nearest trial that it has not seen (most levers in common) answers. Trials that
 ended before they needed an engine cost nothing. The table is what the search itself chose to look at, so it has more
-good points than the space, which flatters the two others and not the search.
+good points than the space, which flatters random search and one lever at a time.
+
+The search begins with points that its settings name; how much of its worth is theirs shows beside the sampler alone,
+which begins with the incumbent.
 """
 
 import random
@@ -19,7 +22,10 @@ from slimqwen.stats import intervals
 
 SEEDS = 20
 
-Strategy = Literal["search", "random", "one lever"]
+Strategy = Literal["search", "sampler alone", "random", "one lever"]
+_PLAYED: tuple[Strategy, ...] = ("search", "sampler alone")
+_RIVALS: tuple[Strategy, ...] = ("random", "one lever")
+
 Choice = str | int | float | bool
 Point = Mapping[str, Choice]
 Choices = Mapping[str, Sequence[Choice]]
@@ -53,35 +59,44 @@ class Found(Block):
 
 
 class Advantage(Block):
-    """What the search found beyond another strategy, as a difference of speeds over the incumbent's."""
+    """What one strategy found beyond another, as a difference of speeds over the incumbent's."""
 
+    strategy: Strategy
     over: Strategy
     difference: Difference
 
 
 class Efficiency(Block):
-    """A search against other strategies on its recorded trials."""
+    """A search, and its sampler alone, against other strategies on its recorded trials."""
 
     seeds: Positive
     evaluations: Positive = Field(description="That need an engine: half of the recorded ones.")
     trials: Positive = Field(description="Recorded trials that answer.")
-    found: tuple[Found, ...] = Field(min_length=3)
-    advantages: tuple[Advantage, ...] = Field(min_length=2)
+    found: tuple[Found, ...] = Field(min_length=4)
+    advantages: tuple[Advantage, ...] = Field(min_length=4)
 
     @property
     def summary(self) -> str:
         """Whether the search beats the others, in a sentence."""
-        parts = []
-        for each in self.advantages:
-            low, high = each.difference.low, each.difference.high
-            says = "beats" if low > 0 else "loses to" if high < 0 else "does no better than"
-            parts.append(
-                f"{says} {each.over} ({each.difference.value:+.3f} [{low:+.3f}, {high:+.3f}] of the incumbent's speed)"
+        said = []
+        for name in _PLAYED:
+            parts = [
+                f"{_relation(each.difference)} {each.over} ({each.difference.value:+.3f} "
+                f"[{each.difference.low:+.3f}, {each.difference.high:+.3f}])"
+                for each in self.advantages
+                if each.strategy == name
+            ]
+            said.append(
+                f"{'its sampler alone' if name == 'sampler alone' else 'the search'} {' and '.join(parts)}"
             )
         return (
-            f"Replayed on its {self.trials} trials with {self.evaluations} evaluations, mean of {self.seeds} seeds, "
-            f"the search {' and '.join(parts)}."
+            f"Replayed on its {self.trials} trials with {self.evaluations} evaluations, mean best of {self.seeds} "
+            f"seeds in times the incumbent's speed: {'; '.join(said)}."
         )
+
+
+def _relation(difference: Difference) -> str:
+    return "beats" if difference.low > 0 else "loses to" if difference.high < 0 else "does no better than"
 
 
 class _Strategy(Protocol):
@@ -105,7 +120,8 @@ def compare(
     Args:
         trials: recorded trials.
         choices: values of each lever.
-        first_points: points that the search begins with; the first is where one lever at a time starts from.
+        first_points: points that the search begins with; the first, the incumbent's, is where the sampler alone and
+            one lever at a time start.
         incumbent_speed: what trials have to beat, in the unit of their negative first score.
         sampler: makes Optuna's sampler of the search for a seed.
         seeds: repetitions of each strategy.
@@ -123,6 +139,7 @@ def compare(
     }
     strategies: dict[Strategy, Callable[[int], _Strategy]] = {
         "search": lambda seed: _Search(known, first_points, sampler(seed)),
+        "sampler alone": lambda seed: _Search(known, first_points[:1], sampler(seed)),
         "random": lambda seed: _Random(known, seed),
         "one lever": lambda seed: _OneLever(choices, first_points[0], seed),
     }
@@ -148,11 +165,12 @@ def compare(
         ),
         advantages=tuple(
             Advantage(
-                over=name,
-                difference=Difference(**vars(intervals.paired_difference(best[name], best["search"]))),
+                strategy=name,
+                over=other,
+                difference=Difference(**vars(intervals.paired_difference(best[other], best[name]))),
             )
-            for name in strategies
-            if name != "search"
+            for name in _PLAYED
+            for other in _RIVALS
         ),
     )
 

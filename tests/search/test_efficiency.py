@@ -56,17 +56,31 @@ def test_where_levers_act_together_search_beats_one_lever_at_a_time_and_random_s
     assert search[-1] == pytest.approx(2.2)
     assert grid[-1] < 1.5
     assert sum(search[:40]) > sum(drawn[:40])
-    over = {each.over: each.difference for each in found.advantages}
-    assert over["one lever"].low > 0
+    over = {(each.strategy, each.over): each.difference for each in found.advantages}
+    assert over["sampler alone", "one lever"].low > 0
+    assert found.summary.endswith(
+        f"[{over['sampler alone', 'one lever'].low:+.3f}, {over['sampler alone', 'one lever'].high:+.3f}])."
+    )
+    assert "its sampler alone" in found.summary
     assert "beats one lever" in found.summary
+    # Its first points are all that tells the two apart, and here they are the same.
+    assert curve(found, "sampler alone") == search
+
+
+def test_what_the_settings_knew_before_is_told_apart_from_the_sampler() -> None:
+    best: Point = {**START, "a": 3, "b": 3}
+    rows = table(lambda point: 100.0 + 10 * (point == best) + int(point["c"]))
+    found = efficiency.compare(rows, CHOICES, [START, best], 100.0, sampler, seeds=4)
+    assert found is not None
+    assert curve(found, "search")[1] == pytest.approx(1.1)
+    assert curve(found, "sampler alone")[1] < 1.1
 
 
 def test_where_one_lever_is_enough_the_record_says_that_search_is_no_better() -> None:
     found = played(table(lambda point: 100.0 + 10 * int(point["a"])))
-    assert found.found[2].best.value == found.found[0].best.value == pytest.approx(1.3)
-    (advantage,) = (each for each in found.advantages if each.over == "one lever")
-    assert (advantage.difference.value, advantage.difference.low) == (0.0, 0.0)
-    assert "does no better than one lever" in found.summary
+    assert [each.best.value for each in found.found] == pytest.approx([1.3] * 4)
+    assert {(each.difference.value, each.difference.low) for each in found.advantages} == {(0.0, 0.0)}
+    assert found.summary.count("does no better than") == 4
 
 
 def test_what_ended_early_costs_nothing_and_what_failed_counts_for_nothing() -> None:
