@@ -15,6 +15,7 @@ from slimqwen.cli import (
     recipe,
     records,
     report,
+    search,
     serve,
     sweep,
     variants,
@@ -47,6 +48,7 @@ app.add_typer(evals.app, name="eval", rich_help_panel=_MEASURE)
 app.add_typer(gate.app, name="gate", rich_help_panel=_MEASURE)
 app.command(rich_help_panel=_MEASURE)(gate.limits)
 app.command(rich_help_panel=_MEASURE, cls=sweep.Sweep)(sweep.sweep)
+app.command(rich_help_panel=_MEASURE)(search.search)
 app.add_typer(bench.app, name="bench", rich_help_panel=_MEASURE)
 app.command(rich_help_panel=_MEASURE, cls=console.Judge)(bench.release_check)
 app.add_typer(analyze.app, name="analyze", rich_help_panel=_MEASURE)

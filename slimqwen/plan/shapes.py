@@ -148,7 +148,7 @@ def shape_by_stage(variant: Variant) -> list[tuple[str, Shape]]:
     shape = by_stage[-1][1]
     for step in recipe["stages"]:
         ((stage, parameters),) = step.items() if isinstance(step, dict) else ((step, {}),)
-        shape = _after_stage(shape, stage, parameters or {})
+        shape = after_stage(shape, stage, parameters or {})
         by_stage.append((stage, shape))
     by_stage[-1] = (by_stage[-1][0], replace(shape, source=f"{shape.source}; {maker.name}/recipe.yaml"))
     return by_stage
@@ -165,7 +165,13 @@ def _maker(variant: Variant, name: str) -> Variant:
     )
 
 
-def _after_stage(shape: Shape, stage: str, parameters: Mapping[str, Any]) -> Shape:
+def of_config(config: Mapping[str, Any]) -> Shape:
+    """The dimensions of an unquantised checkpoint, from its config.json."""
+    text = config.get("text_config", config)
+    return Shape({**config, "text_config": text}, {}, "config.json")
+
+
+def after_stage(shape: Shape, stage: str, parameters: Mapping[str, Any]) -> Shape:
     """What a stage of a recipe does to dimensions; most do nothing."""
     group_size = int(parameters.get("group_size", 32))
     if stage == "prune_vocab":
@@ -254,17 +260,14 @@ def write(shape: Shape, folder: Path, tokenizer: Path) -> int:
         Bytes of the tensors; on disk there are a few hundred kilobytes.
     """
     folder.mkdir(parents=True)
-    config = dict(shape.config)
-    if shape.quantised:
-        config["quantization_config"] = _quantization(shape.quantised)
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    (folder / "config.json").write_text(json.dumps(config_of(shape), indent=1) + "\n")
     (folder / "preprocessor_config.json").write_text(json.dumps(_PREPROCESSOR) + "\n")
     for name in _TOKENIZER_FILES:
         shutil.copyfile(tokenizer / name, folder / name)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for name, (dtype, dimensions) in tensors(shape).items():
-        end = position + math.prod(dimensions) * _BITS[dtype] // 8
+        end = position + tensor_bytes(dtype, dimensions)
         header[name] = {"dtype": dtype, "shape": list(dimensions), "data_offsets": [position, end]}
         position = end
     text = json.dumps(header).encode()
@@ -273,6 +276,22 @@ def write(shape: Shape, folder: Path, tokenizer: Path) -> int:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + position)
     return position
+
+
+def config_of(shape: Shape) -> dict[str, Any]:
+    """config.json of the checkpoint."""
+    packed = {"quantization_config": _quantization(shape.quantised)} if shape.quantised else {}
+    return {**shape.config, **packed}
+
+
+def tensor_bytes(dtype: str, dimensions: tuple[int, ...]) -> int:
+    """Bytes of a stored tensor.
+
+    Args:
+        dtype: as safetensors spells it.
+        dimensions: its shape.
+    """
+    return math.prod(dimensions) * _BITS[dtype] // 8
 
 
 def _quantization(quantised: Mapping[str, Packing]) -> dict[str, Any]:

@@ -32,9 +32,12 @@ class Panel:
         y: label of the vertical axis, with its unit.
         lines: series.
         bars: names of bars, at positions from 0, in which the series are stacked; empty for lines.
+        positions: names of the whole numbers of the horizontal axis, from 0; empty for numbers. The figures of such
+            lines are not listed beside the chart.
     """
 
     x: str
     y: str
     lines: Sequence[Line]
     bars: Sequence[str] = ()
+    positions: Sequence[str] = ()

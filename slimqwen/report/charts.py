@@ -216,7 +216,7 @@ def of_record(record: Record, arrangement: Literal["hconcat", "vconcat"] = "vcon
         )
         for panel in panels
         for line in panel.lines
-        if len(line.x) <= _LISTED_POINTS
+        if len(line.x) <= _LISTED_POINTS and not panel.positions
         for index, (x, y) in enumerate(zip(line.x, line.y, strict=True))
     )
     spec = {
@@ -248,22 +248,28 @@ def _panel_spec(panel: Panel, labels: Sequence[str]) -> dict[str, Any]:
     if panel.bars:
         return _bars_spec(panel, labels)
     values: Values = []
-    for line in panel.lines:
+    for number, line in enumerate(panel.lines):
         for index, (x, y) in enumerate(zip(line.x, line.y, strict=True)):
             error = line.errors[index] if line.errors else 0.0
             is_marked = not line.joined or len(line.x) <= _MARKED_POINTS
-            point = {"series": line.label, "x": x, "y": y, "y1": y - error, "y2": y + error}
+            point = {"series": line.label, "line": number, "x": x, "y": y, "y1": y - error, "y2": y + error}
             values.append({**point, "joined": line.joined, "marked": is_marked})
     series_encoding = series(labels)
     x_axis, y_axis = axis("x", panel.x, padding=8), axis("y", panel.y)
     if values and all(float(value["x"]).is_integer() for value in values):
         x_axis["axis"] = {"format": ",d", "tickMinStep": 1}
+    if panel.positions:
+        x_axis["axis"] = {
+            "values": list(range(len(panel.positions))),
+            "labelExpr": f"{json.dumps(list(panel.positions))}[datum.value]",
+            "labelAngle": -45,
+        }
     at = {"x": x_axis, "y": y_axis}
     layers: list[dict[str, Any]] = [
         {
             "transform": [{"filter": "datum.joined"}],
             "mark": {"type": "line", "strokeWidth": 1.8},
-            "encoding": {**at, **series_encoding},
+            "encoding": {**at, **series_encoding, "detail": {"field": "line"}},
         },
         {
             "transform": [{"filter": "datum.marked"}],

@@ -5,7 +5,9 @@ import re
 import shutil
 import tempfile
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from slimqwen import variant as variants
 from slimqwen.checkpoint.files import flush
@@ -22,7 +24,13 @@ class ScaffoldError(SlimqwenError):
 
 
 def create(
-    name: str, base: str, hypothesis: str, *, recipe: str | None = None, root: Path | None = None
+    name: str,
+    base: str,
+    hypothesis: str,
+    *,
+    recipe: str | None = None,
+    lines: Mapping[str, str] = MappingProxyType({}),
+    root: Path | None = None,
 ) -> Path:
     """Create experiments/<name>/, which appears whole or not at all.
 
@@ -31,6 +39,7 @@ def create(
         base: name of the variant that it inherits its flags from.
         hypothesis: expected result, one sentence that a measurement can refute.
         recipe: content of recipe.yaml; None for a variant that serves the checkpoint of its base.
+        lines: values of config.env by key, where they are to differ from the base's.
         root: repository.
 
     Returns:
@@ -59,7 +68,7 @@ def create(
         "records": [],
     }
     files = {
-        "config.env": _config(name, start, recipe is not None),
+        "config.env": _config(name, start, recipe is not None, lines),
         "measurements.json": json.dumps(measurements, indent=2, ensure_ascii=False) + "\n",
         "README.md": _readme(name, hypothesis, start, recipe is not None),
     }
@@ -98,8 +107,10 @@ def _require_name(name: str, folder: Path, root: Path, *, with_weights: bool) ->
         raise ScaffoldError(f"weights/{name} exists and no recipe made it; choose another name")
 
 
-def _config(name: str, base: Variant, with_weights: bool) -> str:
+def _config(name: str, base: Variant, with_weights: bool, lines: Mapping[str, str]) -> str:
     weights = f"VLLM_MODEL=weights/{name}\n" if with_weights else ""
+    if lines:
+        return f"BASE={base.name}\n{weights}" + "".join(f"{key}={value}\n" for key, value in lines.items())
     return (
         f"BASE={base.name}\n{weights}"
         f"# A line for each flag of vLLM that is to differ from {base.name}: VLLM_MAX_NUM_SEQS=8 is --max-num-seqs 8.\n"

@@ -1,4 +1,4 @@
-"""A repository in small whose gates are stand-ins: tiny, and variants of it."""
+"""Repositories in small: one whose gates are stand-ins, with variants of tiny; one with a ladder to search on."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from slimqwen import variant
+from slimqwen.analysis.roofline import gpu
 from slimqwen.checkpoint.files import carry_all
 from slimqwen.evals import acceptance, fidelity, quality_parts
 from slimqwen.evals.engine import modes
@@ -13,10 +15,15 @@ from slimqwen.evals.quality_parts import PartAnswers
 from slimqwen.evals.suites.lm_eval_run import Item, Part, TaskRun
 from slimqwen.evals.suites.suite import Suite
 from slimqwen.records.split import Split
+from slimqwen.search.candidate import make_overlay
+from slimqwen.search.ladder import Ladder
+from slimqwen.search.rungs import Budget
+from slimqwen.search.space import SearchSettings, Space
 from slimqwen.serving import unsafe_engines
 from slimqwen.variant import Variant
 from tests.evals.gate_checks import Checks
 from tests.search.gates import QUESTIONS, InProcess, question
+from tests.search.small_repository import link_repository
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,3 +77,18 @@ def root(tmp_path: Path, add_variant: Callable[..., Path]) -> Path:
             (tmp_path / "eval" / entry.name).symlink_to(entry)
     InProcess.root = tmp_path
     return tmp_path
+
+
+@pytest.fixture
+def small_root(tmp_path: Path) -> Path:
+    """A repository with tiny, its incumbent and its settings, by links."""
+    return link_repository(tmp_path)
+
+
+@pytest.fixture
+def ladder(small_root: Path) -> Ladder:
+    base = variant.load("tiny", small_root)
+    a10g = gpu.read("a10g", small_root)
+    space = Space.derive(base, a10g, SearchSettings.load("tinyworld", small_root))
+    overlay = make_overlay(base, small_root / ".cache" / "search" / "tiny" / "overlay")
+    return Ladder(base, overlay, a10g, space, Budget.of_variant(base, "tinyworld"))

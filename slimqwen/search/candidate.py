@@ -1,0 +1,216 @@
+"""A candidate: one point of a space as a recipe and lines of config.env, in a repository beside the real one.
+
+Candidates that make the same thing are equal. They lie in an overlay of the repository, .cache/search/<base>/overlay/,
+whose weights/store is the repository's own: what is made there has the content keys that a variant of experiments/
+would have, and is reused by it.
+"""
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from slimqwen import checkpoint
+from slimqwen import variant as variants
+from slimqwen.search.space import Point, Space
+from slimqwen.variant import Variant, scaffold
+
+Steps = list[tuple[str, dict[str, Any]]]
+"""Stages of a recipe with their parameters."""
+
+_MULTIPLE = 64
+"""Vocabularies are multiples of so many rows."""
+
+_OVERLAID = ("experiments", "weights")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What a variant may change about its base. A default does nothing.
+
+    Attributes:
+        mlp: scheme of the MLPs' linears.
+        attention: scheme of full attention's linears.
+        linear_attention: scheme of Gated DeltaNet's linears.
+        mtp: scheme of the MTP head's linears.
+        group_size: 4-bit weights of a row that share a scale.
+        rounding: nearest or gptq, of calibrated linears.
+        head_bits: bits of the output head.
+        vocabulary: share of the vocabulary that is kept.
+        draft_vocabulary: share of the kept vocabulary that may be drafted.
+        redistillation: whether the MTP head is trained for the result.
+        depth: tokens drafted at a time (K).
+        state_dtype: of recurrent states; auto is the checkpoint's.
+        kv_cache_dtype: auto is that of the activations.
+        max_sequences: sequences served at once; 0 for the base's.
+    """
+
+    mlp: str = "none"
+    attention: str = "none"
+    linear_attention: str = "none"
+    mtp: str = "none"
+    group_size: int = 32
+    rounding: str = "nearest"
+    head_bits: int = 16
+    vocabulary: float = 1.0
+    draft_vocabulary: float = 1.0
+    redistillation: bool = False
+    depth: int = 0
+    state_dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
+    max_sequences: int = 0
+
+    @classmethod
+    def at(cls, point: Point) -> "Candidate":
+        """The candidate of a point; levers that change nothing there have their default."""
+        candidate = cls(**dict(point))  # type: ignore[arg-type]
+        if not candidate.depth:
+            candidate = replace(candidate, mtp="none", draft_vocabulary=1.0, redistillation=False)
+        schemes = candidate.calibrated
+        if not schemes:
+            candidate = replace(candidate, rounding="nearest")
+        if "W4A16" not in (*schemes.values(), candidate.mtp) and candidate.head_bits != 4:
+            candidate = replace(candidate, group_size=32)
+        return candidate
+
+    @property
+    def calibrated(self) -> dict[str, str]:
+        """Schemes of the language model's linears, by kind."""
+        kinds = ("mlp", "attention", "linear_attention")
+        return {kind: getattr(self, kind) for kind in kinds if getattr(self, kind) != "none"}
+
+    @property
+    def target(self) -> "Candidate":
+        """The same without drafts: what decides the answers."""
+        return Candidate.at({**asdict(self), "depth": 0})
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """Levers that differ from their default."""
+        return {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if getattr(self, field.name) != field.default
+        }
+
+    def steps(self, space: Space, rows: int) -> Steps:
+        """Stages that make it: first those of the target, then those of its drafts.
+
+        Args:
+            space: with the parameters of stages.
+            rows: rows of the base's vocabulary.
+        """
+        given = space.settings.stages
+        steps: Steps = []
+        if schemes := self.calibrated:
+            rounding = {} if self.rounding == "nearest" else {"rounding": self.rounding}
+            steps.append(("calibrate", {"targets": schemes, "group_size": self.group_size, **rounding}))
+        kept = rows
+        if self.vocabulary < 1:
+            kept = _rows(rows * self.vocabulary)
+            steps.append(("prune_vocab", {"size": kept}))
+        if self.head_bits == 4:
+            steps.append(("quantise_lm_head", {"group_size": self.group_size}))
+        if self.draft_vocabulary < 1 or self.redistillation:
+            steps.append(("sample_outputs", {}))
+        if self.draft_vocabulary < 1:
+            steps.append(("trim_draft_vocab", {"size": _rows(kept * self.draft_vocabulary)}))
+        if self.redistillation:
+            steps.append(("redistill_mtp", {"rows": "drafted"} if self.draft_vocabulary < 1 else {}))
+        steps = [(stage, {**given.get(stage, {}), **parameters}) for stage, parameters in steps]
+        if self.mtp != "none":
+            # Rounded to nearest: it needs no text.
+            steps.append(("calibrate", {"targets": {"mtp": self.mtp}, "group_size": self.group_size}))
+        return steps
+
+    def recipe(self, base: Variant, space: Space) -> str | None:
+        """Content of recipe.yaml; None where the checkpoint is the base's."""
+        rows = checkpoint.text_config(checkpoint.read_config(base.weights))["vocab_size"]
+        steps = self.steps(space, rows)
+        if not steps:
+            return None
+        described = ", ".join(f"{lever} {value}" for lever, value in self.changes.items())
+        content = {
+            "description": f"The checkpoint of {base.name} with {described}.",
+            "base": base.name,
+            "stages": [{stage: parameters} for stage, parameters in steps],
+        }
+        return yaml.safe_dump(content, sort_keys=False, width=120)
+
+    def lines(self, base: Variant) -> dict[str, str]:
+        """Lines of config.env that differ from the base's."""
+        lines = {}
+        if self.depth:
+            drafts = json.dumps({"method": "mtp", "num_speculative_tokens": self.depth})
+            lines["VLLM_SPECULATIVE_CONFIG"] = f"'{drafts}'"
+        elif "VLLM_SPECULATIVE_CONFIG" in base.settings:
+            lines["VLLM_SPECULATIVE_CONFIG"] = ""
+        if self.state_dtype != "auto":
+            lines["VLLM_MAMBA_SSM_CACHE_DTYPE"] = self.state_dtype
+        if self.kv_cache_dtype != "auto":
+            lines["VLLM_KV_CACHE_DTYPE"] = self.kv_cache_dtype
+        served = base.settings.get("VLLM_MAX_NUM_SEQS")
+        if self.max_sequences and (served is None or served.value != str(self.max_sequences)):
+            lines["VLLM_MAX_NUM_SEQS"] = str(self.max_sequences)
+        return lines
+
+    def scaffold(self, name: str, base: Variant, space: Space, hypothesis: str, root: Path) -> Variant:
+        """Write its folder under experiments/ of a repository, if it is not there, and load it."""
+        if name not in variants.names(root):
+            recipe, lines = self.recipe(base, space), self.lines(base)
+            scaffold.create(name, base.name, hypothesis, recipe=recipe, lines=lines, root=root)
+        return variants.load(name, root)
+
+    def in_overlay(self, base: Variant, space: Space, overlay: Path) -> Variant:
+        """The candidate as a variant of an overlay; its name is a digest of what it is."""
+        text = json.dumps([self.recipe(base, space), self.lines(base)])
+        name = f"{base.name}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
+        return self.scaffold(name, base, space, "A candidate of a search.", overlay)
+
+
+def make_overlay(base: Variant, folder: Path) -> Path:
+    """A repository beside the real one: its files by links, with variants and links to weights of its own.
+
+    Args:
+        base: variant of the real one.
+        folder: of the overlay, in the real one.
+    """
+    for parent in _OVERLAID:
+        (folder / parent).mkdir(parents=True, exist_ok=True)
+    store = base.root / "weights" / "store"
+    store.mkdir(parents=True, exist_ok=True)
+    targets = [
+        *base.root.iterdir(),
+        *(base.root / "experiments").iterdir(),
+        *(base.root / "weights").iterdir(),
+    ]
+    for target in targets:
+        if target.name.startswith(".") or not target.is_dir():
+            continue
+        link = folder / target.relative_to(base.root)
+        if not link.is_symlink() and not link.exists():
+            link.symlink_to(os.path.relpath(target, link.parent))
+    return folder
+
+
+def without_cache(variant: Variant, overlay: Path) -> Variant:
+    """A variant of the repository in an overlay, its recipe without the compile cache, which decides no answer."""
+    name = f"{variant.name}-eager"
+    folder = overlay / "experiments" / name
+    if not folder.exists() and variant.recipe is not None:
+        content = yaml.safe_load(variant.recipe.read_text(encoding="utf-8"))
+        content["stages"] = [stage for stage in content["stages"] if "bake_cache" not in stage]
+        recipe = yaml.safe_dump(content, sort_keys=False)
+        lines = {"VLLM_ENFORCE_EAGER": "1"}
+        scaffold.create(
+            name, variant.name, "An incumbent of a search.", recipe=recipe, lines=lines, root=overlay
+        )
+    return variants.load(name if variant.recipe else variant.name, overlay)
+
+
+def _rows(count: float) -> int:
+    return -(-round(count) // _MULTIPLE) * _MULTIPLE

@@ -1,0 +1,134 @@
+"""The driver of a search: from a base, a GPU and a quality budget to a record of what to serve."""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from slimqwen import variant as variants
+from slimqwen.analysis.roofline import gpu as data_sheets
+from slimqwen.progress import Progress, silent
+from slimqwen.records import provenance, store
+from slimqwen.search.candidate import Candidate, make_overlay
+from slimqwen.search.executors import Executor
+from slimqwen.search.ladder import Ladder
+from slimqwen.search.proof import prove
+from slimqwen.search.record import Search, SearchTrial
+from slimqwen.search.rungs import Budget
+from slimqwen.search.space import SearchSettings, Space
+from slimqwen.search.study import Study
+from slimqwen.variant import Variant, config_env
+
+
+def search(
+    base: Variant,
+    gpu_name: str,
+    budget: str,
+    settings: SearchSettings,
+    executor: Executor,
+    *,
+    command: Sequence[str],
+    trials: int | None = None,
+    minutes: float | None = None,
+    width: int = 1,
+    progress: Progress = silent,
+) -> Path:
+    """Search for the fastest variant of a base on a GPU within a quality budget, prove it, and write the record.
+
+    The fastest of the front become variants of experiments/ and are gated on items that the search did not see.
+
+    Args:
+        base: variant without a recipe of its own to search from.
+        gpu_name: name of a GPU in eval/devices.yaml.
+        budget: name of a gate in eval/gates/.
+        settings: what the space cannot derive.
+        executor: where rungs run that need an engine.
+        command: program and arguments, for the record.
+        trials: number of candidates instead of the settings'.
+        minutes: time after which no further candidate is begun.
+        width: candidates that are measured at a time.
+        progress: receives the candidates done, and the progress of the one under way.
+
+    Returns:
+        The record in results/.
+
+    Raises:
+        SlimqwenError: base, GPU, budget or settings cannot be used, or the incumbent could not be measured.
+    """
+    started = provenance.utc_now()
+    root = base.root
+    base.require_weights()
+    gpu = data_sheets.read(gpu_name, root)
+    space = Space.derive(base, gpu, settings)
+    folder = root / ".cache" / "search" / base.name
+    ladder = Ladder(base, make_overlay(base, folder / "overlay"), gpu, space, Budget.of_variant(base, budget))
+    with executor:
+        study = Study(ladder, executor, folder, root / "logs" / "search.log", progress)
+        seconds = math.inf if minutes is None else 60 * minutes
+        found = study.run(trials or settings.trials, seconds, width)
+    settings_file = settings.file(root)
+    fields: dict[str, Any] = {
+        "variant": base.name,
+        "gpu": gpu.name,
+        "timed": False,
+        "budget": budget,
+        "space": space.as_text(),
+        "context_len": settings.decoding.context_len,
+        "sequences": settings.decoding.sequences,
+        "incumbent": found.incumbent,
+        "repeated_suggestions": found.repeated,
+        "trials": tuple(found.trials),
+        "importance": found.importance,
+        "provenance": provenance.of_variant(
+            base,
+            command,
+            started,
+            devices=hashlib.sha256((root / data_sheets.FILE).read_bytes()).hexdigest(),
+            datasets={
+                provenance.portable(str(file), root): hashlib.sha256(file.read_bytes()).hexdigest()
+                for file in (settings_file, root / ladder.budget.fidelity.texts)
+                if file.is_file()
+            },
+            seeds={"sampler": settings.seed},
+        ),
+    }
+    chosen = Search(**fields).faster[: settings.finalists]
+    if chosen:
+        names = {_finalist(trial, ladder): trial.name for trial in chosen}
+        fields |= {
+            "proof": prove(list(names), executor, root, command=command),
+            "proof_names": names,
+        }
+    return store.write(root / "results", Search(**fields))
+
+
+def _finalist(trial: SearchTrial, ladder: Ladder) -> str:
+    """The variant of experiments/ that is made of a trial: one that is there already, or a new one.
+
+    Args:
+        trial: a candidate that passed every rung.
+        ladder: with the base and the space.
+    """
+    base, candidate = ladder.base, Candidate(**trial.changes)
+    number = 1
+    while (name := f"{base.name}-search-{number}") in variants.names(base.root):
+        if _is_made_of(base.root / "experiments" / name, candidate, ladder):
+            return name
+        number += 1
+    hypothesis = (
+        f"With {trial.label}, {base.name} keeps within every limit of {ladder.budget.name} on items that the search "
+        f"did not see, and the roofline of the {ladder.gpu.name} is {trial.tokens_per_second:,.0f} tokens/s."
+    )
+    return candidate.scaffold(name, base, ladder.space, hypothesis, base.root).name
+
+
+def _is_made_of(folder: Path, candidate: Candidate, ladder: Ladder) -> bool:
+    """Whether a variant's folder has the recipe and the lines of a candidate."""
+    recipe = folder / "recipe.yaml"
+    written = recipe.read_text(encoding="utf-8") if recipe.is_file() else None
+    if written != candidate.recipe(ladder.base, ladder.space):
+        return False
+    own = {key: setting.value for key, setting in config_env.read(folder / "config.env").items()}
+    lines = {key: value.strip("'") for key, value in candidate.lines(ladder.base).items()}
+    return {key: value for key, value in own.items() if key not in ("BASE", "VLLM_MODEL")} == lines

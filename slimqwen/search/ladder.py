@@ -1,0 +1,198 @@
+"""The ladder: rungs from cheap to dear; a candidate ends at the first that it cannot pass.
+
+1. roofline: the GPU's bound with an acceptance length that its drafts can hardly exceed; below the incumbent's it ends.
+2. fidelity: next-token distributions beside the base's; it ends where a whole interval lies beyond its limit.
+3. acceptance: drafts that are accepted at its depth; it ends where the interval of the share of the base's length lies
+   below the least one.
+4. speed: on a machine without the GPU the roofline with the measured acceptance length.
+
+Rungs 2 and 3 need an engine and run as one task, in a process of its own. What they measured is a pure function of the
+recipe's steps, flags, settings and versions: the answer is kept under a digest of these.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from slimqwen import checkpoint
+from slimqwen import variant as variants
+from slimqwen.analysis.roofline import cost
+from slimqwen.analysis.roofline.architecture import Model, read_model
+from slimqwen.analysis.roofline.bounds import ServedVariant
+from slimqwen.analysis.roofline.gpu import Gpu
+from slimqwen.checkpoint.tensors import TensorInfo
+from slimqwen.plan import shapes
+from slimqwen.records import provenance
+from slimqwen.records.settings import Settings
+from slimqwen.search import rungs
+from slimqwen.search.candidate import Candidate
+from slimqwen.search.executors import Resources, Task
+from slimqwen.search.rungs import Budget
+from slimqwen.search.space import Space
+from slimqwen.variant import Variant
+
+_ENGINE_BYTES = 3 << 30
+"""Resident size of vLLM's process, of stages and of the base in float32, for a small model."""
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """A base, a GPU, a space and a budget: everything that decides what a candidate's rungs answer.
+
+    Attributes:
+        base: variant that candidates are made from and compared with.
+        overlay: repository that candidates lie in.
+        gpu: GPU whose speed is modelled.
+        space: choices of the levers.
+        budget: limits of quality.
+    """
+
+    base: Variant
+    overlay: Path
+    gpu: Gpu
+    space: Space
+    budget: Budget
+
+    def incumbent(self, name: str) -> Variant:
+        """The variant that candidates have to be faster than.
+
+        Args:
+            name: of a variant; empty for the base.
+        """
+        return variants.load(name, self.base.root) if name else self.base
+
+    @cached_property
+    def _config(self) -> dict[str, Any]:
+        return checkpoint.read_config(self.base.weights)
+
+    def tensors(self, candidate: Candidate) -> tuple[dict[str, TensorInfo], dict[str, Any]]:
+        """Tensors and config.json of a candidate's checkpoint before it is made."""
+        shape = shapes.of_config(self._config)
+        for stage, parameters in candidate.steps(self.space, shape.text["vocab_size"]):
+            shape = shapes.after_stage(shape, stage, parameters)
+        infos = {
+            name: TensorInfo(dtype, size, Path(), 0, shapes.tensor_bytes(dtype, size))
+            for name, (dtype, size) in shapes.tensors(shape).items()
+        }
+        return infos, shapes.config_of(shape)
+
+    def checkpoint_bytes(self, candidate: Candidate) -> int:
+        """Bytes of a candidate's tensors."""
+        return sum(info.end for info in self.tensors(candidate)[0].values())
+
+    def tokens_per_second(self, candidate: Candidate, acceptance_length: float) -> float:
+        """Roofline of the decode speed on the GPU.
+
+        Raises:
+            RooflineError: the candidate does not fit the GPU, or the length is impossible for its depth.
+        """
+        tensors, config = self.tensors(candidate)
+        flags = {name: setting.value for name, setting in self.base.settings.items()}
+        state = flags.get("VLLM_MAMBA_SSM_CACHE_DTYPE", "auto")
+        model: Model = read_model(
+            tensors,
+            config,
+            kv_cache_dtype=candidate.kv_cache_dtype,
+            state_dtype=state if candidate.state_dtype == "auto" else candidate.state_dtype,
+        )
+        decoding = self.space.settings.decoding
+        served = ServedVariant(
+            self.base,
+            {},
+            "",
+            model,
+            candidate.depth,
+            decoding.context_len,
+            min(decoding.sequences, candidate.max_sequences or decoding.sequences),
+        )
+        batch = served.largest_batch(self.gpu, decoding.context_len)
+        step = cost.decode(model, self.gpu, batch, decoding.context_len, candidate.depth, acceptance_length)
+        return step.tokens_per_second
+
+    def best_tokens_per_second(self, candidate: Candidate, base_rates: Sequence[float]) -> float:
+        """The bound of the first rung: the base's acceptance length at that depth, and the slack on top of it.
+
+        Args:
+            candidate: what is asked for.
+            base_rates: share of the base's own drafts that are accepted up to each position.
+        """
+        slack = 1 + self.space.settings.acceptance_slack
+        length = (1 + sum(base_rates[: candidate.depth])) * slack
+        return self.tokens_per_second(candidate, min(candidate.depth + 1.0, length))
+
+    @property
+    def deepest(self) -> int:
+        """The largest draft depth of the space."""
+        return max(int(depth) for depth in self.space.choices["depth"])
+
+    def reference_task(self, variant: Variant, depth: int) -> Task:
+        """Count the drafts of a variant of the overlay that candidates are compared with.
+
+        Args:
+            variant: the base, or the incumbent.
+            depth: tokens drafted at a time (K).
+        """
+        argument = {"candidate": variant.name, "depth": depth}
+        request = self.reference_request(variant, depth)
+        return self._task(request, f"drafts of {variant.name}", rungs.count_drafts, argument)
+
+    def reference_request(self, variant: Variant, depth: int) -> Any:
+        """What decides the answer of `reference_task`."""
+        if variant.name == self.base.name:
+            return self._request(Candidate(depth=depth), self.budget.acceptance)
+        recipe = variant.recipe.read_text(encoding="utf-8") if variant.recipe else variant.name
+        return [recipe, self._shared(self.budget.acceptance), depth]
+
+    def requests(self, candidate: Candidate) -> dict[str, Any]:
+        """What decides the answers of `rungs.climb`, by their name; all candidates of one target share its fidelity."""
+        requests = {"fidelity": self._request(candidate.target, self.budget.fidelity)}
+        if candidate.depth:
+            requests["base_acceptance"] = self._request(
+                Candidate(depth=candidate.depth), self.budget.acceptance
+            )
+            requests["acceptance"] = self._request(candidate, self.budget.acceptance)
+        return requests
+
+    def task(self, candidate: Candidate, name: str, known: Mapping[str, Any]) -> Task:
+        """Make a candidate and take it over the rungs that need an engine.
+
+        Args:
+            candidate: what is measured.
+            name: of its variant in the overlay.
+            known: answers that need not be measured again, by name.
+        """
+        target = candidate.target.in_overlay(self.base, self.space, self.overlay)
+        argument = {"candidate": name, "target": target.name, "depth": candidate.depth, "known": dict(known)}
+        return self._task(self.requests(candidate), name, rungs.climb, argument)
+
+    def _request(self, candidate: Candidate, settings: Settings) -> Any:
+        made = [candidate.recipe(self.base, self.space), candidate.lines(self.base)]
+        return [made, self._shared(settings)]
+
+    def _shared(self, settings: Settings) -> Any:
+        """What decides every answer beside the candidate."""
+        split = self.budget.split
+        side = split.as_json() if split else None
+        return [*self._circumstances, settings.model_dump(mode="json"), side, self.deepest]
+
+    @cached_property
+    def _circumstances(self) -> list[Any]:
+        flags = {name: setting.value for name, setting in self.base.settings.items()}
+        return [checkpoint.digest(self.base.weights), flags, provenance.package_versions()]
+
+    def _task(self, request: Any, title: str, function: Any, more: Mapping[str, Any]) -> Task:
+        argument = {
+            "base": self.base.name,
+            "overlay": str(self.overlay.relative_to(self.base.root)),
+            "budget": self.budget.name,
+            "deepest": self.deepest,
+            **more,
+        }
+        digest = hashlib.sha256(json.dumps(request, sort_keys=True, default=str).encode()).hexdigest()
+        gpus = 1 if self.base.platform == "cuda" else 0
+        needs = Resources(gpus=gpus, memory_bytes=_ENGINE_BYTES, whole_node=True)
+        return Task(f"{digest[:24]}-search-{title}", title, function, argument, needs)

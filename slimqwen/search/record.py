@@ -1,0 +1,340 @@
+"""The record kind search: every candidate that a search tried, where it ended, and what came out."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, PositiveFloat
+
+from slimqwen.records.panel import Line, Panel
+from slimqwen.records.provenance import source_notes
+from slimqwen.records.record import (
+    Block,
+    Count,
+    Estimate,
+    Finding,
+    NonNegative,
+    Positive,
+    Record,
+    VariantName,
+)
+from slimqwen.records.table import Table
+from slimqwen.search.proof import Finalist, Proof
+
+if TYPE_CHECKING:
+    from slimqwen.records.collection import Collection
+
+Rung = Literal["roofline", "fidelity", "acceptance", "speed"]
+RUNGS: tuple[Rung, ...] = ("roofline", "fidelity", "acceptance", "speed")
+
+
+class Ratio(Block):
+    """A ratio with its 95 % interval."""
+
+    value: NonNegative
+    low: NonNegative
+    high: NonNegative
+
+    def __str__(self) -> str:
+        """The ratio and its interval."""
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+class SearchTrial(Block):
+    """A candidate, and the rung that it ended at. A figure of a rung that it did not reach is null."""
+
+    number: Count
+    name: str = Field(min_length=1, description="Digest of its recipe and flags.")
+    changes: dict[str, Any] = Field(description="Levers that differ from the base's.")
+    rung: Rung = Field(description="The last one that it reached.")
+    reason: str = Field(description="Why it ended there; empty where it passed every rung.")
+    crashed: bool = Field(
+        description="Whether it ended because something died or raised; such a trial has no score."
+    )
+    checkpoint_bytes: Count
+    bound_tokens_per_second: NonNegative = Field(description="With the acceptance length of the first rung.")
+    kl_nats: Estimate | None = None
+    fidelity_share: float | None = Field(None, description="Largest fidelity figure as a share of its limit.")
+    fidelity_figure: str | None = Field(None, description="Name of that figure.")
+    acceptance_length: Estimate | None = None
+    acceptance_share: Ratio | None = Field(
+        None, description="Acceptance length / the base's at the same depth, on the same prompts."
+    )
+    tokens_per_second: PositiveFloat | None = Field(None, description="Modelled, with the measured length.")
+    worst_share: float | None = Field(
+        None, description="Largest share of a limit that is used: of fidelity, or of the loss of acceptance."
+    )
+    seconds: NonNegative = Field(description="In the rungs that need an engine.")
+
+    @property
+    def passed(self) -> bool:
+        """Whether it passed every rung."""
+        return not self.reason
+
+    @property
+    def label(self) -> str:
+        """What it changes, in one line."""
+        return ", ".join(f"{lever} {value}" for lever, value in self.changes.items()) or "nothing"
+
+
+class Incumbent(Block):
+    """What candidates have to be faster than."""
+
+    variant: VariantName
+    tokens_per_second: PositiveFloat
+    acceptance_length: Estimate | None
+
+
+class Search(Record):
+    """The candidates of a search for the fastest variant within a quality budget."""
+
+    kind = "search"
+    folder = "results"
+    verb = "search"
+
+    gpu: str = Field(min_length=1, description="Name in eval/devices.yaml.")
+    timed: bool = Field(description="Whether speed was measured on that GPU; otherwise it is its roofline's.")
+    budget: str = Field(min_length=1, description="eval/gates/<budget>.yaml.")
+    space: str = Field(min_length=1, description="Choices and settings, YAML.")
+    context_len: Positive = Field(description="Cached tokens of each sequence of the modelled decoding.")
+    sequences: Positive
+    incumbent: Incumbent
+    repeated_suggestions: Count = Field(description="Of candidates known already, answered without a trial.")
+    trials: tuple[SearchTrial, ...] = Field(min_length=1)
+    importance: dict[str, NonNegative] = Field(
+        description="Of each lever for the modelled speed among the trials that passed, by PED-ANOVA; empty where too "
+        "few passed."
+    )
+    proof: Proof | None = Field(default=None, description="Of the finalists; null where there was none.")
+    proof_names: dict[str, str] = Field(default={}, description="Name of a trial by the finalist made of it.")
+
+    @property
+    def front(self) -> list[SearchTrial]:
+        """Trials that no other beats in speed, share of a limit and size, the fastest first."""
+        passed = [trial for trial in self.trials if trial.passed]
+        best = [trial for trial in passed if not any(_dominates(other, trial) for other in passed)]
+        return sorted(best, key=lambda trial: -(trial.tokens_per_second or 0))
+
+    @property
+    def faster(self) -> list[SearchTrial]:
+        """Trials of the front that are modelled faster than the incumbent."""
+        least = self.incumbent.tokens_per_second
+        return [trial for trial in self.front if (trial.tokens_per_second or 0) > least]
+
+    @property
+    def promoted(self) -> list[str]:
+        """Finalists that passed their proof, the fastest first."""
+        return self.proof.promoted if self.proof else []
+
+    @property
+    def advice(self) -> str:
+        """What to serve, and why."""
+        incumbent, least = self.incumbent.variant, self.incumbent.tokens_per_second
+        where = f"the {self.gpu}" if self.timed else f"the {self.gpu}, as its roofline models it"
+        if not self.faster:
+            return (
+                f"Serve {incumbent}: of {len(self.trials)} candidates none that kept within the limits of "
+                f"{self.budget} is faster on {where}."
+            )
+        by_name = {trial.name: trial for trial in self.trials}
+        best = by_name[self.proof_names[self.promoted[0]]] if self.promoted else self.faster[0]
+        assert best.tokens_per_second is not None
+        assert best.worst_share is not None
+        facts = (
+            f"{best.label}. On {where}, it decodes {best.tokens_per_second:,.0f} tokens/s, "
+            f"{best.tokens_per_second / least:.2f} times the {least:,.0f} of {incumbent}, with "
+            f"{best.checkpoint_bytes / 1e6:.1f} MB; on the search's items it used {best.worst_share:.0%} of the limit "
+            "that it came nearest to"
+        )
+        if not self.proof:
+            return f"Best candidate, not proven: {facts}."
+        if not self.promoted:
+            return f"Serve {incumbent}: no finalist passed on the items that the search had not seen. Fastest: {facts}."
+        (proven,) = (each for each in self.proof.finalists if each.variant == self.promoted[0])
+        return (
+            f"Serve {proven.variant}, because it is the fastest that passed every check on items that the search had "
+            f"not seen (adjusted p-value {proven.adjusted_p_value:.2g}, alpha {self.proof.alpha:g}): {facts}."
+        )
+
+    def finding(self, path: Path, records: "Collection") -> str:
+        """The advice."""
+        return self.advice
+
+    def tables(self, path: Path) -> list[Table]:
+        """The front; the trials by rung; all trials; what levers matter."""
+        speed = "tokens/s" if self.timed else f"tokens/s (roofline of the {self.gpu})"
+        front: dict[str, Callable[[SearchTrial], object]] = {
+            "candidate": lambda row: row.label,
+            speed: lambda row: f"{row.tokens_per_second:,.0f}",
+            f"times {self.incumbent.variant}": lambda row: (
+                f"{(row.tokens_per_second or 0) / self.incumbent.tokens_per_second:.2f}"
+            ),
+            "acceptance length ± SE": lambda row: (
+                f"{row.acceptance_length:.3f}" if row.acceptance_length else None
+            ),
+            "share of the base's [95 %]": lambda row: row.acceptance_share,
+            "KL, nats a token ± SE": lambda row: f"{row.kl_nats:.5f}" if row.kl_nats else None,
+            "of a limit": lambda row: f"{row.worst_share:.0%}",
+            "MB": lambda row: f"{row.checkpoint_bytes / 1e6:.2f}",
+        }
+        notes = [
+            self.advice,
+            f"Decoding of {self.sequences} at once, {self.context_len:,} cached tokens each. Of a limit: the largest "
+            f"share of a limit of {self.budget} that is used, of fidelity or of the loss of acceptance length; above "
+            "100 % its interval reaches back over the limit.",
+            *source_notes(self, path),
+        ]
+        if not self.timed:
+            notes.insert(1, f"No speed here was measured on a GPU: every one is the {self.gpu}'s roofline.")
+        all_trials: dict[str, Callable[[SearchTrial], object]] = {
+            "trial": lambda row: row.number,
+            "candidate": lambda row: row.label,
+            "ended at": lambda row: row.rung,
+            "because": lambda row: row.reason or "passed every rung",
+            "bound, tokens/s": lambda row: f"{row.bound_tokens_per_second:,.0f}",
+            "tokens/s": lambda row: f"{row.tokens_per_second:,.0f}" if row.tokens_per_second else None,
+            "of a limit": lambda row: f"{row.worst_share:.0%}" if row.worst_share is not None else None,
+            "s": lambda row: f"{row.seconds:.0f}",
+        }
+        tables = [
+            Table.of(f"Front of the search from {self.variant}", self.front, front, *notes),
+            *([self._proof_table(self.proof)] if self.proof else []),
+            self._rungs_table(),
+            Table.of("Trials", self.trials, all_trials, text_columns=4),
+        ]
+        if self.importance:
+            ranked = sorted(self.importance.items(), key=lambda each: -each[1])
+            columns: dict[str, Callable[[tuple[str, float]], object]] = {
+                "lever": lambda row: row[0],
+                "importance for speed": lambda row: f"{row[1]:.2f}",
+            }
+            tables.append(
+                Table.of("What decides the speed of the trials that passed (PED-ANOVA)", ranked, columns)
+            )
+        return tables
+
+    def panels(self) -> list[Panel]:
+        """Speed over the share of a limit; every trial's levers; what levers matter."""
+        passed = [trial for trial in self.trials if trial.passed and trial not in self.front]
+        speeds = [trial.tokens_per_second or 0 for trial in self.trials if trial.passed]
+        least = self.incumbent.tokens_per_second
+        low, high = min([least, *speeds]), max([least, *speeds])
+        shares = [trial.worst_share or 0 for trial in self.trials if trial.passed]
+        panels = [
+            Panel(
+                "share of a limit that is used",
+                "tokens/s"
+                if self.timed
+                else f"tokens/s, roofline of the {self.gpu} (bars: 95 % of acceptance)",
+                [
+                    _points("front", sorted(self.front, key=lambda trial: trial.worst_share or 0)),
+                    _points("passed", passed),
+                    Line(self.incumbent.variant, [min([0, *shares]), max([1, *shares])], [least, least]),
+                    Line("limit", [1, 1], [low, high]),
+                ],
+            ),
+            self._levers_panel(),
+        ]
+        if self.importance:
+            names = list(self.importance)
+            values = [self.importance[name] for name in names]
+            bars = Line("importance", range(len(names)), values)
+            panels.append(Panel("lever", "importance for speed", [bars], names))
+        return panels
+
+    def _levers_panel(self) -> Panel:
+        """Parallel coordinates: a line a trial over the levers, at the place of its choice among those tried."""
+        levers = list(dict.fromkeys(lever for trial in self.trials for lever in trial.changes))
+        choices = {
+            lever: sorted({str(trial.changes.get(lever, "")) for trial in self.trials}) for lever in levers
+        }
+        front = self.front
+
+        def line(trial: SearchTrial) -> Line:
+            heights = [
+                choices[lever].index(str(trial.changes.get(lever, ""))) / max(1, len(choices[lever]) - 1)
+                for lever in levers
+            ]
+            label = "front" if trial in front else "passed" if trial.passed else f"ended at {trial.rung}"
+            return Line(label, range(len(levers)), heights)
+
+        drawn = [line(trial) for trial in self.trials if trial not in front] + [
+            line(trial) for trial in front
+        ]
+        return Panel("lever", "choice, from none", drawn, positions=levers)
+
+    def _proof_table(self, proof: Proof) -> Table:
+        """Both estimates of every finalist: on the search's items and on those that it never saw."""
+        rows = [(finalist, after) for finalist in proof.finalists for after in finalist.after]
+
+        def before(finalist: Finalist, after: Finding) -> Finding | None:
+            alike = (
+                each for each in finalist.before if (each.gate, each.figure) == (after.gate, after.figure)
+            )
+            return next(alike, None)
+
+        columns: dict[str, Callable[[tuple[Finalist, Finding]], object]] = {
+            "finalist": lambda row: row[0].variant,
+            "check": lambda row: row[1].gate,
+            "figure": lambda row: row[1].figure,
+            "search's items": lambda row: _estimate(before(*row)),
+            "proof's items": lambda row: _estimate(row[1]),
+            "limit": lambda row: f"{row[1].limit:g}",
+            "verdict": lambda row: row[1].verdict,
+        }
+        notes = [
+            f"{each.variant} ({self.proof_names.get(each.variant, '?')}): {each.verdict}, adjusted p-value "
+            f"{each.adjusted_p_value:.2g}" + (f"; {each.reason}" if each.reason else "")
+            for each in proof.finalists
+        ]
+        return Table.of("Proof of the finalists", rows, columns, *notes, text_columns=3)
+
+    def _rungs_table(self) -> Table:
+        columns: dict[str, Callable[[Rung], object]] = {
+            "rung": lambda rung: rung,
+            "trials that ended there": lambda rung: sum(
+                row.rung == rung and not row.passed for row in self.trials
+            ),
+            "of them crashed": lambda rung: sum(row.rung == rung and row.crashed for row in self.trials),
+            "passed": lambda rung: sum(row.rung == rung and row.passed for row in self.trials),
+            "minutes": lambda rung: f"{sum(row.seconds for row in self.trials if row.rung == rung) / 60:.1f}",
+        }
+        note = f"{len(self.trials)} candidates; {self.repeated_suggestions} suggestions were of known ones."
+        return Table.of("Rungs", RUNGS, columns, note)
+
+
+def _dominates(first: SearchTrial, second: SearchTrial) -> bool:
+    """Whether a trial is at least as good as another in all three, and better in one."""
+
+    def scores(trial: SearchTrial) -> tuple[float, float, int]:
+        return -(trial.tokens_per_second or 0), trial.worst_share or 0, trial.checkpoint_bytes
+
+    pairs = list(zip(scores(first), scores(second), strict=True))
+    return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
+
+
+def _estimate(finding: Finding | None) -> str | None:
+    if finding is None or finding.value is None:
+        return None
+    interval = "" if finding.low is None else f" [{finding.low:.4g}, {finding.high:.4g}]"
+    return f"{finding.value:.4g}{interval}"
+
+
+def _points(label: str, trials: Sequence[SearchTrial]) -> Line:
+    """Trials with half their interval of speed, which is that of their acceptance length."""
+    errors = [
+        (trial.tokens_per_second or 0)
+        * 1.96
+        * trial.acceptance_length.standard_error
+        / trial.acceptance_length.value
+        if trial.acceptance_length
+        else 0.0
+        for trial in trials
+    ]
+    return Line(
+        label,
+        [trial.worst_share or 0 for trial in trials],
+        [trial.tokens_per_second or 0 for trial in trials],
+        errors,
+        joined=False,
+    )

@@ -1,0 +1,173 @@
+"""The rungs of the ladder that need an engine, each a task in a process of its own that writes no record."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slimqwen import checkpoint
+from slimqwen import variant as variants
+from slimqwen.evals import drafting, fidelity
+from slimqwen.evals.drafting import AcceptanceSettings
+from slimqwen.evals.fidelity_figures import FidelitySettings, Figures, Limits, summarise
+from slimqwen.evals.gate import GateSettings
+from slimqwen.progress import Progress
+from slimqwen.recipe import variant_recipe
+from slimqwen.records.record import Estimate
+from slimqwen.records.split import Split
+from slimqwen.serving.command import ServerCommand
+from slimqwen.variant import Variant
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The limits of quality that candidates are held against.
+
+    Attributes:
+        name: of eval/gates/<name>.yaml.
+        fidelity: texts and limits.
+        acceptance: prompts, depth and least share.
+        split: side of the texts and documents that a search sees; its proof is made on the other.
+    """
+
+    name: str
+    fidelity: FidelitySettings
+    acceptance: AcceptanceSettings
+    split: Split | None
+
+    @classmethod
+    def of_variant(cls, base: Variant, name: str) -> "Budget":
+        """The budget that eval/gates/<name>.yaml names.
+
+        Raises:
+            SettingsError: a file of it is missing or cannot be used; names the command that makes it.
+        """
+        gate = GateSettings.of_variant(base, name)
+        return cls(
+            name,
+            FidelitySettings.of_variant(base, gate.fidelity),
+            AcceptanceSettings.of_variant(base, gate.acceptance),
+            gate.split("search", base.root),
+        )
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Fidelity figures as shares of their limits.
+
+    Attributes:
+        worst: figure with the largest share.
+        share: that share; 1 is the limit.
+        near: the largest share of an interval's near bound; above 1 a whole interval lies beyond its limit.
+        kl_nats: KL divergence, nats a token.
+    """
+
+    worst: str
+    share: float
+    near: float
+    kl_nats: Estimate | None
+
+    @classmethod
+    def of(cls, answer: Mapping[str, Any], budget: Budget) -> "Shares":
+        """Hold the answer of the fidelity rung against the limits.
+
+        The divergence of all texts joined has no interval, so it counts as it is.
+        """
+        by_change = budget.fidelity.limits
+        limits: Limits = by_change.same_weights if answer["same"] else by_change.changed_weights
+        figures = Figures.model_validate(answer["figures"])
+        values: dict[str, tuple[float, float]] = {}
+        for name, limit in limits:
+            estimate: Estimate | None = getattr(figures, name)
+            if estimate is not None:
+                values[name] = (estimate.value / limit, estimate.interval[0] / limit)
+        if figures.joined_kl_nats is not None:
+            share = figures.joined_kl_nats / limits.kl_nats
+            values["joined_kl_nats"] = (share, share)
+        worst = max(values, key=lambda name: values[name][0])
+        return cls(worst, values[worst][0], max(near for _, near in values.values()), figures.kl_nats)
+
+
+def count_drafts(root: Path, argument: Mapping[str, Any], progress: Progress) -> list[dict[str, Any]]:
+    """Make a variant and count its drafts greedily.
+
+    Args:
+        root: the repository.
+        argument: {"overlay": folder, "base": name, "candidate": name, "budget": name, "depth": K, "deepest": K}.
+        progress: receives (activity, done, total).
+
+    Returns:
+        Items of an acceptance record.
+    """
+    base, variant = _load(root, argument, "candidate")
+    return _count(variant, base, argument, progress)
+
+
+def climb(root: Path, argument: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
+    """Make a candidate, compare its distributions with the base's and count its drafts, as far as it gets.
+
+    Args:
+        root: the repository.
+        argument: as for `count_drafts`, and {"target": the candidate without drafts, "known": answers by rung}.
+        progress: receives (activity, done, total).
+
+    Returns:
+        {"fidelity": {"figures": `Figures` as JSON, "same": whether the weights are the base's},
+        "acceptance": items, "base_acceptance": items}; without the latter where it drafts nothing or ended before.
+    """
+    base, target = _load(root, argument, "target")
+    budget = Budget.of_variant(base, argument["budget"])
+    answers = dict(argument["known"])
+    if "fidelity" not in answers:
+        answers["fidelity"] = _compare(target, base, budget, progress)
+    if argument["depth"] and Shares.of(answers["fidelity"], budget).near <= 1:
+        for name, side in {"base_acceptance": "base", "acceptance": "candidate"}.items():
+            if name not in answers:
+                answers[name] = _count(_load(root, argument, side)[1], base, argument, progress)
+    return answers
+
+
+def _load(root: Path, argument: Mapping[str, Any], which: str) -> tuple[Variant, Variant]:
+    overlay = root / argument["overlay"]
+    return variants.load(argument["base"], overlay), variants.load(argument[which], overlay)
+
+
+def _make(variant: Variant, progress: Progress) -> None:
+    if variant.recipe is not None:
+        variant_recipe.run(variant, progress=progress)
+    variant.require_weights()
+
+
+def _compare(target: Variant, base: Variant, budget: Budget, progress: Progress) -> dict[str, Any]:
+    from slimqwen.evals import token_distributions
+
+    _make(target, progress)
+    command = ServerCommand.resolve(target)
+    texts = token_distributions.compare(
+        target.weights,
+        base.weights,
+        budget.fidelity,
+        base.root,
+        flags=fidelity.weight_flags(command.flags),
+        max_model_len=command.max_model_len,
+        modes=("single",),
+        split=budget.split,
+        progress=progress,
+    )
+    figures = summarise(texts)["single"]
+    same = checkpoint.digest(target.weights) == checkpoint.digest(base.weights)
+    return {"figures": figures.as_json(), "same": same}
+
+
+def _count(
+    variant: Variant, base: Variant, argument: Mapping[str, Any], progress: Progress
+) -> list[dict[str, Any]]:
+    budget = Budget.of_variant(base, argument["budget"])
+    settings = budget.acceptance
+    _make(variant, progress)
+    command = ServerCommand.resolve(variant)
+    # The same prompts for every depth of the space.
+    longest = command.max_model_len - settings.tokens - argument["deepest"] - 1
+    classes = drafting.cut_prompts(settings, variant, base, longest, budget.split)
+    flags = fidelity.weight_flags(command.flags)
+    return drafting.count(variant.weights, classes, settings, [argument["depth"]], [0.0], flags, progress)

@@ -1,0 +1,210 @@
+"""The space of a search: what each lever may be for a checkpoint and a GPU, and how speed is modelled.
+
+eval/search/<name>.yaml, or a file of one's own, says what cannot be derived; everything else comes from the
+checkpoint's architecture and from what the GPU can serve.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt
+
+from slimqwen import checkpoint
+from slimqwen.analysis.roofline.gpu import Gpu
+from slimqwen.plan import shapes
+from slimqwen.records.settings import Settings, read
+from slimqwen.search import SearchError
+from slimqwen.variant import Variant
+
+Choice = str | int | float | bool
+Point = Mapping[str, Choice]
+
+LEVERS = (
+    "mlp", "attention", "linear_attention", "mtp", "group_size", "rounding", "head_bits", "vocabulary",
+    "draft_vocabulary", "redistillation", "depth", "state_dtype", "kv_cache_dtype", "max_sequences",
+)  # fmt: skip
+"""Names of the levers; `slimqwen.search.candidate.Candidate` explains each."""
+
+_SCHEMES = ("none", "W8A16", "W4A16")
+_GROUP_SIZES = (32, 64, 128)
+_VOCABULARY = (1.0, 0.96875, 0.875, 0.5)
+_DRAFT_VOCABULARY = (1.0, 0.5, 0.25, 0.125)
+_DEPTHS = (1, 2, 3, 4, 5, 6)
+_FP8_CAPABILITY = (8, 9)
+"""First compute capability whose attention kernels read an FP8 KV cache without leaving full CUDA graphs."""
+
+
+class Decoding(BaseModel):
+    """The decoding whose speed is modelled.
+
+    Attributes:
+        sequences: sequences at once, as far as a candidate serves and the GPU's memory holds so many.
+        context_len: cached tokens of each.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    sequences: PositiveInt = 1
+    context_len: PositiveInt = 2048
+
+
+class Incumbent(BaseModel):
+    """The variant that a candidate has to be faster than.
+
+    Attributes:
+        variant: its name; empty for the base itself.
+        point: its levers as far as they decide what a decode step reads; those left out do nothing.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    variant: str = ""
+    point: dict[str, Choice] = {}
+
+
+class SearchSettings(Settings):
+    """eval/search/<name>.yaml.
+
+    Attributes:
+        choices: values of a lever by its name, instead of the derived ones.
+        stages: parameters of a recipe's stages by stage, for all candidates: text, sizes, steps.
+        decoding: whose speed is modelled.
+        incumbent: variant to beat.
+        points: levers to try first; those left out are the incumbent's.
+        speed_share: share of the fastest speed so far that a candidate has to promise; 0 looks for a whole front.
+        acceptance_slack: share by which a candidate's acceptance length, not counted yet, may lie above the base's.
+        seed: seed of the sampler.
+        trials: number of different candidates.
+        finalists: largest number of candidates that are proven.
+    """
+
+    folder: ClassVar[str] = "search"
+
+    choices: dict[str, tuple[Choice, ...]] = Field(default={})
+    stages: dict[str, dict[str, Any]] = Field(default={})
+    decoding: Decoding = Decoding()
+    incumbent: Incumbent = Incumbent()
+    points: tuple[dict[str, Choice], ...] = ()
+    speed_share: float = Field(default=0.8, ge=0, le=1)
+    acceptance_slack: NonNegativeFloat = 0.05
+    seed: int = 0
+    trials: PositiveInt = 48
+    finalists: PositiveInt = 2
+
+    @classmethod
+    def load_file(cls, path: Path) -> Self:
+        """Read a file outside eval/search/.
+
+        Raises:
+            SettingsError: it is missing, or a field is missing or wrong.
+        """
+        path = path.absolute()
+        return read(
+            path,
+            path.parent,
+            lambda content: cls.model_validate({**content, "name": path.stem}),
+            missing="does not exist; write it, or leave out --space",
+        )
+
+
+@dataclass(frozen=True)
+class Space:
+    """The choices of every lever, for one checkpoint and one GPU.
+
+    Attributes:
+        choices: values by lever, the one that does nothing first; a single one is no lever.
+        settings: what the file says.
+    """
+
+    choices: Mapping[str, tuple[Choice, ...]]
+    settings: SearchSettings
+
+    @classmethod
+    def derive(cls, base: Variant, gpu: Gpu, settings: SearchSettings) -> "Space":
+        """The space of a base on a GPU.
+
+        Raises:
+            SearchError: the settings name an unknown lever, or a point outside the space.
+            CorruptCheckpointError: the base's config.json cannot be used.
+        """
+        derived = _derived(base, gpu)
+        points = [settings.incumbent.point, *settings.points]
+        unknown = sorted({*settings.choices}.union(*points) - {*LEVERS})
+        if unknown:
+            raise SearchError(f"{unknown[0]!r} is no lever of a search; levers are {', '.join(LEVERS)}")
+        space = cls(MappingProxyType({**derived, **settings.choices}), settings)
+        for lever, value in (each for point in points for each in point.items()):
+            if value not in space.choices[lever]:
+                raise SearchError(
+                    f"a point's {lever} {value!r} is none of {', '.join(map(str, space.choices[lever]))}; "
+                    "add it to the choices"
+                )
+        return space
+
+    @property
+    def levers(self) -> list[str]:
+        """Names of the levers with more than one choice."""
+        return [lever for lever in LEVERS if len(self.choices[lever]) > 1]
+
+    def complete(self, point: Point) -> dict[str, Choice]:
+        """A value for every lever: those of a point, else the first choice, which does nothing."""
+        return {lever: point.get(lever, self.choices[lever][0]) for lever in LEVERS}
+
+    def first_points(self) -> list[dict[str, Choice]]:
+        """Points to begin with: the incumbent's, then those of the settings."""
+        incumbent = self.complete(self.settings.incumbent.point)
+        return [incumbent, *({**incumbent, **point} for point in self.settings.points)]
+
+    def moves(self) -> list[dict[str, Choice]]:
+        """The incumbent's point with one lever at its last choice."""
+        incumbent = self.complete(self.settings.incumbent.point)
+        moved = [{**incumbent, lever: self.choices[lever][-1]} for lever in self.levers]
+        return [point for point in moved if point != incumbent]
+
+    def as_text(self) -> str:
+        """The space as YAML, for digests and logs."""
+        fields = {
+            "choices": {lever: list(values) for lever, values in self.choices.items()},
+            "settings": self.settings.model_dump(mode="json", exclude={"choices", "trials", "finalists"}),
+        }
+        return yaml.safe_dump(fields, sort_keys=True)
+
+
+def _derived(base: Variant, gpu: Gpu) -> dict[str, tuple[Choice, ...]]:
+    config = checkpoint.read_config(base.weights)
+    text = checkpoint.text_config(config)
+    layers = set(text.get("layer_types", ["full_attention"]))
+    packed = "quantization_config" in config
+    drafts = bool(text.get("mtp_num_hidden_layers"))
+
+    def schemes(present: bool) -> tuple[Choice, ...]:
+        return _SCHEMES if present and not packed else _SCHEMES[:1]
+
+    widths = {
+        shape[1]
+        for name, (_, shape) in shapes.tensors(shapes.of_config(config)).items()
+        if len(shape) == 2 and "embed_tokens" not in name
+    }
+    groups = tuple(size for size in _GROUP_SIZES if all(width % size == 0 for width in widths))
+    capability = tuple(int(part) for part in gpu.compute_capability.split("."))
+    recurrent = "linear_attention" in layers
+    return {
+        "mlp": schemes(True),
+        "attention": schemes("full_attention" in layers),
+        "linear_attention": schemes(recurrent),
+        "mtp": schemes(drafts),
+        "group_size": groups or _GROUP_SIZES[:1],
+        "rounding": ("nearest", "gptq") if not packed else ("nearest",),
+        "head_bits": (16, 4) if groups and not packed else (16,),
+        "vocabulary": _VOCABULARY,
+        "draft_vocabulary": _DRAFT_VOCABULARY if drafts else (1.0,),
+        "redistillation": (False, True) if drafts else (False,),
+        "depth": _DEPTHS if drafts else (0,),
+        "state_dtype": ("auto", "float16") if recurrent else ("auto",),
+        "kv_cache_dtype": ("auto", "fp8") if capability >= _FP8_CAPABILITY else ("auto",),
+        "max_sequences": (0,),
+    }

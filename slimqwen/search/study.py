@@ -1,0 +1,390 @@
+"""The study of a search: which candidate to try next, and what became of the others.
+
+Optuna's multi-objective TPE proposes points. It maximises the modelled tokens per second, minimises the largest share
+of a limit that is used, and minimises the bytes of the checkpoint; a candidate that ended before the last rung violates
+a constraint and has no score. The study is a journal in .cache/search/, so the same command goes on where it stopped.
+"""
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slimqwen.analysis.roofline.gpu import RooflineError
+from slimqwen.evals import acceptance_share
+from slimqwen.evals.acceptance import summarise
+from slimqwen.progress import Progress, silent
+from slimqwen.records.journal import locked
+from slimqwen.records.record import Estimate
+from slimqwen.search import SearchError
+from slimqwen.search.candidate import Candidate, without_cache
+from slimqwen.search.executors import Executor, Failure, Outcome
+from slimqwen.search.ladder import Ladder
+from slimqwen.search.record import Incumbent, Ratio, Rung, SearchTrial
+from slimqwen.search.rungs import Shares
+from slimqwen.search.space import LEVERS, Choice
+from slimqwen.variant import Variant
+
+_STARTUP_TRIALS = 12
+"""Trials before TPE proposes: those that were enqueued, and random ones."""
+
+_FIRST_MOVES = 6
+"""Moves of one lever that a study begins with."""
+
+_ASKS_PER_TRIAL = 20
+"""Suggestions of known candidates in a row after which the space counts as used up."""
+
+_CRASHED = 1e3
+"""Constraint value of a candidate that died, worse than that of any that was measured."""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a study found.
+
+    Attributes:
+        trials: every candidate once, in the order of their trials.
+        incumbent: what they have to be faster than.
+        repeated: suggestions of candidates that were known.
+        importance: of each lever for the modelled speed; empty where too few trials passed.
+    """
+
+    trials: list[SearchTrial]
+    incumbent: Incumbent
+    repeated: int
+    importance: dict[str, float]
+
+
+@dataclass
+class _Running:
+    """A trial whose task has not ended."""
+
+    trial: Any
+    candidate: Candidate
+    row: dict[str, Any]
+    began: float = field(default_factory=time.monotonic)
+
+
+class Study:
+    """A search under way."""
+
+    def __init__(
+        self, ladder: Ladder, executor: Executor, folder: Path, log: Path, progress: Progress = silent
+    ) -> None:
+        """Open a study, or go on with an earlier one of the same ladder.
+
+        Args:
+            ladder: the rungs.
+            executor: where tasks run; entered already.
+            folder: of the study's journal and of the rungs' answers.
+            log: file for what Optuna says.
+            progress: receives the trials done.
+        """
+        self._ladder, self._executor, self._progress = ladder, executor, progress
+        self._folder, self._log = folder, log
+        self._running: dict[str, _Running] = {}
+        self._known: dict[str, SearchTrial] = {}
+        self._repeated = 0
+
+    def run(self, trials: int, seconds: float = math.inf, width: int = 1) -> Findings:
+        """Try candidates.
+
+        Args:
+            trials: number of different candidates, those of earlier runs included.
+            seconds: time after which no further one is begun.
+            width: candidates that are measured at a time.
+
+        Raises:
+            SearchError: the base or the incumbent could not be measured.
+        """
+        deadline = time.monotonic() + seconds
+        with locked(self._folder / "answers.jsonl") as answers, _quiet(self._log):
+            self._answers = answers
+            self._measure_references()
+            self._study = self._open()
+            asks = 0
+            while len(self._known) < trials and asks < _ASKS_PER_TRIAL * trials:
+                room = trials - len(self._known) - len(self._running)
+                if room > 0 and len(self._running) < width and time.monotonic() < deadline:
+                    asks += 1
+                    self._ask()
+                elif self._running:
+                    self._take(self._executor.wait())
+                else:
+                    break
+                self._progress("candidates", len(self._known), trials)
+            while self._running:
+                self._take(self._executor.wait())
+            return Findings(
+                sorted(self._known.values(), key=lambda trial: trial.number),
+                self._incumbent,
+                self._repeated,
+                self._importance(),
+            )
+
+    def _measure_references(self) -> None:
+        """Count the base's drafts at the largest depth, for first bounds, and the incumbent's at its own."""
+        ladder = self._ladder
+        settings = ladder.space.settings
+        self._base_rates: list[float] = []
+        if ladder.deepest:
+            items = self._reference(without_cache(ladder.base, ladder.overlay), ladder.deepest)
+            drafts = sum(item["drafts"] for item in items)
+            accepted = zip(*(item["accepted_per_position"] for item in items), strict=True)
+            self._base_rates = [sum(position) / drafts for position in accepted]
+        point = Candidate.at(ladder.space.complete(settings.incumbent.point))
+        variant = ladder.incumbent(settings.incumbent.variant)
+        length = None
+        if point.depth:
+            items = self._reference(without_cache(variant, ladder.overlay), point.depth)
+            length = _length(items, point.depth)
+        self._incumbent = Incumbent(
+            variant=variant.name,
+            tokens_per_second=ladder.tokens_per_second(point, length.value if length else 1.0),
+            acceptance_length=length,
+        )
+
+    def _reference(self, variant: Variant, depth: int) -> list[dict[str, Any]]:
+        task = self._ladder.reference_task(variant, depth)
+        request = self._ladder.reference_request(variant, depth)
+        items: list[dict[str, Any]] | None = self._answers.get(request)
+        if items is None:
+            self._executor.submit(task)
+            outcome = self._executor.wait()
+            if isinstance(outcome, Failure):
+                raise SearchError(f"{task.title}: {outcome.reason}")
+            items = outcome.value
+            self._answers.add(request, items)
+        assert items is not None
+        return items
+
+    def _open(self) -> Any:
+        import optuna
+        from optuna.storages import JournalStorage
+        from optuna.storages.journal import JournalFileBackend
+
+        text = json.dumps([self._ladder.space.as_text(), self._ladder.gpu.name, self._incumbent.as_json()])
+        name = hashlib.sha256(text.encode()).hexdigest()[:16]
+        study = optuna.create_study(
+            storage=JournalStorage(JournalFileBackend(str(self._folder / "study.log"))),
+            study_name=name,
+            directions=("minimize", "minimize", "minimize"),
+            load_if_exists=True,
+        )
+        waiting = [trial for trial in study.trials if trial.state == optuna.trial.TrialState.RUNNING]
+        for trial in study.trials:
+            if "row" in trial.user_attrs:
+                row = SearchTrial.model_validate(trial.user_attrs["row"])
+                self._known[row.name] = row
+            elif "repeated" in trial.user_attrs:
+                self._repeated += 1
+        for point in [trial.params for trial in waiting] or ([] if study.trials else self._first_points()):
+            study.enqueue_trial(
+                {lever: point[lever] for lever in self._ladder.space.levers if lever in point}
+            )
+        for trial in waiting:  # of a run that was interrupted
+            study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
+        return study
+
+    def _first_points(self) -> list[dict[str, Choice]]:
+        """The space's, then the moves of one lever that promise most speed, the fastest first."""
+        space = self._ladder.space
+
+        def bound(point: Mapping[str, Choice]) -> float:
+            try:
+                return self._ladder.best_tokens_per_second(Candidate.at(point), self._base_rates)
+            except RooflineError:
+                return 0.0
+
+        return [*space.first_points(), *sorted(space.moves(), key=bound, reverse=True)[:_FIRST_MOVES]]
+
+    def _ask(self) -> None:
+        """Begin the trial that the sampler proposes, or answer it from what is known."""
+        from optuna.samplers import TPESampler
+
+        # A run that goes on proposes what one without an interruption would.
+        seed = self._ladder.space.settings.seed + len(self._known) + self._repeated
+        self._study.sampler = TPESampler(seed=seed, n_startup_trials=_STARTUP_TRIALS, multivariate=True)
+        trial = self._study.ask()
+        point = self._suggest(trial)
+        candidate = Candidate.at(point)
+        ladder = self._ladder
+        variant = candidate.in_overlay(ladder.base, ladder.space, ladder.overlay)
+        known = self._known.get(variant.name)
+        if known is not None or any(each.row["name"] == variant.name for each in self._running.values()):
+            self._repeated += 1
+            trial.set_user_attr("repeated", True)
+            self._tell(trial, known)
+            return
+        row: dict[str, Any] = {
+            "number": trial.number,
+            "name": variant.name,
+            "changes": candidate.changes,
+            "checkpoint_bytes": ladder.checkpoint_bytes(candidate),
+            "bound_tokens_per_second": 0.0,
+            "crashed": False,
+            "seconds": 0.0,
+        }
+        try:
+            row["bound_tokens_per_second"] = ladder.best_tokens_per_second(candidate, self._base_rates)
+        except RooflineError as error:
+            self._end(trial, row, "roofline", str(error))
+            return
+        least, reason = self._least_speed()
+        if row["bound_tokens_per_second"] < least:
+            self._end(trial, row, "roofline", reason)
+            return
+        requests = ladder.requests(candidate)
+        answers = {name: self._answers.get(request) for name, request in requests.items()}
+        task = ladder.task(
+            candidate, variant.name, {name: each for name, each in answers.items() if each is not None}
+        )
+        self._running[task.key] = _Running(trial, candidate, row)
+        self._executor.submit(task)
+
+    def _least_speed(self) -> tuple[float, str]:
+        """What a candidate has to promise, and what is said of one that does not."""
+        share = self._ladder.space.settings.speed_share
+        fastest = max((row.tokens_per_second or 0 for row in self._known.values() if row.passed), default=0.0)
+        if share * fastest > self._incumbent.tokens_per_second:
+            return share * fastest, f"at best less than {share:.0%} of the fastest so far"
+        return self._incumbent.tokens_per_second, f"at best slower than {self._incumbent.variant}"
+
+    def _suggest(self, trial: Any) -> dict[str, Choice]:
+        space = self._ladder.space
+        return space.complete(
+            {lever: trial.suggest_categorical(lever, list(space.choices[lever])) for lever in space.levers}
+        )
+
+    def _take(self, outcome: Outcome) -> None:
+        running = self._running.pop(outcome.key)
+        row = {**running.row, "seconds": round(time.monotonic() - running.began, 1)}
+        if isinstance(outcome, Failure):
+            self._end(running.trial, {**row, "crashed": True}, "fidelity", outcome.reason)
+            return
+        answers = outcome.value
+        for name, request in self._ladder.requests(running.candidate).items():
+            if name in answers and self._answers.get(request) is None:
+                self._answers.add(request, answers[name])
+        self._end(running.trial, *self._judge(running.candidate, row, answers))
+
+    def _judge(
+        self, candidate: Candidate, row: dict[str, Any], answers: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], Rung, str]:
+        """The row with the figures of a candidate's answers, the rung that it reached, and why it ended there."""
+        shares = Shares.of(answers["fidelity"], self._ladder.budget)
+        row |= {
+            "kl_nats": shares.kl_nats,
+            "fidelity_share": shares.share,
+            "fidelity_figure": shares.worst,
+            "worst_share": shares.share,
+        }
+        if shares.near > 1:
+            return row, "fidelity", f"{shares.worst} at {shares.near:.2f} of its limit or more"
+        length = 1.0
+        if candidate.depth:
+            estimate = _length(answers["acceptance"], candidate.depth)
+            length = min(estimate.value, candidate.depth + 1.0)
+            least = self._ladder.budget.acceptance.least_share
+            sides = answers["base_acceptance"], answers["acceptance"]
+            share = acceptance_share.judge(*sides, depth=candidate.depth, least_share=least)
+            ratio = Ratio(value=share.ratio.value, low=share.ratio.low, high=share.ratio.high)
+            lost = (1 - ratio.value) / (1 - least) if least < 1 else 0.0
+            row |= {
+                "acceptance_length": estimate,
+                "acceptance_share": ratio,
+                "worst_share": max(shares.share, lost),
+            }
+            if ratio.high < least:
+                return row, "acceptance", f"{ratio.high:.3f} of the base's length or less"
+        row["tokens_per_second"] = self._ladder.tokens_per_second(candidate, length)
+        return row, "speed", ""
+
+    def _end(self, trial: Any, row: dict[str, Any], rung: Rung, reason: str) -> None:
+        finished = SearchTrial(**row, rung=rung, reason=reason)
+        self._known[finished.name] = finished
+        trial.set_user_attr("row", finished.as_json())
+        self._tell(trial, finished)
+
+    def _tell(self, trial: Any, row: SearchTrial | None) -> None:
+        """Give a trial's scores, or the constraint that it violates, to the sampler."""
+        from optuna.trial import TrialState
+
+        if row is None:  # the candidate is being measured for another trial
+            self._study.tell(trial, state=TrialState.FAIL)
+            return
+        for name, value in self._violations(row).items():
+            trial.set_constraint(name, value)
+        if row.passed:
+            self._study.tell(trial, _scores(row))
+        else:
+            self._study.tell(trial, state=TrialState.PRUNED)
+
+    def _violations(self, row: SearchTrial) -> dict[str, float]:
+        """Constraints that a trial was judged by; above 0 it is violated."""
+        if row.crashed:
+            return {"crash": _CRASHED}
+        if row.passed:
+            return {"passed": -1.0}
+        if row.rung == "roofline":
+            return {"roofline": max(1e-6, 1 - row.bound_tokens_per_second / self._least_speed()[0])}
+        if row.rung == "fidelity":
+            return {"fidelity": (row.fidelity_share or 1) - 1}
+        assert row.acceptance_share is not None
+        return {"acceptance": 1 - row.acceptance_share.value}
+
+    def _importance(self) -> dict[str, float]:
+        """PED-ANOVA's importance of each lever for the modelled speed of the trials that passed."""
+        from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
+
+        try:
+            found = get_param_importances(
+                self._study,
+                evaluator=PedAnovaImportanceEvaluator(),
+                target=lambda trial: trial.values[0],
+            )
+        except (ValueError, RuntimeError):
+            return {}
+        return {
+            lever: float(found[lever]) for lever in LEVERS if lever in found and math.isfinite(found[lever])
+        }
+
+
+def _scores(row: SearchTrial) -> tuple[float, float, float]:
+    """What is minimised. PED-ANOVA asks for small values, so the speed is negative."""
+    assert row.tokens_per_second is not None
+    assert row.worst_share is not None
+    return -row.tokens_per_second, row.worst_share, float(row.checkpoint_bytes)
+
+
+def _length(items: Sequence[Mapping[str, Any]], depth: int) -> Estimate:
+    (length,) = (row.length for row in summarise(items) if row.depth == depth)
+    assert length is not None
+    return length
+
+
+@contextmanager
+def _quiet(log: Path) -> Iterator[None]:
+    """Have Optuna write to a log file instead of the terminal."""
+    import logging
+    import warnings
+
+    import optuna
+
+    log.parent.mkdir(parents=True, exist_ok=True)
+    optuna.logging.disable_default_handler()
+    handler = logging.FileHandler(log, encoding="utf-8")
+    logger = logging.getLogger("optuna")
+    logger.addHandler(handler)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.removeHandler(handler)
+        handler.close()

@@ -1,0 +1,18 @@
+"""A repository in small for searches: the embedded model, its incumbent and its settings, by links."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def link_repository(folder: Path) -> Path:
+    """Link what a search reads of the real repository into a folder."""
+    for parent, names in {
+        "experiments": ("tiny", "tiny-mtp4", "tiny-best"),
+        "weights": ("tiny",),
+        "eval": tuple(path.name for path in (ROOT / "eval").iterdir()),
+    }.items():
+        (folder / parent).mkdir(exist_ok=True)
+        for name in names:
+            (folder / parent / name).symlink_to(ROOT / parent / name)
+    return folder

@@ -1,0 +1,73 @@
+"""Candidates: what a point makes, and that equal ones are one."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from slimqwen import variant
+from slimqwen.recipe import recipe_file
+from slimqwen.search.candidate import Candidate, make_overlay, without_cache
+from slimqwen.search.ladder import Ladder
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"group_size": 64, "mlp": "W8A16"}, {"group_size": 32, "mlp": "W8A16"}),
+        ({"rounding": "gptq", "head_bits": 4}, {"head_bits": 4}),
+        ({"draft_vocabulary": 0.5, "mtp": "W4A16", "redistillation": True}, {}),
+    ],
+)
+def test_points_that_make_the_same_thing_are_one_candidate(first: dict, second: dict) -> None:
+    assert Candidate.at(first) == Candidate.at(second)
+
+
+def test_a_lever_that_does_something_makes_another_candidate() -> None:
+    assert Candidate.at({"group_size": 64, "mlp": "W4A16"}) != Candidate.at({"mlp": "W4A16"})
+
+
+def test_the_stages_of_the_target_come_before_those_of_its_drafts(ladder: Ladder) -> None:
+    candidate = Candidate(
+        mlp="W4A16", mtp="W8A16", head_bits=4, vocabulary=0.96875, draft_vocabulary=0.25, redistillation=True, depth=3
+    )  # fmt: skip
+    steps = candidate.steps(ladder.space, 8192)
+    assert [stage for stage, _ in steps] == [
+        "calibrate", "prune_vocab", "quantise_lm_head", "sample_outputs", "trim_draft_vocab", "redistill_mtp",
+        "calibrate",
+    ]  # fmt: skip
+    sizes = {stage: parameters["size"] for stage, parameters in steps if "size" in parameters}
+    assert sizes == {"prune_vocab": 7936, "trim_draft_vocab": 1984}
+    assert candidate.target.steps(ladder.space, 8192) == steps[:3]
+
+
+def test_candidates_of_one_target_share_it(ladder: Ladder) -> None:
+    deep = Candidate(mlp="W4A16", depth=6, mtp="W4A16")
+    assert deep.target == Candidate(mlp="W4A16", depth=1).target
+    assert deep.target != replace(deep, head_bits=4).target
+
+
+def test_every_lever_gives_a_recipe_and_a_configuration_that_can_be_read(ladder: Ladder) -> None:
+    for point in [*ladder.space.first_points(), *ladder.space.moves()]:
+        candidate = Candidate.at(point)
+        made = candidate.in_overlay(ladder.base, ladder.space, ladder.overlay)
+        assert made.baseline == "tiny"
+        assert made.recipe is not None
+        names = [step.stage.name for step in recipe_file.read(made.recipe).steps]
+        assert names == [stage for stage, _ in candidate.steps(ladder.space, 8192)]
+        drafts = made.settings["VLLM_SPECULATIVE_CONFIG"].value
+        assert f'"num_speculative_tokens": {candidate.depth}' in drafts
+
+
+def test_an_overlay_shares_the_store_and_leaves_the_experiments_alone(small_root: Path) -> None:
+    base = variant.load("tiny", small_root)
+    before = sorted(path.name for path in (small_root / "experiments").iterdir())
+    overlay = make_overlay(base, small_root / "overlay")
+    make_overlay(base, small_root / "overlay")  # again, as a run that goes on does
+    assert (overlay / "weights" / "store").resolve() == (small_root / "weights" / "store").resolve()
+    incumbent = without_cache(variant.load("tiny-best", small_root), overlay)
+    assert [step.stage.name for step in recipe_file.read(incumbent.recipe or Path()).steps] == [
+        "calibrate", "prune_vocab", "sample_outputs", "redistill_mtp",
+    ]  # fmt: skip
+    assert without_cache(base, overlay).weights == overlay / "weights" / "tiny"
+    assert sorted(path.name for path in (small_root / "experiments").iterdir()) == before

@@ -1,0 +1,84 @@
+"""The driver of a search: which variants it makes of what was found, and the record that it writes."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slimqwen import variant
+from slimqwen.records import store
+from slimqwen.records.record import Verdict
+from slimqwen.search import driver
+from slimqwen.search.proof import Finalist, Proof
+from slimqwen.search.record import Search
+from slimqwen.search.space import SearchSettings
+from tests.search.recorded_rungs import RecordedRungs
+
+
+@pytest.fixture
+def proven(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
+    """The finalists of every proof; each passes."""
+    families: list[Sequence[str]] = []
+
+    def prove(names: Sequence[str], *_: Any, **__: Any) -> Proof:
+        families.append(names)
+        passed = {"verdict": Verdict.PASS, "reason": None, "p_value": 0.001, "adjusted_p_value": 0.002}
+        finalists = tuple(Finalist(variant=name, before=(), after=(), records=(), **passed) for name in names)
+        return Proof(alpha=0.025, proof_share=0.5, finalists=finalists)
+
+    monkeypatch.setattr(driver, "prove", prove)
+    return families
+
+
+def run(root: Path, **changes: Any) -> Search:
+    settings = SearchSettings.load("tinyworld", root).model_copy(update={"trials": 24, **changes})
+    path = driver.search(
+        variant.load("tiny", root),
+        "a10g",
+        "tinyworld",
+        settings,
+        RecordedRungs(root),
+        command=["slimqwen", "search", "--base", "tiny", "--gpu", "a10g"],
+    )
+    assert path.parent == root / "results"
+    record = store.read(path, Search)
+    path.unlink()  # a second run may end within the same second
+    return record
+
+
+def test_the_fastest_of_the_front_become_variants_and_are_proven(small_root: Path, proven: list[Any]) -> None:
+    record = run(small_root)
+    assert proven == [["tiny-search-1", "tiny-search-2"]]
+    assert [record.proof_names[name] for name in proven[0]] == [trial.name for trial in record.faster[:2]]
+    for name, trial in zip(proven[0], record.faster, strict=False):
+        made = variant.load(name, small_root)
+        assert made.baseline == "tiny"
+        assert made.recipe is not None
+        assert trial.label in made.hypothesis
+    assert record.advice.startswith("Serve tiny-search-1")
+    assert len(record.trials) == 24
+    assert not record.timed
+
+
+def test_a_second_run_measures_nothing_and_proves_the_same_variants(
+    small_root: Path, proven: list[Any]
+) -> None:
+    first, second = run(small_root), run(small_root)
+    assert proven[0] == proven[1]
+    assert second.trials == first.trials
+    assert not (small_root / "experiments" / "tiny-search-3").exists()
+
+
+def test_no_variant_is_made_where_nothing_is_faster(small_root: Path, proven: list[Any]) -> None:
+    incumbent = {"mlp": "W4A16", "vocabulary": 0.96875, "depth": 4}
+    only = {lever: (value,) for lever, value in incumbent.items()}
+    still = {
+        "attention": ("none",), "linear_attention": ("none",), "mtp": ("none",), "head_bits": (16,),
+        "group_size": (32,), "draft_vocabulary": (1.0,),
+    }  # fmt: skip
+    record = run(small_root, choices={**only, **still})
+    assert {trial.rung for trial in record.trials} == {"speed"}
+    assert record.proof is None
+    assert proven == []
+    assert record.advice.startswith("Serve tiny-best: of ")

@@ -1,0 +1,46 @@
+"""The ladder: what is known of a candidate before it is made, and which answers candidates share."""
+
+from dataclasses import replace
+
+import pytest
+
+from slimqwen import checkpoint
+from slimqwen.analysis.roofline.architecture import read_model
+from slimqwen.checkpoint.tensors import list_tensors
+from slimqwen.search.candidate import Candidate
+from slimqwen.search.ladder import Ladder
+
+
+def test_the_base_is_predicted_as_it_is(ladder: Ladder) -> None:
+    predicted = read_model(*ladder.tensors(Candidate()))
+    stored = read_model(list_tensors(ladder.base.weights), checkpoint.read_config(ladder.base.weights))
+    assert predicted == replace(
+        stored, body=replace(predicted.body), drafter=predicted.drafter, head=predicted.head
+    )
+    for part in ("body", "drafter", "head"):
+        assert getattr(predicted, part).bytes == getattr(stored, part).bytes
+        assert getattr(predicted, part).flops == getattr(stored, part).flops
+
+
+def test_fewer_bytes_are_faster_and_smaller(ladder: Ladder) -> None:
+    plain, packed = Candidate(depth=4), Candidate(depth=4, mlp="W4A16", mtp="W4A16", draft_vocabulary=0.25)
+    assert ladder.tokens_per_second(packed, 4.0) > ladder.tokens_per_second(plain, 4.0)
+    assert ladder.checkpoint_bytes(Candidate(mlp="W4A16")) < ladder.checkpoint_bytes(Candidate())
+
+
+def test_a_first_bound_has_the_slack_but_never_more_tokens_than_are_drafted(ladder: Ladder) -> None:
+    candidate = Candidate(depth=2)
+    bound = ladder.best_tokens_per_second(candidate, [0.6, 0.4, 0.3])
+    assert bound == pytest.approx(ladder.tokens_per_second(candidate, 2.1))
+    assert ladder.best_tokens_per_second(candidate, [1.0, 0.99]) == pytest.approx(
+        ladder.tokens_per_second(candidate, 3.0)
+    )
+
+
+def test_drafts_do_not_decide_the_answer_of_fidelity(ladder: Ladder) -> None:
+    first, second = Candidate(mlp="W4A16", depth=2), Candidate(mlp="W4A16", depth=6, mtp="W8A16")
+    one, other = ladder.requests(first), ladder.requests(second)
+    assert one["fidelity"] == other["fidelity"]
+    assert one["acceptance"] != other["acceptance"]
+    assert one["fidelity"] != ladder.requests(replace(first, mlp="W8A16"))["fidelity"]
+    assert one["base_acceptance"] == ladder.requests(Candidate(depth=2))["acceptance"]

@@ -1,0 +1,72 @@
+"""The rungs on the real engine: what a candidate's checkpoint is, what is measured of it, and one that crashes."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from slimqwen import checkpoint, variant
+from slimqwen.analysis.roofline.architecture import read_model
+from slimqwen.checkpoint.tensors import list_tensors
+from slimqwen.evals.acceptance import summarise
+from slimqwen.search.candidate import Candidate
+from slimqwen.search.executors import Failure, LocalExecutor, Result
+from slimqwen.search.ladder import Ladder
+from slimqwen.search.rungs import Budget, Shares
+
+TEXTS = 12
+
+
+@pytest.fixture
+def small_ladder(ladder: Ladder, small_root: Path) -> Ladder:
+    """A ladder with a few texts and prompts."""
+    settings = {}
+    for folder in ("gates", "fidelity", "acceptance"):
+        settings[folder] = yaml.safe_load((small_root / "eval" / folder / "tinyworld.yaml").read_text())
+        (small_root / "eval" / folder).unlink()
+        (small_root / "eval" / folder).mkdir()
+    lines = (small_root / settings["fidelity"]["texts"]).read_text().splitlines()[:TEXTS]
+    (small_root / "texts.jsonl").write_text("\n".join(lines))
+    settings["fidelity"]["texts"] = str(small_root / "texts.jsonl")
+    settings["acceptance"] |= {"prompts": 2, "groups": 2, "tokens": 16, "classes": {"short": 16}}
+    for folder, content in settings.items():
+        (small_root / "eval" / folder / "tinyworld.yaml").write_text(json.dumps(content))
+    return dataclasses.replace(ladder, budget=Budget.of_variant(ladder.base, "tinyworld"))
+
+
+def climb(ladder: Ladder, candidate: Candidate) -> tuple[str, Result | Failure]:
+    name = candidate.in_overlay(ladder.base, ladder.space, ladder.overlay).name
+    with LocalExecutor(ladder.base.root, warm=True) as executor:
+        executor.submit(ladder.task(candidate, name, {}))
+        outcome = executor.wait()
+    return name, outcome
+
+
+@pytest.mark.engine
+def test_a_candidate_is_made_compared_and_counted(small_ladder: Ladder) -> None:
+    candidate = Candidate(head_bits=4, depth=2)
+    name, outcome = climb(small_ladder, candidate)
+    assert isinstance(outcome, Result), outcome
+    made = variant.load(name, small_ladder.overlay).weights
+    predicted = read_model(*small_ladder.tensors(candidate))
+    stored = read_model(list_tensors(made), checkpoint.read_config(made))
+    for part in ("body", "head", "drafter"):
+        assert getattr(predicted, part).bytes == getattr(stored, part).bytes
+    shares = Shares.of(outcome.value["fidelity"], small_ladder.budget)
+    assert shares.kl_nats is not None
+    assert 0 < shares.kl_nats.value < 0.01  # a packed head moves distributions, a little
+    assert 0 < outcome.value["fidelity"]["figures"]["texts"] < TEXTS  # those of the search's side alone
+    for side in ("acceptance", "base_acceptance"):
+        (row,) = summarise(outcome.value[side])
+        assert row.length is not None
+        assert 1 < row.length.value <= 3
+
+
+@pytest.mark.engine
+def test_a_candidate_whose_engine_gives_no_numbers_is_a_failure_with_its_reason(small_ladder: Ladder) -> None:
+    # A cache layout of another architecture: vLLM takes the flag and computes NaN.
+    _, outcome = climb(small_ladder, Candidate(kv_cache_dtype="fp8_ds_mla", depth=1))
+    assert isinstance(outcome, Failure)
+    assert "finite number" in outcome.reason

@@ -1,0 +1,94 @@
+"""The space: what the checkpoint and the GPU leave to choose."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from slimqwen import variant
+from slimqwen.analysis.roofline import gpu
+from slimqwen.records.settings import SettingsError
+from slimqwen.search import SearchError
+from slimqwen.search.space import SearchSettings, Space
+
+
+def derive(root: Path, gpu_name: str = "a10g", settings: SearchSettings | None = None) -> Space:
+    return Space.derive(variant.load("tiny", root), gpu.read(gpu_name, root), settings or SearchSettings())
+
+
+def with_config(root: Path, **changes: object) -> None:
+    """Replace the linked weights by a config.json that differs from theirs."""
+    config = json.loads((root / "weights" / "tiny" / "config.json").read_text())
+    (root / "weights" / "tiny").unlink()
+    (root / "weights" / "tiny").mkdir()
+    (root / "weights" / "tiny" / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def test_the_embedded_model_has_every_lever_but_those_that_its_gpu_or_its_base_decide(
+    small_root: Path,
+) -> None:
+    space = derive(small_root)
+    assert set(space.levers) == {
+        "mlp", "attention", "linear_attention", "mtp", "group_size", "rounding", "head_bits", "vocabulary",
+        "draft_vocabulary", "redistillation", "depth", "state_dtype",
+    }  # fmt: skip
+    assert space.choices["group_size"] == (32, 64)  # 128 does not divide 192
+    assert space.choices["kv_cache_dtype"] == ("auto",)
+
+
+def test_an_fp8_cache_is_a_choice_where_the_gpu_reads_it(small_root: Path) -> None:
+    assert derive(small_root, "l4").choices["kv_cache_dtype"] == ("auto", "fp8")
+
+
+def test_a_model_without_drafts_or_recurrence_has_no_levers_of_theirs(small_root: Path) -> None:
+    with_config(small_root, mtp_num_hidden_layers=0, layer_types=["full_attention"] * 4)
+    levers = set(derive(small_root).levers)
+    assert not levers & {
+        "mtp",
+        "draft_vocabulary",
+        "redistillation",
+        "depth",
+        "linear_attention",
+        "state_dtype",
+    }
+    assert {"mlp", "attention"} <= levers
+
+
+def test_packed_weights_are_not_packed_again(small_root: Path) -> None:
+    with_config(small_root, quantization_config={"config_groups": {}})
+    assert not set(derive(small_root).levers) & {"mlp", "attention", "mtp", "rounding", "head_bits"}
+
+
+def test_settings_replace_choices(small_root: Path) -> None:
+    settings = SearchSettings(choices={"depth": (2,)}, incumbent={"point": {"depth": 2, "mlp": "W8A16"}})
+    space = derive(small_root, settings=settings)
+    assert "depth" not in space.levers
+    (first,), moved = space.first_points(), space.moves()
+    assert (first["depth"], first["mlp"], first["attention"]) == (2, "W8A16", "none")
+    # Every other point moves one lever of the first.
+    assert [sum(point[lever] != first[lever] for lever in point) for point in moved] == [1] * len(moved)
+    assert len(moved) == len(space.levers)
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        (SearchSettings(choices={"mpl": ("none",)}), "'mpl' is no lever"),
+        (SearchSettings(incumbent={"point": {"depth": 9}}), "depth 9 is none of 1, 2, 3, 4, 5, 6"),
+    ],
+)
+def test_a_lever_or_a_choice_that_does_not_exist_is_refused(
+    small_root: Path, settings: SearchSettings, fault: str
+) -> None:
+    with pytest.raises(SearchError, match=fault):
+        derive(small_root, settings=settings)
+
+
+def test_a_file_of_ones_own_is_read_and_a_wrong_field_named(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    shutil.copyfile(Path("eval/search/tinyworld.yaml"), file)
+    assert SearchSettings.load_file(file).name == "mine"
+    file.write_text("trials: none\n")
+    with pytest.raises(SettingsError, match=r"mine.yaml: trials"):
+        SearchSettings.load_file(file)

@@ -1,0 +1,103 @@
+"""The study: where candidates end, what is not measured twice, and that an interrupted one goes on."""
+
+from pathlib import Path
+
+import pytest
+
+from slimqwen.search.ladder import Ladder
+from slimqwen.search.record import SearchTrial
+from slimqwen.search.study import Findings, Study
+from tests.search.recorded_rungs import RecordedRungs
+
+TRIALS = 24
+
+
+def run(ladder: Ladder, executor: RecordedRungs, trials: int = TRIALS, width: int = 1) -> Findings:
+    folder = ladder.overlay.parent
+    return Study(ladder, executor, folder, folder / "search.log").run(trials, width=width)
+
+
+def without_times(trials: list[SearchTrial]) -> list[SearchTrial]:
+    return [trial.model_copy(update={"seconds": 0.0}) for trial in trials]
+
+
+@pytest.fixture
+def root(ladder: Ladder) -> Path:
+    return ladder.base.root
+
+
+def test_every_candidate_ends_at_the_rung_that_it_cannot_pass(ladder: Ladder, root: Path) -> None:
+    found = run(ladder, RecordedRungs(root))
+    assert len(found.trials) == TRIALS
+    assert found.incumbent.variant == "tiny-best"
+    by_rung: dict[str, list[SearchTrial]] = {}
+    for trial in found.trials:
+        by_rung.setdefault(trial.rung if trial.reason else "passed", []).append(trial)
+    assert by_rung.keys() == {"roofline", "fidelity", "acceptance", "passed"}
+    fastest = max(t.tokens_per_second for t in by_rung["passed"])
+    assert all(t.bound_tokens_per_second < 0.9 * fastest for t in by_rung["roofline"])
+    assert all(t.kl_nats is None and t.seconds == 0 for t in by_rung["roofline"])
+    assert all(t.crashed or t.fidelity_share > 1 for t in by_rung["fidelity"])
+    assert all(t.acceptance_share.high < 0.97 for t in by_rung["acceptance"])
+    assert all(t.fidelity_share <= 1.1 and t.tokens_per_second > 0 for t in by_rung["passed"])
+
+
+def test_a_candidate_that_crashes_has_its_reason_and_no_score(ladder: Ladder, root: Path) -> None:
+    crashed = [trial for trial in run(ladder, RecordedRungs(root)).trials if trial.crashed]
+    assert crashed
+    for trial in crashed:
+        assert trial.changes["linear_attention"] == "W4A16"
+        assert trial.reason == "its process died (SIGSEGV)"
+        assert not trial.passed
+        assert trial.tokens_per_second is None
+
+
+def test_no_candidate_is_measured_twice(ladder: Ladder, root: Path) -> None:
+    executor = RecordedRungs(root)
+    found = run(ladder, executor)
+    assert len({trial.name for trial in found.trials}) == len(found.trials)
+    measured = [trial for trial in found.trials if trial.rung != "roofline"]
+    assert (
+        len(executor.ran) == len(set(executor.ran)) == len(measured) + 2
+    )  # the base's drafts, the incumbent's
+
+
+def test_a_finished_study_is_answered_without_a_task(ladder: Ladder, root: Path) -> None:
+    first = run(ladder, RecordedRungs(root))
+    again = RecordedRungs(root)
+    assert run(ladder, again) == first
+    assert again.ran == []
+
+
+def test_a_study_that_was_interrupted_ends_as_one_that_was_not(
+    ladder: Ladder, root: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run(ladder, RecordedRungs(root, interrupt_after=7))
+    rest = RecordedRungs(root)
+    resumed = run(ladder, rest)
+    (ladder.overlay.parent / "study.log").unlink()
+    (ladder.overlay.parent / "answers.jsonl").unlink()
+    whole = RecordedRungs(root)
+    names = {trial.name for trial in run(ladder, whole).trials}
+    assert len(rest.ran) == len(whole.ran) - 7
+    assert {trial.name for trial in resumed.trials} == names
+
+
+def test_more_trials_go_on_from_those_that_are_known(ladder: Ladder, root: Path) -> None:
+    few = run(ladder, RecordedRungs(root), trials=10)
+    more = run(ladder, RecordedRungs(root), trials=14)
+    assert more.trials[:10] == few.trials
+    assert len(more.trials) == 14
+
+
+def test_several_candidates_can_be_measured_at_a_time(ladder: Ladder, root: Path) -> None:
+    found = run(ladder, RecordedRungs(root), width=3)
+    assert len({trial.name for trial in found.trials}) == TRIALS
+
+
+def test_speed_is_explained_by_levers(ladder: Ladder, root: Path) -> None:
+    found = run(ladder, RecordedRungs(root), trials=40)
+    assert found.importance
+    assert set(found.importance) <= set(ladder.space.levers)
+    assert sum(found.importance.values()) == pytest.approx(1)
