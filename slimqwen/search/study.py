@@ -240,10 +240,12 @@ class Study:
             self._end(trial, row, "roofline", reason)
             return
         requests = ladder.requests(candidate)
-        answers = {name: self._answers.get(request) for name, request in requests.items()}
-        task = ladder.task(
-            candidate, variant.name, {name: each for name, each in answers.items() if each is not None}
-        )
+        known_answers = {name: self._answers.get(request) for name, request in requests.items()}
+        answers: dict[str, Any] = {name: each for name, each in known_answers.items() if each is not None}
+        if "fidelity" in answers and Shares.of(answers["fidelity"], ladder.budget).near > 1:
+            self._end(trial, *self._judge(candidate, row, answers))
+            return
+        task = ladder.task(candidate, variant.name, answers)
         self._running[task.key] = _Running(trial, candidate, row)
         self._executor.submit(task)
 
