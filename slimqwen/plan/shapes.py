@@ -1,6 +1,7 @@
 """Checkpoints without weights: config.json and a sparse safetensors file that vLLM can build a model from.
 
-The dimensions are a published config (eval/shapes/<name>.json) and what the stages of a variant's recipe do to them.
+The dimensions are a published config (eval/shapes/<name>.json), or that of a checkpoint that is there, and what the
+stages of a variant's recipe do to them.
 """
 
 import json
@@ -14,6 +15,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from slimqwen import checkpoint
 from slimqwen import variant as variants
 from slimqwen.checkpoint import draft_head
 from slimqwen.checkpoint.packing import LINEARS, UNPACKED_MTP
@@ -126,7 +128,7 @@ def variant_shape(variant: Variant) -> Shape:
     """The dimensions of the checkpoint that a variant serves, from published ones and recipes.
 
     Raises:
-        ShapeError: the checkpoint is neither published nor made by a recipe that starts from one that is.
+        ShapeError: the checkpoint is not published, not on this machine, and not made by a recipe from one that is.
     """
     return shape_by_stage(variant)[-1][1]
 
@@ -141,7 +143,9 @@ def shape_by_stage(variant: Variant) -> list[tuple[str, Shape]]:
     shape = published_shape(variant.root, name)
     if shape is not None:
         return [(name, shape)]
-    maker = variant if variant.recipe and variant.name == name else _maker(variant, name)
+    maker = _maker(variant, name)
+    if maker is None:
+        return [(name, _present_shape(variant.weights))]
     assert maker.recipe is not None
     recipe = yaml.safe_load(maker.recipe.read_text(encoding="utf-8"))
     by_stage = shape_by_stage(variants.load(str(recipe["base"]), variant.root))
@@ -154,14 +158,28 @@ def shape_by_stage(variant: Variant) -> list[tuple[str, Shape]]:
     return by_stage
 
 
-def _maker(variant: Variant, name: str) -> Variant:
-    if name in variants.names(variant.root):
-        maker = variants.load(name, variant.root)
-        if maker.recipe is not None:
-            return maker
+def _maker(variant: Variant, name: str) -> Variant | None:
+    """The variant whose recipe makes a checkpoint; None without one."""
+    if variant.recipe and variant.name == name:
+        return variant
+    maker = variants.load(name, variant.root) if name in variants.names(variant.root) else None
+    return maker if maker and maker.recipe else None
+
+
+def _present_shape(weights: Path) -> Shape:
+    """The dimensions of an unquantised checkpoint on this machine.
+
+    Raises:
+        ShapeError: there is none.
+    """
+    if (weights / "config.json").is_file():
+        config = checkpoint.read_config(weights)
+        if "quantization_config" not in config:
+            dimensions = {**config, "text_config": checkpoint.text_config(config)}
+            return Shape(dimensions, {}, f"weights/{weights.name}/config.json")
     raise ShapeError(
-        f"the dimensions of weights/{name} are not known: it is not on this machine, {FOLDER}/{name}.json does not "
-        "exist, and no recipe makes it"
+        f"the dimensions of weights/{weights.name} are not known: no unquantised checkpoint of that name is on this "
+        f"machine, {FOLDER}/{weights.name}.json does not exist, and no recipe makes it"
     )
 
 

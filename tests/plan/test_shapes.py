@@ -99,6 +99,23 @@ def test_weights_that_nothing_describes_are_named(root, add_variant):
         shapes.variant_shape(variant.load("own", root))
 
 
+def test_an_unquantised_checkpoint_that_is_there_describes_itself_and_what_recipes_make_of_it():
+    assert shapes.variant_shape(variant.load("tiny")).text["hidden_size"] == 192
+    by_stage = shapes.shape_by_stage(variant.load("tiny-best"))
+    assert [name for name, _ in by_stage][:3] == ["tiny", "calibrate", "prune_vocab"]
+    assert by_stage[0][1].source == "weights/tiny/config.json"
+    assert (by_stage[-1][1].text["vocab_size"], set(by_stage[-1][1].quantised)) == (7936, {"mlp"})
+
+
+def test_a_quantised_checkpoint_without_a_recipe_does_not_describe_itself(root, add_variant):
+    add_variant("own", "VLLM_MODEL=weights/own\n")
+    (root / "weights" / "own").mkdir(parents=True)
+    config = json.loads((ROOT / "weights" / "tiny" / "config.json").read_text()) | {"quantization_config": {}}
+    (root / "weights" / "own" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(shapes.ShapeError, match="no unquantised checkpoint"):
+        shapes.variant_shape(variant.load("own", root))
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [

@@ -66,11 +66,16 @@ class Waterfall(Record):
         """Its GPU and context length."""
         return f"{self.gpu.name}, {self.context_len}"
 
+    @property
+    def _unit(self) -> tuple[str, float]:
+        """Unit of tables and charts with its bytes: GB, or MB for the embedded model."""
+        return ("GB", 1e9) if max(step.bytes for step in self.steps) >= 1e8 else ("MB", 1e6)
+
     def finding(self, path: Path, records: Collection) -> str:
         """The first and the last step."""
         first, last = self.steps[0], self.steps[-1]
         return (
-            f"a decode step at K = {last.num_speculative_tokens} takes at least {1e3 * last.seconds:.1f} ms on "
+            f"a decode step at K = {last.num_speculative_tokens} takes at least {1e3 * last.seconds:.3g} ms on "
             f"{self.gpu.name}, {last.seconds / first.seconds:.2f} of one of {first.lever} without drafts"
         )
 
@@ -81,11 +86,14 @@ class Waterfall(Record):
             "lever": lambda step: step.lever,
             "K": lambda step: step.num_speculative_tokens,
         }
+        unit, size = self._unit
         for part in PARTS:
-            columns[f"{part}, GB"] = lambda step, part=part: f"{step.part_bytes[part] / 1e9:.2f}"  # type: ignore[misc]
+            columns[f"{part}, {unit}"] = lambda step, part=part: f"{step.part_bytes[part] / size:.2f}"  # type: ignore[misc]
         columns |= {
-            "step, GB": lambda step: f"{step.bytes / 1e9:.2f}",
-            "step, ms": lambda step: f"{1e3 * step.seconds:.1f}",
+            f"step, {unit}": lambda step: f"{step.bytes / size:.2f}",
+            "step, ms": lambda step: (
+                f"{1e3 * step.seconds:.1f}" if unit == "GB" else f"{1e3 * step.seconds:.3f}"
+            ),
             "step ratio": lambda step: f"{step.seconds / first.seconds:.2f}x",
         }
         return [
@@ -105,13 +113,14 @@ class Waterfall(Record):
     def panels(self) -> list[Panel]:
         """Bytes of each step, its parts stacked, and its duration."""
         positions = list(range(len(self.steps)))
+        unit, size = self._unit
         lines = [
-            Line(part, positions, [step.part_bytes[part] / 1e9 for step in self.steps]) for part in PARTS
+            Line(part, positions, [step.part_bytes[part] / size for step in self.steps]) for part in PARTS
         ]
         duration = Line("whole step", positions, [1e3 * step.seconds for step in self.steps])
         levers = [step.lever for step in self.steps]
         return [
-            Panel("lever", "GB of a decode step", lines, levers),
+            Panel("lever", f"{unit} of a decode step", lines, levers),
             Panel("lever", f"ms of a decode step on {self.gpu.name}", [duration], levers),
         ]
 

@@ -1,4 +1,4 @@
-"""Bytes of a decode step, lever by lever, of planned variants whose checkpoints are not on this machine."""
+"""Bytes of a decode step, lever by lever, from dimensions alone."""
 
 import pytest
 
@@ -44,3 +44,15 @@ def test_the_record_shows_a_row_per_lever(tmp_path, monkeypatch):
     assert [row[0] for row in table.rows] == [step.lever for step in record.steps]
     assert [line.label for line in record.panels()[0].lines] == list(waterfall.PARTS)
     assert "a decode step at K = " in record.finding(path, None)
+    assert [panel.y for panel in record.panels()] == ["GB of a decode step", "ms of a decode step on a10g"]
+
+
+def test_the_embedded_model_has_a_waterfall_in_megabytes(tmp_path, monkeypatch):
+    write = store.write
+    monkeypatch.setattr(store, "write", lambda _, record: write(tmp_path, record))
+    path = waterfall.write(variant.load("tiny-best"), "a10g", command=["x"])
+    record = store.read(path, waterfall.Waterfall)
+    (table,) = record.tables(path)
+    assert table.columns[2] == "layers, MB"
+    assert float(table.rows[0][2]) == pytest.approx(record.steps[0].part_bytes["layers"] / 1e6, abs=0.01)
+    assert record.panels()[0].y == "MB of a decode step"
