@@ -1,0 +1,162 @@
+"""Which records of two variants are compared, with stored records that differ in what pairs them."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from slimqwen.bench.latency import Latency
+from slimqwen.records import collection, pairing, store
+from slimqwen.records.pairing import NotComparableError
+from tests.record_files import record_of, write
+
+
+@pytest.fixture
+def keep(tmp_path, latency, monkeypatch):
+    """Write a latency record of a variant: hour of its end, run, length of its context, whether the host was busy."""
+
+    def add(name, hour, run="", context=2048, is_busy=False, **hardware):
+        monkeypatch.setattr(store, "_stamp", lambda: f"2026-01-01T{hour:02}0000Z")
+        made = latency["provenance"] | {"ended": f"2026-01-01T{hour:02}:00:00Z"}
+        made["hardware"] = made["hardware"] | hardware
+        if is_busy:
+            made["host_load"] = {
+                "busy": True, "seconds": 1, "other_share": 1, "pressure": None, "client_delay_ms": None,
+                "server_delay_ms": None,
+            }  # fmt: skip
+        changes = {
+            "variant": name,
+            "run": run or f"{name} {hour}",
+            "max_model_len": context,
+            "provenance": made,
+        }
+        folder = tmp_path / "experiments" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.env").touch()
+        return write(folder, latency | changes, [{"class": "short"}])
+
+    return add
+
+
+def basis(record):
+    return {"context": record.max_model_len, "lengths": {}}
+
+
+@pytest.fixture
+def pair(tmp_path):
+    def find(**options):
+        folders = [tmp_path / "experiments" / name for name in ("first", "second")]
+        return pairing.newest_pair(*folders, Latency, basis, lambda name, like: f"time {name}", **options)
+
+    return find
+
+
+def test_the_newest_records_that_fit_are_a_pair(keep, pair):
+    keep("first", 1)
+    expected = keep("first", 3), keep("second", 4)
+    keep("second", 2)
+    keep("second", 5, context=1)
+    assert pair() == expected
+
+
+def test_records_measured_in_turns_go_before_newer_ones(keep, pair):
+    expected = keep("first", 1, run="turns"), keep("second", 1, run="turns")
+    keep("first", 3)
+    keep("second", 3)
+    assert pair() == expected
+
+
+def test_records_of_a_busy_host_or_against_the_condition_are_in_no_pair(keep, pair):
+    expected = keep("first", 1), keep("second", 1)
+    keep("first", 2, is_busy=True)
+    keep("second", 2, is_busy=True)
+    keep("first", 3, context=9)
+    keep("second", 3, context=9)
+    assert pair(where=lambda record: record.max_model_len != 9) == expected
+
+
+def test_where_none_fit_the_difference_of_the_newest_and_the_cure_are_named(keep, pair):
+    keep("first", 1, context=1)
+    keep("first", 2)
+    keep("second", 2, context=1024)
+    keep("second", 1, context=1023)
+    with pytest.raises(NotComparableError) as error:
+        pair(where=lambda record: record.max_model_len != 1)
+    assert "differ in context (2048 and 1024); `time second` makes one that fits" in str(error.value)
+
+
+@pytest.fixture
+def against(keep, tmp_path):
+    """The baseline's record that one of variant `second` is compared with; `unfit` names files that do not fit."""
+
+    def find(path, unfit=(), baseline="first"):
+        def compare(theirs, mine):
+            assert mine == path
+            if theirs in unfit:
+                raise NotComparableError("other requests")
+            return theirs
+
+        found = collection.collect(tmp_path)
+        claims = {"second": SimpleNamespace(baseline=baseline)} if baseline else {}
+        records = collection.Collection(tmp_path, found.records, claims, ())
+        return pairing.against_baseline(store.read(path, Latency), path, records, compare)
+
+    return find
+
+
+def test_a_record_is_compared_with_the_baselines_newest_before_it(keep, against):
+    keep("first", 1)
+    before, own = keep("first", 3), keep("second", 4)
+    after = keep("first", 5)
+    assert against(own) == ("first", before)
+    assert against(own, unfit=[before])[1] not in (before, after)
+
+
+def test_a_later_record_of_the_baseline_does_where_no_earlier_one_fits(keep, against):
+    early, own, later = keep("first", 1), keep("second", 2), keep("first", 3)
+    assert against(own, unfit=[early]) == ("first", later)
+    assert against(own, unfit=[early, later]) is None
+
+
+def test_a_record_of_the_same_run_goes_before_every_other(keep, against):
+    keep("first", 1)
+    own, same = keep("second", 2, run="turns"), keep("first", 3, run="turns")
+    assert against(own) == ("first", same)
+
+
+def test_without_a_baseline_there_is_nothing_to_compare_with(keep, against):
+    assert against(keep("second", 2), baseline=None) is None
+
+
+def test_records_of_a_busy_host_are_refused_by_name(keep):
+    quiet, busy = (store.read(keep("first", hour, is_busy=hour == 2), Latency) for hour in (1, 2))
+    pairing.require_quiet(quiet, quiet)
+    with pytest.raises(
+        NotComparableError, match="latency record of first of 2026-01-01T02:00:00Z is of a busy"
+    ):
+        pairing.require_quiet(quiet, busy)
+
+
+def test_only_values_that_fit_a_line_are_shown(tmp_path):
+    files = tmp_path / "a" / "x.json", tmp_path / "b" / "y.json"
+    with pytest.raises(NotComparableError) as error:
+        pairing.require_same(
+            *files, {"n": 1, "lengths": [1], "gone": "x"}, {"n": 2, "lengths": [2], "new": 3}, ""
+        )
+    said = "a/x.json and b/y.json differ in n (1 and 2), lengths, gone (x and None), new; measure both again"
+    assert str(error.value) == said
+    pairing.require_same(*files, {"n": 1}, {"n": 1}, "")
+
+
+def test_memory_alone_makes_no_other_hardware(latency):
+    record = record_of(latency)
+    hardware = record.provenance.hardware
+    more = hardware.model_copy(update={"memory_bytes": 1})
+    slower = hardware.model_copy(update={"cpu_count": 1})
+
+    def of(machine):
+        changed = record.model_copy(
+            update={"provenance": record.provenance.model_copy(update={"hardware": machine})}
+        )
+        return pairing.hardware_basis(changed)
+
+    assert of(more) == of(hardware) != of(slower)
