@@ -80,6 +80,7 @@ def search(
         "repeated_suggestions": found.repeated,
         "trials": tuple(found.trials),
         "importance": found.importance,
+        "efficiency": found.efficiency,
         "provenance": provenance.of_variant(
             base,
             command,

@@ -19,6 +19,7 @@ from slimqwen.records.record import (
     VariantName,
 )
 from slimqwen.records.table import Table
+from slimqwen.search.efficiency import Efficiency, Found
 from slimqwen.search.proof import Finalist, Proof
 
 if TYPE_CHECKING:
@@ -104,6 +105,9 @@ class Search(Record):
     importance: dict[str, NonNegative] = Field(
         description="Of each lever for the modelled speed among the trials that passed, by PED-ANOVA; empty where too "
         "few passed."
+    )
+    efficiency: Efficiency | None = Field(
+        default=None, description="Beside random search and one lever at a time; null after too few trials."
     )
     proof: Proof | None = Field(default=None, description="Of the finalists; null where there was none.")
     proof_names: dict[str, str] = Field(default={}, description="Name of a trial by the finalist made of it.")
@@ -211,6 +215,8 @@ class Search(Record):
             tables.append(
                 Table.of("What decides the speed of the trials that passed (PED-ANOVA)", ranked, columns)
             )
+        if self.efficiency:
+            tables.append(self._efficiency_table(self.efficiency))
         return tables
 
     def panels(self) -> list[Panel]:
@@ -240,6 +246,13 @@ class Search(Record):
             values = [self.importance[name] for name in names]
             bars = Line("importance", range(len(names)), values)
             panels.append(Panel("lever", "importance for speed", [bars], names))
+        if self.efficiency:
+            curves = [
+                Line(row.strategy, range(1, len(row.by_evaluations) + 1), row.by_evaluations)
+                for row in self.efficiency.found
+            ]
+            label = f"best found, times {self.incumbent.variant} (mean of {self.efficiency.seeds} seeds)"
+            panels.append(Panel("evaluations that need an engine", label, curves))
         return panels
 
     def _levers_panel(self) -> Panel:
@@ -288,6 +301,20 @@ class Search(Record):
             for each in proof.finalists
         ]
         return Table.of("Proof of the finalists", rows, columns, *notes, text_columns=3)
+
+    def _efficiency_table(self, played: Efficiency) -> Table:
+        columns: dict[str, Callable[[Found], object]] = {
+            "strategy": lambda row: row.strategy,
+            "best found ± SE": lambda row: f"{row.best:.3f}",
+            "95 % interval": lambda row: "{:.3f} to {:.3f}".format(*row.best.interval),
+        }
+        title = f"Best found with {played.evaluations} evaluations, times {self.incumbent.variant}"
+        note = (
+            "Each strategy proposes points, and the nearest recorded trial that it has not had answers. The trials are "
+            "those that the search chose, which flatters random search and one lever at a time. The sampler alone "
+            "begins with the incumbent; the search also with the points of its settings."
+        )
+        return Table.of(title, played.found, columns, played.summary, note)
 
     def _rungs_table(self) -> Table:
         columns: dict[str, Callable[[Rung], object]] = {

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ from slimqwen.evals.acceptance import summarise
 from slimqwen.progress import Progress, silent
 from slimqwen.records.journal import locked
 from slimqwen.records.record import Estimate
-from slimqwen.search import SearchError
+from slimqwen.search import SearchError, efficiency
 from slimqwen.search.candidate import Candidate, without_cache
+from slimqwen.search.efficiency import Efficiency, RecordedTrial
 from slimqwen.search.executors import Executor, Failure, Outcome
 from slimqwen.search.ladder import Ladder
 from slimqwen.search.record import Incumbent, Ratio, Rung, SearchTrial
@@ -52,12 +53,14 @@ class Findings:
         incumbent: what they have to be faster than.
         repeated: suggestions of candidates that were known.
         importance: of each lever for the modelled speed; empty where too few trials passed.
+        efficiency: beside random search and one lever at a time; None after too few trials.
     """
 
     trials: list[SearchTrial]
     incumbent: Incumbent
     repeated: int
     importance: dict[str, float]
+    efficiency: Efficiency | None
 
 
 @dataclass
@@ -125,6 +128,7 @@ class Study:
                 self._incumbent,
                 self._repeated,
                 self._importance(),
+                self._efficiency(),
             )
 
     def _measure_references(self) -> None:
@@ -205,11 +209,9 @@ class Study:
 
     def _ask(self) -> None:
         """Begin the trial that the sampler proposes, or answer it from what is known."""
-        from optuna.samplers import TPESampler
-
         # A run that goes on proposes what one without an interruption would.
         seed = self._ladder.space.settings.seed + len(self._known) + self._repeated
-        self._study.sampler = TPESampler(seed=seed, n_startup_trials=_STARTUP_TRIALS, multivariate=True)
+        self._study.sampler = _sampler(seed)
         trial = self._study.ask()
         point = self._suggest(trial)
         candidate = Candidate.at(point)
@@ -355,6 +357,32 @@ class Study:
         return {
             lever: float(found[lever]) for lever in LEVERS if lever in found and math.isfinite(found[lever])
         }
+
+    def _efficiency(self) -> Efficiency | None:
+        """The study replayed on its trials; those that end at the roofline need no engine."""
+        space = self._ladder.space
+        trials = [
+            RecordedTrial(
+                point=asdict(Candidate(**row.changes)),
+                scores=_scores(row) if row.passed else None,
+                violations=self._violations(row),
+                needed_engine=row.rung != "roofline",
+            )
+            for row in sorted(self._known.values(), key=lambda row: row.number)
+        ]
+        return efficiency.compare(
+            trials,
+            {lever: space.choices[lever] for lever in space.levers},
+            self._first_points(),
+            self._incumbent.tokens_per_second,
+            _sampler,
+        )
+
+
+def _sampler(seed: int) -> Any:
+    from optuna.samplers import TPESampler
+
+    return TPESampler(seed=seed, n_startup_trials=_STARTUP_TRIALS, multivariate=True)
 
 
 def _scores(row: SearchTrial) -> tuple[float, float, float]:
