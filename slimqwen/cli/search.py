@@ -24,6 +24,9 @@ def search(
     minutes: Annotated[
         float | None, typer.Option(min=0, help="begin no candidate after so many minutes")
     ] = None,
+    finalists: Annotated[
+        int | None, typer.Option(min=0, help="candidates that are proven, instead of the space's")
+    ] = None,
     ray: Annotated[
         str | None,
         typer.Option(metavar="ADDRESS", help="Ray cluster, host:port or auto (default: this machine alone)"),
@@ -57,6 +60,7 @@ def search(
             command=command(),
             trials=trials,
             minutes=minutes,
+            finalists=finalists,
             width=width,
             progress=progress,
         )

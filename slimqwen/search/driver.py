@@ -31,6 +31,7 @@ def search(
     command: Sequence[str],
     trials: int | None = None,
     minutes: float | None = None,
+    finalists: int | None = None,
     width: int = 1,
     progress: Progress = silent,
 ) -> Path:
@@ -47,6 +48,7 @@ def search(
         command: program and arguments, for the record.
         trials: number of candidates instead of the settings'.
         minutes: time after which no further candidate is begun.
+        finalists: number of candidates that are proven at most, instead of the settings'.
         width: candidates that are measured at a time.
         progress: receives the candidates done, and the progress of the one under way.
 
@@ -94,7 +96,8 @@ def search(
             seeds={"sampler": settings.seed},
         ),
     }
-    chosen = Search(**fields).faster[: settings.finalists]
+    limit = settings.finalists if finalists is None else finalists
+    chosen = [trial for trial in Search(**fields).faster if _is_within(trial, ladder.budget)][:limit]
     if chosen:
         names = {_finalist(trial, ladder): trial.name for trial in chosen}
         fields |= {
@@ -102,6 +105,19 @@ def search(
             "proof_names": names,
         }
     return store.write(root / "results", Search(**fields))
+
+
+def _is_within(trial: SearchTrial, budget: Budget) -> bool:
+    """Whether a trial's figures lie within the limits on the search's items, with the intervals that it has.
+
+    A candidate passed its rungs if an interval reached back over the limit; few of these would pass a proof.
+    """
+    kl, share = trial.kl_nats, trial.acceptance_share
+    return (
+        (trial.worst_share or 0) <= 1
+        and (kl is None or kl.interval[1] <= budget.fidelity.limits.changed_weights.kl_nats)
+        and (share is None or share.low >= budget.acceptance.least_share)
+    )
 
 
 def _finalist(trial: SearchTrial, ladder: Ladder) -> str:

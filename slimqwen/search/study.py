@@ -244,7 +244,8 @@ class Study:
         requests = ladder.requests(candidate)
         known_answers = {name: self._answers.get(request) for name, request in requests.items()}
         answers: dict[str, Any] = {name: each for name, each in known_answers.items() if each is not None}
-        if "fidelity" in answers and Shares.of(answers["fidelity"], ladder.budget).near > 1:
+        fails = "fidelity" in answers and Shares.of(answers["fidelity"], ladder.budget).near > 1
+        if fails or len(answers) == len(requests):
             self._end(trial, *self._judge(candidate, row, answers))
             return
         task = ladder.task(candidate, variant.name, answers)
