@@ -69,8 +69,8 @@ gate: | $(READY) ## is VARIANT as good as its baseline? fidelity, acceptance, qu
 release-check: | $(READY) ## before a release of VARIANT: length sweep, malformed requests, soak; one verdict (MINUTES=15)
 	@$(RUN) release-check --variant $(VARIANT) $(call given,MINUTES,--minutes)
 
-limits: | $(READY) ## measure the noise of VARIANT, a baseline, and write the gate's limits for its EVALUATION into eval/
-	@$(RUN) limits --variant $(VARIANT)
+search: | $(READY) ## find the fastest variant of BASE for a GPU within its quality budget, and prove it (BASE=tiny GPU=a10g TRIALS=n MINUTES=n)
+	@$(RUN) search --base $(or $(BASE),tiny) --gpu $(or $(GPU),a10g) $(call given,TRIALS,--trials) $(call given,MINUTES,--minutes)
 
 compare: | $(READY) ## print the paired tables of two variants (A=tiny B=tiny-awq)
 	@$(RUN) record compare $(A) $(B)

@@ -25,6 +25,9 @@ VARIABLES = [
     "RECORD=1",
     "FULL=1",
     "MINUTES=5",
+    "BASE=tiny",
+    "GPU=a10g",
+    "TRIALS=3",
 ]
 
 
