@@ -433,6 +433,8 @@ def _depths(variant: Variant, served: Modes, settings: LengthSweepSettings) -> l
 
 def _add_unsafe(record: LengthSweep, path: Path, root: Path) -> None:
     shown = provenance.portable(str(path), root)
+    # Whole prompts and prompts in parts are one combination of modes.
+    failed = {arm.modes.model_dump_json(): arm for arm in record.arms if arm.verdict == Verdict.FAIL}
     findings = [
         unsafe_engines.Finding(
             build=record.build,
@@ -440,8 +442,7 @@ def _add_unsafe(record: LengthSweep, path: Path, root: Path) -> None:
             reason=arm.failure or f"{len(arm.broken)} of {2 * arm.lengths} answers of prompt lengths differ",
             record=shown,
         )
-        for arm in record.arms
-        if arm.verdict == Verdict.FAIL
+        for arm in failed.values()
     ]
     # A sweep that finds nothing takes nothing back: `eval engine` asks more kinds of requests.
     unsafe_engines.update(root, record.build, unsafe=findings, fine=[])
