@@ -59,7 +59,7 @@ def test_the_committed_schemas_are_those_of_the_models():
 def test_every_schema_is_one_of_its_draft_and_fits_lines():
     jsonschema_rs.meta.validate(DOCUMENT)
     assert set(DOCUMENT["kinds"]) == {*registry.kinds(), "measurements"}
-    assert len(schemas.text().splitlines()) <= 1400
+    assert len(schemas.text().splitlines()) <= 1500
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: f"{path.parent.name}/{path.stem}")
