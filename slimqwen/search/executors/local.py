@@ -32,12 +32,7 @@ class LocalExecutor:
         self._worker: WarmWorker | None = None
 
     def __enter__(self) -> Self:
-        """Start the process that tasks are forked from, if they are."""
-        if self._warm:
-            log = self._root / "logs" / "tasks.log"
-            log.parent.mkdir(parents=True, exist_ok=True)
-            output = self._opened.enter_context(log.open("ab"))
-            self._worker = self._opened.enter_context(warm_worker.started(os.environ, output))
+        """Nothing has to be started before the first task."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -69,6 +64,11 @@ class LocalExecutor:
         def report(activity: str, done: float, total: float) -> None:
             self._progress(f"{task.title}: {activity}", done, total)
 
-        if self._worker is not None:
-            return process.run_forked(task, self._root, platform.node(), self._worker, report)
-        return process.run(task, self._root, platform.node(), report)
+        if not self._warm:
+            return process.run(task, self._root, platform.node(), report)
+        if self._worker is None:
+            log = self._root / "logs" / "tasks.log"
+            log.parent.mkdir(parents=True, exist_ok=True)
+            output = self._opened.enter_context(log.open("ab"))
+            self._worker = self._opened.enter_context(warm_worker.started(os.environ, output))
+        return process.run_forked(task, self._root, platform.node(), self._worker, report)
