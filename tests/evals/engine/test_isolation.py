@@ -26,7 +26,7 @@ def run(worker, tmp_path):
     return functools.partial(_run, worker, tmp_path)
 
 
-def _run(worker, tmp_path, function, task, timeout_s=60, progress=silent):
+def _run(worker, tmp_path, function, task, timeout_s=600, progress=silent):
     return run_isolated(
         function,
         TINY,
@@ -48,8 +48,8 @@ def test_the_result_and_the_progress_come_back(run):
 @pytest.mark.parametrize(
     ("function", "task", "timeout_s", "line"),
     [
-        (isolated_functions.raise_error, None, 60, "greedy: RuntimeError: sizes do not match"),
-        (isolated_functions.end_by_signal, "SIGSEGV", 60, "aborts: the process died (signal SIGSEGV)"),
+        (isolated_functions.raise_error, None, 600, "greedy: RuntimeError: sizes do not match"),
+        (isolated_functions.end_by_signal, "SIGSEGV", 600, "aborts: the process died (signal SIGSEGV)"),
         (isolated_functions.hang, None, 8, "mixed: no end within 8 s"),
     ],
 )
