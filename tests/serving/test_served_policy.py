@@ -73,7 +73,7 @@ def served(tmp_path_factory):
             client = httpx.Client(
                 base_url=server.base_url,
                 headers=authorization(),
-                timeout=120,
+                timeout=600,
                 trust_env=False,
             )
             with client:

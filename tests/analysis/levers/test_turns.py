@@ -58,7 +58,7 @@ def test_an_engine_gives_steps_and_tokens_after_the_first(tmp_path: Path) -> Non
         Task(dict(command.flags), prompt_tokens=16, output_tokens=24),
         environment=command.process_environment(),
         log=tmp_path / "worker.log",
-        timeout_s=200.0,
+        timeout_s=600.0,
     )
     assert figures["steps"] == figures["tokens"] == 23
     assert 0 < figures["seconds"] < 60

@@ -76,7 +76,7 @@ def test_a_server_is_shown_from_its_start_to_its_end(server, tmp_path):
     history = {}
 
     def draw_until(text):
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 300
         while text not in (shown := text_of(display.draw(tmp_path, history))):
             assert time.monotonic() < deadline, shown
             time.sleep(0.05)
@@ -124,7 +124,7 @@ def published():
 
 @pytest.mark.parametrize("arguments", [[], ["--once"]])
 def test_in_a_pipe_it_shows_once_and_ends(published, arguments):
-    ended = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=120)
+    ended = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=600)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert "slimqwen eval quality --variant [tiny]" in ended.stdout  # no markup
     assert "12 of 150" in ended.stdout
@@ -139,14 +139,14 @@ def test_a_signal_ends_it_and_leaves_the_terminal_as_it_was(number, code):
         COMMAND, stdin=follower, stdout=follower, stderr=follower, env=os.environ | {"TERM": "xterm-256color"}
     )
     os.close(follower)
-    output, deadline = b"", time.monotonic() + 120
+    output, deadline = b"", time.monotonic() + 300
     try:
         while output.count(b"Ctrl-C ends") < 2:
             assert time.monotonic() < deadline, output
             if select.select([controller], [], [], 0.1)[0]:
                 output += os.read(controller, 65536)
         process.send_signal(number)
-        assert process.wait(60) == code
+        assert process.wait(300) == code
         while select.select([controller], [], [], 0.1)[0]:
             output += os.read(controller, 65536)
     except OSError:  # the last reader of a terminal that is gone

@@ -34,7 +34,7 @@ def test_engine_and_worker_processes_say_which_fixes_they_run_with(tiny_with_mro
         env=environment | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
     log = served.stdout + served.stderr
     assert "tokens: 4" in log, log
