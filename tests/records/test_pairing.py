@@ -111,6 +111,12 @@ def test_a_record_is_compared_with_the_baselines_newest_before_it(keep, against)
     assert against(own, unfit=[before])[1] not in (before, after)
 
 
+def test_a_record_of_the_same_second_counts_as_one_from_before(keep, against):
+    keep("first", 1)
+    same, own = keep("first", 4), keep("second", 4)
+    assert against(own) == ("first", same)
+
+
 def test_a_later_record_of_the_baseline_does_where_no_earlier_one_fits(keep, against):
     early, own, later = keep("first", 1), keep("second", 2), keep("first", 3)
     assert against(own, unfit=[early]) == ("first", later)

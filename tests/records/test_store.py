@@ -2,6 +2,7 @@ import hashlib
 import json
 import os
 import threading
+from datetime import UTC, datetime
 
 import pytest
 
@@ -38,6 +39,14 @@ def result():
         return template.model_copy(update={"variant": name, "provenance": made, **changes})
 
     return make
+
+
+def test_a_record_beside_items_is_named_by_its_kind_and_the_utc_time_of_writing(tmp_path, quality):
+    before = datetime.now(UTC).replace(microsecond=0)
+    path = write(tmp_path / "tiny", quality, ITEMS)
+    kind, _, stamp = path.stem.partition("_")
+    assert kind == "quality"
+    assert before <= datetime.strptime(f"{stamp}+0000", "%Y-%m-%dT%H%M%SZ%z") <= datetime.now(UTC)
 
 
 def test_a_record_comes_back_with_its_items(tmp_path, quality):
