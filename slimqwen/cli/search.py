@@ -10,7 +10,7 @@ from slimqwen.cli.console import command, progress_bar, show_record
 
 
 def search(
-    base: Annotated[str, typer.Option(metavar="NAME", help="variant to start from")],
+    base: Annotated[str, typer.Option("--base", "--variant", metavar="NAME", help="variant to start from")],
     gpu: Annotated[str, typer.Option(metavar="NAME", help="GPU of eval/devices.yaml to serve on")],
     budget: Annotated[
         str | None,
