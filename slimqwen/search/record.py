@@ -141,7 +141,8 @@ class Search(Record):
                 f"{self.budget} is faster on {where}."
             )
         by_name = {trial.name: trial for trial in self.trials}
-        best = by_name[self.proof_names[self.promoted[0]]] if self.promoted else self.faster[0]
+        within = [trial for trial in self.faster if (trial.worst_share or 0) <= 1]
+        best = by_name[self.proof_names[self.promoted[0]]] if self.promoted else (within or self.faster)[0]
         assert best.tokens_per_second is not None
         assert best.worst_share is not None
         facts = (
@@ -151,7 +152,7 @@ class Search(Record):
             "that it came nearest to"
         )
         if not self.proof:
-            return f"Best candidate, not proven: {facts}."
+            return f"Fastest candidate, not proven: {facts}."
         if not self.promoted:
             return f"Serve {incumbent}: no finalist passed on the items that the search had not seen. Fastest: {facts}."
         (proven,) = (each for each in self.proof.finalists if each.variant == self.promoted[0])

@@ -64,8 +64,13 @@ def test_the_front_has_what_nothing_else_beats_in_all_three(make: Callable[..., 
 def test_the_advice_is_the_fastest_of_the_front_or_the_incumbent(
     make: Callable[..., Search], tmp_path: Path
 ) -> None:
-    found = make(passed(1, 100_000, 0.9, 9_000_000), passed(2, 154_000, 0.95, 9_500_000))
-    assert found.advice.startswith("Best candidate, not proven: depth 2.")
+    found = make(
+        passed(1, 100_000, 0.9, 9_000_000),
+        passed(2, 154_000, 0.95, 9_500_000),
+        passed(3, 200_000, 1.2, 9_500_000),
+    )
+    # The third's estimate lies beyond a limit; only its interval reaches back.
+    assert found.advice.startswith("Fastest candidate, not proven: depth 2.")
     assert "2.00 times the 77,000 of tiny-best" in found.advice
     assert "as its roofline models it" in found.advice
     assert make(passed(1, 70_000, 0.9, 9_000_000)).advice.startswith("Serve tiny-best: of 1 candidates none")
