@@ -97,7 +97,7 @@ def search(
         ),
     }
     limit = settings.finalists if finalists is None else finalists
-    chosen = [trial for trial in Search(**fields).faster if _is_within(trial, ladder.budget)][:limit]
+    chosen = [trial for trial in Search(**fields).faster if ladder.budget.is_met_by(trial)][:limit]
     if chosen:
         names = {_finalist(trial, ladder): trial.name for trial in chosen}
         fields |= {
@@ -105,19 +105,6 @@ def search(
             "proof_names": names,
         }
     return store.write(root / "results", Search(**fields))
-
-
-def _is_within(trial: SearchTrial, budget: Budget) -> bool:
-    """Whether a trial's figures lie within the limits on the search's items, with the intervals that it has.
-
-    A candidate passed its rungs if an interval reached back over the limit; few of these would pass a proof.
-    """
-    kl, share = trial.kl_nats, trial.acceptance_share
-    return (
-        (trial.worst_share or 0) <= 1
-        and (kl is None or kl.interval[1] <= budget.fidelity.limits.changed_weights.kl_nats)
-        and (share is None or share.low >= budget.acceptance.least_share)
-    )
 
 
 def _finalist(trial: SearchTrial, ladder: Ladder) -> str:

@@ -38,12 +38,14 @@ class RecordedTrial:
     Attributes:
         point: a choice for every lever.
         scores: what the study minimises, the negative speed first; None where the trial ended early.
+        meets_budget: whether it could be a finalist; the speed of another is nothing found.
         violations: constraints by name, above 0 where violated.
         needed_engine: whether it costs an evaluation.
     """
 
     point: Point
     scores: Sequence[float] | None
+    meets_budget: bool
     violations: Mapping[str, float]
     needed_engine: bool
 
@@ -190,7 +192,7 @@ def _play(
         distances = [sum(trial.point[lever] != point[lever] for lever in levers) for trial in left]
         trial = left.pop(distances.index(min(distances)))
         strategy.learn(trial)
-        if trial.scores is not None:
+        if trial.scores is not None and trial.meets_budget:
             best = max(best, -trial.scores[0] / incumbent_speed)
         if trial.needed_engine:
             curve.append(best)

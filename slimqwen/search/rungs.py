@@ -15,6 +15,7 @@ from slimqwen.progress import Progress
 from slimqwen.recipe import variant_recipe
 from slimqwen.records.record import Estimate
 from slimqwen.records.split import Split
+from slimqwen.search.record import SearchTrial
 from slimqwen.serving.command import ServerCommand
 from slimqwen.variant import Variant
 
@@ -48,6 +49,19 @@ class Budget:
             FidelitySettings.of_variant(base, gate.fidelity),
             AcceptanceSettings.of_variant(base, gate.acceptance),
             gate.split("search", base.root),
+        )
+
+    def is_met_by(self, trial: SearchTrial) -> bool:
+        """Whether a trial's figures lie within the limits on the search's items, with the intervals that it has.
+
+        A candidate passed its rungs if an interval reached back over the limit; few of these would pass a proof.
+        """
+        kl, share = trial.kl_nats, trial.acceptance_share
+        return (
+            trial.passed
+            and (trial.worst_share or 0) <= 1
+            and (kl is None or kl.interval[1] <= self.fidelity.limits.changed_weights.kl_nats)
+            and (share is None or share.low >= self.acceptance.least_share)
         )
 
 

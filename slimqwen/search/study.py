@@ -361,11 +361,12 @@ class Study:
 
     def _efficiency(self) -> Efficiency | None:
         """The study replayed on its trials; those that end at the roofline need no engine."""
-        space = self._ladder.space
+        space, budget = self._ladder.space, self._ladder.budget
         trials = [
             RecordedTrial(
                 point=asdict(Candidate(**row.changes)),
                 scores=_scores(row) if row.passed else None,
+                meets_budget=budget.is_met_by(row),
                 violations=self._violations(row),
                 needed_engine=row.rung != "roofline",
             )

@@ -25,11 +25,11 @@ def table(
     for values in itertools.product(*CHOICES.values()):
         point = dict(zip(CHOICES, values, strict=True))
         if speed(point) < speed(START):
-            rows.append(RecordedTrial(point, None, {"roofline": 0.5}, False))
+            rows.append(RecordedTrial(point, None, False, {"roofline": 0.5}, False))
         elif passes(point):
-            rows.append(RecordedTrial(point, (-speed(point), 0.5, 1.0), {"passed": -1.0}, True))
+            rows.append(RecordedTrial(point, (-speed(point), 0.5, 1.0), True, {"passed": -1.0}, True))
         else:
-            rows.append(RecordedTrial(point, None, {"fidelity": 0.5}, True))
+            rows.append(RecordedTrial(point, None, False, {"fidelity": 0.5}, True))
     return rows
 
 
@@ -74,6 +74,16 @@ def test_what_the_settings_knew_before_is_told_apart_from_the_sampler() -> None:
     assert found is not None
     assert curve(found, "search")[1] == pytest.approx(1.1)
     assert curve(found, "sampler alone")[1] < 1.1
+
+
+def test_a_trial_that_could_be_no_finalist_counts_for_no_strategy() -> None:
+    fast = [
+        RecordedTrial({**START, "a": value}, (-100.0 - value, 1.2, 1.0), False, {"passed": -1.0}, True)
+        for value in range(4)
+    ]
+    found = efficiency.compare(fast, CHOICES, [START], 100.0, sampler, seeds=2)
+    assert found is not None
+    assert {value for row in found.found for value in row.by_evaluations} == {1.0}
 
 
 def test_where_one_lever_is_enough_the_record_says_that_search_is_no_better() -> None:
