@@ -20,9 +20,10 @@ from slimqwen import checkpoint
 from slimqwen.checkpoint import Manifest
 from slimqwen.checkpoint.config import write_config
 from slimqwen.checkpoint.files import file_records, publish
+from slimqwen.checkpoint.shape import Shape, ShapeError
 from slimqwen.checkpoint.tensors import NewTensor, write_tensors
 from slimqwen.plan import shapes
-from slimqwen.plan.shapes import FOLDER, Shape, ShapeError
+from slimqwen.plan.shapes import FOLDER
 from slimqwen.progress import Progress, silent
 
 Size = Literal["0.8b", "4b"]
@@ -93,9 +94,7 @@ def write(shape: Shape, folder: Path, tokenizer: Path, *, seed: int, progress: P
         ShapeError: the disk is too full.
     """
     started = time.monotonic()
-    tensors = {
-        key.replace("model.language_model.", "model."): form for key, form in shapes.tensors(shape).items()
-    }
+    tensors = {key.replace("model.language_model.", "model."): form for key, form in shape.tensors.items()}
     contents = {
         key: NewTensor(dtype, dimensions, _drawn(key, number, dtype, dimensions, seed))
         for number, (key, (dtype, dimensions)) in enumerate(tensors.items())

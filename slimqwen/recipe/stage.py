@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from slimqwen.checkpoint.files import sha256
+from slimqwen.checkpoint.shape import Shape
 from slimqwen.errors import SlimqwenError
 
 Facts = dict[str, str | int | float | bool]
@@ -56,6 +57,7 @@ class Stage:
             from; the result is the same as that of an uninterrupted run.
         needs: (source, parameters) -> estimate; raises a SlimqwenError for an input that the stage cannot work on.
         changes: parameters -> regular expressions of the names of tensors that it may change, drop or add.
+        reshape: (shape, parameters) -> dimensions of its output, for plans and rooflines; unchanged if left out.
         data: parameters -> digest of every outside input by name.
         code: modules whose source decides the result, besides the module that defines `run`.
         packages: distributions whose versions decide the result.
@@ -68,6 +70,7 @@ class Stage:
     run: Callable[..., Facts]
     needs: Callable[[Path, Any], Needs]
     changes: Callable[[Any], tuple[str, ...]] = lambda parameters: ()
+    reshape: Callable[[Shape, Any], Shape] = lambda shape, parameters: shape
     data: Callable[[Any], Mapping[str, str]] = lambda parameters: {}
     code: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()

@@ -1,11 +1,11 @@
 """The base of every record kind, and the field types that kinds share.
 
-To add a kind, write one module in evals/, bench/, analysis/, plan/, search/ or image/ (and its test):
+To add a kind, write one module in evals/, bench/ or analysis/ (and its test):
 
-1. A subclass of `Record` with the class variables `kind`, `folder` and `verb`, and a field for each figure. The unit
-   is in the field's name (`ttft_ms`) or in `Field(description=...)`. Parts are subclasses of `Block`. A kind of
-   experiments/ narrows `provenance: ServedProvenance`. A field that JSON names by a Python keyword:
-   `class_: str = Field(validation_alias="class", serialization_alias="class")`.
+1. A subclass of `Record` with the class variables `kind`, `folder` and `verb`, and a field for each figure. The ending
+   of a field's name says the unit (`ttft_ms`), and tables show it (`_UNITS` in figures.py has the endings). Parts are
+   subclasses of `Block`. A kind of experiments/ narrows `provenance: ServedProvenance`. A field that JSON
+   names by a Python keyword: `class_: str = Field(validation_alias="class", serialization_alias="class")`.
 2. A function that measures, builds the record and hands it to `store.write`.
 3. `tables()`, `panels()`, `trends()`, `finding()`, `replay()`, `topic` and `leaderboard_columns`, where the standard
    ones do not do.

@@ -24,8 +24,9 @@ from slimqwen.analysis.roofline import cost
 from slimqwen.analysis.roofline.architecture import Model, read_model
 from slimqwen.analysis.roofline.bounds import ServedVariant
 from slimqwen.analysis.roofline.gpu import Gpu
+from slimqwen.checkpoint.shape import Shape, tensor_bytes
 from slimqwen.checkpoint.tensors import TensorInfo
-from slimqwen.plan import shapes
+from slimqwen.recipe.registry import STAGES
 from slimqwen.records import provenance
 from slimqwen.records.settings import Settings
 from slimqwen.search import rungs
@@ -71,14 +72,16 @@ class Ladder:
 
     def tensors(self, candidate: Candidate) -> tuple[dict[str, TensorInfo], dict[str, Any]]:
         """Tensors and config.json of a candidate's checkpoint before it is made."""
-        shape = shapes.of_config(self._config)
-        for stage, parameters in candidate.steps(self.space, shape.text["vocab_size"]):
-            shape = shapes.after_stage(shape, stage, parameters)
+        shape = Shape.of_config(self._config)
+        folder = {"folder": self.base.root / "experiments" / self.base.name}
+        for name, values in candidate.steps(self.space, shape.text["vocab_size"]):
+            stage = STAGES[name]
+            shape = stage.reshape(shape, stage.parameters.model_validate(values, context=folder))
         infos = {
-            name: TensorInfo(dtype, size, Path(), 0, shapes.tensor_bytes(dtype, size))
-            for name, (dtype, size) in shapes.tensors(shape).items()
+            name: TensorInfo(dtype, size, Path(), 0, tensor_bytes(dtype, size))
+            for name, (dtype, size) in shape.tensors.items()
         }
-        return infos, shapes.config_of(shape)
+        return infos, shape.config_json
 
     def checkpoint_bytes(self, candidate: Candidate) -> int:
         """Bytes of a candidate's tensors."""

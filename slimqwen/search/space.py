@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt
 
 from slimqwen import checkpoint
 from slimqwen.analysis.roofline.gpu import Gpu
-from slimqwen.plan import shapes
+from slimqwen.checkpoint.shape import Shape
 from slimqwen.records.settings import Settings, read
 from slimqwen.search import SearchError
 from slimqwen.variant import Variant
@@ -186,7 +186,7 @@ def _derived(base: Variant, gpu: Gpu) -> dict[str, tuple[Choice, ...]]:
 
     widths = {
         shape[1]
-        for name, (_, shape) in shapes.tensors(shapes.of_config(config)).items()
+        for name, (_, shape) in Shape.of_config(config).tensors.items()
         if len(shape) == 2 and "embed_tokens" not in name
     }
     groups = tuple(size for size in _GROUP_SIZES if all(width % size == 0 for width in widths))

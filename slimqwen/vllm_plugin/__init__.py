@@ -1,1 +1,13 @@
-"""What runs inside vLLM's processes. Imports nothing above `variant`."""
+"""What runs inside vLLM's processes, and by which of vLLM's hooks it gets there.
+
+| module | hook | process |
+|---|---|---|
+| `api_server` | main module of the command, in place of vLLM's | API server |
+| `readiness`, and what it imports | `--middleware` | API server |
+| `endpoints` | entry point `vllm.endpoint_plugins` | API server |
+| `compile_watch`, `engine_fixes` | entry points `vllm.general_plugins` | every one |
+| `draft_vocabulary` | model class, named by `engine_fixes` | engine, workers |
+| `engine_facts` | `--worker-extension-cls` | workers |
+
+pyproject.toml has the entry points; `slimqwen/serving/command.py` writes the options.
+"""

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from slimqwen import checkpoint, progress
+from slimqwen.checkpoint.shape import Shape, ShapeError
 from slimqwen.checkpoint.tensors import list_tensors
 from slimqwen.plan import random_weights, shapes
-from slimqwen.plan.shapes import Shape, ShapeError
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "weights" / "tiny"

@@ -17,8 +17,8 @@ from typing import Any
 from slimqwen.analysis.roofline import cost
 from slimqwen.analysis.roofline.architecture import Model, Weights
 from slimqwen.analysis.roofline.gpu import Device, RooflineError
+from slimqwen.checkpoint.shape import Shape
 from slimqwen.plan import random_weights
-from slimqwen.plan.shapes import Shape
 
 PARTS = ("layers", "output head", "draft layers", "draft head", "states and KV cache", "host")
 """Terms of a step, in the order of charts."""

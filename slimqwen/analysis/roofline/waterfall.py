@@ -18,9 +18,9 @@ from slimqwen.analysis.roofline import gpu as data_sheets
 from slimqwen.analysis.roofline.architecture import Model, Weights, read_model
 from slimqwen.analysis.roofline.gpu import Gpu
 from slimqwen.checkpoint.files import sha256
+from slimqwen.checkpoint.shape import Shape
 from slimqwen.checkpoint.tensors import list_tensors
 from slimqwen.plan import shapes
-from slimqwen.plan.shapes import Shape
 from slimqwen.records import provenance, store
 from slimqwen.records.collection import Collection
 from slimqwen.records.panel import Line, Panel

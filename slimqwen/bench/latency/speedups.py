@@ -197,7 +197,7 @@ def _time(
     *,
     in_turns: bool,
 ) -> Speedup:
-    """Median time of the first over median time of the second, over the requests of one class."""
+    """Time of the first over time of the second for one class, paired by rounds (`intervals.ratio_by_round`)."""
     ratio, count = intervals.ratio_by_round(*(by_round(side, measure) for side in rounds), in_turns=in_turns)
     first, second = (getattr(figures, measure).median for figures in pair)
     shape = name, pair[0].prompt_tokens, pair[0].output_tokens

@@ -21,6 +21,7 @@ from slimqwen import checkpoint
 from slimqwen.checkpoint import packing
 from slimqwen.checkpoint.config import write_config
 from slimqwen.checkpoint.files import bytes_on_disk, carry_side_files
+from slimqwen.checkpoint.shape import Packing, Shape
 from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, from_torch, list_tensors, rewrite
 from slimqwen.progress import Progress
 from slimqwen.recipe.schemes import BITS, Targets
@@ -396,12 +397,21 @@ def _replacements(model: Any, targets: Collection[str]) -> _Change:
     return change
 
 
+def reshape(shape: Shape, parameters: CalibrateParameters) -> Shape:
+    """The targets packed."""
+    packings = {4: Packing(bits=4, group_size=parameters.group_size), 8: Packing(bits=8, group_size=None)}
+    return shape.with_packing(
+        {kind: packings[BITS[scheme]] for kind, scheme in parameters.targets.schemes.items()}
+    )
+
+
 STAGE = Stage(
     name="calibrate",
     parameters=CalibrateParameters,
     run=run,
     needs=needs,
     data=data,
+    reshape=reshape,
     changes=changes,
     code=(
         "slimqwen.checkpoint.packing",

@@ -16,6 +16,7 @@ from slimqwen import checkpoint
 from slimqwen.checkpoint import draft_head
 from slimqwen.checkpoint.config import read_json_object, write_config
 from slimqwen.checkpoint.files import bytes_on_disk, carry_side_files
+from slimqwen.checkpoint.shape import Shape
 from slimqwen.checkpoint.tensors import (
     NewTensor,
     TensorInfo,
@@ -123,11 +124,20 @@ def _checked_rows(source: Path, parameters: FirstRowsParameters) -> int:
     return rows
 
 
+def reshape(shape: Shape, parameters: FirstRowsParameters) -> Shape:
+    """Fewer rows, a draft head, or both."""
+    if parameters.vocab_size is not None:
+        shape = shape.with_vocabulary(parameters.vocab_size)
+    drafted = parameters.draft_vocab_size
+    return shape if drafted is None else shape.with_draft_vocabulary(drafted)
+
+
 STAGE = Stage(
     name="first_rows",
     parameters=FirstRowsParameters,
     run=run,
     needs=needs,
+    reshape=reshape,
     changes=lambda _: (r"(?:^|\.)(?:embed_tokens|lm_head)\.", re.escape(draft_head.PREFIX)),
     code=("slimqwen.checkpoint.draft_head", "slimqwen.checkpoint.tensors"),
     packages=("numpy",),

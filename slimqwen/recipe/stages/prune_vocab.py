@@ -30,6 +30,7 @@ from slimqwen import checkpoint
 from slimqwen.checkpoint import draft_head
 from slimqwen.checkpoint.config import write_config
 from slimqwen.checkpoint.files import VOCAB_MAP, bytes_on_disk, carry_side_files
+from slimqwen.checkpoint.shape import Shape
 from slimqwen.checkpoint.tensors import (
     NewTensor,
     TensorInfo,
@@ -253,7 +254,7 @@ def kept_ids(source: Path, words: Vocabulary, counts: Ids, size: int) -> Ids:
         raise StageError(
             f"{source}: its settings name the token id {min(unknown)}, unknown to its tokenizer; correct the settings"
         )
-    return vocabulary.choose(words, counts, -(-size // _MULTIPLE) * _MULTIPLE, named)
+    return vocabulary.choose(words, counts, _rows(size), named)
 
 
 def named_ids(source: Path) -> set[int]:
@@ -312,6 +313,15 @@ def _write_json(file: Path, content: Any, indent: int | None = 2) -> None:
     file.write_text(json.dumps(content, indent=indent, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+def _rows(size: int) -> int:
+    return -(-size // _MULTIPLE) * _MULTIPLE
+
+
+def reshape(shape: Shape, parameters: PruneVocabParameters) -> Shape:
+    """Fewer rows of embedding and output head."""
+    return shape.with_vocabulary(_rows(parameters.size))
+
+
 STAGE = Stage(
     name="prune_vocab",
     parameters=PruneVocabParameters,
@@ -324,6 +334,7 @@ STAGE = Stage(
         "slimqwen.checkpoint.tensors",
         "slimqwen.text.corpus",
     ),
+    reshape=reshape,
     changes=lambda _: (_TABLE.pattern, re.escape(draft_head.PREFIX)),
     packages=("tokenizers", "numpy", "compressed-tensors"),
 )

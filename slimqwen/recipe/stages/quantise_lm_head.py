@@ -14,6 +14,7 @@ from slimqwen import checkpoint
 from slimqwen.checkpoint import packing
 from slimqwen.checkpoint.config import write_config
 from slimqwen.checkpoint.files import bytes_on_disk, carry_side_files
+from slimqwen.checkpoint.shape import Packing, Shape
 from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, list_tensors, output_head, rewrite
 from slimqwen.progress import Progress
 from slimqwen.recipe.stage import Facts, Needs, Parameters, Stage, StageError
@@ -92,11 +93,17 @@ def _config(config: Mapping[str, Any], group_size: int) -> dict[str, Any]:
     return changed
 
 
+def reshape(shape: Shape, parameters: QuantiseLmHeadParameters) -> Shape:
+    """The output head packed, untied from the embedding."""
+    return shape.with_packing({"lm_head": Packing(bits=_BITS, group_size=parameters.group_size)})
+
+
 STAGE = Stage(
     name="quantise_lm_head",
     parameters=QuantiseLmHeadParameters,
     run=run,
     needs=needs,
+    reshape=reshape,
     changes=lambda _: (re.escape(_HEAD),),
     code=("slimqwen.checkpoint.packing", "slimqwen.checkpoint.rtn", "slimqwen.checkpoint.tensors"),
     packages=("torch", "compressed-tensors"),

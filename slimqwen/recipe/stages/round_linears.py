@@ -24,6 +24,7 @@ from slimqwen.checkpoint.packing import (
     quantised_blocks,
     rounded_to_nearest,
 )
+from slimqwen.checkpoint.shape import Packing, Shape, ShapeError
 from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, list_tensors, output_head, rewrite
 from slimqwen.progress import Progress
 from slimqwen.recipe.stage import Facts, Needs, Parameters, Stage, StageError
@@ -185,11 +186,24 @@ def _config(
     return changed
 
 
+def reshape(shape: Shape, parameters: RoundLinearsParameters) -> Shape:
+    """The targets packed.
+
+    Raises:
+        ShapeError: the activations are rounded too.
+    """
+    if parameters.scheme != "W4A16":
+        raise ShapeError("8-bit activations are not planned without weights; run the recipe first")
+    packing = Packing(bits=4, group_size=parameters.group_size)
+    return shape.with_packing(dict.fromkeys(parameters.targets, packing))
+
+
 STAGE = Stage(
     name="round_linears",
     parameters=RoundLinearsParameters,
     run=run,
     needs=needs,
+    reshape=reshape,
     changes=changes,
     code=("slimqwen.checkpoint.packing", "slimqwen.checkpoint.tensors", "slimqwen.checkpoint.rtn"),
     packages=("torch", "compressed-tensors"),

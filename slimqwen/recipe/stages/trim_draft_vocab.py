@@ -26,6 +26,7 @@ from slimqwen import checkpoint
 from slimqwen.checkpoint import draft_head
 from slimqwen.checkpoint.config import read_json_object, write_config
 from slimqwen.checkpoint.files import bytes_on_disk, carry_side_files
+from slimqwen.checkpoint.shape import Shape
 from slimqwen.checkpoint.tensors import (
     NewTensor,
     TensorInfo,
@@ -88,7 +89,7 @@ def run(source: Path, destination: Path, parameters: TrimDraftVocabParameters, p
     held_out = _counts((output for output in outputs if output.held_out), vocab_size)
     required = _required_ids(source)
     ranked = _ranked(counts, required)
-    size = -(-parameters.size // _MULTIPLE) * _MULTIPLE
+    size = _rows(parameters.size)
     if not len(required) <= size < vocab_size:
         raise StageError(
             f"{source}: size {size} must lie between the {len(required)} ids that are always in and {vocab_size}, "
@@ -235,11 +236,21 @@ def _read(tensor: NewTensor) -> Any:
     return torch.frombuffer(content, dtype=torch_dtype(tensor.dtype)).reshape(tensor.shape)
 
 
+def _rows(size: int) -> int:
+    return -(-size // _MULTIPLE) * _MULTIPLE
+
+
+def reshape(shape: Shape, parameters: TrimDraftVocabParameters) -> Shape:
+    """A draft head more."""
+    return shape.with_draft_vocabulary(_rows(parameters.size))
+
+
 STAGE = Stage(
     name="trim_draft_vocab",
     parameters=TrimDraftVocabParameters,
     run=run,
     needs=needs,
+    reshape=reshape,
     changes=lambda _: (re.escape(draft_head.PREFIX),),
     code=(
         "slimqwen.checkpoint.draft_head",

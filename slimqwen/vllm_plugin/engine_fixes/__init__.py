@@ -1,8 +1,9 @@
 """What vLLM gets wrong on a CPU, or needlessly slow, mended in its own processes through `vllm.general_plugins`.
 
-vLLM calls `register` in every process it starts (API server, engine, workers), before the model is built. It also
-names the model class of trimmed draft vocabularies there, on every device: another plugin's name would change
-VLLM_PLUGINS, which is part of vLLM's compile key.
+vLLM calls `register` in each process that it spawns (API server, engine, workers), before the model is built; a forked
+process has what its parent has. It also names the model class of trimmed draft vocabularies, on every device: another
+plugin's name would change VLLM_PLUGINS, which is part of vLLM's compile key.
+
 Each fix is a module of this package with two functions:
 
     reason() -> str | None   why this machine needs the fix, or None where it does not

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from slimqwen.checkpoint.shape import Shape
 from slimqwen.plan import random_weights, shapes
-from slimqwen.plan.shapes import Shape
 
 ROOT = Path(__file__).parents[3]
 TINY = ROOT / "weights" / "tiny"
