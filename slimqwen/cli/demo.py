@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _BASELINE, _VARIANT = "tiny", "tiny-best"
 _SETTINGS = "tinyworld"
+_GPU, _CONTEXT_LEN = "a10g", 2048
+"""The GPU of the roofline at the end, and its cached tokens."""
 
 
 def demo(
@@ -199,6 +201,7 @@ def _summary(evidence: Evidence) -> Iterator[str]:
         f"  acceptance  {share.first:.2f} -> {share.second:.2f} tokens a verify step: {100 * share.ratio.value:.1f} % "
         f"[{100 * share.ratio.low:.1f}, {100 * share.ratio.high:.1f}] of the baseline's: {share.verdict}"
     )
+    yield _modelled(share.second)
     tasks = quality_comparison.compare(*evidence.quality)
     verdicts = [task.judgement.verdict for task in tasks]
     named = ", ".join(f"{task.task.removeprefix(f'{_SETTINGS}_')} {task.judgement.verdict}" for task in tasks)
@@ -212,6 +215,24 @@ def _summary(evidence: Evidence) -> Iterator[str]:
         yield f"  serve       slimqwen serve --variant {_BASELINE}: {_VARIANT} lost more than a limit allows"
     else:
         yield f"  serve       not decided: `slimqwen gate check --variant {_VARIANT}` goes on with all items"
+
+
+def _modelled(acceptance_length: float) -> str:
+    """Decoding speed of the baseline and the variant on a GPU that is not here, and what each lever adds to it.
+
+    Args:
+        acceptance_length: of the variant, tokens a verify step.
+    """
+    from slimqwen.analysis.roofline import gpu, waterfall
+
+    variant = variants.load(_VARIANT)
+    steps = list(waterfall.steps(variant, gpu.read(_GPU, variant.root), _CONTEXT_LEN))
+    speeds = [(acceptance_length if step.num_speculative_tokens else 1) / step.seconds for step in steps]
+    gains = (
+        f"{step.lever} {speed / before:.2f}x"
+        for step, before, speed in zip(steps[1:], speeds, speeds[1:], strict=False)
+    )
+    return f"  {_GPU:<11} {speeds[-1] / speeds[0]:.2f}x as fast by its roofline, not measured: {'; '.join(gains)}"
 
 
 def _age(path: Path) -> str:

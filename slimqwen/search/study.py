@@ -255,7 +255,9 @@ class Study:
     def _least_speed(self) -> tuple[float, str]:
         """What a candidate has to promise, and what is said of one that does not."""
         share = self._ladder.space.settings.speed_share
-        fastest = max((row.tokens_per_second or 0 for row in self._known.values() if row.passed), default=0.0)
+        # Of those that could be finalists: what only seems fast, beyond a limit, must not end the others.
+        meeting = filter(self._ladder.budget.is_met_by, self._known.values())
+        fastest = max((row.tokens_per_second or 0 for row in meeting), default=0.0)
         if share * fastest > self._incumbent.tokens_per_second:
             return share * fastest, f"at best less than {share:.0%} of the fastest so far"
         return self._incumbent.tokens_per_second, f"at best slower than {self._incumbent.variant}"
@@ -335,7 +337,9 @@ class Study:
         if row.crashed:
             return {"crash": _CRASHED}
         if row.passed:
-            return {"passed": -1.0}
+            if self._ladder.budget.is_met_by(row):
+                return {"limits": -1.0}
+            return {"limits": max(1e-6, (row.worst_share or 1) - 1)}
         if row.rung == "roofline":
             return {"roofline": max(1e-6, 1 - row.bound_tokens_per_second / self._least_speed()[0])}
         if row.rung == "fidelity":

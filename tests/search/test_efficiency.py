@@ -27,7 +27,7 @@ def table(
         if speed(point) < speed(START):
             rows.append(RecordedTrial(point, None, False, {"roofline": 0.5}, False))
         elif passes(point):
-            rows.append(RecordedTrial(point, (-speed(point), 0.5, 1.0), True, {"passed": -1.0}, True))
+            rows.append(RecordedTrial(point, (-speed(point), 0.5, 1.0), True, {"limits": -1.0}, True))
         else:
             rows.append(RecordedTrial(point, None, False, {"fidelity": 0.5}, True))
     return rows
@@ -78,7 +78,7 @@ def test_what_the_settings_knew_before_is_told_apart_from_the_sampler() -> None:
 
 def test_a_trial_that_could_be_no_finalist_counts_for_no_strategy() -> None:
     fast = [
-        RecordedTrial({**START, "a": value}, (-100.0 - value, 1.2, 1.0), False, {"passed": -1.0}, True)
+        RecordedTrial({**START, "a": value}, (-100.0 - value, 1.2, 1.0), False, {"limits": -1.0}, True)
         for value in range(4)
     ]
     found = efficiency.compare(fast, CHOICES, [START], 100.0, sampler, seeds=2)
