@@ -337,14 +337,23 @@ def source_note(record: Record, path: Path) -> str:
         record: the record.
         path: file of the record.
     """
-    made = record.provenance
-    folder = record.variant if record.folder == "experiments" else "results"
-    vllm = f", vLLM {made.packages['vllm']}" if "vllm" in made.packages else ""
-    split = split_of(record)
-    return (
-        f"{folder}/{path.name}: `{made.command}`, commit {commit_name(made.git)}{vllm}, "
-        f"{hardware_name(made.hardware)}{f'; {split}' if split else ''}."
-    )
+    return shared_source_notes([record], [path])[0]
+
+
+def shared_source_notes(records: Sequence[Record], paths: Sequence[Path]) -> list[str]:
+    """`source_note` of several records, one for all that the same command, commit, vLLM and hardware made."""
+    files: dict[str, list[str]] = {}
+    for record, path in zip(records, paths, strict=True):
+        made = record.provenance
+        vllm = f", vLLM {made.packages['vllm']}" if "vllm" in made.packages else ""
+        split = split_of(record)
+        circumstances = (
+            f"`{made.command}`, commit {commit_name(made.git)}{vllm}, "
+            f"{hardware_name(made.hardware)}{f'; {split}' if split else ''}."
+        )
+        folder = record.variant if record.folder == "experiments" else "results"
+        files.setdefault(circumstances, []).append(f"{folder}/{path.name}")
+    return [f"{', '.join(names)}: {circumstances}" for circumstances, names in files.items()]
 
 
 def source_notes(record: Record, path: Path) -> tuple[str, ...]:

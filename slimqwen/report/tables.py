@@ -6,14 +6,18 @@ from pathlib import Path
 from statistics import median
 
 from slimqwen import variant as variants
-from slimqwen.bench.latency import Latency
+from slimqwen.bench.latency import Latency, speedups
 from slimqwen.bench.latency.tables import comparisons
 from slimqwen.bench.start_up import StartUp
 from slimqwen.evals import acceptance_share, quality, quality_comparison
 from slimqwen.evals.acceptance import Acceptance
 from slimqwen.evals.quality import Quality
 from slimqwen.records import pairing, provenance, store
+from slimqwen.records.record import Record
 from slimqwen.records.table import Table
+
+Sources = list[tuple[Record, Path]]
+"""Records that a table is made from, with their files."""
 
 
 def comparison_tables(first: Path, second: Path) -> list[Table]:
@@ -97,10 +101,10 @@ def variants_table(root: Path, *, experiments: Path | None = None, with_weights:
 
 
 def summary_table(root: Path, baseline: str, name: str) -> Table:
-    """What a variant came to against its baseline, a line a measure: start-up, acceptance length, size, quality.
+    """What a variant came to against its baseline, a line a measure: speed, start-up, acceptance length, size, quality.
 
-    Acceptance and start-up are those of the newest such records of the checkpoints that were scored; where there are
-    none, there is no such line.
+    Speed, start-up and acceptance are those of the newest such records of the checkpoints that were scored; where there
+    are none, there is no such line.
 
     Raises:
         MissingRecordError: no quality record of one of the two.
@@ -110,10 +114,12 @@ def summary_table(root: Path, baseline: str, name: str) -> Table:
     records = [store.read(path, Quality) for path in paths]
     first, second = (record.provenance.checkpoint.size_bytes / 1e6 for record in records)
     scored = {record.variant: record.provenance.checkpoint.digest for record in records}
+    speed, speed_sources = _speed_rows(root, scored)
     start_up, start_up_sources = _start_up_rows(root, name, scored[name])
     acceptance, acceptance_sources = _acceptance_rows(root, scored)
+    sources = [*speed_sources, *start_up_sources, *acceptance_sources, *zip(records, paths, strict=True)]
     size = ("size on disk, MB", f"{first:.2f}", f"{second:.2f}", f"{first / second:.2f}x smaller", "", "")
-    rows: list[tuple[str, ...]] = [*start_up, *acceptance, size]
+    rows: list[tuple[str, ...]] = [*speed, *start_up, *acceptance, size]
     prefix = f"{records[0].suite}_"
     for row in quality_comparison.compare(*paths):
         rows.append(
@@ -130,9 +136,7 @@ def summary_table(root: Path, baseline: str, name: str) -> Table:
         quality.TABLE_NOTE,
         quality_comparison.VERDICT_NOTE,
         *provenance.cpu_notes(*records),
-        *start_up_sources,
-        *acceptance_sources,
-        *map(provenance.source_note, records, paths),
+        *provenance.shared_source_notes(*zip(*sources, strict=True)),
     )
     columns = ("measure", baseline, name, "change ± SE, or ratio", "verdict", "of (needed)")
     return Table(f"{name} and its baseline {baseline}", columns, tuple(rows), notes)
@@ -170,7 +174,36 @@ def _latest_latency(folder: Path) -> str:
     return f"{medians} ({provenance.hardware_name(record.provenance.hardware)})"
 
 
-def _acceptance_rows(root: Path, scored: Mapping[str, str]) -> tuple[list[tuple[str, ...]], list[str]]:
+def _speed_rows(root: Path, scored: Mapping[str, str]) -> tuple[list[tuple[str, ...]], Sources]:
+    """TPOT of each prompt class and the time of all requests, of the checkpoints given by variant and digest.
+
+    Only of records that were measured in turns.
+    """
+    first, second = (root / "experiments" / name for name in scored)
+    try:
+        paths = speedups.latency_pair(first, second, "classes")
+    except (store.MissingRecordError, pairing.NotComparableError):
+        return [], []
+    records = [store.read(path, Latency) for path in paths]
+    if [record.provenance.checkpoint_digest for record in records] != list(scored.values()):
+        return [], []
+    names = {"tpot_ms": "TPOT of class {}, ms", "wall_ms": "time of {}, ms"}
+    rows: list[tuple[str, ...]] = [
+        (
+            names[row.measure].format(row.prompt_class),
+            f"{row.first:,.{2 if row.measure == 'tpot_ms' else 0}f}",
+            f"{row.second:,.{2 if row.measure == 'tpot_ms' else 0}f}",
+            f"{row.speedup:.2f}x [{row.interval[0]:.2f}, {row.interval[1]:.2f}] as fast",
+            "",
+            f"{row.rounds} rounds in turns",
+        )
+        for row in speedups.compare_latency(*paths)
+        if row.measure in names and row.rounds and row.speedup and row.interval
+    ]
+    return rows, list(zip(records, paths, strict=True))
+
+
+def _acceptance_rows(root: Path, scored: Mapping[str, str]) -> tuple[list[tuple[str, ...]], Sources]:
     """Both acceptance lengths at the gate's K, of the checkpoints given by variant and digest, and where from."""
     try:
         first, second = (root / "experiments" / name for name in scored)
@@ -187,10 +220,10 @@ def _acceptance_rows(root: Path, scored: Mapping[str, str]) -> tuple[list[tuple[
         f"{share.verdict} (at least {records[1].least_share:.0%})",
         f"{share.groups} groups of prompts",
     )
-    return [row], [provenance.source_note(record, path) for record, path in zip(records, paths, strict=True)]
+    return [row], list(zip(records, paths, strict=True))
 
 
-def _start_up_rows(root: Path, name: str, digest: str) -> tuple[list[tuple[str, ...]], list[str]]:
+def _start_up_rows(root: Path, name: str, digest: str) -> tuple[list[tuple[str, ...]], Sources]:
     """Cold starts against starts from the baked compile cache, and where that is from."""
 
     def fits(record: StartUp) -> bool:
@@ -212,4 +245,4 @@ def _start_up_rows(root: Path, name: str, digest: str) -> tuple[list[tuple[str, 
         "",
         f"{len(baked)} starts each, medians",
     )
-    return [row], [provenance.source_note(record, path)]
+    return [row], [(record, path)]

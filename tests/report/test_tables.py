@@ -371,6 +371,33 @@ def test_a_summary_has_a_line_for_each_measure_that_has_a_record(repository, qua
         assert file in notes
 
 
+@pytest.mark.parametrize("digest", ["ab" * 32, "ef" * 32])
+def test_a_summary_begins_with_the_speed_of_the_checkpoints_that_were_scored(
+    repository, latency, monkeypatch, digest
+):
+    monkeypatch.setattr(store, "_stamp", lambda: "2027-01-01T000000Z")
+    for name, time_ms in (("a", 8.0), ("b", 2.0)):
+        latency["provenance"]["checkpoint"] = {**latency["provenance"]["checkpoint"], "digest": digest}
+        items = [
+            {
+                "round": number,
+                "class": "short",
+                "error": None,
+                **dict.fromkeys(LATENCY_MEASURES, time_ms + number),
+            }
+            for number in (1, 2, 3)
+            for _ in range(2)
+        ]
+        timed = latency | {"variant": name, "workload": "classes", "rounds": 3, "run": "one"}
+        record_files.write(repository / "experiments" / name, timed, items)
+    table = tables.summary_table(repository, "a", "b")
+    assert [row[0] for row in table.rows][:3] == (
+        ["TPOT of class short, ms", "size on disk, MB", "facts, exact match"]
+        if digest == "ab" * 32
+        else ["size on disk, MB", "facts, exact match", "prose, bits per byte"]
+    )
+
+
 @pytest.mark.parametrize("changes", [{"plan": "another"}, {"digest": "ef" * 32}])
 def test_acceptance_of_another_plan_or_checkpoint_is_left_out(repository, changes):
     drafted(repository, "a", 8)
