@@ -18,7 +18,9 @@ app = typer.Typer(help="Make a variant's checkpoint stage by stage.", no_args_is
 @app.command("run")
 def run_(
     variant: VariantName,
-    until: Annotated[str | None, typer.Option(metavar="STAGE", help="last stage to run")] = None,
+    until: Annotated[
+        str | None, typer.Option(metavar="STAGE", help="last stage to run (the first so named)")
+    ] = None,
 ) -> None:
     """Run recipe.yaml into weights/NAME: resumes an interrupted run, reuses the stages that are up to date."""
     _run(variant, until)
@@ -123,8 +125,10 @@ def run_recipe(name: str, until: str | None = None) -> "list[runner.Outcome]":
     """Run a variant's recipe with a progress bar, up to and including a stage if one is named."""
     from slimqwen.recipe import variant_recipe
 
+    variant = variants.load(name)
+    stages = None if until is None else variant_recipe.stages_until(variant, until)
     with progress_bar() as progress:
-        return variant_recipe.run(variants.load(name), until, progress)
+        return variant_recipe.run(variant, stages, progress)
 
 
 def _run(name: str, until: str | None) -> None:

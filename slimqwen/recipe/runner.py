@@ -90,7 +90,7 @@ def run(
     variant: str,
     weights: Path,
     resolve: Callable[[str], Path],
-    until: str | None = None,
+    stages: int | None = None,
     progress: Progress = silent,
 ) -> list[Outcome]:
     """Make a variant's checkpoint: reuse the stages whose output the store has, run the others.
@@ -100,26 +100,21 @@ def run(
         variant: name; weights/<variant> is linked to the output of the last stage.
         weights: folder of the checkpoints and the store.
         resolve: base of a recipe -> its checkpoint folder, checked.
-        until: last stage to run; None for the whole recipe.
+        stages: number of stages to go through, from the first; None for the whole recipe.
         progress: receives (activity, done, total) of each running stage.
 
     Returns:
         One outcome per stage, in order.
 
     Raises:
-        RecipeError: weights/<variant> is not a link, `until` is not a stage of the recipe, a stage needs more disk or
-            memory than there is, or a stage failed; the store is then as it was before that stage.
+        RecipeError: weights/<variant> is not a link, or a stage failed or needs more disk or memory than there is; the
+            store is then as it was before that stage.
         SlimqwenError: a stage refuses its input or its parameters.
     """
     link, store = weights / variant, weights / "store"
     if link.exists() and not link.is_symlink():
         raise RecipeError(f"{link} was not made by a recipe; move it away so that the recipe can write it")
-    steps = recipe.steps
-    if until is not None:
-        names = [step.stage.name for step in steps]
-        if until not in names:
-            raise RecipeError(f"{recipe.file} has no stage {until}; it has {', '.join(names)}")
-        steps = steps[: names.index(until) + 1]
+    steps = recipe.steps[:stages]
     outcomes: list[Outcome] = []
     source = resolve(recipe.base)
     with _lock(store / ".lock", fcntl.LOCK_SH, "the store is being cleaned", progress):

@@ -24,11 +24,24 @@ def read(variant: Variant) -> Recipe:
     return recipe_file.read(variant.folder / "recipe.yaml")
 
 
-def run(variant: Variant, until: str | None = None, progress: Progress = silent) -> list[runner.Outcome]:
-    """Run a variant's recipe, up to and including the stage `until`; raises as `runner.run`."""
+def run(variant: Variant, stages: int | None = None, progress: Progress = silent) -> list[runner.Outcome]:
+    """Run a variant's recipe, or so many of its stages from the first; raises as `runner.run`."""
     weights = variant.root / "weights"
     resolve = partial(base_folder, root=variant.root)
-    return runner.run(read(variant), variant.name, weights, resolve, until, progress)
+    return runner.run(read(variant), variant.name, weights, resolve, stages, progress)
+
+
+def stages_until(variant: Variant, name: str) -> int:
+    """Number of stages of a variant's recipe up to and including the first of a name.
+
+    Raises:
+        RecipeError: the recipe cannot be used, or has no such stage.
+    """
+    recipe = read(variant)
+    names = [step.stage.name for step in recipe.steps]
+    if name not in names:
+        raise RecipeError(f"{recipe.file} has no stage {name}; it has {', '.join(names)}")
+    return names.index(name) + 1
 
 
 def status(variant: Variant) -> list[runner.Forecast]:

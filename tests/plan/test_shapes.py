@@ -86,7 +86,7 @@ def test_weights_that_nothing_describes_are_named(root, add_variant):
 
 def test_an_unquantised_checkpoint_that_is_there_describes_itself_and_what_recipes_make_of_it():
     assert shapes.variant_shape(variant.load("tiny")).text["hidden_size"] == 192
-    by_stage = shapes.shape_by_stage(variant.load("tiny-best"))
+    by_stage = shapes.shape_by_stage(variant.load("tiny-classic"))
     assert [name for name, _ in by_stage][:3] == ["tiny", "calibrate", "prune_vocab"]
     assert by_stage[0][1].source == "weights/tiny/config.json"
     assert (by_stage[-1][1].text["vocab_size"], set(by_stage[-1][1].quantised)) == (7936, {"mlp"})

@@ -1,4 +1,4 @@
-"""Which changes of a checkpoint no stage of its recipe explains."""
+"""Recipes of variants: how far they run, and which changes of a checkpoint no stage explains."""
 
 import shutil
 from pathlib import Path
@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from slimqwen import variant
 from slimqwen.recipe import variant_recipe
+from slimqwen.recipe.recipe_file import RecipeError
 
 ROOT = variant.repository_root()
 DRAFT_FC, DECAY, NORM = "mtp.fc.weight", "model.layers.1.linear_attn.A_log", "model.norm.weight"
@@ -47,3 +48,14 @@ def test_a_small_change_of_a_tensor_that_no_stage_touches_is_named(repository, n
 def test_what_a_stage_changes_is_explained(repository):
     distilled = changed_variant(repository, DISTILLING, DRAFT_FC, DECAY)
     assert [each.name for each in variant_recipe.unexplained_changes(distilled)] == [DECAY]
+
+
+def test_a_stage_is_found_by_the_first_of_its_name(repository):
+    rounded = "{round_linears: {}}, {round_linears: {targets: [mtp]}}"
+    twice = f"description: A test.\nbase: tiny\nstages: [{{sample_outputs: {{}}}}, {rounded}]\n"
+    subject = changed_variant(repository, twice)
+    assert variant_recipe.stages_until(subject, "round_linears") == 2
+    with pytest.raises(
+        RecipeError, match="no stage nope; it has sample_outputs, round_linears, round_linears"
+    ):
+        variant_recipe.stages_until(subject, "nope")

@@ -68,7 +68,7 @@ def test_a_recipe_that_is_none_is_left_out(family, tmp_path, text):
 
 
 def test_a_recipe_is_told_by_stage_and_dotted_parameter():
-    recipe = Family(ROOT).recipe("tiny-best")
+    recipe = Family(ROOT).recipe("tiny-classic")
 
     assert recipe.base == "tiny"
     assert [step.stage.name for step in recipe.steps][:2] == ["calibrate", "prune_vocab"]

@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[2]
 def link_repository(folder: Path) -> Path:
     """Link what a search reads of the real repository into a folder."""
     for parent, names in {
-        "experiments": ("tiny", "tiny-mtp4", "tiny-best"),
+        "experiments": ("tiny", "tiny-mtp4", "tiny-classic"),
         "weights": ("tiny",),
         "eval": tuple(path.name for path in (ROOT / "eval").iterdir()),
     }.items():

@@ -65,7 +65,7 @@ def test_an_overlay_shares_the_store_and_leaves_the_experiments_alone(small_root
     overlay = make_overlay(base, small_root / "overlay")
     make_overlay(base, small_root / "overlay")  # again, as a run that goes on does
     assert (overlay / "weights" / "store").resolve() == (small_root / "weights" / "store").resolve()
-    incumbent = without_cache(variant.load("tiny-best", small_root), overlay)
+    incumbent = without_cache(variant.load("tiny-classic", small_root), overlay)
     assert [step.stage.name for step in recipe_file.read(incumbent.recipe or Path()).steps] == [
         "calibrate", "prune_vocab", "sample_outputs", "redistill_mtp",
     ]  # fmt: skip

@@ -84,4 +84,4 @@ def test_no_variant_is_made_where_nothing_is_faster(small_root: Path, proven: li
     assert {trial.rung for trial in record.trials} == {"speed"}
     assert record.proof is None
     assert proven == []
-    assert record.advice.startswith("Serve tiny-best: of ")
+    assert record.advice.startswith("Serve tiny-classic: of ")

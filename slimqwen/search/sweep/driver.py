@@ -58,6 +58,7 @@ class _Subject:
     baseline: Variant
     started: str
     waiting: set[str] = field(default_factory=set)
+    made: set[str] = field(default_factory=set)
     measurements: Measurements | None = None
     earlier: set[str] = field(default_factory=set)
     failure: str | None = None
@@ -143,6 +144,11 @@ class _Driver:
             if subject.measurements is None:
                 for side in (subject.baseline, subject.variant):
                     if stage := plan.next_stage(side):
+                        if stage.key in subject.made:
+                            raise SearchError(
+                                f"{stage.title} ended and left nothing; see its log in weights/store"
+                            )
+                        subject.made.add(stage.key)
                         self._submit(subject, stage)
                         return
                     side.require_weights()

@@ -93,7 +93,8 @@ def next_stage(variant: Variant) -> Task | None:
         return None
     steps = variant_recipe.read(variant).steps
     source = variant_recipe.base_folder(variant_recipe.read(variant).base, variant.root)
-    for step, forecast in zip(steps, variant_recipe.status(variant), strict=True):
+    forecasts = variant_recipe.status(variant)
+    for number, (step, forecast) in enumerate(zip(steps, forecasts, strict=True), 1):
         assert forecast.key is not None, "only stages after a missing one have no key"
         entry = variant.root / "weights" / "store" / forecast.key
         if not forecast.reused:
@@ -102,7 +103,7 @@ def next_stage(variant: Variant) -> Task | None:
                 key=f"{forecast.key}-stage",
                 title=f"{forecast.stage} of {variant.name}",
                 function=tasks.make_stage,
-                argument={"variant": variant.name, "stage": forecast.stage},
+                argument={"variant": variant.name, "stages": number},
                 resources=Resources(memory_bytes=needs.memory_bytes, whole_node=True),
             )
         source = entry
@@ -112,7 +113,7 @@ def next_stage(variant: Variant) -> Task | None:
         key=f"{source.name}-link-{variant.name}",
         title=f"link of {variant.name}",
         function=tasks.make_stage,
-        argument={"variant": variant.name, "stage": steps[-1].stage.name},
+        argument={"variant": variant.name, "stages": len(steps)},
     )
 
 

@@ -22,16 +22,16 @@ Returned = Mapping[str, Any]
 """A record that is not written yet: {"variant": name, "record": its fields, "items": its items}."""
 
 
-def make_stage(root: Path, argument: Mapping[str, str], progress: Progress) -> None:
-    """Run a variant's recipe up to a stage, which the store publishes by one rename.
+def make_stage(root: Path, argument: Mapping[str, Any], progress: Progress) -> None:
+    """Run the first stages of a variant's recipe; the store publishes each by one rename.
 
     Args:
         root: the repository.
-        argument: {"variant": name, "stage": name}.
+        argument: {"variant": name, "stages": number of stages}.
         progress: receives the stage's progress.
     """
     subject = variants.load(argument["variant"], root)
-    variant_recipe.run(subject, until=argument["stage"], progress=progress)
+    variant_recipe.run(subject, argument["stages"], progress=progress)
 
 
 def check_fidelity(root: Path, argument: Mapping[str, Any], progress: Progress) -> list[Returned]:

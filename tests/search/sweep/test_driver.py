@@ -158,6 +158,37 @@ def test_a_missing_stage_is_a_task_by_its_content_key(
     assert links[0] == links[1]
 
 
+def test_a_recipe_with_two_stages_of_one_name_is_made_to_its_end(
+    repository: Path, add_variant: Callable[..., Path]
+) -> None:
+    add_variant("twice", "BASE=base\nVLLM_MODEL=weights/twice\n", baseline="base")
+    corpus = "corpus: {source: tinyworld, documents: 100}"
+    (repository / "experiments" / "twice" / "recipe.yaml").write_text(
+        f"description: d\nbase: base\nstages:\n  - prune_vocab: {{size: 7936, {corpus}}}\n"
+        f"  - prune_vocab: {{size: 7872, {corpus}}}\n"
+    )
+    subject = variant.load("twice", repository)
+    with LocalExecutor(repository) as executor:
+        for _ in range(2):
+            stage = plan.next_stage(subject)
+            assert stage is not None
+            executor.submit(stage)
+            assert isinstance(executor.wait(), Result)
+    assert plan.next_stage(subject) is None
+
+
+def test_a_stage_that_leaves_nothing_ends_the_variant(
+    repository: Path, add_variant: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_variant("c", "BASE=base\nVLLM_MODEL=weights/c\n", baseline="base")
+    recipe = "description: d\nbase: base\nstages:\n  - round_linears: {}\n"
+    (repository / "experiments" / "c" / "recipe.yaml").write_text(recipe)
+    monkeypatch.setattr("tests.search.sweep.test_driver.answers", lambda *_: None)
+    [result] = sweep(["c"], OPTIONS, Nodes(), repository)
+    assert result.failure is not None
+    assert "round_linears of c ended and left nothing" in result.failure
+
+
 def test_a_variant_on_several_gpus_asks_for_as_many(
     repository: Path, add_variant: Callable[..., Path]
 ) -> None:
