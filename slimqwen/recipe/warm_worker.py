@@ -73,10 +73,16 @@ def main() -> None:
     with Connection(int(sys.argv[1]), readable=False) as runner, suppress(EOFError):
         while True:
             environment, job = pickle.load(sys.stdin.buffer)
+            waiting, announced = os.pipe()
             process = os.fork()
             if process == 0:
+                # The job's first report would come before its process id, where this process is slow.
+                os.close(announced)
+                os.read(waiting, 1)
                 _perform(job, environment, runner)
+            os.close(waiting)
             runner.send(("started", process))
+            os.close(announced)
             _, status = os.waitpid(process, 0)
             runner.send(("ended", os.waitstatus_to_exitcode(status)))
 
