@@ -24,7 +24,7 @@ _GPU, _CONTEXT_LEN = "a10g", 2048
 def demo(
     rounds: Annotated[int, typer.Option(min=2, help="latency rounds")] = 3,
 ) -> None:
-    """Make a variant of the embedded model, judge its quality, time it, and say what to serve (8 minutes)."""
+    """Make a variant of the embedded model, judge its quality, time it, and say what to serve (10 minutes)."""
     from slimqwen.cli.recipe import run_recipe
     from slimqwen.report import site
 
@@ -36,7 +36,7 @@ def demo(
 
     step(
         1,
-        f"make {_VARIANT}: 4-bit MLPs by AWQ, smaller vocabulary, MTP head taught again, compile cache baked",
+        f"make {_VARIANT}: 4- and 8-bit weights by AWQ, MTP head taught a small draft vocabulary, compile cache baked",
     )
     for outcome in run_recipe(_VARIANT):
         duration = f"{outcome.manifest.wall_seconds:.0f} s"
