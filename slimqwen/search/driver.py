@@ -97,7 +97,8 @@ def search(
         ),
     }
     limit = settings.finalists if finalists is None else finalists
-    chosen = [trial for trial in Search(**fields).faster if ladder.budget.is_met_by(trial)][:limit]
+    meeting = [trial for trial in Search(**fields).faster if ladder.budget.is_met_by(trial)]
+    chosen = sorted(meeting, key=ladder.budget.is_likely_proven, reverse=True)[:limit]
     if chosen:
         names = {_finalist(trial, ladder): trial.name for trial in chosen}
         fields |= {

@@ -1,5 +1,6 @@
 """The rungs of the ladder that need an engine, each a task in a process of its own that writes no record."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,10 @@ from slimqwen.records.split import Split
 from slimqwen.search.record import SearchTrial
 from slimqwen.serving.command import ServerCommand
 from slimqwen.variant import Variant
+
+_PROOF_HALF_WIDTHS = (1.960 + 0.842 * math.sqrt(2)) / 1.960
+"""Half-widths of a 95 % interval between estimate and limit, with which a second interval, as wide, lies within the
+limit in 80 % of cases: both estimates have the same error."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +61,20 @@ class Budget:
 
         A candidate passed its rungs if an interval reached back over the limit; few of these would pass a proof.
         """
+        return self._is_met_within(trial, half_widths=1)
+
+    def is_likely_proven(self, trial: SearchTrial) -> bool:
+        """Whether a second measurement, as noisy as the trial's, would show the limits kept in 80 % of cases."""
+        return self._is_met_within(trial, half_widths=_PROOF_HALF_WIDTHS)
+
+    def _is_met_within(self, trial: SearchTrial, half_widths: float) -> bool:
         kl, share = trial.kl_nats, trial.acceptance_share
+        most, least = self.fidelity.limits.changed_weights.kl_nats, self.acceptance.least_share
         return (
             trial.passed
             and (trial.worst_share or 0) <= 1
-            and (kl is None or kl.interval[1] <= self.fidelity.limits.changed_weights.kl_nats)
-            and (share is None or share.low >= self.acceptance.least_share)
+            and (kl is None or kl.value + half_widths * (kl.interval[1] - kl.value) <= most)
+            and (share is None or share.value - half_widths * (share.value - share.low) >= least)
         )
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
@@ -14,6 +15,7 @@ from slimqwen.evals.acceptance import summarise
 from slimqwen.search.candidate import Candidate
 from slimqwen.search.executors import Failure, LocalExecutor, Result
 from slimqwen.search.ladder import Ladder
+from slimqwen.search.record import Ratio, SearchTrial
 from slimqwen.search.rungs import Budget, Shares
 
 TEXTS = 12
@@ -42,6 +44,30 @@ def climb(ladder: Ladder, candidate: Candidate) -> tuple[str, Result | Failure]:
         executor.submit(ladder.task(candidate, name, {}))
         outcome = executor.wait()
     return name, outcome
+
+
+def share(value: float, standard_error: float) -> SearchTrial:
+    """A trial that passed, with this share of the base's acceptance length."""
+    half = 1.96 * standard_error
+    return SearchTrial(
+        number=0, name="a", changes={}, rung="speed", reason="", crashed=False, checkpoint_bytes=1,
+        bound_tokens_per_second=1.0, seconds=0.0, worst_share=0.5,
+        acceptance_share=Ratio(value=value, low=value - half, high=value + half),
+    )  # fmt: skip
+
+
+def test_a_finalist_is_one_that_passes_its_proof_in_four_of_five_cases(ladder: Ladder) -> None:
+    budget, error = ladder.budget, 0.005
+    least = budget.acceptance.least_share
+    values = least + error * np.linspace(1.9, 6, 400)
+    likely = [value for value in values if budget.is_likely_proven(share(value, error))]
+    assert all(budget.is_met_by(share(value, error)) for value in likely)
+    assert budget.is_met_by(share(values[20], error))  # which is not enough:
+    assert values[20] not in likely
+    # The truth is as far from the first estimate as the second is from the truth.
+    rng = np.random.default_rng(0)
+    second = likely[0] + error * (rng.normal(size=20_000) + rng.normal(size=20_000))
+    assert np.mean(second - 1.96 * error >= least) == pytest.approx(0.8, abs=0.02)
 
 
 @pytest.mark.engine
