@@ -326,7 +326,7 @@ def _scored(sides: Sequence[Variant], suite_name: str, options: dict[str, Any]) 
         return [path for path in full if path]
     suite = Suite.load(suite_name, sides[0].root)
     sampled = [
-        reusable(side, quality.Quality, limit=DECIDING, **fields)
+        _deciding(reusable(side, quality.Quality, limit=DECIDING, **fields), suite)
         or quality.measure(side, suite, limit=DECIDING, **options)
         for side in sides
     ]
@@ -337,6 +337,19 @@ def _scored(sides: Sequence[Variant], suite_name: str, options: dict[str, Any]) 
         path or quality.measure(side, suite, limit=None, **options)
         for side, path in zip(sides, full, strict=True)
     ]
+
+
+def _deciding(path: Path | None, suite: Suite) -> Path | None:
+    """The record, unless other assumptions of the suite than today's decided how many items it has."""
+    if path is None:
+        return None
+    scores = store.read(path, quality.Quality).tasks
+    same = (
+        scores[task.name].items_to_decide == task.items_to_decide
+        for task in suite.tasks
+        if task.name in scores
+    )
+    return path if all(same) else None
 
 
 def _fidelity_findings(record: Fidelity) -> Iterator[Finding]:

@@ -136,6 +136,24 @@ def test_what_holds_is_not_measured_again(one: Variant, checks: Checks) -> None:
     assert checks.asked == [("fidelity", "small"), ("quality", "small"), ("engine", "small")]
 
 
+def test_a_sample_by_other_assumptions_is_taken_anew(
+    one: Variant, checks: Checks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate.measure(one, "tinyworld", command=["x"])
+    checks.asked.clear()
+    load = Suite.load
+
+    def stricter(name: str, root: Path) -> Suite:
+        suite = load(name, root)
+        (task,) = store.read(store.latest(one.folder, quality.Quality), quality.Quality).tasks
+        renamed = suite.tasks[0].model_copy(update={"name": task, "assumed_discordance": 0.05})
+        return suite.model_copy(update={"tasks": [renamed]})
+
+    monkeypatch.setattr(Suite, "load", staticmethod(stricter))
+    gate.measure(one, "tinyworld", command=["x"])
+    assert checks.asked == [("quality", "tiny"), ("quality", "small")]
+
+
 def test_all_items_speak_before_a_sample_where_both_have_them(one: Variant, checks: Checks) -> None:
     suite = Suite.load("tinyworld", one.root)
     whole = [checks.quality(side, suite, limit=None) for side in (variant.load("tiny", one.root), one)]
