@@ -85,7 +85,9 @@ def _walk(value: Any, group: tuple[str, ...], name: str) -> Iterator[tuple[str, 
                 for key, inner in rest.items():
                     yield from _walk(inner, (*within, label), key)
             else:
-                yield from _walk(part, (*group, str(number)), name)
+                # Two lists of estimates with limits beside them must not share a name.
+                around = within if isinstance(part, Mapping) else group
+                yield from _walk(part, (*around, str(number)), name)
 
 
 def _walk_mapping(
