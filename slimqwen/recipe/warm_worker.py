@@ -79,6 +79,7 @@ def main() -> None:
                 # The job's first report would come before its process id, where this process is slow.
                 os.close(announced)
                 os.read(waiting, 1)
+                os.close(waiting)
                 _perform(job, environment, runner)
             os.close(waiting)
             runner.send(("started", process))

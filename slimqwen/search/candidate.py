@@ -16,14 +16,12 @@ import yaml
 
 from slimqwen import checkpoint
 from slimqwen import variant as variants
+from slimqwen.recipe.stages.prune_vocab import stored_rows
 from slimqwen.search.space import Point, Space
 from slimqwen.variant import Variant, scaffold
 
 Steps = list[tuple[str, dict[str, Any]]]
 """Stages of a recipe with their parameters."""
-
-_MULTIPLE = 64
-"""Vocabularies are multiples of so many rows."""
 
 _OVERLAID = ("experiments", "weights")
 
@@ -111,14 +109,14 @@ class Candidate:
             steps.append(("calibrate", {"targets": schemes, "group_size": self.group_size, **rounding}))
         kept = rows
         if self.vocabulary < 1:
-            kept = _rows(rows * self.vocabulary)
+            kept = stored_rows(round(rows * self.vocabulary))
             steps.append(("prune_vocab", {"size": kept}))
         if self.head_bits == 4:
             steps.append(("quantise_lm_head", {"group_size": self.group_size}))
         if self.draft_vocabulary < 1 or self.redistillation:
             steps.append(("sample_outputs", {}))
         if self.draft_vocabulary < 1:
-            steps.append(("trim_draft_vocab", {"size": _rows(kept * self.draft_vocabulary)}))
+            steps.append(("trim_draft_vocab", {"size": stored_rows(round(kept * self.draft_vocabulary))}))
         if self.redistillation:
             steps.append(("redistill_mtp", {"rows": "drafted"} if self.draft_vocabulary < 1 else {}))
         steps = [(stage, {**given.get(stage, {}), **parameters}) for stage, parameters in steps]
@@ -210,7 +208,3 @@ def without_cache(variant: Variant, overlay: Path) -> Variant:
             name, variant.name, "An incumbent of a search.", recipe=recipe, lines=lines, root=overlay
         )
     return variants.load(name if variant.recipe else variant.name, overlay)
-
-
-def _rows(count: float) -> int:
-    return -(-round(count) // _MULTIPLE) * _MULTIPLE

@@ -254,7 +254,7 @@ def kept_ids(source: Path, words: Vocabulary, counts: Ids, size: int) -> Ids:
         raise StageError(
             f"{source}: its settings name the token id {min(unknown)}, unknown to its tokenizer; correct the settings"
         )
-    return vocabulary.choose(words, counts, _rows(size), named)
+    return vocabulary.choose(words, counts, stored_rows(size), named)
 
 
 def named_ids(source: Path) -> set[int]:
@@ -313,13 +313,14 @@ def _write_json(file: Path, content: Any, indent: int | None = 2) -> None:
     file.write_text(json.dumps(content, indent=indent, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _rows(size: int) -> int:
+def stored_rows(size: int) -> int:
+    """Rows that are kept for so many tokens: the next multiple that engines and kernels take."""
     return -(-size // _MULTIPLE) * _MULTIPLE
 
 
 def reshape(shape: Shape, parameters: PruneVocabParameters) -> Shape:
     """Fewer rows of embedding and output head."""
-    return shape.with_vocabulary(_rows(parameters.size))
+    return shape.with_vocabulary(stored_rows(parameters.size))
 
 
 STAGE = Stage(

@@ -39,7 +39,7 @@ from slimqwen.checkpoint.tensors import (
 from slimqwen.models.vocabulary import Ids
 from slimqwen.progress import Progress
 from slimqwen.recipe.stage import Facts, Needs, Parameters, Stage, StageError
-from slimqwen.recipe.stages.prune_vocab import named_ids
+from slimqwen.recipe.stages.prune_vocab import named_ids, stored_rows
 from slimqwen.recipe.stages.sample_outputs import OUTPUTS, Output, read_outputs
 
 REPORT = "trim_draft_vocab.json"
@@ -89,7 +89,7 @@ def run(source: Path, destination: Path, parameters: TrimDraftVocabParameters, p
     held_out = _counts((output for output in outputs if output.held_out), vocab_size)
     required = _required_ids(source)
     ranked = _ranked(counts, required)
-    size = _rows(parameters.size)
+    size = stored_rows(parameters.size)
     if not len(required) <= size < vocab_size:
         raise StageError(
             f"{source}: size {size} must lie between the {len(required)} ids that are always in and {vocab_size}, "
@@ -236,13 +236,9 @@ def _read(tensor: NewTensor) -> Any:
     return torch.frombuffer(content, dtype=torch_dtype(tensor.dtype)).reshape(tensor.shape)
 
 
-def _rows(size: int) -> int:
-    return -(-size // _MULTIPLE) * _MULTIPLE
-
-
 def reshape(shape: Shape, parameters: TrimDraftVocabParameters) -> Shape:
     """A draft head more."""
-    return shape.with_draft_vocabulary(_rows(parameters.size))
+    return shape.with_draft_vocabulary(stored_rows(parameters.size))
 
 
 STAGE = Stage(

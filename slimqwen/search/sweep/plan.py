@@ -91,10 +91,10 @@ def next_stage(variant: Variant) -> Task | None:
     """
     if variant.recipe is None:
         return None
-    steps = variant_recipe.read(variant).steps
-    source = variant_recipe.base_folder(variant_recipe.read(variant).base, variant.root)
+    recipe = variant_recipe.read(variant)
+    source = variant_recipe.base_folder(recipe.base, variant.root)
     forecasts = variant_recipe.status(variant)
-    for number, (step, forecast) in enumerate(zip(steps, forecasts, strict=True), 1):
+    for number, (step, forecast) in enumerate(zip(recipe.steps, forecasts, strict=True), 1):
         assert forecast.key is not None, "only stages after a missing one have no key"
         entry = variant.root / "weights" / "store" / forecast.key
         if not forecast.reused:
@@ -113,7 +113,7 @@ def next_stage(variant: Variant) -> Task | None:
         key=f"{source.name}-link-{variant.name}",
         title=f"link of {variant.name}",
         function=tasks.make_stage,
-        argument={"variant": variant.name, "stages": len(steps)},
+        argument={"variant": variant.name, "stages": len(recipe.steps)},
     )
 
 
