@@ -136,6 +136,11 @@ def is_cut(answer):
     return head.startswith(b"http/1.1 200") and re.search(rb'data: {"error".*"code": ?503', body) is not None
 
 
+def is_complete(answer):
+    """Whether an answer is a stream with all its tokens."""
+    return b'"finish_reason":"length"' in answer and b"data: [DONE]" in answer
+
+
 def test_told_to_stop_it_refuses_what_it_cuts_and_ends_with_what_it_started_though_a_client_does_not_read(
     server,
 ):
@@ -147,9 +152,11 @@ def test_told_to_stop_it_refuses_what_it_cuts_and_ends_with_what_it_started_thou
     others = [server.connect("/v1/completions", LONG) for _ in range(QUEUE // 2 - 1)]
     server.wait_for(running=4, waiting=QUEUE - 4)
     server.process.send_signal(signal.SIGTERM)
-    for client in (*streams, *others):
-        answer = real_server.read_rest(client)
-        assert is_cut(answer), answer[-500:]
+    answers = [real_server.read_rest(client) for client in (*streams, *others)]
+    for answer in answers:
+        assert is_cut(answer) or is_complete(answer), answer[-500:]
+    # One that runs may come to its end before the signal reaches the engine; none that waits can.
+    assert sum(map(is_cut, answers)) >= QUEUE - 4
     assert server.process.wait(PATIENCE_S) == 0
     slow.close()
     assert "force killing" not in server.log.read_text()
