@@ -17,7 +17,6 @@ from slimqwen.cli import (
     report,
     search,
     serve,
-    sweep,
     variants,
     world,
 )
@@ -47,7 +46,7 @@ app.add_typer(plan.app, name="plan", rich_help_panel=_MEASURE)
 app.add_typer(evals.app, name="eval", rich_help_panel=_MEASURE)
 app.add_typer(gate.app, name="gate", rich_help_panel=_MEASURE)
 app.command(rich_help_panel=_MEASURE)(gate.limits)
-app.command(rich_help_panel=_MEASURE, cls=sweep.Sweep)(sweep.sweep)
+app.command(rich_help_panel=_MEASURE, cls=search.Sweep)(search.sweep)
 app.command(rich_help_panel=_MEASURE)(search.search)
 app.add_typer(bench.app, name="bench", rich_help_panel=_MEASURE)
 app.command(rich_help_panel=_MEASURE, cls=console.Judge)(bench.release_check)

@@ -1,12 +1,33 @@
-"""`slimqwen search`: the fastest variant of a model on a GPU within a quality budget."""
+"""`slimqwen search` and `slimqwen sweep`: many variants on this machine or on a Ray cluster."""
 
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from slimqwen import variant as variants
-from slimqwen.cli.console import command, progress_bar, show_record
+from slimqwen.cli.console import (
+    EXIT_CODES,
+    Judge,
+    command,
+    console,
+    progress_bar,
+    relative,
+    say,
+    show_record,
+    table,
+)
+from slimqwen.cli.options import WorkloadName
+from slimqwen.progress import Progress
+
+if TYPE_CHECKING:
+    from slimqwen.search.executors import Executor
+
+RayAddress = Annotated[
+    str | None,
+    typer.Option(metavar="ADDRESS", help="Ray cluster, host:port or auto (default: this machine alone)"),
+]
 
 
 def search(
@@ -27,10 +48,7 @@ def search(
     finalists: Annotated[
         int | None, typer.Option(min=0, help="candidates that are proven, instead of the space's")
     ] = None,
-    ray: Annotated[
-        str | None,
-        typer.Option(metavar="ADDRESS", help="Ray cluster, host:port or auto (default: this machine alone)"),
-    ] = None,
+    ray: RayAddress = None,
     width: Annotated[int, typer.Option(min=1, help="candidates at a time, on a Ray cluster")] = 1,
 ) -> None:
     """Find the fastest variant within a quality budget: levers of recipe and flags, from cheap checks to dear ones.
@@ -38,7 +56,6 @@ def search(
     Ctrl-C keeps what is known; the same command goes on.
     """
     from slimqwen.search.driver import search as run_search
-    from slimqwen.search.executors import Executor, LocalExecutor
     from slimqwen.search.space import SearchSettings
 
     root = variants.repository_root()
@@ -46,17 +63,12 @@ def search(
     limits = budget or subject.evaluation
     settings = SearchSettings.load_file(space) if space else SearchSettings.load(limits, root)
     with progress_bar() as progress:
-        executor: Executor = LocalExecutor(root, progress, warm=True)
-        if ray is not None:
-            from slimqwen.search.executors.ray import RayExecutor
-
-            executor = RayExecutor(root, ray, progress)
         path = run_search(
             subject,
             gpu,
             limits,
             settings,
-            executor,
+            _executor(ray, root, progress, warm=True),
             command=command(),
             trials=trials,
             minutes=minutes,
@@ -65,3 +77,90 @@ def search(
             progress=progress,
         )
     show_record(path)
+
+
+_LISTS = ("--variants", "--measure")
+_FAILED = 1
+
+
+class Measure(StrEnum):
+    """What a sweep measures."""
+
+    GATE = "gate"
+    QUALITY = "quality"
+    LATENCY = "latency"
+
+
+class Sweep(Judge):
+    """A verb whose list options take several words: `--variants a b` is `--variants a --variants b`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Repeat the option before every further word of its list."""
+        expanded: list[str] = []
+        option = None
+        for word in args:
+            if word.startswith("-"):
+                option = word if word in _LISTS else None
+                expanded += [] if option else [word]
+            else:
+                expanded += [option, word] if option else [word]
+        return super().parse_args(ctx, expanded)
+
+
+def sweep(
+    variant: Annotated[
+        list[str], typer.Option("--variants", metavar="NAME …", help="folders of experiments/")
+    ],
+    measure: Annotated[
+        list[Measure],
+        typer.Option(
+            "--measure", help="what is measured against each variant's baseline; several may follow"
+        ),
+    ],
+    ray: RayAddress = None,
+    workload: WorkloadName = "classes",
+    rounds: Annotated[int | None, typer.Option(help="of latency, instead of the workload's")] = None,
+    parts: Annotated[
+        int, typer.Option(min=1, help="ranges that the items of a suite are asked in, each a task")
+    ] = 1,
+    limit: Annotated[int | None, typer.Option(min=2, help="items per task of a suite")] = None,
+) -> None:
+    """Measure variants against their baselines: stages, shards of items and timings are tasks, on one machine or many.
+
+    Exit code 0: all gates pass, 1: a gate or a variant fails, 2: inconclusive, 3: error.
+    """
+    from slimqwen.evals.suites.suite import DECIDING
+    from slimqwen.search.sweep.driver import sweep as run_sweep
+    from slimqwen.search.sweep.plan import Options
+
+    root = variants.repository_root()
+    options = Options(
+        measures=tuple(each.value for each in dict.fromkeys(measure)),
+        command=tuple(command()),
+        workload=workload,
+        rounds=rounds,
+        parts=parts,
+        limit=limit or DECIDING,
+    )
+    with progress_bar() as progress:
+        results = run_sweep(variant, options, _executor(ray, root, progress), root)
+    shown = table(("variant", "outcome", "records"), ())
+    for result in results:
+        files = ", ".join(str(relative(path)) for path in result.records)
+        shown.add_row(result.variant, "failed" if result.failure else result.outcome or "measured", files)
+    console.print(shown)
+    for result in results:
+        if result.failure:
+            say(f"{result.variant}: {result.failure}")
+    codes = [_FAILED if each.failure else EXIT_CODES.get(each.outcome, 0) for each in results]
+    raise typer.Exit(_FAILED if _FAILED in codes else max(codes))
+
+
+def _executor(ray: str | None, root: Path, progress: Progress, *, warm: bool = False) -> "Executor":
+    from slimqwen.search.executors import LocalExecutor
+
+    if ray is None:
+        return LocalExecutor(root, progress, warm=warm)
+    from slimqwen.search.executors.ray import RayExecutor
+
+    return RayExecutor(root, ray, progress)
