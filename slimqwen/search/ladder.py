@@ -2,8 +2,8 @@
 
 1. roofline: the GPU's bound with an acceptance length that its drafts can hardly exceed; below the incumbent's it ends.
 2. fidelity: next-token distributions beside the base's; it ends where a whole interval lies beyond its limit.
-3. acceptance: drafts that are accepted at its depth; it ends where the interval of the share of the base's length lies
-   below the least one.
+3. acceptance: drafts that are accepted at its depth, for its speed, and at the gate's; it ends where the interval of
+   the share of the base's length at the gate's depth lies below the least one.
 4. speed: on a machine without the GPU the roofline with the measured acceptance length.
 
 Rungs 2 and 3 need an engine and run as one task, in a process of its own. What they measured is a pure function of the
@@ -129,8 +129,9 @@ class Ladder:
 
     @property
     def deepest(self) -> int:
-        """The largest draft depth of the space."""
-        return max(int(depth) for depth in self.space.choices["depth"])
+        """The largest depth that drafts are counted at, of the space or the gate's; 0 where none are."""
+        deepest = max(int(depth) for depth in self.space.choices["depth"])
+        return deepest and max(deepest, self.budget.acceptance.gate_depth)
 
     def reference_task(self, variant: Variant, depth: int) -> Task:
         """Count the drafts of a variant of the overlay that candidates are compared with.
@@ -154,10 +155,13 @@ class Ladder:
         """What decides the answers of `rungs.climb`, by their name; all candidates of one target share its fidelity."""
         requests = {"fidelity": self._request(candidate.target, self.budget.fidelity)}
         if candidate.depth:
-            requests["base_acceptance"] = self._request(
-                Candidate(depth=candidate.depth), self.budget.acceptance
-            )
-            requests["acceptance"] = self._request(candidate, self.budget.acceptance)
+            acceptance = self.budget.acceptance
+            base = Candidate(depth=acceptance.gate_depth)
+            requests["base_acceptance"] = self._request(base, acceptance)
+            requests["acceptance"] = [
+                *self._request(candidate, acceptance),
+                {"depths": sorted({candidate.depth, acceptance.gate_depth})},
+            ]
         return requests
 
     def task(self, candidate: Candidate, name: str, known: Mapping[str, Any]) -> Task:

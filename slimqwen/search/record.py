@@ -57,9 +57,11 @@ class SearchTrial(Block):
     kl_nats: Estimate | None = None
     fidelity_share: float | None = Field(None, description="Largest fidelity figure as a share of its limit.")
     fidelity_figure: str | None = Field(None, description="Name of that figure.")
-    acceptance_length: Estimate | None = None
+    acceptance_length: Estimate | None = Field(None, description="Tokens a draft at the candidate's depth.")
     acceptance_share: Ratio | None = Field(
-        None, description="Acceptance length / the base's at the same depth, on the same prompts."
+        None,
+        description="Acceptance length / the base's on the same prompts, at the gate's depth; in the records of "
+        "2026-11-23T124259Z and before at the candidate's.",
     )
     tokens_per_second: PositiveFloat | None = Field(None, description="Modelled, with the measured length.")
     worst_share: float | None = Field(

@@ -1,7 +1,7 @@
 """The rungs of the ladder that need an engine, each a task in a process of its own that writes no record."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,7 +127,7 @@ def count_drafts(root: Path, argument: Mapping[str, Any], progress: Progress) ->
         Items of an acceptance record.
     """
     base, variant = _load(root, argument, "candidate")
-    return _count(variant, base, argument, progress)
+    return _count(variant, base, argument, [argument["depth"]], progress)
 
 
 def climb(root: Path, argument: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
@@ -140,7 +140,8 @@ def climb(root: Path, argument: Mapping[str, Any], progress: Progress) -> dict[s
 
     Returns:
         {"fidelity": {"figures": `Figures` as JSON, "same": whether the weights are the base's},
-        "acceptance": items, "base_acceptance": items}; without the latter where it drafts nothing or ended before.
+        "acceptance": items at the candidate's depth and the gate's, "base_acceptance": items at the gate's};
+        without the latter where it drafts nothing or ended before.
     """
     base, target = _load(root, argument, "target")
     budget = Budget.of_variant(base, argument["budget"])
@@ -148,9 +149,14 @@ def climb(root: Path, argument: Mapping[str, Any], progress: Progress) -> dict[s
     if "fidelity" not in answers:
         answers["fidelity"] = _compare(target, base, budget, progress)
     if argument["depth"] and Shares.of(answers["fidelity"], budget).near <= 1:
-        for name, side in {"base_acceptance": "base", "acceptance": "candidate"}.items():
-            if name not in answers:
-                answers[name] = _count(_load(root, argument, side)[1], base, argument, progress)
+        gate_depth = budget.acceptance.gate_depth
+        if "base_acceptance" not in answers:
+            answers["base_acceptance"] = _count(base, base, argument, [gate_depth], progress)
+        if "acceptance" not in answers:
+            depths = sorted({argument["depth"], gate_depth})
+            answers["acceptance"] = _count(
+                _load(root, argument, "candidate")[1], base, argument, depths, progress
+            )
     return answers
 
 
@@ -187,7 +193,7 @@ def _compare(target: Variant, base: Variant, budget: Budget, progress: Progress)
 
 
 def _count(
-    variant: Variant, base: Variant, argument: Mapping[str, Any], progress: Progress
+    variant: Variant, base: Variant, argument: Mapping[str, Any], depths: Sequence[int], progress: Progress
 ) -> list[dict[str, Any]]:
     budget = Budget.of_variant(base, argument["budget"])
     settings = budget.acceptance
@@ -197,4 +203,4 @@ def _count(
     longest = command.max_model_len - settings.tokens - argument["deepest"] - 1
     classes = drafting.cut_prompts(settings, variant, base, longest, budget.split)
     flags = fidelity.weight_flags(command.flags)
-    return drafting.count(variant.weights, classes, settings, [argument["depth"]], [0.0], flags, progress)
+    return drafting.count(variant.weights, classes, settings, depths, [0.0], flags, progress)

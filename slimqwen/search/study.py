@@ -297,9 +297,10 @@ class Study:
         if candidate.depth:
             estimate = _length(answers["acceptance"], candidate.depth)
             length = min(estimate.value, candidate.depth + 1.0)
-            least = self._ladder.budget.acceptance.least_share
+            settings = self._ladder.budget.acceptance
+            least = settings.least_share
             sides = answers["base_acceptance"], answers["acceptance"]
-            share = acceptance_share.judge(*sides, depth=candidate.depth, least_share=least)
+            share = acceptance_share.judge(*sides, depth=settings.gate_depth, least_share=least)
             ratio = Ratio(value=share.ratio.value, low=share.ratio.low, high=share.ratio.high)
             lost = (1 - ratio.value) / (1 - least) if least < 1 else 0.0
             row |= {

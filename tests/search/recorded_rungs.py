@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from slimqwen import variant as variants
+from slimqwen.evals.drafting import AcceptanceSettings
 from slimqwen.recipe import recipe_file
 from slimqwen.records import provenance
 from slimqwen.search import rungs
@@ -54,8 +55,10 @@ class RecordedRungs:
         target = _stages(variants.load(task.argument["target"], overlay))
         answers: dict[str, Any] = {"fidelity": _fidelity(target), **task.argument["known"]}
         if _fidelity(target)["figures"]["kl_nats"]["value"] < 0.0033:
-            answers["acceptance"] = _items(candidate, task.argument["depth"])
-            answers["base_acceptance"] = _items(variants.load("tiny", overlay), task.argument["depth"])
+            gate_depth = AcceptanceSettings.load(task.argument["budget"], self._root).gate_depth
+            depths = sorted({task.argument["depth"], gate_depth})
+            answers["acceptance"] = [item for depth in depths for item in _items(candidate, depth)]
+            answers["base_acceptance"] = _items(variants.load("tiny", overlay), gate_depth)
         return self._result(task, answers)
 
     def _result(self, task: Task, value: Any) -> Result:

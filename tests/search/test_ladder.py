@@ -43,4 +43,11 @@ def test_drafts_do_not_decide_the_answer_of_fidelity(ladder: Ladder) -> None:
     assert one["fidelity"] == other["fidelity"]
     assert one["acceptance"] != other["acceptance"]
     assert one["fidelity"] != ladder.requests(replace(first, mlp="W8A16"))["fidelity"]
-    assert one["base_acceptance"] == ladder.requests(Candidate(depth=2))["acceptance"]
+
+
+def test_acceptance_is_counted_at_the_candidates_depth_and_at_the_gates(ladder: Ladder) -> None:
+    gate_depth = ladder.budget.acceptance.gate_depth
+    one, other = (ladder.requests(Candidate(depth=depth)) for depth in (gate_depth - 2, gate_depth))
+    assert one["acceptance"][-1] == {"depths": [gate_depth - 2, gate_depth]}
+    assert other["acceptance"][-1] == {"depths": [gate_depth]}
+    assert one["base_acceptance"] == other["base_acceptance"]

@@ -84,10 +84,13 @@ def test_a_candidate_is_made_compared_and_counted(small_ladder: Ladder) -> None:
     assert shares.kl_nats is not None
     assert 0 < shares.kl_nats.value < 0.01  # a packed head moves distributions, a little
     assert 0 < outcome.value["fidelity"]["figures"]["texts"] < TEXTS  # those of the search's side alone
-    for side in ("acceptance", "base_acceptance"):
-        (row,) = summarise(outcome.value[side])
-        assert row.length is not None
-        assert 1 < row.length.value <= 3
+    gate_depth = small_ladder.budget.acceptance.gate_depth
+    for side, depths in {"acceptance": [2, gate_depth], "base_acceptance": [gate_depth]}.items():
+        rows = summarise(outcome.value[side])
+        assert [row.depth for row in rows] == depths
+        for row in rows:
+            assert row.length is not None
+            assert 1 < row.length.value <= row.depth + 1
 
 
 @pytest.mark.engine
