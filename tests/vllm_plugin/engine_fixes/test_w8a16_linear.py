@@ -64,6 +64,25 @@ def test_product_is_that_of_the_dequantised_matrix(dtype, inputs):
         assert torch.equal(kernel.apply_weights(layer, x, bias), result + bias)
 
 
+@pytest.mark.parametrize("has_instructions", [True, False])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_few_rows_many_rows_and_compiled_code_take_the_same_product(monkeypatch, dtype, has_instructions):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_instructions)
+    torch.manual_seed(0)
+    config = layer_config(dtype=dtype)
+    layer, _ = quantised_layer(config)
+    kernel = kernel_class()(config, "q", "s")
+    kernel.process_weights_after_loading(layer)
+    rows = torch.randn(300, 256).to(dtype)
+    many = kernel.apply_weights(layer, rows)
+    few = torch.cat([kernel.apply_weights(layer, part) for part in rows.split(20)])
+    assert (many.float() - few.float()).norm() <= TOLERANCE[dtype] * few.float().norm()
+    assert torch.equal(many, few) == (not has_instructions or dtype != torch.bfloat16)
+    compiled = torch.compile(lambda x: kernel.apply_weights(layer, x), dynamic=True, fullgraph=True)
+    for part in (rows[:2], rows[:20], rows):
+        assert torch.equal(compiled(part), kernel.apply_weights(layer, part))
+
+
 def test_a_processed_layer_keeps_a_byte_a_weight():
     layer, _ = quantised_layer(layer_config())
     kernel_class()(layer_config(), "q", "s").process_weights_after_loading(layer)
