@@ -303,6 +303,8 @@ def reusable(
 
 def _holds(record: Record, variant: Variant) -> bool:
     """Whether measuring again would only repeat the record."""
+    if isinstance(record, quality.Quality) and not _decides_today(record, variant):
+        return False
     server = ServerCommand.resolve(variant)
     if not isinstance(record, Acceptance):
         return provenance.still_holds(record.provenance, server)
@@ -326,7 +328,7 @@ def _scored(sides: Sequence[Variant], suite_name: str, options: dict[str, Any]) 
         return [path for path in full if path]
     suite = Suite.load(suite_name, sides[0].root)
     sampled = [
-        _deciding(reusable(side, quality.Quality, limit=DECIDING, **fields), suite)
+        reusable(side, quality.Quality, limit=DECIDING, **fields)
         or quality.measure(side, suite, limit=DECIDING, **options)
         for side in sides
     ]
@@ -339,17 +341,14 @@ def _scored(sides: Sequence[Variant], suite_name: str, options: dict[str, Any]) 
     ]
 
 
-def _deciding(path: Path | None, suite: Suite) -> Path | None:
-    """The record, unless other assumptions of the suite than today's decided how many items it has."""
-    if path is None:
-        return None
-    scores = store.read(path, quality.Quality).tasks
-    same = (
-        scores[task.name].items_to_decide == task.items_to_decide
+def _decides_today(record: quality.Quality, variant: Variant) -> bool:
+    """Whether the suite's assumptions, by which a sample that decides has its size, are still those of the record."""
+    suite = Suite.load(record.suite, variant.root)
+    return record.limit != DECIDING or all(
+        record.tasks[task.name].items_to_decide == task.items_to_decide
         for task in suite.tasks
-        if task.name in scores
+        if task.name in record.tasks
     )
-    return path if all(same) else None
 
 
 def _fidelity_findings(record: Fidelity) -> Iterator[Finding]:
