@@ -4,8 +4,9 @@
 |---|---|---|
 | `api_server` | main module of the command, in place of vLLM's | API server |
 | `readiness`, and what it imports | `--middleware` | API server |
-| `endpoints` | entry point `vllm.endpoint_plugins` | API server |
-| `compile_watch`, `engine_fixes` | entry points `vllm.general_plugins` | every one |
+| `endpoints`, and what it imports | entry point `vllm.endpoint_plugins` | API server |
+| `compile_watch` | entry point `vllm.general_plugins` | every one |
+| `engine_fixes` | entry point `vllm.general_plugins` | every one: fixes on a CPU, the draft class everywhere |
 | `draft_vocabulary` | model class, named by `engine_fixes` | engine, workers |
 | `engine_facts` | `--worker-extension-cls` | workers |
 

@@ -1,6 +1,6 @@
 """Two latency records compared: which ones fit, and the speed-up of the second for each class and measure.
 
-The only implementation of a speed ratio. Rounds of the two sides are paired by their number where they were measured in
+The only ratio of two latency records. Rounds of the two sides are paired by their number where they were measured in
 turns; with a single round on a side the interval is over requests.
 """
 
@@ -39,9 +39,9 @@ class Speedup:
         prompt_tokens: length of a prompt; None for all classes.
         output_tokens: length of an output; None for all classes.
         measure: a median time in milliseconds (`wall_ms`: a sum), or a rate per second.
-        first: figure of the first variant.
+        first: figure of the first variant, over all its requests.
         second: figure of the second variant.
-        speedup: over rounds the ratio of geometric means; None where the first figure is 0.
+        speedup: over rounds the ratio of geometric means, so not first / second; None where the first figure is 0.
         interval: 95 % interval of the speed-up; None where neither rounds nor requests give one.
         rounds: number of rounds of the interval; 0 for an interval over requests.
     """
