@@ -35,6 +35,7 @@ class AcceptanceSettings(LimitSettings):
     tokens: int = Field(ge=1)
     groups: int = Field(ge=2)
     prompts: int = Field(ge=2)
+    proof_prompts: int | None = Field(default=None, ge=2)
     temperatures: tuple[float, ...] = Field(min_length=1)
     classes: dict[str, int] = Field(min_length=1)
     gpu: str
@@ -43,9 +44,19 @@ class AcceptanceSettings(LimitSettings):
 
     @model_validator(mode="after")
     def _groups_have_prompts(self) -> Self:
-        if self.prompts < self.groups:
-            raise ValueError(f"{self.prompts} prompts do not make {self.groups} groups")
+        least = min(self.prompts, self.proof_prompts or self.prompts)
+        if least < self.groups:
+            raise ValueError(f"{least} prompts do not make {self.groups} groups")
         return self
+
+    def prompt_count(self, split: Split | None) -> int:
+        """Prompts a class: on the proof's side of a split as many as `proof_prompts` says.
+
+        Args:
+            split: side of the split; None for all documents.
+        """
+        proves = split is not None and split.side == "proof"
+        return self.proof_prompts if proves and self.proof_prompts else self.prompts
 
 
 def cut_prompts(
@@ -62,7 +73,7 @@ def cut_prompts(
     Args:
         settings: documents, seed, and length of each class in tokens.
         max_tokens: longest prompt, in tokens of the variant.
-        split: side of the split that the documents are on; None for both. Either side has as many prompts.
+        split: side of the split that the documents are on; None for both.
     """
     import transformers
 
@@ -77,7 +88,10 @@ def cut_prompts(
     )
     classes = {}
     for name, length in settings.classes.items():
-        texts = [theirs.decode(ids) for ids in cutter.cut(settings.prompts, max(1, min(length, max_tokens)))]
+        texts = [
+            theirs.decode(ids)
+            for ids in cutter.cut(settings.prompt_count(split), max(1, min(length, max_tokens)))
+        ]
         # A pruned tokenizer may need more tokens for the same text.
         classes[name] = [
             list(ours(text, add_special_tokens=False)["input_ids"])[-max_tokens:] for text in texts

@@ -184,7 +184,9 @@ class Ladder:
         """What decides every answer beside the candidate."""
         split = self.budget.split
         side = split.as_json() if split else None
-        return [*self._circumstances, settings.model_dump(mode="json"), side, self.deepest]
+        # The size of the proof's sample decides nothing that a rung answers.
+        fields = settings.model_dump(mode="json", exclude={"proof_prompts"})
+        return [*self._circumstances, fields, side, self.deepest]
 
     @cached_property
     def _circumstances(self) -> list[Any]:
