@@ -13,6 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
+import hypothesis
 import pytest
 
 from slimqwen import host_load, variant
@@ -29,6 +30,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # vLLM's modules stay loaded: to look for garbage among their objects takes a third of the time.
 gc.set_threshold(GARBAGE_THRESHOLD)
+
+# The same examples in every run, however busy the machine is.
+hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("repeatable")
 
 AddVariant = Callable[..., Path]
 

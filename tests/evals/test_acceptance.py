@@ -190,3 +190,18 @@ def test_records_of_another_plan_or_checkpoint_are_no_pair(tmp_path: Path) -> No
 def test_graph_sizes_are_the_tokens_of_a_step() -> None:
     assert acceptance.graph_sizes(4, 8) == [5, 10, 15, 20, 25, 30, 35, 40]
     assert acceptance.graph_sizes(0, 2) == [1, 2]
+
+
+def test_a_proof_counts_more_prompts_than_a_search():
+    settings = AcceptanceSettings.load("tinyworld", ROOT)
+    more = settings.model_copy(update={"prompts": 24, "proof_prompts": 72})
+    sides = {side: Split(side=side, proof_share=0.5) for side in ("search", "proof")}
+    assert [more.prompt_count(split) for split in (None, sides["search"], sides["proof"])] == [24, 24, 72]
+    same = more.model_copy(update={"proof_prompts": None})
+    assert same.prompt_count(sides["proof"]) == 24
+
+
+def test_a_proof_has_a_prompt_for_every_group():
+    settings = AcceptanceSettings.load("tinyworld", ROOT).model_dump()
+    with pytest.raises(ValueError, match="5 prompts do not make 6 groups"):
+        AcceptanceSettings.model_validate(settings | {"groups": 6, "proof_prompts": 5})

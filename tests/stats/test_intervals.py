@@ -49,14 +49,14 @@ def test_paired_difference_sees_what_unpaired_scores_hide():
     assert difference.standard_error < 0.01 < stats.sem(first)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(scores)
 def test_paired_difference_with_itself_is_zero(values):
     difference = intervals.paired_difference(values, values)
     assert (difference.value, difference.standard_error, difference.low, difference.high) == (0, 0, 0, 0)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.lists(st.tuples(st.floats(-5, 5), st.floats(-5, 5)), min_size=3, max_size=30))
 def test_paired_difference_changes_sign_with_the_order(pairs):
     first, second = map(list, zip(*pairs, strict=True))
@@ -173,7 +173,6 @@ def test_unequal_sides_cannot_be_paired(pair):
 @given(
     st.lists(st.tuples(st.floats(-10, 10), st.floats(-10, 10)), min_size=2, max_size=12), st.integers(1, 4)
 )
-@settings(deadline=None)
 def test_repeats_of_the_same_answers_change_nothing(pairs, repeats):
     """As independent items they would shrink the error with the root of their number."""
     first, second = ([pair[n] for pair in pairs for _ in range(repeats)] for n in (0, 1))

@@ -18,7 +18,7 @@ def parts(tokens, seed):
     return read, weight, torch.randn(CHANNELS, generator=chance).bfloat16()
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.integers(1, 40), st.integers(0, 2**31), st.booleans())
 def test_the_bits_are_those_of_bfloat16(tokens, seed, with_bias):
     read, weight, bias = parts(tokens, seed)
