@@ -282,6 +282,8 @@ STAGE = Stage(
         "slimqwen.serving.command",
         "slimqwen.serving.server",
         "slimqwen.vllm_plugin.compile_watch",
+        "slimqwen.vllm_plugin.engine_fixes.torch_int4",
+        "slimqwen.vllm_plugin.engine_fixes.torch_int8",
     ),
     packages=("vllm", "torch"),
 )

@@ -190,7 +190,13 @@ STAGE = Stage(
     run=run,
     needs=needs,
     data=data,
-    code=("slimqwen.serving.in_process", "slimqwen.text.corpus"),
+    code=(
+        "slimqwen.serving.in_process",
+        "slimqwen.text.corpus",
+        # Products of the engine that are ours: other last bits are other outputs.
+        "slimqwen.vllm_plugin.engine_fixes.torch_int4",
+        "slimqwen.vllm_plugin.engine_fixes.torch_int8",
+    ),
     packages=("vllm", "torch", "transformers", "tokenizers"),
     environment={"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": "passive"},
 )
