@@ -6,8 +6,8 @@ import typer
 
 from slimqwen import variant as variants
 from slimqwen.cli.console import EXIT_CODES, Judge, command, measuring, relative, say, show_record
-from slimqwen.cli.consultation import consult
 from slimqwen.cli.options import GatePlan, VariantName
+from slimqwen.cli.plan import consult
 
 app = typer.Typer(help="Decide whether a variant is as good as its baseline.", no_args_is_help=True)
 

@@ -7,8 +7,8 @@ import typer
 
 from slimqwen import variant as variants
 from slimqwen.cli.console import command, console, progress_bar, relative, say
-from slimqwen.cli.consultation import consult_target
 from slimqwen.cli.options import PlatformName, VariantName
+from slimqwen.cli.plan import consult_target
 
 app = typer.Typer(help="Build and verify container images.", no_args_is_help=True)
 

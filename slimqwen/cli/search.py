@@ -24,6 +24,9 @@ from slimqwen.progress import Progress
 if TYPE_CHECKING:
     from slimqwen.search.executors import Executor
 
+_LISTS = ("--variants", "--measure")
+_FAILED = 1
+
 RayAddress = Annotated[
     str | None,
     typer.Option(metavar="ADDRESS", help="Ray cluster, host:port or auto (default: this machine alone)"),
@@ -77,10 +80,6 @@ def search(
             progress=progress,
         )
     show_record(path)
-
-
-_LISTS = ("--variants", "--measure")
-_FAILED = 1
 
 
 class Measure(StrEnum):

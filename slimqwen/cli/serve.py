@@ -7,8 +7,8 @@ import typer
 
 from slimqwen import variant as variants
 from slimqwen.cli.console import errors, say
-from slimqwen.cli.consultation import consult
 from slimqwen.cli.options import PlatformName, VariantName
+from slimqwen.cli.plan import consult
 
 if TYPE_CHECKING:
     from slimqwen.serving.command import CompileCache

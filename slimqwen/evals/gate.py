@@ -343,10 +343,9 @@ def _scored(sides: Sequence[Variant], suite_name: str, options: dict[str, Any]) 
 
 def _decides_today(record: quality.Quality, variant: Variant) -> bool:
     """Whether the suite's assumptions, by which a sample that decides has its size, are still those of the record."""
-    suite = Suite.load(record.suite, variant.root)
     return record.limit != DECIDING or all(
         record.tasks[task.name].items_to_decide == task.items_to_decide
-        for task in suite.tasks
+        for task in Suite.load(record.suite, variant.root).tasks
         if task.name in record.tasks
     )
 

@@ -14,8 +14,7 @@ from types import MappingProxyType
 from typing import Any, Generic, TypeVar, overload
 
 from slimqwen.records import store, withdrawals
-from slimqwen.records.measurements import Measurements
-from slimqwen.records.record import Record
+from slimqwen.records.record import Measurements, Record
 from slimqwen.records.split import Split, split_of
 
 VARIANT_FILES = frozenset({"README.md", "config.env", "recipe.yaml", "measurements.json"})

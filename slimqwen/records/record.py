@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetJsonSchemaHandler, field_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
@@ -288,6 +288,30 @@ class Versioned(Block):
         described["properties"]["schema"] = {"const": cls.present_schema()}
         described["required"] = ["schema", *described["required"]]
         return described
+
+
+def _unique(names: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(names)) < len(names):
+        raise ValueError("a file is named twice")
+    return names
+
+
+class Measurements(Versioned):
+    """What a variant claims."""
+
+    kind: ClassVar = "measurements"
+
+    hypothesis: str = Field(min_length=1)
+    baseline: VariantName | None = Field(
+        description="The variant that this one is compared with; null for a baseline itself."
+    )
+    status: Literal["planned", "measured", "promoted", "rejected"]
+    verdict: Verdict | None = Field(description="null until a comparison has given one.")
+    records: Annotated[
+        tuple[Annotated[str, Field(pattern=r"^[^/]+\.json$")], ...],
+        AfterValidator(_unique),
+        Field(description="File names in the variant's folder.", json_schema_extra={"uniqueItems": True}),
+    ]
 
 
 class Record(Versioned):

@@ -10,8 +10,7 @@ from jsonschema_rs import Draft202012Validator
 from pydantic.json_schema import models_json_schema
 
 from slimqwen.records import registry
-from slimqwen.records.measurements import Measurements
-from slimqwen.records.record import Record
+from slimqwen.records.record import Measurements, Record
 
 FILE = Path(__file__).with_suffix(".json")
 _DRAFT = "https://json-schema.org/draft/2020-12/schema"

@@ -19,8 +19,7 @@ from pydantic import ValidationError
 
 from slimqwen.errors import SlimqwenError
 from slimqwen.records import migrations, schemas
-from slimqwen.records.measurements import Measurements
-from slimqwen.records.record import Items, Record
+from slimqwen.records.record import Items, Measurements, Record
 from slimqwen.records.split import split_of
 
 AnyRecord = TypeVar("AnyRecord", bound=Record)

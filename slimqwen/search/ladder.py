@@ -160,7 +160,7 @@ class Ladder:
             requests["base_acceptance"] = self._request(base, acceptance)
             requests["acceptance"] = [
                 *self._request(candidate, acceptance),
-                {"depths": sorted({candidate.depth, acceptance.gate_depth})},
+                {"depths": self.budget.counted_depths(candidate.depth)},
             ]
         return requests
 

@@ -56,6 +56,14 @@ class Budget:
             gate.split("search", base.root),
         )
 
+    def counted_depths(self, depth: int) -> list[int]:
+        """Depths that a candidate's drafts are counted at: its own, for its speed, and the gate's, for the limit.
+
+        Args:
+            depth: tokens that the candidate drafts at a time (K).
+        """
+        return sorted({depth, self.acceptance.gate_depth})
+
     def is_met_by(self, trial: SearchTrial) -> bool:
         """Whether a trial's figures lie within the limits on the search's items, with the intervals that it has.
 
@@ -127,7 +135,8 @@ def count_drafts(root: Path, argument: Mapping[str, Any], progress: Progress) ->
         Items of an acceptance record.
     """
     base, variant = _load(root, argument, "candidate")
-    return _count(variant, base, argument, [argument["depth"]], progress)
+    budget = Budget.of_variant(base, argument["budget"])
+    return _count(variant, base, budget, argument["deepest"], [argument["depth"]], progress)
 
 
 def climb(root: Path, argument: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
@@ -149,14 +158,15 @@ def climb(root: Path, argument: Mapping[str, Any], progress: Progress) -> dict[s
     if "fidelity" not in answers:
         answers["fidelity"] = _compare(target, base, budget, progress)
     if argument["depth"] and Shares.of(answers["fidelity"], budget).near <= 1:
-        gate_depth = budget.acceptance.gate_depth
         if "base_acceptance" not in answers:
-            answers["base_acceptance"] = _count(base, base, argument, [gate_depth], progress)
-        if "acceptance" not in answers:
-            depths = sorted({argument["depth"], gate_depth})
-            answers["acceptance"] = _count(
-                _load(root, argument, "candidate")[1], base, argument, depths, progress
+            gate_depth = budget.acceptance.gate_depth
+            answers["base_acceptance"] = _count(
+                base, base, budget, argument["deepest"], [gate_depth], progress
             )
+        if "acceptance" not in answers:
+            _, candidate = _load(root, argument, "candidate")
+            depths = budget.counted_depths(argument["depth"])
+            answers["acceptance"] = _count(candidate, base, budget, argument["deepest"], depths, progress)
     return answers
 
 
@@ -193,14 +203,13 @@ def _compare(target: Variant, base: Variant, budget: Budget, progress: Progress)
 
 
 def _count(
-    variant: Variant, base: Variant, argument: Mapping[str, Any], depths: Sequence[int], progress: Progress
+    variant: Variant, base: Variant, budget: Budget, deepest: int, depths: Sequence[int], progress: Progress
 ) -> list[dict[str, Any]]:
-    budget = Budget.of_variant(base, argument["budget"])
     settings = budget.acceptance
     _make(variant, progress)
     command = ServerCommand.resolve(variant)
     # The same prompts for every depth of the space.
-    longest = command.max_model_len - settings.tokens - argument["deepest"] - 1
+    longest = command.max_model_len - settings.tokens - deepest - 1
     classes = drafting.cut_prompts(settings, variant, base, longest, budget.split)
     flags = fidelity.weight_flags(command.flags)
     return drafting.count(variant.weights, classes, settings, depths, [0.0], flags, progress)

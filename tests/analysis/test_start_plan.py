@@ -12,7 +12,7 @@ from slimqwen import variant
 from slimqwen.analysis import start_plan
 from slimqwen.analysis.plan import MissingPlanError, PlanRecord
 from slimqwen.cli import serve
-from slimqwen.cli.consultation import consult, consult_target
+from slimqwen.cli.plan import consult, consult_target
 from slimqwen.plan import gpu_model, rehearsal, trouble
 from slimqwen.records import provenance, store
 from slimqwen.serving import baked_cache, checks, cuda_toolkit, gpu

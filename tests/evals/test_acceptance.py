@@ -192,7 +192,7 @@ def test_graph_sizes_are_the_tokens_of_a_step() -> None:
     assert acceptance.graph_sizes(0, 2) == [1, 2]
 
 
-def test_a_proof_counts_more_prompts_than_a_search():
+def test_a_proof_counts_more_prompts_than_a_search() -> None:
     settings = AcceptanceSettings.load("tinyworld", ROOT)
     more = settings.model_copy(update={"prompts": 24, "proof_prompts": 72})
     sides = {side: Split(side=side, proof_share=0.5) for side in ("search", "proof")}
@@ -201,7 +201,7 @@ def test_a_proof_counts_more_prompts_than_a_search():
     assert same.prompt_count(sides["proof"]) == 24
 
 
-def test_a_proof_has_a_prompt_for_every_group():
+def test_a_proof_has_a_prompt_for_every_group() -> None:
     settings = AcceptanceSettings.load("tinyworld", ROOT).model_dump()
     with pytest.raises(ValueError, match="5 prompts do not make 6 groups"):
         AcceptanceSettings.model_validate(settings | {"groups": 6, "proof_prompts": 5})

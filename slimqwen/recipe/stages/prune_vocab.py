@@ -45,7 +45,7 @@ from slimqwen.progress import Progress
 from slimqwen.recipe.stage import Facts, Needs, Parameters, Stage, StageError
 from slimqwen.text.corpus import CorpusError, TextSource, digests, file_digest, file_texts, texts
 
-_MULTIPLE = 64
+ROW_MULTIPLE = 64
 """Engines and quantised kernels need a multiple of this many rows."""
 
 _SETTINGS = ("generation_config.json", "tokenizer_config.json")
@@ -83,7 +83,7 @@ class PruneVocabParameters(Parameters):
         outputs_weight: weight of a token of outputs relative to one of corpus.
     """
 
-    size: Annotated[int, Field(ge=_MULTIPLE)]
+    size: Annotated[int, Field(ge=ROW_MULTIPLE)]
     corpus: Corpus = Corpus()
     outputs: Annotated[Path | None, Field(exclude=True)] = None
     outputs_weight: Annotated[int, Field(ge=1)] = 1
@@ -315,7 +315,7 @@ def _write_json(file: Path, content: Any, indent: int | None = 2) -> None:
 
 def stored_rows(size: int) -> int:
     """Rows that are kept for so many tokens: the next multiple that engines and kernels take."""
-    return -(-size // _MULTIPLE) * _MULTIPLE
+    return -(-size // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def reshape(shape: Shape, parameters: PruneVocabParameters) -> Shape:

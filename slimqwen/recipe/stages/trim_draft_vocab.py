@@ -39,14 +39,11 @@ from slimqwen.checkpoint.tensors import (
 from slimqwen.models.vocabulary import Ids
 from slimqwen.progress import Progress
 from slimqwen.recipe.stage import Facts, Needs, Parameters, Stage, StageError
-from slimqwen.recipe.stages.prune_vocab import named_ids, stored_rows
+from slimqwen.recipe.stages.prune_vocab import ROW_MULTIPLE, named_ids, stored_rows
 from slimqwen.recipe.stages.sample_outputs import OUTPUTS, Output, read_outputs
 
 REPORT = "trim_draft_vocab.json"
 """File beside the checkpoint: coverage of the held-out continuations, by size."""
-
-_MULTIPLE = 64
-"""Engines pad an output head to a multiple of so many rows."""
 
 _CARRIERS = ("mtp.fc.weight", "mtp.fc.weight_packed")
 """The tensors of an MTP head, of which one is stored; its shard takes the draft head."""
@@ -68,7 +65,7 @@ class TrimDraftVocabParameters(Parameters):
         size: ids that may be drafted, rounded up to a multiple of 64.
     """
 
-    size: Annotated[int, Field(ge=_MULTIPLE)]
+    size: Annotated[int, Field(ge=ROW_MULTIPLE)]
 
 
 def run(source: Path, destination: Path, parameters: TrimDraftVocabParameters, progress: Progress) -> Facts:
@@ -139,7 +136,7 @@ def needs(source: Path, parameters: TrimDraftVocabParameters) -> Needs:
     stored = list_tensors(source)
     _output_rows(source, stored)
     hidden = checkpoint.text_config(checkpoint.read_config(source))["hidden_size"]
-    head = 2 * hidden * (parameters.size + _MULTIPLE)
+    head = 2 * hidden * (parameters.size + ROW_MULTIPLE)
     outputs = source / OUTPUTS
     texts = outputs.stat().st_size if outputs.is_file() else 0
     return Needs(disk_bytes=bytes_on_disk(source) + head, memory_bytes=_IMPORTS_BYTES + 10 * texts + 2 * head)

@@ -12,9 +12,7 @@ from vllm.scalar_type import scalar_types
 _MIDDLE = 128  # a stored weight is value + 128
 _ACTIVATIONS = (torch.bfloat16, torch.float16, torch.float32)
 _INPUT_BLOCK = 16  # in bfloat16 aten::_weight_int8pack_mm reads past a row that is no multiple of it
-_FEW_ROWS = (
-    48  # up to here the int8 product is as fast as any; at 2,048 it takes three times as long as bfloat16
-)
+_FEW_ROWS = 48  # up to here the int8 product is as fast as any; at 2,048 bfloat16 is three times as fast
 
 
 def _linear(rows: torch.Tensor, integers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

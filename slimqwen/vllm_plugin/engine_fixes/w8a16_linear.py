@@ -1,4 +1,4 @@
-"""8-bit weights with 16-bit activations on a CPU, on torch's own int8 product.
+"""8-bit weights with 16-bit activations on a CPU, on products of torch's own.
 
 vLLM 0.32 has no kernel for them there: of its mixed-precision kernels for the CPU
 (`vllm/model_executor/kernels/linear/__init__.py`) none takes uint8b128, and loading such a checkpoint ends in "Failed
