@@ -22,8 +22,11 @@ from slimqwen.serving import guard, metrics
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.server import free_port, prepare
 
+RUNNING = 4
+"""Requests that run at once."""
+
 QUEUE = 16
-"""Requests that the server takes at once, four of them running."""
+"""Requests that the server takes at once, running or waiting."""
 
 SERVED = os.environ.get("SLIMQWEN_TEST_VARIANT") or "tiny-mtp4"
 """The variant whose server is tried: `make test-serving VARIANT=tiny-best` says which. tiny-mtp4 serves as tiny-best
@@ -34,7 +37,7 @@ _CHANGED = {
     "MAX_BODY_BYTES": "1000000",
     "VLLM_HOST": "127.0.0.1",
     "VLLM_MAX_MODEL_LEN": "2048",
-    "VLLM_MAX_NUM_SEQS": "4",
+    "VLLM_MAX_NUM_SEQS": str(RUNNING),
     "VLLM_MAX_NUM_QUEUED_REQS": str(QUEUE),
 }
 """Beside what the variant says."""
