@@ -1,13 +1,12 @@
 """Exit codes: a verdict where a verb gives one, and what an error or Ctrl-C ends with."""
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from slimqwen.bench import soak
-from slimqwen.cli import app, bench, console, gate
+from slimqwen.cli import app, bench, gate
 from slimqwen.evals import gate as evaluation
 from slimqwen.evals import gate_sensitivity
 from slimqwen.serving.errors import ServingError
@@ -50,6 +49,5 @@ def test_an_error_is_no_verdict(monkeypatch, capsys, error, verb, code, message)
         raise error
 
     monkeypatch.setattr(room, measurement, fail)
-    monkeypatch.setattr(console.errors, "file", sys.stderr)
     assert ended(monkeypatch, verb) == code
     assert message in capsys.readouterr().err

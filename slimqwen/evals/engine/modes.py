@@ -430,15 +430,17 @@ def update_unsafe_engines(record: EngineModes, path: Path, root: Path) -> None:
 
 
 def engine_environment(server: ServerCommand, modes: Modes | None) -> dict[str, str]:
-    """Environment of an engine's process: the server's, with a compile cache that combinations share."""
+    """Environment of an engine's process: the server's, with a compile cache that all combinations share.
+
+    vLLM's own cache keeps a folder of torch's for every set of flags, so each combination would compile the same graphs
+    anew. Without it torch finds them by their content.
+    """
     environment = server.process_environment()
     environment.pop(compile_watch.VARIABLE, None)
     if modes is not None and modes.graphs != "eager":
-        # One cache per draft depth: vLLM's cache key has left the depth out before.
-        root = server.variant.root / ".cache" / f"{server.variant.name}-engines-{modes.draft_tokens}"
         environment |= {
-            "VLLM_CACHE_ROOT": str(root / "vllm"),
-            "TORCHINDUCTOR_CACHE_DIR": str(root / "inductor"),
+            "VLLM_DISABLE_COMPILE_CACHE": "1",
+            "TORCHINDUCTOR_CACHE_DIR": str(server.variant.root / ".cache" / "engines"),
         }
     return environment
 

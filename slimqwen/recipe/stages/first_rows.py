@@ -28,16 +28,14 @@ from slimqwen.checkpoint.tensors import (
 )
 from slimqwen.progress import Progress
 from slimqwen.recipe.stage import Facts, Needs, Parameters, Stage, StageError
-
-_MULTIPLE = 64
-"""Engines pad an output head to a multiple of so many rows."""
+from slimqwen.recipe.stages.prune_vocab import ROW_MULTIPLE
 
 _CARRIER = "mtp.fc.weight"
 """The tensor whose shard takes the draft head."""
 
 _IMPORTS_BYTES = 300 * 2**20
 
-Rows = Annotated[int, Field(ge=_MULTIPLE, multiple_of=_MULTIPLE)]
+Rows = Annotated[int, Field(ge=ROW_MULTIPLE, multiple_of=ROW_MULTIPLE)]
 
 
 class FirstRowsParameters(Parameters):
