@@ -1,7 +1,6 @@
 """Plans of a variant on GPUs, as a record: what vLLM will be there, and the known trouble."""
 
-import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -136,8 +135,16 @@ def make(
     ]
 
 
-def latest(root: Path, variant: str, gpu: str, *, toolkit: bool = False, kernels: bool = False) -> Plan:
-    """The newest recorded plan of a variant on a GPU by the installed version of vLLM.
+def recorded_plans(root: Path, variant: str) -> Iterator[Plan]:
+    """Every recorded plan of a variant, the newest record first."""
+    for path in store.results(root, PlanRecord, variant):
+        yield from store.read(path, PlanRecord).plans
+
+
+def newest_plan(
+    root: Path, variant: str, gpu: str, *, toolkit: bool = False, kernels: bool = False
+) -> Plan | None:
+    """The newest recorded plan of a variant on a GPU by the installed version of vLLM; None if there is none.
 
     Args:
         root: the repository.
@@ -145,41 +152,24 @@ def latest(root: Path, variant: str, gpu: str, *, toolkit: bool = False, kernels
         gpu: short name of the GPU model.
         toolkit: whether the plan is for a host with nvcc and ninja.
         kernels: whether its Triton kernels have to have been compiled.
-
-    Raises:
-        MissingPlanError: there is none.
     """
     # A CPU build of a version plans nothing else for a GPU than its CUDA build.
     installed = Version(version("vllm")).public
-
-    def find(record: PlanRecord) -> Plan | None:
-        return next(
-            (
-                plan
-                for plan in record.plans
-                if plan.gpu == gpu
-                and has_toolkit(plan) == toolkit
-                and Version(plan.vllm).public == installed
-                and not (kernels and plan.kernels is None)
-            ),
-            None,
-        )
-
-    with contextlib.suppress(store.MissingRecordError):
-        path = store.latest_result(root, PlanRecord, variant, lambda record: find(record) is not None)
-        if plan := find(store.read(path, PlanRecord)):
-            return plan
-    option = f"{' --toolkit' if toolkit else ''}{' --kernels' if kernels else ''}"
-    raise MissingPlanError(
-        f"no plan of {variant} on {gpu} in results/; `slimqwen plan --variant {variant} --gpu {gpu}{option}` makes "
-        "one in an environment of `make install PLATFORM=cuda`"
+    fitting = (
+        plan
+        for plan in recorded_plans(root, variant)
+        if plan.gpu == gpu
+        and has_toolkit(plan) == toolkit
+        and Version(plan.vllm).public == installed
+        and not (kernels and plan.kernels is None)
     )
+    return next(fitting, None)
 
 
 def overview_table(root: Path) -> Table:
     """What vLLM will be for every GPU variant on each of `DEFAULT_GPUS`, from the newest records."""
     known = trouble.read(root)
-    plans = [plan for name in names(root) for gpu in DEFAULT_GPUS if (plan := _recorded(root, name, gpu))]
+    plans = [plan for name in names(root) for gpu in DEFAULT_GPUS if (plan := newest_plan(root, name, gpu))]
     rows = []
     for plan in plans:
         facts = shown_facts(plan)
@@ -199,7 +189,7 @@ def kernels_overview(root: Path) -> Table:
         plan
         for name in names(root)
         for gpu in DEFAULT_GPUS
-        if (plan := _recorded(root, name, gpu, kernels=True))
+        if (plan := newest_plan(root, name, gpu, kernels=True))
     ]
     return plan_kernels.summary_table(plans)
 
@@ -215,13 +205,6 @@ _OVERVIEW = (
     "sequences at full context",
     "compiled at first use",
 )
-
-
-def _recorded(root: Path, variant: str, gpu: str, *, kernels: bool = False) -> Plan | None:
-    try:
-        return latest(root, variant, gpu, kernels=kernels)
-    except MissingPlanError:
-        return None
 
 
 def has_toolkit(plan: Plan) -> bool:

@@ -4,17 +4,16 @@ A plan takes twenty seconds to make, so no start makes one: it reads the newest 
 this device, this version of vLLM, these flags, and a host with or without a CUDA toolkit as this one.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 from packaging.version import Version
 
-from slimqwen.analysis.plan import CPU, MissingPlanError, PlanRecord, has_toolkit
+from slimqwen.analysis.plan import CPU, MissingPlanError, has_toolkit, recorded_plans
 from slimqwen.plan import gpu_model, jit_modules, rehearsal, resolution, trouble
 from slimqwen.plan.facts import JitModule, Plan
-from slimqwen.records import store
 from slimqwen.records.table import Table
 from slimqwen.serving import checks, cuda_toolkit, gpu
 from slimqwen.serving.command import ServerCommand
@@ -70,7 +69,7 @@ def find_all(command: ServerCommand, *, toolkit: bool) -> dict[str, Plan]:
     """
     flags = rehearsal.decisive_flags(command)
     plans: dict[str, Plan] = {}
-    for plan in _plans(command):
+    for plan in recorded_plans(command.variant.root, command.variant.name):
         of_platform = (plan.gpu == CPU) == (command.platform == "cpu")
         if of_platform and plan.gpu not in plans and _unfit(plan, flags, toolkit) is None:
             plans[plan.gpu] = plan
@@ -90,7 +89,7 @@ def find(command: ServerCommand, gpu_name: str, *, toolkit: bool) -> Plan:
     """
     flags = rehearsal.decisive_flags(command)
     reason = None
-    for plan in _plans(command):
+    for plan in recorded_plans(command.variant.root, command.variant.name):
         if plan.gpu != gpu_name:
             continue
         unfit = _unfit(plan, flags, toolkit)
@@ -205,12 +204,6 @@ def starts_table(root: Path) -> Table:
         },
         text_columns=4,
     )
-
-
-def _plans(command: ServerCommand) -> Iterator[Plan]:
-    """Every recorded plan of the variant, the newest first."""
-    for path in store.results(command.variant.root, PlanRecord, command.variant.name):
-        yield from store.read(path, PlanRecord).plans
 
 
 def _unfit(plan: Plan, flags: Mapping[str, str], toolkit: bool) -> str | None:

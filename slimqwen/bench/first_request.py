@@ -23,12 +23,11 @@ from slimqwen import host_load
 from slimqwen.bench import BenchError, overlay
 from slimqwen.bench.client import Prompt, StreamingClient
 from slimqwen.bench.questions import KINDS, QUESTION_TOKENS, Kind, Questions
-from slimqwen.bench.ratio import Ratio
 from slimqwen.host_load import HostLoad, Watch
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
 from slimqwen.records.panel import Line, Panel
-from slimqwen.records.record import Block, Count, NonNegative, Positive, Record
+from slimqwen.records.record import Block, Count, NonNegative, Positive, Ratio, Record
 from slimqwen.records.table import Table
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.server import free_port, run_server

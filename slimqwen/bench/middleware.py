@@ -10,12 +10,11 @@ from pydantic import Field
 
 from slimqwen import host_load
 from slimqwen.bench.client import StreamingClient
-from slimqwen.bench.ratio import Ratio
 from slimqwen.host_load import HostLoad, Watch
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
 from slimqwen.records.panel import Line, Panel
-from slimqwen.records.record import Block, Count, NonNegative, Record
+from slimqwen.records.record import Block, Count, NonNegative, Ratio, Record
 from slimqwen.records.table import Table
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.server import free_port, run_server
@@ -180,4 +179,4 @@ def _ratio(pairs: Sequence[Pair], measure: str) -> Ratio:
     for pair in pairs:
         for rounds, times in zip(sides, (pair.with_, pair.without), strict=True):
             rounds.setdefault(pair.round or 0, []).append(getattr(times, measure))
-    return Ratio.from_interval(intervals.ratio_by_round(*sides, in_turns=True)[0])
+    return Ratio.of(intervals.ratio_by_round(*sides, in_turns=True)[0])

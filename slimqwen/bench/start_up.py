@@ -22,12 +22,11 @@ from pydantic import Field, model_validator
 from slimqwen import host_load
 from slimqwen.bench import BenchError
 from slimqwen.bench.client import StreamingClient
-from slimqwen.bench.ratio import Ratio
 from slimqwen.host_load import HostLoad, Watch
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
 from slimqwen.records.panel import Line, Panel
-from slimqwen.records.record import Block, Figure, NonNegative, Record
+from slimqwen.records.record import Block, Figure, NonNegative, Ratio, Record
 from slimqwen.records.table import Table
 from slimqwen.serving import baked_cache
 from slimqwen.serving.command import ServerCommand
@@ -157,9 +156,7 @@ class StartUp(Record):
         ]
         for kind, ratio in (("warm", self.ready_cold_over_warm), ("baked", self.ready_cold_over_baked)):
             if ratio:
-                notes.append(
-                    f"Until ready, cold / {kind}: {ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]."
-                )
+                notes.append(f"Until ready, cold / {kind}: {ratio:.2f}.")
         headings = ("phase", "meaning", *(f"{kind}, s" for kind in columns))
         title = f"Start-up of {self.variant}"
         return [Table(title, headings, rows, (*notes, *provenance.source_notes(self, path)), text_columns=2)]

@@ -129,12 +129,12 @@ def _passed(variant: Variant) -> GatedVariant:
             name = f"{needed.parent.name}/{needed.name}"
             if not needed.is_file():
                 raise EvalError(
-                    f"{name} is missing, and {shown} rests on it; `git checkout` restores a committed one, "
+                    f"{name} is missing, but {shown} cites it; `git checkout` restores a committed one, "
                     f"otherwise run {command}"
                 )
             if files := provenance.changed_data(store.read(needed).provenance, variant.root):
                 raise EvalError(
-                    f"{files[0]} has changed since {name}, and {shown} rests on it; {command} measures again"
+                    f"{files[0]} has changed since {name}, which {shown} cites; {command} measures again"
                 )
         return gated
     cause = f" (the newest, {newest})" if newest else ""

@@ -173,8 +173,7 @@ def try_out(image: container.Opened, port: int, log: Path, progress: Progress = 
     """Start an image's server, wait for /ping, ask for its models and one chat answer, end it by SIGTERM.
 
     Raises:
-        ImageError: it ended, was not ready in 30 minutes, or did not answer.
-        ImageError: it did not end.
+        ImageError: it ended, was not ready in 30 minutes, did not answer, or did not end after SIGTERM.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()

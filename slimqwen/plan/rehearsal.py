@@ -196,7 +196,8 @@ def _ask(request: _Request, log: Path, progress: Progress) -> list[_Answer]:
                 progress(activity, len(received), wanted)
                 received.append(_Answer.model_validate_json(line))
         finally:
-            process.kill() if len(received) < wanted else None
+            if len(received) < wanted:
+                process.kill()
             process.wait()
     if len(received) < wanted:
         raise RehearsalError(_last_line(log) or f"the rehearsal ended without an answer; see {log}")

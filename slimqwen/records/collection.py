@@ -318,7 +318,9 @@ def _require_cited(reader: _Reader) -> None:
         for name in names:
             path = reader.root / name
             if not path.is_file():
-                reader.leave_out(path, f"missing, and {location} rests on it; restore it, or cite it no more")
+                reader.leave_out(
+                    path, f"missing, but {location} cites it; restore the file, or remove the citation"
+                )
 
 
 def _group(entry: StoredRecord[Record]) -> tuple[str, str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pandas  # type: ignore[import-untyped]
 
-from slimqwen.records import provenance, store
+from slimqwen.records import provenance
 from slimqwen.records.collection import StoredRecord, collect
 from slimqwen.records.record import Record
 from slimqwen.records.split import split_of
@@ -49,28 +49,6 @@ def load(root: Path | None = None) -> pandas.DataFrame:
     for moment in ("started", "ended"):
         frame[moment] = pandas.to_datetime(frame[moment], utc=True)
     return frame
-
-
-def load_items(kind: str, root: Path | None = None) -> pandas.DataFrame:
-    """Every item of every readable record of a kind, such as the answers of all quality records.
-
-    Args:
-        kind: a kind of record with items.
-        root: as for `load`.
-
-    Returns:
-        A row for each item: variant, location of its record, and the fields of the items of that kind.
-
-    Raises:
-        RecordError: items are damaged.
-    """
-    rows = [
-        {**item, "variant": entry.variant, "location": entry.location}
-        for entry in collect(root or repository_root()).select(kind)
-        for item in store.read_items(entry.path)
-    ]
-    columns = dict.fromkeys(["variant", "location", *(key for row in rows for key in row)])
-    return pandas.DataFrame(rows, columns=list(columns))
 
 
 def _circumstances(entry: StoredRecord[Record]) -> dict[str, Any]:

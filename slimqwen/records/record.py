@@ -100,6 +100,34 @@ class Estimate(Block):
         return f"{self.value:{spec}} ± {self.standard_error:{spec}}"
 
 
+class Ratio(Block):
+    """A ratio of two figures with its 95 % interval."""
+
+    value: NonNegative
+    low: NonNegative
+    high: NonNegative
+
+    @classmethod
+    def of(cls, ratio: "intervals.Ratio") -> Self:
+        """The same ratio as a part of a record."""
+        return cls(value=ratio.value, low=ratio.low, high=ratio.high)
+
+    @classmethod
+    def of_rounds(cls, numerator: Sequence[float], denominator: Sequence[float]) -> Self:
+        """The ratio of one figure a round whose rounds took turns (`intervals.ratio_of_rounds`).
+
+        Raises:
+            TooFewItemsError: fewer than two rounds.
+        """
+        from slimqwen.stats import intervals
+
+        return cls.of(intervals.ratio_of_rounds(numerator, denominator, in_turns=True))
+
+    def __format__(self, spec: str) -> str:
+        """The ratio with its interval, all by the specification."""
+        return f"{self.value:{spec}} [{self.low:{spec}}, {self.high:{spec}}]"
+
+
 class Difference(Block):
     """Second minus first on the same units, with its 95 % interval."""
 

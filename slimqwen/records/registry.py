@@ -1,4 +1,4 @@
-"""The record kinds: every subclass of `Record` that a module of the rooms below defines.
+"""The record kinds: every subclass of `Record` that a module of the packages below defines.
 
 Only modules that import `slimqwen.records.record` are looked at, so that reading a record loads no engine.
 """
@@ -14,7 +14,7 @@ from types import MappingProxyType
 from slimqwen.errors import SlimqwenError
 from slimqwen.records.record import Record
 
-ROOMS = tuple(f"slimqwen.{room}" for room in ("evals", "bench", "analysis", "plan", "search", "image"))
+PACKAGES = tuple(f"slimqwen.{name}" for name in ("evals", "bench", "analysis", "plan", "search", "image"))
 _IMPORT = "slimqwen.records.record import"
 
 
@@ -36,11 +36,11 @@ def kinds() -> Mapping[str, type[Record]]:
 
 
 def _models() -> Iterator[type[Record]]:
-    for room in ROOMS:
-        if importlib.util.find_spec(room) is None:
+    for name in PACKAGES:
+        if importlib.util.find_spec(name) is None:
             continue
-        package = importlib.import_module(room)
-        for module in pkgutil.walk_packages(package.__path__, f"{room}."):
+        package = importlib.import_module(name)
+        for module in pkgutil.walk_packages(package.__path__, f"{name}."):
             spec = importlib.util.find_spec(module.name)
             if spec and spec.origin and _IMPORT in Path(spec.origin).read_text(encoding="utf-8"):
                 yield from _defined_in(module.name)

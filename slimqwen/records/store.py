@@ -30,6 +30,10 @@ class RecordError(SlimqwenError):
     """A record that breaks its schema, cannot be read, or would overwrite another."""
 
 
+class RecordExistsError(RecordError):
+    """A file of the record's name exists; records are never overwritten."""
+
+
 class MissingRecordError(SlimqwenError):
     """No record of that kind; names the command that makes one."""
 
@@ -307,7 +311,9 @@ def publish(path: Path, content: bytes, *, replace: bool = False) -> None:
         else:
             os.link(temporary, path)  # a rename would replace an existing file, a link refuses
     except FileExistsError:
-        raise RecordError(f"{short_path(path)} exists and records are never overwritten; run again") from None
+        raise RecordExistsError(
+            f"{short_path(path)} exists and records are never overwritten; run again"
+        ) from None
     finally:
         with contextlib.suppress(FileNotFoundError):
             Path(temporary).unlink()

@@ -92,8 +92,8 @@ class Efficiency(Block):
                 f"{'its sampler alone' if name == 'sampler alone' else 'the search'} {' and '.join(parts)}"
             )
         return (
-            f"Replayed on its {self.trials} trials with {self.evaluations} evaluations, mean best of {self.seeds} "
-            f"seeds in times the incumbent's speed: {'; '.join(said)}."
+            f"Replayed on its {self.trials} trials with {self.evaluations} evaluations, mean over {self.seeds} "
+            f"seeds of the best speed found, divided by the incumbent's: {'; '.join(said)}."
         )
 
 
@@ -131,8 +131,8 @@ def compare(
     Returns:
         None where fewer than four trials needed an engine.
     """
-    dear = sum(trial.needed_engine for trial in trials)
-    evaluations = dear // 2
+    measured = sum(trial.needed_engine for trial in trials)
+    evaluations = measured // 2
     if evaluations < 2:
         return None
     known = {

@@ -15,6 +15,7 @@ from slimqwen.records.record import (
     Finding,
     NonNegative,
     Positive,
+    Ratio,
     Record,
     VariantName,
 )
@@ -29,25 +30,13 @@ Rung = Literal["roofline", "fidelity", "acceptance", "speed"]
 RUNGS: tuple[Rung, ...] = ("roofline", "fidelity", "acceptance", "speed")
 
 
-class Ratio(Block):
-    """A ratio with its 95 % interval."""
-
-    value: NonNegative
-    low: NonNegative
-    high: NonNegative
-
-    def __str__(self) -> str:
-        """The ratio and its interval."""
-        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
-
-
 class SearchTrial(Block):
     """A candidate, and the rung that it ended at. A figure of a rung that it did not reach is null."""
 
     number: Count
     name: str = Field(min_length=1, description="Digest of its recipe and flags.")
     changes: dict[str, Any] = Field(description="Levers that differ from the base's.")
-    rung: Rung = Field(description="The last one that it reached.")
+    rung: Rung = Field(description="Where it ended; fidelity for a crash in an engine.")
     reason: str = Field(description="Why it ended there; empty where it passed every rung.")
     crashed: bool = Field(
         description="Whether it ended because something died or raised; such a trial has no score."
@@ -179,16 +168,19 @@ class Search(Record):
             "acceptance length ± SE": lambda row: (
                 f"{row.acceptance_length:.3f}" if row.acceptance_length else None
             ),
-            "share of the base's [95 %]": lambda row: row.acceptance_share,
+            "share of the base's [95 %]": lambda row: (
+                f"{row.acceptance_share:.3f}" if row.acceptance_share else None
+            ),
             "KL, nats a token ± SE": lambda row: f"{row.kl_nats:.5f}" if row.kl_nats else None,
             "of a limit": lambda row: f"{row.worst_share:.0%}",
             "MB": lambda row: f"{row.checkpoint_bytes / 1e6:.2f}",
         }
         notes = [
             self.advice,
-            f"Decoding of {self.sequences} at once, {self.context_len:,} cached tokens each. Of a limit: the largest "
-            f"share of a limit of {self.budget} that is used, of fidelity or of the loss of acceptance length; above "
-            "100 % its interval reaches back over the limit.",
+            f"Modelled at a batch size of {self.sequences}, {self.context_len:,} cached tokens a sequence. Of "
+            f"a limit: how much of a limit of {self.budget} a candidate uses, for the figure that comes nearest to its "
+            "limit (fidelity, or loss of acceptance length). Above 100 % the estimate is beyond the limit, but not its "
+            "whole interval.",
             *source_notes(self, path),
         ]
         if not self.timed:

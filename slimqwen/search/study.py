@@ -20,13 +20,13 @@ from slimqwen.evals import acceptance_share
 from slimqwen.evals.acceptance import summarise
 from slimqwen.progress import Progress, silent
 from slimqwen.records.journal import locked
-from slimqwen.records.record import Estimate
+from slimqwen.records.record import Estimate, Ratio
 from slimqwen.search import SearchError, efficiency
 from slimqwen.search.candidate import Candidate, without_cache
 from slimqwen.search.efficiency import Efficiency, RecordedTrial
 from slimqwen.search.executors import Executor, Failure, Outcome
 from slimqwen.search.ladder import Ladder
-from slimqwen.search.record import Incumbent, Ratio, Rung, SearchTrial
+from slimqwen.search.record import Incumbent, Rung, SearchTrial
 from slimqwen.search.rungs import Shares
 from slimqwen.search.space import LEVERS, Choice
 from slimqwen.variant import Variant
@@ -259,8 +259,8 @@ class Study:
         meeting = filter(self._ladder.budget.is_met_by, self._known.values())
         fastest = max((row.tokens_per_second or 0 for row in meeting), default=0.0)
         if share * fastest > self._incumbent.tokens_per_second:
-            return share * fastest, f"at best less than {share:.0%} of the fastest so far"
-        return self._incumbent.tokens_per_second, f"at best slower than {self._incumbent.variant}"
+            return share * fastest, f"less than {share:.0%} of the fastest so far, even at its bound"
+        return self._incumbent.tokens_per_second, f"slower than {self._incumbent.variant}, even at its bound"
 
     def _suggest(self, trial: Any) -> dict[str, Choice]:
         space = self._ladder.space
@@ -292,7 +292,7 @@ class Study:
             "worst_share": shares.share,
         }
         if shares.near > 1:
-            return row, "fidelity", f"{shares.worst} at {shares.near:.2f} of its limit or more"
+            return row, "fidelity", f"{shares.worst} is at least {shares.near:.2f} times its limit"
         length = 1.0
         if candidate.depth:
             estimate = _length(answers["acceptance"], candidate.depth)
@@ -301,7 +301,7 @@ class Study:
             least = settings.least_share
             sides = answers["base_acceptance"], answers["acceptance"]
             share = acceptance_share.judge(*sides, depth=settings.gate_depth, least_share=least)
-            ratio = Ratio(value=share.ratio.value, low=share.ratio.low, high=share.ratio.high)
+            ratio = Ratio.of(share.ratio)
             lost = (1 - ratio.value) / (1 - least) if least < 1 else 0.0
             row |= {
                 "acceptance_length": estimate,
@@ -309,7 +309,7 @@ class Study:
                 "worst_share": max(shares.share, lost),
             }
             if ratio.high < least:
-                return row, "acceptance", f"{ratio.high:.3f} of the base's length or less"
+                return row, "acceptance", f"acceptance length is at most {ratio.high:.3f} of the base's"
         row["tokens_per_second"] = self._ladder.tokens_per_second(candidate, length)
         return row, "speed", ""
 

@@ -31,7 +31,7 @@ class GpuOnly:
 
 def detect() -> Platform:
     """Return cuda where torch sees a GPU, else cpu."""
-    # Heavy: paid by who asks, as in the two below.
+    # Importing torch takes seconds, so only the functions that need it import it.
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,4 +1,7 @@
-"""Variants that answer for speed and memory only: random weights, or acceptance that is set and not found."""
+"""Variants that are measured for speed and memory alone.
+
+Their weights are random, or their acceptance length is set by the flags (synthetic) instead of measured.
+"""
 
 from collections.abc import Mapping
 from typing import Any

@@ -57,7 +57,7 @@ def register() -> None:
         return
     wanted = Wanted.model_validate_json(said)
     vllm_log.join()
-    forget_where_checkpoints_lie()
+    leave_checkpoint_path_out_of_key()
     watch(required=wanted.required)
     if wanted.libraries and Path(wanted.libraries).is_dir():
         load_flashinfer_libraries(Path(wanted.libraries))
@@ -65,7 +65,7 @@ def register() -> None:
         # FlashInfer asks for it before each compilation.
         os.environ["FLASHINFER_DISABLE_JIT"] = "1"
     if wanted.device:
-        call_the_device(wanted.device, wanted.capability)
+        name_device_in_keys(wanted.device, wanted.capability)
 
 
 def load_flashinfer_libraries(folder: Path) -> None:
@@ -142,7 +142,7 @@ def watch(required: bool) -> None:
     decorators.monitor_torch_compile = monitor_torch_compile
 
 
-def forget_where_checkpoints_lie() -> None:
+def leave_checkpoint_path_out_of_key() -> None:
     """Leave the checkpoint's path out of vLLM's compile key, or no cache could be moved.
 
     The key holds the checkpoint's configuration too, which is what a graph depends on. Goes away when
@@ -151,7 +151,7 @@ def forget_where_checkpoints_lie() -> None:
     from vllm.config import model as upstream
 
     stock = upstream.ModelConfig.compute_hash
-    if getattr(stock, "forgets_the_path", False):
+    if getattr(stock, "leaves_path_out", False):
         return
     expect_parameters(_NAME, stock, ("self",))
 
@@ -165,11 +165,11 @@ def forget_where_checkpoints_lie() -> None:
         finally:
             object.__setattr__(self, "model", path)
 
-    compute_hash.forgets_the_path = True  # type: ignore[attr-defined] # how a second call knows
+    compute_hash.leaves_path_out = True  # type: ignore[attr-defined] # how a second call knows
     upstream.ModelConfig.compute_hash = compute_hash
 
 
-def call_the_device(name: str, capability: str) -> None:
+def name_device_in_keys(name: str, capability: str) -> None:
     """Let torch's compile keys take this GPU for another of the same compute capability.
 
     Only the two places that key compiled code hear the other name. What asks the device itself, vLLM's memory plan

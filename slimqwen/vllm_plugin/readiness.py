@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 _PROBES = frozenset({"/health", "/ping"})
 _SHUTS_DOWN = "the server is shutting down"
 _UNAVAILABLE = HTTPStatus.SERVICE_UNAVAILABLE
-_LOOK_S = 0.5
+_POLL_S = 0.5
 """How often to look whether the engine lives; vLLM looks every 5 s."""
 
 _ENGINE_END_S = 5
@@ -63,7 +63,7 @@ class Readiness:
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         """Answer, or let the application answer."""
         if scope["type"] == "lifespan":
-            return self._app(scope, receive, self._following(scope["app"], send))
+            return self._app(scope, receive, self._follow_lifespan(scope["app"], send))
         if scope["type"] != "http":
             return self._app(scope, receive, send)
         path = scope["path"].removeprefix(scope.get("root_path", ""))
@@ -80,14 +80,14 @@ class Readiness:
             return _SHUTS_DOWN
         return "the engine died" if self._engine is not None and self._engine.errored else None
 
-    def _following(self, app: Any, send: Send) -> Send:
+    def _follow_lifespan(self, app: Any, send: Send) -> Send:
         async def send_and_follow(message: Message) -> None:
             if message["type"] == "lifespan.startup.complete":
                 # At the end vLLM has taken its state off the application.
                 engine, server = app.state.engine_client, app.state.server
                 self._engine = engine
                 server.config.timeout_graceful_shutdown = _LAST_WORDS_S
-                self._notice_the_end(engine)
+                self._follow_shutdown(engine)
                 await send(message)
                 self._begin(self._warm_up(app))
                 self._begin(self._watch(server, engine))
@@ -110,9 +110,9 @@ class Readiness:
         while not (server.should_exit or self._drains or envs.VLLM_KEEP_ALIVE_ON_ENGINE_DEATH):
             if engine.errored:
                 server.should_exit = True
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
 
-    def _notice_the_end(self, engine: Any) -> None:
+    def _follow_shutdown(self, engine: Any) -> None:
         # The first thing that vLLM does about a SIGTERM is this call, which returns when the last answer is given.
         stock = engine.shutdown
         loop = asyncio.get_running_loop()

@@ -15,9 +15,9 @@ from slimqwen import variant
 from slimqwen.bench import BenchError, first_request
 from slimqwen.bench.first_request import FirstRequest
 from slimqwen.bench.questions import QUESTION_TOKENS
-from slimqwen.bench.ratio import Ratio
 from slimqwen.bench.start_up import StartUp
 from slimqwen.records import provenance, store
+from slimqwen.records.record import Ratio
 from slimqwen.serving import chat_template
 from slimqwen.stats.intervals import TooFewItemsError
 

@@ -1,4 +1,4 @@
-"""Round-to-nearest against the levels of its bits; test_lm_head compares it with compressed-tensors."""
+"""Round-to-nearest: as many levels as the bits give, and the same results as compressed-tensors."""
 
 import pytest
 import torch

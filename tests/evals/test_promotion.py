@@ -289,7 +289,7 @@ def test_evidence_that_rests_on_other_data_than_there_is_now_is_named(one):
     gated(one, data={"eval/fidelity/tinyworld.yaml": "0" * 64})
     refused(
         one,
-        r"eval/fidelity/tinyworld\.yaml has changed since small/quality_\S+, and small/gate_\S+ rests on it",
+        r"eval/fidelity/tinyworld\.yaml has changed since small/quality_\S+, which small/gate_\S+ cites",
     )
 
 

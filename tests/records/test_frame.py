@@ -116,15 +116,3 @@ def test_intervals_come_along(committed):
 def test_a_repository_without_records_has_the_columns(tmp_path):
     empty = frame.load(tmp_path)
     assert (len(empty), tuple(empty.columns)) == (0, frame.COLUMNS)
-    assert len(frame.load_items("quality", tmp_path)) == 0
-
-
-def test_items_are_rows_of_their_records(repository):
-    items = frame.load_items("quality", repository)
-    assert list(items.columns[:2]) == ["variant", "location"]
-    assert items.value.tolist() == [0.0, 1.0, 0.0, 1.0]
-    assert set(items.location.str.startswith("experiments/a/quality_")) == {True}
-    (path,) = (repository / "experiments" / "a").glob("quality_*.items.jsonl")
-    path.write_text("{}\n")
-    with pytest.raises(store.RecordError, match="not the items"):
-        frame.load_items("quality", repository)

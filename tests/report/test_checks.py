@@ -151,7 +151,7 @@ def test_a_cited_record_that_is_gone_is_a_fault(repository):
     cite(repository, "b", "quality_2020-01-01T000000Z.json")
     fault = the_fault(repository)
     assert fault.location == "experiments/b/quality_2020-01-01T000000Z.json"
-    assert "measurements.json rests on it" in fault.fault
+    assert "measurements.json cites it" in fault.fault
 
 
 def test_a_table_that_differs_is_a_fault_and_a_bad_one_does_not_hide_the_next(repository):

@@ -1,7 +1,6 @@
 """Gates of a sweep whose measurements are stand-ins in this process."""
 
 from slimqwen.progress import silent
-from slimqwen.records import provenance
 from slimqwen.search.executors import Failure, Outcome, Result, Task
 from tests.search.sweep.test_driver import Nodes
 
@@ -20,6 +19,6 @@ class InProcess(Nodes):
         task: Task = self.waiting.popleft()
         self.ran.append(task)
         if self.broken and self.broken in task.title:
-            return Failure(task.key, "its process died (SIGSEGV)", "node")
+            return Failure(task.key, "its process died (SIGSEGV)")
         value = task.function(self.root, task.argument, silent)
-        return Result(task.key, value, "node", provenance.hardware(), 1.0, 1)
+        return Result(task.key, value)

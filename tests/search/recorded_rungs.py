@@ -8,7 +8,6 @@ from typing import Any, Self
 from slimqwen import variant as variants
 from slimqwen.evals.drafting import AcceptanceSettings
 from slimqwen.recipe import recipe_file
-from slimqwen.records import provenance
 from slimqwen.search import rungs
 from slimqwen.search.executors import Failure, Outcome, Result, Task
 from slimqwen.variant import Variant
@@ -51,7 +50,7 @@ class RecordedRungs:
             return self._result(task, _items(candidate, task.argument["depth"]))
         stages = _stages(candidate)
         if stages.get("calibrate", {}).get("targets", {}).get("linear_attention") == "W4A16":
-            return Failure(task.key, "its process died (SIGSEGV)", "here")
+            return Failure(task.key, "its process died (SIGSEGV)")
         target = _stages(variants.load(task.argument["target"], overlay))
         answers: dict[str, Any] = {"fidelity": _fidelity(target), **task.argument["known"]}
         if _fidelity(target)["figures"]["kl_nats"]["value"] < 0.0033:
@@ -62,7 +61,7 @@ class RecordedRungs:
         return self._result(task, answers)
 
     def _result(self, task: Task, value: Any) -> Result:
-        return Result(task.key, value, "here", provenance.hardware(), 1.0, 1)
+        return Result(task.key, value)
 
 
 def _stages(candidate: Variant) -> dict[str, Any]:

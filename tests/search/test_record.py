@@ -111,7 +111,7 @@ def test_tables_show_every_trial_with_its_rung_and_its_reason(
     make: Callable[..., Search], tmp_path: Path
 ) -> None:
     crashed = trial(2, rung="fidelity", reason="its process died (SIGSEGV)", crashed=True)
-    slow = trial(3, rung="roofline", reason="at best slower than tiny-best")
+    slow = trial(3, rung="roofline", reason="slower than tiny-best, even at its bound")
     record = make(passed(1, 100_000, 0.9, 9_000_000), crashed, slow, importance={"depth": 0.7, "mlp": 0.3})
     front, rungs, trials, importance = record.tables(tmp_path / "search_tiny.json")
     assert len(front.rows) == 1
@@ -121,7 +121,7 @@ def test_tables_show_every_trial_with_its_rung_and_its_reason(
         ("speed", "0", "0", "1"),
     ]  # fmt: skip
     assert [row[3] for row in trials.rows] == [
-        "passed every rung", "its process died (SIGSEGV)", "at best slower than tiny-best",
+        "passed every rung", "its process died (SIGSEGV)", "slower than tiny-best, even at its bound",
     ]  # fmt: skip
     assert [row[0] for row in importance.rows] == ["depth", "mlp"]
 

@@ -1,4 +1,4 @@
-"""What follows from the engine's counters; `tests/evaluation/test_acceptance.py` has the engine itself."""
+"""What follows from the engine's counters; `tests/evals/test_acceptance.py` has the engine itself."""
 
 import pytest
 

@@ -45,13 +45,13 @@ def test_an_a10g_called_a40_has_the_compile_keys_of_an_a40(an_a10g):
     an_a10g.name = "NVIDIA A40"
     of_an_a40 = keys()
     an_a10g.name = "NVIDIA A10G"
-    compile_watch.call_the_device("NVIDIA A40", "8.6")
+    compile_watch.name_device_in_keys("NVIDIA A40", "8.6")
     assert keys() == of_an_a40
     assert of_an_a40 != of_an_a10g
 
 
 def test_what_asks_the_device_itself_hears_its_own_name(an_a10g):
-    compile_watch.call_the_device("NVIDIA A40", "8.6")
+    compile_watch.name_device_in_keys("NVIDIA A40", "8.6")
     keys()
     assert torch.cuda.get_device_properties(0).name == "NVIDIA A10G"
     assert torch.cuda.get_device_name() == "NVIDIA A10G"
@@ -72,7 +72,7 @@ def test_vllms_memory_plan_is_still_the_devices_own(an_a10g, monkeypatch):
         return startup_plan.compute_plan_fingerprint(SimpleNamespace(compute_hash=lambda: "same"), 0, 1)
 
     of_an_a10g = plan()
-    compile_watch.call_the_device("NVIDIA A40", "8.6")
+    compile_watch.name_device_in_keys("NVIDIA A40", "8.6")
     keys()
     assert plan() == of_an_a10g
     an_a10g.name = "NVIDIA A40"
@@ -82,7 +82,7 @@ def test_vllms_memory_plan_is_still_the_devices_own(an_a10g, monkeypatch):
 @pytest.mark.usefixtures("an_a10g")
 @pytest.mark.parametrize("ask", [lambda: CacheBase.get_system(), lambda: SystemInfo.current()])
 def test_another_compute_capability_is_refused_in_words(ask):
-    compile_watch.call_the_device("NVIDIA L4", "8.9")
+    compile_watch.name_device_in_keys("NVIDIA L4", "8.9")
     with pytest.raises(PluginError, match=r"NVIDIA L4 of compute capability 8\.9 and NVIDIA A10G has 8\.6"):
         ask()
 
@@ -94,14 +94,14 @@ def test_the_device_is_not_asked_before_vllm_asks_for_a_key(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", too_early)
     monkeypatch.setattr(torch.cuda, "current_device", too_early)
-    compile_watch.call_the_device("NVIDIA A40", "8.6")
+    compile_watch.name_device_in_keys("NVIDIA A40", "8.6")
 
 
 @pytest.mark.usefixtures("an_a10g")
 def test_a_torch_without_these_keys_is_refused(monkeypatch):
     monkeypatch.setattr(SystemInfo, "current", lambda: None)
     with pytest.raises(EngineFixError, match=r"compile_watch: SystemInfo\.current is"):
-        compile_watch.call_the_device("NVIDIA A40", "8.6")
+        compile_watch.name_device_in_keys("NVIDIA A40", "8.6")
 
 
 @pytest.fixture
@@ -177,7 +177,7 @@ def test_the_compile_key_does_not_depend_on_where_a_checkpoint_lies(monkeypatch,
     (tmp_path / "tiny").symlink_to(here)
     first, second = (ModelConfig(model=str(place), dtype="bfloat16") for place in (here, tmp_path / "tiny"))
     assert first.compute_hash() != second.compute_hash()
-    compile_watch.forget_where_checkpoints_lie()
+    compile_watch.leave_checkpoint_path_out_of_key()
     assert first.compute_hash() == second.compute_hash()
     assert first.model == str(here)
     longer = ModelConfig(model=str(here), dtype="bfloat16", max_model_len=64)
@@ -227,7 +227,7 @@ def flashinfer(monkeypatch, tmp_path):
 def register(monkeypatch):
     """Register the plugin with these wishes, as far as FlashInfer is concerned."""
     monkeypatch.delenv("FLASHINFER_DISABLE_JIT", raising=False)
-    for name in ("vllm_log", "forget_where_checkpoints_lie", "watch"):
+    for name in ("vllm_log", "leave_checkpoint_path_out_of_key", "watch"):
         monkeypatch.setattr(compile_watch, name, MagicMock())
 
     def register(**wishes):

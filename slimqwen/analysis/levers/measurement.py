@@ -7,7 +7,7 @@ from typing import Any
 
 from slimqwen import checkpoint, host_load
 from slimqwen.analysis.levers import device, prediction, turns
-from slimqwen.analysis.levers.record import Arm, Cpu, Levers, StepRatio
+from slimqwen.analysis.levers.record import Arm, Cpu, Levers
 from slimqwen.analysis.levers.turns import Task, TurnError
 from slimqwen.analysis.roofline.architecture import Model, read_model
 from slimqwen.checkpoint.tensors import list_tensors
@@ -15,9 +15,9 @@ from slimqwen.host_load import HostBusyError, HostLoad, Watch
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
 from slimqwen.records.journal import Journal, journal_file, locked
+from slimqwen.records.record import Ratio
 from slimqwen.serving import speed_only
 from slimqwen.serving.command import ServerCommand
-from slimqwen.stats import intervals
 from slimqwen.variant import Variant
 
 ROUNDS = 6
@@ -258,7 +258,7 @@ def _arm(
         side.model, rates, cpu.bandwidth, cpu.host_ms[str(side.depth)], side.depth, context_len
     )
     predicted = sum(parts.values()) / (first.predicted_ms if first else sum(parts.values()))
-    measured = _ratio(steps, first.step_ms if first else steps)
+    measured = Ratio.of_rounds(steps, first.step_ms if first else steps)
     return Arm(
         variant=name,
         checkpoint=checkpoint.digest(side.variant.weights),
@@ -276,7 +276,7 @@ def _arm(
         predicted_step_ratio=predicted,
         roofline_step_ratio=roofline / first.roofline_ms if first else 1.0,
         prediction_error=predicted / measured.value - 1,
-        speed_up=_ratio(
+        speed_up=Ratio.of_rounds(
             [length / step for step in steps],
             [first.acceptance_length / step for step in first.step_ms]
             if first
@@ -290,8 +290,3 @@ def _length(side: Side, rows: Sequence[Mapping[str, float]]) -> float:
     if side.set_length is not None:
         return side.set_length
     return max(1.0, sum(row["tokens"] for row in rows) / sum(row["steps"] for row in rows))
-
-
-def _ratio(numerator: Sequence[float], denominator: Sequence[float]) -> StepRatio:
-    ratio = intervals.ratio_of_rounds(numerator, denominator, in_turns=True)
-    return StepRatio(value=ratio.value, low=ratio.low, high=ratio.high)

@@ -10,7 +10,7 @@ from pydantic import Field, PositiveFloat
 from slimqwen.analysis.roofline.gpu import Precision
 from slimqwen.records.panel import Line, Panel
 from slimqwen.records.provenance import source_notes
-from slimqwen.records.record import Block, Count, NonNegative, Positive, Record, VariantName
+from slimqwen.records.record import Block, Count, NonNegative, Positive, Ratio, Record, VariantName
 from slimqwen.records.table import Table
 
 if TYPE_CHECKING:
@@ -46,18 +46,6 @@ class Cpu(Block):
         return self.bf16_peak_tflops * 1e12
 
 
-class StepRatio(Block):
-    """A ratio over rounds with its 95 % interval."""
-
-    value: PositiveFloat
-    low: PositiveFloat
-    high: PositiveFloat
-
-    def __str__(self) -> str:
-        """The ratio and its interval."""
-        return f"{self.value:.2f}x [{self.low:.2f}, {self.high:.2f}]"
-
-
 class Arm(Block):
     """One variant. Lists have an entry a round."""
 
@@ -73,11 +61,11 @@ class Arm(Block):
     step_ms: tuple[PositiveFloat, ...] = Field(min_length=1, description="mean step of the timed request")
     counted_acceptance_length: tuple[PositiveFloat, ...] = Field(description="tokens / steps")
     resident_bytes: tuple[Count, ...] = Field(description="anonymous memory of the engine's process")
-    step_ratio: StepRatio = Field(description="step time over the first variant's, paired by round")
+    step_ratio: Ratio = Field(description="step time over the first variant's, paired by round")
     predicted_step_ratio: PositiveFloat = Field(description="predicted step time over the first variant's")
     roofline_step_ratio: PositiveFloat = Field(description="bound of a step over the first variant's")
     prediction_error: float = Field(description="predicted step ratio / measured one - 1")
-    speed_up: StepRatio = Field(description="tokens per second over the first variant's, paired by round")
+    speed_up: Ratio = Field(description="tokens per second over the first variant's, paired by round")
 
     @property
     def predicted_ms(self) -> float:
@@ -115,8 +103,8 @@ class Levers(Record):
         """The largest speed-up and the largest error."""
         best = max(self.arms, key=lambda arm: arm.speed_up.value)
         return (
-            f"{best.variant} decodes {best.speed_up} as fast as {self.arms[0].variant}; step ratios predicted within "
-            f"{abs(self.worst.prediction_error):.0%} ({self.worst.variant})"
+            f"{best.variant} decodes {best.speed_up:.2f} times as fast as {self.arms[0].variant}; step ratios "
+            f"predicted within {abs(self.worst.prediction_error):.0%} ({self.worst.variant})"
         )
 
     def tables(self, path: Path) -> list[Table]:
@@ -129,12 +117,12 @@ class Levers(Record):
             "GB/step": lambda arm: f"{arm.bytes_per_step / 1e9:.2f}",
             "step, ms": lambda arm: f"{median(arm.step_ms):.1f}",
             "predicted, ms": lambda arm: f"{arm.predicted_ms:.1f}",
-            "step ratio [95 %]": lambda arm: str(arm.step_ratio),
-            "predicted": lambda arm: f"{arm.predicted_step_ratio:.2f}x",
+            "step ratio [95 %]": lambda arm: f"{arm.step_ratio:.2f}",
+            "predicted": lambda arm: f"{arm.predicted_step_ratio:.2f}",
             "error": lambda arm: f"{arm.prediction_error:+.0%}",
-            "roofline": lambda arm: f"{arm.roofline_step_ratio:.2f}x",
+            "roofline": lambda arm: f"{arm.roofline_step_ratio:.2f}",
             "tokens/s": lambda arm: f"{arm.tokens_per_second:.1f}",
-            "speed-up [95 %]": lambda arm: str(arm.speed_up),
+            "speed-up [95 %]": lambda arm: f"{arm.speed_up:.2f}",
             "memory, GB": lambda arm: f"{median(arm.resident_bytes) / 1e9:.2f}",
         }
         worst = self.worst

@@ -6,7 +6,6 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from slimqwen.bench.ratio import Ratio
 from slimqwen.bench.workload import Column
 from slimqwen.records.collection import Collection
 from slimqwen.records.panel import Line, Panel
@@ -16,6 +15,7 @@ from slimqwen.records.record import (
     Figure,
     NonNegative,
     Positive,
+    Ratio,
     Record,
     ServedProvenance,
     Sha256,

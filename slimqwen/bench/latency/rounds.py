@@ -15,12 +15,12 @@ from slimqwen.bench.latency import figures
 from slimqwen.bench.latency.record import Arrival, ClassFigures, Latency, PrefixCache
 from slimqwen.bench.latency.side import Run, Side
 from slimqwen.bench.latency.speedups import by_class_and_round, by_round
-from slimqwen.bench.ratio import Ratio
 from slimqwen.bench.workload import PromptClass, Workload
 from slimqwen.host_load import HostBusyError, HostLoad, Watch
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
 from slimqwen.records.journal import journal_file, locked
+from slimqwen.records.record import Ratio
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.shared_server import ServerLostError, serve
 from slimqwen.stats import intervals
@@ -220,4 +220,4 @@ def _repeat_speedup(side: Side, c: PromptClass) -> Ratio | None:
         )
     cold, warm = (by_round(rounds[name], "ttft_ms") for name in (first.name, c.name))
     ratio, _ = intervals.ratio_by_round(cold, warm, in_turns=True)
-    return Ratio.from_interval(ratio)
+    return Ratio.of(ratio)

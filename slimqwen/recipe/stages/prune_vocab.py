@@ -219,8 +219,8 @@ def _counts(words: Vocabulary, parameters: PruneVocabParameters, progress: Progr
     counts = vocabulary.count(words, counted())
     outputs = parameters.outputs
     if outputs is not None:
-        from_file = outputs.suffix == ".json"
-        added = _counts_file(outputs, words) if from_file else vocabulary.count(words, file_texts(outputs))
+        holds_counts = outputs.suffix == ".json"
+        added = _counts_file(outputs, words) if holds_counts else vocabulary.count(words, file_texts(outputs))
         counts += parameters.outputs_weight * added
     if not counts.any():
         raise CorpusError(f"{parameters.corpus.path}: no text in it; put some there")

@@ -1,7 +1,6 @@
 """The local executor: tasks run on this machine, one after another in the order in which they were submitted."""
 
 import os
-import platform
 from collections import deque
 from contextlib import ExitStack
 from pathlib import Path
@@ -65,10 +64,10 @@ class LocalExecutor:
             self._progress(f"{task.title}: {activity}", done, total)
 
         if not self._warm:
-            return process.run(task, self._root, platform.node(), report)
+            return process.run(task, self._root, report)
         if self._worker is None:
             log = self._root / "logs" / "tasks.log"
             log.parent.mkdir(parents=True, exist_ok=True)
             output = self._opened.enter_context(log.open("ab"))
             self._worker = self._opened.enter_context(warm_worker.started(os.environ, output))
-        return process.run_forked(task, self._root, platform.node(), self._worker, report)
+        return process.run_forked(task, self._root, self._worker, report)

@@ -2,30 +2,25 @@
 
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 from slimqwen.progress import Progress
 from slimqwen.recipe import worker
 from slimqwen.recipe.warm_worker import WarmWorker
-from slimqwen.records import provenance
-from slimqwen.records.record import Hardware
 from slimqwen.search.executors.task import Failure, Outcome, Result, Task
 
 
-def run(task: Task, root: Path, node: str, progress: Progress) -> Outcome:
+def run(task: Task, root: Path, progress: Progress) -> Outcome:
     """Run a task in a process of its own; the process and its children end with this one.
 
     Args:
         task: the task.
         root: the repository; what the task prints goes to logs/task-<key>.log there.
-        node: name of this node.
         progress: receives the task's progress.
     """
     log = root / "logs" / f"task-{task.key[:40]}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    began = time.monotonic()
     with log.open("wb") as output, worker.started(os.environ, output) as (process, messages):
         try:
             worker.give(process, _call, root, log.parent, (task.function, task.argument))
@@ -33,25 +28,22 @@ def run(task: Task, root: Path, node: str, progress: Progress) -> Outcome:
                 progress(*message[1:])
             worker.wait_for_end(process)
         except (EOFError, BrokenPipeError):
-            return Failure(task.key, _death(process.wait(), log), node)
+            return Failure(task.key, _death(process.wait(), log))
     kind, *content = message
     if kind != "done":
-        return Failure(task.key, " ".join(str(content[0]).split()), node)
-    (value, hardware), peak = content
-    return Result(task.key, value, node, hardware, round(time.monotonic() - began, 3), peak)
+        return Failure(task.key, " ".join(str(content[0]).split()))
+    return Result(task.key, content[0])
 
 
-def run_forked(task: Task, root: Path, node: str, warm: WarmWorker, progress: Progress) -> Outcome:
+def run_forked(task: Task, root: Path, warm: WarmWorker, progress: Progress) -> Outcome:
     """Run a task in a fork of a process that has imported vLLM, which spares the seconds of imports.
 
     Args:
         task: the task.
         root: the repository.
-        node: name of this node.
         warm: where the fork is made; what the task prints goes to its log.
         progress: receives the task's progress.
     """
-    began = time.monotonic()
     kind: str = "failed"
     content: list[Any] = ["its process died"]
     try:
@@ -62,17 +54,16 @@ def run_forked(task: Task, root: Path, node: str, warm: WarmWorker, progress: Pr
             else:
                 kind, *content = message
     except (EOFError, BrokenPipeError):
-        return Failure(task.key, "the process that tasks are forked from died", node)
+        return Failure(task.key, "the process that tasks are forked from died")
     if kind != "done":
         death = f" (exit code {message[1]})" if message[1] else ""
-        return Failure(task.key, " ".join(str(content[0]).split()) + death, node)
-    (value, hardware), peak = content
-    return Result(task.key, value, node, hardware, round(time.monotonic() - began, 3), peak)
+        return Failure(task.key, " ".join(str(content[0]).split()) + death)
+    return Result(task.key, content[0])
 
 
-def _call(root: Path, _: Path, job: tuple[Any, Any], progress: Progress) -> tuple[Any, Hardware]:
+def _call(root: Path, _: Path, job: tuple[Any, Any], progress: Progress) -> Any:
     function, argument = job
-    return function(root, argument, progress), provenance.hardware()
+    return function(root, argument, progress)
 
 
 def _death(exit_code: int, log: Path) -> str:

@@ -174,7 +174,7 @@ class RayExecutor:
             outcome: Outcome = ray.get(ready[0])
         except ray.exceptions.RayError as error:
             cause = " ".join(str(error).split())[:300]
-            return Failure(task.key, f"lost {1 + RETRIES} times with its node or worker ({cause})", "")
+            return Failure(task.key, f"lost {1 + RETRIES} times with its node or worker ({cause})")
         finally:
             _progress_file(self._folder, task).unlink(missing_ok=True)
         return outcome
@@ -281,7 +281,7 @@ def _run(task: Task, root: str, folder: str, threads: str | None) -> Outcome:
                 json.dump(content, stream)
             Path(fresh).replace(file)
 
-    return process.run(task, Path(root), node, report)
+    return process.run(task, Path(root), report)
 
 
 def _look(folder: str, token: str, answer: str) -> Node:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from slimqwen.progress import Progress
-from slimqwen.records.record import Hardware
 
 
 @dataclass(frozen=True)
@@ -59,18 +58,10 @@ class Result:
     Attributes:
         key: key of the task.
         value: what its function returned.
-        node: name of the node that it ran on.
-        hardware: of that node.
-        seconds: from its start to its end there, seconds.
-        peak_memory_bytes: largest resident size of its process or of a child, bytes.
     """
 
     key: str
     value: Any
-    node: str
-    hardware: Hardware
-    seconds: float
-    peak_memory_bytes: int
 
 
 @dataclass(frozen=True)
@@ -80,12 +71,10 @@ class Failure:
     Attributes:
         key: key of the task.
         reason: one line.
-        node: name of the node that it ran on; empty where none is known.
     """
 
     key: str
     reason: str
-    node: str
 
 
 Outcome = Result | Failure

@@ -20,9 +20,8 @@ from slimqwen.evals.engine.modes import EngineModes
 from slimqwen.evals.gate import Evidence, Gate, GateSettings
 from slimqwen.evals.quality_parts import PartAnswers
 from slimqwen.evals.suites.suite import Suite
-from slimqwen.records import provenance, store
+from slimqwen.records import migrations, provenance, registry, store
 from slimqwen.records.journal import Journal, locked
-from slimqwen.records.record import Record
 from slimqwen.search import SearchError
 from slimqwen.search.executors import Executor, Failure, Outcome, Task
 from slimqwen.search.sweep import plan
@@ -223,11 +222,8 @@ class _Driver:
         return paths
 
     def _publish(self, returned: Returned) -> Path:
-        record = store.validate(
-            {**returned["record"], "items": {"file": "x.items.jsonl", "sha256": "0" * 64, "count": 1}},
-            f"a record of {returned['variant']}",
-        )
-        assert isinstance(record, Record)
+        kind, _ = migrations.named(returned["record"]["schema"])
+        record = registry.kinds()[kind].model_validate(returned["record"])
         folder = self._root / "experiments" / returned["variant"]
         return _retried(partial(store.write, folder, record, returned["items"]))
 
@@ -267,8 +263,8 @@ def _retried(write: Any) -> Path:
         try:
             path: Path = write()
             return path
-        except store.RecordError as error:
-            if attempt == _WRITE_ATTEMPTS - 1 or "records are never overwritten" not in str(error):
+        except store.RecordExistsError:
+            if attempt == _WRITE_ATTEMPTS - 1:
                 raise
             time.sleep(1)
     raise AssertionError

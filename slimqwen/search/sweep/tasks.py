@@ -1,7 +1,8 @@
 """What the tasks of a sweep do where they run: they make stages, and return measurements without recording them."""
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,72 +36,57 @@ def make_stage(root: Path, argument: Mapping[str, Any], progress: Progress) -> N
 
 
 def check_fidelity(root: Path, argument: Mapping[str, Any], progress: Progress) -> list[Returned]:
-    """Compare a variant's distributions with its baseline's.
-
-    Args:
-        root: the repository.
-        argument: {"variants": [name], "plan": name, "split": side or None, "command": words}.
-        progress: receives (activity, done, total).
-    """
-    (name,) = argument["variants"]
-    with tempfile.TemporaryDirectory() as folder:
-        path = fidelity.measure(
-            variants.load(name, root),
-            argument["plan"],
-            command=argument["command"],
-            stages=False,
-            split=argument["split"],
-            port=free_port(),
-            records_folder=Path(folder),
-            progress=progress,
-        )
-        return [_returned(path)]
+    """Compare variants' distributions with their baselines'; argument and progress as for `_measured`."""
+    return _measured(
+        root,
+        argument,
+        progress,
+        partial(fidelity.measure, stages=False, split=argument["split"], port=free_port()),
+    )
 
 
 def check_acceptance(root: Path, argument: Mapping[str, Any], progress: Progress) -> list[Returned]:
-    """Count the drafts of variants greedily at the gate's depth, one after another on this node.
+    """Count the drafts of variants greedily at the gate's depth; argument and progress as for `_measured`."""
+    depth = AcceptanceSettings.load(argument["plan"], root).gate_depth
+    return _measured(
+        root,
+        argument,
+        progress,
+        partial(acceptance.measure, depths=[depth], greedy_only=True, split=argument["split"]),
+    )
+
+
+def check_engine(root: Path, argument: Mapping[str, Any], progress: Progress) -> list[Returned]:
+    """Compare variants' engine modes; argument and progress as for `_measured`.
+
+    eval/unsafe_engines.json is left to the driver.
+    """
+    return _measured(root, argument, progress, modes.measure)
+
+
+def _measured(
+    root: Path, argument: Mapping[str, Any], progress: Progress, measure: Callable[..., Path]
+) -> list[Returned]:
+    """Measure variants one after another on this node.
 
     Args:
         root: the repository.
         argument: {"variants": names, "plan": name, "split": side or None, "command": words}.
         progress: receives (activity, done, total).
+        measure: measure(variant, plan, command=…, records_folder=…, progress=…) -> path of the record.
     """
-    depth = AcceptanceSettings.load(argument["plan"], root).gate_depth
     returned = []
     for name in argument["variants"]:
         with tempfile.TemporaryDirectory() as folder:
-            path = acceptance.measure(
+            path = measure(
                 variants.load(name, root),
                 argument["plan"],
-                [depth],
                 command=argument["command"],
-                greedy_only=True,
-                split=argument["split"],
                 records_folder=Path(folder),
                 progress=progress,
             )
             returned.append(_returned(path))
     return returned
-
-
-def check_engine(root: Path, argument: Mapping[str, Any], progress: Progress) -> list[Returned]:
-    """Compare a variant's engine modes; eval/unsafe_engines.json is left to the driver.
-
-    Args:
-        root: the repository.
-        argument: {"variants": [name], "plan": name, "command": words}.
-        progress: receives (activity, done, total).
-    """
-    (name,) = argument["variants"]
-    with tempfile.TemporaryDirectory() as folder:
-        path = modes.measure(
-            variants.load(name, root),
-            argument["plan"],
-            command=argument["command"],
-            records_folder=Path(folder),
-            progress=progress,
-        )
-        return [_returned(path)]
 
 
 def ask_part(root: Path, argument: Mapping[str, Any], progress: Progress) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """What vLLM gets wrong on a CPU, or needlessly slow, mended in its own processes through `vllm.general_plugins`.
 
 vLLM calls `register` in each process that it spawns (API server, engine, workers), before the model is built; a forked
-process has what its parent has. It also names the model class of trimmed draft vocabularies, on every device: another
-plugin's name would change VLLM_PLUGINS, which is part of vLLM's compile key.
+process has what its parent has. It also registers the model class of trimmed draft vocabularies, on every device. That
+is no plugin of its own, because its name would enter VLLM_PLUGINS and so vLLM's compile key.
 
 Each fix is a module of this package with two functions:
 
@@ -12,15 +12,34 @@ Each fix is a module of this package with two functions:
 `VLLM_PLUGINS`, if set, is a list of the plugins allowed: it must name `slimqwen_engine_fixes`.
 """
 
+import importlib
 import logging
 
 from slimqwen.vllm_plugin import vllm_log
 
 logger = logging.getLogger(__name__)
 
+FIXES = (
+    "forked_processes",
+    "model_inspection",
+    "w4a16_linear",
+    "w8a16_linear",
+    "mtp_rotary",
+    "sampling_expansion",
+    "synthetic_acceptance",
+    "short_convolution",
+    "lone_token",
+    "lone_sequence",
+    "short_drafts",
+    "aligned_states",
+    "notify_mailbox",
+    "aot_load",
+)
+"""The modules of all fixes, in the order in which they are installed."""
+
 
 def register() -> None:
-    """Name the draft vocabulary's model class, install every fix that this machine needs, and log which and why.
+    """Register the draft vocabulary's model class, install every fix that this machine needs, and log which and why.
 
     Installs nothing where vLLM's platform is not the CPU. Calling it again changes and logs nothing. What it
     imports of vLLM is what an engine imports anyway.
@@ -35,42 +54,11 @@ def register() -> None:
     if not current_platform.is_cpu():
         return
 
-    from slimqwen.vllm_plugin.engine_fixes import (
-        aligned_states,
-        aot_load,
-        forked_processes,
-        lone_sequence,
-        lone_token,
-        model_inspection,
-        mtp_rotary,
-        notify_mailbox,
-        sampling_expansion,
-        short_convolution,
-        short_drafts,
-        synthetic_acceptance,
-        w4a16_linear,
-        w8a16_linear,
-    )
     from slimqwen.vllm_plugin.engine_fixes.upstream import EngineFixError
 
     vllm_log.join()
-    for fix in (
-        forked_processes,
-        model_inspection,
-        w4a16_linear,
-        w8a16_linear,
-        mtp_rotary,
-        sampling_expansion,
-        synthetic_acceptance,
-        short_convolution,
-        lone_token,
-        lone_sequence,
-        short_drafts,
-        aligned_states,
-        notify_mailbox,
-        aot_load,
-    ):
-        name = fix.__name__.rpartition(".")[2]
+    for name in FIXES:
+        fix = importlib.import_module(f"{__name__}.{name}")
         reason = fix.reason()
         try:
             active = reason is not None and fix.install()

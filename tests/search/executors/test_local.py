@@ -3,13 +3,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slimqwen.records import provenance
 from slimqwen.search import SearchError
 from slimqwen.search.executors import Failure, LocalExecutor, Result, Task
 from tests.search.executors import tasks
 
 
-def test_a_task_gives_its_value_and_where_and_how_it_was_made(tmp_path: Path) -> None:
+def test_a_task_gives_its_value_and_reports_its_progress(tmp_path: Path) -> None:
     heard = []
     with LocalExecutor(tmp_path, lambda *report: heard.append(report)) as executor:
         executor.submit(Task("key", "double 4", tasks.double, 4))
@@ -17,8 +16,6 @@ def test_a_task_gives_its_value_and_where_and_how_it_was_made(tmp_path: Path) ->
         outcome = executor.wait()
     assert isinstance(outcome, Result)
     assert (outcome.key, outcome.value) == ("key", 8)
-    assert outcome.hardware == provenance.hardware()
-    assert outcome.peak_memory_bytes > 1 << 20
     assert heard == [("double 4: doubling", 1, 1)]
     assert executor.pending == 0
 

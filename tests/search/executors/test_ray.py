@@ -1,5 +1,6 @@
 """Ray for real on this machine: a head without CPUs and two nodes with a logical GPU each."""
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -48,9 +49,8 @@ def test_tasks_run_on_nodes_with_their_resources_and_report_to_one_display(
         with pytest.raises(SearchError, match="needs 2 GPUs and no node of the cluster has more than 1"):
             executor.submit(Task("big", "title", tasks.double, 1, Resources(gpus=2)))
     assert all(isinstance(outcome, Result) for outcome in outcomes)
-    assert len({outcome.node for outcome in outcomes}) == 2
-    assert {outcome.hardware for outcome in outcomes} == {provenance.hardware()}
-    assert any("nap 0: sleeping" in activity for activity in heard)
+    naps = [re.fullmatch(r"(\S+): nap \d: sleeping", activity) for activity in heard]
+    assert len({nap[1] for nap in naps if nap}) == 2, "both nodes take a task"
     assert isinstance(failures["refused"], Failure)
     assert failures["refused"].reason == "no such thing; name another"
     assert "SIGSEGV" in failures["crash"].reason

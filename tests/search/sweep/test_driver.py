@@ -14,7 +14,7 @@ from slimqwen.evals.quality import Quality
 from slimqwen.evals.quality_parts import PartAnswers
 from slimqwen.evals.suites.lm_eval_run import Part
 from slimqwen.evals.suites.suite import Suite
-from slimqwen.records import provenance, store
+from slimqwen.records import store
 from slimqwen.search import SearchError
 from slimqwen.search.executors import Failure, LocalExecutor, Outcome, Result, Task
 from slimqwen.search.sweep import plan, tasks
@@ -56,8 +56,8 @@ class Nodes:
         task = self.waiting.pop() if self._reverse else self.waiting.popleft()
         self.ran.append(task)
         if self.broken and self.broken in task.title:
-            return Failure(task.key, "its process died (SIGSEGV)", "node")
-        return Result(task.key, answers(self.root, task.argument), "node", provenance.hardware(), 1.0, 1)
+            return Failure(task.key, "its process died (SIGSEGV)")
+        return Result(task.key, answers(self.root, task.argument))
 
     root = Path()
 

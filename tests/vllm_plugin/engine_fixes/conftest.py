@@ -61,28 +61,55 @@ def stock_expand():
     return module._expand_kernel_impl
 
 
-@pytest.fixture
-def stock_vllm(monkeypatch, stock_expand):
-    """vLLM's own code where the fixes would be, even if an engine of this process has loaded them."""
-    from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as Saved
+def patched_places():
+    """(owner, name) of every attribute of vLLM or torch that a fix replaces, but those that `stock_vllm` names."""
+    from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable
     from vllm import _custom_ops
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
-    from vllm.model_executor.kernels import linear
-    from vllm.model_executor.layers.mamba.ops.cpu import causal_conv1d, gdn_attention
-    from vllm.model_executor.models import config, registry
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+    from vllm.model_executor.models import registry
     from vllm.platforms.cpu import CpuPlatform
-    from vllm.platforms.interface import PlatformEnum
     from vllm.utils import cpu_triton_utils
     from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.executor.multiproc_executor import WorkerProc
-    from vllm.v1.worker.mamba_utils import MambaSpecDecodeGPUContext as Context
+    from vllm.v1.worker.mamba_utils import MambaSpecDecodeGPUContext
 
-    update = _custom_ops.fused_sigmoid_gating_delta_rule_update_cpu
-    update = getattr(update, "__wrapped__", update)
-    monkeypatch.setattr(_custom_ops, "fused_sigmoid_gating_delta_rule_update_cpu", update)
-    for name in ("run_fused_precopy", "run_fused_postprocess"):
-        method = getattr(Context, name)
-        monkeypatch.setattr(Context, name, getattr(method, "__wrapped__", method))
+    return (
+        (BundledAOTAutogradSerializableCallable, "deserialize_compile_artifacts"),
+        (_custom_ops, "fused_sigmoid_gating_delta_rule_update_cpu"),
+        (SpinCondition, "record_read"),
+        (gdn_attention, "_spec_forward"),
+        (gdn_attention, "_causal_conv1d_fwd_cpu"),
+        (registry, "_run_in_subprocess"),
+        (CpuPlatform, "check_and_update_config"),
+        (cpu_triton_utils, "_rejection_greedy_sample_kernel_impl"),
+        (cpu_triton_utils, "_rejection_random_sample_kernel_impl"),
+        (EngineCoreProc, "run_engine_core"),
+        (WorkerProc, "worker_main"),
+        (MambaSpecDecodeGPUContext, "run_fused_precopy"),
+        (MambaSpecDecodeGPUContext, "run_fused_postprocess"),
+    )
+
+
+def unwrapped(attribute):
+    """vLLM's function below a fix's, a class or static method if it was one."""
+    kind = type(attribute) if isinstance(attribute, classmethod | staticmethod) else None
+    function = attribute.__func__ if kind else attribute
+    stock = getattr(function, "__wrapped__", function)
+    return kind(stock) if kind else stock
+
+
+@pytest.fixture
+def stock_vllm(monkeypatch, stock_expand):
+    """vLLM's own code where the fixes would be, even if an engine of this process has loaded them."""
+    from vllm.model_executor.kernels import linear
+    from vllm.model_executor.layers.mamba.ops.cpu import causal_conv1d, gdn_attention
+    from vllm.model_executor.models import config
+    from vllm.platforms.interface import PlatformEnum
+    from vllm.utils import cpu_triton_utils
+
+    for owner, name in patched_places():
+        monkeypatch.setattr(owner, name, unwrapped(vars(owner)[name]))
     kernels = [
         kernel
         for kernel in linear._POSSIBLE_KERNELS[PlatformEnum.CPU]
@@ -93,30 +120,7 @@ def stock_vllm(monkeypatch, stock_expand):
     monkeypatch.setitem(linear._POSSIBLE_KERNELS, PlatformEnum.CPU, kernels)
     for architecture in ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"):
         monkeypatch.setitem(config.MODELS_CONFIG_MAP, architecture, config.Qwen3_5ForCausalLMConfig)
-    loader = Saved.__dict__["deserialize_compile_artifacts"]
-    stock_loader = getattr(loader.__func__, "__wrapped__", loader.__func__)
-    monkeypatch.setattr(Saved, "deserialize_compile_artifacts", classmethod(stock_loader))
-    spec_forward = getattr(gdn_attention._spec_forward, "__wrapped__", gdn_attention._spec_forward)
-    monkeypatch.setattr(gdn_attention, "_spec_forward", spec_forward)
-    forward = getattr(
-        gdn_attention._causal_conv1d_fwd_cpu, "__wrapped__", gdn_attention._causal_conv1d_fwd_cpu
-    )
-    monkeypatch.setattr(gdn_attention, "_causal_conv1d_fwd_cpu", forward)
-    record_read = getattr(SpinCondition.record_read, "__wrapped__", SpinCondition.record_read)
-    monkeypatch.setattr(SpinCondition, "record_read", record_read)
-    inspect = registry._run_in_subprocess
-    monkeypatch.setattr(registry, "_run_in_subprocess", getattr(inspect, "__wrapped__", inspect))
-    check = CpuPlatform.__dict__["check_and_update_config"].__func__
-    monkeypatch.setattr(
-        CpuPlatform, "check_and_update_config", classmethod(getattr(check, "__wrapped__", check))
-    )
-    for owner, name in ((EngineCoreProc, "run_engine_core"), (WorkerProc, "worker_main")):
-        main = getattr(owner, name)
-        monkeypatch.setattr(owner, name, staticmethod(getattr(main, "__wrapped__", main)))
     for module in (causal_conv1d, gdn_attention):
         monkeypatch.setattr(module, "F", torch.nn.functional)
     monkeypatch.setattr(cpu_triton_utils, "_expand_kernel_impl", stock_expand)
-    for name in ("_rejection_greedy_sample_kernel_impl", "_rejection_random_sample_kernel_impl"):
-        kernel = getattr(cpu_triton_utils, name)
-        monkeypatch.setattr(cpu_triton_utils, name, getattr(kernel, "__wrapped__", kernel))
     monkeypatch.delitem(sys.modules, "vllm.v1.sample.rejection_sampler", raising=False)
