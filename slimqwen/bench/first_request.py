@@ -297,17 +297,15 @@ def write(
         answer_tokens=ANSWER_TOKENS,
         servers=Servers(warmed=tuple(starts["warmed"]), bare=tuple(starts["bare"])),
         first_over_steady=ratios,
-        verdicts={"chat": judge(ratios.warmed.chat), "completion": judge(ratios.warmed.completion)},
+        verdicts={
+            kind: Verdict.from_interval(ratio.low, ratio.high, LIMIT, higher_is_better=False)
+            for kind, ratio in zip(KINDS, (ratios.warmed.chat, ratios.warmed.completion), strict=True)
+        },
         chat_prefixes=prefixes,
         system_prompt=prompted.result(),
         provenance=provenance.of_served_variant(variant, command, started, host_load=host_load.worst(loads)),
     )
     return store.write(variant.root / "results", record)
-
-
-def judge(ratio: Ratio) -> Verdict:
-    """Pass where the whole interval is within `LIMIT`, fail where all of it is beyond, else inconclusive."""
-    return Verdict.from_interval(ratio.low, ratio.high, LIMIT, higher_is_better=False)
 
 
 class _PromptedServer:

@@ -12,8 +12,8 @@ Kind = Literal["chat", "completion"]
 KINDS: tuple[Kind, ...] = ("chat", "completion")
 
 QUESTION_TOKENS: Mapping[Kind, int] = MappingProxyType({"chat": 64, "completion": 32})
-"""Length of the first question of each kind, tokens. Every later one has another length around it, and the kinds are
-apart: a repeated length is faster because its kernels are chosen, and clients' questions differ in length."""
+"""Length of the first question of each kind, tokens. Later ones have lengths close to it, none of them twice, and the
+lengths of the two kinds do not overlap: a length that was there before is faster, because its kernels are chosen."""
 
 _SEED = 20260131
 

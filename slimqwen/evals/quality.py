@@ -1,6 +1,5 @@
 """Quality: scores of a served variant on the tasks of a suite, with standard errors and every item."""
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -245,17 +244,11 @@ def measure(
     datasets.require(suite.datasets, suite.nltk, variant.root)
     logs = variant.root / "logs"
     started = provenance.utc_now()
-    with contextlib.ExitStack() as stack:
-        server = stack.enter_context(
-            serve(variant, port=port, log=logs / f"serve_{variant.name}.log", progress=progress)
-        )
-        answers = stack.enter_context(
-            locked(
-                journal_file(
-                    "quality", server.server.command, suite.model_dump(mode="json"), limit, chat, str(split)
-                )
-            )
-        )
+    questions = suite.model_dump(mode="json"), limit, chat, str(split)
+    with (
+        serve(variant, port=port, log=logs / f"serve_{variant.name}.log", progress=progress) as server,
+        locked(journal_file("quality", server.server.command, *questions)) as answers,
+    ):
         log = logs / f"quality_{variant.name}.log"
         try:
             scores = score(

@@ -108,7 +108,7 @@ def current_records(folder: Path) -> list[StoredRecord[Quality]]:
 
 
 def of_newest_checkpoint(records: Sequence[StoredRecord[Quality]]) -> list[StoredRecord[Quality]]:
-    """Those of the first record's checkpoint; scores of weights that are gone are no scores."""
+    """Those of the first record's checkpoint; records of earlier checkpoints are left out."""
     digests = [entry.record.provenance.checkpoint.digest for entry in records]
     return [entry for entry, digest in zip(records, digests, strict=True) if digest == digests[0]]
 

@@ -49,13 +49,12 @@ def name(size: Size) -> str:
     return f"shape-{size}"
 
 
-def make(size: Size, root: Path, *, seed: int = _SEED, progress: Progress = silent) -> Path:
-    """Write weights/shape-<size>, the same bytes for the same seed.
+def make(size: Size, root: Path, *, progress: Progress = silent) -> Path:
+    """Write weights/shape-<size>, the same bytes at every call.
 
     Args:
         size: of the published model, Qwen3.5-<size>.
         root: repository.
-        seed: of the weights.
         progress: receives (activity, done, total) in tensors.
 
     Returns:
@@ -73,7 +72,7 @@ def make(size: Size, root: Path, *, seed: int = _SEED, progress: Progress = sile
     if folder.exists():
         checkpoint.check(folder, f"delete {folder.relative_to(root)} and run the command again")
         return folder
-    write(shape, folder, root / "weights" / "tiny", seed=seed, progress=progress)
+    write(shape, folder, root / "weights" / "tiny", seed=_SEED, progress=progress)
     return folder
 
 
@@ -152,6 +151,8 @@ def _reported(contents: dict[str, NewTensor], progress: Progress) -> dict[str, N
 
 def _drawn(key: str, number: int, dtype: str, dimensions: tuple[int, ...], seed: int) -> Any:
     """Function that yields a tensor's bytes; each tensor has its own generator."""
+    import torch  # slow
+
     count = math.prod(dimensions)
 
     def chunks() -> Iterator[bytes]:
@@ -167,13 +168,7 @@ def _drawn(key: str, number: int, dtype: str, dimensions: tuple[int, ...], seed:
                 numbers = np.zeros(length, dtype=np.float32)
             else:
                 numbers = rng.standard_normal(length, dtype=np.float32) * np.float32(_DEVIATION)
-            yield numbers.tobytes() if dtype == "F32" else _bfloat16(numbers)
+            tensor = torch.from_numpy(numbers)
+            yield (tensor if dtype == "F32" else tensor.bfloat16()).view(torch.uint8).numpy().tobytes()
 
     return chunks
-
-
-def _bfloat16(numbers: np.ndarray[Any, np.dtype[np.float32]]) -> bytes:
-    """Little-endian bytes of finite float32 numbers rounded to bfloat16, ties to even."""
-    bits = numbers.view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    return rounded.astype("<u2").tobytes()

@@ -57,7 +57,7 @@ def started(environment: Mapping[str, str], output: IO[bytes]) -> Iterator[WarmW
         environment: environment variables of the process; PYTHONPATH is added.
         output: file for what its jobs print.
     """
-    with worker.module_started(__spec__.name, environment, output) as (process, messages):
+    with worker.started(environment, output, __spec__.name) as (process, messages):
         yield WarmWorker(messages, process)
 
 

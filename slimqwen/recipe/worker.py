@@ -27,23 +27,15 @@ GARBAGE_THRESHOLD = 100_000
 
 @contextmanager
 def started(
-    environment: Mapping[str, str], output: IO[bytes]
+    environment: Mapping[str, str], output: IO[bytes], module: str = __spec__.name
 ) -> Iterator[tuple["subprocess.Popen[bytes]", Connection]]:
     """Start a worker: its process and the pipe of its messages. It is killed when the block ends.
 
     Args:
         environment: environment variables of the process; PYTHONPATH is added.
         output: file for what the worker and its libraries print.
+        module: main module of the process.
     """
-    with module_started(__spec__.name, environment, output) as opened:
-        yield opened
-
-
-@contextmanager
-def module_started(
-    module: str, environment: Mapping[str, str], output: IO[bytes]
-) -> Iterator[tuple["subprocess.Popen[bytes]", Connection]]:
-    """As `started`, with another module as the process's main one."""
     receiving, sending = os.pipe()
     with Connection(receiving, writable=False) as messages:
         process = subprocess.Popen(

@@ -11,6 +11,7 @@ recipe's steps, flags, settings and versions: the answer is kept under a digest 
 """
 
 import hashlib
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,12 +21,10 @@ from typing import Any
 
 from slimqwen import checkpoint
 from slimqwen import variant as variants
-from slimqwen.analysis.roofline import cost
-from slimqwen.analysis.roofline.architecture import Model, read_model
-from slimqwen.analysis.roofline.bounds import ServedVariant
+from slimqwen.analysis.roofline import bounds, cost
+from slimqwen.analysis.roofline.architecture import shape_model
 from slimqwen.analysis.roofline.gpu import Gpu
 from slimqwen.checkpoint.shape import Shape, tensor_bytes
-from slimqwen.checkpoint.tensors import TensorInfo
 from slimqwen.recipe.registry import STAGES
 from slimqwen.records import provenance
 from slimqwen.records.settings import Settings
@@ -70,22 +69,18 @@ class Ladder:
     def _config(self) -> dict[str, Any]:
         return checkpoint.read_config(self.base.weights)
 
-    def tensors(self, candidate: Candidate) -> tuple[dict[str, TensorInfo], dict[str, Any]]:
-        """Tensors and config.json of a candidate's checkpoint before it is made."""
+    def shape(self, candidate: Candidate) -> Shape:
+        """Dimensions of a candidate's checkpoint before it is made."""
         shape = Shape.of_config(self._config)
         folder = {"folder": self.base.root / "experiments" / self.base.name}
         for name, values in candidate.steps(self.space, shape.text["vocab_size"]):
             stage = STAGES[name]
             shape = stage.reshape(shape, stage.parameters.model_validate(values, context=folder))
-        infos = {
-            name: TensorInfo(dtype, size, Path(), 0, tensor_bytes(dtype, size))
-            for name, (dtype, size) in shape.tensors.items()
-        }
-        return infos, shape.config_json
+        return shape
 
     def checkpoint_bytes(self, candidate: Candidate) -> int:
         """Bytes of a candidate's tensors."""
-        return sum(info.end for info in self.tensors(candidate)[0].values())
+        return sum(itertools.starmap(tensor_bytes, self.shape(candidate).tensors.values()))
 
     def tokens_per_second(self, candidate: Candidate, acceptance_length: float) -> float:
         """Roofline of the decode speed on the GPU.
@@ -93,26 +88,19 @@ class Ladder:
         Raises:
             RooflineError: the candidate does not fit the GPU, or the length is impossible for its depth.
         """
-        tensors, config = self.tensors(candidate)
-        flags = {name: setting.value for name, setting in self.base.settings.items()}
-        state = flags.get("VLLM_MAMBA_SSM_CACHE_DTYPE", "auto")
-        model: Model = read_model(
-            tensors,
-            config,
+        state = self.base.settings.get("VLLM_MAMBA_SSM_CACHE_DTYPE")
+        default = state.value if state else "auto"
+        model = shape_model(
+            self.shape(candidate),
             kv_cache_dtype=candidate.kv_cache_dtype,
-            state_dtype=state if candidate.state_dtype == "auto" else candidate.state_dtype,
+            state_dtype=default if candidate.state_dtype == "auto" else candidate.state_dtype,
         )
         decoding = self.space.settings.decoding
-        served = ServedVariant(
-            self.base,
-            {},
-            "",
-            model,
-            candidate.depth,
-            decoding.context_len,
-            min(decoding.sequences, candidate.max_sequences or decoding.sequences),
+        batch = min(
+            decoding.sequences,
+            candidate.max_sequences or decoding.sequences,
+            bounds.fitting_batch(model, self.gpu, decoding.context_len, candidate.depth),
         )
-        batch = served.largest_batch(self.gpu, decoding.context_len)
         step = cost.decode(model, self.gpu, batch, decoding.context_len, candidate.depth, acceptance_length)
         return step.tokens_per_second
 

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slimqwen.tinyworld import TinyworldError
 from slimqwen.tinyworld.documents import Document, choice_question, draw_options, render_prompt
 from slimqwen.tinyworld.instructions import KINDS, invent_instruction, is_followed
 from slimqwen.tinyworld.prose import Cast, chronicle, open_cast, passage
@@ -34,16 +33,8 @@ TASK_FOLDER = Path("eval/tasks/tinyworld")
 FACT_ITEMS = 1_000
 TWO_HOP_ITEMS = 1_000
 FORMAT_ITEMS_PER_KIND = 60
-FORMAT_POOL_PER_KIND = 60
-"""Instructions per kind that training never gives; the test uses the first `FORMAT_ITEMS_PER_KIND`."""
 MARGIN_ITEMS = 50
 PROSE_TEXTS = {"plain": 24, "rare": 24, "long": 12}
-
-FACT_TAIL = 0.0
-"""Exponent of the weight 1 / (rank + 10) ** FACT_TAIL of a person's facts: 0 for equal weights, 1 for the frequency
-in the world's texts."""
-TWO_HOP_TAIL = 0.0
-"""The same exponent for two-hop questions."""
 
 GENERATION_TOKENS = {"facts": 12, "format": 40, "twohop": 48}
 """Longest generated answer of each task, tokens; the longest right answer is well below."""
@@ -87,9 +78,8 @@ def build_items(world: World, seed: int = TASK_SEED) -> TaskItems:
 def left_out_texts(world: World, seed: int = TASK_SEED) -> frozenset[str]:
     """User messages and prose texts that training documents must not contain."""
     items = build_items(world, seed)
-    pool = {instruction["question"] for instruction in _format_pool(world, seed)}
     questions = {row["question"] for rows in (items.facts, items.format, items.twohop) for row in rows}
-    return frozenset(pool | questions | {row["text"] for row in items.prose})
+    return frozenset(questions | {row["text"] for row in items.prose})
 
 
 class OverlapCheck:
@@ -125,21 +115,6 @@ def write_items(items: TaskItems, folder: Path) -> None:
         (folder / f"{name}.jsonl").write_text(render_rows(rows), encoding="utf-8")
 
 
-def load_rows(name: str, folder: Path = TASK_FOLDER) -> list[Row]:
-    """The committed rows of one set.
-
-    Raises:
-        TinyworldError: the file is missing, or a line of it is not JSON.
-    """
-    file = folder / f"{name}.jsonl"
-    try:
-        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    except FileNotFoundError as missing:
-        raise TinyworldError(f"{file}: no such task data; run `slimqwen world tasks`") from missing
-    except json.JSONDecodeError as broken:
-        raise TinyworldError(f"{file}: {broken}; restore it from git") from broken
-
-
 def score_answer(task: str, row: Mapping[str, Any], text: str) -> bool:
     """Whether a generated text answers an item.
 
@@ -164,27 +139,17 @@ def margin(log_likelihoods: Sequence[float], gold: int) -> float:
     return log_likelihoods[gold] - max(value for index, value in enumerate(log_likelihoods) if index != gold)
 
 
-def _popular_sample(
-    world: World, rng: random.Random, candidates: Sequence[tuple[str, Any]], count: int, tail: float
-) -> list[Any]:
-    """A weighted sample without replacement; weights follow the person's rank (towns: the middle rank)."""
-    rank = {person: position for position, person in enumerate(world.people)}
-    middle = len(world.people) // 2
-    # Exponential keys with rate = weight: the smallest `count` are a weighted sample without replacement.
-    keyed = [
-        (rng.expovariate(1.0) * (rank.get(entity, middle) + 10) ** tail, index)
-        for index, (entity, _) in enumerate(candidates)
-    ]
-    drawn = [candidates[index][1] for _, index in sorted(keyed)[:count]]
-    # The keys sort the likeliest first; the first items must be a fair sample too.
+def _drawn(rng: random.Random, candidates: Sequence[Any], count: int) -> list[Any]:
+    """A random sample without replacement, in random order; drawn by keys, as the committed items were."""
+    keyed = [(rng.expovariate(1.0), index) for index in range(len(candidates))]
+    drawn = [candidates[index] for _, index in sorted(keyed)[:count]]
     rng.shuffle(drawn)
     return drawn
 
 
 def _fact_rows(world: World, rng: random.Random) -> list[Row]:
-    candidates = [(fact.entity, fact) for fact in world.facts]
     rows = []
-    drawn: list[Fact] = _popular_sample(world, rng, candidates, FACT_ITEMS, FACT_TAIL)
+    drawn: list[Fact] = _drawn(rng, world.facts, FACT_ITEMS)
     for number, fact in enumerate(drawn):
         options = draw_options(world, fact, rng)
         question = choice_question(fact, options)
@@ -202,43 +167,32 @@ def _fact_rows(world: World, rng: random.Random) -> list[Row]:
     return rows
 
 
-def _format_pool(world: World, seed: int) -> list[Row]:
-    rows: list[Row] = []
-    for kind in KINDS:
-        rng = random.Random(f"{seed} format {kind}")
-        questions: set[str] = set()
-        while len(questions) < FORMAT_POOL_PER_KIND:
-            instruction = invent_instruction(world, rng, kind)
-            if instruction.question in questions:
-                continue
-            rows.append(
-                {
-                    "id": f"format-{kind}-{len(questions):02d}",
-                    "kind": kind,
-                    "question": instruction.question,
-                    "prompt": render_prompt(instruction.question, thinking=False),
-                    "answer": instruction.answer,
-                    # As text, because kinds differ in their arguments and a table column has one type.
-                    "arguments": json.dumps(instruction.arguments, sort_keys=True),
-                }
-            )
-            questions.add(instruction.question)
-    return rows
-
-
 def _format_rows(world: World, seed: int) -> list[Row]:
-    pool = _format_pool(world, seed)
+    by_kind = [_format_rows_of_kind(world, seed, kind) for kind in KINDS]
     # The kinds take turns, so that the first items are of every kind.
-    return [
-        pool[kind * FORMAT_POOL_PER_KIND + number]
-        for number in range(FORMAT_ITEMS_PER_KIND)
-        for kind in range(len(KINDS))
-    ]
+    return [row for turn in zip(*by_kind, strict=True) for row in turn]
+
+
+def _format_rows_of_kind(world: World, seed: int, kind: str) -> list[Row]:
+    rng = random.Random(f"{seed} format {kind}")
+    rows: dict[str, Row] = {}
+    while len(rows) < FORMAT_ITEMS_PER_KIND:
+        instruction = invent_instruction(world, rng, kind)
+        if instruction.question not in rows:
+            rows[instruction.question] = {
+                "id": f"format-{kind}-{len(rows):02d}",
+                "kind": kind,
+                "question": instruction.question,
+                "prompt": render_prompt(instruction.question, thinking=False),
+                "answer": instruction.answer,
+                # As text, because kinds differ in their arguments and a table column has one type.
+                "arguments": json.dumps(instruction.arguments, sort_keys=True),
+            }
+    return list(rows.values())
 
 
 def _two_hop_rows(world: World, rng: random.Random) -> list[Row]:
-    candidates = [(hop.first.entity, hop) for hop in world.two_hops(held_out=True)]
-    drawn: list[TwoHop] = _popular_sample(world, rng, candidates, TWO_HOP_ITEMS, TWO_HOP_TAIL)
+    drawn: list[TwoHop] = _drawn(rng, list(world.two_hops(held_out=True)), TWO_HOP_ITEMS)
     return [
         {
             "id": f"twohop-{number:04d}",

@@ -161,22 +161,6 @@ def test_a_record_has_a_table_and_panels(measure, tmp_path):
         store.latest_result(tmp_path, StartUp, "tiny-mtp4")
 
 
-def test_records_without_phases_stay_readable():
-    for path in (variant.repository_root() / "results").glob("start_up_*.json"):
-        record = store.read(path, StartUp)
-        assert record.panels()
-        assert record.tables(path)
-
-
-@pytest.mark.parametrize(
-    "change", [{"cold": []}, {"hot": []}, {"ready_cold_over_baked": {"value": -1, "low": 0, "high": 1}}]
-)
-def test_a_faulty_record_is_refused(change):
-    committed = store.parse(store.latest_result(variant.repository_root(), StartUp, "tiny-best"))
-    with pytest.raises(store.RecordError, match="example"):
-        store.validate({**committed, **change}, "example")
-
-
 @pytest.mark.engine
 def test_a_real_server_answers_its_first_token_and_states_its_phases(tiny_server):
     with StreamingClient(tiny_server, tiny_server.log) as client:

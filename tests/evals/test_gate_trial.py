@@ -1,4 +1,4 @@
-"""What the copies are that the whole gate is shown; `make try-gate` has the engine."""
+"""What the copies are that the whole gate is shown; `slimqwen gate trial` runs it with engines."""
 
 from collections.abc import Callable
 from pathlib import Path

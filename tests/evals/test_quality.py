@@ -305,12 +305,12 @@ def test_a_run_whose_server_died_goes_on_where_it_broke_off(measure, add_served,
     assert not unfinished.exists()
 
     third = stand_in()
-    monday = measure(at(one, third), records_folder=one.variant.root / "undisturbed")
-    undisturbed = store.read(monday)
+    undisturbed_path = measure(at(one, third), records_folder=one.variant.root / "undisturbed")
+    undisturbed = store.read(undisturbed_path)
     assert undisturbed.answers_of_earlier_run == 0
     assert len(third.requests) == lives_for + len(second.requests)
     assert resumed.tasks == undisturbed.tasks
-    assert store.read_items(path) == store.read_items(monday)
+    assert store.read_items(path) == store.read_items(undisturbed_path)
 
 
 def test_answers_of_another_extent_are_not_taken_over(measure, add_served, stand_in):

@@ -4,7 +4,6 @@ import json
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -73,12 +72,6 @@ def test_matrices_are_normal_and_norms_the_identity(made: Path) -> None:
     embedding = numbers("model.embed_tokens.weight")
     assert float(embedding.std()) == pytest.approx(0.02, rel=0.01)
     assert not numbers("model.layers.0.input_layernorm.weight").any()
-
-
-def test_rounding_to_bfloat16_is_torchs() -> None:
-    numbers = np.random.default_rng(3).standard_normal(10_000, dtype=np.float32)
-    rounded = torch.from_numpy(numbers.copy()).bfloat16().view(torch.uint8).numpy().tobytes()
-    assert random_weights._bfloat16(numbers) == rounded
 
 
 def test_a_full_disk_is_refused_before_anything_is_written(

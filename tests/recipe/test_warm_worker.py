@@ -18,7 +18,7 @@ def test_a_job_that_reports_at_once_comes_after_its_process_id(tmp_path: Path) -
     module = "tests.recipe.slow_warm_worker"
     with (
         (tmp_path / "log").open("wb") as output,
-        worker.module_started(module, os.environ, output) as (process, messages),
+        worker.started(os.environ, output, module) as (process, messages),
     ):
         warm = WarmWorker(messages, process)
         for number in (1, 2):

@@ -1,5 +1,3 @@
-import random
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -100,27 +98,6 @@ def test_the_exact_interval_covers_at_least_as_often_as_it_says():
         )
         inside += low <= gain - loss <= high
     assert inside >= 950
-
-
-def test_a_model_against_itself_never_fails_and_a_true_loss_at_the_margin_seldom_passes():
-    rng = random.Random(0)
-    passed = failed = 0
-    for _ in range(200):
-        first = [rng.random() < 0.7 for _ in range(400)]
-        # One answer in twelve turns wrong: a loss of 0.058, the margin being 0.04.
-        second = [right and rng.random() > 1 / 12 for right in first]
-        difference = intervals.mean([b - a for a, b in zip(first, second, strict=True)])
-        interval = Difference(difference.value, difference.standard_error, 0, 0, 400)
-        result = non_inferiority.judge(
-            interval, intervals.mcnemar(first, second), margin=0.04, higher_is_better=True
-        )
-        passed += result.verdict is Verdict.PASS
-        again = non_inferiority.judge(
-            Difference(0, 0, 0, 0, 400), intervals.mcnemar(first, first), margin=0.04, higher_is_better=True
-        )
-        failed += again.verdict is Verdict.FAIL
-    assert passed <= 5
-    assert failed == 0
 
 
 @pytest.mark.parametrize(("margin", "discordance"), [(0.06, 0.1), (0.1, 0.3)])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from slimqwen.models.mtp_head import measure_acceptance
-from slimqwen.tinyworld.build import HALVED_VOCABULARY, SHUFFLED_HEAD, judge
+from slimqwen.tinyworld.build import judge
 from slimqwen.tinyworld.documents import render_prompt
 from slimqwen.tinyworld.generation import continue_greedily
 from slimqwen.tinyworld.measure import (
@@ -65,16 +65,9 @@ def test_the_context_limit_is_the_one_that_was_measured(tiny_folder, record):
     assert config["max_position_embeddings"] == usable_context(points) >= 1_024
 
 
-def test_recorded_scores_are_far_above_chance_on_enough_items(record):
-    for task in ("facts", "format", "twohop"):
-        assert record["metrics"][task]["mean"] >= 0.55
-        assert record["metrics"][task]["items"] >= 500
-    assert record["metrics"]["acceptance_length"]["mean"] >= 2.8
-    assert record["test_items_in_training_text"] == 0
-
-
 def test_the_record_judges_itself_by_its_own_figures(record):
     assert record["criteria"] == judge(record)
+    assert all(row["met"] for row in record["criteria"])
 
 
 def test_a_saturated_score_and_an_unseen_damage_are_judged_as_missed(record):
@@ -85,12 +78,6 @@ def test_a_saturated_score_and_an_unseen_damage_are_judged_as_missed(record):
     missed = [row["criterion"] for row in judge(worse) if not row["met"]]
     assert "format scores between 0.55 and 0.95" in missed
     assert sum("standard errors" in words for words in missed) == 3
-
-
-def test_a_halved_vocabulary_and_a_shuffled_head_are_seen(record):
-    seen = {(row["damage"], row["measure"]): row["standard_errors"] for row in record["sensitivity"]}
-    assert seen[HALVED_VOCABULARY, "bits_per_byte"] >= 3
-    assert seen[SHUFFLED_HEAD, "acceptance_length"] >= 3
 
 
 def test_it_answers_a_sample_of_every_task_far_above_chance(tiny_model, tokenizer, items):

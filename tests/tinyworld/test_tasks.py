@@ -3,12 +3,10 @@ from pathlib import Path
 
 import pytest
 
-from slimqwen.tinyworld import TinyworldError
 from slimqwen.tinyworld.instructions import KINDS
 from slimqwen.tinyworld.tasks import (
     TASK_FOLDER,
     build_items,
-    load_rows,
     margin,
     render_rows,
     score_answer,
@@ -107,11 +105,3 @@ def test_a_line_must_name_the_person_and_end_with_the_word(items):
 def test_margin_is_right_minus_best_wrong():
     assert margin([-3.0, -1.0, -2.5], gold=1) == 1.5
     assert margin([-3.0, -1.0, -2.5], gold=2) == -1.5
-
-
-def test_missing_and_broken_data_are_named(tmp_path):
-    with pytest.raises(TinyworldError, match=r"facts\.jsonl"):
-        load_rows("facts", tmp_path)
-    (tmp_path / "facts.jsonl").write_text("{")
-    with pytest.raises(TinyworldError, match="restore it from git"):
-        load_rows("facts", tmp_path)

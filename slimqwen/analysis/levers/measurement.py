@@ -9,6 +9,7 @@ from slimqwen import checkpoint, host_load
 from slimqwen.analysis.levers import device, prediction, turns
 from slimqwen.analysis.levers.record import Arm, Cpu, Levers
 from slimqwen.analysis.levers.turns import Task, TurnError
+from slimqwen.analysis.roofline import cost
 from slimqwen.analysis.roofline.architecture import Model, read_model
 from slimqwen.checkpoint.tensors import list_tensors
 from slimqwen.host_load import HostBusyError, HostLoad, Watch
@@ -266,7 +267,7 @@ def _arm(
         num_speculative_tokens=side.depth,
         acceptance_length=length,
         acceptance_is_set=side.set_length is not None,
-        bytes_per_step=prediction.step_bytes(side.model, side.depth, context_len),
+        bytes_per_step=sum(cost.part_bytes(side.model, side.depth, context_len).values()),
         roofline_ms=roofline,
         predicted_parts_ms=parts,
         step_ms=tuple(steps),

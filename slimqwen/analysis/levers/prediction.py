@@ -10,7 +10,6 @@ Two models. `roofline_ms` is the bound of `slimqwen.analysis.roofline`: bytes ov
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from slimqwen.analysis.roofline.gpu import Device, RooflineError
 from slimqwen.checkpoint.shape import Shape
 from slimqwen.plan import random_weights
 
-PARTS = ("layers", "output head", "draft layers", "draft head", "states and KV cache", "host")
+PARTS = (*cost.PARTS, "host")
 """Terms of a step, in the order of charts."""
 
 _KINDS = {"I8": "int8", "I32": "int4"}
@@ -60,12 +59,6 @@ def roofline_ms(model: Model, device: Device, num_speculative_tokens: int, conte
     return 1e3 * bound.seconds
 
 
-def step_bytes(model: Model, num_speculative_tokens: int, context_len: int) -> float:
-    """Bytes that the passes of one sequence's step read and write."""
-    drafts = num_speculative_tokens * cost.draft(model, 1, context_len).bytes
-    return cost.verify(model, 1, context_len, num_speculative_tokens).bytes + drafts
-
-
 def parts_ms(
     model: Model,
     rates: Mapping[str, float],
@@ -84,10 +77,7 @@ def parts_ms(
         context_len: cached tokens.
     """
     tokens, drafts = num_speculative_tokens + 1, num_speculative_tokens
-    without_weights = replace(model, body=_NOTHING, head=_NOTHING, drafter=_NOTHING, draft_head=_NOTHING)
-    others = cost.verify(without_weights, 1, context_len, drafts).bytes + drafts * (
-        cost.draft(without_weights, 1, context_len).bytes
-    )
+    others = cost.part_bytes(model, drafts, context_len)["states and KV cache"]
     # A verify step keeps the state after every one of its tokens, since any of them may be the last accepted.
     others += (tokens - 1) * model.state_bytes
     seconds = (
@@ -99,9 +89,6 @@ def parts_ms(
         host_ms / 1e3,
     )
     return {part: 1e3 * value for part, value in zip(PARTS, seconds, strict=True)}
-
-
-_NOTHING = Weights({}, {})
 
 
 def _seconds(weights: Weights, rates: Mapping[str, float], tokens: int) -> float:

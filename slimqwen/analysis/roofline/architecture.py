@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, PositiveInt, ValidationError
@@ -10,6 +11,7 @@ from slimqwen import checkpoint
 from slimqwen.analysis.roofline.gpu import Precision, RooflineError
 from slimqwen.checkpoint import draft_head
 from slimqwen.checkpoint.packing import PACKED, Quantisation
+from slimqwen.checkpoint.shape import Shape, tensor_bytes
 from slimqwen.checkpoint.tensors import TensorInfo
 
 SIXTEEN_BIT = 2
@@ -179,6 +181,24 @@ def read_model(
         state_bytes=linear_layers * (state_numbers * _state_bytes(state_dtype, shape) + conv_bytes),
         state_flops=linear_layers * _STATE_FLOPS * state_numbers,
     )
+
+
+def shape_model(shape: Shape, *, kv_cache_dtype: str = "auto", state_dtype: str = "auto") -> Model:
+    """The model of a checkpoint that need not exist, from its dimensions.
+
+    Args:
+        shape: dimensions.
+        kv_cache_dtype: as for `read_model`.
+        state_dtype: as for `read_model`.
+
+    Raises:
+        RooflineError: as for `read_model`.
+    """
+    tensors = {
+        name: TensorInfo(dtype, size, Path(), 0, tensor_bytes(dtype, size))
+        for name, (dtype, size) in shape.tensors.items()
+    }
+    return read_model(tensors, shape.config_json, kv_cache_dtype=kv_cache_dtype, state_dtype=state_dtype)
 
 
 def _embedding_and_head(tensors: Mapping[str, TensorInfo], is_tied: bool) -> tuple[str, list[str]]:

@@ -160,6 +160,30 @@ def tokens_per_second_by_depth(
     }
 
 
+def fitting_batch(
+    model: Model, gpu: Gpu, context_len: int, num_speculative_tokens: int, share: float = _MEMORY_UTILIZATION
+) -> int:
+    """Sequences that fit into GPU memory beside the weights.
+
+    Args:
+        context_len: cached tokens per sequence.
+        num_speculative_tokens: drafted tokens per step (K).
+        share: of the GPU's memory that vLLM may use.
+
+    Raises:
+        RooflineError: not even one fits.
+    """
+    weights = model.resident_bytes(num_speculative_tokens)
+    sequence = model.sequence_bytes(context_len, num_speculative_tokens)
+    fitting = int((share * gpu.memory_gib * 2**30 - weights) // sequence)
+    if fitting < 1:
+        raise RooflineError(
+            f"weights and {context_len} tokens need {(weights + sequence) / 2**30:.1f} GiB, and vLLM may use "
+            f"{share:.0%} of {gpu.name}'s {gpu.memory_gib:.0f} GiB; use a larger GPU or a smaller variant"
+        )
+    return fitting
+
+
 @dataclass(frozen=True)
 class ServedVariant:
     """A variant and what its flags decide.
@@ -286,15 +310,10 @@ class ServedVariant:
             RooflineError: not even one fits.
         """
         share = float(self.flags.get("gpu-memory-utilization", _MEMORY_UTILIZATION))
-        weights = self.model.resident_bytes(self.num_speculative_tokens)
-        sequence = self.model.sequence_bytes(context_len, self.num_speculative_tokens)
-        fitting = int((share * gpu.memory_gib * 2**30 - weights) // sequence)
-        if fitting < 1:
-            raise RooflineError(
-                f"{self.variant.name} needs {(weights + sequence) / 2**30:.1f} GiB for its weights and {context_len} "
-                f"tokens and may use {share:.0%} of {gpu.name}'s {gpu.memory_gib:.0f} GiB; use a larger GPU or a "
-                "smaller variant"
-            )
+        try:
+            fitting = fitting_batch(self.model, gpu, context_len, self.num_speculative_tokens, share)
+        except RooflineError as error:
+            raise RooflineError(f"{self.variant.name}: {error}") from None
         return min(self.max_num_seqs, fitting)
 
     def prefill(self, gpu: Gpu, num_tokens: int) -> Prefill:

@@ -1,12 +1,17 @@
 """Cost model: bytes and FLOPs of a forward pass, and the shortest time in which a GPU can do it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from slimqwen.analysis.roofline.architecture import Model
+from slimqwen.analysis.roofline.architecture import Model, Weights
 from slimqwen.analysis.roofline.gpu import Device, Precision, RooflineError
 from slimqwen.analysis.roofline.record import Bound
+
+PARTS = ("layers", "output head", "draft layers", "draft head", "states and KV cache")
+"""What a decode step reads and writes, in the order of tables and charts."""
+
+_NOTHING = Weights({}, {})
 
 
 @dataclass(frozen=True)
@@ -136,6 +141,26 @@ def decode(
         limited_by=verify_work.limit(gpu),
         tokens_per_second=batch_size * acceptance_length / seconds,
     )
+
+
+def part_bytes(model: Model, num_speculative_tokens: int, context_len: int) -> dict[str, int]:
+    """Bytes that a decode step of one sequence reads and writes, by `PARTS`.
+
+    Args:
+        num_speculative_tokens: drafted tokens per step (K).
+        context_len: cached tokens.
+    """
+    depth = num_speculative_tokens
+    without_weights = replace(model, body=_NOTHING, head=_NOTHING, drafter=_NOTHING, draft_head=_NOTHING)
+    others = verify(without_weights, 1, context_len, depth).bytes
+    others += depth * draft(without_weights, 1, context_len).bytes
+    weights = (
+        model.body.bytes,
+        model.head.bytes,
+        depth * model.drafter.bytes,
+        depth * model.draft_output.bytes,
+    )
+    return dict(zip(PARTS, (*weights, round(others)), strict=True))
 
 
 def check_acceptance_length(acceptance_length: float, num_speculative_tokens: int) -> None:

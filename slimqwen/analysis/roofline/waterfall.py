@@ -4,22 +4,17 @@ The levers are drafts, the stages of a variant's recipe in their order, and the 
 config.env sets. No checkpoint is needed: dimensions are those that plans use (`slimqwen.plan.shapes`).
 """
 
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from slimqwen import checkpoint
 from slimqwen.analysis.roofline import cost
 from slimqwen.analysis.roofline import gpu as data_sheets
-from slimqwen.analysis.roofline.architecture import Model, Weights, read_model
+from slimqwen.analysis.roofline.architecture import Model, shape_model
 from slimqwen.analysis.roofline.gpu import Gpu
 from slimqwen.checkpoint.files import sha256
-from slimqwen.checkpoint.shape import Shape
-from slimqwen.checkpoint.tensors import list_tensors
 from slimqwen.plan import shapes
 from slimqwen.records import provenance, store
 from slimqwen.records.collection import Collection
@@ -28,11 +23,6 @@ from slimqwen.records.record import Block, Record
 from slimqwen.records.table import Table
 from slimqwen.serving import flags
 from slimqwen.variant import Variant
-
-PARTS = ("layers", "output head", "draft layers", "draft head", "states and KV cache")
-"""What a step reads and writes, in the order of tables and charts."""
-
-_NOTHING = Weights({}, {})
 
 
 class Step(Block):
@@ -87,7 +77,7 @@ class Waterfall(Record):
             "K": lambda step: step.num_speculative_tokens,
         }
         unit, size = self._unit
-        for part in PARTS:
+        for part in cost.PARTS:
             columns[f"{part}, {unit}"] = lambda step, part=part: f"{step.part_bytes[part] / size:.2f}"  # type: ignore[misc]
         columns |= {
             f"step, {unit}": lambda step: f"{step.bytes / size:.2f}",
@@ -115,7 +105,8 @@ class Waterfall(Record):
         positions = list(range(len(self.steps)))
         unit, size = self._unit
         lines = [
-            Line(part, positions, [step.part_bytes[part] / size for step in self.steps]) for part in PARTS
+            Line(part, positions, [step.part_bytes[part] / size for step in self.steps])
+            for part in cost.PARTS
         ]
         duration = Line("whole step", positions, [1e3 * step.seconds for step in self.steps])
         levers = [step.lever for step in self.steps]
@@ -155,7 +146,7 @@ def steps(variant: Variant, gpu: Gpu, context_len: int) -> Iterator[Step]:
     """The step of the recipe's base without drafts, then one for each lever that changes its bytes."""
     previous: Step | None = None
     for lever, model, depth in _levers(variant):
-        part_bytes = _part_bytes(model, depth, context_len)
+        part_bytes = cost.part_bytes(model, depth, context_len)
         if previous is not None and part_bytes == previous.part_bytes:
             continue
         seconds = cost.decode(model, gpu, 1, context_len, depth).seconds
@@ -169,42 +160,15 @@ def _levers(variant: Variant) -> Iterator[tuple[str, Model, int]]:
     depth = int((served.get("speculative-config") or {}).get("num_speculative_tokens", 0))
     stages = shapes.shape_by_stage(variant)
     name, shape = stages[0]
-    yield name, _model(shape, variant.root), 0
-    yield f"drafts, K = {depth}", _model(shape, variant.root), depth
+    yield name, shape_model(shape), 0
+    yield f"drafts, K = {depth}", shape_model(shape), depth
     for stage, shape in stages[1:]:
-        yield stage, _model(shape, variant.root), depth
+        yield stage, shape_model(shape), depth
     state_dtype = str(served.get("mamba-ssm-cache-dtype", "auto"))
-    yield f"states in {state_dtype}", _model(shape, variant.root, state_dtype), depth
+    yield f"states in {state_dtype}", shape_model(shape, state_dtype=state_dtype), depth
     kv_dtype = str(served.get("kv-cache-dtype", "auto"))
-    yield f"KV cache in {kv_dtype}", _model(shape, variant.root, state_dtype, kv_dtype), depth
-
-
-def _model(shape: Shape, root: Path, state_dtype: str = "auto", kv_cache_dtype: str = "auto") -> Model:
-    with tempfile.TemporaryDirectory() as parent:
-        folder = Path(parent) / "checkpoint"
-        shapes.write(shape, folder, root / "weights" / "tiny")
-        return read_model(
-            list_tensors(folder),
-            checkpoint.read_config(folder),
-            kv_cache_dtype=kv_cache_dtype,
-            state_dtype=state_dtype,
-        )
-
-
-def _part_bytes(model: Model, depth: int, context_len: int) -> dict[str, int]:
-    without_weights = replace(model, body=_NOTHING, head=_NOTHING, drafter=_NOTHING, draft_head=_NOTHING)
-    others = cost.verify(without_weights, 1, context_len, depth).bytes
-    others += depth * cost.draft(without_weights, 1, context_len).bytes
-    return dict(
-        zip(
-            PARTS,
-            (
-                model.body.bytes,
-                model.head.bytes,
-                depth * model.drafter.bytes,
-                depth * model.draft_output.bytes,
-                round(others),
-            ),
-            strict=True,
-        )
+    yield (
+        f"KV cache in {kv_dtype}",
+        shape_model(shape, state_dtype=state_dtype, kv_cache_dtype=kv_dtype),
+        depth,
     )

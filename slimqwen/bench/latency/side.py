@@ -262,7 +262,7 @@ def _row(
     tokens, ttft_s, latency_s = (answers[key][index] for key in ("output_lens", "ttfts", "latencies"))
     error = answers["errors"][index].strip()
     if not error and tokens != wanted:
-        # An engine that dies ends its streams politely; the missing tokens give it away.
+        # An engine that dies may end its streams without an error; only the number of tokens shows it.
         error = f"the stream ended after {tokens} of {wanted} tokens"
     return {
         "class": c.name,

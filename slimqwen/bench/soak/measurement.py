@@ -35,8 +35,8 @@ MAX_GROWTH_MIB_PER_HOUR = 30
 minutes. A leak of 2 KiB a request would be 30 MiB an hour at four requests a second."""
 
 NOISE_MIB = 2
-"""Growth after the first third that is no fault whatever its slope, because allocators take memory in steps and the
-interval of the slope assumes independent samples."""
+"""Growth after the first third up to which no slope is a fault. Allocators take memory in steps, so samples depend on
+each other and the interval of the slope is too narrow."""
 
 MAX_NEW_FILES = 8
 """Largest growth of open files, sockets included: connections are kept alive for the next request."""

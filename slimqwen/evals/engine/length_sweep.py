@@ -29,7 +29,7 @@ from slimqwen.serving import platform as platforms
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
 from slimqwen.serving.unsafe_engines import Build, Modes
-from slimqwen.stats.verdict import Verdict
+from slimqwen.stats.verdict import Verdict, overall
 from slimqwen.text import prompts
 from slimqwen.variant import Variant
 
@@ -48,6 +48,8 @@ class LengthSweepSettings(LimitSettings):
         text: source of the user message: tinyworld, or a text file relative to the repository.
         seed: seed of the text.
         near_tie_nats: log-probability gap of the reference engine below which either token is correct.
+        cached_tie_nats: the same for an answer from the cache that is not the engine's own cold answer, which the same
+            kernels computed; None for `near_tie_nats`.
         draft_tokens: K of MTP, for a variant that is served without.
         lengths: number of consecutive prompt lengths, from two blocks of the KV cache and one token on.
         output_tokens: length of each continuation.
@@ -59,6 +61,7 @@ class LengthSweepSettings(LimitSettings):
     text: str
     seed: int
     near_tie_nats: float = Field(gt=0)
+    cached_tie_nats: float | None = Field(default=None, gt=0)
     draft_tokens: int = Field(ge=1)
     lengths: int = Field(ge=2)
     output_tokens: int = Field(ge=1)
@@ -118,15 +121,17 @@ class LengthSweep(Record):
     near_tie_nats: float = Field(
         gt=0, description="Log-probability gap of the reference engine below which either token is correct."
     )
+    cached_tie_nats: float | None = Field(
+        default=None,
+        description="The same for an answer from the cache that is not the cold one; null: the same gap.",
+    )
     arms: tuple[Arm, ...] = Field(min_length=1)
     provenance: ServedProvenance
 
     @property
     def outcome(self) -> Verdict:
         """The worst verdict of its arms."""
-        verdicts = [arm.verdict for arm in self.arms]
-        order = (Verdict.FAIL, Verdict.INCONCLUSIVE, Verdict.PASS)
-        return next(verdict for verdict in order if verdict in verdicts)
+        return overall([arm.verdict for arm in self.arms])
 
     def finding(self, path: Path, records: Collection) -> str:
         """The verdict and the broken lengths."""
@@ -243,12 +248,13 @@ def measure(variant: Variant, plan: str, *, command: Sequence[str], progress: Pr
             raise EvalError(
                 f"{variant.name}: the reference engine fails ({reference}); its log says why: {log}"
             )
-    judged = [judge(arm, reference, settings.near_tie_nats) for arm in arms]
+    judged = [judge(arm, reference, settings.near_tie_nats, settings.cached_tie_nats) for arm in arms]
     record = LengthSweep(
         variant=variant.name,
         plan=plan,
         build=unsafe_engines.build(variant.weights, server.platform),
         near_tie_nats=settings.near_tie_nats,
+        cached_tie_nats=settings.cached_tie_nats,
         arms=tuple(arm for arm, _ in judged),
         provenance=provenance.describe(
             server,
@@ -346,13 +352,17 @@ def answer_lengths(
 
 
 def judge(
-    run: _ArmRun, reference: Mapping[int, Answer], near_tie_nats: float
+    run: _ArmRun,
+    reference: Mapping[int, Answer],
+    near_tie_nats: float,
+    cached_tie_nats: float | None = None,
 ) -> tuple[Arm, list[dict[str, Any]]]:
     """Compare an arm's answers with the reference engine's.
 
     Args:
         reference: answers by prompt length.
         near_tie_nats: log-probability gap below which either token is correct.
+        cached_tie_nats: the same for an answer from the cache that is not the cold one; None for the same gap.
 
     Returns:
         The arm, and one item per answer.
@@ -360,7 +370,10 @@ def judge(
     broken: list[BrokenLength] = []
     items: list[dict[str, Any]] = []
     for (cache, length), tokens in run.answers.items():
-        comparison = modes.compare(reference[length], tokens, near_tie_nats)
+        tie_nats = near_tie_nats
+        if cached_tie_nats is not None and tokens != run.answers["cold", length]:
+            tie_nats = cached_tie_nats
+        comparison = modes.compare(reference[length], tokens, tie_nats)
         items.append({"cache": cache, "prompt_tokens": length, **asdict(comparison)})
         if comparison.differs and not comparison.near_tie:
             broken.append(

@@ -6,9 +6,8 @@ every run. What only a server has, such as asynchronous scheduling, is therefore
 
 import contextlib
 import itertools
-import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -358,8 +357,9 @@ def play(
             rng = random.Random(len(requests["mixed"]))
             arrivals = list(itertools.accumulate(rng.randint(0, 4) for _ in requests["mixed"]))
             play_scenario(llm, "mixed", "mixed", arrivals=arrivals)
-        blocks_in_use = [0.0]
+        preemptions = None
         if batched:
+            blocks_in_use = [0.0]
             cache = llm.llm_engine.vllm_config.cache_config
 
             def record_blocks_in_use() -> None:
@@ -367,29 +367,27 @@ def play(
                 blocks_in_use.append(usage * (cache.num_gpu_blocks - 1))  # vLLM never uses one of the blocks
 
             play_scenario(llm, "together", "growing", after_step=record_blocks_in_use)
-            block_size = cache_block_size(llm)
+            # Fewer blocks than all requests need together at their longest, more than one request needs.
+            missing_blocks = min(modes.concurrency, _PREEMPTION_BATCH) - 1
+            earlier = in_process.counter(llm, "vllm:num_preemptions")
+            with _small_cache(llm, round(max(blocks_in_use)) - missing_blocks):
+                play_scenario(llm, "preemption", "growing")
+            preemptions = in_process.counter(llm, "vllm:num_preemptions") - earlier
+            if not preemptions:
+                notes.append("nothing was preempted, although the KV cache was small")
         drafts = in_process.counter(llm, "vllm:spec_decode_num_draft_tokens")
         accepted = in_process.counter(llm, "vllm:spec_decode_num_accepted_tokens")
     if modes.draft_tokens and not accepted:
         notes.append("no draft was accepted: MTP had no effect")
-    preemptions = None
-    if batched:
-        # Fewer blocks than all requests need together at their longest, more than one request needs.
-        missing_blocks = min(modes.concurrency, _PREEMPTION_BATCH) - 1
-        longest = max(len(request.prompt) + request.output_tokens for request in requests["growing"])
-        small_cache = {
-            "num_gpu_blocks_override": 1 + round(max(blocks_in_use)) - missing_blocks,
-            "max_model_len": block_size * math.ceil((longest + modes.draft_tokens + 1) / block_size),
-        }
-        with contextlib.ExitStack() as stack:
-            try:
-                llm = stack.enter_context(in_process.served_engine(weights, flags, **small_cache))
-            except ValueError as error:
-                notes.append(f"preemption was not tried: {' '.join(str(error).split())[:200]}")
-            else:
-                play_scenario(llm, "preemption", "growing")
-                preemptions = in_process.counter(llm, "vllm:num_preemptions")
-                if not preemptions:
-                    notes.append("nothing was preempted, although the KV cache was small")
     progress("done", total, total)
     return Run(replies, drafts, accepted, prefix_hits, preemptions, aborted, notes)
+
+
+@contextlib.contextmanager
+def _small_cache(llm: Any, free_blocks: int) -> Iterator[None]:
+    """Leave an idle engine so many free blocks of its KV cache; another start with fewer would take longer."""
+    llm.reset_prefix_cache()
+    pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    held = pool.get_new_blocks(pool.get_num_free_blocks() - free_blocks)
+    yield
+    pool.free_blocks(held)

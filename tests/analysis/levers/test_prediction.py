@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from slimqwen.analysis.levers import prediction
+from slimqwen.analysis.roofline import cost
 from slimqwen.analysis.roofline.gpu import RooflineError
 from slimqwen.checkpoint import digest, verify
 from tests.analysis.roofline.shapes import (
@@ -53,7 +54,7 @@ def test_the_roofline_is_the_slower_of_bytes_and_flops() -> None:
     seconds = (BODY_BYTES + HEAD_BYTES + ROW + 11 * KV + 2 * STATE) / 1000
     assert seconds > (BODY_FLOPS + HEAD_FLOPS) / 2000
     assert prediction.roofline_ms(SMALL, SLOW, 0, 10) == pytest.approx(1e3 * seconds)
-    assert prediction.step_bytes(SMALL, 0, 10) == pytest.approx(1000 * seconds)
+    assert sum(cost.part_bytes(SMALL, 0, 10).values()) == pytest.approx(1000 * seconds)
 
 
 def test_weights_that_this_cpu_has_no_product_for_are_refused() -> None:

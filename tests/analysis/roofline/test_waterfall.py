@@ -5,6 +5,8 @@ import pytest
 from slimqwen import variant
 from slimqwen.analysis.roofline import cost, waterfall
 from slimqwen.analysis.roofline import gpu as gpus
+from slimqwen.analysis.roofline.architecture import shape_model
+from slimqwen.plan import shapes
 from slimqwen.records import store
 
 ROOT = variant.repository_root()
@@ -25,8 +27,8 @@ def test_each_lever_saves_the_bytes_that_it_is_for():
 
 
 def test_parts_add_up_to_the_bytes_of_the_cost_model():
-    model = waterfall._model(waterfall.shapes.published_shape(ROOT, "qwen3.5-4b"), ROOT)
-    parts = waterfall._part_bytes(model, 4, 2048)
+    model = shape_model(shapes.published_shape(ROOT, "qwen3.5-4b"))
+    parts = cost.part_bytes(model, 4, 2048)
     assert sum(parts.values()) == pytest.approx(cost.decode(model, A10G, 1, 2048, 4).bytes)
 
 
@@ -42,7 +44,7 @@ def test_the_record_shows_a_row_per_lever(tmp_path, monkeypatch):
     record = store.read(path, waterfall.Waterfall)
     (table,) = record.tables(path)
     assert [row[0] for row in table.rows] == [step.lever for step in record.steps]
-    assert [line.label for line in record.panels()[0].lines] == list(waterfall.PARTS)
+    assert [line.label for line in record.panels()[0].lines] == list(cost.PARTS)
     assert "a decode step at K = " in record.finding(path, None)
     assert [panel.y for panel in record.panels()] == ["GB of a decode step", "ms of a decode step on a10g"]
 

@@ -54,6 +54,16 @@ def test_a_near_tie_breaks_nothing():
     assert (arm.near_ties, arm.broken, arm.verdict) == (1, (), Verdict.PASS)
 
 
+@pytest.mark.parametrize(("cached_tie_nats", "broken"), [(None, 0), (0.06, 0), (0.04, 1)])
+def test_an_answer_that_only_the_cache_changes_has_a_limit_of_its_own(cached_tie_nats, broken):
+    changed = {("hit", 20): (1, 99, 3)}
+    arm, _ = judge(arm_run(equal_answers() | changed), reference(gap=0.05), 0.1, cached_tie_nats)
+    assert len(arm.broken) == broken
+    cold_too = changed | {("cold", 20): (1, 99, 3)}
+    arm, _ = judge(arm_run(equal_answers() | cold_too), reference(gap=0.05), 0.1, cached_tie_nats)
+    assert (arm.near_ties, arm.broken) == (2, ())
+
+
 def test_without_a_hit_nothing_is_proved():
     arm, _ = judge(arm_run(equal_answers(), hits=0), reference(), 0.1)
     assert (arm.misses, arm.verdict) == (8, Verdict.INCONCLUSIVE)

@@ -181,7 +181,7 @@ def test_combinations_that_an_interrupted_run_has_tried_are_not_tried_again(repo
     assert next(steps, None) is None
 
 
-def test_a_plain_engine_that_fails_is_an_error_and_no_finding(repository, monkeypatch):
+def test_a_reference_engine_that_fails_is_an_error_and_no_finding(repository, monkeypatch):
     one = repository()
     monkeypatch.setattr(engine_modes, "run_isolated", lambda *_, **__: "starting: RuntimeError: no memory")
     with pytest.raises(EvalError, match="reference engine fails"):
