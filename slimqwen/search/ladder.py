@@ -21,7 +21,7 @@ from typing import Any
 
 from slimqwen import checkpoint
 from slimqwen import variant as variants
-from slimqwen.analysis.roofline import bounds, cost
+from slimqwen.analysis.roofline import cost
 from slimqwen.analysis.roofline.architecture import shape_model
 from slimqwen.analysis.roofline.gpu import Gpu
 from slimqwen.checkpoint.shape import Shape, tensor_bytes
@@ -99,7 +99,7 @@ class Ladder:
         batch = min(
             decoding.sequences,
             candidate.max_sequences or decoding.sequences,
-            bounds.fitting_batch(model, self.gpu, decoding.context_len, candidate.depth),
+            model.fitting_batch(self.gpu, decoding.context_len, candidate.depth),
         )
         step = cost.decode(model, self.gpu, batch, decoding.context_len, candidate.depth, acceptance_length)
         return step.tokens_per_second

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, PositiveInt, ValidationError
 
 from slimqwen import checkpoint
-from slimqwen.analysis.roofline.gpu import Precision, RooflineError
+from slimqwen.analysis.roofline.gpu import Gpu, Precision, RooflineError
 from slimqwen.checkpoint import draft_head
 from slimqwen.checkpoint.packing import PACKED, Quantisation
 from slimqwen.checkpoint.shape import Shape, tensor_bytes
@@ -16,6 +16,9 @@ from slimqwen.checkpoint.tensors import TensorInfo
 
 SIXTEEN_BIT = 2
 """Bytes per number in the dtype that vLLM computes in, float16 or bfloat16."""
+
+MEMORY_UTILIZATION = 0.92
+"""vLLM's default of --gpu-memory-utilization."""
 
 _STATE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _KV_BYTES = {"float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
@@ -102,6 +105,29 @@ class Model:
     def cached_layers(self, num_speculative_tokens: int) -> int:
         """Number of layers with a KV cache; the MTP head has one only if it drafts."""
         return self.attention_layers + (self.drafter_layers if num_speculative_tokens else 0)
+
+    def fitting_batch(
+        self, gpu: Gpu, context_len: int, num_speculative_tokens: int, share: float = MEMORY_UTILIZATION
+    ) -> int:
+        """Sequences that fit into GPU memory beside the weights.
+
+        Args:
+            context_len: cached tokens per sequence.
+            num_speculative_tokens: drafted tokens per step (K).
+            share: of the GPU's memory that vLLM may use.
+
+        Raises:
+            RooflineError: not even one fits.
+        """
+        weights = self.resident_bytes(num_speculative_tokens)
+        sequence = self.sequence_bytes(context_len, num_speculative_tokens)
+        fitting = int((share * gpu.memory_gib * 2**30 - weights) // sequence)
+        if fitting < 1:
+            raise RooflineError(
+                f"weights and {context_len} tokens need {(weights + sequence) / 2**30:.1f} GiB, and vLLM may use "
+                f"{share:.0%} of {gpu.name}'s {gpu.memory_gib:.0f} GiB; use a larger GPU or a smaller variant"
+            )
+        return fitting
 
 
 class _Shape(BaseModel):

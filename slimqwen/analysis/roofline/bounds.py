@@ -10,7 +10,7 @@ from slimqwen import checkpoint
 from slimqwen import variant as variants
 from slimqwen.analysis.roofline import cost
 from slimqwen.analysis.roofline import gpu as data_sheets
-from slimqwen.analysis.roofline.architecture import Model, read_model
+from slimqwen.analysis.roofline.architecture import MEMORY_UTILIZATION, Model, read_model
 from slimqwen.analysis.roofline.gpu import Gpu, RooflineError
 from slimqwen.analysis.roofline.record import (
     AcceptanceLength,
@@ -41,9 +41,6 @@ ASSUMPTIONS = (
 
 _NOTED_L2_SHARE = 0.1
 """From this share of the weights on, a note says that the L2 cache may beat the memory bound."""
-
-_MEMORY_UTILIZATION = 0.92
-"""vLLM's default of --gpu-memory-utilization."""
 
 
 def write(
@@ -158,30 +155,6 @@ def tokens_per_second_by_depth(
         depth: [rate(batch_size, depth, length) for batch_size in batch_sizes]
         for depth, length in acceptance_lengths.items()
     }
-
-
-def fitting_batch(
-    model: Model, gpu: Gpu, context_len: int, num_speculative_tokens: int, share: float = _MEMORY_UTILIZATION
-) -> int:
-    """Sequences that fit into GPU memory beside the weights.
-
-    Args:
-        context_len: cached tokens per sequence.
-        num_speculative_tokens: drafted tokens per step (K).
-        share: of the GPU's memory that vLLM may use.
-
-    Raises:
-        RooflineError: not even one fits.
-    """
-    weights = model.resident_bytes(num_speculative_tokens)
-    sequence = model.sequence_bytes(context_len, num_speculative_tokens)
-    fitting = int((share * gpu.memory_gib * 2**30 - weights) // sequence)
-    if fitting < 1:
-        raise RooflineError(
-            f"weights and {context_len} tokens need {(weights + sequence) / 2**30:.1f} GiB, and vLLM may use "
-            f"{share:.0%} of {gpu.name}'s {gpu.memory_gib:.0f} GiB; use a larger GPU or a smaller variant"
-        )
-    return fitting
 
 
 @dataclass(frozen=True)
@@ -309,9 +282,9 @@ class ServedVariant:
         Raises:
             RooflineError: not even one fits.
         """
-        share = float(self.flags.get("gpu-memory-utilization", _MEMORY_UTILIZATION))
+        share = float(self.flags.get("gpu-memory-utilization", MEMORY_UTILIZATION))
         try:
-            fitting = fitting_batch(self.model, gpu, context_len, self.num_speculative_tokens, share)
+            fitting = self.model.fitting_batch(gpu, context_len, self.num_speculative_tokens, share)
         except RooflineError as error:
             raise RooflineError(f"{self.variant.name}: {error}") from None
         return min(self.max_num_seqs, fitting)

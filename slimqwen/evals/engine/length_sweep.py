@@ -42,19 +42,7 @@ _SHOWN_LENGTHS = 12
 
 
 class LengthSweepSettings(LimitSettings):
-    """eval/length_sweep/<name>.yaml.
-
-    Attributes:
-        text: source of the user message: tinyworld, or a text file relative to the repository.
-        seed: seed of the text.
-        near_tie_nats: log-probability gap of the reference engine below which either token is correct.
-        cached_tie_nats: the same for an answer from the cache that is not the engine's own cold answer, which the same
-            kernels computed; None for `near_tie_nats`.
-        draft_tokens: K of MTP, for a variant that is served without.
-        lengths: number of consecutive prompt lengths, from two blocks of the KV cache and one token on.
-        output_tokens: length of each continuation.
-        timeout_s: time limit of one engine, seconds.
-    """
+    """eval/length_sweep/<name>.yaml; tinyworld.yaml explains each field."""
 
     folder: ClassVar[str] = "length_sweep"
 
