@@ -274,7 +274,10 @@ def shown_facts(plan: Plan) -> dict[str, str]:
 def _compiled(kernels: TritonKernels) -> str:
     lost = sum(bool(kernel.lost) for kernel in kernels.kernels)
     blocked = sum(not kernel.runs for kernel in kernels.kernels)
-    return f"{len(kernels.kernels)} for {kernels.target}, {lost} lose choices, {blocked} cannot run"
+    summary = f"{len(kernels.kernels)} for {kernels.target}, {lost} lose choices, {blocked} cannot run"
+    if kernels.compiled_at_start is None:
+        return summary
+    return f"{summary}, a first start compiles {kernels.compiled_at_start or 'none'}"
 
 
 _KERNEL = "LinearKernel"

@@ -82,30 +82,31 @@ def plan(
     raise typer.Exit(1 if would_die else 0)
 
 
-@app.command()
-def libraries(
+@app.command("compile")
+def compile_ahead(
     variant: VariantName,
     gpu: Annotated[str, typer.Option(metavar="GPU", help="GPU model of eval/simulated_gpus.yaml")],
     folder: Annotated[
         Path | None,
-        typer.Option(help="for the archive and its manifest (default: .cache/libraries/VARIANT-GPU)"),
+        typer.Option(help="for the archive and its manifest (default: .cache/compiled/VARIANT-GPU)"),
     ] = None,
 ) -> None:
-    """Compile the libraries of FlashInfer that a variant's plan names, without a GPU, and pack them as a compile cache.
+    """Compile ahead, without a GPU, the FlashInfer libraries and Triton kernels of a first start, and pack them.
 
     `slimqwen image build --cache` takes the archive; beside the checkpoint, `slimqwen serve` finds it.
     """
-    from slimqwen.plan import flashinfer_archive
+    from slimqwen.plan import archive
     from slimqwen.serving import baked_cache
 
     subject = variants.load(variant)
-    destination = folder or subject.root / ".cache" / "libraries" / f"{variant}-{gpu}"
-    log = subject.root / "logs" / f"libraries-{variant}-{gpu}.log"
+    destination = folder or subject.root / ".cache" / "compiled" / f"{variant}-{gpu}"
+    log = subject.root / "logs" / f"compile-{variant}-{gpu}.log"
     with progress_bar() as progress:
-        archive = flashinfer_archive.make(subject, gpu, destination, log=log, progress=progress)
-    for name, seconds in archive.baked.libraries.items():
+        packed = archive.make(subject, gpu, destination, log=log, progress=progress)
+    for name, seconds in packed.baked.libraries.items():
         say(f"{name}: compiled in {seconds:g} s")
-    rest = ", ".join(module.module for module in archive.plan.jit if not module.libraries)
+    say(f"Triton kernels: {len(packed.baked.kernels)} forms")
+    rest = ", ".join(module.module for module in packed.plan.jit if not module.libraries)
     if rest:
         say(f"cannot be compiled ahead, and is compiled at its first use: {rest}")
     say(f"packed: {destination / baked_cache.ARCHIVE}")

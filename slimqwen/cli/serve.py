@@ -81,7 +81,7 @@ def serve(
 
 def _fitness(cache: "CompileCache") -> str:
     if cache.usable and not cache.usable.graphs:
-        return "fits this machine and these flags; it holds libraries of FlashInfer, and vLLM compiles its graphs"
+        return "fits this machine and these flags; it holds no graphs, which vLLM compiles"
     if cache.usable:
         return "fits this machine and these flags; the log says graph by graph whether it was loaded"
     return f"not used, vLLM will compile: {'; '.join(cache.differences)}"

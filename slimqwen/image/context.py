@@ -45,7 +45,7 @@ _INSTALLED = (
 )
 _SERVING = ("scripts/serve.py",)
 _ANY_MACHINE = frozenset({"OMP_NUM_THREADS"})
-_CACHE_FOLDER = re.compile(r"\.cache/[\w.-]+/(?=vllm|inductor)")
+_CACHE_FOLDER = re.compile(r"\.cache/[\w.-]+/(?=vllm|inductor|flashinfer|triton)")
 _OF_THE_HOST = frozenset({"instruction set", "cores", "compute capability", "CUDA"})
 
 

@@ -133,7 +133,7 @@ def verify(
         with image.file_system() as stream:
             contents = contract.read(stream, _root_of(image.settings, expected), image.settings.user)
         checks = contract.check(contents, image.settings, expected)
-        checks.append(_check("FlashInfer's libraries compiled ahead", compiled_late(contents.cache, content)))
+        checks.append(_check("libraries and kernels compiled ahead", compiled_late(contents.cache, content)))
         dry_run = trial = None
         if expected.platform == "cpu" and contents.description is not None:
             progress("dry run", 0, 0)
@@ -249,7 +249,7 @@ def compiled_anew(log: str, description: context.Description) -> Iterator[str]:
 
 
 def compiled_late(cache: baked_cache.BakedCache | None, content: context.Content) -> Iterator[str]:
-    """Libraries that a plan names for a GPU of the compile cache's compute capability, and the cache lacks.
+    """What a plan names for a GPU of the compile cache's compute capability to be compiled, and the cache lacks.
 
     Args:
         cache: manifest of the image's compile cache.
@@ -268,6 +268,11 @@ def compiled_late(cache: baked_cache.BakedCache | None, content: context.Content
         for module in jit_modules.as_baked(plan.jit, cache.libraries):
             if module.libraries and not module.baked:
                 yield f"{module.module} is compiled at its first use on {gpu}; bake the compile cache anew"
+        if plan.kernels and plan.kernels.forms > len(cache.kernels):
+            yield (
+                f"the plan for {gpu} has {plan.kernels.forms} forms of Triton kernels and the compile cache "
+                f"{len(cache.kernels)}; bake it anew"
+            )
 
 
 def _wait(server: container.Started, client: httpx.Client, log: Path, progress: Progress) -> dict[str, int]:

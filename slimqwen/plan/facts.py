@@ -110,6 +110,14 @@ class TritonKernels(Facts):
     kernels: list[TritonKernel]
     operators: list[str] = Field(description="operators in C++ that the warm-up reached and passed over")
     left_out: list[str] = Field(description="what was not compiled, and why")
+    forms: int = Field(
+        0, description="kernels times signatures times choices, that compiled; 0 in older plans"
+    )
+    compiled_at_start: int | None = Field(
+        None,
+        description="forms that a first start compiles, for no archive beside the checkpoint holds them; null in plans "
+        "made before archives held kernels",
+    )
 
 
 class Toolkit(Facts):

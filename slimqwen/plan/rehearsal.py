@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -50,15 +50,15 @@ class _Request(BaseModel):
     settings: dict[str, str]
     toolkit: bool
     kernels: bool = False
-    libraries: Path | None = None
+    cache_root: Path | None = None
     answers: int
 
 
-class LibraryBuild(BaseModel):
-    """Libraries of FlashInfer that were compiled, and what the server that loads them is, as a manifest states it.
+class Build(BaseModel):
+    """What was compiled for a server, and what that server is, as a manifest states it.
 
     Attributes:
-        seconds: library -> seconds of its compilation.
+        seconds: library of FlashInfer -> seconds of its compilation.
         machine: versions and compute capability.
         flags: decisive flags, values as JSON.
         environment: variables that a config.env gave.
@@ -76,7 +76,7 @@ class _Answer(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     plan: Plan
-    build: LibraryBuild | None
+    build: Build | None
 
 
 def run(
@@ -124,26 +124,28 @@ def run(
     return [answer.plan for answer in _ask(request, log, progress)]
 
 
-def build_libraries(
+def build(
     root: Path,
     name: str,
     gpu_name: str,
     gpu: GpuModel,
-    folder: Path,
+    cache_root: Path,
     *,
     log: Path,
+    kernels: bool,
     settings: dict[str, str] | None = None,
     progress: Progress = silent,
-) -> tuple[Plan, LibraryBuild]:
-    """Compile the libraries of FlashInfer that a variant loads on a GPU, which need not be here.
+) -> tuple[Plan, Build]:
+    """Compile what a variant would compile at its first start on a GPU, which need not be here.
 
     Args:
         root: the repository.
         name: variant.
         gpu_name: short name of the GPU model.
         gpu: model to simulate.
-        folder: receives <library>/<library>.so.
+        cache_root: receives the libraries of FlashInfer and the kernels, where a server's compile cache has them.
         log: receives what vLLM and the compilers print.
+        kernels: whether to compile the Triton kernels too, which a start on that GPU would do as well.
         settings: lines that replace those of the variant's config.env.
         progress: receives (activity, variants done, variants).
 
@@ -157,7 +159,7 @@ def build_libraries(
     # What is asked here is what the process finds: it composes a toolkit where the host has none.
     request = _Request(
         root=root, gpu_name=gpu_name, gpu=gpu, variants=[name], settings=settings or {}, toolkit=True,
-        libraries=folder, answers=-1,
+        kernels=kernels, cache_root=cache_root, answers=-1,
     )  # fmt: skip
     (answer,) = _ask(request, log, progress)
     if answer.build is None:
@@ -175,7 +177,7 @@ def _ask(request: _Request, log: Path, progress: Progress) -> list[_Answer]:
     received: list[_Answer] = []
     wanted, activity = len(request.variants), f"plans for {request.gpu_name}"
     environment = dict(os.environ)
-    if request.libraries is not None:
+    if request.cache_root is not None:
         environment["FLASHINFER_WORKSPACE_BASE"] = str(request.root / ".cache" / "flashinfer-build")
     with log.open("w") as output, os.fdopen(receiving) as answers:
         process = subprocess.Popen(
@@ -293,32 +295,56 @@ def _rehearse(request: _Request, name: str) -> _Answer:
             specs = jit_modules.specifications(config, layout, resolved["jit"])
             baked = command.cache.libraries if command.cache else ()
             resolved["jit"] = jit_modules.with_libraries(resolved["jit"], specs, baked)
+            folders: list[str] = []
             if request.kernels and request.gpu is not None:
                 step = "Triton kernels"
                 warned = len(warnings)
-                resolved["kernels"] = warm_up_steps.compile_kernels(
-                    config, target, draft, layout, request.gpu, request.root / ".cache" / "triton"
+                resolved["kernels"], folders = warm_up_steps.compile_kernels(
+                    config,
+                    target,
+                    draft,
+                    layout,
+                    request.gpu,
+                    _triton_cache(request),
+                    command.cache.kernels if command.cache else (),
                 )
                 del warnings[warned:]  # of the warm-up on torch's meta device
-            if request.libraries is not None:
-                step = "compilation of FlashInfer's libraries"
-                if command.cache is None:
-                    raise ServingError(
-                        "it compiles no graphs, so it has no compile cache; set VLLM_ENFORCE_EAGER=0 in its config.env"
-                    )
-                wanted = [spec for module in specs.values() for spec in module]
-                build = LibraryBuild(
-                    seconds=jit_modules.build(wanted, request.libraries),
-                    machine=baked_cache.this_machine(command.platform, command.variables),
-                    flags=baked_cache.decisive(command.flags),
-                    environment=dict(command.variables),
-                )
+            if request.cache_root is not None:
+                step = "compilation"
+                build = _compile(request, request.cache_root, command, specs, folders)
         except Exception as error:  # any refusal by vLLM is an answer
             resolved["failed_at"] = step
             resolved["error"] = " ".join(f"{type(error).__name__}: {error}".split())[:1000]
             logging.getLogger(__name__).exception("rehearsal of %s", name)
     plan = Plan(**resolved, warnings=list(dict.fromkeys(warnings)), outbound_hosts=sorted(hosts))
     return _Answer(plan=plan, build=build)
+
+
+def _compile(
+    request: _Request,
+    cache_root: Path,
+    command: ServerCommand,
+    specs: Mapping[str, Sequence[Any]],
+    folders: Sequence[str],
+) -> Build:
+    """Put the libraries of FlashInfer and the compiled kernels where a server's compile cache has them."""
+    if command.cache is None:
+        raise ServingError(
+            "it compiles no graphs, so it has no compile cache; set VLLM_ENFORCE_EAGER=0 in its config.env"
+        )
+    for folder in folders:
+        shutil.copytree(_triton_cache(request) / folder, cache_root / baked_cache.KERNELS / folder)
+    libraries = [spec for module in specs.values() for spec in module]
+    return Build(
+        seconds=jit_modules.build(libraries, cache_root / baked_cache.LIBRARIES),
+        machine=baked_cache.this_machine(command.platform, command.variables),
+        flags=baked_cache.decisive(command.flags),
+        environment=dict(command.variables),
+    )
+
+
+def _triton_cache(request: _Request) -> Path:
+    return request.root / ".cache" / "triton"
 
 
 def _toolkit() -> Toolkit:

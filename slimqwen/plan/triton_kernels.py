@@ -38,6 +38,7 @@ class Compilation:
         registers: of a thread.
         spilled_bytes: of a thread, in local memory.
         tensor_memory_columns: of a block.
+        folder: of Triton's cache, named by everything that the machine code depends on; empty where it did not compile.
         error: why it did not compile; None where it did.
     """
 
@@ -49,6 +50,7 @@ class Compilation:
     registers: int = 0
     spilled_bytes: int = 0
     tensor_memory_columns: int = 0
+    folder: str = ""
     error: str | None = None
 
     def lost(self, shared_limit_bytes: int) -> str | None:
@@ -65,6 +67,11 @@ class Compilation:
                 f"the GPU has {_TENSOR_MEMORY_COLUMNS}"
             )
         return None
+
+
+def cache_folders(compilations: Sequence[Compilation]) -> list[str]:
+    """Names of the folders of Triton's cache that hold compiled kernels."""
+    return sorted({compilation.folder for compilation in compilations if compilation.folder})
 
 
 def summarise(compilations: Sequence[Compilation], gpu: GpuModel) -> list[TritonKernel]:
@@ -155,6 +162,8 @@ def _words(config: Any) -> str:
 
 
 def _measured(name: str, choice: str, launch: int, kernel: Any) -> Compilation:
+    from triton.runtime.cache import get_cache_manager
+
     metadata = kernel.metadata
     registers, spilled = _register_use(kernel.asm["cubin"])
     return Compilation(
@@ -166,6 +175,7 @@ def _measured(name: str, choice: str, launch: int, kernel: Any) -> Compilation:
         registers=registers,
         spilled_bytes=spilled,
         tensor_memory_columns=getattr(metadata, "tmem_size", None) or 0,
+        folder=Path(get_cache_manager(kernel.hash).cache_dir).name,
     )
 
 

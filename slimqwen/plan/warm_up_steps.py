@@ -11,7 +11,7 @@ import contextlib
 import functools
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +20,7 @@ from unittest.mock import patch
 from slimqwen.plan import jit_modules, meta_device, triton_kernels
 from slimqwen.plan.facts import TritonKernels
 from slimqwen.plan.gpu_model import GpuModel
+from slimqwen.vllm_plugin import triton_cache
 
 _LIBRARY_ATTENTION = ("FLASH_ATTN", "FLASHINFER")
 """Backends whose kernels are a library's: their layers pass their output on, not computed."""
@@ -34,8 +35,8 @@ _NEVER_SEEN = (
 
 
 def compile_kernels(
-    config: Any, target: Any, draft: Any, layout: Any, gpu: GpuModel, cache: Path
-) -> TritonKernels:
+    config: Any, target: Any, draft: Any, layout: Any, gpu: GpuModel, cache: Path, baked: Collection[str]
+) -> tuple[TritonKernels, list[str]]:
     """Compile every Triton kernel that vLLM's warm-up launches for a variant.
 
     Args:
@@ -44,7 +45,11 @@ def compile_kernels(
         draft: its MTP head; None without drafts.
         layout: of its KV cache.
         gpu: the simulated GPU.
-        cache: folder of Triton's compiled kernels.
+        cache: Triton's cache.
+        baked: folders of Triton's cache that an archive beside the checkpoint holds.
+
+    Returns:
+        The kernels, and the folders of Triton's cache that they are in.
 
     Raises:
         Exception: vLLM's model runner cannot be made.
@@ -54,18 +59,23 @@ def compile_kernels(
     compilations: list[triton_kernels.Compilation] = []
     if config.use_v2_model_runner:
         os.environ["TRITON_CACHE_DIR"] = str(cache)
+        triton_cache.find_beside_group_file()
         with _device(operators), triton_kernels.compiled_not_launched() as compilations:
             _take_steps(config, target, draft, layout, left_out)
     else:
         left_out.append("all of them: this is not vLLM's V2 model runner")
     major, minor = gpu.capability
-    return TritonKernels(
+    folders = triton_kernels.cache_folders(compilations)
+    kernels = TritonKernels(
         target=f"sm_{major}{minor}",
         shared_memory_bytes=gpu.shared_memory_kib * 2**10,
         kernels=triton_kernels.summarise(compilations, gpu),
         operators=sorted(operators),
         left_out=list(dict.fromkeys(left_out)),
+        forms=len(folders),
+        compiled_at_start=len(set(folders) - set(baked)),
     )
+    return kernels, folders
 
 
 def _take_steps(config: Any, target: Any, draft: Any, layout: Any, left_out: list[str]) -> None:

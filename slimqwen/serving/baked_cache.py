@@ -1,7 +1,7 @@
 """Baked compile cache: what starts of vLLM would compile, packed beside the checkpoint with a manifest.
 
-It holds the graphs that one start compiled, and the libraries of FlashInfer that were compiled ahead of it
-(`slimqwen.plan.jit_modules`), which takes no GPU: an archive may hold either alone.
+It holds the graphs and Triton kernels that one start compiled, and the libraries of FlashInfer that were compiled ahead
+of it. An archive without graphs holds what can be compiled without a GPU (`slimqwen.plan.archive`).
 
 The manifest says on what machine and with which flags the archive was made. It is used only where all of that is
 the same, because vLLM's own keys leave things out (the draft depth, the thread count), and a hit is never assumed:
@@ -36,7 +36,10 @@ ARCHIVE, MANIFEST = COMPILE_CACHE
 LIBRARIES = "flashinfer"
 """Folder of a cache root with FlashInfer's libraries, <name>/<name>.so each: as FlashInfer keeps prebuilt ones."""
 
-_PACKED = ("vllm/torch_compile_cache", "vllm/modelinfos", LIBRARIES)
+KERNELS = "triton"
+"""Folder of a cache root that is Triton's cache: a folder for each form of a kernel."""
+
+_PACKED = ("vllm/torch_compile_cache", "vllm/modelinfos", LIBRARIES, KERNELS)
 """The parts of a cache root that hold compiled graphs, their kernels and what the autotuner found, and what vLLM knows
 of the model's class: without it a start asks a process of its own for it, which imports vLLM (`_ModelInfo` in
 vllm/model_executor/models/registry.py)."""
@@ -57,6 +60,10 @@ _DECIDE_NOTHING = frozenset(
     }
 )
 """Flags that no graph depends on; every other one has to be the same, whether vLLM's own key knows it or not."""
+
+
+_READ_OF_KERNELS = frozenset({".json", ".cubin"})
+"""What Triton reads of a compiled kernel; the steps of its compilation are half of its cache."""
 
 
 def _below_root(name: str) -> str:
@@ -91,6 +98,12 @@ class BakedCache(BaseModel):
     libraries: dict[str, float] = {}
     files: dict[Annotated[str, AfterValidator(_below_root)], str]
     archive_sha256: str
+
+    @property
+    def kernels(self) -> frozenset[str]:
+        """Compiled forms of Triton kernels, as folders of Triton's cache."""
+        parts = (PurePosixPath(name).parts for name in self.files)
+        return frozenset(folder for root, folder, *_ in parts if root == KERNELS)
 
 
 @dataclass(frozen=True)
@@ -201,13 +214,11 @@ def pack(root: Path, destination: Path, **made_by: Any) -> BakedCache:
         made_by: the manifest's machine, device, flags, environment, graphs and libraries.
 
     Raises:
-        ServingError: no compiled graph is there, and the manifest names no library alone.
+        ServingError: no compiled graph is there although the manifest names one, or nothing is there at all.
     """
-    found = (path for part in _PACKED for path in sorted((root / part).rglob("*")))
-    files = {path.relative_to(root).as_posix(): path for path in found}
-    files = {name: path for name, path in files.items() if path.is_file() and not path.is_symlink()}
-    only_libraries = made_by.get("libraries") and not made_by.get("graphs")
-    if not only_libraries and not any(name.endswith("/model") for name in files):
+    found = [path for part in _PACKED for path in sorted((root / part).rglob("*"))]
+    files = {path.relative_to(root).as_posix(): path for path in found if _is_packed(path, root)}
+    if (made_by.get("graphs") or not files) and not any(name.endswith("/model") for name in files):
         raise ServingError(f"vLLM saved no compiled graph under {root}; its log says why")
     archive = destination / ARCHIVE
     with tarfile.open(archive, "w:gz") as packed:
@@ -221,6 +232,12 @@ def pack(root: Path, destination: Path, **made_by: Any) -> BakedCache:
     text = json.dumps(baked.model_dump(mode="json"), indent=1, sort_keys=True)
     (destination / MANIFEST).write_text(text + "\n", encoding="utf-8")
     return baked
+
+
+def _is_packed(path: Path, root: Path) -> bool:
+    if not path.is_file() or path.is_symlink():
+        return False
+    return (root / KERNELS) not in path.parents or path.suffix in _READ_OF_KERNELS
 
 
 def restore(folder: Path, baked: BakedCache, root: Path) -> None:

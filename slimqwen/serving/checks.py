@@ -146,7 +146,7 @@ def _check_cache(command: ServerCommand) -> None:
     name = command.variant.name
     if cache.usable and not cache.usable.graphs:
         raise ServingError(
-            f"REQUIRE_BAKED=1 and the compile cache of {name} holds libraries of FlashInfer alone, no compiled graph; "
+            f"REQUIRE_BAKED=1 and the compile cache of {name} holds no compiled graph; "
             f"`slimqwen recipe run --variant {name}` on a GPU host bakes both"
         )
     if cache.usable:

@@ -74,6 +74,11 @@ class CompileCache:
         """Libraries of FlashInfer that need no compilation."""
         return frozenset(self.usable.libraries if self.usable else ())
 
+    @property
+    def kernels(self) -> frozenset[str]:
+        """Forms of Triton kernels that need no compilation, as folders of Triton's cache."""
+        return self.usable.kernels if self.usable else frozenset()
+
 
 @dataclasses.dataclass(frozen=True)
 class ServerCommand:
@@ -242,7 +247,9 @@ class ServerCommand:
         """The same command with an unbaked compile cache in another folder: for baking, and to time a cold start."""
         assert self.cache is not None
         cache = CompileCache(root, None, (), required=False)
-        environment = MappingProxyType({**self.environment, **_cache_environment(cache, self.variables)})
+        environment = MappingProxyType(
+            {**self.environment, **_cache_environment(cache, self.platform, self.variables)}
+        )
         return dataclasses.replace(self, cache=cache, environment=environment)
 
     def held_against(self, expected: engine_facts.Expected) -> "ServerCommand":
@@ -309,7 +316,7 @@ def _environment(
         policy.VARIABLE: policy.of(variant).model_dump_json(),
     }
     if cache is not None:
-        environment |= _cache_environment(cache, variables)
+        environment |= _cache_environment(cache, platform, variables)
     if platform == "cpu":
         environment["OMP_NUM_THREADS"] = str(machine.physical_cores())
         # Without it vLLM takes 0.92 of the machine's memory.
@@ -317,8 +324,15 @@ def _environment(
     return environment | dict(variables)
 
 
-def _cache_environment(cache: CompileCache, variables: Mapping[str, str]) -> dict[str, str]:
-    wanted = compile_watch.Wanted(required=cache.required, libraries=str(cache.root / baked_cache.LIBRARIES))
+def _cache_environment(
+    cache: CompileCache, platform: Platform, variables: Mapping[str, str]
+) -> dict[str, str]:
+    kernels = {"TRITON_CACHE_DIR": str(cache.root / baked_cache.KERNELS)} if platform == "cuda" else {}
+    wanted = compile_watch.Wanted(
+        required=cache.required,
+        libraries=str(cache.root / baked_cache.LIBRARIES),
+        kernels=kernels.get("TRITON_CACHE_DIR", ""),
+    )
     baked = cache.usable
     if (
         baked is not None
@@ -332,4 +346,5 @@ def _cache_environment(cache: CompileCache, variables: Mapping[str, str]) -> dic
         "VLLM_CACHE_ROOT": str(cache.root / "vllm"),
         "TORCHINDUCTOR_CACHE_DIR": str(cache.root / "inductor"),
         compile_watch.VARIABLE: wanted.model_dump_json(),
+        **kernels,
     }

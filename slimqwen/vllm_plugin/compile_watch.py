@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 from pydantic import BaseModel, ConfigDict
 
-from slimqwen.vllm_plugin import vllm_log
+from slimqwen.vllm_plugin import triton_cache, vllm_log
 from slimqwen.vllm_plugin.engine_fixes.upstream import expect, expect_parameters
 from slimqwen.vllm_plugin.errors import PluginError
 
@@ -36,6 +36,7 @@ class Wanted(BaseModel):
         device: name of the GPU that the cache was made on, if this one has another name; else empty.
         capability: compute capability of that GPU, "8.6".
         libraries: folder of FlashInfer's libraries that were compiled ahead; it may be missing.
+        kernels: Triton's cache folder; it may be missing, and is empty on a CPU.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -44,6 +45,7 @@ class Wanted(BaseModel):
     device: str = ""
     capability: str = ""
     libraries: str = ""
+    kernels: str = ""
 
 
 def register() -> None:
@@ -61,6 +63,10 @@ def register() -> None:
     watch(required=wanted.required)
     if wanted.libraries and Path(wanted.libraries).is_dir():
         load_flashinfer_libraries(Path(wanted.libraries))
+    if wanted.kernels:
+        triton_cache.find_beside_group_file()
+        if Path(wanted.kernels).is_dir():
+            triton_cache.log_compilations(Path(wanted.kernels))
     if wanted.required:
         # FlashInfer asks for it before each compilation.
         os.environ["FLASHINFER_DISABLE_JIT"] = "1"

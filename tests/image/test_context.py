@@ -180,3 +180,10 @@ def test_an_image_holds_the_newest_plan_of_each_device_and_what_a_start_reads_wi
     plans = {name for name in served if name.startswith("results/")}
     assert plans == {written[22, "child"], written[20, "child"]}
     assert "eval/known_trouble.yaml" in served
+
+
+@pytest.mark.parametrize("part", ["vllm", "inductor", "flashinfer", "triton"])
+def test_where_an_installation_keeps_its_compile_cache_is_no_difference(part):
+    here = context.without_paths(f"X=/home/me/slimqwen/.cache/tiny-best-0a1b/{part}", "/home/me/slimqwen")
+    there = context.without_paths(f"X=/opt/slimqwen/.cache/baked-2c3d/{part}", "/opt/slimqwen")
+    assert here == there == f"X=ROOT/.cache/CACHE/{part}"

@@ -7,6 +7,7 @@ import pytest
 from slimqwen import variant
 from slimqwen.image import verify
 from slimqwen.plan import gpu_model
+from slimqwen.plan.facts import TritonKernels
 from slimqwen.serving import baked_cache
 from tests.plan import example
 
@@ -50,18 +51,29 @@ def test_an_image_with_a_compile_cache_has_every_graph_from_there(description):
 
 
 @pytest.mark.parametrize(
-    ("capability", "libraries", "faults"),
-    [("8.6", (), 1), ("8.6", ("prefill",), 0), ("9.0", (), 0)],
+    ("capability", "libraries", "kernels", "faults"),
+    [
+        ("8.6", (), 2, 1),
+        ("8.6", ("prefill",), 2, 0),
+        ("8.6", ("prefill",), 1, 1),
+        ("8.6", (), 0, 2),
+        ("9.0", (), 0, 0),
+    ],
 )
-def test_an_image_whose_cache_lacks_a_planned_library_of_its_gpu_has_a_fault(
-    content, monkeypatch, capability, libraries, faults
+def test_an_image_whose_cache_lacks_what_its_gpu_is_planned_to_compile_has_a_fault(
+    content, monkeypatch, capability, libraries, kernels, faults
 ):
     plan = example.plan(backend="FLASHINFER", libraries=("prefill",))
+    forms = TritonKernels(
+        target="sm_86", shared_memory_bytes=101_376, kernels=[], operators=[], left_out=[], forms=2
+    )
+    plan = plan.model_copy(update={"kernels": forms})
     monkeypatch.setattr(verify.start_plan, "find_all", lambda command, toolkit: {"a10g": plan})
     model = gpu_model.load(variant.repository_root(), "a10g")
     monkeypatch.setattr(verify.gpu_model, "read", lambda root: {"a10g": model})
     cache = baked_cache.BakedCache(
-        machine={"compute capability": capability}, device="", flags={}, environment={}, graphs={}, files={},
+        machine={"compute capability": capability}, device="", flags={}, environment={}, graphs={},
+        files={f"triton/{number}/k.cubin": "ab" for number in range(kernels)},
         libraries=dict.fromkeys(libraries, 1.0), archive_sha256="ab",
     )  # fmt: skip
     on_gpu = dataclasses.replace(content, command=dataclasses.replace(content.command, platform="cuda"))

@@ -142,8 +142,11 @@ def test_starts_at_once_restore_once_and_never_take_a_file_from_each_other(packe
 
 def test_a_start_that_saved_no_graph_is_not_packed(root, tmp_path):
     (root / next(iter(GRAPHS))).unlink()
+    facts = {"machine": {}, "device": "", "flags": {}, "environment": {}}
     with pytest.raises(ServingError, match="saved no compiled graph"):
-        baked_cache.pack(root, tmp_path, machine={}, device="", flags={}, environment={}, graphs={})
+        baked_cache.pack(root, tmp_path, graphs={"backbone": 30.5}, **facts)
+    with pytest.raises(ServingError, match="saved no compiled graph"):
+        baked_cache.pack(tmp_path / "empty", tmp_path, graphs={}, **facts)
     assert not (tmp_path / baked_cache.MANIFEST).exists()
 
 
@@ -235,6 +238,16 @@ def test_libraries_are_packed_beside_graphs_and_either_part_is_restored(with_lib
         (place / damaged).unlink()
     baked_cache.restore(folder, baked, place)
     assert contents(place) == {**GRAPHS, LIBRARY: b"a library"}
+
+
+def test_of_triton_s_kernels_what_a_start_reads_is_packed(root, tmp_path):
+    for name in ("__grp__k.json", "k.json", "k.cubin", "k.ptx", "k.ttir"):
+        (root / "triton" / "KEY" / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / "triton" / "KEY" / name).write_bytes(name.encode())
+    baked = pack(root, tmp_path / "checkpoint", graphs={"backbone": 30.5})
+    names = {name for name in baked.files if name.startswith("triton/")}
+    assert names == {f"triton/KEY/{name}" for name in ("__grp__k.json", "k.json", "k.cubin")}
+    assert baked.kernels == {"KEY"}
 
 
 def test_libraries_alone_are_an_archive_and_leave_the_graphs_of_later_starts_alone(with_library, tmp_path):

@@ -1,7 +1,7 @@
 """The stage `bake_cache`: start the variant once as it will be served, and pack vLLM's compile cache.
 
-On a GPU the libraries of FlashInfer that its plan names are compiled before that start and packed with its graphs; a
-host without a GPU can do that part alone (`slimqwen.plan.flashinfer_archive`).
+On a GPU the libraries of FlashInfer that its plan names are compiled before that start and packed with its graphs and
+Triton kernels; a host without a GPU can compile libraries and kernels (`slimqwen.plan.archive`).
 
 The checkpoint passes through unchanged, with the archive and its manifest beside it. The command is built by the same
 code as for `make serve`. The stage ends with a second start from the packed archive, in another folder, that must not
@@ -176,21 +176,22 @@ def _build_libraries(command: ServerCommand, cache_root: Path, progress: Progres
     variant, device = command.variant, gpu.first_visible(command.variables)
     if device is None:
         raise ServingError(
-            f"no GPU here to compile the graphs of {variant.name} on; bake it on a GPU host, or only compile "
-            f"FlashInfer's libraries here: `slimqwen plan libraries --variant {variant.name} --gpu NAME`"
+            f"no GPU here to compile the graphs of {variant.name} on; bake it on a GPU host, or compile "
+            f"here what takes none: `slimqwen plan compile --variant {variant.name} --gpu NAME`"
         )
     names = [name for name, model in gpu_model.read(variant.root).items() if model.name == device.name]
     if not names:
         raise ServingError(f"{gpu_model.FILE} does not list {device.name}; add its data there")
     log = cache_root / "libraries.log"
     try:
-        _, build = rehearsal.build_libraries(
+        _, build = rehearsal.build(
             variant.root,
             variant.name,
             names[0],
             gpu_model.load(variant.root, names[0]),
-            cache_root / baked_cache.LIBRARIES,
+            cache_root,
             log=log,
+            kernels=False,
             settings={"VLLM_MODEL": str(variant.weights)},
             progress=progress,
         )

@@ -1,4 +1,4 @@
-"""Libraries of FlashInfer compiled without a GPU: packed, named by the plan, and loaded without a compiler."""
+"""FlashInfer's libraries and Triton's kernels compiled without a GPU: packed, named by the plan, loaded elsewhere."""
 
 import json
 import os
@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from slimqwen import variant
-from slimqwen.plan import flashinfer_archive, gpu_model, rehearsal, trouble
+from slimqwen.plan import archive as archives
+from slimqwen.plan import gpu_model, rehearsal, trouble
 from slimqwen.serving import baked_cache
 
 ROOT = variant.repository_root()
@@ -52,13 +53,20 @@ def root(tmp_path_factory):
 @pytest.fixture(scope="module")
 def archive(root):
     subject = variant.load(NAME, root)
-    return flashinfer_archive.make(subject, "a10g", subject.weights, log=root / "build.log")
+    return archives.make(subject, "a10g", subject.weights, log=root / "build.log")
 
 
-def plan(root, toolkit=False):
+def plan(root):
     (planned,) = rehearsal.run(
-        root, [NAME], "a10g", gpu_model.load(root, "a10g"), log=root / "plan.log", toolkit=toolkit
+        root,
+        [NAME],
+        "a10g",
+        gpu_model.load(root, "a10g"),
+        log=root / "plan.log",
+        toolkit=False,
+        kernels=True,
     )
+    assert planned.error is None, (root / "plan.log").read_text()[-2000:]
     return planned
 
 
@@ -68,6 +76,33 @@ def test_the_plan_of_a_variant_with_the_archive_says_that_nothing_is_left_to_com
     planned = plan(root)
     assert [(module.libraries, module.baked) for module in planned.jit] == [(["sampling"], True)]
     assert not [entry for entry in trouble.matches(planned, trouble.read(ROOT)) if entry.effect == "dies"]
+    assert planned.kernels.forms == len(archive.baked.kernels) > 100
+    assert planned.kernels.compiled_at_start == 0
+
+
+def test_triton_compiles_no_kernel_anew_from_the_restored_archive(root, archive, tmp_path):
+    checkout = tmp_path / "checkout"
+    shutil.copytree(root, checkout, ignore=shutil.ignore_patterns(".cache"))
+    baked_cache.restore(variant.load(NAME, root).weights, archive.baked, tmp_path / "cache")
+    kernels = checkout / ".cache" / "triton"
+    kernels.parent.mkdir()
+    (tmp_path / "cache" / baked_cache.KERNELS).rename(kernels)
+    plan(checkout)
+    # A compilation leaves its steps, which an archive has not, except where the kernel does not compile.
+    assert {path.name for path in kernels.iterdir()} == archive.baked.kernels
+    assert not list(kernels.rglob("*.ptx"))
+
+
+def test_without_the_archive_a_first_start_compiles_every_form(root, archive):
+    weights = variant.load(NAME, root).weights
+    for name in (baked_cache.ARCHIVE, baked_cache.MANIFEST):
+        (weights / name).rename(root / name)
+    try:
+        planned = plan(root)
+    finally:
+        for name in (baked_cache.ARCHIVE, baked_cache.MANIFEST):
+            (root / name).rename(weights / name)
+    assert planned.kernels.compiled_at_start == planned.kernels.forms == len(archive.baked.kernels)
 
 
 def test_flashinfer_loads_the_restored_library_where_it_may_compile_nothing(root, archive, tmp_path):

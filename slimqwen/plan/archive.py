@@ -1,6 +1,7 @@
-"""Libraries of FlashInfer for a variant on a GPU model, compiled on any host and packed as a compile cache.
+"""What a variant would compile at its first start on a GPU model, compiled on any host and packed as a compile cache.
 
-The half of baking that takes no GPU; the stage `bake_cache` does both on a host with one.
+These are FlashInfer's libraries and Triton's kernels. The graphs of torch.compile take a GPU, so the stage `bake_cache`
+packs all three on a host with one.
 """
 
 import dataclasses
@@ -17,16 +18,16 @@ from slimqwen.serving import baked_cache
 from slimqwen.variant import Variant
 
 
-class NoLibrariesError(SlimqwenError):
-    """A variant that loads no library which could be compiled ahead."""
+class NothingToCompileError(SlimqwenError):
+    """A variant that compiles nothing at its first start which could be compiled ahead."""
 
 
 @dataclasses.dataclass(frozen=True)
-class LibraryArchive:
+class Archive:
     """What was packed.
 
     Attributes:
-        plan: of the variant on the GPU model, by which the libraries were chosen.
+        plan: of the variant on the GPU model, by which libraries and kernels were chosen.
         baked: the archive's manifest, without graphs.
     """
 
@@ -36,8 +37,8 @@ class LibraryArchive:
 
 def make(
     variant: Variant, gpu_name: str, destination: Path, *, log: Path, progress: Progress = silent
-) -> LibraryArchive:
-    """Compile the libraries that a variant's plan names and pack them with a manifest of the variant's flags.
+) -> Archive:
+    """Compile what a first start would compile and pack it with a manifest of the variant's flags.
 
     Args:
         variant: the variant; its checkpoint need not be here.
@@ -48,30 +49,25 @@ def make(
 
     Raises:
         GpuModelError: the GPU model is not listed.
-        NoLibrariesError: there is nothing to compile ahead.
+        NothingToCompileError: there is nothing to compile ahead.
         RehearsalError: a compiler is missing or failed, vLLM refuses the variant, it compiles no graphs, or torch is
             a CPU build.
     """
     model = gpu_model.load(variant.root, gpu_name)
-    with tempfile.TemporaryDirectory(prefix="slimqwen-libraries-") as folder:
-        plan, build = rehearsal.build_libraries(
-            variant.root,
-            variant.name,
-            gpu_name,
-            model,
-            Path(folder) / baked_cache.LIBRARIES,
-            log=log,
-            progress=progress,
+    with tempfile.TemporaryDirectory(prefix="slimqwen-compile-") as folder:
+        cache_root = Path(folder)
+        plan, build = rehearsal.build(
+            variant.root, variant.name, gpu_name, model, cache_root, log=log, kernels=True, progress=progress
         )
-        if not build.seconds:
-            raise NoLibrariesError(
-                f"{variant.name} loads no library of FlashInfer on {gpu_name} that can be compiled ahead; its plan "
-                f"says what is compiled there: `slimqwen plan --variant {variant.name} --gpu {gpu_name}`"
+        if not any(cache_root.iterdir()):
+            raise NothingToCompileError(
+                f"{variant.name} compiles nothing on {gpu_name} that could be compiled ahead; its plan says what is "
+                f"compiled there: `slimqwen plan --kernels --variant {variant.name} --gpu {gpu_name}`"
             )
         destination.mkdir(parents=True, exist_ok=True)
         progress("packing", 0, 0)
         baked = baked_cache.pack(
-            Path(folder),
+            cache_root,
             destination,
             machine=build.machine,
             device=model.name,
@@ -83,4 +79,4 @@ def make(
     manifest = variant.weights / MANIFEST
     if manifest.is_file() and destination.resolve() != variant.weights.resolve():
         shutil.copyfile(manifest, destination / MANIFEST)
-    return LibraryArchive(plan, baked)
+    return Archive(plan, baked)

@@ -1,0 +1,60 @@
+"""Triton's compiled kernels inside vLLM's processes: found in a cache that was moved, and compilations logged."""
+
+import functools
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from slimqwen.vllm_plugin.engine_fixes.upstream import expect, expect_parameters
+
+_NAME = "triton_cache"
+logger = logging.getLogger(__name__)
+
+
+def find_beside_group_file() -> None:
+    """Have Triton look for a kernel's files beside their group file, or no cache could be moved.
+
+    The group file holds absolute paths (`FileCacheManager.put_group` in triton/runtime/cache.py). Goes away when
+    `get_group` there takes the names alone.
+    """
+    from triton.runtime.cache import FileCacheManager
+
+    stock = FileCacheManager.get_group
+    if getattr(stock, "looks_beside", False):
+        return
+    expect_parameters(_NAME, stock, ("self", "filename"))
+
+    @functools.wraps(stock)
+    def get_group(self: Any, filename: str) -> dict[str, str] | None:
+        group_file = self.get_file(f"__grp__{filename}")
+        if group_file is None:
+            return None
+        try:
+            names = json.loads(Path(group_file).read_bytes())["child_paths"]
+        except (OSError, ValueError, KeyError):
+            return None  # as the stock function: compiled anew
+        paths = {name: self.get_file(name) for name in names}
+        return {name: path for name, path in paths.items() if path is not None}
+
+    get_group.looks_beside = True  # type: ignore[attr-defined] # how a second call knows
+    FileCacheManager.get_group = get_group
+
+
+def log_compilations(folder: Path) -> None:
+    """Log every kernel that is compiled although kernels were compiled ahead.
+
+    Args:
+        folder: Triton's cache, with the kernels that were compiled ahead.
+    """
+    from triton import knobs
+
+    expect(_NAME, hasattr(knobs.compilation, "listener"), "triton.knobs.compilation has no listener")
+
+    def log(*, src: Any, metadata: Any, metadata_group: Any, times: Any, cache_hit: bool) -> None:
+        if not cache_hit:
+            logger.info("Triton kernel %s compiled in %.2f s", src.name, times.total / 1e6)
+
+    knobs.compilation.listener = log
+    forms = sum(1 for path in folder.iterdir() if path.is_dir())
+    logger.info("Triton kernels from the compile cache: %d", forms)
