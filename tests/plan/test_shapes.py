@@ -22,7 +22,8 @@ BITS = {"BF16": 2, "F32": 4, "I32": 4, "I64": 8}
         ("cyankiwi-seq8-v64k", 65536, {"mlp"}),
         ("cyankiwi-seq8-w4lm", 248320, {"mlp", "lm_head"}),
         ("cyankiwi-seq8-shortcot-w4lm-v64k-mtp4", 65536, {"mlp", "lm_head"}),
-        ("qwen3.5-4b-best", 65536, {"mlp"}),
+        ("cyankiwi-best", 248320, {"mlp"}),
+        ("qwen3.5-4b-best", 65536, {"mlp", "attention", "linear_attention", "mtp"}),
     ],
 )
 def test_recipes_decide_vocabulary_and_packed_linears(name, rows, packed):
@@ -31,7 +32,7 @@ def test_recipes_decide_vocabulary_and_packed_linears(name, rows, packed):
     stored = shape.tensors
     assert stored["model.language_model.embed_tokens.weight"][1] == (rows, 2560)
     assert ("lm_head.weight_packed" in stored) == ("lm_head" in packed)
-    assert not any(name.startswith("mtp.") and "packed" in name for name in stored)
+    assert any(name.startswith("mtp.") and "packed" in name for name in stored) == ("mtp" in packed)
 
 
 def test_a_trimmed_draft_vocabulary_adds_rows_and_ids_beside_the_mtp_head(root, add_variant):

@@ -65,6 +65,7 @@ def test_what_kills_a_server_is_named(changes, killing):
         ({"prefix_caching": True, "shortest_hit": 1000}, "prefix-cache-beside-mtp"),
         ({"drafts": 0, "prefix_caching": True, "shortest_hit": 1089}, "prefix-hits-out-of-reach"),
         ({"dtype": "float16"}, "float16-slow-decode"),
+        ({"state_dtype": "float16"}, "float16-states-slow-decode"),
         ({"sizes": (8, 16), "full": (40,)}, "graphs-not-multiples"),
         ({"full": (5, 10, 15)}, "verify-steps-without-graphs"),
         ({"schedule": [[1, 4, 4], [5, 8, 2]]}, "draft-depth-by-load"),

@@ -15,8 +15,15 @@ A10G = gpus.read("a10g", ROOT)
 
 def test_each_lever_saves_the_bytes_that_it_is_for():
     steps = list(waterfall.steps(variant.load("qwen3.5-4b-best"), A10G, 2048))
-    assert [step.lever for step in steps[:4]] == ["qwen3.5-4b", "drafts, K = 4", "calibrate", "prune_vocab"]
-    base, drafts, packed, pruned = steps[:4]
+    assert [step.lever for step in steps] == [
+        "qwen3.5-4b",
+        "drafts, K = 4",
+        "calibrate",
+        "prune_vocab",
+        "trim_draft_vocab",
+        "calibrate",
+    ]
+    base, drafts, packed, pruned, trimmed, packed_drafts = steps
     assert [step.num_speculative_tokens for step in steps[:3]] == [0, 4, 4]
     assert base.part_bytes["draft head"] == 0
     assert drafts.part_bytes["draft head"] == 4 * base.part_bytes["output head"] == 4 * 248320 * 2560 * 2
@@ -24,6 +31,8 @@ def test_each_lever_saves_the_bytes_that_it_is_for():
     assert packed.part_bytes["output head"] == drafts.part_bytes["output head"]
     assert pruned.part_bytes["output head"] == 65536 * 2560 * 2
     assert pruned.seconds < packed.seconds
+    assert trimmed.part_bytes["draft head"] == 4 * 32768 * 2560 * 2
+    assert packed_drafts.part_bytes["draft layers"] < 0.3 * trimmed.part_bytes["draft layers"]
 
 
 def test_parts_add_up_to_the_bytes_of_the_cost_model():
