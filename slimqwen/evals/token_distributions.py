@@ -15,9 +15,9 @@ import torch
 import transformers
 from torch import Tensor
 
-from slimqwen import checkpoint
 from slimqwen.checkpoint.files import VOCAB_MAP, kept_token_ids
 from slimqwen.evals import EvalError
+from slimqwen.evals.baseline_model import KEPT_STATES, BaselineModel
 from slimqwen.evals.fidelity_figures import (
     HEAD_LOG_PROBABILITY,
     JOINED,
@@ -93,7 +93,7 @@ def compare(
     kept_ids = kept_token_ids(variant_weights)
     read = read_texts(root / settings.texts, split)
     texts = list(_tokenised(variant_weights, baseline_weights, settings, read, kept_ids, max_model_len))
-    baseline = _BaselineModel(baseline_weights)
+    baseline = BaselineModel(baseline_weights, root / KEPT_STATES)
     comparisons: list[TextComparison] = []
     longest = max(len(text.variant_ids) for text in texts)
     with in_process.engine(
@@ -155,7 +155,7 @@ def compare_served(
     kept_ids = kept_token_ids(variant_weights)
     read = read_texts(root / settings.texts, split)
     texts = list(_tokenised(variant_weights, baseline_weights, settings, read, kept_ids, max_model_len))
-    baseline = _BaselineModel(baseline_weights)
+    baseline = BaselineModel(baseline_weights, root / KEPT_STATES)
     comparisons = []
     with ThreadPoolExecutor(settings.batch) as pool:
         for first in range(0, len(texts), settings.batch):
@@ -194,25 +194,6 @@ def read_texts(file: Path, split: Split | None = None) -> list[tuple[str, str]]:
             "proof_share of the suite"
         )
     return chosen
-
-
-class _BaselineModel:
-    """The baseline in transformers, float32."""
-
-    def __init__(self, weights: Path) -> None:
-        config = checkpoint.read_config(weights)
-        if "quantization_config" in config:
-            raise EvalError(f"{weights} is quantised; compare with the checkpoint that it was made from")
-        architecture = getattr(transformers, config["architectures"][0])
-        transformers.utils.logging.set_verbosity_error()
-        self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._model = architecture.from_pretrained(weights, dtype=torch.float32).eval().to(self._device)
-
-    def log_probabilities(self, ids: Sequence[int]) -> Tensor:
-        """Log-probabilities of every token after the first: float32 [len(ids) - 1, vocabulary], in main memory."""
-        with torch.inference_mode():
-            logits = self._model(torch.tensor([ids[:-1]], device=self._device), use_cache=False).logits[0]
-            return logits.float().log_softmax(-1).cpu()
 
 
 class _Comparer:

@@ -1,0 +1,92 @@
+"""A baseline's next-token distributions by transformers in float32, its hidden states kept for the next comparison."""
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from slimqwen import checkpoint
+from slimqwen.evals import EvalError
+
+KEPT_STATES = Path(".cache") / "baseline_states"
+"""Folder of a repository with the hidden states of baselines; whatever is deleted there is computed again."""
+
+_STATES = "hidden_states"
+
+
+class BaselineModel:
+    """The baseline in transformers, float32.
+
+    Transformers has no fused kernel for Gated DeltaNet on a CPU, so reading the texts takes longer than the engine that
+    is compared with it; every variant of a baseline, and every mode, is held against the same states. What is kept of
+    a text is what the output head reads, tokens x hidden size x 4 bytes, by the content of the checkpoint.
+    """
+
+    def __init__(self, weights: Path, cache: Path) -> None:
+        """Load the checkpoint.
+
+        Args:
+            weights: checkpoint, not quantised.
+            cache: folder of kept hidden states; made at the first text.
+
+        Raises:
+            EvalError: the checkpoint is quantised.
+        """
+        config = checkpoint.read_config(weights)
+        if "quantization_config" in config:
+            raise EvalError(f"{weights} is quantised; compare with the checkpoint that it was made from")
+        architecture = getattr(transformers, config["architectures"][0])
+        transformers.utils.logging.set_verbosity_error()
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._model = architecture.from_pretrained(weights, dtype=torch.float32).eval().to(self._device)
+        self._cache = cache
+        self._maker = (
+            checkpoint.digest(weights),
+            transformers.__version__,
+            torch.__version__,
+            torch.cuda.get_device_name()
+            if self._device == "cuda"
+            else torch.backends.cpu.get_cpu_capability(),
+        )
+
+    def log_probabilities(self, ids: Sequence[int]) -> Tensor:
+        """Log-probabilities of every token after the first: float32 [len(ids) - 1, vocabulary], in main memory."""
+        file = (
+            self._cache
+            / f"{hashlib.sha256(json.dumps([self._maker, list(ids)]).encode()).hexdigest()}.safetensors"
+        )
+        with torch.inference_mode():
+            states = _read(file)
+            if states is None:
+                states = self._hidden_states(ids[:-1])
+                _write(file, states)
+            logits = self._model.get_output_embeddings()(states.to(self._device))[0]
+            return logits.float().log_softmax(-1).cpu()
+
+    def _hidden_states(self, ids: Sequence[int]) -> Tensor:
+        """What the output head reads: float32 [1, len(ids), hidden size], in main memory."""
+        output = self._model.model(torch.tensor([list(ids)], device=self._device), use_cache=False)
+        return output.last_hidden_state.cpu()
+
+
+def _read(file: Path) -> Tensor | None:
+    """Kept states; None where there are none, or the file was cut."""
+    try:
+        return load_file(file)[_STATES]
+    except (FileNotFoundError, SafetensorError, KeyError):
+        return None
+
+
+def _write(file: Path, states: Tensor) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    # By rename, for a second evaluation may read the same text at the same time.
+    unfinished = file.with_suffix(f".{os.getpid()}")
+    save_file({_STATES: states.contiguous()}, unfinished)
+    unfinished.rename(file)

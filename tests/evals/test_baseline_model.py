@@ -1,0 +1,72 @@
+import json
+import shutil
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from slimqwen import variant
+from slimqwen.evals import EvalError
+from slimqwen.evals.baseline_model import BaselineModel
+
+TINY = variant.repository_root() / "weights" / "tiny"
+IDS = list(range(300, 372))
+
+
+@pytest.fixture
+def model(tmp_path):
+    return BaselineModel(TINY, tmp_path / "states")
+
+
+def without_layers(weights, cache, monkeypatch):
+    """A baseline that cannot read a text, only answer from kept states."""
+    model = BaselineModel(weights, cache)
+    monkeypatch.setattr(model, "_hidden_states", None)
+    return model
+
+
+def test_log_probabilities_are_those_of_the_whole_model(model):
+    whole = transformers.Qwen3_5ForCausalLM.from_pretrained(TINY, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        logits = whole(torch.tensor([IDS[:-1]]), use_cache=False).logits[0]
+    read = model.log_probabilities(IDS)
+    assert read.shape == (len(IDS) - 1, 8192)
+    assert torch.equal(read, logits.log_softmax(-1))
+
+
+def test_a_text_is_read_once_for_all_comparisons(model, tmp_path, monkeypatch):
+    first = model.log_probabilities(IDS)
+    again = without_layers(TINY, tmp_path / "states", monkeypatch)
+    assert torch.equal(again.log_probabilities(IDS), first)
+    (kept,) = (tmp_path / "states").iterdir()
+    assert kept.stat().st_size < first.nbytes / 10
+    with pytest.raises(TypeError):
+        again.log_probabilities(IDS[:-1])
+
+
+def test_states_that_were_cut_are_computed_again(model, tmp_path):
+    first = model.log_probabilities(IDS)
+    (kept,) = (tmp_path / "states").iterdir()
+    whole = kept.read_bytes()
+    kept.write_bytes(whole[: len(whole) // 2])
+    assert torch.equal(model.log_probabilities(IDS), first)
+    assert kept.read_bytes() == whole
+
+
+def test_another_checkpoint_has_states_of_its_own(model, tmp_path):
+    first = model.log_probabilities(IDS)
+    other = tmp_path / "other"
+    shutil.copytree(TINY, other)
+    file = other / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.0.mlp.down_proj.weight"] *= 1.5
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert not torch.equal(BaselineModel(other, tmp_path / "states").log_probabilities(IDS), first)
+
+
+def test_a_quantised_baseline_is_refused(tmp_path):
+    config = json.loads((TINY / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {}}))
+    with pytest.raises(EvalError, match="is quantised"):
+        BaselineModel(tmp_path, tmp_path / "states")
