@@ -162,8 +162,10 @@ def _levers(variant: Variant) -> Iterator[tuple[str, Model, int]]:
     name, shape = stages[0]
     yield name, shape_model(shape), 0
     yield f"drafts, K = {depth}", shape_model(shape), depth
-    for stage, shape in stages[1:]:
-        yield stage, shape_model(shape), depth
+    names = [stage for stage, _ in stages[1:]]
+    for number, (stage, shape) in enumerate(stages[1:]):
+        again = " again" if stage in names[:number] else ""
+        yield f"{stage}{again}", shape_model(shape), depth
     state_dtype = str(served.get("mamba-ssm-cache-dtype", "auto"))
     yield f"states in {state_dtype}", shape_model(shape, state_dtype=state_dtype), depth
     kv_dtype = str(served.get("kv-cache-dtype", "auto"))

@@ -21,7 +21,7 @@ def test_each_lever_saves_the_bytes_that_it_is_for():
         "calibrate",
         "prune_vocab",
         "trim_draft_vocab",
-        "calibrate",
+        "calibrate again",
     ]
     base, drafts, packed, pruned, trimmed, packed_drafts = steps
     assert [step.num_speculative_tokens for step in steps[:3]] == [0, 4, 4]
