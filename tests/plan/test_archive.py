@@ -22,6 +22,7 @@ pytestmark = [
     ),
 ]
 NAME = "cyankiwi-best"
+BASE = "cyankiwi"  # of its recipe, which gives the dimensions
 LOAD = """
 import json, sys
 from pathlib import Path
@@ -42,7 +43,7 @@ def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("repository")
     shutil.copytree(ROOT / "eval", root / "eval")
     shutil.copytree(ROOT / "weights" / "tiny", root / "weights" / "tiny")
-    for name in variant.load(NAME).lineage:
+    for name in {*variant.load(NAME).lineage, BASE}:
         shutil.copytree(ROOT / "experiments" / name, root / "experiments" / name)
     config = root / "experiments" / NAME / "config.env"
     lines = [line for line in config.read_text().splitlines() if "FLASHINFER_SAMPLER" not in line]
