@@ -6,8 +6,8 @@
    the share of the base's length at the gate's depth lies below the least one.
 4. speed: on a machine without the GPU the roofline with the measured acceptance length.
 
-Rungs 2 and 3 need an engine and run as one task, in a process of its own. What they measured is a pure function of the
-recipe's steps, flags, settings and versions: the answer is kept under a digest of these.
+Rungs 2 and 3 need an engine; each of their answers is a task in a process of its own. What it measured is a pure
+function of the recipe's steps, flags, settings and versions, and is kept under a digest of these.
 """
 
 import hashlib
@@ -128,7 +128,7 @@ class Ladder:
             variant: the base, or the incumbent.
             depth: tokens drafted at a time (K).
         """
-        argument = {"candidate": variant.name, "depth": depth}
+        argument = {"candidate": variant.name, "depths": [depth]}
         request = self.reference_request(variant, depth)
         return self._task(request, f"drafts of {variant.name}", rungs.count_drafts, argument)
 
@@ -140,7 +140,10 @@ class Ladder:
         return [recipe, self._shared(self.budget.acceptance), depth]
 
     def requests(self, candidate: Candidate) -> dict[str, Any]:
-        """What decides the answers of `rungs.climb`, by their name; all candidates of one target share its fidelity."""
+        """What decides the answers of a candidate's rungs, by the names of these, in their order.
+
+        All candidates of one target share its fidelity.
+        """
         requests = {"fidelity": self._request(candidate.target, self.budget.fidelity)}
         if candidate.depth:
             acceptance = self.budget.acceptance
@@ -152,17 +155,22 @@ class Ladder:
             ]
         return requests
 
-    def task(self, candidate: Candidate, name: str, known: Mapping[str, Any]) -> Task:
-        """Make a candidate and take it over the rungs that need an engine.
+    def task(self, candidate: Candidate, name: str, answer: str) -> Task:
+        """Measure one answer of a candidate's rungs.
 
         Args:
             candidate: what is measured.
             name: of its variant in the overlay.
-            known: answers that need not be measured again, by name.
+            answer: key of `requests`.
         """
-        target = candidate.target.in_overlay(self.base, self.space, self.overlay)
-        argument = {"candidate": name, "target": target.name, "depth": candidate.depth, "known": dict(known)}
-        return self._task(self.requests(candidate), name, rungs.climb, argument)
+        request, title = self.requests(candidate)[answer], f"{answer} of {name}"
+        if answer == "fidelity":
+            target = candidate.target.in_overlay(self.base, self.space, self.overlay)
+            return self._task(request, title, rungs.compare_distributions, {"candidate": target.name})
+        argument = {"candidate": name, "depths": self.budget.counted_depths(candidate.depth)}
+        if answer == "base_acceptance":
+            argument = {"candidate": self.base.name, "depths": [self.budget.acceptance.gate_depth]}
+        return self._task(request, title, rungs.count_drafts, argument)
 
     def _request(self, candidate: Candidate, settings: Settings) -> Any:
         made = [candidate.recipe(self.base, self.space), candidate.lines(self.base)]

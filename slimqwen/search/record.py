@@ -36,7 +36,9 @@ class SearchTrial(Block):
     number: Count
     name: str = Field(min_length=1, description="Digest of its recipe and flags.")
     changes: dict[str, Any] = Field(description="Levers that differ from the base's.")
-    rung: Rung = Field(description="Where it ended; fidelity for a crash in an engine.")
+    rung: Rung = Field(
+        description="Where it ended; in the records of 2026-11-23 fidelity for every crash in an engine."
+    )
     reason: str = Field(description="Why it ended there; empty where it passed every rung.")
     crashed: bool = Field(
         description="Whether it ended because something died or raised; such a trial has no score."

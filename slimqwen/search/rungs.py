@@ -1,7 +1,7 @@
 """The rungs of the ladder that need an engine, each a task in a process of its own that writes no record."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,71 +123,24 @@ class Shares:
         return cls(worst, values[worst][0], max(near for _, near in values.values()), figures.kl_nats)
 
 
-def count_drafts(root: Path, argument: Mapping[str, Any], progress: Progress) -> list[dict[str, Any]]:
-    """Make a variant and count its drafts greedily.
+def compare_distributions(root: Path, argument: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
+    """Make a variant and compare its next-token distributions with the base's.
 
     Args:
         root: the repository.
-        argument: {"overlay": folder, "base": name, "candidate": name, "budget": name, "depth": K, "deepest": K}.
+        argument: {"overlay": folder, "base": name, "candidate": name, "budget": name, "deepest": K}.
         progress: receives (activity, done, total).
 
     Returns:
-        Items of an acceptance record.
+        {"figures": `Figures` as JSON, "same": whether the weights are the base's}.
     """
-    base, variant = _load(root, argument, "candidate")
-    budget = Budget.of_variant(base, argument["budget"])
-    return _count(variant, base, budget, argument["deepest"], [argument["depth"]], progress)
-
-
-def climb(root: Path, argument: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
-    """Make a candidate, compare its distributions with the base's and count its drafts, as far as it gets.
-
-    Args:
-        root: the repository.
-        argument: as for `count_drafts`, and {"target": the candidate without drafts, "known": answers by rung}.
-        progress: receives (activity, done, total).
-
-    Returns:
-        {"fidelity": {"figures": `Figures` as JSON, "same": whether the weights are the base's},
-        "acceptance": items at the candidate's depth and the gate's, "base_acceptance": items at the gate's};
-        without the latter where it drafts nothing or ended before.
-    """
-    base, target = _load(root, argument, "target")
-    budget = Budget.of_variant(base, argument["budget"])
-    answers = dict(argument["known"])
-    if "fidelity" not in answers:
-        answers["fidelity"] = _compare(target, base, budget, progress)
-    if argument["depth"] and Shares.of(answers["fidelity"], budget).near <= 1:
-        if "base_acceptance" not in answers:
-            gate_depth = budget.acceptance.gate_depth
-            answers["base_acceptance"] = _count(
-                base, base, budget, argument["deepest"], [gate_depth], progress
-            )
-        if "acceptance" not in answers:
-            _, candidate = _load(root, argument, "candidate")
-            depths = budget.counted_depths(argument["depth"])
-            answers["acceptance"] = _count(candidate, base, budget, argument["deepest"], depths, progress)
-    return answers
-
-
-def _load(root: Path, argument: Mapping[str, Any], which: str) -> tuple[Variant, Variant]:
-    overlay = root / argument["overlay"]
-    return variants.load(argument["base"], overlay), variants.load(argument[which], overlay)
-
-
-def _make(variant: Variant, progress: Progress) -> None:
-    if variant.recipe is not None:
-        variant_recipe.run(variant, progress=progress)
-    variant.require_weights()
-
-
-def _compare(target: Variant, base: Variant, budget: Budget, progress: Progress) -> dict[str, Any]:
     from slimqwen.evals import token_distributions
 
-    _make(target, progress)
-    command = ServerCommand.resolve(target)
+    base, variant, budget = _load(root, argument)
+    _make(variant, progress)
+    command = ServerCommand.resolve(variant)
     texts = token_distributions.compare(
-        target.weights,
+        variant.weights,
         base.weights,
         budget.fidelity,
         base.root,
@@ -198,18 +151,39 @@ def _compare(target: Variant, base: Variant, budget: Budget, progress: Progress)
         progress=progress,
     )
     figures = summarise(texts)["single"]
-    same = checkpoint.digest(target.weights) == checkpoint.digest(base.weights)
+    same = checkpoint.digest(variant.weights) == checkpoint.digest(base.weights)
     return {"figures": figures.as_json(), "same": same}
 
 
-def _count(
-    variant: Variant, base: Variant, budget: Budget, deepest: int, depths: Sequence[int], progress: Progress
-) -> list[dict[str, Any]]:
+def count_drafts(root: Path, argument: Mapping[str, Any], progress: Progress) -> list[dict[str, Any]]:
+    """Make a variant and count its drafts greedily.
+
+    Args:
+        root: the repository.
+        argument: as for `compare_distributions`, and {"depths": each a number of drafted tokens, K}.
+        progress: receives (activity, done, total).
+
+    Returns:
+        Items of an acceptance record.
+    """
+    base, variant, budget = _load(root, argument)
     settings = budget.acceptance
     _make(variant, progress)
     command = ServerCommand.resolve(variant)
     # The same prompts for every depth of the space.
-    longest = command.max_model_len - settings.tokens - deepest - 1
+    longest = command.max_model_len - settings.tokens - argument["deepest"] - 1
     classes = drafting.cut_prompts(settings, variant, base, longest, budget.split)
     flags = fidelity.weight_flags(command.flags)
-    return drafting.count(variant.weights, classes, settings, depths, [0.0], flags, progress)
+    return drafting.count(variant.weights, classes, settings, argument["depths"], [0.0], flags, progress)
+
+
+def _load(root: Path, argument: Mapping[str, Any]) -> tuple[Variant, Variant, Budget]:
+    overlay = root / argument["overlay"]
+    base, variant = (variants.load(argument[which], overlay) for which in ("base", "candidate"))
+    return base, variant, Budget.of_variant(base, argument["budget"])
+
+
+def _make(variant: Variant, progress: Progress) -> None:
+    if variant.recipe is not None:
+        variant_recipe.run(variant, progress=progress)
+    variant.require_weights()

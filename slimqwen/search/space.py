@@ -192,6 +192,7 @@ def _derived(base: Variant, gpu: Gpu) -> dict[str, tuple[Choice, ...]]:
     groups = tuple(size for size in _GROUP_SIZES if all(width % size == 0 for width in widths))
     capability = tuple(int(part) for part in gpu.compute_capability.split("."))
     recurrent = "linear_attention" in layers
+    wide_states = (text.get("mamba_ssm_dtype") or "bfloat16") != "bfloat16"
     return {
         "mlp": schemes(True),
         "attention": schemes("full_attention" in layers),
@@ -204,7 +205,8 @@ def _derived(base: Variant, gpu: Gpu) -> dict[str, tuple[Choice, ...]]:
         "draft_vocabulary": _DRAFT_VOCABULARY if drafts else (1.0,),
         "redistillation": (False, True) if drafts else (False,),
         "depth": _DEPTHS if drafts else (0,),
-        "state_dtype": ("auto", "float16") if recurrent else ("auto",),
+        # Not float16: vLLM's fused Gated DeltaNet kernel of verify steps takes bfloat16 or float32 alone.
+        "state_dtype": ("auto", "bfloat16") if recurrent and wide_states else ("auto",),
         "kv_cache_dtype": ("auto", "fp8") if capability >= _FP8_CAPABILITY else ("auto",),
         "max_sequences": (0,),
     }

@@ -9,9 +9,10 @@ import hashlib
 import json
 import math
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +66,18 @@ class Findings:
 
 @dataclass
 class _Running:
-    """A trial whose task has not ended."""
+    """A trial with a task that has not ended.
+
+    Attributes:
+        answer: what the task measures, a key of `Ladder.requests`.
+        began: when the task was submitted, seconds of the monotonic clock.
+    """
 
     trial: Any
     candidate: Candidate
     row: dict[str, Any]
-    began: float = field(default_factory=time.monotonic)
+    answer: str = ""
+    began: float = 0.0
 
 
 class Study:
@@ -92,6 +99,8 @@ class Study:
         self._folder, self._log = folder, log
         self._running: dict[str, _Running] = {}
         self._known: dict[str, SearchTrial] = {}
+        self._measured: dict[str, Any] = {}
+        self._interrupted: deque[Any] = deque()
         self._repeated = 0
 
     def run(self, trials: int, seconds: float = math.inf, width: int = 1) -> Findings:
@@ -180,19 +189,18 @@ class Study:
             directions=("minimize", "minimize", "minimize"),
             load_if_exists=True,
         )
-        waiting = [trial for trial in study.trials if trial.state == optuna.trial.TrialState.RUNNING]
         for trial in study.trials:
+            if trial.state == optuna.trial.TrialState.RUNNING:  # of a run that was interrupted
+                self._interrupted.append(optuna.trial.Trial(study, trial._trial_id))
             if "row" in trial.user_attrs:
                 row = SearchTrial.model_validate(trial.user_attrs["row"])
                 self._known[row.name] = row
             elif "repeated" in trial.user_attrs:
                 self._repeated += 1
-        for point in [trial.params for trial in waiting] or ([] if study.trials else self._first_points()):
+        for point in [] if study.trials else self._first_points():
             study.enqueue_trial(
                 {lever: point[lever] for lever in self._ladder.space.levers if lever in point}
             )
-        for trial in waiting:  # of a run that was interrupted
-            study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
         return study
 
     def _first_points(self) -> list[dict[str, Choice]]:
@@ -212,7 +220,7 @@ class Study:
         # A run that goes on proposes what one without an interruption would.
         seed = self._ladder.space.settings.seed + len(self._known) + self._repeated
         self._study.sampler = _sampler(seed)
-        trial = self._study.ask()
+        trial = self._interrupted.popleft() if self._interrupted else self._study.ask()
         point = self._suggest(trial)
         candidate = Candidate.at(point)
         ladder = self._ladder
@@ -241,15 +249,19 @@ class Study:
         if row["bound_tokens_per_second"] < least:
             self._end(trial, row, "roofline", reason)
             return
-        requests = ladder.requests(candidate)
-        known_answers = {name: self._answers.get(request) for name, request in requests.items()}
-        answers: dict[str, Any] = {name: each for name, each in known_answers.items() if each is not None}
-        fails = "fidelity" in answers and Shares.of(answers["fidelity"], ladder.budget).near > 1
-        if fails or len(answers) == len(requests):
-            self._end(trial, *self._judge(candidate, row, answers))
+        self._climb(_Running(trial, candidate, row))
+
+    def _climb(self, running: _Running) -> None:
+        """Begin the next measurement of a candidate, or end its trial where no rung needs one."""
+        requests = self._ladder.requests(running.candidate)
+        answers = {name: self._answer(request) for name, request in requests.items()}
+        missing = [name for name, answer in answers.items() if answer is None]
+        if not missing or (answers["fidelity"] and self._shares(answers).near > 1):
+            self._end(running.trial, *self._judge(running.candidate, running.row, answers))
             return
-        task = ladder.task(candidate, variant.name, answers)
-        self._running[task.key] = _Running(trial, candidate, row)
+        running.answer, running.began = missing[0], time.monotonic()
+        task = self._ladder.task(running.candidate, running.row["name"], running.answer)
+        self._running[task.key] = running
         self._executor.submit(task)
 
     def _least_speed(self) -> tuple[float, str]:
@@ -270,21 +282,29 @@ class Study:
 
     def _take(self, outcome: Outcome) -> None:
         running = self._running.pop(outcome.key)
-        row = {**running.row, "seconds": round(time.monotonic() - running.began, 1)}
+        running.row["seconds"] = round(running.row["seconds"] + time.monotonic() - running.began, 1)
         if isinstance(outcome, Failure):
-            self._end(running.trial, {**row, "crashed": True}, "fidelity", outcome.reason)
+            rung: Rung = "fidelity" if running.answer == "fidelity" else "acceptance"
+            self._end(running.trial, {**running.row, "crashed": True}, rung, outcome.reason)
             return
-        answers = outcome.value
-        for name, request in self._ladder.requests(running.candidate).items():
-            if name in answers and self._answers.get(request) is None:
-                self._answers.add(request, answers[name])
-        self._end(running.trial, *self._judge(running.candidate, row, answers))
+        request = self._ladder.requests(running.candidate)[running.answer]
+        if self._answer(request) is None:  # a candidate measured beside it may have had the same question
+            self._answers.add(request, outcome.value)
+            self._measured[_text(request)] = outcome.value
+        self._climb(running)
+
+    def _answer(self, request: Any) -> Any | None:
+        """What was measured, in this run or an earlier one; None where nothing was."""
+        return self._measured.get(_text(request), self._answers.get(request))
+
+    def _shares(self, answers: Mapping[str, Any]) -> Shares:
+        return Shares.of(answers["fidelity"], self._ladder.budget)
 
     def _judge(
         self, candidate: Candidate, row: dict[str, Any], answers: Mapping[str, Any]
     ) -> tuple[dict[str, Any], Rung, str]:
         """The row with the figures of a candidate's answers, the rung that it reached, and why it ended there."""
-        shares = Shares.of(answers["fidelity"], self._ladder.budget)
+        shares = self._shares(answers)
         row |= {
             "kl_nats": shares.kl_nats,
             "fidelity_share": shares.share,
@@ -384,6 +404,10 @@ class Study:
             self._incumbent.tokens_per_second,
             _sampler,
         )
+
+
+def _text(request: Any) -> str:
+    return json.dumps(request, sort_keys=True, default=str)
 
 
 def _sampler(seed: int) -> Any:

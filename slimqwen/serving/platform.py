@@ -1,6 +1,7 @@
 """Platform of this machine, cpu or cuda, and the flags that a CPU leaves out or replaces."""
 
 import importlib.util
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -45,8 +46,9 @@ def has_avx512() -> bool:
 
 
 def physical_cores() -> int:
-    """Cores of this machine, at least 1: as many OpenMP threads as vLLM's CPU kernels use best."""
-    return psutil.cpu_count(logical=False) or 1
+    """Cores that this process may use, at least 1: as many OpenMP threads as vLLM's CPU kernels use best."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(psutil.cpu_count(logical=False) or 1, allowed)
 
 
 def preloaded_libraries(environment: Mapping[str, str]) -> dict[str, str]:

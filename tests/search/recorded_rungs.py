@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from slimqwen import variant as variants
-from slimqwen.evals.drafting import AcceptanceSettings
 from slimqwen.recipe import recipe_file
 from slimqwen.search import rungs
 from slimqwen.search.executors import Failure, Outcome, Result, Task
@@ -47,21 +46,13 @@ class RecordedRungs:
         overlay = self._root / task.argument["overlay"]
         candidate = variants.load(task.argument["candidate"], overlay)
         if task.function is rungs.count_drafts:
-            return self._result(task, _items(candidate, task.argument["depth"]))
+            return Result(
+                task.key, [item for depth in task.argument["depths"] for item in _items(candidate, depth)]
+            )
         stages = _stages(candidate)
         if stages.get("calibrate", {}).get("targets", {}).get("linear_attention") == "W4A16":
             return Failure(task.key, "its process died (SIGSEGV)")
-        target = _stages(variants.load(task.argument["target"], overlay))
-        answers: dict[str, Any] = {"fidelity": _fidelity(target), **task.argument["known"]}
-        if _fidelity(target)["figures"]["kl_nats"]["value"] < 0.0033:
-            gate_depth = AcceptanceSettings.load(task.argument["budget"], self._root).gate_depth
-            depths = sorted({task.argument["depth"], gate_depth})
-            answers["acceptance"] = [item for depth in depths for item in _items(candidate, depth)]
-            answers["base_acceptance"] = _items(variants.load("tiny", overlay), gate_depth)
-        return self._result(task, answers)
-
-    def _result(self, task: Task, value: Any) -> Result:
-        return Result(task.key, value)
+        return Result(task.key, _fidelity(stages))
 
 
 def _stages(candidate: Variant) -> dict[str, Any]:

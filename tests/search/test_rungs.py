@@ -38,12 +38,11 @@ def small_ladder(ladder: Ladder, small_root: Path) -> Ladder:
     return dataclasses.replace(ladder, budget=Budget.of_variant(ladder.base, "tinyworld"))
 
 
-def climb(ladder: Ladder, candidate: Candidate) -> tuple[str, Result | Failure]:
+def measured(ladder: Ladder, candidate: Candidate, answer: str) -> Result | Failure:
     name = candidate.in_overlay(ladder.base, ladder.space, ladder.overlay).name
     with LocalExecutor(ladder.base.root, warm=True) as executor:
-        executor.submit(ladder.task(candidate, name, {}))
-        outcome = executor.wait()
-    return name, outcome
+        executor.submit(ladder.task(candidate, name, answer))
+        return executor.wait()
 
 
 def share(value: float, standard_error: float) -> SearchTrial:
@@ -73,20 +72,24 @@ def test_a_finalist_is_one_that_passes_its_proof_in_four_of_five_cases(ladder: L
 @pytest.mark.engine
 def test_a_candidate_is_made_compared_and_counted(small_ladder: Ladder) -> None:
     candidate = Candidate(head_bits=4, depth=2)
-    name, outcome = climb(small_ladder, candidate)
-    assert isinstance(outcome, Result), outcome
+    name = candidate.in_overlay(small_ladder.base, small_ladder.space, small_ladder.overlay).name
+    answers = {}
+    for answer in small_ladder.requests(candidate):
+        outcome = measured(small_ladder, candidate, answer)
+        assert isinstance(outcome, Result), outcome
+        answers[answer] = outcome.value
     made = variant.load(name, small_ladder.overlay).weights
     predicted = shape_model(small_ladder.shape(candidate))
     stored = read_model(list_tensors(made), checkpoint.read_config(made))
     for part in ("body", "head", "drafter"):
         assert getattr(predicted, part).bytes == getattr(stored, part).bytes
-    shares = Shares.of(outcome.value["fidelity"], small_ladder.budget)
+    shares = Shares.of(answers["fidelity"], small_ladder.budget)
     assert shares.kl_nats is not None
     assert 0 < shares.kl_nats.value < 0.01  # a packed head moves distributions, a little
-    assert 0 < outcome.value["fidelity"]["figures"]["texts"] < TEXTS  # those of the search's side alone
+    assert 0 < answers["fidelity"]["figures"]["texts"] < TEXTS  # those of the search's side alone
     gate_depth = small_ladder.budget.acceptance.gate_depth
     for side, depths in {"acceptance": [2, gate_depth], "base_acceptance": [gate_depth]}.items():
-        rows = summarise(outcome.value[side])
+        rows = summarise(answers[side])
         assert [row.depth for row in rows] == depths
         for row in rows:
             assert row.length is not None
@@ -96,6 +99,6 @@ def test_a_candidate_is_made_compared_and_counted(small_ladder: Ladder) -> None:
 @pytest.mark.engine
 def test_a_candidate_whose_engine_gives_no_numbers_is_a_failure_with_its_reason(small_ladder: Ladder) -> None:
     # A cache layout of another architecture: vLLM takes the flag and computes NaN.
-    _, outcome = climb(small_ladder, Candidate(kv_cache_dtype="fp8_ds_mla", depth=1))
+    outcome = measured(small_ladder, Candidate(kv_cache_dtype="fp8_ds_mla", depth=1), "fidelity")
     assert isinstance(outcome, Failure)
     assert "finite number" in outcome.reason

@@ -31,10 +31,15 @@ def test_the_embedded_model_has_every_lever_but_those_that_its_gpu_or_its_base_d
     space = derive(small_root)
     assert set(space.levers) == {
         "mlp", "attention", "linear_attention", "mtp", "group_size", "rounding", "head_bits", "vocabulary",
-        "draft_vocabulary", "redistillation", "depth", "state_dtype",
+        "draft_vocabulary", "redistillation", "depth",
     }  # fmt: skip
     assert space.choices["group_size"] == (32, 64)  # 128 does not divide 192
     assert space.choices["kv_cache_dtype"] == ("auto",)
+
+
+def test_states_of_32_bits_may_become_bfloat16(small_root: Path) -> None:
+    with_config(small_root, mamba_ssm_dtype="float32")
+    assert derive(small_root).choices["state_dtype"] == ("auto", "bfloat16")
 
 
 def test_an_fp8_cache_is_a_choice_where_the_gpu_reads_it(small_root: Path) -> None:

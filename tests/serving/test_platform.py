@@ -37,6 +37,14 @@ def test_an_fp8_kv_cache_is_left_out_only_without_avx512(monkeypatch):
         assert row.applies("fp8") is not available
 
 
+def test_cores_that_this_process_may_not_use_are_not_counted(monkeypatch):
+    monkeypatch.setattr(platform.psutil, "cpu_count", lambda logical: 8)
+
+    for allowed, counted in (({3}, 1), (set(range(16)), 8)):
+        monkeypatch.setattr(platform.os, "sched_getaffinity", lambda pid, allowed=allowed: allowed)
+        assert platform.physical_cores() == counted
+
+
 @pytest.fixture
 def torch_package(tmp_path, monkeypatch):
     """A folder in which torch is, with its OpenMP library."""
