@@ -8,8 +8,15 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-# In-process engines take one thread unless told; hubs are never asked.
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+# `pytest -n 2`: each worker, and every server that it starts, keeps to cores of its own, because OpenMP threads that
+# wait for one another spin, and take minutes from a test beside them.
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    cores = sorted(os.sched_getaffinity(0))[int(worker[2:]) :: int(os.environ["PYTEST_XDIST_WORKER_COUNT"])]
+    if cores:
+        os.sched_setaffinity(0, cores)
+
+# In-process engines take one thread unless the environment says how many; hubs are never asked.
+os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
