@@ -143,9 +143,8 @@ def _wait_for_health(port, process):
     deadline = time.monotonic() + 180
     while time.monotonic() < deadline:
         assert process.poll() is None, "the server ended before it was ready"
-        try:
+        with contextlib.suppress(httpx.HTTPError):
             if httpx.get(f"http://127.0.0.1:{port}/health", timeout=2).status_code == 200:
                 return
-        except httpx.HTTPError:
-            time.sleep(0.25)
+        time.sleep(0.25)
     pytest.fail("the server was not ready in time")
