@@ -38,11 +38,14 @@ def small_ladder(ladder: Ladder, small_root: Path) -> Ladder:
     return dataclasses.replace(ladder, budget=Budget.of_variant(ladder.base, "tinyworld"))
 
 
-def measured(ladder: Ladder, candidate: Candidate, answer: str) -> Result | Failure:
+def measured(ladder: Ladder, candidate: Candidate, *answers: str) -> dict[str, Result | Failure]:
     name = candidate.in_overlay(ladder.base, ladder.space, ladder.overlay).name
+    outcomes = {}
     with LocalExecutor(ladder.base.root, warm=True) as executor:
-        executor.submit(ladder.task(candidate, name, answer))
-        return executor.wait()
+        for answer in answers:
+            executor.submit(ladder.task(candidate, name, answer))
+            outcomes[answer] = executor.wait()
+    return outcomes
 
 
 def share(value: float, standard_error: float) -> SearchTrial:
@@ -74,8 +77,7 @@ def test_a_candidate_is_made_compared_and_counted(small_ladder: Ladder) -> None:
     candidate = Candidate(head_bits=4, depth=2)
     name = candidate.in_overlay(small_ladder.base, small_ladder.space, small_ladder.overlay).name
     answers = {}
-    for answer in small_ladder.requests(candidate):
-        outcome = measured(small_ladder, candidate, answer)
+    for answer, outcome in measured(small_ladder, candidate, *small_ladder.requests(candidate)).items():
         assert isinstance(outcome, Result), outcome
         answers[answer] = outcome.value
     made = variant.load(name, small_ladder.overlay).weights
@@ -99,6 +101,7 @@ def test_a_candidate_is_made_compared_and_counted(small_ladder: Ladder) -> None:
 @pytest.mark.engine
 def test_a_candidate_whose_engine_gives_no_numbers_is_a_failure_with_its_reason(small_ladder: Ladder) -> None:
     # A cache layout of another architecture: vLLM takes the flag and computes NaN.
-    outcome = measured(small_ladder, Candidate(kv_cache_dtype="fp8_ds_mla", depth=1), "fidelity")
+    candidate = Candidate(kv_cache_dtype="fp8_ds_mla", depth=1)
+    outcome = measured(small_ladder, candidate, "fidelity")["fidelity"]
     assert isinstance(outcome, Failure)
     assert "finite number" in outcome.reason
