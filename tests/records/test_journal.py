@@ -24,6 +24,7 @@ def test_answers_outlive_the_process_that_was_given_them(tmp_path):
         assert (answers.reused, len(answers)) == (0, 1)
         # The order in which a request names its fields says nothing.
         assert answers.get(dict(reversed(ASK.items()))) == [["salz ü", "stop", 3]]
+        assert answers.reused == 1
         assert answers.get(ASK | {"max_tokens": 5}) is None
         # What was used counts, not what was there.
         assert answers.reused == 1

@@ -58,6 +58,14 @@ def test_an_unknown_variant_names_the_nearest(add_variant, tmp_path):
         variant.load("tiny-akw", tmp_path)
 
 
+@pytest.mark.parametrize("line", ["MAX_BODY_BYTES=1", "THINKING_TOKEN_BUDGET=0"])
+def test_the_least_value_of_a_number_is_taken(add_variant, tmp_path, line):
+    key, value = line.split("=")
+    add_variant("a", f"VLLM_MODEL=weights/a\n{line}\n")
+
+    assert variant.load("a", tmp_path).settings[key].value == value
+
+
 def test_a_circle_of_bases_is_an_error_that_shows_the_circle(add_variant, tmp_path):
     add_variant("a", "BASE=b\nVLLM_MODEL=weights/a\n")
     add_variant("b", "BASE=a\n")
