@@ -26,6 +26,7 @@ class Journal:
     def __init__(self, file: Path, stream: io.FileIO, answers: Mapping[str, Any]) -> None:
         self._file, self._stream, self._answers = file, stream, answers
         self._count = len(answers)
+        self._added: dict[str, Any] = {}
         self._reused: set[str] = set()
 
     def __len__(self) -> int:
@@ -38,7 +39,7 @@ class Journal:
         return len(self._reused)
 
     def get(self, request: Any) -> Any | None:
-        """The answer of an earlier run; None without one.
+        """The answer of an earlier run, or of this one; None without one.
 
         Args:
             request: everything that decides the answer, as JSON.
@@ -46,7 +47,7 @@ class Journal:
         key = _digest(request)
         if key in self._answers:
             self._reused.add(key)
-        return self._answers.get(key)
+        return self._answers.get(key, self._added.get(key))
 
     def add(self, request: Any, answer: Any) -> None:
         """Append an answer.
@@ -55,8 +56,10 @@ class Journal:
             request: everything that decides the answer, as JSON.
             answer: what `get` returns for the request, as JSON.
         """
-        line = json.dumps([_digest(request), answer], ensure_ascii=False) + "\n"
+        key = _digest(request)
+        line = json.dumps([key, answer], ensure_ascii=False) + "\n"
         self._stream.write(line.encode())
+        self._added[key] = answer
         self._count += 1
 
     def discard(self) -> None:

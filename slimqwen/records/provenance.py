@@ -23,6 +23,7 @@ from slimqwen.host_load import HostLoad
 from slimqwen.records.record import CheckpointFiles, Git, Gpu, Hardware, Provenance, Record, ServedProvenance
 from slimqwen.records.split import split_of
 from slimqwen.serving.command import ServerCommand
+from slimqwen.serving.platform import allowed_cpus
 from slimqwen.variant import Variant
 
 _PACKAGES = (
@@ -312,7 +313,7 @@ def hardware() -> Hardware:
     return Hardware(
         cpu_model=model[1].strip() if model else platform.machine(),
         cpu_flags=tuple(flag for flag in _KERNEL_CPU_FLAGS if flag in present),
-        cpu_count=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cpu_count=allowed_cpus(),
         memory_bytes=psutil.virtual_memory().total,
         gpus=_gpus(),
     )

@@ -99,7 +99,6 @@ class Study:
         self._folder, self._log = folder, log
         self._running: dict[str, _Running] = {}
         self._known: dict[str, SearchTrial] = {}
-        self._measured: dict[str, Any] = {}
         self._interrupted: deque[Any] = deque()
         self._repeated = 0
 
@@ -254,7 +253,7 @@ class Study:
     def _climb(self, running: _Running) -> None:
         """Begin the next measurement of a candidate, or end its trial where no rung needs one."""
         requests = self._ladder.requests(running.candidate)
-        answers = {name: self._answer(request) for name, request in requests.items()}
+        answers = {name: self._answers.get(request) for name, request in requests.items()}
         missing = [name for name, answer in answers.items() if answer is None]
         if not missing or (answers["fidelity"] and self._shares(answers).near > 1):
             self._end(running.trial, *self._judge(running.candidate, running.row, answers))
@@ -288,14 +287,10 @@ class Study:
             self._end(running.trial, {**running.row, "crashed": True}, rung, outcome.reason)
             return
         request = self._ladder.requests(running.candidate)[running.answer]
-        if self._answer(request) is None:  # a candidate measured beside it may have had the same question
+        # A candidate that was measured beside this one may have had the same question.
+        if self._answers.get(request) is None:
             self._answers.add(request, outcome.value)
-            self._measured[_text(request)] = outcome.value
         self._climb(running)
-
-    def _answer(self, request: Any) -> Any | None:
-        """What was measured, in this run or an earlier one; None where nothing was."""
-        return self._measured.get(_text(request), self._answers.get(request))
 
     def _shares(self, answers: Mapping[str, Any]) -> Shares:
         return Shares.of(answers["fidelity"], self._ladder.budget)
@@ -404,10 +399,6 @@ class Study:
             self._incumbent.tokens_per_second,
             _sampler,
         )
-
-
-def _text(request: Any) -> str:
-    return json.dumps(request, sort_keys=True, default=str)
 
 
 def _sampler(seed: int) -> Any:

@@ -45,10 +45,14 @@ def has_avx512() -> bool:
     return bool(torch.cpu._is_avx512_supported())
 
 
+def allowed_cpus() -> int:
+    """Logical CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def physical_cores() -> int:
     """Cores that this process may use, at least 1: as many OpenMP threads as vLLM's CPU kernels use best."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(psutil.cpu_count(logical=False) or 1, allowed)
+    return min(psutil.cpu_count(logical=False) or 1, allowed_cpus())
 
 
 def preloaded_libraries(environment: Mapping[str, str]) -> dict[str, str]:

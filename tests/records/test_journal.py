@@ -45,6 +45,13 @@ def test_half_a_line_of_a_dying_process_is_dropped(tmp_path):
     assert [json.loads(line)[1] for line in file.read_text().splitlines()] == [0, 1, "again"]
 
 
+def test_an_answer_of_this_run_is_known_at_once_and_not_reused(tmp_path):
+    with locked(tmp_path / "answers.jsonl") as answers:
+        answers.add(ASK, 1)
+        assert answers.get(ASK) == 1
+        assert answers.reused == 0
+
+
 def test_a_second_process_is_refused_and_a_finished_run_forgotten(tmp_path):
     file = tmp_path / "answers.jsonl"
     with locked(file) as answers:

@@ -17,6 +17,7 @@ from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
 from slimqwen.serving.server import find_running, free_port, run_server
 from slimqwen.vllm_plugin import api_server
+from tests.serving import real_server
 
 
 def test_a_server_that_dies_at_start_is_an_error_that_quotes_its_log(servable, tmp_path, monkeypatch):
@@ -143,8 +144,7 @@ def _wait_for_health(port, process):
     deadline = time.monotonic() + 180
     while time.monotonic() < deadline:
         assert process.poll() is None, "the server ended before it was ready"
-        with contextlib.suppress(httpx.HTTPError):
-            if httpx.get(f"http://127.0.0.1:{port}/health", timeout=2).status_code == 200:
-                return
+        if real_server.is_ready(f"http://127.0.0.1:{port}"):
+            return
         time.sleep(0.25)
     pytest.fail("the server was not ready in time")
