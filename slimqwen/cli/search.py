@@ -27,6 +27,13 @@ if TYPE_CHECKING:
 _LISTS = ("--variants", "--measure")
 _FAILED = 1
 
+Width = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="tasks at a time (default: here one for each core, one on a GPU; all nodes of a Ray cluster)",
+    ),
+]
 RayAddress = Annotated[
     str | None,
     typer.Option(metavar="ADDRESS", help="Ray cluster, host:port or auto (default: this machine alone)"),
@@ -52,7 +59,7 @@ def search(
         int | None, typer.Option(min=0, help="candidates that are proven, instead of the space's")
     ] = None,
     ray: RayAddress = None,
-    width: Annotated[int, typer.Option(min=1, help="candidates at a time, on a Ray cluster")] = 1,
+    width: Width = None,
 ) -> None:
     """Find the fastest variant within a quality budget: levers of recipe and flags, from cheap checks to dear ones.
 
@@ -71,7 +78,7 @@ def search(
             gpu,
             limits,
             settings,
-            _executor(ray, root, progress, warm=True),
+            _executor(ray, root, progress, width, warm=True),
             command=command(),
             trials=trials,
             minutes=minutes,
@@ -117,6 +124,7 @@ def sweep(
         ),
     ],
     ray: RayAddress = None,
+    width: Width = None,
     workload: WorkloadName = "classes",
     rounds: Annotated[int | None, typer.Option(help="of latency, instead of the workload's")] = None,
     parts: Annotated[
@@ -142,7 +150,7 @@ def sweep(
         limit=limit or DECIDING,
     )
     with progress_bar() as progress:
-        results = run_sweep(variant, options, _executor(ray, root, progress), root)
+        results = run_sweep(variant, options, _executor(ray, root, progress, width), root)
     shown = table(("variant", "outcome", "records"), ())
     for result in results:
         files = ", ".join(str(relative(path)) for path in result.records)
@@ -155,11 +163,13 @@ def sweep(
     raise typer.Exit(_FAILED if _FAILED in codes else max(codes))
 
 
-def _executor(ray: str | None, root: Path, progress: Progress, *, warm: bool = False) -> "Executor":
-    from slimqwen.search.executors import LocalExecutor
+def _executor(
+    ray: str | None, root: Path, progress: Progress, width: int | None, *, warm: bool = False
+) -> "Executor":
+    from slimqwen.search.executors.local import LocalExecutor, default_width
 
     if ray is None:
-        return LocalExecutor(root, progress, warm=warm)
+        return LocalExecutor(root, progress, warm=warm, width=width or default_width())
     from slimqwen.search.executors.ray import RayExecutor
 
     return RayExecutor(root, ray, progress)

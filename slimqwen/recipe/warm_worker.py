@@ -30,10 +30,7 @@ class WarmWorker:
     _process: "subprocess.Popen[bytes]"
 
     def give(self, environment: Mapping[str, str], *job: Any) -> int:
-        """Start a job: run, source, destination, parameters. The one before must have ended.
-
-        Args:
-            environment: variables of the job's process. What torch and vLLM read at their import is the warm worker's.
+        """Start a job, and wait until its process runs; arguments as for `send`.
 
         Returns:
             The process id.
@@ -42,11 +39,22 @@ class WarmWorker:
             BrokenPipeError: the warm worker has died.
             EOFError: it died before it had imported vLLM.
         """
+        self.send(environment, *job)
+        _, process = self.messages.recv()
+        return int(process)
+
+    def send(self, environment: Mapping[str, str], *job: Any) -> None:
+        """Have a job started: run, source, destination, parameters. The one before must have ended.
+
+        Args:
+            environment: variables of the job's process. What torch and vLLM read at their import is the warm worker's.
+
+        Raises:
+            BrokenPipeError: the warm worker has died.
+        """
         assert self._process.stdin is not None
         pickle.dump((dict(environment), job), self._process.stdin)
         self._process.stdin.flush()
-        _, process = self.messages.recv()
-        return int(process)
 
 
 @contextmanager

@@ -32,7 +32,7 @@ def search(
     trials: int | None = None,
     minutes: float | None = None,
     finalists: int | None = None,
-    width: int = 1,
+    width: int | None = None,
     progress: Progress = silent,
 ) -> Path:
     """Search for the fastest variant of a base on a GPU within a quality budget, prove it, and write the record.
@@ -49,7 +49,7 @@ def search(
         trials: number of candidates instead of the settings'.
         minutes: time after which no further candidate is begun.
         finalists: number of candidates that are proven at most, instead of the settings'.
-        width: candidates that are measured at a time.
+        width: candidates that are measured at a time, instead of as many as the executor runs.
         progress: receives the candidates done, and the progress of the one under way.
 
     Returns:
@@ -68,7 +68,7 @@ def search(
     with executor:
         study = Study(ladder, executor, folder, root / "logs" / "search.log", progress)
         seconds = math.inf if minutes is None else 60 * minutes
-        found = study.run(trials or settings.trials, seconds, width)
+        found = study.run(trials or settings.trials, seconds, width or executor.width)
     settings_file = settings.file(root)
     fields: dict[str, Any] = {
         "variant": base.name,

@@ -156,7 +156,7 @@ class Ladder:
         return requests
 
     def task(self, candidate: Candidate, name: str, answer: str) -> Task:
-        """Measure one answer of a candidate's rungs.
+        """Measure one answer of a candidate's rungs; two candidates with the same question have the same task.
 
         Args:
             candidate: what is measured.
@@ -199,5 +199,5 @@ class Ladder:
         }
         digest = hashlib.sha256(json.dumps(request, sort_keys=True, default=str).encode()).hexdigest()
         gpus = 1 if self.base.platform == "cuda" else 0
-        needs = Resources(gpus=gpus, memory_bytes=_ENGINE_BYTES, whole_node=True)
-        return Task(f"{digest[:24]}-search-{title}", title, function, argument, needs)
+        needs = Resources(gpus=gpus, memory_bytes=_ENGINE_BYTES)
+        return Task(f"{digest[:24]}-search-{title.split()[0]}", title, function, argument, needs)

@@ -41,6 +41,9 @@ _FIRST_MOVES = 6
 _ASKS_PER_TRIAL = 20
 """Suggestions of known candidates in a row after which the space counts as used up."""
 
+_CANDIDATES_PER_TASK = 2
+"""Candidates under way for each task that may run, where several wait for one answer; more would be blind proposals."""
+
 _CRASHED = 1e3
 """Constraint value of a candidate that died, worse than that of any that was measured."""
 
@@ -97,7 +100,7 @@ class Study:
         """
         self._ladder, self._executor, self._progress = ladder, executor, progress
         self._folder, self._log = folder, log
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, list[_Running]] = {}
         self._known: dict[str, SearchTrial] = {}
         self._interrupted: deque[Any] = deque()
         self._repeated = 0
@@ -108,7 +111,7 @@ class Study:
         Args:
             trials: number of different candidates, those of earlier runs included.
             seconds: time after which no further one is begun.
-            width: candidates that are measured at a time.
+            width: tasks that run at a time; candidates with the same question wait for one task.
 
         Raises:
             SearchError: the base or the incumbent could not be measured.
@@ -120,8 +123,9 @@ class Study:
             self._study = self._open()
             asks = 0
             while len(self._known) < trials and asks < _ASKS_PER_TRIAL * trials:
-                room = trials - len(self._known) - len(self._running)
-                if room > 0 and len(self._running) < width and time.monotonic() < deadline:
+                room = trials - len(self._known) - len(self._candidates())
+                begin = len(self._running) < width and len(self._candidates()) < _CANDIDATES_PER_TASK * width
+                if room > 0 and begin and time.monotonic() < deadline:
                     asks += 1
                     self._ask()
                 elif self._running:
@@ -140,40 +144,47 @@ class Study:
             )
 
     def _measure_references(self) -> None:
-        """Count the base's drafts at the largest depth, for first bounds, and the incumbent's at its own."""
+        """Count the base's drafts, at the largest depth for first bounds and at the gate's, and the incumbent's."""
         ladder = self._ladder
         settings = ladder.space.settings
-        self._base_rates: list[float] = []
-        if ladder.deepest:
-            items = self._reference(without_cache(ladder.base, ladder.overlay), ladder.deepest)
-            drafts = sum(item["drafts"] for item in items)
-            accepted = zip(*(item["accepted_per_position"] for item in items), strict=True)
-            self._base_rates = [sum(position) / drafts for position in accepted]
         point = Candidate.at(ladder.space.complete(settings.incumbent.point))
+        base = without_cache(ladder.base, ladder.overlay)
         variant = ladder.incumbent(settings.incumbent.variant)
-        length = None
+        counted: dict[str, tuple[Variant, int]] = {}
+        if ladder.deepest:
+            counted["base"] = base, ladder.deepest
+            counted["base at the gate's depth"] = base, ladder.budget.acceptance.gate_depth
         if point.depth:
-            items = self._reference(without_cache(variant, ladder.overlay), point.depth)
-            length = _length(items, point.depth)
+            counted["incumbent"] = without_cache(variant, ladder.overlay), point.depth
+        items = self._references(counted)
+        self._base_rates: list[float] = []
+        if "base" in items:
+            drafts = sum(item["drafts"] for item in items["base"])
+            accepted = zip(*(item["accepted_per_position"] for item in items["base"]), strict=True)
+            self._base_rates = [sum(position) / drafts for position in accepted]
+        length = _length(items["incumbent"], point.depth) if "incumbent" in items else None
         self._incumbent = Incumbent(
             variant=variant.name,
             tokens_per_second=ladder.tokens_per_second(point, length.value if length else 1.0),
             acceptance_length=length,
         )
 
-    def _reference(self, variant: Variant, depth: int) -> list[dict[str, Any]]:
-        task = self._ladder.reference_task(variant, depth)
-        request = self._ladder.reference_request(variant, depth)
-        items: list[dict[str, Any]] | None = self._answers.get(request)
-        if items is None:
-            self._executor.submit(task)
+    def _references(self, counted: Mapping[str, tuple[Variant, int]]) -> dict[str, list[dict[str, Any]]]:
+        """Items of acceptance records of variants at depths, by name; those that no earlier run counted are counted."""
+        requests = {name: self._ladder.reference_request(*each) for name, each in counted.items()}
+        tasks = {}
+        for name, request in requests.items():
+            task = self._ladder.reference_task(*counted[name])
+            if self._answers.get(request) is None and task.key not in tasks:
+                tasks[task.key] = task, request
+                self._executor.submit(task)
+        while tasks:
             outcome = self._executor.wait()
+            task, request = tasks.pop(outcome.key)
             if isinstance(outcome, Failure):
                 raise SearchError(f"{task.title}: {outcome.reason}")
-            items = outcome.value
-            self._answers.add(request, items)
-        assert items is not None
-        return items
+            self._answers.add(request, outcome.value)
+        return {name: self._answers.get(request) for name, request in requests.items()}
 
     def _open(self) -> Any:
         import optuna
@@ -225,7 +236,7 @@ class Study:
         ladder = self._ladder
         variant = candidate.in_overlay(ladder.base, ladder.space, ladder.overlay)
         known = self._known.get(variant.name)
-        if known is not None or any(each.row["name"] == variant.name for each in self._running.values()):
+        if known is not None or any(each.row["name"] == variant.name for each in self._candidates()):
             self._repeated += 1
             trial.set_user_attr("repeated", True)
             self._tell(trial, known)
@@ -260,8 +271,9 @@ class Study:
             return
         running.answer, running.began = missing[0], time.monotonic()
         task = self._ladder.task(running.candidate, running.row["name"], running.answer)
-        self._running[task.key] = running
-        self._executor.submit(task)
+        if task.key not in self._running:
+            self._executor.submit(task)
+        self._running.setdefault(task.key, []).append(running)
 
     def _least_speed(self) -> tuple[float, str]:
         """What a candidate has to promise, and what is said of one that does not."""
@@ -279,18 +291,22 @@ class Study:
             {lever: trial.suggest_categorical(lever, list(space.choices[lever])) for lever in space.levers}
         )
 
+    def _candidates(self) -> list[_Running]:
+        """The candidates that wait for a task."""
+        return [running for group in self._running.values() for running in group]
+
     def _take(self, outcome: Outcome) -> None:
-        running = self._running.pop(outcome.key)
-        running.row["seconds"] = round(running.row["seconds"] + time.monotonic() - running.began, 1)
-        if isinstance(outcome, Failure):
-            rung: Rung = "fidelity" if running.answer == "fidelity" else "acceptance"
-            self._end(running.trial, {**running.row, "crashed": True}, rung, outcome.reason)
-            return
-        request = self._ladder.requests(running.candidate)[running.answer]
-        # A candidate that was measured beside this one may have had the same question.
-        if self._answers.get(request) is None:
+        group = self._running.pop(outcome.key)
+        if not isinstance(outcome, Failure):
+            request = self._ladder.requests(group[0].candidate)[group[0].answer]
             self._answers.add(request, outcome.value)
-        self._climb(running)
+        for running in group:
+            running.row["seconds"] = round(running.row["seconds"] + time.monotonic() - running.began, 1)
+            if isinstance(outcome, Failure):
+                rung: Rung = "fidelity" if running.answer == "fidelity" else "acceptance"
+                self._end(running.trial, {**running.row, "crashed": True}, rung, outcome.reason)
+            else:
+                self._climb(running)
 
     def _shares(self, answers: Mapping[str, Any]) -> Shares:
         return Shares.of(answers["fidelity"], self._ladder.budget)

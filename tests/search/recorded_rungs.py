@@ -35,6 +35,10 @@ class RecordedRungs:
     def pending(self) -> int:
         return len(self._waiting)
 
+    @property
+    def width(self) -> int:
+        return 1
+
     def submit(self, task: Task) -> None:
         self._waiting.append(task)
 

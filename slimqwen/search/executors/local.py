@@ -1,73 +1,119 @@
-"""The local executor: tasks run on this machine, one after another in the order in which they were submitted."""
+"""The local executor: tasks run on this machine, one after another or several at a time, each on CPUs of its own."""
 
 import os
 from collections import deque
-from contextlib import ExitStack
+from functools import partial
+from multiprocessing import connection
 from pathlib import Path
 from typing import Self
 
+import psutil
+
 from slimqwen.progress import Progress, silent
-from slimqwen.recipe import warm_worker
-from slimqwen.recipe.warm_worker import WarmWorker
 from slimqwen.search import SearchError
-from slimqwen.search.executors import process
+from slimqwen.search.executors.process import ForkedProcess, FreshProcess, TaskProcess
 from slimqwen.search.executors.task import Outcome, Task
+from slimqwen.serving import platform
+
+_WIDEST = 4
+"""Tasks at a time at most, unless more are asked for: a sampler that waits for no answer proposes blindly."""
+
+
+def default_width() -> int:
+    """Tasks at a time on this machine: one for each core, and one where engines run on a GPU."""
+    return 1 if platform.detect() == "cuda" else min(_WIDEST, platform.physical_cores())
 
 
 class LocalExecutor:
-    """Runs each task alone, which `Resources.whole_node` asks for and a measurement wants."""
+    """Runs tasks in the order in which they were submitted.
 
-    def __init__(self, root: Path, progress: Progress = silent, *, warm: bool = False) -> None:
+    A task that needs the whole node or a GPU runs alone; the memory that running tasks need fits this machine.
+    """
+
+    def __init__(
+        self, root: Path, progress: Progress = silent, *, warm: bool = False, width: int = 1
+    ) -> None:
         """Make an executor for a repository.
 
         Args:
             root: the repository.
-            progress: receives the progress of the running task, its title before the activity.
-            warm: whether tasks are forks of one process that has imported vLLM.
+            progress: receives the progress of the running tasks, the task's title before the activity.
+            warm: whether tasks are forks of processes that have imported vLLM.
+            width: tasks that run at a time at most.
         """
-        self._root, self._progress, self._warm = root, progress, warm
+        self._root, self._progress, self._warm, self._width = root, progress, warm, width
         self._waiting: deque[Task] = deque()
-        self._opened = ExitStack()
-        self._worker: WarmWorker | None = None
+        self._running: dict[int, Task] = {}
+        self._processes: dict[int, TaskProcess] = {}
 
     def __enter__(self) -> Self:
         """Nothing has to be started before the first task."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Forget the tasks that have not begun; a running one was stopped by what interrupted `wait`."""
+        """Stop the running tasks, and forget those that have not begun."""
         self._waiting.clear()
-        self._worker = None
-        self._opened.close()
+        self._running.clear()
+        for process in self._processes.values():
+            process.close()
+        self._processes.clear()
 
     @property
     def pending(self) -> int:
-        """Number of tasks that have not begun."""
-        return len(self._waiting)
+        """Number of submitted tasks whose outcome has not been returned."""
+        return len(self._waiting) + len(self._running)
+
+    @property
+    def width(self) -> int:
+        """Tasks that run at a time at most."""
+        return self._width
 
     def submit(self, task: Task) -> None:
         """Append a task; one whose key is pending already is ignored."""
-        if all(task.key != other.key for other in self._waiting):
+        if all(task.key != other.key for other in (*self._waiting, *self._running.values())):
             self._waiting.append(task)
 
     def wait(self) -> Outcome:
-        """Run the next task to its end.
+        """The outcome of the next task that ends.
 
         Raises:
             SearchError: no task is pending.
         """
-        if not self._waiting:
+        if not self.pending:
             raise SearchError("no task is pending; submit one before waiting for its outcome")
-        task = self._waiting.popleft()
+        while True:
+            self._begin()
+            ready = connection.wait([self._processes[lane].messages for lane in self._running])
+            for lane in [each for each in self._running if self._processes[each].messages in ready]:
+                outcome = self._processes[lane].receive()
+                if outcome is not None:
+                    del self._running[lane]
+                    return outcome
 
-        def report(activity: str, done: float, total: float) -> None:
-            self._progress(f"{task.title}: {activity}", done, total)
+    def _begin(self) -> None:
+        """Start the tasks that are next, as far as there is room beside those that run."""
+        for lane in range(self._width):
+            if not self._waiting or not self._fits(self._waiting[0]):
+                return
+            if lane not in self._running:
+                task = self._running[lane] = self._waiting.popleft()
+                self._process(lane).begin(task)
 
-        if not self._warm:
-            return process.run(task, self._root, report)
-        if self._worker is None:
-            log = self._root / "logs" / "tasks.log"
-            log.parent.mkdir(parents=True, exist_ok=True)
-            output = self._opened.enter_context(log.open("ab"))
-            self._worker = self._opened.enter_context(warm_worker.started(os.environ, output))
-        return process.run_forked(task, self._root, self._worker, report)
+    def _fits(self, task: Task) -> bool:
+        beside = [other.resources for other in self._running.values()]
+        if not beside:
+            return True
+        needs = [task.resources, *beside]
+        memory = sum(each.memory_bytes for each in needs)
+        alone = any(each.whole_node or each.gpus for each in needs)
+        return not alone and memory <= psutil.virtual_memory().total
+
+    def _process(self, lane: int) -> TaskProcess:
+        if lane not in self._processes:
+            kind = ForkedProcess if self._warm else FreshProcess
+            cpus = sorted(os.sched_getaffinity(0))[lane :: self._width] if self._width > 1 else ()
+            self._processes[lane] = kind(self._root, partial(self._report, lane), cpus)
+        return self._processes[lane]
+
+    def _report(self, lane: int, activity: str, done: float, total: float) -> None:
+        self._progress(f"{self._running[lane].title}: {activity}", done, total)

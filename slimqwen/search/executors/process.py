@@ -1,69 +1,196 @@
-"""A task in a process of its own: what raises, crashes or runs out of memory there is a failure here."""
+"""Processes of tasks: what raises, crashes or runs out of memory there is a failure here.
+
+A fresh process imports what its task needs. A forked one comes from a process that has imported vLLM already.
+"""
 
 import os
 import signal
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from slimqwen.progress import Progress
-from slimqwen.recipe import worker
+from slimqwen.recipe import warm_worker, worker
 from slimqwen.recipe.warm_worker import WarmWorker
 from slimqwen.search.executors.task import Failure, Outcome, Result, Task
 
 
-def run(task: Task, root: Path, progress: Progress) -> Outcome:
-    """Run a task in a process of its own; the process and its children end with this one.
+class TaskProcess(Protocol):
+    """Runs one task at a time, in a process that ends with this one."""
 
-    Args:
-        task: the task.
-        root: the repository; what the task prints goes to logs/task-<key>.log there.
-        progress: receives the task's progress.
-    """
-    log = root / "logs" / f"task-{task.key[:40]}.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("wb") as output, worker.started(os.environ, output) as (process, messages):
+    @property
+    def messages(self) -> Connection:
+        """What the running task reports; readable where `receive` does not wait."""
+        ...
+
+    def begin(self, task: Task) -> None:
+        """Start a task; the one before must have ended."""
+        ...
+
+    def receive(self) -> Outcome | None:
+        """Take the task's next message; its outcome where it has ended."""
+        ...
+
+    def close(self) -> None:
+        """End the process, and with it a task that runs."""
+        ...
+
+
+class FreshProcess:
+    """A new process for each task; what the task prints goes to logs/task-<key>.log of the repository."""
+
+    def __init__(self, root: Path, progress: Progress, cpus: Collection[int] = ()) -> None:
+        """Make a runner of tasks.
+
+        Args:
+            root: the repository.
+            progress: receives the progress of the running task.
+            cpus: logical CPUs that the process may use; none for those of this process.
+        """
+        self._root, self._progress, self._cpus = root, progress, cpus
+        self._opened = ExitStack()
+
+    @property
+    def messages(self) -> Connection:
+        """What the running task reports."""
+        return self._messages
+
+    def begin(self, task: Task) -> None:
+        """Start a task."""
+        self._task = task
+        self._log = _log_folder(self._root) / f"task-{task.key[:40]}.log"
+        output = self._opened.enter_context(self._log.open("wb"))
+        with _affinity(self._cpus):
+            started = worker.started(os.environ, output)
+            self._process, self._messages = self._opened.enter_context(started)
+        with suppress(BrokenPipeError):  # its end is the next message
+            worker.give(self._process, _call, self._root, self._log.parent, (task.function, task.argument))
+
+    def receive(self) -> Outcome | None:
+        """Take the task's next message; its outcome where it has ended."""
         try:
-            worker.give(process, _call, root, log.parent, (task.function, task.argument))
-            while (message := messages.recv())[0] == "progress":
-                progress(*message[1:])
-            worker.wait_for_end(process)
-        except (EOFError, BrokenPipeError):
-            return Failure(task.key, _death(process.wait(), log))
-    kind, *content = message
-    if kind != "done":
-        return Failure(task.key, " ".join(str(content[0]).split()))
-    return Result(task.key, content[0])
+            kind, *content = self._messages.recv()
+        except EOFError:
+            return self._end(Failure(self._task.key, _death(self._process.wait(), self._log)))
+        if kind == "progress":
+            self._progress(*content)
+            return None
+        worker.wait_for_end(self._process)
+        return self._end(_outcome(self._task, kind, content[0]))
+
+    def close(self) -> None:
+        """End the process."""
+        self._opened.close()
+
+    def _end(self, outcome: Outcome) -> Outcome:
+        self.close()
+        return outcome
 
 
-def run_forked(task: Task, root: Path, warm: WarmWorker, progress: Progress) -> Outcome:
-    """Run a task in a fork of a process that has imported vLLM, which spares the seconds of imports.
+class ForkedProcess:
+    """A fork of one process that has imported vLLM for each task; what tasks print goes to logs/tasks.log."""
+
+    def __init__(self, root: Path, progress: Progress, cpus: Collection[int] = ()) -> None:
+        """Make a runner of tasks.
+
+        Args:
+            root: the repository.
+            progress: receives the progress of the running task.
+            cpus: logical CPUs that the processes may use; none for those of this process.
+        """
+        self._root, self._progress, self._cpus = root, progress, cpus
+        self._opened = ExitStack()
+        self._worker: WarmWorker | None = None
+
+    @property
+    def messages(self) -> Connection:
+        """What the running task reports."""
+        assert self._worker is not None, "a task has begun"
+        return self._worker.messages
+
+    def begin(self, task: Task) -> None:
+        """Start a task; the first one waits until vLLM is imported."""
+        self._task = task
+        self._kind, self._content = "failed", "its process died"
+        if self._worker is None:
+            output = self._opened.enter_context((_log_folder(self._root) / "tasks.log").open("ab"))
+            with _affinity(self._cpus):
+                self._worker = self._opened.enter_context(warm_worker.started(os.environ, output))
+        with suppress(BrokenPipeError):  # its end is the next message
+            self._worker.send(os.environ, _call, self._root, self._root, (task.function, task.argument))
+
+    def receive(self) -> Outcome | None:
+        """Take the task's next message; its outcome where its process has ended."""
+        assert self._worker is not None, "a task has begun"
+        try:
+            kind, *content = self._worker.messages.recv()
+        except EOFError:
+            self.close()
+            return Failure(self._task.key, "the process that tasks are forked from died")
+        if kind == "ended":
+            outcome = _outcome(self._task, self._kind, self._content)
+            if isinstance(outcome, Failure) and content[0]:
+                return Failure(outcome.key, f"{outcome.reason} (exit code {content[0]})")
+            return outcome
+        if kind == "progress":
+            self._progress(*content)
+        elif kind != "started":
+            self._kind, self._content = kind, content[0]
+        return None
+
+    def close(self) -> None:
+        """End the process that tasks are forked from, and a task that runs."""
+        self._worker = None
+        self._opened.close()
+
+
+def run(task: Task, root: Path, progress: Progress) -> Outcome:
+    """Run a task in a fresh process to its end.
 
     Args:
         task: the task.
         root: the repository.
-        warm: where the fork is made; what the task prints goes to its log.
         progress: receives the task's progress.
     """
-    kind: str = "failed"
-    content: list[Any] = ["its process died"]
+    process = FreshProcess(root, progress)
     try:
-        warm.give(os.environ, _call, root, root / "logs", (task.function, task.argument))
-        while (message := warm.messages.recv())[0] != "ended":
-            if message[0] == "progress":
-                progress(*message[1:])
-            else:
-                kind, *content = message
-    except (EOFError, BrokenPipeError):
-        return Failure(task.key, "the process that tasks are forked from died")
-    if kind != "done":
-        death = f" (exit code {message[1]})" if message[1] else ""
-        return Failure(task.key, " ".join(str(content[0]).split()) + death)
-    return Result(task.key, content[0])
+        process.begin(task)
+        while (outcome := process.receive()) is None:
+            pass
+        return outcome
+    finally:
+        process.close()
+
+
+@contextmanager
+def _affinity(cpus: Collection[int]) -> Iterator[None]:
+    """Have what is started in the block run on these CPUs; OpenMP then takes as many threads."""
+    if not cpus:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cpus)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _log_folder(root: Path) -> Path:
+    folder = root / "logs"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def _call(root: Path, _: Path, job: tuple[Any, Any], progress: Progress) -> Any:
     function, argument = job
     return function(root, argument, progress)
+
+
+def _outcome(task: Task, kind: str, content: Any) -> Outcome:
+    return Result(task.key, content) if kind == "done" else Failure(task.key, " ".join(str(content).split()))
 
 
 def _death(exit_code: int, log: Path) -> str:

@@ -69,7 +69,7 @@ class RayExecutor:
         self._folder = root / ".cache" / "cluster" / secrets.token_hex(8)
         self._tasks: dict[Any, Task] = {}
         self._shown: dict[str, float] = {}
-        self._cpus = self._gpus = 0
+        self._cpus = self._gpus = self._width = 0
 
     def __enter__(self) -> Self:
         """Connect to the cluster, and have every node prove what tasks rely on.
@@ -119,6 +119,11 @@ class RayExecutor:
         """Number of submitted tasks whose outcome has not been returned."""
         return len(self._tasks)
 
+    @property
+    def width(self) -> int:
+        """Tasks that run at a time at most: one for each GPU of the cluster, or for each node without one."""
+        return self._width
+
     def submit(self, task: Task) -> None:
         """Hand a task to the cluster; one whose key is pending already is ignored.
 
@@ -137,7 +142,8 @@ class RayExecutor:
             )
         remote = ray.remote(max_calls=1, max_retries=RETRIES, scheduling_strategy="SPREAD")(_run)
         options: dict[str, Any] = {
-            "num_cpus": self._cpus if needs.whole_node else 1,
+            # An engine on a CPU takes every core.
+            "num_cpus": self._cpus if needs.whole_node or not needs.gpus else 1,
             "num_gpus": self._gpus if needs.whole_node and needs.gpus else needs.gpus,
         }
         if needs.memory_bytes:
@@ -221,7 +227,9 @@ class RayExecutor:
                     f"node {seen.name} does not share the repository's folder; mount it there at the same path"
                 )
         self._cpus = min(int(node["Resources"]["CPU"]) for node in ray_nodes)
-        self._gpus = max(int(node["Resources"].get("GPU", 0)) for node in ray_nodes)
+        gpus = [int(node["Resources"].get("GPU", 0)) for node in ray_nodes]
+        self._gpus = max(gpus)
+        self._width = max(sum(gpus), len(ray_nodes))
         return nodes
 
     def _require_alike(self, nodes: list[Node]) -> None:

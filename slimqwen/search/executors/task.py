@@ -24,7 +24,7 @@ class Resources:
     Attributes:
         gpus: number of GPUs.
         memory_bytes: main memory, bytes; 0 where nothing is known.
-        whole_node: whether no other task may run beside it, as for a timing or an engine that takes every core.
+        whole_node: whether no other task may run beside it, as for a timing.
     """
 
     gpus: int = 0
@@ -94,6 +94,11 @@ class Executor(Protocol):
     @property
     def pending(self) -> int:
         """Number of submitted tasks whose outcome has not been returned."""
+        ...
+
+    @property
+    def width(self) -> int:
+        """Tasks that run at a time at most, once the executor is entered."""
         ...
 
     def submit(self, task: Task) -> None:

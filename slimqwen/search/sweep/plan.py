@@ -104,7 +104,7 @@ def next_stage(variant: Variant) -> Task | None:
                 title=f"{forecast.stage} of {variant.name}",
                 function=tasks.make_stage,
                 argument={"variant": variant.name, "stages": number},
-                resources=Resources(memory_bytes=needs.memory_bytes, whole_node=True),
+                resources=Resources(memory_bytes=needs.memory_bytes),
             )
         source = entry
     if variant.weights.exists():
@@ -237,7 +237,7 @@ def resources(servers: Sequence[ServerCommand], baseline: Variant | None, *, alo
     Args:
         servers: commands that serve the sides.
         baseline: one that is loaded beside, in float32.
-        alone: whether nothing else may run on the node; an engine on a CPU takes every core anyway.
+        alone: whether nothing else may run on the node.
     """
     gpus, memory = 0, 0
     for server in servers:
@@ -249,4 +249,4 @@ def resources(servers: Sequence[ServerCommand], baseline: Variant | None, *, alo
         size = bytes_on_disk(server.variant.weights) + round(cache * 2**30)
         memory = max(memory, size + _ENGINE_BYTES)
     memory += 2 * bytes_on_disk(baseline.weights) if baseline else 0
-    return Resources(gpus=gpus, memory_bytes=memory, whole_node=alone or not gpus)
+    return Resources(gpus=gpus, memory_bytes=memory, whole_node=alone)

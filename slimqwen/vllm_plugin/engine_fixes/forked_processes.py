@@ -100,4 +100,5 @@ def set_threads() -> None:
     # vLLM's executor sets both for the worker that it starts (`OMPProcessManager.configure_omp_envs`).
     if cpus := os.environ.get(_CPUS):
         os.sched_setaffinity(0, {int(cpu) for cpu in cpus.split()})
-    set_num_threads(int(os.environ.get(_THREADS) or psutil.cpu_count(logical=False) or 1))
+    cores = min(psutil.cpu_count(logical=False) or 1, len(os.sched_getaffinity(0)))
+    set_num_threads(int(os.environ.get(_THREADS) or cores))

@@ -36,8 +36,30 @@ def sleep(root: Path, seconds: float, progress: Progress) -> float:
     return seconds
 
 
-def interrupt_parent(root: Path, _: Any, progress: Progress) -> None:
-    """Do what Ctrl-C does to the process that waits, then outlive it."""
+def meet(root: Path, name: str, progress: Progress) -> tuple[str, set[int]]:
+    """Wait at most 60 s for another task that is here too; its name and this process's CPUs."""
+    (root / f"{name}.here").touch()
+    for _ in range(600):
+        if others := [path.stem for path in root.glob("*.here") if path.stem != name]:
+            return others[0], os.sched_getaffinity(0)
+        time.sleep(0.1)
+    return "", os.sched_getaffinity(0)
+
+
+def look_beside(root: Path, name: str, progress: Progress) -> list[str]:
+    """Names of the tasks that run beside this one within half a second."""
+    file = root / f"{name}.running"
+    file.touch()
+    time.sleep(0.5)
+    beside = sorted(path.stem for path in root.glob("*.running") if path != file)
+    file.unlink()
+    return beside
+
+
+def interrupt_parent(root: Path, sleepers: int, progress: Progress) -> None:
+    """Do what Ctrl-C does to the process that waits once so many tasks sleep, then outlive it."""
+    while sleepers and not (root / "pids.txt").is_file():
+        time.sleep(0.05)
     (root / "pid.txt").write_text(str(os.getpid()))
     os.kill(os.getppid(), signal.SIGINT)
     time.sleep(60)

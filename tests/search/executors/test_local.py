@@ -1,10 +1,12 @@
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
 from slimqwen.search import SearchError
-from slimqwen.search.executors import Failure, LocalExecutor, Result, Task
+from slimqwen.search.executors import Failure, LocalExecutor, Resources, Result, Task
 from tests.search.executors import tasks
 
 
@@ -49,10 +51,61 @@ def test_one_key_is_run_once(tmp_path: Path) -> None:
 
 def test_an_interrupt_stops_the_running_task(tmp_path: Path) -> None:
     with LocalExecutor(tmp_path) as executor:
-        executor.submit(Task("key", "title", tasks.interrupt_parent, None))
+        executor.submit(Task("key", "title", tasks.interrupt_parent, 0))
         with pytest.raises(KeyboardInterrupt):
             executor.wait()
     assert not psutil.pid_exists(int((tmp_path / "pid.txt").read_text()))
+
+
+@pytest.fixture
+def all_cpus() -> Iterator[None]:
+    """Every CPU of the machine: a worker of the test run keeps to its share."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    yield
+    os.sched_setaffinity(0, before)
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two tasks on CPUs of their own need two CPUs")
+@pytest.mark.usefixtures("all_cpus")
+@pytest.mark.parametrize("warm", [False, True])
+def test_two_tasks_run_beside_each_other_on_cpus_of_their_own(tmp_path: Path, warm: bool) -> None:
+    with LocalExecutor(tmp_path, warm=warm, width=2) as executor:
+        for name in ("a", "b"):
+            executor.submit(Task(name, name, tasks.meet, name))
+        outcomes = sorted((executor.wait(), executor.wait()), key=lambda outcome: outcome.key)
+    met = [outcome.value for outcome in outcomes if isinstance(outcome, Result)]
+    assert [other for other, _ in met] == ["b", "a"]
+    assert all(cpus for _, cpus in met)
+    assert met[0][1].isdisjoint(met[1][1])
+
+
+def test_a_task_that_needs_the_whole_node_or_too_much_memory_runs_alone(tmp_path: Path) -> None:
+    needs = [
+        Resources(),
+        Resources(whole_node=True),
+        Resources(),
+        Resources(memory_bytes=1 << 60),
+        Resources(gpus=1),
+    ]
+    with LocalExecutor(tmp_path, width=3) as executor:
+        for number, resources in enumerate(needs):
+            executor.submit(Task(f"{number}", "title", tasks.look_beside, f"{number}", resources))
+        outcomes = [executor.wait() for _ in needs]
+    assert [(outcome.key, outcome.value) for outcome in outcomes if isinstance(outcome, Result)] == [
+        (f"{number}", []) for number in range(len(needs))
+    ]
+
+
+def test_an_interrupt_stops_every_running_task(tmp_path: Path) -> None:
+    with LocalExecutor(tmp_path, width=2) as executor:
+        executor.submit(Task("sleeper", "title", tasks.sleep, 60))
+        executor.submit(Task("key", "title", tasks.interrupt_parent, 1))
+        with pytest.raises(KeyboardInterrupt):
+            executor.wait()
+    processes = [*(tmp_path / "pids.txt").read_text().split(), (tmp_path / "pid.txt").read_text()]
+    assert len(processes) == 2
+    assert not any(psutil.pid_exists(int(process)) for process in processes)
 
 
 def test_nothing_to_wait_for_is_an_error(tmp_path: Path) -> None:

@@ -46,6 +46,10 @@ class Nodes:
     def pending(self) -> int:
         return len(self.waiting)
 
+    @property
+    def width(self) -> int:
+        return 1
+
     def submit(self, task: Task) -> None:
         if all(task.key != other.key for other in self.waiting):
             self.waiting.append(task)
@@ -76,7 +80,7 @@ def test_parts_make_the_record_whatever_order_they_come_in(repository: Path) -> 
     ]
     assert len(executor.ran) == 6
     assert {task.argument["variants"][0] for task in executor.ran} == {"base"}
-    assert all(task.resources.whole_node for task in executor.ran)  # an engine on a CPU
+    assert not any(task.resources.whole_node for task in executor.ran)  # nothing is timed
     record = store.read(results[0].records[1], Quality)
     assert record.tasks["facts"].item_count == ITEMS
     assert record.answers_of_earlier_run == 0
