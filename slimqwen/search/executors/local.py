@@ -24,8 +24,12 @@ def default_width() -> int:
     return 1 if platform.detect() == "cuda" else min(_WIDEST, platform.physical_cores())
 
 
+_ALONE = -1
+"""Lane of the tasks that run alone, on every CPU."""
+
+
 class LocalExecutor:
-    """Runs tasks in the order in which they were submitted.
+    """Runs tasks in the order in which they were submitted, each in a lane with CPUs of its own.
 
     A task that needs the whole node or a GPU runs alone; the memory that running tasks need fits this machine.
     """
@@ -92,26 +96,25 @@ class LocalExecutor:
 
     def _begin(self) -> None:
         """Start the tasks that are next, as far as there is room beside those that run."""
-        for lane in range(self._width):
-            if not self._waiting or not self._fits(self._waiting[0]):
-                return
-            if lane not in self._running:
-                task = self._running[lane] = self._waiting.popleft()
-                self._process(lane).begin(task)
+        while self._waiting and (lane := self._free_lane(self._waiting[0])) is not None:
+            task = self._running[lane] = self._waiting.popleft()
+            self._process(lane).begin(task)
 
-    def _fits(self, task: Task) -> bool:
-        beside = [other.resources for other in self._running.values()]
-        if not beside:
-            return True
-        needs = [task.resources, *beside]
-        memory = sum(each.memory_bytes for each in needs)
-        alone = any(each.whole_node or each.gpus for each in needs)
-        return not alone and memory <= psutil.virtual_memory().total
+    def _free_lane(self, task: Task) -> int | None:
+        """The lane that a task can begin in now; None where it has to wait."""
+        alone = self._width > 1 and bool(task.resources.whole_node or task.resources.gpus)
+        if not self._running:
+            return _ALONE if alone else 0
+        memory = sum(each.resources.memory_bytes for each in (task, *self._running.values()))
+        if alone or _ALONE in self._running or memory > psutil.virtual_memory().total:
+            return None
+        return next((lane for lane in range(self._width) if lane not in self._running), None)
 
     def _process(self, lane: int) -> TaskProcess:
         if lane not in self._processes:
-            kind = ForkedProcess if self._warm else FreshProcess
-            cpus = sorted(os.sched_getaffinity(0))[lane :: self._width] if self._width > 1 else ()
+            kind = ForkedProcess if self._warm and lane != _ALONE else FreshProcess
+            every = self._width == 1 or lane == _ALONE
+            cpus = () if every else sorted(os.sched_getaffinity(0))[lane :: self._width]
             self._processes[lane] = kind(self._root, partial(self._report, lane), cpus)
         return self._processes[lane]
 

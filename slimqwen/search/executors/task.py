@@ -24,7 +24,7 @@ class Resources:
     Attributes:
         gpus: number of GPUs.
         memory_bytes: main memory, bytes; 0 where nothing is known.
-        whole_node: whether no other task may run beside it, as for a timing.
+        whole_node: whether it needs every CPU for itself, as a timing does.
     """
 
     gpus: int = 0

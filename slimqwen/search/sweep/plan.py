@@ -104,7 +104,8 @@ def next_stage(variant: Variant) -> Task | None:
                 title=f"{forecast.stage} of {variant.name}",
                 function=tasks.make_stage,
                 argument={"variant": variant.name, "stages": number},
-                resources=Resources(memory_bytes=needs.memory_bytes),
+                # A compile cache is for as many threads as its stage had.
+                resources=Resources(memory_bytes=needs.memory_bytes, whole_node=True),
             )
         source = entry
     if variant.weights.exists():

@@ -46,14 +46,14 @@ def meet(root: Path, name: str, progress: Progress) -> tuple[str, set[int]]:
     return "", os.sched_getaffinity(0)
 
 
-def look_beside(root: Path, name: str, progress: Progress) -> list[str]:
-    """Names of the tasks that run beside this one within half a second."""
+def look_beside(root: Path, name: str, progress: Progress) -> tuple[list[str], set[int]]:
+    """Names of the tasks that run beside this one within half a second; this process's CPUs."""
     file = root / f"{name}.running"
     file.touch()
     time.sleep(0.5)
     beside = sorted(path.stem for path in root.glob("*.running") if path != file)
     file.unlink()
-    return beside
+    return beside, os.sched_getaffinity(0)
 
 
 def interrupt_parent(root: Path, sleepers: int, progress: Progress) -> None:
