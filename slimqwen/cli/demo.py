@@ -1,7 +1,7 @@
 """`slimqwen demo`: the whole pipeline on the embedded model, and what it says of the variant."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slimqwen import variant as variants
-from slimqwen.cli.console import command, console, measuring, progress_bar, relative, say
+from slimqwen.cli.console import command, console, progress_bar, relative, say
 
 if TYPE_CHECKING:
-    from slimqwen.progress import Progress
     from slimqwen.records.record import Record
 
 _BASELINE, _VARIANT = "tiny", "tiny-best"
-_SETTINGS = "tinyworld"
+_RECORDS = "demo"
+"""Folder of the repository for the demo's records."""
 _GPU, _CONTEXT_LEN = "a10g", 2048
 """The GPU of the roofline at the end, and its cached tokens."""
 
@@ -32,7 +32,7 @@ def demo(
     started = time.monotonic()
 
     def step(number: int, activity: str) -> None:
-        console.print(f"[bold]{number}/6 {activity}[/bold] ({time.monotonic() - started:.0f} s)")
+        console.print(f"[bold]{number}/3 {activity}[/bold] ({time.monotonic() - started:.0f} s)")
 
     step(
         1,
@@ -44,8 +44,12 @@ def demo(
         sizes = f"{outcome.bytes_before / 1e6:.1f} -> {outcome.bytes_after / 1e6:.1f} MB"
         say(f"    {outcome.stage}: {state}, {sizes}")
 
-    evidence = _measure(root, rounds, step)
-    step(6, "build the report")
+    step(
+        2,
+        f"fidelity, acceptance and quality, then latency: both in turns, {rounds} rounds with a fresh server each",
+    )
+    evidence = _measure(root, rounds)
+    step(3, "build the report")
     with progress_bar() as progress:
         built = site.build(root, root / "report", progress)
     console.print(
@@ -53,7 +57,7 @@ def demo(
     )
     for line in _summary(evidence):
         say(line)
-    say(f"records: demo/{_BASELINE}, demo/{_VARIANT}; all variants: {relative(built.index)}")
+    say(f"records: {_RECORDS}/{_BASELINE}, {_RECORDS}/{_VARIANT}; all variants: {relative(built.index)}")
 
 
 @dataclass(frozen=True)
@@ -66,110 +70,57 @@ class Evidence:
     latency: tuple[Path, Path]
 
 
-def _measure(root: Path, rounds: int, step: Callable[[int, str], None]) -> Evidence:
-    """Judge and time the variant; a record that measuring again would only repeat is used again."""
-    from slimqwen.bench import latency
+def _measure(root: Path, rounds: int) -> Evidence:
+    """Judge and time the variant; what measuring again would only repeat is used again, and its age is said.
+
+    Raises:
+        SearchError: a measurement failed.
+    """
     from slimqwen.bench.latency import Latency
-    from slimqwen.bench.workload import Workload
-    from slimqwen.evals import acceptance, fidelity, quality
+    from slimqwen.evals import gate
     from slimqwen.evals.acceptance import Acceptance
-    from slimqwen.evals.drafting import AcceptanceSettings
     from slimqwen.evals.fidelity import Fidelity
     from slimqwen.evals.quality import Quality
-    from slimqwen.evals.suites.suite import DECIDING, Suite
-    from slimqwen.serving.server import free_port
+    from slimqwen.records import store
+    from slimqwen.search import SearchError
+    from slimqwen.search.executors.local import LocalExecutor, default_width
+    from slimqwen.search.sweep.driver import sweep
+    from slimqwen.search.sweep.plan import Measure, Options
 
     baseline, variant = (variants.load(name) for name in (_BASELINE, _VARIANT))
-    sides = baseline, variant
-
-    def folder(side: variants.Variant) -> Path:
-        return root / "demo" / side.name
-
-    def reused_or(
-        kind: "type[Record]", side: variants.Variant, measure: "Callable[[Progress], Path]"
-    ) -> Path:
-        if found := _reusable(side, kind, folder(side)):
-            return found
-        with measuring(root / "logs" / f"demo_{kind.kind}_{side.name}.log") as progress:
-            return measure(progress)
-
-    step(2, "fidelity: next-token distributions on the same texts")
-    fidelity_path = reused_or(
-        Fidelity,
-        variant,
-        lambda progress: fidelity.measure(
-            variant,
-            _SETTINGS,
-            stages=False,
-            command=command(),
-            port=free_port(),
-            records_folder=folder(variant),
-            progress=progress,
-        ),
+    pair = baseline, variant
+    kinds: dict[Measure, tuple[type[Record], tuple[variants.Variant, ...]]] = {
+        "fidelity": (Fidelity, (variant,)),
+        "acceptance": (Acceptance, pair),
+        "quality": (Quality, pair),
+        "latency": (Latency, pair),
+    }
+    missing = []
+    for measure, (kind, sides) in kinds.items():
+        fields: dict[str, Any] = {"rounds": rounds} if measure == "latency" else {}
+        held = [gate.reusable(side, kind, folder=root / _RECORDS / side.name, **fields) for side in sides]
+        if all(held):
+            for path in filter(None, held):
+                say(f"    reused: {relative(path)}, made {_age(path)} ago")
+        else:
+            missing.append(measure)
+    if missing:
+        options = Options(tuple(missing), tuple(command()), rounds=rounds, records=_RECORDS)
+        with progress_bar() as progress:
+            executor = LocalExecutor(root, progress, warm=True, width=default_width())
+            (result,) = sweep([_VARIANT], options, executor, root)
+        if result.failure:
+            raise SearchError(result.failure)
+    newest = {
+        measure: [next(iter(store.records(root / _RECORDS / side.name, kind))) for side in sides]
+        for measure, (kind, sides) in kinds.items()
+    }
+    return Evidence(
+        newest["fidelity"][0],
+        (newest["acceptance"][0], newest["acceptance"][1]),
+        (newest["quality"][0], newest["quality"][1]),
+        (newest["latency"][0], newest["latency"][1]),
     )
-    step(3, "acceptance: how many drafted tokens the target keeps")
-    depth = AcceptanceSettings.of_variant(variant, _SETTINGS).gate_depth
-    accepted = tuple(
-        reused_or(
-            Acceptance,
-            side,
-            lambda progress, side=side: acceptance.measure(  # type: ignore[misc]
-                side,
-                _SETTINGS,
-                [depth],
-                greedy_only=True,
-                command=command(),
-                records_folder=folder(side),
-                progress=progress,
-            ),
-        )
-        for side in sides
-    )
-    step(4, "quality: as many items of five tasks as decide at the non-inferiority margin")
-    suite = Suite.load(_SETTINGS, root)
-    scored = tuple(
-        reused_or(
-            Quality,
-            side,
-            lambda progress, side=side: quality.measure(  # type: ignore[misc]
-                side,
-                suite,
-                limit=DECIDING,
-                command=command(),
-                port=free_port(),
-                records_folder=folder(side),
-                progress=progress,
-            ),
-        )
-        for side in sides
-    )
-    step(5, f"latency: both in turns, {rounds} rounds with a fresh server each")
-    timed = [_reusable(side, Latency, folder(side), rounds=rounds) for side in sides]
-    if not all(timed):
-        with measuring(root / "logs" / "demo_latency.log") as progress:
-            timed = list(
-                latency.measure(
-                    list(sides),
-                    Workload.load("classes", root),
-                    command=command(),
-                    rounds=rounds,
-                    port=free_port(),
-                    records_folders=[folder(side) for side in sides],
-                    progress=progress,
-                )
-            )
-    first, second = (path for path in timed if path)
-    return Evidence(fidelity_path, (accepted[0], accepted[1]), (scored[0], scored[1]), (first, second))
-
-
-def _reusable(side: variants.Variant, kind: "type[Record]", folder: Path, **fields: Any) -> Path | None:
-    """The newest record of the folder that measuring again would only repeat; says so."""
-    from slimqwen.evals import gate
-
-    path = gate.reusable(side, kind, folder=folder, **fields)
-    if path is not None:
-        say(f"    reused: {relative(path)}, made {_age(path)} ago")
-    return path
 
 
 def _summary(evidence: Evidence) -> Iterator[str]:
@@ -204,7 +155,7 @@ def _summary(evidence: Evidence) -> Iterator[str]:
     yield _modelled(share.second)
     tasks = quality_comparison.compare(*evidence.quality)
     verdicts = [task.judgement.verdict for task in tasks]
-    named = ", ".join(f"{task.task.removeprefix(f'{_SETTINGS}_')} {task.judgement.verdict}" for task in tasks)
+    named = ", ".join(f"{task.task.removeprefix('tinyworld_')} {task.judgement.verdict}" for task in tasks)
     yield f"  quality     {named}"
     verdict = overall([faithful.verdict, share.verdict, *verdicts])
     if verdict == Verdict.PASS and low > 1:

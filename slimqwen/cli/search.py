@@ -93,7 +93,10 @@ class Measure(StrEnum):
     """What a sweep measures."""
 
     GATE = "gate"
+    FIDELITY = "fidelity"
+    ACCEPTANCE = "acceptance"
     QUALITY = "quality"
+    ENGINE = "engine"
     LATENCY = "latency"
 
 

@@ -184,7 +184,7 @@ class Study:
             if isinstance(outcome, Failure):
                 raise SearchError(f"{task.title}: {outcome.reason}")
             self._answers.add(request, outcome.value)
-        return {name: self._answers.get(request) for name, request in requests.items()}
+        return {name: self._answers.get(request) or [] for name, request in requests.items()}
 
     def _open(self) -> Any:
         import optuna

@@ -212,6 +212,7 @@ class _Driver:
                 limit=self._options.limit,
                 split=suite.split(self._options.split),
                 earlier=earlier,
+                folder=self._folder(side.name),
             )
             paths.append(_retried(write))
         kinds = {provenance.hardware_name(store.read(path).provenance.hardware) for path in paths}
@@ -224,8 +225,10 @@ class _Driver:
     def _publish(self, returned: Returned) -> Path:
         kind, _ = migrations.named(returned["record"]["schema"])
         record = registry.kinds()[kind].model_validate(returned["record"])
-        folder = self._root / "experiments" / returned["variant"]
-        return _retried(partial(store.write, folder, record, returned["items"]))
+        return _retried(partial(store.write, self._folder(returned["variant"]), record, returned["items"]))
+
+    def _folder(self, name: str) -> Path:
+        return self._root / self._options.records / name
 
     def _conclude(self, subject: _Subject, paths: Mapping[str, Sequence[Path]]) -> Path:
         variant = subject.variant

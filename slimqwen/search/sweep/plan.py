@@ -2,8 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from slimqwen import checkpoint
@@ -21,13 +22,28 @@ from slimqwen.evals.quality import Quality
 from slimqwen.evals.suites.suite import DECIDING, Limit, Suite
 from slimqwen.recipe import variant_recipe
 from slimqwen.records import provenance
+from slimqwen.records.record import Record
+from slimqwen.records.settings import LimitSettings
 from slimqwen.records.split import Side, SplitRecord
 from slimqwen.search.executors import Resources, Task
 from slimqwen.search.sweep import tasks
 from slimqwen.serving.command import ServerCommand
 from slimqwen.variant import Variant
 
-Measure = Literal["gate", "quality", "latency"]
+Measure = Literal["gate", "fidelity", "acceptance", "quality", "engine", "latency"]
+
+Pair = tuple[Variant, Variant]
+"""A baseline and a variant."""
+
+_CHECKS: Mapping[str, tuple[type[Record], Callable[..., Any], type[LimitSettings]]] = {
+    "fidelity": (Fidelity, tasks.check_fidelity, FidelitySettings),
+    "acceptance": (Acceptance, tasks.check_acceptance, AcceptanceSettings),
+    "engine": (EngineModes, tasks.check_engine, EngineSettings),
+}
+"""Record kind, task and settings of the gate's checks; quality is asked in parts."""
+
+_LONGEST_FIRST = ("engine", "quality", "fidelity", "acceptance")
+"""The gate's checks in the order in which tasks that run beside each other end soonest."""
 
 _ENGINE_BYTES = 3 << 30
 """Resident size of vLLM's and a measurement's processes without weights and cache."""
@@ -40,13 +56,14 @@ class Options:
     """What a sweep measures.
 
     Attributes:
-        measures: gate, quality alone, latency.
+        measures: gate, which is all of its checks and a verdict; checks alone; latency.
         command: program and arguments, for records.
         workload: of latency.
         rounds: of latency, instead of the workload's.
         parts: ranges that the items of a suite are asked in.
         limit: items of each task.
-        split: side of the split of items that gates and quality are measured on; None for both.
+        split: side of the split of items that gates are measured on; None for both.
+        records: folder of the repository that has a folder of records for each variant.
     """
 
     measures: tuple[Measure, ...]
@@ -56,6 +73,7 @@ class Options:
     parts: int = 1
     limit: Limit = DECIDING
     split: Side | None = None
+    records: str = "experiments"
 
     def as_json(self) -> dict[str, Any]:
         """What two runs of the same sweep share; the number of parts and the command may differ."""
@@ -65,6 +83,7 @@ class Options:
             "rounds": self.rounds,
             "limit": self.limit,
             "split": self.split,
+            "records": self.records,
         }
 
 
@@ -78,7 +97,15 @@ class Measurements:
     """
 
     by_check: dict[str, list[Task]] = field(default_factory=dict)
-    records: dict[str, list[Any]] = field(default_factory=dict)
+    records: dict[str, list[Path]] = field(default_factory=dict)
+
+    def add(self, check: str, held: Sequence[Path | None], make: Callable[[], list[Task]]) -> None:
+        """Add the records of a check, or the tasks that measure it where one is missing."""
+        paths = [path for path in held if path]
+        if len(paths) == len(held):
+            self.records[check] = paths
+        else:
+            self.by_check[check] = make()
 
 
 def next_stage(variant: Variant) -> Task | None:
@@ -125,56 +152,50 @@ def measurements(variant: Variant, baseline: Variant, options: Options) -> Measu
         SlimqwenError: settings or a checkpoint cannot be used.
     """
     plan = Measurements()
-    pair = (baseline, variant)
-    if "gate" in options.measures:
-        _add_gate(plan, variant, baseline, options)
-    elif "quality" in options.measures:
-        plan.by_check["quality"] = _parts(pair, variant.evaluation, options)
+    gated = "gate" in options.measures
+    settings = GateSettings.of_variant(variant, variant.evaluation) if gated else None
+    for check in _LONGEST_FIRST:
+        if settings or check in options.measures:
+            _add_check(plan, check, (baseline, variant), settings, options)
     if "latency" in options.measures:
         workload = Workload.load(options.workload, variant.root)
         more = {"workload": options.workload, "rounds": options.rounds}
-        settings = [workload.model_dump(mode="json"), options.rounds]
+        inputs = [workload.model_dump(mode="json"), options.rounds]
         plan.by_check["latency"] = [
-            _task("latency", pair, tasks.time_pair, more, settings, options, alone=True)
+            _task("latency", (baseline, variant), tasks.time_pair, more, inputs, options, alone=True)
         ]
     return plan
 
 
-def _add_gate(plan: Measurements, variant: Variant, baseline: Variant, options: Options) -> None:
-    settings = GateSettings.of_variant(variant, variant.evaluation)
-    pair = (baseline, variant)
-    checks: dict[str, tuple[Any, Any, str, Sequence[Variant], Any]] = {
-        "fidelity": (Fidelity, tasks.check_fidelity, settings.fidelity, [variant], FidelitySettings),
-        "acceptance": (Acceptance, tasks.check_acceptance, settings.acceptance, pair, AcceptanceSettings),
-        "engine": (EngineModes, tasks.check_engine, settings.engine, [variant], EngineSettings),
-    }
-    for check, (kind, function, name, sides, model) in checks.items():
-        # The engine check has no items to split.
-        split = settings.split(options.split, variant.root) if issubclass(kind, SplitRecord) else None
-        paths = [gate.reusable(side, kind, plan=name, split=split) for side in sides]
-        if all(paths):
-            plan.records[check] = paths
-            continue
-        loaded = model.of_variant(variant, name).model_dump(mode="json")
-        # A pair is measured on one node, even where one side was recorded before.
-        plan.by_check[check] = [
-            _task(
-                check,
-                sides,
-                function,
-                {"plan": name, "split": split},
-                [loaded, str(split)],
-                options,
-                baseline=baseline,
-            )
-        ]
-    fields: dict[str, Any] = {"suite": settings.quality, "limit": options.limit, "endpoint": "completions"}
-    split = settings.split(options.split, variant.root)
-    paths = [gate.reusable(side, Quality, split=split, **fields) for side in pair]
-    if all(paths):
-        plan.records["quality"] = paths
-    else:
-        plan.by_check["quality"] = _parts(pair, settings.quality, options)
+def _add_check(
+    plan: Measurements, check: str, pair: Pair, settings: GateSettings | None, options: Options
+) -> None:
+    """Add what measures a check; for a gate, the records of it that still hold instead.
+
+    Args:
+        settings: the gate's; None where the check is measured alone, by the settings of the variant's EVALUATION.
+    """
+    baseline, variant = pair
+    name: str = getattr(settings, check) if settings else variant.evaluation
+    split = settings.split(options.split, variant.root) if settings else None
+    if check == "quality":
+        fields: dict[str, Any] = {"suite": name, "limit": options.limit, "endpoint": "completions"}
+        held = [gate.reusable(side, Quality, split=split, **fields) for side in pair] if settings else [None]
+        plan.add(check, held, lambda: _parts(pair, name, options))
+        return
+    kind, function, model = _CHECKS[check]
+    sides = pair if check == "acceptance" else (variant,)
+    if not issubclass(kind, SplitRecord):  # the engine check has no items to split
+        split = None
+    held = [gate.reusable(side, kind, plan=name, split=split) for side in sides] if settings else [None]
+    loaded = model.of_variant(variant, name).model_dump(mode="json")
+    more = {"plan": name, "split": split}
+    # A pair is measured on one node, even where one side was recorded before.
+    plan.add(
+        check,
+        held,
+        lambda: [_task(check, sides, function, more, [loaded, str(split)], options, baseline=baseline)],
+    )
 
 
 def _parts(pair: Sequence[Variant], suite_name: str, options: Options) -> list[Task]:

@@ -20,7 +20,7 @@ def test_the_gate_of_a_sweep_is_that_of_its_checks(root: Path, checks: Checks) -
     (result,) = sweep(["small"], OPTIONS, executor, root)
     assert (result.failure, result.outcome) == (None, "pass")
     assert [task.title for task in executor.ran] == [
-        "fidelity of small", "acceptance of small", "engine of small", "quality 1/2 of small", "quality 2/2 of small",
+        "engine of small", "quality 1/2 of small", "quality 2/2 of small", "fidelity of small", "acceptance of small",
     ]  # fmt: skip
     record = store.read(result.records[-1], Gate)
     assert record.verdicts == dict.fromkeys(("fidelity", "acceptance", "quality", "engine"), "pass")
@@ -28,6 +28,20 @@ def test_the_gate_of_a_sweep_is_that_of_its_checks(root: Path, checks: Checks) -
     assert all((root / "experiments" / name).is_file() for name in record.records)
     assert record.provenance.command == "slimqwen sweep"
     assert len(unsafe_engines.read(root)) == 1
+
+
+def test_checks_alone_leave_their_records_in_the_folder_that_is_named(root: Path, checks: Checks) -> None:
+    options = Options(measures=("acceptance", "fidelity"), command=("slimqwen", "demo"), records="demo")
+    for _ in range(2):  # nothing is used again without a gate
+        executor = InProcess()
+        (result,) = sweep(["small"], options, executor, root)
+        assert [task.title for task in executor.ran] == ["fidelity of small", "acceptance of small"]
+    assert (result.failure, result.outcome) == (None, "")
+    assert sorted(path.relative_to(root / "demo").parts[0] for path in result.records) == [
+        "small",
+        "small",
+        "tiny",
+    ]
 
 
 def test_what_holds_is_not_measured_again(root: Path, checks: Checks) -> None:
