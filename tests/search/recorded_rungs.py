@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Self
 
@@ -38,6 +39,9 @@ class RecordedRungs:
     @property
     def width(self) -> int:
         return 1
+
+    def as_task(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def submit(self, task: Task) -> None:
         self._waiting.append(task)

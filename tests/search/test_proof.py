@@ -12,7 +12,7 @@ from slimqwen.records.split import split_of
 from slimqwen.search import SearchError
 from slimqwen.search.executors import LocalExecutor
 from slimqwen.search.proof import Proof, prove
-from slimqwen.search.sweep import tasks
+from slimqwen.search.sweep import plan, tasks
 from slimqwen.stats.non_inferiority import ALPHA
 from tests.evals.gate_checks import Checks
 from tests.search.executors.tasks import crash
@@ -62,8 +62,9 @@ def test_an_engine_that_crashes_is_not_promoted_and_says_why(root: Path, checks:
 def test_a_process_that_really_dies_ends_the_finalist_and_not_the_proof(
     root: Path, checks: Checks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("check_fidelity", "check_acceptance", "check_engine", "ask_part"):
-        monkeypatch.setattr(tasks, name, crash)
+    monkeypatch.setattr(tasks, "ask_part", crash)
+    for check, (kind, _, settings) in plan._CHECKS.items():
+        monkeypatch.setitem(plan._CHECKS, check, (kind, crash, settings))
     proof = prove(["lucky"], LocalExecutor(root), root, command=COMMAND)
     (lucky,) = proof.finalists
     assert proof.promoted == []

@@ -2,6 +2,8 @@
 
 import os
 from collections import deque
+from collections.abc import Collection
+from contextlib import AbstractContextManager
 from functools import partial
 from multiprocessing import connection
 from pathlib import Path
@@ -11,7 +13,7 @@ import psutil
 
 from slimqwen.progress import Progress, silent
 from slimqwen.search import SearchError
-from slimqwen.search.executors.process import ForkedProcess, FreshProcess, TaskProcess
+from slimqwen.search.executors.process import ForkedProcess, FreshProcess, TaskProcess, affinity
 from slimqwen.search.executors.task import Outcome, Task
 from slimqwen.serving import platform
 
@@ -72,6 +74,10 @@ class LocalExecutor:
         """Tasks that run at a time at most."""
         return self._width
 
+    def as_task(self) -> AbstractContextManager[None]:
+        """Have this thread see the CPUs that a task sees which does not run alone."""
+        return affinity(self._cpus(0))
+
     def submit(self, task: Task) -> None:
         """Append a task; one whose key is pending already is ignored."""
         if all(task.key != other.key for other in (*self._waiting, *self._running.values())):
@@ -113,10 +119,15 @@ class LocalExecutor:
     def _process(self, lane: int) -> TaskProcess:
         if lane not in self._processes:
             kind = ForkedProcess if self._warm and lane != _ALONE else FreshProcess
-            every = self._width == 1 or lane == _ALONE
-            cpus = () if every else sorted(os.sched_getaffinity(0))[lane :: self._width]
-            self._processes[lane] = kind(self._root, partial(self._report, lane), cpus)
+            self._processes[lane] = kind(self._root, partial(self._report, lane), self._cpus(lane))
         return self._processes[lane]
+
+    def _cpus(self, lane: int) -> Collection[int]:
+        """CPUs of a lane, as many as any other has; none where it has all."""
+        if self._width == 1 or lane == _ALONE:
+            return ()
+        cpus = sorted(os.sched_getaffinity(0))
+        return cpus[lane :: self._width][: max(1, len(cpus) // self._width)]
 
     def _report(self, lane: int, activity: str, done: float, total: float) -> None:
         self._progress(f"{self._running[lane].title}: {activity}", done, total)

@@ -62,7 +62,7 @@ class FreshProcess:
         self._task = task
         self._log = _log_folder(self._root) / f"task-{task.key[:40]}.log"
         output = self._opened.enter_context(self._log.open("wb"))
-        with _affinity(self._cpus):
+        with affinity(self._cpus):
             started = worker.started(os.environ, output)
             self._process, self._messages = self._opened.enter_context(started)
         with suppress(BrokenPipeError):  # its end is the next message
@@ -116,7 +116,7 @@ class ForkedProcess:
         self._kind, self._content = "failed", "its process died"
         if self._worker is None:
             output = self._opened.enter_context((_log_folder(self._root) / "tasks.log").open("ab"))
-            with _affinity(self._cpus):
+            with affinity(self._cpus):
                 self._worker = self._opened.enter_context(warm_worker.started(os.environ, output))
         with suppress(BrokenPipeError):  # its end is the next message
             self._worker.send(os.environ, _call, self._root, self._root, (task.function, task.argument))
@@ -165,8 +165,8 @@ def run(task: Task, root: Path, progress: Progress) -> Outcome:
 
 
 @contextmanager
-def _affinity(cpus: Collection[int]) -> Iterator[None]:
-    """Have what is started in the block run on these CPUs; OpenMP then takes as many threads."""
+def affinity(cpus: Collection[int]) -> Iterator[None]:
+    """Keep this thread, and what it starts in the block, to these CPUs; none for no change."""
     if not cpus:
         yield
         return

@@ -10,6 +10,7 @@ process that submitted it writes the records.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -99,6 +100,10 @@ class Executor(Protocol):
     @property
     def width(self) -> int:
         """Tasks that run at a time at most, once the executor is entered."""
+        ...
+
+    def as_task(self) -> AbstractContextManager[None]:
+        """Have this thread see the CPUs that a task sees, by which earlier records are compared."""
         ...
 
     def submit(self, task: Task) -> None:

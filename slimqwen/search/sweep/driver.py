@@ -151,7 +151,8 @@ class _Driver:
                         self._submit(subject, stage)
                         return
                     side.require_weights()
-                subject.measurements = plan.measurements(subject.variant, subject.baseline, self._options)
+                with self._executor.as_task():
+                    subject.measurements = plan.measurements(subject.variant, subject.baseline, self._options)
                 for task in _tasks(subject.measurements):
                     value = self._journal.get(task.key)
                     if value is None:

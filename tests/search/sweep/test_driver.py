@@ -3,6 +3,7 @@
 import json
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Self
 
@@ -49,6 +50,9 @@ class Nodes:
     @property
     def width(self) -> int:
         return 1
+
+    def as_task(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def submit(self, task: Task) -> None:
         if all(task.key != other.key for other in self.waiting):
