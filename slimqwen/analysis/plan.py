@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from packaging.version import Version
 from pydantic import Field
@@ -39,9 +39,8 @@ class PlanTrouble(Block):
 class PlanRecord(Record):
     """What one variant will be on each of several devices."""
 
-    kind: ClassVar[str] = "plan"
-    folder: ClassVar[Literal["experiments", "results"]] = "results"
-    verb: ClassVar[str] = "plan"
+    kind = "plan"
+    verb = "plan"
 
     plans: tuple[Plan, ...] = Field(min_length=1)
     trouble: tuple[PlanTrouble, ...]

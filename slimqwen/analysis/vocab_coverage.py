@@ -60,7 +60,6 @@ class VocabCoverage(Record):
     """Cost of smaller vocabularies of a variant, by source of text."""
 
     kind = "vocab_coverage"
-    folder = "results"
     verb = "analyze vocab"
 
     tokens: Positive = Field(description="size of the present vocabulary")

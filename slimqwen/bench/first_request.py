@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -148,10 +148,9 @@ class SystemPrompt(Block):
 class FirstRequest(Record):
     """TTFT of the first requests after readiness, relative to later ones, with and without warm-up."""
 
-    kind: ClassVar = "first_request"
-    version: ClassVar = 2
-    folder: ClassVar = "results"
-    verb: ClassVar = "bench first-request"
+    kind = "first_request"
+    version = 2
+    verb = "bench first-request"
 
     limit: float = Field(gt=1, description="Largest relative TTFT that passes.")
     question_tokens: dict[Kind, Positive] = Field(

@@ -4,7 +4,6 @@ import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
 
 from pydantic import Field
 
@@ -49,9 +48,8 @@ class Pair(Block):
 class Middleware(Record):
     """Cost of a server's middleware to a request: times with it and under bare vLLM, in turns."""
 
-    kind: ClassVar = "middleware"
-    folder: ClassVar = "results"
-    verb: ClassVar = "bench middleware"
+    kind = "middleware"
+    verb = "bench middleware"
 
     pairs: tuple[Pair, ...] = Field(min_length=2, description="In the order of measuring.")
     ttft_ms_with_over_without: Ratio = Field(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from pydantic import Field
 
@@ -69,9 +69,8 @@ class ClassProfile(Block):
 class Profile(Record):
     """Where the time of a variant's requests goes: phases, parts of a step, operators."""
 
-    kind: ClassVar = "profile"
-    folder: ClassVar = "results"
-    verb: ClassVar = "bench profile"
+    kind = "profile"
+    verb = "bench profile"
 
     workload: str = Field(min_length=1)
     requests: int = Field(ge=2, description="Timed requests per class.")

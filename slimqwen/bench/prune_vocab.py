@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -69,9 +69,8 @@ class PeakMemory(Block):
 class BenchPruneVocab(Record):
     """Time and memory of pruning a 4B-shaped checkpoint, relative to copying its file; of no variant."""
 
-    kind: ClassVar = "bench_prune_vocab"
-    folder: ClassVar = "results"
-    verb: ClassVar = "bench prune-vocab"
+    kind = "bench_prune_vocab"
+    verb = "bench prune-vocab"
 
     variant: Literal[""] = ""
     checkpoint_bytes: Count

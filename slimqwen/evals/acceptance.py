@@ -7,7 +7,7 @@ interval, because the tokens of one continuation are not independent.
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Protocol
 
 from pydantic import Field
 
@@ -29,7 +29,6 @@ from slimqwen.records.record import (
     Figure,
     NonNegative,
     Positive,
-    ServedProvenance,
     Sha256,
     Table,
 )
@@ -91,10 +90,9 @@ class Choice(Block):
 class Acceptance(SplitRecord):
     """How long a variant's drafts are accepted, by depth, prompt class and temperature."""
 
-    kind: ClassVar[str] = "acceptance"
-    version: ClassVar[int] = 2
-    folder: ClassVar[Literal["experiments"]] = "experiments"
-    verb: ClassVar[str] = "eval acceptance"
+    kind = "acceptance"
+    version = 2
+    verb = "eval acceptance"
     leaderboard_columns: ClassVar[Mapping[str, str]] = {"acceptance_length": "acceptance length, tokens"}
 
     plan: str = Field(min_length=1, description="Name of the settings in eval/acceptance/.")
@@ -107,7 +105,6 @@ class Acceptance(SplitRecord):
     schedule: DepthSchedule | None = Field(
         description="null with a single depth, or where nothing predicts speed."
     )
-    provenance: ServedProvenance
 
     def figures(self) -> Mapping[str, Figure]:
         """All numbers, and the acceptance length at the gate's depth (else the deepest) as `acceptance_length`."""

@@ -12,7 +12,7 @@ also compared layer by layer (`layer_error`).
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -38,7 +38,6 @@ from slimqwen.records.panel import Line, Panel
 from slimqwen.records.record import (
     Block,
     Estimate,
-    ServedProvenance,
     Table,
     VariantName,
     Verdict,
@@ -67,9 +66,8 @@ class StageFigures(Figures):
 class Fidelity(SplitRecord):
     """Distance of a variant's next-token distributions from its baseline's."""
 
-    kind: ClassVar[str] = "fidelity"
-    folder: ClassVar[Literal["experiments", "results"]] = "experiments"
-    verb: ClassVar[str] = "eval fidelity"
+    kind = "fidelity"
+    verb = "eval fidelity"
 
     baseline: VariantName = Field(description="The variant itself if it has none.")
     plan: str = Field(min_length=1, description="Settings: eval/fidelity/<plan>.yaml.")
@@ -81,7 +79,6 @@ class Fidelity(SplitRecord):
         default=None, description="null if no linear is packed by compressed-tensors; absent in old records."
     )
     stages: tuple[StageFigures, ...]
-    provenance: ServedProvenance
 
     def tables(self, path: Path) -> list[Table]:
         """Figures beside the noise of the baseline against itself; quantised layers; figures of each stage."""

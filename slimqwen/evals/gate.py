@@ -8,7 +8,7 @@ decides it has changed; otherwise it is measured.
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from pydantic import Field, field_validator
 
@@ -71,9 +71,8 @@ class GateSettings(LimitSettings):
 class Gate(SplitRecord):
     """Whether a variant is as good as its baseline: four checks and one verdict. Its items are findings."""
 
-    kind: ClassVar[str] = "gate"
-    folder: ClassVar[Literal["experiments"]] = "experiments"
-    verb: ClassVar[str] = "gate check"
+    kind = "gate"
+    verb = "gate check"
 
     baseline: VariantName
     plan: str = Field(min_length=1, description="Name of the settings in eval/gates/.")
@@ -84,7 +83,6 @@ class Gate(SplitRecord):
     records: tuple[RelativePath, ...] = Field(
         min_length=1, description="Records of the checks, as <variant>/<file>."
     )
-    provenance: ServedProvenance
 
     @field_validator("verdicts")
     @classmethod

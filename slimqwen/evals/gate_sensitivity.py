@@ -7,7 +7,7 @@ are counted on the baseline compared with itself: its figures in two batch compo
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
@@ -85,9 +85,8 @@ class FalseAlarms(Block):
 class GatePower(Record):
     """Whether the gate catches damage of a variant's checkpoint, and how often it raises a false alarm."""
 
-    kind: ClassVar[str] = "gate_power"
-    folder: ClassVar[Literal["results"]] = "results"
-    verb: ClassVar[str] = "gate sensitivity"
+    kind = "gate_power"
+    verb = "gate sensitivity"
 
     seeds: tuple[int, ...] = Field(description="Of each kind of damage.")
     undamaged: dict[str, Reading] = Field(description="By check.")

@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -42,9 +41,8 @@ class Trial(Block):
 class GateTrial(Record):
     """The gate's verdicts on copies of a variant that are known to be identical or damaged."""
 
-    kind: ClassVar[str] = "gate_trial"
-    folder: ClassVar[Literal["results"]] = "results"
-    verb: ClassVar[str] = "gate trial"
+    kind = "gate_trial"
+    verb = "gate trial"
 
     seed: int = Field(description="Of the damages.")
     trials: tuple[Trial, ...] = Field(min_length=1)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -105,10 +105,9 @@ class TaskScore(Block):
 class Quality(SplitRecord):
     """Scores of one variant over one suite."""
 
-    kind: ClassVar[str] = "quality"
-    version: ClassVar[int] = 2
-    folder: ClassVar[Literal["experiments", "results"]] = "experiments"
-    verb: ClassVar[str] = "eval quality"
+    kind = "quality"
+    version = 2
+    verb = "eval quality"
 
     suite: str = Field(min_length=1)
     limit: Positive | Literal["deciding"] | None = Field(
@@ -118,7 +117,6 @@ class Quality(SplitRecord):
     endpoint: Literal["completions", "chat"]
     answers_of_earlier_run: Count = Field(description="Answers taken over from an interrupted run.")
     tasks: dict[str, TaskScore] = Field(min_length=1)
-    provenance: ServedProvenance
 
     @property
     def item_count(self) -> int:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -40,9 +40,8 @@ class LearningPoint(Block):
 class Redistillation(Record):
     """How a variant's MTP head learned from what the target writes, and whether it was kept."""
 
-    kind: ClassVar[str] = "redistill_mtp"
-    folder: ClassVar[Literal["results"]] = "results"
-    verb: ClassVar[str] = "recipe redistill"
+    kind = "redistill_mtp"
+    verb = "recipe redistill"
 
     parameters: dict[str, str | int | float | bool | None] = Field(
         description="Of the recipe's stage, resolved; its own code says what each is."

@@ -1,7 +1,7 @@
 """Record kind image_cpu: a built image for a CPU, what it holds, and one start of its server without a network."""
 
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -54,9 +54,8 @@ class Trial(Block):
 class ImageCpu(Record):
     """A built image for a CPU: what it holds, what it would run, and one start of its server without a network."""
 
-    kind: ClassVar[str] = "image_cpu"
-    folder: ClassVar[Literal["experiments", "results"]] = "results"
-    verb: ClassVar[str] = "image verify"
+    kind = "image_cpu"
+    verb = "image verify"
 
     tool: Literal["docker", "podman", "buildah"]
     tag: NonEmpty

@@ -2,10 +2,10 @@
 
 To add a kind, write one module in evals/, bench/ or analysis/ (and its test):
 
-1. A subclass of `Record` with the class variables `kind`, `folder` and `verb`, and a field for each figure. The ending
+1. A subclass of `Record` with the class variables `kind` and `verb`, and a field for each figure. The ending
    of a field's name says the unit (`ttft_ms`), and tables show it (`_UNITS` in figures.py has the endings). Parts are
-   subclasses of `Block`. A kind of experiments/ narrows `provenance: ServedProvenance`. A field that JSON
-   names by a Python keyword: `class_: str = Field(validation_alias="class", serialization_alias="class")`.
+   subclasses of `Block`. A kind of experiments/ is a subclass of `ServedRecord`. A field that JSON names by a Python
+   keyword: `class_: str = Field(validation_alias="class", serialization_alias="class")`.
 2. A function that measures, builds the record and hands it to `store.write`.
 3. `tables()`, `panels()`, `trends()`, `finding()`, `replay()`, `topic` and `leaderboard_columns`, where the standard
    ones do not do.
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Block", "Checkpoint", "CheckpointFiles", "Count", "Difference", "Estimate", "Figure", "Finding", "Git", "Gpu",
     "Hardware", "Items", "NonNegative", "Positive", "Provenance", "Record", "RelativePath", "ServedProvenance",
-    "Sha256", "Share", "Table", "Utc", "VariantName", "Verdict",
+    "ServedRecord", "Sha256", "Share", "Table", "Utc", "VariantName", "Verdict",
 ]  # fmt: skip
 
 Utc = Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}Z$")]
@@ -351,7 +351,7 @@ class Record(Versioned):
         leaderboard_columns: heading of a leaderboard column by the name of the figure that it shows.
     """
 
-    folder: ClassVar[Literal["experiments", "results"]]
+    folder: ClassVar[Literal["experiments", "results"]] = "results"
     verb: ClassVar[str]
     leaderboard_columns: ClassVar[Mapping[str, str]] = {}
 
@@ -442,6 +442,14 @@ class Record(Versioned):
         else:
             del described["properties"]["items"]
         return described
+
+
+class ServedRecord(Record):
+    """A measurement of one served variant, with its per-item results beside it: a kind of experiments/."""
+
+    folder = "experiments"
+
+    provenance: ServedProvenance
 
 
 def _interval(figure: Figure) -> str:

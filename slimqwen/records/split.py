@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from slimqwen.records.record import Block, Record, Share
+from slimqwen.records.record import Block, Record, ServedRecord, Share
 
 Side = Literal["search", "proof"]
 
@@ -37,7 +37,7 @@ class Split(Block):
         return f"{self.side} split, {share:.0%} of the items"
 
 
-class SplitRecord(Record):
+class SplitRecord(ServedRecord):
     """A record that may be of one side of the split; such a record never stands beside one of all items."""
 
     split: Split | None = Field(

@@ -83,7 +83,6 @@ class Search(Record):
     """The candidates of a search for the fastest variant within a quality budget."""
 
     kind = "search"
-    folder = "results"
     verb = "search"
 
     gpu: str = Field(min_length=1, description="Name in eval/devices.yaml.")

@@ -7,7 +7,6 @@ code that serves has changed since, so an interrupted check goes on where it sto
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import ClassVar
 
 from pydantic import Field
 
@@ -44,9 +43,8 @@ class Part(Block):
 class ReleaseCheck(Record):
     """Whether a variant may be released: prompt lengths, malformed requests and memory under load; one verdict."""
 
-    kind: ClassVar = "release_check"
-    folder: ClassVar = "results"
-    verb: ClassVar = "release-check"
+    kind = "release_check"
+    verb = "release-check"
 
     parts: tuple[Part, ...] = Field(min_length=1)
     verdict: Verdict

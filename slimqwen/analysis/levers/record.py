@@ -82,7 +82,6 @@ class Levers(Record):
     """Step times on this CPU, measured in turns and predicted beforehand; about speed and memory only."""
 
     kind = "levers"
-    folder = "results"
     verb = "analyze levers"
 
     cpu: Cpu

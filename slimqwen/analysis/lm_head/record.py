@@ -69,7 +69,6 @@ class LmHead(Record):
     """Cost of smaller output heads of a variant."""
 
     kind = "lm_head"
-    folder = "results"
     verb = "analyze lm-head"
 
     head: HeadShape

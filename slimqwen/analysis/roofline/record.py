@@ -107,7 +107,6 @@ class Roofline(Record):
 
     kind = "roofline"
     version = 2
-    folder = "results"
     verb = "analyze roofline"
 
     gpu: Gpu

@@ -6,7 +6,6 @@ config.env sets. No checkpoint is needed: dimensions are those that plans use (`
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -42,9 +41,8 @@ class Step(Block):
 class Waterfall(Record):
     """The shortest decode step of a variant on a GPU, lever by lever; computed, not timed."""
 
-    kind: ClassVar[str] = "waterfall"
-    folder: ClassVar[Literal["results"]] = "results"
-    verb: ClassVar[str] = "analyze waterfall"
+    kind = "waterfall"
+    verb = "analyze waterfall"
 
     gpu: Gpu
     context_len: PositiveInt = Field(description="cached tokens")

@@ -1,7 +1,6 @@
 """The record kind fuzz: what a server does with malformed requests."""
 
 from pathlib import Path
-from typing import ClassVar
 
 from pydantic import Field
 
@@ -20,9 +19,8 @@ class Fault(Block):
 class Fuzz(Record):
     """Whether a server refuses malformed requests with a reason, and serves as before afterwards."""
 
-    kind: ClassVar = "fuzz"
-    folder: ClassVar = "results"
-    verb: ClassVar = "bench fuzz"
+    kind = "fuzz"
+    verb = "bench fuzz"
 
     examples: Positive = Field(description="Valid, and invalid, requests drawn for each endpoint, at most.")
     endpoints: Positive = Field(description="Endpoints of the server's OpenAPI document.")

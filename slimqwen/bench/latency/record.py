@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -16,8 +16,7 @@ from slimqwen.records.record import (
     NonNegative,
     Positive,
     Ratio,
-    Record,
-    ServedProvenance,
+    ServedRecord,
     Sha256,
     Share,
     Table,
@@ -122,12 +121,11 @@ class ClassFigures(Block):
     prompts_sha256: Sha256
 
 
-class Latency(Record):
+class Latency(ServedRecord):
     """Latency and throughput of one variant over the classes of one workload."""
 
-    kind: ClassVar = "latency"
-    folder: ClassVar = "experiments"
-    verb: ClassVar = "bench latency"
+    kind = "latency"
+    verb = "bench latency"
 
     workload: str = Field(min_length=1)
     max_model_len: Positive = Field(
@@ -149,7 +147,6 @@ class Latency(Record):
     )
     columns: tuple[Column, ...] = Field(default=(), description="Figures of its table; empty in old records.")
     classes: dict[str, ClassFigures] = Field(min_length=1)
-    provenance: ServedProvenance
 
     @property
     def topic(self) -> str:

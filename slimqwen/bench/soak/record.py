@@ -1,7 +1,6 @@
 """The record kind soak: memory, files and outcomes of requests under a mixed load."""
 
 from pathlib import Path
-from typing import ClassVar
 
 from pydantic import Field
 
@@ -52,9 +51,8 @@ class Limits(Block):
 class Soak(Record):
     """Whether a server's memory stays flat under a mixed load, and every request ends."""
 
-    kind: ClassVar = "soak"
-    folder: ClassVar = "results"
-    verb: ClassVar = "bench soak"
+    kind = "soak"
+    verb = "bench soak"
 
     seconds: NonNegative
     clients: Count

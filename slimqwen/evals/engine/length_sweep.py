@@ -22,7 +22,7 @@ from slimqwen.evals.engine.scenarios import Answer, Request
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
 from slimqwen.records.collection import Collection
-from slimqwen.records.record import Block, Count, NonNegative, Record, ServedProvenance, Table
+from slimqwen.records.record import Block, Count, NonNegative, ServedRecord, Table
 from slimqwen.records.settings import LimitSettings
 from slimqwen.serving import in_process, unsafe_engines
 from slimqwen.serving import platform as platforms
@@ -95,12 +95,11 @@ class Arm(Block):
         return Verdict.INCONCLUSIVE if self.misses else Verdict.PASS
 
 
-class LengthSweep(Record):
+class LengthSweep(ServedRecord):
     """Greedy tokens of consecutive prompt lengths with a prefix cache, compared with an engine that has none."""
 
-    kind: ClassVar[str] = "length_sweep"
-    folder: ClassVar[Literal["experiments"]] = "experiments"
-    verb: ClassVar[str] = "eval lengths"
+    kind = "length_sweep"
+    verb = "eval lengths"
 
     plan: str = Field(min_length=1, description="Name of the settings in eval/length_sweep/.")
     build: Build = Field(
@@ -114,7 +113,6 @@ class LengthSweep(Record):
         description="The same for an answer from the cache that is not the cold one; null: the same gap.",
     )
     arms: tuple[Arm, ...] = Field(min_length=1)
-    provenance: ServedProvenance
 
     @property
     def outcome(self) -> Verdict:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 from pydantic import Field, model_validator
 
@@ -25,7 +25,7 @@ from slimqwen.recipe.warm_worker import WarmWorker
 from slimqwen.records import provenance, store
 from slimqwen.records.collection import Collection
 from slimqwen.records.journal import journal_file, locked
-from slimqwen.records.record import Block, Count, NonNegative, Record, ServedProvenance, Table
+from slimqwen.records.record import Block, Count, NonNegative, ServedRecord, Table
 from slimqwen.serving import platform as platforms
 from slimqwen.serving import unsafe_engines
 from slimqwen.serving.command import ServerCommand
@@ -69,12 +69,11 @@ class Cell(Block):
     seconds: NonNegative
 
 
-class EngineModes(Record):
+class EngineModes(ServedRecord):
     """A variant's greedy tokens in combinations of engine modes, compared with the reference engine's."""
 
-    kind: ClassVar[str] = "engine"
-    folder: ClassVar[Literal["experiments"]] = "experiments"
-    verb: ClassVar[str] = "eval engine"
+    kind = "engine"
+    verb = "eval engine"
 
     plan: str = Field(min_length=1, description="Name of the settings in eval/engine/.")
     build: Build = Field(
@@ -84,7 +83,6 @@ class EngineModes(Record):
         gt=0, description="Log-probability gap of the reference engine below which either token is correct."
     )
     cells: tuple[Cell, ...] = Field(min_length=1)
-    provenance: ServedProvenance
 
     @model_validator(mode="after")
     def _one_is_served(self) -> "EngineModes":

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -54,9 +54,8 @@ class Limit(Block):
 class LimitsRecord(Record):
     """Limits of the gate for the models of an EVALUATION, from the noise of a baseline."""
 
-    kind: ClassVar[str] = "limits"
-    folder: ClassVar[Literal["results"]] = "results"
-    verb: ClassVar[str] = "limits"
+    kind = "limits"
+    verb = "limits"
 
     evaluation: str = Field(min_length=1, description="Name of the files in eval/.")
     repeats: tuple[RepeatSummary, ...] = Field(min_length=5)
