@@ -9,9 +9,9 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, Self, get_args
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from slimqwen import checkpoint
 from slimqwen.evals.engine import scenarios
@@ -19,7 +19,8 @@ from slimqwen.evals.engine.scenarios import Answer, EngineSettings, Mode, Reques
 from slimqwen.progress import Progress
 from slimqwen.serving import in_process, unsafe_engines
 from slimqwen.serving import platform as platforms
-from slimqwen.serving.unsafe_engines import Modes
+from slimqwen.serving.command import ServerCommand
+from slimqwen.serving.unsafe_engines import Build, Modes
 
 REFERENCE_MODES = Modes(
     draft_tokens=0,
@@ -30,6 +31,16 @@ REFERENCE_MODES = Modes(
     concurrency=1,
     graphs="eager",
 )
+
+TestedBuild = Annotated[
+    Build, Field(description="The build of vLLM, hardware and architecture that the results hold for.")
+]
+NearTie = Annotated[
+    float,
+    Field(
+        gt=0, description="Log-probability gap of the reference engine below which either token is correct."
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -74,6 +85,11 @@ class ServedEngine:
     platform: platforms.Platform
     context_len: int
     root: Path
+
+    @classmethod
+    def of(cls, server: ServerCommand) -> Self:
+        """As a command serves it."""
+        return cls(dict(server.flags), server.platform, server.max_model_len, server.variant.root)
 
 
 def combine(

@@ -1,87 +1,144 @@
-"""Isolation: a function runs in a process of its own, so that a crash or a hang of vLLM there is a result here."""
+"""Isolation: an engine runs in a process of its own, so that a crash or a hang of vLLM there is a result here."""
 
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from slimqwen.evals import EvalError
 from slimqwen.progress import Progress
 from slimqwen.recipe import warm_worker
 from slimqwen.recipe.warm_worker import WarmWorker
+from slimqwen.serving import platform as platforms
+from slimqwen.serving.command import ServerCommand
+from slimqwen.serving.errors import ServingError
+from slimqwen.serving.unsafe_engines import Modes
+from slimqwen.variant import Variant
+from slimqwen.vllm_plugin import compile_watch
 
 _END_S = 60.0  # a finished engine may still release a GPU
 
 
-@contextmanager
-def engine_processes(environment: Mapping[str, str], log: Path) -> Iterator[WarmWorker]:
-    """The process of which `run_isolated` forks its own, for the length of a `with` block.
+@dataclass(frozen=True)
+class Engines:
+    """Engines of a variant, one after the other, each in a process of its own.
 
-    Args:
-        environment: environment variables with which vLLM is imported.
-        log: file for what the engines print; its folder is made.
+    Attributes:
+        server: command of the variant's server, whose environment they have.
+        timeout_s: time limit of each, seconds.
+        log: receives what they print, and is named in errors.
+        worker: the process that has imported vLLM, of which theirs are forked.
     """
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as output, warm_worker.started(environment, output) as worker:
-        yield worker
+
+    server: ServerCommand
+    timeout_s: float
+    log: Path
+    worker: WarmWorker
+
+    @classmethod
+    @contextmanager
+    def started(cls, server: ServerCommand, timeout_s: float, log: Path) -> Iterator[Self]:
+        """Import vLLM for the length of a `with` block; the log's folder is made."""
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as output, warm_worker.started(_environment(server), output) as worker:
+            yield cls(server, timeout_s, log, worker)
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        task: Any,
+        progress: Progress,
+        *,
+        modes: Modes | None = None,
+        weights: Path | None = None,
+    ) -> Any:
+        """Call function(weights, the log's folder, task, progress) in a process of its own.
+
+        Args:
+            function: a function of a module; it reports progress before anything else, because a process that ends
+                before its first report says nothing about the engine.
+            task: picklable.
+            modes: of the engine; None for the reference engine's.
+            weights: checkpoint instead of the variant's.
+
+        Returns:
+            What the function returns; one line of text where it raised, crashed or hung.
+
+        Raises:
+            EvalError: the process ended before its first report, or was killed from outside, as by the kernel when
+                memory runs out.
+        """
+        activity: str | None = None
+        outcome: tuple[str, Any] | None = None
+        deadline = time.monotonic() + self.timeout_s
+        messages = self.worker.messages
+        try:
+            process = self.worker.give(
+                _environment(self.server, modes),
+                function,
+                weights or self.server.variant.weights,
+                self.log.parent,
+                task,
+            )
+            while messages.poll(max(0.0, deadline - time.monotonic())):
+                kind, *content = messages.recv()
+                if kind == "ended":
+                    return _result(outcome, content[0], activity, self.log)
+                if kind == "progress":
+                    activity = content[0]
+                    progress(*content)
+                else:
+                    outcome = kind, content[0]
+                    deadline = time.monotonic() + _END_S
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+            while messages.recv()[0] != "ended":
+                pass
+        except (EOFError, BrokenPipeError):
+            raise EvalError(f"the process that starts engines died; its log says why: {self.log}") from None
+        if outcome is not None:
+            return _result(outcome, 0, activity, self.log)
+        return f"{activity or 'starting'}: no end within {self.timeout_s:.0f} s"
 
 
-def run_isolated(
-    function: Callable[..., Any],
-    weights: Path,
-    task: Any,
-    *,
-    worker: WarmWorker,
-    environment: Mapping[str, str],
-    timeout_s: float,
-    log: Path,
-    progress: Progress,
-) -> Any:
-    """Call function(weights, folder, task, progress) in a process of its own.
+def server_here(variant: Variant, doing: str) -> ServerCommand:
+    """The command that serves a variant on this machine.
 
     Args:
-        function: a function of a module; it reports progress before anything else, because a process that ends before
-            its first report says nothing about the engine.
-        task: argument of the function, picklable.
-        worker: what `engine_processes` gives.
-        environment: environment variables of the process.
-        timeout_s: time limit, seconds.
-        log: the file named in errors; the function receives its folder.
-
-    Returns:
-        What the function returns; one line of text where it raised, crashed or hung.
+        doing: what to do with it on a GPU host, for the message.
 
     Raises:
-        EvalError: the process ended before its first report, or was killed from outside, as by the kernel when
-            memory runs out.
+        ServingError: the variant needs a GPU and there is none.
     """
-    activity: str | None = None
-    outcome: tuple[str, Any] | None = None
-    deadline = time.monotonic() + timeout_s
-    try:
-        process = worker.give(environment, function, weights, log.parent, task)
-        while worker.messages.poll(max(0.0, deadline - time.monotonic())):
-            kind, *content = worker.messages.recv()
-            if kind == "ended":
-                return _result(outcome, content[0], activity, log)
-            if kind == "progress":
-                activity = content[0]
-                progress(*content)
-            else:
-                outcome = kind, content[0]
-                deadline = time.monotonic() + _END_S
-        with suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
-        while worker.messages.recv()[0] != "ended":
-            pass
-    except (EOFError, BrokenPipeError):
-        raise EvalError(f"the process that starts engines died; its log says why: {log}") from None
-    if outcome is not None:
-        return _result(outcome, 0, activity, log)
-    return f"{activity or 'starting'}: no end within {timeout_s:.0f} s"
+    server = ServerCommand.resolve(variant)
+    if server.platform != platforms.detect():
+        raise ServingError(f"{variant.name} needs a GPU and there is none here; {doing} it on a GPU host")
+    return server
+
+
+def titled(title: str, progress: Progress) -> Progress:
+    """Progress of one engine under one title, whatever its scenario is called."""
+    return lambda _, done, total: progress(title, done, total)
+
+
+def _environment(server: ServerCommand, modes: Modes | None = None) -> dict[str, str]:
+    """Environment of an engine's process: the server's, with a compile cache that all combinations share.
+
+    vLLM's own cache keeps a folder of torch's for every set of flags, so each combination would compile the same graphs
+    anew. Without it torch finds them by their content.
+    """
+    environment = server.process_environment()
+    environment.pop(compile_watch.VARIABLE, None)
+    if modes is not None and modes.graphs != "eager":
+        environment |= {
+            "VLLM_DISABLE_COMPILE_CACHE": "1",
+            "TORCHINDUCTOR_CACHE_DIR": str(server.variant.root / ".cache" / "engines"),
+        }
+    return environment
 
 
 def _result(outcome: tuple[str, Any] | None, exit_code: int, activity: str | None, log: Path) -> Any:

@@ -16,8 +16,8 @@ from pydantic import Field
 from slimqwen import checkpoint
 from slimqwen.evals import EvalError
 from slimqwen.evals.engine import combinations, modes, scenarios
-from slimqwen.evals.engine.combinations import REFERENCE_MODES, ServedEngine
-from slimqwen.evals.engine.isolation import engine_processes, run_isolated
+from slimqwen.evals.engine.combinations import REFERENCE_MODES, NearTie, ServedEngine, TestedBuild
+from slimqwen.evals.engine.isolation import Engines, server_here, titled
 from slimqwen.evals.engine.scenarios import Answer, Request
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
@@ -25,10 +25,8 @@ from slimqwen.records.collection import Collection
 from slimqwen.records.record import Block, Count, NonNegative, ServedRecord, Table
 from slimqwen.records.settings import LimitSettings
 from slimqwen.serving import in_process, unsafe_engines
-from slimqwen.serving import platform as platforms
 from slimqwen.serving.command import ServerCommand
-from slimqwen.serving.errors import ServingError
-from slimqwen.serving.unsafe_engines import Build, Modes
+from slimqwen.serving.unsafe_engines import Modes
 from slimqwen.stats.verdict import Verdict, overall
 from slimqwen.text import prompts
 from slimqwen.variant import Variant
@@ -102,12 +100,8 @@ class LengthSweep(ServedRecord):
     verb = "eval lengths"
 
     plan: str = Field(min_length=1, description="Name of the settings in eval/length_sweep/.")
-    build: Build = Field(
-        description="The build of vLLM, hardware and architecture that the results hold for."
-    )
-    near_tie_nats: float = Field(
-        gt=0, description="Log-probability gap of the reference engine below which either token is correct."
-    )
+    build: TestedBuild
+    near_tie_nats: NearTie
     cached_tie_nats: float | None = Field(
         default=None,
         description="The same for an answer from the cache that is not the cold one; null: the same gap.",
@@ -184,27 +178,10 @@ def measure(variant: Variant, plan: str, *, command: Sequence[str], progress: Pr
     started = provenance.utc_now()
     settings = LengthSweepSettings.of_variant(variant, plan)
     variant.require_weights()
-    server = ServerCommand.resolve(variant)
-    if server.platform != platforms.detect():
-        raise ServingError(f"{variant.name} needs a GPU and there is none here; sweep it on a GPU host")
+    server = server_here(variant, "sweep")
     log = log_file(variant)
-    engine = ServedEngine(dict(server.flags), server.platform, server.max_model_len, variant.root)
-    served = _served_modes(server)
-
-    with engine_processes(modes.engine_environment(server, None), log) as worker:
-
-        def isolated(function: Any, task: Any, each: Modes, title: str) -> Any:
-            return run_isolated(
-                function,
-                variant.weights,
-                task,
-                worker=worker,
-                environment=modes.engine_environment(server, each),
-                timeout_s=settings.timeout_s,
-                log=log,
-                progress=lambda _, done, total: progress(title, done, total),
-            )
-
+    engine, served = ServedEngine.of(server), _served_modes(server)
+    with Engines.started(server, settings.timeout_s, log) as engines:
         arms: list[_ArmRun] = []
         for depth in _depths(variant, served, settings):
             arm_modes = served.model_copy(
@@ -216,20 +193,20 @@ def measure(variant: Variant, plan: str, *, command: Sequence[str], progress: Pr
             for title in ("whole prompts", "prompts in parts"):
                 began = time.monotonic()
                 limited = {**flags, "max-num-batched-tokens": budget}
-                sweep = isolated(
-                    sweep_lengths, (settings, limited, variant.root), arm_modes, f"K={depth}, {title}"
+                sweep = engines.run(
+                    sweep_lengths,
+                    (settings, limited, variant.root),
+                    titled(f"K={depth}, {title}", progress),
+                    modes=arm_modes,
                 )
                 arms.append(_ArmRun(arm_modes, budget, sweep, round(time.monotonic() - began, 1)))
                 if isinstance(sweep, str):
                     break
                 budget = sweep.block_size
         lengths = sorted({length for arm in arms for _, length in arm.answers})
-        reference = isolated(
-            answer_lengths,
-            (settings, combinations.flags_of(REFERENCE_MODES, served, engine), lengths, variant.root),
-            REFERENCE_MODES,
-            "reference engine",
-        )
+        flags = combinations.flags_of(REFERENCE_MODES, served, engine)
+        task = (settings, flags, lengths, variant.root)
+        reference = engines.run(answer_lengths, task, titled("reference engine", progress))
         if isinstance(reference, str):
             raise EvalError(
                 f"{variant.name}: the reference engine fails ({reference}); its log says why: {log}"
@@ -278,7 +255,7 @@ def log_file(variant: Variant) -> Path:
 def sweep_lengths(
     weights: Path, _: Path, task: tuple[LengthSweepSettings, Mapping[str, Any], Path], progress: Progress
 ) -> Sweep:
-    """Ask an engine with a prefix cache each prompt length twice; `run_isolated` calls it in a process of its own.
+    """Ask an engine with a prefix cache each prompt length twice; `Engines` calls it in a process of its own.
 
     Args:
         task: settings, vLLM's flags, and the repository.
@@ -320,7 +297,7 @@ def answer_lengths(
     task: tuple[LengthSweepSettings, Mapping[str, Any], Sequence[int], Path],
     progress: Progress,
 ) -> dict[int, Answer]:
-    """Answer each prompt length with the reference engine; `run_isolated` calls it in a process of its own.
+    """Answer each prompt length with the reference engine; `Engines` calls it in a process of its own.
 
     Args:
         task: settings, vLLM's flags, prompt lengths, and the repository.

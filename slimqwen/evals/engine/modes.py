@@ -17,23 +17,18 @@ from pydantic import Field, model_validator
 
 from slimqwen.evals import EvalError
 from slimqwen.evals.engine import combinations, scenarios
-from slimqwen.evals.engine.combinations import Combination, Reference, ServedEngine
-from slimqwen.evals.engine.isolation import engine_processes, run_isolated
+from slimqwen.evals.engine.combinations import Combination, NearTie, Reference, ServedEngine, TestedBuild
+from slimqwen.evals.engine.isolation import Engines, server_here, titled
 from slimqwen.evals.engine.scenarios import Answer, EngineSettings, Run
 from slimqwen.progress import Progress, silent
-from slimqwen.recipe.warm_worker import WarmWorker
 from slimqwen.records import provenance, store
 from slimqwen.records.collection import Collection
 from slimqwen.records.journal import journal_file, locked
 from slimqwen.records.record import Block, Count, NonNegative, ServedRecord, Table
-from slimqwen.serving import platform as platforms
 from slimqwen.serving import unsafe_engines
-from slimqwen.serving.command import ServerCommand
-from slimqwen.serving.errors import ServingError
-from slimqwen.serving.unsafe_engines import Build, Modes
+from slimqwen.serving.unsafe_engines import Modes
 from slimqwen.stats.verdict import Verdict
 from slimqwen.variant import Variant
-from slimqwen.vllm_plugin import compile_watch
 
 
 class State(StrEnum):
@@ -76,12 +71,8 @@ class EngineModes(ServedRecord):
     verb = "eval engine"
 
     plan: str = Field(min_length=1, description="Name of the settings in eval/engine/.")
-    build: Build = Field(
-        description="The build of vLLM, hardware and architecture that the results hold for."
-    )
-    near_tie_nats: float = Field(
-        gt=0, description="Log-probability gap of the reference engine below which either token is correct."
-    )
+    build: TestedBuild
+    near_tie_nats: NearTie
     cells: tuple[Cell, ...] = Field(min_length=1)
 
     @model_validator(mode="after")
@@ -210,26 +201,18 @@ def measure(
     started = provenance.utc_now()
     settings = EngineSettings.of_variant(variant, plan)
     variant.require_weights()
-    server = ServerCommand.resolve(variant)
-    if server.platform != platforms.detect():
-        raise ServingError(f"{variant.name} needs a GPU and there is none here; check it on a GPU host")
+    server = server_here(variant, "check")
     log = log_file(variant)
     build = unsafe_engines.build(variant.weights, server.platform)
-    engine = ServedEngine(dict(server.flags), server.platform, server.max_model_len, variant.root)
     cells: list[Cell] = []
     with (
-        engine_processes(engine_environment(server, None), log) as worker,
+        Engines.started(server, settings.timeout_s, log) as engines,
         locked(journal_file("engine", server, settings.model_dump(mode="json"))) as journal,
     ):
-        reference: Reference | str = run_isolated(
+        reference: Reference | str = engines.run(
             combinations.answer_by_reference,
-            variant.weights,
-            (settings, engine),
-            worker=worker,
-            environment=engine_environment(server, None),
-            timeout_s=settings.timeout_s,
-            log=log,
-            progress=_titled("reference engine", progress),
+            (settings, ServedEngine.of(server)),
+            titled("reference engine", progress),
         )
         if isinstance(reference, str):
             raise EvalError(
@@ -247,7 +230,7 @@ def measure(
             if entry is None:
                 title = f"{number}/{len(reference.combinations)} {combination.modes}"
                 cell, compared = _run_combination(
-                    combination, reference, server, settings, worker, log, _titled(title, progress)
+                    combination, reference, engines, settings.near_tie_nats, titled(title, progress)
                 )
                 entry = (cell.as_json(), compared)
                 journal.add(key, entry)
@@ -282,10 +265,8 @@ def log_file(variant: Variant) -> Path:
 def _run_combination(
     combination: Combination,
     reference: Reference,
-    server: ServerCommand,
-    settings: EngineSettings,
-    worker: WarmWorker,
-    log: Path,
+    engines: Engines,
+    near_tie_nats: float,
     progress: Progress,
 ) -> tuple[Cell, list[dict[str, Any]]]:
     """Run the scenarios in one combination of modes, and compare its answers."""
@@ -297,18 +278,10 @@ def _run_combination(
             for group, group_requests in reference.requests.items()
             if combination.mixed or group != "mixed"
         }
-        run = run_isolated(
-            scenarios.play,
-            server.variant.weights,
-            (combination.modes, combination.flags, requests),
-            worker=worker,
-            environment=engine_environment(server, combination.modes),
-            timeout_s=settings.timeout_s,
-            log=log,
-            progress=progress,
-        )
+        task = (combination.modes, combination.flags, requests)
+        run = engines.run(scenarios.play, task, progress, modes=combination.modes)
     seconds = round(time.monotonic() - began, 1)
-    return judge(combination, run, reference.answers, settings.near_tie_nats, seconds=seconds)
+    return judge(combination, run, reference.answers, near_tie_nats, seconds=seconds)
 
 
 def judge(
@@ -425,24 +398,3 @@ def update_unsafe_engines(record: EngineModes, path: Path, root: Path) -> None:
         ],
         fine=[cell.modes for cell in record.cells if cell.state == State.FINE],
     )
-
-
-def engine_environment(server: ServerCommand, modes: Modes | None) -> dict[str, str]:
-    """Environment of an engine's process: the server's, with a compile cache that all combinations share.
-
-    vLLM's own cache keeps a folder of torch's for every set of flags, so each combination would compile the same graphs
-    anew. Without it torch finds them by their content.
-    """
-    environment = server.process_environment()
-    environment.pop(compile_watch.VARIABLE, None)
-    if modes is not None and modes.graphs != "eager":
-        environment |= {
-            "VLLM_DISABLE_COMPILE_CACHE": "1",
-            "TORCHINDUCTOR_CACHE_DIR": str(server.variant.root / ".cache" / "engines"),
-        }
-    return environment
-
-
-def _titled(title: str, progress: Progress) -> Progress:
-    """Progress of one engine under one title, whatever its scenario is called."""
-    return lambda _, done, total: progress(title, done, total)

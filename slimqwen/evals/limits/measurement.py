@@ -10,8 +10,7 @@ from slimqwen.checkpoint.files import sha256
 from slimqwen.evals import EvalError, acceptance, acceptance_share, drafting
 from slimqwen.evals.drafting import AcceptanceSettings
 from slimqwen.evals.engine.combinations import ServedEngine
-from slimqwen.evals.engine.isolation import engine_processes, run_isolated
-from slimqwen.evals.engine.modes import engine_environment
+from slimqwen.evals.engine.isolation import Engines, server_here
 from slimqwen.evals.engine.scenarios import EngineSettings
 from slimqwen.evals.fidelity import weight_flags
 from slimqwen.evals.fidelity_figures import FidelitySettings, Figures, TextComparison, summarise
@@ -25,10 +24,8 @@ from slimqwen.recipe.stages import round_linears
 from slimqwen.recipe.stages.round_linears import RoundLinearsParameters
 from slimqwen.records import provenance, store
 from slimqwen.records.journal import journal_file, locked
-from slimqwen.serving import platform as platforms
 from slimqwen.serving import speed_only
 from slimqwen.serving.command import ServerCommand
-from slimqwen.serving.errors import ServingError
 from slimqwen.variant import Variant
 
 _ROUNDED = "rounded"
@@ -55,9 +52,7 @@ def measure(
     settings = LimitsSettings.load(variant.evaluation, root)
     suite = Suite.load(settings.name, root)
     _require_baseline(variant)
-    server = ServerCommand.resolve(variant)
-    if server.platform != platforms.detect():
-        raise ServingError(f"{variant.name} needs a GPU and there is none here; measure it on a GPU host")
+    server = server_here(variant, "measure")
     make_texts(settings, root)
     baseline = _baseline(variant, settings, server)
     inputs = [each.model_dump(mode="json") for each in (settings, baseline.fidelity, baseline.acceptance)]
@@ -133,7 +128,7 @@ def _baseline(variant: Variant, settings: LimitsSettings, server: ServerCommand)
     fidelity: FidelitySettings = settings.fidelity(variant.root)
     longest = server.max_model_len - accepted.tokens - accepted.gate_depth - 1
     return Baseline(
-        served=ServedEngine(dict(server.flags), server.platform, server.max_model_len, variant.root),
+        served=ServedEngine.of(server),
         fidelity=fidelity,
         acceptance=accepted,
         engine=engine,
@@ -176,17 +171,12 @@ class _Runner:
         return {"linears": facts["rounded_linears"], "texts": [vars(text) for text in texts]}
 
     def _isolated(self, function: Callable[..., Any], weights: Path, task: Any, title: str) -> Any:
-        environment = engine_environment(self._server, None)
-        with engine_processes(environment, self._log) as worker:
-            result = run_isolated(
+        with Engines.started(self._server, self._settings.timeout_s, self._log) as engines:
+            result = engines.run(
                 function,
-                weights,
                 task,
-                worker=worker,
-                environment=environment,
-                timeout_s=self._settings.timeout_s,
-                log=self._log,
-                progress=lambda activity, done, total: self._progress(f"{title}: {activity}", done, total),
+                lambda activity, done, total: self._progress(f"{title}: {activity}", done, total),
+                weights=weights,
             )
         if isinstance(result, str):
             raise EvalError(
@@ -198,7 +188,7 @@ class _Runner:
 def compare_rounded(
     weights: Path, _: Path, task: tuple[Baseline, Path], progress: Progress
 ) -> list[TextComparison]:
-    """Compare a rounded checkpoint with the baseline; `run_isolated` calls it in a process of its own.
+    """Compare a rounded checkpoint with the baseline; `Engines` calls it in a process of its own.
 
     Args:
         task: the baseline, and its checkpoint.

@@ -6,7 +6,7 @@ functions.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -200,8 +200,7 @@ def _answer(
 
 
 def _with_budget(served: ServedEngine, budget: int) -> ServedEngine:
-    flags = {**served.flags, "max-num-batched-tokens": budget}
-    return ServedEngine(flags, served.platform, served.context_len, served.root)
+    return replace(served, flags={**served.flags, "max-num-batched-tokens": budget})
 
 
 def pooled(repeats: Sequence[RepeatNoise]) -> list[float]:

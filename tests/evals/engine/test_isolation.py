@@ -1,6 +1,6 @@
 """What a function in a process of its own returns, and what a crash, a hang or a refusal becomes."""
 
-import functools
+import dataclasses
 import os
 
 import psutil
@@ -8,35 +8,30 @@ import pytest
 
 from slimqwen import variant
 from slimqwen.evals import EvalError
-from slimqwen.evals.engine.isolation import engine_processes, run_isolated
+from slimqwen.evals.engine.isolation import Engines
 from slimqwen.progress import silent
+from slimqwen.serving.command import ServerCommand
 from tests.evals.engine import isolated_functions
 
 TINY = variant.repository_root() / "weights" / "tiny"
 
 
+def started(log):
+    return Engines.started(ServerCommand.resolve(variant.load("tiny")), 600, log)
+
+
 @pytest.fixture(scope="module")
-def worker(tmp_path_factory):
-    with engine_processes(dict(os.environ), tmp_path_factory.mktemp("logs") / "log") as worker:
-        yield worker
+def engines(tmp_path_factory):
+    with started(tmp_path_factory.mktemp("logs") / "log") as engines:
+        yield engines
 
 
 @pytest.fixture
-def run(worker, tmp_path):
-    return functools.partial(_run, worker, tmp_path)
+def run(engines):
+    def run(function, task, timeout_s=600, progress=silent):
+        return dataclasses.replace(engines, timeout_s=timeout_s).run(function, task, progress)
 
-
-def _run(worker, tmp_path, function, task, timeout_s=600, progress=silent):
-    return run_isolated(
-        function,
-        TINY,
-        task,
-        worker=worker,
-        environment=dict(os.environ),
-        timeout_s=timeout_s,
-        log=tmp_path / "log",
-        progress=progress,
-    )
+    return run
 
 
 def test_the_result_and_the_progress_come_back(run):
@@ -70,23 +65,27 @@ def test_what_is_no_fault_of_the_function_is_an_error(run, function, task, messa
         run(function, task)
 
 
-def test_each_process_has_its_own_variables_and_threads(run, worker, tmp_path, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    monkeypatch.setenv("OF_THE_CELL", "4")
-    assert run(isolated_functions.variables, ("OF_THE_CELL",)) == (3, "4")
-    monkeypatch.delenv("OF_THE_CELL")
-    assert run(isolated_functions.variables, ("OF_THE_CELL",)) == (3, None)
+def test_each_process_has_its_own_variables_and_threads(engines):
+    def variables(**environment):
+        server = dataclasses.replace(engines.server, environment=environment)
+        own = dataclasses.replace(engines, server=server)
+        return own.run(isolated_functions.variables, ("OF_THE_CELL",), silent)
+
+    assert variables(OMP_NUM_THREADS="3", OF_THE_CELL="4") == (3, "4")
+    assert variables(OMP_NUM_THREADS="3") == (3, None)
 
 
 def test_the_end_of_the_starting_process_is_an_error(tmp_path):
-    with engine_processes(dict(os.environ), tmp_path / "log") as worker:
-        worker._process.kill()
-        worker._process.wait()
+    with started(tmp_path / "log") as engines:
+        engines.worker._process.kill()
+        engines.worker._process.wait()
         with pytest.raises(EvalError, match="the process that starts engines died"):
-            _run(worker, tmp_path, isolated_functions.double, 21)
+            engines.run(isolated_functions.double, 21, silent)
 
 
 def test_a_process_ends_with_its_starter(tmp_path):
-    with engine_processes(dict(os.environ), tmp_path / "log") as worker:
-        process = psutil.Process(worker.give(dict(os.environ), isolated_functions.hang, TINY, tmp_path, None))
+    with started(tmp_path / "log") as engines:
+        process = psutil.Process(
+            engines.worker.give(dict(os.environ), isolated_functions.hang, TINY, tmp_path, None)
+        )
     assert psutil.wait_procs([process], timeout=30)[1] == []

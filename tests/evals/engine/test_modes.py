@@ -12,6 +12,7 @@ from slimqwen.evals import EvalError
 from slimqwen.evals.engine import modes as engine_modes
 from slimqwen.evals.engine import scenarios
 from slimqwen.evals.engine.combinations import Reference
+from slimqwen.evals.engine.isolation import Engines
 from slimqwen.evals.engine.modes import Cell, Comparison, EngineModes, State
 from slimqwen.evals.engine.scenarios import Reply, Run
 from slimqwen.progress import silent
@@ -141,7 +142,7 @@ def test_a_crash_blocks_serving_until_the_same_combination_is_fine_again(reposit
 
     def result(cell_run):
         results = iter([reference, cell_run])
-        monkeypatch.setattr(engine_modes, "run_isolated", lambda *_, **__: next(results))
+        monkeypatch.setattr(Engines, "run", lambda *_, **__: next(results))
         monkeypatch.setattr(store, "_stamp", lambda: f"2026-01-01T00000{isinstance(cell_run, Run):d}Z")
         return store.read(engine_modes.measure(one, "p", command=["check"]), EngineModes)
 
@@ -166,13 +167,13 @@ def test_combinations_that_an_interrupted_run_has_tried_are_not_tried_again(repo
     fine = Run([Reply("greedy", "prompts", 0, (1, 2))], 0, 0, 0, None, 0, [])
     steps = iter([reference, fine, EvalError("killed"), reference, fine])
 
-    def run_isolated(*_, **__):
+    def run(*_, **__):
         step = next(steps)
         if isinstance(step, Exception):
             raise step
         return step
 
-    monkeypatch.setattr(engine_modes, "run_isolated", run_isolated)
+    monkeypatch.setattr(Engines, "run", run)
     with pytest.raises(EvalError, match="killed"):
         engine_modes.measure(one, "p", command=["check"])
     path = engine_modes.measure(one, "p", command=["check"])
@@ -183,7 +184,7 @@ def test_combinations_that_an_interrupted_run_has_tried_are_not_tried_again(repo
 
 def test_a_reference_engine_that_fails_is_an_error_and_no_finding(repository, monkeypatch):
     one = repository()
-    monkeypatch.setattr(engine_modes, "run_isolated", lambda *_, **__: "starting: RuntimeError: no memory")
+    monkeypatch.setattr(Engines, "run", lambda *_, **__: "starting: RuntimeError: no memory")
     with pytest.raises(EvalError, match="reference engine fails"):
         engine_modes.measure(one, "p", command=["check"])
     assert unsafe_engines.read(one.root) == []

@@ -14,6 +14,7 @@ from slimqwen import variant
 from slimqwen.evals import EvalError, acceptance, fidelity, gate
 from slimqwen.evals.drafting import AcceptanceSettings
 from slimqwen.evals.engine import length_sweep, modes
+from slimqwen.evals.engine.isolation import Engines
 from slimqwen.evals.engine.scenarios import Answer, EngineSettings
 from slimqwen.evals.fidelity_figures import FIGURE_NAMES, FidelitySettings, TextComparison, summarise
 from slimqwen.evals.gate import GateSettings
@@ -202,7 +203,7 @@ def test_an_interrupted_measurement_goes_on_and_leaves_a_model_that_the_gate_can
     pandas.DataFrame(rows).to_parquet(data)
     began: list[str] = []
 
-    def run_isolated(function: Any, weights: Path, task: Any, **_: Any) -> Any:
+    def run(_: Any, function: Any, *__: Any, **___: Any) -> Any:
         began.append(function.__name__)
         if len(began) == 4:
             raise KeyboardInterrupt
@@ -210,7 +211,7 @@ def test_an_interrupted_measurement_goes_on_and_leaves_a_model_that_the_gate_can
             return repeat_noise()
         return texts(0.02) if function is measurement.compare_rounded else noise.Reference({}, {})
 
-    monkeypatch.setattr(measurement, "run_isolated", run_isolated)
+    monkeypatch.setattr(Engines, "run", run)
     base = variant.load("base", root)
     with pytest.raises(KeyboardInterrupt):
         measurement.measure(base, command=["slimqwen", "limits"])
