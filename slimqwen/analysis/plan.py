@@ -146,8 +146,6 @@ def newest_plan(
     """The newest recorded plan of a variant on a GPU by the installed version of vLLM; None if there is none.
 
     Args:
-        root: the repository.
-        variant: its name.
         gpu: short name of the GPU model.
         toolkit: whether the plan is for a host with nvcc and ninja.
         kernels: whether its Triton kernels have to have been compiled.

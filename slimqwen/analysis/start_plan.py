@@ -64,7 +64,6 @@ def find_all(command: ServerCommand, *, toolkit: bool) -> dict[str, Plan]:
     """The newest recorded plan that fits a server's command, by device of its platform.
 
     Args:
-        command: the server's command.
         toolkit: whether its host has nvcc and ninja.
     """
     flags = rehearsal.decisive_flags(command)
@@ -80,7 +79,6 @@ def find(command: ServerCommand, gpu_name: str, *, toolkit: bool) -> Plan:
     """The newest recorded plan of a device that was made for this vLLM, these flags and such a host.
 
     Args:
-        command: the server's command.
         gpu_name: short name of the GPU model, or cpu.
         toolkit: whether the host has nvcc and ninja, by which vLLM chooses.
 

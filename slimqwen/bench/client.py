@@ -61,8 +61,6 @@ class StreamingClient(AbstractContextManager["StreamingClient"]):
         """Take a server.
 
         Args:
-            server: the server to ask.
-            log: its log, for messages.
             watch: receives how late this client's event loop is while it waits for answers.
         """
         self._server, self._log = server, log
@@ -88,7 +86,6 @@ class StreamingClient(AbstractContextManager["StreamingClient"]):
         Args:
             prompt: sent to /v1/chat/completions if it is the messages of a chat, else to /v1/completions.
             output_tokens: length of the answer, whatever the model would end with.
-            fields: further fields of the request.
 
         Raises:
             BenchError: the server refused it, or the answer has another length.
@@ -178,7 +175,6 @@ def send(
     """Send a load to /v1/completions by vLLM's benchmark client and wait for all answers.
 
     Args:
-        load: the requests.
         answered: called after each answer.
         watch: receives the load of the host meanwhile.
 

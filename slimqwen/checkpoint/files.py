@@ -113,7 +113,6 @@ def check(folder: Path, cure: str) -> None:
     """Check in milliseconds what a loader needs: config, headers, sizes, index and tokenizer files.
 
     Args:
-        folder: checkpoint folder.
         cure: end of the error message, e.g. "`make recipe VARIANT=tiny-awq` makes it".
 
     Raises:
@@ -134,7 +133,6 @@ def verify(folder: Path, cure: str, progress: Progress = silent) -> Manifest:
     """Hash every file against the manifest, and compare every tensor with what config.json promises.
 
     Args:
-        folder: checkpoint folder.
         cure: end of the error message.
         progress: receives (activity, done, total) in bytes.
 

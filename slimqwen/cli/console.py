@@ -98,7 +98,6 @@ def show_record(path: Path, log: Path | None = None) -> Any:
     """Print the tables of a new record, draw the chart of one in results/, say where the files are; returns the record.
 
     Args:
-        path: file of the record.
         log: log of the measurement, where there is one.
     """
     from slimqwen.records import store

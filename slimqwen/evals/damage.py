@@ -38,7 +38,6 @@ def damage(source: Path, destination: Path, kind: Damage, seed: int) -> str:
 
     Args:
         source: checkpoint; a quantised one for SCALES.
-        destination: empty folder.
         kind: SCALES multiplies each scale of the quantised linears of one random layer by exp(N(0, SCALE_SIGMA));
             ROWS moves SWAPPED_SHARE of the embedding's rows in one cycle; HEAD shuffles the columns of `mtp.fc`.
         seed: seed of all random choices.

@@ -199,11 +199,7 @@ def conclude(
     """Write the gate record of a variant whose four checks are recorded.
 
     Args:
-        variant: the variant.
         plan: name of the settings in eval/gates/.
-        evidence: records of the checks.
-        command: program and arguments of the measurement.
-        started: its beginning, UTC.
         block: provenance of the record; by default that of a server of the variant on this machine.
 
     Raises:
@@ -283,8 +279,6 @@ def reusable(
     """The newest record of a kind with these fields that a new measurement would only repeat.
 
     Args:
-        variant: measured variant.
-        kind: record kind.
         folder: folder of the records instead of the variant's.
         split: side of the split that the record must be of; None for a record of all items.
         fields: values that the record must have, by name.

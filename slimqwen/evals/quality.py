@@ -288,14 +288,7 @@ def measure(
 
 
 def write(folder: Path, scores: "Scores", block: ServedProvenance, **fields: Any) -> Path:
-    """Write a quality record and its items.
-
-    Args:
-        folder: experiments/<variant>.
-        scores: scores by task, and their items.
-        block: provenance.
-        fields: other fields of the record.
-    """
+    """Write a quality record and its items."""
     record = Quality(tasks=scores.tasks, provenance=block, **fields)
     return store.write(folder, record, (vars(item) for item in scores.items))
 

@@ -238,11 +238,9 @@ def paired_table(
     """Paired differences, a row per task.
 
     Args:
-        title: heading.
         record: one of the two records.
         sides: what the records are called.
         rows: comparisons of the tasks.
-        notes: lines below the table.
     """
     first, second = sides if sides[0] != sides[1] else (sides[0], f"{sides[1]} again")
     columns: dict[str, Callable[[TaskComparison], object]] = {
@@ -264,8 +262,6 @@ def finding(record: Quality, path: Path, records: Collection) -> str:
     """What a quality record found, for a line of the log.
 
     Args:
-        record: quality record.
-        path: its file.
         records: all records, the baseline's among them.
 
     Raises:
@@ -297,11 +293,6 @@ def finding(record: Quality, path: Path, records: Collection) -> str:
 
 def replay(record: Quality, path: Path, repeat: Repeat) -> Outcome:
     """Score the items of a record again, and compare answer by answer.
-
-    Args:
-        record: quality record.
-        path: its file.
-        repeat: how to measure.
 
     Raises:
         RecordError: its items are damaged.

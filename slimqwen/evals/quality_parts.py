@@ -116,8 +116,6 @@ def write(
     """Write the quality record of all parts of a suite.
 
     Args:
-        variant: the variant.
-        suite: the suite.
         parts: every part, in order.
         limit: items of each task that the parts make together.
         split: side of the split that these items are on; None for both.

@@ -176,7 +176,6 @@ def read_texts(file: Path, split: Split | None = None) -> list[tuple[str, str]]:
     """Ids and contents of the texts in a .jsonl file.
 
     Args:
-        file: the file.
         split: side of the split that the texts are on; None for both.
 
     Raises:

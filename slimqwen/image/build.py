@@ -69,14 +69,12 @@ def build_variant(
     """Build the image of a variant from what the checkout holds.
 
     Args:
-        variant: the variant.
         base: image with its digest, a local one, or BOOTSTRAP.
         platform: cpu or cuda; by default what serving it here would take.
         tool: container tool; by default the first that works here.
         tag: name of the image; by default `tag_of`.
         wheelhouse: folder that is filled with the lock's wheels, and from which alone the build installs.
         cache: compile_cache.tar.gz of another host; by default the cache that the recipe baked.
-        progress: receives (activity, done, total).
 
     Returns:
         The image's tag.
@@ -219,9 +217,7 @@ def command(
 
     Args:
         tool: what builds.
-        description: of the context.
         folder: the context.
-        base: the image to start from.
         tag: what to call the result.
         wheelhouse: a folder of wheels, empty where the build is to ask a package index.
     """
@@ -268,7 +264,6 @@ def build(
         content: what goes in.
         tool: docker, podman or buildah.
         base: an image with its digest, a local one, or BOOTSTRAP.
-        tag: what to call it.
         log: receives all that the tools print.
         wheelhouse: a folder that gets the lock's wheels first, and from which alone the build then installs.
         progress: receives (activity, done, total), in steps.

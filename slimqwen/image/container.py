@@ -183,7 +183,6 @@ def started(image: Opened, port: int, log: Path) -> Iterator[Started]:
     With buildah it gets no network but a loopback, which this thread shares meanwhile.
 
     Args:
-        image: the image.
         port: that it listens on in the container.
         log: receives what it prints.
     """

@@ -170,7 +170,6 @@ def gather(
     """Collect everything that the image of a variant holds, and refuse what would fail in it.
 
     Args:
-        variant: the variant.
         platform: what to build for; by default what serving it here would take.
         imported: compile_cache.tar.gz of another host, its compile_cache.json and the checkpoint's manifest.json
             beside it; by default the cache is the one that the recipe baked on this host.

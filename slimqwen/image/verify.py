@@ -72,13 +72,11 @@ def verify_variant(
     """Verify the image of a variant, and write the record of one that was started.
 
     Args:
-        variant: the variant.
         platform: cpu or cuda; by default what serving it here would take.
         tool: container tool; by default the first that works here.
         tag: the image; by default `build.tag_of`.
         record: write results/image_cpu_….json.
         command: the command line, for the record's provenance.
-        progress: receives (activity, done, total).
 
     Returns:
         The image's tag, the result, and the record's path where one was written.
@@ -119,9 +117,7 @@ def verify(
     Args:
         content: what this checkout would build now.
         tool: docker, podman or buildah.
-        tag: of the image.
         log: receives what its server prints.
-        progress: receives (activity, done, total).
 
     Raises:
         ImageError: there is no such image, its entry point fails, or its server, which is only started where no check
@@ -161,7 +157,6 @@ def differences(dry_run: str, root: str, content: context.Content) -> list[str]:
     """What an image would run otherwise than `make serve`, paths and the address to listen on aside.
 
     Args:
-        dry_run: what its entry point prints.
         root: the folder in the image that stands for the repository.
         content: what this checkout would build.
     """
@@ -237,7 +232,6 @@ def compiled_anew(log: str, description: context.Description) -> Iterator[str]:
 
     Args:
         log: of the image's server.
-        description: of the image.
     """
     graphs = baked_cache.graphs(log) if description.cache else []
     if description.cache and not graphs:

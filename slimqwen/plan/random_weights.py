@@ -54,7 +54,6 @@ def make(size: Size, root: Path, *, progress: Progress = silent) -> Path:
 
     Args:
         size: of the published model, Qwen3.5-<size>.
-        root: repository.
         progress: receives (activity, done, total) in tensors.
 
     Returns:
@@ -86,7 +85,6 @@ def write(shape: Shape, folder: Path, tokenizer: Path, *, seed: int, progress: P
         shape: unquantised dimensions.
         folder: must not exist.
         tokenizer: checkpoint whose tokenizer files are copied.
-        seed: of the weights.
         progress: receives (activity, done, total) in tensors.
 
     Raises:

@@ -94,8 +94,6 @@ def run(
     """Rehearse variants on one device.
 
     Args:
-        root: the repository.
-        names: variants.
         gpu_name: short name of the GPU model, or cpu.
         gpu: model to simulate; None takes the device that is here.
         log: receives what vLLM prints.
@@ -139,10 +137,8 @@ def build(
     """Compile what a variant would compile at its first start on a GPU, which need not be here.
 
     Args:
-        root: the repository.
         name: variant.
         gpu_name: short name of the GPU model.
-        gpu: model to simulate.
         cache_root: receives the libraries of FlashInfer and the kernels, where a server's compile cache has them.
         log: receives what vLLM and the compilers print.
         kernels: whether to compile the Triton kernels too, which a start on that GPU would do as well.

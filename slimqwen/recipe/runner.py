@@ -96,7 +96,6 @@ def run(
     """Make a variant's checkpoint: reuse the stages whose output the store has, run the others.
 
     Args:
-        recipe: the recipe.
         variant: name; weights/<variant> is linked to the output of the last stage.
         weights: folder of the checkpoints and the store.
         resolve: base of a recipe -> its checkpoint folder, checked.

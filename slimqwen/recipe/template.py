@@ -22,7 +22,6 @@ def render(base: Variant, stages: Sequence[str]) -> str:
 
     Args:
         base: variant whose checkpoint the recipe starts from.
-        stages: names of the stages, in order.
 
     Raises:
         slimqwen.recipe.recipe_file.RecipeError: an unknown stage, or an order that cannot be.

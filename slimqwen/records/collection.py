@@ -124,9 +124,6 @@ def collect(root: Path) -> Collection:
     """Read all records of experiments/ and results/.
 
     Damaged, missing, foreign and dangling files become problems; nothing raises. Items are looked for, not read.
-
-    Args:
-        root: the repository.
     """
     reader = _Reader(root)
     variants = set()

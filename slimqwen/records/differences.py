@@ -34,12 +34,7 @@ class Difference:
 
 
 def between(before: Provenance, after: Provenance) -> list[Difference]:
-    """Compare two provenance blocks; addresses and the folders of caches are left out.
-
-    Args:
-        before: of the earlier measurement.
-        after: of the later one.
-    """
+    """Compare two provenance blocks; addresses and the folders of caches are left out."""
     sides = before, after
     digests = [{"": (side.checkpoint_digest or "none")[:12]} for side in sides]
     hardware = [side.hardware.as_json() for side in sides]

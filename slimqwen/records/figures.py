@@ -69,7 +69,6 @@ def _walk(value: Any, group: tuple[str, ...], name: str) -> Iterator[tuple[str, 
     """The figures in one part of a record.
 
     Args:
-        value: the part.
         group: names of the parts around it.
         name: its own name.
     """

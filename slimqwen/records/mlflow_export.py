@@ -68,7 +68,6 @@ def export(root: Path, uri: str | None = None, progress: Progress = silent) -> E
     """Send every record that a tracking store does not have yet; a second export waits for the first to end.
 
     Args:
-        root: the repository.
         uri: of the store, such as http://host:5000 or sqlite:////absolute/file.db; by default the SQLite file
             mlruns/mlflow.db of the repository, with the artifacts beside it.
         progress: receives (activity, done, total) for each record.

@@ -33,10 +33,8 @@ def newest_pair(
     Args:
         first: experiments/<variant> of the first.
         second: experiments/<variant> of the second.
-        kind: model of the records.
         basis: what two records must share to be compared, by name.
         command: command that makes a record of a variant like another record.
-        where: condition on the records.
 
     Raises:
         MissingRecordError: a variant has no such record.
@@ -77,8 +75,6 @@ def against_baseline(
 
     Args:
         record: record of a variant.
-        path: its file.
-        records: all records.
         compare: compares the baseline's file with the record's; NotComparableError says that they do not fit.
     """
     claims = records.measurements.get(record.variant)

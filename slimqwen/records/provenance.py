@@ -103,9 +103,6 @@ def describe_again(
 
     Args:
         block: provenance of that measurement.
-        command: program and arguments of the conclusion.
-        started: its beginning, UTC.
-        root: the repository.
         datasets: files that decide the conclusion.
 
     Raises:
@@ -141,7 +138,6 @@ def circumstances(root: Path, command: Sequence[str], started: str, **inputs: An
     """The provenance of a measurement that ends now.
 
     Args:
-        root: the repository.
         command: program and arguments.
         started: `utc_now()` at the beginning.
         inputs: other fields of `Provenance` that decided the figures, such as the checkpoint or `of_server()`.
@@ -150,12 +146,7 @@ def circumstances(root: Path, command: Sequence[str], started: str, **inputs: An
 
 
 def checkpoint_files(weights: Path, root: Path) -> CheckpointFiles:
-    """The checkpoint in a folder, as provenance names it.
-
-    Args:
-        weights: the checkpoint's folder.
-        root: the repository.
-    """
+    """The checkpoint in a folder, as provenance names it."""
     return CheckpointFiles(
         path=portable(str(weights), root),
         digest=checkpoint.digest(weights),
@@ -181,7 +172,6 @@ def served(flags: Mapping[str, Any], environment: Mapping[str, str], root: Path)
     Args:
         flags: vLLM's resolved flags by name.
         environment: environment variables that the server was given.
-        root: the repository.
     """
     public = {
         name: redaction.REDACTED if redaction.names_flag(name) and isinstance(value, str) else value
@@ -332,12 +322,7 @@ def hardware_name(machine: Hardware) -> str:
 
 
 def source_note(record: Record, path: Path) -> str:
-    """The file of a record, and the command, commit, vLLM version and hardware that made it.
-
-    Args:
-        record: the record.
-        path: file of the record.
-    """
+    """The file of a record, and the command, commit, vLLM version and hardware that made it."""
     return shared_source_notes([record], [path])[0]
 
 

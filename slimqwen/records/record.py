@@ -404,7 +404,6 @@ class Record(Versioned):
 
         Args:
             path: file of the record; its items lie beside it.
-            repeat: how to measure.
 
         Raises:
             SlimqwenError: records of this kind cannot be replayed, or the measurement failed.

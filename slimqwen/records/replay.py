@@ -87,7 +87,6 @@ def replay(
         path: file of the record, <folder>/<variant>/<record>.json. One that was measured in turns with others is
             measured in turns with them again.
         command: command that asked for the replay, for the new record.
-        root: the repository.
         port: port of a running server, or of those that are started; any free one by default.
         progress: receives (activity, done, total) from the measurement.
 

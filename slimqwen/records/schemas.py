@@ -47,7 +47,6 @@ def faults(kind: str, record: Mapping[str, Any]) -> list[str]:
     """Where a record breaks the schema of its kind, a line each.
 
     Args:
-        kind: of the record.
         record: as JSON, in the present version of its schema.
     """
     if kind not in _document(FILE)["kinds"]:

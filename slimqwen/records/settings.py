@@ -36,7 +36,6 @@ class Settings(BaseModel):
 
         Args:
             name: name of the file without its suffix.
-            root: the repository.
             cure: what makes a missing file; by default its message lists the existing files.
 
         Raises:
@@ -84,7 +83,6 @@ def read(file: Path, root: Path, build: Callable[[Any], Content], *, missing: st
     """Read a YAML file.
 
     Args:
-        file: the file.
         root: repository, whose path no message names.
         build: makes what is returned of the file's content.
         missing: what the message says of a file that is not there, the cure included.

@@ -46,7 +46,6 @@ def read(path: Path, kind: type[Record] = Record) -> Record:
     """Read and check one record, in the present version of its schema.
 
     Args:
-        path: file of the record.
         kind: model that it must have; by default any.
 
     Raises:
@@ -62,9 +61,6 @@ def read(path: Path, kind: type[Record] = Record) -> Record:
 def read_measurements(folder: Path) -> Measurements:
     """Read and check a variant's measurements.json.
 
-    Args:
-        folder: experiments/<variant>.
-
     Raises:
         RecordError: names the file and the fault.
     """
@@ -77,9 +73,6 @@ def read_measurements(folder: Path) -> Measurements:
 
 def read_items(path: Path) -> list[dict[str, Any]]:
     """The per-item results of a record, checked against the digest in the record.
-
-    Args:
-        path: file of the record.
 
     Raises:
         RecordError: the record or its items are damaged or missing.
@@ -236,11 +229,6 @@ def latest(
 ) -> Path:
     """The newest record of a kind in experiments/<variant> that meets a condition; none of a busy host or a split.
 
-    Args:
-        folder: experiments/<variant>.
-        kind: model of the record.
-        where: condition on the record.
-
     Raises:
         MissingRecordError: there is none; names the command that makes one.
         RecordError: a damaged record is in the way.
@@ -269,12 +257,6 @@ def latest_result(
 ) -> Path:
     """The newest record of a kind and variant in results/ that meets a condition; none of a busy host.
 
-    Args:
-        root: the repository.
-        kind: model of the record.
-        variant: its name.
-        where: condition on the record.
-
     Raises:
         MissingRecordError: there is none; names the command that makes one.
         RecordError: a damaged record is in the way.
@@ -292,8 +274,6 @@ def publish(path: Path, content: bytes, *, replace: bool = False) -> None:
     """Write a file that appears whole, in a folder that exists.
 
     Args:
-        path: the file.
-        content: its content.
         replace: whether it takes the place of another file of that name.
 
     Raises:

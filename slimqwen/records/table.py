@@ -41,10 +41,8 @@ class Table:
         """A table of objects.
 
         Args:
-            title: heading of the table.
             rows: an object a row.
             columns: what makes the cell of a row, by the heading of the column; None is shown as "-".
-            notes: lines below the table.
             text_columns: as for the class.
         """
         cells = [[cell(row) for cell in columns.values()] for row in rows]

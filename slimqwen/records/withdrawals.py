@@ -23,9 +23,6 @@ _ITEMS, _RECORD = ".items.jsonl", ".json"
 def read(root: Path) -> Mapping[str, str]:
     """The reasons of withdrawn records by their location; empty where there is no such file.
 
-    Args:
-        root: the repository.
-
     Raises:
         SlimqwenError: the file is no YAML mapping of text to text.
     """

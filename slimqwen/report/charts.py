@@ -121,8 +121,6 @@ def draw(charts: Sequence[Chart], progress: Progress = silent, cache: Path | Non
     """Set `svg` of each chart, with a process per CPU if there are many.
 
     Args:
-        charts: charts.
-        progress: receives (activity, done, total).
         cache: folder of pictures drawn before; afterwards it holds those of these charts alone. None: draw all.
     """
     if cache:
@@ -178,9 +176,6 @@ def _draw_all(charts: Sequence[Chart], progress: Progress) -> None:
 def draw_beside(path: Path) -> Path | None:
     """Draw the chart of a record beside it as SVG.
 
-    Args:
-        path: record.
-
     Returns:
         The SVG file; None if the record has no chart.
 
@@ -200,7 +195,6 @@ def of_record(record: Record, arrangement: Literal["hconcat", "vconcat"] = "vcon
     """The chart of a record: its kind's panels; None if the kind has none.
 
     Args:
-        record: record.
         arrangement: panels beside or below each other.
     """
     panels = record.panels()

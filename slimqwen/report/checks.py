@@ -47,7 +47,6 @@ def check(root: Path, base: str | None = None) -> Checked:
     """Check all records of a repository and the tables made from them.
 
     Args:
-        root: repository root.
         base: commit to compare records with; by default where this branch left the main branch, else the parent of
             HEAD.
     """

@@ -54,7 +54,6 @@ def read_prices(root: Path, file: Path | None = None) -> Prices:
     """Read the user's prices.
 
     Args:
-        root: repository root.
         file: file of prices; None for eval/prices.yaml, which may be missing.
 
     Raises:
@@ -72,7 +71,6 @@ def throughputs(records: Collection, variant: str | None = None) -> list[Through
     """The newest throughput within a service level by variant, hardware and workload, under each load.
 
     Args:
-        records: all records.
         variant: name of the variant; None for all, each under the load that yields most.
     """
     newest: dict[tuple[str, str, str], StoredRecord[Latency]] = {}

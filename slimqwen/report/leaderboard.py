@@ -239,10 +239,6 @@ class _Problems:
 def rows_of(collection: Collection, variant: str) -> tuple[list[Row], list[Problem]]:
     """Rows of one variant: one per hardware with latency records, one without times otherwise.
 
-    Args:
-        collection: all records.
-        variant: name of the variant.
-
     Returns:
         The rows, and the records whose items cannot be used.
     """

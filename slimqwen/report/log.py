@@ -43,7 +43,6 @@ def entries(
     """The log, newest first.
 
     Args:
-        root: the repository.
         variant: of this one alone.
         last: so many lines at most; None for all. Findings take time where intervals are computed.
 

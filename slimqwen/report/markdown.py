@@ -55,7 +55,6 @@ def update(root: Path, *, write: bool = True) -> list[Path]:
     """Rewrite every file whose tables differ from their records.
 
     Args:
-        root: repository root.
         write: False only finds the files.
 
     Returns:
@@ -90,10 +89,6 @@ def fresh(root: Path, file: Path) -> str:
 
 def fill(text: str, root: Path) -> str:
     """Markdown with every table block filled.
-
-    Args:
-        text: Markdown.
-        root: repository root.
 
     Raises:
         MarkdownError: a block asks for an unknown table or is not closed by `<!-- end -->`.

@@ -99,9 +99,7 @@ def read(root: Path, progress: Progress = silent, prices: Path | None = None) ->
     """Read all records and variants; unusable files become problems.
 
     Args:
-        root: repository root.
         prices: file of the user's prices; None for eval/prices.yaml.
-        progress: receives (activity, done, total).
     """
     progress("read the records", 0, 1)
     money = cost.read_prices(root, prices)
@@ -124,9 +122,7 @@ def build(root: Path, destination: Path, progress: Progress = silent, prices: Pa
     """Write the site; an older one is replaced once the new one is complete.
 
     Args:
-        root: repository root.
         destination: folder of the site, created if missing.
-        progress: receives (activity, done, total).
         prices: file of the user's prices; None for eval/prices.yaml.
 
     Raises:
@@ -162,9 +158,7 @@ def figures(root: Path, folder: Path, progress: Progress = silent) -> list[Path]
     """Write the largest fronts against latency and against size as SVG files for a README.
 
     Args:
-        root: repository root.
         folder: created if missing.
-        progress: receives (activity, done, total).
 
     Returns:
         The files; none without a front.

@@ -70,7 +70,6 @@ def variants_table(root: Path, *, experiments: Path | None = None, with_weights:
     """Every variant: hypothesis, baseline, where it stands, its latest figures.
 
     Args:
-        root: the repository.
         experiments: where the records lie, instead of experiments/.
         with_weights: adds whether the checkpoint is on this machine: not for files that are committed.
 

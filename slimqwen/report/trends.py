@@ -63,7 +63,6 @@ def trends(records: Collection, variant: str) -> dict[str, Trend]:
 
     Args:
         records: all records; those of a busy host or of a split are left out.
-        variant: name of the variant.
     """
     entries = [
         entry
@@ -94,7 +93,6 @@ def trend_chart(name: str, trend: Trend) -> Chart:
 
     Args:
         name: name of the figure, with its unit.
-        trend: its observations.
     """
     machines = _machines([row for rows in trend.values() for row in rows])
     entries = sorted(

@@ -72,7 +72,6 @@ def prove(
     Args:
         names: the finalists: variants of the repository, each with a baseline and an EVALUATION.
         executor: where measurements run; entered here, once for each side of the split.
-        root: the repository.
         command: program and arguments, for the records.
         parts: ranges that the items of a suite are asked in, each a task.
 

@@ -155,8 +155,6 @@ def holding(
     """The newest record of a variant that a new measurement would only repeat; None without one.
 
     Args:
-        variant: measured variant.
-        kind: record kind.
         folder: folder of the records.
         fits: whether a record is large enough.
     """

@@ -338,8 +338,6 @@ def p_value(
     of 37 normal values with a mean exactly at a limit, 3.1 % instead of 2.5 % have their 95 % interval beyond it).
 
     Args:
-        value: the estimate.
-        standard_error: its standard error.
         count: items or clusters that it is over.
         limit: in the unit of the estimate.
         higher_is_better: whether the right side is above the limit.

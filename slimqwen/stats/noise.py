@@ -51,7 +51,6 @@ def quantile_interval(values: Sequence[float], share: float) -> tuple[float, flo
     Escobar, section 5.2). With too few observations for a rank the end is the smallest or largest of them.
 
     Args:
-        values: observations.
         share: of the observations that lie below the quantile.
 
     Returns:

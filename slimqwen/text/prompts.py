@@ -63,7 +63,6 @@ class PromptCutter:
         """A cutter with the tokenizer of a checkpoint.
 
         Args:
-            weights: checkpoint folder.
             source: source of `documents`.
             seed: seed of `documents`.
             root: folder that `source` is relative to.
@@ -92,7 +91,6 @@ class PromptCutter:
         """The next prompts, all different from any cut before.
 
         Args:
-            count: number of prompts.
             length: length of each, tokens.
 
         Raises:

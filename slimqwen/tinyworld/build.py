@@ -69,8 +69,6 @@ def build_tiny(
     Args:
         folder: checkpoint folder, replaced as a whole at the end.
         state_folder: folder for the state of an unfinished run and for the unfinished checkpoint.
-        plan: training plan.
-        progress: receives (activity, done, total).
 
     Returns:
         The training record, as written to `training.json` in the folder.

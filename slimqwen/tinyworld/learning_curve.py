@@ -46,7 +46,6 @@ class CurveEvaluation:
 
     Args:
         sets: test items by task.
-        tokenizer: tokenizer of the world.
     """
 
     def __init__(self, sets: Mapping[str, list[Row]], tokenizer: PreTrainedTokenizerFast) -> None:

@@ -71,8 +71,6 @@ def answer_items(
     """Generate an answer to every item and score it: 1 right, 0 wrong.
 
     Args:
-        model: model in evaluation mode.
-        tokenizer: tokenizer of the checkpoint.
         task: "facts", "format" or "twohop".
         rows: items of that task.
         progress: receives (activity, done, total) in items.
@@ -145,8 +143,6 @@ def context_sweep(
     """Read the same texts in windows of each length; windows are independent.
 
     Args:
-        model: model in evaluation mode.
-        tokenizer: tokenizer of the checkpoint.
         texts: texts at least as long as the longest window; the rest of each is not read.
         lengths: window lengths, tokens; each divides the longest.
     """
@@ -188,7 +184,6 @@ def token_log_probabilities(
     """Log-probability of every token of each continuation.
 
     Args:
-        model: model in evaluation mode.
         pairs: (context, continuation) token ids; no context may be empty.
     """
     order = sorted(range(len(pairs)), key=lambda index: len(pairs[index][0]) + len(pairs[index][1]))

@@ -83,11 +83,7 @@ def left_out_texts(world: World, seed: int = TASK_SEED) -> frozenset[str]:
 
 
 class OverlapCheck:
-    """Finds test items in training documents.
-
-    Args:
-        items: the test items.
-    """
+    """Finds test items in training documents."""
 
     def __init__(self, items: TaskItems) -> None:
         questions = (items.facts, items.format, items.twohop)
@@ -120,7 +116,6 @@ def score_answer(task: str, row: Mapping[str, Any], text: str) -> bool:
 
     Args:
         task: "facts", "format" or "twohop".
-        row: the item.
         text: generated text after the prompt, with or without an end token.
     """
     answer = text.split(TURN_END)[0].split(END_OF_TEXT)[0]

@@ -175,8 +175,6 @@ def train(
     """Train by a plan, or continue an interrupted run of the same plan.
 
     Args:
-        plan: training plan.
-        tokenizer: tokenizer of the world.
         state_folder: folder of saved states; one file per plan and training text.
         progress: receives (activity, done, total) in steps.
         stop_after: step after which to save and return, for tests of continuing.

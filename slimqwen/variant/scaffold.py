@@ -40,7 +40,6 @@ def create(
         hypothesis: expected result, one sentence that a measurement can refute.
         recipe: content of recipe.yaml; None for a variant that serves the checkpoint of its base.
         lines: values of config.env by key, where they are to differ from the base's.
-        root: repository.
 
     Returns:
         The folder.

@@ -35,7 +35,6 @@ def measure(
         weights: unused; a worker's job has it.
         folder: unused.
         task: tokens of the passes whose products are timed, such as 1 and K + 1.
-        progress: receives (activity, done, total).
 
     Returns:
         `bf16_<tokens>`, `int8_<tokens>`, `int4_<tokens>`: bytes of weights a second in a product with so many tokens;

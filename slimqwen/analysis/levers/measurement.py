@@ -95,8 +95,6 @@ def write(
     Args:
         variants: at least two; ratios are relative to the first.
         rounds: turns of each variant, at least two.
-        prompt_tokens: length of the prompt.
-        output_tokens: length of the answer.
         even_if_busy: take turns on a busy host too; the record is marked.
 
     Raises:
@@ -167,7 +165,6 @@ class _Timing:
         Args:
             key: what the turn is called in the journal.
             command: command of a server with its flags and environment.
-            weights: its checkpoint.
 
         Raises:
             HostBusyError: the host was too busy in every attempt.

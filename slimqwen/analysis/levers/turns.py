@@ -39,10 +39,7 @@ def decode(weights: Path, folder: Path, task: Task, progress: Progress) -> tuple
     """Decode one sequence and time its steps; runs in a worker process.
 
     Args:
-        weights: checkpoint.
         folder: unused; a worker's job has it.
-        task: what to do.
-        progress: receives (activity, done, total).
 
     Returns:
         `steps` and `tokens` after the first token, their `seconds`; `memory`: anonymous resident bytes at the end,
@@ -100,12 +97,8 @@ def in_worker(
 
     Args:
         function: what to call: (weights, folder, task, progress) -> (figures, load).
-        weights: its checkpoint.
         task: its task, picklable.
-        environment: environment variables of the process.
         log: file for what it prints.
-        timeout_s: time limit, seconds.
-        progress: receives its progress.
 
     Raises:
         TurnError: it failed, died or took too long; names the log.

@@ -213,7 +213,6 @@ def shape_model(shape: Shape, *, kv_cache_dtype: str = "auto", state_dtype: str 
     """The model of a checkpoint that need not exist, from its dimensions.
 
     Args:
-        shape: dimensions.
         kv_cache_dtype: as for `read_model`.
         state_dtype: as for `read_model`.
 

@@ -86,8 +86,6 @@ def probe(url: str, pid: int, examples: int, progress: Progress = silent) -> dic
     """Send malformed requests to a server that is ready, and judge it.
 
     Args:
-        url: of the server.
-        pid: its process.
         examples: valid, and invalid, requests to draw for each endpoint, at most.
 
     Returns:

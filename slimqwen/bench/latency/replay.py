@@ -14,11 +14,6 @@ from slimqwen.records.replay import Outcome, Repeat
 def replay(record: Latency, path: Path, repeat: Repeat) -> Outcome:
     """Time the requests of a record again, in turns with the variants that took turns with it.
 
-    Args:
-        record: latency record.
-        path: its file.
-        repeat: how to measure.
-
     Raises:
         RecordError: its items are damaged.
         BenchError: no class of requests is the same.

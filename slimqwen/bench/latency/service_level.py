@@ -34,7 +34,6 @@ def good_throughput(record: Latency, path: Path) -> list[GoodThroughput]:
     """Throughput within the service level of each class; none of a workload without one.
 
     Args:
-        record: latency record.
         path: its file; the items lie beside it.
 
     Raises:

@@ -129,8 +129,6 @@ def finding(record: Latency, path: Path, records: Collection) -> str:
     """What a latency record found, for a line of the log.
 
     Args:
-        record: latency record.
-        path: its file.
         records: all records, the baseline's among them.
 
     Raises:
@@ -158,7 +156,6 @@ def class_speedups(records: tuple[Latency, Latency], sides: Sequence[Mapping[str
     """The speed-ups of the second of two records over the first, of the classes that both have requests of.
 
     Args:
-        records: both records.
         sides: successful requests of both by class and round.
     """
     a, b = records

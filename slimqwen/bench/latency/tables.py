@@ -82,7 +82,6 @@ def speedup_table(
     """The figures of two latency records beside their speed-ups.
 
     Args:
-        records: both records.
         paths: their files.
         sides: what the records are called.
         ratios: speed-ups of the second over the first.

@@ -57,7 +57,6 @@ def draw(root: Path, history: dict[int, Scrapes]) -> RenderableType:
     """Picture of what runs in a repository.
 
     Args:
-        root: repository.
         history: scrapes of each server by process id, continued in place.
     """
     blocks: list[RenderableType] = [_work(work) for work in activity.running(root)]

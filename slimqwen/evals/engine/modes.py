@@ -381,9 +381,7 @@ def update_unsafe_engines(record: EngineModes, path: Path, root: Path) -> None:
     """Write what a record found to eval/unsafe_engines.json.
 
     Args:
-        record: the record.
         path: its file in experiments/.
-        root: the repository.
     """
     shown = provenance.portable(str(path), root)
     unsafe_engines.update(

@@ -293,8 +293,6 @@ def answer_singly(
     """Answer every request alone, with log-probabilities.
 
     Args:
-        llm: engine.
-        requests: requests by group.
         progress: receives (activity, requests done, all requests).
 
     Returns:

@@ -60,8 +60,6 @@ def write(settings: LimitsSettings, record: LimitsRecord, path: Path, root: Path
     Args:
         settings: sizes, seeds and texts.
         record: the limits.
-        path: its file.
-        root: the repository.
 
     Raises:
         SettingsError: a file that is there cannot be used.
