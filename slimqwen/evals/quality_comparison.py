@@ -29,7 +29,6 @@ class TaskComparison:
     """One task of two records.
 
     Attributes:
-        task: name of the task.
         measure: measure of the task.
         higher_is_better: whether a positive difference is a gain.
         first: score of the first record.

@@ -33,7 +33,6 @@ class Opened:
     """An image with a container of its own: its files can be read and its entry point run.
 
     Attributes:
-        tool: docker, podman or buildah.
         tag: of the image.
         name: of the container.
         settings: of the image.

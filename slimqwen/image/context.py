@@ -67,7 +67,6 @@ class Description(BaseModel):
     """image.json.
 
     Attributes:
-        platform: cpu or cuda.
         root: the folder in the image that stands for the repository.
         python: the version that the compile cache was made with; empty where any will do.
         commit: of the checkout, empty outside one.

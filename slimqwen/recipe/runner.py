@@ -39,7 +39,6 @@ class Outcome:
     """Result of one stage.
 
     Attributes:
-        stage: name of the stage.
         folder: its output in the store.
         reused: whether the store had it already.
         manifest: manifest of the output; wall time and peak memory are those of the run that made it.
@@ -71,7 +70,6 @@ class Forecast:
     """What a run would do with one stage, and why.
 
     Attributes:
-        stage: name of the stage.
         key: its content key; None if its input does not exist yet.
         reused: whether the store has its output.
         reason: one sentence.

@@ -29,7 +29,6 @@ class StoredRecord(Generic[AnyRecord]):
     """One readable record.
 
     Attributes:
-        path: of its file.
         location: path from the repository's root.
         record: in the present version of its schema.
     """
@@ -78,7 +77,6 @@ class Collection:
     """The records of a repository.
 
     Attributes:
-        root: the repository.
         records: by variant and kind, newest first.
         measurements: each variant's measurements.json, by variant.
         problems: files that were left out, by location.

@@ -10,8 +10,6 @@ class Line:
 
     Attributes:
         label: name in the legend; the same label has the same colour in every panel.
-        x: positions.
-        y: values.
         errors: half the length of each error bar.
         joined: whether a line joins the points.
     """

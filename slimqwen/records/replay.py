@@ -23,7 +23,6 @@ class Repeat:
     """How to measure again.
 
     Attributes:
-        root: the repository.
         folder: folder that has the new records in a folder per variant.
         command: command that asked for the replay, for the new record.
         port: port of a running server, or of those that are started.

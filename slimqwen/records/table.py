@@ -16,10 +16,8 @@ class Table:
     """Formatted cells.
 
     Attributes:
-        title: heading of the table.
         columns: headings of the columns.
         rows: cells, as many as there are columns.
-        notes: lines below the table.
         text_columns: how many of the first columns hold text; the others hold figures and are aligned to the right.
     """
 

@@ -32,7 +32,6 @@ class Front:
     Attributes:
         baseline: the baseline, at quality 0.
         hardware: hardware of the measurements.
-        on_cpu: whether it is a CPU.
         cost: short name of the cost.
         axis: name of the cost with its unit.
         points: points by cost, the baseline included.
@@ -51,9 +50,7 @@ class Choice:
     """Which variant of a baseline to serve on one hardware.
 
     Attributes:
-        baseline: the baseline.
         hardware: hardware of the measurements.
-        on_cpu: whether it is a CPU.
         serve: the row to serve; None if no variant passes, in quality too, and is faster beyond its interval.
         runners_up: other rows with records, the most promising first.
     """

@@ -45,7 +45,6 @@ class Score:
     """One task of a quality record.
 
     Attributes:
-        suite: suite of the task.
         task: name of the task without the suite's.
         row: the task's part of the record.
         change: change against the baseline on the same items; None if not paired.
@@ -125,19 +124,16 @@ class Row:
     """One variant on one hardware.
 
     Attributes:
-        variant: name of the variant.
         hypothesis: empty if measurements.json cannot be read.
         baseline: name of the baseline; None for a baseline.
         status: planned, measured, promoted or rejected; "unreadable" without measurements.json.
         verdict: verdict in measurements.json; None without one.
         hardware: hardware of the latency record, else of the quality record; empty without a record.
         on_cpu: whether the hardware is a CPU.
-        scores: scores by suite and task.
         timed: None if not timed on this hardware.
         figures: figures of the kinds' leaderboard columns by column heading, with their records.
         size_bytes: size of the checkpoint that was measured last.
         evidence: newest record of each kind in experiments/.
-        newest: newest record of the variant.
         fronts: costs at which the row is on the Pareto front.
     """
 

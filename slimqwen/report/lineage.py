@@ -37,7 +37,6 @@ class Kin:
     """A variant in the tree of bases.
 
     Attributes:
-        name: name of the variant.
         notes: its roles for the variant of the page: itself, baseline, source of the checkpoint.
         children: variants that name it as BASE.
     """

@@ -49,8 +49,6 @@ class Built:
 
     Attributes:
         index: page to open.
-        variants: number of variants.
-        records: number of records.
         problems: files that were left out.
     """
 

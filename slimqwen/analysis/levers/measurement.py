@@ -149,7 +149,6 @@ class _Timing:
         lengths: tokens of the prompt and of the answer.
         journal: figures of an interrupted run, to which new ones are added.
         even_if_busy: take figures of a busy host too.
-        progress: receives (activity, done, total).
         loads: load of the host in each turn so far.
     """
 

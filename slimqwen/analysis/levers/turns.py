@@ -26,8 +26,6 @@ class Task:
 
     Attributes:
         flags: vLLM's flags by name, as a server of the variant has them.
-        prompt_tokens: length of the prompt.
-        output_tokens: length of the answer.
     """
 
     flags: Mapping[str, Any]

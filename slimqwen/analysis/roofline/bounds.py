@@ -162,7 +162,6 @@ class ServedVariant:
     """A variant and what its flags decide.
 
     Attributes:
-        variant: variant.
         flags: vLLM's flags by name.
         digest: checkpoint digest.
         model: bytes and FLOPs of the checkpoint.

@@ -40,9 +40,7 @@ class Run:
     """What all variants of a measurement share.
 
     Attributes:
-        workload: prompt classes.
         max_num_seqs: sequences that the most capable variant runs at once.
-        rounds: number of rounds.
         progress: receives (activity, done, total) of each answered request.
         saturation: requests a second that the first variant reached, by class; filled in by the first round.
         loads: load of the host in each round so far.

@@ -76,9 +76,7 @@ class ServedEngine:
 
     Attributes:
         flags: vLLM's flags, by name without dashes.
-        platform: cpu or cuda.
         context_len: context length, tokens.
-        root: repository.
     """
 
     flags: Mapping[str, Any]

@@ -78,7 +78,6 @@ class TaskRun:
     """All answers to one task.
 
     Attributes:
-        task: task of the suite.
         items: one for each answer, by index and repeat.
         available_count: items that the task has in all.
         rendered: whether its prompts went through a chat template.
