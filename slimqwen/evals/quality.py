@@ -1,7 +1,6 @@
 """Quality: scores of a served variant on the tasks of a suite, with standard errors and every item."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -10,12 +9,12 @@ from pydantic import Field, model_validator
 
 from slimqwen.evals import EvalError
 from slimqwen.evals.suites import datasets, lm_eval_run
-from slimqwen.evals.suites.lm_eval_run import Item, TaskRun
+from slimqwen.evals.suites.lm_eval_run import TaskRun
 from slimqwen.evals.suites.suite import ANSWER_MARGIN, BITS_PER_BYTE, Limit, Suite
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
 from slimqwen.records.collection import Collection
-from slimqwen.records.journal import Journal, journal_file, locked
+from slimqwen.records.journal import journal_file, locked
 from slimqwen.records.record import (
     Block,
     Count,
@@ -29,7 +28,7 @@ from slimqwen.records.record import (
 from slimqwen.records.replay import Outcome, Repeat
 from slimqwen.records.split import Split, SplitRecord
 from slimqwen.serving import speed_only
-from slimqwen.serving.shared_server import ServerLostError, SharedServer, serve
+from slimqwen.serving.shared_server import ServerLostError, serve
 from slimqwen.stats import intervals, non_inferiority
 from slimqwen.variant import Variant
 
@@ -192,21 +191,6 @@ class Quality(SplitRecord):
         ]
 
 
-@dataclass(frozen=True)
-class Scores:
-    """Result of one run over a suite: scores by task, their items, and the files that decide them."""
-
-    tasks: dict[str, TaskScore]
-    items: list[Item]
-    datasets: list[Path]
-
-    @classmethod
-    def of(cls, runs: Sequence[TaskRun], datasets: list[Path]) -> "Scores":
-        """The scores of all answers to a suite."""
-        items = [item for task_run in runs for item in task_run.items]
-        return cls({each.task.name: task_score(each) for each in runs}, items, datasets)
-
-
 def measure(
     variant: Variant,
     suite: Suite,
@@ -249,7 +233,7 @@ def measure(
     ):
         log = logs / f"quality_{variant.name}.log"
         try:
-            scores = score(
+            runs, files = lm_eval_run.run(
                 suite,
                 server,
                 root=variant.root,
@@ -268,13 +252,13 @@ def measure(
             server.server.command,
             command,
             started,
-            datasets=scores.datasets,
+            datasets=files,
             seeds={"lm_eval": lm_eval_run.SEED},
             already_running=server.already_running,
         )
         path = write(
             records_folder or variant.folder,
-            scores,
+            runs,
             block,
             variant=variant.name,
             suite=suite.name,
@@ -287,37 +271,15 @@ def measure(
     return path
 
 
-def write(folder: Path, scores: "Scores", block: ServedProvenance, **fields: Any) -> Path:
-    """Write a quality record and its items."""
-    record = Quality(tasks=scores.tasks, provenance=block, **fields)
-    return store.write(folder, record, (vars(item) for item in scores.items))
+def write(folder: Path, runs: Sequence[TaskRun], block: ServedProvenance, **fields: Any) -> Path:
+    """Write the quality record of all answers to a suite, and its items."""
+    record = Quality(tasks=task_scores(runs), provenance=block, **fields)
+    return store.write(folder, record, (vars(item) for run in runs for item in run.items))
 
 
-def score(
-    suite: Suite,
-    server: SharedServer,
-    *,
-    root: Path,
-    limit: Limit,
-    log: Path,
-    chat: bool = False,
-    split: Split | None = None,
-    answers: Journal | None = None,
-    progress: Progress = silent,
-) -> Scores:
-    """Score a running server over a suite, without a record; arguments and errors as for `lm_eval_run.run`."""
-    runs, files = lm_eval_run.run(
-        suite,
-        server,
-        root=root,
-        limit=limit,
-        log=log,
-        chat=chat,
-        answers=answers,
-        split=split,
-        progress=progress,
-    )
-    return Scores.of(runs, files)
+def task_scores(runs: Sequence[TaskRun]) -> dict[str, TaskScore]:
+    """Scores by task."""
+    return {run.task.name: task_score(run) for run in runs}
 
 
 def task_score(run: TaskRun) -> TaskScore:
@@ -365,7 +327,7 @@ def smoke(
     """Ask a variant a few items of each task, with short answers; nothing is recorded."""
     logs = variant.root / "logs"
     with serve(variant, port=port, log=logs / f"serve_{variant.name}.log", progress=progress) as server:
-        scores = score(
+        runs, _ = lm_eval_run.run(
             suite.shortened(SMOKE_MAX_GEN_TOKS),
             server,
             root=variant.root,
@@ -389,7 +351,8 @@ def smoke(
             f"{row[1].output_tokens.mean:.0f}" if row[1].output_tokens else "-"
         ),
     }
-    return Table.of(f"Smoke test of {variant.name}", scores.tasks.items(), columns, note, text_columns=2)
+    rows = task_scores(runs).items()
+    return Table.of(f"Smoke test of {variant.name}", rows, columns, note, text_columns=2)
 
 
 def _output_tokens(counts: Sequence[int | None]) -> OutputTokens | None:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from slimqwen.evals import EvalError, quality
-from slimqwen.evals.quality import Scores
 from slimqwen.evals.suites import datasets, lm_eval_run
 from slimqwen.evals.suites.lm_eval_run import Item, Part, TaskRun
 from slimqwen.evals.suites.suite import Limit, Suite
@@ -137,7 +136,7 @@ def write(
     ]
     return quality.write(
         folder or variant.folder,
-        Scores.of(runs, []),
+        runs,
         block,
         variant=variant.name,
         suite=suite.name,

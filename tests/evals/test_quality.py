@@ -21,6 +21,14 @@ from slimqwen.records import store
 from slimqwen.serving import shared_server
 from slimqwen.variant import load, repository_root
 
+
+def score(suite, server, **how):
+    """The scores of a running server by task, and their items; no record."""
+    runs, files = lm_eval_run.run(suite, server, **how)
+    items = [item for run in runs for item in run.items]
+    return SimpleNamespace(tasks=quality.task_scores(runs), items=items, datasets=files)
+
+
 GENERATE = """\
 output_type: generate_until
 doc_to_text: "{{prompt}}"
@@ -278,7 +286,7 @@ def test_a_prefix_that_the_tokenizer_lacks_is_named(measure, add_served, stand_i
     suite = small_suite.model_copy(update={"text_prefix": "<|endoftext|>"})
     one = add_served("tiny", stand_in())
     with pytest.raises(EvalError, match=r"<\|endoftext\|>"):
-        quality.score(suite, one, root=one.variant.root, limit=2, log=one.variant.root / "log")
+        score(suite, one, root=one.variant.root, limit=2, log=one.variant.root / "log")
 
 
 def test_a_task_that_is_not_there_is_named(measure, add_served, stand_in, small_suite):
@@ -362,7 +370,7 @@ def test_both_sides_of_the_split_together_ask_every_item_once(small_suite, add_s
         """Towns that a side asks about, of those that the task's file asks about."""
         rows = [{"prompt": f"Q : what sells town {n} ? A :", "answer": answer} for n in numbers]
         write_task("small_facts", rows, GENERATE)
-        scores = quality.score(
+        scores = score(
             suite,
             one,
             root=one.variant.root,
@@ -389,7 +397,7 @@ def test_a_drawn_sample_does_not_depend_on_the_order_of_the_file(
     one = add_served("tiny", stand_in())
 
     def drawn():
-        scores = quality.score(suite, one, root=one.variant.root, limit=3, log=one.variant.root / "log")
+        scores = score(suite, one, root=one.variant.root, limit=3, log=one.variant.root / "log")
         return {item.item for item in scores.items}
 
     before = drawn()
@@ -404,7 +412,7 @@ def test_repeats_are_asked_with_seeds_of_their_own(small_suite, add_served, stan
     server = stand_in()
     one = add_served("tiny", server)
     suite = small_suite.model_copy(update={"tasks": (task,)})
-    scores = quality.score(suite, one, root=one.variant.root, limit=2, log=one.variant.root / "log")
+    scores = score(suite, one, root=one.variant.root, limit=2, log=one.variant.root / "log")
     assert sorted(request["seed"] for request in server.requests) == [1234, 1234, 1235, 1235]
     assert scores.tasks["small_facts"].item_count == 2
 
@@ -419,7 +427,7 @@ def test_a_prompt_is_never_cut_to_make_room_for_its_answer(small_suite, add_serv
         rows = [{"prompt": " ".join(["salt"] * words), "answer": "salt"}] * 2
         write_task("small_facts", rows, long)
         ask = functools.partial(
-            quality.score, suite, one, root=one.variant.root, limit=2, log=one.variant.root / "log"
+            score, suite, one, root=one.variant.root, limit=2, log=one.variant.root / "log"
         )
         if words == 130:
             with pytest.raises(PromptTooLongError, match=r"130 tokens .* takes 128, .*VLLM_MAX_MODEL_LEN"):
@@ -475,9 +483,7 @@ def test_a_template_without_a_thinking_switch_is_named(small_suite, add_served, 
     with pytest.raises(EvalError, match=r"rendered already.*add --chat"):
         small_suite.with_thinking(True, chat=False)
     suite = small_suite.model_copy(update={"chat_template": True}).with_thinking(True, chat=False)
-    ask = functools.partial(
-        quality.score, suite, one, root=one.variant.root, limit=2, log=one.variant.root / "log"
-    )
+    ask = functools.partial(score, suite, one, root=one.variant.root, limit=2, log=one.variant.root / "log")
     with pytest.raises(EvalError, match="weights/tiny has no chat template"):
         ask()
     template = "{% for m in messages %}Q {{ m.content }}{% endfor %} A"
@@ -571,7 +577,7 @@ def test_by_chat_the_user_says_the_question_and_thinking_is_switched(
     tasks = (small_suite.tasks[0].model_copy(update={"thinking_tokens": 7}), *small_suite.tasks[1:])
     suite = small_suite.model_copy(update={"tasks": tasks, "chat_message": "what sells {{answer}} ?"})
     said = Said("salt")
-    scores = quality.score(
+    scores = score(
         suite.with_thinking(thinking, chat=True),
         one,
         root=one.variant.root,
@@ -603,7 +609,7 @@ def test_core_is_scored_by_lm_evals_own_rules(add_served, stand_in, tmp_path, te
     template = load("tiny").weights / "chat_template.jinja"
     (one.server.weights / template.name).write_text(template.read_text())
     core = write_core_data(tmp_path)
-    scores = quality.score(core, one, root=tmp_path, limit=None, log=tmp_path / "log", answers=Said(text))
+    scores = score(core, one, root=tmp_path, limit=None, log=tmp_path / "log", answers=Said(text))
     assert scores.tasks["mmlu_pro"].value == pytest.approx(mmlu_pro)
     assert scores.tasks["ifeval"].value == pytest.approx(ifeval)
     gpqa = scores.tasks["gpqa_diamond"]
@@ -621,7 +627,7 @@ def test_core_goes_the_whole_way_over_a_real_server(served_tiny, tmp_path):
     core = write_core_data(tmp_path)
     tasks = tuple(task.model_copy(update={"repeats": min(task.repeats, 2)}) for task in core.tasks)
     core = core.model_copy(update={"tasks": tasks, "max_gen_toks": 24})
-    scores = quality.score(core, served_tiny, root=tmp_path, limit=3, log=tmp_path / "log")
+    scores = score(core, served_tiny, root=tmp_path, limit=3, log=tmp_path / "log")
     assert {name: row.item_count for name, row in scores.tasks.items()} == dict.fromkeys(scores.tasks, 3)
     assert {name: row.available_count for name, row in scores.tasks.items()} == {
         "mmlu_pro": 14,
@@ -644,7 +650,7 @@ def test_the_chat_path_scores_what_the_template_renders(served_tiny, tmp_path):
     """The task files hold what the template makes of the question, so both paths ask the same."""
     tiny = load("tiny")
     suite = Suite.load("tinyworld", tiny.root)
-    ask = functools.partial(quality.score, root=tiny.root, limit=4, log=tmp_path / "log")
+    ask = functools.partial(score, root=tiny.root, limit=4, log=tmp_path / "log")
     suite = suite.model_copy(update={"tasks": suite.tasks[:4]})
     chat = ask(suite, served_tiny, chat=True)
     assert set(chat.tasks) == {"tinyworld_facts", "tinyworld_format", "tinyworld_twohop"}
