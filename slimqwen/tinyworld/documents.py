@@ -101,6 +101,7 @@ class DocumentSampler:
     """Draws training documents.
 
     Args:
+        world: world of the documents.
         left_out: user messages and prose texts that must not occur, such as those of the tests.
         mix: positive weight of each kind of document.
     """

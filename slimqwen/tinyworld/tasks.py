@@ -83,7 +83,11 @@ def left_out_texts(world: World, seed: int = TASK_SEED) -> frozenset[str]:
 
 
 class OverlapCheck:
-    """Finds test items in training documents."""
+    """Finds test items in training documents.
+
+    Args:
+        items: the test items.
+    """
 
     def __init__(self, items: TaskItems) -> None:
         questions = (items.facts, items.format, items.twohop)
@@ -116,6 +120,7 @@ def score_answer(task: str, row: Mapping[str, Any], text: str) -> bool:
 
     Args:
         task: "facts", "format" or "twohop".
+        row: the item.
         text: generated text after the prompt, with or without an end token.
     """
     answer = text.split(TURN_END)[0].split(END_OF_TEXT)[0]
