@@ -7,6 +7,7 @@ chunks, E2EL the time from sending a request to its last token; all in milliseco
 import asyncio
 import contextlib
 import math
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ _COUNTED = "openai-counted"
 """Our entry in the benchmark's table of request functions."""
 
 _TIMEOUT_S = 600
+_REST_S = 60
+"""Time after which a request that has not ended never will, seconds."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,17 @@ def counters(base_url: str) -> Mapping[str, float]:
         ServerLostError: the server does not answer.
     """
     return metrics.read(get(f"{base_url}/metrics").text)
+
+
+def unended_requests(base_url: str) -> float:
+    """Requests that a server still has when nobody has sent it any for a minute; 0 as soon as there is none."""
+    deadline = time.monotonic() + _REST_S
+    while True:
+        values = counters(base_url)
+        unended = sum(values.get(f"vllm:num_requests_{state}", 0.0) for state in ("running", "waiting"))
+        if not unended or time.monotonic() > deadline:
+            return unended
+        time.sleep(0.2)
 
 
 @dataclass(frozen=True)

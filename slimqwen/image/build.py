@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Literal
 
 from slimqwen.checkpoint.files import sha256
-from slimqwen.image import context
+from slimqwen.image import ImageError, context
 from slimqwen.image.context import Content, Description
-from slimqwen.image.errors import ImageError
 from slimqwen.progress import Progress, silent
 from slimqwen.serving.platform import Platform
 from slimqwen.variant import Variant, repository_root

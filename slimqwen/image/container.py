@@ -17,9 +17,8 @@ from typing import IO, Any
 
 import psutil
 
-from slimqwen.image import contract
+from slimqwen.image import ImageError, contract
 from slimqwen.image.build import Tool
-from slimqwen.image.errors import ImageError
 from slimqwen.image.record import Layer
 from slimqwen.serving.server import free_port
 

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from slimqwen import checkpoint
 from slimqwen.analysis.plan import PlanRecord, has_toolkit
 from slimqwen.checkpoint.files import COMPILE_CACHE, MANIFEST, file_records, sha256
-from slimqwen.image.errors import ImageError
+from slimqwen.image import ImageError
 from slimqwen.plan import gpu_model, trouble
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
@@ -263,7 +263,7 @@ def lay_out(content: Content, description: Description, folder: Path) -> None:
     (folder / "variant" / DESCRIPTION).write_text(
         description.model_dump_json(indent=1) + "\n", encoding="utf-8"
     )
-    for path in _all_of(folder):
+    for path in (folder, *folder.rglob("*")):
         if path.is_dir():
             path.chmod(0o755)
         elif path.stat().st_nlink == 1:
@@ -426,8 +426,3 @@ def _put(file: Path, target: Path) -> None:
         except OSError:
             pass  # another disk, or one without links
     shutil.copyfile(file, target)
-
-
-def _all_of(folder: Path) -> Iterator[Path]:
-    yield folder
-    yield from folder.rglob("*")

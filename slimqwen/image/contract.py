@@ -16,8 +16,8 @@ from typing import IO, Any
 
 from slimqwen import redaction
 from slimqwen.checkpoint.files import COMPILE_CACHE
+from slimqwen.image import ImageError
 from slimqwen.image.context import DESCRIPTION, Description, without_paths
-from slimqwen.image.errors import ImageError
 from slimqwen.image.record import Check
 from slimqwen.serving import baked_cache
 

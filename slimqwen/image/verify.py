@@ -10,9 +10,8 @@ from typing import Any
 import httpx
 
 from slimqwen.analysis import start_plan
-from slimqwen.image import container, context, contract
+from slimqwen.image import ImageError, container, context, contract
 from slimqwen.image.build import Tool, find_tool, tag_of
-from slimqwen.image.errors import ImageError
 from slimqwen.image.record import BytesByPart, Check, ImageCpu, Layer, Trial, tables
 from slimqwen.plan import gpu_model, jit_modules
 from slimqwen.progress import Progress, silent
@@ -92,8 +91,6 @@ def verify_variant(
     result = verify(content, tool=tool, tag=tag, log=log, progress=progress)
     if not record or result.trial is None:
         return tag, result, None
-    files = provenance.checkpoint_files(variant.weights, variant.root)
-    inputs = provenance.of_server(content.command)
     made = ImageCpu(
         variant=variant.name,
         tool=tool,
@@ -104,7 +101,7 @@ def verify_variant(
         history=result.history,
         dry_run=tuple((result.dry_run or "").splitlines()),
         trial=result.trial,
-        provenance=provenance.circumstances(variant.root, command, started, checkpoint=files, **inputs),
+        provenance=provenance.of_variant(variant, command, started, **provenance.of_server(content.command)),
     )
     return tag, result, store.write(variant.root / "results", made)
 

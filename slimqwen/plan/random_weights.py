@@ -36,12 +36,6 @@ _CHUNK = 2**22
 """Numbers drawn at a time."""
 
 _ROPE_OF_IMAGES = ("mrope_section", "mrope_interleaved")
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
 
 
 def name(size: Size) -> str:
@@ -106,7 +100,7 @@ def write(shape: Shape, folder: Path, tokenizer: Path, *, seed: int, progress: P
         )
     with publish(folder) as staging:
         write_config(staging, _config(shape, seed))
-        for file in _TOKENIZER_FILES:
+        for file in shapes.TOKENIZER_FILES:
             shutil.copyfile(tokenizer / file, staging / file)
         write_tensors(staging / "model.safetensors", _reported(contents, progress))
         Manifest(

@@ -21,7 +21,7 @@ from slimqwen.variant import Variant
 FOLDER = Path("eval") / "shapes"
 """Relative to the repository."""
 
-_TOKENIZER_FILES = (
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
@@ -143,7 +143,7 @@ def write(shape: Shape, folder: Path, tokenizer: Path) -> int:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(shape.config_json, indent=1) + "\n")
     (folder / "preprocessor_config.json").write_text(json.dumps(_PREPROCESSOR) + "\n")
-    for name in _TOKENIZER_FILES:
+    for name in TOKENIZER_FILES:
         shutil.copyfile(tokenizer / name, folder / name)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0

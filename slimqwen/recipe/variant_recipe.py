@@ -89,12 +89,8 @@ def _copy_of(repository: str, root: Path) -> str:
     )
 
 
-def unexplained_changes(variant: Variant, progress: Progress = silent) -> list[TensorDifference]:
+def unexplained_changes(variant: Variant) -> list[TensorDifference]:
     """Tensors of a variant's checkpoint that differ from its recipe's base, though no stage of the recipe changes them.
-
-    Args:
-        variant: one with a recipe.yaml.
-        progress: receives (activity, done, total) in tensors.
 
     Raises:
         RecipeError: its recipe cannot be used.
@@ -102,19 +98,16 @@ def unexplained_changes(variant: Variant, progress: Progress = silent) -> list[T
     """
     recipe = read(variant)
     base = base_folder(recipe.base, variant.root)
-    return unexplained_by(recipe.steps, base, variant.weights, progress)
+    return unexplained_by(recipe.steps, base, variant.weights)
 
 
-def unexplained_by(
-    steps: Sequence[Step], base: Path, weights: Path, progress: Progress = silent
-) -> list[TensorDifference]:
+def unexplained_by(steps: Sequence[Step], base: Path, weights: Path) -> list[TensorDifference]:
     """Tensors of a checkpoint that differ from its base, though no step of a recipe changes them.
 
     Args:
         steps: of the recipe.
         base: checkpoint folder that the recipe starts from.
         weights: checkpoint folder that it makes.
-        progress: receives (activity, done, total) in tensors.
 
     Raises:
         CorruptCheckpointError: a checkpoint cannot be read.
@@ -124,5 +117,5 @@ def unexplained_by(
     def is_explained(name: str) -> bool:
         return any(re.search(pattern, name) for pattern in patterns)
 
-    differences = difference.compare(base, weights, progress, leave_out=is_explained)
+    differences = difference.compare(base, weights, leave_out=is_explained)
     return [each for each in differences if each.change is not Change.NONE]

@@ -1,6 +1,6 @@
 """Lineage of a variant: flags that differ from its base, its family, its recipe, the size after each stage."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -161,15 +161,11 @@ class Family:
         if self._store is None:
             weights = self.root / "weights"
             self._store = {}
-            for folder in _with_manifest([*weights.glob("*/"), *weights.glob("store/*/")]):
-                if not (folder / COMPILE_CACHE[0]).is_file():
+            for folder in (*weights.glob("*/"), *weights.glob("store/*/")):
+                # Without a manifest a digest would be a hash of gigabytes.
+                if (folder / MANIFEST).is_file() and not (folder / COMPILE_CACHE[0]).is_file():
                     self._store.setdefault(checkpoint.digest(folder), folder.resolve())
         return self._store
-
-
-def _with_manifest(folders: Sequence[Path]) -> Iterable[Path]:
-    # Without a manifest a digest would be a hash of gigabytes.
-    return [folder for folder in folders if (folder / MANIFEST).is_file()]
 
 
 def parameters(step: Step) -> dict[str, str]:

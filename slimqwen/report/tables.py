@@ -66,11 +66,10 @@ def results_tables(folder: Path) -> list[Table]:
     return [results_table(path) for path in newest]
 
 
-def variants_table(root: Path, *, experiments: Path | None = None, with_weights: bool = False) -> Table:
+def variants_table(root: Path, *, with_weights: bool = False) -> Table:
     """Every variant: hypothesis, baseline, where it stands, its latest figures.
 
     Args:
-        experiments: where the records lie, instead of experiments/.
         with_weights: adds whether the checkpoint is on this machine: not for files that are committed.
 
     Raises:
@@ -80,7 +79,6 @@ def variants_table(root: Path, *, experiments: Path | None = None, with_weights:
     for name in variants.names(root):
         variant = variants.load(name, root)
         claims = store.read_measurements(variant.folder)
-        folder = (experiments or root / "experiments") / name
         rows.append(
             (
                 name,
@@ -89,8 +87,8 @@ def variants_table(root: Path, *, experiments: Path | None = None, with_weights:
                 claims.status
                 if claims.status in ("promoted", "rejected")
                 else claims.verdict or claims.status,
-                _latest_quality(folder),
-                _latest_latency(folder),
+                _latest_quality(variant.folder),
+                _latest_latency(variant.folder),
                 *(("yes" if variant.weights.is_dir() else "no",) if with_weights else ()),
             )
         )

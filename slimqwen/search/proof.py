@@ -59,9 +59,7 @@ class Proof(Block):
         return [each.variant for each in self.finalists if each.verdict == Verdict.PASS]
 
 
-def prove(
-    names: Sequence[str], executor: Executor, root: Path, *, command: Sequence[str], parts: int = 1
-) -> Proof:
+def prove(names: Sequence[str], executor: Executor, root: Path, *, command: Sequence[str]) -> Proof:
     """Gate finalists on the search's items and on the proof's, and judge them by the latter alone.
 
     Both gates are sweeps (`sweep.driver`), so a finalist whose engine crashes ends with its reason while the others go
@@ -73,7 +71,6 @@ def prove(
         names: the finalists: variants of the repository, each with a baseline and an EVALUATION.
         executor: where measurements run; entered here, once for each side of the split.
         command: program and arguments, for the records.
-        parts: ranges that the items of a suite are asked in, each a task.
 
     Returns:
         The finalists in the order of the names, each with both estimates, its adjusted verdict and its records.
@@ -86,7 +83,7 @@ def prove(
         raise SearchError("no finalist to prove; name at least one variant")
 
     def gated(side: Side, among: Sequence[str]) -> dict[str, SweepResult]:
-        options = Options(("gate",), tuple(command), parts=parts, limit=None, split=side)
+        options = Options(("gate",), tuple(command), limit=None, split=side)
         results = sweep(among, options, executor, root) if among else []
         return {each.variant: each for each in results}
 

@@ -109,10 +109,7 @@ def bits_per_byte(model: DraftingModel, tokenizer: PreTrainedTokenizerFast, text
 
 
 def prose_acceptance(
-    model: DraftingModel,
-    tokenizer: PreTrainedTokenizerFast,
-    texts: Sequence[str],
-    depth: int = ACCEPTANCE_DEPTH,
+    model: DraftingModel, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]
 ) -> Acceptance:
     """Acceptance of drafts on the model's own continuations of held-out texts.
 
@@ -121,7 +118,7 @@ def prose_acceptance(
     encoded = encode(tokenizer, texts)
     prompts = [text[: min(max(4, len(text) // 3), 200)] for text in encoded]
     continuations = continue_greedily(model.backbone, prompts, ACCEPTANCE_TOKENS, end_token_ids())
-    return measure_acceptance(model, list(zip(prompts, continuations, strict=True)), depth)
+    return measure_acceptance(model, list(zip(prompts, continuations, strict=True)), ACCEPTANCE_DEPTH)
 
 
 @dataclass(frozen=True)
@@ -135,24 +132,20 @@ class ContextPoint:
 
 
 def context_sweep(
-    model: DraftingModel,
-    tokenizer: PreTrainedTokenizerFast,
-    texts: Sequence[str],
-    lengths: Sequence[int] = CONTEXT_LENGTHS,
+    model: DraftingModel, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]
 ) -> list[ContextPoint]:
-    """Read the same texts in windows of each length; windows are independent.
+    """Read the same texts in windows of each of `CONTEXT_LENGTHS`; windows are independent.
 
     Args:
         texts: texts at least as long as the longest window; the rest of each is not read.
-        lengths: window lengths, tokens; each divides the longest.
     """
-    longest = max(lengths)
+    longest = max(CONTEXT_LENGTHS)
     (start,) = encode(tokenizer, [END_OF_TEXT])
     rows = [text[:longest] for text in encode(tokenizer, texts)]
     # Bytes per token, so that bits are divided by the bytes of the part that is read.
     sizes = [[len(piece.encode()) for piece in _pieces(tokenizer, row)] for row in rows]
     points = []
-    for length in lengths:
+    for length in CONTEXT_LENGTHS:
         bits = late_bits = 0.0
         size = late_size = 0
         late = length * 3 // 4
@@ -246,11 +239,11 @@ def with_half_vocabulary(
     return DraftingModel(backbone, model.head).eval(), smaller
 
 
-def with_shuffled_head(model: DraftingModel, seed: int = 0) -> DraftingModel:
+def with_shuffled_head(model: DraftingModel) -> DraftingModel:
     """A copy whose MTP head has the columns of `fc` in random order."""
     head = copy.deepcopy(model.head)
     with torch.no_grad():
-        order = torch.randperm(head.fc.weight.shape[1], generator=torch.Generator().manual_seed(seed))
+        order = torch.randperm(head.fc.weight.shape[1], generator=torch.Generator().manual_seed(0))
         head.fc.weight.copy_(head.fc.weight[:, order])
     return DraftingModel(model.backbone, head)
 

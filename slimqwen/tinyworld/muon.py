@@ -20,6 +20,8 @@ _NEWTON_SCHULZ = (
 """Coefficients of each iteration, from the public modded-nanogpt speed runs; five steps bring all singular values
 near 1."""
 
+_MOMENTUM = 0.95
+
 
 def orthogonalise(matrices: Tensor) -> Tensor:
     """The nearest (semi-)orthogonal matrices, roughly: [count, rows, columns] float32 -> the same shape."""
@@ -38,14 +40,10 @@ class Muon:
     Args:
         parameters: two-dimensional float32 parameters.
         weight_decay: decoupled, per step, times the rate.
-        momentum: of the running gradient.
     """
 
-    def __init__(
-        self, parameters: Iterable[nn.Parameter], weight_decay: float, momentum: float = 0.95
-    ) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], weight_decay: float) -> None:
         self._weight_decay = weight_decay
-        self._momentum = momentum
         self._groups: dict[tuple[int, ...], list[nn.Parameter]] = {}
         for parameter in parameters:
             self._groups.setdefault(tuple(parameter.shape), []).append(parameter)
@@ -56,8 +54,8 @@ class Muon:
         with torch.no_grad():
             for shape, group in self._groups.items():
                 gradients = torch.stack([_gradient(parameter) for parameter in group])
-                running = self._running[shape].lerp_(gradients, 1 - self._momentum)
-                updates = orthogonalise(gradients.lerp(running, self._momentum))
+                running = self._running[shape].lerp_(gradients, 1 - _MOMENTUM)
+                updates = orthogonalise(gradients.lerp(running, _MOMENTUM))
                 scale = max(1.0, shape[0] / shape[1]) ** 0.5
                 for parameter, update in zip(group, updates, strict=True):
                     parameter.mul_(1 - rate * self._weight_decay).add_(update, alpha=-rate * scale)

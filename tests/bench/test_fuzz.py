@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from slimqwen import variant
-from slimqwen.bench import BenchError
+from slimqwen.bench import BenchError, client
 from slimqwen.bench.fuzz import Fuzz, measurement, requests
 from slimqwen.records import provenance
 from slimqwen.serving.server import free_port
@@ -116,7 +116,7 @@ def test_each_fault_is_named_with_its_request_and_fails(fault, outcome):
     [("unready", "was not ready"), ("short", "gave no whole answer"), ("hangs", "1 requests never ended")],
 )
 def test_harm_is_named_and_fails(fault, harm, monkeypatch):
-    monkeypatch.setattr(measurement, "_REST_S", 1)
+    monkeypatch.setattr(client, "_REST_S", 1)
     with fake(fault) as (url, pid):
         found = measurement.probe(url, pid, 1)
 

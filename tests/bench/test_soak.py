@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from slimqwen import variant
-from slimqwen.bench import BenchError
+from slimqwen.bench import BenchError, client
 from slimqwen.bench.soak import load, measurement
 from slimqwen.serving.server import free_port
 from slimqwen.serving.shared_server import ServerLostError
@@ -116,7 +116,7 @@ def test_a_real_server_ends_every_request_and_holds_nothing(tiny_server):
     ],
 )
 def test_each_fault_of_a_server_is_named_and_fails(fault, said, monkeypatch):
-    monkeypatch.setattr(measurement, "_REST_S", 1)
+    monkeypatch.setattr(client, "_REST_S", 1)
     with fake(fault) as (url, pid):
         result = measurement.load_and_watch(url, pid, 4, clients=2)
     assert result["verdict"] == Verdict.FAIL

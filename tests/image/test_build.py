@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from slimqwen import variant
-from slimqwen.image import build
-from slimqwen.image.errors import ImageError
+from slimqwen.image import ImageError, build
 
 ROOT = variant.repository_root()
 DIGEST = "sha256:" + "a" * 64

@@ -14,9 +14,8 @@ from collections.abc import Iterator
 import pytest
 
 from slimqwen import variant
-from slimqwen.image import build, container, context, verify
+from slimqwen.image import ImageError, build, container, context, verify
 from slimqwen.image.context import Content
-from slimqwen.image.errors import ImageError
 
 ROOT = variant.repository_root()
 TAG = "localhost/slimqwen-test:tiny"

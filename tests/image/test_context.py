@@ -10,8 +10,7 @@ import pytest
 from slimqwen import checkpoint, variant
 from slimqwen.analysis.plan import PlanRecord
 from slimqwen.checkpoint.files import file_records, sha256
-from slimqwen.image import context
-from slimqwen.image.errors import ImageError
+from slimqwen.image import ImageError, context
 from slimqwen.records import provenance
 from slimqwen.serving import baked_cache
 from slimqwen.serving.command import ServerCommand

@@ -6,7 +6,6 @@ without a reason are faults; so is a server that does not serve as before afterw
 
 import contextlib
 import json
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ import httpx
 import psutil
 
 from slimqwen.bench import BenchError
-from slimqwen.bench.client import counters
+from slimqwen.bench.client import unended_requests
 from slimqwen.bench.fuzz.record import Fault, Fuzz
 from slimqwen.bench.fuzz.requests import BODIES, CHOSEN_LOGPROBS, COMPLETIONS, KNOWN, REQUESTS, UNSENDABLE
 from slimqwen.progress import Progress, silent
@@ -32,8 +31,6 @@ from slimqwen.vllm_plugin.api_key import authorization
 ANSWERED, REFUSED, KNOWN_ERROR = "answered", "refused", "known server error"
 
 _TIMEOUT_S = 300
-_REST_S = 60
-"""Time after which a request that has not ended never will, seconds."""
 
 _SHOWN_CHARACTERS = 300
 """Beginning of a body that a fault shows."""
@@ -214,14 +211,8 @@ def _draw(url: str, operation: Any, mode: Any, examples: int, outcomes: _Outcome
 
 def _harm(url: str, family: Sequence[psutil.Process]) -> Iterator[str]:
     """What the server can no longer do."""
-    deadline = time.monotonic() + _REST_S
-    while unended := sum(
-        counters(url).get(f"vllm:num_requests_{state}", 0) for state in ("running", "waiting")
-    ):
-        if time.monotonic() > deadline:
-            yield f"{unended:g} requests never ended"
-            break
-        time.sleep(0.2)
+    if unended := unended_requests(url):
+        yield f"{unended:g} requests never ended"
     if any(not process.is_running() or process.status() == psutil.STATUS_ZOMBIE for process in family):
         yield "a process of the server had ended"
     if httpx.get(f"{url}/health", timeout=_TIMEOUT_S, trust_env=False).status_code != httpx.codes.OK:

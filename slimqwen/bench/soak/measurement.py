@@ -18,7 +18,7 @@ import psutil
 from scipy import stats
 
 from slimqwen.bench import BenchError
-from slimqwen.bench.client import counters
+from slimqwen.bench.client import counters, unended_requests
 from slimqwen.bench.soak.load import EXPECTED, PATHS, TIMEOUT_S, leave_streams, load
 from slimqwen.bench.soak.record import Growth, Limits, OpenFiles, ProcessGrowth, Resident, Soak
 from slimqwen.progress import Progress, silent
@@ -56,9 +56,6 @@ _SETTLED_SHARE = 1 / 3
 
 _OWN_FILES = 128
 """Open files of this process beside the clients' connections."""
-
-_REST_S = 60
-"""Time after which a request that has not ended never will, seconds."""
 
 _LEFT_TOKENS = 200
 """Length of a stream that its client leaves in the middle, tokens."""
@@ -282,13 +279,7 @@ def _require_metrics(url: str) -> None:
 
 
 def _at_rest(url: str) -> tuple[float, float, bool]:
-    """Requests that never ended, share of the KV cache in use, and readiness, after at most `_REST_S`."""
-    deadline = time.monotonic() + _REST_S
-    while True:
-        values = counters(url)
-        unended = values[_RUNNING] + values[_WAITING]
-        if not unended or time.monotonic() > deadline:
-            break
-        time.sleep(0.2)
+    """Requests that never ended, and then the share of the KV cache in use, and readiness."""
+    unended, kv_cache_used = unended_requests(url), counters(url)[_KV_CACHE]
     ready = httpx.get(f"{url}/health", timeout=TIMEOUT_S, trust_env=False).status_code == httpx.codes.OK
-    return float(unended), float(values[_KV_CACHE]), ready
+    return unended, kv_cache_used, ready
