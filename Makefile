@@ -19,7 +19,7 @@ demo: install ## the whole pipeline on the embedded model: calibrate, serve, sco
 	@$(RUN) demo
 
 test: install ## every test that takes minutes at most
-	@.venv/bin/python -m pytest -n 2 --dist loadfile
+	@.venv/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
 test-image: install ## build a CPU image, look into it, start it, break it (root; 40 minutes, 25 GB)
 	@.venv/bin/python -m pytest -m image

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -44,6 +45,23 @@ hypothesis.settings.load_profile("repeatable")
 
 AddVariant = Callable[..., Path]
 
+SHARED_BY_FILES = ("tiny_server", "undrafted_draws")
+"""Fixtures of the session that take an engine to make: all files with one of them run in one process."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The tests of a file run in one process; files that start engines come first, so that no long one is the last."""
+    groups = {item.path: item.nodeid.partition("::")[0] for item in items}
+    for item in items:
+        for name in SHARED_BY_FILES:
+            if name in getattr(item, "fixturenames", ()):
+                groups[item.path] = name
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(groups[item.path]))
+    with_engine = {item.path for item in items if item.get_closest_marker("engine")}
+    items.sort(key=lambda item: (item.path not in with_engine, groups[item.path] not in SHARED_BY_FILES))
+
 
 @pytest.fixture(scope="session", autouse=True)
 def no_host_is_too_busy() -> Iterator[None]:
@@ -51,6 +69,34 @@ def no_host_is_too_busy() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(host_load, "LIMITS", host_load.Limits(math.inf, math.inf, math.inf))
         yield
+
+
+@pytest.fixture(scope="session")
+def freeze_modules() -> Iterator[Callable[[], None]]:
+    """Freezes what is there where many modules are new, and nothing thaws it.
+
+    An engine looks for garbage eleven times and thaws all objects at its end: among the modules of vLLM that takes four
+    fifths of its time.
+    """
+    stock, frozen = gc.freeze, 0
+
+    def freeze() -> None:
+        nonlocal frozen
+        if len(sys.modules) > frozen + 200:
+            gc.collect()
+            stock()
+            frozen = len(sys.modules)
+
+    with pytest.MonkeyPatch.context() as patched:
+        for name in ("freeze", "unfreeze"):
+            patched.setattr(gc, name, lambda: None)
+        yield freeze
+
+
+@pytest.fixture(autouse=True)
+def modules_are_no_garbage(freeze_modules: Callable[[], None]) -> None:
+    """Modules that a test has imported stay for the next."""
+    freeze_modules()
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from slimqwen import variant
+from slimqwen.cli import app, console
 
 ROOT = variant.repository_root()
 ENGINE = next((ROOT / "experiments" / "tiny").glob("engine_*.json"))
@@ -14,9 +15,24 @@ NEW = "variant new --name new --base tiny --hypothesis x"
 
 
 def run(*words):
+    """The command in a process of its own, which imports all that it needs."""
     return subprocess.run(
         [sys.executable, "-m", "slimqwen.cli", *words], capture_output=True, text=True, timeout=300
     )
+
+
+@pytest.fixture
+def run_here(monkeypatch, capfd):
+    """run_here(word, …): the same in this process; returns exit code, stdout and stderr."""
+
+    def run_words(*words):
+        monkeypatch.setattr(console.console, "file", sys.stdout)
+        monkeypatch.setattr(sys, "argv", ["slimqwen", *words])
+        with pytest.raises(SystemExit) as ended:
+            app.main()
+        return ended.value.code, *capfd.readouterr()
+
+    return run_words
 
 
 @pytest.mark.parametrize(
@@ -38,7 +54,6 @@ def run(*words):
         (f"{NEW.replace('--base tiny', '--base tinny')}", 2, "did you mean tiny?"),
         ("record replay experiments/tiny/quality_nope.json", 2, "no such record"),
         (f"record replay {ENGINE}", 2, "which cannot be replayed"),
-        ("record mlflow --uri nonsense://x", 2, "check URI"),
         ("bench latency --variant tiny --baseline", 2, "one that has a baseline"),
         ("bench prune-vocab", 2, "give --yes"),
         ("eval quality --variant tiny --full --limit 3", 2, "exclude each other"),
@@ -47,18 +62,26 @@ def run(*words):
         ("serve", 2, "Missing option '--variant'"),
     ],
 )
-def test_what_cannot_be_is_one_line_and_an_exit_code(command, code, message):
-    ended = run(*command.split())
-    assert (ended.returncode, len(ended.stderr.splitlines())) == (code, 1), ended.stderr
-    assert ended.stderr.startswith("error: ")
-    assert message in ended.stderr
+def test_what_cannot_be_is_one_line_and_an_exit_code(run_here, command, code, message):
+    ended, _, said = run_here(*command.split())
+    assert (ended, len(said.splitlines())) == (code, 1), said
+    assert said.startswith("error: ")
+    assert message in said
     assert not (ROOT / "experiments" / "new").exists()
 
 
-def test_a_hypothesis_has_to_say_something():
-    ended = run("variant", "new", "--name", "new", "--base", "tiny", "--hypothesis", "")
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("variant", "new", "--name", "new", "--base", "tiny", "--hypothesis", ""), "needs a hypothesis"),
+        (("record", "mlflow", "--uri", "nonsense://x"), "check URI"),
+    ],
+)
+def test_a_process_ends_with_the_exit_code_and_the_one_line_of_its_error(words, message):
+    ended = run(*words)
     assert (ended.returncode, len(ended.stderr.splitlines())) == (2, 1)
-    assert "needs a hypothesis" in ended.stderr
+    assert ended.stderr.startswith("error: ")
+    assert message in ended.stderr
 
 
 def test_the_log_shows_dates_and_findings():
@@ -69,15 +92,15 @@ def test_the_log_shows_dates_and_findings():
     assert sum(line.startswith("20") for line in lines) == 2
 
 
-def test_the_script_that_serves_is_the_verb():
+def test_the_script_that_serves_is_the_verb(run_here):
     script = subprocess.run(
         [sys.executable, ROOT / "scripts" / "serve.py", "--variant", "tiny", "--dry-run"],
         capture_output=True,
         text=True,
         timeout=300,
     )
-    verb = run("serve", "--variant", "tiny", "--dry-run")
-    assert (script.returncode, script.stdout) == (verb.returncode, verb.stdout)
+    code, said, _ = run_here("serve", "--variant", "tiny", "--dry-run")
+    assert (script.returncode, script.stdout) == (code, said)
     assert "vllm" in script.stdout
 
 

@@ -87,15 +87,34 @@ def trimmed(answers: list[Answer], tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 class Served:
-    """Answers of a drafting engine and its counters."""
+    """What a drafting engine answers, its counters, and the scores that its drafting model gives.
 
-    def __init__(self, folder: Path, **arguments: Any) -> None:
+    Args:
+        beginnings: of texts that it goes on with at a temperature.
+        arguments: of the engine instead of `DEPTH`.
+    """
+
+    def __init__(self, folder: Path, beginnings: list[list[int]] | None = None, **arguments: Any) -> None:
         speculation = arguments or {"num_speculative_tokens": DEPTH}
         with engine(folder, **speculation) as llm:
-            self.kind = type(drafting_model(llm)).__name__
+            model = drafting_model(llm)
+            self.kind = type(model).__name__
             self.tokens = [answer.tokens for answer in replay(llm, requests(TOKENS))]
             self.drafts = counter(llm, "vllm:spec_decode_num_drafts")
             self.accepted = vector(llm, "vllm:spec_decode_num_accepted_tokens_per_pos")
+            hidden = torch.randn(3, 192, generator=torch.Generator().manual_seed(0)).bfloat16()
+            with torch.inference_mode():
+                self.scores, self.whole_scores = (
+                    model.compute_logits(hidden),
+                    torch.nn.functional.linear(hidden, model.model.embed_tokens.weight),
+                )
+                self.top = model.get_top_tokens(hidden)
+            if beginnings:
+                drafted = counter(llm, "vllm:spec_decode_num_draft_tokens")
+                self.draws = draw(llm, beginnings, DRAWS, seed=1)
+                self.draft_tokens_of_draws = counter(llm, "vllm:spec_decode_num_draft_tokens") - drafted
+                accepted = counter(llm, "vllm:spec_decode_num_accepted_tokens")
+                self.accepted_of_draws = accepted - sum(self.accepted)
 
     @property
     def length(self) -> float:
@@ -103,13 +122,13 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def serve() -> Callable[..., Served]:
-    """serve(folder): one engine for each checkpoint, kept for all tests."""
+def serve(trimmed: Callable[[int], Path], beginnings: list[list[int]]) -> Callable[..., Served]:
+    """serve(folder): one engine for each checkpoint, kept for all tests; that of 128 ids draws at a temperature."""
     done: dict[Path, Served] = {}
 
     def once(folder: Path) -> Served:
         if folder not in done:
-            done[folder] = Served(folder)
+            done[folder] = Served(folder, beginnings if folder == trimmed(128) else None)
         return done[folder]
 
     return once
@@ -139,15 +158,12 @@ def test_no_greedy_answer_changes(
 
 
 def test_sampled_tokens_are_as_frequent_as_without_speculation(
-    undrafted_draws: Draws, beginnings: list[list[int]], trimmed: Callable[[int], Path]
+    undrafted_draws: Draws, trimmed: Callable[[int], Path], serve: Callable[..., Served]
 ) -> None:
-    with engine(trimmed(128), num_speculative_tokens=DEPTH) as llm:
-        draws = draw(llm, beginnings, DRAWS, seed=1)
-        drafted = counter(llm, "vllm:spec_decode_num_draft_tokens")
-        accepted = counter(llm, "vllm:spec_decode_num_accepted_tokens")
+    served = serve(trimmed(128))
     # Of 128 ids many drafts are wrong, and the corrected distribution is what is drawn from.
-    assert 0.05 * drafted < accepted < 0.95 * drafted
-    p, freedom = homogeneity(draws, undrafted_draws)
+    assert 0.05 < served.accepted_of_draws / served.draft_tokens_of_draws < 0.95
+    p, freedom = homogeneity(served.draws, undrafted_draws)
     assert freedom >= 50
     assert p > LEVEL
 
@@ -176,20 +192,19 @@ def test_local_argmax_drafts_the_same(trimmed: Callable[[int], Path], serve: Cal
     assert reduced.accepted == serve(trimmed(128)).accepted
 
 
-def test_full_rows_are_minus_infinity_but_for_the_ids(trimmed: Callable[[int], Path]) -> None:
-    ids = load_file(trimmed(256) / "model.safetensors")[draft_head.TOKEN_IDS]
-    with engine(trimmed(256), num_speculative_tokens=1) as llm:
-        model = drafting_model(llm)
-        hidden = torch.randn(3, 192, generator=torch.Generator().manual_seed(0)).bfloat16()
-        with torch.inference_mode():
-            scores, top = model.compute_logits(hidden), model.get_top_tokens(hidden)
-            whole = torch.nn.functional.linear(hidden, model.model.embed_tokens.weight)
-    assert scores.shape == (3, 8192)
-    possible = torch.isfinite(scores)
-    assert possible.sum(1).tolist() == [256] * 3
+def test_full_rows_are_minus_infinity_but_for_the_ids(
+    trimmed: Callable[[int], Path], serve: Callable[..., Served]
+) -> None:
+    ids = load_file(trimmed(128) / "model.safetensors")[draft_head.TOKEN_IDS]
+    served = serve(trimmed(128))
+    assert served.scores.shape == (3, 8192)
+    possible = torch.isfinite(served.scores)
+    assert possible.sum(1).tolist() == [128] * 3
     assert possible[0].nonzero()[:, 0].tolist() == ids.tolist()
-    assert torch.equal(scores.argmax(-1), top)
-    torch.testing.assert_close(scores[:, ids].float(), whole[:, ids].float(), atol=0.02, rtol=0.02)
+    assert torch.equal(served.scores.argmax(-1), served.top)
+    torch.testing.assert_close(
+        served.scores[:, ids].float(), served.whole_scores[:, ids].float(), atol=0.02, rtol=0.02
+    )
 
 
 def test_drafts_of_a_packed_output_head_are_accepted_as_long(

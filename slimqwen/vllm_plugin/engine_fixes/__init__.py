@@ -34,6 +34,7 @@ FIXES = (
     "aligned_states",
     "notify_mailbox",
     "aot_load",
+    "eager_ranks",
 )
 """The modules of all fixes, in the order in which they are installed."""
 

@@ -71,6 +71,22 @@ def redistil(source: Path, folder: Path, parameters: RedistillParameters = SHORT
     return record
 
 
+@pytest.fixture(scope="module")
+def learned(damaged: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a damaged head was trained without a break."""
+    folder = tmp_path_factory.mktemp("learned")
+    with pytest.MonkeyPatch.context() as patched:
+        leave_out_vllm(patched)
+        redistil(damaged, folder)
+    return folder / "out"
+
+
+@pytest.fixture(scope="module")
+def one_step(sampled: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The record of a training of one step, counted in vLLM too."""
+    return redistil(sampled, tmp_path_factory.mktemp("one-step"), SHORT.model_copy(update={"steps": 1}))
+
+
 @pytest.fixture(autouse=True)
 def torch_as_it_was() -> Iterator[None]:
     """A stage has a process of its own, where it may ask torch for deterministic kernels for good."""
@@ -78,11 +94,15 @@ def torch_as_it_was() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture
-def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+def leave_out_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counting in vLLM takes 10 s a checkpoint."""
     monkeypatch.setattr(redistill_mtp, "_check_agreement", lambda *_: None)
     monkeypatch.setattr(redistill_mtp, "_served", lambda *_: 1.0)
+
+
+@pytest.fixture
+def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    leave_out_vllm(monkeypatch)
 
 
 def test_the_same_target_says_the_same(sampled: Path, tmp_path: Path) -> None:
@@ -103,22 +123,17 @@ def test_texts_to_measure_on_are_others_than_texts_to_train_on(sampled: Path) ->
     assert not held_out & {output.prompt for output in outputs if not output.held_out}
 
 
-def test_a_damaged_head_learns_and_its_target_stays(
-    damaged: Path, tmp_path: Path, without_vllm: None
-) -> None:
-    record = redistil(damaged, tmp_path)
+def test_a_damaged_head_learns_and_its_target_stays(damaged: Path, learned: Path) -> None:
+    record = json.loads((learned / CURVE).read_text())
     assert record["kept"] == "trained"
     assert record["acceptance_length_after"] > record["acceptance_length_before"]
-    before, after = (
-        load_file(damaged / "model.safetensors"),
-        load_file(tmp_path / "out" / "model.safetensors"),
-    )
+    before, after = (load_file(folder / "model.safetensors") for folder in (damaged, learned))
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert "mtp.fc.weight" in changed
     assert all(name.startswith("mtp.") and "_proj" not in name for name in changed)
     steps = [Step(redistill_mtp.STAGE, SHORT)]
-    assert variant_recipe.unexplained_by(steps, damaged, tmp_path / "out") == []
-    assert not (tmp_path / "out" / OUTPUTS).exists()
+    assert variant_recipe.unexplained_by(steps, damaged, learned) == []
+    assert not (learned / OUTPUTS).exists()
 
 
 def test_a_head_learns_for_the_ids_that_it_may_draft_and_these_stay(
@@ -156,9 +171,8 @@ def test_the_divergence_over_drafted_ids_is_the_sum_over_them_by_hand() -> None:
 
 
 def test_a_killed_run_goes_on_to_the_same_bytes(
-    damaged: Path, tmp_path: Path, without_vllm: None, monkeypatch: pytest.MonkeyPatch
+    damaged: Path, learned: Path, tmp_path: Path, without_vllm: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    redistil(damaged, tmp_path / "whole")
     advance = redistill_mtp._Training._advance
     steps = []
 
@@ -175,7 +189,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(
     steps.append(-1)
     redistil(damaged, tmp_path / "cut")
     assert steps == [0, 1, 2, 3, 4, -1, 4, 5, 6, 7]
-    assert checkpoint.digest(tmp_path / "cut" / "out") == checkpoint.digest(tmp_path / "whole" / "out")
+    assert checkpoint.digest(tmp_path / "cut" / "out") == checkpoint.digest(learned)
 
 
 def test_a_head_that_got_worse_is_not_kept(sampled: Path, tmp_path: Path, without_vllm: None) -> None:
@@ -188,21 +202,17 @@ def test_a_head_that_got_worse_is_not_kept(sampled: Path, tmp_path: Path, withou
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_vllm_counts_the_acceptance_that_is_counted_here(sampled: Path, tmp_path: Path) -> None:
-    record = redistil(sampled, tmp_path, SHORT.model_copy(update={"steps": 1}))
-    here, there = record["acceptance_length_before"], record["acceptance_length_before_vllm"]
+def test_vllm_counts_the_acceptance_that_is_counted_here(one_step: dict[str, Any]) -> None:
+    here, there = one_step["acceptance_length_before"], one_step["acceptance_length_before_vllm"]
     # The same counts but for a text that bfloat16 words otherwise; without the steps across an end it is 5 %.
     assert there == pytest.approx(here, rel=0.02)
     assert there > 2
 
 
-def test_drafts_across_the_end_of_a_text_are_counted(
-    sampled: Path, tmp_path: Path, without_vllm: None
-) -> None:
+def test_drafts_across_the_end_of_a_text_are_counted(sampled: Path, one_step: dict[str, Any]) -> None:
     """A server's steps leave out no token of a text and end beyond it by less than a whole draft."""
-    record = redistil(sampled, tmp_path, SHORT.model_copy(update={"steps": 1}))
     held_out = [output for output in read_outputs(sampled) if output.held_out]
-    gained = record["before"]["drafts"] + sum(record["before"]["accepted_per_position"])
+    gained = one_step["before"]["drafts"] + sum(one_step["before"]["accepted_per_position"])
     # The first token of a text comes before any draft.
     written = sum(len(output.continuation) - 1 for output in held_out)
     assert written <= gained < written + len(held_out) * SHORT.depth

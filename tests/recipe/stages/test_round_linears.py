@@ -111,21 +111,29 @@ def test_groups_that_do_not_divide_are_refused(tmp_path: Path) -> None:
         rounded(tmp_path / "rounded", group_size=128)
 
 
+def distribution(folder: Path) -> dict[int, float]:
+    """Log-probabilities of the likeliest tokens after a prompt, in an engine that drafts."""
+    from vllm import SamplingParams
+
+    with in_process.engine(folder, max_num_seqs=1, num_speculative_tokens=2) as llm:
+        settings = SamplingParams(max_tokens=4, temperature=0.0, logprobs=5)
+        output = llm.generate([{"prompt_token_ids": list(range(300, 332))}], settings, use_tqdm=False)
+    return {token: entry.logprob for token, entry in output[0].outputs[0].logprobs[0].items()}
+
+
+@pytest.fixture(scope="module")
+def before() -> dict[int, float]:
+    return distribution(TINY)
+
+
 @pytest.mark.engine
 @pytest.mark.parametrize(
     "parameters",
     [{"scheme": "W8A8", "targets": ["mlp", "attention", "linear_attention", "mtp", "lm_head"]}, {}],
 )
-def test_vllm_says_nearly_what_it_said_before(tmp_path: Path, parameters: dict[str, Any]) -> None:
-    from vllm import SamplingParams
-
-    def distribution(folder: Path) -> dict[int, float]:
-        with in_process.engine(folder, max_num_seqs=1, num_speculative_tokens=2) as llm:
-            settings = SamplingParams(max_tokens=4, temperature=0.0, logprobs=5)
-            output = llm.generate([{"prompt_token_ids": list(range(300, 332))}], settings, use_tqdm=False)
-        return {token: entry.logprob for token, entry in output[0].outputs[0].logprobs[0].items()}
-
-    before = distribution(TINY)
+def test_vllm_says_nearly_what_it_said_before(
+    before: dict[int, float], tmp_path: Path, parameters: dict[str, Any]
+) -> None:
     after = distribution(rounded(tmp_path / "rounded", **parameters))
     likeliest = max(before, key=before.__getitem__)
     assert after[likeliest] == pytest.approx(before[likeliest], abs=0.7)

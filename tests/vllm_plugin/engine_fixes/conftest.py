@@ -107,6 +107,8 @@ def stock_vllm(monkeypatch, stock_expand):
     from vllm.model_executor.models import config
     from vllm.platforms.interface import PlatformEnum
     from vllm.utils import cpu_triton_utils
+    from vllm.v1.sample import sampler
+    from vllm.v1.sample.ops import logprobs
 
     for owner, name in patched_places():
         monkeypatch.setattr(owner, name, unwrapped(vars(owner)[name]))
@@ -123,4 +125,5 @@ def stock_vllm(monkeypatch, stock_expand):
     for module in (causal_conv1d, gdn_attention):
         monkeypatch.setattr(module, "F", torch.nn.functional)
     monkeypatch.setattr(cpu_triton_utils, "_expand_kernel_impl", stock_expand)
+    monkeypatch.setattr(sampler, "batched_count_greater_than", logprobs.batched_count_greater_than)
     monkeypatch.delitem(sys.modules, "vllm.v1.sample.rejection_sampler", raising=False)

@@ -22,11 +22,13 @@ def patched_values():
     from vllm.model_executor.layers.mamba.ops.cpu import causal_conv1d, gdn_attention
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
     from vllm.utils import cpu_triton_utils
+    from vllm.v1.sample import sampler
 
     return (
         {platform: list(kernels) for platform, kernels in _POSSIBLE_KERNELS.items()},
         dict(MODELS_CONFIG_MAP),
         cpu_triton_utils._expand_kernel_impl,
+        sampler.batched_count_greater_than,
         causal_conv1d.F,
         gdn_attention.F,
         *(vars(owner)[name] for owner, name in patched_places()),
