@@ -6,6 +6,7 @@ vLLM, llmcompressor and lm-eval print hundreds of lines a run.
 import contextlib
 import logging
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,3 +39,24 @@ def capture_output(log: Path, *loggers: str) -> Iterator[None]:
             os.close(terminal)
             for name in loggers:
                 logging.getLogger(name).removeHandler(handler)
+
+
+@contextlib.contextmanager
+def capture_logger(name: str, log: Path) -> Iterator[None]:
+    """Append a logger's records to a log file, and show no warning of Python's, while the context lasts.
+
+    Args:
+        name: of the logger.
+        log: path of the log file; its folder is created.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(log, encoding="utf-8")
+    logger = logging.getLogger(name)
+    logger.addHandler(handler)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.removeHandler(handler)
+        handler.close()

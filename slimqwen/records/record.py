@@ -27,21 +27,16 @@ from pydantic_core import CoreSchema
 
 from slimqwen.errors import SlimqwenError
 from slimqwen.host_load import HostLoad
-from slimqwen.records.figures import Figure, figures_of
+from slimqwen.records.figures import Figure as Figure
+from slimqwen.records.figures import figures_of
 from slimqwen.records.panel import Panel
-from slimqwen.records.table import Table
-from slimqwen.stats.verdict import Verdict
+from slimqwen.records.table import Table as Table
+from slimqwen.stats.verdict import Verdict as Verdict
 
 if TYPE_CHECKING:
     from slimqwen.records.collection import Collection
     from slimqwen.records.replay import Outcome, Repeat
     from slimqwen.stats import intervals
-
-__all__ = [
-    "Block", "Checkpoint", "CheckpointFiles", "Count", "Difference", "Estimate", "Figure", "Finding", "Git", "Gpu",
-    "Hardware", "Items", "NonNegative", "Positive", "Provenance", "Record", "RelativePath", "ServedProvenance",
-    "ServedRecord", "Sha256", "Share", "Table", "Utc", "VariantName", "Verdict",
-]  # fmt: skip
 
 Utc = Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}Z$")]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]

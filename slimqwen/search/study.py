@@ -10,13 +10,13 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from slimqwen.analysis.roofline.gpu import RooflineError
+from slimqwen.captured_log import capture_logger
 from slimqwen.evals import acceptance_share
 from slimqwen.evals.acceptance import summarise
 from slimqwen.progress import Progress, silent
@@ -117,7 +117,7 @@ class Study:
             SearchError: the base or the incumbent could not be measured.
         """
         deadline = time.monotonic() + seconds
-        with locked(self._folder / "answers.jsonl") as answers, _quiet(self._log):
+        with locked(self._folder / "answers.jsonl") as answers, capture_logger("optuna", self._log):
             self._answers = answers
             self._measure_references()
             self._study = self._open()
@@ -191,6 +191,7 @@ class Study:
         from optuna.storages import JournalStorage
         from optuna.storages.journal import JournalFileBackend
 
+        optuna.logging.disable_default_handler()
         text = json.dumps([self._ladder.space.as_text(), self._ladder.gpu.name, self._incumbent.as_json()])
         name = hashlib.sha256(text.encode()).hexdigest()[:16]
         study = optuna.create_study(
@@ -434,25 +435,3 @@ def _length(items: Sequence[Mapping[str, Any]], depth: int) -> Estimate:
     (length,) = (row.length for row in summarise(items) if row.depth == depth)
     assert length is not None
     return length
-
-
-@contextmanager
-def _quiet(log: Path) -> Iterator[None]:
-    """Have Optuna write to a log file instead of the terminal."""
-    import logging
-    import warnings
-
-    import optuna
-
-    log.parent.mkdir(parents=True, exist_ok=True)
-    optuna.logging.disable_default_handler()
-    handler = logging.FileHandler(log, encoding="utf-8")
-    logger = logging.getLogger("optuna")
-    logger.addHandler(handler)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.removeHandler(handler)
-        handler.close()

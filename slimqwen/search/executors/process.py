@@ -5,11 +5,12 @@ A fresh process imports what its task needs. A forked one comes from a process t
 
 import os
 import signal
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from slimqwen.progress import Progress
 from slimqwen.recipe import warm_worker, worker
@@ -17,29 +18,8 @@ from slimqwen.recipe.warm_worker import WarmWorker
 from slimqwen.search.executors.task import Failure, Outcome, Result, Task
 
 
-class TaskProcess(Protocol):
+class TaskProcess(ABC):
     """Runs one task at a time, in a process that ends with this one."""
-
-    @property
-    def messages(self) -> Connection:
-        """What the running task reports; readable where `receive` does not wait."""
-        ...
-
-    def begin(self, task: Task) -> None:
-        """Start a task; the one before must have ended."""
-        ...
-
-    def receive(self) -> Outcome | None:
-        """Take the task's next message; its outcome where it has ended."""
-        ...
-
-    def close(self) -> None:
-        """End the process, and with it a task that runs."""
-        ...
-
-
-class FreshProcess:
-    """A new process for each task; what the task prints goes to logs/task-<key>.log of the repository."""
 
     def __init__(self, root: Path, progress: Progress, cpus: Collection[int] = ()) -> None:
         """Make a runner of tasks.
@@ -51,6 +31,27 @@ class FreshProcess:
         """
         self._root, self._progress, self._cpus = root, progress, cpus
         self._opened = ExitStack()
+
+    @property
+    @abstractmethod
+    def messages(self) -> Connection:
+        """What the running task reports; readable where `receive` does not wait."""
+
+    @abstractmethod
+    def begin(self, task: Task) -> None:
+        """Start a task; the one before must have ended."""
+
+    @abstractmethod
+    def receive(self) -> Outcome | None:
+        """Take the task's next message; its outcome where it has ended."""
+
+    def close(self) -> None:
+        """End the process, and with it a task that runs."""
+        self._opened.close()
+
+
+class FreshProcess(TaskProcess):
+    """A new process for each task; what the task prints goes to logs/task-<key>.log of the repository."""
 
     @property
     def messages(self) -> Connection:
@@ -80,28 +81,17 @@ class FreshProcess:
         worker.wait_for_end(self._process)
         return self._end(_outcome(self._task, kind, content[0]))
 
-    def close(self) -> None:
-        """End the process."""
-        self._opened.close()
-
     def _end(self, outcome: Outcome) -> Outcome:
         self.close()
         return outcome
 
 
-class ForkedProcess:
+class ForkedProcess(TaskProcess):
     """A fork of one process that has imported vLLM for each task; what tasks print goes to logs/tasks.log."""
 
     def __init__(self, root: Path, progress: Progress, cpus: Collection[int] = ()) -> None:
-        """Make a runner of tasks.
-
-        Args:
-            root: the repository.
-            progress: receives the progress of the running task.
-            cpus: logical CPUs that the processes may use; none for those of this process.
-        """
-        self._root, self._progress, self._cpus = root, progress, cpus
-        self._opened = ExitStack()
+        """Make a runner of tasks; arguments as for any."""
+        super().__init__(root, progress, cpus)
         self._worker: WarmWorker | None = None
 
     @property
@@ -111,7 +101,7 @@ class ForkedProcess:
         return self._worker.messages
 
     def begin(self, task: Task) -> None:
-        """Start a task; the first one waits until vLLM is imported."""
+        """Start a task; the first one begins once vLLM is imported."""
         self._task = task
         self._kind, self._content = "failed", "its process died"
         if self._worker is None:
@@ -143,7 +133,7 @@ class ForkedProcess:
     def close(self) -> None:
         """End the process that tasks are forked from, and a task that runs."""
         self._worker = None
-        self._opened.close()
+        super().close()
 
 
 def run(task: Task, root: Path, progress: Progress) -> Outcome:
