@@ -1,6 +1,7 @@
 """`scripts/install.py` as a person meets it: one line for what they can expect to go wrong."""
 
 import importlib.util
+import os
 import subprocess
 import sys
 import zipfile
@@ -69,6 +70,9 @@ def index_with_a_cpu_torch(tmp_path, monkeypatch):
         wheel.writestr(f"{info}/RECORD", "".join(f"{name},,\n" for name in files))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    # A machine may constrain versions of torch, and pip's words are others then.
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.delenv("PIP_CONSTRAINT", raising=False)
     return folder
 
 
