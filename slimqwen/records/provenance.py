@@ -317,7 +317,7 @@ def hardware_name(machine: Hardware) -> str:
     kernels = f" with {machine.cpu_flags[-1]}" if machine.cpu_flags else ""
     return (
         ", ".join(gpu.name for gpu in machine.gpus)
-        or f"{machine.cpu_count} CPUs of {machine.cpu_model}{kernels}"
+        or f"{machine.cpu_count} CPU{'s' * (machine.cpu_count > 1)} of {machine.cpu_model}{kernels}"
     )
 
 
