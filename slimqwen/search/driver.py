@@ -10,12 +10,14 @@ from slimqwen import variant as variants
 from slimqwen.analysis.roofline import gpu as data_sheets
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
+from slimqwen.records.journal import locked
 from slimqwen.search.candidate import Candidate, make_overlay
 from slimqwen.search.executors import Executor
 from slimqwen.search.ladder import Ladder
 from slimqwen.search.proof import prove
 from slimqwen.search.record import Search, SearchTrial
 from slimqwen.search.rungs import Budget
+from slimqwen.search.shortlist import recount
 from slimqwen.search.space import SearchSettings, Space
 from slimqwen.search.study import Study
 from slimqwen.variant import Variant, config_env
@@ -98,7 +100,18 @@ def search(
     }
     limit = settings.finalists if finalists is None else finalists
     meeting = [trial for trial in Search(**fields).faster if ladder.budget.is_met_by(trial)]
-    chosen = sorted(meeting, key=ladder.budget.is_likely_proven, reverse=True)[:limit]
+    if limit and meeting:
+        with executor, locked(folder / "answers.jsonl") as answers:
+            recounted = recount(
+                meeting[: settings.recounts], ladder, executor, answers, finalists=limit, progress=progress
+            )
+        by_name = {trial.name: trial for trial in recounted}
+        fields["trials"] = tuple(by_name.get(trial.name, trial) for trial in found.trials)
+        # The likely first, each group in its order: the fastest first.
+        recounted.sort(key=lambda trial: not ladder.budget.is_likely_proven(trial, limit))
+        chosen = recounted[:limit]
+    else:
+        chosen = []
     if chosen:
         names = {_finalist(trial, ladder): trial.name for trial in chosen}
         fields |= {

@@ -195,6 +195,7 @@ class Ladder:
             "overlay": str(self.overlay.relative_to(self.base.root)),
             "budget": self.budget.name,
             "deepest": self.deepest,
+            "prompts": self.budget.acceptance.prompts,
             **more,
         }
         digest = hashlib.sha256(json.dumps(request, sort_keys=True, default=str).encode()).hexdigest()

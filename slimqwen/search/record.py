@@ -54,6 +54,11 @@ class SearchTrial(Block):
         description="Acceptance length / the base's on the same prompts, at the gate's depth; in the records of "
         "2026-11-23T124259Z and before at the candidate's.",
     )
+    recounted_share: Ratio | None = Field(
+        None,
+        description="The same counted again on the search's items with as many prompts as the proof has; null where "
+        "the trial was not considered as a finalist.",
+    )
     tokens_per_second: PositiveFloat | None = Field(None, description="Modelled, with the measured length.")
     worst_share: float | None = Field(
         None, description="Largest share of a limit that is used: of fidelity, or of the loss of acceptance."
@@ -172,6 +177,7 @@ class Search(Record):
             "share of the base's [95 %]": lambda row: (
                 f"{row.acceptance_share:.3f}" if row.acceptance_share else None
             ),
+            "recounted": lambda row: f"{row.recounted_share:.3f}" if row.recounted_share else None,
             "KL, nats a token ± SE": lambda row: f"{row.kl_nats:.5f}" if row.kl_nats else None,
             "of a limit": lambda row: f"{row.worst_share:.0%}",
             "MB": lambda row: f"{row.checkpoint_bytes / 1e6:.2f}",
@@ -181,7 +187,8 @@ class Search(Record):
             f"Modelled at a batch size of {self.sequences}, {self.context_len:,} cached tokens a sequence. Of "
             f"a limit: how much of a limit of {self.budget} a candidate uses, for the figure that comes nearest to its "
             "limit (fidelity, or loss of acceptance length). Above 100 % the estimate is beyond the limit, but not its "
-            "whole interval.",
+            "whole interval. Recounted: the share with as many prompts as the proof has, of candidates that might have "
+            "become finalists.",
             *source_notes(self, path),
         ]
         if not self.timed:

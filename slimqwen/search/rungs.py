@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 from slimqwen import checkpoint
@@ -18,11 +19,11 @@ from slimqwen.records.record import Estimate
 from slimqwen.records.split import Split
 from slimqwen.search.record import SearchTrial
 from slimqwen.serving.command import ServerCommand
+from slimqwen.stats.non_inferiority import ALPHA
 from slimqwen.variant import Variant
 
-_PROOF_HALF_WIDTHS = (1.960 + 0.842 * math.sqrt(2)) / 1.960
-"""Half-widths of a 95 % interval between estimate and limit, with which a second interval, as wide, lies within the
-limit in 80 % of cases: both estimates have the same error."""
+_PROOF_POWER = 0.8
+"""Share of cases in which a likely finalist passes its proof."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,11 @@ class Budget:
             gate.split("search", base.root),
         )
 
+    def for_finalists(self) -> "Budget":
+        """The same with as many prompts as a proof has."""
+        prompts = self.acceptance.proof_prompts or self.acceptance.prompts
+        return replace(self, acceptance=self.acceptance.model_copy(update={"prompts": prompts}))
+
     def counted_depths(self, depth: int) -> list[int]:
         """Depths that a candidate's drafts are counted at: its own, for its speed, and the gate's, for the limit.
 
@@ -71,12 +77,20 @@ class Budget:
         """
         return self._is_met_within(trial, half_widths=1)
 
-    def is_likely_proven(self, trial: SearchTrial) -> bool:
-        """Whether a second measurement, as noisy as the trial's, would show the limits kept in 80 % of cases."""
-        return self._is_met_within(trial, half_widths=_PROOF_HALF_WIDTHS)
+    def is_likely_proven(self, trial: SearchTrial, finalists: int) -> bool:
+        """Whether a second measurement, as noisy as the trial's, would show the limits kept in 80 % of cases.
+
+        Args:
+            trial: judged by its recount, where it has one.
+            finalists: number of trials that are proven; Holm's procedure holds the first against ALPHA / finalists.
+        """
+        normal = NormalDist()
+        # Both measurements have the same error, so their difference has sqrt(2) times that.
+        errors = normal.inv_cdf(1 - ALPHA / finalists) + normal.inv_cdf(_PROOF_POWER) * math.sqrt(2)
+        return self._is_met_within(trial, half_widths=errors / normal.inv_cdf(1 - ALPHA))
 
     def _is_met_within(self, trial: SearchTrial, half_widths: float) -> bool:
-        kl, share = trial.kl_nats, trial.acceptance_share
+        kl, share = trial.kl_nats, trial.recounted_share or trial.acceptance_share
         most, least = self.fidelity.limits.changed_weights.kl_nats, self.acceptance.least_share
         return (
             trial.passed
@@ -160,14 +174,15 @@ def count_drafts(root: Path, argument: Mapping[str, Any], progress: Progress) ->
 
     Args:
         root: the repository.
-        argument: as for `compare_distributions`, and {"depths": each a number of drafted tokens, K}.
+        argument: as for `compare_distributions`, and {"depths": each a number of drafted tokens, K; "prompts":
+            prompts a class}.
         progress: receives (activity, done, total).
 
     Returns:
         Items of an acceptance record.
     """
     base, variant, budget = _load(root, argument)
-    settings = budget.acceptance
+    settings = budget.acceptance.model_copy(update={"prompts": argument["prompts"]})
     _make(variant, progress)
     command = ServerCommand.resolve(variant)
     # The same prompts for every depth of the space.

@@ -80,6 +80,7 @@ class SearchSettings(Settings):
         seed: seed of the sampler.
         trials: number of different candidates.
         finalists: largest number of candidates that are proven.
+        recounts: largest number of candidates whose drafts are counted on more prompts before finalists are chosen.
     """
 
     folder: ClassVar[str] = "search"
@@ -94,6 +95,7 @@ class SearchSettings(Settings):
     seed: int = 0
     trials: PositiveInt = 48
     finalists: PositiveInt = 2
+    recounts: PositiveInt = 6
 
     @classmethod
     def load_file(cls, path: Path) -> Self:

@@ -23,6 +23,7 @@ from slimqwen.progress import Progress, silent
 from slimqwen.records.journal import locked
 from slimqwen.records.record import Estimate, Ratio
 from slimqwen.search import SearchError, efficiency
+from slimqwen.search.answers import Question, measure
 from slimqwen.search.candidate import Candidate, without_cache
 from slimqwen.search.efficiency import Efficiency, RecordedTrial
 from slimqwen.search.executors import Executor, Failure, Outcome
@@ -171,20 +172,13 @@ class Study:
 
     def _references(self, counted: Mapping[str, tuple[Variant, int]]) -> dict[str, list[dict[str, Any]]]:
         """Items of acceptance records of variants at depths, by name; those that no earlier run counted are counted."""
-        requests = {name: self._ladder.reference_request(*each) for name, each in counted.items()}
-        tasks = {}
-        for name, request in requests.items():
-            task = self._ladder.reference_task(*counted[name])
-            if self._answers.get(request) is None and task.key not in tasks:
-                tasks[task.key] = task, request
-                self._executor.submit(task)
-        while tasks:
-            outcome = self._executor.wait()
-            task, request = tasks.pop(outcome.key)
-            if isinstance(outcome, Failure):
-                raise SearchError(f"{task.title}: {outcome.reason}")
-            self._answers.add(request, outcome.value)
-        return {name: self._answers.get(request) or [] for name, request in requests.items()}
+        questions = {
+            name: Question(self._ladder.reference_request(*each), self._ladder.reference_task(*each))
+            for name, each in counted.items()
+        }
+        for task, failure in measure(questions.values(), self._executor, self._answers):
+            raise SearchError(f"{task.title}: {failure.reason}")
+        return {name: self._answers.get(question.request) or [] for name, question in questions.items()}
 
     def _open(self) -> Any:
         import optuna

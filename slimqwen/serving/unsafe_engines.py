@@ -119,21 +119,34 @@ def read(root: Path) -> list[Finding]:
         ) from None
 
 
-def update(root: Path, build: Build, *, unsafe: Sequence[Finding], fine: Sequence[Modes]) -> None:
-    """Add the findings of one build, and remove its earlier findings for modes that are fine now.
+def update(
+    root: Path, build: Build, record: str, *, unsafe: Sequence[Finding], fine: Sequence[Modes]
+) -> None:
+    """Add the findings of a record; remove what earlier records of its variant say of the modes that it tested.
+
+    A variant whose modes are fine says nothing about another one of the same build: margins between likely tokens are
+    those of its weights.
 
     Args:
         root: repository.
         build: build under test.
-        unsafe: findings of that build; each replaces the file's finding for the same modes.
+        record: the record, relative to the repository; records of one variant lie in one folder.
+        unsafe: findings of that build; each replaces the variant's finding for the same modes.
         fine: modes without a fault.
 
     Raises:
         ServingError: the file is unreadable.
     """
     tested = {*fine, *(finding.modes for finding in unsafe)}
-    others = [finding for finding in read(root) if finding.build != build or finding.modes not in tested]
-    findings = sorted([*others, *unsafe], key=lambda finding: (str(finding.build), str(finding.modes)))
+    folder = Path(record).parent
+    others = [
+        finding
+        for finding in read(root)
+        if finding.build != build or finding.modes not in tested or Path(finding.record).parent != folder
+    ]
+    findings = sorted(
+        [*others, *unsafe], key=lambda finding: (str(finding.build), str(finding.modes), finding.record)
+    )
     text = json.dumps(_File(findings=findings).model_dump(mode="json"), indent=1) + "\n"
     new = (root / FILE).with_suffix(".new")
     new.parent.mkdir(parents=True, exist_ok=True)

@@ -149,7 +149,7 @@ def found_unsafe(servable, tmp_path):
         finding = unsafe_engines.Finding(
             build=build, modes=REFERENCE_MODES, reason="2 answers differ", record=record
         )
-        unsafe_engines.update(tmp_path, build, unsafe=[finding], fine=[])
+        unsafe_engines.update(tmp_path, build, finding.record, unsafe=[finding], fine=[])
         return command
 
     return make

@@ -26,7 +26,7 @@ def finding(modes=MODES, **other_build):
 
 
 def write(root, *findings):
-    unsafe_engines.update(root, findings[0].build, unsafe=findings, fine=[])
+    unsafe_engines.update(root, findings[0].build, findings[0].record, unsafe=findings, fine=[])
 
 
 def test_nothing_speaks_against_an_engine_of_which_nothing_was_found(tmp_path):
@@ -104,11 +104,17 @@ def test_what_is_fine_again_is_taken_out_and_nothing_else(tmp_path):
     of_a_gpu = finding(platform="cuda", device="8.6")
     write(tmp_path, of_a_gpu)
     write(tmp_path, finding(), deep)
-    unsafe_engines.update(tmp_path, deep.build, unsafe=[], fine=[MODES])
+    unsafe_engines.update(tmp_path, deep.build, "experiments/v/engine_y.json", unsafe=[], fine=[MODES])
     left = unsafe_engines.read(tmp_path)
     assert of_a_gpu in left
     assert deep in left
     assert len(left) == 2
+
+
+def test_what_is_fine_for_one_variant_stays_unsafe_for_another(tmp_path):
+    write(tmp_path, finding())
+    unsafe_engines.update(tmp_path, finding().build, "experiments/w/engine_y.json", unsafe=[], fine=[MODES])
+    assert unsafe_engines.read(tmp_path) == [finding()]
 
 
 def test_a_finding_made_again_replaces_the_one_before(tmp_path):

@@ -421,4 +421,4 @@ def _add_unsafe(record: LengthSweep, path: Path, root: Path) -> None:
         for arm in failed.values()
     ]
     # A sweep that finds nothing takes nothing back: `eval engine` asks more kinds of requests.
-    unsafe_engines.update(root, record.build, unsafe=findings, fine=[])
+    unsafe_engines.update(root, record.build, shown, unsafe=findings, fine=[])

@@ -387,6 +387,7 @@ def update_unsafe_engines(record: EngineModes, path: Path, root: Path) -> None:
     unsafe_engines.update(
         root,
         record.build,
+        shown,
         unsafe=[
             unsafe_engines.Finding(
                 build=record.build, modes=cell.modes, reason=cell.reason or "", record=shown
