@@ -292,9 +292,13 @@ def package_versions() -> dict[str, str]:
     return versions
 
 
-@cache
 def hardware() -> Hardware:
-    """CPU, memory and GPUs of this machine."""
+    """CPUs that this thread may use, memory and GPUs of this machine."""
+    return _hardware(allowed_cpus())
+
+
+@cache
+def _hardware(cpu_count: int) -> Hardware:
     information = Path("/proc/cpuinfo")
     text = information.read_text(encoding="utf-8") if information.is_file() else ""
     model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
@@ -303,7 +307,7 @@ def hardware() -> Hardware:
     return Hardware(
         cpu_model=model[1].strip() if model else platform.machine(),
         cpu_flags=tuple(flag for flag in _KERNEL_CPU_FLAGS if flag in present),
-        cpu_count=allowed_cpus(),
+        cpu_count=cpu_count,
         memory_bytes=psutil.virtual_memory().total,
         gpus=_gpus(),
     )

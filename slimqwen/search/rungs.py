@@ -22,7 +22,7 @@ from slimqwen.serving.command import ServerCommand
 from slimqwen.stats.non_inferiority import ALPHA
 from slimqwen.variant import Variant
 
-_PROOF_POWER = 0.8
+_PROOF_POWER = 0.95
 """Share of cases in which a likely finalist passes its proof."""
 
 
@@ -78,7 +78,7 @@ class Budget:
         return self._is_met_within(trial, half_widths=1)
 
     def is_likely_proven(self, trial: SearchTrial, finalists: int) -> bool:
-        """Whether a second measurement, as noisy as the trial's, would show the limits kept in 80 % of cases.
+        """Whether a second measurement, as noisy as the trial's, would show the limits kept in 95 % of cases.
 
         Args:
             trial: judged by its recount, where it has one.

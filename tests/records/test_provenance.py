@@ -1,4 +1,5 @@
 import json
+import os
 import shlex
 import subprocess
 from pathlib import Path
@@ -146,6 +147,18 @@ def describe(root, weights, datasets):
     return provenance.describe(
         server, command, provenance.utc_now(), datasets=datasets, seeds={"lm_eval": 1234}
     )
+
+
+def test_a_thread_that_may_use_fewer_cpus_has_other_hardware():
+    every = os.sched_getaffinity(0)
+    try:
+        counts = []
+        for cpus in (every, {min(every)}, every):
+            os.sched_setaffinity(0, cpus)
+            counts.append(provenance.hardware().cpu_count)
+    finally:
+        os.sched_setaffinity(0, every)
+    assert counts == [len(every), 1, len(every)]
 
 
 def test_a_described_run_can_be_repeated_elsewhere(repository):

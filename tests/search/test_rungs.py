@@ -58,10 +58,10 @@ def share(value: float, standard_error: float) -> SearchTrial:
     )  # fmt: skip
 
 
-def test_a_finalist_is_one_that_passes_its_proof_in_four_of_five_cases(ladder: Ladder) -> None:
+def test_a_finalist_is_one_that_passes_its_proof_in_nineteen_of_twenty_cases(ladder: Ladder) -> None:
     budget, error = ladder.budget, 0.005
     least = budget.acceptance.least_share
-    values = least + error * np.linspace(1.9, 6, 400)
+    values = least + error * np.linspace(1.9, 8, 400)
     likely = [value for value in values if budget.is_likely_proven(share(value, error), 1)]
     assert all(budget.is_met_by(share(value, error)) for value in likely)
     assert budget.is_met_by(share(values[20], error))  # which is not enough:
@@ -69,12 +69,12 @@ def test_a_finalist_is_one_that_passes_its_proof_in_four_of_five_cases(ladder: L
     # The truth is as far from the first estimate as the second is from the truth.
     rng = np.random.default_rng(0)
     second = likely[0] + error * (rng.normal(size=20_000) + rng.normal(size=20_000))
-    assert np.mean(second - 1.96 * error >= least) == pytest.approx(0.8, abs=0.02)
+    assert np.mean(second - 1.96 * error >= least) == pytest.approx(0.95, abs=0.01)
 
 
 def test_of_two_finalists_the_first_is_held_against_half_the_error(ladder: Ladder) -> None:
     error, least = 0.005, ladder.budget.acceptance.least_share
-    between = share(least + 3.25 * error, error)  # 3.15 standard errors suffice for one, 3.43 for two
+    between = share(least + 4.4 * error, error)  # 4.29 standard errors suffice for one, 4.57 for two
     assert ladder.budget.is_likely_proven(between, 1)
     assert not ladder.budget.is_likely_proven(between, 2)
     recounted = share(1, error).model_copy(update={"recounted_share": between.acceptance_share})
