@@ -1,1 +1,1 @@
-"""What needs no server: roofline, output head, vocabulary coverage, each a record kind."""
+"""Figures computed, or measured in process, without an HTTP server; also the plan that a start is compared with."""

@@ -1,4 +1,4 @@
-"""Plans of a variant on GPUs, as a record: what vLLM will be there, and the known trouble."""
+"""Plans of a variant on GPUs, as a record: vLLM's predicted configuration there, and the known trouble."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
@@ -164,7 +164,7 @@ def newest_plan(
 
 
 def overview_table(root: Path) -> Table:
-    """What vLLM will be for every GPU variant on each of `DEFAULT_GPUS`, from the newest records."""
+    """Plans of every GPU variant on each of `DEFAULT_GPUS`, from the newest records."""
     known = trouble.read(root)
     plans = [plan for name in names(root) for gpu in DEFAULT_GPUS if (plan := newest_plan(root, name, gpu))]
     rows = []

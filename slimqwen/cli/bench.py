@@ -23,7 +23,7 @@ app = typer.Typer(
 
 Minutes = Annotated[float, typer.Option(help="minutes of load")]
 Examples = Annotated[
-    int, typer.Option(min=1, help="valid, and invalid, requests drawn for each endpoint, at most")
+    int, typer.Option(min=1, help="largest number of valid requests, and of invalid ones, for each endpoint")
 ]
 
 
@@ -35,10 +35,10 @@ def latency(
         typer.Option(metavar="NAME", help="further variant, on fresh servers in turns; repeat it"),
     ] = None,
     baseline: Annotated[
-        bool, typer.Option("--baseline", help="the variant's baseline takes turns with it, and goes first")
+        bool, typer.Option("--baseline", help="time the variant's baseline in turns with it, baseline first")
     ] = False,
     workload: WorkloadName = "classes",
-    rounds: Annotated[int | None, typer.Option(help="instead of the workload's")] = None,
+    rounds: Annotated[int | None, typer.Option(help="rounds, instead of the workload's")] = None,
     records_dir: RecordsFolder = None,
     port: Port = None,
     even_if_busy: EvenIfBusy = False,
@@ -101,7 +101,7 @@ def middleware(
     pairs: Annotated[int, typer.Option(help="requests to each server per round")] = 50,
     even_if_busy: EvenIfBusy = False,
 ) -> None:
-    """Time a variant's server in turns with bare vLLM of the same flags."""
+    """Time a variant's server in turns with bare vLLM under the same flags."""
     from slimqwen.bench import middleware
 
     with progress_bar() as progress:
@@ -123,7 +123,7 @@ def profile(
     requests: Annotated[int, typer.Option(help="timed requests per class")] = 8,
     even_if_busy: EvenIfBusy = False,
 ) -> None:
-    """Show where a request's time goes: phases, parts of a step, operators; traces into logs/."""
+    """Show where a request's time goes: phases, parts of a step, operators; write traces into logs/."""
     from slimqwen.bench import profile
     from slimqwen.bench.workload import Workload
 
@@ -182,7 +182,7 @@ def release_check(
 ) -> None:
     """Check a variant before a release: length sweep, malformed requests, soak; one page, one verdict.
 
-    What was measured with this code, checkpoint, flags and machine is not measured again.
+    Measurements with the same code, checkpoint, flags and machine are reused.
     Exit code 0: pass, 1: fail, 2: inconclusive, 3: error.
     """
     from slimqwen.search import release_check
@@ -202,18 +202,20 @@ def release_check(
 
 @app.command()
 def prune_vocab(
-    rounds: Annotated[int, typer.Option(help="copies and prunes")] = 3,
+    rounds: Annotated[int, typer.Option(help="rounds of one copy and one prune")] = 3,
     layers: Annotated[int, typer.Option(help="transformer layers of the checkpoint")] = 32,
     yes: Annotated[bool, typer.Option("--yes", help="do not ask before 18 GB of disk are used")] = False,
 ) -> None:
     """Time pruning a 4B-shaped checkpoint against copying it (18 GB of disk, removed again)."""
-    from slimqwen.bench import prune_vocab
+    from slimqwen.bench import pruning_time
 
     if not yes and not sys.stdin.isatty():
-        raise typer.BadParameter("up to 18 GB of disk are used and nobody is there to agree; give --yes")
-    if not yes and not typer.confirm("Up to 18 GB of disk are used and freed again; go on?"):
+        raise typer.BadParameter(
+            "this uses up to 18 GB of disk, and there is no terminal to ask at; give --yes"
+        )
+    if not yes and not typer.confirm("This uses up to 18 GB of disk and frees them again; go on?"):
         raise typer.Exit(1)
     root = variants.repository_root()
     with progress_bar() as progress:
-        path = prune_vocab.write(root, rounds, layers, command=command(), progress=progress)
+        path = pruning_time.write(root, rounds, layers, command=command(), progress=progress)
     show_record(path)

@@ -1,6 +1,6 @@
-"""`slimqwen download`, `shape` and `datasets`: checkpoints of the hub or of random weights, data sets of a suite."""
+"""`slimqwen download` and `datasets`: checkpoints of the model hub, data sets of a suite."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -10,7 +10,7 @@ from slimqwen.cli.options import VariantName
 
 
 def download(variant: VariantName) -> None:
-    """Download the hub checkpoint that a variant is a copy of."""
+    """Download a variant's checkpoint from the model hub."""
     hub_environment()
     from slimqwen import hub
 
@@ -31,22 +31,10 @@ def download(variant: VariantName) -> None:
         say(f"To pin it, write below {copy.source.location}:\nREVISION={copy.revision}")
 
 
-def shape(
-    size: Annotated[Literal["0.8b", "4b"], typer.Option(help="of the published Qwen3.5 model")] = "0.8b",
-) -> None:
-    """Write a checkpoint of Qwen3.5's dimensions with random weights: for speed and memory, never for quality."""
-    from slimqwen.plan import random_weights
-
-    root = variants.repository_root()
-    with progress_bar() as progress:
-        folder = random_weights.make(size, root, progress=progress)
-    say(f"weights/{folder.name}: random weights, seed 0, with the tokenizer of weights/tiny")
-
-
 def datasets(
     suite: Annotated[str, typer.Option(metavar="NAME", help="file of eval/suites/")] = "core",
 ) -> None:
-    """Download the data sets of a suite, or check those that are here (HF_TOKEN for gated ones)."""
+    """Download the data sets of a suite, or check those that are here; gated ones need HF_TOKEN."""
     hub_environment()
     from slimqwen.evals.suites import datasets
     from slimqwen.evals.suites.suite import Suite

@@ -1,7 +1,7 @@
-"""`slimqwen recipe`: make a variant's checkpoint stage by stage, say what a run would do, verify, clean up."""
+"""`slimqwen recipe` and `shape`: make a checkpoint by stages or of random weights, verify it, clean up."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -19,7 +19,7 @@ app = typer.Typer(help="Make a variant's checkpoint stage by stage.", no_args_is
 def run_(
     variant: VariantName,
     until: Annotated[
-        str | None, typer.Option(metavar="STAGE", help="last stage to run (the first so named)")
+        str | None, typer.Option(metavar="STAGE", help="last stage to run (the first of this name)")
     ] = None,
 ) -> None:
     """Run recipe.yaml into weights/NAME: resumes an interrupted run, reuses the stages that are up to date."""
@@ -39,7 +39,7 @@ def redistill(variant: VariantName) -> None:
 
 @app.command()
 def status(variant: VariantName) -> None:
-    """Say for every stage whether a run would reuse its output, and why."""
+    """Show for every stage whether a run would reuse its output, and why."""
     from slimqwen.recipe import variant_recipe
 
     forecasts = table(["stage", "would be", "why"], [])
@@ -54,7 +54,7 @@ def status(variant: VariantName) -> None:
 
 @app.command()
 def verify(variant: VariantName) -> None:
-    """Re-hash the checkpoint, check its tensors against its config.json, have vLLM load it."""
+    """Re-hash the checkpoint, check its tensors against its config.json, load it in vLLM."""
     from slimqwen import checkpoint
     from slimqwen.captured_log import capture_output
     from slimqwen.serving import in_process
@@ -119,6 +119,18 @@ def corpus(
     if manifest["tokens"] < manifest["tokens_wanted"]:
         say(f"all sources ran out at {manifest['tokens']} of {manifest['tokens_wanted']} tokens")
     say(f"text: {output}, manifest: {calibration_mix.manifest_path(output)}")
+
+
+def shape(
+    size: Annotated[Literal["0.8b", "4b"], typer.Option(help="size of the published Qwen3.5 model")] = "0.8b",
+) -> None:
+    """Write a checkpoint of Qwen3.5's dimensions with random weights: for speed and memory, never for quality."""
+    from slimqwen.plan import random_weights
+
+    root = variants.repository_root()
+    with progress_bar() as progress:
+        folder = random_weights.make(size, root, progress=progress)
+    say(f"weights/{folder.name}: random weights, seed 0, with the tokenizer of weights/tiny")
 
 
 def run_recipe(name: str, until: str | None = None) -> "list[runner.Outcome]":

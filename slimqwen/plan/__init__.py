@@ -1,1 +1,1 @@
-"""Plans: what vLLM will be for a variant on a GPU, by its own code on a simulated one; known trouble."""
+"""Plans: vLLM's configuration for a variant on a GPU, predicted by its own code on a simulated one; known trouble."""

@@ -1,11 +1,12 @@
 """The base of every record kind, and the field types that kinds share.
 
-To add a kind, write one module in evals/, bench/ or analysis/ (and its test):
+To add a kind, write one module in evals/, bench/, analysis/, search/ or image/ (and its test):
 
 1. A subclass of `Record` with the class variables `kind` and `verb`, and a field for each figure. The ending
    of a field's name says the unit (`ttft_ms`), and tables show it (`_UNITS` in figures.py has the endings). Parts are
-   subclasses of `Block`. A kind of experiments/ is a subclass of `ServedRecord`. A field that JSON names by a Python
-   keyword: `class_: str = Field(validation_alias="class", serialization_alias="class")`.
+   subclasses of `Block`. A kind of experiments/ is a subclass of `ServedRecord`, or of `SplitRecord` (split.py) if it
+   can be of one side of a search's split. A field that JSON names by a Python keyword:
+   `class_: str = Field(validation_alias="class", serialization_alias="class")`.
 2. A function that measures, builds the record and hands it to `store.write`.
 3. `tables()`, `panels()`, `trends()`, `finding()`, `replay()`, `topic` and `leaderboard_columns`, where the standard
    ones do not do.

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from slimqwen.errors import SlimqwenError
 from slimqwen.records.record import Record
 
-PACKAGES = tuple(f"slimqwen.{name}" for name in ("evals", "bench", "analysis", "plan", "search", "image"))
+PACKAGES = tuple(f"slimqwen.{name}" for name in ("evals", "bench", "analysis", "search", "image"))
 _IMPORT = "slimqwen.records.record import"
 
 
