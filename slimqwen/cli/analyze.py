@@ -1,4 +1,4 @@
-"""`slimqwen analyze`: what can be said without a server."""
+"""`slimqwen analyze`: figures that are computed, or measured in process, without an HTTP server."""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +9,10 @@ from slimqwen import variant as variants
 from slimqwen.cli.console import command, progress_bar, show_record
 from slimqwen.cli.options import EvenIfBusy, VariantName
 
-app = typer.Typer(help="Say what needs no server: roofline, output head, vocabulary.", no_args_is_help=True)
+app = typer.Typer(
+    help="Compute or measure without an HTTP server: roofline, levers, output head, vocabulary.",
+    no_args_is_help=True,
+)
 
 
 @app.command("lm-head")
@@ -50,7 +53,7 @@ def vocab(
     ] = None,
     documents: Annotated[int, typer.Option(help="documents of the corpus")] = 20_000,
     text: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=FILE", help="measure on this in addition; repeat it")
+        list[str] | None, typer.Option(metavar="NAME=FILE", help="further text to measure on; repeat it")
     ] = None,
     held_out: Annotated[int, typer.Option(help="documents of each kind of the tiny world")] = 200,
     scored: Annotated[int, typer.Option(help="documents per source for bits per byte, 0: none")] = 20,
@@ -85,7 +88,7 @@ def levers(
     output_tokens: Annotated[int, typer.Option(help="length of the answer")] = 96,
     even_if_busy: EvenIfBusy = False,
 ) -> None:
-    """Time decode steps of variants on this CPU, in turns, beside what the cost model predicted."""
+    """Time decode steps of variants on this CPU, in turns, beside the predictions of the cost model."""
     from slimqwen.analysis.levers import measurement
 
     with progress_bar() as progress:

@@ -39,11 +39,11 @@ def sensitivity(
     again: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="variant of the baseline's weights with other batches, for false alarms"
+            metavar="NAME", help="variant with the baseline's weights and other batches, for false alarms"
         ),
     ] = None,
 ) -> None:
-    """Damage a quantised variant many times: how often does each check catch it, how often is it a false alarm?
+    """Damage a quantised variant many times: how often does each check catch it, how often is an alarm false?
 
     Exit code 0: every damaged copy fails and false alarms are as rare as stated, else 1.
     """

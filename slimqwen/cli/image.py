@@ -36,7 +36,7 @@ def build(
     ] = None,
     cache: Annotated[
         Path | None,
-        typer.Option(help="compile_cache.tar.gz of another host, both its manifests beside it"),
+        typer.Option(help="compile_cache.tar.gz from another host, with both its manifests beside it"),
     ] = None,
 ) -> None:
     """Build the container image of a variant: library, environment, checkpoint, compile cache, flags."""
@@ -66,10 +66,10 @@ def verify(
     container_tool: ToolName = None,
     tag: Tag = None,
     record: Annotated[
-        bool, typer.Option("--record", help="write what an image for a CPU did into results/")
+        bool, typer.Option("--record", help="record how a CPU image started and answered, into results/")
     ] = False,
 ) -> None:
-    """Look into a variant's image without a GPU; one for a CPU is started and asked. Exit code 1: a check fails."""
+    """Check what a variant's image holds, without a GPU; start a CPU image and query it. Exit code 1: a check fails."""
     from slimqwen.image.verify import verify_variant
 
     with progress_bar() as progress:

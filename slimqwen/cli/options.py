@@ -46,9 +46,7 @@ RecordsFolder = Annotated[
         "--records-dir", metavar="FOLDER", help="write FOLDER/<variant>/, not experiments/<variant>/"
     ),
 ]
-Port = Annotated[
-    int | None, typer.Option(help="TCP port of the server, one that runs already or the one to be started")
-]
+Port = Annotated[int | None, typer.Option(help="TCP port of the running server, or of the one to be started")]
 PlatformName = Annotated[
     Literal["cpu", "cuda"] | None, typer.Option(help="platform, instead of the variant's or this machine's")
 ]
@@ -56,6 +54,6 @@ Rounds = Annotated[int, typer.Option(min=2, help="server starts of each kind; 6 
 EvenIfBusy = Annotated[
     bool,
     typer.Option(
-        "--even-if-busy", help="measure on a busy host too: a marked record, which no table of verdicts takes"
+        "--even-if-busy", help="measure on a busy host too; the record is marked and never compared"
     ),
 ]

@@ -1,4 +1,4 @@
-"""`slimqwen plan`: what vLLM will be for a variant on a GPU; what other verbs say and refuse by recorded plans."""
+"""`slimqwen plan`: predicts how vLLM will be configured; other verbs look up its records to warn or to refuse."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from slimqwen.serving.command import ServerCommand
 
 app = typer.Typer(
-    help="Say what vLLM will be for a variant on a GPU; no GPU is needed and no weights are loaded."
+    help="Predict how vLLM will be configured for a variant on a GPU; needs no GPU, loads no weights."
 )
 
 
@@ -30,20 +30,20 @@ def plan(
             metavar="GPU", help="GPU model of eval/simulated_gpus.yaml; repeat it (default: six of them)"
         ),
     ] = None,
-    all_: Annotated[bool, typer.Option("--all", help="every variant that only a GPU serves")] = False,
+    all_: Annotated[bool, typer.Option("--all", help="every variant that needs a GPU")] = False,
     toolkit: Annotated[
-        bool, typer.Option(help="plan for a host with the nvcc and ninja of this one")
+        bool, typer.Option(help="assume that the target host has nvcc and ninja as this one does")
     ] = False,
     kernels: Annotated[
         bool,
         typer.Option(
             "--kernels",
-            help="compile the Triton kernels that a simulated GPU would run (a minute a GPU model)",
+            help="compile the Triton kernels that a simulated GPU would run (a minute per GPU model)",
         ),
     ] = False,
     record: Annotated[bool, typer.Option(help="write the plans into results/")] = True,
 ) -> None:
-    """Say what vLLM will be for a variant on a GPU: backends, graphs, KV cache, trouble; no weights are loaded."""
+    """Predict how vLLM will be configured for a variant on a GPU: backends, graphs, KV cache, known trouble."""
     if context.invoked_subcommand:
         return
     from slimqwen.analysis import plan as plans
@@ -88,10 +88,10 @@ def compile_ahead(
     gpu: Annotated[str, typer.Option(metavar="GPU", help="GPU model of eval/simulated_gpus.yaml")],
     folder: Annotated[
         Path | None,
-        typer.Option(help="for the archive and its manifest (default: .cache/compiled/VARIANT-GPU)"),
+        typer.Option(help="folder of the archive and its manifest (default: .cache/compiled/VARIANT-GPU)"),
     ] = None,
 ) -> None:
-    """Compile ahead, without a GPU, the FlashInfer libraries and Triton kernels of a first start, and pack them.
+    """Compile the FlashInfer libraries and Triton kernels of a first start in advance, without a GPU, and pack them.
 
     `slimqwen image build --cache` takes the archive; beside the checkpoint, `slimqwen serve` finds it.
     """
@@ -123,7 +123,7 @@ def compare(
         ),
     ] = None,
 ) -> None:
-    """Compare plans of two records, by two vLLM versions or on two GPUs: what changes of flags, backends, graphs."""
+    """Compare the plans of two records, of two vLLM versions or two GPUs: changed flags, backends, graphs."""
     from slimqwen.analysis import plan_comparison
     from slimqwen.analysis.plan import PlanRecord
     from slimqwen.records import store
@@ -135,7 +135,7 @@ def compare(
 
 @app.command()
 def starts() -> None:
-    """List the starts of servers here that had a plan, and where the engine differed from it."""
+    """List the server starts here that had a plan, and where the engine differed from it."""
     from slimqwen.analysis import start_plan
 
     console.print(start_plan.starts_table(variants.repository_root()).as_rich())

@@ -20,12 +20,12 @@ def check(
         str | None,
         typer.Option(
             metavar="COMMIT",
-            help="records of it that were changed or removed must stand in results/withdrawn.yaml (default: where "
-            "this branch left the main branch, else the parent of HEAD)",
+            help="records changed or removed since this commit must be named in results/withdrawn.yaml (default: "
+            "where this branch left the main branch, else the parent of HEAD)",
         ),
     ] = None,
 ) -> None:
-    """Check every record and what the Markdown files say of them; change nothing. Exit code 1: something is wrong."""
+    """Check every record and what Markdown files say about them; change nothing. Exit code 1: something is wrong."""
     from slimqwen.report import checks
 
     result = checks.check((root or variants.repository_root()).resolve(), base)
@@ -61,7 +61,7 @@ def replay(
     record: Annotated[Path, typer.Argument(help="such as experiments/tiny-awq/quality_….json")],
     port: Port = None,
 ) -> None:
-    """Measure again what made a record, and say whether the result is the same.
+    """Repeat the measurement of a record, and say whether the result is the same.
 
     Exit code 0: every answer is the same, or the ratio of times has 1.00 in its interval; 1: it is not; 2: error.
     """
@@ -88,7 +88,7 @@ def mlflow(
         str | None, typer.Option(help="MLflow tracking store (default: the SQLite file mlruns/mlflow.db)")
     ] = None,
 ) -> None:
-    """Send the records to an MLflow tracking store; what it has already is not sent again."""
+    """Send the records to an MLflow tracking store, except those that it already has."""
     from slimqwen.records import mlflow_export
 
     with progress_bar() as progress:
@@ -104,7 +104,7 @@ def mlflow(
 @app.command()
 def log(
     variant: Annotated[
-        str | None, typer.Option(metavar="NAME", help="of this variant alone", autocompletion=_variants)
+        str | None, typer.Option(metavar="NAME", help="only this variant", autocompletion=_variants)
     ] = None,
     last: Annotated[int, typer.Option(min=0, help="lines, 0 for all")] = 20,
 ) -> None:

@@ -27,11 +27,12 @@ def site(
         Path | None, typer.Option(metavar="FOLDER", help="folder of the site (default: report/)")
     ] = None,
     figures: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="write the main charts as SVG files there instead")
+        Path | None,
+        typer.Option(metavar="FOLDER", help="write only the main charts, as SVG files into this folder"),
     ] = None,
     prices: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="what an hour of each GPU costs you (default: eval/prices.yaml)"),
+        typer.Option(metavar="FILE", help="your price of an hour of each GPU (default: eval/prices.yaml)"),
     ] = None,
 ) -> None:
     """Build report/index.html, which works offline: leaderboard, fronts, costs, a page per variant."""

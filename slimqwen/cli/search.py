@@ -31,7 +31,7 @@ Width = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="tasks at a time (default: here one for each core, one on a GPU; all nodes of a Ray cluster)",
+        help="tasks at a time (default: one per core here, one on a GPU; every node of a Ray cluster)",
     ),
 ]
 RayAddress = Annotated[
@@ -51,19 +51,21 @@ def search(
         Path | None,
         typer.Option(metavar="FILE", help="space instead of eval/search/<budget>.yaml"),
     ] = None,
-    trials: Annotated[int | None, typer.Option(min=1, help="candidates, instead of the space's")] = None,
+    trials: Annotated[
+        int | None, typer.Option(min=1, help="candidates, instead of the space's number")
+    ] = None,
     minutes: Annotated[
-        float | None, typer.Option(min=0, help="begin no candidate after so many minutes")
+        float | None, typer.Option(min=0, help="begin no candidate after this many minutes")
     ] = None,
     finalists: Annotated[
-        int | None, typer.Option(min=0, help="candidates that are proven, instead of the space's")
+        int | None, typer.Option(min=0, help="candidates to prove, instead of the space's number")
     ] = None,
     ray: RayAddress = None,
     width: Width = None,
 ) -> None:
-    """Find the fastest variant within a quality budget: levers of recipe and flags, from cheap checks to dear ones.
+    """Find the fastest variant within a quality budget: levers of recipe and flags, cheap checks before expensive ones.
 
-    Ctrl-C keeps what is known; the same command goes on.
+    Ctrl-C keeps what has been measured; the same command continues.
     """
     from slimqwen.search.driver import search as run_search
     from slimqwen.search.space import SearchSettings
@@ -122,20 +124,18 @@ def sweep(
     ],
     measure: Annotated[
         list[Measure],
-        typer.Option(
-            "--measure", help="what is measured against each variant's baseline; several may follow"
-        ),
+        typer.Option("--measure", help="measurements against each variant's baseline, one or several"),
     ],
     ray: RayAddress = None,
     width: Width = None,
     workload: WorkloadName = "classes",
-    rounds: Annotated[int | None, typer.Option(help="of latency, instead of the workload's")] = None,
+    rounds: Annotated[int | None, typer.Option(help="latency rounds, instead of the workload's")] = None,
     parts: Annotated[
-        int, typer.Option(min=1, help="ranges that the items of a suite are asked in, each a task")
+        int, typer.Option(min=1, help="ranges into which the items of a suite are split, each a task")
     ] = 1,
     limit: Annotated[int | None, typer.Option(min=2, help="items per task of a suite")] = None,
 ) -> None:
-    """Measure variants against their baselines: stages, shards of items and timings are tasks, on one machine or many.
+    """Measure variants against their baselines in tasks (stages, shards of items, timings), on one machine or many.
 
     Exit code 0: all gates pass, 1: a gate or a variant fails, 2: inconclusive, 3: error.
     """

@@ -27,11 +27,13 @@ def serve(
     ] = None,
     require_plan: Annotated[
         Literal["1"] | None,
-        typer.Option(envvar="REQUIRE_PLAN", help="refuse to serve without a plan, or otherwise than planned"),
+        typer.Option(
+            envvar="REQUIRE_PLAN", help="refuse to serve without a plan, or where the engine differs from it"
+        ),
     ] = None,
     allow_unsafe: Annotated[
         Literal["1"] | None,
-        typer.Option(help="serve in spite of known trouble or unsafe engine modes, as ALLOW_UNSAFE=1 does"),
+        typer.Option(help="serve despite known trouble or unsafe engine modes, as ALLOW_UNSAFE=1 does"),
     ] = None,
 ) -> None:
     """Serve a variant with vLLM, under the name "default"."""

@@ -31,7 +31,7 @@ def new(
     ],
     stage: Annotated[
         list[str] | None,
-        typer.Option(help="stage of a recipe of its own; repeat it, in the order of the stages"),
+        typer.Option(help="stage of its own recipe; repeat it in the order of the stages"),
     ] = None,
 ) -> None:
     """Create experiments/NAME: a planned variant, ready for its flags or its recipe."""
@@ -68,7 +68,7 @@ def diff(
     first: Annotated[str, typer.Argument(metavar="FIRST", help="folder of experiments/")],
     second: Annotated[str, typer.Argument(metavar="SECOND", help="folder of experiments/")],
 ) -> None:
-    """Show how two variants differ: tensor by tensor, config, tokenizer, flags; name what no stage changed."""
+    """Show how two variants differ: tensors, config, tokenizer, flags; name the changes that no stage explains."""
     from slimqwen.report import checkpoint_difference
 
     with progress_bar() as progress:

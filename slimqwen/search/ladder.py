@@ -1,4 +1,4 @@
-"""The ladder: rungs from cheap to dear; a candidate ends at the first that it cannot pass.
+"""The ladder: rungs from cheap to expensive; a candidate ends at the first that it cannot pass.
 
 1. roofline: the GPU's bound with an acceptance length that its drafts can hardly exceed; below the incumbent's it ends.
 2. fidelity: next-token distributions beside the base's; it ends where a whole interval lies beyond its limit.

@@ -31,10 +31,10 @@ Scrapes = list[tuple[float, Mapping[str, float]]]
 
 def watch(
     once: Annotated[
-        bool, typer.Option("--once", help="show it once, as where output is no terminal")
+        bool, typer.Option("--once", help="show it once, as when the output is not a terminal")
     ] = False,
 ) -> None:
-    """Show what runs here: progress of commands; tokens/s, queue and acceptance of servers (Ctrl-C ends it)."""
+    """Show running commands with their progress, servers with tokens/s, queue and acceptance (Ctrl-C ends it)."""
     root, history = variant.repository_root(), dict[int, Scrapes]()
     if once or not sys.stdout.isatty() or console.is_dumb_terminal:
         draw(root, history)
