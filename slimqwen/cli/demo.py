@@ -105,9 +105,11 @@ def _measure(root: Path, rounds: int) -> Evidence:
         else:
             missing.append(measure)
     if missing:
-        options = Options(tuple(missing), tuple(command()), rounds=rounds, records=_RECORDS)
+        width = default_width()
+        # Quality takes longer than the other checks together: as many parts as tasks run at a time share it.
+        options = Options(tuple(missing), tuple(command()), rounds=rounds, parts=width, records=_RECORDS)
         with progress_bar() as progress:
-            executor = LocalExecutor(root, progress, warm=True, width=default_width())
+            executor = LocalExecutor(root, progress, warm=True, width=width)
             (result,) = sweep([_VARIANT], options, executor, root)
         if result.failure:
             raise SearchError(result.failure)
