@@ -106,8 +106,8 @@ class StreamingClient(AbstractContextManager["StreamingClient"]):
             extra_headers=authorization(),
             extra_body={"temperature": 0, **fields},
         )
-        send = ASYNC_REQUEST_FUNCS["openai-chat" if is_chat else "openai"]
-        output = self._runner.run(self._watched(send(request, self._session)))
+        request_function = ASYNC_REQUEST_FUNCS["openai-chat" if is_chat else "openai"]
+        output = self._runner.run(self._watched(request_function(request, self._session)))
         if not output.success:
             raise self._failure(f"did not answer ({last_line(output.error)})")
         if output.output_tokens != output_tokens:
@@ -151,14 +151,14 @@ def counters(base_url: str) -> Mapping[str, float]:
     return metrics.read(get(f"{base_url}/metrics").text)
 
 
-def unended_requests(base_url: str) -> float:
+def unfinished_requests(base_url: str) -> float:
     """Requests that a server still has when nobody has sent it any for a minute; 0 as soon as there is none."""
     deadline = time.monotonic() + _REST_S
     while True:
         values = counters(base_url)
-        unended = sum(values.get(f"vllm:num_requests_{state}", 0.0) for state in ("running", "waiting"))
-        if not unended or time.monotonic() > deadline:
-            return unended
+        unfinished = sum(values.get(f"vllm:num_requests_{state}", 0.0) for state in ("running", "waiting"))
+        if not unfinished or time.monotonic() > deadline:
+            return unfinished
         time.sleep(0.2)
 
 

@@ -75,7 +75,7 @@ class PromptCutter:
             lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
         )
 
-    def go_on(self, documents_used: int, given: Iterable[Tokens]) -> None:
+    def advance_to(self, documents_used: int, given: Iterable[Tokens]) -> None:
         """Continue where another cutter of the same stream stopped.
 
         Args:

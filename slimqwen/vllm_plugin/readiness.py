@@ -56,7 +56,7 @@ class Readiness:
         self._app = app
         self._warm = warm
         self._is_warm = False
-        self._drains = False
+        self._is_draining = False
         self._engine: Any = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -67,16 +67,16 @@ class Readiness:
         if scope["type"] != "http":
             return self._app(scope, receive, send)
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if self._drains and path != "/metrics":
+        if self._is_draining and path != "/metrics":
             return cut_answers.end_refusal(_SHUTS_DOWN)(scope, receive, send)
-        if not (self._drains or self._is_warm) and path in _PROBES:
+        if not (self._is_draining or self._is_warm) and path in _PROBES:
             return refusal(_UNAVAILABLE, "the server is warming up", cut_answers.RETRY_AFTER_S)(
                 scope, receive, send
             )
         return cut_answers.answer(self._app, scope, receive, send, self._end_reason)
 
     def _end_reason(self) -> str | None:
-        if self._drains:
+        if self._is_draining:
             return _SHUTS_DOWN
         return "the engine died" if self._engine is not None and self._engine.errored else None
 
@@ -94,7 +94,7 @@ class Readiness:
                 self._begin(event_loop.watch())
                 return
             # Every answer has been given, or given up. A drain ends the engine too.
-            if self._engine is not None and self._engine.errored and not self._drains:
+            if self._engine is not None and self._engine.errored and not self._is_draining:
                 logger.error("EngineDiedError: the engine died; the server ends with exit code 1")
                 self._begin(self._fail())
             await send(message)
@@ -107,7 +107,7 @@ class Readiness:
     async def _watch(self, server: Any, engine: Any) -> None:
         from vllm import envs
 
-        while not (server.should_exit or self._drains or envs.VLLM_KEEP_ALIVE_ON_ENGINE_DEATH):
+        while not (server.should_exit or self._is_draining or envs.VLLM_KEEP_ALIVE_ON_ENGINE_DEATH):
             if engine.errored:
                 server.should_exit = True
             await asyncio.sleep(_POLL_S)
@@ -118,7 +118,7 @@ class Readiness:
         loop = asyncio.get_running_loop()
 
         def shutdown(timeout: float | None = None) -> None:
-            self._drains = True
+            self._is_draining = True
             try:
                 stock(timeout=timeout if timeout is None else max(timeout, _ENGINE_END_S))
             finally:
@@ -129,12 +129,12 @@ class Readiness:
         engine.generate = cut_answers.cut_outputs(engine.generate, self._end_reason)
 
     async def _warm_up(self, app: Any) -> None:
-        if not await engine_facts.hold_against_plan(app) and not self._drains:
+        if not await engine_facts.hold_against_plan(app) and not self._is_draining:
             await self._fail()
         try:
             await self._warm(app)
         except Exception as error:
-            if self._drains:
+            if self._is_draining:
                 return
             if policy.read().require_warmup:
                 logger.error("%s, and REQUIRE_WARMUP=1: %s", warm_up.FAILED, error)
@@ -144,6 +144,6 @@ class Readiness:
 
     async def _fail(self) -> None:
         # An engine that ends with its server has not died of itself.
-        self._drains = True
+        self._is_draining = True
         # Out of a task this ends the event loop, and with it the engine and the process.
         raise SystemExit(1)

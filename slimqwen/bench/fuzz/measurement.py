@@ -16,7 +16,7 @@ import httpx
 import psutil
 
 from slimqwen.bench import BenchError
-from slimqwen.bench.client import unended_requests
+from slimqwen.bench.client import unfinished_requests
 from slimqwen.bench.fuzz.record import Fault, Fuzz
 from slimqwen.bench.fuzz.requests import BODIES, CHOSEN_LOGPROBS, COMPLETIONS, KNOWN, REQUESTS, UNSENDABLE
 from slimqwen.progress import Progress, silent
@@ -211,8 +211,8 @@ def _draw(url: str, operation: Any, mode: Any, examples: int, outcomes: _Outcome
 
 def _harm(url: str, family: Sequence[psutil.Process]) -> Iterator[str]:
     """What the server can no longer do."""
-    if unended := unended_requests(url):
-        yield f"{unended:g} requests never ended"
+    if unfinished := unfinished_requests(url):
+        yield f"{unfinished:g} requests never ended"
     if any(not process.is_running() or process.status() == psutil.STATUS_ZOMBIE for process in family):
         yield "a process of the server had ended"
     if httpx.get(f"{url}/health", timeout=_TIMEOUT_S, trust_env=False).status_code != httpx.codes.OK:

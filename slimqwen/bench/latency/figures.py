@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from slimqwen.bench.latency.measured_variant import ClassResults
 from slimqwen.bench.latency.record import Acceptance, Distribution, Goodput
-from slimqwen.bench.latency.side import ClassResults
 from slimqwen.bench.workload import ServiceLevel
 from slimqwen.stats import intervals
 

@@ -12,8 +12,8 @@ from typing import Any
 from slimqwen import host_load
 from slimqwen.bench import BenchError, overlay
 from slimqwen.bench.latency import figures
+from slimqwen.bench.latency.measured_variant import MeasuredVariant, SharedState
 from slimqwen.bench.latency.record import Arrival, ClassFigures, Latency, PrefixCache
-from slimqwen.bench.latency.side import Run, Side
 from slimqwen.bench.latency.speedups import by_class_and_round, by_round
 from slimqwen.bench.workload import PromptClass, Workload
 from slimqwen.host_load import HostBusyError, HostLoad, Watch
@@ -59,21 +59,24 @@ def measure(
     if rounds < 1:
         raise BenchError(f"{rounds} rounds measure nothing: take 1 or more")
     started = provenance.utc_now()
-    run = Run(workload, max_num_seqs(variants, workload), rounds, progress)
-    sides = [Side(*overlay.servable(variant, workload.config, workload.name), run) for variant in variants]
+    shared = SharedState(workload, max_num_seqs(variants, workload), rounds, progress)
+    sides = [
+        MeasuredVariant(*overlay.servable(variant, workload.config, workload.name), shared)
+        for variant in variants
+    ]
     with locked(_journal(sides, workload, rounds, even_if_busy)) as finished:
         for number in range(rounds):
             if (state := finished.get(number)) is not None:
-                _resume(run, sides, state)
+                _resume(shared, sides, state)
                 continue
             try:
-                _take_round(run, sides, number, port, even_if_busy)
+                _take_round(shared, sides, number, port, even_if_busy)
             except (ServerLostError, HostBusyError) as error:
                 raise type(error)(
                     f"{error}; {number} of {rounds} rounds are kept: the same command goes on from there"
                 ) from error
             if number < rounds - 1:
-                finished.add(number, _state(run, sides))
+                finished.add(number, _state(shared, sides))
         records = [_record(side, sides, finished.reused, started, command) for side in sides]
         folders = records_folders or [variant.folder for variant in variants]
         paths = [
@@ -84,9 +87,11 @@ def measure(
     return paths
 
 
-def _take_round(run: Run, sides: Sequence[Side], number: int, port: int | None, even_if_busy: bool) -> None:
+def _take_round(
+    shared: SharedState, sides: Sequence[MeasuredVariant], number: int, port: int | None, even_if_busy: bool
+) -> None:
     """Send one round to all sides, again where the host was too busy."""
-    before = _state(run, sides)
+    before = _state(shared, sides)
     attempts = itertools.count()
 
     def send(watch: Watch) -> None:
@@ -94,32 +99,32 @@ def _take_round(run: Run, sides: Sequence[Side], number: int, port: int | None, 
             # All sides go on at the same document, beyond every text that a server has seen.
             furthest = max(side.cutter.documents_used for side in sides)
             states = [{**state, "documents_used": furthest} for state in before["sides"]]
-            _resume(run, sides, {**before, "sides": states})
+            _resume(shared, sides, {**before, "sides": states})
         for side in sides:
-            log = side.logs / f"serve_{side.variant.name}.log"
-            with serve(side.variant, port=port, log=log, progress=run.progress) as served:
+            log = side.logs / f"serve-{side.variant.name}.log"
+            with serve(side.variant, port=port, log=log, progress=shared.progress) as served:
                 side.take_round(number, served, watch)
 
     _, load = host_load.undisturbed(send, f"round {number + 1}", even_if_busy=even_if_busy)
-    run.loads.append(load)
+    shared.loads.append(load)
 
 
-def _state(run: Run, sides: Sequence[Side]) -> dict[str, Any]:
+def _state(shared: SharedState, sides: Sequence[MeasuredVariant]) -> dict[str, Any]:
     return {
-        "saturation": dict(run.saturation),
-        "loads": [load.model_dump() for load in run.loads],
+        "saturation": dict(shared.saturation),
+        "loads": [load.model_dump() for load in shared.loads],
         "sides": [side.state() for side in sides],
     }
 
 
-def _resume(run: Run, sides: Sequence[Side], state: Mapping[str, Any]) -> None:
-    run.saturation = dict(state["saturation"])
-    run.loads = [HostLoad(**load) for load in state["loads"]]
+def _resume(shared: SharedState, sides: Sequence[MeasuredVariant], state: Mapping[str, Any]) -> None:
+    shared.saturation = dict(state["saturation"])
+    shared.loads = [HostLoad(**load) for load in state["loads"]]
     for side, side_state in zip(sides, state["sides"], strict=True):
         side.resume(side_state)
 
 
-def _journal(sides: Sequence[Side], workload: Workload, rounds: int, even_if_busy: bool) -> Path:
+def _journal(sides: Sequence[MeasuredVariant], workload: Workload, rounds: int, even_if_busy: bool) -> Path:
     """File that holds the finished rounds of a run until it ends."""
     first, *others = [ServerCommand.resolve(side.variant) for side in sides]
     names = [journal_file("latency", other).name for other in others]
@@ -142,19 +147,23 @@ def max_num_seqs(variants: Sequence[Variant], workload: Workload) -> int:
 
 
 def _record(
-    side: Side, sides: Sequence[Side], taken_over: int, started: str, command: Sequence[str]
+    side: MeasuredVariant,
+    sides: Sequence[MeasuredVariant],
+    taken_over: int,
+    started: str,
+    command: Sequence[str],
 ) -> Latency:
     assert side.served is not None
-    served, run, workload = side.served, side.run, side.run.workload
-    load = host_load.worst(run.loads)
+    served, shared, workload = side.served, side.shared, side.shared.workload
+    load = host_load.worst(shared.loads)
     text_file = side.variant.root / workload.documents
-    named = workload.expanded(run.max_num_seqs)
+    named = workload.expanded(shared.max_num_seqs)
     return Latency(
         variant=side.variant.name,
         workload=workload.name,
         max_model_len=served.max_model_len,
         scale=workload.scale(served.max_model_len),
-        rounds=run.rounds,
+        rounds=shared.rounds,
         rounds_of_earlier_run=taken_over,
         rounds_repeated=load.repeated,
         run=started,
@@ -174,7 +183,7 @@ def _record(
     )
 
 
-def _class(side: Side, c: PromptClass, as_named: PromptClass) -> ClassFigures:
+def _class(side: MeasuredVariant, c: PromptClass, as_named: PromptClass) -> ClassFigures:
     result = side.results[c.name]
     arrival = None
     if result.rate_per_s is not None:
@@ -198,14 +207,14 @@ def _class(side: Side, c: PromptClass, as_named: PromptClass) -> ClassFigures:
         concurrency=c.limit,
         arrival=arrival,
         durations_s=tuple(result.durations_s),
-        **figures.summarise(result.rows, sum(result.durations_s), side.run.workload.service_level),
+        **figures.summarise(result.rows, sum(result.durations_s), side.shared.workload.service_level),
         acceptance=figures.acceptance(result),
         prefix_cache=prefix_cache,
         prompts_sha256=digest(result.prompts),
     )
 
 
-def _repeat_speedup(side: Side, c: PromptClass) -> Ratio | None:
+def _repeat_speedup(side: MeasuredVariant, c: PromptClass) -> Ratio | None:
     """Median TTFT of the prefixes' first time over that of their repetition.
 
     None for the first time itself, and for a repetition whose requests wait for each other in another way.

@@ -18,7 +18,7 @@ import psutil
 from scipy import stats
 
 from slimqwen.bench import BenchError
-from slimqwen.bench.client import counters, unended_requests
+from slimqwen.bench.client import counters, unfinished_requests
 from slimqwen.bench.soak.load import EXPECTED, PATHS, TIMEOUT_S, leave_streams, load
 from slimqwen.bench.soak.record import Growth, Limits, OpenFiles, ProcessGrowth, Resident, Soak
 from slimqwen.progress import Progress, silent
@@ -131,7 +131,7 @@ def load_and_watch(
         chats = _accepts_chats(url)
         paths = PATHS if chats else PATHS[:1]
         samples, left, outcomes = asyncio.run(_soak(url, family, seconds, clients, paths, progress))
-        unended, kv_cache_used, ready = _at_rest(url)
+        unfinished, kv_cache_used, ready = _at_rest(url)
         files = OpenFiles(before=before, after=_open_files(family))
     except (psutil.Error, httpx.HTTPError) as gone:
         raise ServerLostError(f"the server was lost under the load ({gone!r}); its log says why") from None
@@ -150,7 +150,7 @@ def load_and_watch(
         "no stream was open to be left": not left,
         f"memory grew by {gained:.1f} MiB": total.low > MAX_GROWTH_MIB_PER_HOUR and gained > NOISE_MIB,
         f"{opened} more files are open": opened > MAX_NEW_FILES,
-        f"{unended:g} requests never ended": unended > 0,
+        f"{unfinished:g} requests never ended": unfinished > 0,
         "the KV cache is not empty": kv_cache_used > 0,
         "the server is not ready": not ready,
     }
@@ -280,6 +280,6 @@ def _require_metrics(url: str) -> None:
 
 def _at_rest(url: str) -> tuple[float, float, bool]:
     """Requests that never ended, and then the share of the KV cache in use, and readiness."""
-    unended, kv_cache_used = unended_requests(url), counters(url)[_KV_CACHE]
+    unfinished, kv_cache_used = unfinished_requests(url), counters(url)[_KV_CACHE]
     ready = httpx.get(f"{url}/health", timeout=TIMEOUT_S, trust_env=False).status_code == httpx.codes.OK
-    return unended, kv_cache_used, ready
+    return unfinished, kv_cache_used, ready

@@ -5,7 +5,7 @@ import pytest
 import yaml
 
 from slimqwen.bench import BenchError, latency, starvation
-from slimqwen.bench.latency import rounds, side
+from slimqwen.bench.latency import measured_variant, rounds
 from slimqwen.bench.workload import PromptClass, Workload
 from slimqwen.host_load import HostBusyError
 from slimqwen.records import store
@@ -345,4 +345,4 @@ def test_a_real_server_is_timed(served_tiny, tmp_path, monkeypatch):
         assert c.e2el_ms.mean == pytest.approx(c.ttft_ms.mean + c.tpot_ms.mean * (c.output_tokens - 1))
     assert record.provenance.checkpoint.path == "weights/tiny"
     with pytest.raises(BenchError, match="does no prefix caching"):
-        side.block_tokens(served_tiny)
+        measured_variant.block_tokens(served_tiny)

@@ -36,7 +36,7 @@ class ClassResults:
 
 
 @dataclass
-class Run:
+class SharedState:
     """What all variants of a measurement share.
 
     Attributes:
@@ -54,26 +54,28 @@ class Run:
     loads: list[HostLoad] = field(default_factory=list)
 
 
-class Side:
-    """One variant of a run: its texts, its server of the present round, its results."""
+class MeasuredVariant:
+    """One variant of a measurement: its texts, its server of the present round, its results."""
 
-    def __init__(self, variant: Variant, lines: Mapping[str, str], run: Run) -> None:
-        self.variant, self.lines, self.run = variant, lines, run
+    def __init__(self, variant: Variant, lines: Mapping[str, str], shared: SharedState) -> None:
+        self.variant, self.lines, self.shared = variant, lines, shared
         self.cutter = PromptCutter.for_checkpoint(
-            variant.weights, run.workload.documents, run.workload.seed, variant.root
+            variant.weights, shared.workload.documents, shared.workload.seed, variant.root
         )
-        self.results = {c.name: ClassResults() for c in run.workload.expanded(run.max_num_seqs)}
+        self.results = {c.name: ClassResults() for c in shared.workload.expanded(shared.max_num_seqs)}
         self.served: SharedServer | None = None
         self.block_tokens = 1
         self.logs = variant.root / "logs"
-        self.log = self.logs / f"latency_{variant.name}.log"
+        self.log = self.logs / f"latency-{variant.name}.log"
         self._prefixes: dict[str, list[Tokens]] = {}
 
     @property
     def classes(self) -> list[PromptClass]:
         """The classes with the lengths that are sent to the server."""
         assert self.served is not None
-        return self.run.workload.scaled(self.served.max_model_len, self.run.max_num_seqs, self.block_tokens)
+        return self.shared.workload.scaled(
+            self.served.max_model_len, self.shared.max_num_seqs, self.block_tokens
+        )
 
     def state(self) -> dict[str, Any]:
         """The results and the position in the text, as JSON."""
@@ -84,7 +86,7 @@ class Side:
         """Take over the results of a state; the text goes on at its position or at the present one if further."""
         self.results = {name: ClassResults(**result) for name, result in state["sent"].items()}
         given = (prompt for result in self.results.values() for prompt in result.prompts)
-        self.cutter.go_on(state["documents_used"], given)
+        self.cutter.advance_to(state["documents_used"], given)
 
     def take_round(self, number: int, served: SharedServer, watch: Watch) -> None:
         """Send one round of every class.
@@ -102,7 +104,7 @@ class Side:
             raise BenchError(f"{self.variant.name}: the served context changed between two rounds")
         self.served = served
         starvation.require_counters(counters(served.server.base_url))
-        if self.run.workload.needs_prefix_cache:
+        if self.shared.workload.needs_prefix_cache:
             self.block_tokens = block_tokens(served)
         self._prefixes = {}
         for position, c in enumerate(self.classes):
@@ -111,14 +113,14 @@ class Side:
     def _take_class(
         self, c: PromptClass, position: int, number: int, served: SharedServer, watch: Watch
     ) -> None:
-        run, result = self.run, self.results[c.name]
+        shared, result = self.shared, self.results[c.name]
         url = served.server.base_url
         result.rate_per_s = rate_per_s = self._rate_per_s(c)
-        warm_up = [(prompt, c.output_tokens) for prompt in self._cut(run.workload.warmup_requests, c)]
+        warm_up = [(prompt, c.output_tokens) for prompt in self._cut(shared.workload.warmup_requests, c)]
         if warm_up:
             self._send(c, warm_up, rate_per_s, 0, lambda: None, Watch())
-        seed = (run.workload.seed, number, position)
-        lengths = c.lengths(seed, run.workload.min_tokens, served.max_model_len)
+        seed = (shared.workload.seed, number, position)
+        lengths = c.lengths(seed, shared.workload.min_tokens, served.max_model_len)
         prompts = self._prompts(c, [prompt for prompt, _ in lengths])
         requests = list(zip(prompts, (output for _, output in lengths), strict=True))
         activity = f"{self.variant.name}: {c.name} {c.prompt_tokens} -> {c.output_tokens} tokens"
@@ -129,7 +131,7 @@ class Side:
             requests,
             rate_per_s,
             number,
-            lambda: run.progress(activity, next(count), run.rounds * c.requests),
+            lambda: shared.progress(activity, next(count), shared.rounds * c.requests),
             watch,
         )
         rows = add(result, c, number, requests, answers)
@@ -145,11 +147,11 @@ class Side:
             self._check_prefixes(c, queried, hit)
             result.queried_tokens += queried
             result.hit_tokens += hit
-        run.saturation.setdefault(c.name, answers["completed"] / answers["duration"])
+        shared.saturation.setdefault(c.name, answers["completed"] / answers["duration"])
 
     def _rate_per_s(self, c: PromptClass) -> float | None:
         if c.load is not None and c.load_of is not None:
-            return c.load * self.run.saturation[c.load_of]
+            return c.load * self.shared.saturation[c.load_of]
         return 1e3 / c.gap_ms if c.gap_ms is not None else c.rate_per_s
 
     def _send(
@@ -167,8 +169,8 @@ class Side:
             rate_per_s=rate_per_s,
             fixed_gap=c.gap_ms is not None,
             concurrency=c.limit,
-            sampling=self.run.workload.sampling,
-            seed=self.run.workload.seed + number,
+            sampling=self.shared.workload.sampling,
+            seed=self.shared.workload.seed + number,
         )
         return send(self.served.server, load, f"{self.variant.name}: {c.name}", self.log, answered, watch)
 

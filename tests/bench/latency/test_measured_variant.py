@@ -1,7 +1,7 @@
 import pytest
 
 from slimqwen.bench.latency import figures
-from slimqwen.bench.latency.side import ClassResults, add
+from slimqwen.bench.latency.measured_variant import ClassResults, add
 from slimqwen.bench.workload import PromptClass
 
 SHORT = PromptClass(name="short", prompt_tokens=4, output_tokens=5, requests=2)
