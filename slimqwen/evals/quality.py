@@ -228,10 +228,10 @@ def measure(
     started = provenance.utc_now()
     questions = suite.model_dump(mode="json"), limit, chat, str(split)
     with (
-        serve(variant, port=port, log=logs / f"serve_{variant.name}.log", progress=progress) as server,
+        serve(variant, port=port, log=logs / f"serve-{variant.name}.log", progress=progress) as server,
         locked(journal_file("quality", server.server.command, *questions)) as answers,
     ):
-        log = logs / f"quality_{variant.name}.log"
+        log = logs / f"quality-{variant.name}.log"
         try:
             runs, files = lm_eval_run.run(
                 suite,
@@ -326,14 +326,14 @@ def smoke(
 ) -> Table:
     """Ask a variant a few items of each task, with short answers; nothing is recorded."""
     logs = variant.root / "logs"
-    with serve(variant, port=port, log=logs / f"serve_{variant.name}.log", progress=progress) as server:
+    with serve(variant, port=port, log=logs / f"serve-{variant.name}.log", progress=progress) as server:
         runs, _ = lm_eval_run.run(
             suite.shortened(SMOKE_MAX_GEN_TOKS),
             server,
             root=variant.root,
             limit=SMOKE_ITEMS,
             chat=chat,
-            log=logs / f"smoke_{variant.name}.log",
+            log=logs / f"smoke-{variant.name}.log",
             progress=progress,
         )
     note = (

@@ -80,13 +80,13 @@ def ask(
     datasets.require(suite.datasets, suite.nltk, variant.root)
     started = provenance.utc_now()
     logs, ending = variant.root / "logs", f"{variant.name}-{part.number + 1}of{part.count}.log"
-    with serve(variant, port=free_port(), log=logs / f"serve_{ending}", progress=progress) as server:
+    with serve(variant, port=free_port(), log=logs / f"serve-{ending}", progress=progress) as server:
         runs, files = lm_eval_run.run(
             suite,
             server,
             root=variant.root,
             limit=limit,
-            log=logs / f"quality_{ending}",
+            log=logs / f"quality-{ending}",
             part=part,
             split=split,
             progress=progress,

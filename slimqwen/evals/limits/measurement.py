@@ -144,7 +144,7 @@ class _Runner:
     ) -> None:
         self._variant, self._server, self._settings = variant, server, settings
         self._progress = progress
-        self._log = variant.root / "logs" / f"limits_{variant.name}.engine.log"
+        self._log = variant.root / "logs" / f"limits-{variant.name}.engine.log"
         self._reference: Reference | None = None
 
     def repeat(self, baseline: Baseline, repeat: Repeat, title: str) -> RepeatNoise:
