@@ -9,7 +9,7 @@ from slimqwen import variant as variants
 from slimqwen.cli.console import EXIT_CODES, Judge, command, console, progress_bar, relative, say, show_record
 from slimqwen.cli.options import (
     EvenIfBusy,
-    LengthSweepPlan,
+    LengthSweepSettingsName,
     Port,
     RecordsFolder,
     Rounds,
@@ -178,7 +178,7 @@ def release_check(
     variant: VariantName,
     minutes: Minutes = 15,
     examples: Examples = 20,
-    plan: LengthSweepPlan = None,
+    settings: LengthSweepSettingsName = None,
 ) -> None:
     """Check a variant before a release: length sweep, malformed requests, soak; one page, one verdict.
 
@@ -191,7 +191,7 @@ def release_check(
     with progress_bar() as progress:
         path = release_check.write(
             subject,
-            plan or subject.evaluation,
+            settings or subject.evaluation,
             minutes=minutes,
             examples=examples,
             command=command(),

@@ -98,7 +98,9 @@ def _measure(root: Path, rounds: int) -> Evidence:
     missing = []
     for measure, (kind, sides) in kinds.items():
         fields: dict[str, Any] = {"rounds": rounds} if measure == "latency" else {}
-        held = [gate.reusable(side, kind, folder=root / _RECORDS / side.name, **fields) for side in sides]
+        held = [
+            gate.find_reusable(side, kind, folder=root / _RECORDS / side.name, **fields) for side in sides
+        ]
         if all(held):
             for path in filter(None, held):
                 say(f"    reused: {relative(path)}, made {_age(path)} ago")

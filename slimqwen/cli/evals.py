@@ -16,10 +16,10 @@ from slimqwen.cli.console import (
     show_record,
 )
 from slimqwen.cli.options import (
-    AcceptancePlan,
-    EnginePlan,
-    FidelityPlan,
-    LengthSweepPlan,
+    AcceptanceSettingsName,
+    EngineSettingsName,
+    FidelitySettingsName,
+    LengthSweepSettingsName,
     Port,
     RecordsFolder,
     SuiteName,
@@ -85,7 +85,7 @@ def quality(
 @app.command(cls=Judge)
 def fidelity(
     variant: VariantName,
-    plan: FidelityPlan = None,
+    settings: FidelitySettingsName = None,
     each_stage: Annotated[
         bool, typer.Option("--each-stage", help="compare the output of every stage of its recipe too")
     ] = False,
@@ -98,11 +98,11 @@ def fidelity(
     from slimqwen.evals import fidelity
 
     subject = variants.load(variant)
-    log = subject.root / "logs" / f"fidelity_{variant}.log"
+    log = subject.root / "logs" / f"fidelity-{variant}.log"
     with measuring(log) as progress:
         path = fidelity.measure(
             subject,
-            plan or subject.evaluation,
+            settings or subject.evaluation,
             command=command(),
             stages=each_stage,
             records_folder=records_dir and records_dir / variant,
@@ -113,7 +113,7 @@ def fidelity(
 
 
 @app.command(cls=Judge)
-def engine(variant: VariantName, plan: EnginePlan = None) -> None:
+def engine(variant: VariantName, settings: EngineSettingsName = None) -> None:
     """Compare greedy tokens in every combination of engine modes with the reference engine's.
 
     Exit code 0: all safe, 1: a combination is unsafe, 3: error.
@@ -123,13 +123,13 @@ def engine(variant: VariantName, plan: EnginePlan = None) -> None:
     subject = variants.load(variant)
     log = modes.log_file(subject)
     with measuring(log) as progress:
-        path = modes.measure(subject, plan or subject.evaluation, command=command(), progress=progress)
+        path = modes.measure(subject, settings or subject.evaluation, command=command(), progress=progress)
     record = show_record(path, log)
     raise typer.Exit(1 if record.unsafe else 0)
 
 
 @app.command(cls=Judge)
-def lengths(variant: VariantName, plan: LengthSweepPlan = None) -> None:
+def lengths(variant: VariantName, settings: LengthSweepSettingsName = None) -> None:
     """Compare greedy tokens of consecutive prompt lengths, cold and from the prefix cache, with the reference engine's.
 
     Exit code 0: all equal, 1: a length is broken, 2: a length without a cache hit, 3: error.
@@ -139,7 +139,9 @@ def lengths(variant: VariantName, plan: LengthSweepPlan = None) -> None:
     subject = variants.load(variant)
     log = length_sweep.log_file(subject)
     with measuring(log) as progress:
-        path = length_sweep.measure(subject, plan or subject.evaluation, command=command(), progress=progress)
+        path = length_sweep.measure(
+            subject, settings or subject.evaluation, command=command(), progress=progress
+        )
     record = show_record(path, log)
     raise typer.Exit(EXIT_CODES[record.outcome])
 
@@ -147,12 +149,12 @@ def lengths(variant: VariantName, plan: LengthSweepPlan = None) -> None:
 @app.command()
 def acceptance(
     variant: VariantName,
-    plan: AcceptancePlan = None,
+    settings: AcceptanceSettingsName = None,
     depth: Annotated[
         list[int] | None, typer.Option(help="num_speculative_tokens K; repeat it (default: 0 to 7)")
     ] = None,
     greedy: Annotated[
-        bool, typer.Option("--greedy", help="leave out the plan's temperatures above 0")
+        bool, typer.Option("--greedy", help="leave out the settings' temperatures above 0")
     ] = False,
     records_dir: RecordsFolder = None,
 ) -> None:
@@ -162,11 +164,11 @@ def acceptance(
     from slimqwen.report import charts
 
     subject = variants.load(variant)
-    log = subject.root / "logs" / f"sweep-k-{variant}.log"
+    log = subject.root / "logs" / f"acceptance-{variant}.log"
     with measuring(log) as progress:
         path = acceptance.measure(
             subject,
-            plan or subject.evaluation,
+            settings or subject.evaluation,
             sorted(set(depth or range(8))),
             command=command(),
             greedy_only=greedy,

@@ -6,14 +6,14 @@ import typer
 
 from slimqwen import variant as variants
 from slimqwen.cli.console import EXIT_CODES, Judge, command, measuring, relative, say, show_record
-from slimqwen.cli.options import GatePlan, VariantName
+from slimqwen.cli.options import GateSettingsName, VariantName
 from slimqwen.cli.plan import consult
 
 app = typer.Typer(help="Decide whether a variant is as good as its baseline.", no_args_is_help=True)
 
 
 @app.command(cls=Judge)
-def check(variant: VariantName, plan: GatePlan = None) -> None:
+def check(variant: VariantName, settings: GateSettingsName = None) -> None:
     """Gate a variant by fidelity, acceptance, quality and engine modes: one page, one verdict.
 
     Exit code 0: pass, 1: fail, 2: inconclusive, 3: error.
@@ -25,21 +25,24 @@ def check(variant: VariantName, plan: GatePlan = None) -> None:
     subject = variants.load(variant)
     server = ServerCommand.resolve(subject)
     checks.refuse_trouble(server, consult(server)[1])
-    log = subject.root / "logs" / f"gate_{variant}.log"
+    log = subject.root / "logs" / f"gate-{variant}.log"
     with measuring(log) as progress:
-        path = gate.measure(subject, plan or subject.evaluation, command=command(), progress=progress)
+        path = gate.measure(subject, settings or subject.evaluation, command=command(), progress=progress)
     raise typer.Exit(EXIT_CODES[show_record(path, log).outcome])
 
 
 @app.command()
 def sensitivity(
     variant: VariantName,
-    plan: GatePlan = None,
+    settings: GateSettingsName = None,
     seeds: Annotated[int, typer.Option(help="damaged copies of each kind")] = 20,
-    again: Annotated[
+    rebatched: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="variant with the baseline's weights and other batches, for false alarms"
+            "--again",  # the former name
+            "--rebatched",
+            metavar="NAME",
+            help="variant with the baseline's weights and other batches, for false alarms",
         ),
     ] = None,
 ) -> None:
@@ -50,14 +53,14 @@ def sensitivity(
     from slimqwen.evals import gate_sensitivity
 
     subject = variants.load(variant)
-    rebatched = variants.load(again) if again else None
-    log = subject.root / "logs" / f"gate-power-{variant}.log"
+    other_batches = variants.load(rebatched) if rebatched else None
+    log = subject.root / "logs" / f"gate-sensitivity-{variant}.log"
     with measuring(log) as progress:
         path = gate_sensitivity.measure(
             subject,
-            plan or subject.evaluation,
+            settings or subject.evaluation,
             range(seeds),
-            rebatched,
+            other_batches,
             command=command(),
             progress=progress,
         )
@@ -65,7 +68,7 @@ def sensitivity(
 
 
 @app.command()
-def trial(variant: VariantName, plan: GatePlan = None) -> None:
+def trial(variant: VariantName, settings: GateSettingsName = None) -> None:
     """Gate an identical copy of a quantised variant and one copy per damage (two hours).
 
     Exit code 0: every damaged copy fails and the identical one does not, else 1.
@@ -75,7 +78,9 @@ def trial(variant: VariantName, plan: GatePlan = None) -> None:
     subject = variants.load(variant)
     log = subject.root / "logs" / f"gate-trial-{variant}.log"
     with measuring(log) as progress:
-        path = gate_trial.measure(subject, plan or subject.evaluation, command=command(), progress=progress)
+        path = gate_trial.measure(
+            subject, settings or subject.evaluation, command=command(), progress=progress
+        )
     raise typer.Exit(EXIT_CODES[show_record(path, log).outcome])
 
 
@@ -87,7 +92,7 @@ def limits(variant: VariantName) -> None:
     from slimqwen.evals.limits import measurement
 
     subject = variants.load(variant)
-    log = subject.root / "logs" / f"limits_{variant}.log"
+    log = subject.root / "logs" / f"limits-{variant}.log"
     with measuring(log) as progress:
         path, files = measurement.measure(subject, command=command(), progress=progress)
     show_record(path, log)

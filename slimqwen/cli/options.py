@@ -17,9 +17,16 @@ def _stems(folder: str, incomplete: str) -> list[str]:
     return sorted(file.stem for file in files)
 
 
-def _plan(folder: str, default: str) -> typer.models.OptionInfo:
-    """An option that names a file of eval/<folder>/, completed from what lies there."""
+def _settings_file(folder: str, default: str, *names: str) -> typer.models.OptionInfo:
+    """An option that names a file of eval/<folder>/, completed from what lies there.
+
+    Args:
+        folder: folder in eval/.
+        default: what help says of the default.
+        names: names of the option instead of its parameter's.
+    """
     option: typer.models.OptionInfo = typer.Option(
+        *names,
         metavar="NAME",
         help=f"file of eval/{folder}/{default}",
         autocompletion=lambda incomplete: _stems(folder, incomplete),
@@ -27,19 +34,20 @@ def _plan(folder: str, default: str) -> typer.models.OptionInfo:
     return option
 
 
+_SETTINGS = ("--plan", "--settings")  # the first is the former name
 _OWN = " (default: the variant's EVALUATION in config.env)"
 
 VariantName = Annotated[
     str,
     typer.Option("--variant", metavar="NAME", help="folder of experiments/", autocompletion=_variants),
 ]
-SuiteName = Annotated[str | None, _plan("suites", _OWN)]
-FidelityPlan = Annotated[str | None, _plan("fidelity", _OWN)]
-GatePlan = Annotated[str | None, _plan("gates", _OWN)]
-AcceptancePlan = Annotated[str | None, _plan("acceptance", _OWN)]
-EnginePlan = Annotated[str | None, _plan("engine", _OWN)]
-LengthSweepPlan = Annotated[str | None, _plan("length_sweep", _OWN)]
-WorkloadName = Annotated[str, _plan("workloads", "")]
+SuiteName = Annotated[str | None, _settings_file("suites", _OWN)]
+FidelitySettingsName = Annotated[str | None, _settings_file("fidelity", _OWN, *_SETTINGS)]
+GateSettingsName = Annotated[str | None, _settings_file("gates", _OWN, *_SETTINGS)]
+AcceptanceSettingsName = Annotated[str | None, _settings_file("acceptance", _OWN, *_SETTINGS)]
+EngineSettingsName = Annotated[str | None, _settings_file("engine", _OWN, *_SETTINGS)]
+LengthSweepSettingsName = Annotated[str | None, _settings_file("length_sweep", _OWN, *_SETTINGS)]
+WorkloadName = Annotated[str, _settings_file("workloads", "")]
 RecordsFolder = Annotated[
     Path | None,
     typer.Option(

@@ -95,7 +95,12 @@ class Acceptance(SplitRecord):
     verb = "eval acceptance"
     leaderboard_columns: ClassVar[Mapping[str, str]] = {"acceptance_length": "acceptance length, tokens"}
 
-    plan: str = Field(min_length=1, description="Name of the settings in eval/acceptance/.")
+    settings_name: str = Field(
+        min_length=1,
+        description="Name of the settings in eval/acceptance/.",
+        validation_alias="plan",
+        serialization_alias="plan",
+    )
     gate_depth: Positive = Field(description="The K at which the gate compares variant and baseline.")
     least_share: float = Field(description="Smallest share of the baseline's acceptance length that passes.")
     classes: dict[str, Positive] = Field(min_length=1, description="Longest prompt of each class, tokens.")
@@ -220,7 +225,7 @@ class Acceptance(SplitRecord):
 
 def measure(
     variant: Variant,
-    plan: str,
+    settings_name: str,
     depths: Sequence[int],
     *,
     command: Sequence[str],
@@ -235,6 +240,7 @@ def measure(
     Depths that an interrupted run has counted are not counted again.
 
     Args:
+        settings_name: name of a file in eval/acceptance/.
         depths: tokens drafted at a time (K); 0 measures the speed without drafts.
         greedy_only: whether to leave out temperatures above 0.
         split: side of the split that the prompts' documents are on; None for both.
@@ -246,7 +252,7 @@ def measure(
     """
     speed_only.refuse(variant, "acceptance")
     started = provenance.utc_now()
-    settings = AcceptanceSettings.of_variant(variant, plan)
+    settings = AcceptanceSettings.of_variant(variant, settings_name)
     baseline = variants.load(variant.baseline, variant.root) if variant.baseline else variant
     for side in (variant, baseline):
         side.require_weights()
@@ -283,7 +289,7 @@ def measure(
         documents = [] if settings.documents == "tinyworld" else [variant.root / settings.documents]
         record = Acceptance(
             variant=variant.name,
-            plan=plan,
+            settings_name=settings_name,
             split=split,
             gate_depth=settings.gate_depth,
             least_share=settings.least_share,

@@ -66,7 +66,7 @@ def basis(record: "Acceptance") -> dict[str, Any]:
     """What two acceptance records must share to be compared, by name."""
     data = {f"data file {name}": digest for name, digest in record.provenance.datasets.items()}
     split = str(record.split or "of no split")
-    return {"plan": record.plan, "gate depth": record.gate_depth, "split": split, **data}
+    return {"settings": record.settings_name, "gate depth": record.gate_depth, "split": split, **data}
 
 
 def compare(first: Path, second: Path) -> Share:

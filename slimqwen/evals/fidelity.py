@@ -70,7 +70,12 @@ class Fidelity(SplitRecord):
     verb = "eval fidelity"
 
     baseline: VariantName = Field(description="The variant itself if it has none.")
-    plan: str = Field(min_length=1, description="Settings: eval/fidelity/<plan>.yaml.")
+    settings_name: str = Field(
+        min_length=1,
+        description="Settings: eval/fidelity/<plan>.yaml.",
+        validation_alias="plan",
+        serialization_alias="plan",
+    )
     limits: AppliedLimits
     modes: dict[str, Figures] = Field(min_length=1)
     verdicts: dict[str, dict[str, Verdict]] = Field(description="By mode and figure.")
@@ -174,7 +179,7 @@ def weight_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 def measure(
     variant: Variant,
-    plan_name: str,
+    settings_name: str,
     *,
     command: Sequence[str],
     stages: bool,
@@ -188,6 +193,7 @@ def measure(
     Args:
         variant: variant. Its weights, dtype and KV cache are compared in an engine of their own without compilation,
             then all of its config.env by its server.
+        settings_name: name of a file in eval/fidelity/.
         stages: also compare the output of each stage of its recipe, from the store.
         split: side of the split that the texts are on; None for both.
         port: TCP port of the server instead of the variant's own.
@@ -202,7 +208,7 @@ def measure(
     speed_only.refuse(variant, "fidelity")
     started = provenance.utc_now()
     root = variant.root
-    settings = FidelitySettings.of_variant(variant, plan_name)
+    settings = FidelitySettings.of_variant(variant, settings_name)
     baseline = variants.load(variant.baseline, root) if variant.baseline else variant
     for side in (variant, baseline):
         side.require_weights()
@@ -223,7 +229,7 @@ def measure(
 
     texts = compare(variant.weights)
     layers = layer_error.compare(variant.weights, baseline.weights, settings, root, progress, split)
-    log = root / "logs" / f"eval-fidelity-{variant.name}.log"
+    log = root / "logs" / f"fidelity-server-{variant.name}.log"
     with shared_server.serve(variant, port=port, log=log, progress=progress) as server:
         texts += token_distributions.compare_served(
             server,
@@ -242,7 +248,7 @@ def measure(
     record = Fidelity(
         variant=variant.name,
         baseline=baseline.name,
-        plan=plan_name,
+        settings_name=settings_name,
         split=split,
         limits=AppliedLimits(of="same_weights" if same else "changed_weights", **limits.model_dump()),
         modes=modes,

@@ -75,7 +75,12 @@ class Gate(SplitRecord):
     verb = "gate check"
 
     baseline: VariantName
-    plan: str = Field(min_length=1, description="Name of the settings in eval/gates/.")
+    settings_name: str = Field(
+        min_length=1,
+        description="Name of the settings in eval/gates/.",
+        validation_alias="plan",
+        serialization_alias="plan",
+    )
     verdict: Verdict
     verdicts: dict[str, Verdict] = Field(
         description="Of each check.", json_schema_extra={"required": list(CHECKS)}
@@ -142,8 +147,13 @@ def _in_brackets(finding: Finding) -> str:
     return f" ({finding.figure}{value}{interval}, limit {finding.limit:g})"
 
 
-def measure(variant: Variant, plan: str, *, command: Sequence[str], progress: Progress = silent) -> Path:
+def measure(
+    variant: Variant, settings_name: str, *, command: Sequence[str], progress: Progress = silent
+) -> Path:
     """Run the four checks of a variant and write its gate record.
+
+    Args:
+        settings_name: name of a file in eval/gates/.
 
     Raises:
         ServingError: the variant answers for speed and memory only.
@@ -151,24 +161,24 @@ def measure(variant: Variant, plan: str, *, command: Sequence[str], progress: Pr
     """
     speed_only.refuse(variant, "the gate's checks")
     started = provenance.utc_now()
-    settings = GateSettings.of_variant(variant, plan)
+    settings = GateSettings.of_variant(variant, settings_name)
     baseline = baseline_of(variant)
     options: dict[str, Any] = {"command": command, "progress": progress}
-    fidelity_path = reusable(variant, Fidelity, plan=settings.fidelity) or fidelity.measure(
+    fidelity_path = find_reusable(variant, Fidelity, settings_name=settings.fidelity) or fidelity.measure(
         variant, settings.fidelity, stages=False, **options
     )
     depth = AcceptanceSettings.of_variant(variant, settings.acceptance).gate_depth
     counted = [
-        reusable(side, Acceptance, plan=settings.acceptance)
+        find_reusable(side, Acceptance, settings_name=settings.acceptance)
         or acceptance.measure(side, settings.acceptance, [depth], greedy_only=True, **options)
         for side in (baseline, variant)
     ]
-    scored = _scored((baseline, variant), settings.quality, options)
-    engine_path = reusable(variant, EngineModes, plan=settings.engine) or modes.measure(
+    scored = _measure_quality((baseline, variant), settings.quality, options)
+    engine_path = find_reusable(variant, EngineModes, settings_name=settings.engine) or modes.measure(
         variant, settings.engine, **options
     )
     evidence = Evidence(fidelity_path, tuple(counted), tuple(scored), engine_path)
-    return conclude(variant, plan, evidence, command=command, started=started)
+    return conclude(variant, settings_name, evidence, command=command, started=started)
 
 
 class Evidence(NamedTuple):
@@ -189,7 +199,7 @@ class Evidence(NamedTuple):
 
 def conclude(
     variant: Variant,
-    plan: str,
+    settings_name: str,
     evidence: Evidence,
     *,
     command: Sequence[str],
@@ -199,13 +209,13 @@ def conclude(
     """Write the gate record of a variant whose four checks are recorded.
 
     Args:
-        plan: name of the settings in eval/gates/.
+        settings_name: name of a file in eval/gates/.
         block: provenance of the record; by default that of a server of the variant on this machine.
 
     Raises:
         SlimqwenError: a record is damaged.
     """
-    settings = GateSettings.of_variant(variant, plan)
+    settings = GateSettings.of_variant(variant, settings_name)
     findings = [
         *_fidelity_findings(store.read(evidence.fidelity, Fidelity)),
         *_recipe_findings(variant),
@@ -220,7 +230,7 @@ def conclude(
     record = Gate(
         variant=variant.name,
         baseline=baseline_of(variant).name,
-        plan=plan,
+        settings_name=settings_name,
         split=split_of(store.read(evidence.fidelity)),
         verdict=overall(list(verdicts.values())),
         verdicts=verdicts,
@@ -268,7 +278,7 @@ def baseline_of(variant: Variant) -> Variant:
     return baseline
 
 
-def reusable(
+def find_reusable(
     variant: Variant,
     kind: type[Record],
     *,
@@ -288,12 +298,12 @@ def reusable(
         fits = split_of(record) == split and all(
             getattr(record, name) == value for name, value in fields.items()
         )
-        if fits and _holds(record, variant):
+        if fits and _is_still_valid(record, variant):
             return path
     return None
 
 
-def _holds(record: Record, variant: Variant) -> bool:
+def _is_still_valid(record: Record, variant: Variant) -> bool:
     """Whether measuring again would only repeat the record."""
     if isinstance(record, quality.Quality) and not _decides_today(record, variant):
         return False
@@ -307,20 +317,20 @@ def _holds(record: Record, variant: Variant) -> bool:
     )
 
 
-def _scored(sides: Sequence[Variant], suite_name: str, options: dict[str, Any]) -> list[Path]:
-    """Quality records of both sides: of the sample that decides, or of all items.
+def _measure_quality(sides: Sequence[Variant], suite_name: str, options: dict[str, Any]) -> list[Path]:
+    """Quality records of both sides, new where none holds: of the sample that decides, or of all items.
 
     All items are taken where both sides have such a record, and where the sample leaves a task inconclusive. Two looks
     at a task's interval pass a variant that is exactly the margin worse in at most 5 % of runs instead of 2.5 %
     (Bonferroni's bound).
     """
     fields: dict[str, Any] = {"suite": suite_name, "endpoint": "completions"}
-    full = [reusable(side, quality.Quality, limit=None, **fields) for side in sides]
+    full = [find_reusable(side, quality.Quality, limit=None, **fields) for side in sides]
     if all(full):
         return [path for path in full if path]
     suite = Suite.load(suite_name, sides[0].root)
     sampled = [
-        reusable(side, quality.Quality, limit=DECIDING, **fields)
+        find_reusable(side, quality.Quality, limit=DECIDING, **fields)
         or quality.measure(side, suite, limit=DECIDING, **options)
         for side in sides
     ]

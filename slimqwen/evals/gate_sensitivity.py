@@ -143,7 +143,7 @@ class GatePower(Record):
 
 def measure(
     variant: Variant,
-    plan: str,
+    settings_name: str,
     seeds: Sequence[int],
     rebatched: Variant | None,
     *,
@@ -156,6 +156,7 @@ def measure(
 
     Args:
         variant: quantised variant with an MTP head, and a baseline.
+        settings_name: name of a file in eval/gates/.
         seeds: seeds of each kind of damage.
         rebatched: variant of the baseline's weights with other batches, with a quality record on the same items;
             None leaves out quality's false alarms.
@@ -165,7 +166,7 @@ def measure(
     """
     started = provenance.utc_now()
     baseline = gate.baseline_of(variant)
-    settings = GateSettings.of_variant(variant, plan)
+    settings = GateSettings.of_variant(variant, settings_name)
     checks: dict[str, Callable[[Path], Reading]] = {
         "fidelity": _fidelity_check(variant, baseline, settings.fidelity),
         "acceptance": _acceptance_check(variant, baseline, settings.acceptance),
@@ -178,7 +179,8 @@ def measure(
         )
     ]
     damages = []
-    with locked(journal_file("gate_power", ServerCommand.resolve(variant), plan, *limits)) as journal:
+    server = ServerCommand.resolve(variant)
+    with locked(journal_file("gate_power", server, settings_name, *limits)) as journal:
 
         def check(name: str, key: Sequence[Any], weights: Path) -> Reading:
             entry = journal.get(key)

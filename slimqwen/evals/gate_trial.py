@@ -80,11 +80,14 @@ class GateTrial(Record):
         return [Table.of(title, self.trials, columns, text_columns=len(columns))]
 
 
-def measure(variant: Variant, plan: str, *, command: Sequence[str], progress: Progress = silent) -> Path:
+def measure(
+    variant: Variant, settings_name: str, *, command: Sequence[str], progress: Progress = silent
+) -> Path:
     """Gate an identical copy and one copy with each damage, in a temporary repository, and write the record.
 
     Args:
         variant: quantised variant with an MTP head, and a baseline; the baseline's records are used while they hold.
+        settings_name: name of a file in eval/gates/.
 
     Raises:
         EvalError: the variant has no baseline, or nothing to damage.
@@ -105,7 +108,8 @@ def measure(variant: Variant, plan: str, *, command: Sequence[str], progress: Pr
             else:
                 weights.mkdir()
                 target = damage.damage(variant.weights.resolve(), weights, kind, _SEED)
-            path = gate.measure(variants.load(name, root), plan, command=command, progress=progress)
+            copy = variants.load(name, root)
+            path = gate.measure(copy, settings_name, command=command, progress=progress)
             record = store.read(path, Gate)
             trials.append(
                 Trial(

@@ -283,7 +283,7 @@ def _results(gated: GatedVariant) -> Iterator[dict[str, Any]]:
             yield {
                 "task_type": "text-generation",
                 "dataset_type": "acceptance",
-                "dataset_name": f"acceptance: {gated.record.plan}",
+                "dataset_name": f"acceptance: {gated.record.settings_name}",
                 "metric_type": "acceptance_length_share",
                 "metric_name": f"{item['figure']}, of {name}",
                 "metric_value": item["value"],

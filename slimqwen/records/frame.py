@@ -22,7 +22,7 @@ COLUMNS = (
     "group", "measure", "value", "standard_error", "low", "high", "count", "unit",
 )  # fmt: skip
 
-_SUBJECTS = ("suite", "workload", "plan")
+_SUBJECTS = ("suite", "workload", "settings_name")
 _NUMBERS = ["value", "standard_error", "low", "high", "count"]
 
 
@@ -35,7 +35,7 @@ def load(root: Path | None = None) -> pandas.DataFrame:
     Returns:
         A row for each figure. `group` is the task, class, mode or other part of the record, nested ones joined by
         "/"; `measure` the figure's name, for statistics of a distribution as `ttft_ms.median`; `subject` the suite,
-        workload or plan, and the side of the split where only that was measured; `low` and `high` a 95 % interval,
+        workload or settings, and the side of the split where only that was measured; `low` and `high` a 95 % interval,
         where the record holds one; `unit` is empty where nobody has said it. `started` and `ended` are in UTC. Newer
         records come first within a variant and kind.
     """

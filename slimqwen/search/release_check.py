@@ -78,7 +78,7 @@ class ReleaseCheck(Record):
 
 def write(
     variant: Variant,
-    plan: str,
+    settings_name: str,
     *,
     minutes: float,
     examples: int,
@@ -89,7 +89,7 @@ def write(
 
     Args:
         variant: variant to be released.
-        plan: name of the length sweep's settings in eval/length_sweep/.
+        settings_name: name of a file in eval/length_sweep/.
         minutes: shortest soak that counts, minutes.
         examples: fewest requests of the fuzz for each endpoint that count.
 
@@ -102,7 +102,7 @@ def write(
 
     def swept() -> Path:
         with capture_output(length_sweep.log_file(variant)):
-            return length_sweep.measure(variant, plan, command=command, progress=progress)
+            return length_sweep.measure(variant, settings_name, command=command, progress=progress)
 
     def fuzzed() -> Path:
         log = logs / f"fuzz-{variant.name}.log"
@@ -113,7 +113,14 @@ def write(
         return soak.write(variant, 60 * minutes, log, command=command, progress=progress)
 
     parts = (
-        _part("length sweep", variant, LengthSweep, variant.folder, lambda made: made.plan == plan, swept),
+        _part(
+            "length sweep",
+            variant,
+            LengthSweep,
+            variant.folder,
+            lambda made: made.settings_name == settings_name,
+            swept,
+        ),
         _part("malformed requests", variant, Fuzz, results, lambda made: made.examples >= examples, fuzzed),
         # Samples are five seconds apart, so the last one is a little before the end.
         _part("soak", variant, Soak, results, lambda made: made.seconds >= 60 * minutes - 10, soaked),

@@ -47,7 +47,7 @@ class Checks:
     def example(self, kind: str, one: Variant, **changes: Any) -> dict[str, Any]:
         return record_files.example(kind, variant=one.name, provenance=self.described(one)) | changes
 
-    def fidelity(self, one: Variant, plan: str, **more: Any) -> Path:
+    def fidelity(self, one: Variant, settings_name: str, **more: Any) -> Path:
         self.asked.append(("fidelity", one.name))
         figures = {name: {"value": self.kl_nats, "standard_error": 1e-5, "count": 9} for name in LIMITS}
         counts = dict.fromkeys(("texts", "texts_compared", "positions_compared", "joined_tokens"), 9)
@@ -66,7 +66,7 @@ class Checks:
                      {"layer": 1, "error": 0.1 * ratio, "rounded_error": 0.1, "ratio": ratio}],
         }  # fmt: skip
         record = {
-            "schema": "fidelity/1", "variant": one.name, "baseline": "tiny", "plan": plan,
+            "schema": "fidelity/1", "variant": one.name, "baseline": "tiny", "plan": settings_name,
             "limits": {"of": "changed_weights", **LIMITS}, "modes": {"single": whole},
             "verdicts": {"single": dict.fromkeys((*LIMITS, "joined_kl_nats"), verdict)},
             "layers": layers, "verdict": overall([verdict, layers["verdict"]]),
@@ -74,7 +74,7 @@ class Checks:
         }  # fmt: skip
         return record_files.write(more.get("records_folder") or one.folder, record, [{"text": 1}])
 
-    def acceptance(self, one: Variant, plan: str, depths: list[int], **more: Any) -> Path:
+    def acceptance(self, one: Variant, settings_name: str, depths: list[int], **more: Any) -> Path:
         self.asked.append(("acceptance", one.name))
         accepted = self.accepted if one.name != "tiny" else 8
         items = [
@@ -83,7 +83,7 @@ class Checks:
             for depth in depths for group in range(3)
         ]  # fmt: skip
         rows = [row.as_json() for row in acceptance.summarise(items)]
-        record = self.example("acceptance", one, plan=plan, gate_depth=depths[0], depths=rows)
+        record = self.example("acceptance", one, plan=settings_name, gate_depth=depths[0], depths=rows)
         record["provenance"] = self.described(one, {"enforce-eager": True})
         record["split"] = split_json(more)
         return record_files.write(more.get("records_folder") or one.folder, record, items)
@@ -103,7 +103,7 @@ class Checks:
             items,
         )
 
-    def engine(self, one: Variant, plan: str, **more: Any) -> Path:
+    def engine(self, one: Variant, settings_name: str, **more: Any) -> Path:
         self.asked.append(("engine", one.name))
         counts = dict.fromkeys(
             ("items", "near_ties", "tokens_compared", "drafts", "accepted_drafts", "prefix_hits", "aborted"),
@@ -122,7 +122,7 @@ class Checks:
             "platform": "cpu", "device": "x", "vllm": "1", "architecture": "a", "quantization": "none",
         }  # fmt: skip
         record = {
-            "schema": "engine/1", "variant": one.name, "plan": plan, "build": build, "near_tie_nats": 0.1,
+            "schema": "engine/1", "variant": one.name, "plan": settings_name, "build": build, "near_tie_nats": 0.1,
             "cells": [cell, *elsewhere], "provenance": self.described(one),
         }  # fmt: skip
         return record_files.write(more.get("records_folder") or one.folder, record, [{"cell": 1}])

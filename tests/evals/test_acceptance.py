@@ -111,7 +111,7 @@ def test_depths_of_an_interrupted_run_are_not_counted_again(
 ) -> None:
     one, asked = variant.load("tiny", repository), []
 
-    def count(folder: Path, classes: Any, plan: Any, depths: list[int], *_: Any) -> list[dict[str, Any]]:
+    def count(folder: Path, classes: Any, settings: Any, depths: list[int], *_: Any) -> list[dict[str, Any]]:
         asked.append(depths[0])
         if depths == [3] and asked.count(3) == 1:
             raise KeyboardInterrupt
@@ -178,10 +178,10 @@ def test_the_share_of_the_baselines_length_decides(
     assert share.ratio.value == pytest.approx(share.second / share.first)
 
 
-def test_records_of_another_plan_or_checkpoint_are_no_pair(tmp_path: Path) -> None:
+def test_records_of_other_settings_or_another_checkpoint_are_no_pair(tmp_path: Path) -> None:
     counted(tmp_path / "a", (8, 8))
     counted(tmp_path / "b", (8, 8), plan="another")
-    with pytest.raises(NotComparableError, match=r"differ in plan \(\w+ and another\)"):
+    with pytest.raises(NotComparableError, match=r"differ in settings \(\w+ and another\)"):
         acceptance_share.pair(tmp_path / "a", tmp_path / "b")
     with pytest.raises(store.MissingRecordError, match="slimqwen eval acceptance --variant a"):
         acceptance_share.pair(tmp_path / "a", tmp_path / "b", ["0" * 64, "0" * 64])

@@ -40,7 +40,7 @@ CONTEXT = 1400
 
 
 @pytest.fixture(scope="module")
-def plan(tmp_path_factory):
+def settings(tmp_path_factory):
     """Every fifth of the committed texts, the committed limits."""
     whole = FidelitySettings.load("tinyworld", ROOT)
     lines = (ROOT / whole.texts).read_text().splitlines()[::5]
@@ -49,10 +49,10 @@ def plan(tmp_path_factory):
     return whole.model_copy(update={"texts": file, "batch": 4})
 
 
-def test_a_side_of_the_split_has_texts_of_its_own(plan, tmp_path):
-    both = token_distributions.read_texts(plan.texts)
+def test_a_side_of_the_split_has_texts_of_its_own(settings, tmp_path):
+    both = token_distributions.read_texts(settings.texts)
     search, proof = (
-        token_distributions.read_texts(plan.texts, Split(side=side, proof_share=0.5))
+        token_distributions.read_texts(settings.texts, Split(side=side, proof_share=0.5))
         for side in ("search", "proof")
     )
     assert sorted(search + proof) == sorted(both)
@@ -66,13 +66,13 @@ def test_a_side_of_the_split_has_texts_of_its_own(plan, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def read(plan):
+def read(settings):
     """read(folder) -> its summary, each folder once."""
     done = {}
 
     def once(folder):
         if folder not in done:
-            done[folder] = token_distributions.compare(folder, TINY, plan, ROOT, max_model_len=CONTEXT)
+            done[folder] = token_distributions.compare(folder, TINY, settings, ROOT, max_model_len=CONTEXT)
         return done[folder]
 
     return once
@@ -100,20 +100,20 @@ def swapped(tmp_path_factory):
 
 
 @pytest.mark.engine
-def test_a_checkpoint_is_faithful_to_itself_in_every_mode(read, plan):
+def test_a_checkpoint_is_faithful_to_itself_in_every_mode(read, settings):
     summary = summarise(read(TINY))
     for mode in MODES:
-        assert set(judge(summary[mode], plan.limits.same_weights).values()) == {Verdict.PASS}
+        assert set(judge(summary[mode], settings.limits.same_weights).values()) == {Verdict.PASS}
         assert summary[mode].texts_compared == summary[mode].texts == 12
         assert 0 < summary[mode].kl_nats.value < 2e-4
         assert 0 < summary[mode].joined_kl_nats < 2e-4
 
 
 @pytest.mark.engine
-def test_a_served_checkpoint_is_compared_over_http_as_it_is_in_process(served_tiny, read, plan):
-    readings = token_distributions.compare_served(served_tiny, TINY, plan, ROOT, max_model_len=CONTEXT)
+def test_a_served_checkpoint_is_compared_over_http_as_it_is_in_process(served_tiny, read, settings):
+    readings = token_distributions.compare_served(served_tiny, TINY, settings, ROOT, max_model_len=CONTEXT)
     figures = summarise(readings)[SERVED]
-    assert set(judge(figures, plan.limits.same_weights).values()) == {Verdict.PASS}
+    assert set(judge(figures, settings.limits.same_weights).values()) == {Verdict.PASS}
     in_process = summarise(read(TINY))["batched"]
     assert figures.positions_compared == in_process.positions_compared
     assert 0 < figures.kl_nats.value < 2e-4
@@ -122,17 +122,17 @@ def test_a_served_checkpoint_is_compared_over_http_as_it_is_in_process(served_ti
 
 
 @pytest.mark.engine
-def test_another_checkpoint_fails_over_http_as_it_does_in_process(served_tiny, read, plan, swapped):
-    readings = token_distributions.compare_served(served_tiny, swapped, plan, ROOT, max_model_len=CONTEXT)
+def test_another_checkpoint_fails_over_http_as_it_does_in_process(served_tiny, read, settings, swapped):
+    readings = token_distributions.compare_served(served_tiny, swapped, settings, ROOT, max_model_len=CONTEXT)
     figures = summarise(readings)[SERVED]
-    assert judge(figures, plan.limits.changed_weights)["kl_nats"] == Verdict.FAIL
+    assert judge(figures, settings.limits.changed_weights)["kl_nats"] == Verdict.FAIL
 
 
-def test_a_dead_server_is_told_and_no_reading_comes(plan):
+def test_a_dead_server_is_told_and_no_reading_comes(settings):
     gone = SimpleNamespace(base_url=f"http://127.0.0.1:{free_port()}", model="default")
     nobody = SharedServer(variant.load("tiny"), gone, True, CONTEXT)
     with pytest.raises(ServerLostError, match="failed while it read texts"):
-        token_distributions.compare_served(nobody, TINY, plan, ROOT, max_model_len=CONTEXT)
+        token_distributions.compare_served(nobody, TINY, settings, ROOT, max_model_len=CONTEXT)
 
 
 def test_the_tail_as_one_never_raises_divergence_and_changes_no_other_figure():
@@ -157,9 +157,9 @@ def test_the_tail_as_one_never_raises_divergence_and_changes_no_other_figure():
 
 
 @pytest.mark.engine
-def test_every_token_of_every_text_is_compared_in_parts_or_whole(read, plan):
+def test_every_token_of_every_text_is_compared_in_parts_or_whole(read, settings):
     tokenizer = transformers.AutoTokenizer.from_pretrained(TINY)
-    texts = [json.loads(line) for line in plan.texts.read_text().splitlines()]
+    texts = [json.loads(line) for line in settings.texts.read_text().splitlines()]
     lengths = {row["id"]: len(tokenizer(row["text"], add_special_tokens=False)["input_ids"]) for row in texts}
     for mode in MODES:
         compared = {one.name: one.compared for one in read(TINY) if one.mode == mode}
@@ -169,20 +169,20 @@ def test_every_token_of_every_text_is_compared_in_parts_or_whole(read, plan):
 
 
 @pytest.mark.engine
-def test_a_layer_with_some_noise_is_not_the_same(read, plan, noisy):
+def test_a_layer_with_some_noise_is_not_the_same(read, settings, noisy):
     for figures in summarise(read(noisy)).values():
-        assert Verdict.FAIL in judge(figures, plan.limits.same_weights).values()
+        assert Verdict.FAIL in judge(figures, settings.limits.same_weights).values()
 
 
 @pytest.mark.engine
-def test_swapped_embedding_rows_fail_and_are_measured_as_transformers_measures_them(read, plan, swapped):
+def test_swapped_embedding_rows_fail_and_are_measured_as_transformers_measures_them(read, settings, swapped):
     for figures in summarise(read(swapped)).values():
-        assert Verdict.FAIL in judge(figures, plan.limits.changed_weights).values()
+        assert Verdict.FAIL in judge(figures, settings.limits.changed_weights).values()
 
     readings = [one for one in read(swapped) if one.mode == "single"]
-    first = json.loads(plan.texts.read_text().splitlines()[0])
+    first = json.loads(settings.texts.read_text().splitlines()[0])
     tokenizer = transformers.AutoTokenizer.from_pretrained(TINY)
-    ids = tokenizer(plan.prefix + first["text"], add_special_tokens=False)["input_ids"]
+    ids = tokenizer(settings.prefix + first["text"], add_special_tokens=False)["input_ids"]
     p, q = (
         transformers.Qwen3_5ForCausalLM.from_pretrained(folder, dtype=torch.float32)(torch.tensor([ids[:-1]]))
         .logits[0]
@@ -198,7 +198,7 @@ def test_swapped_embedding_rows_fail_and_are_measured_as_transformers_measures_t
 
 
 @pytest.mark.engine
-def test_a_pruned_checkpoint_is_compared_over_the_tokens_that_it_kept(read, plan, tmp_path):
+def test_a_pruned_checkpoint_is_compared_over_the_tokens_that_it_kept(read, settings, tmp_path):
     pruned = tmp_path / "pruned"
     pruned.mkdir()
     corpus = prune_vocab.Corpus(source="tinyworld", documents=400)
@@ -210,7 +210,7 @@ def test_a_pruned_checkpoint_is_compared_over_the_tokens_that_it_kept(read, plan
     assert figures.bits_per_byte.value > 0.001
 
 
-def test_unrelated_vocabularies_are_refused(plan, tmp_path):
+def test_unrelated_vocabularies_are_refused(settings, tmp_path):
     other = shutil.copytree(TINY, tmp_path / "other")
     tokenizer = json.loads((other / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
@@ -220,20 +220,20 @@ def test_unrelated_vocabularies_are_refused(plan, tmp_path):
     tokenizer["model"]["merges"] = merges[:100]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(EvalError, match=r"differently and there is no vocab_map\.json; name the baseline"):
-        token_distributions.compare(other, TINY, plan, ROOT, max_model_len=CONTEXT)
+        token_distributions.compare(other, TINY, settings, ROOT, max_model_len=CONTEXT)
 
 
-def test_a_quantised_baseline_is_refused(plan, tmp_path):
+def test_a_quantised_baseline_is_refused(settings, tmp_path):
     other = shutil.copytree(TINY, tmp_path / "other")
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, "quantization_config": {}}))
     with pytest.raises(EvalError, match="is quantised; compare"):
-        token_distributions.compare(TINY, other, plan, ROOT, max_model_len=CONTEXT)
+        token_distributions.compare(TINY, other, settings, ROOT, max_model_len=CONTEXT)
 
 
-def test_texts_that_cannot_be_read_are_told(plan, tmp_path):
+def test_texts_that_cannot_be_read_are_told(settings, tmp_path):
     (tmp_path / "texts.jsonl").write_text('{"id": "a"}\n')
-    bad = plan.model_copy(update={"texts": tmp_path / "texts.jsonl"})
+    bad = settings.model_copy(update={"texts": tmp_path / "texts.jsonl"})
     with pytest.raises(EvalError, match=r'write \{"id", "text"\} on each line'):
         token_distributions.compare(TINY, TINY, bad, ROOT, max_model_len=CONTEXT)
 

@@ -36,13 +36,13 @@ def gated(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Variant, str]]:
     """A gate that fails what is not the committed tiny; lists the variants and checkpoints that it was run on."""
     runs: list[tuple[Variant, str]] = []
 
-    def measure(one: Variant, plan: str, **_: Any) -> Path:
+    def measure(one: Variant, settings_name: str, **_: Any) -> Path:
         digest = checkpoint.digest(one.weights)
         runs.append((one, digest))
         verdict = Verdict.PASS if digest == checkpoint.digest(ROOT / "weights" / "tiny") else Verdict.FAIL
         (one.root / "eval" / "unsafe_engines.json").write_text('{"written": 1}')
         record = {
-            "schema": "gate/1", "variant": one.name, "baseline": "tiny", "plan": plan, "verdict": verdict,
+            "schema": "gate/1", "variant": one.name, "baseline": "tiny", "plan": settings_name, "verdict": verdict,
             "verdicts": dict.fromkeys(gate.CHECKS, verdict), "records": ["small/x.json"],
             "provenance": EXAMPLE["provenance"],
         }  # fmt: skip

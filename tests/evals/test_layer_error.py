@@ -34,13 +34,13 @@ def quantised(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def plan():
+def settings():
     return FidelitySettings.load("tinyworld", ROOT)
 
 
 @pytest.fixture(scope="module")
-def well_made(quantised, plan):
-    return layer_error.compare(quantised, TINY, plan, ROOT)
+def well_made(quantised, settings):
+    return layer_error.compare(quantised, TINY, settings, ROOT)
 
 
 def test_layers_that_were_made_well_are_about_as_far_off_as_rounded_ones(well_made):
@@ -50,13 +50,15 @@ def test_layers_that_were_made_well_are_about_as_far_off_as_rounded_ones(well_ma
     assert well_made.verdict == Verdict.PASS
 
 
-def test_a_layer_with_wrong_scales_fails_and_is_the_one_that_is_named(quantised, plan, well_made, tmp_path):
+def test_a_layer_with_wrong_scales_fails_and_is_the_one_that_is_named(
+    quantised, settings, well_made, tmp_path
+):
     seen = set()
     for seed in range(6):
         folder = tmp_path / str(seed)
         folder.mkdir()
         place = int(damage(quantised, folder, Damage.SCALES, seed).rsplit(".", 1)[1])
-        result = layer_error.compare(folder, TINY, plan, ROOT)
+        result = layer_error.compare(folder, TINY, settings, ROOT)
         assert result.verdict == Verdict.FAIL
         assert [row.layer for row in result.rows if row.ratio > result.limit] == [place]
         # Each layer is given the baseline's input: what is wrong before it does not reach it.
@@ -132,13 +134,13 @@ def changed(source, folder, change):
     return folder
 
 
-def test_a_layer_without_numbers_is_an_error_and_no_verdict(quantised, plan, tmp_path):
+def test_a_layer_without_numbers_is_an_error_and_no_verdict(quantised, settings, tmp_path):
     def spoil(tensors):
         tensors["model.layers.2.mlp.up_proj.weight_scale"][3, 1] = float("nan")
 
     spoiled = changed(quantised, tmp_path, spoil)
     with pytest.raises(EvalError, match="layer 2 has an error of nan"):
-        layer_error.compare(spoiled, TINY, plan, ROOT)
+        layer_error.compare(spoiled, TINY, settings, ROOT)
 
 
 def test_a_baseline_of_other_layers_is_told_in_one_line(quantised, tmp_path):
@@ -164,6 +166,6 @@ def test_gate_sensitivity_fails_damaged_layers_whatever_the_distributions_say(
     assert check(tmp_path).verdict == Verdict.FAIL
 
 
-def test_a_checkpoint_that_is_not_quantised_has_no_such_layers(plan):
+def test_a_checkpoint_that_is_not_quantised_has_no_such_layers(settings):
     assert layer_error.measure(TINY, TINY, [[5, 6, 7]]) == []
-    assert layer_error.compare(TINY, TINY, plan, ROOT) is None
+    assert layer_error.compare(TINY, TINY, settings, ROOT) is None

@@ -69,9 +69,9 @@ def test_records_from_before_and_after_stand_on_the_same_items():
 
 def test_the_gate_finds_a_record_from_before_chats(monkeypatch):
     tiny, early = variant.load("tiny"), json.loads(EARLY.read_text())["provenance"]["ended"]
-    monkeypatch.setattr(gate, "_holds", lambda record, variant: record.provenance.ended == early)
-    assert gate.reusable(tiny, Quality, suite="tinyworld", limit=None, endpoint="completions") == EARLY
-    assert gate.reusable(tiny, Quality, suite="tinyworld", limit=None, endpoint="chat") is None
+    monkeypatch.setattr(gate, "_is_still_valid", lambda record, variant: record.provenance.ended == early)
+    assert gate.find_reusable(tiny, Quality, suite="tinyworld", limit=None, endpoint="completions") == EARLY
+    assert gate.find_reusable(tiny, Quality, suite="tinyworld", limit=None, endpoint="chat") is None
 
 
 @pytest.mark.parametrize(

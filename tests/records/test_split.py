@@ -87,14 +87,14 @@ def test_a_record_of_a_split_is_no_newest_record_and_is_not_used_again(
     part = write(repository, kind.kind, "small", PROOF)
     assert part.name > whole.name
     small = variant.load("small", repository)
-    plan = {"suite": "tinyworld"} if kind is Quality else {"plan": "tinyworld"}
+    subject = {"suite": "tinyworld"} if kind is Quality else {"settings_name": "tinyworld"}
     assert store.latest(small.folder, kind) == whole
     assert [entry.path for entry in collect(repository).select(kind, "small")] == [whole]
     assert [entry.path for entry in collect(repository).select(kind, "small", PROOF)] == [part]
-    assert gate.reusable(small, kind, **plan) == whole
-    assert gate.reusable(small, kind, split=PROOF, **plan) == part
-    assert gate.reusable(small, kind, split=SEARCH, **plan) is None
-    assert gate.reusable(small, kind, split=Split(side="proof", proof_share=0.5), **plan) is None
+    assert gate.find_reusable(small, kind, **subject) == whole
+    assert gate.find_reusable(small, kind, split=PROOF, **subject) == part
+    assert gate.find_reusable(small, kind, split=SEARCH, **subject) is None
+    assert gate.find_reusable(small, kind, split=Split(side="proof", proof_share=0.5), **subject) is None
     whole.unlink()
     with pytest.raises(store.MissingRecordError):
         store.latest(small.folder, kind)

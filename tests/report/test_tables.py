@@ -399,7 +399,7 @@ def test_a_summary_begins_with_the_speed_of_the_checkpoints_that_were_scored(
 
 
 @pytest.mark.parametrize("changes", [{"plan": "another"}, {"digest": "ef" * 32}])
-def test_acceptance_of_another_plan_or_checkpoint_is_left_out(repository, changes):
+def test_acceptance_of_other_settings_or_another_checkpoint_is_left_out(repository, changes):
     drafted(repository, "a", 8)
     drafted(repository, "b", 8, **changes)
     assert not any("acceptance" in row[0] for row in tables.summary_table(repository, "a", "b").rows)

@@ -89,9 +89,9 @@ def measured(subject, examples, monkeypatch):
     return made, changes
 
 
-def check(subject, minutes=5, examples=5, plan="tinyworld"):
+def check(subject, minutes=5, examples=5, settings_name="tinyworld"):
     path = release_check.write(
-        subject, plan, minutes=minutes, examples=examples, command=["slimqwen", "release-check"]
+        subject, settings_name, minutes=minutes, examples=examples, command=["slimqwen", "release-check"]
     )
     return store.read(path, ReleaseCheck)
 
@@ -140,7 +140,11 @@ def test_an_interrupted_check_goes_on_with_what_is_missing(subject, measured, mo
 
 @pytest.mark.parametrize(
     ("wanted", "again"),
-    [({"minutes": 60}, ["soak"]), ({"examples": 1000}, ["fuzz"]), ({"plan": "other"}, ["length_sweep"])],
+    [
+        ({"minutes": 60}, ["soak"]),
+        ({"examples": 1000}, ["fuzz"]),
+        ({"settings_name": "other"}, ["length_sweep"]),
+    ],
 )
 def test_a_smaller_record_than_is_wanted_is_made_again(subject, measured, wanted, again):
     check(subject)

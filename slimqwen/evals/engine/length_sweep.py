@@ -99,7 +99,12 @@ class LengthSweep(ServedRecord):
     kind = "length_sweep"
     verb = "eval lengths"
 
-    plan: str = Field(min_length=1, description="Name of the settings in eval/length_sweep/.")
+    settings_name: str = Field(
+        min_length=1,
+        description="Name of the settings in eval/length_sweep/.",
+        validation_alias="plan",
+        serialization_alias="plan",
+    )
     build: TestedBuild
     near_tie_nats: NearTie
     cached_tie_nats: float | None = Field(
@@ -168,15 +173,20 @@ class Sweep:
     hit_tokens: Mapping[int, int]
 
 
-def measure(variant: Variant, plan: str, *, command: Sequence[str], progress: Progress = silent) -> Path:
+def measure(
+    variant: Variant, settings_name: str, *, command: Sequence[str], progress: Progress = silent
+) -> Path:
     """Sweep the prompt lengths of a variant, and write its record; a broken arm goes into eval/unsafe_engines.json.
+
+    Args:
+        settings_name: name of a file in eval/length_sweep/.
 
     Raises:
         EvalError: the settings do not fit the variant, or the reference engine fails.
         ServingError: the variant needs a GPU and there is none.
     """
     started = provenance.utc_now()
-    settings = LengthSweepSettings.of_variant(variant, plan)
+    settings = LengthSweepSettings.of_variant(variant, settings_name)
     variant.require_weights()
     server = server_here(variant, "sweep")
     log = log_file(variant)
@@ -214,7 +224,7 @@ def measure(variant: Variant, plan: str, *, command: Sequence[str], progress: Pr
     judged = [judge(arm, reference, settings.near_tie_nats, settings.cached_tie_nats) for arm in arms]
     record = LengthSweep(
         variant=variant.name,
-        plan=plan,
+        settings_name=settings_name,
         build=unsafe_engines.build(variant.weights, server.platform),
         near_tie_nats=settings.near_tie_nats,
         cached_tie_nats=settings.cached_tie_nats,
@@ -249,7 +259,7 @@ class _ArmRun:
 
 def log_file(variant: Variant) -> Path:
     """The file that receives vLLM's output while a variant's prompt lengths are swept."""
-    return variant.root / "logs" / f"length_sweep_{variant.name}.log"
+    return variant.root / "logs" / f"lengths-{variant.name}.log"
 
 
 def sweep_lengths(

@@ -70,7 +70,12 @@ class EngineModes(ServedRecord):
     kind = "engine"
     verb = "eval engine"
 
-    plan: str = Field(min_length=1, description="Name of the settings in eval/engine/.")
+    settings_name: str = Field(
+        min_length=1,
+        description="Name of the settings in eval/engine/.",
+        validation_alias="plan",
+        serialization_alias="plan",
+    )
     build: TestedBuild
     near_tie_nats: NearTie
     cells: tuple[Cell, ...] = Field(min_length=1)
@@ -183,7 +188,7 @@ class Comparison:
 
 def measure(
     variant: Variant,
-    plan: str,
+    settings_name: str,
     *,
     command: Sequence[str],
     records_folder: Path | None = None,
@@ -195,11 +200,14 @@ def measure(
 
     Combinations that an interrupted run has compared are not compared again.
 
+    Args:
+        settings_name: name of a file in eval/engine/.
+
     Raises:
         EvalError: the settings do not fit the variant, the reference engine fails, or a process was killed.
     """
     started = provenance.utc_now()
-    settings = EngineSettings.of_variant(variant, plan)
+    settings = EngineSettings.of_variant(variant, settings_name)
     variant.require_weights()
     server = server_here(variant, "check")
     log = log_file(variant)
@@ -238,7 +246,7 @@ def measure(
             items += [{"cell": number, **item} for item in entry[1]]
         record = EngineModes(
             variant=variant.name,
-            plan=plan,
+            settings_name=settings_name,
             build=build,
             near_tie_nats=settings.near_tie_nats,
             cells=tuple(cells),
@@ -259,7 +267,7 @@ def measure(
 
 def log_file(variant: Variant) -> Path:
     """The file that receives vLLM's output while a variant's engine modes are compared."""
-    return variant.root / "logs" / f"engine_{variant.name}.log"
+    return variant.root / "logs" / f"engine-{variant.name}.log"
 
 
 def _run_combination(

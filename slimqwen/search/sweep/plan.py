@@ -151,24 +151,24 @@ def measurements(variant: Variant, baseline: Variant, options: Options) -> Measu
     Raises:
         SlimqwenError: settings or a checkpoint cannot be used.
     """
-    plan = Measurements()
+    needed = Measurements()
     gated = "gate" in options.measures
     settings = GateSettings.of_variant(variant, variant.evaluation) if gated else None
     for check in _LONGEST_FIRST:
         if settings or check in options.measures:
-            _add_check(plan, check, (baseline, variant), settings, options)
+            _add_check(needed, check, (baseline, variant), settings, options)
     if "latency" in options.measures:
         workload = Workload.load(options.workload, variant.root)
         more = {"workload": options.workload, "rounds": options.rounds}
         inputs = [workload.model_dump(mode="json"), options.rounds]
-        plan.by_check["latency"] = [
+        needed.by_check["latency"] = [
             _task("latency", (baseline, variant), tasks.time_pair, more, inputs, options, alone=True)
         ]
-    return plan
+    return needed
 
 
 def _add_check(
-    plan: Measurements, check: str, pair: Pair, settings: GateSettings | None, options: Options
+    needed: Measurements, check: str, pair: Pair, settings: GateSettings | None, options: Options
 ) -> None:
     """Add what measures a check; for a gate, the records of it that still hold instead.
 
@@ -180,18 +180,26 @@ def _add_check(
     split = settings.split(options.split, variant.root) if settings else None
     if check == "quality":
         fields: dict[str, Any] = {"suite": name, "limit": options.limit, "endpoint": "completions"}
-        held = [gate.reusable(side, Quality, split=split, **fields) for side in pair] if settings else [None]
-        plan.add(check, held, lambda: _parts(pair, name, options))
+        held = (
+            [gate.find_reusable(side, Quality, split=split, **fields) for side in pair]
+            if settings
+            else [None]
+        )
+        needed.add(check, held, lambda: _parts(pair, name, options))
         return
     kind, function, model = _CHECKS[check]
     sides = pair if check == "acceptance" else (variant,)
     if not issubclass(kind, SplitRecord):  # the engine check has no items to split
         split = None
-    held = [gate.reusable(side, kind, plan=name, split=split) for side in sides] if settings else [None]
+    held = (
+        [gate.find_reusable(side, kind, settings_name=name, split=split) for side in sides]
+        if settings
+        else [None]
+    )
     loaded = model.of_variant(variant, name).model_dump(mode="json")
-    more = {"plan": name, "split": split}
+    more = {"settings_name": name, "split": split}
     # A pair is measured on one node, even where one side was recorded before.
-    plan.add(
+    needed.add(
         check,
         held,
         lambda: [_task(check, sides, function, more, [loaded, str(split)], options, baseline=baseline)],

@@ -47,7 +47,7 @@ def check_fidelity(root: Path, argument: Mapping[str, Any], progress: Progress) 
 
 def check_acceptance(root: Path, argument: Mapping[str, Any], progress: Progress) -> list[Returned]:
     """Count the drafts of variants greedily at the gate's depth; argument and progress as for `_measured`."""
-    depth = AcceptanceSettings.load(argument["plan"], root).gate_depth
+    depth = AcceptanceSettings.load(argument["settings_name"], root).gate_depth
     return _measured(
         root,
         argument,
@@ -71,16 +71,18 @@ def _measured(
 
     Args:
         root: the repository.
-        argument: {"variants": names, "plan": name, "split": side or None, "command": words}.
+        argument: {"variants": names, "settings_name": name, "split": side or None,
+            "command": words}.
         progress: receives (activity, done, total).
-        measure: measure(variant, plan, command=…, records_folder=…, progress=…) -> path of the record.
+        measure: measure(variant, settings_name, command=…, records_folder=…, progress=…) -> path of the
+            record.
     """
     returned = []
     for name in argument["variants"]:
         with tempfile.TemporaryDirectory() as folder:
             path = measure(
                 variants.load(name, root),
-                argument["plan"],
+                argument["settings_name"],
                 command=argument["command"],
                 records_folder=Path(folder),
                 progress=progress,

@@ -221,7 +221,7 @@ def test_a_measurement_comes_back_as_it_was_and_the_driver_records_it(
         "AcceptanceSettings",
         type("", (), {"load": staticmethod(lambda *_: type("", (), {"gate_depth": 4}))}),
     )
-    argument = {"variants": ["base", "a"], "plan": "small", "split": None, "command": ["x"]}
+    argument = {"variants": ["base", "a"], "settings_name": "small", "split": None, "command": ["x"]}
     returned = tasks.check_acceptance(repository, argument, lambda *_: None)
     assert [each["variant"] for each in returned] == ["base", "a"]
     assert json.loads(json.dumps(returned)) == returned
