@@ -1,4 +1,4 @@
-"""A variant as a container image: what goes in, how it is built, and what a built one has to hold."""
+"""A variant as a container image: its content, its build, and the checks of a built one."""
 
 from slimqwen.errors import SlimqwenError
 

@@ -21,13 +21,13 @@ Tool = Literal["docker", "podman", "buildah"]
 TOOLS: tuple[Tool, ...] = ("docker", "podman", "buildah")
 
 BOOTSTRAP = "debootstrap"
-"""BASE_IMAGE that is made on this machine from Debian's archive, for hosts without an image registry."""
+"""Value of BASE_IMAGE for a base made on this machine from Debian's archive, where there is no image registry."""
 
 _BOOTSTRAPPED = "localhost/slimqwen-base:bookworm"
 _DEBIAN = "bookworm"
 _PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-_COMPLETE = "complete.sha256"
-_STEP_IN_FULL = re.compile(r" for step \{.*\}(?=: )")
+_STAMP = "complete.sha256"
+_STEP_DETAILS = re.compile(r" for step \{.*\}(?=: )")
 _STEP = re.compile(r"^(?:\[\d+/\d+\] )?STEP (\d+)/(\d+)|^#\d+ \[.*?(\d+)/(\d+)\]")
 
 
@@ -35,18 +35,16 @@ def find_tool(requested: str | None = None) -> Tool:
     """The requested container tool, else the first of docker, podman and buildah that works on this host.
 
     Raises:
-        ImageError: it is not installed, or none is, or none that is works.
+        ImageError: the requested tool is not installed, no tool is, or no installed tool works.
     """
     installed = [tool for tool in TOOLS if requested in (None, tool) and shutil.which(tool)]
     for tool in installed:
-        # A client of docker may be there without a daemon that answers it.
+        # docker may be installed without a running daemon.
         if requested or subprocess.run([tool, "info"], capture_output=True).returncode == 0:
             return tool
     if installed:
-        commands = " nor ".join(f"`{tool} info`" for tool in installed)
-        raise ImageError(
-            f"{'neither ' if installed[1:] else 'not even '}{commands} works here; run it and see why"
-        )
+        commands = " and ".join(f"`{tool} info`" for tool in installed)
+        raise ImageError(f"no container tool works here: {commands} failed; run it to see why")
     missing = requested or "neither docker, podman nor buildah"
     raise ImageError(
         f"{missing} is {'not ' if requested else ''}installed; Debian: apt-get install buildah, or name another: "
@@ -72,14 +70,14 @@ def build_variant(
         platform: cpu or cuda; by default what serving it here would take.
         tool: container tool; by default the first that works here.
         tag: name of the image; by default `tag_of`.
-        wheelhouse: folder that is filled with the lock's wheels, and from which alone the build installs.
+        wheelhouse: folder that receives the lock's wheels; the build then installs from it alone.
         cache: compile_cache.tar.gz of another host; by default the cache that the recipe baked.
 
     Returns:
         The image's tag.
 
     Raises:
-        ImageError: no tool, no base, content that only fails in an image, or a build step that failed.
+        ImageError: no tool, no base, content that would fail in an image, or a build step that failed.
     """
     tool, base = find_tool(tool), check_base(base)
     progress("read the variant", 0, 0)
@@ -113,19 +111,19 @@ def check_base(base: str | None) -> str:
 
 
 def base_image(tool: Tool, base: str, log: Path, progress: Progress = silent) -> str:
-    """The name to build from; makes the one that is bootstrapped where it is not there yet.
+    """Name of the base image; makes a bootstrapped one where it does not exist yet.
 
     Raises:
         ImageError: debootstrap is missing or failed, or this is not root.
     """
     if base != BOOTSTRAP:
         return base
-    present = [
+    inspection = [
         tool,
         *(("image", "inspect") if tool != "buildah" else ("inspect", "--type", "image")),
         _BOOTSTRAPPED,
     ]
-    if subprocess.run(present, capture_output=True).returncode == 0:
+    if subprocess.run(inspection, capture_output=True).returncode == 0:
         return _BOOTSTRAPPED
     if not shutil.which(BOOTSTRAP) or os.geteuid() != 0:
         raise ImageError(
@@ -143,8 +141,8 @@ def base_image(tool: Tool, base: str, log: Path, progress: Progress = silent) ->
             "./etc/hostname",
             "./dev/*",
         )
-        without = [f"--exclude={pattern}" for pattern in leftovers]
-        _run(["tar", "-C", str(rootfs), *without, "-cf", str(archive), "."], log, "base", progress)
+        exclusions = [f"--exclude={pattern}" for pattern in leftovers]
+        _run(["tar", "-C", str(rootfs), *exclusions, "-cf", str(archive), "."], log, "base", progress)
         shutil.rmtree(rootfs)
         name = f"slimqwen-base-{os.getpid()}"
         try:
@@ -152,13 +150,13 @@ def base_image(tool: Tool, base: str, log: Path, progress: Progress = silent) ->
                 _run(command, log, "base", progress)
         finally:
             if tool == "buildah":
-                # Left where the commit was not reached.
+                # A failed commit leaves the container behind.
                 subprocess.run(["buildah", "rm", name], capture_output=True)
     return _BOOTSTRAPPED
 
 
 def import_commands(tool: Tool, archive: Path, name: str) -> list[list[str]]:
-    """What makes an image of a root filesystem's tar archive, with buildah through a container of that name."""
+    """Commands that make an image of a root filesystem's tar archive; buildah needs a container with that name."""
     if tool != "buildah":
         return [[tool, "import", str(archive), _BOOTSTRAPPED]]
     return [
@@ -169,17 +167,17 @@ def import_commands(tool: Tool, archive: Path, name: str) -> list[list[str]]:
 
 
 def fill_wheelhouse(folder: Path, platform: Platform, log: Path, progress: Progress = silent) -> None:
-    """Bring a folder to hold a wheel of every pin of a platform's lock; one that is complete is left alone.
+    """Fill a folder with a wheel of every pin of a platform's lock; a complete folder is left alone.
 
-    The wheels are for this machine's Python and its minor version is what the image's has to be.
+    The wheels fit this machine's Python, so the image's Python must have the same minor version.
 
     Raises:
-        ImageError: pip found no wheel, or could build none; names its last line.
+        ImageError: pip found no wheel, or could build none; quotes its error.
     """
     lock = repository_root() / "requirements" / f"{platform}.txt"
-    stamp = folder / _COMPLETE
-    made_for = f"{sha256(lock)} python{sys.version_info[0]}.{sys.version_info[1]}\n"
-    if stamp.is_file() and stamp.read_text(encoding="utf-8") == made_for:
+    stamp = folder / _STAMP
+    inputs = f"{sha256(lock)} python{sys.version_info[0]}.{sys.version_info[1]}\n"
+    if stamp.is_file() and stamp.read_text(encoding="utf-8") == inputs:
         return
     folder.mkdir(parents=True, exist_ok=True)
     stamp.unlink(missing_ok=True)
@@ -206,7 +204,7 @@ def fill_wheelhouse(folder: Path, platform: Platform, log: Path, progress: Progr
             [*pip, torch, f"{vision}+cpu", "--index-url", _PYTORCH_CPU_INDEX], log, "wheels: torch", progress
         )
     _run([*pip, "--find-links", str(folder), "--requirement", str(lock)], log, "wheels: packages", progress)
-    stamp.write_text(made_for, encoding="utf-8")
+    stamp.write_text(inputs, encoding="utf-8")
 
 
 def command(
@@ -215,10 +213,12 @@ def command(
     """The command that builds an image from a laid-out context.
 
     Args:
-        tool: what builds.
+        tool: container tool.
+        description: description of the content.
         folder: the context.
-        tag: what to call the result.
-        wheelhouse: a folder of wheels, empty where the build is to ask a package index.
+        base: name of the base image.
+        tag: name of the image.
+        wheelhouse: folder of wheels; with an empty one the build asks a package index.
     """
     arguments = {
         "BASE_IMAGE": base,
@@ -231,10 +231,8 @@ def command(
         "DIRTY": str(description.dirty).lower(),
         "CHECKPOINT": description.checkpoint,
     }
-    # Without Docker's own format podman and buildah drop HEALTHCHECK; a layer a step is a copy a step with vfs.
-    own = {"docker": ("--progress=plain",), "podman": ("--format=docker",), "buildah": ("--format=docker",)}[
-        tool
-    ]
+    # Without Docker's own format podman and buildah drop HEALTHCHECK.
+    tool_option = "--progress=plain" if tool == "docker" else "--format=docker"
     build_args = [word for name, value in arguments.items() for word in ("--build-arg", f"{name}={value}")]
     inputs = [
         "--build-context",
@@ -244,7 +242,7 @@ def command(
         "--tag",
         tag,
     ]
-    return [tool, "build", *own, *build_args, *inputs, str(folder)]
+    return [tool, "build", tool_option, *build_args, *inputs, str(folder)]
 
 
 def build(
@@ -260,11 +258,12 @@ def build(
     """Build the image of a variant.
 
     Args:
-        content: what goes in.
+        content: content of the image.
         tool: docker, podman or buildah.
         base: an image with its digest, a local one, or BOOTSTRAP.
-        log: receives all that the tools print.
-        wheelhouse: a folder that gets the lock's wheels first, and from which alone the build then installs.
+        tag: name of the image.
+        log: receives the output of the tools.
+        wheelhouse: folder that receives the lock's wheels; the build then installs from it alone.
         progress: receives (activity, done, total), in steps.
 
     Raises:
@@ -330,7 +329,7 @@ def _run(words: Sequence[str], log: Path, activity: str, progress: Progress) -> 
 
 def _cause(output_lines: Sequence[str]) -> str:
     """The line that names the cause: the first error line, else the last line."""
-    telling = [
+    error_lines = [
         line for line in output_lines if re.match(r"(?:#\d+ [\d.]+ )?(?:error|Error|ERROR|E):? ", line)
     ]
-    return _STEP_IN_FULL.sub("", (telling or list(output_lines[-1:]) or ["it printed nothing"])[0])
+    return _STEP_DETAILS.sub("", (error_lines or list(output_lines[-1:]) or ["it printed nothing"])[0])

@@ -22,19 +22,20 @@ from slimqwen.image.build import Tool
 from slimqwen.image.record import Layer
 from slimqwen.serving.server import free_port
 
-_NETWORK_NAMESPACE = 0x40000000
-_SET_INTERFACE_FLAGS = 0x8914
-_UP_AND_RUNNING = 0x41
+_CLONE_NEWNET = 0x40000000
+_SIOCSIFFLAGS = 0x8914
+_IFF_UP_RUNNING = 0x41
 
 
 @dataclass(frozen=True)
-class Opened:
-    """An image with a container of its own: its files can be read and its entry point run.
+class ImageContainer:
+    """An image with a container of its own, which gives its files and runs its entry point.
 
     Attributes:
-        tag: of the image.
-        name: of the container.
-        settings: of the image.
+        tool: container tool.
+        tag: name of the image.
+        name: name of the container.
+        settings: settings of the image.
     """
 
     tool: Tool
@@ -44,7 +45,7 @@ class Opened:
 
     @contextlib.contextmanager
     def file_system(self) -> Iterator[IO[bytes]]:
-        """Its whole root filesystem as a tar stream."""
+        """The root filesystem as a tar stream."""
         words = [self.tool, "export", self.name]
         if self.tool == "buildah":
             folder = _output_of(["buildah", "mount", self.name])
@@ -71,8 +72,8 @@ class Opened:
             return ["buildah", "run", *options, self.name, "--", *self.settings.entrypoint, *arguments]
         return [self.tool, "run", "--rm", *options, self.tag, *arguments]
 
-    def says(self, *arguments: str) -> str:
-        """What the entry point prints with these arguments, without a network.
+    def output(self, *arguments: str) -> str:
+        """Output of the entry point with these arguments, without a network.
 
         Raises:
             ImageError: it failed; quotes its last line.
@@ -83,26 +84,27 @@ class Opened:
 
 
 @dataclass(frozen=True)
-class Started:
+class ContainerServer:
     """A server in a container.
 
     Attributes:
-        base_url: where this host reaches it.
-        command: that started it.
-        uids: of its processes, as this host sees them.
+        base_url: address of the server for this host.
+        command: command that runs the container.
+        process: process of that command.
+        image: image of the server.
     """
 
     base_url: str
     command: tuple[str, ...]
     process: "subprocess.Popen[bytes]"
-    opened: Opened
+    image: ImageContainer
 
     def has_ended(self) -> bool:
-        """Whether the container runs no more."""
+        """Whether the container has ended."""
         return self.process.poll() is not None
 
     def uids(self) -> set[int]:
-        """Of the server's processes; empty where a daemon keeps them from sight."""
+        """User ids of the server's processes, as this host sees them; empty where a daemon runs them."""
         return {uid for child in self._server() for uid in child.uids()}
 
     def terminate(self, timeout_s: float) -> tuple[float, int]:
@@ -115,11 +117,11 @@ class Started:
             ImageError: it did not end in time.
         """
         started = time.monotonic()
-        if self.opened.tool == "buildah":
-            # It passes no signal on; the first of its descendants that is the server is the container's process 1.
+        if self.image.tool == "buildah":
+            # buildah passes no signal on. Its first descendant that is the server is process 1 of the container.
             os.kill(self._server()[0].pid, signal.SIGTERM)
         else:
-            _output_of([self.opened.tool, "kill", "--signal=TERM", f"{self.opened.name}-run"])
+            _output_of([self.image.tool, "kill", "--signal=TERM", f"{self.image.name}-run"])
         try:
             code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -128,11 +130,11 @@ class Started:
 
     def _server(self) -> list[psutil.Process]:
         children = psutil.Process(self.process.pid).children(recursive=True)
-        return [child for child in children if "api_server" in " ".join(_words(child))]
+        return [child for child in children if "api_server" in " ".join(_command_line(child))]
 
 
 @contextlib.contextmanager
-def opened(tool: Tool, tag: str) -> Iterator[Opened]:
+def open_image(tool: Tool, tag: str) -> Iterator[ImageContainer]:
     """Make a container of an image for the length of a `with` block.
 
     Raises:
@@ -142,13 +144,13 @@ def opened(tool: Tool, tag: str) -> Iterator[Opened]:
     make = ["buildah", "from", "--pull-never"] if tool == "buildah" else [tool, "create"]
     name = _output_of([*make, tag])
     try:
-        yield Opened(tool, tag, name, settings)
+        yield ImageContainer(tool, tag, name, settings)
     finally:
         subprocess.run([tool, "rm", name], capture_output=True)
 
 
 def settings_of(tool: Tool, tag: str) -> contract.Settings:
-    """What an image's configuration says.
+    """Settings of an image, from its configuration.
 
     Raises:
         ImageError: there is no such image.
@@ -175,26 +177,27 @@ def layers(tool: Tool, tag: str) -> list[Layer]:
 
 
 @contextlib.contextmanager
-def started(image: Opened, port: int, log: Path) -> Iterator[Started]:
-    """Run an image's server for the length of a `with` block, reachable from this host alone.
+def run_server(image: ImageContainer, port: int, log: Path) -> Iterator[ContainerServer]:
+    """Run an image's server for the length of a `with` block, reachable from this host only.
 
-    With buildah it gets no network but a loopback, which this thread shares meanwhile.
+    With buildah its network is a loopback, which this thread shares meanwhile.
 
     Args:
-        port: that it listens on in the container.
-        log: receives what it prints.
+        image: image of the server.
+        port: port that the server listens on in the container.
+        log: receives the server's output.
     """
     with contextlib.ExitStack() as stack:
         if image.tool == "buildah":
             stack.enter_context(without_network())
-            command, outside = image.command(), port
+            command, host_port = image.command(), port
         else:
-            outside = free_port()
-            options = (f"--name={image.name}-run", f"--publish=127.0.0.1:{outside}:{port}")
+            host_port = free_port()
+            options = (f"--name={image.name}-run", f"--publish=127.0.0.1:{host_port}:{port}")
             command = image.command(options=options)
         output = stack.enter_context(log.open("wb"))
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-        server = Started(f"http://127.0.0.1:{outside}", tuple(command), process, image)
+        server = ContainerServer(f"http://127.0.0.1:{host_port}", tuple(command), process, image)
         try:
             yield server
         finally:
@@ -203,31 +206,33 @@ def started(image: Opened, port: int, log: Path) -> Iterator[Started]:
 
 @contextlib.contextmanager
 def without_network() -> Iterator[None]:
-    """Put this thread, and what it starts, into a network that has a loopback alone.
+    """Put this thread, and the processes that it starts, into a network that has only a loopback.
 
     Raises:
-        ImageError: this is not root.
+        ImageError: this process is not root.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    with Path("/proc/thread-self/ns/net").open() as before:
-        if libc.unshare(_NETWORK_NAMESPACE) != 0:
+    with Path("/proc/thread-self/ns/net").open() as host_network:
+        if libc.unshare(_CLONE_NEWNET) != 0:
             reason = os.strerror(ctypes.get_errno())
-            raise ImageError(f"no network of its own for the container ({reason}); run this as root")
+            raise ImageError(f"cannot make a network for the container alone ({reason}); run this as root")
         try:
             with socket.socket() as any_socket:
-                request = struct.pack("16sh14x", b"lo", _UP_AND_RUNNING)
-                fcntl.ioctl(any_socket, _SET_INTERFACE_FLAGS, request)
+                request = struct.pack("16sh14x", b"lo", _IFF_UP_RUNNING)
+                fcntl.ioctl(any_socket, _SIOCSIFFLAGS, request)
             yield
         finally:
-            libc.setns(before.fileno(), _NETWORK_NAMESPACE)
+            libc.setns(host_network.fileno(), _CLONE_NEWNET)
 
 
 def _stored_layers(tag: str) -> list[Layer]:
-    """Of buildah, which prints no sizes: the storage that it shares with podman lists them."""
+    """Layers of an image of buildah, which prints no sizes: the storage that it shares with podman lists them."""
     image = json.loads(_output_of(["buildah", "inspect", "--type", "image", tag]))["OCIv1"]
     store = json.loads(_output_of(["buildah", "info"]))["store"]
-    listed = Path(store["GraphRoot"]) / f"{store['GraphDriverName']}-layers" / "layers.json"
-    sizes = {layer.get("diff-digest"): layer.get("diff-size", 0) for layer in json.loads(listed.read_bytes())}
+    listing = Path(store["GraphRoot"]) / f"{store['GraphDriverName']}-layers" / "layers.json"
+    sizes = {
+        layer.get("diff-digest"): layer.get("diff-size", 0) for layer in json.loads(listing.read_bytes())
+    }
     steps = [_made_by(step) for step in image.get("history") or [] if not step.get("empty_layer")]
     diffs = image["rootfs"]["diff_ids"]
     names = [*steps, *[""] * (len(diffs) - len(steps))]
@@ -236,10 +241,10 @@ def _stored_layers(tag: str) -> list[Layer]:
 
 def _history(tool: Tool, tag: str) -> list[dict[str, Any]]:
     if tool == "podman":
-        listed: list[dict[str, Any]] = json.loads(
+        steps: list[dict[str, Any]] = json.loads(
             _output_of(["podman", "history", "--no-trunc", "--format=json", tag])
         )
-        return listed
+        return steps
     lines = _output_of([tool, "history", "--no-trunc", "--human=false", "--format={{json .}}", tag])
     return [json.loads(line) for line in lines.splitlines()]
 
@@ -248,12 +253,10 @@ def _made_by(step: Mapping[str, Any]) -> str:
     return str(step.get("CreatedBy") or step.get("created_by") or "")
 
 
-def _end(server: Started) -> None:
-    """Leave nothing running, whatever happened."""
-    if server.opened.tool != "buildah":
-        subprocess.run(
-            [server.opened.tool, "rm", "--force", f"{server.opened.name}-run"], capture_output=True
-        )
+def _end(server: ContainerServer) -> None:
+    """End the container and all of its processes."""
+    if server.image.tool != "buildah":
+        subprocess.run([server.image.tool, "rm", "--force", f"{server.image.name}-run"], capture_output=True)
     with contextlib.suppress(psutil.Error):
         for child in reversed(psutil.Process(server.process.pid).children(recursive=True)):
             with contextlib.suppress(psutil.Error):
@@ -263,7 +266,7 @@ def _end(server: Started) -> None:
     server.process.wait()
 
 
-def _words(process: psutil.Process) -> list[str]:
+def _command_line(process: psutil.Process) -> list[str]:
     try:
         return process.cmdline()
     except psutil.Error:
@@ -274,6 +277,7 @@ def _output_of(words: Sequence[str]) -> str:
     process = subprocess.run(words, capture_output=True, text=True, errors="replace")
     if process.returncode != 0:
         lines = [line for line in process.stderr.splitlines() if line.strip()]
-        telling = [line for line in lines if "error" in line.lower()] or lines or ["it printed nothing"]
-        raise ImageError(f"{' '.join(words[:3])}: {telling[0].strip()}")
+        errors = [line for line in lines if "error" in line.lower()]
+        cause = (errors or lines or ["it printed nothing"])[0].strip()
+        raise ImageError(f"{' '.join(words[:3])}: {cause}")
     return process.stdout.strip()

@@ -1,7 +1,7 @@
 """The build context of one variant: library, lock, config.env lineage, checkpoint, and the command they resolve to.
 
-What is laid out is described by `Description`, which goes into the image as image.json: `contract` holds a built image
-against the one that the checkout gives now.
+`Description` describes its content and goes into the image as image.json; `contract` compares a built image with the
+description that the checkout gives now.
 """
 
 import dataclasses
@@ -36,25 +36,25 @@ ALL_INTERFACES = "0.0.0.0"
 
 _ROOT = "/opt/slimqwen"
 # The library itself goes in later: the environment, which takes minutes, is then one layer for every variant and edit.
-_INSTALLED = (
+_INSTALL_FILES = (
     "README.md",
     "pyproject.toml",
     "scripts/install.py",
     "scripts/_torchvision_schemas.py",
     "slimqwen/__init__.py",
 )
-_SERVING = ("scripts/serve.py",)
-_ANY_MACHINE = frozenset({"OMP_NUM_THREADS"})
+_SERVING_FILES = ("scripts/serve.py",)
+_HOST_VARIABLES = frozenset({"OMP_NUM_THREADS"})
 _CACHE_FOLDER = re.compile(r"\.cache/[\w.-]+/(?=vllm|inductor|flashinfer|triton)")
-_OF_THE_HOST = frozenset({"instruction set", "cores", "compute capability", "CUDA"})
+_HOST_FACTS = frozenset({"instruction set", "cores", "compute capability", "CUDA"})
 
 
 class Command(BaseModel):
-    """What the image runs, with its own paths.
+    """The command of the image, with its own paths.
 
     Attributes:
         argv: the whole command line.
-        environment: the variables added, but for those that the serving machine decides.
+        environment: variables added to the container's, without those that depend on the serving machine.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -68,14 +68,14 @@ class Description(BaseModel):
 
     Attributes:
         root: the folder in the image that stands for the repository.
-        python: the version that the compile cache was made with; empty where any will do.
-        commit: of the checkout, empty outside one.
-        dirty: whether anything but records and Markdown differed from it.
+        python: the version that the compile cache was made with; empty without a cache.
+        commit: commit of the checkout; empty outside one.
+        dirty: whether a file other than records and Markdown differs from that commit.
         checkpoint: digest of the checkpoint.
-        cache: SHA-256 of the compile cache's archive, empty where nothing is compiled.
-        port: that the server listens on in the container.
-        command: what it resolves to.
-        files: every file laid out, path below root -> SHA-256 of what the image holds.
+        cache: SHA-256 of the compile cache's archive; empty where nothing is compiled.
+        port: port that the server listens on in the container.
+        command: the resolved command.
+        files: path below root of every file -> SHA-256 of its content in the image.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -103,28 +103,29 @@ class Description(BaseModel):
             return cls.model_validate_json(text)
         except ValidationError as error:
             raise ImageError(
-                f"the image's {DESCRIPTION} is of another form ({error.errors()[0]['msg']}); build it anew"
+                f"the image's {DESCRIPTION} does not follow its schema ({error.errors()[0]['msg']}); "
+                "build the image anew"
             ) from None
 
 
 @dataclasses.dataclass(frozen=True)
 class Content:
-    """What goes into an image, before any of it is copied.
+    """Content of an image, before any of it is copied.
 
     Attributes:
-        command: that serves the variant in the image, resolved on this host.
+        command: command that serves the variant in the image, resolved on this host.
         root: the folder in the image that stands for the repository.
-        installed: path below the context's `install` and below root -> where it lies here.
-        served: the same for its `variant`.
-        written: the same path -> text that takes the place of what lies here.
-        cache: the manifest of the compile cache that goes in, None where nothing is compiled.
+        installed: path below the context's `install` and below root -> file on this host.
+        served: the same for the context's `variant`.
+        replaced: the same path -> text that replaces the content of the file.
+        cache: manifest of the image's compile cache; None where nothing is compiled.
     """
 
     command: ServerCommand
     root: str
     installed: Mapping[str, Path]
     served: Mapping[str, Path]
-    written: Mapping[str, str]
+    replaced: Mapping[str, str]
     cache: baked_cache.BakedCache | None
 
     def relocated(self, text: str) -> str:
@@ -138,14 +139,14 @@ class Content:
         )
 
     def dry_run(self) -> str:
-        """What `serve.py --dry-run` has to print in the image."""
+        """The output that `serve.py --dry-run` must have in the image."""
         return self.relocated(self.command.as_shell())
 
 
-def inside(variant: Variant) -> Variant:
-    """The variant as a container serves it: the same but for the address that it listens on.
+def container_variant(variant: Variant) -> Variant:
+    """The variant with the address that a server in a container listens on.
 
-    Where it names none, vLLM's own default is every interface already.
+    A variant without an address stays as it is: vLLM's own default is every interface.
     """
     address = variant.settings.get("VLLM_HOST")
     if address is None:
@@ -155,28 +156,29 @@ def inside(variant: Variant) -> Variant:
 
 
 def without_paths(text: str, root: str) -> str:
-    """Text without the parts that depend on where an installation lies: the root, and the cache's folder."""
+    """Text without the paths of an installation: its root, and the folder of its compile cache."""
     return _CACHE_FOLDER.sub(".cache/CACHE/", text.replace(root, "ROOT"))
 
 
 def gather(
     variant: Variant,
     platform: Platform | None = None,
-    imported: Path | None = None,
+    imported_cache: Path | None = None,
     *,
     needs_cache: bool = True,
 ) -> Content:
-    """Collect everything that the image of a variant holds, and refuse what would fail in it.
+    """Collect the content of a variant's image, and refuse what would fail in it.
 
     Args:
-        platform: what to build for; by default what serving it here would take.
-        imported: compile_cache.tar.gz of another host, its compile_cache.json and the checkpoint's manifest.json
-            beside it; by default the cache is the one that the recipe baked on this host.
+        variant: the variant.
+        platform: platform of the image; by default that of a server on this host.
+        imported_cache: compile_cache.tar.gz of another host, its compile_cache.json and the checkpoint's
+            manifest.json beside it; by default the cache is the one that the recipe baked on this host.
         needs_cache: refuse a variant that compiles and has no cache; False to describe the image of another host.
 
     Raises:
         ImageError: the checkpoint lies outside the repository, or there is no compile cache that fits.
-        slimqwen.checkpoint.MissingCheckpointError, CorruptCheckpointError: no checkpoint, or not a whole one.
+        slimqwen.checkpoint.MissingCheckpointError, CorruptCheckpointError: no checkpoint, or a damaged one.
         The errors of `ServerCommand.resolve`.
     """
     if variant.platform and platform and platform != variant.platform:
@@ -185,13 +187,13 @@ def gather(
         )
     checkpoint.check(variant.weights, cure=making_command(variant.weights, variant.root))
     weights = _below_root(variant.weights, variant.root, "VLLM_MODEL")
-    command = ServerCommand.resolve(inside(variant), platform=platform)
+    command = ServerCommand.resolve(container_variant(variant), platform=platform)
     cache, archive = None, {}
-    if imported is not None:
-        cache = _checked_import(command, imported)
-        archive = {COMPILE_CACHE[0]: imported, COMPILE_CACHE[1]: _manifest_of(imported)}
+    if imported_cache is not None:
+        cache = _imported_cache(command, imported_cache)
+        archive = {COMPILE_CACHE[0]: imported_cache, COMPILE_CACHE[1]: _manifest_of(imported_cache)}
     elif command.cache is not None and (needs_cache or command.cache.usable):
-        cache = _own_cache(command)
+        cache = _baked_cache(command)
         archive = {name: variant.weights / name for name in COMPILE_CACHE}
     served = {f"experiments/{name}/{file}": variant.root / "experiments" / name / file
               for name in variant.lineage for file in ("config.env", "measurements.json")}  # fmt: skip
@@ -209,8 +211,8 @@ def gather(
         if (variant.root / name).is_file():
             served[name.as_posix()] = variant.root / name
     code = repository_root()
-    served |= {name: code / name for name in _SERVING}
-    installed = {name: code / name for name in (*_INSTALLED, f"requirements/{command.platform}.txt")}
+    served |= {name: code / name for name in _SERVING_FILES}
+    installed = {name: code / name for name in (*_INSTALL_FILES, f"requirements/{command.platform}.txt")}
     for file in sorted((code / "slimqwen").rglob("*")):
         if file.is_file() and "__pycache__" not in file.parts and file.suffix != ".pyc":
             served[file.relative_to(code).as_posix()] = file
@@ -220,15 +222,15 @@ def gather(
 
 
 def describe(content: Content, progress: Progress = silent) -> Description:
-    """What the image's image.json says; hashes every file."""
+    """The description of an image's content; hashes every file."""
     variant = content.command.variant
     git = provenance.git_state(repository_root())
     files = {**content.installed, **content.served}
-    hashed = {}
+    digests = {}
     for done, (name, file) in enumerate(sorted(files.items())):
         progress("hash", done, len(files))
-        text = content.written.get(name)
-        hashed[name] = sha256(file) if text is None else hashlib.sha256(text.encode()).hexdigest()
+        text = content.replaced.get(name)
+        digests[name] = sha256(file) if text is None else hashlib.sha256(text.encode()).hexdigest()
     progress("hash", len(files), len(files))
     return Description(
         variant=variant.name,
@@ -241,25 +243,24 @@ def describe(content: Content, progress: Progress = silent) -> Description:
         cache=content.cache.archive_sha256 if content.cache else "",
         port=content.command.port,
         command=_command(content),
-        files=hashed,
+        files=digests,
     )
 
 
 def lay_out(content: Content, description: Description, folder: Path) -> None:
-    """Write the build context into an empty folder: Dockerfile, `install`, `variant`; no link among them.
+    """Write the build context into an empty folder: Dockerfile, `install`, `variant`; no symbolic link among them.
 
-    Large files are hard links where the disk allows it and their mode is fit for an image.
+    Files are hard links where the disk allows it and their mode suits an image.
     """
-    dockerfile = repository_root() / "Dockerfile"
-    shutil.copyfile(dockerfile, folder / "Dockerfile")
+    shutil.copyfile(repository_root() / "Dockerfile", folder / "Dockerfile")
     for part, files in (("install", content.installed), ("variant", content.served)):
         for name, file in files.items():
             target = folder / part / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            if name in content.written:
-                target.write_text(content.written[name], encoding="utf-8")
+            if name in content.replaced:
+                target.write_text(content.replaced[name], encoding="utf-8")
             else:
-                _put(file, target)
+                _link_or_copy(file, target)
     (folder / "variant" / DESCRIPTION).write_text(
         description.model_dump_json(indent=1) + "\n", encoding="utf-8"
     )
@@ -271,13 +272,13 @@ def lay_out(content: Content, description: Description, folder: Path) -> None:
 
 
 def _newest_plans(variant: Variant) -> Iterator[Path]:
-    """The records of plans that are the newest for one device at least, with or without a CUDA toolkit."""
+    """Records that hold the newest plan for a device, with or without a CUDA toolkit."""
     hosts: set[tuple[str, bool]] = set()
     for file in store.results(variant.root, PlanRecord, variant.name):
-        planned = {(plan.gpu, has_toolkit(plan)) for plan in store.read(file, PlanRecord).plans}
-        if planned - hosts:
+        record_hosts = {(plan.gpu, has_toolkit(plan)) for plan in store.read(file, PlanRecord).plans}
+        if record_hosts - hosts:
             yield file
-        hosts |= planned
+        hosts |= record_hosts
 
 
 def _replaced_texts(variant: Variant) -> dict[str, str]:
@@ -285,9 +286,9 @@ def _replaced_texts(variant: Variant) -> dict[str, str]:
     texts = {"README.md": "pyproject.toml asks for one.\n"}
     for name in variant.lineage:
         path = f"experiments/{name}/measurements.json"
-        claimed = json.loads((variant.root / path).read_text(encoding="utf-8"))
-        # A later promotion must not make another image of it.
-        texts[path] = json.dumps({key: claimed.get(key) for key in ("hypothesis", "baseline")}) + "\n"
+        measurements = json.loads((variant.root / path).read_text(encoding="utf-8"))
+        # Without the status: a promotion does not change the image.
+        texts[path] = json.dumps({key: measurements.get(key) for key in ("hypothesis", "baseline")}) + "\n"
     return texts | _on_all_interfaces(variant)
 
 
@@ -308,12 +309,12 @@ def _command(content: Content) -> Command:
         environment={
             name: content.relocated(value)
             for name, value in sorted(command.environment.items())
-            if name not in _ANY_MACHINE
+            if name not in _HOST_VARIABLES
         },
     )
 
 
-def _own_cache(command: ServerCommand) -> baked_cache.BakedCache:
+def _baked_cache(command: ServerCommand) -> baked_cache.BakedCache:
     cache, name = command.cache, command.variant.name
     assert cache is not None
     if cache.baked is None:
@@ -324,24 +325,24 @@ def _own_cache(command: ServerCommand) -> baked_cache.BakedCache:
         )
     if cache.differences:
         raise ImageError(
-            f"the compile cache of {name} is for something else: {'; '.join(cache.differences)}; "
-            f"`slimqwen recipe run --variant {name}` bakes it for this"
+            f"the compile cache of {name} does not fit: {'; '.join(cache.differences)}; "
+            f"`slimqwen recipe run --variant {name}` bakes one that fits"
         )
     return cache.baked
 
 
-def _checked_import(command: ServerCommand, archive: Path) -> baked_cache.BakedCache:
-    """The manifest beside an archive of another host, if that was made for this variant, checkpoint and lock."""
+def _imported_cache(command: ServerCommand, archive: Path) -> baked_cache.BakedCache:
+    """The manifest beside an archive of another host, after a check that both fit this variant, checkpoint and lock."""
     variant = command.variant
     if command.cache is None:
         raise ImageError(
             f"{variant.name} compiles nothing, so it can import no compile cache; build it without --cache"
         )
     if not archive.is_file():
-        raise ImageError(f"{archive} is missing; CACHE names the {baked_cache.ARCHIVE} of the other host")
+        raise ImageError(f"{archive} is missing; CACHE must name the {baked_cache.ARCHIVE} of the other host")
     try:
         baked = baked_cache.BakedCache.model_validate_json(_manifest_of(archive).read_bytes())
-        made_with = checkpoint.Manifest.read(archive.parent)
+        checkpoint_manifest = checkpoint.Manifest.read(archive.parent)
     except FileNotFoundError:
         raise ImageError(
             f"{_manifest_of(archive)} is missing; copy it from the other host together with the archive"
@@ -354,15 +355,18 @@ def _checked_import(command: ServerCommand, archive: Path) -> baked_cache.BakedC
         raise ImageError(
             f"{archive} is not the archive that {baked_cache.MANIFEST} describes; copy both anew"
         )
-    different = [*_other_checkpoint(made_with, variant.weights), *_other_build(baked, command)]
-    if different:
+    differences = [
+        *_checkpoint_differences(checkpoint_manifest, variant.weights),
+        *_build_differences(baked, command),
+    ]
+    if differences:
         raise ImageError(
-            f"{archive} is not for {variant.name} as it is here: {'; '.join(different)}; bake it for this"
+            f"{archive} does not fit {variant.name} on this host: {'; '.join(differences)}; bake one that fits"
         )
     return baked
 
 
-def _other_checkpoint(manifest: checkpoint.Manifest, weights: Path) -> Iterator[str]:
+def _checkpoint_differences(manifest: checkpoint.Manifest, weights: Path) -> Iterator[str]:
     listed = {name: record for name, record in manifest.files.items() if name not in COMPILE_CACHE}
     present = {
         name: record
@@ -371,17 +375,17 @@ def _other_checkpoint(manifest: checkpoint.Manifest, weights: Path) -> Iterator[
     }
     for name in sorted(listed.keys() | present.keys()):
         if listed.get(name) != present.get(name):
-            yield f"{name} of its checkpoint is another"
+            yield f"{name} of its checkpoint differs"
 
 
-def _other_build(baked: baked_cache.BakedCache, command: ServerCommand) -> Iterator[str]:
+def _build_differences(baked: baked_cache.BakedCache, command: ServerCommand) -> Iterator[str]:
     """Differences of machine, flags and variables between cache and image; the serving host's facts are left out."""
-    locked = _locked(command.platform)
+    locked = _locked_versions(command.platform)
     facts = {
         **{
             name: fact
             for name, fact in baked.machine.items()
-            if name in _OF_THE_HOST or name in ("python", "environment")
+            if name in _HOST_FACTS or name in ("python", "environment")
         },
         "platform": command.platform,
         "engine fixes": baked_cache.this_machine("cpu")["engine fixes"],
@@ -394,7 +398,7 @@ def _other_build(baked: baked_cache.BakedCache, command: ServerCommand) -> Itera
     yield from baked_cache.differences(baked, facts, command.flags, command.variables)
 
 
-def _locked(platform: Platform) -> dict[str, str]:
+def _locked_versions(platform: Platform) -> dict[str, str]:
     lock = repository_root() / "requirements" / f"{platform}.txt"
     pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", lock.read_text(encoding="utf-8"), re.MULTILINE))
     names = {
@@ -409,15 +413,15 @@ def _manifest_of(archive: Path) -> Path:
 
 
 def _below_root(path: Path, root: Path, key: str) -> str:
-    inside_root = Path(os.path.normpath(path))
-    if not inside_root.is_relative_to(root):
+    normal_path = Path(os.path.normpath(path))
+    if not normal_path.is_relative_to(root):
         raise ImageError(
             f"{key} is {path}, outside the repository; copy it to weights/ and name it from there"
         )
-    return inside_root.relative_to(root).as_posix()
+    return normal_path.relative_to(root).as_posix()
 
 
-def _put(file: Path, target: Path) -> None:
+def _link_or_copy(file: Path, target: Path) -> None:
     file = file.resolve()
     if file.stat().st_mode & 0o777 == 0o644:
         try:

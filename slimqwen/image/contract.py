@@ -1,7 +1,7 @@
-"""What an image has to hold and must not: its files, its settings and its labels, read without starting it.
+"""Contract of an image: checks of its files, settings and labels, without a start.
 
-A root filesystem comes as a tar stream, which every container tool can give, so that a directory made by hand in a
-test and an image of 5 GB are read by the same code.
+A root filesystem comes as a tar stream, which every container tool can give, so the same code reads a directory made
+by hand in a test and an image of 5 GB.
 """
 
 import base64
@@ -22,7 +22,7 @@ from slimqwen.image.record import Check
 from slimqwen.serving import baked_cache
 
 _TEXT_BYTES = 2**20
-"""Longer files hold no credentials that a person forgot."""
+"""Largest file that is searched for credentials: a person forgets them in small files."""
 
 _SECRET_NAMES = re.compile(
     r"(^|/)(\.netrc|_netrc|\.pypirc|\.git-credentials|\.dockercfg|\.env|pip\.conf|\.pip|id_(rsa|dsa|ecdsa|ed25519)"
@@ -35,7 +35,7 @@ _SECRET_TEXT: Mapping[str, re.Pattern[bytes]] = {
     "an AWS key": re.compile(rb"AKIA(?<!\wAKIA)[0-9A-Z]{16}\b"),
     "a GitHub token": re.compile(rb"gh(?<!\wgh)(?:[pousr]_[A-Za-z0-9]{36}\b|ithub_pat_\w{60})"),
     "a private key": re.compile(rb"-----BEGIN (?:[A-Z]+ )*PRIVATE KEY-----\s+[A-Za-z0-9+/]"),
-    # Not the word itself, which stands in examples.
+    # Except the word `password`, which stands in examples.
     "an address with a password": re.compile(
         rb"http(?<!\whttp)s?://[\w.+-]+:(?!password@)[^\s@/:'\"<>{}$]+@[\w-]"
     ),
@@ -44,7 +44,7 @@ _COMPILERS: Mapping[str, re.Pattern[str]] = {
     "nvcc": re.compile(r"\.venv/lib/python[\d.]+/site-packages/nvidia/cu\d+/bin/nvcc"),
     "ninja": re.compile(r"\.venv/bin/ninja"),
 }
-"""What a CUDA image compiles FlashInfer's kernels with, by its path below the root."""
+"""The compilers of FlashInfer's kernels in a CUDA image, by their path below the root."""
 
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 _TOP_PARTS = ("environment", "checkpoint", "library", "system")
@@ -52,12 +52,12 @@ _TOP_PARTS = ("environment", "checkpoint", "library", "system")
 
 @dataclass(frozen=True)
 class Settings:
-    """What an image says of how it is run, from its configuration.
+    """Settings with which an image is run, from its configuration.
 
     Attributes:
-        user: as USER gave it.
+        user: value of USER.
         environment: variables.
-        labels: by name.
+        labels: values of the labels, by name.
         entrypoint: the words before a container's arguments.
         healthcheck: the words of HEALTHCHECK, empty without one.
         history: the command of each step.
@@ -73,7 +73,7 @@ class Settings:
 
 @dataclass
 class Contents:
-    """What one reading of a root filesystem found.
+    """Content of a root filesystem.
 
     Attributes:
         description: image.json, None where it is missing.
@@ -82,9 +82,9 @@ class Contents:
             below the root.
         owned: paths below that root, outside .cache, that belong to the server's user or anyone may write.
         world_writable: files, and directories without the sticky bit, anywhere.
-        secrets: what looks like one, with its path.
-        compilers: what compiles CUDA code, by `_COMPILERS`: those that are there and may be executed.
-        bytes_by_part: of regular files, by what they belong to.
+        secrets: paths of what looks like a secret, each with its kind.
+        compilers: the executable ones of `_COMPILERS`.
+        bytes_by_part: sizes of the regular files, by what they belong to.
     """
 
     description: Description | None = None
@@ -103,10 +103,10 @@ def read(stream: IO[bytes], root: str, user: str) -> Contents:
     Args:
         stream: a tar archive, its names relative to `/`.
         root: the folder that stands for the repository, `/opt/slimqwen`.
-        user: as USER gives it.
+        user: value of USER.
 
     Raises:
-        ImageError: image.json or compile_cache.json is there and is not what it should be.
+        ImageError: image.json or compile_cache.json does not follow its schema.
     """
     contents, base = Contents(), root.strip("/") + "/"
     uid = int(user.partition(":")[0]) if user.partition(":")[0].isdecimal() else None
@@ -115,37 +115,37 @@ def read(stream: IO[bytes], root: str, user: str) -> Contents:
     with tarfile.open(fileobj=stream, mode="r|") as archive:
         for entry in archive:
             name = str(PurePosixPath(entry.name)).removeprefix("/")
-            below = name.removeprefix(base) if name.startswith(base) else None
-            _modes(entry, name, below, uid, contents)
+            relative = name.removeprefix(base) if name.startswith(base) else None
+            _check_permissions(entry, name, relative, uid, contents)
             if not entry.isfile():
                 continue
-            if below is not None and entry.mode & 0o111:
-                contents.compilers |= {tool for tool, path in _COMPILERS.items() if path.fullmatch(below)}
-            contents.bytes_by_part[_part(below)] += entry.size
+            if relative is not None and entry.mode & 0o111:
+                contents.compilers |= {tool for tool, path in _COMPILERS.items() if path.fullmatch(relative)}
+            contents.bytes_by_part[_part(relative)] += entry.size
             if _SECRET_NAMES.search(name):
                 contents.secrets.append(f"{name} is a file of credentials")
-            is_product = below is not None and not below.startswith((".venv/", ".cache/"))
-            # Bytecode holds what its source does, and is in no package's list.
+            is_product = relative is not None and not relative.startswith((".venv/", ".cache/"))
+            # Bytecode holds the strings of its source, and no package lists it.
             if (not is_product and entry.size > _TEXT_BYTES) or name.endswith(".pyc"):
                 continue
             stored = archive.extractfile(entry)
             assert stored is not None
             if entry.size > _TEXT_BYTES:
-                assert below is not None
-                contents.files[below] = _hashed(stored)
+                assert relative is not None
+                contents.files[relative] = _stream_digest(stored)
                 continue
             content = stored.read()
             if is_product:
-                assert below is not None
-                _read_product_file(below, content, contents)
+                assert relative is not None
+                _read_product_file(relative, content, contents)
             elif name.endswith(".dist-info/RECORD"):
-                installed |= _recorded(name, content)
+                installed |= _package_digests(name, content)
             elif name.startswith("var/lib/dpkg/info/") and name.endswith(".md5sums"):
                 lines = (line.split(maxsplit=1) for line in content.decode(errors="replace").splitlines())
                 installed |= {path: digest for digest, path in lines}
             for kind in _secrets_in(content):
                 suspects[name] = (f"{name} holds {kind}", _digests(content))
-    # A file of an installed package, byte for byte, is an example or a test key of that package.
+    # An unchanged file of an installed package holds an example or a test key of that package.
     contents.secrets += [
         description for name, (description, digests) in suspects.items() if installed.get(name) not in digests
     ]
@@ -153,33 +153,33 @@ def read(stream: IO[bytes], root: str, user: str) -> Contents:
 
 
 def check(contents: Contents, settings: Settings, expected: Description) -> list[Check]:
-    """Compare the contents of an image with what this checkout would build now."""
+    """Compare the contents of an image with the description that this checkout gives now."""
     description = contents.description
-    differences = () if description is None else tuple(_differences(description, expected))
+    differences = () if description is None else tuple(_difference_faults(description, expected))
     checks = [
         (
             "description",
             () if description else (f"there is no {DESCRIPTION}; `slimqwen image build` builds one",),
         ),
-        ("files", tuple(_files(contents, description)) if description else ()),
+        ("files", tuple(_file_faults(contents, description)) if description else ()),
         ("same variant, code and checkpoint as here", differences),
-        ("same flags as here", tuple(_flags(description, expected)) if description else ()),
-        ("compile cache", tuple(_cache(contents, description)) if description else ()),
+        ("same flags as here", tuple(_flag_faults(description, expected)) if description else ()),
+        ("compile cache", tuple(_cache_faults(contents, description)) if description else ()),
         (
             "compilers of CUDA code",
-            tuple(_compilers(contents, settings, description)) if description else (),
+            tuple(_compiler_faults(contents, settings, description)) if description else (),
         ),
-        ("labels", tuple(_labels(settings, description)) if description else ()),
-        ("no secrets", (*contents.secrets, *_secret_settings(settings))),
-        ("no root", tuple(_user(settings))),
+        ("labels", tuple(_label_faults(settings, description)) if description else ()),
+        ("no secrets", (*contents.secrets, *_secret_faults(settings))),
+        ("no root", tuple(_user_faults(settings))),
         ("nothing that anyone may write", tuple(contents.world_writable)),
         ("nothing of its own that its user may write", tuple(contents.owned)),
-        ("no network, health check, entry point", tuple(_run_time(settings))),
+        ("no network, health check, entry point", tuple(_run_time_faults(settings))),
     ]
     return [Check(name=name, faults=faults) for name, faults in checks]
 
 
-def _hashed(stream: IO[bytes]) -> str:
+def _stream_digest(stream: IO[bytes]) -> str:
     digest = hashlib.sha256()
     while chunk := stream.read(_TEXT_BYTES):
         digest.update(chunk)
@@ -187,50 +187,52 @@ def _hashed(stream: IO[bytes]) -> str:
 
 
 def _secrets_in(content: bytes) -> list[str]:
-    return [what for what, pattern in _SECRET_TEXT.items() if pattern.search(content)]
+    return [kind for kind, pattern in _SECRET_TEXT.items() if pattern.search(content)]
 
 
 def _digests(content: bytes) -> set[str]:
-    """As wheels list a file, and as Debian does, whose MD5 is compared here and not trusted."""
+    """Digests of a file as wheels and Debian list it: SHA-256 and MD5, which is compared here but not trusted."""
     return {
         hashlib.sha256(content).hexdigest(),
         hashlib.md5(content, usedforsecurity=False).hexdigest(),
     }
 
 
-def _modes(entry: tarfile.TarInfo, name: str, below: str | None, uid: int | None, contents: Contents) -> None:
+def _check_permissions(
+    entry: tarfile.TarInfo, name: str, relative: str | None, uid: int | None, contents: Contents
+) -> None:
     if not (entry.isfile() or entry.isdir()):
         return
-    anyone = bool(entry.mode & 0o002)
-    if anyone and not (entry.isdir() and entry.mode & 0o1000):
+    world_writable = bool(entry.mode & 0o002)
+    if world_writable and not (entry.isdir() and entry.mode & 0o1000):
         contents.world_writable.append(f"{name} has mode {entry.mode:o}")
-    if below is not None and below.partition("/")[0] != ".cache" and entry.uid == uid:
+    if relative is not None and relative.partition("/")[0] != ".cache" and entry.uid == uid:
         contents.owned.append(f"{name} belongs to uid {uid}, which serves")
 
 
-def _part(below: str | None) -> str:
-    if below is None:
+def _part(relative: str | None) -> str:
+    if relative is None:
         return "system"
-    top = below.partition("/")[0]
+    top = relative.partition("/")[0]
     return {".venv": "environment", "weights": "checkpoint"}.get(top, "library")
 
 
-def _read_product_file(below: str, content: bytes, contents: Contents) -> None:
-    if "__pycache__" in below or ".egg-info/" in below:
+def _read_product_file(relative: str, content: bytes, contents: Contents) -> None:
+    if "__pycache__" in relative or ".egg-info/" in relative:
         return
-    contents.files[below] = hashlib.sha256(content).hexdigest()
-    if below == DESCRIPTION:
+    contents.files[relative] = hashlib.sha256(content).hexdigest()
+    if relative == DESCRIPTION:
         contents.description = Description.parse(content)
-    elif PurePosixPath(below).name == baked_cache.MANIFEST:
+    elif PurePosixPath(relative).name == baked_cache.MANIFEST:
         try:
             contents.cache = baked_cache.BakedCache.model_validate_json(content)
         except ValueError:
             raise ImageError(
-                f"the image's {below} is no manifest of a compile cache; build it anew"
+                f"the image's {relative} is no manifest of a compile cache; build the image anew"
             ) from None
 
 
-def _recorded(name: str, content: bytes) -> dict[str, str]:
+def _package_digests(name: str, content: bytes) -> dict[str, str]:
     """SHA-256 by path of the files that an installed package lists in its RECORD."""
     packages = name.rpartition("/")[0].rpartition("/")[0]
     lines = re.findall(r"^\"?([^,\"]+)\"?,sha256=([\w-]+)", content.decode(errors="replace"), re.MULTILINE)
@@ -241,7 +243,7 @@ def _hexadecimal(urlsafe: str) -> str:
     return base64.urlsafe_b64decode(urlsafe + "=" * (-len(urlsafe) % 4)).hex()
 
 
-def _files(contents: Contents, description: Description) -> Iterator[str]:
+def _file_faults(contents: Contents, description: Description) -> Iterator[str]:
     for name, digest in sorted(description.files.items()):
         if name not in contents.files:
             yield f"{name} is missing"
@@ -251,7 +253,7 @@ def _files(contents: Contents, description: Description) -> Iterator[str]:
         yield f"{name} is not in {DESCRIPTION}"
 
 
-def _differences(description: Description, expected: Description) -> Iterator[str]:
+def _difference_faults(description: Description, expected: Description) -> Iterator[str]:
     for name in ("variant", "platform", "checkpoint", "port"):
         built, current = getattr(description, name), getattr(expected, name)
         if built != current:
@@ -270,8 +272,8 @@ def _state(description: Description, expected: Description, name: str) -> str:
     return "not what it is here" if name in expected.files else "in the image and not here"
 
 
-def _flags(description: Description, expected: Description) -> Iterator[str]:
-    yield from differing(
+def _flag_faults(description: Description, expected: Description) -> Iterator[str]:
+    yield from list_differences(
         _rooted(description, _flags_of(description.command.argv)),
         _rooted(expected, _flags_of(expected.command.argv)),
         "the image",
@@ -285,16 +287,18 @@ def _flags(description: Description, expected: Description) -> Iterator[str]:
             yield f"{name} is {built.get(name, 'not set')}, here {current.get(name, 'not set')}"
 
 
-def differing(first: Sequence[str], second: Sequence[str], of_first: str, of_second: str) -> Iterator[str]:
-    """What is in only one of two lists of words or lines, in words."""
+def list_differences(
+    first: Sequence[str], second: Sequence[str], first_name: str, second_name: str
+) -> Iterator[str]:
+    """Items that only one of two lists has, a sentence for each list."""
     only_first = [word for word in first if word not in second]
     only_second = [word for word in second if word not in first]
     if only_first:
-        yield f"only {of_first} has {' '.join(only_first)}"
+        yield f"only {first_name} has {' '.join(only_first)}"
     if only_second:
-        yield f"only {of_second}: {' '.join(only_second)}"
+        yield f"only {second_name}: {' '.join(only_second)}"
     if not only_first and not only_second and list(first) != list(second):
-        yield f"{of_first} and {of_second} have them in another order"
+        yield f"{first_name} and {second_name} have them in another order"
 
 
 def _flags_of(argv: Sequence[str]) -> list[str]:
@@ -312,7 +316,7 @@ def _rooted(description: Description, words: list[str]) -> list[str]:
     return [without_paths(word, description.root) for word in words]
 
 
-def _cache(contents: Contents, description: Description) -> Iterator[str]:
+def _cache_faults(contents: Contents, description: Description) -> Iterator[str]:
     weights = [name for name in description.files if name.endswith(f"/{baked_cache.ARCHIVE}")]
     if bool(description.cache) != bool(weights):
         yield f"{DESCRIPTION} and the files disagree about whether there is one"
@@ -323,13 +327,13 @@ def _cache(contents: Contents, description: Description) -> Iterator[str]:
         yield f"{baked_cache.MANIFEST} is missing"
         return
     if not contents.cache.archive_sha256 == description.cache == contents.files.get(weights[0]):
-        yield f"{baked_cache.MANIFEST}, {DESCRIPTION} and {baked_cache.ARCHIVE} are not of one baking"
+        yield f"{baked_cache.MANIFEST}, {DESCRIPTION} and {baked_cache.ARCHIVE} come from different bakings"
     made_at = contents.cache.machine.get("environment")
     if made_at != f"{description.root}/.venv":
         yield f"it was made with the environment {made_at}, the image's is {description.root}/.venv"
 
 
-def _compilers(contents: Contents, settings: Settings, description: Description) -> Iterator[str]:
+def _compiler_faults(contents: Contents, settings: Settings, description: Description) -> Iterator[str]:
     if description.platform != "cuda":
         return
     for name in sorted(_COMPILERS.keys() - contents.compilers):
@@ -338,7 +342,7 @@ def _compilers(contents: Contents, settings: Settings, description: Description)
         yield f"PATH lacks {description.root}/.venv/bin, where ninja is"
 
 
-def _labels(settings: Settings, description: Description) -> Iterator[str]:
+def _label_faults(settings: Settings, description: Description) -> Iterator[str]:
     expected_labels = {
         "org.opencontainers.image.revision": description.commit,
         "slimqwen.variant": description.variant,
@@ -351,7 +355,7 @@ def _labels(settings: Settings, description: Description) -> Iterator[str]:
             yield f"{name} is {settings.labels.get(name, 'not set')}, {DESCRIPTION} says {value}"
 
 
-def _secret_settings(settings: Settings) -> Iterator[str]:
+def _secret_faults(settings: Settings) -> Iterator[str]:
     for name, value in settings.environment.items():
         if redaction.names_variable(name) and value:
             yield f"the variable {name} is set"
@@ -360,7 +364,7 @@ def _secret_settings(settings: Settings) -> Iterator[str]:
             yield f"the image's own settings or history hold {kind}"
 
 
-def _user(settings: Settings) -> Iterator[str]:
+def _user_faults(settings: Settings) -> Iterator[str]:
     user = settings.user.partition(":")[0]
     if user in ("", "root") or (user.isdecimal() and int(user) == 0):
         yield f"it runs as {user or 'root, no USER being set'}"
@@ -368,7 +372,7 @@ def _user(settings: Settings) -> Iterator[str]:
         yield f"USER is the name {user}; Kubernetes can only tell that a number is not root"
 
 
-def _run_time(settings: Settings) -> Iterator[str]:
+def _run_time_faults(settings: Settings) -> Iterator[str]:
     for name, value in _OFFLINE.items():
         if settings.environment.get(name) != value:
             yield f"{name} is {settings.environment.get(name, 'not set')}, not {value}"

@@ -1,4 +1,4 @@
-"""Record kind image_cpu: a built image for a CPU, what it holds, and one start of its server without a network."""
+"""Record kind image_cpu: a built image for a CPU, its content, and one start of its server without a network."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -40,10 +40,10 @@ class Trial(Block):
     command: NonEmpty
     ready_seconds: NonNegative = Field(description="From the start to the first 200 of /ping.")
     unready_answers: dict[str, Positive] = Field(
-        description="Answers of /ping before that, by status code; none where nobody listened yet."
+        description="Answers of /ping before that, by status code; `none` before the server listened."
     )
     uids: tuple[int, ...] = Field(description="User ids of the server's processes.")
-    models: tuple[str, ...] = Field(min_length=1, description="What /v1/models lists.")
+    models: tuple[str, ...] = Field(min_length=1, description="Models that /v1/models lists.")
     question: NonEmpty
     answer: NonEmpty
     completion_tokens: Positive
@@ -52,7 +52,7 @@ class Trial(Block):
 
 
 class ImageCpu(Record):
-    """A built image for a CPU: what it holds, what it would run, and one start of its server without a network."""
+    """A built image for a CPU: its content, its command, and one start of its server without a network."""
 
     kind = "image_cpu"
     verb = "image verify"

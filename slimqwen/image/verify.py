@@ -1,4 +1,4 @@
-"""Verification of a built image against its variant: what it holds, what it would run, and on a CPU what it answers."""
+"""Verification of a built image against its variant: its files, its command, and on a CPU the answers of its server."""
 
 import shlex
 import time
@@ -29,7 +29,7 @@ _END_TIMEOUT_S = 300
 
 
 @dataclass(frozen=True)
-class Verified:
+class Verification:
     """The result of verifying an image.
 
     Attributes:
@@ -38,7 +38,7 @@ class Verified:
         bytes_by_part: sizes of its files by what they belong to.
         dry_run: output of its entry point's `--dry-run`; None for an image that is not for a CPU.
         trial: one start of its server; None where it was not started.
-        history: the steps that made it.
+        history: commands of the build steps.
     """
 
     checks: tuple[Check, ...]
@@ -67,7 +67,7 @@ def verify_variant(
     record: bool = False,
     command: Sequence[str] = (),
     progress: Progress = silent,
-) -> tuple[str, Verified, Path | None]:
+) -> tuple[str, Verification, Path | None]:
     """Verify the image of a variant, and write the record of one that was started.
 
     Args:
@@ -91,7 +91,7 @@ def verify_variant(
     result = verify(content, tool=tool, tag=tag, log=log, progress=progress)
     if not record or result.trial is None:
         return tag, result, None
-    made = ImageCpu(
+    image_record = ImageCpu(
         variant=variant.name,
         tool=tool,
         tag=tag,
@@ -103,25 +103,26 @@ def verify_variant(
         trial=result.trial,
         provenance=provenance.of_variant(variant, command, started, **provenance.of_server(content.command)),
     )
-    return tag, result, store.write(variant.root / "results", made)
+    return tag, result, store.write(variant.root / "results", image_record)
 
 
 def verify(
     content: context.Content, *, tool: Tool, tag: str, log: Path, progress: Progress = silent
-) -> Verified:
-    """Check what an image holds and, if it is for a CPU, start its server.
+) -> Verification:
+    """Check the content of an image and, if it is for a CPU, start its server.
 
     Args:
-        content: what this checkout would build now.
+        content: content that this checkout would build now.
         tool: docker, podman or buildah.
-        log: receives what its server prints.
+        tag: name of the image.
+        log: receives the server's output.
 
     Raises:
         ImageError: there is no such image, its entry point fails, or its server, which is only started where no check
             found a fault, does not come up or answer.
     """
     expected = context.describe(content, progress)
-    with container.opened(tool, tag) as image:
+    with container.open_image(tool, tag) as image:
         progress("read the image", 0, 0)
         with image.file_system() as stream:
             contents = contract.read(stream, _root_of(image.settings, expected), image.settings.user)
@@ -130,19 +131,19 @@ def verify(
         dry_run = trial = None
         if expected.platform == "cpu" and contents.description is not None:
             progress("dry run", 0, 0)
-            dry_run = image.says("--dry-run")
+            dry_run = image.output("--dry-run")
             root = contents.description.root
             checks.append(_check("same dry run as here", differences(dry_run, root, content)))
-            checks.append(_check("compile cache fits there", _unused(dry_run, contents.description)))
+            checks.append(_check("compile cache fits there", _unused_cache(dry_run, contents.description)))
             if not any(check.faults for check in checks):
                 trial = try_out(image, expected.port, log, progress)
                 output = log.read_text(encoding="utf-8", errors="replace")
                 compiled = compiled_anew(output, contents.description)
                 checks.append(_check("compiled graphs come from the cache", compiled))
-    listed = container.layers(tool, tag)
-    return Verified(
+    layers = container.layers(tool, tag)
+    return Verification(
         tuple(checks),
-        tuple(listed),
+        tuple(layers),
         BytesByPart(**contents.bytes_by_part),
         dry_run,
         trial,
@@ -151,17 +152,18 @@ def verify(
 
 
 def differences(dry_run: str, root: str, content: context.Content) -> list[str]:
-    """What an image would run otherwise than `make serve`, paths and the address to listen on aside.
+    """Differences between the command of an image and `make serve`, without those of paths and of the address.
 
     Args:
+        dry_run: output of the image's `--dry-run`.
         root: the folder in the image that stands for the repository.
-        content: what this checkout would build.
+        content: content that this checkout would build.
     """
     image_lines, local_lines = _lines(dry_run, root), _lines(content.dry_run(), content.root)
-    return list(contract.differing(image_lines, local_lines, "the image", "here"))
+    return list(contract.list_differences(image_lines, local_lines, "the image", "here"))
 
 
-def try_out(image: container.Opened, port: int, log: Path, progress: Progress = silent) -> Trial:
+def try_out(image: container.ImageContainer, port: int, log: Path, progress: Progress = silent) -> Trial:
     """Start an image's server, wait for /ping, ask for its models and one chat answer, end it by SIGTERM.
 
     Raises:
@@ -170,22 +172,22 @@ def try_out(image: container.Opened, port: int, log: Path, progress: Progress = 
     log.parent.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     with (
-        container.started(image, port, log) as server,
+        container.run_server(image, port, log) as server,
         httpx.Client(
             base_url=server.base_url, headers=authorization(), timeout=300, trust_env=False
         ) as client,
     ):
-        unready = _wait(server, client, log, progress)
+        unready = _wait_until_ready(server, client, log, progress)
         ready_seconds = time.monotonic() - began
         uids = server.uids()
-        models = [model["id"] for model in _answered(client.get("/v1/models"), log)["data"]]
+        models = [model["id"] for model in _decoded(client.get("/v1/models"), log)["data"]]
         body = {
             "model": models[0],
             "messages": [{"role": "user", "content": QUESTION}],
             "max_tokens": _TOKENS,
             "temperature": 0,
         }
-        answer = _answered(client.post("/v1/chat/completions", json=body), log)
+        answer = _decoded(client.post("/v1/chat/completions", json=body), log)
         message = answer["choices"][0]["message"]
         text = message.get("content") or message.get("reasoning") or ""
         if not text:
@@ -215,20 +217,21 @@ def _root_of(settings: contract.Settings, expected: context.Description) -> str:
     return home.removesuffix("/.cache") if home.endswith("/.cache") else expected.root
 
 
-def _lines(shown: str, root: str) -> list[str]:
-    return [line.strip().removesuffix(" \\") for line in context.without_paths(shown, root).splitlines()]
+def _lines(dry_run: str, root: str) -> list[str]:
+    return [line.strip().removesuffix(" \\") for line in context.without_paths(dry_run, root).splitlines()]
 
 
-def _unused(dry_run: str, description: context.Description) -> Iterator[str]:
+def _unused_cache(dry_run: str, description: context.Description) -> Iterator[str]:
     if description.cache and f"/baked-{description.cache[:16]}/" not in dry_run:
-        yield "the image would compile anew; `docker run IMAGE --dry-run` says on its second stream what differs"
+        yield "the image would compile anew; `docker run IMAGE --dry-run` prints the differences to standard error"
 
 
 def compiled_anew(log: str, description: context.Description) -> Iterator[str]:
-    """What a start of an image with a compile cache did not take from there.
+    """Graphs that a start of an image with a compile cache did not load from it, a line each.
 
     Args:
-        log: of the image's server.
+        log: log of the image's server.
+        description: description of the image.
     """
     graphs = baked_cache.graphs(log) if description.cache else []
     if description.cache and not graphs:
@@ -240,11 +243,11 @@ def compiled_anew(log: str, description: context.Description) -> Iterator[str]:
 
 
 def compiled_late(cache: baked_cache.BakedCache | None, content: context.Content) -> Iterator[str]:
-    """What a plan names for a GPU of the compile cache's compute capability to be compiled, and the cache lacks.
+    """Libraries and kernels that a compile cache lacks, by the plans for GPUs of its compute capability.
 
     Args:
         cache: manifest of the image's compile cache.
-        content: what this checkout would build.
+        content: content that this checkout would build.
     """
     if cache is None or content.command.platform != "cuda":
         return
@@ -266,7 +269,9 @@ def compiled_late(cache: baked_cache.BakedCache | None, content: context.Content
             )
 
 
-def _wait(server: container.Started, client: httpx.Client, log: Path, progress: Progress) -> dict[str, int]:
+def _wait_until_ready(
+    server: container.ContainerServer, client: httpx.Client, log: Path, progress: Progress
+) -> dict[str, int]:
     began, unready = time.monotonic(), dict[str, int]()
     while (elapsed := time.monotonic() - began) < _READY_TIMEOUT_S:
         progress("start the image", elapsed, 0)
@@ -286,7 +291,7 @@ def _wait(server: container.Started, client: httpx.Client, log: Path, progress: 
     raise ImageError(f"the image's server was not ready after {_READY_TIMEOUT_S} s; its log: {log}")
 
 
-def _answered(answer: httpx.Response, log: Path) -> Any:
+def _decoded(answer: httpx.Response, log: Path) -> Any:
     if answer.status_code != httpx.codes.OK:
         raise ImageError(
             f"the image's server answered {answer.request.url.path} with {answer.status_code}: {answer.text[:200]}; "
@@ -297,5 +302,5 @@ def _answered(answer: httpx.Response, log: Path) -> Any:
 
 def _last_line(log: Path) -> str:
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    telling = [line for line in lines if "rror" in line]
-    return (telling or lines or ["it printed nothing"])[-1].strip()
+    errors = [line for line in lines if "rror" in line]
+    return (errors or lines or ["it printed nothing"])[-1].strip()

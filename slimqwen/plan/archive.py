@@ -1,7 +1,7 @@
-"""What a variant would compile at its first start on a GPU model, compiled on any host and packed as a compile cache.
+"""Compile caches made without a GPU, for the first start of a variant on a GPU model.
 
-These are FlashInfer's libraries and Triton's kernels. The graphs of torch.compile take a GPU, so the stage `bake_cache`
-packs all three on a host with one.
+They hold FlashInfer's libraries and Triton kernels. The graphs of torch.compile take a GPU, so the stage `bake_cache`
+packs all three on a host that has one.
 """
 
 import dataclasses
@@ -19,15 +19,15 @@ from slimqwen.variant import Variant
 
 
 class NothingToCompileError(SlimqwenError):
-    """A variant that compiles nothing at its first start which could be compiled ahead."""
+    """The first start of the variant compiles nothing that can be compiled ahead."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Archive:
-    """What was packed.
+    """A packed compile cache.
 
     Attributes:
-        plan: of the variant on the GPU model, by which libraries and kernels were chosen.
+        plan: the variant's plan on the GPU model, which names the libraries and kernels.
         baked: the archive's manifest, without graphs.
     """
 
@@ -41,9 +41,9 @@ def make(
     """Compile what a first start would compile and pack it with a manifest of the variant's flags.
 
     Args:
-        variant: the variant; its checkpoint need not be here.
+        variant: the variant; its checkpoint may be absent.
         gpu_name: short name of the GPU model.
-        destination: folder for the archive, its manifest, and a copy of the checkpoint's manifest where there is one.
+        destination: folder for the archive, its manifest, and a copy of the checkpoint's manifest if it exists.
         log: receives what vLLM and the compilers print.
         progress: receives (activity, variants done, variants).
 
@@ -61,8 +61,8 @@ def make(
         )
         if not any(cache_root.iterdir()):
             raise NothingToCompileError(
-                f"{variant.name} compiles nothing on {gpu_name} that could be compiled ahead; its plan says what is "
-                f"compiled there: `slimqwen plan --kernels --variant {variant.name} --gpu {gpu_name}`"
+                f"{variant.name} compiles nothing on {gpu_name} that can be compiled ahead; its plan lists what it "
+                f"compiles there: `slimqwen plan --kernels --variant {variant.name} --gpu {gpu_name}`"
             )
         destination.mkdir(parents=True, exist_ok=True)
         progress("packing", 0, 0)

@@ -1,4 +1,4 @@
-"""The model of a plan: facts about vLLM as it will serve one variant on one device."""
+"""The model of a plan: predicted facts about vLLM for one variant on one device."""
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -36,7 +36,7 @@ class LinearKernels(Facts):
     """Linear layers that one kernel computes."""
 
     kernel: str
-    layers: dict[str, int] = Field(description="name of the layer -> how many")
+    layers: dict[str, int] = Field(description="name of the layer -> number of layers")
 
 
 class KvCache(Facts):
@@ -45,7 +45,7 @@ class KvCache(Facts):
     available_bytes: int
     block_size: int = Field(description="tokens, after vLLM aligned it to the state pages")
     blocks: int
-    tokens: int = Field(description="that requests of max_model_len tokens may hold at a time")
+    tokens: int = Field(description="capacity for requests of max_model_len tokens")
     sequences_at_max_model_len: float
     prefix_hit_multiple: int | None = Field(description="tokens; null without prefix caching")
     shortest_prompt_with_hit: int | None = Field(description="tokens; null without prefix caching")
@@ -55,7 +55,7 @@ class Graphs(Facts):
     """CUDA graphs, after vLLM's fallbacks."""
 
     mode: str
-    support: dict[str, str] = Field(description="backend -> what it says that it supports")
+    support: dict[str, str] = Field(description="backend -> level of support that it states")
     captured: dict[str, list[int]] = Field(description="mode -> tokens of each captured step")
     decode_query_len: int = Field(description="tokens of a request in a verify step, K+1")
 
@@ -73,7 +73,7 @@ class JitModule(Facts):
     reason: str
     possible: bool = Field(description="whether the host has their compiler")
     libraries: list[str] = Field(
-        default=[], description="what FlashInfer calls them; empty where they cannot be compiled ahead"
+        default=[], description="names in FlashInfer; empty where they cannot be compiled ahead"
     )
     baked: bool = Field(
         default=False,
@@ -84,7 +84,7 @@ class JitModule(Facts):
 class LostChoice(Facts):
     """A choice of an autotuner, or the only form of a kernel, that a GPU cannot run."""
 
-    choice: str = Field(description="what the autotuner chooses; empty without one")
+    choice: str = Field(description="choice of the autotuner; empty without one")
     reason: str
 
 
@@ -96,7 +96,7 @@ class TritonKernel(Facts):
     shared_bytes: int = Field(description="the most that a block takes, of those that the GPU can run")
     registers: int = Field(description="the most that a thread takes, of those that the GPU can run")
     spilled_bytes: int = Field(
-        description="the most that a thread keeps in local memory for want of registers"
+        description="the most that a thread keeps in local memory because registers are full"
     )
     lost: list[LostChoice]
     runs: bool = Field(description="whether every launch has a choice that the GPU can run")
@@ -108,27 +108,25 @@ class TritonKernels(Facts):
     target: str = Field(description="such as sm_86")
     shared_memory_bytes: int = Field(description="the most that a block may take on the GPU")
     kernels: list[TritonKernel]
-    operators: list[str] = Field(description="operators in C++ that the warm-up reached and passed over")
-    left_out: list[str] = Field(description="what was not compiled, and why")
-    forms: int = Field(
-        0, description="kernels times signatures times choices, that compiled; 0 in older plans"
-    )
+    operators: list[str] = Field(description="C++ operators that the warm-up called; they were not run")
+    left_out: list[str] = Field(description="kernels that were not compiled, and why")
+    forms: int = Field(0, description="compiled kernels times signatures times choices; 0 in older plans")
     compiled_at_start: int | None = Field(
         None,
-        description="forms that a first start compiles, for no archive beside the checkpoint holds them; null in plans "
-        "made before archives held kernels",
+        description="forms that a first start compiles because no archive beside the checkpoint holds them; null in "
+        "plans made before archives held kernels",
     )
 
 
 class Toolkit(Facts):
-    """Programs on a host that FlashInfer compiles with."""
+    """Build tools of FlashInfer on the host."""
 
     nvcc: bool
     ninja: bool
 
 
 class Plan(Facts):
-    """What vLLM will be for one variant on one device; null or empty from the step on that failed."""
+    """Predicted configuration of vLLM for one variant on one device; after a failed step fields are null or empty."""
 
     variant: str
     gpu: str = Field(description="short name of the GPU model; cpu for a CPU")
@@ -136,7 +134,7 @@ class Plan(Facts):
     vllm: str
     checkpoint: str = Field(description="where its dimensions come from")
     flags: dict[str, str] = Field(
-        {}, description="vLLM's flags, values as JSON, and variables that it was made for, by name"
+        {}, description="vLLM's flags, values as JSON, and variables of the server, by name"
     )
     toolkit: Toolkit | None
     engine: EngineConfig | None = None
@@ -147,10 +145,10 @@ class Plan(Facts):
     graphs: Graphs | None = None
     loading: WeightLoading | None = None
     jit: list[JitModule] = []
-    kernels: TritonKernels | None = Field(None, description="null where they were not asked for")
-    warnings: list[str] = Field([], description="what vLLM printed")
+    kernels: TritonKernels | None = Field(None, description="null where they were not requested")
+    warnings: list[str] = Field([], description="warnings that vLLM printed")
     outbound_hosts: list[str] = Field(
-        [], description="that vLLM looked up meanwhile; the rehearsal let none be reached"
+        [], description="hosts that vLLM looked up; the rehearsal blocks all of them"
     )
     failed_at: str | None = Field(None, description="the step that failed; null where none did")
     error: str | None = None

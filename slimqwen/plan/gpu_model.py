@@ -60,9 +60,11 @@ def load(root: Path, name: str) -> GpuModel:
     """The GPU model with this short name.
 
     Raises:
-        GpuModelError: there is none; lists those that there are.
+        GpuModelError: the file does not list it; the message names the models that it lists.
     """
     models = read(root)
     if name not in models:
-        raise GpuModelError(f"no GPU model {name!r} in {FILE}; it lists {', '.join(sorted(models))}")
+        raise GpuModelError(
+            f"no GPU model {name!r} in {FILE}, which lists {', '.join(sorted(models))}; choose one of them or add it"
+        )
     return models[name]

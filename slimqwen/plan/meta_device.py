@@ -1,6 +1,6 @@
-"""A CUDA device without memory: tensors on one are made on torch's meta device, and say that they are on a GPU.
+"""A CUDA device without memory: its tensors lie on torch's meta device and report that they are on a GPU.
 
-A meta tensor has shape, strides and dtype, and no content. What code reads of its content is zero.
+A meta tensor has shape, strides and dtype, but no content; code that reads its content gets zeros.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def on_meta_device() -> Iterator[None]:
-    """Put every tensor that is made on the meta device, also where the code names a CUDA device."""
+    """Create every tensor on the meta device, even where the code names a CUDA device."""
     import torch
 
     with torch.device("meta"), meta_for_cuda():
@@ -20,20 +20,20 @@ def on_meta_device() -> Iterator[None]:
 
 @contextlib.contextmanager
 def meta_for_cuda() -> Iterator[None]:
-    """Put every tensor on the meta device that the code puts on a CUDA device; others stay on the CPU, with content."""
-    with _function_mode():
+    """Create the tensors of CUDA devices on the meta device; others stay on the CPU, with content."""
+    with _meta_for_cuda_mode():
         yield
 
 
 @contextlib.contextmanager
-def operators(reached: "Counter[str]", results: Mapping[str, Callable[[], Any]]) -> Iterator[None]:
-    """Run the Python of vLLM's own operators on meta tensors, instead of the stand-ins that only give their shapes.
+def operators(calls: "Counter[str]", results: Mapping[str, Callable[[], Any]]) -> Iterator[None]:
+    """Run the Python of vLLM's own operators on meta tensors, instead of their fake kernels, which only compute shapes.
 
-    Other operators give shapes by the rule that they are registered with, or by `results`.
+    Other operators compute shapes by the fake kernel that they are registered with, or by `results`.
 
     Args:
-        reached: counts the other operators that were reached, by name.
-        results: makes the result of an operator that is registered without a rule.
+        calls: receives the number of calls of each other operator, by name.
+        results: name of an operator that is registered without a fake kernel -> function that makes its result.
     """
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -42,7 +42,7 @@ def operators(reached: "Counter[str]", results: Mapping[str, Callable[[], Any]])
 
     class PythonOperators(TorchDispatchMode):  # type: ignore[misc]
         def __torch_dispatch__(
-            self, operator: Any, kinds: Any, arguments: Any = (), keywords: Any = None
+            self, operator: Any, types: Any, arguments: Any = (), keywords: Any = None
         ) -> Any:
             keywords = keywords or {}
             if operator.namespace in ("aten", "prim", "prims", "profiler"):
@@ -50,10 +50,10 @@ def operators(reached: "Counter[str]", results: Mapping[str, Callable[[], Any]])
             if operator.namespace == "vllm" and torch._C._dispatch_has_kernel_for_dispatch_key(
                 operator.name(), "CUDA"
             ):
-                with self, _function_mode():
+                with self, meta_for_cuda():
                     return operator.redispatch(cuda, *arguments, **keywords)
             name = operator.name()
-            reached[name] += 1
+            calls[name] += 1
             if name in results:
                 return results[name]()
             return operator(*arguments, **keywords) if operator._schema.returns else None
@@ -62,17 +62,17 @@ def operators(reached: "Counter[str]", results: Mapping[str, Callable[[], Any]])
         yield
 
 
-def _function_mode() -> Any:
+def _meta_for_cuda_mode() -> Any:
     import torch
     from torch.overrides import TorchFunctionMode
 
     meta, gpu = torch.device("meta"), torch.device("cuda:0")
     is_cuda_of, device_of = torch.Tensor.is_cuda.__get__, torch.Tensor.device.__get__
-    reads = ("cpu", "item", "numpy", "tolist", "__bool__", "__float__", "__index__", "__int__")
-    readers = tuple(getattr(torch.Tensor, name) for name in reads)
+    reader_names = ("cpu", "item", "numpy", "tolist", "__bool__", "__float__", "__index__", "__int__")
+    readers = tuple(getattr(torch.Tensor, name) for name in reader_names)
 
     def is_cuda(device: Any) -> bool:
-        # vLLM names a CUDA device by its index, too.
+        # vLLM names a CUDA device by its index too.
         is_device = isinstance(device, int | str | torch.device) and not isinstance(device, bool)
         return is_device and torch.device(device).type == "cuda"
 
@@ -81,10 +81,10 @@ def _function_mode() -> Any:
 
     class MetaForCuda(TorchFunctionMode):  # type: ignore[misc]
         def __torch_function__(
-            self, function: Any, kinds: Any, arguments: Any = (), keywords: Any = None
+            self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
         ) -> Any:
             keywords = dict(keywords or {})
-            keywords.pop("pin_memory", None)  # takes a driver
+            keywords.pop("pin_memory", None)  # pinning memory needs a driver
             if is_cuda(keywords.get("device")):
                 keywords["device"] = meta
             if function == torch.Tensor.copy_ and arguments[1].is_meta and not arguments[0].is_meta:
@@ -94,7 +94,10 @@ def _function_mode() -> Any:
             if function == torch.Tensor.cuda:
                 return arguments[0].to(meta)
             if function == torch.Tensor.to:
-                arguments = (arguments[0], *(meta if is_cuda(word) else word for word in arguments[1:]))
+                arguments = (
+                    arguments[0],
+                    *(meta if is_cuda(argument) else argument for argument in arguments[1:]),
+                )
             if arguments and isinstance(arguments[0], torch.Tensor) and arguments[0].is_meta:
                 tensor, *rest = arguments
                 if function == is_cuda_of:

@@ -1,10 +1,10 @@
 """A checkpoint of published dimensions with seeded random weights: a real model's shape without a download.
 
-Every stage and vLLM run on it, so it answers for speed and memory. It knows nothing: config.json carries the mark
-`slimqwen.checkpoint.RANDOM_WEIGHTS`, which stages pass on and evaluations of quality refuse.
+Every stage and vLLM accept it, so it serves to measure speed and memory. Its answers mean nothing: config.json carries
+the mark `slimqwen.checkpoint.RANDOM_WEIGHTS`, which stages pass on and evaluations of quality refuse.
 
-The language model alone is written (`Qwen3_5ForCausalLM`), its MTP head included. The tokenizer is that of the embedded
-model: it works, and ids above its size are rows that no text reaches.
+It is a language model without vision (`Qwen3_5ForCausalLM`), with its MTP head. Its tokenizer is that of the embedded
+model: no text has ids above the size of that tokenizer.
 """
 
 import math
@@ -39,7 +39,7 @@ _ROPE_OF_IMAGES = ("mrope_section", "mrope_interleaved")
 
 
 def name(size: Size) -> str:
-    """Name of the checkpoint's folder in weights/, and of the variant that serves it as it is."""
+    """Name of the checkpoint's folder in weights/, and of the variant that serves it unchanged."""
     return f"shape-{size}"
 
 
@@ -47,11 +47,11 @@ def make(size: Size, root: Path, *, progress: Progress = silent) -> Path:
     """Write weights/shape-<size>, the same bytes at every call.
 
     Args:
-        size: of the published model, Qwen3.5-<size>.
+        size: size of the published model, Qwen3.5-<size>.
         progress: receives (activity, done, total) in tensors.
 
     Returns:
-        The checkpoint's folder. One that is there already and whole is kept.
+        The checkpoint's folder. One that exists and is complete is kept.
 
     Raises:
         ShapeError: the dimensions are not in eval/shapes/, or the disk is too full.
@@ -87,7 +87,7 @@ def write(shape: Shape, folder: Path, tokenizer: Path, *, seed: int, progress: P
     started = time.monotonic()
     tensors = {key.replace("model.language_model.", "model."): form for key, form in shape.tensors.items()}
     contents = {
-        key: NewTensor(dtype, dimensions, _drawn(key, number, dtype, dimensions, seed))
+        key: NewTensor(dtype, dimensions, _random_chunks(key, number, dtype, dimensions, seed))
         for number, (key, (dtype, dimensions)) in enumerate(tensors.items())
     }
     needed = sum(tensor.bytes for tensor in contents.values())
@@ -102,7 +102,7 @@ def write(shape: Shape, folder: Path, tokenizer: Path, *, seed: int, progress: P
         write_config(staging, _config(shape, seed))
         for file in shapes.TOKENIZER_FILES:
             shutil.copyfile(tokenizer / file, staging / file)
-        write_tensors(staging / "model.safetensors", _reported(contents, progress))
+        write_tensors(staging / "model.safetensors", _with_progress(contents, progress))
         Manifest(
             stage="shape",
             files=file_records(staging, progress),
@@ -114,9 +114,9 @@ def write(shape: Shape, folder: Path, tokenizer: Path, *, seed: int, progress: P
 
 
 def _config(shape: Shape, seed: int) -> dict[str, Any]:
-    """config.json of the language model alone, marked."""
+    """config.json of the language model, with the mark of random weights."""
     text = {key: value for key, value in shape.text.items() if key not in ("bos_token_id", "eos_token_id")}
-    # Positions of images: a text model has none, and vLLM's rotary kernel on a CPU overruns its buffers with them.
+    # A text model has no positions of images; with them vLLM's rotary kernel on a CPU writes past its buffers.
     rope = {key: value for key, value in text["rope_parameters"].items() if key not in _ROPE_OF_IMAGES}
     return {
         "architectures": ["Qwen3_5ForCausalLM"],
@@ -127,30 +127,30 @@ def _config(shape: Shape, seed: int) -> dict[str, Any]:
     }
 
 
-def _reported(contents: dict[str, NewTensor], progress: Progress) -> dict[str, NewTensor]:
-    """The same tensors; each reports when it is written."""
+def _with_progress(contents: dict[str, NewTensor], progress: Progress) -> dict[str, NewTensor]:
+    """The same tensors; each reports progress when it is written."""
     done = iter(range(len(contents)))
 
-    def reporting(tensor: NewTensor) -> NewTensor:
+    def with_progress(tensor: NewTensor) -> NewTensor:
         def chunks() -> Iterator[bytes | memoryview]:
             progress("drawing weights", next(done), len(contents))
             yield from tensor.chunks()
 
         return NewTensor(tensor.dtype, tensor.shape, chunks)
 
-    return {key: reporting(tensor) for key, tensor in contents.items()}
+    return {key: with_progress(tensor) for key, tensor in contents.items()}
 
 
-def _drawn(key: str, number: int, dtype: str, dimensions: tuple[int, ...], seed: int) -> Any:
-    """Function that yields a tensor's bytes; each tensor has its own generator."""
+def _random_chunks(key: str, number: int, dtype: str, dimensions: tuple[int, ...], seed: int) -> Any:
+    """Function that yields a tensor's random bytes; each tensor has its own rng."""
     import torch  # slow
 
     count = math.prod(dimensions)
 
     def chunks() -> Iterator[bytes]:
         rng = np.random.default_rng([seed, number])
-        for first in range(0, count, _CHUNK):
-            length = min(_CHUNK, count - first)
+        for offset in range(0, count, _CHUNK):
+            length = min(_CHUNK, count - offset)
             if key.endswith("A_log"):
                 numbers = np.log(rng.uniform(1, 16, length).astype(np.float32))
             elif key.endswith(("linear_attn.norm.weight", "dt_bias")):

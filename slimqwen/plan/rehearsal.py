@@ -1,7 +1,8 @@
-"""Rehearsals of variants on one device, in processes that see it: `python -m slimqwen.plan.rehearsal`.
+"""Rehearsals: vLLM's start-up of variants on one device, as far as its first kernel.
 
-One process for the device imports vLLM once; it forks one for each variant, so that nothing is remembered between them.
-A request is one JSON object on standard input, answers are one JSON object a line on the file descriptor it names.
+`python -m slimqwen.plan.rehearsal` is a process that sees the device. It imports vLLM once and forks for each variant,
+so that no state passes from one variant to the next. It reads a request, a JSON object, from standard input, and writes
+answers, a JSON object per line, to the file descriptor that the request names.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ from pydantic import BaseModel, ConfigDict
 from slimqwen import variant as variants
 from slimqwen.errors import SlimqwenError
 from slimqwen.plan import jit_modules, resolution, shapes, simulated_gpu, warm_up_steps
-from slimqwen.plan.facts import Plan, Toolkit
+from slimqwen.plan.facts import EngineConfig, Plan, Toolkit
 from slimqwen.plan.gpu_model import GpuModel
 from slimqwen.progress import Progress, silent
 from slimqwen.serving import baked_cache, cuda_toolkit
@@ -37,7 +38,7 @@ _TOKENIZER = Path("weights") / "tiny"
 
 
 class RehearsalError(SlimqwenError):
-    """The rehearsing process ended without an answer."""
+    """A rehearsal that ended without an answer, or could not compile."""
 
 
 class _Request(BaseModel):
@@ -51,17 +52,17 @@ class _Request(BaseModel):
     toolkit: bool
     kernels: bool = False
     cache_root: Path | None = None
-    answers: int
+    answer_descriptor: int
 
 
 class Build(BaseModel):
-    """What was compiled for a server, and what that server is, as a manifest states it.
+    """Libraries compiled for a server, and the facts about that server which the manifest of a compile cache states.
 
     Attributes:
         seconds: library of FlashInfer -> seconds of its compilation.
         machine: versions and compute capability.
         flags: decisive flags, values as JSON.
-        environment: variables that a config.env gave.
+        environment: variables of the config.env.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -94,17 +95,19 @@ def run(
     """Rehearse variants on one device.
 
     Args:
+        root: repository.
+        names: variants.
         gpu_name: short name of the GPU model, or cpu.
-        gpu: model to simulate; None takes the device that is here.
+        gpu: model to simulate; None rehearses on the device of this host.
         log: receives what vLLM prints.
         settings: lines that replace those of every variant's config.env; an empty value unsets a key.
         toolkit: False hides nvcc and ninja from a simulated host.
-        kernels: whether to compile the Triton kernels that a simulated GPU would run; about a minute for the first
-            variant, seconds for each other that runs the same.
+        kernels: whether to compile the Triton kernels that a simulated GPU would run; takes about a minute for the
+            first variant, seconds for each other one with the same kernels.
         progress: receives (activity, variants done, variants).
 
     Returns:
-        One plan a variant, in order; a variant that vLLM refuses has `error`.
+        One plan per variant, in order; the plan of a variant that vLLM refuses has `error`.
 
     Raises:
         RehearsalError: the process ended without an answer, for instance because torch is a CPU build.
@@ -117,7 +120,7 @@ def run(
         settings=settings or {},
         toolkit=toolkit,
         kernels=kernels and gpu is not None,
-        answers=-1,
+        answer_descriptor=-1,
     )
     return [answer.plan for answer in _ask(request, log, progress)]
 
@@ -134,33 +137,35 @@ def build(
     settings: dict[str, str] | None = None,
     progress: Progress = silent,
 ) -> tuple[Plan, Build]:
-    """Compile what a variant would compile at its first start on a GPU, which need not be here.
+    """Compile what a variant would compile at its first start on a GPU; this host needs none.
 
     Args:
+        root: repository.
         name: variant.
         gpu_name: short name of the GPU model.
-        cache_root: receives the libraries of FlashInfer and the kernels, where a server's compile cache has them.
+        gpu: model to simulate.
+        cache_root: receives the libraries of FlashInfer and the kernels, in the layout of a server's compile cache.
         log: receives what vLLM and the compilers print.
-        kernels: whether to compile the Triton kernels too, which a start on that GPU would do as well.
+        kernels: whether to compile the Triton kernels too; a start on that GPU would also do it.
         settings: lines that replace those of the variant's config.env.
         progress: receives (activity, variants done, variants).
 
     Returns:
-        The variant's plan there, and what was compiled.
+        The variant's plan on that GPU, and the compiled libraries with the facts of their manifest.
 
     Raises:
         RehearsalError: a compiler is missing or failed, vLLM refuses the variant, it compiles no graphs, or torch is
             a CPU build.
     """
-    # What is asked here is what the process finds: it composes a toolkit where the host has none.
+    # `toolkit` is true on every host: the process composes a toolkit where the host has none.
     request = _Request(
         root=root, gpu_name=gpu_name, gpu=gpu, variants=[name], settings=settings or {}, toolkit=True,
-        kernels=kernels, cache_root=cache_root, answers=-1,
+        kernels=kernels, cache_root=cache_root, answer_descriptor=-1,
     )  # fmt: skip
     (answer,) = _ask(request, log, progress)
     if answer.build is None:
         raise RehearsalError(
-            f"{name} cannot be compiled for on {gpu_name}: {answer.plan.failed_at}: {answer.plan.error}; log: {log}"
+            f"{name} cannot be compiled for {gpu_name}: {answer.plan.failed_at}: {answer.plan.error}; log: {log}"
         )
     return answer.plan, answer.build
 
@@ -169,9 +174,9 @@ def _ask(request: _Request, log: Path, progress: Progress) -> list[_Answer]:
     """The answers of a process for one device, in the order of its variants."""
     log.parent.mkdir(parents=True, exist_ok=True)
     receiving, sending = os.pipe()
-    request = request.model_copy(update={"answers": sending})
+    request = request.model_copy(update={"answer_descriptor": sending})
     received: list[_Answer] = []
-    wanted, activity = len(request.variants), f"plans for {request.gpu_name}"
+    total, activity = len(request.variants), f"plans for {request.gpu_name}"
     environment = dict(os.environ)
     if request.cache_root is not None:
         environment["FLASHINFER_WORKSPACE_BASE"] = str(request.root / ".cache" / "flashinfer-build")
@@ -191,15 +196,15 @@ def _ask(request: _Request, log: Path, progress: Progress) -> list[_Answer]:
             process.stdin.write(request.model_dump_json())
             process.stdin.close()
             for line in answers:
-                progress(activity, len(received), wanted)
+                progress(activity, len(received), total)
                 received.append(_Answer.model_validate_json(line))
         finally:
-            if len(received) < wanted:
+            if len(received) < total:
                 process.kill()
             process.wait()
-    if len(received) < wanted:
+    if len(received) < total:
         raise RehearsalError(_last_line(log) or f"the rehearsal ended without an answer; see {log}")
-    progress(activity, len(received), wanted)
+    progress(activity, len(received), total)
     return received
 
 
@@ -231,17 +236,17 @@ def main() -> None:
         child = os.fork()
         if child == 0:
             answer = _rehearse(request, name)
-            os.write(request.answers, (answer.model_dump_json() + "\n").encode())
+            os.write(request.answer_descriptor, (answer.model_dump_json() + "\n").encode())
             os._exit(0)
         _, status = os.waitpid(child, 0)
         if status != 0:
-            sys.exit(f"error: the rehearsal of {name} died of signal or status {status}")
+            sys.exit(f"error: the rehearsal of {name} ended with wait status {status}")
 
 
 def _rehearse(request: _Request, name: str) -> _Answer:
     """Take one variant through vLLM's start-up as far as its first kernel."""
     build = None
-    resolved: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "variant": name,
         "gpu": request.gpu_name,
         "simulated": request.gpu is not None,
@@ -257,45 +262,43 @@ def _rehearse(request: _Request, name: str) -> _Answer:
     ):
         try:
             variant = _with_settings(variants.load(name, request.root), request.settings)
-            variant, resolved["checkpoint"] = _with_checkpoint(variant, Path(folder))
+            variant, facts["checkpoint"] = _with_checkpoint(variant, Path(folder))
             command = ServerCommand.resolve(variant, platform="cpu" if request.gpu_name == "cpu" else "cuda")
-            resolved["flags"] = decisive_flags(command)
+            facts["flags"] = decisive_flags(command)
             environment = command.process_environment()
             os.environ.clear()
             os.environ.update(environment)
             # Importing Humming starts two builds in processes of their own, which outlive a rehearsal.
             os.environ["HUMMING_DISABLE_PARALLEL_BUILD"] = "1"
-            resolved["toolkit"] = None if request.gpu_name == "cpu" else _toolkit()
+            facts["toolkit"] = None if request.gpu_name == "cpu" else _toolkit()
             config = resolution.engine_config(command.argv[3:])
-            resolved["engine"] = resolution.config_facts(config)
+            facts["engine"] = EngineConfig(**engine_facts.config_facts(config))
             step = "model"
             target, draft = resolution.build_models(config)
-            resolved["attention"] = engine_facts.attention_layers(config)
-            resolved["linears"] = resolution.linear_kernels(target, draft)
-            resolved["weight_bytes"] = resolution.weight_bytes(target, draft)
-            resolved["jit"] = jit_modules.needed(
-                resolved["attention"], resolved["linears"], resolved["toolkit"]
-            )
+            facts["attention"] = engine_facts.attention_layers(config)
+            facts["linears"] = resolution.linear_kernels(target, draft)
+            facts["weight_bytes"] = resolution.weight_bytes(target, draft)
+            facts["jit"] = jit_modules.needed(facts["attention"], facts["linears"], facts["toolkit"])
             step = "block size"
             resolution.align_blocks(config)
             step = "KV cache"
             device_bytes = request.gpu.memory_bytes if request.gpu else _device_bytes(request.gpu_name)
-            resolved["kv_cache"], layout = resolution.kv_cache(
-                config, sum(resolved["weight_bytes"].values()), device_bytes
+            facts["kv_cache"], layout = resolution.kv_cache(
+                config, sum(facts["weight_bytes"].values()), device_bytes
             )
             step = "CUDA graphs"
-            resolved["graphs"] = resolution.graphs(config, layout)
+            facts["graphs"] = resolution.graphs(config, layout)
             step = "weights"
-            resolved["loading"] = resolution.load_names(config, target, draft)
+            facts["loading"] = resolution.load_names(config, target, draft)
             step = "libraries of FlashInfer"
-            specs = jit_modules.specifications(config, layout, resolved["jit"])
+            specs = jit_modules.specifications(config, layout, facts["jit"])
             baked = command.cache.libraries if command.cache else ()
-            resolved["jit"] = jit_modules.with_libraries(resolved["jit"], specs, baked)
+            facts["jit"] = jit_modules.with_libraries(facts["jit"], specs, baked)
             folders: list[str] = []
             if request.kernels and request.gpu is not None:
                 step = "Triton kernels"
-                warned = len(warnings)
-                resolved["kernels"], folders = warm_up_steps.compile_kernels(
+                warning_count = len(warnings)
+                facts["kernels"], folders = warm_up_steps.compile_kernels(
                     config,
                     target,
                     draft,
@@ -304,15 +307,15 @@ def _rehearse(request: _Request, name: str) -> _Answer:
                     _triton_cache(request),
                     command.cache.kernels if command.cache else (),
                 )
-                del warnings[warned:]  # of the warm-up on torch's meta device
+                del warnings[warning_count:]  # those of the warm-up concern torch's meta device
             if request.cache_root is not None:
                 step = "compilation"
                 build = _compile(request, request.cache_root, command, specs, folders)
         except Exception as error:  # any refusal by vLLM is an answer
-            resolved["failed_at"] = step
-            resolved["error"] = " ".join(f"{type(error).__name__}: {error}".split())[:1000]
+            facts["failed_at"] = step
+            facts["error"] = " ".join(f"{type(error).__name__}: {error}".split())[:1000]
             logging.getLogger(__name__).exception("rehearsal of %s", name)
-    plan = Plan(**resolved, warnings=list(dict.fromkeys(warnings)), outbound_hosts=sorted(hosts))
+    plan = Plan(**facts, warnings=list(dict.fromkeys(warnings)), outbound_hosts=sorted(hosts))
     return _Answer(plan=plan, build=build)
 
 
@@ -323,7 +326,7 @@ def _compile(
     specs: Mapping[str, Sequence[Any]],
     folders: Sequence[str],
 ) -> Build:
-    """Put the libraries of FlashInfer and the compiled kernels where a server's compile cache has them."""
+    """Fill a cache root with the libraries of FlashInfer and the compiled kernels, as a server's compile cache."""
     if command.cache is None:
         raise ServingError(
             "it compiles no graphs, so it has no compile cache; set VLLM_ENFORCE_EAGER=0 in its config.env"
@@ -344,7 +347,7 @@ def _triton_cache(request: _Request) -> Path:
 
 
 def _toolkit() -> Toolkit:
-    """The compilers that FlashInfer's JIT would find, by its own rule; those of this environment count."""
+    """The compilers that FlashInfer's JIT would find, those of this Python environment included."""
     missing = cuda_toolkit.missing()
     return Toolkit(nvcc="nvcc" not in missing, ninja="ninja" not in missing)
 
@@ -369,7 +372,7 @@ def _with_settings(variant: Variant, settings: dict[str, str]) -> Variant:
 
 
 def _with_checkpoint(variant: Variant, folder: Path) -> tuple[Variant, str]:
-    """The variant with a checkpoint to build from: its own, or one of its dimensions; and where these come from."""
+    """The variant with a checkpoint to build from, its own or one without weights; and the source of the dimensions."""
     if (variant.weights / "config.json").is_file():
         return variant, f"weights/{variant.weights.name}"
     shape = shapes.variant_shape(variant)
@@ -393,7 +396,7 @@ def _captured_warnings() -> Iterator[list[str]]:
             lines.append(_without_paths(" ".join(record.getMessage().split())))
         handle(logger, record)
 
-    # vLLM configures its loggers anew, without handlers of others.
+    # vLLM configures its loggers anew and drops the handlers of others.
     logging.Logger.handle = record_and_handle  # type: ignore[method-assign, assignment]
     try:
         yield lines
@@ -423,7 +426,7 @@ def _blocked_network() -> Iterator[set[str]]:
 def _without_paths(line: str) -> str:
     words = [f".../{Path(word).name}" if word.startswith("/") else word for word in line.split(" ")]
     text = " ".join(words).partition(" C++ trace ")[0]
-    if text.startswith("Attempted to load weight"):  # once for each tensor otherwise
+    if text.startswith("Attempted to load weight"):  # one line for all tensors
         return "Attempted to load weight <each> with dtype" + text.partition(" with dtype")[2]
     return text
 

@@ -1,11 +1,11 @@
-"""What vLLM resolves a command to, by vLLM's own code and without weights: configuration, kernels, graphs, KV cache.
+"""vLLM's configuration, kernels, CUDA graphs and KV cache for a server command, by vLLM's own code, without weights.
 
 Runs in a process that sees the device, simulated or real (`slimqwen.plan.rehearsal`). vLLM's parser and config classes
 make the engine's configuration; its model classes are built on torch's meta device, so that attention backends and
 quantised kernels are chosen with their real arguments; its own code aligns the blocks, lays out the KV cache in the
-memory that is left, resolves the CUDA graphs, and takes every tensor name of the checkpoint. It cannot see whether a
-kernel launches, is right or is fast, nor the activations that vLLM's start-up profile measures, for which
-`OVERHEAD_GIB` is assumed.
+memory that is left, resolves the CUDA graphs, and loads every tensor name of the checkpoint. This shows neither whether
+a kernel launches, is right or is fast, nor the activations that vLLM's start-up profile measures: `OVERHEAD_GIB` is
+assumed for them.
 """
 
 import importlib.util
@@ -16,13 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from slimqwen.checkpoint.tensors import list_tensors, torch_dtype
-from slimqwen.plan.facts import (
-    EngineConfig,
-    Graphs,
-    KvCache,
-    LinearKernels,
-    WeightLoading,
-)
+from slimqwen.plan.facts import Graphs, KvCache, LinearKernels, WeightLoading
 from slimqwen.plan.meta_device import on_meta_device
 from slimqwen.serving import flags
 from slimqwen.vllm_plugin import engine_facts
@@ -34,13 +28,13 @@ _SHARED_WITH_TARGET = ("embed_tokens", "lm_head")
 
 
 def engine_config(argv: Sequence[str]) -> Any:
-    """VLLM's configuration of a server's flags.
+    """The engine configuration that vLLM makes of a server's flags.
 
     Args:
         argv: the flags, without the interpreter and the module.
 
     Raises:
-        Exception: whatever vLLM refuses them with.
+        Exception: vLLM refuses the flags.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
@@ -49,11 +43,6 @@ def engine_config(argv: Sequence[str]) -> Any:
     arguments = flags.cli_arguments().make_arg_parser(FlexibleArgumentParser()).parse_args(list(argv))
     flags.cli_arguments().validate_parsed_serve_args(arguments)
     return AsyncEngineArgs.from_cli_args(arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
-
-
-def config_facts(config: Any) -> EngineConfig:
-    """What the configuration came to, before blocks are aligned and graphs resolved."""
-    return EngineConfig(**engine_facts.config_facts(config))
 
 
 def build_models(config: Any) -> tuple[Any, Any]:
@@ -80,7 +69,7 @@ def build_models(config: Any) -> tuple[Any, Any]:
 
 
 def align_blocks(config: Any) -> None:
-    """Have the platform settle the block sizes, as vLLM does once its models are there."""
+    """Let vLLM's platform choose the block sizes, as vLLM does once its models are built."""
     from vllm.platforms import current_platform
 
     current_platform.update_block_size_for_backend(config)
@@ -124,7 +113,7 @@ def humming_compiles() -> bool:
 
 
 def weight_bytes(target: Any, draft: Any) -> dict[str, int]:
-    """Bytes of the parameters by kind; what the draft head shares with the target counts once."""
+    """Bytes of the parameters by kind; tensors that the MTP head shares with the target count once."""
     totals: dict[str, int] = {}
     for model, is_draft in ((target, False), (draft, True)):
         seen: set[int] = set()
@@ -148,11 +137,11 @@ def _weight_kind(name: str) -> str:
     return next((kind for part, kind in kinds.items() if part in name), "norms and others")
 
 
-def kv_cache(config: Any, weights: int, device_bytes: int | None) -> tuple[KvCache, Any]:
+def kv_cache(config: Any, parameter_bytes: int, device_bytes: int | None) -> tuple[KvCache, Any]:
     """The KV cache that vLLM lays out in the memory that weights and the assumed overhead leave.
 
     Args:
-        weights: bytes of all parameters.
+        parameter_bytes: bytes of all parameters.
         device_bytes: total memory of the GPU; None for a CPU, whose pool config.env or vLLM's platform fixes.
 
     Returns:
@@ -171,7 +160,7 @@ def kv_cache(config: Any, weights: int, device_bytes: int | None) -> tuple[KvCac
     elif device_bytes is None:
         available = int(cache.cpu_kvcache_space_bytes)
     else:
-        available = int(cache.gpu_memory_utilization * device_bytes - weights - OVERHEAD_GIB * 2**30)
+        available = int(cache.gpu_memory_utilization * device_bytes - parameter_bytes - OVERHEAD_GIB * 2**30)
     with set_current_vllm_config(config):
         specs = get_kv_cache_spec(config)
         _resolve_layout(config, specs)
@@ -181,7 +170,7 @@ def kv_cache(config: Any, weights: int, device_bytes: int | None) -> tuple[KvCac
         alignment = kv_cache_utils.resolve_cache_hit_alignment_tokens(
             layout, config, scheduler_block, hash_block
         )
-    drafts = config.speculative_config is not None
+    has_drafts = config.speculative_config is not None
     facts = KvCache(
         available_bytes=available,
         block_size=cache.block_size,
@@ -190,7 +179,7 @@ def kv_cache(config: Any, weights: int, device_bytes: int | None) -> tuple[KvCac
         sequences_at_max_model_len=round(sequences, 2),
         prefix_hit_multiple=alignment if cache.enable_prefix_caching else None,
         # The last token is always computed; with drafts vLLM gives up the last whole block of a hit as well.
-        shortest_prompt_with_hit=(2 if drafts else 1) * alignment + 1
+        shortest_prompt_with_hit=(2 if has_drafts else 1) * alignment + 1
         if cache.enable_prefix_caching
         else None,
     )
@@ -198,7 +187,7 @@ def kv_cache(config: Any, weights: int, device_bytes: int | None) -> tuple[KvCac
 
 
 def _kv_cache_config(config: Any, specs: Mapping[str, Any], available_bytes: int) -> Any:
-    """VLLM's layout of the KV cache of one worker."""
+    """The layout that vLLM makes of one worker's KV cache."""
     try:
         from vllm.v1.core import kv_cache_planning as planning  # from 0.33 on
     except ImportError:
@@ -212,7 +201,7 @@ def _kv_cache_config(config: Any, specs: Mapping[str, Any], available_bytes: int
 
 
 def _resolve_layout(config: Any, specs: Mapping[str, Any]) -> None:
-    """As the engine core does: the KV layouts that the layers' backends support, in their order."""
+    """Resolve the KV layout from those that the layers' backends support, as the engine core does."""
     from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
     from vllm.v1.worker.worker_base import WorkerBase
 
@@ -221,7 +210,7 @@ def _resolve_layout(config: Any, specs: Mapping[str, Any]) -> None:
 
 
 def graphs(config: Any, layout: Any) -> Graphs:
-    """CUDA graphs as the model runner settles them: the mode after its fallbacks, and what it captures."""
+    """CUDA graphs of the model runner: the mode after its fallbacks, and the steps that it captures."""
     from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.v1.attention.backend import AttentionCGSupport
@@ -248,13 +237,13 @@ def graphs(config: Any, layout: Any) -> Graphs:
             max_num_reqs=config.scheduler_config.max_num_seqs,
         )
         compilation.cudagraph_mode = mode
-        captured = _captured(config) if config.use_v2_model_runner else {}
+        captured = _captured_sizes(config) if config.use_v2_model_runner else {}
     return Graphs(
         mode=mode.name, support=support, captured=captured, decode_query_len=config.uniform_decode_query_len
     )
 
 
-def _captured(config: Any) -> dict[str, list[int]]:
+def _captured_sizes(config: Any) -> dict[str, list[int]]:
     """Mode -> tokens of each graph that the V2 model runner would capture for the target."""
     import torch
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
@@ -265,7 +254,7 @@ def _captured(config: Any) -> dict[str, list[int]]:
         config.compilation_config.cudagraph_mode,
         decode_query_len=config.uniform_decode_query_len,
     )
-    return engine_facts.captured(manager)
+    return engine_facts.captured_sizes(manager)
 
 
 def load_names(config: Any, target: Any, draft: Any) -> WeightLoading:
@@ -277,7 +266,7 @@ def load_names(config: Any, target: Any, draft: Any) -> WeightLoading:
     import torch
     from vllm.config import set_current_vllm_config
 
-    stored = list_tensors(Path(config.model_config.model))
+    tensors = list_tensors(Path(config.model_config.model))
     missing: dict[str, list[str]] = {}
     with set_current_vllm_config(config), on_meta_device():
         for label, model in (("target", target), ("draft", draft)):
@@ -285,7 +274,7 @@ def load_names(config: Any, target: Any, draft: Any) -> WeightLoading:
                 continue
             weights = (
                 (name, torch.empty(info.shape, dtype=torch_dtype(info.dtype), device="meta"))
-                for name, info in stored.items()
+                for name, info in tensors.items()
             )
             loaded = set(model.load_weights(weights) or ())
             # Scales of a KV cache are filled in after loading where a checkpoint has none.

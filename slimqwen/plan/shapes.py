@@ -1,7 +1,7 @@
 """Checkpoints without weights: config.json and a sparse safetensors file that vLLM can build a model from.
 
-The dimensions are a published config (eval/shapes/<name>.json), or that of a checkpoint that is there, and what the
-stages of a variant's recipe do to them.
+The dimensions come from a published config (eval/shapes/<name>.json) or from a checkpoint on this machine; the stages
+of a variant's recipe change them.
 """
 
 import json
@@ -40,7 +40,7 @@ _PREPROCESSOR = {
 }
 
 
-class _Published(BaseModel):
+class _PublishedShape(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     source: str
@@ -59,7 +59,7 @@ def published_shape(root: Path, name: str) -> Shape | None:
     if not file.is_file():
         return None
     try:
-        content = _Published.model_validate_json(file.read_bytes())
+        content = _PublishedShape.model_validate_json(file.read_bytes())
     except ValidationError as error:
         first = error.errors()[0]
         reason = f"{'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}"
@@ -68,7 +68,9 @@ def published_shape(root: Path, name: str) -> Shape | None:
         return Shape(content.config, content.quantised, content.source)
     base = published_shape(root, content.base) if content.base else None
     if base is None:
-        raise ShapeError(f"{FOLDER / file.name}: neither config nor a base in {FOLDER}")
+        raise ShapeError(
+            f"{FOLDER / file.name}: neither config nor a base in {FOLDER}; `git checkout {FOLDER}` restores it"
+        )
     return Shape(base.config, {**base.quantised, **content.quantised}, content.source)
 
 
@@ -82,7 +84,7 @@ def variant_shape(variant: Variant) -> Shape:
 
 
 def shape_by_stage(variant: Variant) -> list[tuple[str, Shape]]:
-    """The name and dimensions of the published checkpoint, then each stage of the recipes with those after it.
+    """Name and dimensions of the published checkpoint, then name of each stage of the recipes and dimensions after it.
 
     Raises:
         ShapeError: as for `variant_shape`.
@@ -93,7 +95,7 @@ def shape_by_stage(variant: Variant) -> list[tuple[str, Shape]]:
         return [(name, shape)]
     maker = _maker(variant, name)
     if maker is None:
-        return [(name, _present_shape(variant.weights))]
+        return [(name, _local_shape(variant.weights))]
     assert maker.recipe is not None
     recipe = recipe_file.read(maker.recipe)
     by_stage = shape_by_stage(variants.load(recipe.base, variant.root))
@@ -113,11 +115,11 @@ def _maker(variant: Variant, name: str) -> Variant | None:
     return maker if maker and maker.recipe else None
 
 
-def _present_shape(weights: Path) -> Shape:
+def _local_shape(weights: Path) -> Shape:
     """The dimensions of an unquantised checkpoint on this machine.
 
     Raises:
-        ShapeError: there is none.
+        ShapeError: this machine has none.
     """
     if (weights / "config.json").is_file():
         config = checkpoint.read_config(weights)
@@ -126,7 +128,7 @@ def _present_shape(weights: Path) -> Shape:
             return Shape(dimensions, {}, f"weights/{weights.name}/config.json")
     raise ShapeError(
         f"the dimensions of weights/{weights.name} are not known: no unquantised checkpoint of that name is on this "
-        f"machine, {FOLDER}/{weights.name}.json does not exist, and no recipe makes it"
+        f"machine, {FOLDER}/{weights.name}.json does not exist, and no recipe makes it; write that file"
     )
 
 
@@ -134,11 +136,11 @@ def write(shape: Shape, folder: Path, tokenizer: Path) -> int:
     """Write a checkpoint of these dimensions, all zeros in a sparse file.
 
     Args:
-        folder: made; must not exist.
-        tokenizer: folder whose tokenizer files are taken; ids above its size are never asked for.
+        folder: is created; must not exist.
+        tokenizer: folder whose tokenizer files are copied; no request has ids above its size.
 
     Returns:
-        Bytes of the tensors; on disk there are a few hundred kilobytes.
+        Bytes of the tensors; the sparse file takes a few hundred kilobytes of disk.
     """
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(shape.config_json, indent=1) + "\n")
@@ -151,9 +153,9 @@ def write(shape: Shape, folder: Path, tokenizer: Path) -> int:
         end = position + tensor_bytes(dtype, dimensions)
         header[name] = {"dtype": dtype, "shape": list(dimensions), "data_offsets": [position, end]}
         position = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    header_bytes = json.dumps(header).encode()
+    header_bytes += b" " * (-len(header_bytes) % 8)
     with (folder / "model.safetensors").open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + position)
+        file.write(len(header_bytes).to_bytes(8, "little") + header_bytes)
+        file.truncate(8 + len(header_bytes) + position)
     return position

@@ -4,7 +4,7 @@
 import), an NVML and a `torch.cuda` that answer from the model's data, and a Triton driver that names its target.
 Nothing can be launched or allocated on it: models are built on torch's meta device (`slimqwen.plan.resolution`).
 
-Must run before vLLM is imported, in a process of its own: nothing is undone.
+Call it before vLLM is imported, in a process of its own: its changes are not undone.
 """
 
 import ctypes
@@ -58,7 +58,7 @@ def install(gpu: GpuModel) -> None:
 
 
 def inspect_models_in_process() -> None:
-    """Have vLLM inspect model classes in this process: the one it starts for that would see no GPU."""
+    """Let vLLM inspect model classes in this process: the subprocess that it would start sees no GPU."""
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda function: function()
@@ -84,7 +84,7 @@ def _load_stub_driver() -> None:
         ) from None
     ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     source.unlink()
-    library.unlink()  # mapped by now
+    library.unlink()  # stays mapped
     folder.rmdir()
 
 

@@ -1,7 +1,7 @@
-"""Triton kernels compiled instead of launched, and what of them a GPU cannot run.
+"""Triton kernels compiled instead of launched, and the choices of their autotuners that a GPU cannot run.
 
 Triton's own compiler and its ptxas make machine code for the target that the active driver names
-(`slimqwen.plan.simulated_gpu`); no GPU is needed. What an autotuner launches is compiled with each of its choices.
+(`slimqwen.plan.simulated_gpu`); no GPU is needed. A kernel with an autotuner is compiled with each of its choices.
 """
 
 import contextlib
@@ -18,8 +18,8 @@ from slimqwen.plan.facts import LostChoice, TritonKernel
 from slimqwen.plan.gpu_model import GpuModel
 
 _REGISTERS = 65536
-"""Of a multiprocessor, which one block may take; the same for every compute capability since 5.0 (CUDA's programming
-guide, technical specifications per compute capability)."""
+"""Registers of a multiprocessor, which one block may take; the same for every compute capability since 5.0 (CUDA's
+programming guide, technical specifications per compute capability)."""
 
 _TENSOR_MEMORY_COLUMNS = 512  # of compute capability 10.x, as in triton/compiler/compiler.py
 _USAGE = re.compile(r"REG:(?P<registers>\d+) STACK:(?P<stack>\d+)")
@@ -31,15 +31,15 @@ class Compilation:
 
     Attributes:
         kernel: module of vLLM and name.
-        choice: what the autotuner chooses, such as "BV=64 num_warps=4"; empty without one.
+        choice: choice of the autotuner, such as "BV=64 num_warps=4"; empty without one.
         launch: number of the launch that it was compiled for; an autotuner runs the fastest of a launch's choices.
-        threads: of a block.
+        threads: threads of a block.
         shared_bytes: shared memory of a block.
-        registers: of a thread.
-        spilled_bytes: of a thread, in local memory.
-        tensor_memory_columns: of a block.
-        folder: of Triton's cache, named by everything that the machine code depends on; empty where it did not compile.
-        error: why it did not compile; None where it did.
+        registers: registers of a thread.
+        spilled_bytes: bytes that a thread keeps in local memory.
+        tensor_memory_columns: columns of tensor memory of a block.
+        folder: folder in Triton's cache, named by all that the machine code depends on; empty if compilation failed.
+        error: reason of a failed compilation; None without one.
     """
 
     kernel: str
@@ -53,8 +53,8 @@ class Compilation:
     folder: str = ""
     error: str | None = None
 
-    def lost(self, shared_limit_bytes: int) -> str | None:
-        """Why a GPU with this much shared memory for a block cannot run it; None where it can."""
+    def obstacle(self, shared_limit_bytes: int) -> str | None:
+        """Why a GPU with this much shared memory for a block cannot run the kernel; None where it can."""
         if self.error is not None:
             return self.error
         if self.shared_bytes > shared_limit_bytes:
@@ -78,31 +78,36 @@ def summarise(compilations: Sequence[Compilation], gpu: GpuModel) -> list[Triton
     """The kernels, by name, with the choices that a GPU cannot run.
 
     Args:
-        compilations: of every kernel.
-        gpu: whose limits count.
+        compilations: compilations of all kernels.
+        gpu: the GPU, whose limits count.
     """
     limit = gpu.shared_memory_kib * 2**10
     by_kernel: dict[str, list[Compilation]] = {}
     for compilation in compilations:
         by_kernel.setdefault(compilation.kernel, []).append(compilation)
-    return [_summary(name, compiled, limit) for name, compiled in sorted(by_kernel.items())]
+    return [_summary(name, group, limit) for name, group in sorted(by_kernel.items())]
 
 
-def _summary(kernel: str, compiled: Sequence[Compilation], shared_limit_bytes: int) -> TritonKernel:
-    fitting = [one for one in compiled if one.lost(shared_limit_bytes) is None]
-    lost = {
-        (one.choice, reason): LostChoice(choice=one.choice, reason=reason)
-        for one in compiled
-        if (reason := one.lost(shared_limit_bytes)) is not None
-    }
+def _summary(kernel: str, compilations: Sequence[Compilation], shared_limit_bytes: int) -> TritonKernel:
+    runnable: list[Compilation] = []
+    lost: dict[tuple[str, str], LostChoice] = {}
+    for compilation in compilations:
+        reason = compilation.obstacle(shared_limit_bytes)
+        if reason is None:
+            runnable.append(compilation)
+        else:
+            choice = compilation.choice
+            lost[choice, reason] = LostChoice(choice=choice, reason=reason)
+    launches = {compilation.launch for compilation in compilations}
+    runnable_launches = {compilation.launch for compilation in runnable}
     return TritonKernel(
         kernel=kernel,
-        compiled=len(compiled),
-        shared_bytes=max((one.shared_bytes for one in fitting), default=0),
-        registers=max((one.registers for one in fitting), default=0),
-        spilled_bytes=max((one.spilled_bytes for one in fitting), default=0),
+        compiled=len(compilations),
+        shared_bytes=max((compilation.shared_bytes for compilation in runnable), default=0),
+        registers=max((compilation.registers for compilation in runnable), default=0),
+        spilled_bytes=max((compilation.spilled_bytes for compilation in runnable), default=0),
         lost=list(lost.values()),
-        runs={one.launch for one in compiled} == {one.launch for one in fitting},
+        runs=launches == runnable_launches,
     )
 
 
@@ -111,13 +116,13 @@ def compiled_not_launched() -> Iterator[list[Compilation]]:
     """Compile what would be launched, for the target of Triton's active driver, and launch nothing.
 
     Yields:
-        What was compiled so far; a kernel that was compiled before is not listed again.
+        The compilations so far; a kernel that is launched again is not listed again.
     """
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import JITFunction
 
     compilations: list[Compilation] = []
-    seen: list[Any] = []  # kept, so that no identity is used twice
+    kernels: list[Any] = []  # keeps them alive, so that no identity is used twice
     identities: set[int] = set()
     launch, choice, tuning = 0, "", False
     compile_or_launch = JITFunction.run
@@ -134,19 +139,19 @@ def compiled_not_launched() -> Iterator[list[Compilation]]:
             return None
         if id(kernel) not in identities:
             identities.add(id(kernel))
-            seen.append(kernel)
-            compilations.append(_measured(name, choice, launch, kernel))
+            kernels.append(kernel)
+            compilations.append(_compilation(name, choice, launch, kernel))
         return kernel
 
     def tune(self: Any, *arguments: Any, **keywords: Any) -> None:
         nonlocal launch, choice, tuning
-        # What the choices are pruned by, as in the autotuner's own `run`.
+        # `prune_configs` reads it, as in the autotuner's own `run`.
         self.nargs = dict(zip(self.arg_names, arguments, strict=False))
         launch += 1
         tuning = True
         try:
             for config in self.prune_configs(keywords):
-                choice = _words(config)
+                choice = _choice_text(config)
                 self.fn.run(*arguments, **{**keywords, **config.all_kwargs(), "warmup": True})
         finally:
             choice, tuning = "", False
@@ -155,13 +160,13 @@ def compiled_not_launched() -> Iterator[list[Compilation]]:
         yield compilations
 
 
-def _words(config: Any) -> str:
+def _choice_text(config: Any) -> str:
     """A choice of an autotuner: the shortest text that tells it from the others."""
     words = {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}
     return " ".join(f"{name}={value}" for name, value in words.items())
 
 
-def _measured(name: str, choice: str, launch: int, kernel: Any) -> Compilation:
+def _compilation(name: str, choice: str, launch: int, kernel: Any) -> Compilation:
     from triton.runtime.cache import get_cache_manager
 
     metadata = kernel.metadata

@@ -48,17 +48,18 @@ class Trouble(BaseModel):
         try:
             SpecifierSet(value)
         except InvalidSpecifier as error:
-            raise ValueError(f"no version range: {error}") from None
+            raise ValueError(f"not a version range: {error}") from None
         return value
 
     @field_validator("when")
     @classmethod
     def _names_facts(cls, value: dict[str, Any]) -> dict[str, Any]:
-        unknown = set(value) - set(FACTS)
-        if unknown or not value:
-            raise ValueError(
-                f"no facts {', '.join(sorted(unknown)) or 'at all'}; there are {', '.join(sorted(FACTS))}"
-            )
+        known = f"the facts are {', '.join(sorted(FACTS))}"
+        if not value:
+            raise ValueError(f"no condition; {known}")
+        unknown = sorted(set(value) - set(FACTS))
+        if unknown:
+            raise ValueError(f"unknown facts {', '.join(unknown)}; {known}")
         return value
 
     def applies_to(self, plan: Plan) -> bool:
@@ -66,14 +67,14 @@ class Trouble(BaseModel):
         version = Version(plan.vllm)
         if not SpecifierSet(self.vllm).contains(version.base_version, prereleases=True):
             return False
-        return all(_holds(FACTS[name](plan), wanted) for name, wanted in self.when.items())
+        return all(_holds(FACTS[name](plan), condition) for name, condition in self.when.items())
 
 
-def _engine(name: str) -> Callable[[Plan], Any]:
+def _engine_fact(name: str) -> Callable[[Plan], Any]:
     return lambda plan: plan.engine and getattr(plan.engine, name)
 
 
-def _kv_cache(name: str) -> Callable[[Plan], Any]:
+def _kv_cache_fact(name: str) -> Callable[[Plan], Any]:
     return lambda plan: plan.kv_cache and getattr(plan.kv_cache, name)
 
 
@@ -108,12 +109,12 @@ def _depth_schedule(plan: Plan) -> list[tuple[int, int, int]]:
 FACTS: Mapping[str, Callable[[Plan], Any]] = MappingProxyType(
     {
         "gpu": lambda plan: plan.gpu,
-        "dtype": _engine("dtype"),
-        "kv_cache_dtype": _engine("kv_cache_dtype"),
-        "state_dtype": _engine("state_dtype"),
-        "num_speculative_tokens": _engine("num_speculative_tokens"),
-        "prefix_caching": _engine("prefix_caching"),
-        "max_num_seqs": _engine("max_num_seqs"),
+        "dtype": _engine_fact("dtype"),
+        "kv_cache_dtype": _engine_fact("kv_cache_dtype"),
+        "state_dtype": _engine_fact("state_dtype"),
+        "num_speculative_tokens": _engine_fact("num_speculative_tokens"),
+        "prefix_caching": _engine_fact("prefix_caching"),
+        "max_num_seqs": _engine_fact("max_num_seqs"),
         "attention_backends": lambda plan: [layers.backend for layers in plan.attention],
         "linear_attention": lambda plan: bool(_prefills(plan)),
         "gdn_prefill": _prefills,
@@ -122,9 +123,9 @@ FACTS: Mapping[str, Callable[[Plan], Any]] = MappingProxyType(
         "full_decode_graphs": _full_decode_graphs,
         "misaligned_graph_sizes": _misaligned_graph_sizes,
         "draft_depth_by_load": lambda plan: bool(_depth_schedule(plan)),
-        "block_size": _kv_cache("block_size"),
-        "shortest_prompt_with_hit": _kv_cache("shortest_prompt_with_hit"),
-        "sequences_at_max_model_len": _kv_cache("sequences_at_max_model_len"),
+        "block_size": _kv_cache_fact("block_size"),
+        "shortest_prompt_with_hit": _kv_cache_fact("shortest_prompt_with_hit"),
+        "sequences_at_max_model_len": _kv_cache_fact("sequences_at_max_model_len"),
         "blocked_modules": lambda plan: [
             module.module for module in plan.jit if not module.possible and not module.baked
         ],
@@ -135,20 +136,20 @@ FACTS: Mapping[str, Callable[[Plan], Any]] = MappingProxyType(
         "error": lambda plan: plan.error,
     }
 )
-"""What a condition may name: None for what was not resolved, a list for several values."""
+"""The facts that a condition may name: None where the plan has no value, a list where it has several."""
 
 
-def _holds(fact: Any, wanted: Any) -> bool:
-    """Whether a fact has a wanted value: an equal one, any of a list, a comparison, or ~ and a regular expression."""
+def _holds(fact: Any, condition: Any) -> bool:
+    """Whether a fact meets a condition: an equal value, any of a list, a comparison, or ~ and a regular expression."""
     if isinstance(fact, list):
-        return any(_holds(value, wanted) for value in fact)
-    if isinstance(wanted, list):
-        return any(_holds(fact, value) for value in wanted)
-    if isinstance(wanted, str) and wanted.startswith(_PATTERN):
-        return isinstance(fact, str) and re.search(wanted.removeprefix(_PATTERN), fact) is not None
-    comparison = _COMPARISON.fullmatch(wanted) if isinstance(wanted, str) else None
+        return any(_holds(value, condition) for value in fact)
+    if isinstance(condition, list):
+        return any(_holds(fact, value) for value in condition)
+    if isinstance(condition, str) and condition.startswith(_PATTERN):
+        return isinstance(fact, str) and re.search(condition.removeprefix(_PATTERN), fact) is not None
+    comparison = _COMPARISON.fullmatch(condition) if isinstance(condition, str) else None
     if comparison is None:
-        return bool(fact == wanted)
+        return bool(fact == condition)
     if fact is None:
         return False
     limit = float(comparison[2])
@@ -175,7 +176,7 @@ def read(root: Path) -> list[Trouble]:
 
 
 def matches(plan: Plan, known: Sequence[Trouble]) -> list[Trouble]:
-    """The known trouble whose conditions hold for a plan; what ends the server comes first."""
+    """The known trouble whose conditions hold for a plan; trouble that ends the server comes first."""
     return sorted(
         (trouble for trouble in known if trouble.applies_to(plan)),
         key=lambda trouble: trouble.effect != "dies",

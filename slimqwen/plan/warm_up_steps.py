@@ -1,4 +1,4 @@
-"""vLLM's own warm-up of its kernels on a simulated GPU: its model runner takes real steps, and launches nothing.
+"""vLLM's own warm-up of its kernels on a simulated GPU: its model runner takes real steps without launching a kernel.
 
 vLLM's V2 model runner is made as its worker makes it, with a KV cache of the planned layout. Then its warm-up builds
 requests with every sampling feature and schedules what a server meets: a prefill, verify steps of all sequences, of
@@ -23,11 +23,11 @@ from slimqwen.plan.gpu_model import GpuModel
 from slimqwen.vllm_plugin import triton_cache
 
 _LIBRARY_ATTENTION = ("FLASH_ATTN", "FLASHINFER")
-"""Backends whose kernels are a library's: their layers pass their output on, not computed."""
+"""Attention backends with kernels of a library: their layers return the output buffer as it is."""
 
-_SCHEDULES = "_vllm_fa3_C::get_scheduler_metadata"
+_SCHEDULE_OPERATOR = "_vllm_fa3_C::get_scheduler_metadata"
 
-_NEVER_SEEN = (
+_NOT_COVERED = (
     "kernels that torch.compile writes, which come with its graphs",
     "what FlashInfer and Humming compile, which the plan lists",
     "kernels of images and of LoRA",
@@ -43,7 +43,7 @@ def compile_kernels(
         config: vLLM's configuration, its blocks aligned and its graphs resolved.
         target: the model on the meta device.
         draft: its MTP head; None without drafts.
-        layout: of its KV cache.
+        layout: layout of the KV cache.
         gpu: the simulated GPU.
         cache: Triton's cache.
         baked: folders of Triton's cache that an archive beside the checkpoint holds.
@@ -54,14 +54,14 @@ def compile_kernels(
     Raises:
         Exception: vLLM's model runner cannot be made.
     """
-    left_out = list(_NEVER_SEEN)
+    left_out = list(_NOT_COVERED)
     operators: Counter[str] = Counter()
     compilations: list[triton_kernels.Compilation] = []
     if config.use_v2_model_runner:
         os.environ["TRITON_CACHE_DIR"] = str(cache)
         triton_cache.find_beside_group_file()
-        with _device(operators), triton_kernels.compiled_not_launched() as compilations:
-            _take_steps(config, target, draft, layout, left_out)
+        with _patched_driver(operators), triton_kernels.compiled_not_launched() as compilations:
+            _run_warm_up(config, target, draft, layout, left_out)
     else:
         left_out.append("all of them: this is not vLLM's V2 model runner")
     major, minor = gpu.capability
@@ -78,7 +78,7 @@ def compile_kernels(
     return kernels, folders
 
 
-def _take_steps(config: Any, target: Any, draft: Any, layout: Any, left_out: list[str]) -> None:
+def _run_warm_up(config: Any, target: Any, draft: Any, layout: Any, left_out: list[str]) -> None:
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.warmup.mamba_triton_warmup import mamba_triton_warmup
@@ -93,12 +93,12 @@ def _take_steps(config: Any, target: Any, draft: Any, layout: Any, left_out: lis
         with torch.inference_mode():
             runner = GPUModelRunner(config, device)
             if draft is not None:
-                runner.speculator.load_draft_model = functools.partial(_give_draft, draft)
+                runner.speculator.load_draft_model = functools.partial(_built_draft, draft)
             runner.load_model(model=target)
             runner.initialize_kv_cache(layout)
             runner._init_kv_zero_meta()
             _run_eagerly(target, draft)
-            _pass_library_attention(runner, left_out)
+            _skip_library_attention(runner, left_out)
             steps: dict[str, Callable[[], object]] = {
                 "Gated DeltaNet kernels": lambda: qwen_triton_warmup(runner, config.model_config),
                 "copies of states": lambda: mamba_triton_warmup(runner),
@@ -123,13 +123,13 @@ def _take_steps(config: Any, target: Any, draft: Any, layout: Any, left_out: lis
 
 
 def _prepare_linears(config: Any, model: Any, device: Any, left_out: list[str]) -> None:
-    """Have the linear kernels rearrange their weights, which their products then read; where one cannot, replace it."""
+    """Let linear kernels rearrange their weights; where that takes a GPU, products return an empty result."""
     import torch
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
     try:
         process_weights_after_loading(model, config.model_config, device)
-    except Exception as error:  # Humming compiles what rearranges its weights
+    except Exception as error:  # Humming compiles a kernel that rearranges its weights
         _log(error)
         kernels = set()
 
@@ -149,31 +149,31 @@ def _prepare_linears(config: Any, model: Any, device: Any, left_out: list[str]) 
         left_out.append(f"kernels of {', '.join(sorted(kernels))}, whose weights only a GPU rearranges")
 
 
-def _give_draft(draft: Any, target: Any, target_layers: set[str]) -> Any:
-    """The MTP head, whose layers vLLM then finds beside the target's."""
+def _built_draft(draft: Any, target: Any, target_layers: set[str]) -> Any:
+    """The MTP head, in place of loading one; vLLM expects its layers to be none of the target's."""
     target_layers -= {name for name in target_layers if name.startswith("mtp.")}
     return draft
 
 
 def _run_eagerly(*models: Any) -> None:
-    """Have compiled models run as they are written: torch.compile would launch what it compiles."""
+    """Run models without torch.compile, which would launch what it compiles."""
     for model in filter(None, models):
         for module in model.modules():
             if hasattr(module, "do_not_compile"):
                 module.do_not_compile = True
 
 
-def _pass_library_attention(runner: Any, left_out: list[str]) -> None:
-    """Have layers whose attention is a library's give their output as it is."""
-    drafts = getattr(runner.speculator, "attn_groups", None) or []
-    backends = {group.backend for groups in (*runner.attn_groups, *drafts) for group in groups}
+def _skip_library_attention(runner: Any, left_out: list[str]) -> None:
+    """Let layers with a library's attention return their output buffer as it is."""
+    draft_groups = getattr(runner.speculator, "attn_groups", None) or []
+    backends = {group.backend for groups in (*runner.attn_groups, *draft_groups) for group in groups}
     for backend in backends:
         if backend.get_name() in _LIBRARY_ATTENTION:
-            backend.get_impl_cls().forward = _given_output
+            backend.get_impl_cls().forward = _output_buffer
             left_out.append(f"kernels of {backend.get_name()}, which are not Triton's")
 
 
-def _given_output(
+def _output_buffer(
     self: Any,
     layer: Any,
     query: Any,
@@ -189,18 +189,18 @@ def _given_output(
 
 
 @contextlib.contextmanager
-def _device(operators: Counter[str]) -> Iterator[None]:
-    """What asks the driver past `simulated_gpu`, once vLLM takes steps; libraries of FlashInfer do nothing."""
+def _patched_driver(operators: Counter[str]) -> Iterator[None]:
+    """Replace what asks the driver past `simulated_gpu` during steps; libraries of FlashInfer do nothing."""
     import torch
     from flashinfer.jit.core import JitSpec
     from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn
     from vllm.v1.worker.gpu import buffer_utils
 
     @contextlib.contextmanager
-    def nothing(*arguments: Any, **keywords: Any) -> Iterator[None]:
+    def no_op(*arguments: Any, **keywords: Any) -> Iterator[None]:
         yield
 
-    answers: dict[str, Callable[..., Any]] = dict.fromkeys(("stream", "device"), nothing)
+    answers: dict[str, Callable[..., Any]] = dict.fromkeys(("stream", "device"), no_op)
     answers |= dict.fromkeys(("set_stream", "reset_peak_memory_stats"), lambda *arguments: None)
     answers |= dict.fromkeys(
         ("max_memory_allocated", "memory_allocated", "memory_reserved"), lambda *arguments: 0
@@ -208,7 +208,7 @@ def _device(operators: Counter[str]) -> Iterator[None]:
     with contextlib.ExitStack() as patches:
         for name, answer in answers.items():
             patches.enter_context(patch.object(torch.cuda, name, answer))
-        patches.enter_context(patch.object(torch.accelerator, "device_index", nothing))
+        patches.enter_context(patch.object(torch.accelerator, "device_index", no_op))
         patches.enter_context(patch.object(torch.cuda, "default_generators", (_generator(),)))
         patches.enter_context(
             patch.object(JitSpec, "build_and_load", lambda spec: jit_modules.UnloadedLibrary())
@@ -219,7 +219,7 @@ def _device(operators: Counter[str]) -> Iterator[None]:
         view = functools.partial(torch.empty_like, device="meta")
         patches.enter_context(patch.object(buffer_utils, "get_accelerator_view_from_cpu_tensor", view))
         patches.enter_context(meta_device.meta_for_cuda())
-        patches.enter_context(meta_device.operators(operators, {_SCHEDULES: _schedule}))
+        patches.enter_context(meta_device.operators(operators, {_SCHEDULE_OPERATOR: _schedule}))
         yield
 
 
@@ -249,4 +249,4 @@ def _library_prefill(*, v: Any, initial_state: Any, **inputs: Any) -> tuple[Any,
 def _log(error: Exception) -> None:
     import logging
 
-    logging.getLogger(__name__).warning("not followed", exc_info=error)
+    logging.getLogger(__name__).warning("part of the warm-up was left out", exc_info=error)

@@ -1,4 +1,4 @@
-"""Check of a chat template before the start: vLLM would only find its faults with the first request."""
+"""Check of a chat template before the start: vLLM would find its faults only at the first request."""
 
 import json
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any
 
 from slimqwen.serving.errors import ServingError
 
-_CHAT = ("What is the first?", "It is this.", "And the second?")
+_MESSAGES = ("What is the first?", "It is this.", "And the second?")
 
 
 def check(file: Path, weights: Path, arguments: Mapping[str, Any]) -> None:
@@ -16,10 +16,10 @@ def check(file: Path, weights: Path, arguments: Mapping[str, Any]) -> None:
     Args:
         file: the template.
         weights: the checkpoint folder, whose tokenizer_config.json names the special tokens.
-        arguments: that the server gives to the template where a request does not.
+        arguments: template variables that the server sets where a request does not.
 
     Raises:
-        ServingError: it is no template for chats.
+        ServingError: a file is unreadable, or the template does not render or leaves out a message.
     """
     # Heavy, and only needed here.
     from jinja2 import TemplateError
@@ -37,17 +37,17 @@ def check(file: Path, weights: Path, arguments: Mapping[str, Any]) -> None:
             f"{weights / 'tokenizer_config.json'} cannot be read ({error}); make or download the checkpoint anew"
         ) from None
     roles = ("user", "assistant", "user")
-    chat = [{"role": role, "content": said} for role, said in zip(roles, _CHAT, strict=True)]
+    chat = [{"role": role, "content": message} for role, message in zip(roles, _MESSAGES, strict=True)]
     for thinking in (True, False):
-        given = {**tokens, "enable_thinking": thinking, **arguments}
+        variables = {**tokens, "enable_thinking": thinking, **arguments}
         try:
             (text,), _ = render_jinja_template(
-                [chat], chat_template=template, add_generation_prompt=True, **given
+                [chat], chat_template=template, add_generation_prompt=True, **variables
             )
         except (TemplateError, TypeError, ValueError) as error:
             line = getattr(error, "lineno", None)
-            where = f"{file}, line {line}" if line else str(file)
-            raise ServingError(f"chat template {where} does not render: {error}; mend it") from None
-        missing = [said for said in _CHAT if said not in text]
+            location = f"{file}, line {line}" if line else str(file)
+            raise ServingError(f"chat template {location} does not render: {error}; correct it") from None
+        missing = [message for message in _MESSAGES if message not in text]
         if missing:
-            raise ServingError(f"chat template {file} leaves out what was said ({missing[0]!r}); mend it")
+            raise ServingError(f"chat template {file} leaves out the message {missing[0]!r}; correct it")

@@ -27,8 +27,8 @@ def variables(cache: Path, environment: Mapping[str, str] = os.environ) -> dict[
     """The variables that let a process compile CUDA code; empty where the host has nvcc and ninja of its own.
 
     Args:
-        cache: folder that the composed toolkit is made in, and found in by the next start.
-        environment: of the process without them.
+        cache: folder of the composed toolkit, which later starts reuse.
+        environment: environment of the process without these variables.
 
     Raises:
         ServingError: the compiler cannot link a library.
@@ -45,7 +45,7 @@ def variables(cache: Path, environment: Mapping[str, str] = os.environ) -> dict[
 
 
 def missing(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """What a process with this environment lacks to compile CUDA code: of nvcc, ninja and a C++ compiler."""
+    """Those of nvcc, ninja and a C++ compiler that a process with this environment lacks to compile CUDA code."""
     tools = {
         "nvcc": _nvcc(environment),
         "ninja": shutil.which("ninja", path=environment.get("PATH", os.defpath)),
@@ -77,7 +77,7 @@ def _packages() -> Path | None:
 
 
 def _compose(packages: Path, cache: Path, compiler: str) -> Path:
-    """Make the folder of links, or find the one that an earlier start made."""
+    """Make the folder of links, or reuse that of an earlier start."""
     listing = "\n".join([str(packages), *sorted(file.name for file in (packages / "lib").iterdir())])
     home = cache / f"cuda-toolkit-{hashlib.sha256(listing.encode()).hexdigest()[:16]}"
     if home.is_dir():
@@ -97,16 +97,16 @@ def _compose(packages: Path, cache: Path, compiler: str) -> Path:
         _link_stub(compiler, libraries / "stubs" / "libcuda.so")
         try:
             new.rename(home)
-        except OSError:  # another start was first
+        except OSError:  # another start made it meanwhile
             if not home.is_dir():
                 raise
     return home
 
 
 def _link_stub(compiler: str, library: Path) -> None:
-    """Link a libcuda without functions: whoever loads what was linked with it gets the driver's by its soname."""
+    """Link a libcuda without functions: code linked with it loads the driver's libcuda, which has the same soname."""
     command = [compiler, "-shared", "-nostdlib", "-x", "c++", os.devnull, "-Wl,-soname,libcuda.so.1"]
-    ended = subprocess.run([*command, "-o", str(library)], capture_output=True, text=True)
-    if ended.returncode != 0:
-        reason = (ended.stderr.strip().splitlines() or ["it printed nothing"])[-1]
+    linker = subprocess.run([*command, "-o", str(library)], capture_output=True, text=True)
+    if linker.returncode != 0:
+        reason = (linker.stderr.strip().splitlines() or ["it printed nothing"])[-1]
         raise ServingError(f"{compiler} cannot link a library ({reason}); Debian: apt-get install g++")

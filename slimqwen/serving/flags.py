@@ -1,8 +1,8 @@
 """Flags of a config.env, checked by the installed vLLM itself before anything starts.
 
 `VLLM_<FLAG>=value` is `--<flag> value` for every option of vLLM's own parser. A key is known only if it equals an
-option string exactly: argparse accepts prefixes, so it is never asked by parsing. Types and choices are checked by the
-parser's own actions, ranges by vLLM's config classes (vllm/config/*.py).
+option string exactly: argparse also parses prefixes of options. The parser's own actions check types and choices,
+vLLM's config classes (vllm/config/*.py) check ranges.
 """
 
 import argparse
@@ -60,7 +60,7 @@ class Flag:
 
     Attributes:
         name: the option without its dashes, `max-num-seqs`.
-        value: what vLLM's parser makes of the text: bool, int, float, str, a list, or decoded JSON.
+        value: value that vLLM's parser makes of the text: bool, int, float, str, a list, or decoded JSON.
         argv: the words of the command line; empty for a switch that is off.
         setting: the line it comes from.
     """
@@ -73,7 +73,7 @@ class Flag:
 
 @dataclasses.dataclass(frozen=True)
 class Resolved:
-    """What a variant's lines mean: flags by name, and variables for the environment of vLLM."""
+    """Flags of vLLM by name, and variables for its environment, that a variant's lines set."""
 
     flags: Mapping[str, Flag]
     environment: Mapping[str, str]
@@ -84,7 +84,7 @@ def resolve(variant: Variant) -> Resolved:
 
     Raises:
         ConfigError: an unknown key, a secret, a value that vLLM's parser or config classes refuse.
-        ServingError: vLLM sees no device, and so has no flags.
+        ServingError: vLLM sees no device, without which its parser cannot be made.
     """
     for setting in variant.unset:
         _require_known(setting)
@@ -110,7 +110,7 @@ def resolve(variant: Variant) -> Resolved:
 
 @functools.cache
 def options() -> Mapping[str, argparse.Action]:
-    """The key of config.env -> the option of vLLM's parser, aliases included (about 15 s, once a process)."""
+    """Key of config.env -> option of vLLM's parser, aliases included; takes about 15 s, once per process."""
     actions: dict[str, argparse.Action] = {}
     for action in _parser()._actions:
         for option in action.option_strings:
@@ -142,7 +142,7 @@ def torch_variables() -> frozenset[str]:
 
 
 def cli_arguments() -> Any:
-    """VLLM's module of a server's arguments, which 0.33 moved."""
+    """The module of vLLM that defines a server's arguments; vLLM 0.33 moved it."""
     try:
         from vllm.entrypoints.launchers import cli_args
     except ImportError:
@@ -155,11 +155,11 @@ def _parser() -> argparse.ArgumentParser:
     from vllm.platforms import current_platform
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    # Some flags' defaults ask for the device.
+    # The defaults of some flags depend on the device.
     if current_platform.is_unspecified():
         raise ServingError(
-            "the installed vLLM is one for GPUs and sees none; `nvidia-smi` says whether there is one, a container "
-            "gets it by `docker run --gpus all`; without a GPU: make install PLATFORM=cpu"
+            "the installed vLLM is for GPUs and sees none; check with `nvidia-smi`, give a container its GPUs with "
+            "`docker run --gpus all`, or without a GPU: make install PLATFORM=cpu"
         )
     parser: argparse.ArgumentParser = cli_arguments().make_arg_parser(FlexibleArgumentParser())
     return parser
@@ -173,11 +173,11 @@ def _require_known(setting: Setting) -> None:
         )
     if key in OWN_KEYS or key in options() or key in environment_variables():
         return
-    near = difflib.get_close_matches(key, [*OWN_KEYS, *options(), *environment_variables()], n=1)
+    matches = difflib.get_close_matches(key, [*OWN_KEYS, *options(), *environment_variables()], n=1)
     hint = (
-        f"did you mean {near[0]}?"
-        if near
-        else "`python -m vllm.entrypoints.launchers.api_server.entry --help`"
+        f"did you mean {matches[0]}?"
+        if matches
+        else "`python -m vllm.entrypoints.launchers.api_server.entry --help` lists the flags"
     )
     raise ConfigError(
         f"{setting.location}: {key} is neither a flag nor an environment variable of vLLM; {hint}"
@@ -206,7 +206,7 @@ def parse(setting: Setting) -> Flag:
     words = [text]
     if action.nargs in ("+", "*") and not is_json:
         words = [word.strip() for word in text.split(",")]
-    value = _json(setting) if is_json else _parsed_by_vllm(setting, action, [option, *words])
+    value = _decoded_json(setting) if is_json else _parsed_by_vllm(setting, action, [option, *words])
     if name in _OBJECTS:
         _check_object(setting, _OBJECTS[name], value)
     if is_json:
@@ -214,7 +214,7 @@ def parse(setting: Setting) -> Flag:
     return Flag(name, value, (option, *words), setting)
 
 
-def _json(setting: Setting) -> Any:
+def _decoded_json(setting: Setting) -> Any:
     try:
         return json.loads(setting.value)
     except (ValueError, RecursionError) as error:
@@ -222,16 +222,16 @@ def _json(setting: Setting) -> Any:
 
 
 def _parsed_by_vllm(setting: Setting, action: argparse.Action, argv: list[str]) -> Any:
-    complaint = io.StringIO()
+    error_output = io.StringIO()
     try:
-        with contextlib.redirect_stderr(complaint):
+        with contextlib.redirect_stderr(error_output):
             return getattr(_parser().parse_args(argv), action.dest)
     except SystemExit:
-        lines = complaint.getvalue().strip().splitlines()[-1:] or ["refused"]
+        lines = error_output.getvalue().strip().splitlines()[-1:] or ["refused"]
         reason = lines[0].rpartition("error: ")[2]
     except Exception as error:
         reason = str(error)
-    raise _refused(setting, reason)
+    raise _refusal(setting, reason)
 
 
 def _check_object(setting: Setting, config_class: str | None, value: Any) -> None:
@@ -241,44 +241,45 @@ def _check_object(setting: Setting, config_class: str | None, value: Any) -> Non
     if value is None:
         return
     if not isinstance(value, dict):
-        raise _refused(setting, 'expected a JSON object such as {"key": 1}')
+        raise _refusal(setting, 'expected a JSON object such as {"key": 1}')
     if config_class is None:
         return
     owner = getattr(config, config_class)
     fields = owner.__pydantic_fields__
     for key, part in value.items():
         if key not in fields:
-            near = difflib.get_close_matches(key, list(fields), n=1)
-            raise _refused(setting, f"{key!r} is unknown" + (f"; did you mean {near[0]!r}?" if near else ""))
+            matches = difflib.get_close_matches(key, list(fields), n=1)
+            hint = f"; did you mean {matches[0]!r}?" if matches else ""
+            raise _refusal(setting, f"{key!r} is unknown{hint}")
         try:
             _validator(owner, key)(value=part)
         except ValidationError as error:
             first = error.errors()[0]
             field = ".".join(map(str, (key, *first["loc"][1:])))
-            raise _refused(setting, f"{field}: {first['msg']}") from None
+            raise _refusal(setting, f"{field}: {first['msg']}") from None
     if value.get(_SCHEDULE) is not None:
         _check_depth_schedule(setting, value)
 
 
 def _check_depth_schedule(setting: Setting, speculation: Mapping[str, Any]) -> None:
-    """Check the draft depths by batch size, which vLLM itself does only once its engine has loaded the weights."""
+    """Check the draft depths by batch size, which vLLM itself checks only after loading the weights."""
     from vllm.v1.spec_decode.dynamic.utils import validate_and_normalize_dynamic_sd_schedule
 
     try:
         schedule = validate_and_normalize_dynamic_sd_schedule(speculation[_SCHEDULE])
     except ValueError as error:
-        raise _refused(setting, f"{_SCHEDULE}: {error}") from None
+        raise _refusal(setting, f"{_SCHEDULE}: {error}") from None
     drafts = speculation.get("num_speculative_tokens")
     deepest = max(depth for _, _, depth in schedule)
     if drafts is not None and deepest > drafts:
         raise ConfigError(
-            f"{setting.location}: {setting.key}={setting.value}: {_SCHEDULE} asks for {deepest} drafts and vLLM would "
-            f"draft {drafts} without a word; raise num_speculative_tokens to {deepest}"
+            f"{setting.location}: {setting.key}={setting.value}: {_SCHEDULE} asks for {deepest} drafts, but vLLM would "
+            f"silently draft {drafts}; raise num_speculative_tokens to {deepest}"
         )
 
 
 def _check_ranges(flags: Mapping[str, Flag]) -> None:
-    """Validate each value by the field of vLLM's config class that it ends in, then the scheduler's as a whole."""
+    """Validate each value by its field in vLLM's config classes, then the values of the scheduler together."""
     from vllm import config
 
     classes = (
@@ -299,7 +300,7 @@ def _check_ranges(flags: Mapping[str, Flag]) -> None:
         try:
             _validator(owner, name)(value=flag.value)
         except ValidationError as error:
-            raise _refused(flag.setting, error.errors()[0]["msg"]) from None
+            raise _refusal(flag.setting, error.errors()[0]["msg"]) from None
     _check_scheduler(flags)
 
 
@@ -314,18 +315,19 @@ def _check_scheduler(flags: Mapping[str, Flag]) -> None:
     from vllm.config import SchedulerConfig
 
     names = ("max-num-batched-tokens", "max-num-seqs", "enable-chunked-prefill", "max-model-len")
-    given = {name.replace("-", "_"): flags[name].value for name in names if name in flags}
-    if "max_model_len" not in given:
+    values = {name.replace("-", "_"): flags[name].value for name in names if name in flags}
+    if "max_model_len" not in values:
         return
     try:
-        SchedulerConfig(is_encoder_decoder=False, **given)
+        SchedulerConfig(is_encoder_decoder=False, **values)
     except (ValidationError, ValueError) as error:
         reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-        last = max((flags[name].setting for name in names if name in flags), key=lambda setting: setting.line)
-        raise _refused(last, reason) from None
+        settings = (flags[name].setting for name in names if name in flags)
+        last_setting = max(settings, key=lambda setting: setting.line)
+        raise _refusal(last_setting, reason) from None
 
 
-def _refused(setting: Setting, reason: str) -> ConfigError:
+def _refusal(setting: Setting, reason: str) -> ConfigError:
     return ConfigError(
         f"{setting.location}: {setting.key}={setting.value}: vLLM refuses it: {' '.join(reason.split())}"
     )

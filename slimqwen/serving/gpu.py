@@ -10,7 +10,7 @@ from slimqwen.serving.errors import ServingError
 NOTHING: Mapping[str, str] = MappingProxyType({})
 """The environment of a config.env that sets no variable."""
 
-VISIBLE, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
+_VISIBLE_DEVICES, _DEVICE_ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 
 
 @dataclass(frozen=True)
@@ -55,22 +55,26 @@ def first_visible(environment: Mapping[str, str]) -> Gpu | None:
         ServingError: CUDA_VISIBLE_DEVICES of the config.env names a GPU that this process does not see.
     """
     gpus = all_gpus()
-    visible = environment.get(VISIBLE, os.environ.get(VISIBLE))
-    here = os.environ.get(VISIBLE)
-    order, order_here = environment.get(ORDER, os.environ.get(ORDER)), os.environ.get(ORDER)
-    if not gpus or (visible == here and order == order_here):
+    shell_visible, shell_order = os.environ.get(_VISIBLE_DEVICES), os.environ.get(_DEVICE_ORDER)
+    visible = environment.get(_VISIBLE_DEVICES, shell_visible)
+    order = environment.get(_DEVICE_ORDER, shell_order)
+    if not gpus or (visible == shell_visible and order == shell_order):
         return gpus[0] if gpus else None
     if order == "PCI_BUS_ID":
         gpus.sort(key=lambda gpu: gpu.bus)
     first = (visible or "0").partition(",")[0].strip()
-    # What the shell shows to this process, by the names that CUDA_VISIBLE_DEVICES gives them.
-    names = [name.strip() for name in here.split(",")] if here else [str(rank) for rank in range(len(gpus))]
-    by_name = dict(zip(names, sorted(gpus, key=lambda gpu: gpu.index) if here else gpus, strict=False))
+    # The GPUs that this process sees, by the names that the shell's CUDA_VISIBLE_DEVICES gives them.
+    if shell_visible:
+        names = [name.strip() for name in shell_visible.split(",")]
+        by_name = dict(zip(names, sorted(gpus, key=lambda gpu: gpu.index), strict=False))
+    else:
+        by_name = {str(rank): gpu for rank, gpu in enumerate(gpus)}
     matches = [gpu for gpu in gpus if first.startswith("GPU-") and gpu.uuid.startswith(first)]
     gpu = matches[0] if matches else by_name.get(first)
     if gpu is None:
         raise ServingError(
-            f"{VISIBLE}={visible} of the config.env names {first}, which this shell does not see "
-            f"({VISIBLE}={here or 'not set'}, {len(gpus)} GPUs); correct it, or export it in the shell instead"
+            f"{_VISIBLE_DEVICES}={visible} of the config.env names {first}, which this shell does not see "
+            f"({_VISIBLE_DEVICES}={shell_visible or 'not set'}, {len(gpus)} GPUs); correct it, or export it in the "
+            "shell instead"
         )
     return gpu

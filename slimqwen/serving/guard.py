@@ -33,7 +33,7 @@ _CLEAN_UP_S = 10.0
 
 
 def main() -> None:
-    """Start what the first line asks for, and end it once the starter's end of the pipe is closed."""
+    """Start the command of the first line, and end it once the starter's end of the pipe is closed."""
     line = sys.stdin.readline()
     if not line.endswith("\n"):  # the starter died before the whole line was written
         return
@@ -49,21 +49,21 @@ def main() -> None:
             process_group=0,
         )
     except OSError as error:
-        _say(str(error))
+        _write_line(str(error))
         return
     server = psutil.Process(process.pid)
-    _say(str(process.pid))
+    _write_line(str(process.pid))
     while not select.select([sys.stdin], [], [], _POLL_S)[0]:
         if process.poll() is not None:
             _end_group(process.pid)
-            _say(str(process.returncode))
+            _write_line(str(process.returncode))
             return
     end(server)
     process.wait()
 
 
 def _end_group(leader: int) -> None:
-    """End the processes of a killed server: its engine does not notice, and holds memory of the host and the GPU."""
+    """End the process group of a dead server: its engine runs on and holds memory of the host and the GPU."""
     members = []
     for process in psutil.process_iter():
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -80,8 +80,8 @@ class Server:
     """Server process under a guard.
 
     Attributes:
-        pid: its number.
-        returncode: its exit code, as `poll` last found it; None while it runs.
+        pid: process id.
+        returncode: exit code at the last `poll`; None while it runs.
     """
 
     def __init__(self, pid: int, guard: "subprocess.Popen[bytes]") -> None:
@@ -92,7 +92,7 @@ class Server:
     def poll(self) -> int | None:
         """Exit code, or the negative number of the signal that ended it; None while it runs.
 
-        A killed guard's exit code counts as the server's, which then has nothing to end it.
+        If the guard was killed, its exit code counts as the server's.
         """
         assert self._guard.stdout is not None
         # The guard writes one line and ends, so `select` sees it even if the line was buffered.
@@ -110,12 +110,12 @@ def guarded(
 
     Args:
         argv: the command.
-        environment: all of it.
-        folder: where it runs.
-        output: a file that receives what it prints.
+        environment: all variables of the process.
+        folder: working directory.
+        output: file that receives what the server prints.
 
     Raises:
-        ServingError: there is no such command or folder.
+        ServingError: the command or the folder does not exist.
     """
     guard = subprocess.Popen(
         [sys.executable, "-m", "slimqwen.serving.guard"],
@@ -150,12 +150,12 @@ def guarded(
     finally:
         with contextlib.suppress(BrokenPipeError):
             guard.stdin.close()
-        if guard.wait() != 0 and server is not None:  # a guard that was killed ends nothing
+        if guard.wait() != 0 and server is not None:  # a killed guard has ended nothing
             end(server)
         guard.stdout.close()
 
 
-def _say(line: str) -> None:
+def _write_line(line: str) -> None:
     with contextlib.suppress(BrokenPipeError):  # the starter is gone
         os.write(1, line.encode() + b"\n")
 
@@ -181,9 +181,8 @@ def _kill(processes: Iterable[psutil.Process]) -> None:
     others: list[psutil.Process] = []
     for process in processes:
         with contextlib.suppress(psutil.Error):
-            (
-                trackers if "multiprocessing.resource_tracker" in " ".join(process.cmdline()) else others
-            ).append(process)
+            is_tracker = "multiprocessing.resource_tracker" in " ".join(process.cmdline())
+            (trackers if is_tracker else others).append(process)
     for process in others:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()

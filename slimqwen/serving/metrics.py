@@ -2,7 +2,7 @@
 
 from prometheus_client.parser import text_string_to_metric_families
 
-_FULLEST = "vllm:kv_cache_usage_perc"
+_KV_CACHE_USAGE = "vllm:kv_cache_usage_perc"
 
 
 def read(text: str) -> dict[str, float]:
@@ -19,6 +19,6 @@ def read(text: str) -> dict[str, float]:
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             name = f"{sample.name}/{sample.labels['le']}" if "le" in sample.labels else sample.name
-            known = values.get(name, 0.0)
-            values[name] = max(known, sample.value) if name == _FULLEST else known + sample.value
+            value = values.get(name, 0.0)
+            values[name] = max(value, sample.value) if name == _KV_CACHE_USAGE else value + sample.value
     return values

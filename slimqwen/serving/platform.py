@@ -19,8 +19,8 @@ class GpuOnly:
 
     Attributes:
         flag: its name without dashes.
-        applies: whether this value is one that a CPU cannot have.
-        instead: the value a CPU takes in its place, None to leave the flag out.
+        applies: whether a CPU cannot have this value.
+        instead: value on a CPU; None leaves the flag out.
         why: the reason, for the notice.
     """
 
@@ -59,22 +59,22 @@ def preloaded_libraries(environment: Mapping[str, str]) -> dict[str, str]:
     """LD_PRELOAD with torch's OpenMP library, as vLLM's CPU platform sets it for its workers (vllm/platforms/cpu.py).
 
     Args:
-        environment: variables of the process that is to be started.
+        environment: environment of the process to start.
 
     Returns:
         Nothing where an OpenMP library is preloaded already, or torch brings none that LD_PRELOAD can name.
     """
-    present = environment.get("LD_PRELOAD", "")
+    preloaded = environment.get("LD_PRELOAD", "")
     torch = importlib.util.find_spec("torch")
-    if re.search("lib(gomp|omp|iomp)", present) or torch is None or torch.origin is None:
+    if re.search("lib(gomp|omp|iomp)", preloaded) or torch is None or torch.origin is None:
         return {}
     package = Path(torch.origin).parent
     folders = (package.parent / "torch.libs", package / "lib")
-    # The loader splits at both characters.
+    # The loader splits LD_PRELOAD at spaces and colons.
     libraries = [
         path for folder in folders for path in folder.glob("libgomp*.so*") if not re.search("[ :]", str(path))
     ]
-    return {"LD_PRELOAD": ":".join(filter(None, [present, *map(str, libraries[:1])]))} if libraries else {}
+    return {"LD_PRELOAD": ":".join(filter(None, [preloaded, *map(str, libraries[:1])]))} if libraries else {}
 
 
 def _always(value: Any) -> bool:
@@ -100,4 +100,4 @@ GPU_ONLY: tuple[GpuOnly, ...] = (
     GpuOnly("attention-backend", _always, None, "a CPU has one attention backend"),
     GpuOnly("compilation-config", _always, None, "its fused kernels exist on CUDA only"),
 )
-"""The table behind the notice that serving on a CPU prints."""
+"""The flags that a CPU leaves out or replaces; serving on a CPU prints each of them."""

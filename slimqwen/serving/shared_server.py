@@ -29,7 +29,7 @@ class SharedServer:
     Attributes:
         variant: served variant.
         server: address of the server and the command that it runs.
-        already_running: whether it ran before the measurement; then it may have other clients too.
+        already_running: whether it ran before the measurement; such a server may have other clients.
         max_model_len: longest prompt and output together that the server accepts, tokens.
     """
 
@@ -71,12 +71,14 @@ def max_model_len(base_url: str) -> int:
     """Longest prompt and output together that a server accepts, tokens.
 
     Raises:
-        ServerLostError: the server does not answer, or not as vLLM does.
+        ServerLostError: the server does not answer, or is no vLLM.
     """
     try:
         return int(get(f"{base_url}/v1/models").json()["data"][0]["max_model_len"])
     except (ValueError, LookupError, TypeError) as error:
-        raise ServerLostError(f"{base_url}/v1/models has no max_model_len: is it vLLM?") from error
+        raise ServerLostError(
+            f"{base_url}/v1/models states no max_model_len, so no vLLM answers there; check what listens on that port"
+        ) from error
 
 
 def require_healthy(base_url: str, activity: str, log: Path) -> None:

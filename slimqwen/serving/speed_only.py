@@ -1,6 +1,6 @@
-"""Variants that are measured for speed and memory alone.
+"""Variants that are measured for speed and memory only.
 
-Their weights are random, or their acceptance length is set by the flags (synthetic) instead of measured.
+Their weights are random, or their flags set the acceptance length (synthetic acceptance).
 """
 
 from collections.abc import Mapping
@@ -12,36 +12,36 @@ from slimqwen.serving.errors import ServingError
 from slimqwen.variant import Variant
 
 
-def refuse(variant: Variant, what: str) -> None:
-    """Refuse to judge what a variant says.
+def refuse(variant: Variant, measurement: str) -> None:
+    """Refuse to evaluate the answers of such a variant.
 
     Args:
         variant: the variant to evaluate.
-        what: what would be measured, for the message: "quality".
+        measurement: name of the measurement for the message, such as "quality".
 
     Raises:
-        ServingError: its weights are random, or its drafts are accepted whatever they say.
+        ServingError: its weights are random, or its acceptance is synthetic.
     """
     if (variant.weights / "config.json").is_file() and checkpoint.has_random_weights(variant.weights):
         raise ServingError(
-            f"weights/{variant.weights.name} holds random weights, which answer for speed and memory only; measure "
-            f"{what} on a trained checkpoint"
+            f"weights/{variant.weights.name} holds random weights, which serve to measure speed and memory only; "
+            f"measure {measurement} on a trained checkpoint"
         )
     setting = variant.settings.get("VLLM_SPECULATIVE_CONFIG")
     if setting is not None and is_synthetic(vllm_flags.parse(setting).value):
         raise ServingError(
-            f"{setting.location}: rejection_sample_method is synthetic, which accepts drafts whatever they say; "
-            f"measure {what} without it"
+            f"{setting.location}: rejection_sample_method is synthetic, which accepts drafts regardless of their "
+            f"content; measure {measurement} without it"
         )
 
 
 def is_synthetic(speculation: Mapping[str, Any] | None) -> bool:
-    """Whether a speculative config accepts drafts by a rate instead of by what they say."""
+    """Whether a speculative config accepts drafts by a rate instead of by their content."""
     return (speculation or {}).get("rejection_sample_method") == "synthetic"
 
 
-def set_acceptance_length(flags: Mapping[str, Any]) -> float | None:
-    """The acceptance length that a variant's flags set, None where drafts are judged.
+def synthetic_acceptance_length(flags: Mapping[str, Any]) -> float | None:
+    """The acceptance length that a variant's flags set; None where the target model verifies drafts.
 
     Args:
         flags: values by flag name.

@@ -1,7 +1,7 @@
-"""Unsafe engine modes: combinations found to change tokens or to crash, in eval/unsafe_engines.json.
+"""Unsafe engine modes: combinations that change tokens or crash, in eval/unsafe_engines.json.
 
 `slimqwen.evals.engine.modes` finds them, `slimqwen.serving.checks` refuses to serve with them. A finding holds for one
-build only: what a CPU shows says nothing about a GPU.
+build only: one of a CPU says nothing about a GPU.
 """
 
 import json
@@ -83,7 +83,7 @@ class Finding(BaseModel):
     """An unsafe combination.
 
     Attributes:
-        reason: what went wrong, one line.
+        reason: the fault, one line.
         record: the record that shows it, relative to the repository.
     """
 
@@ -122,7 +122,7 @@ def read(root: Path) -> list[Finding]:
 def update(
     root: Path, build: Build, record: str, *, unsafe: Sequence[Finding], fine: Sequence[Modes]
 ) -> None:
-    """Add the findings of a record; remove what earlier records of its variant say of the modes that it tested.
+    """Add the findings of a record; remove those of earlier records of its variant in the modes that it tested.
 
     A variant whose modes are fine says nothing about another one of the same build: margins between likely tokens are
     those of its weights.
@@ -223,9 +223,10 @@ def find(
     findings = read(root)
     if not findings:
         return None
-    here, served = build(weights, platform, environment), served_modes(flags, platform)
+    this_build, served = build(weights, platform, environment), served_modes(flags, platform)
     return next(
-        (finding for finding in findings if finding.build == here and covers(served, finding.modes)), None
+        (finding for finding in findings if finding.build == this_build and covers(served, finding.modes)),
+        None,
     )
 
 

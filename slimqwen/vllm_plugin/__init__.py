@@ -1,4 +1,4 @@
-"""What runs inside vLLM's processes, and by which of vLLM's hooks it gets there.
+"""Code inside vLLM's processes, and the hook of vLLM that loads each module.
 
 | module | hook | process |
 |---|---|---|

@@ -13,9 +13,9 @@ def authorization() -> dict[str, str]:
 
 
 def guard_engine_paths() -> None:
-    """Have vLLM ask for the API key wherever a request occupies the engine, not only under /v1 and its like.
+    """Let vLLM ask for the API key wherever a request occupies the engine, not only under prefixes such as /v1.
 
-    Goes away when `GUARDED_PREFIX` in vllm/entrypoints/serve/middleware/authenticate.py holds these paths.
+    To be removed when `GUARDED_PREFIX` in vllm/entrypoints/serve/middleware/authenticate.py holds these paths.
     """
     from vllm.entrypoints.serve.middleware import authenticate
 

@@ -1,8 +1,8 @@
 """vLLM's API server with its modules imported once for all of its processes (`python -m` this module, vLLM's flags).
 
 The import makes hundreds of thousands of objects that stay; without the garbage collector, which walks through them
-again and again meanwhile, it takes two thirds of the CPU time. What a fork then shares is frozen, so that no
-collection writes into it.
+again and again meanwhile, it takes two thirds of the CPU time. Objects that forks share are frozen, so that no
+collection writes into them.
 """
 
 import gc

@@ -1,7 +1,8 @@
 """Answers that the end of the server or of its engine cuts: 503 with Retry-After, or an error event in a stream.
 
-vLLM answers 500 to some of them and 200 with the finish reason `abort` to others. Goes away when `_send_abort_outputs`
-in vllm/v1/engine/core.py and `engine_error_handler` in vllm/entrypoints/serve/exception_handling/ answer 503.
+vLLM answers 500 to some of them and 200 with the finish reason `abort` to others. To be removed when
+`_send_abort_outputs` in vllm/v1/engine/core.py and `engine_error_handler` in
+vllm/entrypoints/serve/exception_handling/ answer 503.
 """
 
 import asyncio
@@ -18,41 +19,41 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from slimqwen.vllm_plugin.refusal import refusal
 
 RETRY_AFTER_S = 5
-"""Value of Retry-After: another server answers at once, this one starts anew in some seconds."""
+"""Value of Retry-After: another server answers at once, a restart of this one takes some seconds."""
 
 EndReason = Callable[[], str | None]
 """Why answers are cut now; None while the server and its engine live."""
 
 
 async def answer(app: ASGIApp, scope: Scope, receive: Receive, send: Send, end_reason: EndReason) -> None:
-    """Let an application answer a request, and refuse with 503 what it fails to answer because of the end.
+    """Let an application answer a request, and answer 503 where the end makes it fail.
 
     Args:
         app: application.
         scope: scope of an HTTP request.
         receive: receiver of the request's body.
         send: receiver of the answer.
-        end_reason: message for the client. A server error without such a reason passes as it is.
+        end_reason: message for the client. Without a reason a server error passes unchanged.
     """
     status: int | None = None
-    streams = complete = refused = False
+    is_stream = is_complete = is_refused = False
 
     async def send_or_refuse(message: Message) -> None:
-        nonlocal status, streams, complete, refused
-        if refused:
+        nonlocal status, is_stream, is_complete, is_refused
+        if is_refused:
             return
         if message["type"] == "http.response.start":
             status = message["status"]
-            streams = Headers(scope=message).get("content-type", "").startswith("text/event-stream")
+            is_stream = Headers(scope=message).get("content-type", "").startswith("text/event-stream")
             reason = end_reason()
             if reason is not None and status == HTTPStatus.INTERNAL_SERVER_ERROR:
-                refused = True
+                is_refused = True
                 await end_refusal(reason)(scope, receive, send)
                 return
             if reason is not None and status == HTTPStatus.SERVICE_UNAVAILABLE:
                 MutableHeaders(scope=message).setdefault("Retry-After", str(RETRY_AFTER_S))
         else:
-            complete = not message.get("more_body", False)
+            is_complete = not message.get("more_body", False)
         await send(message)
 
     try:
@@ -61,7 +62,7 @@ async def answer(app: ASGIApp, scope: Scope, receive: Receive, send: Send, end_r
         reason = end_reason()
         if reason is not None and status is None:
             await end_refusal(reason)(scope, receive, send)
-        elif reason is not None and streams and not (complete or refused):
+        elif reason is not None and is_stream and not (is_complete or is_refused):
             event = b"data: " + bytes(end_refusal(reason).body) + b"\n\ndata: [DONE]\n\n"
             await send({"type": "http.response.body", "body": event})
         raise
@@ -82,11 +83,11 @@ def end_refusal(reason: str) -> Response:
 def cut_outputs(
     generate: Callable[..., AsyncGenerator[Any, None]], end_reason: EndReason
 ) -> Callable[..., AsyncGenerator[Any, None]]:
-    """Wrap the engine client's `generate`: outputs that the end cuts raise vLLM's retryable error, a 503.
+    """Wrap the engine client's `generate`: an output that the end cuts raises vLLM's retryable error, a 503.
 
     Args:
         generate: `AsyncLLM.generate`, bound.
-        end_reason: message for the client. An error or an abort without such a reason passes as it is.
+        end_reason: message for the client. Without a reason an error or an abort passes unchanged.
     """
     from vllm.exceptions import RetryableRequestError
     from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -96,7 +97,9 @@ def cut_outputs(
         try:
             async with contextlib.aclosing(generate(*arguments, **keywords)) as stock:
                 async for output in stock:
-                    if output.finished and any(one.finish_reason == "abort" for one in output.outputs):
+                    if output.finished and any(
+                        completion.finish_reason == "abort" for completion in output.outputs
+                    ):
                         reason = end_reason()
                         if reason is not None:
                             raise RetryableRequestError(reason)

@@ -1,8 +1,8 @@
 """Qwen3.5's MTP head in vLLM, drafting from a part of the vocabulary where the checkpoint has a draft head.
 
-`slimqwen.checkpoint.draft_head` says which tensors those are and which key of config.json announces them. The target
-verifies every draft with its whole vocabulary, so this decides how long drafts are and nothing else. Without the key
-the model is vLLM's own class.
+`slimqwen.checkpoint.draft_head` names the tensors of the draft head and the key of config.json that announces them. The
+target verifies every draft with its whole vocabulary, so the draft head affects only how many drafts are accepted.
+Without the key the model is vLLM's own class.
 
 Registered over vLLM's class by `slimqwen.vllm_plugin.engine_fixes.register`, on every device. This module imports
 vLLM's model classes, so vLLM imports it when it needs the class and not before.
@@ -29,14 +29,14 @@ class DraftVocabularyMTP(Qwen3_5MTP):  # type: ignore[misc]  # vLLM is not follo
 
     Args:
         vllm_config: vLLM's configuration.
-        prefix: of the module names.
+        prefix: prefix of the module names.
 
     Raises:
-        PluginError: tensor parallelism is on, or config.json announces no possible number of rows.
+        PluginError: tensor parallelism is on, or config.json announces an impossible number of rows.
     """
 
     def __new__(cls, *, vllm_config: Any, prefix: str = "") -> Any:
-        """Vocabulary announced: this class. Otherwise: vLLM's own."""
+        """An instance of this class where config.json announces a draft head, else of vLLM's own."""
         if getattr(vllm_config.model_config.hf_text_config, _SIZE_KEY, None) is None:
             return Qwen3_5MTP(vllm_config=vllm_config, prefix=prefix)
         return super().__new__(cls)
@@ -63,8 +63,8 @@ class DraftVocabularyMTP(Qwen3_5MTP):  # type: ignore[misc]  # vLLM is not follo
     def compute_logits(self, hidden_states: torch.Tensor, spec_step_idx: int = 0) -> torch.Tensor:
         """Scores of the whole vocabulary: [tokens, hidden] -> [tokens, vocabulary], minus infinity for other ids."""
         scores = self.draft_logits_processor(self.model.draft_head, hidden_states)
-        whole = scores.new_full((*scores.shape[:-1], self.config.vocab_size), float("-inf"))
-        return whole.index_copy_(-1, self.model.draft_head.token_ids, scores)
+        all_scores = scores.new_full((*scores.shape[:-1], self.config.vocab_size), float("-inf"))
+        return all_scores.index_copy_(-1, self.model.draft_head.token_ids, scores)
 
     def get_top_tokens(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Greedy drafts, where the speculative config has use_local_argmax_reduction: [tokens, hidden] -> [tokens]."""
@@ -72,7 +72,7 @@ class DraftVocabularyMTP(Qwen3_5MTP):  # type: ignore[misc]  # vLLM is not follo
         return self.model.draft_head.token_ids[rows]
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load the checkpoint's tensors, those of the draft head checked.
+        """Load the checkpoint's tensors; check those of the draft head.
 
         Raises:
             PluginError: a tensor of the draft head is missing, or does not fit the config.
@@ -92,16 +92,16 @@ class DraftVocabularyMTP(Qwen3_5MTP):  # type: ignore[misc]  # vLLM is not follo
     def _checked(
         self, weights: Iterable[tuple[str, torch.Tensor]], seen: set[str]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Pass the tensors on, after a check of those that belong to the draft head."""
+        """Yield the tensors, and check those of the draft head."""
         rows, hidden = getattr(self.config, _SIZE_KEY), self.config.hidden_size
         shapes = {"weight": (rows, hidden), "token_ids": (rows,)}
         for name, tensor in weights:
             part = name.removeprefix(_PREFIX)
             if part != name:
                 if tuple(tensor.shape) != shapes.get(part):
-                    wanted = list(shapes[part]) if part in shapes else "no such tensor"
-                    raise PluginError(f"{name} is {list(tensor.shape)}, config.json says {wanted}; {_CURE}")
-                # A rehearsal of the loading has no content.
+                    expected = list(shapes[part]) if part in shapes else "no such tensor"
+                    raise PluginError(f"{name} is {list(tensor.shape)}, config.json says {expected}; {_CURE}")
+                # In a rehearsal of a start tensors have no content.
                 if part == "token_ids" and not tensor.is_meta:
                     self._check_ids(name, tensor)
                 seen.add(part)
@@ -110,7 +110,7 @@ class DraftVocabularyMTP(Qwen3_5MTP):  # type: ignore[misc]  # vLLM is not follo
     def _check_ids(self, name: str, ids: torch.Tensor) -> None:
         size = self.config.vocab_size
         if ids.is_floating_point() or int(ids.min()) < 0 or int(ids.max()) >= size:
-            found = f"{ids.min().item()} to {ids.max().item()} in {ids.dtype}"
-            raise PluginError(f"{name} holds {found}, the vocabulary has ids 0 to {size - 1}; {_CURE}")
+            content = f"{ids.min().item()} to {ids.max().item()} in {ids.dtype}"
+            raise PluginError(f"{name} holds {content}, the vocabulary has ids 0 to {size - 1}; {_CURE}")
         if not bool((ids.diff() > 0).all()):
-            raise PluginError(f"{name} does not ascend: an id stands twice or out of order; {_CURE}")
+            raise PluginError(f"{name} does not ascend: an id is repeated or out of order; {_CURE}")

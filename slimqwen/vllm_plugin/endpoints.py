@@ -15,7 +15,7 @@ PLUGIN = "slimqwen_endpoints"
 
 
 class Endpoints:
-    """What vLLM makes of the entry point (`EndpointPlugin` in vllm/plugins/endpoint_plugins/interface.py)."""
+    """Endpoint plugin, by the protocol `EndpointPlugin` in vllm/plugins/endpoint_plugins/interface.py."""
 
     name = PLUGIN
     required_tasks = ("generate",)
@@ -29,7 +29,7 @@ class Endpoints:
         Raises:
             EngineFixError: this vLLM is not the one these were written for.
         """
-        # Before vLLM adds its own, so behind the API key; the last is the outer one.
+        # Added before vLLM's own middleware, so behind the API key; the last one added is the outermost.
         app.add_middleware(request_limits.RefusedStreams)
         app.add_middleware(token_ids.OldTokenIds)
         app.add_middleware(request_limits.BodyLimit)
@@ -44,7 +44,7 @@ class Endpoints:
             thinking_budget.install(budget)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        """Nothing to keep."""
+        """Keep no state."""
 
 
 def require_registered(environment: Mapping[str, str]) -> None:

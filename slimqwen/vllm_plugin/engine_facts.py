@@ -1,4 +1,4 @@
-"""Engine facts: what a started engine is, in a plan's words, and where it differs from what was planned.
+"""Engine facts: the configuration of a started engine in a plan's terms, and its differences from the plan.
 
 `slimqwen.serving.command` names `EngineFacts` by vLLM's `--worker-extension-cls`, because the worker alone knows its
 backends and graphs; the API server's own configuration, which `/metrics` states as cache_config_info, knows the rest.
@@ -21,14 +21,14 @@ VARIABLE = "SLIMQWEN_PLAN"
 
 
 class Expected(BaseModel):
-    """What a start is held against.
+    """Planned facts that a started engine is compared with.
 
     Attributes:
-        variant: that is served.
-        plan: the plan's vLLM and device, for the log.
+        variant: name of the served variant.
+        plan: vLLM and device of the plan, for the log.
         facts: planned values by name.
         tolerances: name -> largest difference as a share of the planned number; others have to be equal.
-        required: whether the server ends where a fact differs.
+        required: whether the server ends if a fact differs.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -66,7 +66,7 @@ class EngineFacts:
 
 
 def read() -> Expected | None:
-    """What the server in this process is held against; None without a plan."""
+    """The planned facts of the server in this process; None without a plan."""
     text = os.environ.get(VARIABLE)
     return Expected.model_validate_json(text) if text else None
 
@@ -82,12 +82,12 @@ async def state(app: Any) -> dict[str, Any]:
     return {**config_facts(config), **cache_facts(config), **worker}
 
 
-def differences(expected: Expected, stated: Mapping[str, Any]) -> list[str]:
-    """One line a fact that is not as planned: its name, the planned value, the actual one."""
+def differences(expected: Expected, actual: Mapping[str, Any]) -> list[str]:
+    """A line for each fact that is not as planned: its name, the planned value, the actual one."""
     return [
-        f"{name}: planned {planned}, actual {stated.get(name, 'not stated')}"
+        f"{name}: planned {planned}, actual {actual.get(name, 'not stated')}"
         for name, planned in expected.facts.items()
-        if not _agree(planned, stated.get(name), expected.tolerances.get(name, 0.0))
+        if not _agree(planned, actual.get(name), expected.tolerances.get(name, 0.0))
     ]
 
 
@@ -98,7 +98,7 @@ def _agree(planned: Any, actual: Any, tolerance: float) -> bool:
 
 
 def config_facts(config: Any) -> dict[str, Any]:
-    """What vLLM's configuration came to, before blocks are aligned and graphs resolved."""
+    """Facts of vLLM's configuration, before blocks are aligned and graphs resolved."""
     cache, scheduler, compilation = config.cache_config, config.scheduler_config, config.compilation_config
     speculation = config.speculative_config
     return {
@@ -159,7 +159,7 @@ def attention_layers(config: Any) -> list[AttentionLayers]:
 
 
 def backend_facts(kinds: Iterable[AttentionLayers]) -> dict[str, str]:
-    """The backend of each kind of layer, in words."""
+    """Kind of layer -> its backend, in words."""
     return {
         f"{'draft ' if kind.drafts else ''}{kind.layer}": ", ".join(
             part
@@ -179,11 +179,11 @@ def graph_facts(config: Any, runner: Any) -> dict[str, Any]:
     """CUDA graphs of a started worker: the mode after vLLM's fallbacks, and for runner V2 what it captured."""
     facts: dict[str, Any] = {"graph_mode": config.compilation_config.cudagraph_mode.name}
     if config.use_v2_model_runner:
-        facts["captured_graphs"] = captured(runner.cudagraph_manager)
+        facts["captured_graphs"] = captured_sizes(runner.cudagraph_manager)
     return facts
 
 
-def captured(manager: Any) -> dict[str, list[int]]:
+def captured_sizes(manager: Any) -> dict[str, list[int]]:
     """Mode -> tokens of each graph of vLLM's V2 CudaGraphManager for the target.
 
     Args:
@@ -194,47 +194,47 @@ def captured(manager: Any) -> dict[str, list[int]]:
 
 
 async def hold_against_plan(app: Any) -> bool:
-    """Log where the started engine differs from its plan, and record both in .cache/starts.jsonl.
+    """Compare the started engine with its plan: log the differences, and record the start in .cache/starts.jsonl.
 
     Args:
         app: vLLM's application, started.
 
     Returns:
-        False where it differs and must not.
+        False if it differs although REQUIRE_PLAN=1.
     """
     expected = read()
     if expected is None:
         return True
-    stated: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     try:
-        stated = await state(app)
-        different = differences(expected, stated)
+        actual = await state(app)
+        lines = differences(expected, actual)
     except Exception as error:
-        different = [f"nothing could be compared: {error!r}"]
-    _record(expected, stated, different)
-    for line in different:
+        lines = [f"nothing could be compared: {error!r}"]
+    _record(expected, actual, lines)
+    for line in lines:
         logger.warning("Not as planned (%s): %s", expected.plan, line)
-    if not different:
+    if not lines:
         logger.info("As planned (%s): all of %d facts", expected.plan, len(expected.facts))
     elif expected.required:
         logger.error(
             "PlanError: REQUIRE_PLAN=1, and the engine differs from its plan (%s): %s; plan anew with "
             "`slimqwen plan`, or serve without REQUIRE_PLAN",
             expected.plan,
-            "; ".join(different),
+            "; ".join(lines),
         )
-    return not (different and expected.required)
+    return not (lines and expected.required)
 
 
-def _record(expected: Expected, stated: Mapping[str, Any], different: list[str]) -> None:
+def _record(expected: Expected, actual: Mapping[str, Any], lines: list[str]) -> None:
     start = start_log.Start(
         time=start_log.utc_now(),
         variant=expected.variant,
         plan=expected.plan,
         required=expected.required,
         planned=expected.facts,
-        actual={name: stated[name] for name in expected.facts if name in stated},
-        differences=different,
+        actual={name: actual[name] for name in expected.facts if name in actual},
+        differences=lines,
     )
     try:
         start_log.append(start)

@@ -1,4 +1,4 @@
-"""The one error of what runs inside vLLM's processes; engine fixes have `EngineFixError`."""
+"""The error of the code inside vLLM's processes; engine fixes have `EngineFixError`."""
 
 from slimqwen.errors import SlimqwenError
 

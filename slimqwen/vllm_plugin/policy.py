@@ -1,4 +1,4 @@
-"""Serving policy: what a config.env decides that is no flag of vLLM, handed to vLLM's processes in one variable."""
+"""Serving policy: settings of a config.env besides vLLM's flags, passed to vLLM's processes in one variable."""
 
 import os
 
@@ -13,8 +13,8 @@ class Policy(BaseModel):
     """Settings of the variant for the plugins inside vLLM's process.
 
     Attributes:
-        require_warmup: whether the server ends if its warm-up fails, instead of serving cold.
-        max_body_bytes: limit of a request body, bytes.
+        require_warmup: whether a failed warm-up ends the server, instead of serving without it.
+        max_body_bytes: largest request body, bytes.
         thinking_token_budget: thinking tokens of a request that sets no budget; None for no limit.
     """
 
@@ -27,8 +27,8 @@ class Policy(BaseModel):
 
 def of(variant: Variant) -> Policy:
     """The policy that a variant's config.env sets."""
-    given = {key: setting.value for key, setting in variant.settings.items()}
-    fields = {name: given[name.upper()] for name in Policy.model_fields if name.upper() in given}
+    values = {key: setting.value for key, setting in variant.settings.items()}
+    fields = {name: values[name.upper()] for name in Policy.model_fields if name.upper() in values}
     return Policy.model_validate(fields)
 
 

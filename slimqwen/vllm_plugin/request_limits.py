@@ -1,8 +1,8 @@
-"""Request limits inside vLLM's API server: what exceeds them is refused at once, with the reason.
+"""Request limits inside vLLM's API server: a request over a limit is refused at once, with the reason.
 
 vLLM limits its queue (`--max-num-queued-reqs`, `--max-num-queued-tokens`) and refuses prompts and answers that exceed
-the context. This module adds what is missing: a limit for bodies, an error instead of
-a silently shortened answer, and 429 with Retry-After instead of a bare 503 under overload.
+the context. This module adds a limit of bodies, an error instead of a silently shortened answer, and 429 with
+Retry-After instead of a bare 503 under overload.
 """
 
 import functools
@@ -31,18 +31,18 @@ _COUNTING = (
     "vllm.entrypoints.openai.chat_completion.batch_serving",
     _COMPLETIONS,
 )
-"""Modules that ask vLLM's `get_max_tokens` how long an answer to a client's one question may be."""
+"""Modules that take the longest answer to a request from vLLM's `get_max_tokens`."""
 
 
 class BodyLimit:
-    """413 for a body over the policy's limit, before any of it is parsed; the rest passes untouched."""
+    """413 for a body over the policy's limit, before any of it is parsed; other requests pass untouched."""
 
     def __init__(self, app: ASGIApp, max_bytes: int | None = None) -> None:
         """Wrap an application.
 
         Args:
             app: application behind this middleware.
-            max_bytes: limit of a body, bytes; None for the policy's.
+            max_bytes: largest body, bytes; None for the policy's limit.
         """
         self._app = app
         self._max_bytes = policy.read().max_body_bytes if max_bytes is None else max_bytes
@@ -87,11 +87,11 @@ class BodyLimit:
 
 
 class RefusedStreams:
-    """The status of the error, not 200, for a stream whose first event is one; other answers pass as they come.
+    """The status of the error, not 200, for a stream that begins with an error; other answers pass unchanged.
 
     vLLM checks for room in its queue before it begins a stream and again after, and of simultaneous streams some pass
     only the first check. The status of a stream is therefore sent together with its first event.
-    Goes away when vLLM reserves a place in the queue at its first check.
+    To be removed when vLLM reserves a place in the queue at its first check.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -101,22 +101,22 @@ class RefusedStreams:
         """Let the application answer."""
         if scope["type"] != "http" or scope["method"] != "POST":
             return self._app(scope, receive, send)
-        started: Message | None = None
-        refused = False
+        held_start: Message | None = None
+        is_refused = False
 
         async def send_from_first_event(message: Message) -> None:
-            nonlocal started, refused
-            if refused:
+            nonlocal held_start, is_refused
+            if is_refused:
                 return
             if message["type"] == "http.response.start" and _is_stream(message):
-                started = message
+                held_start = message
                 return
-            if started is not None:
-                start, started = started, None
-                instead = _refusal_of(message.get("body", b""))
-                if instead is not None:
-                    refused = True
-                    await instead(scope, receive, send)
+            if held_start is not None:
+                start, held_start = held_start, None
+                error_response = _error_response(message.get("body", b""))
+                if error_response is not None:
+                    is_refused = True
+                    await error_response(scope, receive, send)
                     return
                 await send(start)
             await send(message)
@@ -131,13 +131,13 @@ def _is_stream(message: Message) -> bool:
     )
 
 
-def _refusal_of(event: bytes) -> Response | None:
-    """The answer that a first event should have been, None for one that is no error."""
+def _error_response(event: bytes) -> Response | None:
+    """The response in place of a stream that begins with this event; None where the event is no error."""
     if not event.startswith(b'data: {"error"'):
         return None
     answer = json.loads(event.splitlines()[0].removeprefix(b"data: "))
     status, kind = answer["error"]["code"], answer["error"]["type"]
-    # What vLLM calls an error of this type are full queues.
+    # vLLM uses this type for full queues.
     if (status, kind) == (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.SERVICE_UNAVAILABLE.phrase):
         return _too_many(answer["error"]["message"])
     return JSONResponse(answer, status)
@@ -148,7 +148,7 @@ def _too_many(reason: str) -> Response:
 
 
 def answer_overload(app: Any) -> None:
-    """Have vLLM's application answer 429 with Retry-After where its queue is full, not 503.
+    """Let vLLM's application answer 429 with Retry-After, not 503, where its queue is full.
 
     Args:
         app: vLLM's application, before it is started.
@@ -163,11 +163,11 @@ def answer_overload(app: Any) -> None:
 
 
 def refuse_unreadable_bodies(app: Any) -> None:
-    """Have vLLM's application answer 400 where its own reading of a body fails on a value of the wrong type, not 500.
+    """Let vLLM's application answer 400, not 500, where its reading of a body fails on a value of the wrong type.
 
     vLLM reads some values before pydantic has checked their types: it calls `get` on `structured_outputs` even if that
-    is a string. An error after the body was read stays vLLM's. Goes away when
-    `check_structured_outputs_count` in vllm/entrypoints/openai/chat_completion/protocol.py refuses what is no object.
+    is a string. Errors after the reading of the body stay vLLM's. To be removed when `check_structured_outputs_count`
+    in vllm/entrypoints/openai/chat_completion/protocol.py refuses values that are no objects.
 
     Args:
         app: vLLM's application, before it is started.
@@ -177,20 +177,20 @@ def refuse_unreadable_bodies(app: Any) -> None:
         frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
         if request_body_to_args.__code__ not in frames:
             raise error
-        reason = f"a value in the body has a type that it cannot have: {frames[-1].co_name}: {error}"
+        reason = f"a value in the body has the wrong type: {frames[-1].co_name}: {error}"
         return refusal(HTTPStatus.BAD_REQUEST, reason)
 
-    for wrong in (AttributeError, LookupError):
-        app.add_exception_handler(wrong, unreadable)
+    for error_class in (AttributeError, LookupError):
+        app.add_exception_handler(error_class, unreadable)
 
 
 def refuse_longer_answers() -> None:
-    """Have vLLM refuse a question whose prompt and `max_tokens` exceed the context, or the variant's longest answer.
+    """Let vLLM refuse a request whose prompt and `max_tokens` exceed the context, or the variant's longest answer.
 
-    vLLM answers such a question with fewer tokens than requested, without notice. A question without `max_tokens` still
-    gets what fits; so does a completion that names the default, which looks the same. Chats and completions only:
-    `/v1/responses` has a count of its own. Goes away when
-    `get_max_tokens` in vllm/entrypoints/serve/utils/api_utils.py raises.
+    vLLM silently answers such a request with fewer tokens than requested. A request without `max_tokens` still gets the
+    tokens that fit; so does a completion that names the default, which looks the same. Chats and completions only:
+    `/v1/responses` has a count of its own. To be removed when `get_max_tokens` in
+    vllm/entrypoints/serve/utils/api_utils.py raises.
 
     Raises:
         EngineFixError: this vLLM is not the one it was written for.
@@ -203,16 +203,16 @@ def refuse_longer_answers() -> None:
     names = ("max_model_len", "max_tokens", "input_length", "default_sampling_params", "override_max_tokens")
     expect_parameters(_NAME, stock, (*names, "truncate_prompt_tokens"))
 
-    def limited(unsaid: int | None) -> Any:
+    def limited(default: int | None) -> Any:
         @functools.wraps(stock)
         def get_max_tokens(
             max_model_len: int, max_tokens: int | None, input_length: int, *arguments: Any, **keywords: Any
         ) -> int:
             room = int(stock(max_model_len, max_tokens, input_length, *arguments, **keywords))
-            if max_tokens is not None and max_tokens > room and max_tokens != unsaid:
+            if max_tokens is not None and max_tokens > room and max_tokens != default:
                 raise VLLMValidationError(
-                    f"max_tokens={max_tokens} were asked for and at most {room} can be answered to a prompt of "
-                    f"{input_length} tokens here: the context is {max_model_len} tokens, prompt and answer together",
+                    f"max_tokens={max_tokens} exceeds the limit: at most {room} for a prompt of {input_length} tokens; "
+                    f"the context is {max_model_len} tokens, prompt and answer together",
                     parameter="max_tokens",
                     value=max_tokens,
                 )
@@ -225,16 +225,16 @@ def refuse_longer_answers() -> None:
         if getattr(module.get_max_tokens, "__wrapped__", None) is stock:
             continue
         expect(_NAME, module.get_max_tokens is stock, f"{name} has a get_max_tokens of its own")
-        unsaid = CompletionRequest.model_fields["max_tokens"].default if name == _COMPLETIONS else None
-        module.get_max_tokens = limited(unsaid)  # type: ignore[attr-defined]
+        default = CompletionRequest.model_fields["max_tokens"].default if name == _COMPLETIONS else None
+        module.get_max_tokens = limited(default)  # type: ignore[attr-defined]
 
 
 def forget_unsent_requests() -> None:
-    """Have vLLM forget a request that it could not send to its engine, and refuse it with the reason.
+    """Let vLLM forget a request that it could not send to its engine, and refuse it with the reason.
 
     vLLM keeps such a request in its queue for ever: after `--max-num-queued-reqs` requests with a `top_k` beyond 64
-    bits every later request is refused while /health answers 200. Goes away when
-    `_add_request` in vllm/v1/engine/async_llm.py aborts what it could not send, as `add_request` does where n > 1.
+    bits every later request is refused while /health answers 200. To be removed when `_add_request` in
+    vllm/v1/engine/async_llm.py aborts requests that it could not send, as `add_request` does where n > 1.
 
     Raises:
         EngineFixError: this vLLM is not the one it was written for.
@@ -269,10 +269,10 @@ def forget_unsent_requests() -> None:
 
 
 def refuse_chosen_logprobs_of_drafts() -> None:
-    """Have vLLM refuse `logprob_token_ids` where it drafts, as it refuses min_p there.
+    """Let vLLM refuse `logprob_token_ids` beside speculative decoding, as it refuses min_p.
 
-    Its rejection sampler takes as many log-probabilities as tokens were named for those of the whole vocabulary, and
-    the engine dies: one chat, or any request to /generative_scoring, ends the server. Goes away when
+    Its rejection sampler takes the log-probabilities of the named tokens for those of the whole vocabulary, and the
+    engine dies: one chat, or any request to /generative_scoring, ends the server. To be removed when
     `_get_logprobs_tensors` in vllm/v1/sample/rejection_sampler.py reads them, or vLLM refuses them itself.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Starts that were held against a plan, a JSON object a line in .cache/starts.jsonl: what was planned and what came."""
+"""Log of the starts that had a plan: .cache/starts.jsonl, a JSON object per line with planned and actual facts."""
 
 import os
 from datetime import UTC, datetime
@@ -37,7 +37,7 @@ def utc_now() -> str:
 
 
 def append(start: Start, file: Path = FILE) -> None:
-    """Add a start to the log, by one write, so that servers that start at a time do not mix their lines.
+    """Add a start to the log, by one write, so that servers that start at the same time do not mix their lines.
 
     Raises:
         OSError: the file cannot be written.
@@ -54,7 +54,7 @@ def read(file: Path) -> list[Start]:
     """The starts of a log, oldest first; none where there is no log.
 
     Raises:
-        StartLogError: a line is damaged; names it.
+        StartLogError: a line is damaged; the message names it.
     """
     if not file.is_file():
         return []

@@ -1,6 +1,6 @@
 """Thinking budget for requests that set none, inside vLLM's API server.
 
-vLLM takes a budget from the request's field `thinking_token_budget` alone.
+vLLM takes a budget only from the request's field `thinking_token_budget`.
 """
 
 import functools
@@ -10,7 +10,7 @@ from slimqwen.vllm_plugin.engine_fixes.upstream import expect_parameters
 
 
 def install(budget: int) -> None:
-    """Give every chat, completion and response without a budget this one; calling it again changes nothing.
+    """Give this budget to every chat, completion and response without one; calling it again changes nothing.
 
     Args:
         budget: tokens between `<think>` and `</think>`.
@@ -22,7 +22,7 @@ def install(budget: int) -> None:
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
-    for request, longest in (
+    for request, length_parameter in (
         (ChatCompletionRequest, "max_tokens"),
         (CompletionRequest, "max_tokens"),
         (ResponsesRequest, "default_max_tokens"),
@@ -30,7 +30,7 @@ def install(budget: int) -> None:
         stock = request.to_sampling_params
         if hasattr(stock, "__wrapped__"):
             continue
-        expect_parameters("thinking_budget", stock, ("self", longest, "default_sampling_params"))
+        expect_parameters("thinking_budget", stock, ("self", length_parameter, "default_sampling_params"))
         request.to_sampling_params = _with_budget(stock, budget)
 
 

@@ -1,4 +1,4 @@
-"""Triton's compiled kernels inside vLLM's processes: found in a cache that was moved, and compilations logged."""
+"""Triton's compiled kernels inside vLLM's processes: look-up in a cache that was moved, and a log of compilations."""
 
 import functools
 import json
@@ -13,10 +13,10 @@ logger = logging.getLogger(__name__)
 
 
 def find_beside_group_file() -> None:
-    """Have Triton look for a kernel's files beside their group file, or no cache could be moved.
+    """Let Triton look for a kernel's files beside their group file; otherwise no cache could be moved.
 
-    The group file holds absolute paths (`FileCacheManager.put_group` in triton/runtime/cache.py). Goes away when
-    `get_group` there takes the names alone.
+    The group file holds absolute paths (`FileCacheManager.put_group` in triton/runtime/cache.py). To be removed when
+    `get_group` there uses only the names of the files.
     """
     from triton.runtime.cache import FileCacheManager
 
@@ -33,11 +33,11 @@ def find_beside_group_file() -> None:
         try:
             names = json.loads(Path(group_file).read_bytes())["child_paths"]
         except (OSError, ValueError, KeyError):
-            return None  # as the stock function: compiled anew
+            return None  # as the stock function: Triton compiles anew
         paths = {name: self.get_file(name) for name in names}
         return {name: path for name, path in paths.items() if path is not None}
 
-    get_group.looks_beside = True  # type: ignore[attr-defined] # how a second call knows
+    get_group.looks_beside = True  # type: ignore[attr-defined] # mark for a second call
     FileCacheManager.get_group = get_group
 
 

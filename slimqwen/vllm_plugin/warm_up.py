@@ -1,6 +1,6 @@
 """Warm-up: requests that cover every batch size and chat prefix before the server counts as ready.
 
-They go through the server's own application, in its own process: as a client's would, but for the socket.
+They reach the server's application inside its process: like those of a client, but without a socket.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 _STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 
 FAILED = "WarmUpError: the warm-up failed"
-"""What the server's log says where a request of the warm-up was refused."""
+"""Beginning of the line in the server's log after a failed warm-up."""
 
 _TOKENS = 16
 """Output tokens of each warm-up request: a few decode steps."""
@@ -49,13 +49,13 @@ async def run(app: Any) -> None:
             prompts = [f"Warm-up {number}" for number in range(size)]
             await _ask(client, "/v1/completions", {"prompt": prompts, **shape})
         await _ask(client, "/v1/completions", {"prompt": "Warm-up", **shape, **_STREAM})
-        # For the first request with log-probabilities torch compiles a kernel, while all others wait.
+        # At the first request with log-probabilities torch compiles a kernel, and all other requests wait.
         await _ask(client, "/v1/completions", {"prompt": "Warm-up", "max_tokens": 1, "logprobs": 0})
         chats = has_chat_template(app.state)
         for thinking in (True, False) if chats else ():
             # The first streamed answer loads code of its own.
-            for way in ({}, _STREAM):
-                chat = {**_chat("Hello", thinking), **shape, **way}
+            for stream_options in ({}, _STREAM):
+                chat = {**_chat("Hello", thinking), **shape, **stream_options}
                 await _ask(client, "/v1/chat/completions", chat)
             await _warm_prefix(client, app.state, thinking)
     logger.info(
@@ -82,37 +82,38 @@ def batches(config: Any) -> list[int]:
     Args:
         config: vLLM's configuration.
     """
-    most = config.scheduler_config.max_num_seqs
+    max_batch_size = config.scheduler_config.max_num_seqs
     # A queue limit below max_num_seqs keeps the batch smaller.
-    most = min(most, config.scheduler_config.max_num_queued_reqs or most)
+    max_batch_size = min(max_batch_size, config.scheduler_config.max_num_queued_reqs or max_batch_size)
     speculation = config.speculative_config
     drafts = speculation.num_speculative_tokens if speculation else 0
     graphs = config.compilation_config.cudagraph_capture_sizes or ()
     if ranges := speculation and speculation.num_speculative_tokens_per_batch_size:
         # Each range has steps of its own width: its ends, beside the doublings.
         ends = {size for first, last, _ in ranges for size in (first, last)}
-        sizes = ends | {2**power for power in range(most.bit_length())}
+        sizes = ends | {2**power for power in range(max_batch_size.bit_length())}
     else:
         sizes = {size // (1 + drafts) for size in graphs if size % (1 + drafts) == 0}
-    sizes = sizes or {2**power for power in range(most.bit_length())}
-    return sorted({size for size in sizes if size <= most} | {most})
+    sizes = sizes or {2**power for power in range(max_batch_size.bit_length())}
+    return sorted({size for size in sizes if size <= max_batch_size} | {max_batch_size})
 
 
 async def _warm_prefix(client: httpx.AsyncClient, state: Any, thinking: bool) -> None:
     """Put the prefix of all chats into the prefix cache, and log how many of its tokens the next chat finds there."""
     name = f"Chat prefix with thinking {'on' if thinking else 'off'}"
-    one, other = [
+    first, second = [
         (await _ask(client, "/tokenize", _chat(message, thinking))).json()["tokens"]
         for message in ("A", "Zebra")
     ]
-    prefix = [mine for mine, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))]
+    pairs = zip(first, second, strict=False)
+    prefix = [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
     cache = state.vllm_config.cache_config
     if not cache.enable_prefix_caching:
         logger.info("%s: %d tokens, computed in each request: prefix caching is off", name, len(prefix))
         return
     block = cache.effective_attention_block_size or cache.block_size
-    whole = len(prefix) // block * block
-    if not whole:
+    block_tokens = len(prefix) // block * block
+    if not block_tokens:
         logger.info(
             "%s: %d tokens, computed in each request: the prefix cache holds whole blocks of %d tokens",
             name,
@@ -121,13 +122,13 @@ async def _warm_prefix(client: httpx.AsyncClient, state: Any, thinking: bool) ->
         )
         return
     # One token more than the blocks: the recurrent state is kept only at the last whole block of a prompt.
-    await _cached_tokens(state, one[: whole + 1])
-    found = await _cached_tokens(state, other)
+    await _cached_tokens(state, first[: block_tokens + 1])
+    cached_tokens = await _cached_tokens(state, second)
     logger.info(
         "%s: %d tokens, of which the next chat found %d in the prefix cache (blocks of %d)",
         name,
         len(prefix),
-        found,
+        cached_tokens,
         block,
     )
 
@@ -138,10 +139,10 @@ async def _cached_tokens(state: Any, prompt: list[int]) -> int:
 
     question = {"prompt_token_ids": prompt}
     name = f"warm-up-{time.monotonic_ns()}"
-    found = 0
+    cached_tokens = 0
     async for answer in state.engine_client.generate(question, SamplingParams(max_tokens=1), name):
-        found = answer.num_cached_tokens or 0
-    return found
+        cached_tokens = answer.num_cached_tokens or 0
+    return cached_tokens
 
 
 def _chat(message: str, thinking: bool) -> dict[str, Any]:
@@ -153,13 +154,13 @@ def _chat(message: str, thinking: bool) -> dict[str, Any]:
 
 async def _ask(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> httpx.Response:
     # Clients are served meanwhile and may fill the queue, which is no fault of the server.
-    waits = False
+    is_waiting = False
     while (answer := await client.post(path, json=body)).status_code == httpx.codes.TOO_MANY_REQUESTS:
-        if not waits:
+        if not is_waiting:
             logger.warning(
                 "the warm-up waits for room in the queue: %s", " ".join(answer.text.split())[-300:]
             )
-            waits = True
+            is_waiting = True
         await asyncio.sleep(0.2)
     # A stream that fails in the middle has status 200.
     if answer.status_code != httpx.codes.OK or 'data: {"error"' in answer.text:

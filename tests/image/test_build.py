@@ -82,11 +82,11 @@ def test_a_tool_that_does_not_work_is_passed_over_and_named_where_there_is_no_ot
     assert build.find_tool() == "buildah"
     assert build.find_tool("docker") == "docker", "asked for by name, its own error says what is wrong"
     (tmp_path / "buildah").unlink()
-    with pytest.raises(ImageError, match="not even `docker info` works here"):
+    with pytest.raises(ImageError, match="no container tool works here: `docker info` failed; run it"):
         build.find_tool()
     (tmp_path / "podman").write_text("#!/bin/sh\nexit 125\n")
     (tmp_path / "podman").chmod(0o755)
-    with pytest.raises(ImageError, match="neither `docker info` nor `podman info` works here"):
+    with pytest.raises(ImageError, match="works here: `docker info` and `podman info` failed; run it"):
         build.find_tool()
 
 

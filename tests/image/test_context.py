@@ -92,7 +92,9 @@ def test_what_no_image_can_be_made_of_is_refused_in_one_line(repository, add_var
 def imported(repository: Path, add_variant, tmp_path) -> Path:
     """A cache as bake_cache leaves it on another host, for the variant compiled."""
     add_variant("compiled", "BASE=child\nVLLM_ENFORCE_EAGER=0\n")
-    command = ServerCommand.resolve(context.inside(variant.load("compiled", repository)), platform="cpu")
+    command = ServerCommand.resolve(
+        context.container_variant(variant.load("compiled", repository)), platform="cpu"
+    )
     other = tmp_path / "other-host"
     shutil.copytree(repository / "weights" / "store" / "abc", other)
     place = tmp_path / "cache"
@@ -147,7 +149,7 @@ def test_a_cache_of_another_checkpoint_flags_or_versions_is_refused_with_the_dif
     generation.write_text("{}")
     manifest = checkpoint.Manifest.read(imported.parent)
     manifest.model_copy(update={"files": file_records(imported.parent)}).write(imported.parent)
-    assert "generation_config.json of its checkpoint is another" in refused()
+    assert "generation_config.json of its checkpoint differs" in refused()
     beside.unlink()
     assert "copy it from the other host together with the archive" in refused()
 

@@ -120,7 +120,7 @@ def test_a_compile_cache_that_is_not_the_one_described_is_found(look, descriptio
         },
     )
     assert result["compile cache"] == (
-        "compile_cache.json, image.json and compile_cache.tar.gz are not of one baking",
+        "compile_cache.json, image.json and compile_cache.tar.gz come from different bakings",
         "it was made with the environment /elsewhere/.venv, the image's is /opt/slimqwen/.venv",
     )
 

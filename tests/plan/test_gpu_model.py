@@ -18,7 +18,7 @@ def test_every_gpu_of_the_default_table_is_listed():
 
 
 def test_an_unknown_gpu_lists_those_that_there_are():
-    with pytest.raises(gpu_model.GpuModelError, match=r"no GPU model 'a11g'.*lists a10g, b200"):
+    with pytest.raises(gpu_model.GpuModelError, match=r"no GPU model 'a11g'.*lists a10g, b200.*choose one"):
         gpu_model.load(ROOT, "a11g")
 
 

@@ -74,4 +74,4 @@ def test_a_trained_checkpoint_whose_drafts_are_judged_is_let_through(root: Path)
 def test_the_acceptance_length_that_flags_set(
     speculation: dict[str, object] | None, length: float | None
 ) -> None:
-    assert speed_only.set_acceptance_length({"speculative-config": speculation}) == length
+    assert speed_only.synthetic_acceptance_length({"speculative-config": speculation}) == length

@@ -74,7 +74,7 @@ class Side:
             command,
             model,
             int(speculation.get("num_speculative_tokens", 0)),
-            speed_only.set_acceptance_length(command.flags),
+            speed_only.synthetic_acceptance_length(command.flags),
         )
 
 
