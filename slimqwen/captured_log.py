@@ -17,8 +17,8 @@ _STANDARD_ERROR = 2
 def capture_output(log: Path, *loggers: str) -> Iterator[None]:
     """Append everything that the process prints to a log file while the context lasts.
 
-    Both sys.stdout and sys.stderr are replaced, and the file descriptor of standard error, to which compiled code and
-    child processes write. A progress bar must therefore hold its own stream on another descriptor.
+    It replaces sys.stdout, sys.stderr and the file descriptor of standard error, to which compiled code and child
+    processes write. A progress bar therefore needs its own stream on another descriptor.
 
     Args:
         log: path of the log file; its folder is created.
@@ -43,10 +43,10 @@ def capture_output(log: Path, *loggers: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def capture_logger(name: str, log: Path) -> Iterator[None]:
-    """Append a logger's records to a log file, and show no warning of Python's, while the context lasts.
+    """Append a logger's records to a log file, and hide Python's warnings, while the context lasts.
 
     Args:
-        name: of the logger.
+        name: name of the logger.
         log: path of the log file; its folder is created.
     """
     log.parent.mkdir(parents=True, exist_ok=True)

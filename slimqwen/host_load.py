@@ -1,7 +1,7 @@
-"""Load of the host: how much of the machine others take during a measurement, and how late event loops run.
+"""Load of the host: the share of the machine that other work takes during a measurement, and delays of event loops.
 
 A measurement times its requests in sections of a `Watch`, in the process that waits for them. `undisturbed` repeats
-what was measured while the host was busier than `LIMITS`, and gives up after `ATTEMPTS`.
+a measurement on a host busier than `LIMITS`, and gives up after `ATTEMPTS`.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ SERVER_DELAYS = "slimqwen:event_loop_delay_seconds"
 """Metric of a server: delays of timers in its event loop, seconds."""
 
 TIMER_S = 0.02
-"""Distance of the timers whose delay is measured, seconds."""
+"""Interval of the timers whose delay is measured, seconds."""
 
 _PRESSURE = Path("/proc/pressure/cpu")
 
@@ -32,12 +32,12 @@ Result = TypeVar("Result")
 
 
 class HostBusyError(SlimqwenError):
-    """Others took so much of the machine that a time measured on it says nothing."""
+    """The host was too busy for a valid measurement of times."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Largest load of a host that still measures.
+    """Largest load of a host at which measured times are valid.
 
     Attributes:
         other_share: share of the machine's CPU time that others take.
@@ -118,12 +118,12 @@ def worst(loads: Iterable[HostLoad]) -> HostLoad:
 def undisturbed(
     measure: Callable[["Watch"], Result], activity: str, *, even_if_busy: bool = False
 ) -> tuple[Result, HostLoad]:
-    """What a function measures while the host is quiet, with the load meanwhile.
+    """Repeat a measurement until the host is quiet; return its result, and the load meanwhile.
 
     Args:
-        measure: times its work in sections of the watch that it is given; called up to `ATTEMPTS` times.
-        activity: what is measured, for the message.
-        even_if_busy: return the first result of a busy host too; its load is marked.
+        measure: times its work in sections of the watch; called up to `ATTEMPTS` times.
+        activity: name of the measurement in the message.
+        even_if_busy: accept the first result on a busy host too; its load is marked.
 
     Raises:
         HostBusyError: the host was too busy in every attempt.
@@ -151,11 +151,11 @@ async def timer_delays() -> AsyncIterator[float]:
 
 
 class Watch:
-    """What is known of the load during the timed sections of a round."""
+    """The load during the timed sections of a round."""
 
     def __init__(self) -> None:
         self.faults: list[str] = []
-        """What the answers themselves say about a host that is too busy."""
+        """Signs of a too busy host in the answers themselves."""
         self._seconds = self._others_s = self._machine_s = self._waited_s = 0.0
         self._has_pressure = True
         self._client, self._server = _Delays(), _Delays()
@@ -167,15 +167,15 @@ class Watch:
         """Time what a `with` block does.
 
         Args:
-            pid: process of a server that was not started by this one; it and its children are no others.
-            counters: reads the server's metrics, empty for a server that is lost; None without a server.
+            pid: process of a server that another process started; it and its children count as the measurement's own.
+            counters: reads the server's metrics, empty for a lost server; None without a server.
         """
         delays = _server_delays(counters)
         before = _Clocks.read(pid)
         yield
         after = _Clocks.read(pid)
         seconds = after.wall_s - before.wall_s
-        # Clock ticks of a short section may add up to less than nothing.
+        # Over a short section, clock ticks can make the difference negative.
         others_s = max(0.0, after.machine_s - before.machine_s - (after.own_s - before.own_s))
         self._seconds += seconds
         self._machine_s += seconds * (psutil.cpu_count() or 1)
@@ -208,7 +208,7 @@ class Watch:
         """Add sections that another process timed.
 
         Args:
-            load: what its watch says; delays of event loops stay there.
+            load: load by its watch; delays of event loops are not added.
         """
         machine_s = load.seconds * (psutil.cpu_count() or 1)
         self._seconds += load.seconds
@@ -258,7 +258,7 @@ class _Clocks:
     """Clocks at one moment, seconds.
 
     Attributes:
-        wall_s: of the wall.
+        wall_s: wall clock.
         machine_s: CPU time that the machine spent or lost to other machines.
         own_s: CPU time of the measurement's own processes, ended children included.
         waited_s: time in which a task waited for a CPU; None where the kernel does not say.
@@ -294,7 +294,7 @@ def _family(pid: int | None) -> set[psutil.Process]:
 
 def _waited_s() -> float | None:
     try:
-        some = _PRESSURE.read_text(encoding="ascii").splitlines()[0]
+        line = _PRESSURE.read_text(encoding="ascii").splitlines()[0]
     except OSError:
         return None
-    return int(some.rpartition("total=")[2]) / 1e6
+    return int(line.rpartition("total=")[2]) / 1e6

@@ -18,7 +18,7 @@ from slimqwen.progress import Progress, silent
 from slimqwen.variant import Setting, Variant, making_command
 
 # A server never opens pickles, other engines' formats or pictures.
-_WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+_CHECKPOINT_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 _STAGE = "download"
 
 
@@ -29,7 +29,7 @@ class Copy:
     Attributes:
         source: SOURCE line of the config.env.
         revision: commit, 40 hexadecimal digits.
-        pinned: whether that config.env names the commit.
+        pinned: whether that config.env sets REVISION.
         folder: weights/<variant that sets SOURCE>.
         manifest: manifest of the folder.
         fetched: whether this call downloaded it.
@@ -69,13 +69,13 @@ def download(variant: Variant, progress: Progress = silent, endpoint: str | None
         )
     repository, pinned = _repository(variant, source, endpoint)
     if os.path.lexists(repository.target):
-        return _present(repository, source, pinned)
+        return _existing_copy(repository, source, pinned)
     started = time.monotonic()
     select = partial(_checkpoint_files, source)
     with downloaded(repository, select, f"downloading {repository.name}", progress) as download:
         checkpoint.check(
             download.folder,
-            f"its files are as {repository.name} has them at {download.revision}, so name another in "
+            f"its files are those of {repository.name} at {download.revision}; name another repository in "
             f"{source.location}",
         )
         manifest = Manifest(
@@ -114,9 +114,9 @@ def _repository(variant: Variant, source: Setting, endpoint: str | None) -> tupl
     return repository, pinned
 
 
-def _present(repository: Repository, source: Setting, pinned: Setting | None) -> Copy:
+def _existing_copy(repository: Repository, source: Setting, pinned: Setting | None) -> Copy:
     """The existing copy, if it is the requested one and unchanged."""
-    anew = f"delete {repository.shown} and run {repository.command}"
+    cure = f"delete {repository.shown} and run {repository.command}"
     if not (repository.target / MANIFEST).is_file():
         raise HubError(
             f"{repository.shown} exists and was not downloaded by this command (it has no {MANIFEST}); "
@@ -133,7 +133,7 @@ def _present(repository: Repository, source: Setting, pinned: Setting | None) ->
     if pinned is not None and pinned.value != revision:
         raise HubError(
             f"{repository.shown} is {name} at {revision}, {pinned.location} says "
-            f"REVISION={pinned.value}; {anew}"
+            f"REVISION={pinned.value}; {cure}"
         )
     manifest_time = (repository.target / MANIFEST).stat().st_mtime_ns
     for file_name, record in manifest.files.items():
@@ -146,25 +146,25 @@ def _present(repository: Repository, source: Setting, pinned: Setting | None) ->
             or (stat.st_mtime_ns >= manifest_time and sha256(file) != record.sha256)
         ):
             raise HubError(
-                f"{repository.shown}/{file_name} is no longer the file that was downloaded; {anew}"
+                f"{repository.shown}/{file_name} is no longer the file that was downloaded; {cure}"
             )
-    checkpoint.check(repository.target, anew)
+    checkpoint.check(repository.target, cure)
     return Copy(source, revision, pinned is not None, repository.target, manifest, fetched=False)
 
 
 def _checkpoint_files(source: Setting, names: Sequence[str], revision: str) -> list[str]:
     """The files of a checkpoint among those of a repository."""
     # Folders of a repository hold other formats, and a name with a slash could lead out of the folder.
-    wanted = [
+    checkpoint_files = [
         name
         for name in names
         if not name.startswith(".")
         and "/" not in name
         and name not in (MANIFEST, *COMPILE_CACHE)
-        and any(fnmatch.fnmatch(name, pattern) for pattern in _WANTED)
+        and any(fnmatch.fnmatch(name, pattern) for pattern in _CHECKPOINT_PATTERNS)
     ]
-    if not any(name.endswith(".safetensors") for name in wanted):
+    if not any(name.endswith(".safetensors") for name in checkpoint_files):
         raise HubError(
             f"{source.value} has no .safetensors file at {revision}; correct SOURCE in {source.location}"
         )
-    return wanted
+    return checkpoint_files

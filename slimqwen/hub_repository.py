@@ -1,7 +1,7 @@
 """A repository of the model hub: its files at one commit, downloaded resumably and checked against the hub's hashes.
 
-Files are downloaded into <staging>/<commit>/, where an interrupted download resumes, also within a file. Whoever asked
-for them publishes that folder by one rename.
+Files are downloaded into <staging>/<commit>/, where an interrupted download resumes, also within a file. The caller
+publishes that folder by one rename.
 """
 
 import contextlib
@@ -22,16 +22,16 @@ from slimqwen.progress import Progress
 
 
 class HubError(SlimqwenError):
-    """A download that the hub or local files prevent, or whose files are not what the hub lists."""
+    """A download that the hub or local files prevent, or whose files differ from the hub's listing."""
 
 
 Selection = Callable[[Sequence[str], str], Sequence[str]]
-"""(paths in the repository, commit) -> the paths to download; a HubError if what is needed is not among them."""
+"""(paths in the repository, commit) -> the paths to download; a HubError if a necessary file is missing."""
 
 
 @dataclass(frozen=True)
 class Repository:
-    """A repository, and what messages say of it.
+    """A repository, and texts for messages about it.
 
     Attributes:
         name: owner/name.
@@ -43,8 +43,8 @@ class Repository:
         command: command that starts the download again, or continues it.
         name_cure: how to correct the name.
         revision_cure: how to correct the commit.
-        name_at: where the name is set, for the beginning of a message.
-        revision_at: where the commit is set, likewise.
+        name_at: location of the name, as the beginning of a message.
+        revision_at: location of the commit, likewise.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Download:
 
 
 @dataclass(frozen=True)
-class _Listed:
+class _ListedFile:
     """A file as the hub lists it: its SHA-256 if it is stored with LFS, else git's blob SHA-1."""
 
     name: str
@@ -128,7 +128,7 @@ def downloaded(
         yield Download(revision, folder, records)
 
 
-def _listing(repository: Repository, select: Selection) -> tuple[str, list[_Listed]]:
+def _listing(repository: Repository, select: Selection) -> tuple[str, list[_ListedFile]]:
     """The commit and its files, from a single answer of the hub, so that they agree; the smallest first."""
     import httpx
     from huggingface_hub import HfApi, is_offline_mode
@@ -140,7 +140,7 @@ def _listing(repository: Repository, select: Selection) -> tuple[str, list[_List
             f"{name} is set in the environment, which forbids asking the hub; "
             f"`unset {name}` and run {repository.command}"
         )
-    requested = repository.revision or _begun(repository.staging)
+    requested = repository.revision or _interrupted_revision(repository.staging)
     try:
         with _one_line_errors(repository, requested):
             info = HfApi(endpoint=repository.address).repo_info(
@@ -155,7 +155,7 @@ def _listing(repository: Repository, select: Selection) -> tuple[str, list[_List
         if not re.fullmatch("[0-9a-f]{40}", revision) or (requested and revision != requested):
             raise ValueError(f"it lists commit {revision}, asked for {requested or 'main'}")
         listed = {
-            file.rfilename: _Listed(
+            file.rfilename: _ListedFile(
                 name=file.rfilename,
                 bytes=int(file.size),
                 sha256=file.lfs.sha256 if file.lfs else None,
@@ -172,10 +172,10 @@ def _listing(repository: Repository, select: Selection) -> tuple[str, list[_List
     return revision, sorted(files, key=lambda file: (file.bytes, file.name))
 
 
-def _begun(staging: Path) -> str | None:
+def _interrupted_revision(staging: Path) -> str | None:
     """The commit of an interrupted download: main may have moved since."""
-    begun = [path.name for path in staging.glob("*") if re.fullmatch("[0-9a-f]{40}", path.name)]
-    return begun[0] if len(begun) == 1 else None
+    revisions = [path.name for path in staging.glob("*") if re.fullmatch("[0-9a-f]{40}", path.name)]
+    return revisions[0] if len(revisions) == 1 else None
 
 
 @contextlib.contextmanager
@@ -188,10 +188,10 @@ def _staging(repository: Repository, revision: str) -> Iterator[Path]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Another process may have finished between the open and the lock.
-            alone = staging.exists() and not os.path.lexists(repository.target)
+            is_exclusive = staging.exists() and not os.path.lexists(repository.target)
         except BlockingIOError:
-            alone = False
-        if not alone:
+            is_exclusive = False
+        if not is_exclusive:
             raise HubError(f"another process is downloading {repository.shown}; wait for its end")
         folder = staging / revision
         for other in staging.iterdir():
@@ -207,7 +207,7 @@ def _staging(repository: Repository, revision: str) -> Iterator[Path]:
 def _fetch(
     repository: Repository,
     revision: str,
-    files: Sequence[_Listed],
+    files: Sequence[_ListedFile],
     folder: Path,
     activity: str,
     progress: Progress,
@@ -281,23 +281,23 @@ class _CountedFile(io.BufferedWriter):
 def _check_listing(
     repository: Repository,
     revision: str,
-    files: Sequence[_Listed],
+    files: Sequence[_ListedFile],
     folder: Path,
     records: Mapping[str, FileRecord],
 ) -> None:
     """Delete files that are not as listed, so that the next run downloads them again."""
     listed = {file.name: file for file in files}
-    bad = [
+    wrong = [
         name
         for name, record in records.items()
         if name not in listed or not listed[name].is_stored(folder / name, record)
     ]
-    for name in bad:
+    for name in wrong:
         (folder / name).unlink()
-    if bad:
+    if wrong:
         raise HubError(
-            f"not what {repository.name} lists at {revision}, so deleted: {', '.join(bad)}; "
-            f"run {repository.command} again, it fetches only that"
+            f"files that differ from those of {repository.name} at {revision} were deleted: {', '.join(wrong)}; "
+            f"run {repository.command} again, it fetches only these"
         )
 
 
@@ -307,9 +307,9 @@ def _one_line_errors(repository: Repository, revision: str | None) -> Iterator[N
     import httpx
     from huggingface_hub import errors
 
-    name, endpoint, again = repository.name, repository.address, repository.command
+    name, endpoint, command = repository.name, repository.address, repository.command
     page = "datasets/" if repository.kind == "dataset" else ""
-    token = f"put a token that may read it into the environment's HF_TOKEN and run {again}"
+    token = f"put a token that may read it into the environment's HF_TOKEN and run {command}"
     try:
         yield
     except errors.RevisionNotFoundError as error:
@@ -332,16 +332,16 @@ def _one_line_errors(repository: Repository, revision: str | None) -> Iterator[N
         ) from error
     except errors.HfHubHTTPError as error:
         status = error.response.status_code
-        cure = token if status in (401, 403) else f"run {again} later, it continues"
+        cure = token if status in (401, 403) else f"run {command} later, it continues"
         raise HubError(f"{endpoint} answers {status} for {name}; {cure}") from error
     except (httpx.HTTPError, httpx.InvalidURL, errors.LocalEntryNotFoundError) as error:
         raise HubError(
             f"{endpoint} cannot be reached for {name} ({one_line(error)}); check network, HTTPS_PROXY and "
-            f"HF_ENDPOINT, then run {again} again, it continues"
+            f"HF_ENDPOINT, then run {command} again, it continues"
         ) from error
     except OSError as error:
         cause = error.strerror or one_line(error)
-        raise HubError(f"{name}: {cause}; correct that and run {again} again, it continues") from error
+        raise HubError(f"{name}: {cause}; correct that and run {command} again, it continues") from error
 
 
 def one_line(error: Exception) -> str:

@@ -1,14 +1,14 @@
 """Removal of secrets from text: values of variables and flags with secret names, credentials in URLs."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 REDACTED = "<redacted>"
 
 _VARIABLE = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 _FLAG = re.compile(r"(?:^|-)(?:key|token|secret|password)$")
-_GIVEN = re.compile(r"(?:--(?P<flag>[\w-]+)|(?P<variable>[A-Z_][A-Z0-9_]*))=")
-_IN_ADDRESS = re.compile(
+_ASSIGNMENT = re.compile(r"(?:--(?P<flag>[\w-]+)|(?P<variable>[A-Z_][A-Z0-9_]*))=")
+_URL_SECRET = re.compile(
     r"(?<=://)[^/?#\s]+(?=@)|(?P<query>[?&][\w.-]*(?:key|token|secret|password)=)[^&\s]+", re.IGNORECASE
 )
 
@@ -25,22 +25,20 @@ def names_flag(name: str) -> bool:
 
 def text(original: str) -> str:
     """Remove credentials from URLs: http://name:password@host, …?password=…."""
-    return _IN_ADDRESS.sub(lambda match: f"{match['query'] or ''}{REDACTED}", original)
+    return _URL_SECRET.sub(lambda match: f"{match['query'] or ''}{REDACTED}", original)
 
 
 def command(words: Sequence[str]) -> list[str]:
     """Replace the secrets in the words of a command; the number of words stays."""
-    return list(_command(words))
-
-
-def _command(words: Sequence[str]) -> Iterator[str]:
-    before = ""
+    redacted = []
+    previous = ""
     for word in words:
-        given = _GIVEN.match(word)
-        if before.startswith("--") and names_flag(before[2:]) and not word.startswith("--"):
-            yield REDACTED
-        elif given and (names_flag(given["flag"] or "") or names_variable(given["variable"] or "")):
-            yield f"{given[0]}{REDACTED}"
+        match = _ASSIGNMENT.match(word)
+        if previous.startswith("--") and names_flag(previous[2:]) and not word.startswith("--"):
+            redacted.append(REDACTED)
+        elif match and (names_flag(match["flag"] or "") or names_variable(match["variable"] or "")):
+            redacted.append(f"{match[0]}{REDACTED}")
         else:
-            yield text(word)
-        before = word
+            redacted.append(text(word))
+        previous = word
+    return redacted

@@ -200,7 +200,7 @@ def test_a_flipped_bit_is_refused_and_only_its_file_fetched_again(
     served: Hub, copy: variant.Variant, tmp_path: Path, name: str
 ) -> None:
     served.flipped = name
-    refusal(HubError, f"so deleted: {name}; run `make download VARIANT=base`", copy, served.endpoint)
+    refusal(HubError, f"were deleted: {name}; run `make download VARIANT=base`", copy, served.endpoint)
     staged = left_in(tmp_path / "weights")
     assert staged == sorted(f".download-base/{COMMIT}/{kept}" for kept in KEPT if kept != name)
     served.flipped = ""

@@ -1,4 +1,4 @@
-"""A checkpoint in transformers, float32 on the CPU: what scores texts where no server is needed."""
+"""A checkpoint in transformers, float32 on the CPU: scores texts without a server."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ from slimqwen import checkpoint
 
 
 def load_model(folder: Path) -> tuple[Any, int]:
-    """The model of a checkpoint, and the id of the end-of-text token that texts are scored after."""
+    """The model of a checkpoint, and the id of the end-of-text token, which precedes every scored text."""
     import torch
     import transformers
 

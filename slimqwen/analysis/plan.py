@@ -1,4 +1,4 @@
-"""Plans of a variant on GPUs, as a record: vLLM's predicted configuration there, and the known trouble."""
+"""Plans of a variant on GPUs, as a record: the predicted configuration of vLLM, and the known trouble."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
@@ -20,6 +20,22 @@ from slimqwen.variant import Variant, names
 
 DEFAULT_GPUS = ("a10g", "rtx-3090", "l4", "h100", "b200", "rtx-5090")
 CPU = "cpu"
+
+_OVERVIEW = (
+    "attention",
+    "graphs",
+    "tokens of full graphs",
+    "4-bit kernel",
+    "Gated DeltaNet prefill",
+    "block size",
+    "shortest prompt with a prefix hit",
+    "sequences at full context",
+    "compiled at first use",
+)
+"""Facts of the overview of all plans."""
+
+_KERNEL_SUFFIX = "LinearKernel"
+"""Ending of the names of vLLM's quantised kernels, which tables leave out."""
 
 
 class MissingPlanError(SlimqwenError):
@@ -61,19 +77,19 @@ class PlanRecord(Record):
         columns = ("fact", *(plan.gpu for plan in self.plans))
         facts = [shown_facts(plan) for plan in self.plans]
         rows = tuple((name, *(column[name] for column in facts)) for name in facts[0])
-        shown = [
+        tables = [
             Table(f"Plan of {self.variant}", columns, rows, _notes(self.plans), text_columns=len(columns))
         ]
         kernels = plan_kernels.kernels_table(self.plans)
         if kernels is not None:
-            shown.append(kernels)
+            tables.append(kernels)
         if self.trouble:
             entries = tuple(
                 (entry.gpu, entry.effect, entry.description, entry.instead) for entry in self.trouble
             )
             headings = ("GPU", "effect", "what happens", "instead")
-            shown.append(Table("Known trouble", headings, entries, text_columns=len(headings)))
-        return shown
+            tables.append(Table("Known trouble", headings, entries, text_columns=len(headings)))
+        return tables
 
 
 def make(
@@ -93,7 +109,7 @@ def make(
         gpus: short names of GPU models, or `CPU` alone.
         command: the verb and its arguments, for the record.
         hide_toolkit: whether to plan for a host without nvcc and ninja.
-        log_folder: receives what vLLM prints, a file a GPU.
+        log_folder: folder for the output of vLLM, one file per GPU.
         kernels: whether to compile the Triton kernels that simulated GPUs would run.
         progress: receives (activity, variants done, variants).
 
@@ -148,9 +164,9 @@ def newest_plan(
     Args:
         gpu: short name of the GPU model.
         toolkit: whether the plan is for a host with nvcc and ninja.
-        kernels: whether its Triton kernels have to have been compiled.
+        kernels: whether the plan must have compiled Triton kernels.
     """
-    # A CPU build of a version plans nothing else for a GPU than its CUDA build.
+    # The CPU build of a version plans the same for a GPU as its CUDA build.
     installed = Version(version("vllm")).public
     fitting = (
         plan
@@ -191,26 +207,13 @@ def kernels_overview(root: Path) -> Table:
     return plan_kernels.summary_table(plans)
 
 
-_OVERVIEW = (
-    "attention",
-    "graphs",
-    "tokens of full graphs",
-    "4-bit kernel",
-    "Gated DeltaNet prefill",
-    "block size",
-    "shortest prompt with a prefix hit",
-    "sequences at full context",
-    "compiled at first use",
-)
-
-
 def has_toolkit(plan: Plan) -> bool:
     """Whether a plan is for a host with nvcc and ninja."""
     return plan.toolkit is not None and plan.toolkit.nvcc and plan.toolkit.ninja
 
 
 def _notes(plans: Sequence[Plan]) -> tuple[str, ...]:
-    """What the plans were made with, and what was assumed."""
+    """The versions of vLLM, the assumptions and the host of the plans."""
     from slimqwen.plan import resolution
 
     versions = " and ".join(sorted({plan.vllm for plan in plans}))
@@ -239,14 +242,16 @@ def _trouble(plan: Plan, known: Sequence[trouble.Trouble]) -> list[PlanTrouble]:
 
 
 def shown_facts(plan: Plan) -> dict[str, str]:
-    """The facts of a plan for people, by what they are; a dash for what was not resolved."""
+    """The facts of a plan as text, by name; a dash for an unresolved fact."""
     engine, cache, graphs = plan.engine, plan.kv_cache, plan.graphs
     values: dict[str, Any] = {
         "attention": _words(layers.backend for layers in plan.attention if not layers.prefill),
         "attention of drafts": _words(layers.backend for layers in plan.attention if layers.drafts),
         "Gated DeltaNet prefill": _words(layers.prefill for layers in plan.attention if layers.prefill),
         "4-bit kernel": _words(
-            group.kernel.removesuffix(_KERNEL) for group in plan.linears if group.kernel.endswith(_KERNEL)
+            group.kernel.removesuffix(_KERNEL_SUFFIX)
+            for group in plan.linears
+            if group.kernel.endswith(_KERNEL_SUFFIX)
         ),
         "graphs": graphs and graphs.mode,
         "tokens of full graphs": graphs and _sizes(graphs.captured.get("FULL", [])),
@@ -275,9 +280,6 @@ def _compiled(kernels: TritonKernels) -> str:
     if kernels.compiled_at_start is None:
         return summary
     return f"{summary}, a first start compiles {kernels.compiled_at_start or 'none'}"
-
-
-_KERNEL = "LinearKernel"
 
 
 def _words(names: Iterable[str]) -> str:

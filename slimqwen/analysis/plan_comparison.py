@@ -1,4 +1,4 @@
-"""What changes from one plan to another: of one variant by two vLLM versions, or on two GPUs."""
+"""Differences between two plans: of one variant by two vLLM versions, or on two GPUs."""
 
 import json
 from collections.abc import Mapping
@@ -60,7 +60,7 @@ def changes_table(first: Plan, second: Plan) -> Table:
 
 
 def _flat(plan: Plan) -> dict[str, str]:
-    """The facts by dotted name, such as engine.dtype; layers, kernels and compiled modules by what they are."""
+    """The facts by dotted name, such as engine.dtype; layers, kernels and compiled modules by their names."""
     fields = plan.model_dump(mode="json", exclude={"variant", "gpu", "vllm", "warnings"})
     fields["attention"] = {
         f"{'draft ' if layers.drafts else ''}{layers.layer}": layers.model_dump(exclude={"layer", "drafts"})

@@ -7,7 +7,7 @@ from slimqwen.records.table import Table
 
 
 def kernels_table(plans: Sequence[Plan]) -> Table | None:
-    """Every kernel of one plan, or of several those that lose choices or spill; None where none was compiled."""
+    """Every kernel of one plan; of several plans only kernels that lose choices or spill; None if none was compiled."""
     compiled = [(plan, plan.kernels) for plan in plans if plan.kernels is not None]
     if not compiled:
         return None
@@ -65,7 +65,7 @@ def summary_table(plans: Sequence[Plan]) -> Table:
 
 
 def lost_choices(kernel: TritonKernel) -> str:
-    """How many forms of a kernel a GPU cannot run, and why."""
+    """Number of forms of a kernel that a GPU cannot run, with the reasons; empty if it runs all."""
     if not kernel.lost:
         return ""
     reasons = ", ".join(dict.fromkeys(lost.reason for lost in kernel.lost))

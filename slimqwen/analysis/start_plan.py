@@ -1,7 +1,7 @@
-"""The plan of a start: the newest record that fits a server's command, its trouble, and what the engine has to be.
+"""The plan of a start: the newest record that fits a server's command, its trouble, and the facts of a started engine.
 
-A plan takes twenty seconds to make, so no start makes one: it reads the newest record of results/ that was made for
-this device, this version of vLLM, these flags, and a host with or without a CUDA toolkit as this one.
+A plan takes twenty seconds, so a start makes none: it reads the newest record of results/ for this device, this version
+of vLLM and these flags, on a host with or without a CUDA toolkit like this one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,14 +20,16 @@ from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
 from slimqwen.vllm_plugin import engine_facts, start_log
 
+_LISTED_NAMES = 4
+
 
 @dataclass(frozen=True)
 class StartTrouble:
     """Known trouble of a start, by its plan.
 
     Attributes:
-        dies: what the start would die of.
-        costs: what it would cost, one line each, the cure last.
+        dies: causes that would end the start.
+        costs: costs of the start, one line each, the cure last.
     """
 
     dies: tuple[checks.Trouble, ...]
@@ -35,7 +37,7 @@ class StartTrouble:
 
 
 def gpu_here(command: ServerCommand) -> str:
-    """Short name of the device that the command would serve on here; cpu for a CPU.
+    """Short name of the device on which the command would serve here; cpu for a CPU.
 
     Raises:
         MissingPlanError: there is no GPU, or one that is not listed.
@@ -56,7 +58,7 @@ def gpu_here(command: ServerCommand) -> str:
 
 
 def has_toolkit_here(command: ServerCommand) -> bool:
-    """Whether the command's server finds nvcc, ninja and a C++ compiler here, those of this environment included."""
+    """Whether the command's server finds nvcc, ninja and a C++ compiler here, including those of this environment."""
     return command.platform == "cuda" and not cuda_toolkit.missing(command.process_environment())
 
 
@@ -64,36 +66,36 @@ def find_all(command: ServerCommand, *, toolkit: bool) -> dict[str, Plan]:
     """The newest recorded plan that fits a server's command, by device of its platform.
 
     Args:
-        toolkit: whether its host has nvcc and ninja.
+        toolkit: whether the planned host has nvcc and ninja.
     """
     flags = rehearsal.decisive_flags(command)
     plans: dict[str, Plan] = {}
     for plan in recorded_plans(command.variant.root, command.variant.name):
         of_platform = (plan.gpu == CPU) == (command.platform == "cpu")
-        if of_platform and plan.gpu not in plans and _unfit(plan, flags, toolkit) is None:
+        if of_platform and plan.gpu not in plans and _misfit(plan, flags, toolkit) is None:
             plans[plan.gpu] = plan
     return dict(sorted(plans.items()))
 
 
 def find(command: ServerCommand, gpu_name: str, *, toolkit: bool) -> Plan:
-    """The newest recorded plan of a device that was made for this vLLM, these flags and such a host.
+    """The newest recorded plan of a device for this version of vLLM, these flags and such a host.
 
     Args:
         gpu_name: short name of the GPU model, or cpu.
-        toolkit: whether the host has nvcc and ninja, by which vLLM chooses.
+        toolkit: whether the host has nvcc and ninja, which changes vLLM's choices.
 
     Raises:
-        MissingPlanError: there is none; says why the newest does not fit, and how to make one.
+        MissingPlanError: there is none; names the misfit of the newest, and the command that makes one.
     """
     flags = rehearsal.decisive_flags(command)
     reason = None
     for plan in recorded_plans(command.variant.root, command.variant.name):
         if plan.gpu != gpu_name:
             continue
-        unfit = _unfit(plan, flags, toolkit)
-        if unfit is None:
+        misfit = _misfit(plan, flags, toolkit)
+        if misfit is None:
             return plan
-        reason = reason or unfit
+        reason = reason or misfit
     name = command.variant.name
     raise MissingPlanError(
         f"no plan of {name} on {gpu_name}{f' that fits: {reason}' if reason else ''}; "
@@ -102,14 +104,14 @@ def find(command: ServerCommand, gpu_name: str, *, toolkit: bool) -> Plan:
 
 
 def start_trouble(plan: Plan, command: ServerCommand) -> StartTrouble:
-    """The known trouble of a start by its plan, libraries of its compile cache considered."""
+    """The known trouble of a start by its plan, given the libraries of its compile cache."""
     plan = plan.model_copy(update={"jit": _modules(plan, command)})
     entries = trouble.matches(plan, trouble.read(command.variant.root))
-    why = f" ({plan.error})" if plan.error else ""
+    error = f" ({plan.error})" if plan.error else ""
     return StartTrouble(
         dies=tuple(
             checks.Trouble(
-                f"would die on {plan.gpu}: {_phrase(entry.description)}{why}", entry.instead, entry.evidence
+                f"would die on {plan.gpu}: {_phrase(entry.description)}{error}", entry.instead, entry.evidence
             )
             for entry in entries
             if entry.effect == "dies"
@@ -126,7 +128,7 @@ def require_libraries(plan: Plan, command: ServerCommand) -> None:
     """Refuse a start that requires a baked compile cache and would compile a module of FlashInfer.
 
     Raises:
-        ServingError: names the module, and how to have it compiled ahead or done without.
+        ServingError: names the module, and how to compile it ahead or avoid it.
     """
     if command.cache is None or not command.cache.required:
         return
@@ -135,7 +137,7 @@ def require_libraries(plan: Plan, command: ServerCommand) -> None:
         if module.baked or not module.module.startswith("FlashInfer"):
             continue
         cure = (
-            "it cannot be compiled ahead: serve without REQUIRE_BAKED, or take another backend in config.env"
+            "it cannot be compiled ahead: serve without REQUIRE_BAKED, or set another backend in config.env"
         )
         if module.libraries:
             cure = f"`slimqwen recipe run --variant {name}` bakes it"
@@ -146,16 +148,15 @@ def require_libraries(plan: Plan, command: ServerCommand) -> None:
 
 
 def _modules(plan: Plan, command: ServerCommand) -> list[JitModule]:
-    """Modules of a plan, with what this start's compile cache holds."""
+    """Modules of a plan; those in this start's compile cache count as baked."""
     return jit_modules.as_baked(plan.jit, command.cache.libraries if command.cache else ())
 
 
 def expectation(plan: Plan, *, required: bool) -> engine_facts.Expected:
-    """What a start has to be: every fact of its plan that a started engine states.
+    """The facts expected of a started engine: those of its plan that the engine reports.
 
     Args:
-        plan: of the start.
-        required: whether the server ends where a fact differs.
+        required: whether the server ends if a fact differs.
     """
     facts: dict[str, object] = {}
     tolerances: dict[str, float] = {}
@@ -169,16 +170,16 @@ def expectation(plan: Plan, *, required: bool) -> engine_facts.Expected:
             facts["captured_graphs"] = plan.graphs.captured
     if plan.kv_cache is not None:
         cache = plan.kv_cache
-        sized = {
+        cache_facts = {
             "kv_blocks": cache.blocks,
             "kv_tokens": cache.tokens,
             "sequences_at_max_model_len": cache.sequences_at_max_model_len,
         }
-        facts |= {"block_size": cache.block_size, **sized}
+        facts |= {"block_size": cache.block_size, **cache_facts}
         if plan.gpu != CPU and "kv-cache-memory-bytes" not in plan.flags:
-            # The start measures what the plan assumes beside weights and cache: it may be nothing, or twice as much.
+            # The plan assumes the memory beside weights and cache; the start may measure nothing, or twice as much.
             share = resolution.OVERHEAD_GIB * 2**30 / cache.available_bytes
-            tolerances = dict.fromkeys(sized, share)
+            tolerances = dict.fromkeys(cache_facts, share)
     return engine_facts.Expected(
         variant=plan.variant,
         plan=f"vLLM {plan.vllm} on {plan.gpu}",
@@ -189,9 +190,9 @@ def expectation(plan: Plan, *, required: bool) -> engine_facts.Expected:
 
 
 def starts_table(root: Path) -> Table:
-    """Every start of this repository that was held against a plan, the newest first, with what differed."""
+    """Every start of this repository that was compared with a plan, the newest first, with the differences."""
     return Table.of(
-        "Starts held against their plans",
+        "Starts compared with their plans",
         reversed(start_log.read(root / start_log.FILE)),
         {
             "time": lambda start: start.time,
@@ -204,28 +205,28 @@ def starts_table(root: Path) -> Table:
     )
 
 
-def _unfit(plan: Plan, flags: Mapping[str, str], toolkit: bool) -> str | None:
-    """Why a plan was made for another start; None where it was made for this one.
+def _misfit(plan: Plan, flags: Mapping[str, str], toolkit: bool) -> str | None:
+    """The reason why a plan does not fit this start; None if it fits.
 
     Args:
         plan: a recorded plan.
         flags: decisive flags of this start.
-        toolkit: whether its host has nvcc and ninja.
+        toolkit: whether the host of this start has nvcc and ninja.
     """
-    # A CPU build of a version plans nothing else for a GPU than its CUDA build.
+    # The CPU build of a version plans the same for a GPU as its CUDA build.
     if Version(plan.vllm).public != Version(version("vllm")).public:
-        return f"the newest was made for vLLM {plan.vllm}, here is {version('vllm')}"
+        return f"the newest was made for vLLM {plan.vllm}, this environment has {version('vllm')}"
     if plan.toolkit is not None and has_toolkit(plan) != toolkit:
         return f"the newest was made for a host {'without' if toolkit else 'with'} nvcc and ninja"
     changed = sorted(
         name for name in flags.keys() | plan.flags.keys() if flags.get(name) != plan.flags.get(name)
     )
-    return f"the newest was made with other {_listed(changed)}" if changed else None
+    return f"the newest was made with other values of {_listed(changed)}" if changed else None
 
 
-def _listed(names: Sequence[str], most: int = 4) -> str:
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + rest
+def _listed(names: Sequence[str]) -> str:
+    others = f" and {len(names) - _LISTED_NAMES} more" if len(names) > _LISTED_NAMES else ""
+    return ", ".join(names[:_LISTED_NAMES]) + others
 
 
 def _phrase(sentence: str) -> str:

@@ -127,7 +127,7 @@ def write(
 
     Args:
         sizes: tokens to keep.
-        corpus: .txt or .jsonl file to rank tokens by; None is the tiny world.
+        corpus: .txt or .jsonl file that ranks the tokens; None is the tiny world.
         num_documents: documents of the corpus.
         texts: files to measure on by source name, beside the tiny world's held-out documents.
         num_held_out: held-out documents of each kind of the tiny world.
@@ -138,20 +138,20 @@ def write(
     """
     started = provenance.utc_now()
     variant.require_weights()
-    ranked = prune_vocab.Corpus(
+    ranking = prune_vocab.Corpus(
         source="file" if corpus else "tinyworld", path=corpus, documents=num_documents
     )
-    digests = prune_vocab.data(prune_vocab.PruneVocabParameters(size=sizes[0], corpus=ranked))
-    seeds = {"corpus": ranked.seed, "held_out": ranked.seed + 1}
+    digests = prune_vocab.data(prune_vocab.PruneVocabParameters(size=sizes[0], corpus=ranking))
+    seeds = {"corpus": ranking.seed, "held_out": ranking.seed + 1}
     sources = world_texts(num_held_out, seeds["held_out"])
     for name, file in (texts or {}).items():
         sources[name] = list(file_texts(file))
-    fields = measure(variant.weights, ranked, sizes, sources, num_scored, progress)
+    fields = measure(variant.weights, ranking, sizes, sources, num_scored, progress)
     block = provenance.of_variant(
         variant,
         command,
         started,
-        corpus={**ranked.model_dump(mode="json"), "digests": digests},
+        corpus={**ranking.model_dump(mode="json"), "digests": digests},
         seeds=seeds,
     )
     return store.write(
@@ -211,7 +211,7 @@ def measure(
         }
         if score:
             sources[name]["bits_per_byte"] = asdict(intervals.mean(old_bits[name], weights[name]))
-    measured = []
+    by_size = []
     for done, size in enumerate(sizes):
         progress("measure the sizes", done, len(sizes))
         kept_ids = prune_vocab.kept_ids(source, words, counts, size)
@@ -229,8 +229,8 @@ def measure(
                 change = intervals.paired_difference(old_bits[name], bits, weights[name])
                 by_source[name]["bits_per_byte"] = asdict(intervals.mean(bits, weights[name]))
                 by_source[name]["bits_per_byte_change"] = asdict(change)
-        measured.append({"size": len(kept_ids), "sources": by_source})
-    return {"tokens": len(words.ids), "sources": sources, "sizes": measured}
+        by_size.append({"size": len(kept_ids), "sources": by_source})
+    return {"tokens": len(words.ids), "sources": sources, "sizes": by_size}
 
 
 def _scorer(source: Path) -> Callable[[Vocabulary, Ids | range, Sequence[str]], list[float]]:

@@ -1,4 +1,4 @@
-"""recipe.yaml: a description, the base checkpoint, and the stages that it goes through.
+"""recipe.yaml: a description, the base checkpoint, and the stages that transform it.
 
 description: AWQ 4-bit MLP weights.
 base: tiny
@@ -80,7 +80,7 @@ def read(file: Path, stages: Mapping[str, Stage] = STAGES) -> Recipe:
 
     Args:
         file: the recipe.yaml; paths in it are relative to its folder.
-        stages: the stages that it can name.
+        stages: the known stages.
 
     Raises:
         RecipeError: the file is missing or not YAML, a key is unknown or missing, or a value is invalid; names the
@@ -110,7 +110,9 @@ def read(file: Path, stages: Mapping[str, Stage] = STAGES) -> Recipe:
     for number, entry in enumerate(document.stages):
         path: YamlPath = ("stages", number)
         if len(entry) != 1:
-            raise RecipeError(f"{_line(file, root, path)}: one stage per list entry, here are {len(entry)}")
+            raise RecipeError(
+                f"{_line(file, root, path)}: one stage per list entry, this one has {len(entry)}; give each its own '-'"
+            )
         [(name, values)] = entry.items()
         path = (*path, name)
         if name not in stages:
@@ -131,8 +133,8 @@ def read(file: Path, stages: Mapping[str, Stage] = STAGES) -> Recipe:
 def _error(
     file: Path, root: yaml.Node | None, error: ValidationError, prefix: YamlPath, schema: type[BaseModel]
 ) -> RecipeError:
-    """One line about one of the problems that pydantic lists."""
-    # A misspelt key is often the reason why another is missing, so it goes first.
+    """One line on the first of the problems that pydantic lists."""
+    # A misspelt key is often the reason for a missing one, so it goes first.
     problem = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     path = problem["loc"]
     dotted = ".".join(map(str, path)) or "the recipe"
@@ -155,12 +157,12 @@ def _fields(schema: type[BaseModel], path: YamlPath) -> Mapping[str, object]:
 
 
 def _nearest(name: str, names: Mapping[str, object]) -> str:
-    near = difflib.get_close_matches(name, names, n=1)
-    return f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(names))}"
+    similar = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {similar[0]}?" if similar else f"known are {', '.join(sorted(names))}"
 
 
 def _line(file: Path, node: yaml.Node | None, path: YamlPath) -> str:
-    """file:line of the innermost part of a path that the text has."""
+    """file:line of the innermost part of a path that exists in the text."""
     line = node.start_mark.line if node else 0
     for part in path:
         if isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):

@@ -67,7 +67,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a run would do with one stage, and why.
+    """Whether a run would reuse or run one stage, and why.
 
     Attributes:
         key: its content key; None if its input does not exist yet.
@@ -97,7 +97,7 @@ def run(
         variant: name; weights/<variant> is linked to the output of the last stage.
         weights: folder of the checkpoints and the store.
         resolve: base of a recipe -> its checkpoint folder, checked.
-        stages: number of stages to go through, from the first; None for the whole recipe.
+        stages: number of stages to run, from the first; None for the whole recipe.
         progress: receives (activity, done, total) of each running stage.
 
     Returns:
@@ -120,7 +120,7 @@ def run(
             outcomes.append(outcome)
             source = outcome.folder
         if len(steps) == len(recipe.steps):
-            _point(link, source)
+            _set_link(link, source)
     return outcomes
 
 
@@ -146,15 +146,15 @@ def status(recipe: Recipe, weights: Path, resolve: Callable[[str], Path]) -> lis
             forecasts.append(Forecast(name, key, False, "not made yet"))
             continue
         changes = _changes(nearest.ingredients, ingredients)
-        what = ", ".join(change.ingredient for change in changes)
-        forecasts.append(Forecast(name, key, False, f"changed: {what}", changes))
+        names = ", ".join(change.ingredient for change in changes)
+        forecasts.append(Forecast(name, key, False, f"changed: {names}", changes))
     return forecasts
 
 
 def clean_store(weights: Path, keep: Iterable[str]) -> int:
     """Delete the store entries that no variant uses, and the unfinished work of killed runs.
 
-    Every entry that a link under weights points to is kept, and so are the entries that it was made from.
+    It keeps every entry that a link under weights points to, and the entries from which that was made.
 
     Args:
         weights: folder of the checkpoints and the store.
@@ -175,18 +175,18 @@ def clean_store(weights: Path, keep: Iterable[str]) -> int:
         except BlockingIOError:
             raise RecipeError(f"a recipe is running on {store}; clean it when that has ended") from None
         entries = {folder.name: folder for folder in store.iterdir() if not folder.name.startswith(".")}
-        # A stage that changes nothing gives its input's digest; so does a baked entry, but it is never an input.
+        # A stage that changes nothing has its input's digest; so has a baked entry, but that is never an input.
         inputs: dict[str, list[str]] = {}
         for name, folder in entries.items():
             if not (folder / COMPILE_CACHE[0]).is_file():
                 inputs.setdefault(checkpoint.digest(folder), []).append(name)
         linked = [link.resolve().name for link in weights.iterdir() if link.is_symlink()]
-        used, todo = set(), [*linked, *keep]
-        while todo:
-            name = todo.pop()
+        used, pending = set(), [*linked, *keep]
+        while pending:
+            name = pending.pop()
             if name in entries and name not in used:
                 used.add(name)
-                todo += inputs.get(Manifest.read(entries[name]).ingredients["input"], [])
+                pending += inputs.get(Manifest.read(entries[name]).ingredients["input"], [])
         freed = sum(file.stat().st_size for file in (store / ".unfinished").rglob("*") if file.is_file())
         shutil.rmtree(store / ".unfinished", ignore_errors=True)
         for name in entries.keys() - used:
@@ -269,12 +269,14 @@ def _versions(packages: Iterable[str]) -> dict[str, str]:
 
 def _nearest_entry(stage: str, ingredients: Mapping[str, str], store: Path) -> Manifest | None:
     """The entry of the same stage with the fewest different ingredients; of equals, the newest."""
-    made = [Manifest.read(file.parent) for file in _by_age(store.glob(f"[!.]*/{MANIFEST}"))]
-    alike = [manifest for manifest in made if manifest.stage == stage]
-    return min(alike, key=lambda manifest: len(_changes(manifest.ingredients, ingredients)), default=None)
+    manifests = [Manifest.read(file.parent) for file in _newest_first(store.glob(f"[!.]*/{MANIFEST}"))]
+    candidates = [manifest for manifest in manifests if manifest.stage == stage]
+    return min(
+        candidates, key=lambda manifest: len(_changes(manifest.ingredients, ingredients)), default=None
+    )
 
 
-def _by_age(files: Iterable[Path]) -> list[Path]:
+def _newest_first(files: Iterable[Path]) -> list[Path]:
     return sorted(files, key=lambda file: file.stat().st_mtime_ns, reverse=True)
 
 
@@ -307,7 +309,7 @@ def _run_in_process(
 ) -> tuple[Facts, int]:
     """Run a stage in a process of its own: its facts and its peak memory in bytes.
 
-    Its prints go to the log, its memory and a GPU's are freed when it ends, and what kills it does not kill the run.
+    Its output goes to the log, its end frees its memory and the GPU's, and a crash does not end the run.
     """
     run: Callable[..., Facts] = step.stage.run
     if step.stage.resumes:
@@ -337,14 +339,14 @@ def _death(stage: str, exit_code: int, log: Path) -> str:
     return f"{stage} died ({cause}); its log is {log}"
 
 
-def _point(link: Path, target: Path) -> None:
-    """Make link point to target, in one step."""
+def _set_link(link: Path, target: Path) -> None:
+    """Make a link point to a target, atomically."""
     destination = Path(os.path.relpath(target, link.parent))
     if link.is_symlink() and link.readlink() == destination:
         return
-    fresh = link.with_name(f".{link.name}.{secrets.token_hex(4)}")
-    fresh.symlink_to(destination)
-    fresh.replace(link)
+    new_link = link.with_name(f".{link.name}.{secrets.token_hex(4)}")
+    new_link.symlink_to(destination)
+    new_link.replace(link)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The recipe.yaml of a new variant: its stages in order, with the parameters that have no default that fits."""
+"""The recipe.yaml of a new variant: its stages in order, with the parameters that need a value."""
 
 import tempfile
 import textwrap
@@ -18,14 +18,14 @@ _EMBEDDED = "tiny"
 
 
 def render(base: Variant, stages: Sequence[str]) -> str:
-    """Write a recipe.yaml that takes the checkpoint of a variant through stages.
+    """The text of a recipe.yaml that takes the checkpoint of a variant through stages.
 
     Args:
         base: variant whose checkpoint the recipe starts from.
 
     Raises:
-        slimqwen.recipe.recipe_file.RecipeError: an unknown stage, or an order that cannot be.
-        SlimqwenError: a stage needs the checkpoint of the base and that is missing.
+        slimqwen.recipe.recipe_file.RecipeError: an unknown stage, or an impossible order.
+        SlimqwenError: a stage needs the checkpoint of the base, which is missing.
     """
     lines = [
         f"description: The checkpoint of {base.name} through {', '.join(stages)}.",
@@ -49,7 +49,7 @@ def render(base: Variant, stages: Sequence[str]) -> str:
 
 
 def _parameters(stage: str, base: Variant) -> dict[str, Any]:
-    """Parameters without a default that fits: the text that the stage reads, and the size of a vocabulary."""
+    """Parameters that need a value: the text that the stage reads, and the size of a vocabulary."""
     if stage not in STAGES:
         return {}  # recipe_file.read names the nearest stage
     fields = STAGES[stage].parameters.model_fields

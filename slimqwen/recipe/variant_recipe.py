@@ -25,14 +25,14 @@ def read(variant: Variant) -> Recipe:
 
 
 def run(variant: Variant, stages: int | None = None, progress: Progress = silent) -> list[runner.Outcome]:
-    """Run a variant's recipe, or so many of its stages from the first; raises as `runner.run`."""
+    """Run a variant's recipe, or only its first stages; raises as `runner.run`."""
     weights = variant.root / "weights"
     resolve = partial(base_folder, root=variant.root)
     return runner.run(read(variant), variant.name, weights, resolve, stages, progress)
 
 
 def stages_until(variant: Variant, name: str) -> int:
-    """Number of stages of a variant's recipe up to and including the first of a name.
+    """Number of stages of a variant's recipe up to and including the first with a name.
 
     Raises:
         RecipeError: the recipe cannot be used, or has no such stage.
@@ -105,9 +105,9 @@ def unexplained_by(steps: Sequence[Step], base: Path, weights: Path) -> list[Ten
     """Tensors of a checkpoint that differ from its base, though no step of a recipe changes them.
 
     Args:
-        steps: of the recipe.
-        base: checkpoint folder that the recipe starts from.
-        weights: checkpoint folder that it makes.
+        steps: steps of the recipe.
+        base: checkpoint folder of the recipe's base.
+        weights: checkpoint folder of its result.
 
     Raises:
         CorruptCheckpointError: a checkpoint cannot be read.
@@ -118,4 +118,4 @@ def unexplained_by(steps: Sequence[Step], base: Path, weights: Path) -> list[Ten
         return any(re.search(pattern, name) for pattern in patterns)
 
     differences = difference.compare(base, weights, leave_out=is_explained)
-    return [each for each in differences if each.change is not Change.NONE]
+    return [tensor for tensor in differences if tensor.change is not Change.NONE]

@@ -23,7 +23,7 @@ class WarmWorker:
     """The runner's side of a warm worker.
 
     Attributes:
-        messages: what its jobs report, one job after the other.
+        messages: reports of its jobs, one job after the other.
     """
 
     messages: Connection
@@ -40,14 +40,14 @@ class WarmWorker:
             EOFError: it died before it had imported vLLM.
         """
         self.send(environment, *job)
-        _, process = self.messages.recv()
-        return int(process)
+        _, pid = self.messages.recv()
+        return int(pid)
 
     def send(self, environment: Mapping[str, str], *job: Any) -> None:
-        """Have a job started: run, source, destination, parameters. The one before must have ended.
+        """Send a job (run, source, destination, parameters) without waiting; the previous job must have ended.
 
         Args:
-            environment: variables of the job's process. What torch and vLLM read at their import is the warm worker's.
+            environment: variables of the job's process. Torch and vLLM read the warm worker's at their import.
 
         Raises:
             BrokenPipeError: the warm worker has died.
@@ -81,18 +81,18 @@ def main() -> None:
     with Connection(int(sys.argv[1]), readable=False) as runner, suppress(EOFError):
         while True:
             environment, job = pickle.load(sys.stdin.buffer)
-            waiting, announced = os.pipe()
-            process = os.fork()
-            if process == 0:
-                # The job's first report would come before its process id, where this process is slow.
-                os.close(announced)
-                os.read(waiting, 1)
-                os.close(waiting)
+            read_end, write_end = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                # The job waits until its process id is sent: its first report must not come before.
+                os.close(write_end)
+                os.read(read_end, 1)
+                os.close(read_end)
                 _perform(job, environment, runner)
-            os.close(waiting)
-            runner.send(("started", process))
-            os.close(announced)
-            _, status = os.waitpid(process, 0)
+            os.close(read_end)
+            runner.send(("started", pid))
+            os.close(write_end)
+            _, status = os.waitpid(pid, 0)
             runner.send(("ended", os.waitstatus_to_exitcode(status)))
 
 

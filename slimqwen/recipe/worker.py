@@ -76,7 +76,7 @@ def wait_for_end(process: "subprocess.Popen[bytes]") -> None:
 
 def main() -> None:
     """Run the stage; exit at once if the runner ends."""
-    # Most objects of a stage are those of its imports; to look for garbage among them takes a third of their time.
+    # Most objects of a stage belong to its imports; a search for garbage among them takes a third of their time.
     gc.set_threshold(GARBAGE_THRESHOLD)
     job = pickle.load(sys.stdin.buffer)
     with Connection(int(sys.argv[1]), readable=False) as runner:
@@ -104,8 +104,8 @@ def perform(job: Any, runner: Connection) -> None:
 
 
 def _end_with_runner() -> None:
-    # The runner writes nothing more, so standard input ends when the runner does, however it ends. The file descriptor
-    # is read directly, because the interpreter needs the lock of sys.stdin's buffer when it shuts down.
+    # The runner writes nothing more: standard input ends when the runner exits or is killed. The descriptor is read
+    # directly, because the interpreter needs the lock of sys.stdin's buffer when it shuts down.
     while os.read(0, 1):
         pass
     os._exit(1)

@@ -1,7 +1,7 @@
-"""All records of a repository: those that can be read, and the files that cannot be used with the reason.
+"""All records of a repository: the readable ones, and the unusable files with the reason.
 
-`store.read` raises on a bad record; a report over hundreds of records must not stop at the first damaged file. Whether
-the figures hold is checked by `report.checks`.
+`store.read` raises on a bad record; a report over hundreds of records must not stop at the first damaged file.
+`report.checks` compares records with schemas, items and checkpoints.
 """
 
 import os
@@ -98,35 +98,35 @@ class Collection:
     def select(
         self, kind: str | type[Record], variant: str | None = None, split: Split | None = None
     ) -> Sequence[StoredRecord[Any]]:
-        """The records of a kind, those of a variant newest first; none of a busy host.
+        """The records of a kind without those of a busy host; records of one variant are newest first.
 
         Args:
             kind: such as quality, or the kind's model.
             variant: its name; None for all variants.
-            split: side of the split that they are of; None for records of all items.
+            split: side of the split that was measured; None for records of all items.
         """
         name = kind if isinstance(kind, str) else kind.kind
-        among = self._quiet if variant is None else self._groups.get((variant, name), ())
-        return tuple(entry for entry in among if entry.kind == name and split_of(entry.record) == split)
+        entries = self._quiet_records if variant is None else self._groups.get((variant, name), ())
+        return tuple(entry for entry in entries if entry.kind == name and split_of(entry.record) == split)
 
     @cached_property
     def _groups(self) -> Mapping[tuple[str, str], Sequence[StoredRecord[Record]]]:
-        return {key: tuple(group) for key, group in groupby(self._quiet, _group)}
+        return {key: tuple(group) for key, group in groupby(self._quiet_records, _group)}
 
     @cached_property
-    def _quiet(self) -> Sequence[StoredRecord[Record]]:
+    def _quiet_records(self) -> Sequence[StoredRecord[Record]]:
         return [entry for entry in self.records if not entry.record.provenance.host_was_busy]
 
 
 def collect(root: Path) -> Collection:
     """Read all records of experiments/ and results/.
 
-    Damaged, missing, foreign and dangling files become problems; nothing raises. Items are looked for, not read.
+    Damaged, missing, foreign and dangling files become problems; nothing raises. Items are not read.
     """
     reader = _Reader(root)
     variants = set()
     for path in reader.files(root / "experiments", deep=False):
-        reader.leave_out(path, "belongs to no variant; move it into the folder of one")
+        reader.leave_out(path, "belongs to no variant; move it into a variant's folder")
     for folder in _folders(root / "experiments"):
         files = sorted(reader.files(folder))
         if (folder / "config.env").is_file():
@@ -135,7 +135,7 @@ def collect(root: Path) -> Collection:
         else:
             reader.leave_out(
                 folder,
-                f"no config.env, so no variant: its {len(files)} files are left out; add one, or move them away",
+                f"no config.env, so no variant: its {len(files)} files are left out; add config.env, or move the files",
             )
     _read_results(reader, root / "results", variants)
     _require_baselines(reader, variants)
@@ -167,7 +167,7 @@ class _Reader:
         self.problems.setdefault(self.location(path), " ".join(reason.split()))
 
     def read(self, path: Path) -> Record | Measurements | None:
-        """A valid record, or None with the reason noted."""
+        """A valid record; None for a bad one, whose fault becomes a problem."""
         if path.is_symlink() or not path.is_file():
             self.leave_out(path, "not a plain file; put the record itself there")
             return None
@@ -198,11 +198,11 @@ def _read_variant(reader: _Reader, folder: Path, files: Iterable[Path]) -> None:
     others = []
     for path in files:
         if path.parent != folder:
-            reader.leave_out(path, "belongs to nobody: a variant's folder holds no folders")
+            reader.leave_out(path, "in a subfolder, which no variant has; move it away")
         elif path.name in VARIANT_FILES:
             continue
         elif _is_unfinished(path):
-            reader.leave_out(path, "left by a run that was cut off; delete it")
+            reader.leave_out(path, "left by an interrupted run; delete it")
         elif path.suffix != ".json":
             others.append(path)
         else:
@@ -221,8 +221,10 @@ def _read_variant(reader: _Reader, folder: Path, files: Iterable[Path]) -> None:
                 reader.leave_out(path, _misplaced(record.kind))
     for path in others:
         if path.name not in expected:
-            what = "items without their record" if path.name.endswith(".items.jsonl") else "belongs to nobody"
-            reader.leave_out(path, f"{what}; restore what it belongs to, or delete it")
+            fault = (
+                "items without their record" if path.name.endswith(".items.jsonl") else "belongs to no record"
+            )
+            reader.leave_out(path, f"{fault}; restore the record, or delete this file")
     _read_measurements(reader, folder)
 
 
@@ -235,7 +237,7 @@ def _read_measurements(reader: _Reader, folder: Path) -> None:
     if isinstance(claims, Measurements):
         reader.measurements[folder.name] = claims
     elif claims is not None:
-        reader.leave_out(path, f"holds a record of kind {claims.kind}, not what the variant claims")
+        reader.leave_out(path, f"holds a record of kind {claims.kind}, not measurements")
 
 
 def _read_results(reader: _Reader, folder: Path, variants: set[str]) -> None:
@@ -243,7 +245,7 @@ def _read_results(reader: _Reader, folder: Path, variants: set[str]) -> None:
     others = []
     for path in sorted(reader.files(folder)):
         if _is_unfinished(path):
-            reader.leave_out(path, "left by a run that was cut off; delete it")
+            reader.leave_out(path, "left by an interrupted run; delete it")
         elif path == reader.root / withdrawals.LOCATION:
             continue
         elif path.suffix != ".json":
@@ -255,7 +257,7 @@ def _read_results(reader: _Reader, folder: Path, variants: set[str]) -> None:
                 _add_result(reader, folder, path, record, variants)
     for path in others:
         if path.with_suffix("") not in stems:
-            reader.leave_out(path, "belongs to nobody; restore its record, or delete it")
+            reader.leave_out(path, "belongs to no record; restore the record, or delete this file")
 
 
 def _add_result(
@@ -291,7 +293,7 @@ def _misplaced(kind: str) -> str:
 
 
 def _require_baselines(reader: _Reader, variants: set[str]) -> None:
-    """Leave out claims against a baseline that is not there."""
+    """Leave out the measurements.json of variants whose baseline does not exist."""
     for name, claims in list(reader.measurements.items()):
         baseline = claims.baseline
         if baseline is not None and (baseline == name or baseline not in variants):
@@ -299,12 +301,12 @@ def _require_baselines(reader: _Reader, variants: set[str]) -> None:
             fault = "is itself" if baseline == name else f"{baseline!r} is no variant of experiments/"
             reader.leave_out(
                 reader.root / "experiments" / name / "measurements.json",
-                f"its baseline {fault}; name one that is there, or null",
+                f"its baseline {fault}; name an existing variant, or null",
             )
 
 
 def _require_cited(reader: _Reader) -> None:
-    """Name the records that others rest on and that are not there."""
+    """Report cited records that are missing."""
     citations = {entry.location: entry.record.cited() for entry in reader.records}
     for variant, claims in reader.measurements.items():
         folder = f"experiments/{variant}"
@@ -330,5 +332,5 @@ def _folders(parent: Path) -> list[Path]:
 
 
 def _is_unfinished(path: Path) -> bool:
-    """Whether it is what the store writes under a temporary name."""
+    """Whether the store wrote the file under a temporary name."""
     return path.name.startswith(".")

@@ -10,7 +10,7 @@ from slimqwen.records.record import Provenance
 
 
 class Circumstance(StrEnum):
-    """What can differ, first what decides a figure most directly."""
+    """Circumstances of a measurement, the most decisive first."""
 
     CHECKPOINT = "checkpoint"
     DATA = "data"
@@ -68,7 +68,7 @@ def _shortened(digests: Mapping[str, str]) -> dict[str, str]:
 
 
 def _variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Without the variables that have a line of their own, and without the folders of caches."""
+    """The environment without the threads, which have their own line, and without cache folders."""
     return {
         name: value
         for name, value in environment.items()
@@ -77,4 +77,4 @@ def _variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _text(value: Any) -> str:
-    return "not said" if value is None else str(value)
+    return "none" if value is None else str(value)

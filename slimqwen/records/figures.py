@@ -8,7 +8,7 @@ _ESTIMATE_FIELDS = ("standard_error", "low", "high", "count")
 _NAMING_CONTAINERS = frozenset(
     {"tasks", "classes", "modes", "depths", "settings", "cells", "variants", "heads", "sizes"}
 )
-"""Fields whose entries have names that say enough: the field's own name is left out."""
+"""Fields whose entries have sufficient names, so that figures leave out the name of the field."""
 
 _LABELS = (
     "class", "variant", "stage", "gate", "damage", "kind", "name", "figure", "depth", "temperature", "size", "rank",
@@ -31,7 +31,7 @@ class Figure:
 
     Attributes:
         value: in `unit`.
-        unit: empty where nobody has said it.
+        unit: empty where the ending of the figure's name gives none.
         standard_error: of the value, in `unit`; None where the record holds none.
         low: lower end of the 95 % interval; None where the record holds none.
         high: upper end of the interval.
@@ -53,14 +53,14 @@ def figures_of(fields: Mapping[str, Any]) -> dict[str, Figure]:
         fields: the part of a record that holds its results, as JSON.
 
     Returns:
-        Figures by name: where the number stands, its parts joined by "/", then its own name (for statistics of a
-        distribution `ttft_ms.median`).
+        Figures by name: the parts of the record around the number, then its own name, joined by "/"; a statistic of a
+        distribution is named such as `ttft_ms.median`.
     """
     return dict(pair for key, value in fields.items() for pair in _walk(value, (), key))
 
 
 def unit_of(name: str) -> str:
-    """The unit that the ending of a figure's name says, empty where it says none."""
+    """The unit by the ending of a figure's name; empty for an unknown ending."""
     ending = name.rpartition("/")[2].partition(".")[0]
     return next((unit for end, unit in _UNITS if ending.endswith(end)), "")
 
@@ -73,20 +73,20 @@ def _walk(value: Any, group: tuple[str, ...], name: str) -> Iterator[tuple[str, 
         name: its own name.
     """
     if _is_number(value):
-        yield _named(group, name, value)
+        yield _named_figure(group, name, value)
     elif isinstance(value, Mapping):
         yield from _walk_mapping(value, group, name)
     elif isinstance(value, list):
-        within = group if name in _NAMING_CONTAINERS else (*group, name)
+        list_group = group if name in _NAMING_CONTAINERS else (*group, name)
         for number, part in enumerate(value):
             if isinstance(part, Mapping) and "value" not in part:
-                label, rest = _labelled(part, number)
+                label, rest = _label_and_rest(part, number)
                 for key, inner in rest.items():
-                    yield from _walk(inner, (*within, label), key)
+                    yield from _walk(inner, (*list_group, label), key)
             else:
                 # Two lists of estimates with limits beside them must not share a name.
-                around = within if isinstance(part, Mapping) else group
-                yield from _walk(part, (*around, str(number)), name)
+                part_group = list_group if isinstance(part, Mapping) else group
+                yield from _walk(part, (*part_group, str(number)), name)
 
 
 def _walk_mapping(
@@ -95,33 +95,32 @@ def _walk_mapping(
     rest = dict(value)
     if _is_number(value.get("value")):
         # An estimate has its field's name, a task the name of its measure.
-        within = (*group, name) if "measure" in value else group
+        group = (*group, name) if "measure" in value else group
         estimate = {key: rest.pop(key, None) for key in _ESTIMATE_FIELDS}
-        yield _named(within, value.get("measure", name), rest.pop("value"), **estimate)
-        group = within
+        yield _named_figure(group, value.get("measure", name), rest.pop("value"), **estimate)
     elif _is_number(value.get("mean")):
         for statistic, figure in value.items():
             if statistic != "standard_error" and _is_number(figure):
                 error = {"standard_error": value.get("standard_error")} if statistic == "mean" else {}
-                yield _named(group, f"{name}.{statistic}", figure, **error)
+                yield _named_figure(group, f"{name}.{statistic}", figure, **error)
         return
     elif name not in _NAMING_CONTAINERS:
         group = (*group, name)
     for key, part in rest.items():
         if name in _NAMING_CONTAINERS and _is_number(part):
-            yield _named((*group, key), name, part)
+            yield _named_figure((*group, key), name, part)
         else:
             yield from _walk(part, group, key)
 
 
-def _labelled(part: Mapping[str, Any], number: int) -> tuple[str, dict[str, Any]]:
-    """What tells an entry of a list apart, and the rest of the entry."""
+def _label_and_rest(part: Mapping[str, Any], number: int) -> tuple[str, dict[str, Any]]:
+    """The label of a list's entry, and the fields of the entry that are not in the label."""
     keys = [key for key in _LABELS if isinstance(part.get(key), str | int | float)]
     label = ", ".join(part[key] if isinstance(part[key], str) else f"{key}={part[key]:g}" for key in keys)
     return label or str(number), {key: value for key, value in part.items() if key not in keys}
 
 
-def _named(group: tuple[str, ...], name: str, value: float, **estimate: Any) -> tuple[str, Figure]:
+def _named_figure(group: tuple[str, ...], name: str, value: float, **estimate: Any) -> tuple[str, Figure]:
     return "/".join((*group, name)), Figure(value, unit_of(name), **estimate)
 
 

@@ -1,4 +1,4 @@
-"""Journal of a run that has not ended: its answers so far, from which the same command continues."""
+"""Journal of an unfinished run: its answers so far, from which the same command continues."""
 
 import fcntl
 import hashlib
@@ -17,7 +17,7 @@ from slimqwen.serving.command import ServerCommand
 
 
 class RunInProgressError(SlimqwenError):
-    """Another process is making the same run."""
+    """Another process runs the same measurement."""
 
 
 class Journal:
@@ -39,7 +39,7 @@ class Journal:
         return len(self._reused)
 
     def get(self, request: Any) -> Any | None:
-        """The answer of an earlier run, or of this one; None without one.
+        """The answer of an earlier run or of this one; None if there is none.
 
         Args:
             request: everything that decides the answer, as JSON.
@@ -104,17 +104,17 @@ def locked(file: Path) -> Iterator[Journal]:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise RunInProgressError(
-                f"another process is making the same run ({file.parent.name}/{file.name}); wait for its end"
+                f"another process runs the same measurement ({file.parent.name}/{file.name}); wait for its end"
             ) from None
         if not file.exists() or file.stat().st_ino != os.fstat(stream.fileno()).st_ino:
             raise RunInProgressError(
-                f"another process has just ended the same run ({file.name}); look for its record"
+                f"another process has just ended the same measurement ({file.name}); look for its record"
             )
         content = stream.readall()
-        complete = content[: content.rfind(b"\n") + 1]
-        stream.seek(len(complete))
+        complete_lines = content[: content.rfind(b"\n") + 1]
+        stream.seek(len(complete_lines))
         stream.truncate()
-        yield Journal(file, stream, dict(json.loads(line) for line in complete.splitlines()))
+        yield Journal(file, stream, dict(json.loads(line) for line in complete_lines.splitlines()))
 
 
 def _digest(value: Any) -> str:

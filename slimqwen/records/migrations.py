@@ -1,8 +1,8 @@
-"""Old records in the form of today: one function for each step from a version of a schema to the next.
+"""Migration of old records: one function for each step from a version of a schema to the next.
 
-Files on disk stay as they were written; `store` applies the steps whenever it reads one. A step states what was so when
-the old form was written, and null where nobody knows. The provenance block has versions of its own, for all kinds
-share it.
+Files on disk stay as they were written; `store` applies the steps whenever it reads one. A step fills a new field with
+the value that held when the old form was written, or null if that is unknown. The provenance block has its own
+versions, because all kinds share it.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,14 +15,14 @@ Record = dict[str, Any]
 
 
 class MigrationError(SlimqwenError):
-    """A record that is not of the form that its schema version promises."""
+    """A record without the fields of its schema version."""
 
 
 def named(schema: object) -> tuple[str, int]:
-    """quality/2 -> its kind and version.
+    """The kind and the version in the name of a schema, such as quality/2.
 
     Raises:
-        MigrationError: it is no such name.
+        MigrationError: the name is not <kind>/<version>.
     """
     kind, _, version = schema.partition("/") if isinstance(schema, str) else ("", "", "")
     if not kind or not version.isdecimal():
@@ -31,21 +31,21 @@ def named(schema: object) -> tuple[str, int]:
 
 
 def to_present(record: Mapping[str, Any]) -> Record:
-    """The record, and the provenance block in it, after every step that there is from their versions on.
+    """The record and its provenance block, both migrated to the present version.
 
     Raises:
-        MigrationError: the schema is no name with a version, or a step does not find what that version has.
+        MigrationError: a schema is not <kind>/<version>, or fields of that version are missing.
     """
-    present = _stepped(dict(record), *named(record.get("schema")))
+    present = _migrate(dict(record), *named(record.get("schema")))
     block = present.get("provenance")
     if isinstance(block, Mapping):
-        # The block had no version before its second.
-        given = block.get("schema", "provenance/1")
-        present["provenance"] = _stepped({"schema": given, **block}, *named(given))
+        # The first version of the block does not name its schema.
+        schema = block.get("schema", "provenance/1")
+        present["provenance"] = _migrate({"schema": schema, **block}, *named(schema))
     return present
 
 
-def _stepped(record: Record, kind: str, version: int) -> Record:
+def _migrate(record: Record, kind: str, version: int) -> Record:
     while (step := _STEPS.get((kind, version))) is not None:
         try:
             record = step(record)
@@ -77,19 +77,19 @@ def _quality_1(record: Record) -> Record:
 
 
 def _provenance_1(block: Record) -> Record:
-    """Threads stood in the environment of a server alone; an engine inside the measuring process left them unsaid."""
+    """Threads were recorded in the environment of a server; for an engine in the measuring process they were not."""
     threads = block.get("environment", {}).get("OMP_NUM_THREADS")
     return {"threads": None if threads is None else int(threads), **block}
 
 
 def _provenance_2(block: Record) -> Record:
-    """Records in results/ named a checkpoint by its digest alone; those in experiments/ had path and size too."""
+    """Records in results/ identified a checkpoint by its digest alone; those in experiments/ had path and size too."""
     digest = block.get("checkpoint")
     return {**block, "checkpoint": {"digest": digest}} if isinstance(digest, str) else block
 
 
 def _first_request_1(record: Record) -> Record:
-    """Before the system prompt had its name, and before questions of a kind had different lengths."""
+    """Before `rules` became `system_prompt`, and before questions of a kind had different lengths."""
     tokens = record["question_tokens"]
     lengths_differ = not isinstance(tokens, int)
     present = {name: value for name, value in record.items() if name != "rules"}

@@ -32,7 +32,7 @@ EXPERIMENT = "slimqwen"
 
 _TAG = "slimqwen."
 _DIGEST = f"{_TAG}sha256"
-"""The last tag that a run is given: a run without it was left by an export that was cut off."""
+"""The last tag of a complete run; a run without it was left by an interrupted export."""
 
 _RECORD = f"{_TAG}record"
 _SETTINGS = ("suite", "workload", "plan", "limit", "split", "endpoint", "rounds", "baseline")
@@ -48,14 +48,14 @@ class MlflowExportError(SlimqwenError):
 
 
 @dataclass(frozen=True)
-class Exported:
-    """Result of an export.
+class ExportResult:
+    """What an export sent, and to which store.
 
     Attributes:
         uri: of the tracking store, without credentials.
         added: locations of the records that became runs.
         known: number of records that the store had already.
-        problems: files that are no usable records and were left out.
+        problems: unusable files, which were left out.
     """
 
     uri: str
@@ -64,7 +64,7 @@ class Exported:
     problems: tuple[Problem, ...]
 
 
-def export(root: Path, uri: str | None = None, progress: Progress = silent) -> Exported:
+def export(root: Path, uri: str | None = None, progress: Progress = silent) -> ExportResult:
     """Send every record that a tracking store does not have yet; a second export waits for the first to end.
 
     Args:
@@ -76,7 +76,7 @@ def export(root: Path, uri: str | None = None, progress: Progress = silent) -> E
         MlflowExportError: MLflow is not installed, or the store cannot be reached or written; the records sent so far
             are complete, and the next export sends the others.
     """
-    # MLflow reads it when it is imported.
+    # MLflow reads the variable when it is imported.
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     try:
         from mlflow import MlflowClient
@@ -88,58 +88,58 @@ def export(root: Path, uri: str | None = None, progress: Progress = silent) -> E
     if uri is None:
         (root / "mlruns").mkdir(exist_ok=True)
         uri = f"sqlite:///{root / 'mlruns' / 'mlflow.db'}"
-    public, everything = redaction.text(uri), collect(root)
+    shown_uri, records = redaction.text(uri), collect(root)
     try:
-        with _alone(root, uri, progress):
+        with _export_lock(root, uri, progress):
             client = MlflowClient(tracking_uri=uri)
             experiment = _experiment(client, uri)
-            known = _known(client, experiment)
-            new = [(entry, digest) for entry in everything.records if (digest := _sha256(entry)) not in known]
+            known = _known_digests(client, experiment)
+            new = [(entry, digest) for entry in records.records if (digest := _sha256(entry)) not in known]
             for number, (entry, digest) in enumerate(new):
                 progress("sending records", number, len(new))
                 _send(client, experiment, entry, digest)
     except (MlflowException, OSError) as error:
         reason = redaction.text(" ".join(str(error).split()))[:300]
         raise MlflowExportError(
-            f"{public}: {reason}; check URI, and that the store runs and can be written"
+            f"{shown_uri}: {reason}; check URI, and that the store runs and can be written"
         ) from error
     progress("sending records", len(new), len(new))
     added = tuple(entry.location for entry, _ in new)
-    return Exported(public, added, len(everything.records) - len(added), everything.problems)
+    return ExportResult(shown_uri, added, len(records.records) - len(added), records.problems)
 
 
 @contextlib.contextmanager
-def _alone(root: Path, uri: str, progress: Progress) -> Iterator[None]:
-    """Wait until no other process of this machine exports to the store: its unfinished runs would look cut off."""
+def _export_lock(root: Path, uri: str, progress: Progress) -> Iterator[None]:
+    """Let one process of this machine export to the store at a time; others would delete its unfinished runs."""
     scheme, _, database = uri.partition(":///")
     if scheme == "sqlite":
         lock = Path(f"{database}.lock").absolute()
     else:
         lock = root / ".cache" / f"mlflow_{hashlib.sha256(uri.encode()).hexdigest()[:16]}.lock"
         lock.parent.mkdir(exist_ok=True)
-    with lock.open("w") as held:
+    with lock.open("w") as stream:
         try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             progress("waiting for another export", 0, 0)
-            fcntl.flock(held, fcntl.LOCK_EX)
+            fcntl.flock(stream, fcntl.LOCK_EX)
         yield
 
 
 def _experiment(client: "MlflowClient", uri: str) -> str:
-    """The experiment's id; made where it is missing, its artifacts beside a database file."""
+    """The id of the experiment, which is created if missing; artifacts go beside a database file."""
     experiment = client.get_experiment_by_name(EXPERIMENT)
     if experiment is not None:
         return str(experiment.experiment_id)
     scheme, _, file = uri.partition(":///")
-    beside = (Path(file).parent / "artifacts").absolute().as_uri() if scheme == "sqlite" else None
-    return str(client.create_experiment(EXPERIMENT, artifact_location=beside))
+    artifacts = (Path(file).parent / "artifacts").absolute().as_uri() if scheme == "sqlite" else None
+    return str(client.create_experiment(EXPERIMENT, artifact_location=artifacts))
 
 
-def _known(client: "MlflowClient", experiment: str) -> set[str]:
-    """The digests of the records that are runs already; runs that a cut-off export has left are deleted."""
+def _known_digests(client: "MlflowClient", experiment: str) -> set[str]:
+    """The digests of the records that the store has; deletes incomplete runs of an interrupted export."""
     digests: set[str] = set()
-    cut_off = []
+    incomplete = []
     token: str | None = None
     while True:
         page = client.search_runs([experiment], max_results=_PAGE, page_token=token)
@@ -147,11 +147,11 @@ def _known(client: "MlflowClient", experiment: str) -> set[str]:
             if _DIGEST in run.data.tags:
                 digests.add(run.data.tags[_DIGEST])
             elif _RECORD in run.data.tags:
-                cut_off.append(run.info.run_id)
+                incomplete.append(run.info.run_id)
         token = page.token
         if not token:
             break
-    for run_id in cut_off:
+    for run_id in incomplete:
         client.delete_run(run_id)
     return digests
 
@@ -178,7 +178,7 @@ def _send(client: "MlflowClient", experiment: str, entry: StoredRecord[Record], 
 
 def _tags(entry: StoredRecord[Record]) -> dict[str, str]:
     block = entry.record.provenance
-    known = {
+    values = {
         "record": entry.location,
         "variant": entry.variant,
         "kind": entry.kind,
@@ -190,7 +190,7 @@ def _tags(entry: StoredRecord[Record]) -> dict[str, str]:
         "command": block.command,
         "vllm": block.packages.get("vllm"),
     }
-    tags = {f"{_TAG}{name}": str(value) for name, value in known.items() if value not in (None, "")}
+    tags = {f"{_TAG}{name}": str(value) for name, value in values.items() if value not in (None, "")}
     # MLflow's own name, which its pages link.
     return tags | ({"mlflow.source.git.commit": block.git.commit} if block.git.commit else {})
 

@@ -52,30 +52,30 @@ def newest_pair(
 
     others = candidates(second)
     fitting = [
-        (_run(record) != _run(theirs), path, other)
+        (_run(record) != _run(other), path, other_path)
         for path, record in candidates(first)
-        for other, theirs in others
-        if basis(record) == basis(theirs)
+        for other_path, other in others
+        if basis(record) == basis(other)
     ]
     if fitting:
-        # Measured in turns, before any pair that is only newer.
-        _, path, other = min(fitting, key=lambda pair: pair[0])
-        return path, other
+        # A pair measured in turns goes before a newer one.
+        _, path, other_path = min(fitting, key=lambda pair: pair[0])
+        return path, other_path
     a, b = (store.read(path, kind) for path in newest)
     require_same(*newest, basis(a), basis(b), command(b.variant, a))
-    raise AssertionError("the newest records were found different above")
+    raise AssertionError("no pair fits, so the newest records differ")
 
 
 def against_baseline(
     record: Record, path: Path, records: "Collection", compare: Callable[[Path, Path], _Comparison]
 ) -> tuple[str, _Comparison] | None:
-    """The baseline's name, and the comparison of a record with the baseline's record that fits; None without one.
+    """Compare a record with a record of its baseline: the baseline's name and the comparison; None if none fits.
 
-    Of those that fit it is one measured in turns with the record, else the newest from before it, else from after.
+    The baseline record measured in turns with the record goes first, then the newest earlier one, then later ones.
 
     Args:
         record: record of a variant.
-        compare: compares the baseline's file with the record's; NotComparableError says that they do not fit.
+        compare: compares the baseline's file with the record's; raises NotComparableError if they do not fit.
     """
     claims = records.measurements.get(record.variant)
     if claims is None or claims.baseline is None:
@@ -100,34 +100,39 @@ def require_quiet(*records: Record) -> None:
     """Check that records were taken on a quiet host.
 
     Raises:
-        NotComparableError: one was taken with --even-if-busy on a busy one.
+        NotComparableError: a record was measured on a busy host, with --even-if-busy.
     """
     for record in records:
         if record.provenance.host_was_busy:
             raise NotComparableError(
-                f"the {record.kind} record of {record.variant} of {record.provenance.ended} is of a busy host; "
-                "measure again without --even-if-busy"
+                f"the {record.kind} record of {record.variant} of {record.provenance.ended} was measured on a busy "
+                "host; measure again without --even-if-busy"
             )
 
 
-def require_same(first: Path, second: Path, a: Mapping[str, Any], b: Mapping[str, Any], cure: str) -> None:
+def require_same(
+    first: Path, second: Path, first_basis: Mapping[str, Any], second_basis: Mapping[str, Any], cure: str
+) -> None:
     """Check that two records can be compared.
 
     Args:
         first: file of the first record.
         second: file of the second record.
-        a: what the first has of what both must share, by name.
-        b: what the second has.
-        cure: command that makes a record that fits; empty if both must be made again.
+        first_basis: values of the first that the second must share, by name.
+        second_basis: the same values of the second.
+        cure: command that makes a record that fits; empty if both must be measured again.
 
     Raises:
-        NotComparableError: names what differs, and the command.
+        NotComparableError: names the differences, and the command.
     """
-    different = [name for name in {**a, **b} if a.get(name) != b.get(name)]
-    if different:
+    pairs = {
+        name: (first_basis.get(name), second_basis.get(name)) for name in {**first_basis, **second_basis}
+    }
+    differences = {name: values for name, values in pairs.items() if values[0] != values[1]}
+    if differences:
         shown = ", ".join(
-            f"{name} ({a.get(name)} and {b.get(name)})" if isinstance(a.get(name), str | int) else name
-            for name in different
+            f"{name} ({a} and {b})" if isinstance(a, str | int) else name
+            for name, (a, b) in differences.items()
         )
         raise NotComparableError(
             f"{first.parent.name}/{first.name} and {second.parent.name}/{second.name} differ in {shown}; "
@@ -141,5 +146,5 @@ def hardware_basis(record: Record) -> dict[str, Any]:
 
 
 def _run(record: Record) -> str | None:
-    """What the records of one run share; None for a kind that is not measured in turns."""
+    """The id of the run that made a record; None for a kind that is not measured in turns."""
     return getattr(record, "run", None)

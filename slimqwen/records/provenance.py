@@ -1,4 +1,4 @@
-"""The provenance of a measurement: how it is collected, without a path of this machine, and how tables cite it."""
+"""The provenance of a measurement: its collection, without paths of this machine, and its citation in tables."""
 
 import importlib.metadata
 import os
@@ -42,7 +42,7 @@ _KERNEL_CPU_FLAGS = (
     "bf16",
     "sve",
 )
-_THREADS = "OMP_NUM_THREADS"
+_THREADS_VARIABLE = "OMP_NUM_THREADS"
 _NOT_CODE = (
     ":(exclude)experiments/*.json",
     ":(exclude)experiments/*.jsonl",
@@ -76,7 +76,7 @@ def describe(
         server: command of the variant's server.
         command: program and arguments of the measurement; paths become relative to the repository.
         started: `utc_now()` at the beginning.
-        datasets: files that the items came from.
+        datasets: files of the items.
         seeds: seeds by purpose.
         already_running: whether the server ran before, instead of being started for this measurement alone.
         host_load: load of the host while requests were timed; None where nothing was timed.
@@ -84,7 +84,7 @@ def describe(
     Raises:
         SlimqwenError: a data file is missing.
     """
-    measured: dict[str, Any] = {} if host_load is None else {"host_load": host_load}
+    optional: dict[str, Any] = {} if host_load is None else {"host_load": host_load}
     variant = server.variant
     return ServedProvenance(
         **{**_circumstances(variant.root, command, started), **of_server(server)},
@@ -92,7 +92,7 @@ def describe(
         datasets={portable(str(file), variant.root): _sha256(file) for file in sorted(set(datasets))},
         seeds=dict(seeds),
         server="found" if already_running else "started",
-        **measured,
+        **optional,
     )
 
 
@@ -233,8 +233,8 @@ def changed_data(block: Provenance, root: Path) -> list[str]:
     """The data files of a record, relative to the repository, that are missing or changed."""
     return [
         file
-        for file, then in block.datasets.items()
-        if not (root / file).is_file() or _sha256(root / file) != then
+        for file, digest in block.datasets.items()
+        if not (root / file).is_file() or _sha256(root / file) != digest
     ]
 
 
@@ -248,8 +248,8 @@ def portable(value: Any, root: Path) -> Any:
         return portable(str(value), root)
     if not isinstance(value, str):
         return value
-    inside = value.replace(f"{root}/", "").replace(str(root), ".")
-    return f".../{Path(inside).name}" if inside.startswith("/") else inside
+    relative = value.replace(f"{root}/", "").replace(str(root), ".")
+    return f".../{Path(relative).name}" if relative.startswith("/") else relative
 
 
 def shell_command(command: Sequence[str], root: Path) -> str:
@@ -260,8 +260,8 @@ def shell_command(command: Sequence[str], root: Path) -> str:
 
 def threads(environment: Mapping[str, str]) -> int | None:
     """OpenMP threads of an engine with these variables, else of this process; None if neither is set."""
-    number = environment.get(_THREADS) or os.environ.get(_THREADS, "")
-    return int(number) if number.isdecimal() and int(number) else None
+    text = environment.get(_THREADS_VARIABLE) or os.environ.get(_THREADS_VARIABLE, "")
+    return int(text) if text.isdecimal() and int(text) else None
 
 
 def redacted(environment: Mapping[str, str]) -> dict[str, str]:
@@ -273,7 +273,7 @@ def redacted(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def git_state(root: Path) -> Git:
-    """The commit, and whether anything but records and Markdown differs from it; nulls outside a checkout."""
+    """The commit, and whether files other than records and Markdown differ from it; nulls outside a checkout."""
     commit = _output(["git", "-C", str(root), "rev-parse", "HEAD"])
     if not commit:
         return Git(commit=None, dirty=None)
@@ -331,15 +331,15 @@ def source_note(record: Record, path: Path) -> str:
 
 
 def shared_source_notes(records: Sequence[Record], paths: Sequence[Path]) -> list[str]:
-    """`source_note` of several records, one for all that the same command, commit, vLLM and hardware made."""
+    """`source_note` of several records; those of the same command, commit, vLLM and hardware share one."""
     files: dict[str, list[str]] = {}
     for record, path in zip(records, paths, strict=True):
-        made = record.provenance
-        vllm = f", vLLM {made.packages['vllm']}" if "vllm" in made.packages else ""
+        block = record.provenance
+        vllm = f", vLLM {block.packages['vllm']}" if "vllm" in block.packages else ""
         split = split_of(record)
         circumstances = (
-            f"`{made.command}`, commit {commit_name(made.git)}{vllm}, "
-            f"{hardware_name(made.hardware)}{f'; {split}' if split else ''}."
+            f"`{block.command}`, commit {commit_name(block.git)}{vllm}, "
+            f"{hardware_name(block.hardware)}{f'; {split}' if split else ''}."
         )
         folder = record.variant if record.folder == "experiments" else "results"
         files.setdefault(circumstances, []).append(f"{folder}/{path.name}")

@@ -8,8 +8,8 @@ To add a kind, write one module in evals/, bench/, analysis/, search/ or image/ 
    can be of one side of a search's split. A field that JSON names by a Python keyword:
    `class_: str = Field(validation_alias="class", serialization_alias="class")`.
 2. A function that measures, builds the record and hands it to `store.write`.
-3. `tables()`, `panels()`, `trends()`, `finding()`, `replay()`, `topic` and `leaderboard_columns`, where the standard
-   ones do not do.
+3. `tables()`, `panels()`, `trends()`, `finding()`, `replay()`, `topic` and `leaderboard_columns`, where the defaults
+   do not suffice.
 
 `registry.kinds()` finds the class; `slimqwen record schemas` writes its JSON Schema. Data frames, MLflow, leaderboard,
 log, pages and `slimqwen record check` need nothing else. The module must be cheap to import: torch, vLLM and
@@ -57,7 +57,7 @@ class Block(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
 
     def model_post_init(self, context: Any, /) -> None:
-        """Count the schema's name among the fields that `as_json` writes, also where it is the default."""
+        """Make `as_json` write the schema's name also where it is the default."""
         if "schema_" in type(self).model_fields:
             self.model_fields_set.add("schema_")
 
@@ -110,7 +110,7 @@ class Ratio(Block):
 
     @classmethod
     def of_rounds(cls, numerator: Sequence[float], denominator: Sequence[float]) -> Self:
-        """The ratio of one figure a round whose rounds took turns (`intervals.ratio_of_rounds`).
+        """The ratio of figures of two sides, one per round, measured in turns (`intervals.ratio_of_rounds`).
 
         Raises:
             TooFewItemsError: fewer than two rounds.
@@ -308,10 +308,10 @@ class Versioned(Block):
     def __get_pydantic_json_schema__(
         cls, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        described = handler.resolve_ref_schema(handler(schema))
-        described["properties"]["schema"] = {"const": cls.present_schema()}
-        described["required"] = ["schema", *described["required"]]
-        return described
+        json_schema = handler.resolve_ref_schema(handler(schema))
+        json_schema["properties"]["schema"] = {"const": cls.present_schema()}
+        json_schema["required"] = ["schema", *json_schema["required"]]
+        return json_schema
 
 
 def _unique(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -365,12 +365,12 @@ class Record(Versioned):
         return ""
 
     def trends(self) -> Mapping[tuple[str, str], Figure]:
-        """Figures whose course over commits and engine versions is shown, by name with unit and by series."""
+        """Figures to plot over commits and engine versions, by name with unit and by series."""
         return {}
 
     @property
     def outcome(self) -> str:
-        """The verdict; pass or fail for a kind that says only whether it passed; empty for a kind that says neither."""
+        """The verdict; pass or fail for a kind that has only `passed`; empty for a kind that has neither."""
         passed = {True: "pass", False: "fail", None: ""}[getattr(self, "passed", None)]
         return str(getattr(self, "verdict", None) or passed)
 
@@ -379,7 +379,7 @@ class Record(Versioned):
         return ()
 
     def finding(self, path: Path, records: "Collection") -> str:
-        """What the record found, for a line of the log: by default its outcome, and its own figures with intervals.
+        """The result in a line of the log: by default the outcome, and the record's own figures with intervals.
 
         Args:
             path: file of the record; its items lie beside it.
@@ -396,7 +396,7 @@ class Record(Versioned):
         return ", ".join([*filter(None, [self.outcome]), *figures]) or "-"
 
     def replay(self, path: Path, repeat: "Repeat") -> "Outcome":
-        """Measure again what the record measured, and compare.
+        """Repeat the measurement, and compare the results.
 
         Args:
             path: file of the record; its items lie beside it.
@@ -410,7 +410,7 @@ class Record(Versioned):
         )
 
     def tables(self, path: Path) -> list[Table]:
-        """What terminal, README and site show of the record; by default a row a figure.
+        """The tables in terminal, README and site; by default one with a row per figure.
 
         Args:
             path: file of the record; its items lie beside it.
@@ -430,13 +430,14 @@ class Record(Versioned):
     def __get_pydantic_json_schema__(
         cls, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        described = super().__get_pydantic_json_schema__(schema, handler)
+        json_schema = super().__get_pydantic_json_schema__(schema, handler)
+        properties = json_schema["properties"]
         if cls.folder == "experiments":
-            described["properties"]["items"] = described["properties"]["items"]["anyOf"][0]
-            described["required"].append("items")
+            properties["items"] = properties["items"]["anyOf"][0]
+            json_schema["required"].append("items")
         else:
-            del described["properties"]["items"]
-        return described
+            del properties["items"]
+        return json_schema
 
 
 class ServedRecord(Record):

@@ -1,6 +1,6 @@
 """The record kinds: every subclass of `Record` that a module of the packages below defines.
 
-Only modules that import `slimqwen.records.record` are looked at, so that reading a record loads no engine.
+Only modules that import `slimqwen.records.record` are imported, so that reading a record loads no engine.
 """
 
 import importlib

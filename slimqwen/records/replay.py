@@ -20,12 +20,12 @@ from slimqwen.variant import Variant
 
 @dataclass(frozen=True)
 class Repeat:
-    """How to measure again.
+    """Arguments of a repeated measurement.
 
     Attributes:
-        folder: folder that has the new records in a folder per variant.
-        command: command that asked for the replay, for the new record.
-        port: port of a running server, or of those that are started.
+        folder: folder of the new records, which go into a subfolder per variant.
+        command: command of the replay, for the provenance of the new record.
+        port: port of a running server, or of the servers to start.
         progress: receives (activity, done, total) from the measurement.
     """
 
@@ -37,7 +37,7 @@ class Repeat:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What every measurement takes."""
+        """Keyword arguments of every measurement."""
         return {"command": self.command, "port": self.port, "progress": self.progress}
 
     def variants(self, names: Sequence[str]) -> list[Variant]:
@@ -46,11 +46,11 @@ class Repeat:
         Raises:
             MissingCheckpointError: a checkpoint is missing; names the command that makes it.
         """
-        chosen = [variants.load(name, self.root) for name in names]
-        for variant in chosen:
+        loaded = [variants.load(name, self.root) for name in names]
+        for variant in loaded:
             checkpoint.check(variant.weights, variants.making_command(variant.weights, self.root))
-        baselines = {variant.baseline for variant in chosen}
-        return sorted(chosen, key=lambda variant: variant.name not in baselines)
+        baselines = {variant.baseline for variant in loaded}
+        return sorted(loaded, key=lambda variant: variant.name not in baselines)
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ class Outcome:
 
     Attributes:
         repetition: file of the new record.
-        reproduced: whether the result is the same; the kind says what that means.
-        summary: the same in words and numbers.
-        tables: record and repetition against each other.
+        reproduced: whether the result is the same, by the rule of the kind.
+        summary: the comparison in words and numbers.
+        tables: record and repetition side by side.
         differences: circumstances that were not the same.
     """
 
@@ -85,8 +85,8 @@ def replay(
     Args:
         path: file of the record, <folder>/<variant>/<record>.json. One that was measured in turns with others is
             measured in turns with them again.
-        command: command that asked for the replay, for the new record.
-        port: port of a running server, or of those that are started; any free one by default.
+        command: command of the replay, for the provenance of the new record.
+        port: port of a running server, or of the servers to start; any free one by default.
         progress: receives (activity, done, total) from the measurement.
 
     Raises:

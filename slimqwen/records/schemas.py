@@ -15,12 +15,15 @@ from slimqwen.records.record import Measurements, Record
 FILE = Path(__file__).with_suffix(".json")
 _DRAFT = "https://json-schema.org/draft/2020-12/schema"
 _LINE_LENGTH = 120
-_FIRST = ("description", "type", "const", "enum", "additionalProperties", "required")
-_BEGIN = {"description", "properties"}
+_LEADING_KEYS = ("description", "type", "const", "enum", "additionalProperties", "required")
+"""Keys of JSON Schema that come first, in this order."""
+
+_LINE_STARTERS = {"description", "properties"}
+"""Keys that make an object begin a line."""
 
 
 def models() -> Mapping[str, type[Record] | type[Measurements]]:
-    """What has a schema: every record kind, and measurements."""
+    """The models that have a schema, by kind: every record kind, and measurements."""
     return {**registry.kinds(), "measurements": Measurements}
 
 
@@ -69,7 +72,7 @@ def _validator(file: Path, kind: str) -> Draft202012Validator:
 
 
 def _plain(schema: Any, *, named: bool = False) -> Any:
-    """The schema without what the models alone need, titles and defaults, and with what a reader needs first.
+    """The schema without titles and defaults, which only the models need, and with its keys in the order for readers.
 
     Args:
         schema: schema, or part of one.
@@ -91,32 +94,35 @@ def _plain(schema: Any, *, named: bool = False) -> Any:
         parts |= choices[0] | {"type": [choices[0]["type"], "null"]}
         del parts["anyOf"]
     if "description" in parts:
-        # Of a model's docstring the first paragraph: fields are described by themselves.
+        # The first paragraph of a model's docstring: fields have their own descriptions.
         parts["description"] = " ".join(parts["description"].partition("\n\n")[0].split())
-    return dict(
-        sorted(parts.items(), key=lambda part: _FIRST.index(part[0]) if part[0] in _FIRST else len(_FIRST))
-    )
+    return dict(sorted(parts.items(), key=lambda part: _rank(part[0])))
 
 
-def _compact(value: Any, indent: int, taken: int) -> str:
-    """JSON with as much on a line as fits; models, their fields together, and what has a description begin lines.
+def _rank(key: str) -> int:
+    return _LEADING_KEYS.index(key) if key in _LEADING_KEYS else len(_LEADING_KEYS)
+
+
+def _compact(value: Any, indent: int, prefix_length: int) -> str:
+    """JSON with as much on a line as fits; models, blocks of fields and values with a description begin a line.
 
     Args:
-        value: what to write.
-        indent: spaces before the lines within.
-        taken: characters of the first line that stand before the value.
+        indent: spaces before the inner lines.
+        prefix_length: characters before the value on its first line.
     """
     line = json.dumps(value, ensure_ascii=False)
-    if not isinstance(value, dict | list) or indent + taken + len(line) < _LINE_LENGTH:
+    if not isinstance(value, dict | list) or indent + prefix_length + len(line) < _LINE_LENGTH:
         return line
     opening, closing = "{}" if isinstance(value, dict) else "[]"
     lines = [""]
     for key, part in value.items() if isinstance(value, dict) else (("", part) for part in value):
         name = f"{json.dumps(key, ensure_ascii=False)}: " if isinstance(value, dict) else ""
         short = json.dumps(part, ensure_ascii=False)
-        column = indent + 1 + len(lines[-1]) + (taken if len(lines) == 1 else 0)
-        begins = isinstance(part, dict) and (key == "properties" or not part.keys().isdisjoint(_BEGIN))
-        if lines[-1] and (begins or column + len(name) + len(short) + 2 > _LINE_LENGTH):
+        column = indent + 1 + len(lines[-1]) + (prefix_length if len(lines) == 1 else 0)
+        begins_line = isinstance(part, dict) and (
+            key == "properties" or not part.keys().isdisjoint(_LINE_STARTERS)
+        )
+        if lines[-1] and (begins_line or column + len(name) + len(short) + 2 > _LINE_LENGTH):
             lines.append("")
             column = indent + 1
         gap = " " if lines[-1] else ""

@@ -36,7 +36,7 @@ class Settings(BaseModel):
 
         Args:
             name: name of the file without its suffix.
-            cure: what makes a missing file; by default its message lists the existing files.
+            cure: cure in the message for a missing file; by default the existing files.
 
         Raises:
             SettingsError: the file is missing, or a field is missing or wrong.
@@ -83,23 +83,27 @@ def read(file: Path, root: Path, build: Callable[[Any], Content], *, missing: st
     """Read a YAML file.
 
     Args:
-        root: repository, whose path no message names.
-        build: makes what is returned of the file's content.
-        missing: what the message says of a file that is not there, the cure included.
+        root: repository; messages name the file relative to it.
+        build: makes the result from the content of the file.
+        missing: fault and cure in the message for a missing file.
 
     Raises:
         SettingsError: the file is missing, or `build` cannot use it; one line that names file, field and fault.
     """
-    shown = file.relative_to(root)
+    location = file.relative_to(root)
     try:
         return build(yaml.safe_load(file.read_text(encoding="utf-8")))
     except FileNotFoundError:
-        raise SettingsError(f"{shown} {missing}") from None
+        raise SettingsError(f"{location} {missing}") from None
     except OSError as error:
-        raise SettingsError(f"{shown}: {error.strerror}; make it readable") from None
+        raise SettingsError(f"{location}: {error.strerror}; make it readable") from None
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"]))
-        raise SettingsError(f"{shown}: {field + ': ' if field else ''}{first['msg']}; correct it") from None
+        raise SettingsError(
+            f"{location}: {field + ': ' if field else ''}{first['msg']}; correct it"
+        ) from None
     except (yaml.YAMLError, TypeError, AttributeError, ValueError) as error:
-        raise SettingsError(f"{shown}: unusable ({' '.join(str(error).split())[:200]}); correct it") from None
+        raise SettingsError(
+            f"{location}: unusable ({' '.join(str(error).split())[:200]}); correct it"
+        ) from None

@@ -1,7 +1,7 @@
-"""The split of items between a search and the proof of what it found.
+"""The split of items between a search and the proof of its result.
 
-A search picks the best of many, so the items that it picked by flatter the winner. Its proof uses items that it never
-saw. An item is on one side by the hash of its text alone: whatever the order, the number or the task it stands in.
+A search picks the best of many candidates, so the items of the search overrate the winner. The proof uses items that
+the search never saw. The hash of its text alone decides the side of an item: order, number and task do not matter.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ class Split(Block):
         """Whether a text belongs to this side; white space around it does not count.
 
         Args:
-            text: what the model is asked, or reads.
+            text: question or document of an item.
         """
         digest = hashlib.sha256(f"proof split\n{text.strip()}".encode()).digest()
         in_proof = int.from_bytes(digest[:8], "big") < self.proof_share * 2**64
@@ -46,5 +46,5 @@ class SplitRecord(ServedRecord):
 
 
 def split_of(record: Record) -> Split | None:
-    """The side of the split that a record is of; None for all items."""
+    """The side of the split that was measured; None for all items."""
     return record.split if isinstance(record, SplitRecord) else None

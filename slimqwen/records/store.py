@@ -1,7 +1,7 @@
-"""Records on disk: JSON files that are checked when read and written, appear whole, and are never overwritten.
+"""Records on disk: JSON files that are checked when read and written, written atomically, and never overwritten.
 
-experiments/<variant>/<kind>_<UTC time>.json is a record of a variant, with the per-item results that it is computed
-from beside it in <kind>_<UTC time>.items.jsonl. results/<kind>_<variant>_<UTC time>.json is a record without items.
+experiments/<variant>/<kind>_<UTC time>.json is a record of a variant; <kind>_<UTC time>.items.jsonl beside it has the
+per-item results that its figures are computed from. results/<kind>_<variant>_<UTC time>.json is a record without items.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ def read(path: Path, kind: type[Record] = Record) -> Record:
     """Read and check one record, in the present version of its schema.
 
     Args:
-        kind: model that it must have; by default any.
+        kind: expected model; by default any.
 
     Raises:
         RecordError: names the file and the fault.
@@ -129,13 +129,13 @@ def validate(fields: Mapping[str, Any], location: str) -> Record | Measurements:
     models = schemas.models()
     if kind not in models:
         raise RecordError(
-            f"{location}: schema {fields['schema']!r} is unknown here, where {', '.join(models)} are known; "
-            "update this checkout, or move the file elsewhere"
+            f"{location}: unknown schema {fields['schema']!r}, this checkout knows {', '.join(models)}; "
+            "update it, or move the file elsewhere"
         )
-    known = models[kind].present_schema()
-    if version > migrations.named(known)[1]:
+    newest = models[kind].present_schema()
+    if version > migrations.named(newest)[1]:
         raise RecordError(
-            f"{location}: schema {fields['schema']!r} is newer than {known}, known here; update this checkout"
+            f"{location}: schema {fields['schema']!r} is newer than {newest} of this checkout; update it"
         )
     try:
         # JSON can spell half of a surrogate pair, which no file or page can hold.
@@ -190,8 +190,8 @@ def write(folder: Path, record: Record, items: Iterable[Mapping[str, Any]] | Non
     path, items_path = folder / f"{stem}.json", folder / f"{stem}.items.jsonl"
     if not lines:
         raise RecordError(f"{path.name}: no items; measure again")
-    described = Items(file=items_path.name, sha256=hashlib.sha256(content).hexdigest(), count=len(lines))
-    text = serialise(record.model_copy(update={"items": described}), path.name)
+    block = Items(file=items_path.name, sha256=hashlib.sha256(content).hexdigest(), count=len(lines))
+    text = serialise(record.model_copy(update={"items": block}), path.name)
     folder.mkdir(parents=True, exist_ok=True)
     publish(items_path, content)
     try:
@@ -227,11 +227,13 @@ def records(folder: Path, kind: type[Record]) -> Iterator[Path]:
 def latest(
     folder: Path, kind: type[AnyRecord], where: Callable[[AnyRecord], bool] = lambda record: True
 ) -> Path:
-    """The newest record of a kind in experiments/<variant> that meets a condition; none of a busy host or a split.
+    """The newest record of a kind in experiments/<variant> that meets a condition.
+
+    Records of a busy host or of a split do not count.
 
     Raises:
         MissingRecordError: there is none; names the command that makes one.
-        RecordError: a damaged record is in the way.
+        RecordError: a newer record is damaged.
     """
     for path in records(folder, kind):
         record = read(path, kind)
@@ -255,11 +257,11 @@ def latest_result(
     variant: str,
     where: Callable[[AnyRecord], bool] = lambda record: True,
 ) -> Path:
-    """The newest record of a kind and variant in results/ that meets a condition; none of a busy host.
+    """The newest record of a kind and variant in results/ that meets a condition; those of a busy host do not count.
 
     Raises:
         MissingRecordError: there is none; names the command that makes one.
-        RecordError: a damaged record is in the way.
+        RecordError: a newer record is damaged.
     """
     for path in results(root, kind, variant):
         record = read(path, kind)
@@ -271,10 +273,10 @@ def latest_result(
 
 
 def publish(path: Path, content: bytes, *, replace: bool = False) -> None:
-    """Write a file that appears whole, in a folder that exists.
+    """Write a file atomically, in a folder that exists.
 
     Args:
-        replace: whether it takes the place of another file of that name.
+        replace: whether to replace a file of that name.
 
     Raises:
         RecordError: without `replace`, a file of that name exists; it stays as it is.

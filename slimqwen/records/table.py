@@ -39,29 +39,29 @@ class Table:
         """A table of objects.
 
         Args:
-            rows: an object a row.
-            columns: what makes the cell of a row, by the heading of the column; None is shown as "-".
+            rows: one object per row.
+            columns: function from a row's object to its cell, by the heading of the column; None is shown as "-".
             text_columns: as for the class.
         """
         cells = [[cell(row) for cell in columns.values()] for row in rows]
-        shown = tuple(tuple("-" if cell is None else str(cell) for cell in row) for row in cells)
-        return cls(title, tuple(columns), shown, notes, text_columns)
+        texts = tuple(tuple("-" if cell is None else str(cell) for cell in row) for row in cells)
+        return cls(title, tuple(columns), texts, notes, text_columns)
 
     def as_rich(self) -> rich.table.Table:
         """The table for a terminal."""
-        shown = rich.table.Table(
+        table = rich.table.Table(
             title=escape(self.title),
             title_justify="left",
             caption=escape("\n".join(self.notes)) or None,
             box=rich.box.SIMPLE_HEAD,
             padding=(0, 1, 0, 0),
         )
-        shown.caption_justify = "left"
+        table.caption_justify = "left"
         for number, column in enumerate(self.columns):
-            shown.add_column(column, justify="right" if number >= self.text_columns else "left")
+            table.add_column(column, justify="right" if number >= self.text_columns else "left")
         for row in self.rows:
-            shown.add_row(*map(escape, row))
-        return shown
+            table.add_row(*map(escape, row))
+        return table
 
     def as_markdown(self) -> str:
         """The table for a Markdown file."""

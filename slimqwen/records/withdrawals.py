@@ -1,7 +1,7 @@
-"""results/withdrawn.yaml: the records that were taken away, each with the reason.
+"""results/withdrawn.yaml: the records that were removed, each with the reason.
 
-A record is never changed. One that should not be there (it contains private data, or was measured wrongly) is removed
-with its items by `git rm`, an entry here gives the reason, and a new run is a new record.
+A record is never changed. One that has to go (it contains private data, or was measured wrongly) is removed with its
+items by `git rm`, an entry here gives the reason, and a new run makes a new record.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ def read(root: Path) -> Mapping[str, str]:
         return _REASONS.validate_python({} if content is None else content)
     except (OSError, UnicodeDecodeError, yaml.YAMLError, ValidationError) as error:
         raise SlimqwenError(
-            f"{LOCATION} is no mapping of a record's place to a reason: {' '.join(str(error).split())}; "
+            f"{LOCATION} is no mapping of record locations to reasons: {' '.join(str(error).split())}; "
             f"`git checkout HEAD -- {LOCATION}` restores what was committed"
         ) from error
 
@@ -41,6 +41,6 @@ def record_of(location: str) -> str:
     """The location of the record that a file belongs to: the record itself, or the record of items.
 
     Args:
-        location: of a record or of items, from the repository's root.
+        location: path of a record or of items, from the repository's root.
     """
     return location.removesuffix(_ITEMS) + _RECORD if location.endswith(_ITEMS) else location

@@ -121,7 +121,7 @@ def draw(charts: Sequence[Chart], progress: Progress = silent, cache: Path | Non
     """Set `svg` of each chart, with a process per CPU if there are many.
 
     Args:
-        cache: folder of pictures drawn before; afterwards it holds those of these charts alone. None: draw all.
+        cache: folder of the SVG files of earlier calls; afterwards it has those of these charts alone. None: draw all.
     """
     if cache:
         _draw_missing(charts, progress, cache)
@@ -133,12 +133,12 @@ def draw(charts: Sequence[Chart], progress: Progress = silent, cache: Path | Non
 
 
 def _draw_missing(charts: Sequence[Chart], progress: Progress, cache: Path) -> None:
-    """Draw the charts whose pictures are not in the cache, and drop what is no longer shown."""
+    """Draw the charts whose SVG files are not in the cache, and delete the files of no chart."""
     cache.mkdir(parents=True, exist_ok=True)
     names = {_digest(chart.spec): chart for chart in charts}
-    known = {file.stem: file for file in cache.glob("*.svg")}
-    for name, file in known.items():
-        with contextlib.suppress(FileNotFoundError):  # another build dropped it
+    cached = {file.stem: file for file in cache.glob("*.svg")}
+    for name, file in cached.items():
+        with contextlib.suppress(FileNotFoundError):  # another build deleted it
             if name in names:
                 names[name].svg = file.read_text(encoding="utf-8")
             else:
@@ -149,7 +149,7 @@ def _draw_missing(charts: Sequence[Chart], progress: Progress, cache: Path) -> N
         unfinished = cache / f".{name}.{os.getpid()}"
         unfinished.write_text(chart.svg, encoding="utf-8")
         unfinished.rename(cache / f"{name}.svg")
-    for chart in charts:  # equal charts share a picture
+    for chart in charts:  # equal charts share a file
         chart.svg = names[_digest(chart.spec)].svg
 
 
@@ -161,13 +161,13 @@ def _digest(spec: Mapping[str, Any]) -> str:
 def _draw_all(charts: Sequence[Chart], progress: Progress) -> None:
     specs = [chart.spec for chart in charts]
     with contextlib.ExitStack() as stack:
-        drawn: Iterable[str] = map(_svg, specs)
+        svgs: Iterable[str] = map(_svg, specs)
         if len(specs) > _PARALLEL_FROM:
             # A forked process would inherit a JavaScript engine without its threads.
             context = multiprocessing.get_context("spawn")
             pool = stack.enter_context(ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=context))
-            drawn = pool.map(_svg, specs, chunksize=16)
-        for done, (chart, svg) in enumerate(zip(charts, drawn, strict=True)):
+            svgs = pool.map(_svg, specs, chunksize=16)
+        for done, (chart, svg) in enumerate(zip(charts, svgs, strict=True)):
             progress("draw the charts", done, len(charts))
             chart.svg = svg
     progress("draw the charts", len(charts), len(charts))
@@ -218,8 +218,8 @@ def of_record(record: Record, arrangement: Literal["hconcat", "vconcat"] = "vcon
         "resolve": {"scale": {"color": "shared", "strokeDash": "shared"}},
     }
     title = f"{record.kind.replace('_', ' ').capitalize()} of {record.variant}"
-    doc = (type(record).__doc__ or "").partition("\n")[0]
-    return chart(title, doc, spec, ("series", "figure", "x", "y"), rows)
+    description = (type(record).__doc__ or "").partition("\n")[0]
+    return chart(title, description, spec, ("series", "figure", "x", "y"), rows)
 
 
 def _bars_spec(panel: Panel, labels: Sequence[str]) -> dict[str, Any]:
@@ -258,17 +258,17 @@ def _panel_spec(panel: Panel, labels: Sequence[str]) -> dict[str, Any]:
             "labelExpr": f"{json.dumps(list(panel.positions))}[datum.value]",
             "labelAngle": -45,
         }
-    at = {"x": x_axis, "y": y_axis}
+    axes = {"x": x_axis, "y": y_axis}
     layers: list[dict[str, Any]] = [
         {
             "transform": [{"filter": "datum.joined"}],
             "mark": {"type": "line", "strokeWidth": 1.8},
-            "encoding": {**at, **series_encoding, "detail": {"field": "line"}},
+            "encoding": {**axes, **series_encoding, "detail": {"field": "line"}},
         },
         {
             "transform": [{"filter": "datum.marked"}],
             "mark": {"type": "point", "filled": True, "size": 34, "opacity": 1},
-            "encoding": {**at, "color": series_encoding["color"]},
+            "encoding": {**axes, "color": series_encoding["color"]},
         },
     ]
     if any(line.errors for line in panel.lines):
@@ -312,10 +312,10 @@ def chart(
     rows: tuple[tuple[str, ...], ...],
 ) -> Chart:
     """A chart with the common look; a specification of one pair of axes has the common size."""
-    whole = {"config": LOOK, **spec}
+    full_spec = {"config": LOOK, **spec}
     if not {"vconcat", "hconcat"} & spec.keys():
-        whole = {"width": WIDTH, "height": HEIGHT, **whole}
-    return Chart(title, note, columns, rows, whole)
+        full_spec = {"width": WIDTH, "height": HEIGHT, **full_spec}
+    return Chart(title, note, columns, rows, full_spec)
 
 
 def _svg(spec: Mapping[str, Any]) -> str:

@@ -44,19 +44,19 @@ def tables(first: Variant, second: Variant, progress: Progress = silent) -> list
 
 def _tensors_table(first: Variant, second: Variant, differences: Sequence[TensorDifference]) -> Table:
     groups: dict[tuple[str, Change], list[TensorDifference]] = {}
-    for each in differences:
-        groups.setdefault((each.kind, each.change), []).append(each)
+    for tensor in differences:
+        groups.setdefault((tensor.kind, tensor.change), []).append(tensor)
     rows = []
     for (kind, change), group in sorted(groups.items(), key=lambda item: item[0]):
-        largest = max(group, key=lambda each: each.deviation or 0.0)
-        moved = bool(largest.deviation)
+        largest = max(group, key=lambda tensor: tensor.deviation or 0.0)
+        deviates = bool(largest.deviation)
         rows.append(
             (
                 kind,
                 str(change),
                 str(len(group)),
-                f"{largest.deviation:.3g}" if moved else "-",
-                largest.name if moved else "-",
+                f"{largest.deviation:.3g}" if deviates else "-",
+                largest.name if deviates else "-",
             )
         )
     return Table(
@@ -73,18 +73,18 @@ def _tensors_table(first: Variant, second: Variant, differences: Sequence[Tensor
 
 
 def _recipe_notes(variant: Variant) -> list[str]:
-    """What the variant's recipe does not explain, if it has one."""
+    """The changes that the variant's recipe does not explain; empty without a recipe."""
     if variant.recipe is None:
         return []
-    names = [each.name for each in variant_recipe.unexplained_changes(variant)]
+    names = [tensor.name for tensor in variant_recipe.unexplained_changes(variant)]
     base = variant_recipe.read(variant).base
     if not names:
         return [
             f"Every tensor that differs from {base} is one that a stage of {variant.name}'s recipe changes."
         ]
-    rest = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+    others = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
     return [
-        f"Changed from {base} by no stage of {variant.name}'s recipe: {', '.join(names[:_SHOWN_NAMES])}{rest}."
+        f"Changed from {base} by no stage of {variant.name}'s recipe: {', '.join(names[:_SHOWN_NAMES])}{others}."
     ]
 
 

@@ -29,7 +29,7 @@ _MAIN_BRANCHES = ("origin/main", "origin/master")
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckResult:
     """Result of `check`.
 
     Attributes:
@@ -43,7 +43,7 @@ class Checked:
     notes: tuple[str, ...]
 
 
-def check(root: Path, base: str | None = None) -> Checked:
+def check(root: Path, base: str | None = None) -> CheckResult:
     """Check all records of a repository and the tables made from them.
 
     Args:
@@ -64,11 +64,11 @@ def check(root: Path, base: str | None = None) -> Checked:
             names += f" and {len(absent) - _LISTED_NAMES} others"
         notes = [f"Checkpoints not on this machine, so not checked: {names}.", *notes]
     ordered = sorted(dict.fromkeys(faults), key=lambda fault: (fault.location, fault.reason))
-    return Checked(len(collection.records), tuple(ordered), tuple(notes))
+    return CheckResult(len(collection.records), tuple(ordered), tuple(notes))
 
 
 def _schema_faults(entry: StoredRecord[Record]) -> Iterator[Problem]:
-    """The JSON of the file against the committed schema of its kind."""
+    """Breaches of the committed schema by the JSON of a record."""
     present = store.in_present_form(store.parse(entry.path), entry.location)
     for fault in schemas.faults(entry.kind, present):
         cure = "`slimqwen record schemas` if the model changed, else measure again"
@@ -97,7 +97,7 @@ def _item_faults(entry: StoredRecord[Record]) -> Iterator[Problem]:
 
 
 def _checkpoint_faults(collection: Collection) -> tuple[list[Problem], list[str]]:
-    """Records cited by measurements.json against the checkpoint of today; variants without a checkpoint here."""
+    """Faults of cited records of another checkpoint than the present one; variants without a checkpoint here."""
     faults, absent = [], []
     for name, claims in collection.measurements.items():
         cited = set(claims.records)
@@ -118,12 +118,12 @@ def _checkpoint_faults(collection: Collection) -> tuple[list[Problem], list[str]
             absent.append(name)
             continue
         for entry in records:
-            measured = entry.record.provenance.checkpoint_digest
-            if measured and measured != present:
+            digest = entry.record.provenance.checkpoint_digest
+            if digest and digest != present:
                 faults.append(
                     Problem(
                         entry.location,
-                        f"measured with checkpoint {measured[:12]}, but {weights.name} is now {present[:12]}; "
+                        f"measured with checkpoint {digest[:12]}, but {weights.name} is now {present[:12]}; "
                         f"measure again, and cite the new record in experiments/{name}/measurements.json",
                     )
                 )
@@ -144,7 +144,7 @@ def _table_faults(root: Path) -> Iterator[Problem]:
 
 
 def _history_faults(root: Path, base: str | None) -> tuple[list[Problem], list[str]]:
-    """Records are only added: those of an earlier commit are unchanged, or listed in results/withdrawn.yaml."""
+    """Records that were changed, or removed and not withdrawn, since an earlier commit; withdrawn ones that are present."""
     try:
         withdrawn = withdrawals.read(root)
     except SlimqwenError as error:
@@ -170,13 +170,13 @@ def _history_faults(root: Path, base: str | None) -> tuple[list[Problem], list[s
             cure = f"`git checkout {commit[:10]} -- {location}`, or list it in {withdrawals.LOCATION} with a reason"
             faults.append(Problem(location, f"removed since {commit[:10]}; {cure}"))
         elif status in ("M", "T"):
-            cure = f"`git checkout {commit[:10]} -- {location}`, for a new run is a new file"
+            cure = f"`git checkout {commit[:10]} -- {location}`, because a new run is a new file"
             faults.append(Problem(location, f"changed since {commit[:10]}, and records never change; {cure}"))
     return faults, []
 
 
 def _base(root: Path) -> str:
-    """Where HEAD left the main branch, if it did; else the parent of HEAD; else HEAD."""
+    """The commit where HEAD left the main branch, if it did; else the parent of HEAD; else HEAD."""
     head = _git(root, "rev-parse", "--verify", "HEAD").strip()
     for name in _MAIN_BRANCHES:
         try:

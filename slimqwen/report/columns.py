@@ -17,7 +17,7 @@ class Cell:
 
     Attributes:
         text: figure; empty without one.
-        order: value it is sorted by; None is last in either direction.
+        order: sort key; None is last in either direction.
         note: second, smaller line.
         tone: verdict that colours the note.
         title: tooltip.
@@ -70,7 +70,8 @@ def columns(board: Board) -> list[Column]:
         board_columns.append(Column(label, "quality", _score(suite, task), suite=suite, descending=True))
     for measure, name in TIMES.items():
         board_columns += [
-            Column(f"{name} {each}, ms", "latency", _median(each, measure)) for each in board.classes
+            Column(f"{name} {prompt_class}, ms", "latency", _median(prompt_class, measure))
+            for prompt_class in board.classes
         ]
     board_columns.append(Column("checkpoint, MB", "cost", _size))
     board_columns += [Column(heading, "cost", _figure(heading)) for heading in board.headings]
@@ -83,7 +84,7 @@ def columns(board: Board) -> list[Column]:
 
 
 def initials(kinds: Sequence[str]) -> dict[str, str]:
-    """A letter for each kind of record: the first of its words' initials, else of its letters, that is not taken."""
+    """A letter for each kind of record: the first free one of its words' initials, else of its letters."""
     letters: dict[str, str] = {}
     for kind in kinds:
         candidates = [*(word[0] for word in kind.split("_")), *kind.replace("_", "")]
@@ -91,9 +92,9 @@ def initials(kinds: Sequence[str]) -> dict[str, str]:
     return letters
 
 
-def cells(row: Row, wanted: Sequence[Column]) -> list[Cell]:
+def cells(row: Row, board_columns: Sequence[Column]) -> list[Cell]:
     """Cells of a row, one per column."""
-    return [column.cell(row) for column in wanted]
+    return [column.cell(row) for column in board_columns]
 
 
 def change(score: Score) -> str:
@@ -164,12 +165,12 @@ def _score(suite: str, task: str) -> Callable[[Row], Cell]:
 
 def _median(prompt_class: str, measure: str) -> Callable[[Row], Cell]:
     def cell(row: Row) -> Cell:
-        timed = row.timed.classes.get(prompt_class) if row.timed else None
-        if timed is None:
+        figures = row.timed.classes.get(prompt_class) if row.timed else None
+        if figures is None:
             return Cell()
-        title = f"{timed.prompt_tokens} -> {timed.output_tokens} tokens, {timed.request_count} requests"
-        middle = getattr(timed, measure).median
-        return Cell(f"{middle:,.1f}", middle, title=title)
+        title = f"{figures.prompt_tokens} -> {figures.output_tokens} tokens, {figures.request_count} requests"
+        median_ms = getattr(figures, measure).median
+        return Cell(f"{median_ms:,.1f}", median_ms, title=title)
 
     return cell
 

@@ -52,10 +52,8 @@ def _look(verdict: str) -> tuple[str, str]:
 
 def pareto(front: Front) -> Chart:
     """Quality against one cost; a line joins the variants that no other beats in both."""
-    by_interest = sorted(
-        front.points, key=lambda point: (point.variant != front.baseline, not point.on_front)
-    )
-    names = _names(by_interest[:_NAMED_POINTS])
+    ranked = sorted(front.points, key=lambda point: (point.variant != front.baseline, not point.on_front))
+    names = _names(ranked[:_NAMED_POINTS])
     values: Values = []
     for point in front.points:
         colour, shape = _BASELINE if point.variant == front.baseline else _look(point.standing)
@@ -92,7 +90,7 @@ def pareto(front: Front) -> Chart:
             "mark": {"type": "point", "filled": True, "size": 70, "opacity": 1},
             "encoding": {"x": x, "y": y, "color": COLOUR, "shape": SHAPE},
         },
-        # Near the right edge a name is left of its point, else it would be cut.
+        # Near the right edge a name stands left of its point, so that it is not clipped.
         *(
             {
                 "transform": [{"filter": f"datum.x {side} {edge}"}],
@@ -135,15 +133,15 @@ def _names(points: Sequence[Point]) -> dict[str, str]:
     qualities = [end for point in points for end in (point.quality.low, point.quality.high, -1.0)]
     width, height = max(costs) - min(costs), max(qualities) - min(qualities)
     names: dict[str, str] = {}
-    written: list[Point] = []
+    named_points: list[Point] = []
     for point in points:
-        for other in written:
-            beside = abs(point.cost - other.cost) <= _OVERLAP * width
-            if beside and abs(point.quality.value - other.quality.value) <= _OVERLAP * height:
+        for other in named_points:
+            near_in_cost = abs(point.cost - other.cost) <= _OVERLAP * width
+            if near_in_cost and abs(point.quality.value - other.quality.value) <= _OVERLAP * height:
                 names[other.variant] += f", {point.variant}"
                 break
         else:
-            written.append(point)
+            named_points.append(point)
             names[point.variant] = point.variant
     return names
 
@@ -213,8 +211,8 @@ def latency_distributions(sides: Sequence[StoredRecord[Latency]]) -> Chart:
     """
     panels = []
     rows = []
-    for name, of_class in sides[0].record.classes.items():
-        shape = f"{name} {of_class.prompt_tokens} -> {of_class.output_tokens}"
+    for name, figures in sides[0].record.classes.items():
+        shape = f"{name} {figures.prompt_tokens} -> {figures.output_tokens}"
         values: Values = []
         for entry in sides:
             times = sorted(float(item["e2el_ms"]) for item in requests(entry, name))

@@ -33,7 +33,7 @@ class Prices(BaseModel):
 
     @field_validator("per_hour", mode="before")
     @classmethod
-    def _of_no_line(cls, prices: Any) -> Any:
+    def _none_is_empty(cls, prices: Any) -> Any:
         return {} if prices is None else prices
 
 
@@ -61,10 +61,10 @@ def read_prices(root: Path, file: Path | None = None) -> Prices:
     """
     if file is None and not (root / FILE).exists():
         return Prices()
-    chosen = (file or root / FILE).absolute()
-    base = root if chosen.is_relative_to(root) else chosen.parent
+    path = (file or root / FILE).absolute()
+    base = root if path.is_relative_to(root) else path.parent
     missing = f"does not exist; write it in the form of {FILE}"
-    return settings.read(chosen, base, Prices.model_validate, missing=missing)
+    return settings.read(path, base, Prices.model_validate, missing=missing)
 
 
 def throughputs(records: Collection, variant: str | None = None) -> list[Throughput]:
@@ -79,12 +79,14 @@ def throughputs(records: Collection, variant: str | None = None) -> list[Through
     ):
         if any(figures.goodput for figures in entry.record.classes.values()):
             newest.setdefault((entry.variant, hardware(entry), entry.record.workload), entry)
-    found = []
+    rows = []
     for entry in newest.values():
         with contextlib.suppress(*DAMAGED):  # the problems name damaged items
             loads = good_throughput(entry.record, entry.path)
-            found += [Throughput(entry, load) for load in _chosen(loads, every=variant is not None)]
-    return found
+            if variant is None:
+                loads = list(filter(None, [best(loads)]))
+            rows += [Throughput(entry, load) for load in loads]
+    return rows
 
 
 def table(rows: Sequence[Throughput], prices: Prices) -> Table | None:
@@ -96,7 +98,7 @@ def table(rows: Sequence[Throughput], prices: Prices) -> Table | None:
     """
     if not rows:
         return None
-    money = prices.currency
+    currency = prices.currency
 
     def price(row: Throughput) -> float | None:
         return prices.per_hour.get(row.hardware)
@@ -111,20 +113,15 @@ def table(rows: Sequence[Throughput], prices: Prices) -> Table | None:
         "good tokens/s": lambda row: _with_interval(row.load, 1.0),
     }
     if any(price(row) for row in rows):
-        columns[f"good tokens/s per {money} an hour"] = lambda row: (
+        columns[f"good tokens/s per {currency} an hour"] = lambda row: (
             _with_interval(row.load, 1 / cost) if (cost := price(row)) else None
         )
-        columns[f"{money} per million good tokens"] = lambda row: (
+        columns[f"{currency} per million good tokens"] = lambda row: (
             f"{1e6 * cost / 3600 / row.load.tokens_per_s:,.2f}"
             if (cost := price(row)) and row.load.tokens_per_s
             else None
         )
     return Table.of("Cost at a service level", rows, columns, *_notes(rows, prices), text_columns=4)
-
-
-def _chosen(loads: Sequence[GoodThroughput], *, every: bool) -> Iterator[GoodThroughput]:
-    most = best(loads)
-    yield from loads if every or most is None else [most]
 
 
 def _with_interval(load: GoodThroughput, factor: float) -> str:
@@ -136,12 +133,12 @@ def _with_interval(load: GoodThroughput, factor: float) -> str:
 
 def _notes(rows: Sequence[Throughput], prices: Prices) -> Iterator[str]:
     yield (
-        "Good: within both limits, the mean TPOT of a request counting. Tokens are output tokens of good requests; in "
-        "brackets the 95 % interval over rounds."
+        "Good: within both limits, TPOT as the mean of a request. Tokens are output tokens of good requests; brackets "
+        "hold the 95 % interval over rounds."
     )
-    without = sorted({row.hardware for row in rows} - prices.per_hour.keys())
-    if without:
+    unpriced = sorted({row.hardware for row in rows} - prices.per_hour.keys())
+    if unpriced:
         yield (
-            f"No price of {' or of '.join(without)}: write what an hour costs you into {FILE}, or give "
+            f"No price of {' or of '.join(unpriced)}: write what an hour costs you into {FILE}, or give "
             "`slimqwen report` a file with --prices."
         )

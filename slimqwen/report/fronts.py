@@ -51,7 +51,7 @@ class Choice:
 
     Attributes:
         hardware: hardware of the measurements.
-        serve: the row to serve; None if no variant passes, in quality too, and is faster beyond its interval.
+        serve: the row to serve; None if no variant passes, also in quality, and is faster by its whole interval.
         runners_up: other rows with records, the most promising first.
     """
 
@@ -102,7 +102,7 @@ def board(rows: Sequence[Row]) -> Board:
 
 
 def pareto(points: Sequence[Point]) -> list[Point]:
-    """The points by cost, each marked if no other is as good in both and better in one."""
+    """The points by cost, marked where no other point is as good in both and better in one."""
     ordered = sorted(points, key=lambda point: (point.cost, -point.quality.value, point.variant))
     marked = []
     best_quality, best_cost = -math.inf, math.nan
@@ -162,11 +162,11 @@ def _points(row: Row) -> Iterator[tuple[str, str, Point]]:
 
 def _median(timed: Timed, prompt_class: str) -> tuple[float, float, float]:
     """Median E2EL with its interval; an empty interval if the items cannot be read."""
-    middle = timed.classes[prompt_class].e2el_ms.median
+    median = timed.classes[prompt_class].e2el_ms.median
     try:
-        return middle, *median_interval(timed.latency, prompt_class, "e2el_ms")
+        return median, *median_interval(timed.latency, prompt_class, "e2el_ms")
     except DAMAGED:
-        return middle, middle, middle
+        return median, median, median
 
 
 def _speed(row: Row) -> float:

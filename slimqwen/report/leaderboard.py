@@ -160,7 +160,7 @@ class Row:
     @property
     def is_measured(self) -> bool:
         """Whether there is evidence: a record in experiments/."""
-        return any(each.verdict != "missing" for each in self.evidence)
+        return any(evidence.verdict != "missing" for evidence in self.evidence)
 
     @property
     def suites(self) -> list[str]:
@@ -185,22 +185,22 @@ class Row:
     @property
     def passed_quality(self) -> bool:
         """Whether every paired task of the newest checkpoint passes."""
-        return any((each.kind, each.verdict) == (Quality.kind, "pass") for each in self.evidence)
+        return any((evidence.kind, evidence.verdict) == (Quality.kind, "pass") for evidence in self.evidence)
 
     @property
     def doubts(self) -> list[str]:
         """Where the newest records contradict or weaken the claimed verdict."""
-        fresh = [each for each in self.evidence if not each.is_stale]
+        current = [evidence for evidence in self.evidence if not evidence.is_stale]
         doubts = [
-            f"its newest {each.kind.replace('_', ' ')} record fails"
-            for each in fresh
-            if each.verdict == "fail"
+            f"its newest {evidence.kind.replace('_', ' ')} record fails"
+            for evidence in current
+            if evidence.verdict == "fail"
         ]
         if self.verdict == "pass":
             doubts += [
-                f"its newest {each.kind.replace('_', ' ')} record is inconclusive"
-                for each in fresh
-                if each.verdict == "inconclusive"
+                f"its newest {evidence.kind.replace('_', ' ')} record is inconclusive"
+                for evidence in current
+                if evidence.verdict == "inconclusive"
             ]
         if self.timed and not self.timed.as_scored:
             doubts.append("latency and quality are of different checkpoints")
@@ -211,9 +211,9 @@ class Row:
         """Kinds that a choice needs and that are missing or of an earlier checkpoint."""
         needed = _NEEDED if self.baseline else _NEEDED[:2]
         return [
-            each.kind
-            for each in self.evidence
-            if each.kind in needed and (each.verdict == "missing" or each.is_stale)
+            evidence.kind
+            for evidence in self.evidence
+            if evidence.kind in needed and (evidence.verdict == "missing" or evidence.is_stale)
         ]
 
 
@@ -224,7 +224,7 @@ class _Problems:
     reasons: dict[str, str] = field(default_factory=dict)
 
     def items(self, entry: StoredRecord[Record]) -> Sequence[Mapping[str, Any]]:
-        """Items of a record; none, with the reason noted, if they are damaged."""
+        """Items of a record; empty if they are damaged, which becomes a problem."""
         try:
             return _items(entry.path)
         except DAMAGED as error:
@@ -250,7 +250,7 @@ def rows_of(collection: Collection, variant: str) -> tuple[list[Row], list[Probl
     digest = _digest(scored) if scored else None
     scores = _scores(collection, variant, baseline, problems)
     changes = [score.change.judgement.verdict for score in scores.values() if score.change]
-    judged = {Quality.kind: str(verdict.overall(changes))} if changes else {}
+    paired_verdicts = {Quality.kind: str(verdict.overall(changes))} if changes else {}
     timed = _by_hardware(
         entry for entry in collection.select(Latency, variant) if entry.record.workload == "classes"
     )
@@ -272,14 +272,14 @@ def rows_of(collection: Collection, variant: str) -> tuple[list[Row], list[Probl
                 timed=_timed(collection, timed.get(machine), baseline, digest, problems),
                 figures=_figures(collection, variant, machine),
                 size_bytes=next(filter(None, sizes), None),
-                evidence=tuple(_evidence(collection, variant, digest, judged)),
+                evidence=tuple(_evidence(collection, variant, digest, paired_verdicts)),
                 newest=next(iter(records), None),
             )
         )
     return rows, [Problem(location, reason) for location, reason in problems.reasons.items()]
 
 
-def figure_columns() -> dict[str, tuple[str, str]]:
+def _figure_columns() -> dict[str, tuple[str, str]]:
     """Kind and figure by heading, of all `leaderboard_columns`."""
     return {
         heading: (kind, figure)
@@ -345,10 +345,10 @@ def _is_one_run(first: StoredRecord[Latency], second: StoredRecord[Latency]) -> 
 
 def _by_hardware(records: Iterable[StoredRecord[Latency]]) -> dict[str, StoredRecord[Latency]]:
     """The first record of each hardware."""
-    first: dict[str, StoredRecord[Latency]] = {}
+    by_hardware: dict[str, StoredRecord[Latency]] = {}
     for entry in records:
-        first.setdefault(hardware(entry), entry)
-    return first
+        by_hardware.setdefault(hardware(entry), entry)
+    return by_hardware
 
 
 def _figures(
@@ -356,7 +356,7 @@ def _figures(
 ) -> dict[str, tuple[Figure, StoredRecord[Record]]]:
     """Figures of the kinds' columns, of the newest record on this hardware, else on any."""
     figures = {}
-    for heading, (kind, name) in figure_columns().items():
+    for heading, (kind, name) in _figure_columns().items():
         records = sorted(collection.select(kind, variant), key=lambda entry: hardware(entry) != machine)
         for entry in records[:1]:
             if figure := entry.record.figures().get(name):
@@ -365,9 +365,9 @@ def _figures(
 
 
 def _evidence(
-    collection: Collection, variant: str, digest: str | None, paired: Mapping[str, str]
+    collection: Collection, variant: str, digest: str | None, paired_verdicts: Mapping[str, str]
 ) -> Iterable[Evidence]:
-    """The newest record of each kind; `paired`: verdicts that need the baseline's record."""
+    """The newest record of each kind, with its paired verdict (by kind) where it has one."""
     for kind, model in registry.kinds().items():
         if model.folder != "experiments":
             continue
@@ -375,34 +375,34 @@ def _evidence(
         if entry is None:
             yield Evidence(kind, "missing")
             continue
-        outcome = paired.get(kind) or entry.record.outcome or "measured"
+        outcome = paired_verdicts.get(kind) or entry.record.outcome or "measured"
         yield Evidence(kind, outcome, digest is not None and _digest(entry) != digest)
 
 
 def _scores(
     collection: Collection, variant: str, baseline: str | None, problems: _Problems
 ) -> dict[tuple[str, str], Score]:
-    """By suite the pair that `quality_comparison.best_pair` chooses, else the record on most items."""
-    own, of_baseline = (
+    """Scores by suite: of the pair that `quality_comparison.best_pair` chooses, else of the record on most items."""
+    variant_records, baseline_records = (
         quality_comparison.of_newest_checkpoint(collection.select(Quality, name) if name else ())
         for name in (variant, baseline)
     )
     scores: dict[tuple[str, str], Score] = {}
-    for suite in sorted({entry.record.suite for entry in own}):
-        of_suite = [entry for entry in own if entry.record.suite == suite]
-        pair = quality_comparison.best_pair(of_baseline, of_suite)
+    for suite in sorted({entry.record.suite for entry in variant_records}):
+        suite_records = [entry for entry in variant_records if entry.record.suite == suite]
+        pair = quality_comparison.best_pair(baseline_records, suite_records)
         changes = _changes(*pair, problems) if pair else {}
-        shown = pair[1] if pair else quality_comparison.widest(of_suite)
+        shown = pair[1] if pair else quality_comparison.widest(suite_records)
         for task, row in shown.record.tasks.items() if shown else ():
-            short = task.removeprefix(f"{suite}_")
-            scores[suite, short] = Score(suite, short, row, changes.get(task))
+            name = task.removeprefix(f"{suite}_")
+            scores[suite, name] = Score(suite, name, row, changes.get(task))
     return scores
 
 
 def _changes(
     first: StoredRecord[Quality], second: StoredRecord[Quality], problems: _Problems
 ) -> dict[str, TaskComparison]:
-    """Paired changes by task, second minus first; damaged items leave their record without any."""
+    """Paired changes by task, second minus first; empty if items are damaged."""
     if not problems.items(first) or not problems.items(second):
         return {}
     try:
@@ -427,13 +427,18 @@ def _timed(
         for other in (collection.select(Latency, baseline) if baseline else ())
         if other.record.workload == "classes" and latency_basis(other.record) == basis
     ]
-    # A record that took turns with this one goes before a newer one.
-    against = min(candidates, key=lambda other: not _is_one_run(entry, other), default=None)
-    timed = Timed(entry, against, as_scored=digest is None or _digest(entry) == digest)
-    if against is None or not timed.in_turns or not problems.items(entry) or not problems.items(against):
+    # A record measured in turns with this one goes before a newer one.
+    baseline_entry = min(candidates, key=lambda other: not _is_one_run(entry, other), default=None)
+    timed = Timed(entry, baseline_entry, as_scored=digest is None or _digest(entry) == digest)
+    if (
+        baseline_entry is None
+        or not timed.in_turns
+        or not problems.items(entry)
+        or not problems.items(baseline_entry)
+    ):
         return timed
     try:
-        return replace(timed, comparison=tuple(compare_latency(against.path, entry.path)))
+        return replace(timed, comparison=tuple(compare_latency(baseline_entry.path, entry.path)))
     except DAMAGED as error:
         problems.reasons[entry.location] = f"its items give no speed-up: {error!r}"
         return timed

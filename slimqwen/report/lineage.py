@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,7 @@ class Change:
     """A key of config.env that differs from the base's.
 
     Attributes:
-        key: key.
-        before: the base's value; None without variant.
+        before: the base's value; None if the base does not set it.
         after: the variant's value; None if unset.
         location: file and line that sets or unsets it.
     """
@@ -48,7 +48,7 @@ class Kin:
 
 @dataclass(frozen=True)
 class StageSize:
-    """Bytes on disk after a stage; the first entry is the checkpoint the recipe starts from."""
+    """Bytes on disk after a stage; the first entry is the base of the recipe."""
 
     stage: str
     size_bytes: int
@@ -70,10 +70,9 @@ class Family:
         for name, variant in self.members.items():
             if len(variant.lineage) > 1:
                 self._children.setdefault(variant.lineage[1], []).append(name)
-        self._store: dict[str, Path] | None = None
 
     def founder(self, name: str, baselines: Mapping[str, str | None]) -> str:
-        """The variant that a family comes from: its oldest base, or that of this one's baseline, and so on.
+        """The variant that a family starts from: the oldest base, then its baseline's oldest base, and so on.
 
         Args:
             name: name of a variant.
@@ -107,26 +106,25 @@ class Family:
         variant = self.members[name]
         recipe = self.recipe(name)
         notes: dict[str, tuple[str, ...]] = {name: ("this variant",)}
-        for other, what in (
+        for other, role in (
             (variant.baseline, "its baseline"),
             (recipe.base if recipe else None, "its checkpoint's source"),
         ):
             if other:
-                notes[other] = (*notes.get(other, ()), what)
-        line = set(variant.lineage)
+                notes[other] = (*notes.get(other, ()), role)
+        bases = set(variant.lineage)
 
         def kin(member: str) -> Kin:
-            # Relatives that are neither bases nor descendants are left out.
-            below = self._children.get(member, ())
-            children = (
-                below if member not in line or member == name else [child for child in below if child in line]
-            )
+            children = self._children.get(member, ())
+            if member in bases and member != name:
+                # Relatives that are neither bases nor descendants are left out.
+                children = [child for child in children if child in bases]
             return Kin(member, notes.get(member, ()), tuple(kin(child) for child in sorted(children)))
 
         return kin(variant.lineage[-1])
 
     def recipe(self, name: str) -> Recipe | None:
-        """Recipe of a variant; None without a readable variant (`slimqwen recipe status` says why)."""
+        """Recipe of a variant; None without a readable one (`slimqwen recipe status` names the fault)."""
         file = self.members[name].recipe
         try:
             return recipe_file.read(file) if file else None
@@ -147,25 +145,25 @@ class Family:
                 seen.add(entry)
                 manifest = checkpoint.Manifest.read(entry)
                 sizes.append(StageSize(manifest.stage, bytes_on_disk(entry)))
-                before = self._entries().get(manifest.ingredients["input"])
-                if before is None:
+                source = self._checkpoints.get(manifest.ingredients["input"])
+                if source is None:
                     return []
-                entry = before
+                entry = source
             sizes.append(StageSize(recipe.base, bytes_on_disk(entry)))
         except (SlimqwenError, OSError, KeyError):
             return []
         return sizes[::-1]
 
-    def _entries(self) -> Mapping[str, Path]:
-        """Checkpoints with a manifest by digest, without baked ones: no stage reads those."""
-        if self._store is None:
-            weights = self.root / "weights"
-            self._store = {}
-            for folder in (*weights.glob("*/"), *weights.glob("store/*/")):
-                # Without a manifest a digest would be a hash of gigabytes.
-                if (folder / MANIFEST).is_file() and not (folder / COMPILE_CACHE[0]).is_file():
-                    self._store.setdefault(checkpoint.digest(folder), folder.resolve())
-        return self._store
+    @cached_property
+    def _checkpoints(self) -> Mapping[str, Path]:
+        """Checkpoints with a manifest by digest, without baked ones, which no stage reads."""
+        weights = self.root / "weights"
+        checkpoints: dict[str, Path] = {}
+        for folder in (*weights.glob("*/"), *weights.glob("store/*/")):
+            # Without a manifest a digest would be a hash of gigabytes.
+            if (folder / MANIFEST).is_file() and not (folder / COMPILE_CACHE[0]).is_file():
+                checkpoints.setdefault(checkpoint.digest(folder), folder.resolve())
+        return checkpoints
 
 
 def parameters(step: Step) -> dict[str, str]:

@@ -1,7 +1,7 @@
-"""The dated log of results: every record that says something of a variant, the negative ones included.
+"""The dated log of results: one line per record, negative results included.
 
-A line states what the record found against the variant's baseline, by the same rules as the tables: paired, with the
-interval that the verdict rests on. Where there is nothing to compare it with, it states the figures alone.
+A line compares the record with the variant's baseline, by the same rules as the tables: paired, with the interval of
+the verdict. Without a record to compare with, it has the figures alone.
 """
 
 from dataclasses import dataclass
@@ -22,11 +22,11 @@ class Entry:
 
     Attributes:
         ended: when the measurement ended, UTC to the second.
-        variant: that was measured; empty for an exploration of none.
-        kind: of the record.
+        variant: measured variant; empty for a record of no variant.
+        kind: kind of the record.
         finding: verdict, headline figure and its interval.
-        commit: that it was measured at, `+changes` where the code differed from it.
-        location: of the record, from the repository's root.
+        commit: measured commit, with `+changes` where the code differed from it.
+        location: path of the record, from the repository's root.
     """
 
     ended: str
@@ -43,34 +43,34 @@ def entries(
     """The log, newest first.
 
     Args:
-        variant: of this one alone.
-        last: so many lines at most; None for all. Findings take time where intervals are computed.
+        variant: name of the only variant to list; None for all.
+        last: largest number of lines; None for all. Findings take time where intervals are computed.
 
     Returns:
-        The lines, and what could not be read.
+        The lines, and the unreadable files.
 
     Raises:
         ConfigError: no such variant.
     """
     if variant is not None:
         variants.load(variant, root)
-    everything = collection.collect(root)
-    chosen = [source for source in everything.records if variant in (None, source.variant)]
+    records = collection.collect(root)
+    chosen = [source for source in records.records if variant in (None, source.variant)]
     chosen.sort(key=lambda source: (_ended(source), source.location), reverse=True)
     shown = chosen[: len(chosen) if last is None else last]
-    return [_entry(source, everything) for source in shown], everything.problems
+    return [_entry(source, records) for source in shown], records.problems
 
 
-def _entry(source: StoredRecord[Record], among: Collection) -> Entry:
+def _entry(source: StoredRecord[Record], records: Collection) -> Entry:
     try:
-        finding = source.record.finding(source.path, among)
+        finding = source.record.finding(source.path, records)
         if split := split_of(source.record):
             finding = f"{split.side} split: {finding}"
     except SlimqwenError as error:
-        # A line of its own, so that damaged items do not take the whole log away.
+        # Damaged items cost one line, not the whole log.
         finding = str(error)
-    made_at = commit_name(source.record.provenance.git)
-    return Entry(_ended(source), source.variant, source.kind, finding, made_at, source.location)
+    commit = commit_name(source.record.provenance.git)
+    return Entry(_ended(source), source.variant, source.kind, finding, commit, source.location)
 
 
 def _ended(source: StoredRecord[Record]) -> str:

@@ -1,4 +1,4 @@
-"""Generated tables in Markdown files: everything between a pair of comments is made from records.
+"""Generated tables in Markdown files: the text between a pair of comments is made from records.
 
     <!-- table:comparison tiny tiny-awq -->
     <!-- end -->
@@ -75,7 +75,7 @@ def update(root: Path, *, write: bool = True) -> list[Path]:
 
 
 def fresh(root: Path, file: Path) -> str:
-    """The content of a Markdown file with tables made from the records of today.
+    """The content of a Markdown file with tables made from the present records.
 
     Raises:
         MarkdownError: a block asks for an unknown table or is not closed; names the file.
@@ -107,7 +107,7 @@ def _content(root: Path, name: str, words: Sequence[str]) -> str:
     arguments, build = TABLES.get(name, ("VARIANT", lambda root, variant: _newest(root, name, variant)))
     is_known = name in TABLES or name.replace("-", "_") in registry.kinds()
     if not is_known or len(words) != len(arguments.split()):
-        known = [f"{each} {usage}".strip() for each, (usage, _) in TABLES.items()]
+        known = [f"{table} {usage}".strip() for table, (usage, _) in TABLES.items()]
         kinds = ", ".join(kind.replace("_", "-") for kind in registry.kinds())
         raise MarkdownError(
             f"there is no table {' '.join([name, *words])!r}; use {', '.join(known)}, or KIND VARIANT with {kinds}"

@@ -40,16 +40,16 @@ _CHARTS = ("charts", "trends")
 
 
 class ReportError(SlimqwenError):
-    """A report that cannot be built: its folder holds something else, or a Markdown file asks for no known table."""
+    """A report that cannot be built, because its folder holds something else."""
 
 
 @dataclass(frozen=True)
-class Built:
-    """A site that was written.
+class Site:
+    """A written site.
 
     Attributes:
         index: page to open.
-        problems: files that were left out.
+        problems: unusable files, which were left out.
     """
 
     index: Path
@@ -60,7 +60,7 @@ class Built:
 
 @dataclass(frozen=True)
 class Source:
-    """Everything the pages are made from."""
+    """Content of the pages."""
 
     records: Collection
     family: Family
@@ -72,10 +72,10 @@ class Source:
 
 @dataclass(frozen=True)
 class FamilyRows:
-    """The leaderboard's rows of the variants that come from one, planned ones last.
+    """The leaderboard's rows of one family of variants, planned ones last.
 
     Attributes:
-        founder: the variant that all come from.
+        founder: the variant that the family starts from.
         rows: rows with their cells.
     """
 
@@ -89,7 +89,7 @@ class FamilyRows:
 
     @property
     def measured(self) -> int:
-        """Number of variants with a record that is evidence."""
+        """Number of variants with evidence."""
         return len({row.variant for row, _ in self.rows if row.is_measured})
 
 
@@ -100,7 +100,7 @@ def read(root: Path, progress: Progress = silent, prices: Path | None = None) ->
         prices: file of the user's prices; None for eval/prices.yaml.
     """
     progress("read the records", 0, 1)
-    money = cost.read_prices(root, prices)
+    user_prices = cost.read_prices(root, prices)
     records = collection.collect(root)
     family = Family(root)
     names = tuple(sorted({*variants.names(root), *records.measurements}))
@@ -113,10 +113,10 @@ def read(root: Path, progress: Progress = silent, prices: Path | None = None) ->
         problems |= {problem.location: problem for problem in unusable}
     progress("pair the records", len(names), len(names))
     ordered = tuple(problems[location] for location in sorted(problems))
-    return Source(records, family, fronts.board(rows), names, ordered, money)
+    return Source(records, family, fronts.board(rows), names, ordered, user_prices)
 
 
-def build(root: Path, destination: Path, progress: Progress = silent, prices: Path | None = None) -> Built:
+def build(root: Path, destination: Path, progress: Progress = silent, prices: Path | None = None) -> Site:
     """Write the site; an older one is replaced once the new one is complete.
 
     Args:
@@ -137,19 +137,19 @@ def build(root: Path, destination: Path, progress: Progress = silent, prices: Pa
     _delete_stale(destination)
     source = read(root, progress, prices)
     with tempfile.TemporaryDirectory(prefix=f".{destination.name}.", dir=destination.parent) as temporary:
-        fresh, old = Path(temporary, "fresh"), Path(temporary, "old")
-        (fresh / "variants").mkdir(parents=True)
-        shutil.copytree(_HERE / "assets", fresh / "assets")
-        _write_pages(source, fresh, progress)
+        new, old = Path(temporary, "new"), Path(temporary, "old")
+        (new / "variants").mkdir(parents=True)
+        shutil.copytree(_HERE / "assets", new / "assets")
+        _write_pages(source, new, progress)
         if destination.exists():
             destination.rename(old)
         try:
-            fresh.rename(destination)
+            new.rename(destination)
         except BaseException:
             with contextlib.suppress(FileNotFoundError):
                 old.rename(destination)
             raise
-    return Built(destination / "index.html", len(source.names), len(source.records.records), source.problems)
+    return Site(destination / "index.html", len(source.names), len(source.records.records), source.problems)
 
 
 def figures(root: Path, folder: Path, progress: Progress = silent) -> list[Path]:
@@ -159,7 +159,7 @@ def figures(root: Path, folder: Path, progress: Progress = silent) -> list[Path]
         folder: created if missing.
 
     Returns:
-        The files; none without a front.
+        The files; empty without a front.
     """
     source = read(root, progress)
     drawn: dict[str, Chart] = {}
@@ -209,7 +209,7 @@ def _file_name(variant: str) -> str:
 
 def _index_page(source: Source) -> dict[str, Any]:
     board = source.board
-    wanted = columns.columns(board)
+    board_columns = columns.columns(board)
     drawn: dict[tuple[str, str], list[Chart]] = {}
     for front in board.fronts:
         if len(drawn) < _MOST_FRONTS or (front.baseline, front.hardware) in drawn:
@@ -219,8 +219,8 @@ def _index_page(source: Source) -> dict[str, Any]:
         "up": "",
         "board": board,
         "charts": [chart for group in drawn.values() for chart in group],
-        "columns": wanted,
-        "families": _families(source, wanted),
+        "columns": board_columns,
+        "families": _families(source, board_columns),
         "row_count": len(board.rows),
         "cost": cost.table(cost.throughputs(source.records), source.prices),
         "hardware": sorted({row.hardware for row in board.rows if row.hardware}),
@@ -232,19 +232,21 @@ def _index_page(source: Source) -> dict[str, Any]:
         "problem_count": len(source.problems),
         "record_count": len(source.records.records),
         "newest": max((entry.record.provenance.ended for entry in source.records.records), default=""),
-        "initials": columns.initials([each.kind for each in board.rows[0].evidence] if board.rows else []),
+        "initials": columns.initials(
+            [evidence.kind for evidence in board.rows[0].evidence] if board.rows else []
+        ),
     }
 
 
-def _families(source: Source, wanted: Sequence[Column]) -> list[FamilyRows]:
-    """The rows by family, families with a measured variant first, both otherwise in the order of the board."""
+def _families(source: Source, board_columns: Sequence[Column]) -> list[FamilyRows]:
+    """The rows by family in the order of the board, but families with a measured variant first."""
     baselines = {row.variant: row.baseline for row in source.board.rows}
     members: dict[str, list[tuple[Row, Sequence[Cell]]]] = {}
     for row in source.board.rows:
         founder = source.family.founder(row.variant, baselines)
-        members.setdefault(founder, []).append((row, columns.cells(row, wanted)))
+        members.setdefault(founder, []).append((row, columns.cells(row, board_columns)))
     families = [
-        FamilyRows(founder, tuple(sorted(rows, key=lambda each: each[0].status == "planned")))
+        FamilyRows(founder, tuple(sorted(rows, key=lambda pair: pair[0].status == "planned")))
         for founder, rows in members.items()
     ]
     return sorted(families, key=lambda family: not family.measured)
@@ -253,14 +255,16 @@ def _families(source: Source, wanted: Sequence[Column]) -> list[FamilyRows]:
 def _variant_page(source: Source, name: str) -> dict[str, Any]:
     board, family = source.board, source.family
     rows = [row for row in board.rows if row.variant == name]
-    wanted = [column for column in columns.columns(board) if column.label != "hypothesis"]
+    page_columns = [column for column in columns.columns(board) if column.label != "hypothesis"]
     records = [entry for entry in source.records.records if entry.variant == name]
     member = family.members.get(name)
     folder = f"experiments/{name}"
     return {
         "up": "../",
         "name": name,
-        "rows": [(row, list(zip(wanted, columns.cells(row, wanted), strict=True))) for row in rows],
+        "rows": [
+            (row, list(zip(page_columns, columns.cells(row, page_columns), strict=True))) for row in rows
+        ],
         "row": rows[0],
         "changes": family.changes(name) if member else None,
         "base": member.lineage[1] if member and len(member.lineage) > 1 else None,
@@ -278,8 +282,8 @@ def _variant_page(source: Source, name: str) -> dict[str, Any]:
             for problem in source.problems
             if problem.location == folder or problem.location.startswith(f"{folder}/")
         ],
-        "initials": columns.initials([each.kind for each in rows[0].evidence]),
-        "made_by": {each.kind: leaderboard.made_by(each.kind, name) for each in rows[0].evidence},
+        "initials": columns.initials([evidence.kind for evidence in rows[0].evidence]),
+        "made_by": {evidence.kind: leaderboard.made_by(evidence.kind, name) for evidence in rows[0].evidence},
     }
 
 
@@ -294,17 +298,16 @@ def _tables(source: Source, rows: Sequence[Row]) -> list[Table]:
         tables = [quality_comparison.paired_table(title, record, (baseline, name), changes)]
     for timed in filter(None, (row.timed for row in rows)):
         if timed.baseline and timed.comparison:
-            pair = timed.baseline, timed.latency
             tables.append(
                 speedup_table(
-                    (pair[0].record, pair[1].record),
-                    (pair[0].path, pair[1].path),
+                    (timed.baseline.record, timed.latency.record),
+                    (timed.baseline.path, timed.latency.path),
                     (baseline, name),
                     timed.comparison,
                 )
             )
-    if level := cost.table(cost.throughputs(source.records, name), source.prices):
-        tables.append(level)
+    if cost_table := cost.table(cost.throughputs(source.records, name), source.prices):
+        tables.append(cost_table)
     for entry in _newest(source, name):
         with contextlib.suppress(*leaderboard.DAMAGED):  # the problems name damaged items
             tables += entry.record.tables(entry.path)
@@ -313,11 +316,11 @@ def _tables(source: Source, rows: Sequence[Row]) -> list[Table]:
 
 def _newest(source: Source, name: str) -> Sequence[StoredRecord[Record]]:
     """The newest record of each kind and topic."""
-    found: dict[tuple[str, str], StoredRecord[Record]] = {}
+    newest: dict[tuple[str, str], StoredRecord[Record]] = {}
     for kind in registry.kinds():
         for entry in source.records.select(kind, name):
-            found.setdefault((kind, entry.record.topic), entry)
-    return tuple(found.values())
+            newest.setdefault((kind, entry.record.topic), entry)
+    return tuple(newest.values())
 
 
 def _charts(source: Source, rows: Sequence[Row]) -> list[Chart]:
@@ -340,7 +343,7 @@ def _charts(source: Source, rows: Sequence[Row]) -> list[Chart]:
 
 
 def _delete_stale(destination: Path) -> None:
-    """Delete what killed builds left behind; a recent one may still be running."""
-    for left in destination.parent.glob(f".{destination.name}.*"):
-        if time.time() - left.stat().st_mtime > _STALE_SECONDS:
-            shutil.rmtree(left, ignore_errors=True)
+    """Delete the folders of killed builds; a recent one may belong to a running build."""
+    for folder in destination.parent.glob(f".{destination.name}.*"):
+        if time.time() - folder.stat().st_mtime > _STALE_SECONDS:
+            shutil.rmtree(folder, ignore_errors=True)

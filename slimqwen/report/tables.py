@@ -21,9 +21,9 @@ Sources = list[tuple[Record, Path]]
 
 
 def comparison_tables(first: Path, second: Path) -> list[Table]:
-    """Two variants' folders -> quality, latency and size, paired.
+    """Quality, latency and size of two variants, paired, from their folders.
 
-    Where only one kind has been measured for both, the other is left out with a note.
+    A kind that has not been measured for both is left out with a note.
 
     Raises:
         MissingRecordError: neither kind has been measured for both.
@@ -67,10 +67,10 @@ def results_tables(folder: Path) -> list[Table]:
 
 
 def variants_table(root: Path, *, with_weights: bool = False) -> Table:
-    """Every variant: hypothesis, baseline, where it stands, its latest figures.
+    """Every variant: hypothesis, baseline, standing and latest figures.
 
     Args:
-        with_weights: adds whether the checkpoint is on this machine: not for files that are committed.
+        with_weights: whether to show if the checkpoint is on this machine; not for committed files.
 
     Raises:
         SlimqwenError: a variant or a record cannot be read.
@@ -98,10 +98,10 @@ def variants_table(root: Path, *, with_weights: bool = False) -> Table:
 
 
 def summary_table(root: Path, baseline: str, name: str) -> Table:
-    """What a variant came to against its baseline, a line a measure: speed, start-up, acceptance length, size, quality.
+    """A variant against its baseline, one row per measure: speed, start-up, acceptance length, size, quality.
 
-    Speed, start-up and acceptance are those of the newest such records of the checkpoints that were scored; where there
-    are none, there is no such line.
+    Speed, start-up and acceptance come from the newest records of the scored checkpoints; a measure without records has
+    no row.
 
     Raises:
         MissingRecordError: no quality record of one of the two.
@@ -110,10 +110,10 @@ def summary_table(root: Path, baseline: str, name: str) -> Table:
     paths = quality_comparison.pair(root / "experiments" / baseline, root / "experiments" / name)
     records = [store.read(path, Quality) for path in paths]
     first, second = (record.provenance.checkpoint.size_bytes / 1e6 for record in records)
-    scored = {record.variant: record.provenance.checkpoint.digest for record in records}
-    speed, speed_sources = _speed_rows(root, scored)
-    start_up, start_up_sources = _start_up_rows(root, name, scored[name])
-    acceptance, acceptance_sources = _acceptance_rows(root, scored)
+    digests = {record.variant: record.provenance.checkpoint.digest for record in records}
+    speed, speed_sources = _speed_rows(root, digests)
+    start_up, start_up_sources = _start_up_rows(root, name, digests[name])
+    acceptance, acceptance_sources = _acceptance_rows(root, digests)
     sources = [*speed_sources, *start_up_sources, *acceptance_sources, *zip(records, paths, strict=True)]
     size = ("size on disk, MB", f"{first:.2f}", f"{second:.2f}", f"{first / second:.2f}x smaller", "", "")
     rows: list[tuple[str, ...]] = [*speed, *start_up, *acceptance, size]
@@ -171,18 +171,19 @@ def _latest_latency(folder: Path) -> str:
     return f"{medians} ({provenance.hardware_name(record.provenance.hardware)})"
 
 
-def _speed_rows(root: Path, scored: Mapping[str, str]) -> tuple[list[tuple[str, ...]], Sources]:
-    """TPOT of each prompt class and the time of all requests, of the checkpoints given by variant and digest.
+def _speed_rows(root: Path, digests: Mapping[str, str]) -> tuple[list[tuple[str, ...]], Sources]:
+    """TPOT of each prompt class and the time of all requests, from records measured in turns, with these records.
 
-    Only of records that were measured in turns.
+    Args:
+        digests: checkpoint digest by variant, the baseline first.
     """
-    first, second = (root / "experiments" / name for name in scored)
+    first, second = (root / "experiments" / name for name in digests)
     try:
         paths = speedups.latency_pair(first, second, "classes")
     except (store.MissingRecordError, pairing.NotComparableError):
         return [], []
     records = [store.read(path, Latency) for path in paths]
-    if [record.provenance.checkpoint_digest for record in records] != list(scored.values()):
+    if [record.provenance.checkpoint_digest for record in records] != list(digests.values()):
         return [], []
     names = {"tpot_ms": "TPOT of class {}, ms", "wall_ms": "time of {}, ms"}
     rows: list[tuple[str, ...]] = [
@@ -200,11 +201,15 @@ def _speed_rows(root: Path, scored: Mapping[str, str]) -> tuple[list[tuple[str, 
     return rows, list(zip(records, paths, strict=True))
 
 
-def _acceptance_rows(root: Path, scored: Mapping[str, str]) -> tuple[list[tuple[str, ...]], Sources]:
-    """Both acceptance lengths at the gate's K, of the checkpoints given by variant and digest, and where from."""
+def _acceptance_rows(root: Path, digests: Mapping[str, str]) -> tuple[list[tuple[str, ...]], Sources]:
+    """Both acceptance lengths at the gate's K, with their records.
+
+    Args:
+        digests: checkpoint digest by variant, the baseline first.
+    """
     try:
-        first, second = (root / "experiments" / name for name in scored)
-        paths = acceptance_share.pair(first, second, list(scored.values()))
+        first, second = (root / "experiments" / name for name in digests)
+        paths = acceptance_share.pair(first, second, list(digests.values()))
     except (store.MissingRecordError, pairing.NotComparableError):
         return [], []
     share = acceptance_share.compare(*paths)
@@ -221,7 +226,7 @@ def _acceptance_rows(root: Path, scored: Mapping[str, str]) -> tuple[list[tuple[
 
 
 def _start_up_rows(root: Path, name: str, digest: str) -> tuple[list[tuple[str, ...]], Sources]:
-    """Cold starts against starts from the baked compile cache, and where that is from."""
+    """Cold starts against starts from the baked compile cache, with the record."""
 
     def fits(record: StartUp) -> bool:
         return record.provenance.checkpoint_digest == digest and record.ready_cold_over_baked is not None

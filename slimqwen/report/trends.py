@@ -71,15 +71,15 @@ def trends(records: Collection, variant: str) -> dict[str, Trend]:
         and not entry.record.provenance.host_was_busy
         and split_of(entry.record) is None
     ]
-    found: dict[str, dict[str, list[Observation]]] = {}
+    by_figure: dict[str, dict[str, list[Observation]]] = {}
     for entry in sorted(entries, key=lambda entry: (entry.record.provenance.ended, entry.location)):
         for (name, label), figure in entry.record.trends().items():
             basis = f"{_machine(entry)} {entry.record.provenance.datasets}"
-            found.setdefault(name, {}).setdefault(label, []).append(Observation(entry, figure, basis))
-        _add_size(found.setdefault(SIZE, {}).setdefault("", []), entry)
+            by_figure.setdefault(name, {}).setdefault(label, []).append(Observation(entry, figure, basis))
+        _add_size(by_figure.setdefault(SIZE, {}).setdefault("", []), entry)
     repeated = {
-        name: {label: rows for label, rows in of_figure.items() if len(rows) > 1}
-        for name, of_figure in found.items()
+        name: {label: rows for label, rows in by_label.items() if len(rows) > 1}
+        for name, by_label in by_figure.items()
     }
     return {
         name: repeated[name]
@@ -147,11 +147,11 @@ def trend_chart(name: str, trend: Trend) -> Chart:
 
 def _add_size(sizes: list[Observation], entry: StoredRecord[Record]) -> None:
     """Add the size of a record's checkpoint, if it is another checkpoint than the last one."""
-    measured = entry.record.provenance.checkpoint
-    if measured is None or measured.size_bytes is None:
+    checkpoint = entry.record.provenance.checkpoint
+    if checkpoint is None or checkpoint.size_bytes is None:
         return
-    if not sizes or sizes[-1].entry.record.provenance.checkpoint_digest != measured.digest:
-        sizes.append(Observation(entry, Figure(measured.size_bytes / 1e6, "MB")))
+    if not sizes or sizes[-1].entry.record.provenance.checkpoint_digest != checkpoint.digest:
+        sizes.append(Observation(entry, Figure(checkpoint.size_bytes / 1e6, "MB")))
 
 
 def _machine(entry: StoredRecord[Record]) -> str:
@@ -171,14 +171,14 @@ def _machines(observations: Sequence[Observation]) -> dict[str, str]:
 
 
 def _ticks(entries: Sequence[StoredRecord[Record]]) -> list[str]:
-    """A label per record: its position, its commit, and its engine version where that is another than before."""
+    """A label per record: its position, its commit, and its engine version where it changes."""
     ticks = []
-    before = ""
+    previous = ""
     for position, entry in enumerate(entries):
         engine = Observation(entry, Figure(0.0)).engine
         commit = (entry.record.provenance.git.commit or "none")[:7]
-        ticks.append(f"{position}|{commit}|{engine if engine != before else ''}")
-        before = engine
+        ticks.append(f"{position}|{commit}|{engine if engine != previous else ''}")
+        previous = engine
     return ticks
 
 
@@ -194,7 +194,7 @@ def _panel(
         "scale": {"domain": ticks, "padding": 0.5},
         "axis": {
             "labels": labels,
-            # On one line where it is slanted.
+            # A slanted label is on one line.
             "labelExpr": "slice(split(datum.label, '|'), 1)"
             if is_level
             else "trim(join(slice(split(datum.label, '|'), 1), ' '))",

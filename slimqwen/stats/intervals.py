@@ -86,10 +86,10 @@ def by_cluster(
         raise ValueError("values, weights and clusters differ in number")
     if clusters is None:
         return x, w
-    numbers: dict[Hashable, int] = {}
-    number = [numbers.setdefault(cluster, len(numbers)) for cluster in clusters]
-    total = np.asarray(np.bincount(number, weights=w), dtype=np.float64)
-    return np.bincount(number, weights=w * x) / total, total
+    index_by_cluster: dict[Hashable, int] = {}
+    indices = [index_by_cluster.setdefault(cluster, len(index_by_cluster)) for cluster in clusters]
+    total = np.asarray(np.bincount(indices, weights=w), dtype=np.float64)
+    return np.bincount(indices, weights=w * x) / total, total
 
 
 def mean(
@@ -146,11 +146,11 @@ def percentile_over_groups(groups: Sequence[ArrayLike], percent: float) -> Estim
     _require_two(len(arrays))
     rng = np.random.default_rng(BOOTSTRAP_SEED)
     resamples = (rng.integers(len(arrays), size=len(arrays)) for _ in range(200))
-    drawn = [
+    percentiles = [
         float(np.percentile(np.concatenate([arrays[i] for i in indices]), percent)) for indices in resamples
     ]
     value = float(np.percentile(np.concatenate(arrays), percent))
-    return Estimate(value, float(np.std(drawn, ddof=1)), len(arrays))
+    return Estimate(value, float(np.std(percentiles, ddof=1)), len(arrays))
 
 
 def mcnemar(first: Sequence[bool], second: Sequence[bool]) -> Discordance:
@@ -194,18 +194,18 @@ def median_interval(rounds: Mapping[int, Sequence[float]]) -> tuple[float, float
         rounds: positive observations by the number of their round.
 
     Raises:
-        TooFewItemsError: there are none.
+        TooFewItemsError: there are no observations.
     """
     values = sorted(value for observations in rounds.values() for value in observations)
     if not values:
-        raise TooFewItemsError("no observation has no median")
+        raise TooFewItemsError("there are no observations, so no median; measure at least 1")
     if len(rounds) == 1:
         rank = _median_rank(len(values))
         return values[rank], values[-1 - rank]
     medians = np.log([np.median(values) for values in rounds.values()])
-    reach = _student(len(medians) - 1) * float(medians.std(ddof=1)) / math.sqrt(len(medians))
-    middle = float(np.median(values))
-    return middle / math.exp(reach), middle * math.exp(reach)
+    half_width = _student(len(medians) - 1) * float(medians.std(ddof=1)) / math.sqrt(len(medians))
+    median = float(np.median(values))
+    return median / math.exp(half_width), median * math.exp(half_width)
 
 
 @cache
@@ -219,9 +219,9 @@ def _median_rank(count: int) -> int:
     return max(rank, 0)
 
 
-def _student(freedom: float) -> float:
+def _student(degrees_of_freedom: float) -> float:
     """Standard errors from an estimate to the end of its interval."""
-    return float(stats.t.ppf((1 + CONFIDENCE_LEVEL) / 2, freedom))
+    return float(stats.t.ppf((1 + CONFIDENCE_LEVEL) / 2, degrees_of_freedom))
 
 
 def ratio_by_round(
@@ -229,8 +229,8 @@ def ratio_by_round(
 ) -> tuple[Ratio, int]:
     """The ratio of two medians of observations that were made in rounds, with an interval over rounds.
 
-    Requests of one round share the state of the server and of the machine, which an interval over requests cannot
-    see. With a single round on a side the interval is over requests all the same.
+    Requests of one round share the state of the server and of the machine, which an interval over requests ignores.
+    With a single round on a side the interval is nevertheless over requests.
 
     Args:
         numerator: observations of each round, by the number of the round.
@@ -252,8 +252,8 @@ def ratio_by_round(
         ]
     rounds = min(map(len, sides))
     if rounds < 2:
-        whole = (np.concatenate(list(side.values())) for side in (numerator, denominator))
-        return ratio_of_medians(*whole), 0
+        observations = (np.concatenate(list(side.values())) for side in (numerator, denominator))
+        return ratio_of_medians(*observations), 0
     first, second = ([side[n] for n in sorted(side)] for side in sides)
     return ratio_of_rounds(first, second, in_turns=in_turns), rounds
 
@@ -280,15 +280,15 @@ def ratio_of_rounds(numerator: ArrayLike, denominator: ArrayLike, *, in_turns: b
     a, b = np.log(a), np.log(b)
     if in_turns:
         differences = np.subtract(*_paired_arrays(a, b))
-        variance, freedom = float(differences.var(ddof=1)) / len(a), float(len(a) - 1)
+        variance, degrees_of_freedom = float(differences.var(ddof=1)) / len(a), float(len(a) - 1)
     else:
         parts = a.var(ddof=1) / len(a), b.var(ddof=1) / len(b)
         variance = float(sum(parts))
         spread = parts[0] ** 2 / (len(a) - 1) + parts[1] ** 2 / (len(b) - 1)
-        freedom = float(variance**2 / spread) if spread else float(len(a) + len(b) - 2)
-    middle = float(a.mean() - b.mean())
-    reach = _student(freedom) * math.sqrt(variance)
-    return Ratio(math.exp(middle), math.exp(middle - reach), math.exp(middle + reach))
+        degrees_of_freedom = float(variance**2 / spread) if spread else float(len(a) + len(b) - 2)
+    log_ratio = float(a.mean() - b.mean())
+    half_width = _student(degrees_of_freedom) * math.sqrt(variance)
+    return Ratio(math.exp(log_ratio), math.exp(log_ratio - half_width), math.exp(log_ratio + half_width))
 
 
 def rate_over_rounds(amounts: ArrayLike, durations: ArrayLike) -> Ratio:
@@ -304,8 +304,8 @@ def rate_over_rounds(amounts: ArrayLike, durations: ArrayLike) -> Ratio:
     """
     a, d = _paired_arrays(amounts, durations)
     estimate = mean(a / d, d)
-    reach = _student(estimate.count - 1) * estimate.standard_error
-    return Ratio(estimate.value, estimate.value - reach, estimate.value + reach)
+    half_width = _student(estimate.count - 1) * estimate.standard_error
+    return Ratio(estimate.value, estimate.value - half_width, estimate.value + half_width)
 
 
 def paired_ratio(
@@ -334,11 +334,11 @@ def p_value(
 ) -> float:
     """One-sided p-value of the hypothesis that an estimate lies at a limit or on its wrong side: Student's t.
 
-    Not by the bootstrap of the intervals: over the few dozen items of some tasks that is too sure of itself (of samples
-    of 37 normal values with a mean exactly at a limit, 3.1 % instead of 2.5 % have their 95 % interval beyond it).
+    The bootstrap of the intervals would reject too often over the few dozen items of some tasks: of samples of 37
+    normal values with a mean exactly at a limit, 3.1 % instead of 2.5 % have their 95 % interval beyond it.
 
     Args:
-        count: items or clusters that it is over.
+        count: items or clusters of the estimate.
         limit: in the unit of the estimate.
         higher_is_better: whether the right side is above the limit.
     """
@@ -351,10 +351,10 @@ def p_value(
 def paired_ratio_p_value(
     first: ArrayLike, second: ArrayLike, first_weights: ArrayLike, second_weights: ArrayLike, limit: float
 ) -> float:
-    """`p_value` of the ratio that `paired_ratio` gives, of lying at a limit or below.
+    """One-sided p-value of the hypothesis that the ratio of `paired_ratio` lies at a limit or below.
 
     It tests the mean of second - limit x first instead of their ratio, which needs no linearisation of the quotient
-    (Fieller, J. R. Stat. Soc. B 16 (1954), 175-185); its variance is that of `mean`, of both sides of a unit together.
+    (Fieller, J. R. Stat. Soc. B 16 (1954), 175-185); the variance is computed as in `mean`, from both sides of a unit.
     """
     a, v = _paired_arrays(first, first_weights)
     b, w = _paired_arrays(second, second_weights)
@@ -377,7 +377,7 @@ def bootstrap_interval(
         samples: arrays of observations.
         statistic: function of the samples and `axis`.
         paired: whether the samples are resampled together.
-        batch: resamples computed at once; it decides memory and the order of draws.
+        batch: resamples computed at once, which decides memory and the order of draws.
     """
     interval = stats.bootstrap(
         samples,
@@ -411,5 +411,5 @@ def _paired_arrays(first: ArrayLike, second: ArrayLike) -> tuple[Floats, Floats]
 def _require_two(count: int) -> None:
     if count < 2:
         raise TooFewItemsError(
-            f"{count} item(s) measured, a standard error needs at least 2: raise the limit"
+            f"{count} item(s) measured, a standard error needs at least 2; raise the limit"
         )

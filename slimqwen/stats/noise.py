@@ -1,4 +1,4 @@
-"""Bounds of noise: how far a figure of unchanged things may lie from the ideal, from repeats or many positions."""
+"""Bounds of noise: how far a figure may lie from its ideal without any change, from repeats or many positions."""
 
 import math
 from collections.abc import Sequence
@@ -51,16 +51,16 @@ def quantile_interval(values: Sequence[float], share: float) -> tuple[float, flo
     Escobar, section 5.2). With too few observations for a rank the end is the smallest or largest of them.
 
     Args:
-        share: of the observations that lie below the quantile.
+        share: share of the observations below the quantile.
 
     Returns:
         Quantile, lower end, upper end.
 
     Raises:
-        TooFewItemsError: there are none.
+        TooFewItemsError: there are no observations.
     """
     if not values:
-        raise TooFewItemsError("no observation has no quantile; measure at least 1")
+        raise TooFewItemsError("there are no observations, so no quantile; measure at least 1")
     ordered = sorted(values)
     tail = (1 - CONFIDENCE_LEVEL) / 2
     low, high = (int(stats.binom.ppf(p, len(ordered), share)) for p in (tail, 1 - tail))

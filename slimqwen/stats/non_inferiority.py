@@ -1,4 +1,4 @@
-"""Non-inferiority: does a paired difference rule out a loss beyond the margin that was written down before?"""
+"""Non-inferiority: does a paired difference rule out a loss beyond the margin that was fixed beforehand?"""
 
 import math
 from collections.abc import Callable
@@ -17,7 +17,7 @@ POWER = 0.956
 """Probability that a task whose size was planned here passes an equally good variant; 0.8 for five tasks together."""
 
 _LEAST_EXPONENT = -12
-"""Power of ten below which no p-value is told from another."""
+"""Power of ten of the smallest p-value that is resolved."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Judgement:
         low: lower end of the interval of the gain, at `CONFIDENCE_LEVEL`.
         high: upper end.
         margin: the largest loss that still counts as equal, not negative.
-        items_needed: items with which a run would pass if the gain stayed as measured; None where it has passed, or
-            where more items would not make it pass.
+        items_needed: items with which a run would pass with the measured gain; None if it has passed, or if more items
+            would not help.
     """
 
     verdict: Verdict
@@ -58,18 +58,18 @@ def judge(
     if discordance is not None:
         low, high = paired_proportion_interval(discordance, difference.count)
     verdict = Verdict.from_interval(low, high, -margin, higher_is_better=True, limit_passes=False)
-    needed = None
+    items_needed = None
     if verdict is Verdict.INCONCLUSIVE and gain > -margin:
         if discordance is None:
             # Widths shrink with the root of the number of items.
-            needed = math.ceil(difference.count * ((gain - low) / (gain + margin)) ** 2)
+            items_needed = math.ceil(difference.count * ((gain - low) / (gain + margin)) ** 2)
         else:
-            needed = _items_needed(discordance, difference.count, margin)
-    return Judgement(verdict, low, high, margin, needed)
+            items_needed = _items_needed(discordance, difference.count, margin)
+    return Judgement(verdict, low, high, margin, items_needed)
 
 
 def paired_proportion_interval(discordance: Discordance, count: int) -> tuple[float, float]:
-    """The interval of the share that the second got right minus that of the first, on the same items.
+    """The interval of the second's share of right items minus the first's, on the same items.
 
     Each discordant share has its exact interval (Clopper and Pearson, 1934) at a level that makes both hold together
     at `CONFIDENCE_LEVEL` at least, so the interval is conservative.
@@ -92,14 +92,14 @@ def paired_proportion_p_value(discordance: Discordance, count: int, margin: floa
         margin: the largest loss that still counts as equal.
     """
 
-    def above(exponent: float) -> float:
+    def distance_to_margin(exponent: float) -> float:
         return _interval(discordance.only_second, discordance.only_first, count, 10**exponent)[0] + margin
 
-    if above(0) <= 0:
+    if distance_to_margin(0) <= 0:
         return 1.0
-    if above(_LEAST_EXPONENT) > 0:
+    if distance_to_margin(_LEAST_EXPONENT) > 0:
         return float(10**_LEAST_EXPONENT)
-    return float(10 ** optimize.brentq(above, _LEAST_EXPONENT, 0))
+    return float(10 ** optimize.brentq(distance_to_margin, _LEAST_EXPONENT, 0))
 
 
 def judge_floor(estimate: Estimate, floor: float, *, right: int | None) -> Verdict:
@@ -112,8 +112,10 @@ def judge_floor(estimate: Estimate, floor: float, *, right: int | None) -> Verdi
             Pearson, 1934).
     """
     if right is None:
-        half = float(stats.t.ppf((1 + CONFIDENCE_LEVEL) / 2, estimate.count - 1)) * estimate.standard_error
-        low, high = estimate.value - half, estimate.value + half
+        half_width = (
+            float(stats.t.ppf((1 + CONFIDENCE_LEVEL) / 2, estimate.count - 1)) * estimate.standard_error
+        )
+        low, high = estimate.value - half_width, estimate.value + half_width
     else:
         interval = stats.binomtest(right, estimate.count).proportion_ci(CONFIDENCE_LEVEL)
         low, high = float(interval.low), float(interval.high)
@@ -123,8 +125,8 @@ def judge_floor(estimate: Estimate, floor: float, *, right: int | None) -> Verdi
 def items_to_decide(margin: float, discordance: float) -> int:
     """Number of right-or-wrong items with which an equally good variant passes with probability `POWER`.
 
-    It uses the interval of `judge`: the probabilities of all numbers of gained and lost items that pass are added up,
-    each item being gained or lost with half the discordance.
+    It uses the interval of `judge`: it adds up the probabilities of all numbers of gained and lost items that pass; an
+    item is gained, and lost, with half the discordance as probability.
 
     Args:
         margin: the largest loss that still counts as equal, above 0.
@@ -144,24 +146,24 @@ def items_to_decide(margin: float, discordance: float) -> int:
             gained < items, stats.beta.ppf(1 - tail, gained + 1, np.maximum(items - gained, 1)), 1.0
         )
         passing = low[:, None] - high[None, :] > -margin
-        # The number gained, and of the other items the number lost.
+        # The number of gained items, and the number of lost ones among the others.
         probability = stats.binom.pmf(gained, items, discordance / 2)[:, None] * stats.binom.pmf(
             gained[None, :], items - gained[:, None], discordance / (2 - discordance)
         )
         return float(probability[passing].sum()) >= POWER
 
-    return _fewest(enough, 2, whole=True)
+    return _fewest(enough, 2, integers=True)
 
 
 def items_to_decide_mean(margin: float, deviation: float) -> int:
-    """Number of items of any other measure with which an equally good variant passes: the normal approximation.
+    """Number of items with which an equally good variant passes, for any other measure, by normal approximation.
 
     Args:
         margin: the largest loss that still counts as equal, above 0.
         deviation: standard deviation of the items' paired differences, in the unit of the margin.
     """
-    sides = float(stats.norm.ppf((1 + CONFIDENCE_LEVEL) / 2) + stats.norm.ppf(POWER))
-    return max(2, math.ceil((sides * deviation / margin) ** 2))
+    quantile_sum = float(stats.norm.ppf((1 + CONFIDENCE_LEVEL) / 2) + stats.norm.ppf(POWER))
+    return max(2, math.ceil((quantile_sum * deviation / margin) ** 2))
 
 
 def _interval(gained: float, lost: float, count: float, alpha: float = ALPHA) -> tuple[float, float]:
@@ -184,23 +186,23 @@ def _items_needed(discordance: Discordance, count: int, margin: float) -> int:
         share = items / count
         return _interval(discordance.only_second * share, discordance.only_first * share, items)[0] > -margin
 
-    return _fewest(passes, count, whole=False)
+    return _fewest(passes, count, integers=False)
 
 
-def _fewest(enough: Callable[[float], bool], start: float, *, whole: bool) -> int:
+def _fewest(enough: Callable[[float], bool], start: float, *, integers: bool) -> int:
     """The fewest items that are enough, to one in a hundred: doubled from `start`, then bisected.
 
     Args:
         enough: whether a number of items is enough.
-        start: first number that is tried.
-        whole: only whole numbers are tried.
+        start: first number to try.
+        integers: whether to try integers alone.
     """
     count = start
     while not enough(count):
         count *= 2
     too_few = count / 2
-    while count - too_few > max(1 if whole else 0, 0.01 * count):
+    while count - too_few > max(1 if integers else 0, 0.01 * count):
         middle = (too_few + count) / 2
-        middle = math.floor(middle) if whole else middle
+        middle = math.floor(middle) if integers else middle
         too_few, count = (too_few, middle) if enough(middle) else (middle, count)
     return math.ceil(count)

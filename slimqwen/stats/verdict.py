@@ -1,7 +1,7 @@
-"""Verdicts: pass, fail or inconclusive, from an interval and the limit that was written down before the run.
+"""Verdicts: pass, fail or inconclusive, from an interval and a limit that was fixed before the run.
 
-A run that could not have seen a difference says nothing: it passes only where the whole interval lies on the right side
-of the limit, and fails only where the whole interval lies on the wrong side.
+A run passes only if the whole interval lies on the right side of the limit, and fails only if the whole interval lies
+on the wrong side; a run too small to show a difference is inconclusive.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ class Verdict(StrEnum):
         """Compare an interval with a limit.
 
         Args:
-            limit: in the unit of the interval.
+            limit: limit in the unit of the interval.
             higher_is_better: whether figures above the limit pass.
             limit_passes: whether an interval that ends exactly at the limit passes.
         """
@@ -34,7 +34,7 @@ class Verdict(StrEnum):
 
 
 def overall(verdicts: Sequence[Verdict]) -> Verdict:
-    """Fail where one failed, else inconclusive where one is inconclusive or there is none, else pass."""
+    """Fail if any failed; else inconclusive if any is inconclusive or there are none; else pass."""
     if Verdict.FAIL in verdicts:
         return Verdict.FAIL
     if Verdict.INCONCLUSIVE in verdicts or not verdicts:

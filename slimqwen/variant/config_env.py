@@ -39,7 +39,7 @@ _ONLY_VALUE = {
     "REQUIRE_WARMUP": ("1", "serving cold where the warm-up fails"),
     "ALLOW_UNSAFE": ("1", "refusing engine modes known to be unsafe"),
 }
-"""Key -> the only value it may have, and what leaving it unset means."""
+"""Key -> the only value it may have, and the behaviour if it is unset."""
 
 _CONTROL_CHARACTER = re.compile(r"[\x00-\x08\x0a-\x1f\x7f\x85\u2028\u2029]")
 _LEAST_VALUE = {"MAX_BODY_BYTES": 1, "THINKING_TOKEN_BUDGET": 0}
@@ -69,7 +69,7 @@ class InheritedSettings:
     """The effective lines of a variant.
 
     Attributes:
-        lineage: the variant's name, its base's, that one's base's, …
+        lineage: names from the variant to its oldest base.
         settings: effective lines by key, without BASE.
         unset: the `KEY=` lines along the lineage.
     """
@@ -93,7 +93,7 @@ def inherit(name: str, root: Path) -> InheritedSettings:
     """Read the config.env of a variant and of every variant that it inherits from.
 
     Raises:
-        ConfigError: an unknown variant, a malformed line, a repeated key, a circle of bases, no VLLM_MODEL, or an
+        ConfigError: an unknown variant, a malformed line, a repeated key, a cycle of bases, no VLLM_MODEL, or an
             unusable value of one of slimqwen's own keys.
     """
     chain = _lineage(name, root)
@@ -160,8 +160,8 @@ def _lineage(name: str, root: Path) -> dict[str, dict[str, Setting]]:
     while True:
         if name in chain:
             assert base is not None
-            circle = " -> ".join([*chain, name])
-            raise ConfigError(f"{base.location}: BASE goes in a circle: {circle}; change one BASE")
+            cycle = " -> ".join([*chain, name])
+            raise ConfigError(f"{base.location}: BASE forms a cycle: {cycle}; change one BASE")
         if name not in variant_names(root):
             raise ConfigError(_unknown_variant(name, base, root))
         chain[name] = read(config_env(name, root))
@@ -172,8 +172,8 @@ def _lineage(name: str, root: Path) -> dict[str, dict[str, Setting]]:
 
 
 def _unknown_variant(name: str, base: Setting | None, root: Path) -> str:
-    near = difflib.get_close_matches(name, variant_names(root), n=1)
-    hint = f"did you mean {near[0]}?" if near else "`slimqwen variant list` shows them all"
+    similar = difflib.get_close_matches(name, variant_names(root), n=1)
+    hint = f"did you mean {similar[0]}?" if similar else "`slimqwen variant list` shows them all"
     location = f"{base.location}: BASE={name}: " if base else ""
     return f"{location}there is no variant {name!r} under experiments/; {hint}"
 
@@ -198,7 +198,7 @@ def _check_own_keys(settings: Mapping[str, Setting]) -> None:
 
 
 def _check_path(setting: Setting) -> None:
-    """Check that a file system takes a value as a path: 255 bytes a name, 4,096 in all."""
+    """Check that a file system accepts a value as a path: 255 bytes per name, 4,096 with the repository's path."""
     names = [len(name.encode()) for name in setting.value.split("/")]
     if max(names) > 255 or sum(names) > 3000:
         raise ConfigError(f"{setting.location}: {setting.key} is too long for a path; write weights/<folder>")
@@ -213,7 +213,7 @@ def _check_revision(settings: Mapping[str, Setting]) -> None:
             f"{revision.location}: REVISION={revision.value}: not a commit; write its 40 hexadecimal "
             "digits in lower case"
         )
-    # Inherited apart from each other, the commit would be looked for in another repository.
+    # If they are inherited from different files, the commit belongs to another repository.
     if source is None or source.file != revision.file:
         raise ConfigError(
             f"{revision.location}: REVISION is the commit of a SOURCE in the same file, and "

@@ -39,7 +39,7 @@ def create(
         base: name of the variant that it inherits its flags from.
         hypothesis: expected result, one sentence that a measurement can refute.
         recipe: content of recipe.yaml; None for a variant that serves the checkpoint of its base.
-        lines: values of config.env by key, where they are to differ from the base's.
+        lines: values of config.env by key that differ from the base's.
 
     Returns:
         The folder.
@@ -57,25 +57,25 @@ def create(
             f"{name} needs a hypothesis, one sentence that a measurement can refute and no comment: "
             '--hypothesis "4-bit MLPs keep every task score within two points"'
         )
-    start = variants.load(base, root)
+    base_variant = variants.load(base, root)
     measurements: dict[str, object] = {
         "schema": "measurements/1",
         "hypothesis": hypothesis,
-        "baseline": start.baseline or start.name,
+        "baseline": base_variant.baseline or base_variant.name,
         "status": "planned",
         "verdict": None,
         "records": [],
     }
     files = {
-        "config.env": _config(name, start, recipe is not None, lines),
+        "config.env": _config(name, base_variant, recipe is not None, lines),
         "measurements.json": json.dumps(measurements, indent=2, ensure_ascii=False) + "\n",
-        "README.md": _readme(name, hypothesis, start, recipe is not None),
+        "README.md": _readme(name, hypothesis, base_variant, recipe is not None),
     }
     if recipe is not None:
         files["recipe.yaml"] = recipe
     scratch = root / ".cache"
     scratch.mkdir(exist_ok=True)
-    # Not below experiments/, where a run that was killed would leave what looks like a variant.
+    # Not below experiments/, where a killed run would leave a folder that looks like a variant.
     staging = Path(tempfile.mkdtemp(dir=scratch, prefix=f"new-variant-{name}."))
     try:
         for file, content in files.items():
@@ -86,7 +86,9 @@ def create(
         try:
             staging.rename(folder)
         except OSError as error:
-            raise ScaffoldError(f"experiments/{name} was created meanwhile ({error.strerror})") from None
+            raise ScaffoldError(
+                f"experiments/{name} was created meanwhile ({error.strerror}); choose another name"
+            ) from None
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise

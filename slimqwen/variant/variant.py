@@ -1,4 +1,4 @@
-"""A variant: what experiments/<name>/ says about it, inheritance applied."""
+"""A variant: the content of experiments/<name>/, with inheritance applied."""
 
 import json
 from collections.abc import Mapping
@@ -15,15 +15,15 @@ _RANDOM_WEIGHTS = "shape-"
 
 @dataclass(frozen=True)
 class Variant:
-    """What experiments/<name>/ says, inheritance applied.
+    """The content of experiments/<name>/, with inheritance applied.
 
     Attributes:
         name: the folder's name.
         root: the repository that holds experiments/ and weights/.
-        lineage: this variant's name, its base's, that one's base's, …
+        lineage: names from this variant to its oldest base.
         settings: effective lines of config.env by key, without BASE.
-        unset: the `KEY=` lines along the lineage; their keys are checked like those of the others.
-        hypothesis: what the variant is expected to show, one sentence.
+        unset: the `KEY=` lines along the lineage; their keys are checked like all others.
+        hypothesis: expected result of the variant, one sentence.
         baseline: the variant it is compared with; None for a baseline.
     """
 
@@ -53,7 +53,7 @@ class Variant:
 
     @property
     def platform(self) -> Literal["cuda"] | None:
-        """What PLATFORM asks for: cuda, or None if any platform will do."""
+        """The platform that PLATFORM requires; None for any platform."""
         return "cuda" if "PLATFORM" in self.settings else None
 
     @property
@@ -92,7 +92,7 @@ class Variant:
         Raises:
             MissingCheckpointError, CorruptCheckpointError: as `checkpoint.check`.
         """
-        from slimqwen import checkpoint  # which vLLM's processes, where this module is imported, do not need
+        from slimqwen import checkpoint  # vLLM's processes import this module and do not need it
 
         checkpoint.check(self.weights, making_command(self.weights, self.root))
 
@@ -129,7 +129,7 @@ def load(name: str, root: Path | None = None) -> Variant:
 
 
 def making_command(weights: Path, root: Path) -> str:
-    """The command that makes a checkpoint folder, as the cure of the error that says it is missing."""
+    """The command that makes a checkpoint folder, as the cure in the error for a missing one."""
     name = weights.relative_to(root / "weights").parts[0] if weights.is_relative_to(root / "weights") else ""
     if name == _COMMITTED_WEIGHTS:
         return "`git checkout weights/tiny` restores it, `slimqwen world train` trains it anew"

@@ -103,8 +103,8 @@ def test_without_a_plan_the_command_that_makes_one_is_named(resolve, capsys):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"vllm": "0.31.0"}, "made for vLLM 0.31.0, here is"),
-        ({"flags": {}}, "made with other VLLM_PLUGINS, kv-cache-dtype"),
+        ({"vllm": "0.31.0"}, "made for vLLM 0.31.0, this environment has"),
+        ({"flags": {}}, "made with other values of VLLM_PLUGINS, kv-cache-dtype"),
     ],
 )
 def test_a_plan_for_another_start_does_not_count(resolve, record, changes, reason):
@@ -117,7 +117,7 @@ def test_a_plan_for_another_start_does_not_count(resolve, record, changes, reaso
 def test_a_line_written_into_the_config_env_takes_the_plan_away(resolve, record):
     record(resolve(), backend="FLASHINFER", kv_cache_dtype="fp8")
     cured = resolve(kv_cache_dtype="auto")
-    with pytest.raises(MissingPlanError, match="made with other kv-cache-dtype;"):
+    with pytest.raises(MissingPlanError, match="made with other values of kv-cache-dtype;"):
         start_plan.find(cured, "a10g", toolkit=True)
 
 

@@ -68,7 +68,7 @@ def test_a_stage_may_have_no_parameters_of_its_own(tmp_path: Path) -> None:
         ("sequences: 8", "sequences: 0", 11, "greater than or equal to 1, here is 0"),
         ("        path: text.txt\n", "", 8, "path goes with source: file"),
         ("source: file", "source: tinyworld", 8, "path goes with source: file"),
-        ("  - calibrate:", "  - other: {}\n    calibrate:", 4, "one stage per list entry, here are 2"),
+        ("  - calibrate:", "  - other: {}\n    calibrate:", 4, "one stage per list entry, this one has 2"),
         ("description: four bits", "description: ''", 1, "description: String should have at least 1"),
         ("description: four bits", "description: [", 3, "not usable YAML"),
     ],

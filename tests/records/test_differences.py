@@ -35,7 +35,7 @@ def test_the_same_circumstances_differ_in_nothing(block):
     ("path", "to", "circumstance", "shown"),
     [
         (("checkpoint", "digest"), "ef" * 32, Circumstance.CHECKPOINT, "checkpoint: "),
-        (("datasets",), {}, Circumstance.DATA, "-> not said"),
+        (("datasets",), {}, Circumstance.DATA, "-> none"),
         (("flags", "max-num-seqs"), 99, Circumstance.FLAGS, "flag max-num-seqs: "),
         (
             ("environment", "VLLM_CPU_KVCACHE_SPACE"),

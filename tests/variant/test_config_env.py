@@ -70,7 +70,7 @@ def test_a_circle_of_bases_is_an_error_that_shows_the_circle(add_variant, tmp_pa
     add_variant("a", "BASE=b\nVLLM_MODEL=weights/a\n")
     add_variant("b", "BASE=a\n")
 
-    with pytest.raises(ConfigError, match=r"experiments/b/config.env:1: BASE goes in a circle: a -> b -> a"):
+    with pytest.raises(ConfigError, match=r"experiments/b/config.env:1: BASE forms a cycle: a -> b -> a"):
         variant.load("a", tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""What this CPU does at most, measured with the products that vLLM runs on it: the data sheet of a machine without one.
+"""Peak rates of this CPU, measured with the products that vLLM runs on it: a data sheet for a machine without one.
 
 All figures are medians over repetitions in one process with the engine's number of threads. `measure` runs in a worker
 process (`slimqwen.recipe.worker`), because the threads of OpenMP are fixed when torch is imported.
@@ -29,17 +29,17 @@ _REPETITIONS = 15
 def measure(
     weights: Path, folder: Path, task: Sequence[int], progress: Progress
 ) -> tuple[dict[str, float], HostLoad]:
-    """Bandwidth of weights, peak of products.
+    """Measure the bandwidth of weights and the peak of products.
 
     Args:
-        weights: unused; a worker's job has it.
-        folder: unused.
-        task: tokens of the passes whose products are timed, such as 1 and K + 1.
+        weights: unused, but part of every worker's job.
+        folder: unused, likewise.
+        task: tokens of the timed passes, such as 1 and K + 1.
 
     Returns:
         `bf16_<tokens>`, `int8_<tokens>`, `int4_<tokens>`: bytes of weights a second in a product with so many tokens;
         `copy`: bytes read and written a second by a copy into new memory; `peak`: FLOP/s of a bf16 product of
-        2,048 x 2,048 x 2,048. And the load of the host meanwhile.
+        2,048 x 2,048 x 2,048. With the load of the host meanwhile.
     """
     watch = Watch()
     with watch.section():
@@ -54,22 +54,22 @@ def _rates(task: Sequence[int], progress: Progress) -> dict[str, float]:
     torch.manual_seed(0)
     figures: dict[str, float] = {}
     progress("timing products", 0, 4)
-    block = torch.randn(_ROWS, _HIDDEN).bfloat16()
-    figures["copy"] = 2 * block.nbytes / _seconds(block.clone)
-    handler = ops.create_onednn_mm(block.t())
+    weights = torch.randn(_ROWS, _HIDDEN).bfloat16()
+    figures["copy"] = 2 * weights.nbytes / _seconds(weights.clone)
+    product = ops.create_onednn_mm(weights.t())
     for tokens in task:
         x = torch.randn(tokens, _HIDDEN).bfloat16()
-        figures[f"bf16_{tokens}"] = block.nbytes / _seconds(ops.onednn_mm, handler, x, None)
+        figures[f"bf16_{tokens}"] = weights.nbytes / _seconds(ops.onednn_mm, product, x, None)
     progress("timing products", 1, 4)
-    eight = torch.randint(-127, 127, (_ROWS, _HIDDEN), dtype=torch.int8)
-    scaled = ops.create_onednn_scaled_mm(
-        eight.t(), torch.full((_ROWS, 1), 0.01), torch.bfloat16, True, False, 128
+    int8_weights = torch.randint(-127, 127, (_ROWS, _HIDDEN), dtype=torch.int8)
+    int8_product = ops.create_onednn_scaled_mm(
+        int8_weights.t(), torch.full((_ROWS, 1), 0.01), torch.bfloat16, True, False, 128
     )
     for tokens in task:
         x = torch.randn(tokens, _HIDDEN).bfloat16()
-        figures[f"int8_{tokens}"] = eight.nbytes / _seconds(_eight_bit_product, scaled, x, _ROWS)
+        figures[f"int8_{tokens}"] = int8_weights.nbytes / _seconds(_eight_bit_product, int8_product, x, _ROWS)
     progress("timing products", 2, 4)
-    # As `CPUWNA16LinearKernel` packs them; what the numbers are does not matter to the time.
+    # Packed as by `CPUWNA16LinearKernel`; the values do not change the time.
     packed = torch.randint(0, 2**31 - 1, (_ROWS // 16, 2 * _HIDDEN), dtype=torch.int32)
     scales = torch.full((_HIDDEN // _GROUP, _ROWS), 0.01, dtype=torch.bfloat16)
     isa = "amx" if torch.cpu._is_amx_tile_supported() else "vec"
@@ -80,26 +80,26 @@ def _rates(task: Sequence[int], progress: Progress) -> dict[str, float]:
         figures[f"int4_{tokens}"] = (packed.nbytes + scales.nbytes) / seconds
     progress("timing products", 3, 4)
     square = torch.randn(_SQUARE, _SQUARE).bfloat16()
-    wide = ops.create_onednn_mm(square.t())
-    figures["peak"] = 2 * _SQUARE**3 / _seconds(ops.onednn_mm, wide, square, None)
+    square_product = ops.create_onednn_mm(square.t())
+    figures["peak"] = 2 * _SQUARE**3 / _seconds(ops.onednn_mm, square_product, square, None)
     return figures
 
 
-def _eight_bit_product(weight: Any, x: Any, rows: int) -> Any:
-    """Activations rounded per token, times 8-bit weights."""
+def _eight_bit_product(product: Any, x: Any, rows: int) -> Any:
+    """Product of 8-bit weights and activations that are rounded per token."""
     import torch
     from vllm import _custom_ops as ops
 
     quantised, scale, _ = ops.onednn_scaled_int8_quant(x, None, None, True)
     output = torch.empty(len(x), rows, dtype=torch.bfloat16)
-    return ops.onednn_scaled_mm(weight, quantised, output, scale, None, None, None)
+    return ops.onednn_scaled_mm(product, quantised, output, scale, None, None, None)
 
 
 def _seconds(work: Callable[..., Any], *values: Any) -> float:
-    """Median seconds of a call, after two that do not count."""
-    taken = []
+    """Median seconds of a call, after two untimed ones."""
+    durations = []
     for _ in range(_REPETITIONS + 2):
         started = time.perf_counter()
         work(*values)
-        taken.append(time.perf_counter() - started)
-    return median(taken[2:])
+        durations.append(time.perf_counter() - started)
+    return median(durations[2:])

@@ -90,15 +90,15 @@ def write(
 ) -> Path:
     """Measure the CPU, predict step times, time the variants in turns, and write the record.
 
-    An interrupted run goes on where it stopped, with the same command.
+    The same command continues an interrupted run.
 
     Args:
         variants: at least two; ratios are relative to the first.
         rounds: turns of each variant, at least two.
-        even_if_busy: take turns on a busy host too; the record is marked.
+        even_if_busy: accept turns on a busy host too; the record is marked.
 
     Raises:
-        HostBusyError: the host was too busy in all attempts at a turn; the same command goes on from there.
+        HostBusyError: the host was too busy in all attempts at a turn; the same command continues from there.
         TurnError: a variant cannot be timed here, or fewer than two variants or rounds.
         RooflineError: an unsupported checkpoint.
     """
@@ -143,12 +143,12 @@ def write(
 
 @dataclass
 class _Timing:
-    """How the worker processes of a run are timed.
+    """Timing of the worker processes of a run.
 
     Attributes:
         lengths: tokens of the prompt and of the answer.
-        journal: figures of an interrupted run, to which new ones are added.
-        even_if_busy: take figures of a busy host too.
+        journal: figures of an interrupted run; new ones are added.
+        even_if_busy: accept figures of a busy host too.
         loads: load of the host in each turn so far.
     """
 
@@ -162,7 +162,7 @@ class _Timing:
         """Time one engine.
 
         Args:
-            key: what the turn is called in the journal.
+            key: name of the turn in the journal.
             command: command of a server with its flags and environment.
 
         Raises:
@@ -174,15 +174,15 @@ class _Timing:
     def figures(
         self, key: Sequence[Any], function: Any, command: ServerCommand, weights: Path, task: Any
     ) -> dict[str, float]:
-        """What a function measures in a worker process while the host is quiet."""
-        known = self.journal.get(key)
-        if known is None:
-            figures, load = self._undisturbed(function, command, weights, task)
-            known = [figures, load.model_dump()]
-            self.journal.add(key, known)
-        self.loads.append(HostLoad(**known[1]))
-        result: dict[str, float] = known[0]
-        return result
+        """The figures of a function that measures in a worker process while the host is quiet."""
+        entry = self.journal.get(key)
+        if entry is None:
+            measured, load = self._undisturbed(function, command, weights, task)
+            entry = [measured, load.model_dump()]
+            self.journal.add(key, entry)
+        self.loads.append(HostLoad(**entry[1]))
+        figures: dict[str, float] = entry[0]
+        return figures
 
     def _undisturbed(
         self, function: Any, command: ServerCommand, weights: Path, task: Any
@@ -204,11 +204,11 @@ class _Timing:
         try:
             return host_load.undisturbed(measure, activity, even_if_busy=self.even_if_busy)
         except HostBusyError as error:
-            raise HostBusyError(f"{error}; the same command goes on from there") from error
+            raise HostBusyError(f"{error}; the same command continues from there") from error
 
 
 def _cpu(sides: Sequence[Side], timing: _Timing) -> Cpu:
-    """What the CPU does: products, copies, and the host's work for the layers of the first variant."""
+    """The rates of the CPU in products and copies, and the host's work for the layers of the first variant."""
     first = sides[0]
     depths = sorted({side.depth for side in sides})
     root = first.variant.root
@@ -216,13 +216,13 @@ def _cpu(sides: Sequence[Side], timing: _Timing) -> Cpu:
     depth_tokens = sorted({1, *(depth + 1 for depth in depths)})
     figures = timing.figures(["cpu", depths], device.measure, first.command, weights, depth_tokens)
     text = checkpoint.text_config(checkpoint.read_config(weights))
-    narrow = prediction.narrow_checkpoint(
+    narrow_weights = prediction.narrow_checkpoint(
         text, root / ".cache" / "levers" / f"narrow-{len(text['layer_types'])}-layers", root / "weights" / "tiny"
     )  # fmt: skip
     host = {}
     for depth in depths:
         side = next(side for side in sides if side.depth == depth)
-        row = timing.turn(["host", depth], side.command, narrow)
+        row = timing.turn(["host", depth], side.command, narrow_weights)
         host[str(depth)] = 1e3 * row["seconds"] / row["steps"]
     rates = {
         name: value / 1e9 for name, value in figures.items() if name.startswith(("bf16_", "int8_", "int4_"))

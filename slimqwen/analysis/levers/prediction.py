@@ -1,7 +1,7 @@
-"""The time of a decode step before it is timed: from the checkpoint's tensors and what the CPU was measured to do.
+"""The predicted time of a decode step: from the checkpoint's tensors and the measured rates of the CPU.
 
-Two models. `roofline_ms` is the bound of `slimqwen.analysis.roofline`: bytes over bandwidth, or FLOPs over peak.
-`parts_ms` adds what a bound leaves out, each term measured on its own and none fitted to the variants:
+`roofline_ms` is the bound of `slimqwen.analysis.roofline`: bytes over bandwidth, or FLOPs over peak.
+`parts_ms` adds the terms that a bound leaves out, each measured on its own and none fitted to the variants:
 
 - weights are read at the rate of the product that reads them (16, 8 or 4 bits, so many tokens a pass);
 - every draft pass reads the MTP head and its output head;
@@ -41,7 +41,7 @@ def narrow_checkpoint(config: Mapping[str, Any], folder: Path, tokenizer: Path) 
 
     Args:
         config: the language model's part of the other's config.json.
-        folder: where it is made, if it is not there.
+        folder: folder of the checkpoint, which is written if missing.
         tokenizer: checkpoint whose tokenizer files are copied.
     """
     if not folder.exists():
@@ -71,21 +71,21 @@ def parts_ms(
 
     Args:
         rates: bytes of weights a second by product and tokens, from `device.measure`.
-        bandwidth: bytes a second of everything else.
+        bandwidth: bytes a second of states and KV cache.
         host_ms: step time of the narrow model at this K.
         num_speculative_tokens: K.
         context_len: cached tokens.
     """
     tokens, drafts = num_speculative_tokens + 1, num_speculative_tokens
-    others = cost.part_bytes(model, drafts, context_len)["states and KV cache"]
+    other_bytes = cost.part_bytes(model, drafts, context_len)["states and KV cache"]
     # A verify step keeps the state after every one of its tokens, since any of them may be the last accepted.
-    others += (tokens - 1) * model.state_bytes
+    other_bytes += (tokens - 1) * model.state_bytes
     seconds = (
         _seconds(model.body, rates, tokens),
         _seconds(model.head, rates, tokens),
         drafts * _seconds(model.drafter, rates, 1),
         drafts * _seconds(model.draft_output, rates, 1),
-        others / bandwidth,
+        other_bytes / bandwidth,
         host_ms / 1e3,
     )
     return {part: 1e3 * value for part, value in zip(PARTS, seconds, strict=True)}

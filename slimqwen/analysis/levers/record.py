@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from slimqwen.records.collection import Collection
 
 NOTED_ERROR = 0.2
-"""From this relative error of a predicted ratio on, the table says so."""
+"""Relative error of a predicted ratio above which the table names the variant."""
 
 
 class Cpu(Block):

@@ -1,4 +1,4 @@
-"""One turn: a variant's engine in a process of its own, a request that warms up, one whose steps are timed."""
+"""One turn: a variant's engine in a process of its own, a request as warm-up, and one whose steps are timed."""
 
 import contextlib
 import time
@@ -22,7 +22,7 @@ class TurnError(SlimqwenError):
 
 @dataclass(frozen=True)
 class Task:
-    """What a turn does.
+    """Input of a turn.
 
     Attributes:
         flags: vLLM's flags by name, as a server of the variant has them.
@@ -37,11 +37,11 @@ def decode(weights: Path, folder: Path, task: Task, progress: Progress) -> tuple
     """Decode one sequence and time its steps; runs in a worker process.
 
     Args:
-        folder: unused; a worker's job has it.
+        folder: unused, but part of every worker's job.
 
     Returns:
         `steps` and `tokens` after the first token, their `seconds`; `memory`: anonymous resident bytes at the end,
-        which are weights, caches and the engine, without mapped files. And the load of the host during the timed
+        which are weights, caches and the engine, without mapped files. With the load of the host during the timed
         request.
     """
     from vllm import SamplingParams
@@ -63,17 +63,17 @@ def decode(weights: Path, folder: Path, task: Task, progress: Progress) -> tuple
 
 
 def _timed_steps(engine: Any) -> dict[str, float]:
-    """Step an engine until its request is answered; what came after the first token."""
-    first, steps, before, count = 0.0, 0, 0, 0
+    """Step an engine until its request is answered: steps, tokens and seconds after the first token."""
+    started, steps, first_tokens, count = 0.0, 0, 0, 0
     while engine.has_unfinished_requests():
         outputs = engine.step()
         now = time.perf_counter()
         count = max([count, *(len(output.outputs[0].token_ids) for output in outputs)])
-        if count and not first:
-            first, before = now, count
+        if count and not started:
+            started, first_tokens = now, count
         elif count:
             steps += 1
-    return {"steps": float(steps), "tokens": float(count - before), "seconds": now - first}
+    return {"steps": float(steps), "tokens": float(count - first_tokens), "seconds": now - started}
 
 
 def _anonymous_bytes() -> int:
@@ -94,12 +94,12 @@ def in_worker(
     """Call `decode` or `device.measure` in a process of its own.
 
     Args:
-        function: what to call: (weights, folder, task, progress) -> (figures, load).
-        task: its task, picklable.
-        log: file for what it prints.
+        function: (weights, folder, task, progress) -> (figures, load).
+        task: argument of the function, picklable.
+        log: file for the output of the process.
 
     Raises:
-        TurnError: it failed, died or took too long; names the log.
+        TurnError: the function failed, or its process died or took too long; names the log.
     """
     deadline = time.monotonic() + timeout_s
     log.parent.mkdir(parents=True, exist_ok=True)

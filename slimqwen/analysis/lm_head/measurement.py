@@ -31,7 +31,7 @@ GROUP_SIZES = (32, 64, 128)
 BITS = 4
 NUM_DOCUMENTS = 60
 
-_SIXTEEN_BIT = 2
+_NUMBER_BYTES = 2
 """Bytes per number of every head but the 4-bit ones."""
 
 _BLOCK_LOGITS = 2**24
@@ -77,7 +77,7 @@ def write(
     if text is None and "tiny" not in variant.lineage:
         raise HeadError(f"{variant.name} has no default text; name a held-out file with --text")
     if not all(0 < fraction <= 1 for fraction in fractions):
-        raise HeadError("a fraction of the hidden size lies above 0 and at most at 1; change --fractions")
+        raise HeadError("a fraction of the hidden size must be above 0 and at most 1; change --fractions")
     file = text or variant.root / "eval" / "tasks" / "tinyworld" / "prose.jsonl"
     variant.require_weights()
     documents = islice(file_texts(file), num_documents)
@@ -112,12 +112,12 @@ def analyse(
     head = output_head.find(folder)
     decomposition = output_head.spectrum(head, progress)
     ranks = {str(energy): decomposition.rank(energy) for energy in ENERGIES}
-    measured = sorted({*ranks.values(), *(max(1, round(share * head.hidden)) for share in fractions)})
+    measured_ranks = sorted({*ranks.values(), *(max(1, round(share * head.hidden)) for share in fractions)})
     groups = [group for group in GROUP_SIZES if head.hidden % group == 0]
     if not all(texts):
         raise HeadError("a text to score is empty; leave it out")
     states, targets, lengths = _hidden_states(folder, texts, progress)
-    scores = _scores(head, states, targets, decomposition.vectors.float(), measured, groups, progress)
+    scores = _scores(head, states, targets, decomposition.vectors.float(), measured_ranks, groups, progress)
     sizes = [len(text.encode()) for text in texts]
 
     def bits(log_probabilities: "Tensor") -> list[float]:
@@ -125,16 +125,16 @@ def analyse(
         return [-nats / math.log(2) / size for nats, size in zip(sums, sizes, strict=True)]
 
     numbers = head.rows * head.hidden
-    whole_bytes = numbers * _SIXTEEN_BIT
-    whole = bits(scores.log_probabilities["whole"])
+    full_bytes = numbers * _NUMBER_BYTES
+    full_bits = bits(scores.log_probabilities["full"])
 
     def figures(key: str, size: int) -> dict[str, Any]:
-        changed = bits(scores.log_probabilities[key])
+        head_bits = bits(scores.log_probabilities[key])
         return {
             "bytes": size,
-            "bytes_share": size / whole_bytes,
-            "bits_per_byte": asdict(intervals.mean(changed, sizes)),
-            "bits_per_byte_change": asdict(intervals.paired_difference(whole, changed, sizes)),
+            "bytes_share": size / full_bytes,
+            "bits_per_byte": asdict(intervals.mean(head_bits, sizes)),
+            "bits_per_byte_change": asdict(intervals.paired_difference(full_bits, head_bits, sizes)),
         }
 
     low_rank = [
@@ -143,9 +143,9 @@ def analyse(
             rank=rank,
             energy=decomposition.energy(rank),
             relative_error=decomposition.relative_error(rank),
-            **figures(f"rank {rank}", (head.rows + head.hidden) * rank * _SIXTEEN_BIT),
+            **figures(f"rank {rank}", (head.rows + head.hidden) * rank * _NUMBER_BYTES),
         )
-        for rank in measured
+        for rank in measured_ranks
     ]
     four_bit = [
         RoundedHead(
@@ -153,18 +153,18 @@ def analyse(
             bits=BITS,
             group=group,
             relative_error=scores.rounding_errors[group],
-            **figures(f"group {group}", numbers * BITS // 8 + numbers // group * _SIXTEEN_BIT),
+            **figures(f"group {group}", numbers * BITS // 8 + numbers // group * _NUMBER_BYTES),
         )
         for group in groups
     ]
     return {
         "head": HeadShape(
-            tensor=head.name, tied=head.tied, rows=head.rows, hidden=head.hidden, bytes=whole_bytes
+            tensor=head.name, tied=head.tied, rows=head.rows, hidden=head.hidden, bytes=full_bytes
         ),
         "singular_values": [float(f"{value:.6g}") for value in decomposition.singular_values.tolist()],
         "ranks": ranks,
         "texts": ScoredTexts(documents=len(texts), bytes=sum(sizes), tokens=len(targets)),
-        "bits_per_byte": asdict(intervals.mean(whole, sizes)),
+        "bits_per_byte": asdict(intervals.mean(full_bits, sizes)),
         "groups_left_out": [group for group in GROUP_SIZES if group not in groups],
         "heads": [*low_rank, *four_bit],
     }
@@ -204,32 +204,32 @@ def _scores(
 
     from slimqwen.checkpoint.rtn import round_to_nearest
 
-    keys = ["whole", *(f"rank {rank}" for rank in ranks), *(f"group {group}" for group in groups)]
-    sums = {key: torch.full((len(targets),), -math.inf, dtype=torch.float64) for key in keys}
-    picked = {key: torch.zeros(len(targets), dtype=torch.float64) for key in keys}
-    lost = dict.fromkeys(groups, 0.0)
+    keys = ["full", *(f"rank {rank}" for rank in ranks), *(f"group {group}" for group in groups)]
+    log_sums = {key: torch.full((len(targets),), -math.inf, dtype=torch.float64) for key in keys}
+    target_logits = {key: torch.zeros(len(targets), dtype=torch.float64) for key in keys}
+    squared_errors = dict.fromkeys(groups, 0.0)
     total = 0.0
 
     def add(key: str, logits: "Tensor") -> None:
-        sums[key] = torch.logaddexp(sums[key], logits.logsumexp(dim=1).double())
-        picked[key][inside] = logits[inside, targets[inside] - first].double()
+        log_sums[key] = torch.logaddexp(log_sums[key], logits.logsumexp(dim=1).double())
+        target_logits[key][in_block] = logits[in_block, targets[in_block] - first].double()
 
     rows_at_once = max(1, min(output_head.BLOCK_NUMBERS // head.hidden, _BLOCK_LOGITS // len(targets)))
     with torch.inference_mode():
-        turned = states @ vectors
+        rotated_states = states @ vectors
         for first, block in head.blocks(rows_at_once):
             progress("score the heads", first, head.rows)
-            inside = ((targets >= first) & (targets < first + len(block))).nonzero()[:, 0]
+            in_block = ((targets >= first) & (targets < first + len(block))).nonzero()[:, 0]
             total += float(block.double().square().sum())
-            add("whole", states @ block.T)
-            turned_block = block @ vectors
+            add("full", states @ block.T)
+            rotated_block = block @ vectors
             for rank in ranks:
-                add(f"rank {rank}", turned[:, :rank] @ turned_block[:, :rank].T)
+                add(f"rank {rank}", rotated_states[:, :rank] @ rotated_block[:, :rank].T)
             for group in groups:
-                new = round_to_nearest(block, group, BITS)
-                lost[group] += float((new.double() - block.double()).square().sum())
-                add(f"group {group}", states @ new.T)
+                rounded = round_to_nearest(block, group, BITS)
+                squared_errors[group] += float((rounded.double() - block.double()).square().sum())
+                add(f"group {group}", states @ rounded.T)
     return Scores(
-        {key: picked[key] - sums[key] for key in keys},
-        {group: math.sqrt(value / total) for group, value in lost.items()},
+        {key: target_logits[key] - log_sums[key] for key in keys},
+        {group: math.sqrt(error / total) for group, error in squared_errors.items()},
     )

@@ -90,7 +90,7 @@ def find(folder: Path) -> Head:
     """The output head of a checkpoint: lm_head.weight, else the embedding.
 
     Raises:
-        HeadError: it has neither in 16 or 32 bits, or no lm_head although its config unties the two.
+        HeadError: the head is not in 16 or 32 bits, or lm_head is missing although the config does not tie embeddings.
         CorruptCheckpointError: as `list_tensors`.
     """
     config = checkpoint.read_config(folder)

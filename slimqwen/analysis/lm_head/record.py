@@ -83,7 +83,7 @@ class LmHead(Record):
 
     def tables(self, path: Path) -> list[Table]:
         """One row per head."""
-        whole = (
+        full_head = (
             "16 bit",
             "1",
             "0",
@@ -110,7 +110,7 @@ class LmHead(Record):
             sizes = ", ".join(map(str, self.groups_left_out))
             notes.append(f"Group sizes left out because they do not divide {self.head.hidden}: {sizes}.")
         columns = ("head", "energy", "error", "MB", "of 16 bit", "bits/byte", "change ± SE")
-        return [Table(f"Output heads of {self.variant}", columns, (whole, *rows), tuple(notes))]
+        return [Table(f"Output heads of {self.variant}", columns, (full_head, *rows), tuple(notes))]
 
     def panels(self) -> list[Panel]:
         """Spectrum and energy by rank, and change of bits per byte by size."""

@@ -2,7 +2,7 @@
 
 A forward pass takes at least max(bytes / memory bandwidth, FLOPs / peak FLOP/s): the roofline model of Williams,
 Waterman and Patterson (CACM 52, 2009). A decode step is one verify pass over K + 1 tokens per sequence (the last token
-and K drafts) and K sequential passes of the MTP head. Counted are
+and K drafts) and K sequential passes of the MTP head. The model counts
 
 - every weight once per pass, at its stored size (an embedding is gathered, but a tied one is also the output head and
   is read whole);

@@ -1,4 +1,4 @@
-"""Rooflines of variants as their config.env serves them, beside their baseline and what was measured."""
+"""Rooflines of variants as their config.env serves them, beside their baseline and measured rates."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -40,7 +40,7 @@ ASSUMPTIONS = (
 )
 
 _NOTED_L2_SHARE = 0.1
-"""From this share of the weights on, a note says that the L2 cache may beat the memory bound."""
+"""Share of the weights above which a note warns that the L2 cache may beat the memory bound."""
 
 
 def write(
@@ -107,7 +107,9 @@ def analyse(
     longest = min(variant.max_model_len for variant in served)
     lengths = sorted({min(context_len, longest) for context_len in context_lens})
     if not lengths or lengths[0] < 1:
-        raise RooflineError("a roofline needs context lengths of at least one token; give some")
+        raise RooflineError(
+            "a roofline needs context lengths of at least one token; name them with --context"
+        )
     bounds: list[VariantBounds] = []
     for variant in served:
         bounds.append(variant.bounds(gpu, lengths, acceptance_length, bounds[0] if bounds else None))
@@ -132,7 +134,7 @@ def tokens_per_second_by_depth(
     """The highest output rate at several draft depths, by batch size from 1 to the largest that is served and fits.
 
     Args:
-        variant: its flags count, except for the draft depth.
+        variant: variant whose flags apply, except the draft depth.
         gpu_name: name of a GPU in eval/devices.yaml.
         acceptance_lengths: acceptance length by draft depth K, 1.0 at K = 0.
         context_len: cached tokens.
@@ -227,10 +229,10 @@ class ServedVariant:
             baseline: bounds that ratios are relative to; None if this variant is the baseline.
         """
         model, depth = self.model, self.num_speculative_tokens
-        accepted = self.acceptance_length(assumed_length)
+        acceptance = self.acceptance_length(assumed_length)
         settings = [(0, 1.0)]
-        if depth and accepted.value is not None:
-            settings.append((depth, accepted.value))
+        if depth and acceptance.value is not None:
+            settings.append((depth, acceptance.value))
         steps = {
             (k, length, context_len): (
                 cost.decode(model, gpu, 1, context_len, k, length),
@@ -257,7 +259,7 @@ class ServedVariant:
             state_bytes_per_sequence=model.state_bytes,
             max_num_seqs=self.max_num_seqs,
             num_speculative_tokens=depth,
-            acceptance_length=accepted,
+            acceptance_length=acceptance,
             decode=tuple(
                 Decode(
                     num_speculative_tokens=k,
@@ -332,7 +334,7 @@ class ServedVariant:
 
         def is_alike(record: Any) -> bool:
             origin = record.provenance
-            names = {each.name for each in origin.hardware.gpus}
+            names = {device.name for device in origin.hardware.gpus}
             return (
                 bool(names)
                 and names <= set(gpu.nvidia_smi)
@@ -394,13 +396,13 @@ def _ratio(bound: Bound, reference: Bound) -> float:
 
 
 def _notes(bounds: VariantBounds, gpu: Gpu) -> list[str]:
-    """Sentences that a reader of the bounds has to know."""
-    name, accepted = bounds.variant, bounds.acceptance_length
+    """Caveats for the reader of the bounds."""
+    name, acceptance = bounds.variant, bounds.acceptance_length
     notes = []
     if bounds.num_speculative_tokens:
-        value = "" if accepted.value is None else f" {accepted.value:.3f}"
+        value = "" if acceptance.value is None else f" {acceptance.value:.3f}"
         notes.append(
-            f"{name}: acceptance length at K = {bounds.num_speculative_tokens}{value} ({accepted.source})"
+            f"{name}: acceptance length at K = {bounds.num_speculative_tokens}{value} ({acceptance.source})"
         )
     if bounds.l2_share > _NOTED_L2_SHARE:
         notes.append(

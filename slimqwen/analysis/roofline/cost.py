@@ -44,7 +44,7 @@ class Work:
         return max(self.memory_seconds(gpu), self.compute_seconds(gpu))
 
     def limit(self, gpu: Device) -> Literal["memory", "compute"]:
-        """The slower of the two."""
+        """The one that takes longer."""
         return "memory" if self.memory_seconds(gpu) >= self.compute_seconds(gpu) else "compute"
 
 
@@ -152,15 +152,15 @@ def part_bytes(model: Model, num_speculative_tokens: int, context_len: int) -> d
     """
     depth = num_speculative_tokens
     without_weights = replace(model, body=_NOTHING, head=_NOTHING, drafter=_NOTHING, draft_head=_NOTHING)
-    others = verify(without_weights, 1, context_len, depth).bytes
-    others += depth * draft(without_weights, 1, context_len).bytes
+    other_bytes = verify(without_weights, 1, context_len, depth).bytes
+    other_bytes += depth * draft(without_weights, 1, context_len).bytes
     weights = (
         model.body.bytes,
         model.head.bytes,
         depth * model.drafter.bytes,
         depth * model.draft_output.bytes,
     )
-    return dict(zip(PARTS, (*weights, round(others)), strict=True))
+    return dict(zip(PARTS, (*weights, round(other_bytes)), strict=True))
 
 
 def check_acceptance_length(acceptance_length: float, num_speculative_tokens: int) -> None:
@@ -185,7 +185,7 @@ def _attention(model: Model, layers: int, batch_size: int, tokens: int, context_
 
 
 def _scaled(count: int, flops: Mapping[Precision, int]) -> dict[Precision, float]:
-    return {precision: count * each for precision, each in flops.items()}
+    return {precision: count * value for precision, value in flops.items()}
 
 
 def _sum(*parts: Mapping[Precision, float]) -> dict[Precision, float]:

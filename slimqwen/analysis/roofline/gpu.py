@@ -28,7 +28,7 @@ class Peaks(Block):
 
 
 class Device(Protocol):
-    """What a bound divides by: a GPU's data sheet, or a CPU that was measured."""
+    """The rates of a bound: a GPU's data sheet, or a measured CPU."""
 
     @property
     def bandwidth(self) -> float:

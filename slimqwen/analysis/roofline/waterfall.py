@@ -154,19 +154,19 @@ def steps(variant: Variant, gpu: Gpu, context_len: int) -> Iterator[Step]:
 
 def _levers(variant: Variant) -> Iterator[tuple[str, Model, int]]:
     """Lever, the model with it and all before, and K."""
-    served = {name: flag.value for name, flag in flags.resolve(variant).flags.items()}
-    depth = int((served.get("speculative-config") or {}).get("num_speculative_tokens", 0))
+    flag_values = {name: flag.value for name, flag in flags.resolve(variant).flags.items()}
+    depth = int((flag_values.get("speculative-config") or {}).get("num_speculative_tokens", 0))
     stages = shapes.shape_by_stage(variant)
     name, shape = stages[0]
     yield name, shape_model(shape), 0
     yield f"drafts, K = {depth}", shape_model(shape), depth
     names = [stage for stage, _ in stages[1:]]
     for number, (stage, shape) in enumerate(stages[1:]):
-        again = " again" if stage in names[:number] else ""
-        yield f"{stage}{again}", shape_model(shape), depth
-    state_dtype = str(served.get("mamba-ssm-cache-dtype", "auto"))
+        suffix = " again" if stage in names[:number] else ""
+        yield f"{stage}{suffix}", shape_model(shape), depth
+    state_dtype = str(flag_values.get("mamba-ssm-cache-dtype", "auto"))
     yield f"states in {state_dtype}", shape_model(shape, state_dtype=state_dtype), depth
-    kv_dtype = str(served.get("kv-cache-dtype", "auto"))
+    kv_dtype = str(flag_values.get("kv-cache-dtype", "auto"))
     yield (
         f"KV cache in {kv_dtype}",
         shape_model(shape, state_dtype=state_dtype, kv_cache_dtype=kv_dtype),

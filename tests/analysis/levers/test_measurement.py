@@ -127,7 +127,7 @@ def test_a_machine_that_stays_busy_gives_no_record_and_the_command_goes_on_from_
     root: Path, machine: Machine
 ) -> None:
     machine.busy = set(range(6, 9))
-    with pytest.raises(HostBusyError, match=r"others took 50\.0%.*; the same command goes on from there"):
+    with pytest.raises(HostBusyError, match=r"others took 50\.0%.*; the same command continues from there"):
         measured(root)
     assert not (root / "results").exists()
     machine.busy, count = set(), len(machine.asked)
