@@ -144,7 +144,7 @@ def _table_faults(root: Path) -> Iterator[Problem]:
 
 
 def _history_faults(root: Path, base: str | None) -> tuple[list[Problem], list[str]]:
-    """Records changed, or removed without an entry in withdrawn.yaml, since a commit; withdrawn records still present."""
+    """Records changed, or removed without an entry in withdrawn.yaml, since a commit; withdrawn ones still present."""
     try:
         withdrawn = withdrawals.read(root)
     except SlimqwenError as error:
