@@ -16,7 +16,7 @@ from slimqwen import checkpoint
 from slimqwen.evals import EvalError
 
 KEPT_STATES = Path(".cache") / "baseline_states"
-"""Folder of a repository with the hidden states of baselines; whatever is deleted there is computed again."""
+"""Folder of a repository with the hidden states of baselines; deleted states are computed again."""
 
 _STATES = "hidden_states"
 
@@ -24,9 +24,9 @@ _STATES = "hidden_states"
 class BaselineModel:
     """The baseline in transformers, float32.
 
-    Transformers has no fused kernel for Gated DeltaNet on a CPU, so reading the texts takes longer than the engine that
-    is compared with it; every variant of a baseline, and every mode, is held against the same states. What is kept of
-    a text is what the output head reads, tokens x hidden size x 4 bytes, by the content of the checkpoint.
+    Transformers has no fused kernel for Gated DeltaNet on a CPU, so it reads the texts more slowly than the engine that
+    is compared with it. All variants of a baseline, in all modes, are therefore compared with the same kept states: for
+    each text the input of the output head, tokens x hidden size x 4 bytes, keyed by the checkpoint's content.
     """
 
     def __init__(self, weights: Path, cache: Path) -> None:
@@ -47,7 +47,7 @@ class BaselineModel:
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._model = architecture.from_pretrained(weights, dtype=torch.float32).eval().to(self._device)
         self._cache = cache
-        self._maker = (
+        self._origin = (
             checkpoint.digest(weights),
             transformers.__version__,
             torch.__version__,
@@ -60,7 +60,7 @@ class BaselineModel:
         """Log-probabilities of every token after the first: float32 [len(ids) - 1, vocabulary], in main memory."""
         file = (
             self._cache
-            / f"{hashlib.sha256(json.dumps([self._maker, list(ids)]).encode()).hexdigest()}.safetensors"
+            / f"{hashlib.sha256(json.dumps([self._origin, list(ids)]).encode()).hexdigest()}.safetensors"
         )
         with torch.inference_mode():
             states = _read(file)
@@ -71,13 +71,13 @@ class BaselineModel:
             return logits.float().log_softmax(-1).cpu()
 
     def _hidden_states(self, ids: Sequence[int]) -> Tensor:
-        """What the output head reads: float32 [1, len(ids), hidden size], in main memory."""
+        """Input of the output head: float32 [1, len(ids), hidden size], in main memory."""
         output = self._model.model(torch.tensor([list(ids)], device=self._device), use_cache=False)
         return output.last_hidden_state.cpu()
 
 
 def _read(file: Path) -> Tensor | None:
-    """Kept states; None where there are none, or the file was cut."""
+    """Kept states; None where the file is missing or incomplete."""
     try:
         return load_file(file)[_STATES]
     except (FileNotFoundError, SafetensorError, KeyError):
@@ -86,7 +86,7 @@ def _read(file: Path) -> Tensor | None:
 
 def _write(file: Path, states: Tensor) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    # By rename, for a second evaluation may read the same text at the same time.
+    # By rename, because another evaluation may read the same text at the same time.
     unfinished = file.with_suffix(f".{os.getpid()}")
     save_file({_STATES: states.contiguous()}, unfinished)
     unfinished.rename(file)

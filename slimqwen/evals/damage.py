@@ -1,4 +1,4 @@
-"""Deliberate damage to a checkpoint, which the gate has to catch.
+"""Deliberate damage to a checkpoint that the gate has to catch.
 
 Each kind damages one copy, the same way for the same seed; every other byte stays as it was.
 """
@@ -62,8 +62,8 @@ def damage(source: Path, destination: Path, kind: Damage, seed: int) -> str:
     for name, info in stored.items():
         match = pattern.fullmatch(name)
         if match and match[1] == target:
-            with safe_open(info.file, framework="pt") as opened:
-                damaged = change(opened.get_tensor(name), rng).contiguous()
+            with safe_open(info.file, framework="pt") as shard:
+                damaged = change(shard.get_tensor(name), rng).contiguous()
             contents[name] = damaged.view(torch.uint8).numpy().tobytes()
 
     def replacement(name: str, info: TensorInfo) -> Mapping[str, NewTensor] | None:

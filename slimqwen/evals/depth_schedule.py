@@ -101,9 +101,9 @@ def of_speeds(by: str, fixed: Speeds, scheduled: Speeds) -> DepthSchedule:
     """The schedule of `fit`, with its gain at each batch size.
 
     Args:
-        by: where the speeds come from.
+        by: source of the speeds.
         fixed: speeds of engines with one depth each.
-        scheduled: speeds of an engine that changes its depth; differs at depth 0.
+        scheduled: speeds of an engine that changes its depth; they differ from `fixed` at depth 0.
     """
     ranges, fixed_depth = fit(fixed, scheduled)
     speeds = scheduled if len(ranges) > 1 else fixed
@@ -128,7 +128,7 @@ def of_speeds(by: str, fixed: Speeds, scheduled: Speeds) -> DepthSchedule:
 def fit(fixed: Speeds, scheduled: Speeds) -> tuple[list[DepthRange], int]:
     """The fastest depth at each batch size, and the best fixed depth.
 
-    Of equally fast depths the one of the batch size before stays, else the shallowest is taken. Where changing depths
+    Of equally fast depths that of the previous batch size is kept, else the shallowest is taken. Where changing depths
     gains nothing over the best fixed depth in the geometric mean over batch sizes, there is one range with that depth.
 
     Args:
@@ -142,12 +142,12 @@ def fit(fixed: Speeds, scheduled: Speeds) -> tuple[list[DepthRange], int]:
     num_batch_sizes = len(fixed[fixed_depth])
     depths: list[int] = []
     for index in range(num_batch_sizes):
-        best = max(speeds[index] for speeds in scheduled.values())
-        equal = [depth for depth in sorted(scheduled) if math.isclose(scheduled[depth][index], best)]
-        depths.append(depths[-1] if depths and depths[-1] in equal else equal[0])
-    varying = _log_mean([scheduled[depth][index] for index, depth in enumerate(depths)])
-    constant = _log_mean(fixed[fixed_depth])
-    if varying <= constant or math.isclose(varying, constant):
+        best_speed = max(speeds[index] for speeds in scheduled.values())
+        fastest = [depth for depth in sorted(scheduled) if math.isclose(scheduled[depth][index], best_speed)]
+        depths.append(depths[-1] if depths and depths[-1] in fastest else fastest[0])
+    scheduled_mean = _log_mean([scheduled[depth][index] for index, depth in enumerate(depths)])
+    fixed_mean = _log_mean(fixed[fixed_depth])
+    if scheduled_mean <= fixed_mean or math.isclose(scheduled_mean, fixed_mean):
         depths = [fixed_depth] * num_batch_sizes
     starts = [index for index in range(num_batch_sizes) if not index or depths[index] != depths[index - 1]]
     ends = [*starts[1:], num_batch_sizes]

@@ -44,19 +44,19 @@ class AcceptanceSettings(LimitSettings):
 
     @model_validator(mode="after")
     def _groups_have_prompts(self) -> Self:
-        least = min(self.prompts, self.proof_prompts or self.prompts)
-        if least < self.groups:
-            raise ValueError(f"{least} prompts do not make {self.groups} groups")
+        fewest = min(self.prompts, self.proof_prompts or self.prompts)
+        if fewest < self.groups:
+            raise ValueError(f"{fewest} prompts do not make {self.groups} groups")
         return self
 
     def prompt_count(self, split: Split | None) -> int:
-        """Prompts a class: on the proof's side of a split as many as `proof_prompts` says.
+        """Prompts of each class; `proof_prompts` gives their number on the proof's side of a split.
 
         Args:
             split: side of the split; None for all documents.
         """
-        proves = split is not None and split.side == "proof"
-        return self.proof_prompts if proves and self.proof_prompts else self.prompts
+        is_proof = split is not None and split.side == "proof"
+        return self.proof_prompts if is_proof and self.proof_prompts else self.prompts
 
 
 def cut_prompts(
@@ -77,24 +77,25 @@ def cut_prompts(
     """
     import transformers
 
-    ours, theirs = (
+    variant_tokenizer, baseline_tokenizer = (
         transformers.AutoTokenizer.from_pretrained(side.weights, local_files_only=True)
         for side in (variant, baseline)
     )
     documents = prompts.documents(settings.documents, settings.seed, variant.root)
     cutter = prompts.PromptCutter(
         documents if split is None else filter(split.has, documents),
-        lambda text: list(theirs(text, add_special_tokens=False)["input_ids"]),
+        lambda text: list(baseline_tokenizer(text, add_special_tokens=False)["input_ids"]),
     )
     classes = {}
     for name, length in settings.classes.items():
         texts = [
-            theirs.decode(ids)
+            baseline_tokenizer.decode(ids)
             for ids in cutter.cut(settings.prompt_count(split), max(1, min(length, max_tokens)))
         ]
         # A pruned tokenizer may need more tokens for the same text.
         classes[name] = [
-            list(ours(text, add_special_tokens=False)["input_ids"])[-max_tokens:] for text in texts
+            list(variant_tokenizer(text, add_special_tokens=False)["input_ids"])[-max_tokens:]
+            for text in texts
         ]
     return classes
 
@@ -152,5 +153,5 @@ def count(
                     )
                 labels = {"depth": depth, "class": name, "temperature": temperature, "group": group}
                 items.append(labels | dataclasses.asdict(counts))
-    progress("counted", total, total)
+    progress("drafts counted", total, total)
     return items

@@ -1,8 +1,8 @@
 """The gate: is a variant as good as its baseline, and does its engine serve it correctly? Four checks, one verdict.
 
-Fidelity sees small damage of weights, acceptance the MTP head, quality the worth of answers, and the engine modes
-whether the variant's own combination gives the model's tokens. A check's record is used again while nothing that
-decides it has changed; otherwise it is measured.
+Fidelity detects small damage to weights, acceptance damage to the MTP head, quality worse answers, and the engine
+modes wrong tokens of the variant's own combination. A check's record is reused while its inputs are unchanged;
+otherwise the check is measured.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -64,7 +64,7 @@ class GateSettings(LimitSettings):
     engine: str
 
     def split(self, side: Side | None, root: Path) -> Split | None:
-        """A side of the split, by the share that the suite states; None for all items."""
+        """A side of the suite's split; None for all items."""
         return Suite.load(self.quality, root).split(side) if side else None
 
 
@@ -91,7 +91,7 @@ class Gate(SplitRecord):
 
     @field_validator("verdicts")
     @classmethod
-    def _every_check_has_one(cls, verdicts: dict[str, Verdict]) -> dict[str, Verdict]:
+    def _every_check_has_a_verdict(cls, verdicts: dict[str, Verdict]) -> dict[str, Verdict]:
         if missing := [check for check in CHECKS if check not in verdicts]:
             raise ValueError(f"no verdict of {', '.join(missing)}")
         return verdicts
@@ -109,25 +109,29 @@ class Gate(SplitRecord):
         return [f"experiments/{name}" for name in self.records]
 
     def finding(self, path: Path, records: Collection) -> str:
-        """The verdict, and of each check that does not pass the first finding that does not."""
+        """The verdict; for each check that did not pass, also its first finding with that verdict."""
         findings = [Finding.model_validate(item) for item in store.read_items(path)]
-        against = []
+        objections = []
         for check, verdict in self.verdicts.items():
             if verdict != Verdict.PASS:
-                worst = (each for each in findings if (each.gate, each.verdict) == (check, verdict))
-                against.append(f"{check} {verdict}{''.join(map(_in_brackets, islice(worst, 1)))}")
-        return f"{self.verdict}: {', '.join(against or self.verdicts)}, of {self.baseline}"
+                causes = (each for each in findings if (each.gate, each.verdict) == (check, verdict))
+                objections.append(f"{check} {verdict}{''.join(map(_figure_in_brackets, islice(causes, 1)))}")
+        return f"{self.verdict}: {', '.join(objections or self.verdicts)}, of {self.baseline}"
 
     def tables(self, path: Path) -> list[Table]:
         """One row per finding."""
         evidence = [file for file in self.evidence(path.parent.parent) if file.is_file()]
-        engine = [store.read(file, EngineModes) for file in evidence if file.name.startswith("engine_")]
+        engine_records = [
+            store.read(file, EngineModes) for file in evidence if file.name.startswith("engine_")
+        ]
         findings = [Finding.model_validate(item) for item in store.read_items(path)]
-        if engine:
+        if engine_records:
             # Gate records of 2026-11-22 and before count every unsafe combination, served or not.
-            findings = [each for each in findings if each.gate != "engine"] + [_engine_finding(engine[0])]
+            findings = [each for each in findings if each.gate != "engine"] + [
+                _engine_finding(engine_records[0])
+            ]
         notes = [f"{', '.join(f'{check}: {verdict}' for check, verdict in self.verdicts.items())}."]
-        notes += [f"{each.summary()}." for each in engine]
+        notes += [f"{each.summary()}." for each in engine_records]
         notes += [f"Records: {', '.join(self.records)}.", provenance.source_note(self, path)]
         columns: dict[str, Callable[[Finding], object]] = {
             "check": lambda row: row.gate,
@@ -141,7 +145,7 @@ class Gate(SplitRecord):
         return [Table.of(title, findings, columns, *notes, text_columns=2)]
 
 
-def _in_brackets(finding: Finding) -> str:
+def _figure_in_brackets(finding: Finding) -> str:
     interval = "" if finding.low is None else f" [{finding.low:+.3f}, {finding.high:+.3f}]"
     value = "" if finding.value is None else f" {finding.value:.4g}"
     return f" ({finding.figure}{value}{interval}, limit {finding.limit:g})"
@@ -168,16 +172,16 @@ def measure(
         variant, settings.fidelity, stages=False, **options
     )
     depth = AcceptanceSettings.of_variant(variant, settings.acceptance).gate_depth
-    counted = [
+    acceptance_paths = [
         find_reusable(side, Acceptance, settings_name=settings.acceptance)
         or acceptance.measure(side, settings.acceptance, [depth], greedy_only=True, **options)
         for side in (baseline, variant)
     ]
-    scored = _measure_quality((baseline, variant), settings.quality, options)
+    quality_paths = _measure_quality((baseline, variant), settings.quality, options)
     engine_path = find_reusable(variant, EngineModes, settings_name=settings.engine) or modes.measure(
         variant, settings.engine, **options
     )
-    evidence = Evidence(fidelity_path, tuple(counted), tuple(scored), engine_path)
+    evidence = Evidence(fidelity_path, tuple(acceptance_paths), tuple(quality_paths), engine_path)
     return conclude(variant, settings_name, evidence, command=command, started=started)
 
 
@@ -246,8 +250,8 @@ def conclude(
 def p_value(path: Path) -> float:
     """One-sided p-value of the hypothesis that a gated variant is worse than one of its limits.
 
-    The largest of all figures (`multiplicity.intersection_union`). A figure without an interval is no estimate: it can
-    only refuse.
+    It is the largest p-value of all figures (`multiplicity.intersection_union`). A figure without an interval is not an
+    estimate: its p-value is 0 where it passes, else 1.
 
     Args:
         path: gate record of a variant.
@@ -263,7 +267,7 @@ def _p_value(finding: Finding) -> float:
 
 
 def baseline_of(variant: Variant) -> Variant:
-    """A variant's baseline; the checkpoints of both are there.
+    """The baseline of a variant; the checkpoints of both exist.
 
     Raises:
         EvalError: the variant has no baseline.
@@ -290,27 +294,27 @@ def find_reusable(
 
     Args:
         folder: folder of the records instead of the variant's.
-        split: side of the split that the record must be of; None for a record of all items.
+        split: required side of the split; None for a record of all items.
         fields: values that the record must have, by name.
     """
     for path in store.records(folder or variant.folder, kind):
         record = store.read(path, kind)
-        fits = split_of(record) == split and all(
+        is_match = split_of(record) == split and all(
             getattr(record, name) == value for name, value in fields.items()
         )
-        if fits and _is_still_valid(record, variant):
+        if is_match and _is_still_valid(record, variant):
             return path
     return None
 
 
 def _is_still_valid(record: Record, variant: Variant) -> bool:
     """Whether measuring again would only repeat the record."""
-    if isinstance(record, quality.Quality) and not _decides_today(record, variant):
+    if isinstance(record, quality.Quality) and not _has_current_sample_size(record, variant):
         return False
     server = ServerCommand.resolve(variant)
     if not isinstance(record, Acceptance):
         return provenance.still_holds(record.provenance, server)
-    # Drafts are counted in an engine of its own, which takes these flags alone from the variant.
+    # A separate engine counts the drafts; it takes only these flags from the variant.
     flags = fidelity.weight_flags(server.flags)
     return flags == fidelity.weight_flags(record.provenance.flags) and provenance.same_inputs(
         record.provenance, variant.weights, variant.root
@@ -318,33 +322,33 @@ def _is_still_valid(record: Record, variant: Variant) -> bool:
 
 
 def _measure_quality(sides: Sequence[Variant], suite_name: str, options: dict[str, Any]) -> list[Path]:
-    """Quality records of both sides, new where none holds: of the sample that decides, or of all items.
+    """Quality records of both sides, measured where none can be reused: of the deciding sample, or of all items.
 
-    All items are taken where both sides have such a record, and where the sample leaves a task inconclusive. Two looks
-    at a task's interval pass a variant that is exactly the margin worse in at most 5 % of runs instead of 2.5 %
+    All items are used if both sides have such a record, or if the sample leaves a task inconclusive. Two looks at a
+    task's interval pass a variant that is exactly the margin worse in at most 5 % of runs instead of 2.5 %
     (Bonferroni's bound).
     """
     fields: dict[str, Any] = {"suite": suite_name, "endpoint": "completions"}
-    full = [find_reusable(side, quality.Quality, limit=None, **fields) for side in sides]
-    if all(full):
-        return [path for path in full if path]
+    full_paths = [find_reusable(side, quality.Quality, limit=None, **fields) for side in sides]
+    if all(full_paths):
+        return [path for path in full_paths if path]
     suite = Suite.load(suite_name, sides[0].root)
-    sampled = [
+    sample_paths = [
         find_reusable(side, quality.Quality, limit=DECIDING, **fields)
         or quality.measure(side, suite, limit=DECIDING, **options)
         for side in sides
     ]
-    verdicts = [finding.verdict for finding in _quality_findings(*sampled)]
+    verdicts = [finding.verdict for finding in _quality_findings(*sample_paths)]
     if overall(verdicts) != Verdict.INCONCLUSIVE:
-        return sampled
+        return sample_paths
     return [
         path or quality.measure(side, suite, limit=None, **options)
-        for side, path in zip(sides, full, strict=True)
+        for side, path in zip(sides, full_paths, strict=True)
     ]
 
 
-def _decides_today(record: quality.Quality, variant: Variant) -> bool:
-    """Whether the suite's assumptions, by which a sample that decides has its size, are still those of the record."""
+def _has_current_sample_size(record: quality.Quality, variant: Variant) -> bool:
+    """Whether a deciding sample still has the size that the suite's present assumptions require."""
     return record.limit != DECIDING or all(
         record.tasks[task.name].items_to_decide == task.items_to_decide
         for task in Suite.load(record.suite, variant.root).tasks
@@ -374,18 +378,22 @@ def _fidelity_findings(record: Fidelity) -> Iterator[Finding]:
     joined = [each.joined_kl_nats for each in record.modes.values() if each.joined_kl_nats is not None]
     if joined:
         verdict = overall([verdicts["joined_kl_nats"] for verdicts in record.verdicts.values()])
-        yield _without_interval("fidelity", "joined_kl_nats", max(joined), record.limits.kl_nats, verdict)
+        yield _finding_without_interval(
+            "fidelity", "joined_kl_nats", max(joined), record.limits.kl_nats, verdict
+        )
     if layers := record.layers:
         worst_ratio = max(row.ratio for row in layers.rows)
-        yield _without_interval("fidelity", "layer_error_ratio", worst_ratio, layers.limit, layers.verdict)
+        yield _finding_without_interval(
+            "fidelity", "layer_error_ratio", worst_ratio, layers.limit, layers.verdict
+        )
 
 
 def _recipe_findings(variant: Variant) -> Iterator[Finding]:
-    """Tensors that no stage of the recipe explains: damage of one norm or one decay stays below every other limit."""
+    """Tensors that no stage of the recipe explains: no other limit detects damage to one norm or one decay."""
     if variant.recipe is not None:
         count = len(variant_recipe.unexplained_changes(variant))
         figure = "tensors changed by no stage of the recipe"
-        yield _without_interval("fidelity", figure, count, 0, Verdict.FAIL if count else Verdict.PASS)
+        yield _finding_without_interval("fidelity", figure, count, 0, Verdict.FAIL if count else Verdict.PASS)
 
 
 def _acceptance_finding(first: Path, second: Path) -> Finding:
@@ -419,8 +427,10 @@ def _quality_findings(first: Path, second: Path) -> Iterator[Finding]:
 def _engine_finding(record: EngineModes) -> Finding:
     """Only the combinations that the variant is served with decide; a server does not start with other unsafe ones."""
     figure = f"unsafe engine modes, of {len(record.served_cells)} served"
-    return _without_interval("engine", figure, record.served_unsafe, 0, record.verdict)
+    return _finding_without_interval("engine", figure, record.served_unsafe, 0, record.verdict)
 
 
-def _without_interval(check: str, figure: str, value: float, limit: float, verdict: Verdict) -> Finding:
+def _finding_without_interval(
+    check: str, figure: str, value: float, limit: float, verdict: Verdict
+) -> Finding:
     return Finding(gate=check, figure=figure, value=value, low=None, high=None, limit=limit, verdict=verdict)

@@ -1,6 +1,6 @@
 """Gate sensitivity: does the gate catch damage, and how often does it fail an undamaged variant?
 
-Each kind of damage is done with many seeds, and the check responsible for it looks at every damaged copy. False alarms
+Each kind of damage is made with many seeds; the check responsible for it evaluates every damaged copy. False alarms
 are counted on the baseline compared with itself: its figures in two batch compositions, resampled.
 """
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 STATED_FALSE_ALARM_RATE = round(1 - intervals.CONFIDENCE_LEVEL, 6)
-"""Largest rate at which a check may fail a variant that is the same: what its intervals promise."""
+"""Largest rate at which a check may fail an identical variant, by the confidence level of its intervals."""
 
 REPLICATES = 200
 
@@ -158,7 +158,7 @@ def measure(
         variant: quantised variant with an MTP head, and a baseline.
         settings_name: name of a file in eval/gates/.
         seeds: seeds of each kind of damage.
-        rebatched: variant of the baseline's weights with other batches, with a quality record on the same items;
+        rebatched: variant with the baseline's weights, other batch sizes and a quality record on the same items;
             None leaves out quality's false alarms.
 
     Raises:
@@ -171,7 +171,7 @@ def measure(
         "fidelity": _fidelity_check(variant, baseline, settings.fidelity),
         "acceptance": _acceptance_check(variant, baseline, settings.acceptance),
     }
-    limits = [
+    check_settings = [
         loaded.model_dump(mode="json")
         for loaded in (
             FidelitySettings.load(settings.fidelity, variant.root),
@@ -180,7 +180,7 @@ def measure(
     ]
     damages = []
     server = ServerCommand.resolve(variant)
-    with locked(journal_file("gate_power", server, settings_name, *limits)) as journal:
+    with locked(journal_file("gate_power", server, settings_name, *check_settings)) as journal:
 
         def check(name: str, key: Sequence[Any], weights: Path) -> Reading:
             entry = journal.get(key)
@@ -224,7 +224,7 @@ def measure(
 def false_alarms(
     baseline: Variant, settings: GateSettings, rebatched: Variant | None, progress: Progress = silent
 ) -> list[FalseAlarms]:
-    """How often each check fails the baseline for being itself, over resampled texts, groups and items.
+    """How often each check fails the baseline compared with itself, over resampled texts, groups and items.
 
     Args:
         baseline: the baseline, evaluated in two batch compositions.
@@ -232,14 +232,14 @@ def false_alarms(
     """
     import numpy as np
 
-    resample: dict[str, Callable[[np.random.Generator], list[Verdict]]] = {
+    replicates: dict[str, Callable[[np.random.Generator], list[Verdict]]] = {
         "fidelity": _resampled_fidelity(baseline, settings.fidelity, progress),
         "acceptance": _resampled_acceptance(baseline, settings.acceptance),
     }
     if rebatched is not None:
-        resample["quality"] = _resampled_quality(baseline, rebatched)
+        replicates["quality"] = _resampled_quality(baseline, rebatched)
     rows = []
-    for name, replicate in resample.items():
+    for name, replicate in replicates.items():
         rng = np.random.default_rng(intervals.BOOTSTRAP_SEED)
         verdicts = []
         for done in range(REPLICATES):
@@ -281,8 +281,8 @@ def _resampled_fidelity(
     def replicate(rng: "np.random.Generator") -> list[Verdict]:
         verdicts: list[Verdict] = []
         for mode, mode_texts in by_mode.items():
-            drawn = [mode_texts[number] for number in rng.integers(len(mode_texts), size=len(mode_texts))]
-            verdicts += judge(summarise(drawn)[mode], settings.limits.same_weights).values()
+            sample = [mode_texts[number] for number in rng.integers(len(mode_texts), size=len(mode_texts))]
+            verdicts += judge(summarise(sample)[mode], settings.limits.same_weights).values()
         return verdicts
 
     return replicate
@@ -387,7 +387,7 @@ def _count_drafts(
     settings: AcceptanceSettings,
     flags: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """Items of greedy continuations at the gate's depth, by a checkpoint instead of the variant's own."""
+    """Items of greedy continuations at the gate's depth; `weights` replaces the variant's own checkpoint."""
     server = ServerCommand.resolve(variant)
     max_tokens = server.max_model_len - settings.tokens - settings.gate_depth - 1
     classes = drafting.cut_prompts(settings, variant, baseline, max_tokens)

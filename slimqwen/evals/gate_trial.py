@@ -1,7 +1,7 @@
 """Gate trial: the whole gate on an identical copy of a variant, and on one copy with each kind of damage.
 
-`slimqwen.evals.gate_sensitivity` shows one damage many times to the check responsible for it. Here all four checks run,
-with the code of `slimqwen gate check`, and the one verdict counts.
+`slimqwen.evals.gate_sensitivity` runs only the check responsible for a kind of damage, on many damaged copies. Here all
+four checks run, with the code of `slimqwen gate check`, and only the gate's verdict counts.
 """
 
 import shutil
@@ -86,7 +86,7 @@ def measure(
     """Gate an identical copy and one copy with each damage, in a temporary repository, and write the record.
 
     Args:
-        variant: quantised variant with an MTP head, and a baseline; the baseline's records are used while they hold.
+        variant: quantised variant with an MTP head, and a baseline; the baseline's valid records are reused.
         settings_name: name of a file in eval/gates/.
 
     Raises:
@@ -95,7 +95,7 @@ def measure(
     started = provenance.utc_now()
     variant.require_weights()
     trials = []
-    # Beside the weights: a copy of them needs as much room again.
+    # Beside the weights: a copy needs as much disk space as they do.
     with tempfile.TemporaryDirectory(dir=variant.root / "weights", prefix=".trial-") as folder:
         root = Path(folder)
         for kind in (None, *Damage):
@@ -133,16 +133,16 @@ def measure(
 
 def _add_copy(variant: Variant, name: str, root: Path) -> None:
     """Make `name` a variant of the repository `root` that differs from `variant` in its weights alone."""
-    for needed in {*variant.lineage, *([variant.baseline] if variant.baseline else [])}:
-        if not (root / "experiments" / needed).exists():
-            shutil.copytree(variant.root / "experiments" / needed, root / "experiments" / needed)
-            weights = variants.load(needed, variant.root).weights
+    for ancestor in {*variant.lineage, *([variant.baseline] if variant.baseline else [])}:
+        if not (root / "experiments" / ancestor).exists():
+            shutil.copytree(variant.root / "experiments" / ancestor, root / "experiments" / ancestor)
+            weights = variants.load(ancestor, variant.root).weights
             link = root / "weights" / weights.name
             if weights.exists() and not link.exists():
                 link.parent.mkdir(exist_ok=True)
                 link.symlink_to(weights.resolve())
     if not (root / "eval").exists():
-        # A copy, because engine modes found unsafe with a damaged checkpoint must not be remembered.
+        # A copy, because unsafe engine modes of a damaged checkpoint must not enter the original's list.
         shutil.copytree(variant.root / "eval", root / "eval")
     folder = root / "experiments" / name
     folder.mkdir()

@@ -1,6 +1,6 @@
-"""Promotion of a variant whose gate passed on what would be served now: its status and its model card.
+"""Promotion of a variant whose gate passed with its present checkpoint and flags: its status and its model card.
 
-The card lies in the checkpoint as README.md and is no part of its manifest and digest. It is written only into
+The card lies in the checkpoint as README.md and is not part of its manifest and digest. It is written only into
 checkpoints that a recipe made. Promoted variants that serve the same checkpoint share one card, which covers them all.
 """
 
@@ -26,7 +26,7 @@ from slimqwen.variant import Variant
 
 _PROMOTED = "promoted"
 _BINDING = (Circumstance.CHECKPOINT, Circumstance.DATA, Circumstance.FLAGS, Circumstance.PACKAGES)
-"""What a gate record shares with what would be served now. Hardware and commit may differ."""
+"""Circumstances that a gate record must share with the present variant. Hardware and commit may differ."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class GatedVariant:
 
     @property
     def evidence(self) -> list[Path]:
-        """The records that the gate record rests on."""
+        """The records that the gate record cites."""
         return self.record.evidence(self.variant.root / "experiments")
 
 
@@ -48,7 +48,7 @@ class Promotion:
     """The outcome of a promotion.
 
     Attributes:
-        gate: gate record that it rests on.
+        gate: the gate record that passed.
         card: model card; None where no recipe made the checkpoint.
         changed: whether a file was written.
     """
@@ -59,7 +59,7 @@ class Promotion:
 
 
 def promote(variant: Variant) -> Promotion:
-    """Set a variant's status and write its checkpoint's card, if its gate passed on what would be served now.
+    """Set a variant's status and write its checkpoint's card, if its gate passed in its present state.
 
     Raises:
         EvalError: no gate record fits the present checkpoint and flags, the newest that fits has not passed, one of
@@ -70,81 +70,84 @@ def promote(variant: Variant) -> Promotion:
             f"{variant.name} is a baseline; only a variant that was compared with one is promoted"
         )
     variant.require_weights()
-    before = store.read_measurements(variant.folder)
-    if before.status == "rejected":
+    old_claims = store.read_measurements(variant.folder)
+    if old_claims.status == "rejected":
         raise EvalError(
             f"{variant.name} was rejected; if that no longer holds, set its status in experiments/{variant.name}/"
             "measurements.json to measured first"
         )
-    gated = _passed(variant)
+    gated = _passing_gate(variant)
     digest = gated.record.provenance.checkpoint.digest
     # Records of an earlier checkpoint support nothing that is promoted now.
-    current = {
+    current_names = {
         name
-        for name in before.records
+        for name in old_claims.records
         if store.read(variant.folder / name).provenance.checkpoint_digest == digest
     }
-    current |= {gated.path.name, *(path.name for path in gated.evidence if path.parent == variant.folder)}
-    after = before.model_copy(
-        update={"status": _PROMOTED, "verdict": Verdict.PASS, "records": tuple(sorted(current))}
+    current_names |= {
+        gated.path.name,
+        *(path.name for path in gated.evidence if path.parent == variant.folder),
+    }
+    new_claims = old_claims.model_copy(
+        update={"status": _PROMOTED, "verdict": Verdict.PASS, "records": tuple(sorted(current_names))}
     )
-    folder, card, changed = variant.weights.resolve(), None, before != after
+    folder, card, changed = variant.weights.resolve(), None, old_claims != new_claims
     weights = variant.root / "weights"
     if variant.weights.parent == weights and folder.parent == (weights / "store").resolve():
         card = folder / CARD
-        text = _render_card([gated, *_others(variant)])
+        text = _render_card([gated, *_other_promoted(variant)])
         if not card.is_file() or card.read_text(encoding="utf-8") != text:
             store.publish(card, text.encode(), replace=True)
             changed = True
-    if before != after:
-        shown = f"experiments/{variant.name}/measurements.json"
-        store.validate(after.as_json(), shown)
-        text = json.dumps(after.as_json(), indent=2, ensure_ascii=False) + "\n"
-        store.publish(variant.root / shown, text.encode(), replace=True)
+    if old_claims != new_claims:
+        location = f"experiments/{variant.name}/measurements.json"
+        store.validate(new_claims.as_json(), location)
+        text = json.dumps(new_claims.as_json(), indent=2, ensure_ascii=False) + "\n"
+        store.publish(variant.root / location, text.encode(), replace=True)
     return Promotion(gated.path, card and variant.weights / CARD, changed)
 
 
-def _passed(variant: Variant) -> GatedVariant:
-    """The newest gate record of what would be served now, if it passed."""
+def _passing_gate(variant: Variant) -> GatedVariant:
+    """The newest gate record that fits the variant's present state, if it passed."""
     command = f"`slimqwen gate check --variant {variant.name}`"
-    newest = None
+    newest_difference = None
     for path in store.records(variant.folder, Gate):
         record = store.read(path, Gate)
         if record.split:
-            continue  # a search's, or its proof's, on some items alone
+            continue  # a search or its proof measured only some of the items
         if changes := _changes(variant, record):
-            newest = newest or f"{path.name} differs in {', '.join(changes)}"
+            newest_difference = newest_difference or f"{path.name} differs in {', '.join(changes)}"
             continue
-        shown = f"{variant.name}/{path.name}"
+        location = f"{variant.name}/{path.name}"
         if record.verdict != Verdict.PASS:
             checks = ", ".join(
                 f"{check}: {verdict}" for check, verdict in record.verdicts.items() if verdict != Verdict.PASS
             )
             raise EvalError(
-                f"the newest gate of {variant.name} as it is now says {record.verdict} ({checks}; {shown}); "
-                f"mend that, and promote after {command} passes"
+                f"the newest gate record of {variant.name} in its present state says {record.verdict} "
+                f"({checks}; {location}); mend the variant, and promote it after {command} passes"
             )
         gated = GatedVariant(variant, path, record)
-        for needed in gated.evidence:
-            name = f"{needed.parent.name}/{needed.name}"
-            if not needed.is_file():
+        for cited in gated.evidence:
+            name = f"{cited.parent.name}/{cited.name}"
+            if not cited.is_file():
                 raise EvalError(
-                    f"{name} is missing, but {shown} cites it; `git checkout` restores a committed one, "
+                    f"{name} is missing, but {location} cites it; restore it by `git checkout` if it was committed, "
                     f"otherwise run {command}"
                 )
-            if files := provenance.changed_data(store.read(needed).provenance, variant.root):
+            if files := provenance.changed_data(store.read(cited).provenance, variant.root):
                 raise EvalError(
-                    f"{files[0]} has changed since {name}, which {shown} cites; {command} measures again"
+                    f"{files[0]} has changed since {name}, which {location} cites; run {command} to measure again"
                 )
         return gated
-    cause = f" (the newest, {newest})" if newest else ""
+    cause = f" (the newest, {newest_difference})" if newest_difference else ""
     raise EvalError(
-        f"no gate record fits {variant.name} as it is now{cause}; {command} makes one, and says whether it passes"
+        f"no gate record fits {variant.name} in its present state{cause}; {command} makes one, and reports its verdict"
     )
 
 
 def _changes(variant: Variant, record: Gate) -> list[str]:
-    """What has changed since the record was made, of what binds it to the variant."""
+    """Names of the binding circumstances that have changed since the record was made."""
     server = ServerCommand.resolve(variant)
     present = provenance.describe(
         server,
@@ -159,7 +162,7 @@ def _changes(variant: Variant, record: Gate) -> list[str]:
     ]
 
 
-def _others(variant: Variant) -> Iterator[GatedVariant]:
+def _other_promoted(variant: Variant) -> Iterator[GatedVariant]:
     """The other promoted variants that serve the same checkpoint and whose newest gate record of it passed."""
     digest = checkpoint.digest(variant.weights)
     for name in variants.names(variant.root):
@@ -169,7 +172,7 @@ def _others(variant: Variant) -> Iterator[GatedVariant]:
                 continue
             other = variants.load(name, variant.root)
         except SlimqwenError:
-            continue  # `slimqwen record check` names it
+            continue  # `slimqwen record check` reports it
         if other.weights.resolve() != variant.weights.resolve():
             continue
         for path in store.records(folder, Gate):
@@ -181,7 +184,7 @@ def _others(variant: Variant) -> Iterator[GatedVariant]:
 
 
 def _render_card(gated: Sequence[GatedVariant]) -> str:
-    """The card of the checkpoint that these variants serve, the same in whatever order they are given."""
+    """The card of the checkpoint that these variants serve; their order does not matter."""
     # Slow to import, and only promotion needs it.
     from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
@@ -296,15 +299,15 @@ def _results(gated: GatedVariant) -> Iterator[dict[str, Any]]:
 
 
 def _section(gated: GatedVariant) -> Iterator[str]:
-    variant, described = gated.variant, gated.record.provenance
+    variant, gate_provenance = gated.variant, gated.record.provenance
     yield f"## Served as {variant.name}"
     yield f"**Hypothesis.** {variant.hypothesis}"
-    yield f"Promoted by the gate of {described.ended[:10]} against {gated.record.baseline}:"
+    yield f"Promoted by the gate of {gate_provenance.ended[:10]} against {gated.record.baseline}:"
     for table in gated.record.tables(gated.path):
         yield table.as_markdown().rstrip()
-    if not described.hardware.gpus:
+    if not gate_provenance.hardware.gpus:
         yield "Measured on a CPU: no CPU figure is evidence about a GPU."
-    flags = sorted(provenance.deciding(described.flags).items())
+    flags = sorted(provenance.deciding(gate_provenance.flags).items())
     lines = "\n".join(f"{name}: {json.dumps(value)}" for name, value in flags if name != "model")
     yield f"`slimqwen serve --variant {variant.name}` serves it; the gate was passed with these flags of vLLM:"
     yield f"```\n{lines}\n```"

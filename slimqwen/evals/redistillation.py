@@ -108,11 +108,11 @@ def write_record(variant: Variant, *, command: Sequence[str], started: str) -> P
         raise EvalError(
             f"the recipe of {variant.name} has no stage redistill_mtp; add one, or choose another variant"
         )
-    learned = json.loads(file.read_text(encoding="utf-8"))
-    del learned["schema"]
+    results = json.loads(file.read_text(encoding="utf-8"))
+    del results["schema"]
     record = Redistillation(
         variant=variant.name,
-        **learned,
+        **results,
         provenance=provenance.of_variant(variant, command, started),
     )
     return store.write(variant.root / "results", record)

@@ -222,7 +222,7 @@ def refused(one, message):
 
 
 def test_without_a_gate_record_nobody_is_promoted(one):
-    refused(one, r"no gate record fits small as it is now; `slimqwen gate check --variant small`")
+    refused(one, r"no gate record fits small in its present state; `slimqwen gate check --variant small`")
 
 
 @pytest.mark.parametrize("verdict", ["fail", "inconclusive"])
@@ -320,8 +320,10 @@ def test_a_gate_on_one_side_of_the_split_promotes_nobody(one, side):
     passed = {**record, "verdict": "pass", "verdicts": dict.fromkeys(CHECKS, "pass"), "split": split}
     part = record_files.write(one.folder, passed, items)
     assert part.name > whole.name
-    with pytest.raises(EvalError, match=f"the newest gate of small as it is now says fail .*{whole.name}"):
+    with pytest.raises(
+        EvalError, match=f"the newest gate record of small in its present state says fail .*{whole.name}"
+    ):
         promotion.promote(one)
     whole.unlink()
-    with pytest.raises(EvalError, match="no gate record fits small as it is now; "):
+    with pytest.raises(EvalError, match="no gate record fits small in its present state; "):
         promotion.promote(one)
