@@ -244,7 +244,7 @@ def measure(
         depths: tokens drafted at a time (K); 0 measures the speed without drafts.
         greedy_only: whether to leave out temperatures above 0.
         split: side of the split that the prompts' documents are on; None for both.
-        speed_bound: what chooses the depth where no GPU is measured; None: no choice there.
+        speed_bound: cost model that chooses the depth where no GPU is measured; None for no choice there.
 
     Raises:
         ServingError: the variant answers for speed and memory only.
@@ -261,7 +261,9 @@ def measure(
         raise EvalError(f"{variant.name} has no MTP head, so nothing is drafted")
     server = ServerCommand.resolve(variant)
     flags = fidelity.weight_flags(server.flags)
-    temperatures = [each for each in settings.temperatures if not greedy_only or each == 0]
+    temperatures = [
+        temperature for temperature in settings.temperatures if not greedy_only or temperature == 0
+    ]
     context_len = min(server.max_model_len, ServerCommand.resolve(baseline).max_model_len)
     classes = drafting.cut_prompts(
         settings, variant, baseline, context_len - settings.tokens - max(depths) - 1, split
@@ -277,13 +279,13 @@ def measure(
             def report(activity: str, done: float, total: float, number: int = number) -> None:
                 progress(activity, number * total + done, len(depths) * total)
 
-            counted = journal.get(depth)
-            if counted is None:
-                counted = drafting.count(
+            depth_items = journal.get(depth)
+            if depth_items is None:
+                depth_items = drafting.count(
                     variant.weights, classes, settings, [depth], temperatures, flags, report
                 )
-                journal.add(depth, counted)
-            items += counted
+                journal.add(depth, depth_items)
+            items += depth_items
         rows = summarise(items)
         context = next(iter(longest.values()))
         documents = [] if settings.documents == "tinyworld" else [variant.root / settings.documents]
@@ -317,10 +319,10 @@ def summarise(items: Sequence[Item]) -> tuple[Depth, ...]:
     """The figures of each depth, estimated over groups; depth 0 has speed alone."""
     rows = []
     for depth in dict.fromkeys(item["depth"] for item in items):
-        counted = [item for item in items if item["depth"] == depth and (item["drafts"] or not depth)]
-        greedy = [item for item in counted if item["temperature"] == 0] or counted
+        depth_items = [item for item in items if item["depth"] == depth and (item["drafts"] or not depth)]
+        greedy = [item for item in depth_items if item["temperature"] == 0] or depth_items
         by_setting: dict[tuple[str, float], list[Item]] = {}
-        for item in counted if depth else []:
+        for item in depth_items if depth else []:
             by_setting.setdefault((item["class"], item["temperature"]), []).append(item)
         rows.append(
             Depth(
@@ -346,7 +348,7 @@ def summarise(items: Sequence[Item]) -> tuple[Depth, ...]:
 def choose(
     variant: Variant, gpu: str, rows: Sequence[Depth], context_len: int, speed_bound: SpeedBound | None
 ) -> Choice | None:
-    """The depth with most greedy tokens per second; None with fewer than two depths, or nothing to choose by.
+    """The depth with most greedy tokens per second; None with fewer than two depths, or without speeds.
 
     On a GPU the measured speed decides. A CPU's speed says nothing about a GPU; there the bound of the given GPU for
     one sequence decides, with the measured acceptance lengths. The bound counts bytes and FLOPs but no kernel launches,

@@ -53,8 +53,8 @@ def pair(first: Path, second: Path, digests: Sequence[str] | None = None) -> tup
     from slimqwen.evals.acceptance import Acceptance
 
     def fits(record: Acceptance) -> bool:
-        counted = record.gate_depth in [row.depth for row in record.depths]
-        return counted and (digests is None or record.provenance.checkpoint.digest in digests)
+        has_gate_depth = record.gate_depth in [row.depth for row in record.depths]
+        return has_gate_depth and (digests is None or record.provenance.checkpoint.digest in digests)
 
     def command(variant: str, like: Acceptance) -> str:
         return f"slimqwen eval acceptance --variant {variant}"
@@ -63,7 +63,7 @@ def pair(first: Path, second: Path, digests: Sequence[str] | None = None) -> tup
 
 
 def basis(record: "Acceptance") -> dict[str, Any]:
-    """What two acceptance records must share to be compared, by name."""
+    """Properties that two acceptance records must share to be comparable, by name."""
     data = {f"data file {name}": digest for name, digest in record.provenance.datasets.items()}
     split = str(record.split or "of no split")
     return {"settings": record.settings_name, "gate depth": record.gate_depth, "split": split, **data}
@@ -78,9 +78,11 @@ def compare(first: Path, second: Path) -> Share:
     """
     from slimqwen.evals.acceptance import Acceptance
 
-    other, record = (store.read(path, Acceptance) for path in (first, second))
-    a, b = ({"split": str(each.split or "of no split")} for each in (other, record))
-    require_same(first, second, a, b, "")
+    baseline_record, record = (store.read(path, Acceptance) for path in (first, second))
+    first_split, second_split = (
+        {"split": str(each.split or "of no split")} for each in (baseline_record, record)
+    )
+    require_same(first, second, first_split, second_split, "")
     items = (store.read_items(path) for path in (first, second))
     return judge(*items, depth=record.gate_depth, least_share=record.least_share)
 

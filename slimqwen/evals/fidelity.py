@@ -1,8 +1,8 @@
 """Fidelity: how far a variant's next-token distributions are from its baseline's, token by token on fixed texts.
 
 The baseline is evaluated by transformers in float32, the variant by vLLM as it is served. At every position of the same
-texts the whole distributions are compared, not only the top k. One minute shows what task scores need thousands of
-answers to see.
+texts the whole distributions are compared, not only the top k. One minute detects differences that task scores need
+thousands of answers to detect.
 
 A pruned variant is compared on the texts whose tokens it kept, against the baseline's distribution over the kept
 tokens. Bits per byte are compared on every text, because they do not depend on the vocabulary. A quantised variant is
@@ -122,11 +122,13 @@ class Fidelity(SplitRecord):
         return [Panel("stage", "KL, nats a token", [kl], [row.stage for row in stages])] if stages else []
 
     def _figures_table(self, path: Path) -> Table:
-        recorded = (
+        baseline_records = (
             (file, store.read(file, Fidelity))
             for file in store.records(path.parent.parent / self.baseline, Fidelity)
         )
-        noise_path, noise = next((each for each in recorded if each[1].split == self.split), (None, None))
+        noise_path, noise = next(
+            (each for each in baseline_records if each[1].split == self.split), (None, None)
+        )
         rows = []
         for name, heading in {
             **FIGURE_NAMES,
@@ -135,10 +137,12 @@ class Fidelity(SplitRecord):
             for mode, figures in self.modes.items():
                 if name not in self.verdicts[mode]:
                     continue
-                other = noise.modes.get(mode) if noise else None
+                noise_figures = noise.modes.get(mode) if noise else None
                 limit = self.limits.kl_nats if name == "joined_kl_nats" else getattr(self.limits, name)
                 verdict = str(self.verdicts[mode][name])
-                rows.append((heading, mode, _cell(figures, name), _cell(other, name), f"{limit:g}", verdict))
+                rows.append(
+                    (heading, mode, _cell(figures, name), _cell(noise_figures, name), f"{limit:g}", verdict)
+                )
         first = next(iter(self.modes.values()))
         notes = [
             f"{first.positions_compared:,} positions of {first.texts_compared} of {first.texts} texts; bits per byte "
@@ -191,8 +195,8 @@ def measure(
     """Compare a variant with its baseline, or a baseline with itself, and write its fidelity record.
 
     Args:
-        variant: variant. Its weights, dtype and KV cache are compared in an engine of their own without compilation,
-            then all of its config.env by its server.
+        variant: compared twice: its weights, dtype and KV cache in an engine without compilation, then all of its
+            config.env by its server.
         settings_name: name of a file in eval/fidelity/.
         stages: also compare the output of each stage of its recipe, from the store.
         split: side of the split that the texts are on; None for both.
@@ -201,7 +205,7 @@ def measure(
     Raises:
         ServingError: the variant answers for speed and memory only.
         EvalError: the checkpoints, texts or settings allow no comparison.
-        ServerLostError: the server died or refused; nothing is recorded.
+        ServerLostError: the server died or refused a request; nothing is recorded.
     """
     from slimqwen.evals import layer_error, token_distributions
 
@@ -212,8 +216,8 @@ def measure(
     baseline = variants.load(variant.baseline, root) if variant.baseline else variant
     for side in (variant, baseline):
         side.require_weights()
-    command_line = ServerCommand.resolve(variant)
-    context_len = min(command_line.max_model_len, ServerCommand.resolve(baseline).max_model_len)
+    server_command = ServerCommand.resolve(variant)
+    context_len = min(server_command.max_model_len, ServerCommand.resolve(baseline).max_model_len)
 
     def compare(weights: Path) -> list[TextComparison]:
         return token_distributions.compare(
@@ -221,7 +225,7 @@ def measure(
             baseline.weights,
             settings,
             root,
-            flags=weight_flags(command_line.flags),
+            flags=weight_flags(server_command.flags),
             max_model_len=context_len,
             split=split,
             progress=progress,
@@ -241,8 +245,8 @@ def measure(
             progress=progress,
         )
     modes = summarise(texts)
-    same = checkpoint.digest(variant.weights) == checkpoint.digest(baseline.weights)
-    limits = settings.limits.same_weights if same else settings.limits.changed_weights
+    is_same = checkpoint.digest(variant.weights) == checkpoint.digest(baseline.weights)
+    limits = settings.limits.same_weights if is_same else settings.limits.changed_weights
     verdicts = {mode: judge(figures, limits) for mode, figures in modes.items()}
     layer_verdicts = [layers.verdict] if layers else []
     record = Fidelity(
@@ -250,14 +254,14 @@ def measure(
         baseline=baseline.name,
         settings_name=settings_name,
         split=split,
-        limits=AppliedLimits(of="same_weights" if same else "changed_weights", **limits.model_dump()),
+        limits=AppliedLimits(of="same_weights" if is_same else "changed_weights", **limits.model_dump()),
         modes=modes,
         verdicts=verdicts,
         layers=layers,
         verdict=overall([*(each for mode in verdicts.values() for each in mode.values()), *layer_verdicts]),
         stages=tuple(
             StageFigures(stage=stage, **summarise(compare(weights))["single"].as_json())
-            for stage, weights in (_stages(variant) if stages else [])
+            for stage, weights in (_stage_outputs(variant) if stages else [])
         ),
         provenance=provenance.describe(
             server.server.command,
@@ -270,7 +274,7 @@ def measure(
     return store.write(records_folder or variant.folder, record, (each.as_item() for each in texts))
 
 
-def _stages(variant: Variant) -> list[tuple[str, Path]]:
+def _stage_outputs(variant: Variant) -> list[tuple[str, Path]]:
     """Outputs of the stages of a variant's recipe, without those that changed neither tensors nor tokens.
 
     Raises:

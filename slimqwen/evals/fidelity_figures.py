@@ -25,7 +25,7 @@ HEAD_LOG_PROBABILITY = math.log(0.01)
 """Lowest log-probability of a head token; further down, in the tail, log-probabilities are noise."""
 
 JOINED = "joined"
-"""Name of all texts joined to the context's length: no further text, so it is left out of every mean."""
+"""Name of the text that joins all texts up to the context's length; it repeats them, so every mean leaves it out."""
 
 FIGURE_NAMES = {
     "kl_nats": "KL, nats a token",
@@ -175,7 +175,7 @@ def summarise(texts: Sequence[TextComparison]) -> dict[str, Figures]:
 def judge(figures: Figures, limits: Limits) -> dict[str, Verdict]:
     """A verdict for each limit: pass if the whole interval is within it, fail if all of it is beyond.
 
-    The joined text is a single one: its divergence has no interval and is compared with the limit as it is.
+    The joined text is a single one: its divergence has no interval, so the value itself is compared with the limit.
     """
     verdicts = {}
     for name, limit in limits:
@@ -213,7 +213,7 @@ def _figures(texts_and_joined: Sequence[TextComparison]) -> Figures:
         [each.variant_bits / each.bytes for each in texts],
         sizes,
     )
-    served = {"top_k": TOP_K} if texts[0].mode == SERVED else {}
+    top_k = {"top_k": TOP_K} if texts[0].mode == SERVED else {}
     return Figures(
         texts=len(texts),
         texts_compared=len(compared),
@@ -228,5 +228,5 @@ def _figures(texts_and_joined: Sequence[TextComparison]) -> Figures:
         baseline_bits_per_byte=sum(each.baseline_bits for each in texts) / sum(sizes),
         joined_kl_nats=joined.kl_nats / joined.compared if joined and joined.compared else None,
         joined_tokens=joined.compared if joined else 0,
-        **served,
+        **top_k,
     )

@@ -2,8 +2,8 @@
 
 Every decoder layer of the variant gets the input of the baseline's layer, and its output is compared with the output of
 the baseline's layer. The same is done with the baseline's weights rounded to nearest. AWQ and GPTQ search for less
-error than RTN, so a layer with clearly more was made wrongly. The divergence of whole models does not show that: a
-layer that matters little can be wrong within the limits.
+error than RTN, so a layer with a clearly larger error was made wrongly. The divergence of whole models does not show
+that: a layer of little influence can be wrong within the limits.
 """
 
 import gc
@@ -35,7 +35,7 @@ _PACKED = re.compile(r"(?!mtp\.)(?:.*\.)?layers\.(\d+)\.(.+)\.weight_packed")
 _WORD_BITS = 32
 
 _TOKENS = 2048
-"""Tokens of the first texts for this comparison: an error needs few, and their hidden states fill memory."""
+"""Tokens of the first texts that are compared: few suffice, and their hidden states fill memory."""
 
 
 def compare(
@@ -49,7 +49,7 @@ def compare(
     """Judge the quantised layers of a checkpoint on the settings' first texts.
 
     Args:
-        baseline_weights: checkpoint that it was made from, not quantised.
+        baseline_weights: checkpoint that the variant was made from, not quantised.
         settings: texts and limit.
         split: side of the split that the texts are on; None for both.
 
@@ -61,10 +61,10 @@ def compare(
     """
     tokenizer = transformers.AutoTokenizer.from_pretrained(baseline_weights)
     texts: list[list[int]] = []
-    left = _TOKENS
+    remaining = _TOKENS
     for _, text in read_texts(root / settings.texts, split):
-        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][:left]
-        left -= len(ids)
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][:remaining]
+        remaining -= len(ids)
         texts += [ids] if ids else []
     rows = measure(variant_weights, baseline_weights, texts, progress)
     if not rows:
@@ -73,7 +73,7 @@ def compare(
     return Layers(
         limit=settings.layer_error_ratio,
         verdict=Verdict.PASS if passed else Verdict.FAIL,
-        tokens=_TOKENS - left,
+        tokens=_TOKENS - remaining,
         rows=tuple(rows),
     )
 
@@ -88,7 +88,7 @@ def measure(
 
     Args:
         variant_weights: checkpoint with the baseline's layers; its vocabulary may differ.
-        baseline_weights: checkpoint that it was made from, not quantised.
+        baseline_weights: checkpoint that the variant was made from, not quantised.
         texts: token ids of the baseline.
 
     Returns:
@@ -113,7 +113,7 @@ def measure(
             if weight is None or weight.shape != linear.shape:
                 raise EvalError(
                     f"{variant_weights}: {baseline_weights} has no {name} of shape {linear.shape} in layer {layer}; "
-                    "name the baseline that it was made from"
+                    "name the baseline that the variant was made from"
                 )
             weight.copy_(round_to_nearest(weight, linear.group_size, linear.bits, symmetric=linear.symmetric))
     rounded_errors = _layer_errors(model, calls)

@@ -95,7 +95,7 @@ class TaskScore(Block):
     )
 
     @model_validator(mode="after")
-    def _floor_is_judged(self) -> "TaskScore":
+    def _floor_has_a_verdict(self) -> "TaskScore":
         if (self.floor is None) != (self.floor_verdict is None):
             raise ValueError("floor and floor_verdict belong together")
         return self
@@ -142,14 +142,14 @@ class Quality(SplitRecord):
         }
 
     def tables(self, path: Path) -> list[Table]:
-        """Scores by task; lengths, which old records lack, and floors where there are some."""
+        """Scores by task, with lengths of generations and floors where the record has them."""
         columns: dict[str, Callable[[tuple[str, TaskScore]], object]] = {
             "task": lambda row: self.task_name(row[0]),
             "measure": lambda row: MEASURE_NAMES.get(row[1].measure, row[1].measure),
             "score ± SE": lambda row: f"{row[1].value:.3f} ± {row[1].standard_error:.3f}",
             "items": lambda row: f"{row[1].item_count} of {row[1].available_count}",
-            "truncated": lambda row: _share(row[1].truncated_count, row[1].output_count),
-            "empty": lambda row: _share(row[1].empty_count, row[1].output_count),
+            "truncated": lambda row: _count_of_outputs(row[1].truncated_count, row[1].output_count),
+            "empty": lambda row: _count_of_outputs(row[1].empty_count, row[1].output_count),
         }
         if any(score.output_tokens for score in self.tasks.values()):
             columns["output tokens: mean, p50, max"] = lambda row: row[1].output_tokens
@@ -226,10 +226,10 @@ def measure(
     datasets.require(suite.datasets, suite.nltk, variant.root)
     logs = variant.root / "logs"
     started = provenance.utc_now()
-    questions = suite.model_dump(mode="json"), limit, chat, str(split)
+    key_parts = suite.model_dump(mode="json"), limit, chat, str(split)
     with (
         serve(variant, port=port, log=logs / f"serve-{variant.name}.log", progress=progress) as server,
-        locked(journal_file("quality", server.server.command, *questions)) as answers,
+        locked(journal_file("quality", server.server.command, *key_parts)) as answers,
     ):
         log = logs / f"quality-{variant.name}.log"
         try:
@@ -362,8 +362,8 @@ def _output_tokens(counts: Sequence[int | None]) -> OutputTokens | None:
     return OutputTokens(mean=sum(known) / len(known), p50=median(known), max=max(known))
 
 
-def _share(count: int | None, outputs: int | None) -> str:
-    """A count out of all generations, whose number old records lack."""
+def _count_of_outputs(count: int | None, outputs: int | None) -> str:
+    """A count, with the number of all generations where the record has it."""
     if count is None:
         return "-"
     return str(count) if outputs is None else f"{count} of {outputs}"

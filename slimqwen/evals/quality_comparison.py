@@ -1,4 +1,4 @@
-"""Two quality records compared item by item: paired differences and non-inferiority verdicts."""
+"""Comparison of two quality records by item: paired differences and non-inferiority verdicts."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ class TaskComparison:
 
     @property
     def difference_interval(self) -> tuple[float, float]:
-        """Interval that the verdict rests on, of the difference instead of the gain."""
+        """The verdict's interval, of the difference instead of the gain."""
         low, high = self.judgement.low, self.judgement.high
         return (low, high) if self.higher_is_better else (-high, -low)
 
@@ -94,26 +94,26 @@ def _pair_order(pair: tuple[StoredRecord[Quality], StoredRecord[Quality]]) -> tu
 
 
 def current_records(folder: Path) -> list[StoredRecord[Quality]]:
-    """The quality records in experiments/<variant> of the checkpoint that was scored last, newest first; of no split.
+    """The quality records of no split in experiments/<variant>, of the checkpoint scored last; newest first.
 
     Raises:
         RecordError: one is damaged.
     """
-    entry = [
+    entries = [
         StoredRecord(path, store.short_path(path), store.read(path, Quality))
         for path in store.records(folder, Quality)
     ]
-    return of_newest_checkpoint([each for each in entry if each.record.split is None])
+    return of_newest_checkpoint([each for each in entries if each.record.split is None])
 
 
 def of_newest_checkpoint(records: Sequence[StoredRecord[Quality]]) -> list[StoredRecord[Quality]]:
-    """Those of the first record's checkpoint; records of earlier checkpoints are left out."""
+    """The records of the first record's checkpoint, without those of earlier checkpoints."""
     digests = [entry.record.provenance.checkpoint.digest for entry in records]
     return [entry for entry, digest in zip(records, digests, strict=True) if digest == digests[0]]
 
 
 def widest(records: Iterable[StoredRecord[Quality]]) -> StoredRecord[Quality] | None:
-    """The record that says most of its variant: completions before chat, then most items, then the newest."""
+    """The most informative record: completions before chat, then most items, then the newest."""
     return max(
         records,
         key=lambda entry: (entry.record.endpoint != "chat", entry.record.item_count, entry.path.name),
@@ -122,7 +122,7 @@ def widest(records: Iterable[StoredRecord[Quality]]) -> StoredRecord[Quality] | 
 
 
 def basis(record: Quality) -> dict[str, Any]:
-    """What two quality records must share to be compared."""
+    """Properties that two quality records must share to be comparable, by name."""
     return {
         "suite": record.suite,
         "limit": record.limit or "all items",
@@ -177,7 +177,7 @@ def compare_items(
     if set(answers_a) | set(answers_b) <= {0.0, 1.0}:
         discordance = intervals.mcnemar([v == 1 for v in answers_a], [v == 1 for v in answers_b])
         estimate = intervals.mean(answers_b - answers_a, totals)
-        # The exact interval is judged and shown: a bootstrap would take a third of a second for nothing.
+        # Verdict and table use the exact interval, so the bootstrap, a third of a second, is left out.
         interval = non_inferiority.paired_proportion_interval(discordance, estimate.count)
         difference = intervals.Difference(estimate.value, estimate.standard_error, *interval, estimate.count)
     else:
@@ -238,7 +238,7 @@ def paired_table(
 
     Args:
         record: one of the two records.
-        sides: what the records are called.
+        sides: names of the two records.
         rows: comparisons of the tasks.
     """
     first, second = sides if sides[0] != sides[1] else (sides[0], f"{sides[1]} again")
@@ -258,7 +258,7 @@ def paired_table(
 
 
 def finding(record: Quality, path: Path, records: Collection) -> str:
-    """What a quality record found, for a line of the log.
+    """The result of a quality record, for a line of the log.
 
     Args:
         records: all records, the baseline's among them.
@@ -273,7 +273,7 @@ def finding(record: Quality, path: Path, records: Collection) -> str:
             for task, score in record.tasks.items()
         )
     baseline, rows = comparison
-    # Measures have units of their own, so what counts is how much of its margin each may have lost.
+    # Measures differ in their units, so losses are compared as shares of their margins.
     worst = min(
         rows,
         key=lambda row: (
@@ -281,12 +281,12 @@ def finding(record: Quality, path: Path, records: Collection) -> str:
             row.judgement.low / (row.judgement.margin or 1),
         ),
     )
-    judged = worst.judgement
+    judgement = worst.judgement
     gain = worst.difference.value if worst.higher_is_better else -worst.difference.value
     return (
         f"{overall([row.judgement.verdict for row in rows])}: {record.task_name(worst.task)} gains {gain:+.3f} "
-        f"[{judged.low:+.3f}, {judged.high:+.3f}] where -{judged.margin:g} is allowed, the worst of {len(rows)}, "
-        f"of {baseline}"
+        f"[{judgement.low:+.3f}, {judgement.high:+.3f}] where -{judgement.margin:g} is allowed, "
+        f"the worst of {len(rows)}, of {baseline}"
     )
 
 
@@ -297,10 +297,10 @@ def replay(record: Quality, path: Path, repeat: Repeat) -> Outcome:
         RecordError: its items are damaged.
         SlimqwenError: the measurement failed.
     """
-    before = {_key(item): item for item in store.read_items(path)}
+    items = {_key(item): item for item in store.read_items(path)}
     (variant,) = repeat.variants([record.variant])
     suite = Suite.load(record.suite, variant.root)
-    # A run may have had all tasks think, or none, whatever the suite says.
+    # A run may have switched thinking on or off for all tasks, whatever the suite says.
     thinking = {task: score.settings.get("thinking") for task, score in record.tasks.items()}
     tasks = (
         task if thinking.get(task.name) is None else task.model_copy(update={"thinking": thinking[task.name]})
@@ -315,23 +315,24 @@ def replay(record: Quality, path: Path, repeat: Repeat) -> Outcome:
         records_folder=repeat.folder / variant.name,
         **repeat.options,
     )
-    now, after = store.read(repetition, Quality), {_key(item): item for item in store.read_items(repetition)}
-    shared = [key for key in before if key in after]
-    unequal = sum(_answer(before[key]) != _answer(after[key]) for key in shared)
-    alone = len(before.keys() ^ after.keys())
+    repeated = store.read(repetition, Quality)
+    repeated_items = {_key(item): item for item in store.read_items(repetition)}
+    shared = [key for key in items if key in repeated_items]
+    unequal_count = sum(_answer(items[key]) != _answer(repeated_items[key]) for key in shared)
+    unmatched_count = len(items.keys() ^ repeated_items.keys())
     summary = f"reproduced: all {len(shared):,} answers and their scores are equal"
-    if unequal or alone:
-        summary = f"{unequal:,} of {len(shared):,} answers or their scores differ"
-        summary += f", {alone:,} items are on one side alone" if alone else ""
+    if unequal_count or unmatched_count:
+        summary = f"{unequal_count:,} of {len(shared):,} answers or their scores differ"
+        summary += f", {unmatched_count:,} items are on one side alone" if unmatched_count else ""
     rows = []
     for task, score in record.tasks.items():
-        sides = [[side[key] for key in shared if key[0] == task] for side in (before, after)]
-        if len(sides[0]) > 1 and task in now.tasks:
-            rows.append(compare_items(task, score, now.tasks[task].value, *sides))
+        sides = [[side[key] for key in shared if key[0] == task] for side in (items, repeated_items)]
+        if len(sides[0]) > 1 and task in repeated.tasks:
+            rows.append(compare_items(task, score, repeated.tasks[task].value, *sides))
     table = paired_table(
         f"Quality of {record.variant}, then and now", record, ("then", "now"), rows, (VERDICT_NOTE,)
     )
-    return Outcome(repetition, not unequal and not alone, summary, (table,))
+    return Outcome(repetition, not unequal_count and not unmatched_count, summary, (table,))
 
 
 def _key(item: Mapping[str, Any]) -> tuple[str, str, int]:

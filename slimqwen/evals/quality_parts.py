@@ -91,7 +91,7 @@ def ask(
             split=split,
             progress=progress,
         )
-    # The port is that of config.env, because the one taken here means nothing afterwards.
+    # The record has the port of config.env, because the free port means nothing afterwards.
     block = provenance.describe(
         ServerCommand.resolve(variant),
         command,
@@ -124,7 +124,7 @@ def write(
     Raises:
         EvalError: the parts were answered by different checkpoints, flags, versions or hardware.
     """
-    block = _joined([part.block for part in parts], variant.name)
+    block = _joined_provenance([part.block for part in parts], variant.name)
     runs = [
         TaskRun(
             runs[0].task,
@@ -147,8 +147,8 @@ def write(
     )
 
 
-def _joined(blocks: Sequence[ServedProvenance], name: str) -> ServedProvenance:
-    """One provenance of parts that were made alike."""
+def _joined_provenance(blocks: Sequence[ServedProvenance], name: str) -> ServedProvenance:
+    """One provenance for parts that were measured under the same circumstances."""
     first = blocks[0]
     for field in ("hardware", "packages", "flags", "environment", "checkpoint", "threads", "git"):
         if any(getattr(block, field) != getattr(first, field) for block in blocks):

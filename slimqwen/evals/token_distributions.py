@@ -34,7 +34,7 @@ from slimqwen.serving.shared_server import ServerLostError, SharedServer
 from slimqwen.vllm_plugin.api_key import authorization
 
 _LEAST_SHARE = 1e-12
-"""Lowest probability of the tail: rounding can make it negative."""
+"""Floor of the tail's probability, which rounding can make negative."""
 
 _TIMEOUT_S = 600
 
@@ -91,8 +91,8 @@ def compare(
         EvalError: a text or the prefix is missing, or the vocabularies are unrelated.
     """
     kept_ids = kept_token_ids(variant_weights)
-    read = read_texts(root / settings.texts, split)
-    texts = list(_tokenised(variant_weights, baseline_weights, settings, read, kept_ids, max_model_len))
+    raw_texts = read_texts(root / settings.texts, split)
+    texts = list(_tokenised(variant_weights, baseline_weights, settings, raw_texts, kept_ids, max_model_len))
     baseline = BaselineModel(baseline_weights, root / KEPT_STATES)
     comparisons: list[TextComparison] = []
     longest = max(len(text.variant_ids) for text in texts)
@@ -134,10 +134,9 @@ def compare_served(
 ) -> list[TextComparison]:
     """Compare a server's distributions with the baseline's on the settings' texts.
 
-    A server gives the likeliest `TOP_K` tokens of a position and the text's own token. The divergence is that of these
-    tokens and of one bucket for all others, and therefore never larger than that of the whole distributions (Kullback,
-    Information Theory and Statistics, 1959, on grouped observations). Agreement, regret, head tokens and bits are
-    exact.
+    A server gives the likeliest `TOP_K` tokens of a position and the text's own token. The divergence counts all other
+    tokens as one, so it is never larger than the divergence of the whole distributions (Kullback, Information Theory
+    and Statistics, 1959, on grouped observations). Agreement, regret, head tokens and bits are exact.
 
     Args:
         baseline_weights: checkpoint that transformers loads.
@@ -149,12 +148,12 @@ def compare_served(
 
     Raises:
         EvalError: as for `compare`.
-        ServerLostError: the server died, or refused so many log-probabilities.
+        ServerLostError: the server died, or refused `TOP_K` log-probabilities.
     """
     variant_weights = server.variant.weights
     kept_ids = kept_token_ids(variant_weights)
-    read = read_texts(root / settings.texts, split)
-    texts = list(_tokenised(variant_weights, baseline_weights, settings, read, kept_ids, max_model_len))
+    raw_texts = read_texts(root / settings.texts, split)
+    texts = list(_tokenised(variant_weights, baseline_weights, settings, raw_texts, kept_ids, max_model_len))
     baseline = BaselineModel(baseline_weights, root / KEPT_STATES)
     comparisons = []
     with ThreadPoolExecutor(settings.batch) as pool:
@@ -186,13 +185,13 @@ def read_texts(file: Path, split: Split | None = None) -> list[tuple[str, str]]:
         texts = [(str(row["id"]), str(row["text"])) for row in rows]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise EvalError(f'{file}: unusable ({error!r}); write {{"id", "text"}} on each line') from None
-    chosen = [each for each in texts if split is None or split.has(each[1])]
-    if split and len(chosen) < 2:
+    side_texts = [each for each in texts if split is None or split.has(each[1])]
+    if split and len(side_texts) < 2:
         raise EvalError(
-            f"{file}: {len(chosen)} of {len(texts)} texts are on the {split}; give it more texts, or change "
+            f"{file}: {len(side_texts)} of {len(texts)} texts are on the {split}; add texts to the file, or change "
             "proof_share of the suite"
         )
-    return chosen
+    return side_texts
 
 
 class _Comparer:
@@ -255,7 +254,7 @@ class _Comparer:
         self.comparison.variant_bits = float(-own_q.double().sum() / math.log(2))
         if not self.text.comparable:
             return
-        # Ties go to the lower id, as argmax does in `add`: vLLM puts the text's own token first.
+        # Of tied tokens the lower id is chosen, as by argmax in `add`; vLLM puts the text's own token first.
         ranked = [sorted(row.items(), key=lambda pair: (-pair[1], pair[0]))[:TOP_K] for row in positions]
         top = torch.tensor([[token for token, _ in row] for row in ranked])
         q = torch.tensor([[log_q for _, log_q in row] for row in ranked])
@@ -296,7 +295,7 @@ def _prefill(llm: Any, comparers: Sequence[_Comparer]) -> None:
     """Have vLLM read the texts of the comparers at once."""
 
     def consume(log_q: Tensor, targets: Tensor) -> None:
-        # Rows come without a request id: the following tokens tell the text.
+        # Rows have no request id, so the tokens of the text identify it.
         for comparer in comparers:
             if comparer.expects(targets):
                 comparer.add(log_q, targets)
@@ -311,7 +310,7 @@ def _prefill(llm: Any, comparers: Sequence[_Comparer]) -> None:
 
 
 def _with_tail(log_probabilities: Tensor) -> Tensor:
-    """Probabilities of the given tokens and of all others as one, none of them zero: [positions, tokens + 1]."""
+    """Probabilities of these tokens and of all others together, none of them zero: [positions, tokens + 1]."""
     shares = log_probabilities.double().exp()
     tail = (1 - shares.sum(1, keepdim=True)).clamp(min=0)
     return torch.cat([shares, tail], 1).clamp(min=_LEAST_SHARE)

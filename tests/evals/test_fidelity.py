@@ -60,7 +60,7 @@ def test_a_side_of_the_split_has_texts_of_its_own(settings, tmp_path):
     few = tmp_path / "few.jsonl"
     few.write_text(json.dumps({"id": "a", "text": "alone"}))
     with pytest.raises(
-        EvalError, match="of 1 texts are on the proof split, 50% of the items; give it more texts"
+        EvalError, match="of 1 texts are on the proof split, 50% of the items; add texts to the file"
     ):
         token_distributions.read_texts(few, Split(side="proof", proof_share=0.5))
 
