@@ -247,7 +247,7 @@ def measure(
         speed_bound: cost model that chooses the depth where no GPU is measured; None for no choice there.
 
     Raises:
-        ServingError: the variant answers for speed and memory only.
+        ServingError: the variant is measured for speed and memory only.
         EvalError: the checkpoint has no MTP head, or the engine drafts nothing.
     """
     speed_only.refuse(variant, "acceptance")

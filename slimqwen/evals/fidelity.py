@@ -203,7 +203,7 @@ def measure(
         port: TCP port of the server instead of the variant's own.
 
     Raises:
-        ServingError: the variant answers for speed and memory only.
+        ServingError: the variant is measured for speed and memory only.
         EvalError: the checkpoints, texts or settings allow no comparison.
         ServerLostError: the server died or refused a request; nothing is recorded.
     """

@@ -160,7 +160,7 @@ def measure(
         settings_name: name of a file in eval/gates/.
 
     Raises:
-        ServingError: the variant answers for speed and memory only.
+        ServingError: the variant is measured for speed and memory only.
         EvalError: the variant has no baseline.
     """
     speed_only.refuse(variant, "the gate's checks")

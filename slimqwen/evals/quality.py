@@ -215,7 +215,7 @@ def measure(
 
     Raises:
         ServerLostError: the server died or refused a request; no record is written, its answers are kept.
-        ServingError: the variant answers for speed and memory only.
+        ServingError: the variant is measured for speed and memory only.
         EvalError: a task is missing or broken, the chat template has no switch that the suite needs, the suite's data
             are not fetched, or the limit is below 2.
         PromptTooLongError: the served context cannot hold a prompt.

@@ -26,7 +26,7 @@ REFERENCE_MODES = Modes(
     draft_tokens=0,
     prefix_caching=False,
     kv_cache_dtype="auto",
-    # vLLM does not vouch for this model without; with a token budget of the whole context it never cuts a prompt.
+    # vLLM does not guarantee this model without it; with a token budget of the whole context no prompt is cut.
     chunked_prefill=True,
     concurrency=1,
     graphs="eager",
@@ -86,7 +86,7 @@ class ServedEngine:
 
     @classmethod
     def of(cls, server: ServerCommand) -> Self:
-        """As a command serves it."""
+        """The engine that a server's command starts."""
         return cls(dict(server.flags), server.platform, server.max_model_len, server.variant.root)
 
 
@@ -109,12 +109,12 @@ def combine(
         "concurrency": (1, served.concurrency if served.concurrency > 1 else settings.concurrency),
         "graphs": get_args(unsafe_engines.GraphMode)[: 2 if engine.platform == "cpu" else 3],
     }
-    wanted = [served]
+    requested = [served]
     for group in settings.crossed:
-        for chosen in itertools.product(*(values[mode] for mode in group)):
-            wanted.append(served.model_copy(update=dict(zip(group, chosen, strict=True))))
+        for group_values in itertools.product(*(values[mode] for mode in group)):
+            requested.append(served.model_copy(update=dict(zip(group, group_values, strict=True))))
     combinations = []
-    for modes in dict.fromkeys(wanted):
+    for modes in dict.fromkeys(requested):
         flags = flags_of(modes, served, engine)
         differs_in_concurrency_only = modes.model_copy(update={"concurrency": served.concurrency}) == served
         combinations.append(
@@ -136,14 +136,14 @@ def _platform_refusal(
         return "the checkpoint has no MTP head"
     if platform != "cpu":
         return None
-    lacking = (row for row in platforms.GPU_ONLY if row.flag in flags and row.applies(flags[row.flag]))
-    return next((row.why for row in lacking), None)
+    refusals = (row for row in platforms.GPU_ONLY if row.flag in flags and row.applies(flags[row.flag]))
+    return next((row.why for row in refusals), None)
 
 
 def flags_of(modes: Modes, served: Modes, engine: ServedEngine) -> dict[str, Any]:
     """The variant's flags with other modes.
 
-    Flags that are no mode stay, except those that depend on a mode that changes.
+    Flags that set no mode are kept, except those that depend on a changed mode.
 
     Args:
         served: modes of the variant.
@@ -190,19 +190,19 @@ def answer_by_reference(
     """
     progress("starting", 0, 0)
     settings, engine = task
-    # What the flags leave to vLLM is as its server would choose.
+    # Modes that the flags leave open are those that vLLM's server chooses.
     config = _vllm_config(weights, engine.flags)
     defaults = {
         "prefix_caching": config.cache_config.enable_prefix_caching,
         "chunked_prefill": config.scheduler_config.enable_chunked_prefill,
         "concurrency": config.scheduler_config.max_num_seqs,
     }
-    given = unsafe_engines.served_modes(engine.flags, engine.platform)
-    served = Modes(**{name: defaults[name] if value is None else value for name, value in given.items()})
-    budget = (
+    flag_modes = unsafe_engines.served_modes(engine.flags, engine.platform)
+    served = Modes(**{name: defaults[name] if value is None else value for name, value in flag_modes.items()})
+    tokens_per_step = (
         engine.flags.get("max-num-batched-tokens") or config.scheduler_config.max_num_batched_tokens
-    )  # tokens per step
-    engine = dataclasses.replace(engine, flags={**engine.flags, "max-num-batched-tokens": budget})
+    )
+    engine = dataclasses.replace(engine, flags={**engine.flags, "max-num-batched-tokens": tokens_per_step})
     has_mtp = bool(checkpoint.text_config(checkpoint.read_config(weights)).get("mtp_num_hidden_layers"))
     combinations = [
         dataclasses.replace(each, refusal=each.refusal or _vllm_refusal(weights, each.flags))
@@ -211,14 +211,14 @@ def answer_by_reference(
     with in_process.served_engine(
         weights,
         flags_of(REFERENCE_MODES, served, engine),
-        max_num_batched_tokens=max(engine.context_len, budget),
+        max_num_batched_tokens=max(engine.context_len, tokens_per_step),
     ) as llm:
         requests = scenarios.cut_requests(
             settings,
             weights,
             engine.root,
             context_len=engine.context_len,
-            max_batched_tokens=budget,
+            max_batched_tokens=tokens_per_step,
             block_size=scenarios.cache_block_size(llm),
             draft_tokens=served.draft_tokens or settings.draft_tokens,
             concurrency=served.concurrency if served.concurrency > 1 else settings.concurrency,

@@ -1,4 +1,4 @@
-"""Isolation: an engine runs in a process of its own, so that a crash or a hang of vLLM there is a result here."""
+"""Isolation: each engine runs in a process of its own, so that a crash or hang of vLLM becomes a result."""
 
 import os
 import signal
@@ -30,8 +30,8 @@ class Engines:
     Attributes:
         server: command of the variant's server, whose environment they have.
         timeout_s: time limit of each, seconds.
-        log: receives what they print, and is named in errors.
-        worker: the process that has imported vLLM, of which theirs are forked.
+        log: file for their output, named in errors.
+        worker: process that has imported vLLM; the engines' processes are forked from it.
     """
 
     server: ServerCommand
@@ -105,31 +105,31 @@ class Engines:
         return f"{activity or 'starting'}: no end within {self.timeout_s:.0f} s"
 
 
-def server_here(variant: Variant, doing: str) -> ServerCommand:
+def server_here(variant: Variant, action: str) -> ServerCommand:
     """The command that serves a variant on this machine.
 
     Args:
-        doing: what to do with it on a GPU host, for the message.
+        action: verb for the message, such as "check".
 
     Raises:
         ServingError: the variant needs a GPU and there is none.
     """
     server = ServerCommand.resolve(variant)
     if server.platform != platforms.detect():
-        raise ServingError(f"{variant.name} needs a GPU and there is none here; {doing} it on a GPU host")
+        raise ServingError(f"{variant.name} needs a GPU and there is none here; {action} it on a GPU host")
     return server
 
 
 def titled(title: str, progress: Progress) -> Progress:
-    """Progress of one engine under one title, whatever its scenario is called."""
+    """Progress of an engine under one title instead of the names of its scenarios."""
     return lambda _, done, total: progress(title, done, total)
 
 
 def _environment(server: ServerCommand, modes: Modes | None = None) -> dict[str, str]:
     """Environment of an engine's process: the server's, with a compile cache that all combinations share.
 
-    vLLM's own cache keeps a folder of torch's for every set of flags, so each combination would compile the same graphs
-    anew. Without it torch finds them by their content.
+    vLLM's own cache has a folder of torch's cache for every set of flags, so each combination would compile the same
+    graphs again. Without vLLM's cache torch finds the graphs by their content.
     """
     environment = server.process_environment()
     environment.pop(compile_watch.VARIABLE, None)
@@ -142,11 +142,11 @@ def _environment(server: ServerCommand, modes: Modes | None = None) -> dict[str,
 
 
 def _result(outcome: tuple[str, Any] | None, exit_code: int, activity: str | None, log: Path) -> Any:
-    """What a process that has ended amounts to.
+    """The result of a process that has ended.
 
     Args:
         outcome: kind and content of its last message; None where it sent none.
-        activity: what it reported last.
+        activity: its last reported activity; None before its first report.
     """
     if outcome is not None:
         kind, content = outcome
@@ -155,9 +155,11 @@ def _result(outcome: tuple[str, Any] | None, exit_code: int, activity: str | Non
         return f"{activity}: {content[:300]}" if kind == "failed" else content
     if exit_code == -signal.SIGKILL:
         raise EvalError(
-            f"the process of an engine was killed ({activity}), as when memory runs out; free some and run again: {log}"
+            f"an engine's process was killed ({activity}), as when memory runs out; free memory and run again: {log}"
         )
     death = f"signal {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exit code {exit_code}"
     if activity is None:
-        raise EvalError(f"the process of an engine did not begin ({death}): {log}")
+        raise EvalError(
+            f"an engine's process ended before its first report ({death}); its log says why: {log}"
+        )
     return f"{activity}: the process died ({death})"

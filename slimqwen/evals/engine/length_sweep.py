@@ -1,7 +1,7 @@
 """Length sweep: greedy tokens of consecutive prompt lengths, cold and from the prefix cache, with and without MTP.
 
 A hybrid model keeps a recurrent state at block boundaries alone, so a fault of its copies breaks one prompt length in
-every block, or one in 128, which a handful of lengths misses. Each arm is an engine of its own; every answer is
+every block, or one in 128; a handful of lengths misses it. Each arm is an engine of its own; every answer is
 compared with the reference engine's, which has neither drafts nor a prefix cache.
 """
 
@@ -160,7 +160,7 @@ def _listed(arm: Arm, cache: Cache) -> str:
 
 @dataclass(frozen=True)
 class Sweep:
-    """What an engine answered.
+    """The answers of an engine.
 
     Attributes:
         block_size: tokens in a block of its KV cache.
@@ -199,17 +199,17 @@ def measure(
             )
             flags = combinations.flags_of(arm_modes, served, engine)
             budget = engine.context_len
-            # Whole prompts first; then prompts in parts of one block, the fewest tokens that a step may have.
+            # First whole prompts, then prompts in parts of one block, the fewest tokens that a step may have.
             for title in ("whole prompts", "prompts in parts"):
-                began = time.monotonic()
-                limited = {**flags, "max-num-batched-tokens": budget}
+                start_s = time.monotonic()
+                budget_flags = {**flags, "max-num-batched-tokens": budget}
                 sweep = engines.run(
                     sweep_lengths,
-                    (settings, limited, variant.root),
+                    (settings, budget_flags, variant.root),
                     titled(f"K={depth}, {title}", progress),
                     modes=arm_modes,
                 )
-                arms.append(_ArmRun(arm_modes, budget, sweep, round(time.monotonic() - began, 1)))
+                arms.append(_ArmRun(arm_modes, budget, sweep, round(time.monotonic() - start_s, 1)))
                 if isinstance(sweep, str):
                     break
                 budget = sweep.block_size
@@ -221,14 +221,14 @@ def measure(
             raise EvalError(
                 f"{variant.name}: the reference engine fails ({reference}); its log says why: {log}"
             )
-    judged = [judge(arm, reference, settings.near_tie_nats, settings.cached_tie_nats) for arm in arms]
+    arm_results = [judge(arm, reference, settings.near_tie_nats, settings.cached_tie_nats) for arm in arms]
     record = LengthSweep(
         variant=variant.name,
         settings_name=settings_name,
         build=unsafe_engines.build(variant.weights, server.platform),
         near_tie_nats=settings.near_tie_nats,
         cached_tie_nats=settings.cached_tie_nats,
-        arms=tuple(arm for arm, _ in judged),
+        arms=tuple(arm for arm, _ in arm_results),
         provenance=provenance.describe(
             server,
             command,
@@ -237,7 +237,7 @@ def measure(
             seeds={"prompts": settings.seed},
         ),
     )
-    items = [{"arm": number, **item} for number, (_, compared) in enumerate(judged) for item in compared]
+    items = [{"arm": number, **item} for number, (_, compared) in enumerate(arm_results) for item in compared]
     path = store.write(variant.folder, record, items)
     _add_unsafe(record, path, variant.root)
     return path
@@ -245,7 +245,7 @@ def measure(
 
 @dataclass(frozen=True)
 class _ArmRun:
-    """An arm before it is judged; its sweep is a line of text if the engine broke down."""
+    """An arm before its answers are compared; its sweep is a line of text if the engine broke down."""
 
     modes: Modes
     token_budget: int
@@ -279,7 +279,7 @@ def sweep_lengths(
     hit_tokens: dict[int, int] = {}
     with in_process.served_engine(weights, flags) as llm:
         block_size = scenarios.cache_block_size(llm)
-        # Beside drafts vLLM leaves the last block of a hit out: a hit needs more than two blocks.
+        # With drafts vLLM leaves out the last block of a hit: a hit needs more than two blocks.
         first = 2 * block_size + 1
         count = settings.lengths
         template = _Template.read(weights, settings, root, first + count)
@@ -403,22 +403,22 @@ class _Template:
 
 
 def _served_modes(server: ServerCommand) -> Modes:
-    """The variant's modes; what its flags leave to vLLM is as in the reference engine."""
-    given = unsafe_engines.served_modes(server.flags, server.platform)
+    """The variant's modes; those that its flags leave open are the reference engine's."""
+    flag_modes = unsafe_engines.served_modes(server.flags, server.platform)
     return REFERENCE_MODES.model_copy(
-        update={name: value for name, value in given.items() if value is not None}
+        update={name: value for name, value in flag_modes.items() if value is not None}
     )
 
 
 def _depths(variant: Variant, served: Modes, settings: LengthSweepSettings) -> list[int]:
-    text = checkpoint.text_config(checkpoint.read_config(variant.weights))
-    if not text.get("mtp_num_hidden_layers"):
+    config = checkpoint.text_config(checkpoint.read_config(variant.weights))
+    if not config.get("mtp_num_hidden_layers"):
         return [0]
     return [0, served.draft_tokens or settings.draft_tokens]
 
 
 def _add_unsafe(record: LengthSweep, path: Path, root: Path) -> None:
-    shown = provenance.portable(str(path), root)
+    location = provenance.portable(str(path), root)
     # Whole prompts and prompts in parts are one combination of modes.
     failed = {arm.modes.model_dump_json(): arm for arm in record.arms if arm.verdict == Verdict.FAIL}
     findings = [
@@ -426,9 +426,9 @@ def _add_unsafe(record: LengthSweep, path: Path, root: Path) -> None:
             build=record.build,
             modes=arm.modes,
             reason=arm.failure or f"{len(arm.broken)} of {2 * arm.lengths} answers of prompt lengths differ",
-            record=shown,
+            record=location,
         )
         for arm in failed.values()
     ]
-    # A sweep that finds nothing takes nothing back: `eval engine` asks more kinds of requests.
-    unsafe_engines.update(root, record.build, shown, unsafe=findings, fine=[])
+    # A sweep without findings removes no entry: `eval engine` asks more kinds of requests.
+    unsafe_engines.update(root, record.build, location, unsafe=findings, fine=[])

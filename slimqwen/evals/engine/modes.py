@@ -2,7 +2,7 @@
 
 Each combination runs in a process of its own, so that a crash of vLLM is a result. A combination that changes a token
 beyond a near tie, crashes or hangs is unsafe and goes into eval/unsafe_engines.json, with which
-`slimqwen.serving` refuses to start a server; one that is fine again is removed from it.
+`slimqwen.serving` refuses to start a server; a combination that is fine again is removed from the file.
 """
 
 import dataclasses
@@ -81,7 +81,7 @@ class EngineModes(ServedRecord):
     cells: tuple[Cell, ...] = Field(min_length=1)
 
     @model_validator(mode="after")
-    def _one_is_served(self) -> "EngineModes":
+    def _one_cell_is_served(self) -> "EngineModes":
         if sum(cell.served for cell in self.cells) != 1:
             raise ValueError("exactly one cell must be the served one")
         return self
@@ -196,12 +196,11 @@ def measure(
 ) -> Path:
     """Compare a variant in every combination of engine modes, and update eval/unsafe_engines.json.
 
-    With a records folder the record is written there, and eval/ stays as it is.
-
     Combinations that an interrupted run has compared are not compared again.
 
     Args:
         settings_name: name of a file in eval/engine/.
+        records_folder: folder of the record instead of the variant's; eval/ then stays unchanged.
 
     Raises:
         EvalError: the settings do not fit the variant, the reference engine fails, or a process was killed.
@@ -224,7 +223,7 @@ def measure(
         )
         if isinstance(reference, str):
             raise EvalError(
-                f"{variant.name}: the reference engine fails ({reference}), so nothing can be compared with it: {log}"
+                f"{variant.name}: the reference engine fails ({reference}); its log says why: {log}"
             )
         # The reference engine's own answers are those of cell 0.
         items: list[dict[str, Any]] = [
@@ -278,7 +277,7 @@ def _run_combination(
     progress: Progress,
 ) -> tuple[Cell, list[dict[str, Any]]]:
     """Run the scenarios in one combination of modes, and compare its answers."""
-    began = time.monotonic()
+    start_s = time.monotonic()
     run: Run | str | None = None
     if combination.refusal is None:
         requests = {
@@ -288,7 +287,7 @@ def _run_combination(
         }
         task = (combination.modes, combination.flags, requests)
         run = engines.run(scenarios.play, task, progress, modes=combination.modes)
-    seconds = round(time.monotonic() - began, 1)
+    seconds = round(time.monotonic() - start_s, 1)
     return judge(combination, run, reference.answers, near_tie_nats, seconds=seconds)
 
 
@@ -303,14 +302,15 @@ def judge(
     """Compare the answers of a combination with the reference engine's.
 
     Args:
-        run: its answers and counters; the reason where it broke down; None where it is not available.
+        run: answers and counters of the combination; the reason where it broke down; None where it is not
+            available.
         answers: the reference engine's, by group.
         near_tie_nats: log-probability gap below which either token is correct.
 
     Returns:
         The cell, and one item per reply; an item has tokens where they differ.
     """
-    counters = (
+    counter_names = (
         "items",
         "near_ties",
         "tokens_compared",
@@ -327,7 +327,7 @@ def judge(
         preemptions=None,
         notes=(),
         seconds=seconds,
-        **dict.fromkeys(counters, 0),
+        **dict.fromkeys(counter_names, 0),
     )
     if run is None:
         return cell.model_copy(update={"state": State.NOT_AVAILABLE, "reason": combination.refusal}), []
@@ -380,25 +380,25 @@ def compare(answer: Answer, tokens: Sequence[int], near_tie_nats: float) -> Comp
         shorter = min(len(answer.tokens), len(tokens))
         return Comparison(shorter, len(answer.tokens) != len(tokens), False, None)
     likeliest = answer.log_probabilities[first]
-    other = likeliest.get(tokens[first])
-    gap = None if other is None else likeliest[answer.tokens[first]] - other
+    log_probability = likeliest.get(tokens[first])
+    gap = None if log_probability is None else likeliest[answer.tokens[first]] - log_probability
     return Comparison(first, True, gap is not None and gap < near_tie_nats, gap)
 
 
 def update_unsafe_engines(record: EngineModes, path: Path, root: Path) -> None:
-    """Write what a record found to eval/unsafe_engines.json.
+    """Write the findings of a record to eval/unsafe_engines.json.
 
     Args:
-        path: its file in experiments/.
+        path: file of the record in experiments/.
     """
-    shown = provenance.portable(str(path), root)
+    location = provenance.portable(str(path), root)
     unsafe_engines.update(
         root,
         record.build,
-        shown,
+        location,
         unsafe=[
             unsafe_engines.Finding(
-                build=record.build, modes=cell.modes, reason=cell.reason or "", record=shown
+                build=record.build, modes=cell.modes, reason=cell.reason or "", record=location
             )
             for cell in record.cells
             if cell.state == State.UNSAFE

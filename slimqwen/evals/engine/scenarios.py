@@ -1,7 +1,7 @@
 """The requests that every combination of engine modes answers, and the scenarios in which it answers them.
 
-Each engine is vLLM without HTTP, its scheduler in the same process (`slimqwen.serving.in_process`): the same tokens at
-every run. What only a server has, such as asynchronous scheduling, is therefore not covered.
+Each engine is vLLM without HTTP, with its scheduler in the same process (`slimqwen.serving.in_process`), so that every
+run gives the same tokens. Features of a server alone, such as asynchronous scheduling, are not covered.
 """
 
 import contextlib
@@ -98,7 +98,7 @@ class Answer:
     """An engine's continuation of a request.
 
     Attributes:
-        log_probabilities: likeliest tokens and their log-probabilities at each position; empty unless requested.
+        log_probabilities: log-probability of each of the likeliest tokens, by position; empty unless requested.
         abort_count: number of times the request was aborted and sent again.
     """
 
@@ -164,8 +164,8 @@ def replay(
 
     core = llm.llm_engine
     waiting = sorted(range(len(requests)), key=lambda number: arrivals[number] if arrivals else 0)
-    aborting = dict(abort_after or {})
-    produced = dict.fromkeys(range(len(requests)), 0)
+    pending_aborts = dict(abort_after or {})
+    output_counts = dict.fromkeys(range(len(requests)), 0)
     attempts = dict.fromkeys(range(len(requests)), 0)
     running: dict[str, int] = {}
     request_ids = map(str, itertools.count())
@@ -194,7 +194,7 @@ def replay(
             if output.request_id not in running:
                 continue  # the last output of an aborted request
             number, completion = running[output.request_id], output.outputs[0]
-            produced[number] = len(completion.token_ids)
+            output_counts[number] = len(completion.token_ids)
             if output.finished:
                 answers[number] = Answer(
                     tuple(completion.token_ids),
@@ -205,8 +205,12 @@ def replay(
                     attempts[number] - 1,
                 )
         for request_id, number in list(running.items()):
-            if number in aborting and number not in answers and produced[number] >= aborting[number]:
-                del aborting[number], running[request_id]
+            if (
+                number in pending_aborts
+                and number not in answers
+                and output_counts[number] >= pending_aborts[number]
+            ):
+                del pending_aborts[number], running[request_id]
                 core.abort_request([request_id])
                 send(number)
         after_step()
@@ -256,14 +260,14 @@ def cut_requests(
         return Request(tuple(cutter.cut(1, length)[0]), output_tokens)
 
     lengths = list(settings.prompt_tokens)
-    longer = max_batched_tokens + 2 * block_size
-    if longer + settings.output_tokens + draft_tokens <= context_len:
-        lengths.append(longer)
-    shared = settings.prefix.tokens
-    # Beside drafts vLLM leaves the last block of a hit out, so one block alone is never found.
+    long_length = max_batched_tokens + 2 * block_size
+    if long_length + settings.output_tokens + draft_tokens <= context_len:
+        lengths.append(long_length)
+    prefix_length = settings.prefix.tokens
+    # With drafts vLLM leaves out the last block of a hit, so a prefix of one block never hits.
     if 2 * block_size + _ENDING_TOKENS + settings.output_tokens + draft_tokens <= context_len:
-        shared = max(shared, 2 * block_size)
-    prefix = cut(shared, settings.output_tokens).prompt
+        prefix_length = max(prefix_length, 2 * block_size)
+    prefix = cut(prefix_length, settings.output_tokens).prompt
     endings = [cut(_ENDING_TOKENS, settings.output_tokens).prompt for _ in range(settings.prefix.requests)]
     # Drafts of the first step must not reach the block's end: vLLM would admit fewer requests and preempt none.
     run_up = 2 * (draft_tokens + 1)
@@ -316,7 +320,7 @@ def play(
     task: tuple[Modes, Mapping[str, Any], Mapping[str, list[Request]]],
     progress: Progress,
 ) -> Run:
-    """Run all scenarios in one combination of modes; `slimqwen.recipe.worker` calls it in a process of its own.
+    """Run all scenarios in one combination of modes; `Engines` calls it in a process of its own.
 
     Args:
         task: modes, vLLM's flags for them, and requests by group, with or without mixed ones.
@@ -367,10 +371,10 @@ def play(
             play_scenario(llm, "together", "growing", after_step=record_blocks_in_use)
             # Fewer blocks than all requests need together at their longest, more than one request needs.
             missing_blocks = min(modes.concurrency, _PREEMPTION_BATCH) - 1
-            earlier = in_process.counter(llm, "vllm:num_preemptions")
+            earlier_preemptions = in_process.counter(llm, "vllm:num_preemptions")
             with _small_cache(llm, round(max(blocks_in_use)) - missing_blocks):
                 play_scenario(llm, "preemption", "growing")
-            preemptions = in_process.counter(llm, "vllm:num_preemptions") - earlier
+            preemptions = in_process.counter(llm, "vllm:num_preemptions") - earlier_preemptions
             if not preemptions:
                 notes.append("nothing was preempted, although the KV cache was small")
         drafts = in_process.counter(llm, "vllm:spec_decode_num_draft_tokens")
@@ -383,9 +387,9 @@ def play(
 
 @contextlib.contextmanager
 def _small_cache(llm: Any, free_blocks: int) -> Iterator[None]:
-    """Leave an idle engine so many free blocks of its KV cache; another start with fewer would take longer."""
+    """Leave an idle engine `free_blocks` of its KV cache; another start with a smaller cache would take longer."""
     llm.reset_prefix_cache()
     pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
-    held = pool.get_new_blocks(pool.get_num_free_blocks() - free_blocks)
+    taken_blocks = pool.get_new_blocks(pool.get_num_free_blocks() - free_blocks)
     yield
-    pool.free_blocks(held)
+    pool.free_blocks(taken_blocks)

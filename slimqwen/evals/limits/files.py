@@ -1,4 +1,4 @@
-"""The files of eval/ that hold limits: which there are, and writing those that are missing or came from a record."""
+"""The files of eval/ with limits: reading them, and writing those that are missing or came from a record."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,11 +25,11 @@ _WIDTH = 120
 
 
 class FileChanges(NamedTuple):
-    """What became of the files.
+    """The files that a record wrote, and those that it left unchanged.
 
     Attributes:
-        written: files of this record.
-        kept: files whose limits were written by hand.
+        written: files with the record's limits.
+        kept: files with limits written by hand.
     """
 
     written: list[Path]
@@ -37,7 +37,7 @@ class FileChanges(NamedTuple):
 
 
 def committed(evaluation: str, root: Path) -> dict[str, float]:
-    """The limits that eval/ holds for an evaluation, by name; none of a file that is missing.
+    """The limits that eval/ holds for an evaluation, by name; those of missing files are left out.
 
     Raises:
         SettingsError: a file cannot be used.
@@ -62,7 +62,7 @@ def write(settings: LimitsSettings, record: LimitsRecord, path: Path, root: Path
         record: the limits.
 
     Raises:
-        SettingsError: a file that is there cannot be used.
+        SettingsError: an existing file cannot be used.
     """
     source = path.relative_to(root).as_posix()
     by_hand = [
@@ -81,9 +81,9 @@ def write(settings: LimitsSettings, record: LimitsRecord, path: Path, root: Path
         body = {"record": source, **{name: value for name, value in content.items() if name != "name"}}
         text = header + yaml.safe_dump(body, sort_keys=False, allow_unicode=True, width=_WIDTH)
         file.parent.mkdir(parents=True, exist_ok=True)
-        fresh = file.with_name(f".{file.name}.new")
-        fresh.write_text(text, encoding="utf-8")
-        fresh.replace(file)
+        unfinished = file.with_name(f".{file.name}.new")
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(file)
         result.written.append(file)
     return result
 
@@ -106,8 +106,8 @@ def _contents(
         (settings.length_sweep(root), near_tie),
     ]
     contents = {
-        type(each): {**each.model_dump(mode="json", exclude={"record"}), **changed}
-        for each, changed in changes
+        type(each): {**each.model_dump(mode="json", exclude={"record"}), **new_limits}
+        for each, new_limits in changes
     }
     checks = ("fidelity", "acceptance", "quality", "engine")
     return {**contents, GateSettings: dict.fromkeys(checks, settings.name)}

@@ -26,6 +26,7 @@ from slimqwen.records import provenance, store
 from slimqwen.records.journal import journal_file, locked
 from slimqwen.serving import speed_only
 from slimqwen.serving.command import ServerCommand
+from slimqwen.stats.intervals import Ratio
 from slimqwen.variant import Variant
 
 _ROUNDED = "rounded"
@@ -40,11 +41,11 @@ def measure(
     Repeats that an interrupted run has measured are not measured again.
 
     Returns:
-        The record's file, and what became of each file in eval/.
+        The record's file, and the written and the unchanged files of eval/.
 
     Raises:
         EvalError: the variant is no baseline, has no MTP head, or an engine failed.
-        ServingError: the variant answers for speed only, or needs a GPU and there is none.
+        ServingError: the variant is measured for speed only, or needs a GPU and there is none.
     """
     speed_only.refuse(variant, "the noise of its answers")
     started = provenance.utc_now()
@@ -58,28 +59,32 @@ def measure(
     inputs = [each.model_dump(mode="json") for each in (settings, baseline.fidelity, baseline.acceptance)]
     repeats = [each for each in settings.repeats if each.platform in (None, server.platform)]
     with locked(journal_file("limits", server, *inputs, baseline.engine.model_dump(mode="json"))) as journal:
-        run = _Runner(variant, server, settings, progress)
-        measured = []
+        runner = _Runner(variant, server, settings, progress)
+        repeat_noises = []
         for number, repeat in enumerate(repeats):
             key = repeat.model_dump(mode="json")
             entry = journal.get(key)
             if entry is None:
-                entry = run.repeat(baseline, repeat, f"{number + 1}/{len(repeats)} {repeat.name}").as_json()
+                entry = runner.repeat(
+                    baseline, repeat, f"{number + 1}/{len(repeats)} {repeat.name}"
+                ).as_json()
                 journal.add(key, entry)
-            measured.append(RepeatNoise.from_json(entry))
+            repeat_noises.append(RepeatNoise.from_json(entry))
         rounded = journal.get(_ROUNDED)
         if rounded is None:
-            rounded = run.rounded(baseline)
+            rounded = runner.rounded(baseline)
             journal.add(_ROUNDED, rounded)
         committed = files.committed(settings.name, root)
         margins = [task.non_inferiority_margin for task in suite.tasks if task.measure == BITS_PER_BYTE]
         result = LimitsRecord(
             variant=variant.name,
             evaluation=settings.name,
-            repeats=tuple(_summary(repeat, each) for repeat, each in zip(repeats, measured, strict=True)),
+            repeats=tuple(
+                _summary(repeat, each) for repeat, each in zip(repeats, repeat_noises, strict=True)
+            ),
             rounded=rounded["linears"],
             limits=(
-                *record.same_weights(settings, [_figures(each.texts) for each in measured], committed),
+                *record.same_weights(settings, [_figures(each.texts) for each in repeat_noises], committed),
                 *record.changed_weights(
                     settings,
                     _figures([TextComparison(**text) for text in rounded["texts"]]),
@@ -88,14 +93,19 @@ def measure(
                 ),
                 record.least_share(
                     settings,
-                    [_share(measured[0], each, baseline.acceptance) for each in measured[1:]],
+                    [
+                        _acceptance_ratio(repeat_noises[0], each, baseline.acceptance)
+                        for each in repeat_noises[1:]
+                    ],
                     committed.get("least_share"),
                 ),
-                record.near_tie(settings, noise.pooled(measured), committed.get("near_tie_nats")),
+                record.near_tie(
+                    settings, noise.all_gap_shifts(repeat_noises), committed.get("near_tie_nats")
+                ),
             ),
             depth=baseline.depth,
             gap_share=settings.gap_share,
-            positions=len(noise.pooled(measured)),
+            positions=len(noise.all_gap_shifts(repeat_noises)),
             provenance=provenance.of_variant(
                 variant,
                 command,
@@ -123,16 +133,16 @@ def _require_baseline(variant: Variant) -> None:
 
 
 def _baseline(variant: Variant, settings: LimitsSettings, server: ServerCommand) -> Baseline:
-    accepted: AcceptanceSettings = settings.acceptance(variant.root)
+    acceptance_settings: AcceptanceSettings = settings.acceptance(variant.root)
     engine: EngineSettings = settings.engine(variant.root)
     fidelity: FidelitySettings = settings.fidelity(variant.root)
-    longest = server.max_model_len - accepted.tokens - accepted.gate_depth - 1
+    longest = server.max_model_len - acceptance_settings.tokens - acceptance_settings.gate_depth - 1
     return Baseline(
         served=ServedEngine.of(server),
         fidelity=fidelity,
-        acceptance=accepted,
+        acceptance=acceptance_settings,
         engine=engine,
-        classes=drafting.cut_prompts(accepted, variant, variant, longest),
+        classes=drafting.cut_prompts(acceptance_settings, variant, variant, longest),
     )
 
 
@@ -148,7 +158,7 @@ class _Runner:
         self._reference: Reference | None = None
 
     def repeat(self, baseline: Baseline, repeat: Repeat, title: str) -> RepeatNoise:
-        """Measure one repeat; before the first the reference engine answers."""
+        """Measure one repeat; before the first repeat the reference engine answers."""
         if self._reference is None:
             self._reference = self._isolated(
                 noise.answer_by_reference, self._variant.weights, baseline, "reference engine"
@@ -158,7 +168,7 @@ class _Runner:
         return result
 
     def rounded(self, baseline: Baseline) -> dict[str, Any]:
-        """Compare the baseline with its MLPs rounded to 4 bits; the copy is removed again."""
+        """Compare the baseline with a copy whose MLPs are rounded to 4 bits; the copy is deleted."""
         copy = self._variant.root / ".cache" / "limits" / f"{self._variant.name}-rounded"
         shutil.rmtree(copy, ignore_errors=True)
         copy.mkdir(parents=True)
@@ -214,7 +224,7 @@ def _figures(texts: Sequence[TextComparison]) -> Figures:
     return figures
 
 
-def _share(first: RepeatNoise, second: RepeatNoise, settings: AcceptanceSettings) -> Any:
+def _acceptance_ratio(first: RepeatNoise, second: RepeatNoise, settings: AcceptanceSettings) -> Ratio:
     share = acceptance_share.judge(
         first.drafts, second.drafts, depth=settings.gate_depth, least_share=settings.least_share
     )
@@ -240,8 +250,8 @@ def _summary(repeat: Repeat, measured: RepeatNoise) -> RepeatSummary:
 def _digests(settings: LimitsSettings, baseline: Baseline, root: Path) -> Mapping[str, str]:
     """SHA-256 of the settings and texts, by path."""
     folders = (FidelitySettings.folder, AcceptanceSettings.folder, EngineSettings.folder)
-    used = [settings.file(root), root / baseline.fidelity.texts]
-    used += [root / "eval" / folder / f"{settings.settings}.yaml" for folder in folders]
+    inputs = [settings.file(root), root / baseline.fidelity.texts]
+    inputs += [root / "eval" / folder / f"{settings.settings}.yaml" for folder in folders]
     if baseline.acceptance.documents != "tinyworld":
-        used.append(root / baseline.acceptance.documents)
-    return {provenance.portable(str(file), root): sha256(file) for file in used}
+        inputs.append(root / baseline.acceptance.documents)
+    return {provenance.portable(str(file), root): sha256(file) for file in inputs}

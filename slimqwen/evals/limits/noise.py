@@ -1,4 +1,4 @@
-"""The noise of a baseline: what engines that differ in nothing that should matter make of the same checkpoint.
+"""The noise of a baseline: differences between engines that should give the same results for one checkpoint.
 
 Each repeat is a process of its own with three engines: one reads texts (fidelity against the checkpoint in float32),
 one counts drafts, one answers requests greedily with log-probabilities. `slimqwen.evals.engine.isolation` calls the
@@ -27,7 +27,7 @@ GROUPS = ("prompts", "prefixes", "mixed")
 
 @dataclass(frozen=True)
 class Baseline:
-    """What every repeat is made of.
+    """The inputs of every repeat.
 
     Attributes:
         served: how the baseline is served.
@@ -59,7 +59,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class RepeatNoise:
-    """What one repeat gave.
+    """The results of one repeat.
 
     Attributes:
         texts: comparison of each text with float32, head tokens included.
@@ -117,57 +117,59 @@ def measure_repeat(
     """Compare the baseline with itself in one engine.
 
     Args:
-        task: the baseline, vLLM's flags that replace its own, and the reference.
+        task: the baseline, vLLM's flags that replace the baseline's, and the reference.
     """
     from slimqwen.evals import token_distributions
 
     progress("starting", 0, 0)
-    baseline, replaced, reference = task
+    baseline, replacement_flags, reference = task
     served = baseline.served
-    concurrency = int(replaced.get("max-num-seqs", 1))
-    own = {**weight_flags(served.flags), **replaced}
+    concurrency = int(replacement_flags.get("max-num-seqs", 1))
+    flags = {**weight_flags(served.flags), **replacement_flags}
     texts = token_distributions.compare(
         weights,
         weights,
         baseline.fidelity.model_copy(update={"batch": concurrency}),
         served.root,
         max_model_len=served.context_len,
-        flags=own,
+        flags=flags,
         modes=["batched" if concurrency > 1 else "single"],
         progress=progress,
     )
-    # `drafting.count` decides about compilation itself.
-    counted = {name: value for name, value in own.items() if name != "enforce-eager"}
+    # `drafting.count` sets enforce-eager itself.
+    draft_flags = {name: value for name, value in flags.items() if name != "enforce-eager"}
     drafts = drafting.count(
-        weights, baseline.classes, baseline.acceptance, [baseline.depth], [0.0], counted, progress
+        weights, baseline.classes, baseline.acceptance, [baseline.depth], [0.0], draft_flags, progress
     )
-    shifts, answers, differing = _answer(weights, baseline, replaced, reference, progress)
+    shifts, answers, differing = _compare_answers(weights, baseline, replacement_flags, reference, progress)
     return RepeatNoise(texts, drafts, shifts, answers, differing)
 
 
 def gap_shifts(reference: Answer, answer: Answer) -> list[float]:
     """How far the gap between the reference's two likeliest tokens moved, nats, up to the first token that differs.
 
-    Positions are left out at which the second of them is no head token, because nothing ties there, or at which the
-    other engine does not list both.
+    Positions are left out where the second token is no head token, because nothing ties there, and where the other
+    engine does not list both tokens.
     """
     shifts = []
     positions = zip(
         reference.tokens, answer.tokens, reference.log_probabilities, answer.log_probabilities, strict=False
     )
-    for expected, token, before, after in positions:
-        first, second = sorted(before, key=lambda each: -before[each])[:2]
-        if before[second] >= HEAD_LOG_PROBABILITY and first in after and second in after:
-            shifts.append(abs((before[first] - before[second]) - (after[first] - after[second])))
+    for expected, token, reference_log_ps, log_ps in positions:
+        first, second = sorted(reference_log_ps, key=lambda each: -reference_log_ps[each])[:2]
+        if reference_log_ps[second] >= HEAD_LOG_PROBABILITY and first in log_ps and second in log_ps:
+            shifts.append(
+                abs((reference_log_ps[first] - reference_log_ps[second]) - (log_ps[first] - log_ps[second]))
+            )
         if token != expected:
             break
     return shifts
 
 
-def _answer(
+def _compare_answers(
     weights: Path,
     baseline: Baseline,
-    replaced: Mapping[str, Any],
+    replacement_flags: Mapping[str, Any],
     reference: Reference,
     progress: Progress,
 ) -> tuple[list[float], int, int]:
@@ -175,16 +177,16 @@ def _answer(
     served = baseline.served
     modes = Modes(
         draft_tokens=baseline.depth,
-        prefix_caching=bool(replaced.get("enable-prefix-caching", False)),
+        prefix_caching=bool(replacement_flags.get("enable-prefix-caching", False)),
         kv_cache_dtype=str(served.flags.get("kv-cache-dtype", "auto")),
         chunked_prefill=True,
-        concurrency=int(replaced.get("max-num-seqs", 1)),
-        graphs="eager" if replaced.get("enforce-eager", True) else "CUDA graphs",
+        concurrency=int(replacement_flags.get("max-num-seqs", 1)),
+        graphs="eager" if replacement_flags.get("enforce-eager", True) else "CUDA graphs",
     )
     budget = int(served.flags.get("max-num-batched-tokens") or served.context_len)
     flags = {
         **combinations.flags_of(modes, REFERENCE_MODES, _with_budget(served, budget)),
-        **replaced,
+        **replacement_flags,
     }
     shifts: list[float] = []
     count = differing = 0
@@ -203,6 +205,6 @@ def _with_budget(served: ServedEngine, budget: int) -> ServedEngine:
     return replace(served, flags={**served.flags, "max-num-batched-tokens": budget})
 
 
-def pooled(repeats: Sequence[RepeatNoise]) -> list[float]:
+def all_gap_shifts(repeats: Sequence[RepeatNoise]) -> list[float]:
     """The gap shifts of all repeats."""
     return [shift for repeat in repeats for shift in repeat.gap_shifts]

@@ -139,7 +139,7 @@ def same_weights(
         estimates = [_estimate(figures, figure) for figures in repeats]
         worst = max(estimates, key=lambda each: abs(each.value))
         bound = noise.upper_tolerance_bound([_reach(each) for each in estimates])
-        # The gate holds the joined text, which has no interval, against the same limit.
+        # The gate compares the joined text, which has no interval, with the same limit.
         joined = [each.joined_kl_nats for each in repeats if figure == "kl_nats" and each.joined_kl_nats]
         largest = max(abs(worst.value), *joined, 0.0)
         limits.append(
@@ -243,7 +243,7 @@ def near_tie(settings: LimitsSettings, shifts: Sequence[float], committed: float
 
 
 def rounded_up(value: float) -> float:
-    """A positive number with two significant digits, not below it."""
+    """A positive number rounded up to two significant digits; 0 for any other."""
     if value <= 0:
         return 0.0
     exponent = math.floor(math.log10(value)) - (_DIGITS - 1)
@@ -258,5 +258,5 @@ def _estimate(figures: Figures, name: str) -> Estimate:
 
 
 def _reach(estimate: Estimate) -> float:
-    """The end of an estimate's interval that is farther from zero."""
+    """Distance from zero to the farther end of an estimate's interval."""
     return abs(estimate.value) + Z * estimate.standard_error

@@ -31,13 +31,13 @@ class Repeat(BaseModel):
 
 
 class TextsSource(BaseModel):
-    """Where the texts come from that a repository does not hold.
+    """The source of texts that the repository does not hold.
 
     Attributes:
         file: parquet or .jsonl file of a suite's data set, relative to the repository.
         columns: columns whose contents make one text, joined by line ends.
-        fidelity_texts: texts that distributions are compared on.
-        documents: texts that prompts are cut from; other rows than the fidelity texts.
+        fidelity_texts: number of texts on which distributions are compared.
+        documents: number of texts that prompts are cut from; other rows than the fidelity texts.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -53,16 +53,16 @@ class LimitsSettings(Settings):
 
     Attributes:
         settings: name of the files in eval/{fidelity,acceptance,engine,length_sweep}/ whose sizes and seeds are used.
-        texts: instead of that fidelity file's texts.
-        documents: instead of the text that those files cut prompts from.
-        texts_from: what `texts` and `documents` are made from where they are missing.
+        texts: texts that replace those of the fidelity file.
+        documents: text that replaces the text from which those files cut prompts.
+        texts_from: source from which `texts` and `documents` are made where they are missing.
         noise_factor: limit for unchanged weights, as a multiple of the largest noise of the repeats.
         changed_factor: limit for changed weights, as a multiple of what 4-bit RTN of the MLPs costs.
         group_size: weights of a row that share a scale in that rounding.
         least_share: largest loss of acceptance length that counts as equal, as the share that is left; noise can only
             lower it.
         gap_share: share of positions whose log-probability gap moves by less than near_tie_nats.
-        repeats: engines; the first is what the others are compared with.
+        repeats: engines; the others are compared with the first.
         timeout_s: time limit of one repeat, seconds.
     """
 
@@ -81,7 +81,7 @@ class LimitsSettings(Settings):
     timeout_s: float = Field(gt=0)
 
     @model_validator(mode="after")
-    def _five_anywhere(self) -> Self:
+    def _five_repeats_on_any_platform(self) -> Self:
         if sum(repeat.platform is None for repeat in self.repeats) < 5:
             raise ValueError("fewer than five repeats for any platform")
         return self
@@ -134,9 +134,9 @@ def make_texts(settings: LimitsSettings, root: Path) -> None:
     lines = [json.dumps({"id": f"{n:04}", "text": text}, ensure_ascii=False) for n, text in enumerate(first)]
     for file, content in ((texts, "\n".join(lines)), (documents, "\n\n".join(others))):
         file.parent.mkdir(parents=True, exist_ok=True)
-        fresh = file.with_name(f".{file.name}.new")
-        fresh.write_text(f"{content}\n", encoding="utf-8")
-        fresh.replace(file)
+        unfinished = file.with_name(f".{file.name}.new")
+        unfinished.write_text(f"{content}\n", encoding="utf-8")
+        unfinished.replace(file)
 
 
 def _rows(source: TextsSource, root: Path) -> set[str]:

@@ -44,7 +44,11 @@ class HubDataset(BaseModel):
 
 @dataclass(frozen=True)
 class LocalDataset:
-    """A dataset in data/, at one commit; whether this call fetched it."""
+    """A dataset in data/ at one commit.
+
+    Attributes:
+        fetched: whether this call fetched it.
+    """
 
     dataset: HubDataset
     revision: str
@@ -53,7 +57,7 @@ class LocalDataset:
 
     def __str__(self) -> str:
         state = (
-            "is complete, as the hub lists it" if self.fetched else "is there, every file as it was fetched"
+            "is complete, as the hub lists it" if self.fetched else "is present, every file as it was fetched"
         )
         pin = "" if self.dataset.revision else f"; to pin it: `revision: {self.revision}` in eval/suites/"
         return (
@@ -65,7 +69,7 @@ class LocalDataset:
 def fetch_all(
     datasets: Iterable[HubDataset], resources: Iterable[str], root: Path, progress: Progress = silent
 ) -> list[str]:
-    """Fetch the data of a suite, or check those that are there.
+    """Fetch the data of a suite; check those that are present.
 
     Returns:
         A line for each dataset and resource.
@@ -75,15 +79,15 @@ def fetch_all(
         EvalError: as for `fetch`.
     """
     lines = [str(fetch(dataset, root, progress)) for dataset in datasets]
-    return lines + [f"{archive.relative_to(root)} is there" for archive in fetch_nltk(resources, root)]
+    return lines + [f"{archive.relative_to(root)} is present" for archive in fetch_nltk(resources, root)]
 
 
 def fetch(
     dataset: HubDataset, root: Path, progress: Progress = silent, endpoint: str | None = None
 ) -> LocalDataset:
-    """Fetch a dataset at its pinned commit, or hash it if it is there.
+    """Fetch a dataset at its pinned commit, or hash it if it is present.
 
-    An interrupted call leaves its files in data/.download-<name>/<commit>, where the next one continues. HF_TOKEN in
+    An interrupted call leaves its files in data/.download-<name>/<commit>, where the next call continues. HF_TOKEN in
     the environment opens gated repositories.
 
     Args:
@@ -96,7 +100,7 @@ def fetch(
     """
     folder = root / dataset.folder
     if (folder / MANIFEST).is_file():
-        return _local(dataset, root)
+        return _checked_dataset(dataset, root)
     repository = Repository(
         name=dataset.repository,
         kind="dataset",
@@ -124,7 +128,7 @@ def fetch(
         }
         (download.folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
         download.folder.rename(folder)
-    return _local(dataset, root, fetched=True)
+    return _checked_dataset(dataset, root, fetched=True)
 
 
 def fetch_nltk(resources: Iterable[str], root: Path, index: str | None = None) -> list[Path]:
@@ -159,7 +163,7 @@ def fetch_nltk(resources: Iterable[str], root: Path, index: str | None = None) -
 
 
 def require(datasets: Sequence[HubDataset], resources: Iterable[str], root: Path) -> list[Path]:
-    """Check that all data of a suite are there.
+    """Check that all data of a suite are present.
 
     Returns:
         nltk's archives, which decide scores as the datasets do.
@@ -178,11 +182,11 @@ def require(datasets: Sequence[HubDataset], resources: Iterable[str], root: Path
     if missing:
         raise EvalError(f"missing data: {', '.join(missing)}; {_CURE} fetches them over the network")
     for dataset in datasets:
-        _local(dataset, root)
+        _checked_dataset(dataset, root)
     return archives
 
 
-def _local(dataset: HubDataset, root: Path, *, fetched: bool = False) -> LocalDataset:
+def _checked_dataset(dataset: HubDataset, root: Path, *, fetched: bool = False) -> LocalDataset:
     """The dataset in data/, if it is at the commit of the suite and unchanged since it was fetched."""
     folder = root / dataset.folder
     cure = f"delete {dataset.folder} and run {_CURE}"

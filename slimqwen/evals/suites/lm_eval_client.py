@@ -53,7 +53,7 @@ class ServedCompletions(LocalCompletionsAPI):  # type: ignore[misc]  # lm_eval i
 
     Attributes:
         thinking: enable_thinking of the chat template; None leaves it out.
-        drops_thoughts: whether the answer is only what follows the thoughts; thoughts without an end make it empty.
+        drops_thoughts: whether answers exclude the thoughts; an answer with unfinished thoughts is empty.
         task: name of the task that the requests belong to.
         activity: current activity, for progress and errors.
     """
@@ -90,9 +90,9 @@ class ServedCompletions(LocalCompletionsAPI):  # type: ignore[misc]  # lm_eval i
             return [(0.0, False)]
         try:
             key = self._journal_key(**request)
-            known = self._answers.get(key) if self._answers is not None else None
-            if known is not None:
-                answer = [Generation(*each) if request["generate"] else tuple(each) for each in known]
+            stored = self._answers.get(key) if self._answers is not None else None
+            if stored is not None:
+                answer = [Generation(*each) if request["generate"] else tuple(each) for each in stored]
             else:
                 answer = await super().amodel_call(**request)
                 if self._answers is not None:
@@ -187,7 +187,7 @@ class ServedChat(ServedCompletions, LocalChatCompletion):  # type: ignore[misc]
         return LocalChatCompletion.apply_chat_template(self, chat_history, add_generation_prompt)
 
     def parse_generations(self, outputs: Any, **_: Any) -> list[str]:
-        """Texts of one response; thoughts that the server separated are put before them again."""
+        """Texts of one response; thoughts that the server separated are put back before them."""
         texts: list[str] = []
         for choice in outputs["choices"]:
             message = choice["message"]

@@ -65,9 +65,9 @@ class Part:
     number: int
     count: int
 
-    def of(self, items: int) -> range:
-        """The positions of its items among so many."""
-        return range(items * self.number // self.count, items * (self.number + 1) // self.count)
+    def of(self, item_count: int) -> range:
+        """Positions of the part's items among all items of a task."""
+        return range(item_count * self.number // self.count, item_count * (self.number + 1) // self.count)
 
 
 WHOLE = Part(0, 1)
@@ -107,7 +107,7 @@ def run(
     Args:
         limit: items of each task, DECIDING, or None for all.
         answers: journal of an earlier run's answers.
-        part: which of these items.
+        part: part of these items that is asked.
         split: side of the split that the items are on; None for both.
 
     Returns:
@@ -119,12 +119,12 @@ def run(
         ServerLostError: the server died or refused a request.
         PromptTooLongError: the served context cannot hold a prompt.
     """
-    # The data decide the scores; so do the task files, and the Python that these call.
+    # Data, task files and the Python that these call decide the scores.
     files = set(datasets.require(suite.datasets, suite.nltk, root))
     for pattern in ("*.yaml", "*.py"):
         files.update(suite.tasks_folder.glob(pattern) if suite.tasks_folder else ())
     progress("loading lm-eval", 0, 0)
-    # Read when the libraries are imported: every item is on disk, so no hub is asked.
+    # The libraries read these variables at import: every item is on disk, so no hub is asked.
     os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
     # Task files name their data relative to the repository.
     with capture_output(log, "lm_eval"), contextlib.chdir(root):
@@ -148,21 +148,23 @@ def run(
             if chat and any(part.OUTPUT_TYPE != "generate_until" for part in parts.values()):
                 continue
             count = task.items_to_decide if limit == DECIDING else limit
-            chosen = _choose(parts, suite, count, part, split)
+            item_numbers = _choose(parts, suite, count, part, split)
             client.task, client.thinking = task.name, thinking
             client.drops_thoughts = rendered and not task.reads_thoughts
-            repeats = range(task.repeats if chosen else 0)
+            repeats = range(task.repeats if item_numbers else 0)
             results = [
-                _evaluate(client, parts, chosen, SEED + repeat, rendered=rendered, log=log)
+                _evaluate(client, parts, item_numbers, SEED + repeat, rendered=rendered, log=log)
                 for repeat in repeats
             ]
             sizes = {name: len(part.eval_docs) for name, part in parts.items()}
             items = parse(task, sizes, [each["samples"] for each in results])
             runs.append(TaskRun(task, items, sum(sizes.values()), rendered))
-            for name in chosen:
+            for name in item_numbers:
                 files.update(_data_files(parts[name].dump_config(), root))
     if not runs:
-        raise EvalError(f"suite {suite.name} has no task that generates, so none can be asked with --chat")
+        raise EvalError(
+            f"suite {suite.name} has no task that generates, and --chat asks no others; leave out --chat"
+        )
     require_healthy(server.server.base_url, "finishing", log)
     return runs, sorted(files)
 
@@ -195,13 +197,13 @@ def parse(
 def _evaluate(
     client: "ServedCompletions",
     parts: Mapping[str, Any],
-    chosen: Mapping[str, list[int]],
+    item_numbers: Mapping[str, list[int]],
     seed: int,
     *,
     rendered: bool,
     log: Path,
 ) -> Mapping[str, Any]:
-    """lm-eval's results of one pass over the chosen items."""
+    """lm-eval's results of one pass over the items to ask."""
     import aiohttp
     import lm_eval
 
@@ -212,8 +214,8 @@ def _evaluate(
         # Not simple_evaluate, which spends half a minute on listing the installed packages with pip.
         results: Mapping[str, Any] = lm_eval.evaluate(
             lm=client,
-            task_dict={"tasks": {name: parts[name] for name in chosen}},
-            samples=chosen,
+            task_dict={"tasks": {name: parts[name] for name in item_numbers}},
+            samples=item_numbers,
             apply_chat_template=rendered,
             bootstrap_iters=0,  # standard errors are computed from the items
         )
@@ -299,39 +301,39 @@ def _load(manager: Any, suite: Suite, task: SuiteTask, *, chat: bool, thinks: bo
 def _seeded(process: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """A task's processing of its items with a fixed seed.
 
-    Some tasks shuffle options there, and lm-eval processes the items twice: for asking and for scoring.
+    Some tasks shuffle options in it, and lm-eval processes the items twice: for asking and for scoring.
     """
 
-    def processed(items: Any) -> Any:
+    def process_with_seed(items: Any) -> Any:
         random.seed(SEED)
         return process(items)
 
-    return processed
+    return process_with_seed
 
 
 def _choose(
     parts: Mapping[str, Any], suite: Suite, count: int | None, part: Part, split: Split | None
 ) -> dict[str, list[int]]:
-    """Numbers of the items to ask, by lm-eval task: a part of `count` over all these, or of all items."""
+    """Numbers of the items to ask, by lm-eval task: a part of the first `count` items of all tasks; None for all."""
     items = [
         (name, number, doc)
         for name, part in parts.items()
         for number, doc in enumerate(part.eval_docs)
-        if split is None or split.has(_asked(part, doc))
+        if split is None or split.has(_split_text(part, doc))
     ]
     if suite.sample == "drawn":
         items.sort(key=lambda item: _hash(item[2]))
-    chosen: dict[str, list[int]] = {}
-    ordered = sorted(items[:count], key=lambda item: item[:2])
-    for name, number, _ in (ordered[position] for position in part.of(len(ordered))):
-        chosen.setdefault(name, []).append(number)
-    return chosen
+    item_numbers: dict[str, list[int]] = {}
+    selected_items = sorted(items[:count], key=lambda item: item[:2])
+    for name, number, _ in (selected_items[position] for position in part.of(len(selected_items))):
+        item_numbers.setdefault(name, []).append(number)
+    return item_numbers
 
 
-def _asked(task: Any, doc: Mapping[str, Any]) -> str:
-    """The text of an item by which it is split: its question, or the text that it reads.
+def _split_text(task: Any, doc: Mapping[str, Any]) -> str:
+    """The text whose hash decides an item's side of the split: its question, or the text that is scored.
 
-    Two tasks may ask the same question, and fidelity may read the texts of a task; all of them are on one side then.
+    Two tasks may ask the same question, and fidelity may read the texts of a task; equal texts are on one side.
     """
     for text in (task.doc_to_text(doc), task.doc_to_target(doc)):
         if isinstance(text, str) and text:
@@ -343,7 +345,7 @@ def _require_thinking_switch(tokenizer: Any, weights: Path) -> None:
     from slimqwen.evals.suites.lm_eval_client import render
 
     if tokenizer.chat_template is None:
-        raise EvalError(f"weights/{weights.name} has no chat template, which this suite needs")
+        raise EvalError(f"weights/{weights.name} has no chat template, which this suite needs; add one")
     messages = [{"role": "user", "content": "?"}]
     if render(tokenizer, messages, True) == render(tokenizer, messages, False):
         raise EvalError(
@@ -356,11 +358,11 @@ def _item(task: SuiteTask, sample: Mapping[str, Any], offset: int, repeat: int) 
         value, weight = _score(task.measure, sample)
     except (KeyError, TypeError, ValueError) as error:
         raise EvalError(
-            f"{task.name}: its items have no {task.measure} ({error!r}); correct the suite"
+            f"{task.name}: the items have no {task.measure} ({error!r}); correct the suite"
         ) from error
     if not math.isfinite(value):
         raise EvalError(
-            f"{task.name}: item {sample['doc_id']} scored {value}; the model's output is not a number"
+            f"{task.name}: item {sample['doc_id']} scored {value}, not a number; check the checkpoint's weights"
         )
     output = sample["resps"][0][0]
     is_text = isinstance(output, str)
@@ -369,7 +371,7 @@ def _item(task: SuiteTask, sample: Mapping[str, Any], offset: int, repeat: int) 
     if task.cluster_by is not None:
         if task.cluster_by not in sample["doc"]:
             raise EvalError(
-                f"{task.name}: its items have no {task.cluster_by}; correct cluster_by in the suite"
+                f"{task.name}: the items have no {task.cluster_by}; correct cluster_by in the suite"
             )
         cluster = _hash([task.name, sample["doc"][task.cluster_by]])
     return Item(

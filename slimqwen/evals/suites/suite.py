@@ -47,7 +47,7 @@ class SuiteTask(BaseModel):
         overrides: fields of that definition to replace.
         thinking: enable_thinking of the chat template; None leaves the default.
         thinking_tokens: tokens added to the limit of a generation that thinks.
-        reads_thoughts: whether scoring sees the thoughts; otherwise it sees what follows them.
+        reads_thoughts: whether scoring sees the thoughts; otherwise only the text after them.
         repeats: generations of each item, each with its own seed.
         cluster_by: field of an item that names the passage it shares with other items.
     """
@@ -106,7 +106,7 @@ class Suite(Settings):
         sample: items of a limited run: the first of the file, or those chosen by their hashes.
         max_gen_toks: longest generation in tokens, whatever a task says.
         datasets: hub datasets, fetched by `slimqwen datasets`.
-        nltk: nltk resources for scoring, fetched likewise.
+        nltk: nltk resources for scoring, fetched by the same command.
         tasks: tasks in the order of the file.
         proof_share: share of the items that a search never sees, because its proof is made on them; it also splits the
             texts of fidelity and the documents of acceptance of the same gate.

@@ -57,7 +57,7 @@ def test_a_breakdown_is_one_line_that_names_the_activity(run, function, task, ti
     [
         (isolated_functions.refuse, None, "prompts do not fit"),
         (isolated_functions.end_by_signal, "SIGKILL", "as when memory runs out"),
-        (isolated_functions.end_before_it_begins, None, r"did not begin \(exit code 3\)"),
+        (isolated_functions.end_before_it_begins, None, r"ended before its first report \(exit code 3\)"),
     ],
 )
 def test_what_is_no_fault_of_the_function_is_an_error(run, function, task, message):
