@@ -258,7 +258,7 @@ def measure(
         side.require_weights()
     config = checkpoint.text_config(checkpoint.read_config(variant.weights))
     if not config.get("mtp_num_hidden_layers"):
-        raise EvalError(f"{variant.name} has no MTP head, so nothing is drafted")
+        raise EvalError(f"{variant.name} has no MTP head, so nothing is drafted; take a checkpoint with one")
     server = ServerCommand.resolve(variant)
     flags = fidelity.weight_flags(server.flags)
     temperatures = [

@@ -141,15 +141,16 @@ def compare(first: Path, second: Path) -> list[TaskComparison]:
         NotComparableError: they were not made on the same items.
         RecordError: a record or its items are damaged.
     """
-    a, b = store.read(first, Quality), store.read(second, Quality)
-    pairing.require_same(first, second, basis(a), basis(b), _command(b.variant, a))
-    items_a, items_b = items_by_task(first), items_by_task(second)
+    first_record, second_record = store.read(first, Quality), store.read(second, Quality)
+    cure = _command(second_record.variant, first_record)
+    pairing.require_same(first, second, basis(first_record), basis(second_record), cure)
+    first_items, second_items = items_by_task(first), items_by_task(second)
     rows = []
-    for task, score in a.tasks.items():
-        sides = items_a[task], items_b[task]
-        ids_a, ids_b = ({f"items of {task}": [item["item"] for item in items]} for items in sides)
-        pairing.require_same(first, second, ids_a, ids_b, "")
-        rows.append(compare_items(task, score, b.tasks[task].value, *sides))
+    for task, score in first_record.tasks.items():
+        sides = first_items[task], second_items[task]
+        first_ids, second_ids = ({f"items of {task}": [item["item"] for item in items]} for items in sides)
+        pairing.require_same(first, second, first_ids, second_ids, "")
+        rows.append(compare_items(task, score, second_record.tasks[task].value, *sides))
     return rows
 
 
@@ -214,17 +215,18 @@ def table(first: Path, second: Path) -> Table:
         NotComparableError: they were not made on the same items.
         RecordError: a record or its items are damaged.
     """
-    a, b = store.read(first, Quality), store.read(second, Quality)
-    sizes = [record.provenance.checkpoint.size_bytes for record in (a, b)]
+    first_record, second_record = store.read(first, Quality), store.read(second, Quality)
+    sizes = [record.provenance.checkpoint.size_bytes for record in (first_record, second_record)]
     notes = (
         f"Checkpoints on disk: {sizes[0] / 1e6:,.1f} MB and {sizes[1] / 1e6:,.1f} MB, {sizes[0] / sizes[1]:.2f}x.",
         f"{TABLE_NOTE} p: McNemar's exact test.",
         VERDICT_NOTE,
-        source_note(a, first),
-        source_note(b, second),
+        source_note(first_record, first),
+        source_note(second_record, second),
     )
-    title = f"Quality: {a.variant} and {b.variant}, paired by item"
-    return paired_table(title, a, (a.variant, b.variant), compare(first, second), notes)
+    names = first_record.variant, second_record.variant
+    title = f"Quality: {names[0]} and {names[1]}, paired by item"
+    return paired_table(title, first_record, names, compare(first, second), notes)
 
 
 def paired_table(
@@ -329,9 +331,7 @@ def replay(record: Quality, path: Path, repeat: Repeat) -> Outcome:
         sides = [[side[key] for key in shared if key[0] == task] for side in (items, repeated_items)]
         if len(sides[0]) > 1 and task in repeated.tasks:
             rows.append(compare_items(task, score, repeated.tasks[task].value, *sides))
-    table = paired_table(
-        f"Quality of {record.variant}, then and now", record, ("then", "now"), rows, (VERDICT_NOTE,)
-    )
+    table = paired_table(f"Quality of {record.variant}, then and now", record, ("then", "now"), rows)
     return Outcome(repetition, not unequal_count and not unmatched_count, summary, (table,))
 
 

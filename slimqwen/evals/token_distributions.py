@@ -271,7 +271,7 @@ class _Comparer:
         if self._done != expected:
             raise EvalError(
                 f"vLLM gave {self._done} of {expected} positions of {self.text.name}; "
-                "install the vLLM version that this was written for"
+                "`make install` installs the vLLM version that is required"
             )
 
     def _baseline_log_p(self, start: int, count: int) -> Tensor:
@@ -301,7 +301,7 @@ def _prefill(llm: Any, comparers: Sequence[_Comparer]) -> None:
                 comparer.add(log_q, targets)
                 return
         raise EvalError(
-            "vLLM gave positions of an unknown text; install the vLLM version that this was written for"
+            "vLLM gave positions of an unknown text; `make install` installs the vLLM version that is required"
         )
 
     in_process.read_prompts(llm, [comparer.text.variant_ids for comparer in comparers], consume)

@@ -1,1 +1,1 @@
-"""Engine modes: the combinations, the requests they answer, and the record of what they change."""
+"""Engine modes: the combinations, the requests that they answer, and the record of their effects."""

@@ -1,7 +1,7 @@
 """Engine modes: a variant's greedy tokens in each combination of modes, compared with the reference engine's.
 
-Each combination runs in a process of its own, so that a crash of vLLM is a result. A combination that changes a token
-beyond a near tie, crashes or hangs is unsafe and goes into eval/unsafe_engines.json, with which
+Each combination runs in a process of its own, so that a crash of vLLM becomes a result. A combination that changes a
+token beyond a near tie, crashes or hangs is unsafe and is added to eval/unsafe_engines.json, with which
 `slimqwen.serving` refuses to start a server; a combination that is fine again is removed from the file.
 """
 

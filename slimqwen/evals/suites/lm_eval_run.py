@@ -144,23 +144,23 @@ def run(
         runs: list[TaskRun] = []
         for task in suite.tasks:
             thinking = task.thinking if rendered else None
-            parts = _load(manager, suite, task, chat=chat, thinks=thinking is True)
-            if chat and any(part.OUTPUT_TYPE != "generate_until" for part in parts.values()):
+            lm_eval_tasks = _load(manager, suite, task, chat=chat, thinks=thinking is True)
+            if chat and any(each.OUTPUT_TYPE != "generate_until" for each in lm_eval_tasks.values()):
                 continue
             count = task.items_to_decide if limit == DECIDING else limit
-            item_numbers = _choose(parts, suite, count, part, split)
+            item_numbers = _choose(lm_eval_tasks, suite, count, part, split)
             client.task, client.thinking = task.name, thinking
             client.drops_thoughts = rendered and not task.reads_thoughts
             repeats = range(task.repeats if item_numbers else 0)
             results = [
-                _evaluate(client, parts, item_numbers, SEED + repeat, rendered=rendered, log=log)
+                _evaluate(client, lm_eval_tasks, item_numbers, SEED + repeat, rendered=rendered, log=log)
                 for repeat in repeats
             ]
-            sizes = {name: len(part.eval_docs) for name, part in parts.items()}
+            sizes = {name: len(each.eval_docs) for name, each in lm_eval_tasks.items()}
             items = parse(task, sizes, [each["samples"] for each in results])
             runs.append(TaskRun(task, items, sum(sizes.values()), rendered))
             for name in item_numbers:
-                files.update(_data_files(parts[name].dump_config(), root))
+                files.update(_data_files(lm_eval_tasks[name].dump_config(), root))
     if not runs:
         raise EvalError(
             f"suite {suite.name} has no task that generates, and --chat asks no others; leave out --chat"
@@ -196,7 +196,7 @@ def parse(
 
 def _evaluate(
     client: "ServedCompletions",
-    parts: Mapping[str, Any],
+    lm_eval_tasks: Mapping[str, Any],
     item_numbers: Mapping[str, list[int]],
     seed: int,
     *,
@@ -207,14 +207,14 @@ def _evaluate(
     import aiohttp
     import lm_eval
 
-    for part in parts.values():
-        if part.OUTPUT_TYPE == "generate_until":  # replaces the client's seed
-            part.set_config("generation_kwargs", {"seed": seed}, update=True)
+    for lm_eval_task in lm_eval_tasks.values():
+        if lm_eval_task.OUTPUT_TYPE == "generate_until":  # replaces the client's seed
+            lm_eval_task.set_config("generation_kwargs", {"seed": seed}, update=True)
     try:
         # Not simple_evaluate, which spends half a minute on listing the installed packages with pip.
         results: Mapping[str, Any] = lm_eval.evaluate(
             lm=client,
-            task_dict={"tasks": {name: parts[name] for name in item_numbers}},
+            task_dict={"tasks": {name: lm_eval_tasks[name] for name in item_numbers}},
             samples=item_numbers,
             apply_chat_template=rendered,
             bootstrap_iters=0,  # standard errors are computed from the items
@@ -281,21 +281,21 @@ def _load(manager: Any, suite: Suite, task: SuiteTask, *, chat: bool, thinks: bo
     # Only members of a group take overrides.
     members = [{"task": member, **task.overrides} for member in names]
     loaded = manager.load([{"group": f"{suite.name} {task.name}", "task": members}])
-    parts: dict[str, Any] = dict(sorted(loaded["tasks"].items()))
-    for part in parts.values():
-        if part.get_config("num_fewshot") is None:
-            part.set_config("num_fewshot", 0)
-        part.set_fewshot_seed(SEED)
-        if (process := part.config.process_docs) is not None:
-            part.set_config("process_docs", _seeded(process))
-        if part.OUTPUT_TYPE == "generate_until":
-            max_tokens = part.config.generation_kwargs.get("max_gen_toks", _DEFAULT_MAX_GEN_TOKS)
+    lm_eval_tasks: dict[str, Any] = dict(sorted(loaded["tasks"].items()))
+    for lm_eval_task in lm_eval_tasks.values():
+        if lm_eval_task.get_config("num_fewshot") is None:
+            lm_eval_task.set_config("num_fewshot", 0)
+        lm_eval_task.set_fewshot_seed(SEED)
+        if (process := lm_eval_task.config.process_docs) is not None:
+            lm_eval_task.set_config("process_docs", _seeded(process))
+        if lm_eval_task.OUTPUT_TYPE == "generate_until":
+            max_tokens = lm_eval_task.config.generation_kwargs.get("max_gen_toks", _DEFAULT_MAX_GEN_TOKS)
             max_tokens += task.thinking_tokens if thinks else 0
             max_tokens = min(max_tokens, suite.max_gen_toks or max_tokens)
-            part.set_config("generation_kwargs", {"max_gen_toks": max_tokens}, update=True)
+            lm_eval_task.set_config("generation_kwargs", {"max_gen_toks": max_tokens}, update=True)
             if chat and suite.chat_message is not None:
-                part.set_config("doc_to_text", suite.chat_message)
-    return parts
+                lm_eval_task.set_config("doc_to_text", suite.chat_message)
+    return lm_eval_tasks
 
 
 def _seeded(process: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -312,14 +312,14 @@ def _seeded(process: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _choose(
-    parts: Mapping[str, Any], suite: Suite, count: int | None, part: Part, split: Split | None
+    lm_eval_tasks: Mapping[str, Any], suite: Suite, count: int | None, part: Part, split: Split | None
 ) -> dict[str, list[int]]:
     """Numbers of the items to ask, by lm-eval task: a part of the first `count` items of all tasks; None for all."""
     items = [
         (name, number, doc)
-        for name, part in parts.items()
-        for number, doc in enumerate(part.eval_docs)
-        if split is None or split.has(_split_text(part, doc))
+        for name, lm_eval_task in lm_eval_tasks.items()
+        for number, doc in enumerate(lm_eval_task.eval_docs)
+        if split is None or split.has(_split_text(lm_eval_task, doc))
     ]
     if suite.sample == "drawn":
         items.sort(key=lambda item: _hash(item[2]))
@@ -330,12 +330,12 @@ def _choose(
     return item_numbers
 
 
-def _split_text(task: Any, doc: Mapping[str, Any]) -> str:
+def _split_text(lm_eval_task: Any, doc: Mapping[str, Any]) -> str:
     """The text whose hash decides an item's side of the split: its question, or the text that is scored.
 
     Two tasks may ask the same question, and fidelity may read the texts of a task; equal texts are on one side.
     """
-    for text in (task.doc_to_text(doc), task.doc_to_target(doc)):
+    for text in (lm_eval_task.doc_to_text(doc), lm_eval_task.doc_to_target(doc)):
         if isinstance(text, str) and text:
             return text
     return json.dumps(doc, sort_keys=True, ensure_ascii=False)
