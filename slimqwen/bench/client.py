@@ -31,8 +31,8 @@ _COUNTED = "openai-counted"
 """Our entry in the benchmark's table of request functions."""
 
 _TIMEOUT_S = 600
-_REST_S = 60
-"""Time after which a request that has not ended never will, seconds."""
+_DRAIN_TIMEOUT_S = 60
+"""Longest wait for unfinished requests, seconds."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,11 @@ class StreamingClient(AbstractContextManager["StreamingClient"]):
     """A client that sends one request at a time over a connection that is open before the first one."""
 
     def __init__(self, server: RunningServer, log: Path, watch: Watch | None = None) -> None:
-        """Take a server.
+        """Make a client of a running server.
 
         Args:
-            watch: receives how late this client's event loop is while it waits for answers.
+            log: file of the server's log, named in errors.
+            watch: receives the delays of this client's event loop while it waits for answers.
         """
         self._server, self._log = server, log
         self._watch = watch or Watch()
@@ -87,11 +88,11 @@ class StreamingClient(AbstractContextManager["StreamingClient"]):
         """Send a request and wait for its whole answer.
 
         Args:
-            prompt: sent to /v1/chat/completions if it is the messages of a chat, else to /v1/completions.
-            output_tokens: length of the answer, whatever the model would end with.
+            prompt: the messages of a chat go to /v1/chat/completions, others to /v1/completions.
+            output_tokens: length of the answer; the model's end of text is ignored.
 
         Raises:
-            BenchError: the server refused it, or the answer has another length.
+            BenchError: the server refused the request, or the answer has another length.
         """
         from vllm.benchmarks.lib.endpoint_request_func import ASYNC_REQUEST_FUNCS, RequestFuncInput
 
@@ -107,7 +108,7 @@ class StreamingClient(AbstractContextManager["StreamingClient"]):
             extra_body={"temperature": 0, **fields},
         )
         request_function = ASYNC_REQUEST_FUNCS["openai-chat" if is_chat else "openai"]
-        output = self._runner.run(self._watched(request_function(request, self._session)))
+        output = self._runner.run(self._await_answer(request_function(request, self._session)))
         if not output.success:
             raise self._failure(f"did not answer ({last_line(output.error)})")
         if output.output_tokens != output_tokens:
@@ -123,14 +124,14 @@ class StreamingClient(AbstractContextManager["StreamingClient"]):
         """The server's counters by name."""
         return counters(self._server.base_url)
 
-    async def _watched(self, answer: Awaitable[Any]) -> Any:
+    async def _await_answer(self, answer: Awaitable[Any]) -> Any:
         async with self._watch.client():
             return await answer
 
     async def _open(self) -> None:
         import aiohttp
 
-        # Without trust_env, which is off by default, a proxy of the shell cannot stand between client and server.
+        # Without trust_env, which is off by default, aiohttp ignores the shell's proxy.
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S))
         try:
             async with self._session.get(f"{self._server.base_url}/health") as answer:
@@ -152,8 +153,8 @@ def counters(base_url: str) -> Mapping[str, float]:
 
 
 def unfinished_requests(base_url: str) -> float:
-    """Requests that a server still has when nobody has sent it any for a minute; 0 as soon as there is none."""
-    deadline = time.monotonic() + _REST_S
+    """Number of requests that a server has not finished, after waiting up to a minute for it to become 0."""
+    deadline = time.monotonic() + _DRAIN_TIMEOUT_S
     while True:
         values = counters(base_url)
         unfinished = sum(values.get(f"vllm:num_requests_{state}", 0.0) for state in ("running", "waiting"))
@@ -190,7 +191,7 @@ def send(
 
     Args:
         answered: called after each answer.
-        watch: receives the load of the host meanwhile.
+        watch: receives the load of the host during the requests.
 
     Returns:
         The result of `vllm.benchmarks.serve.benchmark`, lists in the order of the requests.
@@ -204,36 +205,36 @@ def send(
     from vllm.benchmarks.lib.endpoint_request_func import ASYNC_REQUEST_FUNCS
     from vllm.benchmarks.serve import TaskType, benchmark
 
-    async def counted(*arguments: Any, **keywords: Any) -> Any:
+    async def counted_request(*arguments: Any, **keywords: Any) -> Any:
         output = await ASYNC_REQUEST_FUNCS["openai"](*arguments, **keywords)
         answered()
         return output
 
     def server_counters() -> Mapping[str, float]:
-        # Requests that a lost server did not answer are listed below, with the log.
+        # The error for a lost server is raised below, with its log.
         with contextlib.suppress(ServerLostError):
             return counters(server.base_url)
         return {}
 
-    async def watched(**keywords: Any) -> dict[str, Any]:
+    async def watched_benchmark(**keywords: Any) -> dict[str, Any]:
         async with watch.client():
             answers: dict[str, Any] = await benchmark(**keywords)
             return answers
 
-    ASYNC_REQUEST_FUNCS[_COUNTED] = counted
+    ASYNC_REQUEST_FUNCS[_COUNTED] = counted_request
     # The client draws arrivals from numpy's global generator: every variant gets the same ones.
     np.random.seed(load.seed)
     with watch.section(server.pid, server_counters), capture_output(log):
         try:
             result = asyncio.run(
-                watched(
+                watched_benchmark(
                     task_type=TaskType.GENERATION,
                     endpoint_type=_COUNTED,
                     api_url=f"{server.base_url}/v1/completions",
                     base_url=server.base_url,
                     model_id=server.model,
                     model_name=server.model,
-                    tokenizer=None,  # the server's own token counts are taken
+                    tokenizer=None,  # the server counts tokens
                     input_requests=[
                         SampleRequest(
                             prompt=prompt, prompt_len=len(prompt), expected_output_len=output_tokens
@@ -246,7 +247,7 @@ def send(
                     if load.fixed_gap
                     else 1.0,  # infinite: a fixed gap; 1: a Poisson process
                     disable_tqdm=True,
-                    num_warmups=0,  # its warm-up and readiness check repeat the first prompt; ours is separate
+                    num_warmups=0,  # vLLM's warm-up and readiness check would repeat the first prompt
                     ready_check_timeout_sec=0,
                     profile=False,
                     selected_percentile_metrics=[],

@@ -1,8 +1,8 @@
 """TTFT of the first requests after readiness, relative to later requests on the same server.
 
 Fresh servers take turns: the variant's own, which warms itself up, and bare vLLM, which is ready while cold. A third
-one, with prefix caching, without MTP and with a system prompt before every chat, shows whether the first chat finds in
-the cache what all chats begin with. All requests are of text that was never sent before, one at a time.
+one has prefix caching, a system prompt before every chat and no MTP: it shows whether the first chat finds the common
+prefix of all chats in the cache. Every request has new text; one is in flight at a time.
 """
 
 import itertools
@@ -62,7 +62,7 @@ _OVERLAY: Mapping[str, str] = MappingProxyType(
         "VLLM_CUDAGRAPH_CAPTURE_SIZES": "",
     }
 )
-"""config.env lines of the server with the system prompt over the variant's own; an empty one unsets."""
+"""config.env lines that the server with the system prompt has instead of the variant's; an empty value unsets a key."""
 
 _HITS = "vllm:prefix_cache_hits_total"
 _PREFIX = re.compile(r"Chat prefix with thinking (?:on|off): (\d+) tokens.*")
@@ -246,21 +246,22 @@ def write(
 
     Raises:
         HostBusyError: the host was too busy in all attempts at a start.
-        BenchError: a server did not answer, or its prefix cache held something unexpected.
+        BenchError: a server did not answer, or its prefix cache held unexpected tokens.
         TooFewItemsError: fewer than 2 rounds.
     """
     if rounds < 2:
         raise intervals.TooFewItemsError(f"{rounds} start(s) of a server show no spread: take 2 or more")
     started = provenance.utc_now()
     questions = Questions(variant)
-    own = ServerCommand.resolve(variant, port=free_port())
+    warmed_command = ServerCommand.resolve(variant, port=free_port())
+    commands = {"warmed": warmed_command, "bare": warmed_command.without_middleware()}
     starts: dict[Server, list[ServerStart]] = {"warmed": [], "bare": []}
     prefixes: tuple[str, ...] = ()
     loads: list[HostLoad] = []
     with tempfile.TemporaryDirectory(prefix="slimqwen-system-prompt-") as folder:
-        prompted = _PromptedServer(variant, questions, Path(folder))
+        prompted_server = _PromptedServer(variant, questions, Path(folder))
         for number in range(rounds):
-            # Which kind and which server are the very first changes from round to round.
+            # The first kind and the first server alternate from round to round.
             order = KINDS if number % 2 == 0 else KINDS[::-1]
             prompts = [
                 {kind: questions.prompt(kind, index) for kind in order}
@@ -268,9 +269,8 @@ def write(
             ]
             for server in SERVERS if number % 2 == 0 else SERVERS[::-1]:
                 progress("servers", number + sum(map(len, starts.values())), rounds * 3)
-                command_line = own if server == "warmed" else own.without_middleware()
                 (start, log), load = host_load.undisturbed(
-                    partial(_start, command_line, server, order, prompts, progress),
+                    partial(_start, commands[server], server, order, prompts, progress),
                     f"start {number + 1} of the {server} server",
                     even_if_busy=even_if_busy,
                 )
@@ -280,11 +280,11 @@ def write(
                     prefixes = tuple(line[0] for line in _PREFIX.finditer(log))
             progress("servers", number * 3 + 2, rounds * 3)
             prefix_round, load = host_load.undisturbed(
-                partial(prompted.take_round, progress),
+                partial(prompted_server.take_round, progress),
                 f"start {number + 1} of the server with a system prompt",
                 even_if_busy=even_if_busy,
             )
-            prompted.rounds.append(prefix_round)
+            prompted_server.rounds.append(prefix_round)
             loads.append(load)
     progress("servers", rounds * 3, rounds * 3)
     ratios = ServerRatios(**{server: _ratios(starts[server]) for server in SERVERS})
@@ -301,7 +301,7 @@ def write(
             for kind, ratio in zip(KINDS, (ratios.warmed.chat, ratios.warmed.completion), strict=True)
         },
         chat_prefixes=prefixes,
-        system_prompt=prompted.result(),
+        system_prompt=prompted_server.result(),
         provenance=provenance.of_served_variant(variant, command, started, host_load=host_load.worst(loads)),
     )
     return store.write(variant.root / "results", record)
@@ -314,24 +314,26 @@ class _PromptedServer:
         self._questions = questions
         self._tokens = min(SYSTEM_PROMPT_TOKENS, ServerCommand.resolve(variant).max_model_len // 4)
         template = variant.settings.get("VLLM_CHAT_TEMPLATE")
-        own = variant.root / template.value if template else variant.weights / "chat_template.jinja"
-        if not own.is_file():
-            raise BenchError(f"{variant.name} has no chat template, so it answers no chats: {own}")
+        template_file = variant.root / template.value if template else variant.weights / "chat_template.jinja"
+        if not template_file.is_file():
+            raise BenchError(
+                f"{variant.name} has no chat template, so its server answers no chats; put one at {template_file}"
+            )
         file = folder / "system_prompt.jinja"
         default = json.dumps(questions.text(self._tokens))
         # A request may bring another system prompt of the same length: the cold side of the comparison.
         file.write_text(
             f"<|im_start|>system\n{{{{ system_prompt | default({default}) }}}}<|im_end|>\n"
-            + own.read_text("utf-8"),
+            + template_file.read_text("utf-8"),
             encoding="utf-8",
         )
-        changed = overlay.with_lines(variant, {**_OVERLAY, "VLLM_CHAT_TEMPLATE": str(file)})
-        self._command = ServerCommand.resolve(changed, port=free_port())
+        prompted_variant = overlay.with_lines(variant, {**_OVERLAY, "VLLM_CHAT_TEMPLATE": str(file)})
+        self._command = ServerCommand.resolve(prompted_variant, port=free_port())
         self.rounds: list[PrefixRound] = []
         self._prefix_tokens = self._block_tokens = 0
 
     def take_round(self, progress: Progress, watch: Watch) -> PrefixRound:
-        """Start it, and send a first chat, then chats with the same system prompt in turns with others."""
+        """Start the server; send a first chat, then chats with its system prompt in turns with a new one."""
         with _server(self._command, "system-prompt", progress, watch) as (client, log):
             self._prefix_tokens, cached, self._block_tokens = _warm_prefix(log)
             first = _ask(client, self._questions.prompt("chat", 0))
@@ -340,9 +342,9 @@ class _PromptedServer:
             for index in range(PREFIX_PAIRS):
                 for side in (warm, cold) if index % 2 == 0 else (cold, warm):
                     prompt = self._questions.prompt("chat", 1 + index)
-                    other = {"system_prompt": self._questions.text(self._tokens)}
+                    new_prompt = {"system_prompt": self._questions.text(self._tokens)}
                     side.append(
-                        _ask(client, prompt, **({"chat_template_kwargs": other} if side is cold else {}))
+                        _ask(client, prompt, **({"chat_template_kwargs": new_prompt} if side is cold else {}))
                     )
         for answer in (first, *warm):
             if answer.cached_tokens < cached:
@@ -355,7 +357,7 @@ class _PromptedServer:
         return PrefixRound(first=first, warm=tuple(warm), cold=tuple(cold))
 
     def result(self) -> SystemPrompt:
-        """The record's part."""
+        """The rounds and their ratios, as a part of the record."""
         warm = [_median(each.warm) for each in self.rounds]
         return SystemPrompt(
             config=dict(_OVERLAY),
@@ -389,7 +391,7 @@ def _start(
     progress: Progress,
     watch: Watch,
 ) -> tuple[ServerStart, str]:
-    """Requests to a fresh server: the first of each kind, then later ones of each kind in turns; and its log."""
+    """Send a fresh server the first request of each kind, then later ones in turns; also returns its log."""
     answers: dict[Kind, list[Answer]] = {kind: [] for kind in order}
     with _server(command, name, progress, watch) as (client, log):
         for prompt, kind in itertools.product(prompts, order):
@@ -422,7 +424,7 @@ def _median(answers: Sequence[Answer]) -> float:
 
 
 def _warm_prefix(log: Path) -> tuple[int, int, int]:
-    """Tokens of the chat prefix, tokens of it that a later chat found cached, and tokens of a block, by the log."""
+    """Tokens of the chat prefix, of its cached part and of a cache block, from the server's log."""
     line = _PREFIX.search(_text(log))
     cached = _CACHED.search(line[0]) if line else None
     if line is None or cached is None or int(cached[1]) < int(cached[2]):

@@ -1,4 +1,4 @@
-"""Cost of the server's middleware to a request: a variant's server beside the same one under bare vLLM."""
+"""Cost of the server's middleware to a request: a variant's server compared with bare vLLM."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -115,7 +115,7 @@ def write(
 
     Raises:
         HostBusyError: the host was too busy in all attempts at a round.
-        BenchError: a server did not answer as it was asked.
+        BenchError: a server refused a request, or an answer has another length.
         TooFewItemsError: fewer than 2 rounds, or no pair.
     """
     if rounds < 2 or pairs < 1:
@@ -127,10 +127,10 @@ def write(
     loads: list[HostLoad] = []
     for number in range(rounds):
         progress("rounds", number, rounds)
-        taken, load = host_load.undisturbed(
+        round_pairs, load = host_load.undisturbed(
             partial(_round, variant, number, pairs), f"round {number + 1}", even_if_busy=even_if_busy
         )
-        measured += taken
+        measured += round_pairs
         loads.append(load)
     progress("rounds", rounds, rounds)
     record = Middleware(
@@ -155,11 +155,11 @@ def _round(variant: Variant, number: int, pairs: int, watch: Watch) -> list[Pair
             server = stack.enter_context(run_server(command, log=log))
             clients[name] = stack.enter_context(StreamingClient(server, log, watch))
         stack.enter_context(watch.section(counters=clients["with"].counters))
-        # The first pairs are the bare server's whole warm-up.
+        # The first pairs warm up the bare server, which has no warm-up of its own.
         for pair in range(-_WARM_UP_PAIRS, pairs):
             question = f"Question {number}, {pair}: where is it?"
             times = {
-                name: _timed(clients[name], question)
+                name: _question_times(clients[name], question)
                 for name in (("with", "without") if pair % 2 else ("without", "with"))
             }
             if pair >= 0:
@@ -167,7 +167,7 @@ def _round(variant: Variant, number: int, pairs: int, watch: Watch) -> list[Pair
     return measured
 
 
-def _timed(client: StreamingClient, question: str) -> Times:
+def _question_times(client: StreamingClient, question: str) -> Times:
     answer = client.ask(question, ANSWER_TOKENS)
     return Times(ttft_ms=answer.ttft_ms, tpot_ms=round(answer.tpot_ms, 4))
 

@@ -1,4 +1,4 @@
-"""Settings laid over a variant's own config.env for one measurement."""
+"""Settings that replace lines of a variant's config.env for one measurement."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ def with_lines(variant: Variant, lines: Mapping[str, str]) -> Variant:
 
 
 def servable(variant: Variant, lines: Mapping[str, str], name: str) -> tuple[Variant, Mapping[str, str]]:
-    """The variant with other settings, and without MTP if the two exclude each other on this platform.
+    """The variant with other settings, and without MTP where this platform cannot combine it with them.
 
     Args:
         variant: variant whose config.env is kept.
@@ -43,11 +43,13 @@ def servable(variant: Variant, lines: Mapping[str, str], name: str) -> tuple[Var
         return variant, {}
     choices = [lines, {**lines, _MTP: ""}] if _MTP in variant.settings else [lines]
     for choice in choices:
-        changed = with_lines(variant, choice)
-        conflict = _conflict(ServerCommand.resolve(changed), choice)
+        changed_variant = with_lines(variant, choice)
+        conflict = _conflict(ServerCommand.resolve(changed_variant), choice)
         if conflict is None:
-            return changed, choice
-    raise BenchError(f"{name}: {variant.name} cannot be served for it here: {conflict}")
+            return changed_variant, choice
+    raise BenchError(
+        f"{name}: {variant.name} cannot be served with this workload's settings here: {conflict}"
+    )
 
 
 def _conflict(command: ServerCommand, lines: Mapping[str, str]) -> str | None:

@@ -136,7 +136,7 @@ def write(
 ) -> Path:
     """Time requests of each class one at a time, profile the beginning of one more, and write the record.
 
-    Profiled are one whole prompt and `PROFILED_TOKENS` of output.
+    The profile covers one whole prompt and `PROFILED_TOKENS` of output.
 
     Args:
         workload: its classes and documents are used.
@@ -166,10 +166,12 @@ def write(
         for number, c in enumerate(classes):
             prompts = cutter.cut(requests + 2, c.prompt_tokens)
             times, load = host_load.undisturbed(
-                partial(_timed, llm, c, prompts[:-1], progress), f"class {c.name}", even_if_busy=even_if_busy
+                partial(_phase_times, llm, c, prompts[:-1], progress),
+                f"class {c.name}",
+                even_if_busy=even_if_busy,
             )
             loads.append(load)
-            rows.append(_class(llm, c, times, prompts[-1], traces / f"{c.name}.trace.json.gz"))
+            rows.append(_class_profile(llm, c, times, prompts[-1], traces / f"{c.name}.trace.json.gz"))
             progress("classes", number + 1, len(classes))
     record = Profile(
         variant=variant.name,
@@ -181,25 +183,25 @@ def write(
     return store.write(variant.root / "results", record)
 
 
-def _timed(
+def _phase_times(
     llm: Any, c: PromptClass, prompts: Sequence[Tokens], progress: Progress, watch: Watch
 ) -> list[dict[str, float]]:
     """Seconds by phase of each request; the first prompt warms up."""
-    first, *timed = prompts
-    _answer(llm, first, c.output_tokens)
+    first, *timed_prompts = prompts
+    _generate(llm, first, c.output_tokens)
     times = []
     with watch.section():
-        for done, prompt in enumerate(timed):
-            progress(f"{c.name}: {c.prompt_tokens} -> {c.output_tokens} tokens", done, len(timed))
-            times.append(_phases(_answer(llm, prompt, c.output_tokens)))
+        for done, prompt in enumerate(timed_prompts):
+            progress(f"{c.name}: {c.prompt_tokens} -> {c.output_tokens} tokens", done, len(timed_prompts))
+            times.append(_phases(_generate(llm, prompt, c.output_tokens)))
     return times
 
 
-def _class(
-    llm: Any, c: PromptClass, times: Sequence[Mapping[str, float]], profiled: Tokens, trace: Path
+def _class_profile(
+    llm: Any, c: PromptClass, times: Sequence[Mapping[str, float]], profiled_prompt: Tokens, trace: Path
 ) -> ClassProfile:
     """Profile of a class: the times of its requests, and the parts of the steps of one more."""
-    step, operators = _profiled(llm, profiled, min(c.output_tokens, PROFILED_TOKENS), trace)
+    step, operators = _step_profile(llm, profiled_prompt, min(c.output_tokens, PROFILED_TOKENS), trace)
     seconds = {phase: intervals.mean([time[phase] for time in times]) for phase in PHASES}
     return ClassProfile(
         class_=c.name,
@@ -219,7 +221,7 @@ def _scopes() -> Iterator[None]:
 
     before = os.environ.get(_SCOPES_VARIABLE)
     os.environ[_SCOPES_VARIABLE] = "1"
-    # Decided once a process; an engine may have run here before.
+    # vLLM decides once per process; an earlier engine may have run here.
     utils._PROFILER_FUNC = None
     try:
         yield
@@ -230,7 +232,7 @@ def _scopes() -> Iterator[None]:
             os.environ[_SCOPES_VARIABLE] = before
 
 
-def _answer(llm: Any, prompt: Sequence[int], tokens: int) -> Any:
+def _generate(llm: Any, prompt: Sequence[int], tokens: int) -> Any:
     from vllm import SamplingParams
 
     settings = SamplingParams(temperature=0.0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True)
@@ -248,7 +250,7 @@ def _phases(output: Any) -> dict[str, float]:
     }
 
 
-def _profiled(
+def _step_profile(
     llm: Any, prompt: Sequence[int], tokens: int, trace: Path
 ) -> tuple[dict[str, float], tuple[Operator, ...]]:
     """Shares of a step's parts, and the operators with the most time of their own."""
@@ -258,27 +260,27 @@ def _profiled(
     on_gpu = torch.cuda.is_available()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with torch.profiler.profile(activities=activities) as profiler:
-        _answer(llm, prompt, tokens)
+        _generate(llm, prompt, tokens)
     profiler.export_chrome_trace(str(trace))
     events = profiler.key_averages()
     parts = {event.key.removeprefix(_SCOPE): event.cpu_time_total for event in events if _is_part(event.key)}
     if not parts:
         raise BenchError("vLLM names no part of a step; its version may differ")
-    whole = math.fsum(parts.values())
-    own = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    parts_time = math.fsum(parts.values())
+    time_attribute = "self_device_time_total" if on_gpu else "self_cpu_time_total"
     operators = sorted(
         (event for event in events if ": " not in event.key and not event.key.startswith("ProfilerStep")),
-        key=lambda event: -getattr(event, own),
+        key=lambda event: -getattr(event, time_attribute),
     )
-    all_time = math.fsum(getattr(event, own) for event in operators)
+    operators_time = math.fsum(getattr(event, time_attribute) for event in operators)
     return (
-        dict(sorted(((name, time / whole) for name, time in parts.items()), key=lambda part: -part[1])),
+        dict(sorted(((name, time / parts_time) for name, time in parts.items()), key=lambda part: -part[1])),
         tuple(
             Operator(
                 name=event.key,
                 calls=event.count,
-                milliseconds=getattr(event, own) / 1e3,
-                share=getattr(event, own) / all_time,
+                milliseconds=getattr(event, time_attribute) / 1e3,
+                share=getattr(event, time_attribute) / operators_time,
             )
             for event in operators[:OPERATORS]
         ),
@@ -286,5 +288,5 @@ def _profiled(
 
 
 def _is_part(name: str) -> bool:
-    # Scopes with other names nest in these.
+    # Scopes with other names are nested in these.
     return name.startswith(_SCOPE) and name.removeprefix(_SCOPE).isalpha()

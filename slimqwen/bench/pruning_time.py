@@ -1,7 +1,7 @@
 """Benchmark of pruning: a 4B-shaped checkpoint pruned to 65,536 tokens and its file copied, in turns: A B A B.
 
 The checkpoint is made on the spot (248,320 x 2,560, 32 layers, bf16, a synthetic vocabulary) and removed afterwards.
-Both sides start with nothing of it in the page cache and end when their output is on the disk.
+Both sides start with none of their input in the page cache and end when their output is on the disk.
 """
 
 import json
@@ -102,7 +102,7 @@ class BenchPruneVocab(Record):
 def write(
     root: Path, rounds: int, layers: int, *, command: Sequence[str], progress: Progress = silent
 ) -> Path:
-    """Time pruning against copying and write the record.
+    """Time pruning and copying in turns and write the record.
 
     Raises:
         BenchError: less than 18 GB of disk is free.
@@ -112,7 +112,7 @@ def write(
     work.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(work).free
     if free < NEEDED_BYTES:
-        raise BenchError(f"18 GB of disk are needed, {free / 1e9:.1f} are free; free some and run it again")
+        raise BenchError(f"18 GB of disk are needed, {free / 1e9:.1f} are free; free some and run again")
     try:
         source = work / "source"
         progress("making the checkpoint", 0, 0)
@@ -166,7 +166,7 @@ def make_checkpoint(folder: Path, layers: int) -> None:
     shapes |= {"mtp.fc.weight": (HIDDEN, 2 * HIDDEN), "mtp.norm.weight": (HIDDEN,)}
     block = random.Random(0).randbytes(2**24)
 
-    def filled(shape: tuple[int, ...]) -> NewTensor:
+    def random_tensor(shape: tuple[int, ...]) -> NewTensor:
         def chunks() -> Iterator[bytes]:
             for start in range(0, tensor.bytes, len(block)):
                 yield block[: tensor.bytes - start]
@@ -175,7 +175,9 @@ def make_checkpoint(folder: Path, layers: int) -> None:
         return tensor
 
     folder.mkdir()
-    write_tensors(folder / "model.safetensors", {name: filled(shape) for name, shape in shapes.items()})
+    write_tensors(
+        folder / "model.safetensors", {name: random_tensor(shape) for name, shape in shapes.items()}
+    )
     write_config(folder, {**config.to_dict(), "architectures": ["Qwen3_5ForCausalLM"]})
     (folder / "tokenizer_config.json").write_text("{}")
     (folder / "tokenizer.json").write_text(synthetic_tokenizer(), encoding="utf-8")
@@ -213,7 +215,7 @@ def copy(source: Path, destination: Path) -> None:
 
 
 def prune(source: Path, destination: Path) -> None:
-    """Run the stage with a ranking from a file of counts, so that the length of a corpus does not count."""
+    """Run `prune_vocab` with token counts from a file, so that no time goes into reading a corpus."""
     corpus = prune_vocab.Corpus(source="file", path=source.parent / "corpus.txt")
     parameters = prune_vocab.PruneVocabParameters(
         size=KEPT, corpus=corpus, outputs=source.parent / "counts.json"
@@ -257,12 +259,12 @@ def run_timed(work: Callable[[Path, Path], None], source: Path, output: Path, se
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    begin = time.monotonic()
+    began = time.monotonic()
     work(source, output)
     for file in output.iterdir():
         with file.open("rb") as stream:
             os.fsync(stream.fileno())
-    seconds = time.monotonic() - begin
+    seconds = time.monotonic() - began
     ended.set()
     watcher.join()
     sender.send((seconds, peak))

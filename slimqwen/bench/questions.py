@@ -12,8 +12,8 @@ Kind = Literal["chat", "completion"]
 KINDS: tuple[Kind, ...] = ("chat", "completion")
 
 QUESTION_TOKENS: Mapping[Kind, int] = MappingProxyType({"chat": 64, "completion": 32})
-"""Length of the first question of each kind, tokens. Later ones have lengths close to it, none of them twice, and the
-lengths of the two kinds do not overlap: a length that was there before is faster, because its kernels are chosen."""
+"""Length of the first question of each kind, tokens. Later ones have close lengths, each length once, and the two kinds
+share no length: a repeated length is faster, because its kernels are already chosen."""
 
 _SEED = 20260131
 
@@ -22,7 +22,7 @@ class Questions:
     """Prompts of new text, cut to length by the variant's own tokenizer."""
 
     def __init__(self, variant: Variant) -> None:
-        """Take the tokenizer of a variant."""
+        """Load the tokenizer of a variant."""
         from transformers import AutoTokenizer
 
         self._tokenizer = AutoTokenizer.from_pretrained(variant.weights, local_files_only=True)

@@ -49,7 +49,7 @@ PHASES: Mapping[str, str] = MappingProxyType(
 )
 """Meaning of each phase; together they last from the start of the first process to the first token."""
 
-_WHOLE_LOAD = re.compile(r"Model loading took \S+ GiB memory and ([\d.]+) seconds")
+_TOTAL_LOAD = re.compile(r"Model loading took \S+ GiB memory and ([\d.]+) seconds")
 _PARTS_OF_LOAD = re.compile(r"(?:Initializing model|Loading weights) took ([\d.]+) seconds")
 _REQUESTS = re.compile(r"Warm-up took ([\d.]+) s")
 _ENGINE = re.compile(r"init engine \([^)]*\) took ([\d.]+) s")
@@ -229,7 +229,7 @@ def write(
 def measure(
     variant: Variant, rounds: int, log: Path, even_if_busy: bool = False, progress: Progress = silent
 ) -> tuple[dict[str, list[Start]], HostLoad]:
-    """Start a variant's server in each of its ways, in turns and in another order every round.
+    """Start a variant's server in all of its kinds of start, in turns and in another order every round.
 
     Args:
         rounds: starts of each kind, at least 2.
@@ -274,10 +274,10 @@ def measure(
 
 
 def summary(starts: Starts) -> dict[str, tuple[float, float, float]]:
-    """Median, fastest and slowest seconds of each phase, of the time until ready, and of all.
+    """Median, fastest and slowest seconds of each phase, of the time until ready, and of the total.
 
-    The two ends are a confidence interval of the median that assumes nothing of the distribution: n starts all miss it
-    on one side with probability 2^(1 - n).
+    The two ends are a distribution-free confidence interval of the median: n starts all miss it on one side with
+    probability 2^(1 - n).
     """
     columns: dict[str, list[float]] = {
         phase: [start.phases[phase] for start in starts] for phase in starts[0].phases
@@ -299,21 +299,21 @@ def phases(log: str, ready_seconds: float, first_token_seconds: float) -> dict[s
     Raises:
         BenchError: the log lacks a phase, or says that the warm-up failed.
     """
-    whole = [float(seconds) for seconds in _WHOLE_LOAD.findall(log)]
-    parts = [float(seconds) for seconds in _PARTS_OF_LOAD.findall(log)]
+    total_load_s = [float(seconds) for seconds in _TOTAL_LOAD.findall(log)]
+    part_loads_s = [float(seconds) for seconds in _PARTS_OF_LOAD.findall(log)]
     engine = _ENGINE.search(log)
-    if engine is None or not (whole or parts):
+    if engine is None or not (total_load_s or part_loads_s):
         raise BenchError(
             "vLLM's log does not say how long loading the model and initialising the engine took; "
             "its version may differ"
         )
-    # On a GPU each worker logs the whole, draft model included; on a CPU the two parts of every model are logged.
-    loading = max(whole) if whole else sum(parts)
+    # On a GPU each worker logs the total, draft model included; on a CPU vLLM logs the two parts of every model.
+    loading = max(total_load_s) if total_load_s else sum(part_loads_s)
     compiling = sum(graph.seconds for graph in baked_cache.graphs(log))
     if warm_up.FAILED in log:
         raise BenchError("the server's warm-up failed, so its start is no measurement; its log says why")
-    warmed_up = _REQUESTS.search(log)
-    requests_s = float(warmed_up[1]) if warmed_up else 0.0
+    requests_line = _REQUESTS.search(log)
+    requests_s = float(requests_line[1]) if requests_line else 0.0
     return {
         "import": round(ready_seconds - loading - float(engine[1]) - requests_s, 2),
         "load_weights": round(loading, 2),
@@ -325,20 +325,22 @@ def phases(log: str, ready_seconds: float, first_token_seconds: float) -> dict[s
 
 
 def _check_graphs(kind: str, start: Start, log: Path) -> None:
-    """Check that a start loaded or compiled its graphs as its kind says."""
+    """Check that a start loaded or compiled its graphs as its kind requires."""
     if kind == "eager":
         return
     if not start.graphs:
         raise BenchError(f"expected a {kind} start, but vLLM's log names no graph; log: {log}")
-    loads = kind in ("warm", "baked")
-    wrong = [graph for graph in start.graphs if graph.loaded != loads]
-    if wrong:
-        how = "was compiled" if loads else "was loaded from the cache"
-        raise BenchError(f"expected a {kind} start, but graph {wrong[0].name} {how}; vLLM's log: {log}")
+    must_load = kind in ("warm", "baked")
+    wrong_graphs = [graph for graph in start.graphs if graph.loaded != must_load]
+    if wrong_graphs:
+        how = "was compiled" if must_load else "was loaded from the cache"
+        raise BenchError(
+            f"expected a {kind} start, but graph {wrong_graphs[0].name} {how}; vLLM's log: {log}"
+        )
 
 
 def _round(kind: str, command: ServerCommand, folder: Path, number: int, log: Path, watch: Watch) -> Start:
-    """One start of a kind, its graphs checked."""
+    """Start the server once, and check its graphs."""
     if kind in ("cold", "warm"):
         root = folder / f"cache-{number}"
         if kind == "cold":
@@ -354,8 +356,8 @@ def _start(command: ServerCommand, log: Path, all_logs: Path) -> Start:
     """One start, with its phases and its graphs.
 
     Args:
-        command: command of the server.
-        all_logs: file that this output is appended to.
+        log: file for the log of this start.
+        all_logs: file that collects the logs of all starts.
     """
     started = time.monotonic()
     try:

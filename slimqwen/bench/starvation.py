@@ -2,8 +2,8 @@
 
 On a busy host the client process waits for a CPU while the server goes on generating, then reads several tokens of an
 answer at once: their gaps, and the TPOT of the answer, become as small as zero. The server's engine times the same gaps
-by its own clock, so a client that reports much smaller ones was starved. Larger ones need no check: the way over HTTP
-can only add time.
+by its own clock, so a client that reports much smaller ones was starved. Larger ones need no check: HTTP can only add
+time.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,10 +25,10 @@ _TPOT, _ITL = "vllm:request_time_per_output_token_seconds", "vllm:inter_token_la
 
 
 def require_counters(counters: Mapping[str, float]) -> None:
-    """Check that a server counts what the check needs.
+    """Check that a server has the counters that `fault` needs.
 
     Raises:
-        BenchError: it does not.
+        BenchError: they are missing.
     """
     if f"{_ITL}_sum" not in counters:
         raise BenchError(
@@ -46,14 +46,14 @@ def fault(rows: Sequence[Mapping[str, Any]], before: Mapping[str, float], after:
         after: counters of the server after the last of the answers.
 
     Returns:
-        Why the client's gaps are too small to come from the server; empty where they are not.
+        How the client's gaps are too small to come from the server; empty where they are not too small.
     """
     server_tpot_ms, server_itl_ms = (_mean_ms(name, before, after) for name in (_TPOT, _ITL))
     done = [row for row in rows if row["error"] is None and row["output_tokens"] > 1]
     if not done or not server_tpot_ms or not server_itl_ms:
         return ""
     for row in done:
-        # All tokens after the first in one piece are no gap at all.
+        # All tokens after the first in one chunk have no gap: their whole time counts as one.
         gap_ms = (row["e2el_ms"] - row["ttft_ms"]) / max(1, len(row["itl_ms"]))
         if gap_ms < LEAST_SHARE_OF_STEP * server_itl_ms:
             return (
@@ -67,7 +67,7 @@ def fault(rows: Sequence[Mapping[str, Any]], before: Mapping[str, float], after:
 
 
 def _mean_ms(name: str, before: Mapping[str, float], after: Mapping[str, float]) -> float:
-    """Mean of what a histogram of seconds gained, in milliseconds; 0 where it gained nothing."""
+    """Mean of the observations that a histogram of seconds gained, milliseconds; 0 without any."""
     total, count = (
         after.get(f"{name}_{part}", 0.0) - before.get(f"{name}_{part}", 0.0) for part in ("sum", "count")
     )

@@ -64,7 +64,7 @@ class PromptClass(_Strict):
     Attributes:
         name: key of the class in the file.
         prompt_tokens: length of a prompt, tokens; the mean length where there is a spread.
-        output_tokens: length of an answer, tokens, whatever the model would end with; likewise a mean.
+        output_tokens: length of an answer, tokens; the model's end of text is ignored; likewise a mean.
         requests: requests a round; at least the concurrency in a sweep of it.
         spread: standard deviation of the natural logarithm of both lengths, which are drawn independently from
             log-normal distributions; 0 makes all requests alike.
@@ -74,8 +74,8 @@ class PromptClass(_Strict):
         rate_per_s: mean requests a second of a Poisson process.
         load: rate of a Poisson process, as a share of the throughput that the first variant reached in `load_of`.
         load_of: name of the class that `load` refers to.
-        suffix_tokens: length of the part of a prompt that is new text, tokens; before it stand as many whole effective
-            attention blocks of the server as fit into prompt_tokens.
+        suffix_tokens: length of the new text at the end of a prompt, tokens; before it the prompt has as many whole
+            effective attention blocks of the server as fit into prompt_tokens.
         repeats: name of the class whose blocks are sent again, each followed by a new suffix.
     """
 
@@ -93,7 +93,7 @@ class PromptClass(_Strict):
     repeats: str | None = None
 
     @model_validator(mode="after")
-    def _check_together(self) -> "PromptClass":
+    def _check_combinations(self) -> "PromptClass":
         arrivals = [self.gap_ms, self.rate_per_s, self.load]
         if sum(value is not None for value in arrivals) > 1:
             raise ValueError("gap_ms, rate_per_s and load exclude each other")
@@ -174,7 +174,7 @@ class Workload(Settings):
     def _expand_lists(cls, classes: Any) -> Any:
         if not isinstance(classes, dict):
             return classes
-        return [entry for name, body in classes.items() for entry in _expanded(name, body)]
+        return [entry for name, body in classes.items() for entry in _class_entries(name, body)]
 
     @model_validator(mode="after")
     def _check_names(self) -> "Workload":
@@ -260,7 +260,7 @@ class Workload(Settings):
         return classes
 
 
-def _expanded(name: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+def _class_entries(name: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     """A class of the file as one entry, or as one for each value of the field that is a list."""
     lists = [key for key, value in body.items() if isinstance(value, list)]
     if not lists:

@@ -116,7 +116,7 @@ def test_each_fault_is_named_with_its_request_and_fails(fault, outcome):
     [("unready", "was not ready"), ("short", "gave no whole answer"), ("hangs", "1 requests never ended")],
 )
 def test_harm_is_named_and_fails(fault, harm, monkeypatch):
-    monkeypatch.setattr(client, "_REST_S", 1)
+    monkeypatch.setattr(client, "_DRAIN_TIMEOUT_S", 1)
     with fake(fault) as (url, pid):
         found = measurement.probe(url, pid, 1)
 
@@ -131,7 +131,7 @@ def test_a_server_that_ends_is_lost():
 
 
 def test_no_request_is_no_fuzz(tmp_path):
-    with pytest.raises(BenchError, match="give it 1 or more"):
+    with pytest.raises(BenchError, match="test nothing; give 1 or more"):
         measurement.write(variant.load("tiny"), 0, tmp_path / "log", command=["slimqwen"])
 
 

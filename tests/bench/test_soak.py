@@ -116,7 +116,7 @@ def test_a_real_server_ends_every_request_and_holds_nothing(tiny_server):
     ],
 )
 def test_each_fault_of_a_server_is_named_and_fails(fault, said, monkeypatch):
-    monkeypatch.setattr(client, "_REST_S", 1)
+    monkeypatch.setattr(client, "_DRAIN_TIMEOUT_S", 1)
     with fake(fault) as (url, pid):
         result = measurement.load_and_watch(url, pid, 4, clients=2)
     assert result["verdict"] == Verdict.FAIL

@@ -1,7 +1,7 @@
-"""Measurement of a fuzz: requests written by hand, then whatever the server's OpenAPI document allows or forbids.
+"""Measurement of a fuzz: requests written by hand, then generated ones, by the server's OpenAPI document.
 
 A request may be answered or refused with a reason. A server error that is not known, a lost connection, and a refusal
-without a reason are faults; so is a server that does not serve as before afterwards.
+without a reason are faults; so is a server that no longer serves as before.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ _SHOWN_CHARACTERS = 300
 """Beginning of a body that a fault shows."""
 
 _KNOWN_STATUSES = {
-    "POST /v1/systemone": {501},  # a model with a head of its own for it has this; it says so
+    "POST /v1/systemone": {501},  # a model without a head for this endpoint refuses with 501
 }
 _JSON = {"Content-Type": "application/json"}
 
@@ -61,15 +61,15 @@ def write(
 
     Args:
         variant: variant to serve, as its config.env says.
-        examples: valid, and invalid, requests to draw for each endpoint, at most.
+        examples: largest number of valid requests, and of invalid ones, for each endpoint.
 
     Raises:
-        BenchError: no request is to be drawn.
+        BenchError: `examples` is less than 1.
         ServingError: the server did not start.
-        ServerLostError: it ended meanwhile.
+        ServerLostError: the server ended during the requests.
     """
     if examples < 1:
-        raise BenchError(f"{examples} requests for each endpoint are none; give it 1 or more")
+        raise BenchError(f"{examples} requests for each endpoint test nothing; give 1 or more")
     started = provenance.utc_now()
     with run_server(ServerCommand.resolve(variant, port=free_port()), log=log) as server:
         figures = probe(server.base_url, server.pid, examples, progress)
@@ -83,23 +83,23 @@ def probe(url: str, pid: int, examples: int, progress: Progress = silent) -> dic
     """Send malformed requests to a server that is ready, and judge it.
 
     Args:
-        examples: valid, and invalid, requests to draw for each endpoint, at most.
+        examples: largest number of valid requests, and of invalid ones, for each endpoint.
 
     Returns:
-        The fields of `Fuzz` but for variant and provenance.
+        The fields of `Fuzz` except variant and provenance.
 
     Raises:
-        ServerLostError: the server ended meanwhile.
+        ServerLostError: the server ended during the requests.
     """
     outcomes = _Outcomes()
     try:
         family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-        _send_written(url, outcomes, progress)
-        endpoints = _send_drawn(url, examples, outcomes, progress)
+        _send_handwritten(url, outcomes, progress)
+        endpoints = _send_generated(url, examples, outcomes, progress)
         harm = tuple(_harm(url, family))
-    except (psutil.Error, httpx.HTTPError) as gone:
+    except (psutil.Error, httpx.HTTPError) as error:
         raise ServerLostError(
-            f"the server was lost under malformed requests ({gone!r}); its log says why"
+            f"the server was lost under malformed requests ({error!r}); its log says why"
         ) from None
     faults = tuple(
         Fault(request=f"{place} {body}".strip(), outcome=outcome)
@@ -115,27 +115,27 @@ def probe(url: str, pid: int, examples: int, progress: Progress = silent) -> dic
     }
 
 
-def _send_written(url: str, outcomes: _Outcomes, progress: Progress) -> None:
-    """The requests of `requests`: those that have to be refused, and those that may be answered too."""
+def _send_handwritten(url: str, outcomes: _Outcomes, progress: Progress) -> None:
+    """Send the requests of `requests`: those that have to be refused, then those that may be answered too."""
     refused = [*BODIES.values(), *((COMPLETIONS, _body({"prompt": "The", **body})) for body in UNSENDABLE)]
     either = [(path, _body(body)) for path, body in (*REQUESTS, *CHOSEN_LOGPROBS)]
     known = {(path, _body(body)): status for path, body, status, _ in KNOWN}
     sent = [*((*each, False) for each in refused), *((*each, True) for each in (*either, *known))]
-    # vLLM closes connections that are idle for 5 s, as httpx does: at the same moment a request would be lost.
+    # vLLM and httpx both close connections that are idle for 5 s; a request sent at that moment would be lost.
     limits = httpx.Limits(keepalive_expiry=2)
     with httpx.Client(
         base_url=url, timeout=_TIMEOUT_S, trust_env=False, limits=limits, headers=authorization()
     ) as client:
         for done, (path, content, may_be_answered) in enumerate(sent):
             progress("send malformed requests", done, len(sent))
-            shown = content[:_SHOWN_CHARACTERS].decode(errors="replace")
+            excerpt = content[:_SHOWN_CHARACTERS].decode(errors="replace")
             try:
                 answer = client.post(path, content=content, headers=_JSON)
             except httpx.HTTPError as error:
-                outcomes.add(path, f"lost: {type(error).__name__}", shown)
+                outcomes.add(path, f"lost: {type(error).__name__}", excerpt)
                 continue
             is_known = answer.status_code == known.get((path, content))
-            outcomes.add(path, KNOWN_ERROR if is_known else _outcome(answer, may_be_answered), shown)
+            outcomes.add(path, KNOWN_ERROR if is_known else _outcome(answer, may_be_answered), excerpt)
 
 
 def _body(fields: Any) -> bytes:
@@ -143,7 +143,7 @@ def _body(fields: Any) -> bytes:
 
 
 def _outcome(answer: httpx.Response, may_be_answered: bool) -> str:
-    """Answered or refused; anything else names what is wrong."""
+    """Answered or refused; any other text names a fault."""
     status = answer.status_code
     if status == httpx.codes.OK:
         return ANSWERED if may_be_answered else "answered, though it makes no sense"
@@ -156,8 +156,8 @@ def _outcome(answer: httpx.Response, may_be_answered: bool) -> str:
     return f"{status} without a reason"
 
 
-def _send_drawn(url: str, examples: int, outcomes: _Outcomes, progress: Progress) -> int:
-    """Ask what the OpenAPI document allows, and what it forbids, of every endpoint, the same at every call.
+def _send_generated(url: str, examples: int, outcomes: _Outcomes, progress: Progress) -> int:
+    """Send every endpoint requests that the OpenAPI document allows, then forbidden ones; the same at every call.
 
     Returns:
         Number of endpoints.
@@ -172,11 +172,11 @@ def _send_drawn(url: str, examples: int, outcomes: _Outcomes, progress: Progress
         for mode in schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE:
             # An endpoint without parameters has nothing to get wrong.
             with contextlib.suppress(errors.Unsatisfiable):
-                _draw(url, operation, mode, examples, outcomes)
+                _send_examples(url, operation, mode, examples, outcomes)
     return len(operations)
 
 
-def _draw(url: str, operation: Any, mode: Any, examples: int, outcomes: _Outcomes) -> None:
+def _send_examples(url: str, operation: Any, mode: Any, examples: int, outcomes: _Outcomes) -> None:
     from hypothesis import HealthCheck, Phase, given, settings
 
     known = _KNOWN_STATUSES.get(operation.label, set())
@@ -210,7 +210,7 @@ def _draw(url: str, operation: Any, mode: Any, examples: int, outcomes: _Outcome
 
 
 def _harm(url: str, family: Sequence[psutil.Process]) -> Iterator[str]:
-    """What the server can no longer do."""
+    """Faults of the server after the requests."""
     if unfinished := unfinished_requests(url):
         yield f"{unfinished:g} requests never ended"
     if any(not process.is_running() or process.status() == psutil.STATUS_ZOMBIE for process in family):

@@ -1,4 +1,4 @@
-"""Requests that no client should send, written by hand."""
+"""Malformed and extreme requests, written by hand."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -28,7 +28,7 @@ BODIES: Mapping[str, tuple[str, bytes]] = {
     "longer than the context": (COMPLETIONS, b'{"prompt": "' + b"a " * 400_000 + b'", "max_tokens": 1}'),
     "larger than the limit": (CHAT, b'{"messages": "' + b"a" * 1_000_000 + b'"}'),
 }
-"""Path and content; each is to be refused."""
+"""Path and content of requests that the server has to refuse."""
 
 _HUGE = 2**70
 
@@ -38,7 +38,7 @@ def _each(name: str, *values: Any) -> list[dict[str, Any]]:
     return [{name: value} for value in values]
 
 
-_OF_BOTH: tuple[dict[str, Any], ...] = (
+_COMMON_FIELDS: tuple[dict[str, Any], ...] = (
     *_each("temperature", -1, 1e308, "hot", None),
     *_each("top_p", 0, 2),
     *_each("top_k", -2, 10**9),
@@ -87,7 +87,7 @@ _PROMPTS: tuple[Any, ...] = (
     [[5]] * 1000,
 )
 
-_CHATS: tuple[dict[str, Any], ...] = (
+_CHAT_FIELDS: tuple[dict[str, Any], ...] = (
     *_each("messages", [], None, 5, "x", [5], [{}], [{"role": "user"}], [{"role": "none", "content": "x"}]),
     *_each(
         "messages",
@@ -119,16 +119,17 @@ _CHATS: tuple[dict[str, Any], ...] = (
 def _requests() -> list[tuple[str, dict[str, Any]]]:
     prompt = {"prompt": "Hello", "max_tokens": 2}
     chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
-    found = [(path, body | more) for more in _OF_BOTH for path, body in ((COMPLETIONS, prompt), (CHAT, chat))]
-    found += [(COMPLETIONS, {"prompt": value, "max_tokens": 1}) for value in _PROMPTS]
-    return found + [(CHAT, chat | more) for more in _CHATS]
+    bodies = ((COMPLETIONS, prompt), (CHAT, chat))
+    requests = [(path, body | fields) for fields in _COMMON_FIELDS for path, body in bodies]
+    requests += [(COMPLETIONS, {"prompt": value, "max_tokens": 1}) for value in _PROMPTS]
+    return requests + [(CHAT, chat | fields) for fields in _CHAT_FIELDS]
 
 
 REQUESTS = _requests()
-"""Path and body: answered where vLLM makes sense of it, refused otherwise."""
+"""Path and body of requests that vLLM may answer or refuse."""
 
 UNSENDABLE: tuple[dict[str, Any], ...] = ({"top_k": _HUGE}, {"top_k": _HUGE, "n": 2})
-"""What vLLM's checks let through and the message to its engine cannot hold."""
+"""Fields that pass vLLM's checks, but that the message to its engine cannot hold."""
 
 CHOSEN_LOGPROBS: tuple[tuple[str, dict[str, Any]], ...] = (
     (
@@ -137,10 +138,10 @@ CHOSEN_LOGPROBS: tuple[tuple[str, dict[str, Any]], ...] = (
     ),
     ("/generative_scoring", {"query": "Hello", "items": ["a", "b"], "label_token_ids": [1, 2]}),
 )
-"""Path and body: what ended a server that drafts."""
+"""Path and body of requests that crashed a server with speculative decoding."""
 
 _EMPTY_GRAMMAR = (
-    "the grammar has no sentence: the engine takes it, finds no token that it allows and gives the request up"
+    "the grammar has no sentence: the engine accepts it, finds no allowed token and gives up the request"
 )
 
 KNOWN: tuple[tuple[str, dict[str, Any], int, str], ...] = (

@@ -1,7 +1,7 @@
 """Latency and throughput of served variants over the prompt classes of a workload.
 
-`rounds` has the variants take turns, `side` sends the requests of a class to one of them and keeps TTFT and the other
-times, `figures` makes figures of these, `record` is the record kind. `speedups` makes the ratios of two records,
+`rounds` has the variants take turns, `measured_variant` sends the requests of a class to one of them and keeps TTFT and
+the other times, `figures` summarises these, `record` is the record kind. `speedups` makes the ratios of two records,
 `tables` shows both.
 """
 

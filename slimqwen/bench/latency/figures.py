@@ -29,19 +29,19 @@ def summarise(
     Raises:
         TooFewItemsError: fewer than two requests succeeded.
     """
-    done = [row for row in rows if row["error"] is None]
-    output_tokens = sum(row["output_tokens"] for row in done)
-    all_tokens = output_tokens + sum(row["prompt_tokens"] for row in done)
+    successes = [row for row in rows if row["error"] is None]
+    output_tokens = sum(row["output_tokens"] for row in successes)
+    all_tokens = output_tokens + sum(row["prompt_tokens"] for row in successes)
     return {
         "request_count": len(rows),
-        "failure_count": len(rows) - len(done),
+        "failure_count": len(rows) - len(successes),
         "duration_s": duration_s,
-        "request_throughput_per_s": len(done) / duration_s,
+        "request_throughput_per_s": len(successes) / duration_s,
         "output_throughput_tokens_per_s": output_tokens / duration_s,
         "total_throughput_tokens_per_s": all_tokens / duration_s,
-        **{name: _per_request(done, name) for name in ("ttft_ms", "tpot_ms", "e2el_ms")},
-        "itl_ms": _inter_token(done),
-        "goodput": _goodput(done, duration_s, service_level),
+        **{name: _per_request(successes, name) for name in ("ttft_ms", "tpot_ms", "e2el_ms")},
+        "itl_ms": _inter_token(successes),
+        "goodput": _goodput(successes, duration_s, service_level),
     }
 
 

@@ -21,7 +21,7 @@ _PREFIX_QUERIES, _PREFIX_HITS = (f"vllm:prefix_cache_{name}_total" for name in (
 
 @dataclass
 class ClassResults:
-    """Everything that one variant was sent of one class so far, over the rounds."""
+    """Requests of one class to one variant, and their results, over the rounds so far."""
 
     prompts: list[Tokens] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -83,10 +83,10 @@ class MeasuredVariant:
         return {"documents_used": self.cutter.documents_used, "sent": results}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Take over the results of a state; the text goes on at its position or at the present one if further."""
+        """Restore the results of a state; the text goes on at its position, or at the present one if further."""
         self.results = {name: ClassResults(**result) for name, result in state["sent"].items()}
-        given = (prompt for result in self.results.values() for prompt in result.prompts)
-        self.cutter.advance_to(state["documents_used"], given)
+        prompts = (prompt for result in self.results.values() for prompt in result.prompts)
+        self.cutter.advance_to(state["documents_used"], prompts)
 
     def take_round(self, number: int, served: SharedServer, watch: Watch) -> None:
         """Send one round of every class.
@@ -178,7 +178,7 @@ class MeasuredVariant:
         return self.cutter.cut(count, c.prompt_tokens)
 
     def _prompts(self, c: PromptClass, lengths: Sequence[int]) -> list[Tokens]:
-        """Prompts of new text, but for the prefixes that a class repeats."""
+        """Prompts of new text, except for the prefixes that a class repeats."""
         if c.suffix_tokens is None:
             return [prompt for length in lengths for prompt in self.cutter.cut(1, length)]
         prefix_tokens = c.prompt_tokens - c.suffix_tokens
@@ -258,12 +258,12 @@ def add(
 def _row(
     c: PromptClass, number: int, index: int, request: tuple[Tokens, int], answers: Mapping[str, Any]
 ) -> dict[str, Any]:
-    prompt, wanted = request
+    prompt, expected_tokens = request
     tokens, ttft_s, latency_s = (answers[key][index] for key in ("output_lens", "ttfts", "latencies"))
     error = answers["errors"][index].strip()
-    if not error and tokens != wanted:
+    if not error and tokens != expected_tokens:
         # An engine that dies may end its streams without an error; only the number of tokens shows it.
-        error = f"the stream ended after {tokens} of {wanted} tokens"
+        error = f"the stream ended after {tokens} of {expected_tokens} tokens"
     return {
         "class": c.name,
         "round": number,

@@ -32,8 +32,10 @@ def replay(record: Latency, path: Path, repeat: Repeat) -> Outcome:
     now = store.read(repetition, Latency)
     rows = class_speedups((record, now), [before, by_class_and_round(store.read_items(repetition))])
     if not rows:
-        raise BenchError(f"no class of requests of then and now is the same: {', '.join(record.classes)}")
-    others = [
+        raise BenchError(
+            f"no class has the requests that it had then: {', '.join(record.classes)}; restore its workload and text"
+        )
+    changed_classes = [
         name
         for name, figures in record.classes.items()
         if name not in now.classes or figures.prompts_sha256 != now.classes[name].prompts_sha256
@@ -41,7 +43,7 @@ def replay(record: Latency, path: Path, repeat: Repeat) -> Outcome:
     table = speedup_table((record, now), (path, repetition), ("then", "now"), rows)
     ratios = end_to_end(rows)
     inside = all(row.interval[0] <= 1 <= row.interval[1] for row in ratios if row.interval)
-    shown = ", ".join(map(str, ratios))
-    summary = f"now, relative to then: {shown}; 1.00 lies {'inside' if inside else 'outside'}"
-    summary += f"; other prompts than then in {', '.join(others)}" if others else ""
-    return Outcome(repetition, inside and not others, summary, (table,))
+    ratio_texts = ", ".join(map(str, ratios))
+    summary = f"now, relative to then: {ratio_texts}; 1.00 lies {'inside' if inside else 'outside'}"
+    summary += f"; other prompts than then in {', '.join(changed_classes)}" if changed_classes else ""
+    return Outcome(repetition, inside and not changed_classes, summary, (table,))

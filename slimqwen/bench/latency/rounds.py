@@ -41,7 +41,7 @@ def measure(
 ) -> list[Path]:
     """Measure variants over a workload and write a latency record for each.
 
-    Every round has a fresh server. A server that already runs is used, so its rounds are no restarts.
+    Every round starts a fresh server; a server that already runs is used for all rounds instead.
 
     Args:
         rounds: number of rounds instead of the workload's.
@@ -149,7 +149,7 @@ def max_num_seqs(variants: Sequence[Variant], workload: Workload) -> int:
 def _record(
     side: MeasuredVariant,
     sides: Sequence[MeasuredVariant],
-    taken_over: int,
+    reused_rounds: int,
     started: str,
     command: Sequence[str],
 ) -> Latency:
@@ -157,20 +157,23 @@ def _record(
     served, shared, workload = side.served, side.shared, side.shared.workload
     load = host_load.worst(shared.loads)
     text_file = side.variant.root / workload.documents
-    named = workload.expanded(shared.max_num_seqs)
+    unscaled_classes = workload.expanded(shared.max_num_seqs)
     return Latency(
         variant=side.variant.name,
         workload=workload.name,
         max_model_len=served.max_model_len,
         scale=workload.scale(served.max_model_len),
         rounds=shared.rounds,
-        rounds_of_earlier_run=taken_over,
+        rounds_of_earlier_run=reused_rounds,
         rounds_repeated=load.repeated,
         run=started,
         interleaved_with=tuple(other.variant.name for other in sides if other is not side),
         config=dict(side.lines),
         columns=workload.columns,
-        classes={c.name: _class(side, c, as_named) for c, as_named in zip(side.classes, named, strict=True)},
+        classes={
+            c.name: _class(side, c, unscaled)
+            for c, unscaled in zip(side.classes, unscaled_classes, strict=True)
+        },
         provenance=provenance.describe(
             served.server.command,
             command,
@@ -183,7 +186,7 @@ def _record(
     )
 
 
-def _class(side: MeasuredVariant, c: PromptClass, as_named: PromptClass) -> ClassFigures:
+def _class(side: MeasuredVariant, c: PromptClass, unscaled: PromptClass) -> ClassFigures:
     result = side.results[c.name]
     arrival = None
     if result.rate_per_s is not None:
@@ -202,8 +205,8 @@ def _class(side: MeasuredVariant, c: PromptClass, as_named: PromptClass) -> Clas
         prompt_tokens=c.prompt_tokens,
         output_tokens=c.output_tokens,
         spread=c.spread,
-        named_prompt_tokens=as_named.prompt_tokens,
-        named_output_tokens=as_named.output_tokens,
+        named_prompt_tokens=unscaled.prompt_tokens,
+        named_output_tokens=unscaled.output_tokens,
         concurrency=c.limit,
         arrival=arrival,
         durations_s=tuple(result.durations_s),
@@ -215,9 +218,9 @@ def _class(side: MeasuredVariant, c: PromptClass, as_named: PromptClass) -> Clas
 
 
 def _repeat_speedup(side: MeasuredVariant, c: PromptClass) -> Ratio | None:
-    """Median TTFT of the prefixes' first time over that of their repetition.
+    """Median TTFT of prefixes that are sent for the first time, over that of their repetition.
 
-    None for the first time itself, and for a repetition whose requests wait for each other in another way.
+    None for the first time itself, and where the two classes differ in concurrency or have an arrival process.
     """
     first = next((other for other in side.classes if other.name == c.repeats), None)
     if first is None or first.concurrency != c.concurrency or first.arrives or c.arrives:

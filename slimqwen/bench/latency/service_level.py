@@ -48,9 +48,9 @@ def good_throughput(record: Latency, path: Path) -> list[GoodThroughput]:
         if level is None or item["error"] is not None:
             continue
         if item["ttft_ms"] <= level.ttft_ms and item["tpot_ms"] <= level.tpot_ms:
-            of_class, number = tokens[item["class"]], item.get("round", 0)
-            of_class[number] = of_class.get(number, 0) + item["output_tokens"]
-    found = []
+            round_tokens, number = tokens[item["class"]], item.get("round", 0)
+            round_tokens[number] = round_tokens.get(number, 0) + item["output_tokens"]
+    throughputs = []
     for name, level in levels.items():
         row = record.classes[name]
         durations = row.durations_s or (row.duration_s,)
@@ -63,7 +63,7 @@ def good_throughput(record: Latency, path: Path) -> list[GoodThroughput]:
         if len(durations) > 1:
             rate = intervals.rate_over_rounds(amounts, durations)
             interval = max(rate.low, 0.0), rate.high
-        found.append(
+        throughputs.append(
             GoodThroughput(
                 name,
                 row.arrival.rate_per_s if row.arrival else None,
@@ -73,7 +73,7 @@ def good_throughput(record: Latency, path: Path) -> list[GoodThroughput]:
                 interval,
             )
         )
-    return found
+    return throughputs
 
 
 def best(loads: Sequence[GoodThroughput]) -> GoodThroughput | None:

@@ -1,7 +1,7 @@
 """Two latency records compared: which ones fit, and the speed-up of the second for each class and measure.
 
-The only ratio of two latency records. Rounds of the two sides are paired by their number where they were measured in
-turns; with a single round on a side the interval is over requests.
+Every ratio of two latency records is made here. Rounds of the two sides are paired by their number where they were
+measured in turns; with a single round on a side the interval is over requests.
 """
 
 from collections.abc import Mapping, Sequence
@@ -99,7 +99,7 @@ def shared_workloads(first: Path, second: Path) -> list[str]:
 
 
 def latency_basis(record: Latency) -> dict[str, Any]:
-    """What two latency records must share to be compared, by name."""
+    """Everything that two latency records must share to be compared, by name."""
     return {
         "workload": record.workload,
         "lengths": {
@@ -126,7 +126,7 @@ def compare_latency(first: Path, second: Path) -> list[Speedup]:
 
 
 def finding(record: Latency, path: Path, records: Collection) -> str:
-    """What a latency record found, for a line of the log.
+    """The finding of a latency record, for a line of the log.
 
     Args:
         records: all records, the baseline's among them.
@@ -148,8 +148,8 @@ def finding(record: Latency, path: Path, records: Collection) -> str:
 
 def end_to_end(rows: Sequence[Speedup]) -> list[Speedup]:
     """The speed-up in the time of all requests; in E2EL by class where requests overlap."""
-    together = [row for row in rows if row.prompt_class == ALL_CLASSES]
-    return [row for row in together or rows if row.measure in ("wall_ms", "e2el_ms") and row.interval]
+    total_rows = [row for row in rows if row.prompt_class == ALL_CLASSES]
+    return [row for row in total_rows or rows if row.measure in ("wall_ms", "e2el_ms") and row.interval]
 
 
 def class_speedups(records: tuple[Latency, Latency], sides: Sequence[Mapping[str, Rounds]]) -> list[Speedup]:
@@ -224,7 +224,7 @@ def _rates(
     rows = []
     for measure, amount in measures:
         durations = [figures.durations_s or () for figures in pair]
-        # A round in which nothing succeeded has no requests here, and took its time all the same.
+        # A round without a success has no requests here, but its duration counts.
         amounts = [
             [sum(map(amount, side.get(number, ()))) for number in range(len(seconds))]
             for side, seconds in zip(rounds, durations, strict=True)
@@ -261,7 +261,7 @@ def total_time(
 
     Args:
         sides: requests of the first and the second side by class and round.
-        counts: of each side, the number of requests of each class that is counted.
+        counts: number of requests of each class, for each side.
         in_turns: whether rounds of the same number were measured next to each other.
 
     Returns:
@@ -300,5 +300,5 @@ def total_time(
     return first, second, intervals.Ratio(first / second, low, high), 0
 
 
-def _command(variant: str, like: Latency) -> str:
-    return f"slimqwen bench latency --variant {variant} --workload {like.workload}"
+def _command(variant: str, record: Latency) -> str:
+    return f"slimqwen bench latency --variant {variant} --workload {record.workload}"

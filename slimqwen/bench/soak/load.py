@@ -57,7 +57,7 @@ def question(number: int, paths: Sequence[str] = PATHS) -> Question:
 
 
 def outcome(question: Question, answer: httpx.Response) -> str:
-    """Outcome of a request: answered, overload or refused; anything else names what is wrong."""
+    """Outcome of a request: answered, overload or refused; any other text names a fault."""
     kind = "a malformed request" if question.tokens is None else f"a request to {question.path}"
     with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
         if answer.status_code == httpx.codes.TOO_MANY_REQUESTS:
@@ -81,8 +81,8 @@ def outcome(question: Question, answer: httpx.Response) -> str:
             parts = [json.loads(line) for line in lines]
         reasons = [choice["finish_reason"] for part in parts for choice in part.get("choices", ())]
         tokens = [part["usage"]["completion_tokens"] for part in parts if part.get("usage")]
-        whole = reasons[-1:] == ["length"] and tokens[-1:] == [question.tokens]
-        return "answered" if whole else f"an answer of {question.path} is not as long as requested"
+        is_complete = reasons[-1:] == ["length"] and tokens[-1:] == [question.tokens]
+        return "answered" if is_complete else f"an answer of {question.path} is not as long as requested"
     return f"{answer.status_code} that cannot be read, for {kind}"
 
 
@@ -123,7 +123,7 @@ def _client(url: str) -> httpx.AsyncClient:
         base_url=url,
         timeout=TIMEOUT_S,
         trust_env=False,
-        # vLLM closes connections that are idle for 5 s, as httpx does: at the same moment a request would be lost.
+        # vLLM and httpx both close connections that are idle for 5 s; a request sent at that moment would be lost.
         limits=httpx.Limits(max_connections=None, keepalive_expiry=2),
         headers=authorization(),
     )
@@ -140,18 +140,18 @@ async def leave_streams(url: str, until: float, tokens: int) -> int:
         Number of streams left.
     """
     rng = random.Random(0)
-    left = 0
+    streams_left = 0
     body = {"prompt": "The", "max_tokens": tokens, "ignore_eos": True, "stream": True}
     async with _client(url) as http:
         while time.monotonic() < until:
             # The other clients report a lost server.
             with contextlib.suppress(httpx.HTTPError):
                 async with http.stream("POST", PATHS[0], json=body) as answer:
-                    wanted = 1 + rng.randrange(8)
+                    remaining_chunks = 1 + rng.randrange(8)
                     async for _ in answer.aiter_bytes():
-                        wanted -= 1
-                        if not wanted:
-                            left += answer.status_code == httpx.codes.OK
+                        remaining_chunks -= 1
+                        if not remaining_chunks:
+                            streams_left += answer.status_code == httpx.codes.OK
                             break
             await asyncio.sleep(0.2)
-    return left
+    return streams_left

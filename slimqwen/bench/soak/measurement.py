@@ -31,8 +31,8 @@ from slimqwen.variant import Variant
 from slimqwen.vllm_plugin.api_key import authorization
 
 MAX_GROWTH_MIB_PER_HOUR = 30
-"""Largest growth of all processes together after the first third. Seen were 4, the noise of allocators: 0.4 MiB in ten
-minutes. A leak of 2 KiB a request would be 30 MiB an hour at four requests a second."""
+"""Largest growth of all processes together after the first third. Measured were 4, the noise of allocators: 0.4 MiB in
+ten minutes. A leak of 2 KiB a request would be 30 MiB an hour at four requests a second."""
 
 NOISE_MIB = 2
 """Growth after the first third up to which no slope is a fault. Allocators take memory in steps, so samples depend on
@@ -45,7 +45,7 @@ CLIENTS_PER_SEQUENCE = 4
 """Clients for each sequence that the server runs at once: three of them wait."""
 
 DEFAULT_SEQUENCES = 256
-"""Sequences that vLLM runs at once if no flag limits them, or more (`EngineArgs.get_batch_defaults`)."""
+"""Least number of sequences that vLLM runs at once if no flag limits them (`EngineArgs.get_batch_defaults`)."""
 
 SHORTEST_S = 60
 """Shortest soak, seconds."""
@@ -116,10 +116,10 @@ def load_and_watch(
     """Load a server that is ready, for any time, and judge its memory.
 
     Returns:
-        The fields of `Soak` but for variant and provenance.
+        The fields of `Soak` except variant and provenance.
 
     Raises:
-        BenchError: too short for two samples after the first third, or the server counts nothing.
+        BenchError: the time is too short for two samples after the first third, or the server has no counters.
         ServerLostError: one of its processes ended.
     """
     try:
@@ -130,39 +130,42 @@ def load_and_watch(
         _require_metrics(url)
         chats = _accepts_chats(url)
         paths = PATHS if chats else PATHS[:1]
-        samples, left, outcomes = asyncio.run(_soak(url, family, seconds, clients, paths, progress))
+        samples, streams_left, outcomes = asyncio.run(_soak(url, family, seconds, clients, paths, progress))
         unfinished, kv_cache_used, ready = _at_rest(url)
         files = OpenFiles(before=before, after=_open_files(family))
-    except (psutil.Error, httpx.HTTPError) as gone:
-        raise ServerLostError(f"the server was lost under the load ({gone!r}); its log says why") from None
+    except (psutil.Error, httpx.HTTPError) as error:
+        raise ServerLostError(f"the server was lost under the load ({error!r}); its log says why") from None
     settled = [sample for sample in samples if sample.seconds > seconds * _SETTLED_SHARE]
     if len(settled) < 2:
-        raise BenchError(f"{len(samples)} samples of memory in {seconds:g} s are too few; give it longer")
+        raise BenchError(
+            f"{len(samples)} samples of memory in {seconds:g} s are too few; give the soak longer"
+        )
     total = growth([(sample.seconds, sum(sample.resident_mib)) for sample in settled])
     by_process = [
         growth([(sample.seconds, sample.resident_mib[index]) for sample in settled])
         for index in range(len(family))
     ]
     resident = Resident(settled=sum(settled[0].resident_mib), end=sum(settled[-1].resident_mib))
-    gained, opened = resident.end - resident.settled, files.after - files.before
+    growth_mib, new_files_count = resident.end - resident.settled, files.after - files.before
     conditions = {
         "no request was answered": not outcomes["answered"],
-        "no stream was open to be left": not left,
-        f"memory grew by {gained:.1f} MiB": total.low > MAX_GROWTH_MIB_PER_HOUR and gained > NOISE_MIB,
-        f"{opened} more files are open": opened > MAX_NEW_FILES,
+        "no stream was open to be left": not streams_left,
+        f"memory grew by {growth_mib:.1f} MiB": total.low > MAX_GROWTH_MIB_PER_HOUR
+        and growth_mib > NOISE_MIB,
+        f"{new_files_count} more files are open": new_files_count > MAX_NEW_FILES,
         f"{unfinished:g} requests never ended": unfinished > 0,
         "the KV cache is not empty": kv_cache_used > 0,
         "the server is not ready": not ready,
     }
     unexpected = sorted((outcome, count) for outcome, count in outcomes.items() if outcome not in EXPECTED)
     faults = [f"{count} requests: {outcome}" for outcome, count in unexpected]
-    faults += [fault for fault, is_so in conditions.items() if is_so]
+    faults += [fault for fault, is_violated in conditions.items() if is_violated]
     return {
         "seconds": samples[-1].seconds,
         "clients": clients,
         "chats": chats,
         "requests": dict(outcomes),
-        "streams_left": left,
+        "streams_left": streams_left,
         "resident_mib": resident,
         "growth_mib_per_hour": total,
         "by_process": tuple(
@@ -212,8 +215,8 @@ def allow_connections(clients: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise BenchError(
-            f"{clients} clients need {needed} open files and {hard} are allowed; raise it (`ulimit -Hn`), or set "
-            "VLLM_MAX_NUM_SEQS in config.env"
+            f"{clients} clients need {needed} open files and {hard} are allowed; raise the limit (`ulimit -Hn`), or "
+            "lower VLLM_MAX_NUM_SEQS in config.env"
         )
     if soft != resource.RLIM_INFINITY and soft < needed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
@@ -235,19 +238,19 @@ async def _soak(
             yield number
             number += 1
 
-    samples, left, outcomes = await asyncio.gather(
+    samples, streams_left, outcomes = await asyncio.gather(
         _watch(family, seconds, progress),
         leave_streams(url, until, min(_LEFT_TOKENS, max_model_len(url) // 2)),
         load(url, numbers(), clients, paths),
     )
-    return samples, left, outcomes
+    return samples, streams_left, outcomes
 
 
 async def _watch(family: Sequence[psutil.Process], seconds: float, progress: Progress) -> list[Sample]:
     samples: list[Sample] = []
     began = time.monotonic()
     while (now := time.monotonic() - began) < seconds:
-        # A process that has ended and that nobody has waited for still answers, with zeros.
+        # A zombie still reports memory and open files, as zeros.
         if ended := [process for process in family if process.status() == psutil.STATUS_ZOMBIE]:
             raise psutil.NoSuchProcess(ended[0].pid)
         resident = tuple(process.memory_info().rss / 2**20 for process in family)
@@ -279,7 +282,7 @@ def _require_metrics(url: str) -> None:
 
 
 def _at_rest(url: str) -> tuple[float, float, bool]:
-    """Requests that never ended, and then the share of the KV cache in use, and readiness."""
+    """After the load: number of unfinished requests, share of the KV cache in use, readiness."""
     unfinished, kv_cache_used = unfinished_requests(url), counters(url)[_KV_CACHE]
     ready = httpx.get(f"{url}/health", timeout=TIMEOUT_S, trust_env=False).status_code == httpx.codes.OK
     return unfinished, kv_cache_used, ready
