@@ -1,4 +1,4 @@
-"""Answers of the rungs, kept in a journal: what an earlier run measured is not measured again."""
+"""Answers of the rungs, kept in a journal, so that a later run does not measure them again."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ from slimqwen.search.executors import Executor, Failure, Task
 
 @dataclass(frozen=True)
 class Question:
-    """What a rung asks.
+    """A question of a rung.
 
     Attributes:
         request: everything that decides the answer, as JSON.
-        task: measures it.
+        task: measures the answer.
     """
 
     request: Any
@@ -24,24 +24,24 @@ class Question:
 def measure(
     questions: Iterable[Question], executor: Executor, answers: Journal
 ) -> list[tuple[Task, Failure]]:
-    """Measure what has no answer yet, each question once.
+    """Measure the questions without an answer, each once.
 
     Args:
         executor: where tasks run; entered already.
-        answers: receives each answer as soon as it is there.
+        answers: receives each answer as soon as it is measured.
 
     Returns:
         The tasks that raised or died.
     """
-    asked: dict[str, Question] = {}
+    pending: dict[str, Question] = {}
     for question in questions:
-        if answers.get(question.request) is None and question.task.key not in asked:
-            asked[question.task.key] = question
+        if answers.get(question.request) is None and question.task.key not in pending:
+            pending[question.task.key] = question
             executor.submit(question.task)
     failures = []
-    while asked:
+    while pending:
         outcome = executor.wait()
-        question = asked.pop(outcome.key)
+        question = pending.pop(outcome.key)
         if isinstance(outcome, Failure):
             failures.append((question.task, outcome))
         else:

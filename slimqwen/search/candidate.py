@@ -1,8 +1,8 @@
 """A candidate: one point of a space as a recipe and lines of config.env, in a repository beside the real one.
 
-Candidates that make the same thing are equal. They lie in an overlay of the repository, .cache/search/<base>/overlay/,
-whose weights/store is the repository's own: what is made there has the content keys that a variant of experiments/
-would have, and is reused by it.
+Points that make the same checkpoint with the same flags give equal candidates. Candidates lie in an overlay of the
+repository, .cache/search/<base>/overlay/, whose weights/store is the repository's own: a variant of experiments/ with
+the same recipe has the same content keys, and reuses their outputs.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ _OVERLAID = ("experiments", "weights")
 
 @dataclass(frozen=True)
 class Candidate:
-    """What a variant may change about its base. A default does nothing.
+    """Changes of a variant relative to its base. A default changes nothing.
 
     Attributes:
         mlp: scheme of the MLPs' linears.
@@ -40,7 +40,7 @@ class Candidate:
         head_bits: bits of the output head.
         vocabulary: share of the vocabulary that is kept.
         draft_vocabulary: share of the kept vocabulary that may be drafted.
-        redistillation: whether the MTP head is trained for the result.
+        redistillation: whether the MTP head is trained for the changed model.
         depth: tokens drafted at a time (K).
         state_dtype: of recurrent states; auto is the checkpoint's.
         kv_cache_dtype: auto is that of the activations.
@@ -64,7 +64,7 @@ class Candidate:
 
     @classmethod
     def at(cls, point: Point) -> "Candidate":
-        """The candidate of a point; levers that change nothing there have their default."""
+        """The candidate of a point; levers without an effect there have their default."""
         candidate = cls(**dict(point))  # type: ignore[arg-type]
         if not candidate.depth:
             candidate = replace(candidate, mtp="none", draft_vocabulary=1.0, redistillation=False)
@@ -83,7 +83,7 @@ class Candidate:
 
     @property
     def target(self) -> "Candidate":
-        """The same without drafts: what decides the answers."""
+        """The candidate without drafts, which decides the answers."""
         return Candidate.at({**asdict(self), "depth": 0})
 
     @property
@@ -96,32 +96,34 @@ class Candidate:
         }
 
     def steps(self, space: Space, rows: int) -> Steps:
-        """Stages that make it: first those of the target, then those of its drafts.
+        """Stages that make the checkpoint: first those of the target, then those of its drafts.
 
         Args:
-            space: with the parameters of stages.
+            space: has the parameters of stages.
             rows: rows of the base's vocabulary.
         """
-        given = space.settings.stages
+        stage_parameters = space.settings.stages
         steps: Steps = []
         if schemes := self.calibrated:
             rounding = {} if self.rounding == "nearest" else {"rounding": self.rounding}
             steps.append(("calibrate", {"targets": schemes, "group_size": self.group_size, **rounding}))
-        kept = rows
+        kept_rows = rows
         if self.vocabulary < 1:
-            kept = stored_rows(round(rows * self.vocabulary))
-            steps.append(("prune_vocab", {"size": kept}))
+            kept_rows = stored_rows(round(rows * self.vocabulary))
+            steps.append(("prune_vocab", {"size": kept_rows}))
         if self.head_bits == 4:
             steps.append(("quantise_lm_head", {"group_size": self.group_size}))
         if self.draft_vocabulary < 1 or self.redistillation:
             steps.append(("sample_outputs", {}))
         if self.draft_vocabulary < 1:
-            steps.append(("trim_draft_vocab", {"size": stored_rows(round(kept * self.draft_vocabulary))}))
+            steps.append(
+                ("trim_draft_vocab", {"size": stored_rows(round(kept_rows * self.draft_vocabulary))})
+            )
         if self.redistillation:
             steps.append(("redistill_mtp", {"rows": "drafted"} if self.draft_vocabulary < 1 else {}))
-        steps = [(stage, {**given.get(stage, {}), **parameters}) for stage, parameters in steps]
+        steps = [(stage, {**stage_parameters.get(stage, {}), **parameters}) for stage, parameters in steps]
         if self.mtp != "none":
-            # Rounded to nearest: it needs no text.
+            # Rounding to nearest needs no text.
             steps.append(("calibrate", {"targets": {"mtp": self.mtp}, "group_size": self.group_size}))
         return steps
 
@@ -131,9 +133,9 @@ class Candidate:
         steps = self.steps(space, rows)
         if not steps:
             return None
-        described = ", ".join(f"{lever} {value}" for lever, value in self.changes.items())
+        changes = ", ".join(f"{lever} {value}" for lever, value in self.changes.items())
         content = {
-            "description": f"The checkpoint of {base.name} with {described}.",
+            "description": f"The checkpoint of {base.name} with {changes}.",
             "base": base.name,
             "stages": [{stage: parameters} for stage, parameters in steps],
         }
@@ -151,31 +153,31 @@ class Candidate:
             lines["VLLM_MAMBA_SSM_CACHE_DTYPE"] = self.state_dtype
         if self.kv_cache_dtype != "auto":
             lines["VLLM_KV_CACHE_DTYPE"] = self.kv_cache_dtype
-        served = base.settings.get("VLLM_MAX_NUM_SEQS")
-        if self.max_sequences and (served is None or served.value != str(self.max_sequences)):
+        base_sequences = base.settings.get("VLLM_MAX_NUM_SEQS")
+        if self.max_sequences and (base_sequences is None or base_sequences.value != str(self.max_sequences)):
             lines["VLLM_MAX_NUM_SEQS"] = str(self.max_sequences)
         return lines
 
     def scaffold(self, name: str, base: Variant, space: Space, hypothesis: str, root: Path) -> Variant:
-        """Write its folder under experiments/ of a repository, if it is not there, and load it."""
+        """Write the candidate's folder under experiments/ of a repository if it is missing, and load it."""
         if name not in variants.names(root):
             recipe, lines = self.recipe(base, space), self.lines(base)
             scaffold.create(name, base.name, hypothesis, recipe=recipe, lines=lines, root=root)
         return variants.load(name, root)
 
     def in_overlay(self, base: Variant, space: Space, overlay: Path) -> Variant:
-        """The candidate as a variant of an overlay; its name is a digest of what it is."""
+        """The candidate as a variant of an overlay; its name has a digest of its recipe and lines."""
         text = json.dumps([self.recipe(base, space), self.lines(base)])
         name = f"{base.name}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
         return self.scaffold(name, base, space, "A candidate of a search.", overlay)
 
 
 def make_overlay(base: Variant, folder: Path) -> Path:
-    """A repository beside the real one: its files by links, with variants and links to weights of its own.
+    """Make a repository beside the real one: links to its files, with variants and weights folders of its own.
 
     Args:
-        base: variant of the real one.
-        folder: of the overlay, in the real one.
+        base: variant of the real repository.
+        folder: folder of the overlay, in the real repository.
     """
     for parent in _OVERLAID:
         (folder / parent).mkdir(parents=True, exist_ok=True)
@@ -196,7 +198,7 @@ def make_overlay(base: Variant, folder: Path) -> Path:
 
 
 def without_cache(variant: Variant, overlay: Path) -> Variant:
-    """A variant of the repository in an overlay, its recipe without the compile cache, which decides no answer."""
+    """A variant in an overlay, with a recipe that bakes no compile cache, because a cache decides no answer."""
     name = f"{variant.name}-eager"
     folder = overlay / "experiments" / name
     if not folder.exists() and variant.recipe is not None:

@@ -1,4 +1,4 @@
-"""The driver of a search: from a base, a GPU and a quality budget to a record of what to serve."""
+"""The driver of a search: from a base, a GPU and a quality budget to a record of the variant to serve."""
 
 import hashlib
 import math
@@ -45,7 +45,7 @@ def search(
         base: variant without a recipe of its own to search from.
         gpu_name: name of a GPU in eval/devices.yaml.
         budget: name of a gate in eval/gates/.
-        settings: what the space cannot derive.
+        settings: everything that the space cannot derive.
         executor: where rungs run that need an engine.
         command: program and arguments, for the record.
         trials: number of candidates instead of the settings'.
@@ -70,7 +70,7 @@ def search(
     with executor:
         study = Study(ladder, executor, folder, root / "logs" / "search.log", progress)
         seconds = math.inf if minutes is None else 60 * minutes
-        found = study.run(trials or settings.trials, seconds, width or executor.width)
+        findings = study.run(trials or settings.trials, seconds, width or executor.width)
     settings_file = settings.file(root)
     fields: dict[str, Any] = {
         "variant": base.name,
@@ -80,11 +80,11 @@ def search(
         "space": space.as_text(),
         "context_len": settings.decoding.context_len,
         "sequences": settings.decoding.sequences,
-        "incumbent": found.incumbent,
-        "repeated_suggestions": found.repeated,
-        "trials": tuple(found.trials),
-        "importance": found.importance,
-        "efficiency": found.efficiency,
+        "incumbent": findings.incumbent,
+        "repeated_suggestions": findings.repeated,
+        "trials": tuple(findings.trials),
+        "importance": findings.importance,
+        "efficiency": findings.efficiency,
         "provenance": provenance.of_variant(
             base,
             command,
@@ -99,21 +99,26 @@ def search(
         ),
     }
     limit = settings.finalists if finalists is None else finalists
-    meeting = [trial for trial in Search(**fields).faster if ladder.budget.is_met_by(trial)]
-    if limit and meeting:
+    within_budget = [trial for trial in Search(**fields).faster if ladder.budget.is_met_by(trial)]
+    if limit and within_budget:
         with executor, locked(folder / "answers.jsonl") as answers:
             recounted = recount(
-                meeting[: settings.recounts], ladder, executor, answers, finalists=limit, progress=progress
+                within_budget[: settings.recounts],
+                ladder,
+                executor,
+                answers,
+                finalists=limit,
+                progress=progress,
             )
         by_name = {trial.name: trial for trial in recounted}
-        fields["trials"] = tuple(by_name.get(trial.name, trial) for trial in found.trials)
-        # The likely first, each group in its order: the fastest first.
+        fields["trials"] = tuple(by_name.get(trial.name, trial) for trial in findings.trials)
+        # Trials that are likely proven come first; within each group the fastest stays first.
         recounted.sort(key=lambda trial: not ladder.budget.is_likely_proven(trial, limit))
-        chosen = recounted[:limit]
+        finalist_trials = recounted[:limit]
     else:
-        chosen = []
-    if chosen:
-        names = {_finalist(trial, ladder): trial.name for trial in chosen}
+        finalist_trials = []
+    if finalist_trials:
+        names = {_finalist(trial, ladder): trial.name for trial in finalist_trials}
         fields |= {
             "proof": prove(list(names), executor, root, command=command),
             "proof_names": names,
@@ -122,16 +127,16 @@ def search(
 
 
 def _finalist(trial: SearchTrial, ladder: Ladder) -> str:
-    """The variant of experiments/ that is made of a trial: one that is there already, or a new one.
+    """The variant of experiments/ for a trial: an existing one with its recipe and lines, or a new one.
 
     Args:
         trial: a candidate that passed every rung.
-        ladder: with the base and the space.
+        ladder: has the base and the space.
     """
     base, candidate = ladder.base, Candidate(**trial.changes)
     number = 1
     while (name := f"{base.name}-search-{number}") in variants.names(base.root):
-        if _is_made_of(base.root / "experiments" / name, candidate, ladder):
+        if _has_recipe_and_lines(base.root / "experiments" / name, candidate, ladder):
             return name
         number += 1
     hypothesis = (
@@ -141,12 +146,12 @@ def _finalist(trial: SearchTrial, ladder: Ladder) -> str:
     return candidate.scaffold(name, base, ladder.space, hypothesis, base.root).name
 
 
-def _is_made_of(folder: Path, candidate: Candidate, ladder: Ladder) -> bool:
+def _has_recipe_and_lines(folder: Path, candidate: Candidate, ladder: Ladder) -> bool:
     """Whether a variant's folder has the recipe and the lines of a candidate."""
     recipe = folder / "recipe.yaml"
-    written = recipe.read_text(encoding="utf-8") if recipe.is_file() else None
-    if written != candidate.recipe(ladder.base, ladder.space):
+    written_recipe = recipe.read_text(encoding="utf-8") if recipe.is_file() else None
+    if written_recipe != candidate.recipe(ladder.base, ladder.space):
         return False
-    own = {key: setting.value for key, setting in config_env.read(folder / "config.env").items()}
+    folder_lines = {key: setting.value for key, setting in config_env.read(folder / "config.env").items()}
     lines = {key: value.strip("'") for key, value in candidate.lines(ladder.base).items()}
-    return {key: value for key, value in own.items() if key not in ("BASE", "VLLM_MODEL")} == lines
+    return {key: value for key, value in folder_lines.items() if key not in ("BASE", "VLLM_MODEL")} == lines

@@ -1,12 +1,12 @@
 """Efficiency of a search: would random search, or one lever at a time, have found as much with as many evaluations?
 
-The recorded trials of a search are a table of points and figures, and every strategy is played on it again: it
-proposes a point of the space, and the nearest trial that it has not seen (most levers in common) answers. Trials that
-ended before they needed an engine cost nothing. The table is what the search itself chose to look at, so it has more
-good points than the space, which flatters random search and one lever at a time.
+The recorded trials of a search are a table of points and figures, on which every strategy is replayed: it proposes a
+point of the space, and gets the figures of the nearest trial (most levers in common) that it has not seen. Trials that
+ended before they needed an engine cost nothing. The search itself chose the points of the table, so they are better
+than those of the space, which favours random search and one lever at a time.
 
-The search begins with points that its settings name; how much of its worth is theirs shows beside the sampler alone,
-which begins with the incumbent.
+The search begins with points that its settings name; a comparison with the sampler alone, which begins with the
+incumbent, shows how much these points contribute.
 """
 
 import random
@@ -23,7 +23,7 @@ from slimqwen.stats import intervals
 SEEDS = 20
 
 Strategy = Literal["search", "sampler alone", "random", "one lever"]
-_PLAYED: tuple[Strategy, ...] = ("search", "sampler alone")
+_SEARCHES: tuple[Strategy, ...] = ("search", "sampler alone")
 _RIVALS: tuple[Strategy, ...] = ("random", "one lever")
 
 Choice = str | int | float | bool
@@ -37,8 +37,8 @@ class RecordedTrial:
 
     Attributes:
         point: a choice for every lever.
-        scores: what the study minimises, the negative speed first; None where the trial ended early.
-        meets_budget: whether it could be a finalist; the speed of another is nothing found.
+        scores: figures that the study minimises, the negative speed first; None where the trial ended early.
+        meets_budget: whether it could be a finalist; only then its speed counts.
         violations: constraints by name, above 0 where violated.
         needed_engine: whether it costs an evaluation.
     """
@@ -80,20 +80,20 @@ class Efficiency(Block):
     @property
     def summary(self) -> str:
         """Whether the search beats the others, in a sentence."""
-        said = []
-        for name in _PLAYED:
+        sentences = []
+        for name in _SEARCHES:
             parts = [
                 f"{_relation(each.difference)} {each.over} ({each.difference.value:+.3f} "
                 f"[{each.difference.low:+.3f}, {each.difference.high:+.3f}])"
                 for each in self.advantages
                 if each.strategy == name
             ]
-            said.append(
+            sentences.append(
                 f"{'its sampler alone' if name == 'sampler alone' else 'the search'} {' and '.join(parts)}"
             )
         return (
             f"Replayed on its {self.trials} trials with {self.evaluations} evaluations, mean over {self.seeds} "
-            f"seeds of the best speed found, divided by the incumbent's: {'; '.join(said)}."
+            f"seeds of the best speed found, divided by the incumbent's: {'; '.join(sentences)}."
         )
 
 
@@ -103,10 +103,10 @@ def _relation(difference: Difference) -> str:
 
 class _Strategy(Protocol):
     def propose(self) -> Point | None:
-        """The next point; None where there is none left."""
+        """The next point; None where none is left."""
 
     def learn(self, trial: RecordedTrial) -> None:
-        """Take the trial that answered."""
+        """Take in the trial that gave the figures."""
 
 
 def compare(
@@ -117,14 +117,14 @@ def compare(
     sampler: Callable[[int], Any],
     seeds: int = SEEDS,
 ) -> Efficiency | None:
-    """Play a search, random search and one lever at a time on recorded trials.
+    """Replay a search, its sampler alone, random search and one lever at a time on recorded trials.
 
     Args:
         trials: recorded trials.
         choices: values of each lever.
         first_points: points that the search begins with; the first, the incumbent's, is where the sampler alone and
             one lever at a time start.
-        incumbent_speed: what trials have to beat, in the unit of their negative first score.
+        incumbent_speed: speed that trials have to beat, in the unit of their negative first score.
         sampler: makes Optuna's sampler of the search for a seed.
         seeds: repetitions of each strategy.
 
@@ -135,24 +135,25 @@ def compare(
     evaluations = measured // 2
     if evaluations < 2:
         return None
-    known = {
+    lever_values = {
         lever: tuple(dict.fromkeys([*values, *(trial.point[lever] for trial in trials)]))
         for lever, values in choices.items()
     }
     strategies: dict[Strategy, Callable[[int], _Strategy]] = {
-        "search": lambda seed: _Search(known, first_points, sampler(seed)),
-        "sampler alone": lambda seed: _Search(known, first_points[:1], sampler(seed)),
-        "random": lambda seed: _Random(known, seed),
+        "search": lambda seed: _Search(lever_values, first_points, sampler(seed)),
+        "sampler alone": lambda seed: _Search(lever_values, first_points[:1], sampler(seed)),
+        "random": lambda seed: _Random(lever_values, seed),
         "one lever": lambda seed: _OneLever(choices, first_points[0], seed),
     }
-    with _silent():
+    with _silenced_optuna():
         curves = {
             name: [
-                _play(make(seed), list(trials), known, evaluations, incumbent_speed) for seed in range(seeds)
+                _replay(make(seed), list(trials), lever_values, evaluations, incumbent_speed)
+                for seed in range(seeds)
             ]
             for name, make in strategies.items()
         }
-    best = {name: [curve[evaluations - 1] for curve in of_seed] for name, of_seed in curves.items()}
+    best = {name: [curve[evaluations - 1] for curve in seed_curves] for name, seed_curves in curves.items()}
     return Efficiency(
         seeds=seeds,
         evaluations=evaluations,
@@ -161,9 +162,9 @@ def compare(
             Found(
                 strategy=name,
                 best=Estimate.of(intervals.mean(best[name])),
-                by_evaluations=tuple(sum(column) / seeds for column in zip(*of_seed, strict=True)),
+                by_evaluations=tuple(sum(column) / seeds for column in zip(*seed_curves, strict=True)),
             )
-            for name, of_seed in curves.items()
+            for name, seed_curves in curves.items()
         ),
         advantages=tuple(
             Advantage(
@@ -171,15 +172,15 @@ def compare(
                 over=other,
                 difference=Difference(**vars(intervals.paired_difference(best[other], best[name]))),
             )
-            for name in _PLAYED
+            for name in _SEARCHES
             for other in _RIVALS
         ),
     )
 
 
-def _play(
+def _replay(
     strategy: _Strategy,
-    left: list[RecordedTrial],
+    unseen: list[RecordedTrial],
     levers: Iterable[str],
     evaluations: int,
     incumbent_speed: float,
@@ -187,10 +188,10 @@ def _play(
     """The best speed over the incumbent's after each evaluation that needs an engine."""
     best = 1.0
     curve: list[float] = []
-    while left and len(curve) < evaluations and (point := strategy.propose()) is not None:
-        # Of trials as near as each other the first that the search made.
-        distances = [sum(trial.point[lever] != point[lever] for lever in levers) for trial in left]
-        trial = left.pop(distances.index(min(distances)))
+    while unseen and len(curve) < evaluations and (point := strategy.propose()) is not None:
+        # Of equally near trials the one that the search made first.
+        distances = [sum(trial.point[lever] != point[lever] for lever in levers) for trial in unseen]
+        trial = unseen.pop(distances.index(min(distances)))
         strategy.learn(trial)
         if trial.scores is not None and trial.meets_budget:
             best = max(best, -trial.scores[0] / incumbent_speed)
@@ -214,20 +215,20 @@ class _Search:
         if self._first:
             return self._first.pop(0)
         trial, point = self._ask()
-        self._study.tell(trial, state=TrialState.FAIL)  # another point answers
+        self._study.tell(trial, state=TrialState.FAIL)  # the nearest recorded point is told instead
         return point
 
     def learn(self, trial: RecordedTrial) -> None:
         from optuna.trial import TrialState
 
         self._study.enqueue_trial({lever: trial.point[lever] for lever in self._choices})
-        asked, _ = self._ask()
+        study_trial, _ = self._ask()
         for name, value in trial.violations.items():
-            asked.set_constraint(name, value)
+            study_trial.set_constraint(name, value)
         if trial.scores is None:
-            self._study.tell(asked, state=TrialState.PRUNED)
+            self._study.tell(study_trial, state=TrialState.PRUNED)
         else:
-            self._study.tell(asked, list(trial.scores))
+            self._study.tell(study_trial, list(trial.scores))
 
     def _ask(self) -> tuple[Any, Point]:
         trial = self._study.ask()
@@ -246,11 +247,11 @@ class _Random:
         return {lever: self._rng.choice(values) for lever, values in self._choices.items()}
 
     def learn(self, trial: RecordedTrial) -> None:
-        """It learns nothing."""
+        """Learn nothing."""
 
 
 class _OneLever:
-    """A start, then every other value of each lever alone, in an order of its own."""
+    """A start point, then every other value of each lever alone, in random order."""
 
     def __init__(self, choices: Choices, start: Point, seed: int) -> None:
         moves = [
@@ -266,12 +267,12 @@ class _OneLever:
         return next(self._points, None)
 
     def learn(self, trial: RecordedTrial) -> None:
-        """It learns nothing."""
+        """Learn nothing."""
 
 
 @contextmanager
-def _silent() -> Iterator[None]:
-    """Optuna says nothing of thousands of trials."""
+def _silenced_optuna() -> Iterator[None]:
+    """Keep Optuna from logging thousands of trials."""
     import warnings
 
     import optuna

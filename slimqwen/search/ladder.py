@@ -1,12 +1,13 @@
 """The ladder: rungs from cheap to expensive; a candidate ends at the first that it cannot pass.
 
-1. roofline: the GPU's bound with an acceptance length that its drafts can hardly exceed; below the incumbent's it ends.
-2. fidelity: next-token distributions beside the base's; it ends where a whole interval lies beyond its limit.
-3. acceptance: drafts that are accepted at its depth, for its speed, and at the gate's; it ends where the interval of
-   the share of the base's length at the gate's depth lies below the least one.
+1. roofline: the GPU's bound with an acceptance length that drafts can hardly exceed; it ends where the bound lies below
+   the incumbent's speed.
+2. fidelity: next-token distributions compared with the base's; it ends where a whole interval lies beyond its limit.
+3. acceptance: accepted drafts at its own depth, for its speed, and at the gate's depth; it ends where, at the latter,
+   the interval of its share of the base's acceptance length lies below the least share.
 4. speed: on a machine without the GPU the roofline with the measured acceptance length.
 
-Rungs 2 and 3 need an engine; each of their answers is a task in a process of its own. What it measured is a pure
+Rungs 2 and 3 need an engine; a task in a process of its own measures each of their answers. An answer is a pure
 function of the recipe's steps, flags, settings and versions, and is kept under a digest of these.
 """
 
@@ -41,7 +42,7 @@ _ENGINE_BYTES = 3 << 30
 
 @dataclass(frozen=True)
 class Ladder:
-    """A base, a GPU, a space and a budget: everything that decides what a candidate's rungs answer.
+    """A base, a GPU, a space and a budget: everything that decides the answers of a candidate's rungs.
 
     Attributes:
         base: variant that candidates are made from and compared with.
@@ -61,7 +62,7 @@ class Ladder:
         """The variant that candidates have to be faster than.
 
         Args:
-            name: of a variant; empty for the base.
+            name: name of the incumbent; empty for the base.
         """
         return variants.load(name, self.base.root) if name else self.base
 
@@ -105,10 +106,9 @@ class Ladder:
         return step.tokens_per_second
 
     def best_tokens_per_second(self, candidate: Candidate, base_rates: Sequence[float]) -> float:
-        """The bound of the first rung: the base's acceptance length at that depth, and the slack on top of it.
+        """The bound of the first rung: the base's acceptance length at the candidate's depth, plus the slack.
 
         Args:
-            candidate: what is asked for.
             base_rates: share of the base's own drafts that are accepted up to each position.
         """
         slack = 1 + self.space.settings.acceptance_slack
@@ -117,15 +117,15 @@ class Ladder:
 
     @property
     def deepest(self) -> int:
-        """The largest depth that drafts are counted at, of the space or the gate's; 0 where none are."""
+        """The largest depth at which drafts are counted, of the space and the gate; 0 where none are counted."""
         deepest = max(int(depth) for depth in self.space.choices["depth"])
         return deepest and max(deepest, self.budget.acceptance.gate_depth)
 
     def reference_task(self, variant: Variant, depth: int) -> Task:
-        """Count the drafts of a variant of the overlay that candidates are compared with.
+        """The task that counts the drafts of a variant with which candidates are compared.
 
         Args:
-            variant: the base, or the incumbent.
+            variant: the base or the incumbent, in the overlay.
             depth: tokens drafted at a time (K).
         """
         argument = {"candidate": variant.name, "depths": [depth]}
@@ -133,14 +133,14 @@ class Ladder:
         return self._task(request, f"drafts of {variant.name}", rungs.count_drafts, argument)
 
     def reference_request(self, variant: Variant, depth: int) -> Any:
-        """What decides the answer of `reference_task`."""
+        """Everything that decides the answer of `reference_task`, as JSON."""
         if variant.name == self.base.name:
             return self._request(Candidate(depth=depth), self.budget.acceptance)
         recipe = variant.recipe.read_text(encoding="utf-8") if variant.recipe else variant.name
         return [recipe, self._shared(self.budget.acceptance), depth]
 
     def requests(self, candidate: Candidate) -> dict[str, Any]:
-        """What decides the answers of a candidate's rungs, by the names of these, in their order.
+        """Everything that decides the answers of a candidate's rungs, by the names of the answers, in their order.
 
         All candidates of one target share its fidelity.
         """
@@ -156,11 +156,11 @@ class Ladder:
         return requests
 
     def task(self, candidate: Candidate, name: str, answer: str) -> Task:
-        """Measure one answer of a candidate's rungs; two candidates with the same question have the same task.
+        """The task that measures one answer of a candidate's rungs; candidates with the same request share it.
 
         Args:
-            candidate: what is measured.
-            name: of its variant in the overlay.
+            candidate: candidate to measure.
+            name: name of its variant in the overlay.
             answer: key of `requests`.
         """
         request, title = self.requests(candidate)[answer], f"{answer} of {name}"
@@ -173,14 +173,14 @@ class Ladder:
         return self._task(request, title, rungs.count_drafts, argument)
 
     def _request(self, candidate: Candidate, settings: Settings) -> Any:
-        made = [candidate.recipe(self.base, self.space), candidate.lines(self.base)]
-        return [made, self._shared(settings)]
+        changes = [candidate.recipe(self.base, self.space), candidate.lines(self.base)]
+        return [changes, self._shared(settings)]
 
     def _shared(self, settings: Settings) -> Any:
-        """What decides every answer beside the candidate."""
+        """Everything but the candidate that decides an answer."""
         split = self.budget.split
         side = split.as_json() if split else None
-        # The size of the proof's sample decides nothing that a rung answers.
+        # The size of the proof's sample decides no answer of a rung.
         fields = settings.model_dump(mode="json", exclude={"proof_prompts"})
         return [*self._circumstances, fields, side, self.deepest]
 
@@ -189,14 +189,14 @@ class Ladder:
         flags = {name: setting.value for name, setting in self.base.settings.items()}
         return [checkpoint.digest(self.base.weights), flags, provenance.package_versions()]
 
-    def _task(self, request: Any, title: str, function: Any, more: Mapping[str, Any]) -> Task:
+    def _task(self, request: Any, title: str, function: Any, extra_argument: Mapping[str, Any]) -> Task:
         argument = {
             "base": self.base.name,
             "overlay": str(self.overlay.relative_to(self.base.root)),
             "budget": self.budget.name,
             "deepest": self.deepest,
             "prompts": self.budget.acceptance.prompts,
-            **more,
+            **extra_argument,
         }
         digest = hashlib.sha256(json.dumps(request, sort_keys=True, default=str).encode()).hexdigest()
         gpus = 1 if self.base.platform == "cuda" else 0

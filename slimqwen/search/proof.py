@@ -64,8 +64,8 @@ def prove(names: Sequence[str], executor: Executor, root: Path, *, command: Sequ
 
     Both gates are sweeps (`sweep.driver`), so a finalist whose engine crashes ends with its reason while the others go
     on, records that still hold are used again, and an interrupted proof goes on. Gate records are written to
-    experiments/ of the repository. Whoever calls this twice with other finalists has two families: choose the
-    finalists before, once.
+    experiments/ of the repository. Two calls with different finalists are two families of hypotheses, so
+    choose all finalists before a single call.
 
     Args:
         names: the finalists: variants of the repository, each with a baseline and an EVALUATION.
@@ -82,13 +82,13 @@ def prove(names: Sequence[str], executor: Executor, root: Path, *, command: Sequ
     if not names:
         raise SearchError("no finalist to prove; name at least one variant")
 
-    def gated(side: Side, among: Sequence[str]) -> dict[str, SweepResult]:
+    def gate_results(side: Side, variants: Sequence[str]) -> dict[str, SweepResult]:
         options = Options(("gate",), tuple(command), limit=None, split=side)
-        results = sweep(among, options, executor, root) if among else []
+        results = sweep(variants, options, executor, root) if variants else []
         return {each.variant: each for each in results}
 
-    before = gated("search", names)
-    after = gated("proof", [name for name in names if not before[name].failure])
+    before = gate_results("search", names)
+    after = gate_results("proof", [name for name in names if not before[name].failure])
     p_values = [1.0 if _failure(after, name) else gate.p_value(after[name].records[-1]) for name in names]
     adjusted = multiplicity.holm(p_values)
     shares = [split_of(store.read(each.records[-1])) for each in after.values() if not each.failure]
@@ -111,7 +111,7 @@ def _finalist(before: SweepResult, after: SweepResult | None, p_value: float, ad
     failure = before.failure or (after.failure if after else None)
     verdict, reason = Verdict.FAIL, failure
     if after is not None and not failure:
-        verdict, reason = _judged(after.records[-1], adjusted)
+        verdict, reason = _adjusted_verdict(after.records[-1], adjusted)
     return Finalist(
         variant=before.variant,
         verdict=verdict,
@@ -124,20 +124,20 @@ def _finalist(before: SweepResult, after: SweepResult | None, p_value: float, ad
     )
 
 
-def _judged(path: Path, adjusted: float) -> tuple[Verdict, str | None]:
-    """The adjusted verdict of a proof's gate, and why it is none that promotes."""
+def _adjusted_verdict(path: Path, adjusted: float) -> tuple[Verdict, str | None]:
+    """The adjusted verdict of a proof's gate, and the reason where it does not promote."""
     record = store.read(path, Gate)
     if record.verdict == Verdict.PASS and adjusted <= ALPHA:
         return Verdict.PASS, None
-    against = [
+    not_passed = [
         f"{each.gate}: {each.figure} {each.verdict}"
         for each in map(Finding.model_validate, store.read_items(path))
         if each.verdict != Verdict.PASS
     ]
     if record.verdict == Verdict.FAIL:
-        return Verdict.FAIL, "; ".join(against)
-    weak = f"adjusted p-value {adjusted:.3g} above {ALPHA:g}"
-    return Verdict.INCONCLUSIVE, "; ".join([*against, weak])
+        return Verdict.FAIL, "; ".join(not_passed)
+    weak_evidence = f"adjusted p-value {adjusted:.3g} above {ALPHA:g}"
+    return Verdict.INCONCLUSIVE, "; ".join([*not_passed, weak_evidence])
 
 
 def _findings(result: SweepResult) -> tuple[Finding, ...]:

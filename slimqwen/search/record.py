@@ -72,7 +72,7 @@ class SearchTrial(Block):
 
     @property
     def label(self) -> str:
-        """What it changes, in one line."""
+        """Its changes, in one line."""
         return ", ".join(f"{lever} {value}" for lever, value in self.changes.items()) or "nothing"
 
 
@@ -129,7 +129,7 @@ class Search(Record):
 
     @property
     def advice(self) -> str:
-        """What to serve, and why."""
+        """The variant to serve, and the reason."""
         incumbent, least = self.incumbent.variant, self.incumbent.tokens_per_second
         where = f"the {self.gpu}" if self.timed else f"the {self.gpu}, as its roofline models it"
         if not self.faster:
@@ -138,8 +138,12 @@ class Search(Record):
                 f"{self.budget} is faster on {where}."
             )
         by_name = {trial.name: trial for trial in self.trials}
-        within = [trial for trial in self.faster if (trial.worst_share or 0) <= 1]
-        best = by_name[self.proof_names[self.promoted[0]]] if self.promoted else (within or self.faster)[0]
+        within_limits = [trial for trial in self.faster if (trial.worst_share or 0) <= 1]
+        best = (
+            by_name[self.proof_names[self.promoted[0]]]
+            if self.promoted
+            else (within_limits or self.faster)[0]
+        )
         assert best.tokens_per_second is not None
         assert best.worst_share is not None
         facts = (

@@ -27,7 +27,7 @@ from slimqwen.stats.verdict import overall
 from slimqwen.variant import Variant
 
 _SERVING = ("slimqwen", "requirements")
-"""Code and versions of what serves."""
+"""Folders with the code and the versions that decide how a variant is served."""
 
 
 class Part(Block):
@@ -55,8 +55,8 @@ class ReleaseCheck(Record):
 
     def finding(self, path: Path, records: Collection) -> str:
         """The verdict, and the measurements that do not pass."""
-        against = [part.check for part in self.parts if part.verdict != Verdict.PASS]
-        return f"{self.verdict}: {', '.join(against or [part.check for part in self.parts])}"
+        not_passed = [part.check for part in self.parts if part.verdict != Verdict.PASS]
+        return f"{self.verdict}: {', '.join(not_passed or [part.check for part in self.parts])}"
 
     def tables(self, path: Path) -> list[Table]:
         """A row per measurement."""
@@ -100,15 +100,15 @@ def write(
     variant.require_weights()
     results, logs = variant.root / "results", variant.root / "logs"
 
-    def swept() -> Path:
+    def measure_lengths() -> Path:
         with capture_output(length_sweep.log_file(variant)):
             return length_sweep.measure(variant, settings_name, command=command, progress=progress)
 
-    def fuzzed() -> Path:
+    def measure_fuzz() -> Path:
         log = logs / f"fuzz-{variant.name}.log"
         return fuzz.write(variant, examples, log, command=command, progress=progress)
 
-    def soaked() -> Path:
+    def measure_soak() -> Path:
         log = logs / f"soak-{variant.name}.log"
         return soak.write(variant, 60 * minutes, log, command=command, progress=progress)
 
@@ -118,12 +118,21 @@ def write(
             variant,
             LengthSweep,
             variant.folder,
-            lambda made: made.settings_name == settings_name,
-            swept,
+            lambda record: record.settings_name == settings_name,
+            measure_lengths,
         ),
-        _part("malformed requests", variant, Fuzz, results, lambda made: made.examples >= examples, fuzzed),
+        _part(
+            "malformed requests",
+            variant,
+            Fuzz,
+            results,
+            lambda record: record.examples >= examples,
+            measure_fuzz,
+        ),
         # Samples are five seconds apart, so the last one is a little before the end.
-        _part("soak", variant, Soak, results, lambda made: made.seconds >= 60 * minutes - 10, soaked),
+        _part(
+            "soak", variant, Soak, results, lambda record: record.seconds >= 60 * minutes - 10, measure_soak
+        ),
     )
     record = ReleaseCheck(
         variant=variant.name,
@@ -142,8 +151,8 @@ def _part(
     fits: Callable[[AnyRecord], bool],
     measure: Callable[[], Path],
 ) -> Part:
-    """The newest record that still holds, else a new one."""
-    path = holding(variant, kind, folder, fits)
+    """A check from its newest record that still holds, else from a new one."""
+    path = _find_reusable(variant, kind, folder, fits)
     reused = path is not None
     path = path or measure()
     record = store.read(path, kind)
@@ -156,7 +165,7 @@ def _part(
     )
 
 
-def holding(
+def _find_reusable(
     variant: Variant, kind: type[AnyRecord], folder: Path, fits: Callable[[AnyRecord], bool]
 ) -> Path | None:
     """The newest record of a variant that a new measurement would only repeat; None without one.
@@ -177,8 +186,8 @@ def holding(
 
 
 def _is_of_this_code(commit: str | None, dirty: bool | None, root: Path) -> bool:
-    """Whether what serves is the same as at a commit; never for a checkout with changes."""
+    """Whether the code that serves is unchanged since a commit; never for a record of a checkout with changes."""
     if commit is None or dirty:
         return False
-    compare = ["git", "-C", str(root), "diff", "--quiet", commit, "--", *_SERVING]
-    return subprocess.run(compare, capture_output=True, check=False).returncode == 0
+    diff_command = ["git", "-C", str(root), "diff", "--quiet", commit, "--", *_SERVING]
+    return subprocess.run(diff_command, capture_output=True, check=False).returncode == 0

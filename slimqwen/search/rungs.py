@@ -28,10 +28,10 @@ _PROOF_POWER = 0.95
 
 @dataclass(frozen=True)
 class Budget:
-    """The limits of quality that candidates are held against.
+    """The limits of quality that candidates have to keep.
 
     Attributes:
-        name: of eval/gates/<name>.yaml.
+        name: name of its file, eval/gates/<name>.yaml.
         fidelity: texts and limits.
         acceptance: prompts, depth and least share.
         split: side of the texts and documents that a search sees; its proof is made on the other.
@@ -47,7 +47,7 @@ class Budget:
         """The budget that eval/gates/<name>.yaml names.
 
         Raises:
-            SettingsError: a file of it is missing or cannot be used; names the command that makes it.
+            SettingsError: one of its files is missing or cannot be used; the error names the command that makes it.
         """
         gate = GateSettings.of_variant(base, name)
         return cls(
@@ -58,7 +58,7 @@ class Budget:
         )
 
     def for_finalists(self) -> "Budget":
-        """The same with as many prompts as a proof has."""
+        """The budget with as many prompts as a proof has."""
         prompts = self.acceptance.proof_prompts or self.acceptance.prompts
         return replace(self, acceptance=self.acceptance.model_copy(update={"prompts": prompts}))
 
@@ -73,7 +73,7 @@ class Budget:
     def is_met_by(self, trial: SearchTrial) -> bool:
         """Whether a trial's figures lie within the limits on the search's items, with the intervals that it has.
 
-        A candidate passed its rungs if an interval reached back over the limit; few of these would pass a proof.
+        A rung passes a candidate whose interval merely reaches over the limit; few of these would pass a proof.
         """
         return self._is_met_within(trial, half_widths=1)
 
@@ -82,7 +82,7 @@ class Budget:
 
         Args:
             trial: judged by its recount, where it has one.
-            finalists: number of trials that are proven; Holm's procedure holds the first against ALPHA / finalists.
+            finalists: number of trials that are proven; Holm's procedure compares the first with ALPHA / finalists.
         """
         normal = NormalDist()
         # Both measurements have the same error, so their difference has sqrt(2) times that.
@@ -107,23 +107,23 @@ class Shares:
     Attributes:
         worst: figure with the largest share.
         share: that share; 1 is the limit.
-        near: the largest share of an interval's near bound; above 1 a whole interval lies beyond its limit.
+        lower_share: the largest share of an interval's lower end; above 1 a whole interval lies beyond its limit.
         kl_nats: KL divergence, nats a token.
     """
 
     worst: str
     share: float
-    near: float
+    lower_share: float
     kl_nats: Estimate | None
 
     @classmethod
     def of(cls, answer: Mapping[str, Any], budget: Budget) -> "Shares":
-        """Hold the answer of the fidelity rung against the limits.
+        """Compare the answer of the fidelity rung with the limits.
 
-        The divergence of all texts joined has no interval, so it counts as it is.
+        The divergence over the joined texts has no interval, so its value counts.
         """
-        by_change = budget.fidelity.limits
-        limits: Limits = by_change.same_weights if answer["same"] else by_change.changed_weights
+        limits_by_change = budget.fidelity.limits
+        limits: Limits = limits_by_change.same_weights if answer["same"] else limits_by_change.changed_weights
         figures = Figures.model_validate(answer["figures"])
         values: dict[str, tuple[float, float]] = {}
         for name, limit in limits:
@@ -134,7 +134,7 @@ class Shares:
             share = figures.joined_kl_nats / limits.kl_nats
             values["joined_kl_nats"] = (share, share)
         worst = max(values, key=lambda name: values[name][0])
-        return cls(worst, values[worst][0], max(near for _, near in values.values()), figures.kl_nats)
+        return cls(worst, values[worst][0], max(lower for _, lower in values.values()), figures.kl_nats)
 
 
 def compare_distributions(root: Path, argument: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def count_drafts(root: Path, argument: Mapping[str, Any], progress: Progress) ->
 
 def _load(root: Path, argument: Mapping[str, Any]) -> tuple[Variant, Variant, Budget]:
     overlay = root / argument["overlay"]
-    base, variant = (variants.load(argument[which], overlay) for which in ("base", "candidate"))
+    base, variant = (variants.load(argument[key], overlay) for key in ("base", "candidate"))
     return base, variant, Budget.of_variant(base, argument["budget"])
 
 

@@ -34,21 +34,21 @@ def recount(
         trials: candidates within the limits, the most wanted first.
         ladder: the rungs of the search.
         executor: where drafts are counted; entered already.
-        answers: of the rungs.
-        finalists: number of trials that are likely proven after which no further one is counted.
+        answers: journal of the rungs' answers.
+        finalists: number of likely proven trials after which no further one is counted.
         progress: receives the trials counted.
 
     Returns:
         The trials that were counted, with `recounted_share`; those whose count broke down are left out.
     """
-    larger = dataclasses.replace(ladder, budget=ladder.budget.for_finalists())
-    settings = larger.budget.acceptance
+    larger_ladder = dataclasses.replace(ladder, budget=ladder.budget.for_finalists())
+    settings = larger_ladder.budget.acceptance
     counted: list[SearchTrial] = []
-    likely = 0
+    likely_count = 0
     for start in range(0, len(trials), executor.width):
         progress("recounts", start, len(trials))
         group = trials[start : start + executor.width]
-        questions = {trial.name: _questions(trial, larger) for trial in group}
+        questions = {trial.name: _questions(trial, larger_ladder) for trial in group}
         measure([each for of_trial in questions.values() for each in of_trial], executor, answers)
         for trial in group:
             if questions[trial.name]:
@@ -60,21 +60,21 @@ def recount(
                 )
                 trial = trial.model_copy(update={"recounted_share": Ratio.of(share.ratio)})
             counted.append(trial)
-            likely += ladder.budget.is_likely_proven(trial, finalists)
-        if likely >= finalists:
+            likely_count += ladder.budget.is_likely_proven(trial, finalists)
+        if likely_count >= finalists:
             break
     return counted
 
 
-def _questions(trial: SearchTrial, larger: Ladder) -> list[Question]:
+def _questions(trial: SearchTrial, larger_ladder: Ladder) -> list[Question]:
     """Drafts of the base and of a trial at the gate's depth; none where the trial drafts nothing."""
     candidate = Candidate(**trial.changes)
     if not candidate.depth:
         return []
-    candidate = dataclasses.replace(candidate, depth=larger.budget.acceptance.gate_depth)
-    variant = candidate.in_overlay(larger.base, larger.space, larger.overlay)
-    requests = larger.requests(candidate)
+    candidate = dataclasses.replace(candidate, depth=larger_ladder.budget.acceptance.gate_depth)
+    variant = candidate.in_overlay(larger_ladder.base, larger_ladder.space, larger_ladder.overlay)
+    requests = larger_ladder.requests(candidate)
     return [
-        Question(requests[answer], larger.task(candidate, variant.name, answer))
+        Question(requests[answer], larger_ladder.task(candidate, variant.name, answer))
         for answer in ("base_acceptance", "acceptance")
     ]

@@ -1,7 +1,7 @@
-"""The space of a search: what each lever may be for a checkpoint and a GPU, and how speed is modelled.
+"""The space of a search: the values of each lever for a checkpoint and a GPU, and the decoding whose speed is modelled.
 
-eval/search/<name>.yaml, or a file of one's own, says what cannot be derived; everything else comes from the
-checkpoint's architecture and from what the GPU can serve.
+eval/search/<name>.yaml, or another file, has the settings that cannot be derived; everything else comes from the
+checkpoint's architecture and the GPU's abilities.
 """
 
 from collections.abc import Mapping
@@ -42,7 +42,7 @@ class Decoding(BaseModel):
     """The decoding whose speed is modelled.
 
     Attributes:
-        sequences: sequences at once, as far as a candidate serves and the GPU's memory holds so many.
+        sequences: sequences at once; fewer where a candidate serves or the GPU's memory holds fewer.
         context_len: cached tokens of each.
     """
 
@@ -57,7 +57,7 @@ class Incumbent(BaseModel):
 
     Attributes:
         variant: its name; empty for the base itself.
-        point: its levers as far as they decide what a decode step reads; those left out do nothing.
+        point: those of its levers that decide what a decode step reads; the others have no effect.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -72,11 +72,11 @@ class SearchSettings(Settings):
     Attributes:
         choices: values of a lever by its name, instead of the derived ones.
         stages: parameters of a recipe's stages by stage, for all candidates: text, sizes, steps.
-        decoding: whose speed is modelled.
+        decoding: decoding whose speed is modelled.
         incumbent: variant to beat.
         points: levers to try first; those left out are the incumbent's.
-        speed_share: share of the fastest speed so far that a candidate has to promise; 0 looks for a whole front.
-        acceptance_slack: share by which a candidate's acceptance length, not counted yet, may lie above the base's.
+        speed_share: share of the fastest speed so far that a candidate's bound has to reach; 0 searches a whole front.
+        acceptance_slack: share by which the first rung lets a candidate's acceptance length exceed the base's.
         seed: seed of the sampler.
         trials: number of different candidates.
         finalists: largest number of candidates that are proven.
@@ -102,7 +102,7 @@ class SearchSettings(Settings):
         """Read a file outside eval/search/.
 
         Raises:
-            SettingsError: it is missing, or a field is missing or wrong.
+            SettingsError: the file is missing, or a field is missing or wrong.
         """
         path = path.absolute()
         return read(
@@ -118,8 +118,8 @@ class Space:
     """The choices of every lever, for one checkpoint and one GPU.
 
     Attributes:
-        choices: values by lever, the one that does nothing first; a single one is no lever.
-        settings: what the file says.
+        choices: values by lever, the one without an effect first; a lever with a single value is not searched.
+        settings: content of the file.
     """
 
     choices: Mapping[str, tuple[Choice, ...]]
@@ -133,7 +133,7 @@ class Space:
             SearchError: the settings name an unknown lever, or a point outside the space.
             CorruptCheckpointError: the base's config.json cannot be used.
         """
-        derived = _derived(base, gpu)
+        derived = _derived_choices(base, gpu)
         points = [settings.incumbent.point, *settings.points]
         unknown = sorted({*settings.choices}.union(*points) - {*LEVERS})
         if unknown:
@@ -153,7 +153,7 @@ class Space:
         return [lever for lever in LEVERS if len(self.choices[lever]) > 1]
 
     def complete(self, point: Point) -> dict[str, Choice]:
-        """A value for every lever: those of a point, else the first choice, which does nothing."""
+        """A value for every lever: those of a point, else the first choice, which has no effect."""
         return {lever: point.get(lever, self.choices[lever][0]) for lever in LEVERS}
 
     def first_points(self) -> list[dict[str, Choice]]:
@@ -164,8 +164,8 @@ class Space:
     def moves(self) -> list[dict[str, Choice]]:
         """The incumbent's point with one lever at its last choice."""
         incumbent = self.complete(self.settings.incumbent.point)
-        moved = [{**incumbent, lever: self.choices[lever][-1]} for lever in self.levers]
-        return [point for point in moved if point != incumbent]
+        points = [{**incumbent, lever: self.choices[lever][-1]} for lever in self.levers]
+        return [point for point in points if point != incumbent]
 
     def as_text(self) -> str:
         """The space as YAML, for digests and logs."""
@@ -176,15 +176,15 @@ class Space:
         return yaml.safe_dump(fields, sort_keys=True)
 
 
-def _derived(base: Variant, gpu: Gpu) -> dict[str, tuple[Choice, ...]]:
+def _derived_choices(base: Variant, gpu: Gpu) -> dict[str, tuple[Choice, ...]]:
     config = checkpoint.read_config(base.weights)
     text = checkpoint.text_config(config)
     layers = set(text.get("layer_types", ["full_attention"]))
-    packed = "quantization_config" in config
-    drafts = bool(text.get("mtp_num_hidden_layers"))
+    is_packed = "quantization_config" in config
+    has_drafts = bool(text.get("mtp_num_hidden_layers"))
 
     def schemes(present: bool) -> tuple[Choice, ...]:
-        return _SCHEMES if present and not packed else _SCHEMES[:1]
+        return _SCHEMES if present and not is_packed else _SCHEMES[:1]
 
     widths = {
         shape[1]
@@ -193,22 +193,22 @@ def _derived(base: Variant, gpu: Gpu) -> dict[str, tuple[Choice, ...]]:
     }
     groups = tuple(size for size in _GROUP_SIZES if all(width % size == 0 for width in widths))
     capability = tuple(int(part) for part in gpu.compute_capability.split("."))
-    recurrent = "linear_attention" in layers
+    has_recurrent_layers = "linear_attention" in layers
     wide_states = (text.get("mamba_ssm_dtype") or "bfloat16") != "bfloat16"
     return {
         "mlp": schemes(True),
         "attention": schemes("full_attention" in layers),
-        "linear_attention": schemes(recurrent),
-        "mtp": schemes(drafts),
+        "linear_attention": schemes(has_recurrent_layers),
+        "mtp": schemes(has_drafts),
         "group_size": groups or _GROUP_SIZES[:1],
-        "rounding": ("nearest", "gptq") if not packed else ("nearest",),
-        "head_bits": (16, 4) if groups and not packed else (16,),
+        "rounding": ("nearest", "gptq") if not is_packed else ("nearest",),
+        "head_bits": (16, 4) if groups and not is_packed else (16,),
         "vocabulary": _VOCABULARY,
-        "draft_vocabulary": _DRAFT_VOCABULARY if drafts else (1.0,),
-        "redistillation": (False, True) if drafts else (False,),
-        "depth": _DEPTHS if drafts else (0,),
+        "draft_vocabulary": _DRAFT_VOCABULARY if has_drafts else (1.0,),
+        "redistillation": (False, True) if has_drafts else (False,),
+        "depth": _DEPTHS if has_drafts else (0,),
         # Not float16: vLLM's fused Gated DeltaNet kernel of verify steps takes bfloat16 or float32 alone.
-        "state_dtype": ("auto", "bfloat16") if recurrent and wide_states else ("auto",),
+        "state_dtype": ("auto", "bfloat16") if has_recurrent_layers and wide_states else ("auto",),
         "kv_cache_dtype": ("auto", "fp8") if capability >= _FP8_CAPABILITY else ("auto",),
         "max_sequences": (0,),
     }

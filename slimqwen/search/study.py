@@ -1,4 +1,4 @@
-"""The study of a search: which candidate to try next, and what became of the others.
+"""The study of a search: which candidate to try next, and where the others ended.
 
 Optuna's multi-objective TPE proposes points. It maximises the modelled tokens per second, minimises the largest share
 of a limit that is used, and minimises the bytes of the checkpoint; a candidate that ended before the last rung violates
@@ -34,7 +34,7 @@ from slimqwen.search.space import LEVERS, Choice
 from slimqwen.variant import Variant
 
 _STARTUP_TRIALS = 12
-"""Trials before TPE proposes: those that were enqueued, and random ones."""
+"""Trials before TPE proposes points: those that were enqueued, and random ones."""
 
 _FIRST_MOVES = 6
 """Moves of one lever that a study begins with."""
@@ -43,22 +43,23 @@ _ASKS_PER_TRIAL = 20
 """Suggestions of known candidates in a row after which the space counts as used up."""
 
 _CANDIDATES_PER_TASK = 2
-"""Candidates under way for each task that may run, where several wait for one answer; more would be blind proposals."""
+"""Most candidates under way for each task that may run, where several wait for one answer; the sampler would propose
+more of them without results."""
 
 _CRASHED = 1e3
-"""Constraint value of a candidate that died, worse than that of any that was measured."""
+"""Constraint value of a candidate that crashed, larger than any measured one."""
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What a study found.
+    """The results of a study.
 
     Attributes:
         trials: every candidate once, in the order of their trials.
-        incumbent: what they have to be faster than.
-        repeated: suggestions of candidates that were known.
+        incumbent: variant and speed that candidates have to exceed.
+        repeated: number of suggestions of known candidates.
         importance: of each lever for the modelled speed; empty where too few trials passed.
-        efficiency: beside random search and one lever at a time; None after too few trials.
+        efficiency: comparison with random search and one lever at a time; None after too few trials.
     """
 
     trials: list[SearchTrial]
@@ -73,7 +74,7 @@ class _Running:
     """A trial with a task that has not ended.
 
     Attributes:
-        answer: what the task measures, a key of `Ladder.requests`.
+        answer: answer that the task measures, a key of `Ladder.requests`.
         began: when the task was submitted, seconds of the monotonic clock.
     """
 
@@ -95,8 +96,8 @@ class Study:
         Args:
             ladder: the rungs.
             executor: where tasks run; entered already.
-            folder: of the study's journal and of the rungs' answers.
-            log: file for what Optuna says.
+            folder: folder of the study's journal and of the rungs' answers.
+            log: file for Optuna's log.
             progress: receives the trials done.
         """
         self._ladder, self._executor, self._progress = ladder, executor, progress
@@ -107,7 +108,7 @@ class Study:
         self._repeated = 0
 
     def run(self, trials: int, seconds: float = math.inf, width: int = 1) -> Findings:
-        """Try candidates.
+        """Try candidates, until the trials, the time or the space are used up.
 
         Args:
             trials: number of different candidates, those of earlier runs included.
@@ -124,9 +125,11 @@ class Study:
             self._study = self._open()
             asks = 0
             while len(self._known) < trials and asks < _ASKS_PER_TRIAL * trials:
-                room = trials - len(self._known) - len(self._candidates())
-                begin = len(self._running) < width and len(self._candidates()) < _CANDIDATES_PER_TASK * width
-                if room > 0 and begin and time.monotonic() < deadline:
+                open_trials = trials - len(self._known) - len(self._candidates())
+                has_free_task = (
+                    len(self._running) < width and len(self._candidates()) < _CANDIDATES_PER_TASK * width
+                )
+                if open_trials > 0 and has_free_task and time.monotonic() < deadline:
                     asks += 1
                     self._ask()
                 elif self._running:
@@ -151,13 +154,13 @@ class Study:
         point = Candidate.at(ladder.space.complete(settings.incumbent.point))
         base = without_cache(ladder.base, ladder.overlay)
         variant = ladder.incumbent(settings.incumbent.variant)
-        counted: dict[str, tuple[Variant, int]] = {}
+        references: dict[str, tuple[Variant, int]] = {}
         if ladder.deepest:
-            counted["base"] = base, ladder.deepest
-            counted["base at the gate's depth"] = base, ladder.budget.acceptance.gate_depth
+            references["base"] = base, ladder.deepest
+            references["base at the gate's depth"] = base, ladder.budget.acceptance.gate_depth
         if point.depth:
-            counted["incumbent"] = without_cache(variant, ladder.overlay), point.depth
-        items = self._references(counted)
+            references["incumbent"] = without_cache(variant, ladder.overlay), point.depth
+        items = self._references(references)
         self._base_rates: list[float] = []
         if "base" in items:
             drafts = sum(item["drafts"] for item in items["base"])
@@ -170,11 +173,11 @@ class Study:
             acceptance_length=length,
         )
 
-    def _references(self, counted: Mapping[str, tuple[Variant, int]]) -> dict[str, list[dict[str, Any]]]:
-        """Items of acceptance records of variants at depths, by name; those that no earlier run counted are counted."""
+    def _references(self, references: Mapping[str, tuple[Variant, int]]) -> dict[str, list[dict[str, Any]]]:
+        """Items of acceptance records by name of the reference; counts those that no earlier run counted."""
         questions = {
             name: Question(self._ladder.reference_request(*each), self._ladder.reference_task(*each))
-            for name, each in counted.items()
+            for name, each in references.items()
         }
         for task, failure in measure(questions.values(), self._executor, self._answers):
             raise SearchError(f"{task.title}: {failure.reason}")
@@ -209,7 +212,7 @@ class Study:
         return study
 
     def _first_points(self) -> list[dict[str, Choice]]:
-        """The space's, then the moves of one lever that promise most speed, the fastest first."""
+        """The points of the space, then the moves of one lever with the highest bounds, the fastest first."""
         space = self._ladder.space
 
         def bound(point: Mapping[str, Choice]) -> float:
@@ -221,8 +224,8 @@ class Study:
         return [*space.first_points(), *sorted(space.moves(), key=bound, reverse=True)[:_FIRST_MOVES]]
 
     def _ask(self) -> None:
-        """Begin the trial that the sampler proposes, or answer it from what is known."""
-        # A run that goes on proposes what one without an interruption would.
+        """Begin the trial that the sampler proposes, or answer it by a known candidate."""
+        # A resumed run proposes what an uninterrupted one would.
         seed = self._ladder.space.settings.seed + len(self._known) + self._repeated
         self._study.sampler = _sampler(seed)
         trial = self._interrupted.popleft() if self._interrupted else self._study.ask()
@@ -261,7 +264,7 @@ class Study:
         requests = self._ladder.requests(running.candidate)
         answers = {name: self._answers.get(request) for name, request in requests.items()}
         missing = [name for name, answer in answers.items() if answer is None]
-        if not missing or (answers["fidelity"] and self._shares(answers).near > 1):
+        if not missing or (answers["fidelity"] and self._shares(answers).lower_share > 1):
             self._end(running.trial, *self._judge(running.candidate, running.row, answers))
             return
         running.answer, running.began = missing[0], time.monotonic()
@@ -271,11 +274,11 @@ class Study:
         self._running.setdefault(task.key, []).append(running)
 
     def _least_speed(self) -> tuple[float, str]:
-        """What a candidate has to promise, and what is said of one that does not."""
+        """The least bound that a candidate has to reach, and the reason for ending one below it."""
         share = self._ladder.space.settings.speed_share
-        # Of those that could be finalists: what only seems fast, beyond a limit, must not end the others.
-        meeting = filter(self._ladder.budget.is_met_by, self._known.values())
-        fastest = max((row.tokens_per_second or 0 for row in meeting), default=0.0)
+        # Only possible finalists count: a candidate that is fast but beyond a limit must not end the others.
+        within_budget = filter(self._ladder.budget.is_met_by, self._known.values())
+        fastest = max((row.tokens_per_second or 0 for row in within_budget), default=0.0)
         if share * fastest > self._incumbent.tokens_per_second:
             return share * fastest, f"less than {share:.0%} of the fastest so far, even at its bound"
         return self._incumbent.tokens_per_second, f"slower than {self._incumbent.variant}, even at its bound"
@@ -317,8 +320,8 @@ class Study:
             "fidelity_figure": shares.worst,
             "worst_share": shares.share,
         }
-        if shares.near > 1:
-            return row, "fidelity", f"{shares.worst} is at least {shares.near:.2f} times its limit"
+        if shares.lower_share > 1:
+            return row, "fidelity", f"{shares.worst} is at least {shares.lower_share:.2f} times its limit"
         length = 1.0
         if candidate.depth:
             estimate = _length(answers["acceptance"], candidate.depth)
@@ -328,11 +331,11 @@ class Study:
             sides = answers["base_acceptance"], answers["acceptance"]
             share = acceptance_share.judge(*sides, depth=settings.gate_depth, least_share=least)
             ratio = Ratio.of(share.ratio)
-            lost = (1 - ratio.value) / (1 - least) if least < 1 else 0.0
+            used_share = (1 - ratio.value) / (1 - least) if least < 1 else 0.0
             row |= {
                 "acceptance_length": estimate,
                 "acceptance_share": ratio,
-                "worst_share": max(shares.share, lost),
+                "worst_share": max(shares.share, used_share),
             }
             if ratio.high < least:
                 return row, "acceptance", f"acceptance length is at most {ratio.high:.3f} of the base's"
@@ -340,10 +343,10 @@ class Study:
         return row, "speed", ""
 
     def _end(self, trial: Any, row: dict[str, Any], rung: Rung, reason: str) -> None:
-        finished = SearchTrial(**row, rung=rung, reason=reason)
-        self._known[finished.name] = finished
-        trial.set_user_attr("row", finished.as_json())
-        self._tell(trial, finished)
+        finished_trial = SearchTrial(**row, rung=rung, reason=reason)
+        self._known[finished_trial.name] = finished_trial
+        trial.set_user_attr("row", finished_trial.as_json())
+        self._tell(trial, finished_trial)
 
     def _tell(self, trial: Any, row: SearchTrial | None) -> None:
         """Give a trial's scores, or the constraint that it violates, to the sampler."""
@@ -379,7 +382,7 @@ class Study:
         from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 
         try:
-            found = get_param_importances(
+            importances = get_param_importances(
                 self._study,
                 evaluator=PedAnovaImportanceEvaluator(),
                 target=lambda trial: trial.values[0],
@@ -387,7 +390,9 @@ class Study:
         except (ValueError, RuntimeError):
             return {}
         return {
-            lever: float(found[lever]) for lever in LEVERS if lever in found and math.isfinite(found[lever])
+            lever: float(importances[lever])
+            for lever in LEVERS
+            if lever in importances and math.isfinite(importances[lever])
         }
 
     def _efficiency(self) -> Efficiency | None:
@@ -419,7 +424,7 @@ def _sampler(seed: int) -> Any:
 
 
 def _scores(row: SearchTrial) -> tuple[float, float, float]:
-    """What is minimised. PED-ANOVA asks for small values, so the speed is negative."""
+    """Figures to minimise. PED-ANOVA, too, takes small values as good, so the speed is negative."""
     assert row.tokens_per_second is not None
     assert row.worst_share is not None
     return -row.tokens_per_second, row.worst_share, float(row.checkpoint_bytes)

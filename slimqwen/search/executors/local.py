@@ -17,13 +17,13 @@ from slimqwen.search.executors.process import ForkedProcess, FreshProcess, TaskP
 from slimqwen.search.executors.task import Outcome, Task
 from slimqwen.serving import platform
 
-_WIDEST = 4
-"""Tasks at a time at most, unless more are asked for: a sampler that waits for no answer proposes blindly."""
+_DEFAULT_MAX_WIDTH = 4
+"""Most tasks at a time by default: with more, a sampler would propose points without results."""
 
 
 def default_width() -> int:
     """Tasks at a time on this machine: one for each core, and one where engines run on a GPU."""
-    return 1 if platform.detect() == "cuda" else min(_WIDEST, platform.physical_cores())
+    return 1 if platform.detect() == "cuda" else min(_DEFAULT_MAX_WIDTH, platform.physical_cores())
 
 
 _ALONE = -1
@@ -75,7 +75,7 @@ class LocalExecutor:
         return self._width
 
     def as_task(self) -> AbstractContextManager[None]:
-        """Have this thread see the CPUs that a task sees which does not run alone."""
+        """Restrict this thread to the CPUs of a task that does not run alone."""
         return affinity(self._cpus(0))
 
     def submit(self, task: Task) -> None:
@@ -101,18 +101,18 @@ class LocalExecutor:
                     return outcome
 
     def _begin(self) -> None:
-        """Start the tasks that are next, as far as there is room beside those that run."""
+        """Start waiting tasks in their order while a lane and memory are free."""
         while self._waiting and (lane := self._free_lane(self._waiting[0])) is not None:
             task = self._running[lane] = self._waiting.popleft()
             self._process(lane).begin(task)
 
     def _free_lane(self, task: Task) -> int | None:
         """The lane that a task can begin in now; None where it has to wait."""
-        alone = self._width > 1 and bool(task.resources.whole_node or task.resources.gpus)
+        runs_alone = self._width > 1 and bool(task.resources.whole_node or task.resources.gpus)
         if not self._running:
-            return _ALONE if alone else 0
+            return _ALONE if runs_alone else 0
         memory = sum(each.resources.memory_bytes for each in (task, *self._running.values()))
-        if alone or _ALONE in self._running or memory > psutil.virtual_memory().total:
+        if runs_alone or _ALONE in self._running or memory > psutil.virtual_memory().total:
             return None
         return next((lane for lane in range(self._width) if lane not in self._running), None)
 
@@ -123,7 +123,7 @@ class LocalExecutor:
         return self._processes[lane]
 
     def _cpus(self, lane: int) -> Collection[int]:
-        """CPUs of a lane, as many as any other has; none where it has all."""
+        """CPUs of a lane, equally many for each; none for a lane without a restriction."""
         if self._width == 1 or lane == _ALONE:
             return ()
         cpus = sorted(os.sched_getaffinity(0))

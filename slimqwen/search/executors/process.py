@@ -1,4 +1,4 @@
-"""Processes of tasks: what raises, crashes or runs out of memory there is a failure here.
+"""Processes of tasks: an exception, a crash or a lack of memory there is a failure here.
 
 A fresh process imports what its task needs. A forked one comes from a process that has imported vLLM already.
 """
@@ -30,12 +30,12 @@ class TaskProcess(ABC):
             cpus: logical CPUs that the process may use; none for those of this process.
         """
         self._root, self._progress, self._cpus = root, progress, cpus
-        self._opened = ExitStack()
+        self._open_resources = ExitStack()
 
     @property
     @abstractmethod
     def messages(self) -> Connection:
-        """What the running task reports; readable where `receive` does not wait."""
+        """Connection with the reports of the running task; readable when `receive` would not wait."""
 
     @abstractmethod
     def begin(self, task: Task) -> None:
@@ -47,7 +47,7 @@ class TaskProcess(ABC):
 
     def close(self) -> None:
         """End the process, and with it a task that runs."""
-        self._opened.close()
+        self._open_resources.close()
 
 
 class FreshProcess(TaskProcess):
@@ -55,18 +55,18 @@ class FreshProcess(TaskProcess):
 
     @property
     def messages(self) -> Connection:
-        """What the running task reports."""
+        """Connection with the reports of the running task."""
         return self._messages
 
     def begin(self, task: Task) -> None:
         """Start a task."""
         self._task = task
         self._log = _log_folder(self._root) / f"task-{task.key[:40]}.log"
-        output = self._opened.enter_context(self._log.open("wb"))
+        output = self._open_resources.enter_context(self._log.open("wb"))
         with affinity(self._cpus):
             started = worker.started(os.environ, output)
-            self._process, self._messages = self._opened.enter_context(started)
-        with suppress(BrokenPipeError):  # its end is the next message
+            self._process, self._messages = self._open_resources.enter_context(started)
+        with suppress(BrokenPipeError):  # `receive` reports that it has died
             worker.give(self._process, _call, self._root, self._log.parent, (task.function, task.argument))
 
     def receive(self) -> Outcome | None:
@@ -90,13 +90,13 @@ class ForkedProcess(TaskProcess):
     """A fork of one process that has imported vLLM for each task; what tasks print goes to logs/tasks.log."""
 
     def __init__(self, root: Path, progress: Progress, cpus: Collection[int] = ()) -> None:
-        """Make a runner of tasks; arguments as for any."""
+        """Make a runner of tasks; arguments as for `TaskProcess`."""
         super().__init__(root, progress, cpus)
         self._worker: WarmWorker | None = None
 
     @property
     def messages(self) -> Connection:
-        """What the running task reports."""
+        """Connection with the reports of the running task."""
         assert self._worker is not None, "a task has begun"
         return self._worker.messages
 
@@ -105,10 +105,10 @@ class ForkedProcess(TaskProcess):
         self._task = task
         self._kind, self._content = "failed", "its process died"
         if self._worker is None:
-            output = self._opened.enter_context((_log_folder(self._root) / "tasks.log").open("ab"))
+            output = self._open_resources.enter_context((_log_folder(self._root) / "tasks.log").open("ab"))
             with affinity(self._cpus):
-                self._worker = self._opened.enter_context(warm_worker.started(os.environ, output))
-        with suppress(BrokenPipeError):  # its end is the next message
+                self._worker = self._open_resources.enter_context(warm_worker.started(os.environ, output))
+        with suppress(BrokenPipeError):  # `receive` reports that it has died
             self._worker.send(os.environ, _call, self._root, self._root, (task.function, task.argument))
 
     def receive(self) -> Outcome | None:
@@ -156,7 +156,7 @@ def run(task: Task, root: Path, progress: Progress) -> Outcome:
 
 @contextmanager
 def affinity(cpus: Collection[int]) -> Iterator[None]:
-    """Keep this thread, and what it starts in the block, to these CPUs; none for no change."""
+    """Restrict this thread and the processes that it starts in the block to CPUs; no CPUs restrict nothing."""
     if not cpus:
         yield
         return

@@ -39,7 +39,7 @@ _REPORT_INTERVAL_S = 1.0
 
 @dataclass(frozen=True)
 class Node:
-    """What a node showed of itself.
+    """A node's report on itself.
 
     Attributes:
         name: its host name and the beginning of its Ray id.
@@ -62,7 +62,7 @@ class RayExecutor:
 
         Args:
             root: the repository, on a folder that all nodes share.
-            address: of the cluster, host:port; auto for the one that this machine belongs to.
+            address: address of the cluster, host:port; auto for the one that this machine belongs to.
             progress: receives the progress of all nodes, node and title before the activity.
         """
         self._root, self._address, self._progress = root, address, progress
@@ -132,7 +132,7 @@ class RayExecutor:
         """Hand a task to the cluster; one whose key is pending already is ignored.
 
         Raises:
-            SearchError: no node has as many GPUs as it needs.
+            SearchError: no node has as many GPUs as the task needs.
         """
         import ray
 
@@ -167,15 +167,15 @@ class RayExecutor:
 
         if not self._tasks:
             raise SearchError("no task is pending; submit one before waiting for its outcome")
-        without_node = None
+        no_node_since = None
         while True:
             ready, _ = ray.wait(list(self._tasks), timeout=_POLL_S)
             self._show_progress()
             if ready:
                 break
             now = time.monotonic()
-            without_node = None if _worker_nodes() else without_node or now
-            if without_node and now - without_node > _NO_NODE_S:
+            no_node_since = None if _worker_nodes() else no_node_since or now
+            if no_node_since and now - no_node_since > _NO_NODE_S:
                 raise SearchError(
                     f"the cluster has had no node for {_NO_NODE_S} s; add one and run again: what ended is kept"
                 )
@@ -224,11 +224,11 @@ class RayExecutor:
             raise SearchError(
                 f"a node of the cluster cannot run this package ({cause}); install it there at the same path"
             ) from None
-        for number, seen in enumerate(nodes):
+        for number, report in enumerate(nodes):
             answer = self._folder / str(number)
-            if not (seen.sees_folder and answer.is_file() and answer.read_text(encoding="utf-8") == token):
+            if not (report.sees_folder and answer.is_file() and answer.read_text(encoding="utf-8") == token):
                 raise SearchError(
-                    f"node {seen.name} does not share the repository's folder; mount it there at the same path"
+                    f"node {report.name} does not share the repository's folder; mount it there at the same path"
                 )
         self._cpus = min(int(node["Resources"]["CPU"]) for node in ray_nodes)
         gpus = [int(node["Resources"].get("GPU", 0)) for node in ray_nodes]
@@ -237,7 +237,7 @@ class RayExecutor:
         return nodes
 
     def _require_alike(self, nodes: list[Node]) -> None:
-        """Refuse nodes that would make figures which cannot be compared."""
+        """Refuse nodes whose figures could not be compared."""
         packages = provenance.package_versions()
         for node in nodes:
             if node.packages != packages:
@@ -287,17 +287,17 @@ def _run(task: Task, root: str, folder: str, threads: str | None) -> Outcome:
             return
         last = time.monotonic()
         content = {"node": node, "activity": activity, "done": done, "total": total}
-        with contextlib.suppress(OSError):  # the driver has ended, or the folder is busy: only a display
-            descriptor, fresh = tempfile.mkstemp(dir=folder)
+        with contextlib.suppress(OSError):  # the driver has ended, or the folder is busy
+            descriptor, part_file = tempfile.mkstemp(dir=folder)
             with os.fdopen(descriptor, "w") as stream:
                 json.dump(content, stream)
-            Path(fresh).replace(file)
+            Path(part_file).replace(file)
 
     return process.run(task, Path(root), report)
 
 
 def _look(folder: str, token: str, answer: str) -> Node:
-    """What a node sees; Ray calls it there."""
+    """Report on this node; Ray calls it there."""
     try:
         sees = (Path(folder) / "driver").read_text(encoding="utf-8") == token
         (Path(folder) / answer).write_text(token, encoding="utf-8")

@@ -20,7 +20,7 @@ from slimqwen.progress import Progress
 
 @dataclass(frozen=True)
 class Resources:
-    """What a task needs of the node that it runs on.
+    """Resources that a task needs of its node.
 
     Attributes:
         gpus: number of GPUs.
@@ -103,7 +103,7 @@ class Executor(Protocol):
         ...
 
     def as_task(self) -> AbstractContextManager[None]:
-        """Have this thread see the CPUs that a task sees, by which earlier records are compared."""
+        """Restrict this thread to the CPUs of a task, so that earlier records compare with it as with a task."""
         ...
 
     def submit(self, task: Task) -> None:

@@ -1,6 +1,6 @@
 """The driver of a sweep: submits tasks as their inputs become ready, and writes every record itself.
 
-What has ended is kept in .cache/sweep/ until every variant is through: the same command goes on from there.
+Results of tasks are kept in .cache/sweep/ until every variant has ended: the same command goes on from there.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from slimqwen.search import SearchError
 from slimqwen.search.executors import Executor, Failure, Outcome, Task
 from slimqwen.search.sweep import plan
 from slimqwen.search.sweep.plan import Measurements, Options
-from slimqwen.search.sweep.tasks import Returned
+from slimqwen.search.sweep.tasks import UnwrittenRecord
 from slimqwen.variant import Variant
 
 _WRITE_ATTEMPTS = 3
@@ -34,12 +34,12 @@ _WRITE_ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class SweepResult:
-    """What a sweep did with one variant.
+    """The result of a sweep for one variant.
 
     Attributes:
         variant: its name.
         records: records that it rests on, in the order of their measurement; the gate's record last.
-        failure: why it did not come to its end; None where it did.
+        failure: why its measurement failed; None where it did not.
         outcome: verdict of its gate; empty without one.
     """
 
@@ -51,15 +51,23 @@ class SweepResult:
 
 @dataclass
 class _Subject:
-    """A variant on its way through the sweep."""
+    """A variant on its way through the sweep.
+
+    Attributes:
+        started: start of the sweep, UTC.
+        waiting_keys: keys of its tasks that have not ended.
+        stage_keys: keys of the stages that were submitted for it.
+        measurements: its tasks and reusable records; None until both checkpoints exist.
+        earlier_keys: keys of the tasks that an earlier run ended.
+    """
 
     variant: Variant
     baseline: Variant
     started: str
-    waiting: set[str] = field(default_factory=set)
-    made: set[str] = field(default_factory=set)
+    waiting_keys: set[str] = field(default_factory=set)
+    stage_keys: set[str] = field(default_factory=set)
     measurements: Measurements | None = None
-    earlier: set[str] = field(default_factory=set)
+    earlier_keys: set[str] = field(default_factory=set)
     failure: str | None = None
     result: SweepResult | None = None
 
@@ -87,7 +95,7 @@ def sweep(names: Sequence[str], options: Options, executor: Executor, root: Path
         subject = variants.load(name, root)
         if subject.baseline is None:
             raise SearchError(
-                f"{name} has no baseline to be measured against; leave it out, it is measured beside"
+                f"{name} has no baseline to compare with; leave it out, because baselines are measured beside variants"
             )
         subjects.append(_Subject(subject, variants.load(subject.baseline, root), started))
     with locked(_journal(names, options, root)) as journal, executor:
@@ -127,27 +135,27 @@ class _Driver:
             if outcome.value is not None:  # a stage is in the store
                 self._journal.add(outcome.key, outcome.value)
         for subject in self._subjects:
-            if outcome.key not in subject.waiting:
+            if outcome.key not in subject.waiting_keys:
                 continue
-            subject.waiting.discard(outcome.key)
+            subject.waiting_keys.discard(outcome.key)
             if isinstance(outcome, Failure):
                 subject.failure = subject.failure or outcome.reason
-            elif not subject.waiting:
+            elif not subject.waiting_keys:
                 self._advance(subject)
 
     def _advance(self, subject: _Subject) -> None:
-        """Submit what the variant needs next, or write its records where nothing is missing."""
+        """Submit the tasks that the variant needs next, or write its records where none is missing."""
         if subject.failure:
             return
         try:
             if subject.measurements is None:
                 for side in (subject.baseline, subject.variant):
                     if stage := plan.next_stage(side):
-                        if stage.key in subject.made:
+                        if stage.key in subject.stage_keys:
                             raise SearchError(
                                 f"{stage.title} ended and left nothing; see its log in weights/store"
                             )
-                        subject.made.add(stage.key)
+                        subject.stage_keys.add(stage.key)
                         self._submit(subject, stage)
                         return
                     side.require_weights()
@@ -159,20 +167,20 @@ class _Driver:
                         self._submit(subject, task)
                     else:
                         self._values[task.key] = value
-                        subject.earlier.add(task.key)
-            if not subject.waiting:
+                        subject.earlier_keys.add(task.key)
+            if not subject.waiting_keys:
                 subject.result = self._finish(subject, subject.measurements)
         except SlimqwenError as error:
             subject.failure = str(error)
 
     def _submit(self, subject: _Subject, task: Task) -> None:
         self._executor.submit(task)
-        subject.waiting.add(task.key)
+        subject.waiting_keys.add(task.key)
 
     def _finish(self, subject: _Subject, measurements: Measurements) -> SweepResult:
         """Write a variant's records, once: an interrupted run does not write them again."""
         name = subject.variant.name
-        key = ["written", name, [task.key for task in _tasks(measurements)], _texts(measurements.records)]
+        key = ["written", name, [task.key for task in _tasks(measurements)], _as_texts(measurements.records)]
         entry = self._journal.get(key)
         if entry is None:
             paths = self._write(subject, measurements)
@@ -180,7 +188,7 @@ class _Driver:
             if "gate" in self._options.measures:
                 paths["gate"] = [self._conclude(subject, paths)]
                 outcome = store.read(paths["gate"][0], Gate).outcome
-            entry = {"paths": _texts(paths), "outcome": outcome}
+            entry = {"paths": _as_texts(paths), "outcome": outcome}
             self._journal.add(key, entry)
         records = [Path(path) for group in entry["paths"].values() for path in group]
         return SweepResult(name, records, None, entry["outcome"])
@@ -201,7 +209,7 @@ class _Driver:
 
     def _write_quality(self, subject: _Subject, parts: Sequence[Task]) -> list[Path]:
         suite = Suite.load(parts[0].argument["suite"], self._root)
-        earlier = [number for number, task in enumerate(parts) if task.key in subject.earlier]
+        earlier = [number for number, task in enumerate(parts) if task.key in subject.earlier_keys]
         paths = []
         for side in (subject.baseline, subject.variant):
             answers = [PartAnswers.from_json(self._values[task.key][side.name], suite) for task in parts]
@@ -215,7 +223,7 @@ class _Driver:
                 earlier=earlier,
                 folder=self._folder(side.name),
             )
-            paths.append(_retried(write))
+            paths.append(_write_with_retries(write))
         kinds = {provenance.hardware_name(store.read(path).provenance.hardware) for path in paths}
         if len(kinds) > 1:
             raise SearchError(
@@ -223,10 +231,12 @@ class _Driver:
             )
         return paths
 
-    def _publish(self, returned: Returned) -> Path:
-        kind, _ = migrations.named(returned["record"]["schema"])
-        record = registry.kinds()[kind].model_validate(returned["record"])
-        return _retried(partial(store.write, self._folder(returned["variant"]), record, returned["items"]))
+    def _publish(self, unwritten: UnwrittenRecord) -> Path:
+        kind, _ = migrations.named(unwritten["record"]["schema"])
+        record = registry.kinds()[kind].model_validate(unwritten["record"])
+        return _write_with_retries(
+            partial(store.write, self._folder(unwritten["variant"]), record, unwritten["items"])
+        )
 
     def _folder(self, name: str) -> Path:
         return self._root / self._options.records / name
@@ -250,19 +260,19 @@ class _Driver:
             started=subject.started,
             block=block,
         )
-        return _retried(conclude)
+        return _write_with_retries(conclude)
 
 
 def _tasks(measurements: Measurements) -> list[Task]:
     return [task for tasks in measurements.by_check.values() for task in tasks]
 
 
-def _texts(paths: Mapping[str, Sequence[Any]]) -> dict[str, list[str]]:
+def _as_texts(paths: Mapping[str, Sequence[Any]]) -> dict[str, list[str]]:
     return {check: list(map(str, group)) for check, group in paths.items()}
 
 
-def _retried(write: Any) -> Path:
-    """Write a record; again a second later where another of its kind has the name of this second."""
+def _write_with_retries(write: Any) -> Path:
+    """Write a record; try again a second later where a record of its kind already has the name of this second."""
     for attempt in range(_WRITE_ATTEMPTS):
         try:
             path: Path = write()

@@ -1,4 +1,4 @@
-"""The tasks of a sweep: which stages are missing, which measurements a variant needs, and what each takes of a node."""
+"""The tasks of a sweep: which stages are missing, which measurements a variant needs, and the resources of each."""
 
 import hashlib
 import json
@@ -53,14 +53,14 @@ _PARALLEL = ("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-si
 
 @dataclass(frozen=True)
 class Options:
-    """What a sweep measures.
+    """The measurements of a sweep.
 
     Attributes:
         measures: gate, which is all of its checks and a verdict; checks alone; latency.
         command: program and arguments, for records.
-        workload: of latency.
-        rounds: of latency, instead of the workload's.
-        parts: ranges that the items of a suite are asked in.
+        workload: workload of latency.
+        rounds: rounds of latency, instead of the workload's.
+        parts: number of ranges into which the items of a suite are split.
         limit: items of each task.
         split: side of the split of items that gates are measured on; None for both.
         records: folder of the repository that has a folder of records for each variant.
@@ -76,7 +76,7 @@ class Options:
     records: str = "experiments"
 
     def as_json(self) -> dict[str, Any]:
-        """What two runs of the same sweep share; the number of parts and the command may differ."""
+        """The options that two runs of the same sweep share; the number of parts and the command may differ."""
         return {
             "measures": list(self.measures),
             "workload": self.workload,
@@ -99,10 +99,10 @@ class Measurements:
     by_check: dict[str, list[Task]] = field(default_factory=dict)
     records: dict[str, list[Path]] = field(default_factory=dict)
 
-    def add(self, check: str, held: Sequence[Path | None], make: Callable[[], list[Task]]) -> None:
+    def add(self, check: str, reusable: Sequence[Path | None], make: Callable[[], list[Task]]) -> None:
         """Add the records of a check, or the tasks that measure it where one is missing."""
-        paths = [path for path in held if path]
-        if len(paths) == len(held):
+        paths = [path for path in reusable if path]
+        if len(paths) == len(reusable):
             self.records[check] = paths
         else:
             self.by_check[check] = make()
@@ -111,7 +111,7 @@ class Measurements:
 def next_stage(variant: Variant) -> Task | None:
     """The first stage of a variant's recipe that the store lacks; None where there is none, or no recipe.
 
-    Where the store has all of them for another variant, the last one, which links weights/<variant> to it.
+    Where the store has all of them from another variant, the last one, whose task links weights/<variant> to it.
 
     Raises:
         SlimqwenError: the recipe or its base cannot be used.
@@ -131,7 +131,7 @@ def next_stage(variant: Variant) -> Task | None:
                 title=f"{forecast.stage} of {variant.name}",
                 function=tasks.make_stage,
                 argument={"variant": variant.name, "stages": number},
-                # A compile cache is for as many threads as its stage had.
+                # A compile cache fits only as many threads as its stage had.
                 resources=Resources(memory_bytes=needs.memory_bytes, whole_node=True),
             )
         source = entry
@@ -146,23 +146,25 @@ def next_stage(variant: Variant) -> Task | None:
 
 
 def measurements(variant: Variant, baseline: Variant, options: Options) -> Measurements:
-    """The measurements of a variant whose checkpoint and whose baseline's are there.
+    """The measurements of a variant; its checkpoint and its baseline's have to exist.
 
     Raises:
         SlimqwenError: settings or a checkpoint cannot be used.
     """
     needed = Measurements()
-    gated = "gate" in options.measures
-    settings = GateSettings.of_variant(variant, variant.evaluation) if gated else None
+    has_gate = "gate" in options.measures
+    settings = GateSettings.of_variant(variant, variant.evaluation) if has_gate else None
     for check in _LONGEST_FIRST:
         if settings or check in options.measures:
             _add_check(needed, check, (baseline, variant), settings, options)
     if "latency" in options.measures:
         workload = Workload.load(options.workload, variant.root)
-        more = {"workload": options.workload, "rounds": options.rounds}
+        extra_argument = {"workload": options.workload, "rounds": options.rounds}
         inputs = [workload.model_dump(mode="json"), options.rounds]
         needed.by_check["latency"] = [
-            _task("latency", (baseline, variant), tasks.time_pair, more, inputs, options, alone=True)
+            _task(
+                "latency", (baseline, variant), tasks.time_pair, extra_argument, inputs, options, alone=True
+            )
         ]
     return needed
 
@@ -170,7 +172,7 @@ def measurements(variant: Variant, baseline: Variant, options: Options) -> Measu
 def _add_check(
     needed: Measurements, check: str, pair: Pair, settings: GateSettings | None, options: Options
 ) -> None:
-    """Add what measures a check; for a gate, the records of it that still hold instead.
+    """Add the tasks of a check; for a gate, its records instead where they still hold.
 
     Args:
         settings: the gate's; None where the check is measured alone, by the settings of the variant's EVALUATION.
@@ -180,29 +182,39 @@ def _add_check(
     split = settings.split(options.split, variant.root) if settings else None
     if check == "quality":
         fields: dict[str, Any] = {"suite": name, "limit": options.limit, "endpoint": "completions"}
-        held = (
+        reusable = (
             [gate.find_reusable(side, Quality, split=split, **fields) for side in pair]
             if settings
             else [None]
         )
-        needed.add(check, held, lambda: _parts(pair, name, options))
+        needed.add(check, reusable, lambda: _parts(pair, name, options))
         return
     kind, function, model = _CHECKS[check]
     sides = pair if check == "acceptance" else (variant,)
     if not issubclass(kind, SplitRecord):  # the engine check has no items to split
         split = None
-    held = (
+    reusable = (
         [gate.find_reusable(side, kind, settings_name=name, split=split) for side in sides]
         if settings
         else [None]
     )
-    loaded = model.of_variant(variant, name).model_dump(mode="json")
-    more = {"settings_name": name, "split": split}
+    settings_fields = model.of_variant(variant, name).model_dump(mode="json")
+    extra_argument = {"settings_name": name, "split": split}
     # A pair is measured on one node, even where one side was recorded before.
     needed.add(
         check,
-        held,
-        lambda: [_task(check, sides, function, more, [loaded, str(split)], options, baseline=baseline)],
+        reusable,
+        lambda: [
+            _task(
+                check,
+                sides,
+                function,
+                extra_argument,
+                [settings_fields, str(split)],
+                options,
+                baseline=baseline,
+            )
+        ],
     )
 
 
@@ -227,7 +239,7 @@ def _task(
     check: str,
     sides: Sequence[Variant],
     function: Any,
-    more: Mapping[str, Any],
+    extra_argument: Mapping[str, Any],
     settings: Any,
     options: Options,
     *,
@@ -256,17 +268,21 @@ def _task(
         key=f"{digest[:24]}-{check.partition(' ')[0]}-{last.name}",
         title=f"{check} of {last.name}",
         function=function,
-        argument={"variants": [side.name for side in sides], "command": list(options.command), **more},
+        argument={
+            "variants": [side.name for side in sides],
+            "command": list(options.command),
+            **extra_argument,
+        },
         resources=resources(servers, baseline, alone=alone),
     )
 
 
 def resources(servers: Sequence[ServerCommand], baseline: Variant | None, *, alone: bool) -> Resources:
-    """What measuring sides takes of a node, one side at a time.
+    """Resources of a node for measuring sides, one side at a time.
 
     Args:
         servers: commands that serve the sides.
-        baseline: one that is loaded beside, in float32.
+        baseline: baseline that is loaded too, in float32.
         alone: whether nothing else may run on the node.
     """
     gpus, memory = 0, 0

@@ -1,4 +1,4 @@
-"""What the tasks of a sweep do where they run: they make stages, and return measurements without recording them."""
+"""Functions of a sweep's tasks: they make stages, and return measurements without recording them."""
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ from slimqwen.recipe import variant_recipe
 from slimqwen.records import store
 from slimqwen.serving.server import free_port
 
-Returned = Mapping[str, Any]
+UnwrittenRecord = Mapping[str, Any]
 """A record that is not written yet: {"variant": name, "record": its fields, "items": its items}."""
 
 
@@ -35,9 +35,9 @@ def make_stage(root: Path, argument: Mapping[str, Any], progress: Progress) -> N
     variant_recipe.run(subject, argument["stages"], progress=progress)
 
 
-def check_fidelity(root: Path, argument: Mapping[str, Any], progress: Progress) -> list[Returned]:
-    """Compare variants' distributions with their baselines'; argument and progress as for `_measured`."""
-    return _measured(
+def check_fidelity(root: Path, argument: Mapping[str, Any], progress: Progress) -> list[UnwrittenRecord]:
+    """Compare variants' distributions with their baselines'; argument and progress as for `_measure_all`."""
+    return _measure_all(
         root,
         argument,
         progress,
@@ -45,10 +45,10 @@ def check_fidelity(root: Path, argument: Mapping[str, Any], progress: Progress) 
     )
 
 
-def check_acceptance(root: Path, argument: Mapping[str, Any], progress: Progress) -> list[Returned]:
-    """Count the drafts of variants greedily at the gate's depth; argument and progress as for `_measured`."""
+def check_acceptance(root: Path, argument: Mapping[str, Any], progress: Progress) -> list[UnwrittenRecord]:
+    """Count the drafts of variants greedily at the gate's depth; argument and progress as for `_measure_all`."""
     depth = AcceptanceSettings.load(argument["settings_name"], root).gate_depth
-    return _measured(
+    return _measure_all(
         root,
         argument,
         progress,
@@ -56,17 +56,17 @@ def check_acceptance(root: Path, argument: Mapping[str, Any], progress: Progress
     )
 
 
-def check_engine(root: Path, argument: Mapping[str, Any], progress: Progress) -> list[Returned]:
-    """Compare variants' engine modes; argument and progress as for `_measured`.
+def check_engine(root: Path, argument: Mapping[str, Any], progress: Progress) -> list[UnwrittenRecord]:
+    """Compare variants' engine modes; argument and progress as for `_measure_all`.
 
     eval/unsafe_engines.json is left to the driver.
     """
-    return _measured(root, argument, progress, modes.measure)
+    return _measure_all(root, argument, progress, modes.measure)
 
 
-def _measured(
+def _measure_all(
     root: Path, argument: Mapping[str, Any], progress: Progress, measure: Callable[..., Path]
-) -> list[Returned]:
+) -> list[UnwrittenRecord]:
     """Measure variants one after another on this node.
 
     Args:
@@ -77,7 +77,7 @@ def _measured(
         measure: measure(variant, settings_name, command=…, records_folder=…, progress=…) -> path of the
             record.
     """
-    returned = []
+    records = []
     for name in argument["variants"]:
         with tempfile.TemporaryDirectory() as folder:
             path = measure(
@@ -87,8 +87,8 @@ def _measured(
                 records_folder=Path(folder),
                 progress=progress,
             )
-            returned.append(_returned(path))
-    return returned
+            records.append(_unwritten_record(path))
+    return records
 
 
 def ask_part(root: Path, argument: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def ask_part(root: Path, argument: Mapping[str, Any], progress: Progress) -> dic
     }
 
 
-def time_pair(root: Path, argument: Mapping[str, Any], progress: Progress) -> list[Returned]:
+def time_pair(root: Path, argument: Mapping[str, Any], progress: Progress) -> list[UnwrittenRecord]:
     """Time variants over a workload in turns, on this node alone.
 
     Args:
@@ -136,10 +136,10 @@ def time_pair(root: Path, argument: Mapping[str, Any], progress: Progress) -> li
             records_folders=[Path(folder) / name for name in argument["variants"]],
             progress=progress,
         )
-        return [_returned(path) for path in paths]
+        return [_unwritten_record(path) for path in paths]
 
 
-def _returned(path: Path) -> Returned:
+def _unwritten_record(path: Path) -> UnwrittenRecord:
     record = store.read(path)
     fields = {name: value for name, value in record.as_json().items() if name != "items"}
     return {"variant": record.variant, "record": fields, "items": store.read_items(path)}
