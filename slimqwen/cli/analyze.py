@@ -67,7 +67,9 @@ def vocab(
             size or [2048, 3072, 4096, 6144],
             corpus=corpus,
             num_documents=documents,
-            texts={name: Path(file) for name, _, file in (given.partition("=") for given in text or ())},
+            texts={
+                name: Path(file) for name, _, file in (argument.partition("=") for argument in text or ())
+            },
             num_held_out=held_out,
             num_scored=scored,
             command=command(),

@@ -29,20 +29,20 @@ from slimqwen.errors import SlimqwenError
 from slimqwen.recipe.worker import GARBAGE_THRESHOLD
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # for imports of vLLM in this process
-logging.getLogger("vllm").setLevel(logging.ERROR)  # it warns before it has read that variable
+logging.getLogger("vllm").setLevel(logging.ERROR)  # vLLM warns before it reads that variable
 
-# The stream itself: libraries get another one. In a file, lines as wide as the widest table.
+# Bound to the stream itself, because `capture_output` replaces sys.stdout. A file gets lines as wide as any table.
 console = Console(highlight=False, file=sys.stdout, width=None if sys.stdout.isatty() else 120)
 errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
 EXIT_CODES = {"pass": 0, "fail": 1, "inconclusive": 2}
-"""Exit codes of verbs that give a verdict; theirs for an error is 3."""
+"""Exit codes of verbs that give a verdict; 3 is their exit code for an error."""
 
 _REFUSED, _REFUSED_BY_JUDGE, _INTERRUPTED = 2, 3, 130
 
 
 class Judge(TyperCommand):
-    """A verb whose exit code is a verdict, so that an error needs one of its own."""
+    """A verb whose exit code is a verdict, so that an error has an exit code of its own."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the verb; an expected error ends with exit code 3."""
@@ -64,7 +64,7 @@ def run(app: typer.Typer, name: str) -> None:
         code = _REFUSED
     except typer.TyperException as error:
         if message := error.format_message():  # empty where the help was shown instead
-            show_error(f"{' '.join(message.split())} `--help` lists what there is.")
+            show_error(f"{' '.join(message.split())} `--help` lists verbs and options.")
         code = _REFUSED
     except (KeyboardInterrupt, typer.Abort):
         code = _INTERRUPTED
@@ -84,7 +84,7 @@ def say(text: str) -> None:
 
 
 def command() -> list[str]:
-    """The command line as records write it down."""
+    """The command line for the provenance of records."""
     return ["slimqwen", *sys.argv[1:]]
 
 
@@ -95,7 +95,7 @@ def relative(path: Path) -> Path:
 
 
 def show_record(path: Path, log: Path | None = None) -> Any:
-    """Print the tables of a new record, draw the chart of one in results/, say where the files are; returns the record.
+    """Print the tables of a new record, draw the chart of one in results/, print the paths; returns the record.
 
     Args:
         log: log of the measurement, where there is one.
@@ -108,7 +108,7 @@ def show_record(path: Path, log: Path | None = None) -> Any:
     for shown in record.tables(path):
         console.print(shown.as_rich())
     if record.provenance.host_was_busy:
-        say("the host was busy: this record is marked, and no comparison takes it")
+        say("the host was busy: this record is marked, and no comparison uses it")
     files = {"record": path, "chart": chart, "log": log}
     say(", ".join(f"{name}: {relative(file)}" for name, file in files.items() if file))
     return record
@@ -180,7 +180,7 @@ def _lines() -> Iterator[progress.Progress]:
     yield show
 
 
-def hub_environment() -> None:
+def silence_hub_client() -> None:
     """Keep the hub's client from printing bars and warnings of its own and from sending telemetry.
 
     It reads these variables when it is imported.

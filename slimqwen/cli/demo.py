@@ -1,4 +1,4 @@
-"""`slimqwen demo`: the whole pipeline on the embedded model, and what it says of the variant."""
+"""`slimqwen demo`: the whole pipeline on the embedded model, and its verdict on the variant."""
 
 import time
 from collections.abc import Iterator
@@ -51,13 +51,13 @@ def demo(
     evidence = _measure(root, rounds)
     step(3, "build the report")
     with progress_bar() as progress:
-        built = site.build(root, root / "report", progress)
+        report = site.build(root, root / "report", progress)
     console.print(
         f"[bold]{_VARIANT} beside its baseline {_BASELINE}, measured in {_duration(started)}[/bold]"
     )
     for line in _summary(evidence):
         say(line)
-    say(f"records: {_RECORDS}/{_BASELINE}, {_RECORDS}/{_VARIANT}; all variants: {relative(built.index)}")
+    say(f"records: {_RECORDS}/{_BASELINE}, {_RECORDS}/{_VARIANT}; all variants: {relative(report.index)}")
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Evidence:
 
 
 def _measure(root: Path, rounds: int) -> Evidence:
-    """Judge and time the variant; what measuring again would only repeat is used again, and its age is said.
+    """Judge and time the variant; records that still hold are reused, and their age is printed.
 
     Raises:
         SearchError: a measurement failed.
@@ -98,11 +98,11 @@ def _measure(root: Path, rounds: int) -> Evidence:
     missing = []
     for measure, (kind, sides) in kinds.items():
         fields: dict[str, Any] = {"rounds": rounds} if measure == "latency" else {}
-        held = [
+        reusable = [
             gate.find_reusable(side, kind, folder=root / _RECORDS / side.name, **fields) for side in sides
         ]
-        if all(held):
-            for path in filter(None, held):
+        if all(reusable):
+            for path in filter(None, reusable):
                 say(f"    reused: {relative(path)}, made {_age(path)} ago")
         else:
             missing.append(measure)
@@ -128,7 +128,7 @@ def _measure(root: Path, rounds: int) -> Evidence:
 
 
 def _summary(evidence: Evidence) -> Iterator[str]:
-    """What became smaller and faster, how sure, and what to serve."""
+    """Lines on size, speed, quality, and the variant to serve."""
     from slimqwen.bench.latency import speedups
     from slimqwen.checkpoint.files import bytes_on_disk
     from slimqwen.evals import acceptance_share, quality_comparison
@@ -148,20 +148,20 @@ def _summary(evidence: Evidence) -> Iterator[str]:
                 f"  {row.prompt_class:<11} {row.first:.2f} -> {row.second:.2f} ms a token after the first: "
                 f"{row.speedup or 0:.2f}x [{row.interval[0]:.2f}, {row.interval[1]:.2f}]"
             )
-    faithful = store.read(evidence.fidelity, Fidelity)
-    kl = max(figures.kl_nats.value for figures in faithful.modes.values() if figures.kl_nats)
-    yield f"  fidelity    KL {kl:.5f} nats a token, limit {faithful.limits.kl_nats:g}: {faithful.verdict}"
+    fidelity = store.read(evidence.fidelity, Fidelity)
+    kl = max(figures.kl_nats.value for figures in fidelity.modes.values() if figures.kl_nats)
+    yield f"  fidelity    KL {kl:.5f} nats a token, limit {fidelity.limits.kl_nats:g}: {fidelity.verdict}"
     share = acceptance_share.compare(*evidence.acceptance)
     yield (
         f"  acceptance  {share.first:.2f} -> {share.second:.2f} tokens a verify step: {100 * share.ratio.value:.1f} % "
         f"[{100 * share.ratio.low:.1f}, {100 * share.ratio.high:.1f}] of the baseline's: {share.verdict}"
     )
-    yield _modelled(share.second)
+    yield _modelled_speed(share.second)
     tasks = quality_comparison.compare(*evidence.quality)
     verdicts = [task.judgement.verdict for task in tasks]
     named = ", ".join(f"{task.task.removeprefix('tinyworld_')} {task.judgement.verdict}" for task in tasks)
     yield f"  quality     {named}"
-    verdict = overall([faithful.verdict, share.verdict, *verdicts])
+    verdict = overall([fidelity.verdict, share.verdict, *verdicts])
     if verdict == Verdict.PASS and low > 1:
         yield f"  serve       slimqwen serve --variant {_VARIANT}: faster, and no check saw a loss beyond its limit"
     elif verdict == Verdict.PASS:
@@ -172,11 +172,11 @@ def _summary(evidence: Evidence) -> Iterator[str]:
         yield f"  serve       not decided: `slimqwen gate check --variant {_VARIANT}` goes on with all items"
 
 
-def _modelled(acceptance_length: float) -> str:
-    """Decoding speed of the baseline and the variant on a GPU that is not here, and what each lever adds to it.
+def _modelled_speed(acceptance_length: float) -> str:
+    """Decoding speed of the variant relative to the baseline, by the roofline of a GPU, and the gain of each lever.
 
     Args:
-        acceptance_length: of the variant, tokens a verify step.
+        acceptance_length: acceptance length of the variant.
     """
     from slimqwen.analysis.roofline import gpu, waterfall
 

@@ -5,13 +5,13 @@ from typing import Annotated
 import typer
 
 from slimqwen import variant as variants
-from slimqwen.cli.console import hub_environment, progress_bar, say
+from slimqwen.cli.console import progress_bar, say, silence_hub_client
 from slimqwen.cli.options import VariantName
 
 
 def download(variant: VariantName) -> None:
     """Download a variant's checkpoint from the model hub."""
-    hub_environment()
+    silence_hub_client()
     from slimqwen import hub
 
     with progress_bar() as progress:
@@ -35,7 +35,7 @@ def datasets(
     suite: Annotated[str, typer.Option(metavar="NAME", help="file of eval/suites/")] = "core",
 ) -> None:
     """Download the data sets of a suite, or check those that are here; gated ones need HF_TOKEN."""
-    hub_environment()
+    silence_hub_client()
     from slimqwen.evals.suites import datasets
     from slimqwen.evals.suites.suite import Suite
 

@@ -96,6 +96,6 @@ def limits(variant: VariantName) -> None:
     with measuring(log) as progress:
         path, files = measurement.measure(subject, command=command(), progress=progress)
     show_record(path, log)
-    for what, paths in (("written", files.written), ("written by hand, kept", files.kept)):
+    for state, paths in (("written", files.written), ("written by hand, kept", files.kept)):
         if paths:
-            say(f"{what}: {', '.join(str(relative(file)) for file in paths)}")
+            say(f"{state}: {', '.join(str(relative(file)) for file in paths)}")

@@ -1,4 +1,4 @@
-"""Options that several verbs share. Nothing here imports what measures: `--help` and completion stay quick."""
+"""Options that several verbs share. Nothing here imports code that measures: `--help` and completion stay quick."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -18,11 +18,11 @@ def _stems(folder: str, incomplete: str) -> list[str]:
 
 
 def _settings_file(folder: str, default: str, *names: str) -> typer.models.OptionInfo:
-    """An option that names a file of eval/<folder>/, completed from what lies there.
+    """An option that names a file of eval/<folder>/, completed from the files there.
 
     Args:
         folder: folder in eval/.
-        default: what help says of the default.
+        default: text of the help on the default.
         names: names of the option instead of its parameter's.
     """
     option: typer.models.OptionInfo = typer.Option(

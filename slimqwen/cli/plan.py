@@ -52,10 +52,10 @@ def plan(
     root = variants.repository_root()
     if bool(variant) == all_:
         raise typer.BadParameter("name one variant with --variant, or take --all")
-    planned = [variants.load(name, root) for name in (variants.names(root) if all_ else [variant])]
+    subjects = [variants.load(name, root) for name in (variants.names(root) if all_ else [variant])]
     if all_:
-        planned = [chosen for chosen in planned if chosen.platform == "cuda"]
-    default = plans.DEFAULT_GPUS if planned[0].platform == "cuda" else (plans.CPU,)
+        subjects = [subject for subject in subjects if subject.platform == "cuda"]
+    default = plans.DEFAULT_GPUS if subjects[0].platform == "cuda" else (plans.CPU,)
     chosen_gpus = tuple(gpu or default)
     if kernels and plans.CPU in chosen_gpus:
         raise typer.BadParameter(
@@ -63,7 +63,7 @@ def plan(
         )
     with progress_bar() as progress:
         records = plans.make(
-            planned,
+            subjects,
             chosen_gpus,
             command=command(),
             hide_toolkit=not toolkit,
@@ -147,7 +147,7 @@ def consult(server: "ServerCommand") -> "tuple[Plan | None, Sequence[Trouble]]":
     Prints one line for each known cost of the start, or one line where no plan fits a start on a GPU.
 
     Returns:
-        The plan, and what the start would die of by it.
+        The plan, and the known trouble by which the start would die.
 
     Raises:
         ServingError: there is no plan, and REQUIRE_PLAN=1; or the plan names a module of FlashInfer that the compile
@@ -164,7 +164,7 @@ def consult(server: "ServerCommand") -> "tuple[Plan | None, Sequence[Trouble]]":
     except MissingPlanError as error:
         if server.require_plan:
             raise ServingError(f"REQUIRE_PLAN=1, and {error}") from None
-        # All known trouble is a GPU's: a plan would change nothing of a start on a CPU.
+        # Known trouble concerns GPUs alone, so a plan would change nothing of a start on a CPU.
         if server.platform != "cpu":
             errors.print(f"{error}.", markup=False)
         return None, ()
@@ -181,7 +181,7 @@ def consult_target(server: "ServerCommand") -> None:
     Prints one line for each known trouble.
 
     Raises:
-        ServingError: by its plans the server would die on every one of them.
+        ServingError: the plans predict that the server dies on all of these devices.
     """
     from slimqwen.analysis import start_plan
     from slimqwen.serving import checks

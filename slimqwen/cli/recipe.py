@@ -104,7 +104,7 @@ def corpus(
 
     subject = variants.load(variant)
     checkpoint.check(subject.weights, variants.making_command(subject.weights, subject.root))
-    sources = [calibration_mix.parse_source(given) for given in source]
+    sources = [calibration_mix.parse_source(text) for text in source]
     with progress_bar() as progress:
         manifest = calibration_mix.build(subject.weights, sources, tokens, seed, output, progress)
     rows = table(["source"], ("weight", "documents", "duplicates", "near", "taken", "tokens"))
@@ -158,8 +158,8 @@ def _run(name: str, until: str | None) -> None:
             f"{outcome.bytes_after / 1e6:.1f} MB",
         )
     console.print(rows)
-    whole = len(outcomes) == len(variant_recipe.read(variants.load(name)).steps)
-    say(f"checkpoint: {relative(_weights() / name if whole else outcomes[-1].folder)}")
+    is_complete = len(outcomes) == len(variant_recipe.read(variants.load(name)).steps)
+    say(f"checkpoint: {relative(_weights() / name if is_complete else outcomes[-1].folder)}")
     for outcome in outcomes:
         if not outcome.reused:
             say(f"log of {outcome.stage}: {relative(outcome.log)}")

@@ -72,11 +72,11 @@ def tables(
     root = variant.repository_root()
     differing = markdown.update(root, write=not check)
     commands = root / "docs" / "commands.md"
-    fresh = render(context.find_root().command)
-    if not commands.is_file() or commands.read_text(encoding="utf-8") != fresh:
+    content = render(context.find_root().command)
+    if not commands.is_file() or commands.read_text(encoding="utf-8") != content:
         differing.append(commands)
         if not check:
-            commands.write_text(fresh, encoding="utf-8")
+            commands.write_text(content, encoding="utf-8")
     for file in differing:
         state = "differs from its records, run `slimqwen report tables`" if check else "rewritten"
         say(f"{relative(file)}: {state}")
@@ -85,7 +85,7 @@ def tables(
 
 
 def update_tables(root: Path) -> None:
-    """Rewrite every table that no longer agrees with its records; where that cannot be, say so and go on."""
+    """Rewrite every table that no longer agrees with its records; print the cause where that fails."""
     from slimqwen.report import markdown
 
     try:
@@ -98,7 +98,7 @@ def update_tables(root: Path) -> None:
 
 
 def render(command: Any) -> str:
-    """Write the reference of a command with its verbs as Markdown."""
+    """The reference of a command with its verbs, as Markdown."""
     rows = [
         f"| `{name}{_arguments(verb)}` | {_summary(verb)} | {_options(verb)} |"
         for name, verb in verbs(command, "slimqwen")
@@ -107,7 +107,7 @@ def render(command: Any) -> str:
 
 
 def verbs(command: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Every command below a group with its full name; a group that runs by itself is one too."""
+    """Every command below a group, with its full name; a group that does something itself is a command too."""
     children = getattr(command, "commands", {})
     if not children or command.invoke_without_command:
         yield name, command

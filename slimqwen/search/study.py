@@ -126,10 +126,10 @@ class Study:
             asks = 0
             while len(self._known) < trials and asks < _ASKS_PER_TRIAL * trials:
                 open_trials = trials - len(self._known) - len(self._candidates())
-                has_free_task = (
+                can_begin = (
                     len(self._running) < width and len(self._candidates()) < _CANDIDATES_PER_TASK * width
                 )
-                if open_trials > 0 and has_free_task and time.monotonic() < deadline:
+                if open_trials > 0 and can_begin and time.monotonic() < deadline:
                     asks += 1
                     self._ask()
                 elif self._running:

@@ -2,7 +2,7 @@
 
 Documents come in a seeded random order, always from the source that is furthest behind its share of the tokens, so
 that shares hold to one document and a source that runs out gives its share to the others. A document is dropped if
-it was taken before (apart from white space), or if more than half of its 13-word shingles were: Brown et al.
+its text (apart from white space) or more than half of its 13-word shingles were in documents taken before: Brown et al.
 (arXiv 2005.14165, appendix C) call word n-grams of that length an overlap. Memory holds 8 bytes a document of a
 source, and the hashes of the documents taken.
 """
@@ -50,7 +50,7 @@ class Source:
 
 @dataclass
 class _Supply:
-    """An opened source, and the count of what was taken from it."""
+    """An opened source, and counts of its documents and tokens."""
 
     source: Source
     sha256: str
@@ -169,10 +169,10 @@ def build(
             "chat_template_sha256": template and _digest(template),
             "sources": [supply.summary() for supply in supplies],
         }
-        file = staging / manifest_path(destination).name
-        file.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+        manifest_file = staging / manifest_path(destination).name
+        manifest_file.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
         text.rename(destination)
-        file.rename(manifest_path(destination))
+        manifest_file.rename(manifest_path(destination))
     return manifest
 
 
@@ -199,13 +199,13 @@ def _open(source: Source, seed: int, tokenizer: Any, cache: Path, progress: Prog
         digest = _digest({name: record.sha256 for name, record in file_records(path).items()})
     else:
         digest = sha256(path)
-    # Seeded by name, so that a further source changes nothing about this one's order.
+    # Seeded by name, so that another source does not change this one's order.
     random.Random(f"{seed} {source.name}").shuffle(positions)
-    texts = (_rendered(reader, reader.at(position), tokenizer) for position in positions)
+    texts = (_render(reader, reader.at(position), tokenizer) for position in positions)
     return _Supply(source, digest, len(positions), texts)
 
 
-def _rendered(reader: TextFile | DataSet, document: Document, tokenizer: Any) -> str:
+def _render(reader: TextFile | DataSet, document: Document, tokenizer: Any) -> str:
     if document.messages is None:
         return document.text or ""
     try:
@@ -216,7 +216,7 @@ def _rendered(reader: TextFile | DataSet, document: Document, tokenizer: Any) ->
         reason = " ".join(str(error).split())
         location = reader.location(document.position)
         raise CorpusError(
-            f"{location}: the chat template does not render it ({reason}); mend or remove it"
+            f"{location}: the chat template does not render the messages ({reason}); mend or remove them"
         ) from None
     return text
 
@@ -240,7 +240,7 @@ def _write_documents(
             supply.taken += 1
             supply.tokens += length
             total += length
-            # ASCII: U+2028 and its like would be ends of lines to a reader that uses str.splitlines.
+            # ASCII, because str.splitlines would end lines at U+2028 and its like.
             stream.write(json.dumps({"text": text, "source": supply.source.name}) + "\n")
             progress("taking documents", min(total, tokens), tokens)
 
@@ -249,15 +249,15 @@ def _next_new(supply: _Supply, seen: set[bytes]) -> str | None:
     """The source's next document that is not a duplicate; its hashes are added to `seen`."""
     for number, text in enumerate(supply.texts, start=1):
         words = text.split()
-        whole = _hash(words)
+        document_hash = _hash(words)
         starts = range(max(1, len(words) - _SHINGLE_WORDS + 1))
         shingles = {_hash(words[start : start + _SHINGLE_WORDS]) for start in starts}
-        if whole in seen:
+        if document_hash in seen:
             supply.duplicates += 1
         elif len(shingles & seen) > _LARGEST_OVERLAP * len(shingles):
             supply.near_duplicates += 1
         else:
-            seen |= shingles | {whole}
+            seen |= shingles | {document_hash}
             return text
         if supply.documents is None and number == _DROPPED_IN_A_ROW:
             break

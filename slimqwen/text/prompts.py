@@ -20,7 +20,7 @@ def documents(source: str, seed: int, root: Path) -> Iterator[str]:
 
     Args:
         source: tinyworld, or the path of a UTF-8 text file whose documents are separated by empty lines.
-        seed: seed of the passages; other passages than training used.
+        seed: seed of the passages, which differ from those of training.
         root: folder that the path is relative to.
 
     Raises:
@@ -55,7 +55,7 @@ class PromptCutter:
     def __init__(self, texts: Iterator[str], tokenize: Callable[[str], Tokens]) -> None:
         self._texts = texts
         self._tokenize = tokenize
-        self._given: set[tuple[int, ...]] = set()
+        self._known_prompts: set[tuple[int, ...]] = set()
         self.documents_used = 0
 
     @classmethod
@@ -75,17 +75,17 @@ class PromptCutter:
             lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
         )
 
-    def advance_to(self, documents_used: int, given: Iterable[Tokens]) -> None:
+    def advance_to(self, documents_used: int, prompts: Iterable[Tokens]) -> None:
         """Continue where another cutter of the same stream stopped.
 
         Args:
             documents_used: number of documents that the other used.
-            given: prompts that the other cut.
+            prompts: prompts that the other cut.
         """
         for _ in range(documents_used - self.documents_used):
             next(self._texts, None)
         self.documents_used = documents_used
-        self._given.update(map(tuple, given))
+        self._known_prompts.update(map(tuple, prompts))
 
     def cut(self, count: int, length: int) -> list[Tokens]:
         """The next prompts, all different from any cut before.
@@ -103,14 +103,14 @@ class PromptCutter:
                 text = next(self._texts, None)
                 if text is None:
                     raise DocumentsError(
-                        f"the workload's text is used up: {count} prompts of {length} tokens do not fit in what is "
-                        "left of it; give it more text or fewer requests"
+                        f"the workload's text is used up: {count} prompts of {length} tokens do not fit in the "
+                        "rest; give the workload more text or fewer requests"
                     )
                 self.documents_used += 1
                 tokens += self._tokenize(f"{text}\n")
             prompt = tokens[:length]
-            if tuple(prompt) not in self._given:
-                self._given.add(tuple(prompt))
+            if tuple(prompt) not in self._known_prompts:
+                self._known_prompts.add(tuple(prompt))
                 prompts.append(prompt)
         return prompts
 

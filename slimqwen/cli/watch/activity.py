@@ -44,12 +44,12 @@ class Work(BaseModel):
     activities: dict[str, Activity] = {}
 
     def update(self, name: str, done: float, total: float) -> None:
-        """Take in a progress report; an activity that starts again from less is timed anew."""
+        """Take in a progress report; an activity whose count has fallen is timed anew."""
         now, latest = time.time(), next(reversed(self.activities), None)
-        known = self.activities.pop(name, None)
-        if known is None or done < known.done or (total == 0 and name != latest):
-            known = Activity(done=done, total=total, done_before=done, began=now, updated=now)
-        self.activities[name] = known.model_copy(update={"done": done, "total": total, "updated": now})
+        activity = self.activities.pop(name, None)
+        if activity is None or done < activity.done or (total == 0 and name != latest):
+            activity = Activity(done=done, total=total, done_before=done, began=now, updated=now)
+        self.activities[name] = activity.model_copy(update={"done": done, "total": total, "updated": now})
         for finished in list(self.activities)[:-_KEPT]:
             del self.activities[finished]
 
@@ -70,13 +70,12 @@ def publish(root: Path, command: Sequence[str]) -> Iterator[Progress]:
     def write() -> None:
         while changed.wait() and not ended.is_set():
             changed.clear()
-            with contextlib.suppress(
-                OSError, RuntimeError
-            ):  # RuntimeError: a report came meanwhile, which is written next
+            # RuntimeError: a report came meanwhile, which is written next.
+            with contextlib.suppress(OSError, RuntimeError):
                 file.parent.mkdir(parents=True, exist_ok=True)
-                part = file.with_suffix(".part")
-                part.write_text(work.model_dump_json(), encoding="utf-8")
-                part.replace(file)
+                part_file = file.with_suffix(".part")
+                part_file.write_text(work.model_dump_json(), encoding="utf-8")
+                part_file.replace(file)
             ended.wait(_WRITE_INTERVAL_S)
         with contextlib.suppress(OSError):
             file.unlink(missing_ok=True)
@@ -98,7 +97,7 @@ def running(root: Path) -> list[Work]:
     """Running commands of a repository, the oldest first; files of processes that are gone are removed."""
     works = []
     for file in _folder(root).glob("*.json"):
-        # The command may end meanwhile; other files are left alone.
+        # The command may end meanwhile; files of another form stay.
         with contextlib.suppress(OSError, ValidationError):
             work = Work.model_validate_json(file.read_bytes())
             if file.stem != str(work.pid):
@@ -106,7 +105,7 @@ def running(root: Path) -> list[Work]:
             try:
                 started = psutil.Process(work.pid).create_time()
             except psutil.Error:
-                started = float("-inf")
+                started = float("-inf")  # the process has ended
             if abs(started - work.process_started) > _CLOCK_STEP_S:
                 file.unlink()
             else:

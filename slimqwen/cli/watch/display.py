@@ -38,10 +38,11 @@ def watch(
     root, history = variant.repository_root(), dict[int, Scrapes]()
     if once or not sys.stdout.isatty() or console.is_dumb_terminal:
         draw(root, history)
-        time.sleep(1 if history else 0)  # rates take two looks
+        time.sleep(1 if history else 0)  # a rate needs two scrapes
         console.print(draw(root, history))
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leaves the terminal as it was
+    # SystemExit ends the block below, which restores the terminal.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with (
         contextlib.suppress(KeyboardInterrupt),
         Live(console=console, screen=True, auto_refresh=False) as live,
@@ -54,15 +55,15 @@ def watch(
 
 
 def draw(root: Path, history: dict[int, Scrapes]) -> RenderableType:
-    """Picture of what runs in a repository.
+    """The commands and servers that run in a repository, for display.
 
     Args:
         history: scrapes of each server by process id, continued in place.
     """
     blocks: list[RenderableType] = [_work(work) for work in activity.running(root)]
     servers = find_servers(root)
-    for gone in history.keys() - {process.pid for process, _ in servers}:
-        del history[gone]
+    for ended_pid in history.keys() - {process.pid for process, _ in servers}:
+        del history[ended_pid]
     blocks += [_server(process, words, history.setdefault(process.pid, [])) for process, words in servers]
     if not blocks:
         return Text("Nothing runs here. To start something: slimqwen serve --variant tiny")
@@ -70,19 +71,19 @@ def draw(root: Path, history: dict[int, Scrapes]) -> RenderableType:
 
 
 def find_servers(root: Path) -> list[tuple[psutil.Process, Mapping[str, str]]]:
-    """VLLM servers that were started from a repository, with the options of their command lines."""
+    """The vLLM servers that were started from a repository, with the options of their command lines."""
     servers = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             words = process.cmdline()
             if words[1:3] == ["-m", api_server.__name__] and Path(process.cwd()) == root.resolve():
                 servers[process.pid] = process, process.ppid(), dict(itertools.pairwise(words))
-    # A process that a server has just forked still has its command line.
+    # A process that a server has just forked still has the server's command line.
     return [(process, words) for process, parent, words in servers.values() if parent not in servers]
 
 
 def figures(scrapes: Scrapes) -> dict[str, str]:
-    """What a server does, for display: rates since the scrape before, medians and shares over the last minute.
+    """Figures of a server, for display: rates since the previous scrape, medians and shares over the last minute.
 
     Args:
         scrapes: at least one.
@@ -93,28 +94,28 @@ def figures(scrapes: Scrapes) -> dict[str, str]:
         return (values.get(name, 0) - earlier.get(name, 0)) / (now - before) if now > before else math.nan
 
     def share(part: str, whole: str) -> float:
-        for since in (oldest, {}):
-            if grown := values.get(whole, 0) - since.get(whole, 0):
-                return (values.get(part, 0) - since.get(part, 0)) / grown
+        for start in (oldest, {}):
+            if growth := values.get(whole, 0) - start.get(whole, 0):
+                return (values.get(part, 0) - start.get(part, 0)) / growth
         return math.nan
 
     def median_ms(name: str) -> float:
-        for since in (oldest, {}):
-            gained = sorted(
-                (float(key.rpartition("/")[2]), count - since.get(key, 0))
+        for start in (oldest, {}):
+            bucket_counts = sorted(
+                (float(key.rpartition("/")[2]), count - start.get(key, 0))
                 for key, count in values.items()
                 if key.startswith(f"{name}_bucket/")
             )
-            if gained and (half := gained[-1][1] / 2):
+            if bucket_counts and (half := bucket_counts[-1][1] / 2):
                 lower = below = 0.0
-                for bound, count in gained:
+                for bound, count in bucket_counts:
                     if count >= half:
                         return 1e3 * min(bound, lower + (bound - lower) * (half - below) / (count - below))
                     lower, below = bound, count
         return math.nan
 
     count = "vllm:spec_decode_num_{}_total".format
-    shown = {
+    texts = {
         "prompt tokens/s": f"{rate('vllm:prompt_tokens_total'):,.0f}",
         "generated tokens/s": f"{rate('vllm:generation_tokens_total'):,.0f}",
         "requests running": f"{values.get('vllm:num_requests_running', math.nan):.0f}",
@@ -127,7 +128,7 @@ def figures(scrapes: Scrapes) -> dict[str, str]:
         "prefix cache hits": f"{share('vllm:prefix_cache_hits_total', 'vllm:prefix_cache_queries_total'):.1%}",
         "preemptions": f"{values.get('vllm:num_preemptions_total', math.nan):.0f}",
     }
-    return {label: "-" if "nan" in text else text for label, text in shown.items()}
+    return {label: "-" if "nan" in text else text for label, text in texts.items()}
 
 
 def _work(work: activity.Work) -> RenderableType:
@@ -149,7 +150,7 @@ def _server(process: psutil.Process, words: Mapping[str, str], scrapes: Scrapes)
     port = words.get("--port", "8000")
     title = f"server of {words.get('--model', 'an unknown checkpoint')}, port {port}, pid {process.pid}"
     try:
-        # trust_env: a proxy of the shell must not stand before the server.
+        # Without trust_env, httpx ignores the shell's proxy.
         with httpx.Client(trust_env=False, timeout=_TIMEOUT_S, headers=authorization()) as client:
             values = metrics.read(client.get(f"http://127.0.0.1:{port}/metrics").raise_for_status().text)
     except (httpx.HTTPError, ValueError) as error:
