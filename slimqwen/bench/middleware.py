@@ -86,8 +86,12 @@ class Middleware(Record):
                 "pair",
                 f"{name.upper()} (ms)",
                 [
-                    Line(f"{side} middleware", numbers, [getattr(times, f"{name}_ms") for times in measured])
-                    for side, measured in sides.items()
+                    Line(
+                        f"{side} middleware",
+                        numbers,
+                        [getattr(times, f"{name}_ms") for times in side_times],
+                    )
+                    for side, side_times in sides.items()
                 ],
             )
             for name in ("ttft", "tpot")
@@ -123,28 +127,28 @@ def write(
             f"{rounds} round(s) of {pairs} pair(s) show no spread: take 2 rounds or more, of 1 pair or more"
         )
     started = provenance.utc_now()
-    measured: list[Pair] = []
+    measured_pairs: list[Pair] = []
     loads: list[HostLoad] = []
     for number in range(rounds):
         progress("rounds", number, rounds)
         round_pairs, load = host_load.undisturbed(
             partial(_round, variant, number, pairs), f"round {number + 1}", even_if_busy=even_if_busy
         )
-        measured += round_pairs
+        measured_pairs += round_pairs
         loads.append(load)
     progress("rounds", rounds, rounds)
     record = Middleware(
         variant=variant.name,
-        pairs=tuple(measured),
-        ttft_ms_with_over_without=_ratio(measured, "ttft_ms"),
-        tpot_ms_with_over_without=_ratio(measured, "tpot_ms"),
+        pairs=tuple(measured_pairs),
+        ttft_ms_with_over_without=_ratio(measured_pairs, "ttft_ms"),
+        tpot_ms_with_over_without=_ratio(measured_pairs, "tpot_ms"),
         provenance=provenance.of_served_variant(variant, command, started, host_load=host_load.worst(loads)),
     )
     return store.write(variant.root / "results", record)
 
 
 def _round(variant: Variant, number: int, pairs: int, watch: Watch) -> list[Pair]:
-    measured: list[Pair] = []
+    measured_pairs: list[Pair] = []
     with contextlib.ExitStack() as stack:
         clients = {}
         for name in ("with", "without") if number % 2 else ("without", "with"):
@@ -163,8 +167,8 @@ def _round(variant: Variant, number: int, pairs: int, watch: Watch) -> list[Pair
                 for name in (("with", "without") if pair % 2 else ("without", "with"))
             }
             if pair >= 0:
-                measured.append(Pair(round=number, with_=times["with"], without=times["without"]))
-    return measured
+                measured_pairs.append(Pair(round=number, with_=times["with"], without=times["without"]))
+    return measured_pairs
 
 
 def _question_times(client: StreamingClient, question: str) -> Times:

@@ -191,16 +191,16 @@ def synthetic_tokenizer() -> str:
     """A byte-level BPE of Qwen3.5's size: random merges of shorter tokens."""
     rng = random.Random(0)
     tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
-    known, merges = set(tokens), []
+    known_tokens, merges = set(tokens), []
     while len(tokens) < TOKENS:
         left, right = (
             tokens[min(rng.randrange(len(tokens)) for _ in range(2))],
             rng.choice(tokens[:4096]),
         )
-        if len(left + right) < 20 and left + right not in known:
+        if len(left + right) < 20 and left + right not in known_tokens:
             merges.append((left, right))
             tokens.append(left + right)
-            known.add(left + right)
+            known_tokens.add(left + right)
     tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

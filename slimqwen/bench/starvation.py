@@ -49,10 +49,10 @@ def fault(rows: Sequence[Mapping[str, Any]], before: Mapping[str, float], after:
         How the client's gaps are too small to come from the server; empty where they are not too small.
     """
     server_tpot_ms, server_itl_ms = (_mean_ms(name, before, after) for name in (_TPOT, _ITL))
-    done = [row for row in rows if row["error"] is None and row["output_tokens"] > 1]
-    if not done or not server_tpot_ms or not server_itl_ms:
+    successes = [row for row in rows if row["error"] is None and row["output_tokens"] > 1]
+    if not successes or not server_tpot_ms or not server_itl_ms:
         return ""
-    for row in done:
+    for row in successes:
         # All tokens after the first in one chunk have no gap: their whole time counts as one.
         gap_ms = (row["e2el_ms"] - row["ttft_ms"]) / max(1, len(row["itl_ms"]))
         if gap_ms < LEAST_SHARE_OF_STEP * server_itl_ms:
@@ -60,7 +60,7 @@ def fault(rows: Sequence[Mapping[str, Any]], before: Mapping[str, float], after:
                 f"an answer's tokens came {gap_ms:.1f} ms apart and the server's inter-token latency was "
                 f"{server_itl_ms:.1f} ms"
             )
-    tpot_ms = sum(row["tpot_ms"] for row in done) / len(done)
+    tpot_ms = sum(row["tpot_ms"] for row in successes) / len(successes)
     if tpot_ms < LEAST_SHARE_OF_MEAN * server_tpot_ms:
         return f"TPOT was {tpot_ms:.1f} ms and by the server's own clock {server_tpot_ms:.1f} ms"
     return ""

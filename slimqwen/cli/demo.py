@@ -159,8 +159,10 @@ def _summary(evidence: Evidence) -> Iterator[str]:
     yield _modelled_speed(share.second)
     tasks = quality_comparison.compare(*evidence.quality)
     verdicts = [task.judgement.verdict for task in tasks]
-    named = ", ".join(f"{task.task.removeprefix('tinyworld_')} {task.judgement.verdict}" for task in tasks)
-    yield f"  quality     {named}"
+    task_verdicts = ", ".join(
+        f"{task.task.removeprefix('tinyworld_')} {task.judgement.verdict}" for task in tasks
+    )
+    yield f"  quality     {task_verdicts}"
     verdict = overall([fidelity.verdict, share.verdict, *verdicts])
     if verdict == Verdict.PASS and low > 1:
         yield f"  serve       slimqwen serve --variant {_VARIANT}: faster, and no check saw a loss beyond its limit"

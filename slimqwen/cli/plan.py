@@ -106,9 +106,9 @@ def compile_ahead(
     for name, seconds in packed.baked.libraries.items():
         say(f"{name}: compiled in {seconds:g} s")
     say(f"Triton kernels: {len(packed.baked.kernels)} forms")
-    rest = ", ".join(module.module for module in packed.plan.jit if not module.libraries)
-    if rest:
-        say(f"cannot be compiled ahead, and is compiled at its first use: {rest}")
+    uncompiled = ", ".join(module.module for module in packed.plan.jit if not module.libraries)
+    if uncompiled:
+        say(f"cannot be compiled ahead, and is compiled at its first use: {uncompiled}")
     say(f"packed: {destination / baked_cache.ARCHIVE}")
 
 

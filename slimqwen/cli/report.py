@@ -89,11 +89,11 @@ def update_tables(root: Path) -> None:
     from slimqwen.report import markdown
 
     try:
-        changed = markdown.update(root)
+        changed_files = markdown.update(root)
     except SlimqwenError as error:
         say(f"tables left as they are: {error}")
         return
-    for file in changed:
+    for file in changed_files:
         say(f"rewritten: {relative(file)}")
 
 

@@ -42,8 +42,8 @@ class Candidate:
         draft_vocabulary: share of the kept vocabulary that may be drafted.
         redistillation: whether the MTP head is trained for the changed model.
         depth: tokens drafted at a time (K).
-        state_dtype: of recurrent states; auto is the checkpoint's.
-        kv_cache_dtype: auto is that of the activations.
+        state_dtype: dtype of recurrent states; auto is the checkpoint's.
+        kv_cache_dtype: dtype of the KV cache; auto is that of the activations.
         max_sequences: sequences served at once; 0 for the base's.
     """
 

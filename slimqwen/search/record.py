@@ -167,7 +167,7 @@ class Search(Record):
         return self.advice
 
     def tables(self, path: Path) -> list[Table]:
-        """The front; the trials by rung; all trials; what levers matter."""
+        """The front; the trials by rung; all trials; the importance of the levers."""
         speed = "tokens/s" if self.timed else f"tokens/s (roofline of the {self.gpu})"
         front: dict[str, Callable[[SearchTrial], object]] = {
             "candidate": lambda row: row.label,
@@ -227,7 +227,7 @@ class Search(Record):
         return tables
 
     def panels(self) -> list[Panel]:
-        """Speed over the share of a limit; every trial's levers; what levers matter."""
+        """Speed over the share of a limit; every trial's levers; the importance of the levers."""
         passed = [trial for trial in self.trials if trial.passed and trial not in self.front]
         speeds = [trial.tokens_per_second or 0 for trial in self.trials if trial.passed]
         least = self.incumbent.tokens_per_second
@@ -278,10 +278,10 @@ class Search(Record):
             label = "front" if trial in front else "passed" if trial.passed else f"ended at {trial.rung}"
             return Line(label, range(len(levers)), heights)
 
-        drawn = [line(trial) for trial in self.trials if trial not in front] + [
+        lines = [line(trial) for trial in self.trials if trial not in front] + [
             line(trial) for trial in front
         ]
-        return Panel("lever", "choice, from none", drawn, positions=levers)
+        return Panel("lever", "choice, from none", lines, positions=levers)
 
     def _proof_table(self, proof: Proof) -> Table:
         """Both estimates of every finalist: on the search's items and on those that it never saw."""
@@ -338,7 +338,7 @@ class Search(Record):
 
 
 def _dominates(first: SearchTrial, second: SearchTrial) -> bool:
-    """Whether a trial is at least as good as another in all three, and better in one."""
+    """Whether a trial is at least as good as another in speed, share of a limit and size, and better in one."""
 
     def scores(trial: SearchTrial) -> tuple[float, float, int]:
         return -(trial.tokens_per_second or 0), trial.worst_share or 0, trial.checkpoint_bytes

@@ -233,11 +233,11 @@ class Study:
         candidate = Candidate.at(point)
         ladder = self._ladder
         variant = candidate.in_overlay(ladder.base, ladder.space, ladder.overlay)
-        known = self._known.get(variant.name)
-        if known is not None or any(each.row["name"] == variant.name for each in self._candidates()):
+        known_trial = self._known.get(variant.name)
+        if known_trial is not None or any(each.row["name"] == variant.name for each in self._candidates()):
             self._repeated += 1
             trial.set_user_attr("repeated", True)
-            self._tell(trial, known)
+            self._tell(trial, known_trial)
             return
         row: dict[str, Any] = {
             "number": trial.number,

@@ -117,17 +117,17 @@ def probe(url: str, pid: int, examples: int, progress: Progress = silent) -> dic
 
 def _send_handwritten(url: str, outcomes: _Outcomes, progress: Progress) -> None:
     """Send the requests of `requests`: those that have to be refused, then those that may be answered too."""
-    refused = [*BODIES.values(), *((COMPLETIONS, _body({"prompt": "The", **body})) for body in UNSENDABLE)]
-    either = [(path, _body(body)) for path, body in (*REQUESTS, *CHOSEN_LOGPROBS)]
+    forbidden = [*BODIES.values(), *((COMPLETIONS, _body({"prompt": "The", **body})) for body in UNSENDABLE)]
+    allowed = [(path, _body(body)) for path, body in (*REQUESTS, *CHOSEN_LOGPROBS)]
     known = {(path, _body(body)): status for path, body, status, _ in KNOWN}
-    sent = [*((*each, False) for each in refused), *((*each, True) for each in (*either, *known))]
+    requests = [*((*each, False) for each in forbidden), *((*each, True) for each in (*allowed, *known))]
     # vLLM and httpx both close connections that are idle for 5 s; a request sent at that moment would be lost.
     limits = httpx.Limits(keepalive_expiry=2)
     with httpx.Client(
         base_url=url, timeout=_TIMEOUT_S, trust_env=False, limits=limits, headers=authorization()
     ) as client:
-        for done, (path, content, may_be_answered) in enumerate(sent):
-            progress("send malformed requests", done, len(sent))
+        for done, (path, content, may_be_answered) in enumerate(requests):
+            progress("send malformed requests", done, len(requests))
             excerpt = content[:_SHOWN_CHARACTERS].decode(errors="replace")
             try:
                 answer = client.post(path, content=content, headers=_JSON)
@@ -193,7 +193,7 @@ def _send_examples(url: str, operation: Any, mode: Any, examples: int, outcomes:
     @given(case=operation.as_strategy(generation_mode=mode))
     def ask(case: Any) -> None:
         if isinstance(case.body, dict) and operation.path.startswith("/v1/"):
-            case.body.setdefault(length, 2)  # else it is as many as fit
+            case.body.setdefault(length, 2)  # the default is as many as fit
         try:
             status = case.call(base_url=url, headers=authorization(), timeout=_TIMEOUT_S).status_code
         except Exception as error:  # schemathesis raises errors of requests, urllib3 and its own

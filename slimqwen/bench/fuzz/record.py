@@ -31,8 +31,8 @@ class Fuzz(Record):
 
     def finding(self, path: Path, records: Collection) -> str:
         """The verdict, the number of requests, and the first fault."""
-        against = [*self.harm, *(f"{fault.outcome} for {fault.request}" for fault in self.faults)]
-        first = f"; {len(against)} faults, the first: {against[0]}" if against else ""
+        faults = [*self.harm, *(f"{fault.outcome} for {fault.request}" for fault in self.faults)]
+        first = f"; {len(faults)} faults, the first: {faults[0]}" if faults else ""
         return (
             f"{self.verdict}: {sum(self.requests.values()):,} requests to {self.endpoints} endpoints{first}"
         )

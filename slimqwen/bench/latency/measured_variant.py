@@ -37,7 +37,7 @@ class ClassResults:
 
 @dataclass
 class SharedState:
-    """What all variants of a measurement share.
+    """State that all variants of a measurement share.
 
     Attributes:
         max_num_seqs: sequences that the most capable variant runs at once.

@@ -19,18 +19,20 @@ def replay(record: Latency, path: Path, repeat: Repeat) -> Outcome:
         BenchError: no class of requests is the same.
         SlimqwenError: the measurement failed.
     """
-    before = by_class_and_round(store.read_items(path))
-    measured = repeat.variants([record.variant, *record.interleaved_with])
+    old_requests = by_class_and_round(store.read_items(path))
+    variants = repeat.variants([record.variant, *record.interleaved_with])
     paths = latency.measure(
-        measured,
+        variants,
         Workload.load(record.workload, repeat.root),
         rounds=record.rounds,
-        records_folders=[repeat.folder / variant.name for variant in measured],
+        records_folders=[repeat.folder / variant.name for variant in variants],
         **repeat.options,
     )
-    repetition = paths[[variant.name for variant in measured].index(record.variant)]
-    now = store.read(repetition, Latency)
-    rows = class_speedups((record, now), [before, by_class_and_round(store.read_items(repetition))])
+    repetition = paths[[variant.name for variant in variants].index(record.variant)]
+    new_record = store.read(repetition, Latency)
+    rows = class_speedups(
+        (record, new_record), [old_requests, by_class_and_round(store.read_items(repetition))]
+    )
     if not rows:
         raise BenchError(
             f"no class has the requests that it had then: {', '.join(record.classes)}; restore its workload and text"
@@ -38,12 +40,12 @@ def replay(record: Latency, path: Path, repeat: Repeat) -> Outcome:
     changed_classes = [
         name
         for name, figures in record.classes.items()
-        if name not in now.classes or figures.prompts_sha256 != now.classes[name].prompts_sha256
+        if name not in new_record.classes or figures.prompts_sha256 != new_record.classes[name].prompts_sha256
     ]
-    table = speedup_table((record, now), (path, repetition), ("then", "now"), rows)
+    table = speedup_table((record, new_record), (path, repetition), ("then", "now"), rows)
     ratios = end_to_end(rows)
-    inside = all(row.interval[0] <= 1 <= row.interval[1] for row in ratios if row.interval)
+    is_inside = all(row.interval[0] <= 1 <= row.interval[1] for row in ratios if row.interval)
     ratio_texts = ", ".join(map(str, ratios))
-    summary = f"now, relative to then: {ratio_texts}; 1.00 lies {'inside' if inside else 'outside'}"
+    summary = f"now, relative to then: {ratio_texts}; 1.00 lies {'inside' if is_inside else 'outside'}"
     summary += f"; other prompts than then in {', '.join(changed_classes)}" if changed_classes else ""
-    return Outcome(repetition, inside and not changed_classes, summary, (table,))
+    return Outcome(repetition, is_inside and not changed_classes, summary, (table,))

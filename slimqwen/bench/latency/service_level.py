@@ -11,7 +11,7 @@ from slimqwen.stats import intervals
 
 @dataclass(frozen=True)
 class GoodThroughput:
-    """What a server yields within a service level under one load.
+    """Throughput of a server within a service level under one load.
 
     Attributes:
         prompt_class: class of the workload.

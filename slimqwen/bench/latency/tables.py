@@ -57,7 +57,7 @@ def class_table(record: Latency, path: Path) -> Table:
     notes += [*source_notes(record, path)]
     title = f"Latency of {record.variant}{_workload(record)}"
     table = Table(title, headings, tuple(rows), tuple(notes))
-    return table if len(headings) <= _MOST_COLUMNS else _transposed(table)
+    return table if len(headings) <= _MOST_COLUMNS else _transpose(table)
 
 
 def comparison(first: Path, second: Path) -> Table:
@@ -83,7 +83,7 @@ def speedup_table(
 
     Args:
         paths: their files.
-        sides: what the records are called.
+        sides: names of the records.
         ratios: speed-ups of the second over the first.
     """
     a, b = records
@@ -103,10 +103,10 @@ def speedup_table(
         for row in ratios
     ]
     in_ms = all(row.measure.endswith("_ms") for row in ratios)
-    what = " median, ms" if in_ms else ""
+    unit = " median, ms" if in_ms else ""
     in_turns = a.run == b.run
     headings = (
-        "class, tokens", "measure", f"{first}{what}", f"{second}{what}",
+        "class, tokens", "measure", f"{first}{unit}", f"{second}{unit}",
         f"speed-up of {second}{', paired' if in_turns else ''}", "95 % interval", "requests",
     )  # fmt: skip
     order = "in turns" if in_turns else "one after the other, not in turns"
@@ -213,7 +213,7 @@ def _cell(figures: ClassFigures, column: str) -> str:
     return cells.get(column, "-")
 
 
-def _transposed(table: Table) -> Table:
+def _transpose(table: Table) -> Table:
     """The table with a row for each column, where there are more columns than a terminal has room for."""
     columns, *rows = zip(table.columns, *table.rows, strict=True)
     return replace(table, columns=columns, rows=tuple(rows))

@@ -101,11 +101,11 @@ async def load(url: str, numbers: Iterable[int], clients: int, paths: Sequence[s
 
         async def ask() -> None:
             for number in remaining:
-                sent = question(number, paths)
+                request = question(number, paths)
                 headers = {"Content-Type": "application/json"}
                 try:
-                    answer = await http.post(sent.path, content=sent.content, headers=headers)
-                    result = outcome(sent, answer)
+                    answer = await http.post(request.path, content=request.content, headers=headers)
+                    result = outcome(request, answer)
                 except httpx.HTTPError as error:
                     result = f"lost: {type(error).__name__}"
                 outcomes[result] += 1

@@ -73,11 +73,11 @@ class Soak(Record):
     def finding(self, path: Path, records: Collection) -> str:
         """The verdict, the load, the growth of memory and the faults."""
         slope, limit = self.growth_mib_per_hour, self.limits.growth_mib_per_hour
-        found = (
+        summary = (
             f"{self.verdict}: {sum(self.requests.values()):,} requests in {self.seconds / 60:.0f} minutes, memory "
             f"grew by {slope.value:.1f} [{slope.low:.1f}, {slope.high:.1f}] MiB an hour (limit {limit:g})"
         )
-        return "; ".join([found, *self.faults])
+        return "; ".join([summary, *self.faults])
 
     def tables(self, path: Path) -> list[Table]:
         """Outcomes of requests, memory and files beside their limits."""

@@ -1,1 +1,1 @@
-"""`slimqwen watch`: what it reads of running commands and servers, and its display."""
+"""`slimqwen watch`: progress of running commands, figures of servers, and their display."""

@@ -136,9 +136,9 @@ def _work(work: activity.Work) -> RenderableType:
     for name, each in work.activities.items():
         if each.done >= each.total and name != list(work.activities)[-1]:
             continue  # finished, or interrupted without a known end
-        left = each.seconds_left(now)
-        done = f"{each.done:,.0f} of {each.total:,.0f}" if each.total else f"for {_clock(now - each.began)}"
-        rows.add_row(Text(f"  {name}"), done, "" if left is None else f"{_clock(left)} left")
+        seconds_left = each.seconds_left(now)
+        state = f"{each.done:,.0f} of {each.total:,.0f}" if each.total else f"for {_clock(now - each.began)}"
+        rows.add_row(Text(f"  {name}"), state, "" if seconds_left is None else f"{_clock(seconds_left)} left")
     words = " ".join(work.command)
     return Group(Text(f"{words}, pid {work.pid}, {_clock(now - work.process_started)}", "bold"), rows)
 

@@ -177,7 +177,7 @@ class RayExecutor:
             no_node_since = None if _worker_nodes() else no_node_since or now
             if no_node_since and now - no_node_since > _NO_NODE_S:
                 raise SearchError(
-                    f"the cluster has had no node for {_NO_NODE_S} s; add one and run again: what ended is kept"
+                    f"the cluster has had no node for {_NO_NODE_S} s; add one and run again: finished tasks are kept"
                 )
         task = self._tasks.pop(ready[0])
         try:

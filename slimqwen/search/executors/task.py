@@ -42,7 +42,7 @@ class Task:
         title: name in progress displays and messages.
         function: function(root, argument, progress) -> value, importable by name; root is the repository.
         argument: picklable.
-        resources: what it needs of a node.
+        resources: resources that it needs of a node.
     """
 
     key: str
@@ -58,7 +58,7 @@ class Result:
 
     Attributes:
         key: key of the task.
-        value: what its function returned.
+        value: return value of its function.
     """
 
     key: str

@@ -79,7 +79,7 @@ def sweep(names: Sequence[str], options: Options, executor: Executor, root: Path
 
     Args:
         names: variants.
-        options: what is measured.
+        options: the measurements and their settings.
         executor: where tasks run; entered here.
         root: the repository.
 
