@@ -8,7 +8,8 @@ import typer
 from slimqwen import variant
 
 
-def _variants(incomplete: str) -> list[str]:
+def matching_variants(incomplete: str) -> list[str]:
+    """Names of variants that complete the beginning of one."""
     return [name for name in variant.names() if name.startswith(incomplete)]
 
 
@@ -39,7 +40,9 @@ _OWN = " (default: the variant's EVALUATION in config.env)"
 
 VariantName = Annotated[
     str,
-    typer.Option("--variant", metavar="NAME", help="folder of experiments/", autocompletion=_variants),
+    typer.Option(
+        "--variant", metavar="NAME", help="folder of experiments/", autocompletion=matching_variants
+    ),
 ]
 SuiteName = Annotated[str | None, _settings_file("suites", _OWN)]
 FidelitySettingsName = Annotated[str | None, _settings_file("fidelity", _OWN, *_SETTINGS)]

@@ -8,7 +8,7 @@ from rich.markup import escape
 
 from slimqwen import variant as variants
 from slimqwen.cli.console import command, console, progress_bar, relative, say, table
-from slimqwen.cli.options import Port, RecordsFolder, _variants
+from slimqwen.cli.options import Port, RecordsFolder, matching_variants
 
 app = typer.Typer(help="Check, compare, repeat, export and list records.", no_args_is_help=True)
 
@@ -43,8 +43,12 @@ def check(
 
 @app.command()
 def compare(
-    baseline: Annotated[str, typer.Argument(metavar="A", help="the baseline", autocompletion=_variants)],
-    variant: Annotated[str, typer.Argument(metavar="B", help="the variant", autocompletion=_variants)],
+    baseline: Annotated[
+        str, typer.Argument(metavar="A", help="the baseline", autocompletion=matching_variants)
+    ],
+    variant: Annotated[
+        str, typer.Argument(metavar="B", help="the variant", autocompletion=matching_variants)
+    ],
     records_dir: RecordsFolder = None,
 ) -> None:
     """Compare two measured variants: scores paired by item, latency as ratios, size of their checkpoints."""
@@ -104,7 +108,7 @@ def mlflow(
 @app.command()
 def log(
     variant: Annotated[
-        str | None, typer.Option(metavar="NAME", help="only this variant", autocompletion=_variants)
+        str | None, typer.Option(metavar="NAME", help="only this variant", autocompletion=matching_variants)
     ] = None,
     last: Annotated[int, typer.Option(min=0, help="lines, 0 for all")] = 20,
 ) -> None:
