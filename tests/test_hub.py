@@ -222,7 +222,9 @@ def test_a_repository_that_is_no_checkpoint_is_not_published(
     served: Hub, copy: variant.Variant, tmp_path: Path
 ) -> None:
     (served.folder / "tokenizer.json").unlink()
-    refusal(CorruptCheckpointError, r"tokenizer.json is missing; its files are as", copy, served.endpoint)
+    refusal(
+        CorruptCheckpointError, r"tokenizer.json is missing; its files are those of", copy, served.endpoint
+    )
     assert not (tmp_path / "weights/base").exists()
 
     (served.folder / "model.safetensors").unlink()

@@ -111,11 +111,11 @@ def dropped(key):
         (dropped("provenance"), QUALITY, "provenance: Field required"),
         (changed(lambda record: record | {"tasks": 3}), QUALITY, "tasks"),
         (changed(lambda record: record | {"schema": "quality/9"}), QUALITY, "quality/9' is newer than quality/2"),
-        (changed(lambda record: record | {"schema": "leaderboard/1"}), QUALITY, "leaderboard/1' is unknown"),
+        (changed(lambda record: record | {"schema": "leaderboard/1"}), QUALITY, "unknown schema 'leaderboard/1'"),
         (changed(lambda record: record | {"schema": "quality/1", "tasks": 3}), QUALITY, "not what quality/1 has"),
         (changed(lambda record: record | {"variant": "b"}), QUALITY, "is of b, in the folder of a"),
         (lambda p: shutil.copy(p.with_name(p.name.replace("quality", "latency")), p), QUALITY, "kind latency"),
-        (lambda p: shutil.copytree(p.parent.parent / "b", p.parent / "b"), "experiments/a/b/config.env", "no folders"),
+        (lambda p: shutil.copytree(p.parent.parent / "b", p.parent / "b"), "experiments/a/b/config.env", "subfolder"),
         (lambda p: (p.unlink(), p.symlink_to("/nowhere")), QUALITY, "not a plain file"),
         (lambda p: (p.unlink(), os.mkfifo(p)), QUALITY, "not a plain file"),
         (lambda p: p.with_suffix(".items.jsonl").unlink(), QUALITY, "are missing"),
@@ -137,7 +137,7 @@ def test_each_bad_file_is_named_once_and_the_rest_is_there(repository, damage, l
     assert "\n" not in problems[location]
     # A folder that is no variant takes its exploration along.
     others = {STARTS} if location == "experiments/a" else set()
-    within = f"{location.rpartition('/')[0]}/" if "no folders" in reason else location
+    within = f"{location.rpartition('/')[0]}/" if "subfolder" in reason else location
     assert {one for one in problems if not one.startswith(within)} == others
     lost = {one for one in whole if one.startswith("experiments/a/")} | others
     assert whole - good <= (lost if location == "experiments/a" else {QUALITY})

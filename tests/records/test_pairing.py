@@ -137,7 +137,8 @@ def test_records_of_a_busy_host_are_refused_by_name(keep):
     quiet, busy = (store.read(keep("first", hour, is_busy=hour == 2), Latency) for hour in (1, 2))
     pairing.require_quiet(quiet, quiet)
     with pytest.raises(
-        NotComparableError, match="latency record of first of 2026-01-01T02:00:00Z is of a busy"
+        NotComparableError,
+        match="latency record of first of 2026-01-01T02:00:00Z was measured on a busy host; measure again",
     ):
         pairing.require_quiet(quiet, busy)
 

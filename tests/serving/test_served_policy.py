@@ -147,7 +147,7 @@ def test_a_request_that_can_never_fit_is_refused_with_the_reason(served):
     assert "2048" in _refused(served, path, {"prompt": [5] * 3000, "max_tokens": 1})
     assert "max_model_len" in _refused(served, path, {"prompt": "The", "max_tokens": 3000})
     said = _refused(served, path, {"prompt": [5] * 2000, "max_tokens": 49})
-    assert "at most 48 can be answered to a prompt of 2000 tokens" in said
+    assert "at most 48 for a prompt of 2000 tokens" in said
     assert "at most 600" in _refused(served, path, {"prompt": [5], "max_tokens": 601})
     assert "at most 600" in _refused(served, "/v1/chat/completions", _chat() | {"max_tokens": 601})
     fits = {"prompt": [5] * 2000, "max_tokens": 48, "ignore_eos": True}
