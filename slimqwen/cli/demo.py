@@ -85,7 +85,7 @@ def _measure(root: Path, rounds: int) -> Evidence:
     from slimqwen.search import SearchError
     from slimqwen.search.executors.local import LocalExecutor, default_width
     from slimqwen.search.sweep.driver import sweep
-    from slimqwen.search.sweep.plan import Measure, Options
+    from slimqwen.search.sweep.required_tasks import Measure, Options
 
     baseline, variant = (variants.load(name) for name in (_BASELINE, _VARIANT))
     pair = baseline, variant

@@ -190,7 +190,7 @@ def consult_target(server: "ServerCommand") -> None:
     plans = start_plan.find_all(server, toolkit=server.platform == "cuda")
     trouble = [start_plan.start_trouble(plan, server) for plan in plans.values()]
     for start in trouble:
-        for line in (*start.costs, *(f"{death.description}; {death.instead}" for death in start.dies)):
+        for line in (*start.costs, *(f"{death.description}; {death.cure}" for death in start.dies)):
             errors.print(f"Known trouble: {line}.", markup=False)
     if trouble and all(start.dies for start in trouble):
         checks.refuse_trouble(server, trouble[0].dies)

@@ -141,7 +141,7 @@ def sweep(
     """
     from slimqwen.evals.suites.suite import DECIDING
     from slimqwen.search.sweep.driver import sweep as run_sweep
-    from slimqwen.search.sweep.plan import Options
+    from slimqwen.search.sweep.required_tasks import Options
 
     root = variants.repository_root()
     options = Options(

@@ -19,7 +19,7 @@ from slimqwen.records.split import Side, split_of
 from slimqwen.search import SearchError
 from slimqwen.search.executors import Executor
 from slimqwen.search.sweep.driver import SweepResult, sweep
-from slimqwen.search.sweep.plan import Options
+from slimqwen.search.sweep.required_tasks import Options
 from slimqwen.stats import multiplicity
 from slimqwen.stats.non_inferiority import ALPHA
 

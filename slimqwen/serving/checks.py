@@ -26,12 +26,12 @@ class Trouble:
 
     Attributes:
         description: what happens, after the variant's name.
-        instead: the cure.
+        cure: what to do instead.
         evidence: what shows it.
     """
 
     description: str
-    instead: str
+    cure: str
     evidence: str
 
 
@@ -89,7 +89,7 @@ def refuse_trouble(command: ServerCommand, trouble: Iterable[Trouble]) -> None:
     first = next(iter(trouble), None)
     if first is not None:
         raise ServingError(
-            f"{command.variant.name} {first.description}; {first.evidence} shows it; {first.instead}, or serve all "
+            f"{command.variant.name} {first.description}; {first.evidence} shows it; {first.cure}, or serve all "
             "the same with ALLOW_UNSAFE=1"
         )
 

@@ -12,7 +12,7 @@ from slimqwen.records.split import split_of
 from slimqwen.search import SearchError
 from slimqwen.search.executors import LocalExecutor
 from slimqwen.search.proof import Proof, prove
-from slimqwen.search.sweep import plan, tasks
+from slimqwen.search.sweep import required_tasks, tasks
 from slimqwen.stats.non_inferiority import ALPHA
 from tests.evals.gate_checks import Checks
 from tests.search.executors.tasks import crash
@@ -63,8 +63,8 @@ def test_a_process_that_really_dies_ends_the_finalist_and_not_the_proof(
     root: Path, checks: Checks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tasks, "ask_part", crash)
-    for check, (kind, _, settings) in plan._CHECKS.items():
-        monkeypatch.setitem(plan._CHECKS, check, (kind, crash, settings))
+    for check, (kind, _, settings) in required_tasks._CHECKS.items():
+        monkeypatch.setitem(required_tasks._CHECKS, check, (kind, crash, settings))
     proof = prove(["lucky"], LocalExecutor(root), root, command=COMMAND)
     (lucky,) = proof.finalists
     assert proof.promoted == []

@@ -24,8 +24,8 @@ from slimqwen.records import migrations, provenance, registry, store
 from slimqwen.records.journal import Journal, locked
 from slimqwen.search import SearchError
 from slimqwen.search.executors import Executor, Failure, Outcome, Task
-from slimqwen.search.sweep import plan
-from slimqwen.search.sweep.plan import Measurements, Options
+from slimqwen.search.sweep import required_tasks
+from slimqwen.search.sweep.required_tasks import Measurements, Options
 from slimqwen.search.sweep.tasks import UnwrittenRecord
 from slimqwen.variant import Variant
 
@@ -150,7 +150,7 @@ class _Driver:
         try:
             if subject.measurements is None:
                 for side in (subject.baseline, subject.variant):
-                    if stage := plan.next_stage(side):
+                    if stage := required_tasks.next_stage(side):
                         if stage.key in subject.stage_keys:
                             raise SearchError(
                                 f"{stage.title} ended and left nothing; see its log in weights/store"
@@ -160,7 +160,9 @@ class _Driver:
                         return
                     side.require_weights()
                 with self._executor.as_task():
-                    subject.measurements = plan.measurements(subject.variant, subject.baseline, self._options)
+                    subject.measurements = required_tasks.measurements(
+                        subject.variant, subject.baseline, self._options
+                    )
                 for task in _tasks(subject.measurements):
                     value = self._journal.get(task.key)
                     if value is None:

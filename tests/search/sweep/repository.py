@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from slimqwen.records import store
-from slimqwen.search.sweep.plan import Options
+from slimqwen.search.sweep.required_tasks import Options
 from tests.search.sweep.stand_in import ITEMS, OPTIONS_COMMAND
 
 SUITE = """

@@ -18,7 +18,7 @@ from slimqwen.evals.suites.suite import Suite
 from slimqwen.records import store
 from slimqwen.search import SearchError
 from slimqwen.search.executors import Failure, LocalExecutor, Outcome, Result, Task
-from slimqwen.search.sweep import plan, tasks
+from slimqwen.search.sweep import required_tasks, tasks
 from slimqwen.search.sweep.driver import sweep
 from slimqwen.serving.command import ServerCommand
 from tests import record_files
@@ -126,7 +126,8 @@ def test_parts_of_another_kind_of_hardware_are_refused(repository: Path) -> None
     side = variant.load("a", repository)
     values = []
     for number in range(2):
-        task = plan.measurements(side, variant.load("base", repository), OPTIONS).by_check["quality"][number]
+        needed = required_tasks.measurements(side, variant.load("base", repository), OPTIONS)
+        task = needed.by_check["quality"][number]
         values.append(PartAnswers.from_json(answers(repository, task.argument)["a"], suite))
     other = values[1].block.hardware.model_copy(update={"cpu_model": "another"})
     mixed = [values[0], PartAnswers(values[1].runs, values[1].block.model_copy(update={"hardware": other}))]
@@ -147,7 +148,7 @@ def test_a_missing_stage_is_a_task_by_its_content_key(
     for name in ("c", "d"):
         add_variant(name, f"BASE=base\nVLLM_MODEL=weights/{name}\n", baseline="base")
         (repository / "experiments" / name / "recipe.yaml").write_text(recipe)
-    stages = [plan.next_stage(variant.load(name, repository)) for name in ("c", "d")]
+    stages = [required_tasks.next_stage(variant.load(name, repository)) for name in ("c", "d")]
     assert stages[0].key == stages[1].key
     assert stages[0].resources.memory_bytes > 1 << 28
     with LocalExecutor(repository) as executor:
@@ -155,13 +156,13 @@ def test_a_missing_stage_is_a_task_by_its_content_key(
             executor.submit(stage)
         assert executor.pending == 1
         assert isinstance(executor.wait(), Result)
-    assert plan.next_stage(variant.load("c", repository)) is None
+    assert required_tasks.next_stage(variant.load("c", repository)) is None
     # The other one shares the stage and lacks a link alone.
-    link = plan.next_stage(variant.load("d", repository))
+    link = required_tasks.next_stage(variant.load("d", repository))
     with LocalExecutor(repository) as executor:
         executor.submit(link)
         assert isinstance(executor.wait(), Result)
-    assert plan.next_stage(variant.load("d", repository)) is None
+    assert required_tasks.next_stage(variant.load("d", repository)) is None
     links = [(repository / "weights" / name).resolve() for name in ("c", "d")]
     assert links[0] == links[1]
 
@@ -178,11 +179,11 @@ def test_a_recipe_with_two_stages_of_one_name_is_made_to_its_end(
     subject = variant.load("twice", repository)
     with LocalExecutor(repository) as executor:
         for _ in range(2):
-            stage = plan.next_stage(subject)
+            stage = required_tasks.next_stage(subject)
             assert stage is not None
             executor.submit(stage)
             assert isinstance(executor.wait(), Result)
-    assert plan.next_stage(subject) is None
+    assert required_tasks.next_stage(subject) is None
 
 
 def test_a_stage_that_leaves_nothing_ends_the_variant(
@@ -202,10 +203,10 @@ def test_a_variant_on_several_gpus_asks_for_as_many(
 ) -> None:
     add_variant("wide", "BASE=base\nPLATFORM=cuda\nVLLM_TENSOR_PARALLEL_SIZE=2\n", baseline="base")
     server = ServerCommand.resolve(variant.load("wide", repository), platform="cuda")
-    needs = plan.resources([server], variant.load("base", repository), alone=False)
+    needs = required_tasks.resources([server], variant.load("base", repository), alone=False)
     assert (needs.gpus, needs.whole_node) == (2, False)
     assert needs.memory_bytes > 3 << 30
-    assert plan.resources([server], None, alone=True).whole_node
+    assert required_tasks.resources([server], None, alone=True).whole_node
 
 
 def test_a_measurement_comes_back_as_it_was_and_the_driver_records_it(

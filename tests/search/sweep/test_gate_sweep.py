@@ -6,7 +6,7 @@ from slimqwen import variant
 from slimqwen.evals.gate import Gate
 from slimqwen.records import store
 from slimqwen.search.sweep.driver import sweep
-from slimqwen.search.sweep.plan import Options
+from slimqwen.search.sweep.required_tasks import Options
 from slimqwen.serving import unsafe_engines
 from tests.evals.gate_checks import Checks
 from tests.search.gates import InProcess
