@@ -155,8 +155,8 @@ def _summary(evidence: Evidence) -> Iterator[str]:
     share = acceptance_share.compare(*evidence.acceptance)
     yield (
         f"  acceptance  {share.first:.2f} -> {share.second:.2f} tokens a step, both drafting: "
-        f"{100 * share.ratio.value:.1f} % [{100 * share.ratio.low:.1f}, {100 * share.ratio.high:.1f}] of the baseline's: "
-        f"{share.verdict}"
+        f"{100 * share.ratio.value:.1f} % [{100 * share.ratio.low:.1f}, {100 * share.ratio.high:.1f}] of the "
+        f"baseline's: {share.verdict}"
     )
     yield _modelled_speed(share.second)
     tasks = quality_comparison.compare(*evidence.quality)
