@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from slimqwen.bench.latency import Latency
+from slimqwen.evals.quality import Quality
 from slimqwen.records import collection, pairing, store
 from slimqwen.records.pairing import NotComparableError
 from tests.record_files import record_of, write
@@ -72,6 +73,20 @@ def test_records_of_a_busy_host_or_against_the_condition_are_in_no_pair(keep, pa
     keep("first", 3, context=9)
     keep("second", 3, context=9)
     assert pair(where=lambda record: record.max_model_len != 9) == expected
+
+
+def test_records_of_a_split_are_in_no_pair(tmp_path, quality, monkeypatch):
+    split = {"side": "search", "proof_share": 0.5}
+    moments = iter(["2026-01-01T000000Z", "2026-01-01T000000Z", "2026-01-02T000000Z", "2026-01-02T000000Z"])
+    monkeypatch.setattr(store, "_stamp", lambda: next(moments))
+    whole, _ = (
+        tuple(write(tmp_path / name, quality | {"variant": name, **side}, [{"n": 0}]) for name in ("a", "b"))
+        for side in ({}, {"split": split})
+    )
+    found = pairing.newest_pair(
+        tmp_path / "a", tmp_path / "b", Quality, lambda record: {"suite": record.suite}, lambda name, _: name
+    )
+    assert found == whole
 
 
 def test_where_none_fit_the_difference_of_the_newest_and_the_cure_are_named(keep, pair):

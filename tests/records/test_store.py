@@ -144,6 +144,17 @@ def test_no_record_of_a_busy_host_is_the_latest(tmp_path, result):
     assert store.latest_result(tmp_path, StartUp, "tiny") == path
 
 
+@pytest.mark.usefixtures("times")
+def test_no_record_of_a_busy_host_or_of_a_split_stands_for_a_variant(tmp_path, quality):
+    path = write(tmp_path, quality, ITEMS)
+    write(tmp_path, quality | {"split": {"side": "proof", "proof_share": 0.5}}, ITEMS)
+    busy = {"busy": True, "seconds": 1, "other_share": 1, "pressure": None, "client_delay_ms": None}
+    load = {"host_load": busy | {"server_delay_ms": None}}
+    write(tmp_path, quality | {"provenance": quality["provenance"] | load}, ITEMS)
+    assert len(list(store.records(tmp_path, Quality))) == 3
+    assert store.latest(tmp_path, Quality) == path
+
+
 def test_a_missing_record_names_its_command(tmp_path):
     with pytest.raises(store.MissingRecordError, match="`slimqwen eval quality --variant tiny-awq`"):
         store.latest(tmp_path / "tiny-awq", Quality)
@@ -206,6 +217,53 @@ def test_a_damaged_record_is_named_with_its_cause(tmp_path, quality, damage, cau
     with pytest.raises(store.RecordError, match=cause) as error:
         store.read(path)
     assert f"tiny/{path.name}" in str(error.value)
+
+
+def test_measurements_and_records_do_not_stand_for_each_other(tmp_path, quality, example):
+    claims = tmp_path / "measurements.json"
+    claims.write_text(json.dumps(example("measurements")))
+    assert store.read_measurements(tmp_path).schema_ == example("measurements")["schema"]
+    with pytest.raises(store.RecordError, match="is not measurements of a variant"):
+        store.read(claims)
+    with pytest.raises(store.RecordError, match="is not a record of kind quality"):
+        store.read(claims, Quality)
+    write(tmp_path, quality, ITEMS).replace(claims)
+    with pytest.raises(store.RecordError, match="a record of kind quality, not measurements"):
+        store.read_measurements(tmp_path)
+
+
+def test_a_record_of_a_variant_has_items_and_a_schema_that_is_known_here(quality):
+    with pytest.raises(store.RecordError, match="here: items: missing"):
+        store.validate(quality, "here")
+    items = {"file": "x.items.jsonl", "sha256": "ab" * 32, "count": 4}
+    with pytest.raises(
+        store.RecordError, match="'quality/3' is newer than quality/2 of this checkout; update"
+    ):
+        store.validate(quality | {"schema": "quality/3", "items": items}, "here")
+    with pytest.raises(store.RecordError, match=r"'tea/1' is unknown here, where .*quality.* are known"):
+        store.validate(quality | {"schema": "tea/1"}, "here")
+
+
+def test_a_file_appears_whole_readable_by_all_and_replaces_another_only_if_told(tmp_path):
+    path = tmp_path / "a.json"
+    store.publish(path, b"first")
+    assert path.stat().st_mode & 0o777 == 0o644
+    with pytest.raises(store.RecordExistsError):
+        store.publish(path, b"second")
+    assert path.read_bytes() == b"first"
+    store.publish(path, b"third", replace=True)
+    assert path.read_bytes() == b"third"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_file_of_a_record_has_one_value_a_line_and_one_space_a_level_as_the_committed_ones(result):
+    committed = store.latest_result(ROOT, StartUp, "tiny-best").read_text(encoding="utf-8")
+    for text in (committed, store.serialise(result(), "here")):
+        assert text == json.dumps(json.loads(text), indent=1, ensure_ascii=False) + "\n"
+
+
+def test_a_message_names_a_file_as_every_machine_does():
+    assert store.short_path(ROOT / "experiments" / "tiny" / "x.json") == "experiments/tiny/x.json"
 
 
 def test_items_that_were_changed_are_refused(tmp_path, quality):

@@ -1,4 +1,5 @@
 import math
+import statistics
 
 import numpy as np
 import pytest
@@ -218,6 +219,13 @@ def test_the_interval_of_a_median_knows_what_a_round_has_in_common():
     assert 0.9 <= inside / 400 <= 0.99
 
 
+def test_the_interval_of_a_median_over_rounds_is_students_on_the_logarithms():
+    # Logarithms of the medians are 0, ln 2 and ln 4: a standard error of ln 2 / sqrt(3), two degrees of freedom.
+    reach = float(stats.t.ppf(0.975, 2)) * math.log(2) / math.sqrt(3)
+    interval = intervals.median_interval({0: [1, 1, 1], 1: [2, 2, 2, 3, 1], 2: [4, 4, 9]})
+    assert interval == pytest.approx((2 / math.exp(reach), 2 * math.exp(reach)))
+
+
 def test_no_observation_has_no_median():
     with pytest.raises(intervals.TooFewItemsError):
         intervals.median_interval({})
@@ -231,3 +239,73 @@ def test_a_rate_over_rounds_has_students_interval():
     assert intervals.rate_over_rounds([10, 60], [1, 3]).value == pytest.approx(17.5)
     with pytest.raises(intervals.TooFewItemsError):
         intervals.rate_over_rounds([1], [1])
+
+
+@pytest.mark.parametrize(("higher_is_better", "side"), [(True, "greater"), (False, "less")])
+def test_a_p_value_is_that_of_students_test_of_one_sample(higher_is_better, side):
+    values = np.random.default_rng(5).normal(0.3, 1, 25)
+    mean = intervals.mean(values)
+    for limit in (0.0, 0.7):
+        found = intervals.p_value(
+            mean.value, mean.standard_error, mean.count, limit, higher_is_better=higher_is_better
+        )
+        assert found == pytest.approx(stats.ttest_1samp(values, limit, alternative=side).pvalue)
+
+
+def test_an_estimate_without_error_is_certain_of_its_side():
+    for higher_is_better, on_the_right, on_the_wrong in ((True, 0.3, 0.1), (False, 0.1, 0.3)):
+        assert intervals.p_value(on_the_right, 0.0, 9, 0.2, higher_is_better=higher_is_better) == 0
+        assert intervals.p_value(on_the_wrong, 0.0, 9, 0.2, higher_is_better=higher_is_better) == 1
+
+
+def test_the_p_value_of_a_ratio_is_that_of_the_second_side_less_the_limits_share_of_the_first():
+    rng = np.random.default_rng(6)
+    first = rng.normal(10, 1, 30)
+    second = first + rng.normal(0, 1, 30)
+    even = np.ones(30)
+    expected = stats.ttest_1samp(second - 0.97 * first, 0, alternative="greater").pvalue
+    assert intervals.paired_ratio_p_value(first, second, even, even, 0.97) == pytest.approx(expected)
+    # By hand: means 2 and 3.5, residuals 0.125 and -0.125, so Student's t is 1.5 / 0.25 with one degree of freedom.
+    by_hand = intervals.paired_ratio_p_value([1, 3], [2, 4], [1, 1], [1, 3], 1.0)
+    assert by_hand == pytest.approx(stats.t.sf(6, 1))
+
+
+def test_a_ratio_of_weighted_means_moves_with_units_and_not_with_the_scale_of_weights():
+    first, second = np.array([1.0, 3.0, 2.0, 4.0]), np.array([2.0, 4.0, 5.0, 7.0])
+    weights, others = np.array([1, 1, 2, 4]), np.array([1, 3, 2, 2])
+    found = intervals.paired_ratio(first, second, weights, others)
+    # Means 24 / 8 and 38 / 8.
+    assert found.value == pytest.approx(38 / 24)
+    assert found.low < found.value < found.high
+    assert intervals.paired_ratio(first, second, 10 * weights, 2 * others) == found
+    # Units are drawn with both of their sides.
+    steady = intervals.paired_ratio(first, 2 * first, weights, weights)
+    assert (steady.value, steady.low, steady.high) == pytest.approx((2, 2, 2))
+    with pytest.raises(ValueError, match="differ in number"):
+        intervals.paired_ratio([1, 2], [1, 2, 3], [1, 1], [1, 1, 1])
+
+
+def test_a_percentile_over_groups_has_the_spread_of_whole_groups():
+    alike = intervals.percentile_over_groups([[0.0, 10.0]] * 5, 90)
+    assert (alike.value, alike.standard_error, alike.count) == (10, 0, 5)
+    # Of two groups half of the draws are the mean of both, a quarter each of them: a deviation of 0.354.
+    apart = intervals.percentile_over_groups([[0.0], [1.0]], 50)
+    assert apart.value == 0.5
+    assert apart.standard_error == pytest.approx(math.sqrt(1 / 8), rel=0.1)
+    # The draws are those of the fixed seed.
+    rng = np.random.default_rng(intervals.BOOTSTRAP_SEED)
+    medians = [float(rng.integers(2, size=2).mean()) for _ in range(200)]
+    assert apart.standard_error == pytest.approx(statistics.stdev(medians))
+    with pytest.raises(intervals.TooFewItemsError):
+        intervals.percentile_over_groups([[0.0, 1.0]], 50)
+
+
+def test_several_rounds_are_compared_by_their_medians_and_in_turns_only_where_both_have_them():
+    numerator = {1: [8.0, 9.0, 10.0], 2: [11.0, 12.0, 90.0], 3: [7.0, 7.0]}
+    denominator = {3: [2.0, 2.0], 1: [3.0, 3.0], 4: [5.0, 5.0]}
+    found, rounds = intervals.ratio_by_round(numerator, denominator, in_turns=True)
+    assert rounds == 2
+    assert found == intervals.ratio_of_rounds([9, 7], [3, 2], in_turns=True)
+    found, rounds = intervals.ratio_by_round(numerator, denominator, in_turns=False)
+    assert rounds == 3
+    assert found == intervals.ratio_of_rounds([9, 12, 7], [3, 2, 5], in_turns=False)

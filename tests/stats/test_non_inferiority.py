@@ -117,6 +117,43 @@ def test_the_planned_number_of_items_lets_an_equal_variant_pass_a_task_in_95_of_
     assert passing(count // 2) < 0.85
 
 
+@pytest.mark.parametrize(("margin", "discordance"), [(0.1, 0.02), (0.1, 0.9), (0.5, 0.9)])
+def test_the_planned_number_of_items_is_the_fewest_that_pass_with_the_planned_power(margin, discordance):
+    """Over all numbers of gained and lost items; the power is no smooth curve, so any number just below may fail."""
+
+    def power(items):
+        numbers = np.arange(items + 1)
+        # An end that is not defined is that of no item or of all items.
+        low = np.nan_to_num(stats.beta.ppf(0.0125, numbers, items - numbers + 1), nan=0.0)
+        high = np.nan_to_num(stats.beta.ppf(0.9875, numbers + 1, items - numbers), nan=1.0)
+        gained, lost = np.nonzero(low[:, None] - high[None, :] > -margin)
+        outcomes = np.stack([gained, lost, items - gained - lost], axis=-1)
+        shares = [discordance / 2, discordance / 2, 1 - discordance]
+        return stats.multinomial.pmf(outcomes, items, shares).sum()
+
+    count = non_inferiority.items_to_decide(margin, discordance)
+    assert power(count) >= non_inferiority.POWER
+    assert any(power(count - fewer) < non_inferiority.POWER for fewer in range(1, max(2, count // 100 + 1)))
+
+
+def test_the_p_value_of_answers_that_never_differ_is_that_of_the_losses_not_seen():
+    # The exact upper end of none of n at the level p / 2 is 1 - (p / 2) ** (1 / n).
+    never = Discordance(0, 0, 1.0)
+    assert non_inferiority.paired_proportion_p_value(never, 100, 0.04) == pytest.approx(2 * 0.96**100)
+    assert non_inferiority.paired_proportion_p_value(never, 10, 0.04) == 1
+    assert non_inferiority.paired_proportion_p_value(never, 1000, 0.04) == 1e-12
+
+
+@pytest.mark.parametrize(("lost", "gained", "margin"), [(12, 3, 0.05), (20, 20, 0.04), (5, 9, 0.03)])
+def test_at_the_level_of_the_p_value_the_exact_interval_ends_at_the_margin(lost, gained, margin):
+    p_value = non_inferiority.paired_proportion_p_value(Discordance(lost, gained, 1.0), 300, margin)
+    assert 1e-12 < p_value < 1
+    of_gained, of_lost = (
+        stats.binomtest(number, 300).proportion_ci(1 - p_value, method="exact") for number in (gained, lost)
+    )
+    assert of_gained.low - of_lost.high == pytest.approx(-margin, abs=1e-6)
+
+
 def test_fewer_differences_and_wider_margins_take_fewer_items():
     assert non_inferiority.items_to_decide(0.04, 0.05) < non_inferiority.items_to_decide(0.04, 0.1)
     assert non_inferiority.items_to_decide(0.04, 0.1) < non_inferiority.items_to_decide(0.02, 0.1)

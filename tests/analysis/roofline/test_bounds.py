@@ -2,20 +2,38 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from slimqwen import checkpoint, variant
-from slimqwen.analysis.roofline import cost
+from slimqwen.analysis.roofline import bounds, cost
 from slimqwen.analysis.roofline import gpu as gpus
 from slimqwen.analysis.roofline.architecture import read_model
-from slimqwen.analysis.roofline.bounds import analyse, tokens_per_second_by_depth, with_baseline, write
+from slimqwen.analysis.roofline.bounds import (
+    ServedVariant,
+    analyse,
+    tokens_per_second_by_depth,
+    with_baseline,
+    write,
+)
 from slimqwen.analysis.roofline.gpu import RooflineError
 from slimqwen.checkpoint import MissingCheckpointError
 from slimqwen.checkpoint.tensors import list_tensors
 from slimqwen.records import store
 from tests import record_files
+from tests.analysis.roofline.shapes import (
+    BODY_BYTES,
+    CONFIG,
+    HEAD_BYTES,
+    KV,
+    MTP_BYTES,
+    SMALL,
+    STATE,
+    info,
+    tensors,
+)
 
 ROOT = variant.repository_root()
 
@@ -55,6 +73,7 @@ def test_a_variant_is_bounded_beside_its_baseline(repository: Path):
     unknown = analyse(compared, a10g)
     tiny, drafting = unknown["variants"]
     assert unknown["context_lens"] == (128, 2048, 4096)
+    assert (tiny.acceptance_length.value, tiny.acceptance_length.source) == (1.0, "no speculation")
     assert {row.num_speculative_tokens for row in drafting.decode} == {0}
     assert "drafting: acceptance length at K = 4 (unknown, so only without speculation: there is no " in str(
         unknown["notes"]
@@ -167,3 +186,143 @@ def test_speeds_by_depth_cover_the_batches_that_are_served(repository: Path):
     none = cost.decode(model, gpus.read("a10g", repository), 8, 128)
     pass_seconds = cost.draft(model, 8, 128).seconds(gpus.read("a10g", repository))
     assert varying[0][-1] == pytest.approx(8 / (none.seconds + pass_seconds))
+
+
+def test_an_acceptance_record_without_the_served_depth_is_named_and_not_used(repository: Path):
+    digest = checkpoint.digest(repository / "weights" / "tiny")
+    file = accepted(repository, digest, 4.5)
+    record = json.loads(file.read_text())
+    record["depths"][0]["depth"] = 3
+    file.write_text(json.dumps(record))
+    drafting = [variant.load("drafting", repository)]
+    a10g = gpus.read("a10g", repository)
+    assumed = analyse(drafting, a10g, acceptance_length=2.0)["variants"][0].acceptance_length
+    assert (assumed.value, assumed.source) == (2.0, f"assumed: drafting/{file.name} has no K = 4")
+    with pytest.raises(RooflineError, match="lies between 1 and 5"):
+        analyse(drafting, a10g, acceptance_length=5.5)
+
+
+def test_contexts_are_cut_to_the_shortest_server_and_are_at_least_one_token(repository: Path):
+    tiny, a10g = variant.load("tiny", repository), gpus.read("a10g", repository)
+    found = analyse([tiny], a10g, [9999, 64, 64, 1, 8192])
+    assert found["context_lens"] == (1, 64, 4096)
+    [only] = found["variants"]
+    assert (
+        [row.context_len for row in only.decode] == [row.num_tokens for row in only.prefill] == [1, 64, 4096]
+    )
+    for none in ([], [0, 64]):
+        with pytest.raises(RooflineError, match="at least one token"):
+            analyse([tiny], a10g, none)
+
+
+def test_the_l2_cache_is_noted_only_where_it_holds_a_tenth_of_the_weights(repository: Path):
+    a10g = gpus.read("a10g", repository)
+    tiny = variant.load("tiny", repository)
+    resident = ServedVariant.load(tiny, a10g).model.resident_bytes(0)
+    for share, shown, is_noted in ((0.09, 0.09, False), (0.11, 0.11, True), (3.0, 1.0, True)):
+        found = analyse([tiny], a10g.model_copy(update={"l2_cache_mb": share * resident / 1e6}))
+        assert found["variants"][0].l2_share == pytest.approx(shown)
+        assert (f"a10g's L2 cache holds {shown:.0%} of its weights" in str(found["notes"])) == is_noted
+        assert not any("acceptance length" in note for note in found["notes"])
+
+
+def test_a_batch_is_as_large_as_flags_and_memory_allow(repository: Path, add_variant):
+    a10g = gpus.read("a10g", repository)
+    add_variant("wide", "BASE=tiny\nVLLM_MAX_NUM_SEQS=2000\nVLLM_GPU_MEMORY_UTILIZATION=0.5\n")
+    wide = ServedVariant.load(variant.load("wide", repository), a10g)
+    small = a10g.model_copy(update={"memory_gib": 1})
+    fitting = wide.model.fitting_batch(small, 4096, 0, 0.5)
+    assert fitting < min(wide.max_num_seqs, wide.model.fitting_batch(small, 4096, 0))
+    assert wide.largest_batch(small, 4096) == fitting
+    assert wide.largest_batch(a10g, 128) == wide.max_num_seqs == 2000
+    text = (repository / "experiments" / "tiny" / "config.env").read_text()
+    add_variant("unsaid", text.replace("VLLM_MAX_NUM_SEQS=1\n", ""))
+    unsaid = ServedVariant.load(variant.load("unsaid", repository), a10g)
+    assert unsaid.max_num_seqs == unsaid.largest_batch(a10g, 128) == a10g.default_max_num_seqs
+
+
+def test_a_prompt_is_bounded_alone_and_counts_per_token(repository: Path):
+    a10g = gpus.read("a10g", repository)
+    tiny = ServedVariant.load(variant.load("tiny", repository), a10g)
+    found, work = tiny.prefill(a10g, 100), cost.prefill(tiny.model, 100)
+    assert (found.num_tokens, found.seconds, found.limited_by) == (100, work.seconds(a10g), work.limit(a10g))
+    assert found.tokens_per_second == pytest.approx(100 / work.seconds(a10g))
+    assert found.bytes_per_token == pytest.approx(work.bytes / 100)
+    assert found.flops_per_token == pytest.approx(work.total_flops / 100)
+
+
+def test_requests_at_once_hide_the_prefill_of_each_other(repository: Path):
+    a10g = gpus.read("a10g", repository)
+    drafting = ServedVariant.load(variant.load("drafting", repository), a10g)
+    alone = cost.decode(drafting.model, a10g, 1, 31, 4, 3.0).tokens_per_second
+    both = cost.decode(drafting.model, a10g, 2, 31, 4, 3.0).tokens_per_second
+    prompt = cost.prefill(drafting.model, 31, 4).seconds(a10g)
+    assert drafting.request_rate(a10g, 31, 62, 1, 3.0) == pytest.approx(62 / (61 / alone + prompt))
+    assert drafting.request_rate(a10g, 31, 62, 2, 3.0) == pytest.approx(62 / (61 / both))
+
+
+@pytest.mark.parametrize(("counted", "length"), [({"length": 3.0}, 3.0), (None, 5.0)])
+def test_drafts_of_a_measured_class_are_bounded_as_counted_or_as_all_accepted(
+    repository: Path, counted: dict | None, length: float
+):
+    a10g = gpus.read("a10g", repository)
+    drafting = ServedVariant.load(variant.load("drafting", repository), a10g)
+    record = record_files.example("latency", variant="drafting")
+    row = record["classes"]["short"]
+    row["acceptance"] = row["acceptance"] | counted if counted else None
+    made = record["provenance"]
+    made["flags"] |= {"speculative-config": drafting.flags["speculative-config"]}
+    made["checkpoint"]["digest"] = drafting.digest
+    made["hardware"]["gpus"] = [{"name": "NVIDIA A10G", "memory_bytes": 24 * 10**9, "driver": "1"}]
+    folder = repository / "experiments" / "drafting"
+    file = record_files.write(folder, record, [{"class": "short"}])
+    [short] = drafting.measured(a10g)
+    assert (short.record, short.concurrency, short.prompt_tokens, short.output_tokens) == (
+        file.name,
+        8,
+        16,
+        16,
+    )
+    assert short.bound_tokens_per_second == drafting.request_rate(a10g, 16, 16, 8, length)
+    # With other drafts than today's flags give it is the record of another server.
+    for changed in ({"speculative-config": None}, {"kv-cache-dtype": "fp8"}):
+        fields = json.loads(file.read_text())
+        fields["provenance"]["flags"] |= changed
+        file.write_text(json.dumps(fields))
+        assert drafting.measured(a10g) == []
+
+
+def test_what_a_draft_head_adds_is_listed_with_the_drafter(repository: Path):
+    a10g = gpus.read("a10g", repository)
+    served = ServedVariant.load(variant.load("drafting", repository), a10g)
+    rows = {"mtp.draft_head.weight": info((4, 8)), "mtp.draft_head.token_ids": info((4,), "I64")}
+    trimmed = read_model(tensors(**rows), CONFIG)
+    for model, drafter_bytes in ((SMALL, MTP_BYTES), (trimmed, MTP_BYTES + 2 * 4 * 8)):
+        found = replace(served, model=model).bounds(a10g, [16], 3.0, None)
+        assert found.weights.drafter == {"BF16": drafter_bytes}
+        assert (found.weights.body, found.weights.head) == ({"BF16": BODY_BYTES}, {"BF16": HEAD_BYTES})
+        assert (found.kv_bytes_per_token, found.state_bytes_per_sequence) == (KV, STATE)
+        assert [row.weight_bytes_per_step for row in found.decode] == [
+            model.weight_bytes_per_step(0),
+            model.weight_bytes_per_step(4),
+        ]
+
+
+def test_flags_that_no_bound_is_known_for_are_refused_with_a_cure(repository: Path, add_variant, monkeypatch):
+    a10g = gpus.read("a10g", repository)
+    add_variant("wide", "BASE=tiny\nVLLM_DTYPE=float32\n")
+    with pytest.raises(RooflineError, match=r"served in float32.*set VLLM_DTYPE=bfloat16"):
+        ServedVariant.load(variant.load("wide", repository), a10g)
+    ngram = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}'
+    add_variant("looking-up", f"BASE=tiny\nVLLM_SPECULATIVE_CONFIG='{ngram}'\n")
+    with pytest.raises(RooflineError, match=r"drafts with 'ngram'.*set method to mtp"):
+        ServedVariant.load(variant.load("looking-up", repository), a10g)
+    monkeypatch.setattr(
+        bounds,
+        "list_tensors",
+        lambda folder: {
+            name: each for name, each in list_tensors(folder).items() if not name.startswith("mtp.")
+        },
+    )
+    with pytest.raises(RooflineError, match="an MTP head that its checkpoint lacks"):
+        ServedVariant.load(variant.load("drafting", repository), a10g)

@@ -186,3 +186,19 @@ def test_the_published_4b_shape_has_the_bound_of_its_size():
     bound = cost.decode(found, gpu.read("a10g", ROOT), 1, 128)
     assert bound.limited_by == "memory"
     assert 68 < bound.tokens_per_second < 72
+
+
+def test_the_parts_of_a_step_add_up_to_its_bytes_by_hand():
+    # Rows of the embedding, keys and values, states: of the verify pass, then of each draft pass.
+    rest_of_verify, rest_of_draft = 5 * 16 + (10 + 5) * 16 + 2 * 224, 16 + (10 + 1) * 16
+    parts = cost.part_bytes(SMALL, 4, 10)
+    assert parts == {
+        "layers": 1184,
+        "output head": 512,
+        "draft layers": 4 * 512,
+        "draft head": 4 * 512,
+        "states and KV cache": rest_of_verify + 4 * rest_of_draft,
+    }
+    assert sum(parts.values()) == cost.decode(SMALL, SLOW, 1, 10, 4, 1.0).bytes
+    plain = cost.part_bytes(SMALL, 0, 10)
+    assert list(plain.values()) == [1184, 512, 0, 0, 16 + (10 + 1) * 16 + 2 * 224]
