@@ -240,7 +240,7 @@ def test_a_record_of_a_variant_has_items_and_a_schema_that_is_known_here(quality
         store.RecordError, match="'quality/3' is newer than quality/2 of this checkout; update"
     ):
         store.validate(quality | {"schema": "quality/3", "items": items}, "here")
-    with pytest.raises(store.RecordError, match=r"'tea/1' is unknown here, where .*quality.* are known"):
+    with pytest.raises(store.RecordError, match=r"unknown schema 'tea/1', this checkout knows .*quality"):
         store.validate(quality | {"schema": "tea/1"}, "here")
 
 
