@@ -12,7 +12,6 @@ from slimqwen import variant as variants
 from slimqwen.cli.console import command, console, progress_bar, relative, say
 
 if TYPE_CHECKING:
-    from slimqwen.bench.latency.speedups import Speedup
     from slimqwen.records.record import Record
 
 _BASELINE, _VARIANT = "tiny", "tiny-best"
@@ -141,13 +140,13 @@ def _summary(evidence: Evidence) -> Iterator[str]:
     yield f"  size        {sizes[0]:.1f} -> {sizes[1]:.1f} MB: {sizes[0] / sizes[1]:.2f}x smaller"
     rows = speedups.compare_latency(*evidence.latency)
     (total,) = (row for row in rows if row.prompt_class == speedups.ALL_CLASSES and row.measure == "wall_ms")
-    yield f"  speed       {_ratio(total)} as fast over all requests on this CPU, by weights, drafts and compilation"
+    yield f"  speed       {total.ratio} as fast over all requests on this CPU, by weights, drafts and compilation"
     first_tokens = {row.prompt_class: row for row in rows if row.measure == "ttft_ms"}
     for row in rows:
         if row.measure == "tpot_ms" and row.interval:
             yield (
                 f"  {row.prompt_class:<11} {row.first:.2f} -> {row.second:.2f} ms a token after the first: "
-                f"{_ratio(row)}; first token {_ratio(first_tokens[row.prompt_class])}"
+                f"{row.ratio}; first token {first_tokens[row.prompt_class].ratio}"
             )
     fidelity = store.read(evidence.fidelity, Fidelity)
     kl = max(figures.kl_nats.value for figures in fidelity.modes.values() if figures.kl_nats)
@@ -176,12 +175,6 @@ def _summary(evidence: Evidence) -> Iterator[str]:
         yield f"  serve       slimqwen serve --variant {_BASELINE}: {_VARIANT} lost more than a limit allows"
     else:
         yield f"  serve       not decided: `slimqwen gate check --variant {_VARIANT}` goes on with all items"
-
-
-def _ratio(row: "Speedup") -> str:
-    """How many times as good the variant is, with the 95 % interval."""
-    interval = " [{:.2f}, {:.2f}]".format(*row.interval) if row.interval else ""
-    return f"{row.speedup or 0:.2f}x{interval}"
 
 
 def _modelled_speed(acceptance_length: float) -> str:

@@ -35,7 +35,7 @@ _SECRET_TEXT: Mapping[str, re.Pattern[bytes]] = {
     "an AWS key": re.compile(rb"AKIA(?<!\wAKIA)[0-9A-Z]{16}\b"),
     "a GitHub token": re.compile(rb"gh(?<!\wgh)(?:[pousr]_[A-Za-z0-9]{36}\b|ithub_pat_\w{60})"),
     "a private key": re.compile(rb"-----BEGIN (?:[A-Z]+ )*PRIVATE KEY-----\s+[A-Za-z0-9+/]"),
-    # Except the word `password`, which stands in examples.
+    # Not the word `password`: examples contain it.
     "an address with a password": re.compile(
         rb"http(?<!\whttp)s?://[\w.+-]+:(?!password@)[^\s@/:'\"<>{}$]+@[\w-]"
     ),

@@ -28,7 +28,7 @@ _SHARED_WITH_TARGET = ("embed_tokens", "lm_head")
 
 
 def engine_config(argv: Sequence[str]) -> Any:
-    """The engine configuration that vLLM makes of a server's flags.
+    """The engine configuration that vLLM derives from a server's flags.
 
     Args:
         argv: the flags, without the interpreter and the module.
@@ -187,7 +187,7 @@ def kv_cache(config: Any, parameter_bytes: int, device_bytes: int | None) -> tup
 
 
 def _kv_cache_config(config: Any, specs: Mapping[str, Any], available_bytes: int) -> Any:
-    """The layout that vLLM makes of one worker's KV cache."""
+    """The KV cache layout of one worker, by vLLM."""
     try:
         from vllm.v1.core import kv_cache_planning as planning  # from 0.33 on
     except ImportError:

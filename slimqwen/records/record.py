@@ -12,10 +12,8 @@ To add a kind, write one module in evals/, bench/, analysis/, search/ or image/ 
    do not suffice.
 
 `registry.kinds()` finds the class; `slimqwen record schemas` writes its JSON Schema. Data frames, MLflow, leaderboard,
-log, pages and `slimqwen record check` need nothing else. The module must be cheap to import: torch, vLLM and
-transformers are imported inside functions.
-
-A changed field is a new `version` and a step in migrations.py. A new field with a default is neither.
+log, pages and `slimqwen record check` need nothing else. Imports of torch, vLLM and transformers stand in functions.
+A changed field needs a new `version` and a step in migrations.py; a new field with a default needs neither.
 """
 
 from collections.abc import Mapping, Sequence

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from slimqwen.bench.latency.speedups import Speedup
 from slimqwen.records.provenance import CPU_NOTE, commit_name
 from slimqwen.report.fronts import Board
 from slimqwen.report.leaderboard import TIMES, Evidence, Margins, Row, Score, hardware, in_margins
@@ -110,12 +109,6 @@ def margins(gain: Margins) -> str:
     return f"{gain.value:+.2f} [{gain.low:+.2f}, {gain.high:+.2f}]"
 
 
-def speedup(row: Speedup) -> str:
-    """A paired ratio with its interval."""
-    interval = " [{:.2f}, {:.2f}]".format(*row.interval) if row.interval else ""
-    return f"{row.speedup:.2f}x{interval}"
-
-
 def _verdict(row: Row) -> Cell:
     note = "; ".join(row.doubts) or (row.status if row.verdict else "")
     return Cell(row.standing, _VERDICTS.index(row.standing), note, "fail" if row.doubts else "")
@@ -139,7 +132,7 @@ def _speed_up(row: Row) -> Cell:
     if row.timed.speed is None:
         return Cell(note="" if row.timed.in_turns else "not timed in turns")
     title = "Time of all requests, baseline / variant, timed in turns; 95 % interval"
-    return Cell(speedup(row.timed.speed), row.timed.speed.speedup, title=title)
+    return Cell(row.timed.speed.ratio, row.timed.speed.speedup, title=title)
 
 
 def _worst(row: Row) -> Cell:

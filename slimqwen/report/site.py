@@ -198,7 +198,6 @@ def _environment() -> jinja2.Environment:
     pages.filters["page"] = lambda name: quote(_file_name(name))
     pages.filters["words"] = lambda kind: str(kind).replace("_", "-")
     pages.filters["commit"] = commit_name
-    pages.filters["speedup"] = columns.speedup
     pages.globals["cpu_note"] = CPU_NOTE
     return pages
 

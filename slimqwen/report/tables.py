@@ -191,7 +191,7 @@ def _speed_rows(root: Path, digests: Mapping[str, str]) -> tuple[list[tuple[str,
             names[row.measure].format(row.prompt_class),
             f"{row.first:,.{2 if row.measure == 'tpot_ms' else 0}f}",
             f"{row.second:,.{2 if row.measure == 'tpot_ms' else 0}f}",
-            f"{row.speedup:.2f}x [{row.interval[0]:.2f}, {row.interval[1]:.2f}] as fast",
+            f"{row.ratio} as fast",
             "",
             f"{row.rounds} rounds in turns",
         )

@@ -100,23 +100,16 @@ def search(
     }
     limit = settings.finalists if finalists is None else finalists
     within_budget = [trial for trial in Search(**fields).faster if ladder.budget.is_met_by(trial)]
+    recounted: list[SearchTrial] = []
     if limit and within_budget:
         with executor, locked(folder / "answers.jsonl") as answers:
-            recounted = recount(
-                within_budget[: settings.recounts],
-                ladder,
-                executor,
-                answers,
-                finalists=limit,
-                progress=progress,
-            )
-        by_name = {trial.name: trial for trial in recounted}
-        fields["trials"] = tuple(by_name.get(trial.name, trial) for trial in findings.trials)
-        # Trials that are likely proven come first; within each group the fastest stays first.
-        recounted.sort(key=lambda trial: not ladder.budget.is_likely_proven(trial, limit))
-        finalist_trials = recounted[:limit]
-    else:
-        finalist_trials = []
+            considered = within_budget[: settings.recounts]
+            recounted = recount(considered, ladder, executor, answers, finalists=limit, progress=progress)
+    by_name = {trial.name: trial for trial in recounted}
+    fields["trials"] = tuple(by_name.get(trial.name, trial) for trial in findings.trials)
+    # Trials that are likely proven come first; within each group the fastest stays first.
+    recounted.sort(key=lambda trial: not ladder.budget.is_likely_proven(trial, limit))
+    finalist_trials = recounted[:limit]
     if finalist_trials:
         names = {_finalist(trial, ladder): trial.name for trial in finalist_trials}
         fields |= {

@@ -215,7 +215,7 @@ class _Search:
         if self._first:
             return self._first.pop(0)
         trial, point = self._ask()
-        self._study.tell(trial, state=TrialState.FAIL)  # the nearest recorded point is told instead
+        self._study.tell(trial, state=TrialState.FAIL)  # the sampler gets the nearest recorded point instead
         return point
 
     def learn(self, trial: RecordedTrial) -> None:

@@ -60,7 +60,7 @@ class Flag:
 
     Attributes:
         name: the option without its dashes, `max-num-seqs`.
-        value: value that vLLM's parser makes of the text: bool, int, float, str, a list, or decoded JSON.
+        value: the text as vLLM's parser reads it: bool, int, float, str, a list, or decoded JSON.
         argv: the words of the command line; empty for a switch that is off.
         setting: the line it comes from.
     """

@@ -56,9 +56,14 @@ class Speedup:
     interval: tuple[float, float] | None
     rounds: int
 
-    def __str__(self) -> str:
+    @property
+    def ratio(self) -> str:
+        """The speed-up and its interval as text, 1.71x [1.21, 2.42]."""
         interval = " [{:.2f}, {:.2f}]".format(*self.interval) if self.interval else ""
-        return f"{self.prompt_class} {self.speedup or 0:.2f}x{interval}"
+        return f"{self.speedup or 0:.2f}x{interval}"
+
+    def __str__(self) -> str:
+        return f"{self.prompt_class} {self.ratio}"
 
 
 def latency_pair(first: Path, second: Path, workload: str) -> tuple[Path, Path]:
