@@ -24,32 +24,23 @@ _GPU, _CONTEXT_LEN = "a10g", 2048
 def demo(
     rounds: Annotated[int, typer.Option(min=2, help="latency rounds")] = 3,
 ) -> None:
-    """Make a variant of the embedded model, judge its quality, time it, and say what to serve (8 to 15 minutes)."""
-    from slimqwen.cli.recipe import run_recipe
+    """Make a variant of the embedded model, judge its quality, time it, and say what to serve (7 to 15 minutes)."""
     from slimqwen.report import site
 
     root = variants.repository_root()
     started = time.monotonic()
 
     def step(number: int, activity: str) -> None:
-        console.print(f"[bold]{number}/3 {activity}[/bold] (after {time.monotonic() - started:.0f} s)")
+        console.print(f"[bold]{number}/2 {activity}[/bold] (after {time.monotonic() - started:.0f} s)")
 
     step(
         1,
-        f"make {_VARIANT}: 4- and 8-bit weights by AWQ, MTP head taught a small draft vocabulary, compile cache baked",
-    )
-    for outcome in run_recipe(_VARIANT):
-        duration = f"{outcome.manifest.wall_seconds:.0f} s"
-        state = f"reused, made {_age(outcome.folder)} ago in {duration}" if outcome.reused else duration
-        sizes = f"{outcome.bytes_before / 1e6:.1f} -> {outcome.bytes_after / 1e6:.1f} MB"
-        say(f"    {outcome.stage}: {state}, {sizes}")
-
-    step(
-        2,
-        f"fidelity, acceptance and quality, then latency: both in turns, {rounds} rounds with a fresh server each",
+        f"make {_VARIANT} (4- and 8-bit weights by AWQ, MTP head taught a small draft vocabulary, compile cache "
+        "baked), check its quality beside its baseline's, then time both in turns, "
+        f"{rounds} rounds with a fresh server each",
     )
     evidence = _measure(root, rounds)
-    step(3, "build the report")
+    step(2, "build the report")
     with progress_bar() as progress:
         report = site.build(root, root / "report", progress)
     console.print(
@@ -71,16 +62,17 @@ class Evidence:
 
 
 def _measure(root: Path, rounds: int) -> Evidence:
-    """Judge and time the variant; records that still hold are reused, and their age is printed.
+    """Make, judge and time the variant; prints the age of stages and records that still hold and are reused.
 
     Raises:
-        SearchError: a measurement failed.
+        SearchError: a stage or a measurement failed.
     """
     from slimqwen.bench.latency import Latency
     from slimqwen.evals import gate
     from slimqwen.evals.acceptance import Acceptance
     from slimqwen.evals.fidelity import Fidelity
     from slimqwen.evals.quality import Quality
+    from slimqwen.recipe import variant_recipe
     from slimqwen.records import store
     from slimqwen.search import SearchError
     from slimqwen.search.executors.local import LocalExecutor, default_width
@@ -99,22 +91,31 @@ def _measure(root: Path, rounds: int) -> Evidence:
     for measure, (kind, sides) in kinds.items():
         fields: dict[str, Any] = {"rounds": rounds} if measure == "latency" else {}
         reusable = [
-            gate.find_reusable(side, kind, folder=root / _RECORDS / side.name, **fields) for side in sides
+            gate.find_reusable(side, kind, folder=root / _RECORDS / side.name, **fields)
+            if side.weights.exists()
+            else None
+            for side in sides
         ]
         if all(reusable):
             for path in filter(None, reusable):
                 say(f"    reused: {relative(path)}, made {_age(path)} ago")
         else:
             missing.append(measure)
-    if missing:
-        width = default_width()
-        # Quality takes longer than the other checks together: as many parts as tasks run at a time share it.
-        options = Options(tuple(missing), tuple(command()), rounds=rounds, parts=width, records=_RECORDS)
-        with progress_bar() as progress:
-            executor = LocalExecutor(root, progress, warm=True, width=width)
-            (result,) = sweep([_VARIANT], options, executor, root)
-        if result.failure:
-            raise SearchError(result.failure)
+    reused_keys = {forecast.key for forecast in variant_recipe.status(variant) if forecast.reused}
+    width = default_width()
+    # Quality takes longer than the other checks together: as many parts as tasks run at a time share it.
+    options = Options(tuple(missing), tuple(command()), rounds=rounds, parts=width, records=_RECORDS)
+    with progress_bar() as progress:
+        executor = LocalExecutor(root, progress, warm=True, width=width)
+        (result,) = sweep([_VARIANT], options, executor, root)
+    if result.failure:
+        raise SearchError(result.failure)
+    for outcome in variant_recipe.run(variant):
+        duration = f"{outcome.manifest.wall_seconds:.0f} s"
+        is_reused = outcome.manifest.key in reused_keys
+        state = f"reused, made {_age(outcome.folder)} ago in {duration}" if is_reused else duration
+        sizes = f"{outcome.bytes_before / 1e6:.1f} -> {outcome.bytes_after / 1e6:.1f} MB"
+        say(f"    {outcome.stage}: {state}, {sizes}")
     newest = {
         measure: [next(iter(store.records(root / _RECORDS / side.name, kind))) for side in sides]
         for measure, (kind, sides) in kinds.items()

@@ -16,7 +16,7 @@ import platform
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,8 @@ def run(
     """Make a variant's checkpoint: reuse the stages whose output the store has, run the others.
 
     Args:
-        variant: name; weights/<variant> is linked to the output of the last stage.
+        variant: name; weights/<variant> is linked to the output of the last stage, or of an earlier one where the
+            stages after it add a cache alone and the link's present target answers otherwise.
         weights: folder of the checkpoints and the store.
         resolve: base of a recipe -> its checkpoint folder, checked.
         stages: number of stages to run, from the first; None for the whole recipe.
@@ -119,7 +120,7 @@ def run(
             outcome = _ensure(step, source, store, progress)
             outcomes.append(outcome)
             source = outcome.folder
-        if len(steps) == len(recipe.steps):
+        if len(steps) == len(recipe.steps) or _is_news(recipe.steps[len(steps) :], source, link):
             _set_link(link, source)
     return outcomes
 
@@ -337,6 +338,13 @@ def _death(stage: str, exit_code: int, log: Path) -> str:
     if exit_code < 0:
         cause = f"signal {-exit_code}" + (", as when memory runs out" if exit_code == -9 else "")
     return f"{stage} died ({cause}); its log is {log}"
+
+
+def _is_news(left: Sequence[Step], source: Path, link: Path) -> bool:
+    """Whether a checkpoint answers as the recipe's result will, and a link's target does not."""
+    if not all(step.stage.only_caches(step.parameters) for step in left):
+        return False
+    return not link.exists() or checkpoint.digest(link) != checkpoint.digest(source)
 
 
 def _set_link(link: Path, target: Path) -> None:

@@ -78,6 +78,10 @@ class Stage:
     resumes: bool = False
     last: bool = False
 
+    def only_caches(self, parameters: Any) -> bool:
+        """Whether its output answers as its input does: no stage may follow it, and it changes no tensor."""
+        return self.last and not self.changes(parameters)
+
 
 def source_digest(module: str) -> str:
     """SHA-256 of a module's source file; the module is not executed."""

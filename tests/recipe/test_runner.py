@@ -96,6 +96,20 @@ def test_a_run_until_a_stage_makes_no_link(workshop: Workshop) -> None:
     assert not (workshop.weights / "v").is_symlink()
 
 
+def test_a_checkpoint_that_lacks_a_cache_alone_is_linked_unless_the_link_answers_as_it_does(
+    workshop: Workshop,
+) -> None:
+    link, bake = workshop.weights / "v", {"bake": {"archive": "x"}}
+    [unbaked] = workshop.run(workshop.recipe(workshop.add(1), bake), stages=1)
+    assert link.resolve() == unbaked.folder
+    [_, baked] = workshop.run(workshop.recipe(workshop.add(1), bake))
+    assert link.resolve() == baked.folder
+    workshop.run(workshop.recipe(workshop.add(1), bake), stages=1)
+    assert link.resolve() == baked.folder
+    [changed] = workshop.run(workshop.recipe(workshop.add(2), bake), stages=1)
+    assert link.resolve() == changed.folder
+
+
 def test_a_name_taken_by_a_folder_is_left_alone(workshop: Workshop) -> None:
     (workshop.weights / "v").mkdir()
     with pytest.raises(RecipeError, match="weights/v"):

@@ -26,8 +26,8 @@ def default_width() -> int:
     return 1 if platform.detect() == "cuda" else min(_DEFAULT_MAX_WIDTH, platform.physical_cores())
 
 
-_ALONE = -1
-"""Lane of the tasks that run alone, on every CPU."""
+_ALONE, _UNBOUND = -1, -2
+"""Lanes on every CPU: of tasks that run alone, and of one task at a time beside those of other lanes."""
 
 
 class LocalExecutor:
@@ -79,9 +79,12 @@ class LocalExecutor:
         return affinity(self._cpus(0))
 
     def submit(self, task: Task) -> None:
-        """Append a task; one whose key is pending already is ignored."""
+        """Append a task, or put it first if it is urgent; one whose key is pending already is ignored."""
         if all(task.key != other.key for other in (*self._waiting, *self._running.values())):
-            self._waiting.append(task)
+            if task.urgent:
+                self._waiting.appendleft(task)
+            else:
+                self._waiting.append(task)
 
     def wait(self) -> Outcome:
         """The outcome of the next task that ends.
@@ -109,22 +112,25 @@ class LocalExecutor:
     def _free_lane(self, task: Task) -> int | None:
         """The lane that a task can begin in now; None where it has to wait."""
         runs_alone = self._width > 1 and bool(task.resources.whole_node or task.resources.gpus)
+        lanes = [_UNBOUND] if task.resources.every_cpu and self._width > 1 else range(self._width)
         if not self._running:
-            return _ALONE if runs_alone else 0
+            return _ALONE if runs_alone else lanes[0]
         memory = sum(each.resources.memory_bytes for each in (task, *self._running.values()))
         if runs_alone or _ALONE in self._running or memory > psutil.virtual_memory().total:
             return None
-        return next((lane for lane in range(self._width) if lane not in self._running), None)
+        if len(self._running) == self._width:
+            return None
+        return next((lane for lane in lanes if lane not in self._running), None)
 
     def _process(self, lane: int) -> TaskProcess:
         if lane not in self._processes:
-            kind = ForkedProcess if self._warm and lane != _ALONE else FreshProcess
+            kind = ForkedProcess if self._warm and lane >= 0 else FreshProcess
             self._processes[lane] = kind(self._root, partial(self._report, lane), self._cpus(lane))
         return self._processes[lane]
 
     def _cpus(self, lane: int) -> Collection[int]:
         """CPUs of a lane, equally many for each; none for a lane without a restriction."""
-        if self._width == 1 or lane == _ALONE:
+        if self._width == 1 or lane < 0:
             return ()
         cpus = sorted(os.sched_getaffinity(0))
         return cpus[lane :: self._width][: max(1, len(cpus) // self._width)]

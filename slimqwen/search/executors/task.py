@@ -25,12 +25,14 @@ class Resources:
     Attributes:
         gpus: number of GPUs.
         memory_bytes: main memory, bytes; 0 where nothing is known.
-        whole_node: whether it needs every CPU for itself, as a timing does.
+        whole_node: whether nothing may run beside it, as for a timing.
+        every_cpu: whether it may use every CPU, beside other tasks.
     """
 
     gpus: int = 0
     memory_bytes: int = 0
     whole_node: bool = False
+    every_cpu: bool = False
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Task:
         function: function(root, argument, progress) -> value, importable by name; root is the repository.
         argument: picklable.
         resources: resources that it needs of a node.
+        urgent: whether it begins before the tasks that wait already, because others need its output.
     """
 
     key: str
@@ -50,6 +53,7 @@ class Task:
     function: Callable[[Path, Any, Progress], Any]
     argument: Any
     resources: Resources = field(default=Resources())
+    urgent: bool = False
 
 
 @dataclass(frozen=True)

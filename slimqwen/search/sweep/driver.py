@@ -6,7 +6,7 @@ Results of tasks are kept in .cache/sweep/ until every variant has ended: the sa
 import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from slimqwen.records.journal import Journal, locked
 from slimqwen.search import SearchError
 from slimqwen.search.executors import Executor, Failure, Outcome, Task
 from slimqwen.search.sweep import required_tasks
-from slimqwen.search.sweep.required_tasks import Measurements, Options
+from slimqwen.search.sweep.required_tasks import Checks, Options
 from slimqwen.search.sweep.tasks import UnwrittenRecord
 from slimqwen.variant import Variant
 
@@ -57,8 +57,9 @@ class _Subject:
         started: start of the sweep, UTC.
         waiting_keys: keys of its tasks that have not ended.
         stage_keys: keys of the stages that were submitted for it.
-        measurements: its tasks and reusable records; None until both checkpoints exist.
-        earlier_keys: keys of the tasks that an earlier run ended.
+        complete: names of the sides whose recipe is made to its end.
+        checks: checks of its baseline and of itself, by name; a side is missing until its checkpoint answers.
+        timing: task that times both; None until it is submitted.
     """
 
     variant: Variant
@@ -66,8 +67,9 @@ class _Subject:
     started: str
     waiting_keys: set[str] = field(default_factory=set)
     stage_keys: set[str] = field(default_factory=set)
-    measurements: Measurements | None = None
-    earlier_keys: set[str] = field(default_factory=set)
+    complete: set[str] = field(default_factory=set)
+    checks: dict[str, Checks] = field(default_factory=dict)
+    timing: Task | None = None
     failure: str | None = None
     result: SweepResult | None = None
 
@@ -121,6 +123,7 @@ class _Driver:
         self._subjects, self._options, self._executor = subjects, options, executor
         self._journal, self._root = journal, root
         self._values: dict[str, Any] = {}
+        self._earlier_keys: set[str] = set()
 
     def run(self) -> None:
         """Submit tasks and take their outcomes until no variant waits for one."""
@@ -140,98 +143,157 @@ class _Driver:
             subject.waiting_keys.discard(outcome.key)
             if isinstance(outcome, Failure):
                 subject.failure = subject.failure or outcome.reason
-            elif not subject.waiting_keys:
+            else:
                 self._advance(subject)
 
     def _advance(self, subject: _Subject) -> None:
-        """Submit the tasks that the variant needs next, or write its records where none is missing."""
-        if subject.failure:
+        """Submit the tasks that the variant can begin now, or write its records where none is missing.
+
+        The baseline is checked while the variant is made, the variant as soon as its answers are decided; both are
+        timed at the end.
+        """
+        if subject.failure or subject.result:
             return
         try:
-            if subject.measurements is None:
-                for side in (subject.baseline, subject.variant):
-                    if stage := required_tasks.next_stage(side):
-                        if stage.key in subject.stage_keys:
-                            raise SearchError(
-                                f"{stage.title} ended and left nothing; see its log in weights/store"
-                            )
-                        subject.stage_keys.add(stage.key)
-                        self._submit(subject, stage)
-                        return
-                    side.require_weights()
+            if not self._is_made(subject, subject.baseline):
+                return
+            self._check(subject, subject.baseline)
+            is_made = self._is_made(subject, subject.variant)
+            if not is_made and not self._lacks_only_a_cache(subject.variant):
+                return
+            self._check(subject, subject.variant)
+            if not is_made:
+                return
+            if subject.timing is None and "latency" in self._options.measures:
                 with self._executor.as_task():
-                    subject.measurements = required_tasks.measurements(
-                        subject.variant, subject.baseline, self._options
-                    )
-                for task in _tasks(subject.measurements):
-                    value = self._journal.get(task.key)
-                    if value is None:
-                        self._submit(subject, task)
-                    else:
-                        self._values[task.key] = value
-                        subject.earlier_keys.add(task.key)
+                    subject.timing = required_tasks.timing(subject.variant, subject.baseline, self._options)
+                self._submit(subject, [subject.timing])
             if not subject.waiting_keys:
-                subject.result = self._finish(subject, subject.measurements)
+                subject.result = self._finish(subject)
         except SlimqwenError as error:
             subject.failure = str(error)
 
-    def _submit(self, subject: _Subject, task: Task) -> None:
-        self._executor.submit(task)
-        subject.waiting_keys.add(task.key)
+    def _is_made(self, subject: _Subject, side: Variant) -> bool:
+        """Whether the recipe of a side is made to its end; submits the next stage where none is at work."""
+        if side.name in subject.complete:
+            return True
+        if subject.stage_keys & subject.waiting_keys:
+            return False
+        stage = required_tasks.next_stage(side)
+        if stage is None:
+            side.require_weights()
+            subject.complete.add(side.name)
+            return True
+        if stage.key in subject.stage_keys:
+            raise SearchError(f"{stage.title} ended and left nothing; see its log in weights/store")
+        subject.stage_keys.add(stage.key)
+        self._executor.submit(stage)
+        subject.waiting_keys.add(stage.key)
+        return False
 
-    def _finish(self, subject: _Subject, measurements: Measurements) -> SweepResult:
-        """Write a variant's records, once: an interrupted run does not write them again."""
-        name = subject.variant.name
-        key = ["written", name, [task.key for task in _tasks(measurements)], _as_texts(measurements.records)]
-        entry = self._journal.get(key)
-        if entry is None:
-            paths = self._write(subject, measurements)
-            outcome = ""
-            if "gate" in self._options.measures:
-                paths["gate"] = [self._conclude(subject, paths)]
-                outcome = store.read(paths["gate"][0], Gate).outcome
-            entry = {"paths": _as_texts(paths), "outcome": outcome}
-            self._journal.add(key, entry)
-        records = [Path(path) for group in entry["paths"].values() for path in group]
-        return SweepResult(name, records, None, entry["outcome"])
+    def _lacks_only_a_cache(self, variant: Variant) -> bool:
+        """Whether what is left of a variant's recipe is a compile cache that fits no task with a share of the CPUs.
 
-    def _write(self, subject: _Subject, measurements: Measurements) -> dict[str, list[Path]]:
-        """Records by the name of their measurement."""
-        paths: dict[str, list[Path]] = {check: list(group) for check, group in measurements.records.items()}
-        for check, tasks in measurements.by_check.items():
-            if check == "quality":
-                paths[check] = self._write_quality(subject, tasks)
+        Checks that run before such a cache is there and after it have the same environment.
+        """
+        if not required_tasks.answers_are_decided(variant):
+            return False
+        stage = required_tasks.next_stage(variant)
+        with self._executor.as_task():
+            stage_of_task = required_tasks.next_stage(variant)
+        return stage is not None and stage_of_task is not None and stage.key != stage_of_task.key
+
+    def _check(self, subject: _Subject, side: Variant) -> None:
+        """Submit the checks of a side, once."""
+        if side.name in subject.checks:
+            return
+        with self._executor.as_task():
+            checks = required_tasks.checks(side, (subject.baseline, subject.variant), self._options)
+        subject.checks[side.name] = checks
+        for tasks in checks.tasks.values():
+            self._submit(subject, tasks)
+
+    def _submit(self, subject: _Subject, tasks: Sequence[Task]) -> None:
+        """Submit the tasks whose values are not known, from this run or an earlier one."""
+        for task in tasks:
+            if task.key in self._values:
                 continue
-            (task,) = tasks
-            paths[check] = [self._publish(each) for each in self._values[task.key]]
-            if check == "engine":
-                (path,) = paths[check]
-                modes.update_unsafe_engines(store.read(path, EngineModes), path, self._root)
-        return paths
+            value = self._journal.get(task.key)
+            if value is None:
+                self._executor.submit(task)
+                subject.waiting_keys.add(task.key)
+            else:
+                self._values[task.key] = value
+                self._earlier_keys.add(task.key)
 
-    def _write_quality(self, subject: _Subject, parts: Sequence[Task]) -> list[Path]:
-        suite = Suite.load(parts[0].argument["suite"], self._root)
-        earlier = [number for number, task in enumerate(parts) if task.key in subject.earlier_keys]
-        paths = []
+    def _finish(self, subject: _Subject) -> SweepResult:
+        """Write a variant's records."""
+        paths: dict[str, list[Path]] = {}
         for side in (subject.baseline, subject.variant):
-            answers = [PartAnswers.from_json(self._values[task.key][side.name], suite) for task in parts]
-            write = partial(
-                quality_parts.write,
-                side,
-                suite,
-                answers,
-                limit=self._options.limit,
-                split=suite.split(self._options.split),
-                earlier=earlier,
-                folder=self._folder(side.name),
-            )
-            paths.append(_write_with_retries(write))
-        kinds = {provenance.hardware_name(store.read(path).provenance.hardware) for path in paths}
+            checks = subject.checks[side.name]
+            for check, path in checks.records.items():
+                paths.setdefault(check, []).append(path)
+            for check, tasks in checks.tasks.items():
+                paths.setdefault(check, []).append(self._write_check(side, check, tasks))
+        kinds = {
+            provenance.hardware_name(store.read(path).provenance.hardware)
+            for path in paths.get("quality", ())
+        }
         if len(kinds) > 1:
             raise SearchError(
-                f"{subject.variant.name} and its baseline were scored on different hardware ({'; '.join(kinds)})"
+                f"{subject.variant.name} and its baseline were scored on different hardware ({'; '.join(kinds)}); "
+                "run the sweep on nodes of one kind"
             )
-        return paths
+        if timing := subject.timing:
+            paths["latency"] = self._write_once(
+                [timing.key], lambda: [self._publish(each) for each in self._values[timing.key]]
+            )
+        outcome = ""
+        if "gate" in self._options.measures:
+            inputs = [str(path) for group in paths.values() for path in group]
+            paths["gate"] = self._write_once(
+                ["gate", subject.variant.name, *inputs], lambda: [self._conclude(subject, paths)]
+            )
+            outcome = store.read(paths["gate"][0], Gate).outcome
+        records = [path for group in paths.values() for path in group]
+        return SweepResult(subject.variant.name, records, None, outcome)
+
+    def _write_once(self, key: Sequence[str], write: Callable[[], list[Path]]) -> list[Path]:
+        """The paths that a function writes; those of the first call for variants and runs with the same key."""
+        entry = self._journal.get(["written", *key])
+        if entry is None:
+            entry = [str(path) for path in write()]
+            self._journal.add(["written", *key], entry)
+        return [Path(path) for path in entry]
+
+    def _write_check(self, side: Variant, check: str, tasks: Sequence[Task]) -> Path:
+        def write() -> list[Path]:
+            if check == "quality":
+                return [self._write_quality(side, tasks)]
+            (task,) = tasks
+            (unwritten,) = self._values[task.key]
+            path = self._publish(unwritten)
+            if check == "engine":
+                modes.update_unsafe_engines(store.read(path, EngineModes), path, self._root)
+            return [path]
+
+        (path,) = self._write_once([task.key for task in tasks], write)
+        return path
+
+    def _write_quality(self, side: Variant, parts: Sequence[Task]) -> Path:
+        suite = Suite.load(parts[0].argument["suite"], self._root)
+        answers = [PartAnswers.from_json(self._values[task.key][side.name], suite) for task in parts]
+        write = partial(
+            quality_parts.write,
+            side,
+            suite,
+            answers,
+            limit=self._options.limit,
+            split=suite.split(self._options.split),
+            earlier=[number for number, task in enumerate(parts) if task.key in self._earlier_keys],
+            folder=self._folder(side.name),
+        )
+        return _write_with_retries(write)
 
     def _publish(self, unwritten: UnwrittenRecord) -> Path:
         kind, _ = migrations.named(unwritten["record"]["schema"])
@@ -263,14 +325,6 @@ class _Driver:
             block=block,
         )
         return _write_with_retries(conclude)
-
-
-def _tasks(measurements: Measurements) -> list[Task]:
-    return [task for tasks in measurements.by_check.values() for task in tasks]
-
-
-def _as_texts(paths: Mapping[str, Sequence[Any]]) -> dict[str, list[str]]:
-    return {check: list(map(str, group)) for check, group in paths.items()}
 
 
 def _write_with_retries(write: Any) -> Path:

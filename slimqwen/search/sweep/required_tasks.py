@@ -24,9 +24,10 @@ from slimqwen.recipe import variant_recipe
 from slimqwen.records import provenance
 from slimqwen.records.record import Record
 from slimqwen.records.settings import LimitSettings
-from slimqwen.records.split import Side, SplitRecord
+from slimqwen.records.split import Side, Split, SplitRecord
 from slimqwen.search.executors import Resources, Task
 from slimqwen.search.sweep import tasks
+from slimqwen.serving import platform
 from slimqwen.serving.command import ServerCommand
 from slimqwen.variant import Variant
 
@@ -41,6 +42,9 @@ _CHECKS: Mapping[str, tuple[type[Record], Callable[..., Any], type[LimitSettings
     "engine": (EngineModes, tasks.check_engine, EngineSettings),
 }
 """Record kind, task and settings of the gate's checks; quality is asked in parts."""
+
+_OF_BOTH_SIDES = ("quality", "acceptance")
+"""Checks that compare a record of the variant with one of its baseline."""
 
 _LONGEST_FIRST = ("engine", "quality", "fidelity", "acceptance")
 """The gate's checks in the order in which tasks that run beside each other end soonest."""
@@ -88,24 +92,16 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Measurements:
-    """The measurements of a variant against its baseline.
+class Checks:
+    """The checks of one side of a pair.
 
     Attributes:
-        by_check: tasks by the name of their measurement; quality has one for each part.
-        records: records that need not be measured again, by the name of the measurement.
+        tasks: tasks by the name of the check; quality has one for each part.
+        records: records that need not be measured again, by the name of the check.
     """
 
-    by_check: dict[str, list[Task]] = field(default_factory=dict)
-    records: dict[str, list[Path]] = field(default_factory=dict)
-
-    def add(self, check: str, reusable: Sequence[Path | None], make: Callable[[], list[Task]]) -> None:
-        """Add the records of a check, or the tasks that measure it where one is missing."""
-        paths = [path for path in reusable if path]
-        if len(paths) == len(reusable):
-            self.records[check] = paths
-        else:
-            self.by_check[check] = make()
+    tasks: dict[str, list[Task]] = field(default_factory=dict)
+    records: dict[str, Path] = field(default_factory=dict)
 
 
 def next_stage(variant: Variant) -> Task | None:
@@ -131,8 +127,13 @@ def next_stage(variant: Variant) -> Task | None:
                 title=f"{forecast.stage} of {variant.name}",
                 function=tasks.make_stage,
                 argument={"variant": variant.name, "stages": number},
-                # A compile cache fits only as many threads as its stage had.
-                resources=Resources(memory_bytes=needs.memory_bytes, whole_node=True),
+                resources=Resources(
+                    gpus=1 if platform.detect() == "cuda" else 0,
+                    memory_bytes=needs.memory_bytes,
+                    # A compile cache fits only as many threads as its stage had.
+                    every_cpu=step.stage.only_caches(step.parameters),
+                ),
+                urgent=True,
             )
         source = entry
     if variant.weights.exists():
@@ -145,87 +146,109 @@ def next_stage(variant: Variant) -> Task | None:
     )
 
 
-def measurements(variant: Variant, baseline: Variant, options: Options) -> Measurements:
-    """The measurements of a variant; its checkpoint and its baseline's have to exist.
+def answers_are_decided(variant: Variant) -> bool:
+    """Whether weights/<variant> answers as the recipe's result will: the stages that are left add a cache alone."""
+    if variant.recipe is None:
+        return True
+    recipe = variant_recipe.read(variant)
+    made = variant.root / "weights"
+    for step, forecast in zip(recipe.steps, variant_recipe.status(variant), strict=True):
+        if forecast.reused:
+            made = variant.root / "weights" / "store" / str(forecast.key)
+        elif not step.stage.only_caches(step.parameters):
+            return False
+    return variant.weights.exists() and checkpoint.digest(variant.weights) == checkpoint.digest(made)
+
+
+def checks(side: Variant, pair: Pair, options: Options) -> Checks:
+    """The checks of one side of a pair; its checkpoint has to exist, the other's need not.
+
+    Args:
+        side: the baseline, which has the checks that compare two records alone, or the variant.
+        pair: baseline and variant.
+        options: the measurements of the sweep.
 
     Raises:
         SlimqwenError: settings or a checkpoint cannot be used.
     """
-    needed = Measurements()
+    variant = pair[1]
     has_gate = "gate" in options.measures
     settings = GateSettings.of_variant(variant, variant.evaluation) if has_gate else None
+    needed = Checks()
     for check in _LONGEST_FIRST:
-        if settings or check in options.measures:
-            _add_check(needed, check, (baseline, variant), settings, options)
-    if "latency" in options.measures:
-        workload = Workload.load(options.workload, variant.root)
-        extra_argument = {"workload": options.workload, "rounds": options.rounds}
-        inputs = [workload.model_dump(mode="json"), options.rounds]
-        needed.by_check["latency"] = [
-            _task(
-                "latency", (baseline, variant), tasks.time_pair, extra_argument, inputs, options, alone=True
-            )
-        ]
+        is_asked = has_gate or check in options.measures
+        if not is_asked or (side.name != variant.name and check not in _OF_BOTH_SIDES):
+            continue
+        record = _reusable_record(check, side, settings, options) if settings else None
+        if record:
+            needed.records[check] = record
+        else:
+            # A check without a gate takes the settings of the variant's EVALUATION, and all items.
+            name = getattr(settings, check) if settings else variant.evaluation
+            split = settings.split(options.split, variant.root) if settings else None
+            needed.tasks[check] = _tasks(check, side, pair[0], name, split, options)
     return needed
 
 
-def _add_check(
-    needed: Measurements, check: str, pair: Pair, settings: GateSettings | None, options: Options
-) -> None:
-    """Add the tasks of a check; for a gate, its records instead where they still hold.
+def timing(variant: Variant, baseline: Variant, options: Options) -> Task:
+    """The task that times a variant and its baseline in turns.
+
+    Raises:
+        SlimqwenError: the workload or a checkpoint cannot be used.
+    """
+    workload = Workload.load(options.workload, variant.root)
+    return _task(
+        "latency",
+        (baseline, variant),
+        tasks.time_pair,
+        {"workload": options.workload, "rounds": options.rounds},
+        [workload.model_dump(mode="json"), options.rounds],
+        options,
+        alone=True,
+    )
+
+
+def _reusable_record(check: str, side: Variant, settings: GateSettings, options: Options) -> Path | None:
+    """The record of a gate's check of a side that a new measurement would only repeat."""
+    name, split = getattr(settings, check), settings.split(options.split, side.root)
+    if check == "quality":
+        return gate.find_reusable(
+            side, Quality, split=split, suite=name, limit=options.limit, endpoint="completions"
+        )
+    kind = _CHECKS[check][0]
+    return gate.find_reusable(side, kind, settings_name=name, split=_split_of_kind(kind, split))
+
+
+def _tasks(
+    check: str, side: Variant, baseline: Variant, name: str, split: Split | None, options: Options
+) -> list[Task]:
+    """The tasks of a check of a side.
 
     Args:
-        settings: the gate's; None where the check is measured alone, by the settings of the variant's EVALUATION.
+        name: name of the check's settings or suite.
     """
-    baseline, variant = pair
-    name: str = getattr(settings, check) if settings else variant.evaluation
-    split = settings.split(options.split, variant.root) if settings else None
     if check == "quality":
-        fields: dict[str, Any] = {"suite": name, "limit": options.limit, "endpoint": "completions"}
-        reusable = (
-            [gate.find_reusable(side, Quality, split=split, **fields) for side in pair]
-            if settings
-            else [None]
-        )
-        needed.add(check, reusable, lambda: _parts(pair, name, options))
-        return
+        return _parts(side, name, options)
     kind, function, model = _CHECKS[check]
-    sides = pair if check == "acceptance" else (variant,)
-    if not issubclass(kind, SplitRecord):  # the engine check has no items to split
-        split = None
-    reusable = (
-        [gate.find_reusable(side, kind, settings_name=name, split=split) for side in sides]
-        if settings
-        else [None]
-    )
-    settings_fields = model.of_variant(variant, name).model_dump(mode="json")
-    extra_argument = {"settings_name": name, "split": split}
-    # A pair is measured on one node, even where one side was recorded before.
-    needed.add(
-        check,
-        reusable,
-        lambda: [
-            _task(
-                check,
-                sides,
-                function,
-                extra_argument,
-                [settings_fields, str(split)],
-                options,
-                baseline=baseline,
-            )
-        ],
-    )
+    split = _split_of_kind(kind, split)
+    fields = model.of_variant(side, name).model_dump(mode="json")
+    argument = {"settings_name": name, "split": split}
+    return [_task(check, [side], function, argument, [fields, str(split)], options, baseline=baseline)]
 
 
-def _parts(pair: Sequence[Variant], suite_name: str, options: Options) -> list[Task]:
-    suite = Suite.load(suite_name, pair[0].root)
+def _split_of_kind(kind: type[Record], split: Split | None) -> Split | None:
+    """The split, for a kind whose items have sides; the engine check has none."""
+    return split if issubclass(kind, SplitRecord) else None
+
+
+def _parts(side: Variant, suite_name: str, options: Options) -> list[Task]:
+    suite = Suite.load(suite_name, side.root)
     split = suite.split(options.split)
     settings = [suite.model_dump(mode="json", exclude={"tasks_folder"}), options.limit, options.split]
     return [
         _task(
             f"quality {number + 1}/{options.parts}",
-            pair,
+            [side],
             tasks.ask_part,
             {"suite": suite_name, "limit": options.limit, "part": [number, options.parts], "split": split},
             [*settings, number, options.parts],

@@ -1,5 +1,4 @@
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -57,15 +56,6 @@ def test_an_interrupt_stops_the_running_task(tmp_path: Path) -> None:
     assert not psutil.pid_exists(int((tmp_path / "pid.txt").read_text()))
 
 
-@pytest.fixture
-def all_cpus() -> Iterator[None]:
-    """Every CPU of the machine: a worker of the test run keeps to its share."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, range(os.cpu_count() or 1))
-    yield
-    os.sched_setaffinity(0, before)
-
-
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two tasks on CPUs of their own need two CPUs")
 @pytest.mark.usefixtures("all_cpus")
 @pytest.mark.parametrize("warm", [False, True])
@@ -80,6 +70,25 @@ def test_two_tasks_run_beside_each_other_on_cpus_of_their_own(tmp_path: Path, wa
     with executor.as_task():  # what an earlier record of a task is compared with
         assert len(os.sched_getaffinity(0)) == len(met[0][1])
     assert met[0][1].isdisjoint(met[1][1])
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two tasks beside each other need two CPUs")
+@pytest.mark.usefixtures("all_cpus")
+def test_a_task_on_every_cpu_runs_beside_another(tmp_path: Path) -> None:
+    with LocalExecutor(tmp_path, width=2) as executor:
+        executor.submit(Task("a", "a", tasks.meet, "a"))
+        executor.submit(Task("b", "b", tasks.meet, "b", Resources(every_cpu=True)))
+        outcomes = sorted((executor.wait(), executor.wait()), key=lambda outcome: outcome.key)
+    met = [outcome.value for outcome in outcomes if isinstance(outcome, Result)]
+    assert [other for other, _ in met] == ["b", "a"]
+    assert met[0][1] < met[1][1] == os.sched_getaffinity(0)
+
+
+def test_an_urgent_task_begins_before_those_that_wait(tmp_path: Path) -> None:
+    with LocalExecutor(tmp_path) as executor:
+        for name, urgent in (("a", False), ("b", False), ("c", True)):
+            executor.submit(Task(name, name, tasks.double, 1, urgent=urgent))
+        assert [executor.wait().key for _ in range(3)] == ["c", "a", "b"]
 
 
 def test_a_task_that_needs_the_whole_node_or_too_much_memory_runs_alone(tmp_path: Path) -> None:

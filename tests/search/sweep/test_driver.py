@@ -1,6 +1,7 @@
 """The driver of a sweep: what it submits, what it writes, and what becomes of a failure or an interruption."""
 
 import json
+import os
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -15,13 +16,18 @@ from slimqwen.evals.quality import Quality
 from slimqwen.evals.quality_parts import PartAnswers
 from slimqwen.evals.suites.lm_eval_run import Part
 from slimqwen.evals.suites.suite import Suite
+from slimqwen.progress import silent
+from slimqwen.recipe import variant_recipe
 from slimqwen.records import store
 from slimqwen.search import SearchError
 from slimqwen.search.executors import Failure, LocalExecutor, Outcome, Result, Task
+from slimqwen.search.executors.process import affinity
 from slimqwen.search.sweep import required_tasks, tasks
 from slimqwen.search.sweep.driver import sweep
+from slimqwen.serving import platform
 from slimqwen.serving.command import ServerCommand
 from tests import record_files
+from tests.search.sweep import stand_in
 from tests.search.sweep.repository import OPTIONS, contents
 from tests.search.sweep.stand_in import ITEMS, answers
 
@@ -65,6 +71,8 @@ class Nodes:
         self.ran.append(task)
         if self.broken and self.broken in task.title:
             return Failure(task.key, "its process died (SIGSEGV)")
+        if task.title.startswith("bake_cache"):
+            return Failure(task.key, "no compiler")
         return Result(task.key, answers(self.root, task.argument))
 
     root = Path()
@@ -82,8 +90,8 @@ def test_parts_make_the_record_whatever_order_they_come_in(repository: Path) -> 
         ("a", None, 2),
         ("b", None, 2),
     ]
-    assert len(executor.ran) == 6
-    assert {task.argument["variants"][0] for task in executor.ran} == {"base"}
+    asked = sorted(task.argument["variants"] for task in executor.ran)
+    assert asked == [["a"]] * 3 + [["b"]] * 3 + [["base"]] * 3  # the baseline of two variants is asked once
     assert not any(task.resources.whole_node for task in executor.ran)  # nothing is timed
     record = store.read(results[0].records[1], Quality)
     assert record.tasks["facts"].item_count == ITEMS
@@ -99,13 +107,14 @@ def test_parts_make_the_record_whatever_order_they_come_in(repository: Path) -> 
 
 def test_an_interrupted_sweep_goes_on_and_writes_nothing_twice(repository: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        sweep(["a", "b"], OPTIONS, Nodes(interrupt_after=4), repository)
+        sweep(["a", "b"], OPTIONS, Nodes(interrupt_after=7), repository)
     assert {name: len(found) for name, found in contents(repository).items()} == {"a": 1, "base": 1}
     executor = Nodes()
     results = sweep(["a", "b"], OPTIONS, executor, repository)
-    assert len(executor.ran) == 2
-    assert {name: len(found) for name, found in contents(repository).items()} == {"a": 1, "b": 1, "base": 2}
+    assert [task.title for task in executor.ran] == ["quality 2/3 of b", "quality 3/3 of b"]
+    assert {name: len(found) for name, found in contents(repository).items()} == {"a": 1, "b": 1, "base": 1}
     assert store.read(results[1].records[1], Quality).answers_of_earlier_run == 2 * len(Part(0, 3).of(ITEMS))
+    assert results[0].records[0] == results[1].records[0]
     assert [len(each.records) for each in results] == [2, 2]
 
 
@@ -126,8 +135,8 @@ def test_parts_of_another_kind_of_hardware_are_refused(repository: Path) -> None
     side = variant.load("a", repository)
     values = []
     for number in range(2):
-        needed = required_tasks.measurements(side, variant.load("base", repository), OPTIONS)
-        task = needed.by_check["quality"][number]
+        needed = required_tasks.checks(side, (variant.load("base", repository), side), OPTIONS)
+        task = needed.tasks["quality"][number]
         values.append(PartAnswers.from_json(answers(repository, task.argument)["a"], suite))
     other = values[1].block.hardware.model_copy(update={"cpu_model": "another"})
     mixed = [values[0], PartAnswers(values[1].runs, values[1].block.model_copy(update={"hardware": other}))]
@@ -196,6 +205,48 @@ def test_a_stage_that_leaves_nothing_ends_the_variant(
     [result] = sweep(["c"], OPTIONS, Nodes(), repository)
     assert result.failure is not None
     assert "round_linears of c ended and left nothing" in result.failure
+
+
+class Shares(Nodes):
+    """Nodes whose tasks have one CPU each; stages run, and the baseline is asked last."""
+
+    def as_task(self) -> AbstractContextManager[None]:
+        return affinity(sorted(os.sched_getaffinity(0))[:1])
+
+    def wait(self) -> Outcome:
+        task = next((task for task in self.waiting if task.urgent), self.waiting[-1])
+        self.waiting.remove(task)
+        self.ran.append(task)
+        if task.title.startswith("bake_cache"):
+            return Failure(task.key, "no compiler")
+        if task.urgent:
+            return Result(task.key, task.function(self.root, task.argument, silent))
+        return Result(task.key, answers(self.root, task.argument))
+
+
+@pytest.mark.usefixtures("all_cpus")
+@pytest.mark.parametrize("kind", [Shares, Nodes])
+def test_a_variant_is_checked_while_a_cache_is_made_that_its_checks_cannot_use(
+    repository: Path, add_variant: Callable[..., Path], kind: type[Nodes]
+) -> None:
+    config = "BASE=base\nVLLM_MODEL=weights/c\nVLLM_ENFORCE_EAGER=0\n"
+    folder = add_variant("c", config, baseline="base").parent
+    (folder / "recipe.yaml").write_text(
+        "description: d\nbase: base\nstages:\n  - round_linears: {}\n  - bake_cache: {}\n"
+    )
+    subject = variant.load("c", repository)
+    assert not required_tasks.answers_are_decided(subject)
+    variant_recipe.run(subject, 1)
+    assert required_tasks.answers_are_decided(subject)
+    stage = required_tasks.next_stage(subject)
+    assert stage is not None
+    assert (stage.title, stage.resources.every_cpu, stage.urgent) == ("bake_cache of c", True, True)
+    stand_in.describe_variants(["c"], repository)
+    executor = kind()
+    sweep(["c"], OPTIONS, executor, repository)
+    asked = {name for task in executor.ran if not task.urgent for name in task.argument["variants"]}
+    # Where a task has every CPU, it would find the cache or not, depending on when it begins.
+    assert asked == ({"base", "c"} if kind is Shares and platform.physical_cores() > 1 else {"base"})
 
 
 def test_a_variant_on_several_gpus_asks_for_as_many(

@@ -20,6 +20,7 @@ def test_the_gate_of_a_sweep_is_that_of_its_checks(root: Path, checks: Checks) -
     (result,) = sweep(["small"], OPTIONS, executor, root)
     assert (result.failure, result.outcome) == (None, "pass")
     assert [task.title for task in executor.ran] == [
+        "quality 1/2 of tiny", "quality 2/2 of tiny", "acceptance of tiny",
         "engine of small", "quality 1/2 of small", "quality 2/2 of small", "fidelity of small", "acceptance of small",
     ]  # fmt: skip
     record = store.read(result.records[-1], Gate)
@@ -35,7 +36,8 @@ def test_checks_alone_leave_their_records_in_the_folder_that_is_named(root: Path
     for _ in range(2):  # nothing is used again without a gate
         executor = InProcess()
         (result,) = sweep(["small"], options, executor, root)
-        assert [task.title for task in executor.ran] == ["fidelity of small", "acceptance of small"]
+        titles = [task.title for task in executor.ran]
+        assert titles == ["acceptance of tiny", "fidelity of small", "acceptance of small"]
     assert (result.failure, result.outcome) == (None, "")
     assert sorted(path.relative_to(root / "demo").parts[0] for path in result.records) == [
         "small",
