@@ -97,11 +97,14 @@ def variants_table(root: Path, *, with_weights: bool = False) -> Table:
     return Table("Variants", columns, tuple(rows), text_columns=len(columns))
 
 
-def summary_table(root: Path, baseline: str, name: str) -> Table:
+def summary_table(root: Path, baseline: str, name: str, workload: str = "classes") -> Table:
     """A variant against its baseline, one row per measure: speed, start-up, acceptance length, size, quality.
 
     Speed, start-up and acceptance come from the newest records of the scored checkpoints; a measure without records has
     no row.
+
+    Args:
+        workload: workload of the latency records.
 
     Raises:
         MissingRecordError: no quality record of one of the two.
@@ -111,7 +114,7 @@ def summary_table(root: Path, baseline: str, name: str) -> Table:
     records = [store.read(path, Quality) for path in paths]
     first, second = (record.provenance.checkpoint.size_bytes / 1e6 for record in records)
     digests = {record.variant: record.provenance.checkpoint.digest for record in records}
-    speed, speed_sources = _speed_rows(root, digests)
+    speed, speed_sources = _speed_rows(root, digests, workload)
     start_up, start_up_sources = _start_up_rows(root, name, digests[name])
     acceptance, acceptance_sources = _acceptance_rows(root, digests)
     sources = [*speed_sources, *start_up_sources, *acceptance_sources, *zip(records, paths, strict=True)]
@@ -171,7 +174,9 @@ def _latest_latency(folder: Path) -> str:
     return f"{medians} ({provenance.hardware_name(record.provenance.hardware)})"
 
 
-def _speed_rows(root: Path, digests: Mapping[str, str]) -> tuple[list[tuple[str, ...]], Sources]:
+def _speed_rows(
+    root: Path, digests: Mapping[str, str], workload: str
+) -> tuple[list[tuple[str, ...]], Sources]:
     """TPOT of each prompt class and the time of all requests, from records measured in turns, with these records.
 
     Args:
@@ -179,7 +184,7 @@ def _speed_rows(root: Path, digests: Mapping[str, str]) -> tuple[list[tuple[str,
     """
     first, second = (root / "experiments" / name for name in digests)
     try:
-        paths = speedups.latency_pair(first, second, "classes")
+        paths = speedups.latency_pair(first, second, workload)
     except (store.MissingRecordError, pairing.NotComparableError):
         return [], []
     records = [store.read(path, Latency) for path in paths]

@@ -225,8 +225,8 @@ class ServerCommand:
     def process_environment(self) -> dict[str, str]:
         """The environment of the vLLM process.
 
-        Stray VLLM_* variables of the calling shell would change what is measured (VLLM_PLUGINS even drops the
-        engine fixes), so only the API key passes. On CUDA a host without nvcc gets the toolkit of this environment,
+        Stray VLLM_* and TORCHINDUCTOR_* variables would change what is measured (VLLM_PLUGINS even drops the engine
+        fixes, an engine in this process sets some for its compiler), so only the API key passes. On CUDA a host without nvcc gets the toolkit of this environment,
         and on a CPU every process has torch's OpenMP library.
 
         Raises:
@@ -235,7 +235,7 @@ class ServerCommand:
         inherited = {
             key: value
             for key, value in os.environ.items()
-            if not key.startswith("VLLM_") or key == "VLLM_API_KEY"
+            if not key.startswith(("VLLM_", "TORCHINDUCTOR_")) or key == "VLLM_API_KEY"
         }
         if self.platform == "cpu":
             inherited |= machine.preloaded_libraries(inherited)

@@ -129,10 +129,13 @@ class LocalExecutor:
         return self._processes[lane]
 
     def _cpus(self, lane: int) -> Collection[int]:
-        """CPUs of a lane, equally many for each; none for a lane without a restriction."""
+        """CPUs of a lane, equally many for each; none for a lane without a restriction.
+
+        The first lanes have the last CPUs: vLLM's engine in the lane without a restriction takes the first.
+        """
         if self._width == 1 or lane < 0:
             return ()
-        cpus = sorted(os.sched_getaffinity(0))
+        cpus = sorted(os.sched_getaffinity(0), reverse=True)
         return cpus[lane :: self._width][: max(1, len(cpus) // self._width)]
 
     def _report(self, lane: int, activity: str, done: float, total: float) -> None:
