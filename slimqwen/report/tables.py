@@ -97,7 +97,7 @@ def variants_table(root: Path, *, with_weights: bool = False) -> Table:
     return Table("Variants", columns, tuple(rows), text_columns=len(columns))
 
 
-def summary_table(root: Path, baseline: str, name: str, workload: str = "classes") -> Table:
+def summary_table(root: Path, baseline: str, name: str, workload: str) -> Table:
     """A variant against its baseline, one row per measure: speed, start-up, acceptance length, size, quality.
 
     Speed, start-up and acceptance come from the newest records of the scored checkpoints; a measure without records has
