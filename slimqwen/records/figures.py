@@ -1,10 +1,11 @@
 """The named numbers of a record, read from its fields; data frames, MLflow and the leaderboard show these."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 _ESTIMATE_FIELDS = ("standard_error", "low", "high", "count")
+_NOT_RESULTS = frozenset({"schema", "variant", "items", "provenance", "gpu", "split"})
 _NAMING_CONTAINERS = frozenset(
     {"tasks", "classes", "modes", "depths", "settings", "cells", "variants", "heads", "sizes"}
 )
@@ -22,7 +23,7 @@ _UNITS = (
     ("_nats", "nats"), ("bits_per_byte", "bits/byte"), ("bits_per_byte_change", "bits/byte"), ("share", "share"),
     ("exact_match", "share"), ("acc", "share"), ("acc_norm", "share"), ("length", "tokens"), ("tokens", "tokens"),
 )  # fmt: skip
-"""Unit by the ending of a figure's name; the first that fits."""
+"""Unit by the ending of a figure's name. The first that fits counts: a longer ending stands before a shorter one."""
 
 
 @dataclass(frozen=True)
@@ -46,27 +47,29 @@ class Figure:
     count: int | None = None
 
 
-def figures_of(fields: Mapping[str, Any]) -> dict[str, Figure]:
-    """Every number in the fields of a record.
+def figures_of(fields: Mapping[str, Any], units: Mapping[str, str]) -> dict[str, Figure]:
+    """Every number among the results of a record.
 
     Args:
-        fields: the part of a record that holds its results, as JSON.
+        fields: the record as JSON.
+        units: unit by the ending of a field's name, before the endings that all kinds share.
 
     Returns:
         Figures by name: the parts of the record around the number, then its own name, joined by "/"; a statistic of a
         distribution is named such as `ttft_ms.median`.
     """
-    return dict(pair for key, value in fields.items() for pair in _walk(value, (), key))
+    results = {key: value for key, value in fields.items() if key not in _NOT_RESULTS}
+    figures = dict(pair for key, value in results.items() for pair in _walk(value, (), key))
+    return {name: replace(figure, unit=_unit_of(name, units)) for name, figure in figures.items()}
 
 
-def unit_of(name: str) -> str:
-    """The unit by the ending of a figure's name; empty for an unknown ending."""
+def _unit_of(name: str, units: Mapping[str, str]) -> str:
     ending = name.rpartition("/")[2].partition(".")[0]
-    return next((unit for end, unit in _UNITS if ending.endswith(end)), "")
+    return next((unit for end, unit in (*units.items(), *_UNITS) if ending.endswith(end)), "")
 
 
 def _walk(value: Any, group: tuple[str, ...], name: str) -> Iterator[tuple[str, Figure]]:
-    """The figures in one part of a record.
+    """The figures in one part of a record, still without units.
 
     Args:
         group: names of the parts around it.
@@ -121,7 +124,7 @@ def _label_and_rest(part: Mapping[str, Any], number: int) -> tuple[str, dict[str
 
 
 def _named_figure(group: tuple[str, ...], name: str, value: float, **estimate: Any) -> tuple[str, Figure]:
-    return "/".join((*group, name)), Figure(value, unit_of(name), **estimate)
+    return "/".join((*group, name)), Figure(value, **estimate)
 
 
 def _is_number(value: Any) -> bool:

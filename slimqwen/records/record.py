@@ -1,18 +1,18 @@
 """The base of every record kind, and the field types that kinds share.
 
-To add a kind, write one module in evals/, bench/, analysis/, search/ or image/ (and its test):
+A kind is one module in evals/, bench/, analysis/, search/ or image/, and its test:
 
-1. A subclass of `Record` with the class variables `kind` and `verb`, and a field for each figure. The ending
-   of a field's name says the unit (`ttft_ms`), and tables show it (`_UNITS` in figures.py has the endings). Parts are
-   subclasses of `Block`. A kind of experiments/ is a subclass of `ServedRecord`, or of `SplitRecord` (split.py) if it
-   can be of one side of a search's split. A field that JSON names by a Python keyword:
+1. A subclass of `Record` with the class variables `kind` and `verb`, and a field for each figure; the ending of its
+   name says the unit (`ttft_ms`), and `units` has those that figures.py lacks. Parts are subclasses of `Block`. A kind
+   of experiments/ is a subclass of `ServedRecord`, or of `SplitRecord` (split.py) if it can be of one side of a
+   search's split. A field whose JSON name is a Python keyword:
    `class_: str = Field(validation_alias="class", serialization_alias="class")`.
 2. A function that measures, builds the record and hands it to `store.write`.
 3. `tables()`, `panels()`, `trends()`, `finding()`, `replay()`, `topic` and `leaderboard_columns`, where the defaults
    do not suffice.
 
-`registry.kinds()` finds the class; `slimqwen record schemas` writes its JSON Schema. Data frames, MLflow, leaderboard,
-log, pages and `slimqwen record check` need nothing else. Imports of torch, vLLM and transformers stand in functions.
+Nothing else changes by hand: `registry.kinds()` finds the class, `slimqwen record schemas` writes its JSON Schema. To
+call its measurement from the command line, add a verb. Imports of torch, vLLM and transformers stand in functions.
 A changed field needs a new `version` and a step in migrations.py; a new field with a default needs neither.
 """
 
@@ -45,8 +45,6 @@ Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
-
-_NOT_RESULTS = frozenset({"schema", "variant", "items", "provenance", "gpu", "split"})
 
 
 class Block(BaseModel):
@@ -342,11 +340,13 @@ class Record(Versioned):
     Attributes:
         folder: experiments for records of one variant with items beside them, results for others.
         verb: the `slimqwen` verb that makes one, such as "bench startup".
+        units: unit by the ending of a field's name, for endings that figures.py lacks.
         leaderboard_columns: heading of a leaderboard column by the name of the figure that it shows.
     """
 
     folder: ClassVar[Literal["experiments", "results"]] = "results"
     verb: ClassVar[str]
+    units: ClassVar[Mapping[str, str]] = {}
     leaderboard_columns: ClassVar[Mapping[str, str]] = {}
 
     variant: VariantName
@@ -355,7 +355,7 @@ class Record(Versioned):
 
     def figures(self) -> Mapping[str, Figure]:
         """The named numbers of the record: every number in it but those of its provenance."""
-        return figures_of({name: value for name, value in self.as_json().items() if name not in _NOT_RESULTS})
+        return figures_of(self.as_json(), self.units)
 
     @property
     def topic(self) -> str:

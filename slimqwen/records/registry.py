@@ -1,11 +1,12 @@
 """The record kinds: every subclass of `Record` that a module of the packages below defines.
 
-Only modules that import `slimqwen.records.record` are imported, so that reading a record loads no engine.
+Only modules whose text names a base class of records are imported, so that reading a record loads no engine.
 """
 
 import importlib
 import importlib.util
 import pkgutil
+import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -15,7 +16,7 @@ from slimqwen.errors import SlimqwenError
 from slimqwen.records.record import Record
 
 PACKAGES = tuple(f"slimqwen.{name}" for name in ("evals", "bench", "analysis", "search", "image"))
-_IMPORT = "slimqwen.records.record import"
+_NAMES_A_BASE = re.compile(r"slimqwen\.records\.record import|\b(record\.Record|ServedRecord|SplitRecord)\b")
 
 
 @cache
@@ -42,7 +43,7 @@ def _models() -> Iterator[type[Record]]:
         package = importlib.import_module(name)
         for module in pkgutil.walk_packages(package.__path__, f"{name}."):
             spec = importlib.util.find_spec(module.name)
-            if spec and spec.origin and _IMPORT in Path(spec.origin).read_text(encoding="utf-8"):
+            if spec and spec.origin and _NAMES_A_BASE.search(Path(spec.origin).read_text(encoding="utf-8")):
                 yield from _defined_in(module.name)
 
 

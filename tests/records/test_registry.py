@@ -1,4 +1,4 @@
-"""A new record kind is one module: everything that shows records finds it by itself."""
+"""A record kind is one module and its test: nothing else changes by hand, its units included."""
 
 import subprocess
 import sys
@@ -36,6 +36,7 @@ class Energy(Record):
     kind: ClassVar = "{kind}"
     folder: ClassVar = "results"
     verb: ClassVar = "bench energy"
+    units: ClassVar = {{"joules_per_token": "J/token"}}
     leaderboard_columns: ClassVar = {{"joules_per_token": "energy (J/token)"}}
 
     joules_per_token: NonNegative = Field(description="Joules.")
@@ -97,7 +98,7 @@ def test_a_new_kind_is_in_every_report_without_a_change_elsewhere(energy, tmp_pa
     assert mlflow_export.export(repository).added == (location,)
 
     [table] = record.tables(path)
-    assert table.rows[0][:2] == ("joules_per_token", "0.25")
+    assert table.rows[0] == ("joules_per_token", "0.25", "", "J/token")
 
     [entry], _ = log.entries(repository)
     assert (entry.kind, entry.finding) == ("energy", "ratio 2 [1.5, 2.5]")
@@ -109,7 +110,20 @@ def test_a_new_kind_is_in_every_report_without_a_change_elsewhere(energy, tmp_pa
 
     (repository / "README.md").write_text("<!-- table:energy a -->\n<!-- end -->\n")
     markdown.update(repository)
-    assert "| joules_per_token | 0.25 |" in (repository / "README.md").read_text()
+    assert "| joules_per_token | 0.25 |  | J/token |" in (repository / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("line", "base"),
+    [
+        ("from slimqwen.records.split import SplitRecord", "SplitRecord"),
+        ("from slimqwen.records import split", "split.SplitRecord"),
+        ("from slimqwen.records import record", "record.Record"),
+    ],
+)
+def test_a_kind_is_found_however_its_module_imports_the_base_class(room, line, base):
+    (room / "halved.py").write_text(f"{line}\n\n\nclass Halved({base}):\n    kind, verb = 'halved', '-'\n")
+    assert registry.kinds()["halved"].__module__ == "slimqwen.bench.halved"
 
 
 def test_a_kind_is_defined_once(room):
