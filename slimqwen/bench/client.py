@@ -1,7 +1,8 @@
 """The streaming client of all timed requests: vLLM's own benchmark client, for one request or for a whole load.
 
-TTFT is the time to the first token, TPOT the time per output token after it, ITL the time between two streamed
-chunks, E2EL the time from sending a request to its last token; all in milliseconds, measured by the client over HTTP.
+TTFT is the time from sending a request to the first streamed chunk that has a token, TPOT the time per output token
+after it, ITL the time between two such chunks, E2EL the time from sending a request to its last token; all in
+milliseconds, measured by the client over HTTP.
 """
 
 import asyncio
@@ -194,7 +195,8 @@ def send(
         watch: receives the load of the host during the requests.
 
     Returns:
-        The result of `vllm.benchmarks.serve.benchmark`, lists in the order of the requests.
+        The result of `vllm.benchmarks.serve.benchmark`. Its lists are in the order of the requests: `ttfts`, `itls` (a
+        list for each request) and `latencies` in seconds, `output_lens` in tokens, `errors` as text, empty without one.
 
     Raises:
         ServerLostError: no request was answered.

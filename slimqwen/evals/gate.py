@@ -75,6 +75,7 @@ class Gate(SplitRecord):
     verb = "gate check"
 
     baseline: VariantName
+    # The settings were once called a plan, which now is a prediction of vLLM alone; records keep the old name.
     settings_name: str = Field(
         min_length=1,
         description="Name of the settings in eval/gates/.",
@@ -324,9 +325,9 @@ def _is_still_valid(record: Record, variant: Variant) -> bool:
 def _measure_quality(sides: Sequence[Variant], suite_name: str, options: dict[str, Any]) -> list[Path]:
     """Quality records of both sides, measured where none can be reused: of the deciding sample, or of all items.
 
-    All items are used if both sides have such a record, or if the sample leaves a task inconclusive. Two looks at a
-    task's interval pass a variant that is exactly the margin worse in at most 5 % of runs instead of 2.5 %
-    (Bonferroni's bound).
+    All items are used if both sides have such a record, or if the sample leaves a task inconclusive. One look at a
+    task's interval passes a variant that is worse by exactly the margin in at most 2.5 % of runs. The sample and then
+    all items are two looks, either of which can pass it: together in at most 5 % of runs (Bonferroni's bound).
     """
     fields: dict[str, Any] = {"suite": suite_name, "endpoint": "completions"}
     full_paths = [find_reusable(side, quality.Quality, limit=None, **fields) for side in sides]

@@ -6,9 +6,10 @@
 | `readiness`, and what it imports | `--middleware` | API server |
 | `endpoints`, and what it imports | entry point `vllm.endpoint_plugins` | API server |
 | `compile_watch` | entry point `vllm.general_plugins` | every one |
-| `engine_fixes` | entry point `vllm.general_plugins` | every one: fixes on a CPU, the draft class everywhere |
+| `engine_fixes` | entry point `vllm.general_plugins` | every one |
 | `draft_vocabulary` | model class, named by `engine_fixes` | engine, workers |
 | `engine_facts` | `--worker-extension-cls` | workers |
 
+`engine_fixes` installs the fixes on a CPU only, and registers `draft_vocabulary` on every platform.
 pyproject.toml has the entry points; `slimqwen/serving/command.py` writes the options.
 """

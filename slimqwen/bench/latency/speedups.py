@@ -32,16 +32,18 @@ Rounds = Mapping[int, Sequence[Mapping[str, Any]]]
 
 @dataclass(frozen=True)
 class Speedup:
-    """One figure of one class of two variants, and how many times as good the second is.
+    """One figure of one class of two variants, and how many times as good as the first the second is.
 
     Attributes:
         prompt_class: its name, or `ALL_CLASSES`.
         prompt_tokens: length of a prompt; None for all classes.
         output_tokens: length of an output; None for all classes.
         measure: a median time in milliseconds (`wall_ms`: a sum), or a rate per second.
-        first: figure of the first variant, over all its requests.
-        second: figure of the second variant.
-        speedup: over rounds the ratio of geometric means, so not first / second; None where the first figure is 0.
+        first: figure of the first variant, over all its requests; the baseline, where one of the two is.
+        second: figure of the second variant, likewise.
+        speedup: more than 1 where the second is better. Times: first over second; rates: second over first. Over rounds
+            it is the ratio of the geometric means of the rounds' figures, so it differs from the ratio of `first` and
+            `second`. None where the first figure is 0.
         interval: 95 % interval of the speed-up; None where neither rounds nor requests give one.
         rounds: number of rounds of the interval; 0 for an interval over requests.
     """
