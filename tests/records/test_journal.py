@@ -71,6 +71,23 @@ def test_a_second_process_is_refused_and_a_finished_run_forgotten(tmp_path):
         assert answers.reused == 0
 
 
+def test_a_run_whose_journal_was_deleted_meanwhile_ends_as_any_other(tmp_path):
+    file = tmp_path / "answers.jsonl"
+    with locked(file) as answers:
+        answers.add(ASK, 1)
+        file.unlink()
+        answers.discard()
+    assert not file.exists()
+
+
+def test_the_first_journal_of_a_clone_makes_its_folders(tmp_path):
+    file = tmp_path / ".cache" / "quality" / "answers.jsonl"
+    with locked(file) as answers:
+        answers.add(ASK, 1)
+    with locked(file) as answers:
+        assert answers.get(ASK) == 1
+
+
 @pytest.mark.parametrize("is_new", [False, True])
 def test_a_run_that_ends_while_another_waits_for_its_journal_is_not_made_again(tmp_path, monkeypatch, is_new):
     """The first process deletes its journal between the second's opening and locking of it."""

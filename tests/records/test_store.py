@@ -263,7 +263,8 @@ def test_the_file_of_a_record_has_one_value_a_line_and_one_space_a_level_as_the_
 
 
 def test_a_message_names_a_file_as_every_machine_does():
-    assert store.short_path(ROOT / "experiments" / "tiny" / "x.json") == "experiments/tiny/x.json"
+    for folder in (ROOT, ROOT.parent, ROOT / "build" / "clone"):
+        assert store.short_path(folder / "experiments" / "tiny" / "x.json") == "experiments/tiny/x.json"
 
 
 def test_items_that_were_changed_are_refused(tmp_path, quality):
@@ -282,3 +283,24 @@ def test_items_that_were_changed_are_refused(tmp_path, quality):
     items.unlink()
     with pytest.raises(store.RecordError, match="needs it"):
         store.read_items(path)
+
+
+def test_the_folders_of_a_first_record_are_made(tmp_path, quality, result):
+    first = write(tmp_path / "experiments" / "tiny", quality, ITEMS)
+    assert store.latest(first.parent, Quality) == first
+    other = store.write(tmp_path / "repository" / "results", result())
+    assert store.latest_result(tmp_path / "repository", StartUp, "tiny") == other
+
+
+@pytest.mark.usefixtures("times")
+def test_items_have_one_text_whatever_the_order_of_their_fields(tmp_path, quality):
+    turned = [dict(reversed(item.items())) for item in ITEMS]
+    one, other = (store.read(write(tmp_path, quality, items)).items for items in (ITEMS, turned))
+    assert one.sha256 == other.sha256
+
+
+def test_texts_stay_readable_in_a_file(tmp_path, quality):
+    made = quality["provenance"] | {"command": "slimqwen süß"}
+    path = write(tmp_path, quality | {"provenance": made}, [{"answer": "süß"}])
+    for file in (path, path.with_name(store.read(path).items.file)):
+        assert "süß" in file.read_text(encoding="utf-8")

@@ -309,3 +309,29 @@ def test_several_rounds_are_compared_by_their_medians_and_in_turns_only_where_bo
     found, rounds = intervals.ratio_by_round(numerator, denominator, in_turns=False)
     assert rounds == 3
     assert found == intervals.ratio_of_rounds([9, 12, 7], [3, 2, 5], in_turns=False)
+
+
+def test_an_item_is_drawn_with_its_weight():
+    """Where small items differ most, weights drawn apart from them would move the interval off the mean."""
+    rng = np.random.default_rng(8)
+    weights = rng.uniform(1, 9, 400)
+    second = 1 / weights + rng.normal(0, 0.05, 400)
+    found = intervals.paired_difference(np.zeros(400), second, weights)
+    normal = stats.norm.interval(0.95, found.value, found.standard_error)
+    assert (found.low, found.high) == pytest.approx(normal, abs=0.2 * found.standard_error)
+
+
+def test_a_bootstrap_interval_is_that_of_the_committed_records():
+    """Its seed, number of draws and order of draws stay, or committed records could not be computed again."""
+    shown = [0.3, -1.2, 0.8, 2.5, -0.4, 1.1, 0.06, 0.333, 1.71, 2.2, -0.77, 0.123, -2.21]
+    found = intervals.paired_difference(np.zeros(len(shown)), shown)
+    assert (found.low, found.high) == pytest.approx((-0.35935769230769, 1.04257692307692), abs=1e-12)
+    # Of two sides the draws also depend on how many are made at once.
+    ratio = intervals.ratio_of_medians(
+        [0.31, 1.27, 0.83, 2.59, 0.47, 1.13, 0.061], [0.333, 1.71, 2.2, 0.77, 0.123, 2.21]
+    )
+    assert (ratio.low, ratio.high) == pytest.approx((0.15856777493606, 3.81381381381381), abs=1e-12)
+
+
+def test_the_normal_interval_reaches_196_hundredths_of_a_standard_error():
+    assert pytest.approx(1.959964, abs=1e-6) == intervals.Z

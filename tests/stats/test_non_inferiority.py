@@ -22,6 +22,9 @@ def judged(value, low, high, *, margin=0.04, higher_is_better=True, discordance=
         (-0.09, -0.03, Verdict.INCONCLUSIVE),
         (-0.09, -0.05, Verdict.FAIL),
         (0.01, 0.02, Verdict.PASS),
+        # An end exactly at the margin shows nothing.
+        (-0.04, 0.01, Verdict.INCONCLUSIVE),
+        (-0.09, -0.04, Verdict.INCONCLUSIVE),
     ],
 )
 def test_the_whole_interval_has_to_lie_on_one_side_of_the_margin(low, high, said):
@@ -176,3 +179,20 @@ def test_fewer_differences_and_wider_margins_take_fewer_items():
 def test_a_score_is_above_its_floor_only_with_its_whole_interval(estimate, right, said):
     for floor, verdict_said in said.items():
         assert non_inferiority.judge_floor(estimate, floor, right=right) == verdict_said
+
+
+def test_a_measured_loss_of_exactly_the_margin_is_passed_by_no_number_of_items():
+    result = judged(-0.04, -0.08, 0.0)
+    assert (result.verdict, result.items_needed) == (Verdict.INCONCLUSIVE, None)
+
+
+def test_the_exact_interval_reaches_its_end_where_one_side_lost_every_item():
+    # The exact lower end of 20 of 20, and 1 less the upper end of none of 20, is (p / 2) ** (1 / 20).
+    end = 0.0125 ** (1 / 20)
+    interval = non_inferiority.paired_proportion_interval(Discordance(20, 0, 1.0), 20)
+    assert interval == pytest.approx((-1, 1 - 2 * end))
+
+
+def test_no_plan_has_fewer_than_the_two_items_of_an_interval():
+    assert non_inferiority.items_to_decide_mean(margin=10.0, deviation=0.1) == 2
+    assert non_inferiority.items_to_decide(margin=1.0, discordance=0.01) == 2

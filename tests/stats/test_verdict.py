@@ -33,3 +33,8 @@ def test_a_whole_interval_on_one_side_of_the_limit_decides(low, high, limit_pass
 )
 def test_the_whole_is_as_good_as_its_worst_part(verdicts, whole):
     assert overall(verdicts) is whole
+
+
+def test_an_interval_that_ends_at_the_limit_passes_unless_said_otherwise():
+    assert Verdict.from_interval(1.0, 1.2, 1.0, higher_is_better=True) is Verdict.PASS
+    assert Verdict.from_interval(0.8, 1.0, 1.0, higher_is_better=False) is Verdict.PASS

@@ -224,6 +224,8 @@ def test_the_l2_cache_is_noted_only_where_it_holds_a_tenth_of_the_weights(reposi
         assert found["variants"][0].l2_share == pytest.approx(shown)
         assert (f"a10g's L2 cache holds {shown:.0%} of its weights" in str(found["notes"])) == is_noted
         assert not any("acceptance length" in note for note in found["notes"])
+    exactly_a_tenth = found["variants"][0].model_copy(update={"l2_share": 0.1})
+    assert "L2" not in str(bounds._notes(exactly_a_tenth, a10g))
 
 
 def test_a_batch_is_as_large_as_flags_and_memory_allow(repository: Path, add_variant):

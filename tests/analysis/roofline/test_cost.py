@@ -202,3 +202,15 @@ def test_the_parts_of_a_step_add_up_to_its_bytes_by_hand():
     assert sum(parts.values()) == cost.decode(SMALL, SLOW, 1, 10, 4, 1.0).bytes
     plain = cost.part_bytes(SMALL, 0, 10)
     assert list(plain.values()) == [1184, 512, 0, 0, 16 + (10 + 1) * 16 + 2 * 224]
+
+
+def test_a_pass_whose_bytes_and_flops_take_equally_long_is_limited_by_memory():
+    even = cost.Work(SLOW.bandwidth, {"bf16": SLOW.peak("bf16")})
+    assert even.memory_seconds(SLOW) == even.compute_seconds(SLOW) == even.seconds(SLOW) == 1
+    assert even.limit(SLOW) == "memory"
+    assert cost.Work(SLOW.bandwidth, {"bf16": 1.01 * SLOW.peak("bf16")}).limit(SLOW) == "compute"
+
+
+def test_each_end_of_the_possible_acceptance_lengths_is_possible():
+    for length in (1, 5):
+        cost.check_acceptance_length(length, 4)
