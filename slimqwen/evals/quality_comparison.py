@@ -20,7 +20,8 @@ _SEVERITY = (Verdict.FAIL, Verdict.INCONCLUSIVE, Verdict.PASS)
 
 VERDICT_NOTE = (
     "Verdict: pass if the interval (exact for right-or-wrong answers) rules out a loss beyond the non-inferiority "
-    "margin, which was fixed beforehand; in brackets, the items that an inconclusive verdict lacks."
+    "margin, which the suite's authors wrote into its file before any variant was measured; in brackets, the items "
+    "that an inconclusive verdict lacks."
 )
 
 

@@ -110,7 +110,7 @@ def margins(gain: Margins) -> str:
 
 
 def _verdict(row: Row) -> Cell:
-    note = "; ".join(row.doubts) or (row.status if row.verdict else "")
+    note = "; ".join(row.doubts) or (row.status if row.status != row.standing else "")
     return Cell(row.standing, _VERDICTS.index(row.standing), note, "fail" if row.doubts else "")
 
 

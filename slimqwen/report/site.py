@@ -4,8 +4,9 @@ import contextlib
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -23,7 +24,17 @@ from slimqwen.records.collection import Collection, Problem, StoredRecord
 from slimqwen.records.provenance import CPU_NOTE, commit_name
 from slimqwen.records.record import Record
 from slimqwen.records.table import Table
-from slimqwen.report import charts, columns, comparison_charts, cost, fronts, leaderboard, trends
+from slimqwen.report import (
+    charts,
+    columns,
+    comparison_charts,
+    cost,
+    fronts,
+    glossary,
+    leaderboard,
+    tables,
+    trends,
+)
 from slimqwen.report.charts import Chart
 from slimqwen.report.columns import Cell, Column
 from slimqwen.report.cost import Prices
@@ -37,6 +48,9 @@ _STALE_SECONDS = 3600
 _MOST_FRONTS = 3
 _MOST_PROBLEMS = 200
 _CHARTS = ("charts", "trends")
+
+DEMO = "demo"
+"""Folder of the repository for the records of `slimqwen demo`, and the workload of its timing."""
 
 
 class ReportError(SlimqwenError):
@@ -59,6 +73,15 @@ class Site:
 
 
 @dataclass(frozen=True)
+class DemoRun:
+    """A variant beside its baseline by the demo's own records."""
+
+    baseline: str
+    variant: str
+    table: Table
+
+
+@dataclass(frozen=True)
 class Source:
     """Content of the pages."""
 
@@ -68,6 +91,7 @@ class Source:
     names: tuple[str, ...]
     problems: tuple[Problem, ...]
     prices: Prices
+    demo: tuple[DemoRun, ...]
 
 
 @dataclass(frozen=True)
@@ -112,8 +136,28 @@ def read(root: Path, progress: Progress = silent, prices: Path | None = None) ->
         rows += variant_rows
         problems |= {problem.location: problem for problem in unusable}
     progress("pair the records", len(names), len(names))
+    demo = _demo_runs(records, problems)
     ordered = tuple(problems[location] for location in sorted(problems))
-    return Source(records, family, fronts.board(rows), names, ordered, user_prices)
+    return Source(records, family, fronts.board(rows), names, ordered, user_prices, demo)
+
+
+def _demo_runs(records: Collection, problems: dict[str, Problem]) -> tuple[DemoRun, ...]:
+    """The variants of demo/ whose baselines are there too; records that cannot be used become a problem."""
+    runs = []
+    for folder in sorted((records.root / DEMO).glob("*/")):
+        claims = records.measurements.get(folder.name)
+        if claims is None or claims.baseline is None or not (folder.parent / claims.baseline).is_dir():
+            continue
+        try:
+            table = tables.summary_table(
+                records.root, claims.baseline, folder.name, workload=DEMO, folder=DEMO
+            )
+        except leaderboard.DAMAGED as error:
+            location = f"{DEMO}/{folder.name}"
+            problems[location] = Problem(location, f"{error}; run `slimqwen demo` again")
+        else:
+            runs.append(DemoRun(claims.baseline, folder.name, table))
+    return tuple(runs)
 
 
 def build(root: Path, destination: Path, progress: Progress = silent, prices: Path | None = None) -> Site:
@@ -175,7 +219,7 @@ def figures(root: Path, folder: Path, progress: Progress = silent) -> list[Path]
 
 
 def _write_pages(source: Source, folder: Path, progress: Progress) -> None:
-    pages = _environment()
+    pages = _environment(glossary.read(source.records.root))
     contents = {f"variants/{_file_name(name)}": _variant_page(source, name) for name in source.names}
     contents["index.html"] = _index_page(source)
     drawn = [chart for content in contents.values() for name in _CHARTS for chart in content.get(name, ())]
@@ -187,7 +231,12 @@ def _write_pages(source: Source, folder: Path, progress: Progress) -> None:
     progress("write the pages", len(contents), len(contents))
 
 
-def _environment() -> jinja2.Environment:
+def _environment(terms: Mapping[str, str]) -> jinja2.Environment:
+    """Templates with their filters.
+
+    Args:
+        terms: meanings by term of the glossary.
+    """
     pages = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_HERE / "templates"),
         autoescape=True,
@@ -198,7 +247,9 @@ def _environment() -> jinja2.Environment:
     pages.filters["page"] = lambda name: quote(_file_name(name))
     pages.filters["words"] = lambda kind: str(kind).replace("_", "-")
     pages.filters["commit"] = commit_name
+    pages.filters["explained"] = partial(glossary.explained, glossary=terms)
     pages.globals["cpu_note"] = CPU_NOTE
+    pages.globals["terms"] = terms
     return pages
 
 
@@ -217,6 +268,7 @@ def _index_page(source: Source) -> dict[str, Any]:
     return {
         "up": "",
         "board": board,
+        "demo": source.demo,
         "charts": [chart for group in drawn.values() for chart in group],
         "columns": board_columns,
         "families": _families(source, board_columns),
@@ -265,6 +317,8 @@ def _variant_page(source: Source, name: str) -> dict[str, Any]:
             (row, list(zip(page_columns, columns.cells(row, page_columns), strict=True))) for row in rows
         ],
         "row": rows[0],
+        "choices": [choice for choice in board.choices if choice.baseline == name and choice.serve],
+        "searches": source.records.select("search", name)[:1],
         "changes": family.changes(name) if member else None,
         "base": member.lineage[1] if member and len(member.lineage) > 1 else None,
         "tree": family.tree(name) if member else None,
@@ -290,14 +344,14 @@ def _tables(source: Source, rows: Sequence[Row]) -> list[Table]:
     """Comparisons with the baseline, the service level, then the tables of the newest records."""
     name, baseline = rows[0].variant, rows[0].baseline or ""
     changes = [score.change for score in rows[0].scores.values() if score.change]
-    tables = []
+    measured = []
     if changes:
         record = source.records.select(Quality, name)[0].record
         title = f"Quality: {baseline} and {name}, paired by item"
-        tables = [quality_comparison.paired_table(title, record, (baseline, name), changes)]
+        measured = [quality_comparison.paired_table(title, record, (baseline, name), changes)]
     for timed in filter(None, (row.timed for row in rows)):
         if timed.baseline and timed.comparison:
-            tables.append(
+            measured.append(
                 speedup_table(
                     (timed.baseline.record, timed.latency.record),
                     (timed.baseline.path, timed.latency.path),
@@ -306,11 +360,11 @@ def _tables(source: Source, rows: Sequence[Row]) -> list[Table]:
                 )
             )
     if cost_table := cost.table(cost.throughputs(source.records, name), source.prices):
-        tables.append(cost_table)
+        measured.append(cost_table)
     for entry in _newest(source, name):
         with contextlib.suppress(*leaderboard.DAMAGED):  # the problems name damaged items
-            tables += entry.record.tables(entry.path)
-    return tables
+            measured += entry.record.tables(entry.path)
+    return measured
 
 
 def _newest(source: Source, name: str) -> Sequence[StoredRecord[Record]]:

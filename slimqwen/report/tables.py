@@ -1,6 +1,6 @@
 """Tables over several records of one or two variants."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -97,7 +97,7 @@ def variants_table(root: Path, *, with_weights: bool = False) -> Table:
     return Table("Variants", columns, tuple(rows), text_columns=len(columns))
 
 
-def summary_table(root: Path, baseline: str, name: str, workload: str) -> Table:
+def summary_table(root: Path, baseline: str, name: str, workload: str, folder: str = "experiments") -> Table:
     """A variant against its baseline, one row per measure: speed, start-up, acceptance length, size, quality.
 
     Speed, start-up and acceptance come from the newest records of the scored checkpoints; a measure without records has
@@ -105,18 +105,22 @@ def summary_table(root: Path, baseline: str, name: str, workload: str) -> Table:
 
     Args:
         workload: workload of the latency records.
+        folder: of both variants' folders of records; start-up, which results/ has, belongs to experiments/ alone.
 
     Raises:
         MissingRecordError: no quality record of one of the two.
         NotComparableError: quality records exist but do not fit.
     """
-    paths = quality_comparison.pair(root / "experiments" / baseline, root / "experiments" / name)
+    folders = (root / folder / baseline, root / folder / name)
+    paths = quality_comparison.pair(*folders)
     records = [store.read(path, Quality) for path in paths]
     first, second = (record.provenance.checkpoint.size_bytes / 1e6 for record in records)
-    digests = {record.variant: record.provenance.checkpoint.digest for record in records}
-    speed, speed_sources = _speed_rows(root, digests, workload)
-    start_up, start_up_sources = _start_up_rows(root, name, digests[name])
-    acceptance, acceptance_sources = _acceptance_rows(root, digests)
+    digests = [record.provenance.checkpoint.digest for record in records]
+    speed, speed_sources = _speed_rows(folders, digests, workload)
+    start_up, start_up_sources = (
+        _start_up_rows(root, name, digests[1]) if folder == "experiments" else ([], [])
+    )
+    acceptance, acceptance_sources = _acceptance_rows(folders, digests)
     sources = [*speed_sources, *start_up_sources, *acceptance_sources, *zip(records, paths, strict=True)]
     size = ("size on disk, MB", f"{first:.2f}", f"{second:.2f}", f"{first / second:.2f}x smaller", "", "")
     rows: list[tuple[str, ...]] = [*speed, *start_up, *acceptance, size]
@@ -138,7 +142,7 @@ def summary_table(root: Path, baseline: str, name: str, workload: str) -> Table:
         *provenance.cpu_notes(*records),
         *provenance.shared_source_notes(*zip(*sources, strict=True)),
     )
-    columns = ("measure", baseline, name, "change ± SE, or ratio", "verdict", "of (needed)")
+    columns = ("measure", baseline, name, "change ± SE, or ratio", "verdict", "measured on (still needed)")
     return Table(f"{name} and its baseline {baseline}", columns, tuple(rows), notes)
 
 
@@ -175,20 +179,20 @@ def _latest_latency(folder: Path) -> str:
 
 
 def _speed_rows(
-    root: Path, digests: Mapping[str, str], workload: str
+    folders: tuple[Path, Path], digests: Sequence[str], workload: str
 ) -> tuple[list[tuple[str, ...]], Sources]:
     """TPOT of each prompt class and the time of all requests, from records measured in turns, with these records.
 
     Args:
-        digests: checkpoint digest by variant, the baseline first.
+        folders: the records' folders, the baseline's first.
+        digests: their checkpoints' digests.
     """
-    first, second = (root / "experiments" / name for name in digests)
     try:
-        paths = speedups.latency_pair(first, second, workload)
+        paths = speedups.latency_pair(*folders, workload)
     except (store.MissingRecordError, pairing.NotComparableError):
         return [], []
     records = [store.read(path, Latency) for path in paths]
-    if [record.provenance.checkpoint_digest for record in records] != list(digests.values()):
+    if [record.provenance.checkpoint_digest for record in records] != digests:
         return [], []
     names = {"tpot_ms": "TPOT of class {}, ms", "wall_ms": "time of {}, ms"}
     rows: list[tuple[str, ...]] = [
@@ -206,15 +210,17 @@ def _speed_rows(
     return rows, list(zip(records, paths, strict=True))
 
 
-def _acceptance_rows(root: Path, digests: Mapping[str, str]) -> tuple[list[tuple[str, ...]], Sources]:
+def _acceptance_rows(
+    folders: tuple[Path, Path], digests: Sequence[str]
+) -> tuple[list[tuple[str, ...]], Sources]:
     """Both acceptance lengths at the gate's K, with their records.
 
     Args:
-        digests: checkpoint digest by variant, the baseline first.
+        folders: the records' folders, the baseline's first.
+        digests: their checkpoints' digests.
     """
     try:
-        first, second = (root / "experiments" / name for name in digests)
-        paths = acceptance_share.pair(first, second, list(digests.values()))
+        paths = acceptance_share.pair(*folders, digests)
     except (store.MissingRecordError, pairing.NotComparableError):
         return [], []
     share = acceptance_share.compare(*paths)

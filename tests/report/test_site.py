@@ -1,6 +1,7 @@
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -11,8 +12,9 @@ import typer
 
 from slimqwen import variant
 from slimqwen.cli.app import app
+from slimqwen.evals.suites.suite import Suite
 from slimqwen.records import collection
-from slimqwen.report import charts, site
+from slimqwen.report import charts, glossary, site
 from slimqwen.stats import intervals
 
 ROOT = variant.repository_root()
@@ -65,6 +67,11 @@ def test_the_site_of_the_committed_records_has_a_page_a_variant(tmp_path):
     index = Page(built.index)
     assert {row["data-standing"] for row in index.all("tr") if "data-standing" in row} >= {"pass", "planned"}
     assert "no CPU figure is evidence about a GPU" in index.words
+    tiny = Page(tmp_path / "report" / "variants" / "tiny.html").words
+    assert re.search(r"Best measured on [^:]+: tiny-best ,", tiny)
+    assert re.search(
+        r"Best by the roofline of the \w+, which is a model and no measurement, [^:]+: tiny-", tiny
+    )
     _assert_whole(tmp_path / "report")
 
 
@@ -86,6 +93,55 @@ def test_families_with_a_record_come_first_and_planned_variants_last_in_each(
     assert (set(names[:2]), set(names[2:4]), names[4]) == ({"b", "b-quick"}, {"b-planned", "copy"}, "a")
     families = [each.get("class") for each in board.all("tbody")][:2]
     assert families == [None, "planned"]
+
+
+def test_the_index_begins_with_the_run_of_the_demo(small, tmp_path):
+    site.build(tmp_path, tmp_path / "report")
+    assert "Your run of the demo" not in Page(tmp_path / "report" / "index.html").words
+
+    for name in ("base", "quick"):
+        shutil.copytree(tmp_path / "experiments" / name, tmp_path / "demo" / name)
+    built = site.build(tmp_path, tmp_path / "report")
+
+    assert built.problems == ()
+    index = Page(built.index)
+    main = index.words[index.words.index("Measured on this machine") :]
+    assert (
+        main.index("quick against its baseline base")
+        < main.index("facts, exact match")
+        < main.index("Against")
+    )
+    _assert_whole(tmp_path / "report")
+
+    for record in (tmp_path / "demo" / "quick").glob("quality_*.json"):
+        record.write_text("{ half a rec")
+    assert [problem.location for problem in site.build(tmp_path, tmp_path / "report").problems] == [
+        "demo/quick"
+    ]
+
+
+def test_every_page_ends_with_the_glossary_and_its_headings_explain_abbreviations(small, tmp_path):
+    (tmp_path / "docs").mkdir()
+    terms = "| TTFT | time & token |\n| K, `depth` | tokens in a draft |\n| item | one question |"
+    (tmp_path / "docs" / "glossary.md").write_text(f"| term | meaning |\n|---|---|\n{terms}\n")
+    site.build(tmp_path, tmp_path / "report")
+
+    for file in (tmp_path / "report").rglob("*.html"):
+        page = Page(file)
+        assert page.words.endswith("Glossary TTFT time & token K, depth tokens in a draft item one question")
+        assert any(link.get("href") == "#glossary" for link in page.all("a"))
+    index = Page(tmp_path / "report" / "index.html")
+    assert {mark["title"] for mark in index.all("abbr")} == {"time & token"}
+    assert glossary.explained("<K> & KV, item", {"K": '"k"', "item": "i"}) == (
+        '&lt;<abbr title="&#34;k&#34;">K</abbr>&gt; &amp; KV, item'
+    )
+
+
+def test_the_glossary_describes_every_task_of_the_embedded_world():
+    named = glossary.read(ROOT)
+    for task in Suite.load("tinyworld", ROOT).tasks:
+        name = task.name.removeprefix("tinyworld_")
+        assert named.get(name, named.get(f"{name} (task)", "")).startswith("task of the suite tinyworld")
 
 
 def test_nothing_that_a_file_says_becomes_markup(small, tmp_path):

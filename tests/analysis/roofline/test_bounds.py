@@ -81,6 +81,7 @@ def test_a_variant_is_bounded_beside_its_baseline(repository: Path):
     assert [row.single_over_baseline for row in drafting.decode] == [1, 1, 1]
     assert [row.batch.batch_size for row in drafting.decode] == [8, 8, 8]
     assert drafting.decode[0].batch_over_baseline > 4
+    assert {row.single.batch_size for row in (*tiny.decode, *drafting.decode)} == {1}
     # Its embedding is its head: all that is stored but the MTP head is read.
     assert tiny.decode[0].weight_bytes_per_step == sum(
         info.end - info.start
@@ -98,6 +99,13 @@ def test_a_variant_is_bounded_beside_its_baseline(repository: Path):
     of_search.unlink()
     of_search.with_suffix(".items.jsonl").unlink()
     assert [row.num_speculative_tokens for row in assumed.decode] == [0, 0, 0, 4, 4, 4]
+    for row, reference in zip(assumed.decode[3:], tiny.decode, strict=True):
+        assert row.context_len == reference.context_len
+        for ours, theirs, ratio in (
+            (row.single, reference.single, row.single_over_baseline),
+            (row.batch, reference.batch, row.batch_over_baseline),
+        ):
+            assert ratio == pytest.approx(ours.tokens_per_second / theirs.tokens_per_second, rel=1e-3)
 
     other = accepted(repository, "ab" * 32, 4.5)
     stale = analyse(compared, a10g)["variants"][1].acceptance_length
