@@ -344,7 +344,7 @@ def p_value(
     """
     distance = value - limit if higher_is_better else limit - value
     if standard_error == 0:
-        return float(distance <= 0)
+        return float(distance < 0)
     return float(stats.t.sf(distance / standard_error, count - 1))
 
 

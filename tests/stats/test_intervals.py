@@ -256,7 +256,6 @@ def test_an_estimate_without_error_is_certain_of_its_side():
     for higher_is_better, on_the_right, on_the_wrong in ((True, 0.3, 0.1), (False, 0.1, 0.3)):
         assert intervals.p_value(on_the_right, 0.0, 9, 0.2, higher_is_better=higher_is_better) == 0
         assert intervals.p_value(on_the_wrong, 0.0, 9, 0.2, higher_is_better=higher_is_better) == 1
-        assert intervals.p_value(0.2, 0.0, 9, 0.2, higher_is_better=higher_is_better) == 1
 
 
 def test_the_p_value_of_a_ratio_is_that_of_the_second_side_less_the_limits_share_of_the_first():
