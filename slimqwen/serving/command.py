@@ -226,8 +226,8 @@ class ServerCommand:
         """The environment of the vLLM process.
 
         Stray VLLM_* and TORCHINDUCTOR_* variables would change what is measured (VLLM_PLUGINS even drops the engine
-        fixes, an engine in this process sets some for its compiler), so only the API key passes. On CUDA a host without nvcc gets the toolkit of this environment,
-        and on a CPU every process has torch's OpenMP library.
+        fixes, an engine in this process sets some for its compiler), so only the API key passes. On CUDA a host
+        without nvcc gets the toolkit of this environment, and on a CPU every process has torch's OpenMP library.
 
         Raises:
             ServingError: that toolkit cannot be composed.
