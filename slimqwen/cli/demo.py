@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 _BASELINE, _VARIANT = "tiny", "tiny-best"
 _RECORDS = "demo"
 """Folder of the repository for the demo's records."""
-_WORKLOAD = "demo"
-"""Workload of the timing: the classes of `classes` with half of the requests."""
 _GPU, _CONTEXT_LEN = "a10g", 2048
 """The GPU of the roofline at the end, and its cached tokens."""
 
@@ -91,7 +89,7 @@ def _measure(root: Path, rounds: int) -> Evidence:
     }
     missing = []
     for measure, (kind, sides) in kinds.items():
-        fields: dict[str, Any] = {"rounds": rounds, "workload": _WORKLOAD} if measure == "latency" else {}
+        fields: dict[str, Any] = {"rounds": rounds} if measure == "latency" else {}
         reusable = [
             gate.find_reusable(side, kind, folder=root / _RECORDS / side.name, **fields)
             if side.weights.exists()
@@ -106,9 +104,7 @@ def _measure(root: Path, rounds: int) -> Evidence:
     reused_keys = {forecast.key for forecast in variant_recipe.status(variant) if forecast.reused}
     width = default_width()
     # Quality takes longer than the other checks together: as many parts as tasks run at a time share it.
-    options = Options(
-        tuple(missing), tuple(command()), workload=_WORKLOAD, rounds=rounds, parts=width, records=_RECORDS
-    )
+    options = Options(tuple(missing), tuple(command()), rounds=rounds, parts=width, records=_RECORDS)
     with progress_bar() as progress:
         executor = LocalExecutor(root, progress, warm=True, width=width)
         (result,) = sweep([_VARIANT], options, executor, root)

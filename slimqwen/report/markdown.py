@@ -32,10 +32,7 @@ TABLES: Mapping[str, tuple[str, Callable[..., Sequence[Table]]]] = MappingProxyT
         ),
         "plans": ("", lambda root: [plan.overview_table(root)]),
         "kernels": ("", lambda root: [plan.kernels_overview(root)]),
-        "summary": (
-            "BASELINE VARIANT WORKLOAD",
-            lambda root, *words: [tables.summary_table(root, *words)],
-        ),
+        "summary": ("BASELINE VARIANT", lambda root, *names: [tables.summary_table(root, *names)]),
     }
 )
 """Tables over several records: arguments and builder by name."""

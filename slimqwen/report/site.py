@@ -50,7 +50,7 @@ _MOST_PROBLEMS = 200
 _CHARTS = ("charts", "trends")
 
 DEMO = "demo"
-"""Folder of the repository for the records of `slimqwen demo`, and the workload of its timing."""
+"""Folder of the repository for the records of `slimqwen demo`."""
 
 
 class ReportError(SlimqwenError):
@@ -149,9 +149,7 @@ def _demo_runs(records: Collection, problems: dict[str, Problem]) -> tuple[DemoR
         if claims is None or claims.baseline is None or not (folder.parent / claims.baseline).is_dir():
             continue
         try:
-            table = tables.summary_table(
-                records.root, claims.baseline, folder.name, workload=DEMO, folder=DEMO
-            )
+            table = tables.summary_table(records.root, claims.baseline, folder.name, DEMO)
         except leaderboard.DAMAGED as error:
             location = f"{DEMO}/{folder.name}"
             problems[location] = Problem(location, f"{error}; run `slimqwen demo` again")

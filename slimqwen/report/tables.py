@@ -97,14 +97,13 @@ def variants_table(root: Path, *, with_weights: bool = False) -> Table:
     return Table("Variants", columns, tuple(rows), text_columns=len(columns))
 
 
-def summary_table(root: Path, baseline: str, name: str, workload: str, folder: str = "experiments") -> Table:
+def summary_table(root: Path, baseline: str, name: str, folder: str = "experiments") -> Table:
     """A variant against its baseline, one row per measure: speed, start-up, acceptance length, size, quality.
 
     Speed, start-up and acceptance come from the newest records of the scored checkpoints; a measure without records has
     no row.
 
     Args:
-        workload: workload of the latency records.
         folder: of both variants' folders of records; start-up, which results/ has, belongs to experiments/ alone.
 
     Raises:
@@ -116,7 +115,7 @@ def summary_table(root: Path, baseline: str, name: str, workload: str, folder: s
     records = [store.read(path, Quality) for path in paths]
     first, second = (record.provenance.checkpoint.size_bytes / 1e6 for record in records)
     digests = [record.provenance.checkpoint.digest for record in records]
-    speed, speed_sources = _speed_rows(folders, digests, workload)
+    speed, speed_sources = _speed_rows(folders, digests)
     start_up, start_up_sources = (
         _start_up_rows(root, name, digests[1]) if folder == "experiments" else ([], [])
     )
@@ -178,9 +177,7 @@ def _latest_latency(folder: Path) -> str:
     return f"{medians} ({provenance.hardware_name(record.provenance.hardware)})"
 
 
-def _speed_rows(
-    folders: tuple[Path, Path], digests: Sequence[str], workload: str
-) -> tuple[list[tuple[str, ...]], Sources]:
+def _speed_rows(folders: tuple[Path, Path], digests: Sequence[str]) -> tuple[list[tuple[str, ...]], Sources]:
     """TPOT of each prompt class and the time of all requests, from records measured in turns, with these records.
 
     Args:
@@ -188,7 +185,7 @@ def _speed_rows(
         digests: their checkpoints' digests.
     """
     try:
-        paths = speedups.latency_pair(*folders, workload)
+        paths = speedups.latency_pair(*folders, "classes")
     except (store.MissingRecordError, pairing.NotComparableError):
         return [], []
     records = [store.read(path, Latency) for path in paths]

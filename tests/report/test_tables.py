@@ -314,7 +314,7 @@ def drafted(repository, one, accepted, digest="ab" * 32, **changes):
 
 
 def test_a_summary_has_a_line_for_each_measure_that_has_a_record(repository, quality):
-    table = tables.summary_table(repository, "a", "b", "classes")
+    table = tables.summary_table(repository, "a", "b")
     assert [row[0] for row in table.rows] == [
         "size on disk, MB",
         "facts, exact match",
@@ -346,7 +346,7 @@ def test_a_summary_has_a_line_for_each_measure_that_has_a_record(repository, qua
         record_files.write(repository / "results", other)
     record_files.write(repository / "results", record)
 
-    table = tables.summary_table(repository, "a", "b", "classes")
+    table = tables.summary_table(repository, "a", "b")
     assert table.rows[1] == (
         "acceptance length, K=2",
         "2.600",
@@ -390,7 +390,7 @@ def test_a_summary_begins_with_the_speed_of_the_checkpoints_that_were_scored(
         ]
         timed = latency | {"variant": name, "workload": "classes", "rounds": 3, "run": "one"}
         record_files.write(repository / "experiments" / name, timed, items)
-    table = tables.summary_table(repository, "a", "b", "classes")
+    table = tables.summary_table(repository, "a", "b")
     assert [row[0] for row in table.rows][:3] == (
         ["TPOT of class short, ms", "size on disk, MB", "facts, exact match"]
         if digest == "ab" * 32
@@ -402,6 +402,4 @@ def test_a_summary_begins_with_the_speed_of_the_checkpoints_that_were_scored(
 def test_acceptance_of_other_settings_or_another_checkpoint_is_left_out(repository, changes):
     drafted(repository, "a", 8)
     drafted(repository, "b", 8, **changes)
-    assert not any(
-        "acceptance" in row[0] for row in tables.summary_table(repository, "a", "b", "classes").rows
-    )
+    assert not any("acceptance" in row[0] for row in tables.summary_table(repository, "a", "b").rows)
