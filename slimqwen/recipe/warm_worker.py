@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from typing import IO, Any, NoReturn
 
 from slimqwen.recipe import worker
+from slimqwen.serving import spawner
 
 
 @dataclass(frozen=True)
@@ -70,14 +71,25 @@ def started(environment: Mapping[str, str], output: IO[bytes]) -> Iterator[WarmW
 
 
 def main() -> None:
-    """Import vLLM, then run each job in a fork; exit with the runner."""
+    """Import vLLM, then run each job in a fork; exit with the runner.
+
+    Where the environment names a socket of a spawner (`slimqwen.serving.spawner`), there is one for the jobs' servers.
+    """
     gc.disable()
+    from slimqwen.vllm_plugin import api_server
     from slimqwen.vllm_plugin.engine_fixes import forked_processes
 
+    before = dict(os.environ)
     _import_engine()
+    path = os.environ.get(spawner.SOCKET)
+    if path:
+        api_server.import_server()
     forked_processes.allow()
     gc.freeze()
     gc.enable()
+    if path:
+        variables = {name: value for name, value in os.environ.items() if before.get(name) != value}
+        spawner.start(path, variables, descriptor=int(sys.argv[1]))
     with Connection(int(sys.argv[1]), readable=False) as runner, suppress(EOFError):
         while True:
             environment, job = pickle.load(sys.stdin.buffer)

@@ -13,15 +13,18 @@ import contextlib
 import json
 import os
 import select
+import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import psutil
 
+from slimqwen.serving import spawner
 from slimqwen.serving.errors import ServingError
 
 STOP_TIMEOUT_S = 20.0
@@ -49,17 +52,29 @@ def main() -> None:
             process_group=0,
         )
     except OSError as error:
-        _write_line(str(error))
+        _write_line(str(error), 1)
         return
-    server = psutil.Process(process.pid)
-    _write_line(str(process.pid))
-    while not select.select([sys.stdin], [], [], _POLL_S)[0]:
-        if process.poll() is not None:
-            _end_group(process.pid)
-            _write_line(str(process.returncode))
+    watch(process.pid, process.poll, sys.stdin.fileno(), 1)
+    process.wait()
+
+
+def watch(pid: int, poll: Callable[[], int | None], starter: int, output: int) -> None:
+    """Say which process a server has, and end it when its starter ends; say its exit code if it ends by itself.
+
+    Args:
+        pid: process of the server, a child of this one.
+        poll: its exit code, None while it runs.
+        starter: descriptor that can be read once the starter has ended.
+        output: descriptor that the lines are written to.
+    """
+    server = psutil.Process(pid)
+    _write_line(str(pid), output)
+    while not select.select([starter], [], [], _POLL_S)[0]:
+        if (code := poll()) is not None:
+            _end_group(pid)
+            _write_line(str(code), output)
             return
     end(server)
-    process.wait()
 
 
 def _end_group(leader: int) -> None:
@@ -84,21 +99,20 @@ class Server:
         returncode: exit code at the last `poll`; None while it runs.
     """
 
-    def __init__(self, pid: int, guard: "subprocess.Popen[bytes]") -> None:
+    def __init__(self, pid: int, lines: IO[bytes], guards_end: Callable[[], int]) -> None:
         self.pid = pid
         self.returncode: int | None = None
-        self._guard = guard
+        self._lines, self._guards_end = lines, guards_end
 
     def poll(self) -> int | None:
         """Exit code, or the negative number of the signal that ended it; None while it runs.
 
         If the guard was killed, its exit code counts as the server's.
         """
-        assert self._guard.stdout is not None
         # The guard writes one line and ends, so `select` sees it even if the line was buffered.
-        if self.returncode is None and select.select([self._guard.stdout], [], [], 0)[0]:
-            line = self._guard.stdout.readline()
-            self.returncode = int(line) if line else self._guard.wait()
+        if self.returncode is None and select.select([self._lines], [], [], 0)[0]:
+            line = self._lines.readline()
+            self.returncode = int(line) if line else self._guards_end()
         return self.returncode
 
 
@@ -107,6 +121,8 @@ def guarded(
     argv: Sequence[str], *, environment: Mapping[str, str], folder: Path, output: IO[bytes]
 ) -> Iterator[Server]:
     """Run a server for the length of a `with` block, and no longer than this process.
+
+    Where there is a spawner (`slimqwen.serving.spawner`), the server is its fork, else a process of its own.
 
     Args:
         argv: the command.
@@ -117,6 +133,17 @@ def guarded(
     Raises:
         ServingError: the command or the folder does not exist.
     """
+    job = {"argv": list(argv), "environment": dict(environment), "folder": str(folder)}
+    if path := spawner.socket_for(argv, environment):
+        with _forked(path, job, output) as server:
+            yield server
+        return
+    with _executed(job, output) as server:
+        yield server
+
+
+@contextmanager
+def _executed(job: Mapping[str, Any], output: IO[bytes]) -> Iterator[Server]:
     guard = subprocess.Popen(
         [sys.executable, "-m", "slimqwen.serving.guard"],
         stdin=subprocess.PIPE,
@@ -127,26 +154,20 @@ def guarded(
     )
     assert guard.stdin is not None
     assert guard.stdout is not None
-    job = {
-        "argv": list(argv),
-        "environment": dict(environment),
-        "folder": str(folder),
-        "output": output.fileno(),
-    }
     server: psutil.Process | None = None
     try:
         # The environment may hold an API key: through the pipe, not on a command line.
         with contextlib.suppress(BrokenPipeError):
-            guard.stdin.write(json.dumps(job).encode() + b"\n")
+            guard.stdin.write(_line({**job, "output": output.fileno()}))
             guard.stdin.flush()
         line = guard.stdout.readline().decode().strip()
         if not line.isdecimal():
             raise ServingError(
-                f"cannot start {argv[0]}: {line or 'its guard died'}; `make install` mends .venv"
+                f"cannot start {job['argv'][0]}: {line or 'its guard died'}; `make install` mends .venv"
             )
         with contextlib.suppress(psutil.NoSuchProcess):  # it may have ended already
             server = psutil.Process(int(line))
-        yield Server(int(line), guard)
+        yield Server(int(line), guard.stdout, guard.wait)
     finally:
         with contextlib.suppress(BrokenPipeError):
             guard.stdin.close()
@@ -155,9 +176,51 @@ def guarded(
         guard.stdout.close()
 
 
-def _write_line(line: str) -> None:
-    with contextlib.suppress(BrokenPipeError):  # the starter is gone
-        os.write(1, line.encode() + b"\n")
+@contextmanager
+def _forked(path: str, job: Mapping[str, Any], output: IO[bytes]) -> Iterator[Server]:
+    """Run a server that a spawner forks.
+
+    Raises:
+        ServingError: the spawner has died.
+    """
+    server: psutil.Process | None = None
+    with socket.socket(socket.AF_UNIX) as connection, connection.makefile("rb") as lines:
+        try:
+            with contextlib.suppress(OSError):  # then there is no line to read either
+                connection.connect(path)
+                line = _line(job)
+                sent = socket.send_fds(connection, [line], [output.fileno()])
+                connection.sendall(line[sent:])
+            pid = _first_line(lines)
+            if not pid.isdecimal():
+                raise ServingError(
+                    "the process that servers are forked from died; run the command again, which starts another"
+                )
+            with contextlib.suppress(psutil.NoSuchProcess):  # it may have ended already
+                server = psutil.Process(int(pid))
+            yield Server(int(pid), lines, lambda: -signal.SIGKILL)
+        finally:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_WR)
+                while lines.readline():  # until its guard has ended
+                    pass
+            if server is not None and server.is_running():  # a killed guard has ended nothing
+                end(server)
+
+
+def _first_line(lines: IO[bytes]) -> str:
+    with contextlib.suppress(OSError):
+        return lines.readline().decode().strip()
+    return ""
+
+
+def _line(job: Mapping[str, Any]) -> bytes:
+    return json.dumps(job).encode() + b"\n"
+
+
+def _write_line(line: str, output: int) -> None:
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the starter is gone
+        os.write(output, line.encode() + b"\n")
 
 
 def end(server: psutil.Process) -> None:

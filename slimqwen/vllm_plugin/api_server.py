@@ -11,15 +11,26 @@ import gc
 def main() -> None:
     """Import vLLM, and run its API server with the flags of the command line."""
     gc.disable()
-    from vllm.config.logging import LoggingConfig
-    from vllm.entrypoints.launchers.api_server import entry
-    from vllm.logger import configure_logging
-
+    import_server()
     from slimqwen.vllm_plugin.engine_fixes import forked_processes
 
     forked_processes.allow()
     gc.freeze()
     gc.enable()
+    run()
+
+
+def import_server() -> None:
+    """Import vLLM's API server."""
+    import vllm.entrypoints.launchers.api_server.entry  # noqa: F401
+
+
+def run() -> None:
+    """Run the API server with the flags of sys.argv."""
+    from vllm.config.logging import LoggingConfig
+    from vllm.entrypoints.launchers.api_server import entry
+    from vllm.logger import configure_logging
+
     # vLLM loads plugins before it reads how to log, and a fork loads none again: their lines would be lost.
     configure_logging(LoggingConfig())
     entry.main()

@@ -124,7 +124,7 @@ class LocalExecutor:
 
     def _process(self, lane: int) -> TaskProcess:
         if lane not in self._processes:
-            kind = ForkedProcess if self._warm and lane >= 0 else FreshProcess
+            kind = ForkedProcess if self._warm and lane != _UNBOUND else FreshProcess
             self._processes[lane] = kind(self._root, partial(self._report, lane), self._cpus(lane))
         return self._processes[lane]
 

@@ -5,6 +5,7 @@ A fresh process imports what its task needs. A forked one comes from a process t
 
 import os
 import signal
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -16,6 +17,7 @@ from slimqwen.progress import Progress
 from slimqwen.recipe import warm_worker, worker
 from slimqwen.recipe.warm_worker import WarmWorker
 from slimqwen.search.executors.task import Failure, Outcome, Result, Task
+from slimqwen.serving import platform, spawner
 
 
 class TaskProcess(ABC):
@@ -87,12 +89,16 @@ class FreshProcess(TaskProcess):
 
 
 class ForkedProcess(TaskProcess):
-    """A fork of one process that has imported vLLM for each task; what tasks print goes to logs/tasks.log."""
+    """A fork of one process that has imported vLLM for each task; what tasks print goes to logs/tasks.log.
+
+    On a CPU the servers that tasks start are forks too (`slimqwen.serving.spawner`).
+    """
 
     def __init__(self, root: Path, progress: Progress, cpus: Collection[int] = ()) -> None:
         """Make a runner of tasks; arguments as for `TaskProcess`."""
         super().__init__(root, progress, cpus)
         self._worker: WarmWorker | None = None
+        self._variables: dict[str, str] = {}
 
     @property
     def messages(self) -> Connection:
@@ -106,10 +112,16 @@ class ForkedProcess(TaskProcess):
         self._kind, self._content = "failed", "its process died"
         if self._worker is None:
             output = self._open_resources.enter_context((_log_folder(self._root) / "tasks.log").open("ab"))
+            if platform.detect() == "cpu":
+                folder = self._open_resources.enter_context(tempfile.TemporaryDirectory(prefix="slimqwen."))
+                self._variables = {spawner.SOCKET: f"{folder}/spawner"}
+            environment = os.environ | self._variables
+            environment |= platform.preloaded_libraries(environment) if self._variables else {}
             with affinity(self._cpus):
-                self._worker = self._open_resources.enter_context(warm_worker.started(os.environ, output))
+                self._worker = self._open_resources.enter_context(warm_worker.started(environment, output))
+        environment = os.environ | self._variables
         with suppress(BrokenPipeError):  # `receive` reports that it has died
-            self._worker.send(os.environ, _call, self._root, self._root, (task.function, task.argument))
+            self._worker.send(environment, _call, self._root, self._root, (task.function, task.argument))
 
     def receive(self) -> Outcome | None:
         """Take the task's next message; its outcome where its process has ended."""

@@ -1,0 +1,134 @@
+"""The spawner: a process that has imported vLLM's API server and forks a server for every command, on a CPU.
+
+Half of a start on a CPU is imports. Here each server is a fork of a process in which vLLM has run nothing yet, so it
+is as fresh as one of its own, without them. `slimqwen.recipe.warm_worker` makes the process and names its socket to
+the jobs that it runs; `slimqwen.serving.guard` asks it for servers. A server ends with the connection of its starter.
+"""
+
+import atexit
+import ctypes
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+SOCKET = "SLIMQWEN_SPAWNER"
+"""Environment variable with the path of the socket, for jobs that may start servers."""
+
+_API_SERVER = "slimqwen.vllm_plugin.api_server"
+
+_READ_AT_USE = frozenset(
+    {"VLLM_API_KEY", "VLLM_CACHE_ROOT", "VLLM_CPU_KVCACHE_SPACE", "VLLM_NO_USAGE_STATS", "VLLM_PLUGINS"}
+)
+"""Variables of vLLM that it does not read while it is imported."""
+
+_DEATH_SIGNAL_OPTION = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
+
+
+def socket_for(argv: Sequence[str], environment: Mapping[str, str]) -> str | None:
+    """Path of the socket to ask for a server; None where the server needs a process of its own.
+
+    Args:
+        argv: the server's command.
+        environment: all of its variables; one that vLLM may read while it is imported needs a process of its own.
+    """
+    names = {name for name in environment if name.startswith("VLLM_")}
+    if tuple(argv[1:3]) != ("-m", _API_SERVER) or not names <= _READ_AT_USE:
+        return None
+    return os.environ.get(SOCKET)
+
+
+def start(path: str, variables: Mapping[str, str], descriptor: int) -> None:
+    """Fork a spawner that listens at a path and ends with this process, which has imported vLLM and its API server.
+
+    To be called before anything has computed in this process.
+
+    Args:
+        path: of the socket.
+        variables: environment variables that importing vLLM has set.
+        descriptor: of this process, which the spawner closes.
+    """
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen()
+    if os.fork() == 0:
+        ctypes.CDLL(None).prctl(_DEATH_SIGNAL_OPTION, signal.SIGKILL)
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a guard ended
+        os.close(descriptor)
+        _replace_input()
+        _listen(listener, variables)
+    listener.close()
+
+
+def _listen(listener: socket.socket, variables: Mapping[str, str]) -> NoReturn:
+    """Give every connection a guard of its own."""
+    while True:
+        connection, _ = listener.accept()
+        if os.fork() == 0:
+            listener.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            _guard(connection, variables)
+        connection.close()
+
+
+def _guard(connection: socket.socket, variables: Mapping[str, str]) -> NoReturn:
+    """Start the server that a connection asks for, and end it with the connection."""
+    from slimqwen.serving import guard
+
+    data, descriptors, *_ = socket.recv_fds(connection, 1 << 16, 1)
+    while data and not data.endswith(b"\n"):
+        part = connection.recv(1 << 16)
+        data = data + part if part else b""
+    if not data or not descriptors:  # the starter died before the whole line was written
+        os._exit(0)
+    job = json.loads(data)
+    pid = os.fork()
+    if pid == 0:
+        connection.close()
+        _serve(job, descriptors[0], variables)
+
+    def poll() -> int | None:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        return os.waitstatus_to_exitcode(status) if ended else None
+
+    guard.watch(pid, poll, connection.fileno(), connection.fileno())
+    os._exit(0)
+
+
+def _serve(job: Mapping[str, Any], output: int, variables: Mapping[str, str]) -> NoReturn:
+    """Become the API server of a job, as if its command had been executed."""
+    code = 1
+    try:
+        os.setpgid(0, 0)
+        os.chdir(job["folder"])
+        _replace_input()
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.close(output)
+        os.environ.clear()
+        os.environ.update({**variables, **job["environment"]})
+        sys.argv = job["argv"][2:]
+
+        from slimqwen.vllm_plugin import api_server
+
+        api_server.run()
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _replace_input() -> None:
+    """Let standard input be empty."""
+    with Path(os.devnull).open("rb") as nothing:
+        os.dup2(nothing.fileno(), 0)

@@ -1,0 +1,99 @@
+"""Servers that are forks of a process that has imported vLLM: they answer, and end with whoever started them."""
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from slimqwen import variant
+from slimqwen.progress import Progress
+from slimqwen.recipe import warm_worker
+from slimqwen.recipe.warm_worker import WarmWorker
+from slimqwen.serving import platform, spawner
+from slimqwen.serving.command import ServerCommand
+from slimqwen.serving.server import free_port, run_server
+
+API_SERVER = ("python", "-m", "slimqwen.vllm_plugin.api_server", "--model", "x")
+
+
+def test_a_server_with_a_variable_that_an_import_may_read_has_a_process_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(spawner.SOCKET, "/socket")
+    command = ServerCommand.resolve(variant.load("tiny"), platform="cpu")
+    assert spawner.socket_for(command.argv, command.process_environment()) == "/socket"
+    assert spawner.socket_for(API_SERVER, {"VLLM_USE_MODELSCOPE": "1"}) is None
+    assert spawner.socket_for(("python", "-c", "pass"), {}) is None
+    monkeypatch.delenv(spawner.SOCKET)
+    assert spawner.socket_for(API_SERVER, {}) is None
+
+
+def ask(log: Path, _: Path, seconds: float, progress: Progress) -> dict[str, Any]:
+    """Start the embedded model, ask it for two tokens, and stay for a while."""
+    command = ServerCommand.resolve(variant.load("tiny"), port=free_port(), platform="cpu")
+    with run_server(command, log=log) as server:
+        progress(str(server.pid), 1, 1)
+        body = {"model": server.model, "prompt": "a", "max_tokens": 2, "temperature": 0}
+        answer = httpx.post(f"{server.base_url}/v1/completions", json=body, timeout=60, trust_env=False)
+        process = psutil.Process(server.pid)
+        facts = {
+            "text": answer.json()["choices"][0]["text"],
+            "server": server.pid,
+            "command": process.cmdline(),
+            "leads_its_group": os.getpgid(server.pid) == server.pid,
+        }
+        time.sleep(seconds)
+    return facts
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmWorker]:
+    folder = tmp_path_factory.mktemp("spawner")
+    environment = os.environ | {spawner.SOCKET: str(folder / "socket")}
+    environment |= platform.preloaded_libraries(environment)
+    with (folder / "log").open("wb") as output, warm_worker.started(environment, output) as worker:
+        yield worker
+
+
+def receive(worker: WarmWorker, kind: str) -> tuple[Any, ...]:
+    """The content of the next message of a kind."""
+    while (message := worker.messages.recv())[0] != kind:
+        assert message[0] not in ("failed", "refused"), message
+    return tuple(message[1:])
+
+
+def socket_of(worker: WarmWorker) -> dict[str, str]:
+    return {spawner.SOCKET: psutil.Process(worker._process.pid).environ()[spawner.SOCKET]}
+
+
+@pytest.mark.engine
+def test_two_servers_are_forks_of_one_import_and_answer_alike(warm: WarmWorker, tmp_path: Path) -> None:
+    facts = []
+    for number in (1, 2):
+        warm.give(os.environ | socket_of(warm), ask, tmp_path / f"{number}.log", tmp_path, 0)
+        facts.append(receive(warm, "done")[0])
+        receive(warm, "ended")
+    assert all("slimqwen.recipe.warm_worker" in each["command"] for each in facts)
+    assert all(each["leads_its_group"] for each in facts)
+    assert facts[0]["text"] == facts[1]["text"] != ""
+    assert not any(psutil.pid_exists(each["server"]) for each in facts)
+    log = (tmp_path / "2.log").read_text()
+    assert "Engine fix forked_processes is active" in log  # as in a server of its own
+    assert "Application startup complete" in log
+
+
+@pytest.mark.engine
+def test_a_server_ends_with_the_job_that_started_it(warm: WarmWorker, tmp_path: Path) -> None:
+    job = psutil.Process(warm.give(os.environ | socket_of(warm), ask, tmp_path / "log", tmp_path, 600))
+    activity, *_ = receive(warm, "progress")
+    server = psutil.Process(int(activity))
+    processes = [server, *server.children(recursive=True)]
+    job.kill()
+    receive(warm, "ended")
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    assert not alive
