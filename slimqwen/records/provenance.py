@@ -88,7 +88,7 @@ def describe(
     variant = server.variant
     return ServedProvenance(
         **{**_circumstances(variant.root, command, started), **of_server(server)},
-        checkpoint=_checkpoint_files(variant.weights, variant.root),
+        checkpoint=checkpoint_files(variant.weights, variant.root),
         datasets={portable(str(file), variant.root): _sha256(file) for file in sorted(set(datasets))},
         seeds=dict(seeds),
         server="found" if already_running else "started",
@@ -122,7 +122,7 @@ def describe_again(
 
 def of_variant(variant: Variant, command: Sequence[str], started: str, **inputs: Any) -> Provenance:
     """The provenance of a measurement of a variant's checkpoint that ends now; arguments as for `circumstances`."""
-    files = _checkpoint_files(variant.weights, variant.root)
+    files = checkpoint_files(variant.weights, variant.root)
     return circumstances(variant.root, command, started, checkpoint=files, **inputs)
 
 
@@ -145,7 +145,7 @@ def circumstances(root: Path, command: Sequence[str], started: str, **inputs: An
     return Provenance(**{**_circumstances(root, command, started), **inputs})
 
 
-def _checkpoint_files(weights: Path, root: Path) -> CheckpointFiles:
+def checkpoint_files(weights: Path, root: Path) -> CheckpointFiles:
     """The checkpoint in a folder, as provenance names it."""
     return CheckpointFiles(
         path=portable(str(weights), root),

@@ -7,10 +7,10 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from slimqwen import variant as variants
 from slimqwen.errors import SlimqwenError
@@ -22,6 +22,7 @@ from slimqwen.evals.quality_parts import PartAnswers
 from slimqwen.evals.suites.suite import Suite
 from slimqwen.records import migrations, provenance, registry, store
 from slimqwen.records.journal import Journal, locked
+from slimqwen.records.record import Provenance
 from slimqwen.search import SearchError
 from slimqwen.search.executors import Executor, Failure, Outcome, Task
 from slimqwen.search.sweep import required_tasks
@@ -30,6 +31,8 @@ from slimqwen.search.sweep.tasks import UnwrittenRecord
 from slimqwen.variant import Variant
 
 _WRITE_ATTEMPTS = 3
+
+_P = TypeVar("_P", bound=Provenance)
 
 
 @dataclass(frozen=True)
@@ -246,7 +249,13 @@ class _Driver:
             )
         if timing := subject.timing:
             paths["latency"] = self._write_once(
-                [timing.key], lambda: [self._publish(each) for each in self._values[timing.key]]
+                [timing.key],
+                lambda: [
+                    self._publish(each, side)
+                    for each, side in zip(
+                        self._values[timing.key], (subject.baseline, subject.variant), strict=True
+                    )
+                ],
             )
         outcome = ""
         if "gate" in self._options.measures:
@@ -272,7 +281,7 @@ class _Driver:
                 return [self._write_quality(side, tasks)]
             (task,) = tasks
             (unwritten,) = self._values[task.key]
-            path = self._publish(unwritten)
+            path = self._publish(unwritten, side)
             if check == "engine":
                 modes.update_unsafe_engines(store.read(path, EngineModes), path, self._root)
             return [path]
@@ -282,7 +291,10 @@ class _Driver:
 
     def _write_quality(self, side: Variant, parts: Sequence[Task]) -> Path:
         suite = Suite.load(parts[0].argument["suite"], self._root)
-        answers = [PartAnswers.from_json(self._values[task.key][side.name], suite) for task in parts]
+        answers = []
+        for task in parts:
+            part = PartAnswers.from_json(self._values[task.key][side.name], suite)
+            answers.append(replace(part, block=_with_present_files(part.block, side)))
         write = partial(
             quality_parts.write,
             side,
@@ -295,9 +307,11 @@ class _Driver:
         )
         return _write_with_retries(write)
 
-    def _publish(self, unwritten: UnwrittenRecord) -> Path:
+    def _publish(self, unwritten: UnwrittenRecord, side: Variant) -> Path:
         kind, _ = migrations.named(unwritten["record"]["schema"])
         record = registry.kinds()[kind].model_validate(unwritten["record"])
+        block = _with_present_files(record.provenance, side)
+        record = record.model_copy(update={"provenance": block})
         return _write_with_retries(
             partial(store.write, self._folder(unwritten["variant"]), record, unwritten["items"])
         )
@@ -325,6 +339,14 @@ class _Driver:
             block=block,
         )
         return _write_with_retries(conclude)
+
+
+def _with_present_files(block: _P, side: Variant) -> _P:
+    """A provenance with the size of the checkpoint as it is now: a cache may have come after the measurement."""
+    files = provenance.checkpoint_files(side.weights, side.root)
+    if block.checkpoint_digest != files.digest:
+        return block
+    return block.model_copy(update={"checkpoint": files})
 
 
 def _write_with_retries(write: Any) -> Path:

@@ -11,6 +11,7 @@ from typing import Any, Self
 import pytest
 
 from slimqwen import variant
+from slimqwen.checkpoint.files import bytes_on_disk
 from slimqwen.evals import EvalError, quality_parts
 from slimqwen.evals.quality import Quality
 from slimqwen.evals.quality_parts import PartAnswers
@@ -205,6 +206,24 @@ def test_a_stage_that_leaves_nothing_ends_the_variant(
     [result] = sweep(["c"], OPTIONS, Nodes(), repository)
     assert result.failure is not None
     assert "round_linears of c ended and left nothing" in result.failure
+
+
+class BeforeTheCache(Nodes):
+    """Nodes whose first part is asked before the checkpoint has its last file."""
+
+    def wait(self) -> Outcome:
+        outcome = super().wait()
+        if isinstance(outcome, Result) and len(self.ran) == 1:
+            for side in outcome.value.values():
+                side["provenance"]["checkpoint"]["size_bytes"] = 1
+        return outcome
+
+
+def test_a_record_has_the_checkpoint_with_a_cache_that_came_later(repository: Path) -> None:
+    [result] = sweep(["a"], OPTIONS, BeforeTheCache(), repository)
+    assert result.failure is None
+    sizes = [store.read(path, Quality).provenance.checkpoint.size_bytes for path in result.records]
+    assert sizes == [bytes_on_disk(repository / "weights" / "tiny")] * 2
 
 
 class Shares(Nodes):
