@@ -24,7 +24,7 @@ _GPU, _CONTEXT_LEN = "a10g", 2048
 def demo(
     rounds: Annotated[int, typer.Option(min=2, help="latency rounds")] = 3,
 ) -> None:
-    """Make a variant of the embedded model, judge its quality, time it, and say what to serve (7 to 15 minutes)."""
+    """Make a variant of the embedded model, judge its quality, time it, and say what to serve (8 to 12 minutes)."""
     from slimqwen.report import site
 
     root = variants.repository_root()
