@@ -141,13 +141,16 @@ def _summary(evidence: Evidence) -> Iterator[str]:
     yield f"  size        {sizes[0]:.1f} -> {sizes[1]:.1f} MB: {sizes[0] / sizes[1]:.2f}x smaller"
     rows = speedups.compare_latency(*evidence.latency)
     (total,) = (row for row in rows if row.prompt_class == speedups.ALL_CLASSES and row.measure == "wall_ms")
-    yield f"  speed       {total.ratio} as fast over all requests on this CPU, by weights, drafts and compilation"
+    yield (
+        f"  speed       {total.ratio} as fast over all requests on this CPU [95 % interval]: weights, drafts and "
+        "compilation together"
+    )
     first_tokens = {row.prompt_class: row for row in rows if row.measure == "ttft_ms"}
     for row in rows:
         if row.measure == "tpot_ms" and row.interval:
             yield (
                 f"  {row.prompt_class:<11} {row.first:.2f} -> {row.second:.2f} ms a token after the first: "
-                f"{row.ratio}; first token {first_tokens[row.prompt_class].ratio}"
+                f"{row.ratio} as fast; to the first token {first_tokens[row.prompt_class].ratio} as fast"
             )
     fidelity = store.read(evidence.fidelity, Fidelity)
     kl = max(figures.kl_nats.value for figures in fidelity.modes.values() if figures.kl_nats)
@@ -193,7 +196,8 @@ def _modelled_speed(acceptance_length: float) -> str:
         f"{step.lever} {speed / before:.2f}x"
         for step, before, speed in zip(steps[1:], speeds, speeds[1:], strict=False)
     )
-    return f"  {_GPU:<11} {speeds[-1] / speeds[0]:.2f}x as fast by its roofline, not measured: {'; '.join(gains)}"
+    speed = f"{speeds[-1] / speeds[0]:.2f}x as fast by the roofline of that GPU, not measured"
+    return f"  {_GPU:<11} {speed}: {'; '.join(gains)}"
 
 
 def _age(path: Path) -> str:

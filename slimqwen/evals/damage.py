@@ -38,8 +38,9 @@ def damage(source: Path, destination: Path, kind: Damage, seed: int) -> str:
 
     Args:
         source: checkpoint; a quantised one for SCALES.
-        kind: SCALES multiplies each scale of the quantised linears of one random layer by exp(N(0, SCALE_SIGMA));
-            ROWS moves SWAPPED_SHARE of the embedding's rows in one cycle; HEAD shuffles the columns of `mtp.fc`.
+        kind: SCALES multiplies each scale of the quantised linears of one random layer by exp(N(0, SCALE_SIGMA)), the
+            MTP head's left out, because they decide no answer; ROWS moves SWAPPED_SHARE of the embedding's rows in one
+            cycle; HEAD shuffles the columns of `mtp.fc`, packed ones where it is quantised.
         seed: seed of all random choices.
 
     Returns:
@@ -100,7 +101,7 @@ def _shuffle_columns(weight: "Tensor", rng: "torch.Generator") -> "Tensor":
 
 
 _KINDS: Mapping[Damage, tuple[re.Pattern[str], Callable[["Tensor", "torch.Generator"], "Tensor"]]] = {
-    Damage.SCALES: (re.compile(r"(.*\.layers\.\d+)\..*\.weight_scale"), _perturb_scales),
+    Damage.SCALES: (re.compile(r"((?!mtp\.).*\.layers\.\d+)\..*\.weight_scale"), _perturb_scales),
     Damage.ROWS: (re.compile(r"(.*embed_tokens\.weight)"), _move_rows),
-    Damage.HEAD: (re.compile(r"(mtp\.fc\.weight)"), _shuffle_columns),
+    Damage.HEAD: (re.compile(r"(mtp\.fc\.weight)(?:_packed)?"), _shuffle_columns),
 }

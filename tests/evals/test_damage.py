@@ -40,7 +40,12 @@ def quantised(tmp_path: Path) -> Path:
         for layer in range(2)
         for name in ("up_proj", "down_proj")
     }
-    save_file(scales | {"model.norm.weight": torch.ones(4)}, folder / "model.safetensors")
+    head = {
+        "mtp.layers.0.mlp.up_proj.weight_scale": torch.ones(8, 4).bfloat16(),
+        "mtp.fc.weight_packed": torch.arange(24, dtype=torch.int32).reshape(4, 6),
+        "mtp.fc.weight_scale": torch.ones(4, 1).bfloat16(),
+    }
+    save_file(scales | head | {"model.norm.weight": torch.ones(4)}, folder / "model.safetensors")
     return folder
 
 
@@ -72,6 +77,15 @@ def test_a_head_is_shuffled_by_columns(tmp_path: Path) -> None:
     before, after = (loaded(folder)["mtp.fc.weight"].float() for folder in (TINY, tmp_path))
     assert torch.equal(before.sum(0).sort().values, after.sum(0).sort().values)
     checkpoint.check(tmp_path, "it should be whole")
+
+
+def test_packed_columns_of_a_quantised_head_are_shuffled(quantised: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "damaged"
+    folder.mkdir()
+    assert damage(quantised, folder, Damage.HEAD, 0) == "mtp.fc.weight"
+    assert changed(quantised, folder) == {"mtp.fc.weight_packed"}
+    before, after = (loaded(each)["mtp.fc.weight_packed"] for each in (quantised, folder))
+    assert torch.equal(before.sort(1).values, after.sort(1).values)
 
 
 def test_a_seed_decides(tmp_path: Path) -> None:

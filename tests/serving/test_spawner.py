@@ -72,24 +72,20 @@ def socket_of(worker: WarmWorker) -> dict[str, str]:
 
 
 @pytest.mark.engine
-def test_two_servers_are_forks_of_one_import_and_answer_alike(warm: WarmWorker, tmp_path: Path) -> None:
-    facts = []
-    for number in (1, 2):
-        warm.give(os.environ | socket_of(warm), ask, tmp_path / f"{number}.log", tmp_path, 0)
-        facts.append(receive(warm, "done")[0])
-        receive(warm, "ended")
-    assert all("slimqwen.recipe.warm_worker" in each["command"] for each in facts)
-    assert all(each["leads_its_group"] for each in facts)
-    assert facts[0]["text"] == facts[1]["text"] != ""
-    assert not any(psutil.pid_exists(each["server"]) for each in facts)
-    log = (tmp_path / "2.log").read_text()
+def test_servers_are_forks_of_one_import_and_end_with_their_job(warm: WarmWorker, tmp_path: Path) -> None:
+    environment = os.environ | socket_of(warm)
+    warm.give(environment, ask, tmp_path / "1.log", tmp_path, 0)
+    facts = receive(warm, "done")[0]
+    receive(warm, "ended")
+    assert "slimqwen.recipe.warm_worker" in facts["command"]
+    assert facts["leads_its_group"]
+    assert facts["text"]
+    assert not psutil.pid_exists(facts["server"])
+    log = (tmp_path / "1.log").read_text()
     assert "Engine fix forked_processes is active" in log  # as in a server of its own
     assert "Application startup complete" in log
 
-
-@pytest.mark.engine
-def test_a_server_ends_with_the_job_that_started_it(warm: WarmWorker, tmp_path: Path) -> None:
-    job = psutil.Process(warm.give(os.environ | socket_of(warm), ask, tmp_path / "log", tmp_path, 600))
+    job = psutil.Process(warm.give(environment, ask, tmp_path / "2.log", tmp_path, 600))
     activity, *_ = receive(warm, "progress")
     server = psutil.Process(int(activity))
     processes = [server, *server.children(recursive=True)]
