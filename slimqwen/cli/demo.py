@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from slimqwen.records.record import Record
 
 _BASELINE, _VARIANT = "tiny", "tiny-best"
-_RECORDS = "demo"
-"""Folder of the repository for the demo's records."""
 _GPU, _CONTEXT_LEN = "a10g", 2048
 """The GPU of the roofline at the end, and its cached tokens."""
 
@@ -48,7 +46,7 @@ def demo(
     )
     for line in _summary(evidence):
         say(line)
-    say(f"records: {_RECORDS}/{_BASELINE}, {_RECORDS}/{_VARIANT}; all variants: {relative(report.index)}")
+    say(f"records: {site.DEMO}/{_BASELINE}, {site.DEMO}/{_VARIANT}; all variants: {relative(report.index)}")
 
 
 @dataclass(frozen=True)
@@ -74,6 +72,7 @@ def _measure(root: Path, rounds: int) -> Evidence:
     from slimqwen.evals.quality import Quality
     from slimqwen.recipe import variant_recipe
     from slimqwen.records import store
+    from slimqwen.report.site import DEMO
     from slimqwen.search import SearchError
     from slimqwen.search.executors.local import LocalExecutor, default_width
     from slimqwen.search.sweep.driver import sweep
@@ -91,7 +90,7 @@ def _measure(root: Path, rounds: int) -> Evidence:
     for measure, (kind, sides) in kinds.items():
         fields: dict[str, Any] = {"rounds": rounds} if measure == "latency" else {}
         reusable = [
-            gate.find_reusable(side, kind, folder=root / _RECORDS / side.name, **fields)
+            gate.find_reusable(side, kind, folder=root / DEMO / side.name, **fields)
             if side.weights.exists()
             else None
             for side in sides
@@ -104,7 +103,7 @@ def _measure(root: Path, rounds: int) -> Evidence:
     reused_keys = {forecast.key for forecast in variant_recipe.status(variant) if forecast.reused}
     width = default_width()
     # Quality takes longer than the other checks together: as many parts as tasks run at a time share it.
-    options = Options(tuple(missing), tuple(command()), rounds=rounds, parts=width, records=_RECORDS)
+    options = Options(tuple(missing), tuple(command()), rounds=rounds, parts=width, records=DEMO)
     with progress_bar() as progress:
         executor = LocalExecutor(root, progress, warm=True, width=width)
         (result,) = sweep([_VARIANT], options, executor, root)
@@ -117,7 +116,7 @@ def _measure(root: Path, rounds: int) -> Evidence:
         sizes = f"{outcome.bytes_before / 1e6:.1f} -> {outcome.bytes_after / 1e6:.1f} MB"
         say(f"    {outcome.stage}: {state}, {sizes}")
     newest = {
-        measure: [next(iter(store.records(root / _RECORDS / side.name, kind))) for side in sides]
+        measure: [next(iter(store.records(root / DEMO / side.name, kind))) for side in sides]
         for measure, (kind, sides) in kinds.items()
     }
     return Evidence(

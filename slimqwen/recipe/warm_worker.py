@@ -1,5 +1,6 @@
-"""The warm worker: a process that has imported vLLM and forks itself for each job (`python -m` this module <file>).
+"""The warm worker: a process that has imported vLLM and forks itself for each job (`python -m` this module).
 
+Its arguments are the descriptor of its messages and, where its jobs start servers, the path of a spawner's socket.
 A job runs as in `slimqwen.recipe.worker`, in a process of its own that may crash or hang, without the seconds of
 imports. Messages are those of `worker`, before them ("started", process id), after them ("ended", exit code).
 """
@@ -59,38 +60,39 @@ class WarmWorker:
 
 
 @contextmanager
-def started(environment: Mapping[str, str], output: IO[bytes]) -> Iterator[WarmWorker]:
+def started(
+    environment: Mapping[str, str], output: IO[bytes], spawner_socket: str | None = None
+) -> Iterator[WarmWorker]:
     """Start a warm worker. It and the process of its job end with the block.
 
     Args:
         environment: environment variables of the process; PYTHONPATH is added.
         output: file for what its jobs print.
+        spawner_socket: path on which a spawner of servers listens (`slimqwen.serving.spawner`); None for no spawner.
     """
-    with worker.started(environment, output, __spec__.name) as (process, messages):
+    arguments = [spawner_socket] if spawner_socket else []
+    with worker.started(environment, output, __spec__.name, arguments) as (process, messages):
         yield WarmWorker(messages, process)
 
 
 def main() -> None:
-    """Import vLLM, then run each job in a fork; exit with the runner.
-
-    Where the environment names a socket of a spawner (`slimqwen.serving.spawner`), there is one for the jobs' servers.
-    """
+    """Import vLLM, then run each job in a fork; exit with the runner."""
+    descriptor, *paths = sys.argv[1:]
     gc.disable()
     from slimqwen.vllm_plugin import api_server
     from slimqwen.vllm_plugin.engine_fixes import forked_processes
 
     before = dict(os.environ)
     _import_engine()
-    path = os.environ.get(spawner.SOCKET)
-    if path:
+    if paths:
         api_server.import_server()
     forked_processes.allow()
     gc.freeze()
     gc.enable()
-    if path:
-        variables = {name: value for name, value in os.environ.items() if before.get(name) != value}
-        spawner.start(path, variables, descriptor=int(sys.argv[1]))
-    with Connection(int(sys.argv[1]), readable=False) as runner, suppress(EOFError):
+    variables = {name: value for name, value in os.environ.items() if before.get(name) != value}
+    for path in paths:
+        spawner.start(path, variables, int(descriptor))
+    with Connection(int(descriptor), readable=False) as runner, suppress(EOFError):
         while True:
             environment, job = pickle.load(sys.stdin.buffer)
             read_end, write_end = os.pipe()

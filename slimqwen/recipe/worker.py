@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,7 +27,10 @@ GARBAGE_THRESHOLD = 100_000
 
 @contextmanager
 def started(
-    environment: Mapping[str, str], output: IO[bytes], module: str = __spec__.name
+    environment: Mapping[str, str],
+    output: IO[bytes],
+    module: str = __spec__.name,
+    arguments: Sequence[str] = (),
 ) -> Iterator[tuple["subprocess.Popen[bytes]", Connection]]:
     """Start a worker: its process and the pipe of its messages. It is killed when the block ends.
 
@@ -35,11 +38,12 @@ def started(
         environment: environment variables of the process; PYTHONPATH is added.
         output: file for what the worker and its libraries print.
         module: main module of the process.
+        arguments: further words of its command line.
     """
     receiving, sending = os.pipe()
     with Connection(receiving, writable=False) as messages:
         process = subprocess.Popen(
-            [sys.executable, "-m", module, str(sending)],
+            [sys.executable, "-m", module, str(sending), *arguments],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -18,11 +18,19 @@ def read(root: Path) -> Mapping[str, str]:
     return {term: meaning for term, meaning in rows.items() if term != "term"}
 
 
-def explained(text: str, glossary: Mapping[str, str]) -> Markup:
-    """A heading whose abbreviations tell their meaning to a pointer."""
-    meanings = {
+def abbreviations(glossary: Mapping[str, str]) -> Mapping[str, str]:
+    """Meanings by the terms in capital letters."""
+    return {
         name: meaning for term, meaning in glossary.items() for name in term.split(", ") if name.isupper()
     }
+
+
+def explained(text: str, meanings: Mapping[str, str]) -> Markup:
+    """A heading whose abbreviations tell their meaning to a pointer.
+
+    Args:
+        meanings: meanings by abbreviation.
+    """
 
     def expansion(match: re.Match[str]) -> str:
         if match[0] not in meanings:

@@ -245,7 +245,7 @@ def _environment(terms: Mapping[str, str]) -> jinja2.Environment:
     pages.filters["page"] = lambda name: quote(_file_name(name))
     pages.filters["words"] = lambda kind: str(kind).replace("_", "-")
     pages.filters["commit"] = commit_name
-    pages.filters["explained"] = partial(glossary.explained, glossary=terms)
+    pages.filters["explained"] = partial(glossary.explained, meanings=glossary.abbreviations(terms))
     pages.globals["cpu_note"] = CPU_NOTE
     pages.globals["terms"] = terms
     return pages

@@ -1,8 +1,8 @@
 """The spawner: a process that has imported vLLM's API server and forks a server for every command, on a CPU.
 
 Half of a start on a CPU is imports. Here each server is a fork of a process in which vLLM has run nothing yet, so it
-is as fresh as one of its own, without them. `slimqwen.recipe.warm_worker` makes the process and names its socket to
-the jobs that it runs; `slimqwen.serving.guard` asks it for servers. A server ends with the connection of its starter.
+is as fresh as one of its own, without them. `slimqwen.recipe.warm_worker` makes the process; a job whose environment
+names its socket has its servers from there, by `slimqwen.serving.guard`. A server ends with its starter's connection.
 """
 
 import atexit

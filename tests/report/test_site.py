@@ -132,7 +132,7 @@ def test_every_page_ends_with_the_glossary_and_its_headings_explain_abbreviation
         assert any(link.get("href") == "#glossary" for link in page.all("a"))
     index = Page(tmp_path / "report" / "index.html")
     assert {mark["title"] for mark in index.all("abbr")} == {"time & token"}
-    assert glossary.explained("<K> & KV, item", {"K": '"k"', "item": "i"}) == (
+    assert glossary.explained("<K> & KV, item", glossary.abbreviations({"K": '"k"', "item": "i"})) == (
         '&lt;<abbr title="&#34;k&#34;">K</abbr>&gt; &amp; KV, item'
     )
 

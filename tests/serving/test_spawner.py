@@ -51,12 +51,13 @@ def ask(log: Path, _: Path, seconds: float, progress: Progress) -> dict[str, Any
     return facts
 
 
-@pytest.fixture(scope="module")
-def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmWorker]:
-    folder = tmp_path_factory.mktemp("spawner")
-    environment = os.environ | {spawner.SOCKET: str(folder / "socket")}
-    environment |= platform.preloaded_libraries(environment)
-    with (folder / "log").open("wb") as output, warm_worker.started(environment, output) as worker:
+@pytest.fixture
+def warm(tmp_path: Path) -> Iterator[WarmWorker]:
+    environment = os.environ | platform.preloaded_libraries(os.environ)
+    with (
+        (tmp_path / "log").open("wb") as output,
+        warm_worker.started(environment, output, str(tmp_path / "socket")) as worker,
+    ):
         yield worker
 
 
@@ -67,13 +68,9 @@ def receive(worker: WarmWorker, kind: str) -> tuple[Any, ...]:
     return tuple(message[1:])
 
 
-def socket_of(worker: WarmWorker) -> dict[str, str]:
-    return {spawner.SOCKET: psutil.Process(worker._process.pid).environ()[spawner.SOCKET]}
-
-
 @pytest.mark.engine
 def test_servers_are_forks_of_one_import_and_end_with_their_job(warm: WarmWorker, tmp_path: Path) -> None:
-    environment = os.environ | socket_of(warm)
+    environment = os.environ | {spawner.SOCKET: str(tmp_path / "socket")}
     warm.give(environment, ask, tmp_path / "1.log", tmp_path, 0)
     facts = receive(warm, "done")[0]
     receive(warm, "ended")

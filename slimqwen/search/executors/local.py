@@ -116,9 +116,8 @@ class LocalExecutor:
         if not self._running:
             return _ALONE if runs_alone else lanes[0]
         memory = sum(each.resources.memory_bytes for each in (task, *self._running.values()))
-        if runs_alone or _ALONE in self._running or memory > psutil.virtual_memory().total:
-            return None
-        if len(self._running) == self._width:
+        is_full = len(self._running) == self._width
+        if runs_alone or is_full or _ALONE in self._running or memory > psutil.virtual_memory().total:
             return None
         return next((lane for lane in lanes if lane not in self._running), None)
 

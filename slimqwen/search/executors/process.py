@@ -111,17 +111,21 @@ class ForkedProcess(TaskProcess):
         self._task = task
         self._kind, self._content = "failed", "its process died"
         if self._worker is None:
-            output = self._open_resources.enter_context((_log_folder(self._root) / "tasks.log").open("ab"))
-            if platform.detect() == "cpu":
-                folder = self._open_resources.enter_context(tempfile.TemporaryDirectory(prefix="slimqwen."))
-                self._variables = {spawner.SOCKET: f"{folder}/spawner"}
-            environment = os.environ | self._variables
-            environment |= platform.preloaded_libraries(environment) if self._variables else {}
-            with affinity(self._cpus):
-                self._worker = self._open_resources.enter_context(warm_worker.started(environment, output))
+            self._worker = self._start_worker()
         environment = os.environ | self._variables
         with suppress(BrokenPipeError):  # `receive` reports that it has died
             self._worker.send(environment, _call, self._root, self._root, (task.function, task.argument))
+
+    def _start_worker(self) -> WarmWorker:
+        enter = self._open_resources.enter_context
+        output = enter((_log_folder(self._root) / "tasks.log").open("ab"))
+        environment, socket = dict(os.environ), None
+        if platform.detect() == "cpu":
+            environment |= platform.preloaded_libraries(environment)
+            socket = enter(tempfile.TemporaryDirectory(prefix="slimqwen.")) + "/spawner"
+            self._variables = {spawner.SOCKET: socket}
+        with affinity(self._cpus):
+            return enter(warm_worker.started(environment, output, socket))
 
     def receive(self) -> Outcome | None:
         """Take the task's next message; its outcome where its process has ended."""

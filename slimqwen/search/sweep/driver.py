@@ -161,12 +161,9 @@ class _Driver:
             if not self._is_made(subject, subject.baseline):
                 return
             self._check(subject, subject.baseline)
-            is_made = self._is_made(subject, subject.variant)
-            if not is_made and not self._lacks_only_a_cache(subject.variant):
+            if not self._is_made(subject, subject.variant):
                 return
             self._check(subject, subject.variant)
-            if not is_made:
-                return
             if subject.timing is None and "latency" in self._options.measures:
                 with self._executor.as_task():
                     subject.timing = required_tasks.timing(subject.variant, subject.baseline, self._options)
@@ -177,7 +174,10 @@ class _Driver:
             subject.failure = str(error)
 
     def _is_made(self, subject: _Subject, side: Variant) -> bool:
-        """Whether the recipe of a side is made to its end; submits the next stage where none is at work."""
+        """Whether the recipe of a side is made to its end; submits the next stage where none is at work.
+
+        A side is checked while its last stage is at work, if its answers do not depend on that.
+        """
         if side.name in subject.complete:
             return True
         if subject.stage_keys & subject.waiting_keys:
@@ -192,19 +192,20 @@ class _Driver:
         subject.stage_keys.add(stage.key)
         self._executor.submit(stage)
         subject.waiting_keys.add(stage.key)
+        if self._makes_only_a_cache(stage, side):
+            self._check(subject, side)
         return False
 
-    def _lacks_only_a_cache(self, variant: Variant) -> bool:
-        """Whether what is left of a variant's recipe is a compile cache that fits no task with a share of the CPUs.
+    def _makes_only_a_cache(self, stage: Task, side: Variant) -> bool:
+        """Whether a stage makes a compile cache that fits no task with a share of the CPUs.
 
         Checks that run before such a cache is there and after it have the same environment.
         """
-        if not required_tasks.answers_are_decided(variant):
+        if not required_tasks.answers_are_decided(side):
             return False
-        stage = required_tasks.next_stage(variant)
         with self._executor.as_task():
-            stage_of_task = required_tasks.next_stage(variant)
-        return stage is not None and stage_of_task is not None and stage.key != stage_of_task.key
+            stage_of_task = required_tasks.next_stage(side)
+        return stage_of_task is not None and stage_of_task.key != stage.key
 
     def _check(self, subject: _Subject, side: Variant) -> None:
         """Submit the checks of a side, once."""

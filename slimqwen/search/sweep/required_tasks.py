@@ -147,9 +147,7 @@ def next_stage(variant: Variant) -> Task | None:
 
 
 def answers_are_decided(variant: Variant) -> bool:
-    """Whether weights/<variant> answers as the recipe's result will: the stages that are left add a cache alone."""
-    if variant.recipe is None:
-        return True
+    """Whether weights/<variant> answers as its recipe's result will: the stages that are left add a cache alone."""
     recipe = variant_recipe.read(variant)
     made = variant.root / "weights"
     for step, forecast in zip(recipe.steps, variant_recipe.status(variant), strict=True):
