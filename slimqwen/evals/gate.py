@@ -43,7 +43,7 @@ from slimqwen.records.record import (
 )
 from slimqwen.records.settings import LimitSettings
 from slimqwen.records.split import Side, Split, SplitRecord, split_of
-from slimqwen.serving import speed_only
+from slimqwen.serving import spawner, speed_only
 from slimqwen.serving.command import ServerCommand
 from slimqwen.stats import multiplicity
 from slimqwen.stats.verdict import Verdict, overall
@@ -152,6 +152,7 @@ def _figure_in_brackets(finding: Finding) -> str:
     return f" ({finding.figure}{value}{interval}, limit {finding.limit:g})"
 
 
+@spawner.shared()
 def measure(
     variant: Variant, settings_name: str, *, command: Sequence[str], progress: Progress = silent
 ) -> Path:

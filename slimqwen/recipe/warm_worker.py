@@ -80,16 +80,13 @@ def main() -> None:
     descriptor, *paths = sys.argv[1:]
     gc.disable()
     from slimqwen.vllm_plugin import api_server
-    from slimqwen.vllm_plugin.engine_fixes import forked_processes
 
     before = dict(os.environ)
     _import_engine()
     if paths:
         api_server.import_server()
-    forked_processes.allow()
-    gc.freeze()
-    gc.enable()
-    variables = {name: value for name, value in os.environ.items() if before.get(name) != value}
+    api_server.freeze()
+    variables = spawner.new_variables(before)
     for path in paths:
         spawner.start(path, variables, int(descriptor))
     with Connection(int(descriptor), readable=False) as runner, suppress(EOFError):

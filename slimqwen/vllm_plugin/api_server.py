@@ -12,17 +12,22 @@ def main() -> None:
     """Import vLLM, and run its API server with the flags of the command line."""
     gc.disable()
     import_server()
-    from slimqwen.vllm_plugin.engine_fixes import forked_processes
-
-    forked_processes.allow()
-    gc.freeze()
-    gc.enable()
+    freeze()
     run()
 
 
 def import_server() -> None:
     """Import vLLM's API server."""
     import vllm.entrypoints.launchers.api_server.entry  # noqa: F401
+
+
+def freeze() -> None:
+    """Make this process, which has imported vLLM without the garbage collector, ready to be forked."""
+    from slimqwen.vllm_plugin.engine_fixes import forked_processes
+
+    forked_processes.allow()
+    gc.freeze()
+    gc.enable()
 
 
 def run() -> None:

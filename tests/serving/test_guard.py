@@ -35,6 +35,12 @@ time.sleep(60)
 """
 
 
+@pytest.fixture(autouse=True)
+def short_grace(monkeypatch):
+    """What a server leaves is ended by force soon."""
+    monkeypatch.setattr(guard, "_GRACE_S", 0.3)
+
+
 @pytest.fixture
 def start():
     """Start Python code that prints a line when it is up; ended with the test."""

@@ -91,18 +91,6 @@ def test_a_served_variant_answers_every_endpoint_a_client_uses(tiny_server):
 
 
 @pytest.mark.engine
-def test_a_running_server_is_found_by_its_exact_command_only(tiny_server):
-    result = find_running(tiny_server.command)
-    assert result is not None
-    assert result.pid == tiny_server.pid
-
-    other = ServerCommand.resolve(variant.load("tiny-seq8"), port=tiny_server.command.port, platform="cpu")
-    assert find_running(other) is None
-    nobody = ServerCommand.resolve(variant.load("tiny"), port=free_port(), platform="cpu")
-    assert find_running(nobody) is None
-
-
-@pytest.mark.engine
 def test_the_engine_and_its_worker_are_forked_and_the_worker_has_its_threads_on_its_cpus(tiny_server):
     """A worker that was started anew would have its OpenMP variables in its own environment."""
     family = psutil.Process(tiny_server.pid).children(recursive=True)
@@ -112,12 +100,12 @@ def test_the_engine_and_its_worker_are_forked_and_the_worker_has_its_threads_on_
     assert worker.cpu_affinity() == [int(cpu) for cpu in cpus.split(",")]
 
 
-@pytest.mark.engine
-def test_serve_becomes_vllm_and_ctrl_c_ends_it(tmp_path):
-    """The process that scripts/serve.py was is the server. SIGTERM ends one with its children in test_failures.py."""
+@pytest.fixture(scope="module")
+def served_by_script(tmp_path_factory):
+    """The process that scripts/serve.py was, and its port."""
     port = free_port()
     script = variant.repository_root() / "scripts/serve.py"
-    with (tmp_path / "vllm.log").open("wb") as log:
+    with (tmp_path_factory.mktemp("script") / "vllm.log").open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, script, "--variant", "tiny", "--port", str(port)],
             stdout=log,
@@ -126,16 +114,36 @@ def test_serve_becomes_vllm_and_ctrl_c_ends_it(tmp_path):
         )
     try:
         _wait_for_health(port, process)
-        family = psutil.Process(process.pid).children(recursive=True)
-        assert api_server.__name__ in " ".join(psutil.Process(process.pid).cmdline())
-        process.send_signal(signal.SIGINT)
-        process.wait(timeout=30)
-        # An ended process stays listed as a zombie until whoever adopted it collects its exit code.
-        assert real_server.ended(family, 10)
+        yield process, port
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+@pytest.mark.engine
+def test_a_running_server_is_found_by_its_exact_command_only(served_by_script):
+    process, port = served_by_script
+    result = find_running(ServerCommand.resolve(variant.load("tiny"), port=port, platform="cpu"))
+    assert result is not None
+    assert result.pid == process.pid
+
+    other = ServerCommand.resolve(variant.load("tiny-seq8"), port=port, platform="cpu")
+    assert find_running(other) is None
+    nobody = ServerCommand.resolve(variant.load("tiny"), port=free_port(), platform="cpu")
+    assert find_running(nobody) is None
+
+
+@pytest.mark.engine
+def test_serve_becomes_vllm_and_ctrl_c_ends_it(served_by_script):
+    """SIGTERM ends one with its children in test_failures.py."""
+    process, _ = served_by_script
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert api_server.__name__ in " ".join(psutil.Process(process.pid).cmdline())
+    process.send_signal(signal.SIGINT)
+    process.wait(timeout=30)
+    # An ended process stays listed as a zombie until whoever adopted it collects its exit code.
+    assert real_server.ended(family, 10)
 
 
 def _wait_for_health(port, process):

@@ -1,6 +1,9 @@
 """Servers that are forks of a process that has imported vLLM: they answer, and end with whoever started them."""
 
+import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +21,7 @@ from slimqwen.serving import platform, spawner
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.server import free_port, run_server
 
+ROOT = Path(__file__).parents[2]
 API_SERVER = ("python", "-m", "slimqwen.vllm_plugin.api_server", "--model", "x")
 
 
@@ -30,6 +34,7 @@ def test_a_server_with_a_variable_that_an_import_may_read_has_a_process_of_its_o
     assert spawner.socket_for(API_SERVER, {"VLLM_USE_MODELSCOPE": "1"}) is None
     assert spawner.socket_for(("python", "-c", "pass"), {}) is None
     monkeypatch.delenv(spawner.SOCKET)
+    monkeypatch.setattr(spawner, "_block", None)
     assert spawner.socket_for(API_SERVER, {}) is None
 
 
@@ -41,10 +46,14 @@ def ask(log: Path, _: Path, seconds: float, progress: Progress) -> dict[str, Any
         body = {"model": server.model, "prompt": "a", "max_tokens": 2, "temperature": 0}
         answer = httpx.post(f"{server.base_url}/v1/completions", json=body, timeout=60, trust_env=False)
         process = psutil.Process(server.pid)
+        guard = process.parent()
+        assert guard is not None
         facts = {
             "text": answer.json()["choices"][0]["text"],
             "server": server.pid,
             "command": process.cmdline(),
+            "children": sorted(child.name() for child in process.children(recursive=True)),
+            "guard": guard.cmdline(),
             "leads_its_group": os.getpgid(server.pid) == server.pid,
         }
         time.sleep(seconds)
@@ -74,7 +83,9 @@ def test_servers_are_forks_of_one_import_and_end_with_their_job(warm: WarmWorker
     warm.give(environment, ask, tmp_path / "1.log", tmp_path, 0)
     facts = receive(warm, "done")[0]
     receive(warm, "ended")
-    assert "slimqwen.recipe.warm_worker" in facts["command"]
+    assert "slimqwen.recipe.warm_worker" in facts["guard"]
+    assert facts["command"][1:4] == ["-m", "slimqwen.vllm_plugin.api_server", "--model"]
+    assert {"VLLM::EngineCore", "VLLM::Worker"} <= set(facts["children"])
     assert facts["leads_its_group"]
     assert facts["text"]
     assert not psutil.pid_exists(facts["server"])
@@ -90,3 +101,36 @@ def test_servers_are_forks_of_one_import_and_end_with_their_job(warm: WarmWorker
     receive(warm, "ended")
     _, alive = psutil.wait_procs(processes, timeout=30)
     assert not alive
+
+
+@pytest.mark.engine
+def test_a_block_has_one_spawner_made_with_its_first_server_and_ended_with_it(tmp_path: Path) -> None:
+    code = f"""
+import json, os, pathlib, psutil
+from slimqwen.serving import guard, spawner
+from tests.serving.test_spawner import API_SERVER, ask
+
+with spawner.shared():
+    made_before = len(psutil.Process().children())
+    log = pathlib.Path({str(tmp_path / "log")!r})
+    facts = ask(log, log, 0, lambda *_: None)
+    with spawner.shared():
+        path = spawner.socket_for(API_SERVER, {{}})
+    (process,) = psutil.Process().children()
+    facts |= {{"spawner": process.cmdline(), "same": path == os.environ[spawner.SOCKET], "made_before": made_before}}
+print(json.dumps(facts | {{"runs": process.is_running(), "socket": os.environ.get(spawner.SOCKET)}}))
+"""
+    environment = {name: value for name, value in os.environ.items() if name != spawner.SOCKET}
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
+    assert run.returncode == 0, run.stderr
+    facts = json.loads(run.stdout)
+    assert facts["made_before"] == 0
+    assert facts["text"]
+    assert facts["guard"] == facts["spawner"]
+    assert "slimqwen.serving.spawner" in facts["guard"]
+    assert facts["same"]
+    assert not facts["runs"]
+    assert facts["socket"] is None
+    assert not psutil.pid_exists(facts["server"])

@@ -21,6 +21,7 @@ from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
 from slimqwen.records.journal import journal_file, locked
 from slimqwen.records.record import Ratio
+from slimqwen.serving import spawner
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.shared_server import ServerLostError, serve
 from slimqwen.stats import intervals
@@ -28,6 +29,7 @@ from slimqwen.text.prompts import digest
 from slimqwen.variant import Variant
 
 
+@spawner.shared()
 def measure(
     variants: Sequence[Variant],
     workload: Workload,
