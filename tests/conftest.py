@@ -27,7 +27,6 @@ import pytest
 from slimqwen import host_load, variant
 from slimqwen.recipe.worker import GARBAGE_THRESHOLD
 from slimqwen.records import store
-from slimqwen.serving import spawner
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.server import RunningServer, free_port, run_server
 from slimqwen.serving.shared_server import SharedServer, max_model_len
@@ -69,13 +68,6 @@ def no_host_is_too_busy() -> Iterator[None]:
     """Limits that nothing else on the machine reaches: no test but those of `host_load` depends on them."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(host_load, "LIMITS", host_load.Limits(math.inf, math.inf, math.inf))
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def servers_are_forks() -> Iterator[None]:
-    """Servers that tests start are forks of one process, made with the first: vLLM is imported once a session."""
-    with spawner.shared():
         yield
 
 

@@ -28,8 +28,8 @@ from slimqwen.vllm_plugin.api_key import authorization
 Prompt = str | Tokens | list[dict[str, str]]
 """Text, token IDs, or the messages of a chat."""
 
-_COUNTED = "openai-counted"
-"""Our entry in the benchmark's table of request functions."""
+_WITH_PROGRESS = "openai-counted"
+"""Our entry in the benchmark's table of request functions: it reports each answer to the caller."""
 
 _TIMEOUT_S = 600
 _DRAIN_TIMEOUT_S = 60
@@ -223,7 +223,7 @@ def send(
             answers: dict[str, Any] = await benchmark(**keywords)
             return answers
 
-    ASYNC_REQUEST_FUNCS[_COUNTED] = counted_request
+    ASYNC_REQUEST_FUNCS[_WITH_PROGRESS] = counted_request
     # The client draws arrivals from numpy's global generator: every variant gets the same ones.
     np.random.seed(load.seed)
     with watch.section(server.pid, server_counters), capture_output(log):
@@ -231,7 +231,7 @@ def send(
             result = asyncio.run(
                 watched_benchmark(
                     task_type=TaskType.GENERATION,
-                    endpoint_type=_COUNTED,
+                    endpoint_type=_WITH_PROGRESS,
                     api_url=f"{server.base_url}/v1/completions",
                     base_url=server.base_url,
                     model_id=server.model,

@@ -54,7 +54,7 @@ def servable(variant: Variant, lines: Mapping[str, str], name: str) -> tuple[Var
 
 def _conflict(command: ServerCommand, lines: Mapping[str, str]) -> str | None:
     """Reason why these settings of the command's variant cannot be served here, None if they can."""
-    for row in command.left_out:
+    for row in command.platform_changes:
         if row.key in lines:
             return f"{row.key}={row.value}: {row.why}"
     variant = command.variant

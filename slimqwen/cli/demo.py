@@ -144,12 +144,16 @@ def _summary(evidence: Evidence) -> Iterator[str]:
         f"  speed       {total.ratio} as fast over all requests on this CPU [95 % interval]: weights, drafts and "
         "compilation together"
     )
-    first_tokens = {row.prompt_class: row for row in rows if row.measure == "ttft_ms"}
+    first_tokens, requests = (
+        {row.prompt_class: row for row in rows if row.measure == measure}
+        for measure in ("ttft_ms", "e2el_ms")
+    )
     for row in rows:
         if row.measure == "tpot_ms" and row.interval:
             yield (
                 f"  {row.prompt_class:<11} {row.first:.2f} -> {row.second:.2f} ms a token after the first: "
-                f"{row.ratio} as fast; to the first token {first_tokens[row.prompt_class].ratio} as fast"
+                f"{row.ratio} as fast; to the first token {first_tokens[row.prompt_class].ratio}; "
+                f"whole requests {requests[row.prompt_class].ratio}"
             )
     fidelity = store.read(evidence.fidelity, Fidelity)
     kl = max(figures.kl_nats.value for figures in fidelity.modes.values() if figures.kl_nats)

@@ -56,10 +56,10 @@ def serve(
         errors.print(
             f"This is the command for platform {command.platform}; this machine is {machine.detect()}."
         )
-    if command.left_out:
+    if command.platform_changes:
         errors.print(f"Without a GPU, {variant} is served with these lines of its config.env changed:")
-        for line in command.left_out:
-            change = f"{line.instead} instead" if line.instead is not None else "left out"
+        for line in command.platform_changes:
+            change = f"{line.replacement} instead" if line.replacement is not None else "left out"
             errors.print(f"  {line.key}={line.value}: {change}: {line.why}", markup=False)
     if command.cache is not None and command.cache.baked is not None:
         errors.print(f"Baked compile cache: {_fitness(command.cache)}.", markup=False)
@@ -69,7 +69,7 @@ def serve(
     plan, trouble = consult(command)
     prepare(command, trouble)
     if plan is not None:
-        command = command.held_against(start_plan.expectation(plan, required=command.require_plan))
+        command = command.compared_with_plan(start_plan.expectation(plan, required=command.require_plan))
     os.chdir(command.variant.root)
     environment = command.process_environment()
     if command.platform == "cuda" and (missing := cuda_toolkit.missing(environment)):

@@ -359,7 +359,7 @@ def _has_current_sample_size(record: quality.Quality, variant: Variant) -> bool:
 
 
 def _fidelity_findings(record: Fidelity) -> Iterator[Finding]:
-    """The worse mode of each figure."""
+    """One finding for each figure: its largest value over the engine modes that were compared."""
     for figure in FIGURE_NAMES:
         estimates = [getattr(figures, figure) for figures in record.modes.values()]
         worst: Estimate | None = max(estimates, key=lambda each: each.value if each else 0.0)

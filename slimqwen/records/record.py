@@ -2,7 +2,7 @@
 
 A kind is one module in evals/, bench/, analysis/, search/ or image/, and its test:
 
-1. A subclass of `Record` with the class variables `kind` and `verb`, and a field for each figure; the ending of its
+1. A subclass of `Record` with the class variable `kind`, and a field for each figure; the ending of its
    name says the unit (`ttft_ms`), and `units` has those that figures.py lacks. Parts are subclasses of `Block`. A kind
    of experiments/ is a subclass of `ServedRecord`, or of `SplitRecord` (split.py) if it can be of one side of a
    search's split. A field whose JSON name is a Python keyword:
@@ -11,8 +11,8 @@ A kind is one module in evals/, bench/, analysis/, search/ or image/, and its te
 3. `tables()`, `panels()`, `trends()`, `finding()`, `replay()`, `topic` and `leaderboard_columns`, where the defaults
    do not suffice.
 
-Nothing else changes by hand: `registry.kinds()` finds the class, `slimqwen record schemas` writes its JSON Schema. To
-call its measurement from the command line, add a verb. Imports of torch, vLLM and transformers stand in functions.
+No other file is edited: `registry.kinds()` finds the class, `slimqwen record schemas` writes its JSON Schema. A verb is
+a function in cli/, named in `verb`; a kind needs none. Imports of torch, vLLM and transformers stand in functions.
 A changed field needs a new `version` and a step in migrations.py; a new field with a default needs neither.
 """
 
@@ -339,13 +339,13 @@ class Record(Versioned):
 
     Attributes:
         folder: experiments for records of one variant with items beside them, results for others.
-        verb: the `slimqwen` verb that makes one, such as "bench startup".
+        verb: the `slimqwen` verb that makes one, such as "bench startup"; empty if none does.
         units: unit by the ending of a field's name, for endings that figures.py lacks.
         leaderboard_columns: heading of a leaderboard column by the name of the figure that it shows.
     """
 
     folder: ClassVar[Literal["experiments", "results"]] = "results"
-    verb: ClassVar[str]
+    verb: ClassVar[str] = ""
     units: ClassVar[Mapping[str, str]] = {}
     leaderboard_columns: ClassVar[Mapping[str, str]] = {}
 
@@ -359,7 +359,7 @@ class Record(Versioned):
 
     @property
     def topic(self) -> str:
-        """What a newer record must share to replace this one, such as its workload or GPU; empty: its kind."""
+        """What a newer record must share to replace this one, such as its workload; empty: the kind alone."""
         return ""
 
     def trends(self) -> Mapping[tuple[str, str], Figure]:

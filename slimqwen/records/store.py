@@ -240,8 +240,7 @@ def latest(
         if not record.provenance.host_was_busy and split_of(record) is None and where(record):
             return path
     raise MissingRecordError(
-        f"no {kind.kind} record that fits in {folder.parent.name}/{folder.name}; "
-        f"`slimqwen {kind.verb} --variant {folder.name}` makes one"
+        f"no {kind.kind} record that fits in {folder.parent.name}/{folder.name}{_cure(kind, folder.name)}"
     )
 
 
@@ -267,9 +266,11 @@ def latest_result(
         record = read(path, kind)
         if not record.provenance.host_was_busy and where(record):
             return path
-    raise MissingRecordError(
-        f"no {kind.kind} record of {variant} in results; `slimqwen {kind.verb} --variant {variant}` makes one"
-    )
+    raise MissingRecordError(f"no {kind.kind} record of {variant} in results{_cure(kind, variant)}")
+
+
+def _cure(kind: type[Record], variant: str) -> str:
+    return f"; `slimqwen {kind.verb} --variant {variant}` makes one" if kind.verb else ""
 
 
 def publish(path: Path, content: bytes, *, replace: bool = False) -> None:

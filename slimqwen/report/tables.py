@@ -141,7 +141,7 @@ def summary_table(root: Path, baseline: str, name: str, folder: str = "experimen
         *provenance.cpu_notes(*records),
         *provenance.shared_source_notes(*zip(*sources, strict=True)),
     )
-    columns = ("measure", baseline, name, "change ± SE, or ratio", "verdict", "measured on (still needed)")
+    columns = ("measure", baseline, name, "change ± SE, or ratio", "verdict", "sample (items still needed)")
     return Table(f"{name} and its baseline {baseline}", columns, tuple(rows), notes)
 
 

@@ -27,7 +27,7 @@ from slimqwen.vllm_plugin import api_server, compile_watch, endpoints, engine_fa
 VARIANT_VARIABLE = "SLIMQWEN_VARIANT"
 """Variable of a server's environment that names the variant it serves."""
 
-# No compiled graph depends on them, so they are not among the command's flags.
+# Passed to vLLM, but not in `ServerCommand.flags`: no compiled graph depends on them.
 _OWN_CODE = (
     "--worker-extension-cls",
     f"{engine_facts.__name__}.{engine_facts.EngineFacts.__name__}",
@@ -39,12 +39,16 @@ _CPU_KV_CACHE_GIB = 4  # where config.env sets no VLLM_CPU_KVCACHE_SPACE
 
 
 @dataclasses.dataclass(frozen=True)
-class LeftOut:
-    """A line of a config.env that a CPU leaves out (instead is None) or replaces."""
+class PlatformChange:
+    """A line of a config.env that a CPU leaves out, or gives another value.
+
+    Attributes:
+        replacement: the other value; None for a line that is left out.
+    """
 
     key: str
     value: str
-    instead: str | None
+    replacement: str | None
     why: str
 
 
@@ -90,7 +94,7 @@ class ServerCommand:
         argv: whole command line, the Python interpreter first.
         environment: variables added to the caller's environment.
         flags: values by flag name, after the platform's changes.
-        left_out: lines of the config.env that the platform changed.
+        platform_changes: lines of the config.env that the platform changed.
         variables: part of environment that compiled graphs may depend on: the config.env's, and vLLM's plugins.
         cache: cache of compiled graphs, None where nothing is compiled.
         allow_unsafe: whether to serve in spite of known trouble or engine modes that were found unsafe.
@@ -102,7 +106,7 @@ class ServerCommand:
     argv: tuple[str, ...]
     environment: Mapping[str, str]
     flags: Mapping[str, Any]
-    left_out: tuple[LeftOut, ...]
+    platform_changes: tuple[PlatformChange, ...]
     variables: Mapping[str, str]
     cache: CompileCache | None
     allow_unsafe: bool
@@ -137,9 +141,9 @@ class ServerCommand:
         resolved = vllm_flags.resolve(variant)
         flags = {name: flag.value for name, flag in resolved.flags.items()}
         argv = {name: flag.argv for name, flag in resolved.flags.items()}
-        left_out: list[LeftOut] = []
+        platform_changes: list[PlatformChange] = []
         if platform == "cpu":
-            left_out = _fit_to_cpu(resolved.flags, flags, argv)
+            platform_changes = _fit_to_cpu(resolved.flags, flags, argv)
             if "enforce-eager" not in flags:
                 flags["enforce-eager"], argv["enforce-eager"] = True, ("--enforce-eager",)
         flags["model"], argv["model"] = str(variant.weights), ("--model", str(variant.weights))
@@ -169,7 +173,7 @@ class ServerCommand:
             ),
             environment=MappingProxyType(environment),
             flags=MappingProxyType(flags),
-            left_out=tuple(left_out),
+            platform_changes=tuple(platform_changes),
             variables=MappingProxyType(variables),
             cache=cache,
             allow_unsafe=allow_unsafe or variant.allow_unsafe,
@@ -252,8 +256,8 @@ class ServerCommand:
         )
         return dataclasses.replace(self, cache=cache, environment=environment)
 
-    def held_against(self, expected: engine_facts.Expected) -> "ServerCommand":
-        """The same command with a plan that the started engine is compared with."""
+    def compared_with_plan(self, expected: engine_facts.Expected) -> "ServerCommand":
+        """The same command, whose server compares its engine with a plan when it starts."""
         environment = {**self.environment, engine_facts.VARIABLE: expected.model_dump_json()}
         return dataclasses.replace(self, environment=MappingProxyType(environment))
 
@@ -270,18 +274,18 @@ class ServerCommand:
 
 def _fit_to_cpu(
     given: Mapping[str, vllm_flags.Flag], flags: dict[str, Any], argv: dict[str, tuple[str, ...]]
-) -> list[LeftOut]:
-    left_out = []
+) -> list[PlatformChange]:
+    platform_changes = []
     for row in machine.GPU_ONLY:
         if row.flag not in given or not row.applies(given[row.flag].value):
             continue
         setting = given[row.flag].setting
-        left_out.append(LeftOut(setting.key, setting.value, row.instead, row.why))
+        platform_changes.append(PlatformChange(setting.key, setting.value, row.instead, row.why))
         del flags[row.flag], argv[row.flag]
         if row.instead is not None:
             flag = vllm_flags.parse(dataclasses.replace(setting, value=row.instead))
             flags[row.flag], argv[row.flag] = flag.value, flag.argv
-    return left_out
+    return platform_changes
 
 
 def _compile_cache(

@@ -41,12 +41,12 @@ _block: ExitStack | None = None  # of `shared`
 
 @contextmanager
 def shared() -> Iterator[None]:
-    """Fork the servers of a block from one process, made for the first of them, on a CPU.
+    """Fork the servers of a block from one process, made for the first of them; on a GPU nothing changes.
 
-    On a GPU, and inside a job or a block that has a spawner, nothing changes.
+    Inside a job or a block that has a spawner, servers are forks of that one.
     """
     global _block
-    if SOCKET in os.environ or _block is not None or platform.detect() != "cpu":
+    if SOCKET in os.environ or _block is not None:
         yield
         return
     try:
@@ -66,7 +66,7 @@ def socket_for(argv: Sequence[str], environment: Mapping[str, str]) -> str | Non
     names = {name for name in environment if name.startswith("VLLM_")}
     if tuple(argv[1:3]) != ("-m", _API_SERVER) or not names <= _READ_AT_USE:
         return None
-    if _block is not None and SOCKET not in os.environ:
+    if _block is not None and SOCKET not in os.environ and platform.detect() == "cpu":
         _start_process(_block)
     return os.environ.get(SOCKET)
 

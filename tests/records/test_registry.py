@@ -35,7 +35,6 @@ class Energy(Record):
 
     kind: ClassVar = "{kind}"
     folder: ClassVar = "results"
-    verb: ClassVar = "bench energy"
     units: ClassVar = {{"joules_per_token": "J/token"}}
     leaderboard_columns: ClassVar = {{"joules_per_token": "energy (J/token)"}}
 
@@ -76,6 +75,8 @@ def test_a_new_kind_is_in_every_report_without_a_change_elsewhere(energy, tmp_pa
     made = Provenance.model_validate(quality["provenance"])
     ratio = {"value": 2.0, "low": 1.5, "high": 2.5}
     record = energy(variant="a", provenance=made, joules_per_token=0.25, ratio=ratio)
+    with pytest.raises(store.MissingRecordError, match=r"no energy record of a in results$"):
+        store.latest_result(repository, energy, "a")
     path = store.write(repository / "results", record)
     location = path.relative_to(repository).as_posix()
     assert store.read(path, energy) == record

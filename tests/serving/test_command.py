@@ -45,7 +45,7 @@ def test_graph_sizes_are_draft_tokens_and_one_times_every_batch(name):
 def test_on_a_cpu_gpu_settings_are_left_out_and_said():
     command = ServerCommand.resolve(variant.load("cyankiwi-seq8-best"), platform="cpu")
 
-    assert {line.key: line.instead for line in command.left_out} == {
+    assert {line.key: line.replacement for line in command.platform_changes} == {
         "VLLM_DTYPE": "bfloat16",
         "VLLM_CUDAGRAPH_CAPTURE_SIZES": None,
         "VLLM_GPU_MEMORY_UTILIZATION": None,
@@ -154,9 +154,9 @@ def test_a_cuda_server_gets_the_toolkit_of_the_environment_and_a_cpu_server_none
     assert on_cpu.get("CUDA_HOME") != added["CUDA_HOME"]
 
 
-def test_a_plan_that_a_start_is_held_against_changes_no_word_of_the_command():
+def test_a_plan_that_a_start_is_compared_with_changes_no_word_of_the_command():
     command = ServerCommand.resolve(variant.load("tiny"), platform="cpu")
-    held = command.held_against(
+    held = command.compared_with_plan(
         engine_facts.Expected(variant="v", plan="p", facts={"block_size": 128}, required=True)
     )
     assert held.argv == command.argv

@@ -52,7 +52,6 @@ def ask(log: Path, _: Path, seconds: float, progress: Progress) -> dict[str, Any
             "text": answer.json()["choices"][0]["text"],
             "server": server.pid,
             "command": process.cmdline(),
-            "children": sorted(child.name() for child in process.children(recursive=True)),
             "guard": guard.cmdline(),
             "leads_its_group": os.getpgid(server.pid) == server.pid,
         }
@@ -78,25 +77,16 @@ def receive(worker: WarmWorker, kind: str) -> tuple[Any, ...]:
 
 
 @pytest.mark.engine
-def test_servers_are_forks_of_one_import_and_end_with_their_job(warm: WarmWorker, tmp_path: Path) -> None:
+def test_a_job_s_server_is_a_fork_and_ends_with_the_job(warm: WarmWorker, tmp_path: Path) -> None:
     environment = os.environ | {spawner.SOCKET: str(tmp_path / "socket")}
-    warm.give(environment, ask, tmp_path / "1.log", tmp_path, 0)
-    facts = receive(warm, "done")[0]
-    receive(warm, "ended")
-    assert "slimqwen.recipe.warm_worker" in facts["guard"]
-    assert facts["command"][1:4] == ["-m", "slimqwen.vllm_plugin.api_server", "--model"]
-    assert {"VLLM::EngineCore", "VLLM::Worker"} <= set(facts["children"])
-    assert facts["leads_its_group"]
-    assert facts["text"]
-    assert not psutil.pid_exists(facts["server"])
-    log = (tmp_path / "1.log").read_text()
-    assert "Engine fix forked_processes is active" in log  # as in a server of its own
-    assert "Application startup complete" in log
-
-    job = psutil.Process(warm.give(environment, ask, tmp_path / "2.log", tmp_path, 600))
+    job = psutil.Process(warm.give(environment, ask, tmp_path / "log", tmp_path, 600))
     activity, *_ = receive(warm, "progress")
     server = psutil.Process(int(activity))
+    guard = server.parent()
+    assert guard is not None
+    assert "slimqwen.recipe.warm_worker" in guard.cmdline()
     processes = [server, *server.children(recursive=True)]
+    assert {"VLLM::EngineCore", "VLLM::Worker"} <= {process.name() for process in processes}
     job.kill()
     receive(warm, "ended")
     _, alive = psutil.wait_procs(processes, timeout=30)
@@ -128,9 +118,14 @@ print(json.dumps(facts | {{"runs": process.is_running(), "socket": os.environ.ge
     facts = json.loads(run.stdout)
     assert facts["made_before"] == 0
     assert facts["text"]
+    assert facts["command"][1:4] == ["-m", "slimqwen.vllm_plugin.api_server", "--model"]
+    assert facts["leads_its_group"]
     assert facts["guard"] == facts["spawner"]
     assert "slimqwen.serving.spawner" in facts["guard"]
     assert facts["same"]
     assert not facts["runs"]
     assert facts["socket"] is None
     assert not psutil.pid_exists(facts["server"])
+    log = (tmp_path / "log").read_text()
+    assert "Engine fix forked_processes is active" in log  # as in a server of its own
+    assert "Application startup complete" in log

@@ -147,7 +147,7 @@ def test_a_start_agrees_with_its_plan_in_every_fact(planned_starts, tmp_path):
         expected.facts
     )
     assert sum("layers" in str(value) for value in expected.facts.values()) >= 3  # two kinds, and the drafts'
-    with run_server(command.held_against(expected), log=tmp_path / "vllm.log") as server:
+    with run_server(command.compared_with_plan(expected), log=tmp_path / "vllm.log") as server:
         labels = httpx.get(f"{server.base_url}/metrics", trust_env=False).text
     assert f"all of {len(expected.facts)} facts" in (tmp_path / "vllm.log").read_text()
     start = start_log.read(command.variant.root / start_log.FILE)[-1]
@@ -169,7 +169,7 @@ def test_a_start_that_is_not_as_planned_never_becomes_ready_where_the_plan_is_re
         pytest.raises(
             ServingError, match=rf"exit code 1 .*block_size: planned 17, actual {actual}; plan anew"
         ),
-        run_server(command.held_against(tampered), log=tmp_path / "vllm.log"),
+        run_server(command.compared_with_plan(tampered), log=tmp_path / "vllm.log"),
     ):
         pass
     # Every other fact of this start agrees with its plan.

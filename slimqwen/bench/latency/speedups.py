@@ -39,7 +39,7 @@ class Speedup:
         prompt_tokens: length of a prompt; None for all classes.
         output_tokens: length of an output; None for all classes.
         measure: a median time in milliseconds (`wall_ms`: a sum), or a rate per second.
-        first: figure of the first variant, over all its requests; the baseline, where one of the two is.
+        first: figure of the first variant, over all its requests; the first is the baseline if one of the two is.
         second: figure of the second variant, likewise.
         speedup: more than 1 where the second is better. Times: first over second; rates: second over first. Over rounds
             it is the ratio of the geometric means of the rounds' figures, so it differs from the ratio of `first` and
