@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from slimqwen import checkpoint
-from slimqwen.serving import baked_cache, cuda_toolkit
+from slimqwen.serving import baked_cache, checked_lines, cuda_toolkit
 from slimqwen.serving import flags as vllm_flags
 from slimqwen.serving import platform as machine
 from slimqwen.serving.errors import ServingError
@@ -138,7 +138,7 @@ class ServerCommand:
             ServingError: the manifest of the baked cache is unreadable, or nothing is compiled and one is required.
         """
         platform = platform or variant.platform or machine.detect()
-        resolved = vllm_flags.resolve(variant)
+        resolved = checked_lines.resolve(variant)
         flags = {name: flag.value for name, flag in resolved.flags.items()}
         argv = {name: flag.argv for name, flag in resolved.flags.items()}
         platform_changes: list[PlatformChange] = []

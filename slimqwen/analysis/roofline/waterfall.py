@@ -20,7 +20,7 @@ from slimqwen.records.collection import Collection
 from slimqwen.records.panel import Line, Panel
 from slimqwen.records.record import Block, Record
 from slimqwen.records.table import Table
-from slimqwen.serving import flags
+from slimqwen.serving import checked_lines
 from slimqwen.variant import Variant
 
 
@@ -154,7 +154,7 @@ def steps(variant: Variant, gpu: Gpu, context_len: int) -> Iterator[Step]:
 
 def _levers(variant: Variant) -> Iterator[tuple[str, Model, int]]:
     """Lever, the model with it and all before, and K."""
-    flag_values = {name: flag.value for name, flag in flags.resolve(variant).flags.items()}
+    flag_values = {name: flag.value for name, flag in checked_lines.resolve(variant).flags.items()}
     depth = int((flag_values.get("speculative-config") or {}).get("num_speculative_tokens", 0))
     stages = shapes.shape_by_stage(variant)
     name, shape = stages[0]

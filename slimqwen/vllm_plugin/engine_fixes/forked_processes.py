@@ -3,12 +3,14 @@
 vLLM's CPU platform sets `spawn` (`CpuPlatform.check_and_update_config` in vllm/platforms/cpu.py): OpenMP reads its
 thread count and its CPUs when it is loaded, and a fork of a process whose OpenMP threads run hangs. So each of the
 three processes imports vLLM, one after the other. Here the API server has one OpenMP thread, which is none beside its
-own, the worker sets what its environment says after the fork, and the engine lets go of the API server's port.
+own, the worker sets what its environment says after the fork, the engine lets go of the API server's port, and neither
+searches what both have inherited for garbage.
 
 Goes away when vLLM's CPU platform leaves the start method to its user, or imports before it starts its processes.
 """
 
 import functools
+import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -73,11 +75,13 @@ def install() -> bool:
     @functools.wraps(run_engine)
     def run_engine_core(*arguments: Any, **keywords: Any) -> None:
         close_listening_sockets()
+        keep_frozen()
         run_engine(*arguments, **keywords)
 
     @functools.wraps(run_worker)
     def worker_main(*arguments: Any, **keywords: Any) -> None:
         set_threads()
+        keep_frozen()
         run_worker(*arguments, **keywords)
 
     CpuPlatform.check_and_update_config = classmethod(check_and_fork)
@@ -93,6 +97,14 @@ def close_listening_sockets() -> None:
             if connection.status == psutil.CONN_LISTEN:
                 # The number stays taken: an object of the API server that holds it must not close another file.
                 os.dup2(nothing.fileno(), connection.fd)
+
+
+def keep_frozen() -> None:
+    """Let gc.unfreeze do nothing in this process, or what it has inherited is searched for garbage when it ends.
+
+    vLLM unfreezes for engines inside a process that goes on (`Worker.shutdown`, `EngineCore.shutdown`).
+    """
+    gc.unfreeze = lambda: None
 
 
 def set_threads() -> None:

@@ -1,6 +1,7 @@
 """Only an API server with one OpenMP thread forks; a worker has the threads and CPUs that its executor sets."""
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import socket
@@ -58,6 +59,28 @@ def test_vllms_cpu_platform_is_checked_and_then_forks(monkeypatch):
     assert checked == ["the configuration"]
     assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "fork"
     assert not forked_processes.install()
+
+
+@pytest.mark.usefixtures("stock_vllm")
+@pytest.mark.parametrize("name", ["engine", "worker"])
+def test_an_engine_or_worker_that_ends_searches_nothing_that_it_inherited(monkeypatch, name):
+    from vllm.v1.engine.core import EngineCoreProc
+    from vllm.v1.executor.multiproc_executor import WorkerProc
+
+    def end(pipe):
+        gc.unfreeze()
+        pipe.send(gc.get_freeze_count())
+
+    monkeypatch.setattr(EngineCoreProc, "run_engine_core", staticmethod(end))
+    monkeypatch.setattr(WorkerProc, "worker_main", staticmethod(end))
+    assert forked_processes.install()
+    run = {"engine": EngineCoreProc.run_engine_core, "worker": WorkerProc.worker_main}[name]
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=lambda: (gc.freeze(), run(sender)))
+    process.start()
+    assert receiver.poll(30)
+    assert receiver.recv() > 1000
+    process.join()
 
 
 def _state(pipe):

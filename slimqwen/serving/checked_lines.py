@@ -1,0 +1,83 @@
+"""Checked lines: what the installed vLLM made of a variant's config.env, kept in .cache/flags/ for the same lines.
+
+Most of the time of `slimqwen.serving.flags` is the import of vLLM, which a command that only starts a server does not
+need otherwise. A file's name is the digest of all that the check depends on; refusals are not kept.
+"""
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from slimqwen.serving import flags, platform
+from slimqwen.serving.flags import Flag, Resolved
+from slimqwen.variant import OWN_KEYS, Variant
+
+_PACKAGES = ("vllm", "torch")
+
+
+def resolve(variant: Variant) -> Resolved:
+    """Flags and environment of a variant's lines, from an earlier check of the same lines where there was one.
+
+    Raises:
+        ConfigError, ServingError: as `flags.resolve`.
+    """
+    file = variant.root / ".cache" / "flags" / f"{_digest(variant)}.json"
+    with suppress(OSError, ValueError, KeyError, TypeError):  # none, or one that no command wrote
+        return _read(json.loads(file.read_bytes()), variant)
+    resolved = flags.resolve(variant)
+    content = json.dumps(
+        {
+            "flags": {
+                name: [flag.setting.key, flag.value, flag.argv] for name, flag in resolved.flags.items()
+            },
+            "environment": dict(resolved.environment),
+        },
+        default=str,
+    )
+    if _read(json.loads(content), variant) == resolved:  # JSON has every value
+        with suppress(OSError):  # a folder that may not be written, as in an image
+            _write(file, content)
+    return resolved
+
+
+def _read(content: Any, variant: Variant) -> Resolved:
+    return Resolved(
+        MappingProxyType(
+            {
+                name: Flag(name, value, tuple(argv), variant.settings[key])
+                for name, (key, value, argv) in content["flags"].items()
+            }
+        ),
+        MappingProxyType(content["environment"]),
+    )
+
+
+def _write(file: Path, content: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=file.parent, encoding="utf-8", delete=False) as temporary:
+        temporary.write(content)
+    Path(temporary.name).replace(file)
+
+
+def _digest(variant: Variant) -> str:
+    """SHA-256 of the lines, the platform and the check, as hexadecimal digits."""
+    facts = [
+        [(setting.key, setting.value) for setting in variant.settings.values()],
+        [setting.key for setting in variant.unset],
+        platform.detect(),
+        _check(),
+    ]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+@functools.cache
+def _check() -> list[str]:
+    """What the check itself consists of: versions of the packages, own keys, code."""
+    versions = [importlib.metadata.version(package) for package in _PACKAGES]
+    return [*versions, *sorted(OWN_KEYS), Path(flags.__file__).read_text(encoding="utf-8")]
