@@ -74,15 +74,23 @@ class StreamingClient(AbstractContextManager["StreamingClient"]):
         self._session: Any = None
 
     def __enter__(self) -> Self:
-        """Open the connection."""
-        self._runner.run(self._open())
+        """Open the connection; where that fails, close everything."""
+        try:
+            self._runner.run(self._open())
+        except BaseException:
+            self._close()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close the connection."""
-        self._runner.run(self._session.close())
+        self._close()
+
+    def _close(self) -> None:
+        if self._session is not None:
+            self._runner.run(self._session.close())
         self._runner.close()
 
     def ask(self, prompt: Prompt, output_tokens: int, **fields: Any) -> Answer:

@@ -314,8 +314,11 @@ def phases(log: str, ready_seconds: float, first_token_seconds: float) -> dict[s
         raise BenchError("the server's warm-up failed, so its start is no measurement; its log says why")
     requests_line = _REQUESTS.search(log)
     requests_s = float(requests_line[1]) if requests_line else 0.0
+    import_s = ready_seconds - loading - float(engine[1]) - requests_s
+    if import_s < 0:
+        raise BenchError("the phases in vLLM's log are longer than the start; its version may log one twice")
     return {
-        "import": round(ready_seconds - loading - float(engine[1]) - requests_s, 2),
+        "import": round(import_s, 2),
         "load_weights": round(loading, 2),
         "compile": round(compiling, 2),
         "warm_up": round(max(0.0, float(engine[1]) - compiling), 2),

@@ -39,6 +39,14 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return part
 
 
+def untied(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config, its text part too, whose output head is not tied to the embedding."""
+    changed = {**config, "tie_word_embeddings": False}
+    if "text_config" in config:
+        changed["text_config"] = {**config["text_config"], "tie_word_embeddings": False}
+    return changed
+
+
 def has_random_weights(folder: Path) -> bool:
     """Whether a checkpoint's weights were drawn at random, so that its answers mean nothing."""
     return RANDOM_WEIGHTS in text_config(read_config(folder))

@@ -120,7 +120,7 @@ def middleware(
 def profile(
     variant: VariantName,
     workload: WorkloadName = "classes",
-    requests: Annotated[int, typer.Option(help="timed requests per class")] = 8,
+    requests: Annotated[int, typer.Option(min=1, help="timed requests per class")] = 8,
     even_if_busy: EvenIfBusy = False,
 ) -> None:
     """Show where a request's time goes: phases, parts of a step, operators; write traces into logs/."""
@@ -202,8 +202,8 @@ def release_check(
 
 @app.command()
 def prune_vocab(
-    rounds: Annotated[int, typer.Option(help="rounds of one copy and one prune")] = 3,
-    layers: Annotated[int, typer.Option(help="transformer layers of the checkpoint")] = 32,
+    rounds: Annotated[int, typer.Option(min=1, help="rounds of one copy and one prune")] = 3,
+    layers: Annotated[int, typer.Option(min=1, help="transformer layers of the checkpoint")] = 32,
     yes: Annotated[bool, typer.Option("--yes", help="do not ask before 18 GB of disk are used")] = False,
 ) -> None:
     """Time pruning a 4B-shaped checkpoint against copying it (18 GB of disk, removed again)."""

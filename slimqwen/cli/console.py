@@ -44,13 +44,28 @@ _REFUSED, _REFUSED_BY_JUDGE, _INTERRUPTED = 2, 3, 130
 class Judge(TyperCommand):
     """A verb whose exit code is a verdict, so that an error has an exit code of its own."""
 
+    def make_context(self, *arguments: Any, **keywords: Any) -> Any:
+        """Read the command line; a usage error ends with exit code 3."""
+        with _errors_of_judge():
+            return super().make_context(*arguments, **keywords)
+
     def invoke(self, ctx: Any) -> Any:
         """Run the verb; an expected error ends with exit code 3."""
-        try:
+        with _errors_of_judge():
             return super().invoke(ctx)
-        except SlimqwenError as error:
-            show_error(str(error))
-            raise typer.Exit(_REFUSED_BY_JUDGE) from None
+
+
+@contextmanager
+def _errors_of_judge() -> Iterator[None]:
+    try:
+        yield
+    except SlimqwenError as error:
+        show_error(str(error))
+    except typer.TyperException as error:
+        show_usage_error(error)
+    else:
+        return
+    raise typer.Exit(_REFUSED_BY_JUDGE)
 
 
 def run(app: typer.Typer, name: str) -> None:
@@ -63,8 +78,7 @@ def run(app: typer.Typer, name: str) -> None:
         show_error(str(error))
         code = _REFUSED
     except typer.TyperException as error:
-        if message := error.format_message():  # empty where the help was shown instead
-            show_error(f"{' '.join(message.split())} `--help` lists verbs and options.")
+        show_usage_error(error)
         code = _REFUSED
     except (KeyboardInterrupt, typer.Abort):
         code = _INTERRUPTED
@@ -76,6 +90,12 @@ def run(app: typer.Typer, name: str) -> None:
 def show_error(message: str) -> None:
     """Print an expected error on stderr."""
     errors.print(f"error: {message}", markup=False)
+
+
+def show_usage_error(error: typer.TyperException) -> None:
+    """Print a usage error on stderr."""
+    if message := error.format_message():  # empty where the help was shown instead
+        show_error(f"{' '.join(message.split())} `--help` lists verbs and options.")
 
 
 def say(text: str) -> None:

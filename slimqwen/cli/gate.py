@@ -35,7 +35,7 @@ def check(variant: VariantName, settings: GateSettingsName = None) -> None:
 def sensitivity(
     variant: VariantName,
     settings: GateSettingsName = None,
-    seeds: Annotated[int, typer.Option(help="damaged copies of each kind")] = 20,
+    seeds: Annotated[int, typer.Option(min=1, help="damaged copies of each kind")] = 20,
     rebatched: Annotated[
         str | None,
         typer.Option(

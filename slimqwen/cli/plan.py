@@ -55,6 +55,10 @@ def plan(
     subjects = [variants.load(name, root) for name in (variants.names(root) if all_ else [variant])]
     if all_:
         subjects = [subject for subject in subjects if subject.platform == "cuda"]
+    if not subjects:
+        raise typer.BadParameter(
+            "--all plans the variants with PLATFORM=cuda, and there is none; use --variant"
+        )
     default = plans.DEFAULT_GPUS if subjects[0].platform == "cuda" else (plans.CPU,)
     chosen_gpus = tuple(gpu or default)
     if kernels and plans.CPU in chosen_gpus:

@@ -118,7 +118,7 @@ def log(
     entries, problems = log.entries(variants.repository_root(), variant=variant, last=last or None)
     shown = table(["ended (UTC)", "variant", "kind", "finding", "commit"], [])
     for entry in entries:
-        day = entry.ended.replace("T", " ").removesuffix(":00Z").removesuffix("Z")
+        day = entry.ended.replace("T", " ").removesuffix("Z")
         shown.add_row(day, entry.variant or "-", entry.kind, entry.finding, entry.commit)
     console.print(shown)
     for problem in problems:

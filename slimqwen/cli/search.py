@@ -74,12 +74,14 @@ def search(
     subject = variants.load(base, root)
     limits = budget or subject.evaluation
     settings = SearchSettings.load_file(space) if space else SearchSettings.load(limits, root)
+    settings_file = space.absolute() if space else settings.file(root)
     with progress_bar() as progress:
         path = run_search(
             subject,
             gpu,
             limits,
             settings,
+            settings_file,
             _executor(ray, root, progress, width, warm=True),
             command=command(),
             trials=trials,
@@ -129,7 +131,9 @@ def sweep(
     ray: RayAddress = None,
     width: Width = None,
     workload: WorkloadName = "classes",
-    rounds: Annotated[int | None, typer.Option(help="latency rounds, instead of the workload's")] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="latency rounds, instead of the workload's")
+    ] = None,
     parts: Annotated[
         int, typer.Option(min=1, help="ranges into which the items of a suite are split, each a task")
     ] = 1,
@@ -143,6 +147,10 @@ def sweep(
     from slimqwen.search.sweep.driver import sweep as run_sweep
     from slimqwen.search.sweep.required_tasks import Options
 
+    if ray is not None and width is not None:
+        raise typer.BadParameter(
+            "--width is for this machine; every node or GPU of a Ray cluster gets a task"
+        )
     root = variants.repository_root()
     options = Options(
         measures=tuple(each.value for each in dict.fromkeys(measure)),

@@ -126,7 +126,7 @@ class Acceptance(SplitRecord):
         return {("Acceptance length, tokens", ""): length} if length else {}
 
     def finding(self, path: Path, records: Collection) -> str:
-        """The acceptance length as a share of the baseline's; without a baseline its lengths at every depth."""
+        """The acceptance length as a share of the baseline's; without a baseline the greedy one at every depth."""
 
         def compare(first: Path, second: Path) -> acceptance_share.Share:
             if acceptance_share.basis(store.read(first, Acceptance)) != acceptance_share.basis(self):
@@ -135,9 +135,7 @@ class Acceptance(SplitRecord):
 
         comparison = against_baseline(self, path, records, compare)
         if comparison is None:
-            lengths = (
-                f"K = {row.depth} {setting.length:.3f}" for row in self.depths for setting in row.settings[:1]
-            )
+            lengths = (f"K = {row.depth} {row.length:.3f}" for row in self.depths if row.length)
             return f"acceptance length: {', '.join(lengths)}"
         baseline, share = comparison
         ratio = share.ratio

@@ -281,7 +281,7 @@ def _stage_outputs(variant: Variant) -> list[tuple[str, Path]]:
         EvalError: the variant has no recipe, or the store lacks an output.
     """
     if variant.recipe is None:
-        raise EvalError(f"{variant.name} has no recipe, so it has no stages; leave out --stages")
+        raise EvalError(f"{variant.name} has no recipe, so it has no stages; leave out --each-stage")
     weights = variant.root / "weights"
     forecasts = runner.status(
         recipe_file.read(variant.recipe), weights, lambda base: variants.load(base, variant.root).weights

@@ -67,6 +67,8 @@ class _UniqueKeysLoader(yaml.SafeLoader):
         """Build a mapping whose keys all differ."""
         seen = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue  # refused below
             if key.value in seen:
                 raise yaml.MarkedYAMLError(
                     problem=f"{key.value} is written twice", problem_mark=key.start_mark

@@ -326,20 +326,14 @@ def _run_in_process(
                 progress(*message[1:])
             worker.wait_for_end(process)
         except (EOFError, BrokenPipeError):
-            raise RecipeError(_death(step.stage.name, process.wait(), log)) from None
+            cause = worker.death_cause(process.wait())
+            raise RecipeError(f"{step.stage.name} died ({cause}); its log is {log}") from None
     kind, *content = message
     if kind == "refused":
         raise content[0]
     if kind == "failed":
         raise RecipeError(f"{step.stage.name} failed: {content[0]}; its log is {log}")
     return content[0], content[1]
-
-
-def _death(stage: str, exit_code: int, log: Path) -> str:
-    cause = f"exit code {exit_code}"
-    if exit_code < 0:
-        cause = f"signal {-exit_code}" + (", as when memory runs out" if exit_code == -9 else "")
-    return f"{stage} died ({cause}); its log is {log}"
 
 
 def _is_news(left: Sequence[Step], source: Path, link: Path) -> bool:

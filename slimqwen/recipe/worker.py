@@ -9,6 +9,7 @@ import gc
 import os
 import pickle
 import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -76,6 +77,14 @@ def wait_for_end(process: "subprocess.Popen[bytes]") -> None:
     """Wait for a finished worker to exit: its libraries may still release a GPU or stop processes of their own."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(timeout=60)
+
+
+def death_cause(exit_code: int) -> str:
+    """Exit code or signal that ended a process, in words."""
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
+    hint = ", as when memory runs out" if exit_code == -signal.SIGKILL else ""
+    return signal.Signals(-exit_code).name + hint
 
 
 def main() -> None:

@@ -28,6 +28,7 @@ def search(
     gpu_name: str,
     budget: str,
     settings: SearchSettings,
+    settings_file: Path,
     executor: Executor,
     *,
     command: Sequence[str],
@@ -46,6 +47,7 @@ def search(
         gpu_name: name of a GPU in eval/devices.yaml.
         budget: name of a gate in eval/gates/.
         settings: everything that the space cannot derive.
+        settings_file: the file of the settings, absolute; its digest enters the record.
         executor: where rungs run that need an engine.
         command: program and arguments, for the record.
         trials: number of candidates instead of the settings'.
@@ -71,7 +73,6 @@ def search(
         study = Study(ladder, executor, folder, root / "logs" / "search.log", progress)
         seconds = math.inf if minutes is None else 60 * minutes
         findings = study.run(trials or settings.trials, seconds, width or executor.width)
-    settings_file = settings.file(root)
     fields: dict[str, Any] = {
         "variant": base.name,
         "gpu": gpu.name,

@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol
 from pydantic import Field
 
 from slimqwen.records.record import Block, Difference, Estimate, NonNegative, Positive
+from slimqwen.search.space import Choice, Point
 from slimqwen.stats import intervals
 
 SEEDS = 20
@@ -26,8 +27,6 @@ Strategy = Literal["search", "sampler alone", "random", "one lever"]
 _SEARCHES: tuple[Strategy, ...] = ("search", "sampler alone")
 _RIVALS: tuple[Strategy, ...] = ("random", "one lever")
 
-Choice = str | int | float | bool
-Point = Mapping[str, Choice]
 Choices = Mapping[str, Sequence[Choice]]
 
 

@@ -44,7 +44,7 @@ _PACKED = ("vllm/torch_compile_cache", "vllm/modelinfos", LIBRARIES, KERNELS)
 of the model's class: without it a start asks a process of its own for it, which imports vLLM (`_ModelInfo` in
 vllm/model_executor/models/registry.py)."""
 
-_DECIDE_NOTHING = frozenset(
+FLAGS_WITHOUT_EFFECT = frozenset(
     {
         "host",
         "port",
@@ -165,7 +165,7 @@ def decisive(flags: Mapping[str, Any]) -> dict[str, str]:
     return {
         name: json.dumps(value, sort_keys=True, default=str)
         for name, value in sorted(flags.items())
-        if name not in _DECIDE_NOTHING
+        if name not in FLAGS_WITHOUT_EFFECT
     }
 
 

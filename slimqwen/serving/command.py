@@ -38,6 +38,17 @@ _PLUGINS = ("slimqwen_engine_fixes", compile_watch.PLUGIN, endpoints.PLUGIN)
 _CPU_KV_CACHE_GIB = 4  # where config.env sets no VLLM_CPU_KVCACHE_SPACE
 
 
+def client_url(host: str, port: int) -> str:
+    """Address for a client on a server's machine, without a trailing slash.
+
+    Args:
+        host: address that the server listens on.
+        port: its TCP port.
+    """
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
 @dataclasses.dataclass(frozen=True)
 class PlatformChange:
     """A line of a config.env that a CPU leaves out, or gives another value.
@@ -193,8 +204,7 @@ class ServerCommand:
     @property
     def url(self) -> str:
         """Address for a client on this machine, without a trailing slash."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.host, self.host)
-        return f"http://{host}:{self.port}"
+        return client_url(self.host, self.port)
 
     @property
     def served_model_name(self) -> str:

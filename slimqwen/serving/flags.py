@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from slimqwen.serving.errors import ServingError
 from slimqwen.variant import OWN_KEYS, ConfigError, Setting, Variant
 
-_SECRET = re.compile(r"(API_KEY|ACCESS_KEY|TOKEN|SECRET|PASSWORD|SECRET_ACCESS_KEY)$")
+_SECRET = re.compile(r"(API_KEY|ACCESS_KEY|TOKEN|SECRET|PASSWORD)$")
 
 _FIELD_NAMES: Mapping[str, str] = MappingProxyType({"kv_cache_dtype": "cache_dtype"})
 """Where the parser's name of a flag differs from the field of vLLM's config class."""

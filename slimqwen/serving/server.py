@@ -37,7 +37,7 @@ class RunningServer:
 
     @property
     def base_url(self) -> str:
-        """`http://127.0.0.1:<port>`, without a trailing slash."""
+        """Address for a client on this machine, without a trailing slash."""
         return self.command.url
 
     @property

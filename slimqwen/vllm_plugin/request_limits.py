@@ -70,20 +70,23 @@ class BodyLimit:
                 return
             if not message.get("more_body", False):
                 break
-        messages: Iterator[Message] = iter(
-            [{"type": "http.request", "body": bytes(body), "more_body": False}]
-        )
-
-        async def receive_again() -> Message:
-            return next(messages, None) or await receive()
-
-        await self._app(scope, receive_again, send)
+        await self._app(scope, body_receiver(bytes(body), receive), send)
 
     def _too_large(self) -> Response:
         return refusal(
             HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
             f"the body is larger than {self._max_bytes} bytes, the limit here",
         )
+
+
+def body_receiver(body: bytes, receive: Receive) -> Receive:
+    """A receiver for a request whose body was read already: it gives the body first, then what `receive` gives."""
+    messages: Iterator[Message] = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+    async def receive_again() -> Message:
+        return next(messages, None) or await receive()
+
+    return receive_again
 
 
 class RefusedStreams:

@@ -9,12 +9,13 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from slimqwen.errors import SlimqwenError
 from slimqwen.vllm_plugin.refusal import refusal
+from slimqwen.vllm_plugin.request_limits import body_receiver
 
 VOCAB_MAP = "vocab_map.json"
 ROUTE = "/v1/slimqwen/vocab"
@@ -64,14 +65,11 @@ class OldTokenIds:
         except TokenIdError as error:
             await refusal(HTTPStatus.BAD_REQUEST, str(error))(scope, receive, send)
             return
+        except ClientDisconnect:
+            return
         headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
         headers.append((b"content-length", str(len(body)).encode()))
-        messages = iter([{"type": "http.request", "body": body, "more_body": False}])
-
-        async def receive_again() -> Message:
-            return next(messages, None) or await receive()
-
-        await self._app({**scope, "headers": headers}, receive_again, send)
+        await self._app({**scope, "headers": headers}, body_receiver(body, receive), send)
 
     def _renumbered_body(self, header: bytes, app: Any, body: bytes) -> bytes:
         if header != b"old":

@@ -58,6 +58,11 @@ def test_a_log_that_does_not_state_a_phase_is_an_error(log):
         start_up.phases(log, 20.0, 0.1)
 
 
+def test_phases_longer_than_the_start_are_an_error():
+    with pytest.raises(BenchError, match="longer than the start"):
+        start_up.phases(CPU_LOG, 30.0, 0.25)
+
+
 def test_a_failed_warm_up_is_an_error_and_not_a_phase_of_no_length():
     log = (
         CPU_LOG.partition("(APIServer")[0]

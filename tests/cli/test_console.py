@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from slimqwen import variant
 from slimqwen.bench import soak
 from slimqwen.cli import app, bench, gate
 from slimqwen.evals import gate as evaluation
@@ -51,3 +52,34 @@ def test_an_error_is_no_verdict(monkeypatch, capsys, error, verb, code, message)
     monkeypatch.setattr(room, measurement, fail)
     assert ended(monkeypatch, verb) == code
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["gate", "check"], 3, "Missing option '--variant'"),
+        (["gate", "check", "--variant", "tiny-awq", "--no-such"], 3, "No such option"),
+        (["gate", "sensitivity", "--variant", "tiny-awq", "--seeds", "0"], 2, "greater than or equal to 1"),
+        (["plan", "--gpu", "a10g"], 2, "name one variant with --variant, or take --all"),
+        (
+            ["sweep", "--variants", "a", "--measure", "gate", "--ray", "auto", "--width", "2"],
+            3,
+            "--width is for",
+        ),
+    ],
+)
+def test_a_usage_error_is_no_verdict(monkeypatch, capsys, words, code, message):
+    monkeypatch.setattr("sys.argv", ["slimqwen", *words])
+    with pytest.raises(SystemExit) as caught:
+        app.main()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert (caught.value.code, message in line) == (code, True), line
+
+
+def test_a_plan_of_all_gpu_variants_where_there_is_none_is_a_usage_error(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["slimqwen", "plan", "--all"])
+    monkeypatch.setattr(variant, "names", lambda _: ["tiny"])
+    with pytest.raises(SystemExit) as caught:
+        app.main()
+    assert caught.value.code == 2
+    assert "there is none; use --variant" in capsys.readouterr().err

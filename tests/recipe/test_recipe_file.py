@@ -65,6 +65,7 @@ def test_a_stage_may_have_no_parameters_of_its_own(tmp_path: Path) -> None:
         ),
         ("base: tiny", "base: a/b/c", 2, "base: String should match"),
         ("base: tiny", "base: tiny\nbase: tiny", 3, "base is written twice"),
+        ("base: tiny", "base: tiny\n[a]: b", 3, "not usable YAML"),
         ("sequences: 8", "sequences: 0", 11, "greater than or equal to 1, here is 0"),
         ("        path: text.txt\n", "", 8, "path goes with source: file"),
         ("source: file", "source: tinyworld", 8, "path goes with source: file"),

@@ -225,7 +225,7 @@ def test_status_shows_the_change_against_the_nearest_entry(workshop: Workshop) -
             RecipeError,
             r"break_down failed: OSError: .*No space left on device; its log is",
         ),
-        ("die", RecipeError, r"die died \(signal 9, as when memory runs out\); its log is"),
+        ("die", RecipeError, r"die died \(SIGKILL, as when memory runs out\); its log is"),
         (
             "forget",
             CorruptCheckpointError,

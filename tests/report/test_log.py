@@ -100,9 +100,9 @@ def test_latency_is_told_as_a_ratio_to_the_run_that_took_turns_with_it(keep, tmp
 def test_acceptance_is_told_as_a_share(keep, tmp_path):
     def drafted(accepted):
         items = [
-            {"depth": 2, "class": "short", "temperature": 0.0, "group": group, "drafts": 10,
-             "accepted_per_position": [accepted, accepted], "output_tokens": 30, "seconds": 1.0}
-            for group in range(3)
+            {"depth": 2, "class": name, "temperature": 0.0, "group": group, "drafts": 10,
+             "accepted_per_position": [count, count], "output_tokens": 30, "seconds": 1.0}
+            for name, count in (("long", accepted - 2), ("short", accepted + 2)) for group in range(3)
         ]  # fmt: skip
         return example("acceptance") | {
             "depths": [row.as_json() for row in acceptance.summarise(items)]
@@ -111,7 +111,7 @@ def test_acceptance_is_told_as_a_share(keep, tmp_path):
     keep("a", *drafted(8), 1)
     keep("b", *drafted(7), 2)
     mine, baseline = [entry.finding for entry in log.entries(tmp_path)[0]]
-    assert mine == "fail: acceptance length 2.400 at K = 2, 92.3% [92.3%, 92.3%], of a"
+    assert mine == "fail: acceptance length 2.400 at K = 2, 92.3% [91.4%, 93.0%], of a"
     assert baseline.startswith("acceptance length: K = 2 2.600")
 
 

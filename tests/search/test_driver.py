@@ -1,5 +1,6 @@
 """The driver of a search: which variants it makes of what was found, and the record that it writes."""
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ def run(root: Path, **changes: Any) -> Search:
         "a10g",
         "tinyworld",
         settings,
+        root / "eval" / "search" / "tinyworld.yaml",
         RecordedRungs(root),
         command=["slimqwen", "search", "--base", "tiny", "--gpu", "a10g"],
     )
@@ -47,6 +49,23 @@ def run(root: Path, **changes: Any) -> Search:
     record = store.read(path, Search)
     path.unlink()  # a second run may end within the same second
     return record
+
+
+def test_the_record_has_the_digest_of_the_settings_that_were_read(small_root: Path, tmp_path: Path) -> None:
+    own = small_root / "tinyworld.yaml"  # named like a file of eval/search/
+    own.write_text((small_root / "eval" / "search" / "tinyworld.yaml").read_text() + "# mine\n")
+    path = driver.search(
+        variant.load("tiny", small_root),
+        "a10g",
+        "tinyworld",
+        SearchSettings.load_file(own).model_copy(update={"trials": 2, "finalists": 0}),
+        own,
+        RecordedRungs(small_root),
+        command=["slimqwen", "search"],
+    )
+    digests = store.read(path, Search).provenance.datasets
+    assert digests["tinyworld.yaml"] == hashlib.sha256(own.read_bytes()).hexdigest()
+    assert "eval/search/tinyworld.yaml" not in digests
 
 
 def test_the_fastest_of_the_front_become_variants_and_are_proven(small_root: Path, proven: list[Any]) -> None:

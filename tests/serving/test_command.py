@@ -5,7 +5,7 @@ import pytest
 from slimqwen import variant
 from slimqwen.serving import baked_cache, checks, cuda_toolkit
 from slimqwen.serving import platform as machine
-from slimqwen.serving.command import ServerCommand
+from slimqwen.serving.command import ServerCommand, client_url
 from slimqwen.serving.errors import ServingError
 from slimqwen.serving.server import free_port
 from slimqwen.vllm_plugin import compile_watch, engine_facts
@@ -84,6 +84,19 @@ def test_stray_vllm_variables_of_the_shell_do_not_reach_the_server_but_the_key_d
     assert "TORCHINDUCTOR_CPP_DYNAMIC_THREADS" not in environment
     assert environment["VLLM_API_KEY"] == "sesame"
     assert "sesame" not in command.as_shell()
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("0.0.0.0", "http://127.0.0.1:8000"),
+        ("::", "http://[::1]:8000"),
+        ("::1", "http://[::1]:8000"),
+        ("10.0.0.7", "http://10.0.0.7:8000"),
+    ],
+)
+def test_a_client_asks_where_the_server_listens(host, url):
+    assert client_url(host, 8000) == url
 
 
 def test_a_baked_cache_that_fits_is_where_vllm_looks(baked_for, tmp_path):

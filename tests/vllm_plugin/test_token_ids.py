@@ -53,6 +53,29 @@ def ask(tmp_path):
     return ask
 
 
+def test_a_client_that_leaves_gets_no_answer_and_no_traceback():
+    sent = []
+
+    async def application(*_):
+        raise AssertionError("the application must not see the request")
+
+    async def receive():
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/completions",
+        "headers": [(b"x-slimqwen-token-ids", b"old")],
+        "app": None,
+    }
+    asyncio.run(token_ids.OldTokenIds(application)(scope, receive, send))
+    assert sent == []
+
+
 def heard(answer):
     return json.loads(answer.json()["heard"])
 

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from slimqwen.evals import EvalError
 from slimqwen.progress import Progress
-from slimqwen.recipe import warm_worker
+from slimqwen.recipe import warm_worker, worker
 from slimqwen.recipe.warm_worker import WarmWorker
 from slimqwen.serving import platform as platforms
 from slimqwen.serving.command import ServerCommand
@@ -157,7 +157,7 @@ def _result(outcome: tuple[str, Any] | None, exit_code: int, activity: str | Non
         raise EvalError(
             f"an engine's process was killed ({activity}), as when memory runs out; free memory and run again: {log}"
         )
-    death = f"signal {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exit code {exit_code}"
+    death = worker.death_cause(exit_code)
     if activity is None:
         raise EvalError(
             f"an engine's process ended before its first report ({death}); its log says why: {log}"

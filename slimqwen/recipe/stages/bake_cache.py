@@ -32,7 +32,7 @@ from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
 from slimqwen.serving.platform import Platform
 from slimqwen.serving.server import RunningServer, free_port, run_server
-from slimqwen.variant import Setting, Variant
+from slimqwen.variant import OWN_KEYS, Setting, Variant
 from slimqwen.vllm_plugin import compile_watch
 from slimqwen.vllm_plugin.api_key import authorization
 
@@ -44,20 +44,9 @@ _ARCHIVE_BYTES = 2**30
 
 _DEFAULT_CONCURRENCY = 16
 
-_IRRELEVANT_KEYS = frozenset(
-    {
-        "VLLM_MODEL",
-        "VLLM_HOST",
-        "VLLM_PORT",
-        "VLLM_SERVED_MODEL_NAME",
-        "SOURCE",
-        "REVISION",
-        "REQUIRE_BAKED",
-        "REQUIRE_WARMUP",
-        "MAX_BODY_BYTES",
-        "THINKING_TOKEN_BUDGET",
-    }
-)
+_IRRELEVANT_KEYS = OWN_KEYS.keys() - {"PLATFORM"} | {
+    f"VLLM_{flag.upper().replace('-', '_')}" for flag in baked_cache.FLAGS_WITHOUT_EFFECT
+}
 
 
 class BakeCacheParameters(Parameters):

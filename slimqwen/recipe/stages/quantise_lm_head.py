@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from slimqwen import checkpoint
 from slimqwen.checkpoint import packing
-from slimqwen.checkpoint.config import write_config
+from slimqwen.checkpoint.config import untied, write_config
 from slimqwen.checkpoint.files import bytes_on_disk, carry_side_files
 from slimqwen.checkpoint.shape import Packing, Shape
 from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, list_tensors, output_head, rewrite
@@ -85,9 +85,7 @@ def _checked_head(source: Path, parameters: QuantiseLmHeadParameters) -> tuple[s
 
 def _config(config: Mapping[str, Any], group_size: int) -> dict[str, Any]:
     """The config with untied embeddings and a group for the head in its quantization_config."""
-    changed = {**config, "tie_word_embeddings": False}
-    if "text_config" in config:
-        changed["text_config"] = {**config["text_config"], "tie_word_embeddings": False}
+    changed = untied(config)
     group = packing.config_group("lm_head", _BITS, group_size)
     changed["quantization_config"] = packing.with_group(config, "lm_head", group)
     return changed

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from slimqwen import checkpoint
-from slimqwen.checkpoint.config import write_config
+from slimqwen.checkpoint.config import untied, write_config
 from slimqwen.checkpoint.files import bytes_on_disk, carry_side_files
 from slimqwen.checkpoint.packing import (
     BLOCK_BYTES,
@@ -179,11 +179,7 @@ def _config(
             ],
         },
     }
-    if _HEAD in parameters.targets:
-        changed["tie_word_embeddings"] = False
-        if "text_config" in config:
-            changed["text_config"] = {**config["text_config"], "tie_word_embeddings": False}
-    return changed
+    return untied(changed) if _HEAD in parameters.targets else changed
 
 
 def reshape(shape: Shape, parameters: RoundLinearsParameters) -> Shape:

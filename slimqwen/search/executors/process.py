@@ -4,7 +4,6 @@ A fresh process imports what its task needs. A forked one comes from a process t
 """
 
 import os
-import signal
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator
@@ -200,8 +199,4 @@ def _outcome(task: Task, kind: str, content: Any) -> Outcome:
 
 
 def _death(exit_code: int, log: Path) -> str:
-    cause = f"exit code {exit_code}"
-    if exit_code < 0:
-        name = signal.Signals(-exit_code).name
-        cause = name + (", as when memory runs out" if exit_code == -signal.SIGKILL else "")
-    return f"its process died ({cause}); its log is logs/{log.name}"
+    return f"its process died ({worker.death_cause(exit_code)}); its log is logs/{log.name}"

@@ -38,7 +38,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 while not pathlib.Path("ready").exists():
     time.sleep(0.02)
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[-1])), Handler).serve_forever()
+http.server.HTTPServer(("127.0.0.2", int(sys.argv[-1])), Handler).serve_forever()
 """
 
 
@@ -63,6 +63,8 @@ def server(tmp_path):
         api_server.__name__,
         "--model",
         "weights/tiny",
+        "--host",
+        "127.0.0.2",
         "--port",
         str(free_port()),
     ]

@@ -44,7 +44,7 @@ def test_the_result_and_the_progress_come_back(run):
     ("function", "task", "timeout_s", "line"),
     [
         (isolated_functions.raise_error, None, 600, "greedy: RuntimeError: sizes do not match"),
-        (isolated_functions.end_by_signal, "SIGSEGV", 600, "aborts: the process died (signal SIGSEGV)"),
+        (isolated_functions.end_by_signal, "SIGSEGV", 600, "aborts: the process died (SIGSEGV)"),
         (isolated_functions.hang, None, 8, "mixed: no end within 8 s"),
     ],
 )

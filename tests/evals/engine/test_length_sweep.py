@@ -70,7 +70,7 @@ def test_without_a_hit_nothing_is_proved():
 
 
 def test_an_engine_that_breaks_down_fails_its_arm():
-    run = length_sweep._ArmRun(MODES, 64, "sweeping: the process died (signal SIGSEGV)", 1.0)
+    run = length_sweep._ArmRun(MODES, 64, "sweeping: the process died (SIGSEGV)", 1.0)
     arm, items = judge(run, {}, 0.1)
     assert (arm.verdict, arm.failure, items) == (Verdict.FAIL, run.sweep, [])
 

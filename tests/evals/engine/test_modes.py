@@ -67,10 +67,10 @@ def test_near_ties_are_counted_and_are_fine():
             "1 of 2 answers differ; first greedy, request 1, token 2 (not among the likeliest)",
         ),
         (
-            "aborts: the process died (signal SIGSEGV)",
+            "aborts: the process died (SIGSEGV)",
             None,
             State.UNSAFE,
-            "aborts: the process died (signal SIGSEGV)",
+            "aborts: the process died (SIGSEGV)",
         ),
         (None, "needs AVX-512", State.NOT_AVAILABLE, "needs AVX-512"),
     ],
@@ -148,7 +148,7 @@ def test_a_crash_blocks_serving_until_the_same_combination_is_fine_again(reposit
 
     monkeypatch.setattr(checks, "_check_memory", lambda command: None)
     command = ServerCommand.resolve(one)
-    broken = result("greedy: the process died (signal SIGSEGV)")
+    broken = result("greedy: the process died (SIGSEGV)")
     assert broken.verdict == Verdict.FAIL
     with pytest.raises(ServingError, match=r"SIGSEGV.*experiments/v/engine_2026-01-01T000000Z"):
         checks.check(command)

@@ -156,7 +156,7 @@ def test_the_key_has_the_lines_that_decide_and_no_others(tmp_path: Path) -> None
     root = a_repository(tmp_path)
     before = bake_cache.data(parameters(root))
     config = root / "experiments" / "v" / "config.env"
-    config.write_text(CONFIG + "VLLM_PORT=9999\nREQUIRE_BAKED=1\n")
+    config.write_text(CONFIG + "VLLM_PORT=9999\nREQUIRE_BAKED=1\nALLOW_UNSAFE=1\nVLLM_SHUTDOWN_TIMEOUT=7\n")
     assert bake_cache.data(parameters(root)) == before
     config.write_text(CONFIG + "VLLM_MAX_NUM_BATCHED_TOKENS=512\n")
     changed = bake_cache.data(parameters(root))
