@@ -42,7 +42,7 @@ def subject(tmp_path, monkeypatch):
     (tmp_path / "slimqwen").mkdir()
     (tmp_path / "slimqwen" / "code.py").write_text("x = 1\n")
     (tmp_path / "requirements").mkdir()
-    (tmp_path / ".gitignore").write_text("experiments\nresults\nlogs\nweights\n")
+    (tmp_path / ".gitignore").write_text("experiments\nresults\nlogs\nweights\n.cache\n")
     folder = tmp_path / "experiments" / "tiny"
     folder.mkdir(parents=True)
     for name in ("config.env", "measurements.json"):
