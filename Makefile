@@ -4,16 +4,16 @@ PYTHON  ?= python3
 RUN      = .venv/bin/slimqwen
 READY   := .venv/slimqwen-install.json
 .DEFAULT_GOAL := help
-# $(call given,PORT,--port): the option, where the variable is set.
-given    = $(if $($(1)),$(2) '$($(1))')
-IMAGE    = $(call given,PLATFORM,--platform) $(call given,CONTAINER_TOOL,--container-tool) $(call given,TAG,--tag)
-CONTEXT  = $(call given,BASE_IMAGE,--base-image) $(call given,WHEELHOUSE,--wheelhouse)
+# $(call option,PORT,--port): the option, where the variable is set.
+option   = $(if $($(1)),$(2) '$($(1))')
+IMAGE    = $(call option,PLATFORM,--platform) $(call option,CONTAINER_TOOL,--container-tool) $(call option,TAG,--tag)
+CONTEXT  = $(call option,BASE_IMAGE,--base-image) $(call option,WHEELHOUSE,--wheelhouse)
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: ## make .venv from the exact lock (PLATFORM=cpu|cuda; default: what this machine has; EXTRAS=ray)
-	@$(PYTHON) scripts/install.py $(call given,PLATFORM,--platform) $(call given,EXTRAS,--extras)
+	@$(PYTHON) scripts/install.py $(call option,PLATFORM,--platform) $(call option,EXTRAS,--extras)
 
 demo: install ## the whole pipeline on the embedded model: calibrate, serve, score, time, compare
 	@$(RUN) demo
@@ -34,13 +34,13 @@ download: | $(READY) ## get the checkpoint that VARIANT is a copy of from the mo
 	@$(RUN) download --variant $(VARIANT)
 
 shape: | $(READY) ## write weights/shape-SIZE, Qwen3.5-SIZE's dimensions with random weights: for speed and memory (SIZE=0.8b|4b)
-	@$(RUN) shape $(call given,SIZE,--size)
+	@$(RUN) shape $(call option,SIZE,--size)
 
 datasets: | $(READY) ## get the data sets of SUITE=core into data/ (HF_TOKEN for the gated GPQA)
 	@$(RUN) datasets --suite $(or $(SUITE),core)
 
 serve: | $(READY) ## serve VARIANT with vLLM (PORT=8080, PLATFORM=cpu|cuda, REQUIRE_BAKED=1, REQUIRE_PLAN=1, ALLOW_UNSAFE=1)
-	@exec $(RUN) serve --variant $(VARIANT) $(call given,PORT,--port) $(call given,PLATFORM,--platform) $(call given,REQUIRE_BAKED,--require-baked) $(call given,REQUIRE_PLAN,--require-plan) $(call given,ALLOW_UNSAFE,--allow-unsafe)
+	@exec $(RUN) serve --variant $(VARIANT) $(call option,PORT,--port) $(call option,PLATFORM,--platform) $(call option,REQUIRE_BAKED,--require-baked) $(call option,REQUIRE_PLAN,--require-plan) $(call option,ALLOW_UNSAFE,--allow-unsafe)
 
 recipe: | $(READY) ## run VARIANT's recipe.yaml into weights/VARIANT
 	@$(RUN) recipe run --variant $(VARIANT)
@@ -58,25 +58,25 @@ bake-cache: | $(READY) ## run VARIANT's recipe up to the packing of its compile 
 	@$(RUN) recipe run --variant $(VARIANT) --until bake_cache
 
 eval-quality: | $(READY) ## score VARIANT on the items that decide at the margins (SUITE=core LIMIT=150 PORT=8080; FULL=1: on every item)
-	@$(RUN) eval quality --variant $(VARIANT) $(call given,SUITE,--suite) $(call given,LIMIT,--limit) $(call given,PORT,--port) $(if $(filter 1,$(FULL)),--full)
+	@$(RUN) eval quality --variant $(VARIANT) $(call option,SUITE,--suite) $(call option,LIMIT,--limit) $(call option,PORT,--port) $(if $(filter 1,$(FULL)),--full)
 
 eval-latency: | $(READY) ## time VARIANT over WORKLOAD=classes|arrivals|poisson|… (BASELINE=1: in turns with its baseline)
-	@$(RUN) bench latency --variant $(VARIANT) $(call given,WORKLOAD,--workload) $(if $(filter 1,$(BASELINE)),--baseline) $(call given,ROUNDS,--rounds) $(call given,PORT,--port)
+	@$(RUN) bench latency --variant $(VARIANT) $(call option,WORKLOAD,--workload) $(if $(filter 1,$(BASELINE)),--baseline) $(call option,ROUNDS,--rounds) $(call option,PORT,--port)
 
 gate: | $(READY) ## is VARIANT as good as its baseline? fidelity, acceptance, quality, engine modes: one verdict
 	@$(RUN) gate check --variant $(VARIANT)
 
 release-check: | $(READY) ## before a release of VARIANT: length sweep, malformed requests, soak; one verdict (MINUTES=15)
-	@$(RUN) release-check --variant $(VARIANT) $(call given,MINUTES,--minutes)
+	@$(RUN) release-check --variant $(VARIANT) $(call option,MINUTES,--minutes)
 
 search: | $(READY) ## find the fastest variant of BASE for a GPU within its quality budget, and prove it (BASE=tiny GPU=a10g TRIALS=n MINUTES=n)
-	@$(RUN) search --base $(or $(BASE),tiny) --gpu $(or $(GPU),a10g) $(call given,TRIALS,--trials) $(call given,MINUTES,--minutes)
+	@$(RUN) search --base $(or $(BASE),tiny) --gpu $(or $(GPU),a10g) $(call option,TRIALS,--trials) $(call option,MINUTES,--minutes)
 
 compare: | $(READY) ## print the paired tables of two variants (A=tiny B=tiny-awq)
 	@$(RUN) record compare $(A) $(B)
 
 report: | $(READY) ## report/index.html: leaderboard, fronts, costs, a page per variant (PRICES=file; FIGURES=docs/figures: SVG files instead)
-	@$(RUN) report $(call given,FIGURES,--figures) $(call given,PRICES,--prices)
+	@$(RUN) report $(call option,FIGURES,--figures) $(call option,PRICES,--prices)
 
 build: | $(READY) ## VARIANT as a container image (BASE_IMAGE=name@sha256:…|debootstrap PLATFORM=cpu|cuda CONTAINER_TOOL=… TAG=… WHEELHOUSE=folder)
 	@$(RUN) image build --variant $(VARIANT) $(IMAGE) $(CONTEXT)

@@ -152,7 +152,7 @@ def _modules(plan: Plan, command: ServerCommand) -> list[JitModule]:
     return jit_modules.as_baked(plan.jit, command.cache.libraries if command.cache else ())
 
 
-def expectation(plan: Plan, *, required: bool) -> engine_facts.Expected:
+def expectation(plan: Plan, *, required: bool) -> engine_facts.PlanExpectation:
     """The facts expected of a started engine: those of its plan that the engine reports.
 
     Args:
@@ -180,7 +180,7 @@ def expectation(plan: Plan, *, required: bool) -> engine_facts.Expected:
             # The plan assumes the memory beside weights and cache; the start may measure nothing, or twice as much.
             share = resolution.OVERHEAD_GIB * 2**30 / cache.available_bytes
             tolerances = dict.fromkeys(cache_facts, share)
-    return engine_facts.Expected(
+    return engine_facts.PlanExpectation(
         variant=plan.variant,
         plan=f"vLLM {plan.vllm} on {plan.gpu}",
         facts=facts,
@@ -191,7 +191,7 @@ def expectation(plan: Plan, *, required: bool) -> engine_facts.Expected:
 
 def starts_table(root: Path) -> Table:
     """Every start of this repository that was compared with a plan, the newest first, with the differences."""
-    return Table.of(
+    return Table.from_rows(
         "Starts compared with their plans",
         reversed(start_log.read(root / start_log.FILE)),
         {

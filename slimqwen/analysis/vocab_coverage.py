@@ -79,7 +79,9 @@ class VocabCoverage(Record):
         }
         rows = [(size, name, source) for size in self.sizes for name, source in size.sources.items()]
         note = "Coverage: share of the old tokens that are kept. Inflation: tokens after / before."
-        return [Table.of(f"Smaller vocabularies of {self.variant}", rows, columns, note, text_columns=2)]
+        return [
+            Table.from_rows(f"Smaller vocabularies of {self.variant}", rows, columns, note, text_columns=2)
+        ]
 
     def panels(self) -> list[Panel]:
         """Coverage, inflation and change of bits per byte by size, one line per source."""

@@ -195,7 +195,7 @@ class FirstRequest(Record):
             *(f"Log of {self.variant}'s own server: {line}." for line in self.chat_prefixes),
             *provenance.source_notes(self, path),
         )
-        return [Table.of(f"First requests of {self.variant}", rows, columns, *notes)]
+        return [Table.from_rows(f"First requests of {self.variant}", rows, columns, *notes)]
 
     def panels(self) -> list[Panel]:
         """Relative TTFT of the first request by start, and TTFT with a system prompt by start."""

@@ -66,7 +66,7 @@ class Middleware(Record):
             "95 % interval": lambda row: f"{row[1].low:.4f} to {row[1].high:.4f}",
         }
         return [
-            Table.of(
+            Table.from_rows(
                 f"Cost of the middleware, {self.variant}",
                 ratios.items(),
                 columns,
@@ -181,4 +181,4 @@ def _ratio(pairs: Sequence[Pair], measure: str) -> Ratio:
     for pair in pairs:
         for rounds, times in zip(sides, (pair.with_, pair.without), strict=True):
             rounds.setdefault(pair.round or 0, []).append(getattr(times, measure))
-    return Ratio.of(intervals.ratio_by_round(*sides, in_turns=True)[0])
+    return Ratio.from_ratio(intervals.ratio_by_round(*sides, in_turns=True)[0])

@@ -99,8 +99,8 @@ class Profile(Record):
         longest = [(row.class_, each) for row in self.classes for each in row.operators[:_SHOWN_OPERATORS]]
         source = provenance.source_notes(self, path)
         return [
-            Table.of(f"Phases of a request of {self.variant}", self.classes, phases, *source),
-            Table.of(f"Operators of {self.variant}", longest, operators, *source, text_columns=2),
+            Table.from_rows(f"Phases of a request of {self.variant}", self.classes, phases, *source),
+            Table.from_rows(f"Operators of {self.variant}", longest, operators, *source, text_columns=2),
         ]
 
     def panels(self) -> list[Panel]:
@@ -207,7 +207,7 @@ def _class_profile(
         class_=c.name,
         prompt_tokens=c.prompt_tokens,
         output_tokens=c.output_tokens,
-        seconds={phase: Estimate.of(estimate) for phase, estimate in seconds.items()},
+        seconds={phase: Estimate.from_estimate(estimate) for phase, estimate in seconds.items()},
         decode_share=seconds["decode"].value / math.fsum(estimate.value for estimate in seconds.values()),
         step=step,
         operators=operators,

@@ -93,7 +93,7 @@ class BenchPruneVocab(Record):
         speed = self.copy_seconds_over_prune_seconds
         note = f"Pruning runs at {speed.median:.0%} of the speed of copying, at least {speed.floor:.0%} pass."
         return [
-            Table.of(
+            Table.from_rows(
                 "Pruning a 4B-shaped vocabulary", runs, columns, note, *provenance.source_notes(self, path)
             )
         ]

@@ -174,8 +174,8 @@ def _summary(evidence: Evidence) -> Iterator[str]:
     verdict = overall([fidelity.verdict, share.verdict, *verdicts])
     if verdict == Verdict.PASS and total.interval and total.interval[0] > 1:
         late = [name for name, row in first_tokens.items() if row.interval and row.interval[1] < 1]
-        but = f", though the first token comes later ({', '.join(late)})" if late else ""
-        yield f"  serve       slimqwen serve --variant {_VARIANT}: faster{but}; no check saw a loss beyond its limit"
+        caveat = f", though the first token comes later ({', '.join(late)})" if late else ""
+        yield f"  serve       slimqwen serve --variant {_VARIANT}: faster{caveat}; no check saw a loss beyond its limit"
     elif verdict == Verdict.PASS:
         yield f"  serve       slimqwen serve --variant {_BASELINE}: {_VARIANT} is as good, but not surely faster here"
     elif verdict == Verdict.FAIL:

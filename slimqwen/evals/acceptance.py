@@ -83,7 +83,9 @@ class Choice(Block):
     """The depth that is fastest for one sequence."""
 
     depth: Count
-    by: str = Field(description='"measured", or "roofline of <gpu>".')
+    method: str = Field(
+        description='"measured", or "roofline of <gpu>".', validation_alias="by", serialization_alias="by"
+    )
     tokens_per_second: dict[str, NonNegative] = Field(description="By depth.")
 
 
@@ -186,7 +188,7 @@ class Acceptance(SplitRecord):
         """One row per depth, class and temperature; then the speed of each depth, where there is a choice."""
         source = provenance.source_note(self, path)
         tables = [
-            Table.of(
+            Table.from_rows(
                 f"Acceptance of {self.variant}'s drafts",
                 [(row.depth, setting) for row in self.depths for setting in row.settings],
                 {
@@ -206,16 +208,16 @@ class Acceptance(SplitRecord):
         ]
         if self.choice:
             speeds = self.choice.tokens_per_second
-            measured = self.choice.by == "measured"
-            method = "measured in this process" if measured else f"bound, {self.choice.by}"
+            measured = self.choice.method == "measured"
+            method = "measured in this process" if measured else f"bound, {self.choice.method}"
             columns: dict[str, Callable[[Depth], object]] = {
                 "K": lambda row: row.depth,
                 "acceptance length ± SE": lambda row: f"{row.length:.3f}" if row.length else "1",
                 f"tokens/s ({method})": lambda row: f"{speeds[str(row.depth)]:,.0f}",
                 "share of the best": lambda row: f"{speeds[str(row.depth)] / max(speeds.values()):.1%}",
             }
-            title = f"Best depth for one sequence: K = {self.choice.depth}, {self.choice.by}"
-            tables.append(Table.of(title, self.depths, columns, source))
+            title = f"Best depth for one sequence: K = {self.choice.depth}, {self.choice.method}"
+            tables.append(Table.from_rows(title, self.depths, columns, source))
         if self.schedule:
             tables.append(self.schedule.table(source))
         return tables
@@ -363,7 +365,7 @@ def choose(
         return None
     return Choice(
         depth=max(speeds, key=lambda depth: speeds[depth]),
-        by=method,
+        method=method,
         tokens_per_second={str(depth): speed for depth, speed in speeds.items()},
     )
 
@@ -409,10 +411,10 @@ def schedule_advice(record: Acceptance) -> str | None:
         return None
     line = record.schedule.config_line()
     if len(record.schedule.ranges) == 1:
-        return f"One draft depth for every batch size, by the {record.schedule.by}: {line}"
+        return f"One draft depth for every batch size, by the {record.schedule.method}: {line}"
     gain = max(load.gain for load in record.schedule.loads)
     return (
-        f"Draft depth by batch size, by the {record.schedule.by}, up to {gain:+.1%} over K = "
+        f"Draft depth by batch size, by the {record.schedule.method}, up to {gain:+.1%} over K = "
         f"{record.schedule.fixed_depth} fixed: {line}, with "
         f"VLLM_CUDAGRAPH_CAPTURE_SIZES={','.join(map(str, record.schedule.graph_sizes()))}"
     )
@@ -424,11 +426,11 @@ def _lengths(rows: Sequence[Depth]) -> dict[int, float]:
 
 
 def _length(items: Sequence[Item]) -> Estimate:
-    return Estimate.of(intervals.mean(*acceptance_share.lengths(items)))
+    return Estimate.from_estimate(intervals.mean(*acceptance_share.lengths(items)))
 
 
 def _rate(items: Sequence[Item], position: int) -> Estimate:
     drafts = [item["drafts"] for item in items]
-    return Estimate.of(
+    return Estimate.from_estimate(
         intervals.mean([item["accepted_per_position"][position] / item["drafts"] for item in items], drafts)
     )

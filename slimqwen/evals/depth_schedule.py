@@ -44,7 +44,12 @@ class Load(Block):
 class DepthSchedule(Block):
     """The depth to draft at each batch size; a single range where one fixed depth is as good."""
 
-    by: str = Field(min_length=1, description='"roofline of <gpu>".')
+    method: str = Field(
+        min_length=1,
+        description='"roofline of <gpu>".',
+        validation_alias="by",
+        serialization_alias="by",
+    )
     fixed_depth: Count = Field(
         description="Best fixed depth: highest geometric mean of tokens per second over all batch sizes."
     )
@@ -77,13 +82,13 @@ class DepthSchedule(Block):
 
     def table(self, source: str) -> Table:
         """A row per batch size of `loads`."""
-        return Table.of(
+        return Table.from_rows(
             "Draft depth by batch size",
             self.loads,
             {
                 "batch": lambda load: load.batch_size,
                 "K": lambda load: load.depth,
-                f"tokens/s (bound, {self.by})": lambda load: f"{load.tokens_per_second:,.0f}",
+                f"tokens/s (bound, {self.method})": lambda load: f"{load.tokens_per_second:,.0f}",
                 f"tokens/s, K = {self.fixed_depth} fixed": lambda load: (
                     f"{load.fixed_tokens_per_second:,.0f}"
                 ),
@@ -97,18 +102,18 @@ class DepthSchedule(Block):
         )
 
 
-def of_speeds(by: str, fixed: Speeds, scheduled: Speeds) -> DepthSchedule:
+def of_speeds(method: str, fixed: Speeds, scheduled: Speeds) -> DepthSchedule:
     """The schedule of `fit`, with its gain at each batch size.
 
     Args:
-        by: source of the speeds.
+        method: source of the speeds.
         fixed: speeds of engines with one depth each.
         scheduled: speeds of an engine that changes its depth; they differ from `fixed` at depth 0.
     """
     ranges, fixed_depth = fit(fixed, scheduled)
     speeds = scheduled if len(ranges) > 1 else fixed
     return DepthSchedule(
-        by=by,
+        method=method,
         fixed_depth=fixed_depth,
         ranges=tuple(ranges),
         loads=tuple(

@@ -54,7 +54,9 @@ _WEIGHT_FLAGS = ("dtype", "kv-cache-dtype", "mamba-ssm-cache-dtype", "quantizati
 class AppliedLimits(Block, Limits):
     """Limits of a record."""
 
-    of: Literal["same_weights", "changed_weights"]
+    weights: Literal["same_weights", "changed_weights"] = Field(
+        validation_alias="of", serialization_alias="of"
+    )
 
 
 class StageFigures(Figures):
@@ -94,7 +96,7 @@ class Fidelity(SplitRecord):
             columns = {heading: partial(_cell, name=name) for name, heading in FIGURE_NAMES.items()}
             title = f"Fidelity of {self.variant} after each stage of its recipe"
             tables.append(
-                Table.of(
+                Table.from_rows(
                     title,
                     self.stages,
                     {"stage": lambda row: row.stage, **columns},
@@ -173,7 +175,9 @@ class Fidelity(SplitRecord):
             "limit": lambda row: f"{layers.limit:g}",
             "verdict": lambda row: Verdict.PASS if row.ratio <= layers.limit else Verdict.FAIL,
         }
-        return Table.of(f"Quantised layers of {self.variant}: {layers.verdict}", layers.rows, columns, note)
+        return Table.from_rows(
+            f"Quantised layers of {self.variant}: {layers.verdict}", layers.rows, columns, note
+        )
 
 
 def weight_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -254,7 +258,7 @@ def measure(
         baseline=baseline.name,
         settings_name=settings_name,
         split=split,
-        limits=AppliedLimits(of="same_weights" if is_same else "changed_weights", **limits.model_dump()),
+        limits=AppliedLimits(weights="same_weights" if is_same else "changed_weights", **limits.model_dump()),
         modes=modes,
         verdicts=verdicts,
         layers=layers,

@@ -143,7 +143,7 @@ class Gate(SplitRecord):
             "verdict": lambda row: row.verdict,
         }
         title = f"Gate of {self.variant} against {self.baseline}: {self.verdict}"
-        return [Table.of(title, findings, columns, *notes, text_columns=2)]
+        return [Table.from_rows(title, findings, columns, *notes, text_columns=2)]
 
 
 def _figure_in_brackets(finding: Finding) -> str:

@@ -55,7 +55,12 @@ class DamagedReading(Block):
     """What a check says of a checkpoint that was damaged with one seed."""
 
     seed: int
-    place: str = Field(min_length=1, description="Damaged layer or tensor.")
+    target: str = Field(
+        min_length=1,
+        description="Damaged layer or tensor.",
+        validation_alias="place",
+        serialization_alias="place",
+    )
     value: float = _VALUE
     verdict: Verdict
 
@@ -66,7 +71,7 @@ class DamageReadings(Block):
     damage: str = Field(min_length=1)
     gate: str = Field(min_length=1, description="The responsible check.")
     caught: Count
-    of: Count
+    copies: Count = Field(validation_alias="of", serialization_alias="of")
     rows: tuple[DamagedReading, ...]
 
 
@@ -98,7 +103,7 @@ class GatePower(Record):
     @property
     def verdict(self) -> Verdict:
         """Pass where every damaged copy was caught and false alarms are as rare as stated."""
-        caught = all(row.caught == row.of for row in self.damages)
+        caught = all(row.caught == row.copies for row in self.damages)
         rare = all(row.verdict == Verdict.PASS for row in self.false_alarms)
         return Verdict.PASS if caught and rare else Verdict.FAIL
 
@@ -121,7 +126,7 @@ class GatePower(Record):
             "damage": lambda row: row.damage,
             "check": lambda row: row.gate,
             "caught": lambda row: row.caught,
-            "copies": lambda row: row.of,
+            "copies": lambda row: row.copies,
             "smallest": lambda row: f"{min(reading.value for reading in row.rows):.5f}",
             "largest": lambda row: f"{max(reading.value for reading in row.rows):.5f}",
             "undamaged": lambda row: f"{self.undamaged[row.gate].value:.5f}",
@@ -136,8 +141,8 @@ class GatePower(Record):
         }
         title = f"Damage of {self.variant} that the gate catches"
         return [
-            Table.of(title, self.damages, damages, text_columns=2),
-            Table.of("False alarms: the baseline compared with itself", self.false_alarms, alarms),
+            Table.from_rows(title, self.damages, damages, text_columns=2),
+            Table.from_rows("False alarms: the baseline compared with itself", self.false_alarms, alarms),
         ]
 
 
@@ -199,12 +204,12 @@ def measure(
                     target = damage.damage(variant.weights.resolve(), Path(folder), kind, seed)
                     reading = check(name, [kind, seed], Path(folder))
                 rows.append(
-                    DamagedReading(seed=seed, place=target, value=reading.value, verdict=reading.verdict)
+                    DamagedReading(seed=seed, target=target, value=reading.value, verdict=reading.verdict)
                 )
             progress(activity, len(seeds), len(seeds))
             caught = sum(row.verdict == Verdict.FAIL for row in rows)
             damages.append(
-                DamageReadings(damage=kind, gate=name, caught=caught, of=len(rows), rows=tuple(rows))
+                DamageReadings(damage=kind, gate=name, caught=caught, copies=len(rows), rows=tuple(rows))
             )
         record = GatePower(
             variant=variant.name,

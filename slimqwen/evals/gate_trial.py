@@ -30,8 +30,11 @@ class Trial(Block):
     """The gate's verdict on one copy."""
 
     damage: str | None = Field(description="null for the identical copy.", min_length=1)
-    place: str | None = Field(
-        description="Damaged layer or tensor; null where nothing is damaged.", min_length=1
+    target: str | None = Field(
+        min_length=1,
+        description="Damaged layer or tensor; null where nothing is damaged.",
+        validation_alias="place",
+        serialization_alias="place",
     )
     verdict: Verdict
     verdicts: dict[str, Verdict] = Field(description="Of each check.")
@@ -77,7 +80,7 @@ class GateTrial(Record):
             "gate": lambda trial: trial.verdict,
         }
         title = f"Gate of copies of {self.variant}"
-        return [Table.of(title, self.trials, columns, text_columns=len(columns))]
+        return [Table.from_rows(title, self.trials, columns, text_columns=len(columns))]
 
 
 def measure(
@@ -114,7 +117,7 @@ def measure(
             trials.append(
                 Trial(
                     damage=kind,
-                    place=target,
+                    target=target,
                     verdict=record.verdict,
                     verdicts=record.verdicts,
                     findings=tuple(Finding.model_validate(item) for item in store.read_items(path)),

@@ -159,7 +159,7 @@ class Quality(SplitRecord):
             )
         title = f"Quality of {self.variant}" + (", by chat" if self.endpoint == "chat" else "")
         return [
-            Table.of(
+            Table.from_rows(
                 title,
                 self.tasks.items(),
                 columns,
@@ -352,7 +352,7 @@ def smoke(
         ),
     }
     rows = task_scores(runs).items()
-    return Table.of(f"Smoke test of {variant.name}", rows, columns, note, text_columns=2)
+    return Table.from_rows(f"Smoke test of {variant.name}", rows, columns, note, text_columns=2)
 
 
 def _output_tokens(counts: Sequence[int | None]) -> OutputTokens | None:

@@ -257,7 +257,7 @@ def paired_table(
         "verdict": lambda row: row.judgement.verdict,
         "items (need)": lambda row: f"{row.difference.count}{items_needed(row)}",
     }
-    return Table.of(title, rows, columns, *notes, text_columns=2)
+    return Table.from_rows(title, rows, columns, *notes, text_columns=2)
 
 
 def finding(record: Quality, path: Path, records: Collection) -> str:

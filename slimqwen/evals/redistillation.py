@@ -91,7 +91,7 @@ class Redistillation(Record):
             "accepted up to each position": lambda row: " ".join(f"{rate:.2f}" for rate in row[1].rates),
         }
         title = f"Redistilled MTP head of {self.variant}; kept: the {self.kept} head"
-        return [Table.of(title, [("original", self.before), ("trained", self.after)], columns)]
+        return [Table.from_rows(title, [("original", self.before), ("trained", self.after)], columns)]
 
 
 def write_record(variant: Variant, *, command: Sequence[str], started: str) -> Path:

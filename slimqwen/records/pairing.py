@@ -26,7 +26,7 @@ def newest_pair(
     kind: type[AnyRecord],
     basis: Callable[[AnyRecord], Mapping[str, Any]],
     command: Callable[[str, AnyRecord], str],
-    where: Callable[[AnyRecord], bool] = lambda record: True,
+    condition: Callable[[AnyRecord], bool] = lambda record: True,
 ) -> tuple[Path, Path]:
     """The newest records of two variants that can be compared, those measured in turns before others.
 
@@ -35,19 +35,20 @@ def newest_pair(
         second: experiments/<variant> of the second.
         basis: what two records must share to be compared, by name.
         command: command that makes a record of a variant like another record.
+        condition: whether a record counts; by default all do.
 
     Raises:
         MissingRecordError: a variant has no such record.
         NotComparableError: no two records have the same basis.
     """
-    newest = store.latest(first, kind, where), store.latest(second, kind, where)
+    newest = store.latest(first, kind, condition), store.latest(second, kind, condition)
 
     def candidates(folder: Path) -> list[tuple[Path, AnyRecord]]:
         entries = [(path, store.read(path, kind)) for path in store.records(folder, kind)]
         return [
             (path, record)
             for path, record in entries
-            if not record.provenance.host_was_busy and split_of(record) is None and where(record)
+            if not record.provenance.host_was_busy and split_of(record) is None and condition(record)
         ]
 
     others = candidates(second)

@@ -70,7 +70,7 @@ class Estimate(Block):
     count: Positive
 
     @classmethod
-    def of(cls, estimate: "intervals.Estimate | intervals.Difference") -> Self:
+    def from_estimate(cls, estimate: "intervals.Estimate | intervals.Difference") -> Self:
         """The same estimate as a part of a record."""
         return cls(value=estimate.value, standard_error=estimate.standard_error, count=estimate.count)
 
@@ -100,7 +100,7 @@ class Ratio(Block):
     high: NonNegative
 
     @classmethod
-    def of(cls, ratio: "intervals.Ratio") -> Self:
+    def from_ratio(cls, ratio: "intervals.Ratio") -> Self:
         """The same ratio as a part of a record."""
         return cls(value=ratio.value, low=ratio.low, high=ratio.high)
 
@@ -113,7 +113,7 @@ class Ratio(Block):
         """
         from slimqwen.stats import intervals
 
-        return cls.of(intervals.ratio_of_rounds(numerator, denominator, in_turns=True))
+        return cls.from_ratio(intervals.ratio_of_rounds(numerator, denominator, in_turns=True))
 
     def __format__(self, spec: str) -> str:
         """The ratio with its interval, all by the specification."""
@@ -273,7 +273,7 @@ class ServedProvenance(Provenance):
     )
 
 
-class Versioned(Block):
+class VersionedFile(Block):
     """A file with a kind and a schema version.
 
     Attributes:
@@ -316,7 +316,7 @@ def _unique(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-class Measurements(Versioned):
+class Measurements(VersionedFile):
     """What a variant claims."""
 
     kind: ClassVar = "measurements"
@@ -334,7 +334,7 @@ class Measurements(Versioned):
     ]
 
 
-class Record(Versioned):
+class Record(VersionedFile):
     """One measurement: its figures, and what it takes to repeat it.
 
     Attributes:

@@ -225,11 +225,14 @@ def records(folder: Path, kind: type[Record]) -> Iterator[Path]:
 
 
 def latest(
-    folder: Path, kind: type[AnyRecord], where: Callable[[AnyRecord], bool] = lambda record: True
+    folder: Path, kind: type[AnyRecord], condition: Callable[[AnyRecord], bool] = lambda record: True
 ) -> Path:
     """The newest record of a kind in experiments/<variant> that meets a condition.
 
     Records of a busy host or of a split do not count.
+
+    Args:
+        condition: whether a record counts; by default all do.
 
     Raises:
         MissingRecordError: there is none; names the command that makes one.
@@ -237,7 +240,7 @@ def latest(
     """
     for path in records(folder, kind):
         record = read(path, kind)
-        if not record.provenance.host_was_busy and split_of(record) is None and where(record):
+        if not record.provenance.host_was_busy and split_of(record) is None and condition(record):
             return path
     raise MissingRecordError(
         f"no {kind.kind} record that fits in {folder.parent.name}/{folder.name}{_cure(kind, folder.name)}"
@@ -254,9 +257,12 @@ def latest_result(
     root: Path,
     kind: type[AnyRecord],
     variant: str,
-    where: Callable[[AnyRecord], bool] = lambda record: True,
+    condition: Callable[[AnyRecord], bool] = lambda record: True,
 ) -> Path:
     """The newest record of a kind and variant in results/ that meets a condition; those of a busy host do not count.
+
+    Args:
+        condition: whether a record counts; by default all do.
 
     Raises:
         MissingRecordError: there is none; names the command that makes one.
@@ -264,7 +270,7 @@ def latest_result(
     """
     for path in results(root, kind, variant):
         record = read(path, kind)
-        if not record.provenance.host_was_busy and where(record):
+        if not record.provenance.host_was_busy and condition(record):
             return path
     raise MissingRecordError(f"no {kind.kind} record of {variant} in results{_cure(kind, variant)}")
 

@@ -28,7 +28,7 @@ class Table:
     text_columns: int = 1
 
     @classmethod
-    def of(
+    def from_rows(
         cls,
         title: str,
         rows: Iterable[Row],

@@ -121,7 +121,7 @@ def table(rows: Sequence[Throughput], prices: Prices) -> Table | None:
             if (cost := price(row)) and row.load.tokens_per_s
             else None
         )
-    return Table.of("Cost at a service level", rows, columns, *_notes(rows, prices), text_columns=4)
+    return Table.from_rows("Cost at a service level", rows, columns, *_notes(rows, prices), text_columns=4)
 
 
 def _with_interval(load: GoodThroughput, factor: float) -> str:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from slimqwen.report.leaderboard import DAMAGED, Margins, Row, Timed, hardware, median_interval
+from slimqwen.report.leaderboard import DAMAGED, Margins, Row, Timing, hardware, median_interval
 
 _COST_UNITS = ("s", "ms")
 """Units of leaderboard figures that are costs: less is better."""
@@ -160,7 +160,7 @@ def _points(row: Row) -> Iterator[tuple[str, str, Point]]:
         yield cost, axis, Point(row.variant, row.standing, *values, quality)
 
 
-def _median(timed: Timed, prompt_class: str) -> tuple[float, float, float]:
+def _median(timed: Timing, prompt_class: str) -> tuple[float, float, float]:
     """Median E2EL with its interval; an empty interval if the items cannot be read."""
     median = timed.classes[prompt_class].e2el_ms.median
     try:

@@ -82,7 +82,7 @@ class Evidence:
 
 
 @dataclass(frozen=True)
-class Timed:
+class Timing:
     """The newest latency record over the prompt classes on one hardware.
 
     Attributes:
@@ -145,7 +145,7 @@ class Row:
     hardware: str
     on_cpu: bool
     scores: Mapping[tuple[str, str], Score]
-    timed: Timed | None
+    timed: Timing | None
     figures: Mapping[str, tuple[Figure, StoredRecord[Record]]]
     size_bytes: int | None
     evidence: tuple[Evidence, ...]
@@ -418,7 +418,7 @@ def _timed(
     baseline: str | None,
     digest: str | None,
     problems: _Problems,
-) -> Timed | None:
+) -> Timing | None:
     if entry is None:
         return None
     basis = latency_basis(entry.record)
@@ -429,7 +429,7 @@ def _timed(
     ]
     # A record measured in turns with this one goes before a newer one.
     baseline_entry = min(candidates, key=lambda other: not _is_one_run(entry, other), default=None)
-    timed = Timed(entry, baseline_entry, as_scored=digest is None or _digest(entry) == digest)
+    timed = Timing(entry, baseline_entry, as_scored=digest is None or _digest(entry) == digest)
     if (
         baseline_entry is None
         or not timed.in_turns

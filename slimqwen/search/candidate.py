@@ -63,7 +63,7 @@ class Candidate:
     max_sequences: int = 0
 
     @classmethod
-    def at(cls, point: Point) -> "Candidate":
+    def from_point(cls, point: Point) -> "Candidate":
         """The candidate of a point; levers without an effect there have their default."""
         candidate = cls(**dict(point))  # type: ignore[arg-type]
         if not candidate.depth:
@@ -84,7 +84,7 @@ class Candidate:
     @property
     def target(self) -> "Candidate":
         """The candidate without drafts, which decides the answers."""
-        return Candidate.at({**asdict(self), "depth": 0})
+        return Candidate.from_point({**asdict(self), "depth": 0})
 
     @property
     def changes(self) -> dict[str, Any]:

@@ -73,7 +73,7 @@ class Efficiency(Block):
     seeds: Positive
     evaluations: Positive = Field(description="That need an engine: half of the recorded ones.")
     trials: Positive = Field(description="Recorded trials that answer.")
-    found: tuple[Found, ...] = Field(min_length=4)
+    results: tuple[Found, ...] = Field(min_length=4, validation_alias="found", serialization_alias="found")
     advantages: tuple[Advantage, ...] = Field(min_length=4)
 
     @property
@@ -157,10 +157,10 @@ def compare(
         seeds=seeds,
         evaluations=evaluations,
         trials=len(trials),
-        found=tuple(
+        results=tuple(
             Found(
                 strategy=name,
-                best=Estimate.of(intervals.mean(best[name])),
+                best=Estimate.from_estimate(intervals.mean(best[name])),
                 by_evaluations=tuple(sum(column) / seeds for column in zip(*seed_curves, strict=True)),
             )
             for name, seed_curves in curves.items()

@@ -208,10 +208,10 @@ class Search(Record):
             "s": lambda row: f"{row.seconds:.0f}",
         }
         tables = [
-            Table.of(f"Front of the search from {self.variant}", self.front, front, *notes),
+            Table.from_rows(f"Front of the search from {self.variant}", self.front, front, *notes),
             *([self._proof_table(self.proof)] if self.proof else []),
             self._rungs_table(),
-            Table.of("Trials", self.trials, all_trials, text_columns=4),
+            Table.from_rows("Trials", self.trials, all_trials, text_columns=4),
         ]
         if self.importance:
             ranked = sorted(self.importance.items(), key=lambda each: -each[1])
@@ -220,7 +220,9 @@ class Search(Record):
                 "importance for speed": lambda row: f"{row[1]:.2f}",
             }
             tables.append(
-                Table.of("What decides the speed of the trials that passed (PED-ANOVA)", ranked, columns)
+                Table.from_rows(
+                    "What decides the speed of the trials that passed (PED-ANOVA)", ranked, columns
+                )
             )
         if self.efficiency:
             tables.append(self._efficiency_table(self.efficiency))
@@ -256,7 +258,7 @@ class Search(Record):
         if self.efficiency:
             curves = [
                 Line(row.strategy, range(1, len(row.by_evaluations) + 1), row.by_evaluations)
-                for row in self.efficiency.found
+                for row in self.efficiency.results
             ]
             label = f"best found, times {self.incumbent.variant} (mean of {self.efficiency.seeds} seeds)"
             panels.append(Panel("evaluations that need an engine", label, curves))
@@ -307,7 +309,7 @@ class Search(Record):
             f"{each.adjusted_p_value:.2g}" + (f"; {each.reason}" if each.reason else "")
             for each in proof.finalists
         ]
-        return Table.of("Proof of the finalists", rows, columns, *notes, text_columns=3)
+        return Table.from_rows("Proof of the finalists", rows, columns, *notes, text_columns=3)
 
     def _efficiency_table(self, played: Efficiency) -> Table:
         columns: dict[str, Callable[[Found], object]] = {
@@ -321,7 +323,7 @@ class Search(Record):
             "those that the search chose, which flatters random search and one lever at a time. The sampler alone "
             "begins with the incumbent; the search also with the points of its settings."
         )
-        return Table.of(title, played.found, columns, played.summary, note)
+        return Table.from_rows(title, played.results, columns, played.summary, note)
 
     def _rungs_table(self) -> Table:
         columns: dict[str, Callable[[Rung], object]] = {
@@ -334,7 +336,7 @@ class Search(Record):
             "minutes": lambda rung: f"{sum(row.seconds for row in self.trials if row.rung == rung) / 60:.1f}",
         }
         note = f"{len(self.trials)} candidates; {self.repeated_suggestions} suggestions were of known ones."
-        return Table.of("Rungs", RUNGS, columns, note)
+        return Table.from_rows("Rungs", RUNGS, columns, note)
 
 
 def _dominates(first: SearchTrial, second: SearchTrial) -> bool:

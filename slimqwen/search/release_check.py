@@ -61,7 +61,7 @@ class ReleaseCheck(Record):
     def tables(self, path: Path) -> list[Table]:
         """A row per measurement."""
         return [
-            Table.of(
+            Table.from_rows(
                 f"Release check of {self.variant}: {self.verdict}",
                 self.parts,
                 {

@@ -117,7 +117,7 @@ class Shares:
     kl_nats: Estimate | None
 
     @classmethod
-    def of(cls, answer: Mapping[str, Any], budget: Budget) -> "Shares":
+    def from_answer(cls, answer: Mapping[str, Any], budget: Budget) -> "Shares":
         """Compare the answer of the fidelity rung with the limits.
 
         The divergence over the joined texts has no interval, so its value counts.

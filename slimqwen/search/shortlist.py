@@ -58,7 +58,7 @@ def recount(
                 share = acceptance_share.judge(
                     base, own, depth=settings.gate_depth, least_share=settings.least_share
                 )
-                trial = trial.model_copy(update={"recounted_share": Ratio.of(share.ratio)})
+                trial = trial.model_copy(update={"recounted_share": Ratio.from_ratio(share.ratio)})
             counted.append(trial)
             likely_count += ladder.budget.is_likely_proven(trial, finalists)
         if likely_count >= finalists:

@@ -151,7 +151,7 @@ class Study:
         """Count the base's drafts, at the largest depth for first bounds and at the gate's, and the incumbent's."""
         ladder = self._ladder
         settings = ladder.space.settings
-        point = Candidate.at(ladder.space.complete(settings.incumbent.point))
+        point = Candidate.from_point(ladder.space.complete(settings.incumbent.point))
         base = without_cache(ladder.base, ladder.overlay)
         variant = ladder.incumbent(settings.incumbent.variant)
         references: dict[str, tuple[Variant, int]] = {}
@@ -217,7 +217,7 @@ class Study:
 
         def bound(point: Mapping[str, Choice]) -> float:
             try:
-                return self._ladder.best_tokens_per_second(Candidate.at(point), self._base_rates)
+                return self._ladder.best_tokens_per_second(Candidate.from_point(point), self._base_rates)
             except RooflineError:
                 return 0.0
 
@@ -230,7 +230,7 @@ class Study:
         self._study.sampler = _sampler(seed)
         trial = self._interrupted.popleft() if self._interrupted else self._study.ask()
         point = self._suggest(trial)
-        candidate = Candidate.at(point)
+        candidate = Candidate.from_point(point)
         ladder = self._ladder
         variant = candidate.in_overlay(ladder.base, ladder.space, ladder.overlay)
         known_trial = self._known.get(variant.name)
@@ -307,7 +307,7 @@ class Study:
                 self._climb(running)
 
     def _shares(self, answers: Mapping[str, Any]) -> Shares:
-        return Shares.of(answers["fidelity"], self._ladder.budget)
+        return Shares.from_answer(answers["fidelity"], self._ladder.budget)
 
     def _judge(
         self, candidate: Candidate, row: dict[str, Any], answers: Mapping[str, Any]
@@ -330,7 +330,7 @@ class Study:
             least = settings.least_share
             sides = answers["base_acceptance"], answers["acceptance"]
             share = acceptance_share.judge(*sides, depth=settings.gate_depth, least_share=least)
-            ratio = Ratio.of(share.ratio)
+            ratio = Ratio.from_ratio(share.ratio)
             used_share = (1 - ratio.value) / (1 - least) if least < 1 else 0.0
             row |= {
                 "acceptance_length": estimate,

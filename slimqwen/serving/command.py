@@ -266,7 +266,7 @@ class ServerCommand:
         )
         return dataclasses.replace(self, cache=cache, environment=environment)
 
-    def compared_with_plan(self, expected: engine_facts.Expected) -> "ServerCommand":
+    def compared_with_plan(self, expected: engine_facts.PlanExpectation) -> "ServerCommand":
         """The same command, whose server compares its engine with a plan when it starts."""
         environment = {**self.environment, engine_facts.VARIABLE: expected.model_dump_json()}
         return dataclasses.replace(self, environment=MappingProxyType(environment))
@@ -283,13 +283,13 @@ class ServerCommand:
 
 
 def _fit_to_cpu(
-    given: Mapping[str, vllm_flags.Flag], flags: dict[str, Any], argv: dict[str, tuple[str, ...]]
+    resolved_flags: Mapping[str, vllm_flags.Flag], flags: dict[str, Any], argv: dict[str, tuple[str, ...]]
 ) -> list[PlatformChange]:
     platform_changes = []
     for row in machine.GPU_ONLY:
-        if row.flag not in given or not row.applies(given[row.flag].value):
+        if row.flag not in resolved_flags or not row.applies(resolved_flags[row.flag].value):
             continue
-        setting = given[row.flag].setting
+        setting = resolved_flags[row.flag].setting
         platform_changes.append(PlatformChange(setting.key, setting.value, row.instead, row.why))
         del flags[row.flag], argv[row.flag]
         if row.instead is not None:
@@ -327,7 +327,7 @@ def _environment(
         "DO_NOT_TRACK": "1",
         "VLLM_CACHE_ROOT": str(variant.root / ".cache" / "vllm"),
         "TORCHINDUCTOR_CACHE_DIR": str(variant.root / ".cache" / "inductor"),
-        policy.VARIABLE: policy.of(variant).model_dump_json(),
+        policy.VARIABLE: policy.variant_policy(variant).model_dump_json(),
     }
     if cache is not None:
         environment |= _cache_environment(cache, platform, variables)
@@ -342,7 +342,7 @@ def _cache_environment(
     cache: CompileCache, platform: Platform, variables: Mapping[str, str]
 ) -> dict[str, str]:
     kernels = {"TRITON_CACHE_DIR": str(cache.root / baked_cache.KERNELS)} if platform == "cuda" else {}
-    wanted = compile_watch.Wanted(
+    wanted = compile_watch.CachePolicy(
         required=cache.required,
         libraries=str(cache.root / baked_cache.LIBRARIES),
         kernels=kernels.get("TRITON_CACHE_DIR", ""),

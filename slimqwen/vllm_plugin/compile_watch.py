@@ -28,7 +28,7 @@ PLUGIN = "slimqwen_compile_watch"
 logger = logging.getLogger(__name__)
 
 
-class Wanted(BaseModel):
+class CachePolicy(BaseModel):
     """How a start uses its compile cache.
 
     Attributes:
@@ -54,10 +54,10 @@ def register() -> None:
     Raises:
         EngineFixError: this vLLM or torch is not the one it was written for.
     """
-    said = os.environ.get(VARIABLE)
-    if not said:
+    text = os.environ.get(VARIABLE)
+    if not text:
         return
-    wanted = Wanted.model_validate_json(said)
+    wanted = CachePolicy.model_validate_json(text)
     vllm_log.join()
     leave_checkpoint_path_out_of_key()
     watch(required=wanted.required)
@@ -200,11 +200,11 @@ def name_device_in_keys(name: str, capability: str) -> None:
 
     def check() -> None:
         here = properties(torch.cuda.current_device())
-        found = f"{here.major}.{here.minor}"
-        if found != capability:
+        actual_capability = f"{here.major}.{here.minor}"
+        if actual_capability != capability:
             raise PluginError(
                 f"the compile cache was baked on {name} of compute capability {capability} and {here.name} has "
-                f"{found}; bake it on a GPU of that capability"
+                f"{actual_capability}; bake it on a GPU of that capability"
             )
 
     @functools.cache

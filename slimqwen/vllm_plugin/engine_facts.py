@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 VARIABLE = "SLIMQWEN_PLAN"
 
 
-class Expected(BaseModel):
+class PlanExpectation(BaseModel):
     """Planned facts that a started engine is compared with.
 
     Attributes:
@@ -65,10 +65,10 @@ class EngineFacts:
         return {**backend_facts(attention_layers(config)), **graph_facts(config, self.model_runner)}
 
 
-def read() -> Expected | None:
+def read() -> PlanExpectation | None:
     """The planned facts of the server in this process; None without a plan."""
     text = os.environ.get(VARIABLE)
-    return Expected.model_validate_json(text) if text else None
+    return PlanExpectation.model_validate_json(text) if text else None
 
 
 async def state(app: Any) -> dict[str, Any]:
@@ -82,7 +82,7 @@ async def state(app: Any) -> dict[str, Any]:
     return {**config_facts(config), **cache_facts(config), **worker}
 
 
-def differences(expected: Expected, actual: Mapping[str, Any]) -> list[str]:
+def differences(expected: PlanExpectation, actual: Mapping[str, Any]) -> list[str]:
     """A line for each fact that is not as planned: its name, the planned value, the actual one."""
     return [
         f"{name}: planned {planned}, actual {actual.get(name, 'not stated')}"
@@ -226,7 +226,7 @@ async def hold_against_plan(app: Any) -> bool:
     return not (lines and expected.required)
 
 
-def _record(expected: Expected, actual: Mapping[str, Any], lines: list[str]) -> None:
+def _record(expected: PlanExpectation, actual: Mapping[str, Any], lines: list[str]) -> None:
     start = start_log.Start(
         time=start_log.utc_now(),
         variant=expected.variant,

@@ -25,7 +25,7 @@ class Policy(BaseModel):
     thinking_token_budget: int | None = None
 
 
-def of(variant: Variant) -> Policy:
+def variant_policy(variant: Variant) -> Policy:
     """The policy that a variant's config.env sets."""
     values = {key: setting.value for key, setting in variant.settings.items()}
     fields = {name: values[name.upper()] for name in Policy.model_fields if name.upper() in values}

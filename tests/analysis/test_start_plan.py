@@ -202,7 +202,7 @@ def test_serve_hands_the_plan_of_the_start_to_vllm(resolve, record, tmp_path, mo
     serve.serve("v", port=free_port(), platform="cpu", require_plan="1")
 
     ((_, argv, environment),) = started
-    expected = engine_facts.Expected.model_validate_json(environment[engine_facts.VARIABLE])
+    expected = engine_facts.PlanExpectation.model_validate_json(environment[engine_facts.VARIABLE])
     assert expected == start_plan.expectation(plan, required=True)
     assert "slimqwen.vllm_plugin.engine_facts.EngineFacts" in argv
 

@@ -89,7 +89,7 @@ def test_deeper_drafts_are_accepted_for_longer_and_the_choice_says_what_it_is_by
     assert record.choice
     assert 1 < shallow.length.value <= 2
     assert shallow.length.value < deep.length.value <= 4
-    assert record.choice.by == "roofline of a10g"
+    assert record.choice.method == "roofline of a10g"
     speeds = record.choice.tokens_per_second
     assert speeds[str(record.choice.depth)] == max(speeds.values())
     items = store.read_items(path)

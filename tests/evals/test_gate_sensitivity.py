@@ -69,7 +69,7 @@ def test_the_check_responsible_for_a_damage_sees_every_damaged_copy(
         return read_damage
 
     path, record = measured(3, check(0.5), check(1.5))
-    assert {row.damage: (row.gate, row.caught, row.of) for row in record.damages} == {
+    assert {row.damage: (row.gate, row.caught, row.copies) for row in record.damages} == {
         Damage.SCALES: ("fidelity", 2, 3),
         Damage.ROWS: ("fidelity", 2, 3),
         Damage.HEAD: ("acceptance", 1, 3),

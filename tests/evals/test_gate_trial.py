@@ -63,7 +63,7 @@ def test_the_same_copy_and_one_of_each_damage_are_gated_and_nothing_is_left(
     monkeypatch.setattr(gate_trial, "Damage", [Damage.ROWS, Damage.HEAD])
     path = gate_trial.measure(variant.load("small", repository), "tinyworld", command=["x"])
     record = store.read(path, GateTrial)
-    assert [(row.damage, row.place, row.verdict) for row in record.trials] == [
+    assert [(row.damage, row.target, row.verdict) for row in record.trials] == [
         (None, None, Verdict.PASS),
         (Damage.ROWS, "model.embed_tokens.weight", Verdict.FAIL),
         (Damage.HEAD, "mtp.fc.weight", Verdict.FAIL),

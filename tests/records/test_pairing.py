@@ -72,7 +72,7 @@ def test_records_of_a_busy_host_or_against_the_condition_are_in_no_pair(keep, pa
     keep("second", 2, is_busy=True)
     keep("first", 3, context=9)
     keep("second", 3, context=9)
-    assert pair(where=lambda record: record.max_model_len != 9) == expected
+    assert pair(condition=lambda record: record.max_model_len != 9) == expected
 
 
 def test_records_of_a_split_are_in_no_pair(tmp_path, quality, monkeypatch):
@@ -95,7 +95,7 @@ def test_where_none_fit_the_difference_of_the_newest_and_the_cure_are_named(keep
     keep("second", 2, context=1024)
     keep("second", 1, context=1023)
     with pytest.raises(NotComparableError) as error:
-        pair(where=lambda record: record.max_model_len != 1)
+        pair(condition=lambda record: record.max_model_len != 1)
     assert "differ in context (2048 and 1024); `time second` makes one that fits" in str(error.value)
 
 

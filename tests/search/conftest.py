@@ -50,7 +50,7 @@ def checks(monkeypatch: pytest.MonkeyPatch, stamps: None) -> Checks:
                 suite.tasks[0],
                 [
                     Item(suite.tasks[0].name, n, f"{n:016x}", float(n in right), 1.0, None, None)
-                    for n in (chosen[position] for position in part.of(len(chosen)))
+                    for n in (chosen[position] for position in part.positions(len(chosen)))
                 ],
                 QUESTIONS,
                 False,

@@ -20,11 +20,11 @@ from slimqwen.search.ladder import Ladder
     ],
 )
 def test_points_that_make_the_same_thing_are_one_candidate(first: dict, second: dict) -> None:
-    assert Candidate.at(first) == Candidate.at(second)
+    assert Candidate.from_point(first) == Candidate.from_point(second)
 
 
 def test_a_lever_that_does_something_makes_another_candidate() -> None:
-    assert Candidate.at({"group_size": 64, "mlp": "W4A16"}) != Candidate.at({"mlp": "W4A16"})
+    assert Candidate.from_point({"group_size": 64, "mlp": "W4A16"}) != Candidate.from_point({"mlp": "W4A16"})
 
 
 def test_the_stages_of_the_target_come_before_those_of_its_drafts(ladder: Ladder) -> None:
@@ -49,7 +49,7 @@ def test_candidates_of_one_target_share_it(ladder: Ladder) -> None:
 
 def test_every_lever_gives_a_recipe_and_a_configuration_that_can_be_read(ladder: Ladder) -> None:
     for point in [*ladder.space.first_points(), *ladder.space.moves()]:
-        candidate = Candidate.at(point)
+        candidate = Candidate.from_point(point)
         made = candidate.in_overlay(ladder.base, ladder.space, ladder.overlay)
         assert made.baseline == "tiny"
         assert made.recipe is not None

@@ -40,7 +40,7 @@ def played(rows: list[RecordedTrial], seeds: int = 6) -> Efficiency:
 
 
 def curve(found: Efficiency, strategy: str) -> tuple[float, ...]:
-    (row,) = (each for each in found.found if each.strategy == strategy)
+    (row,) = (each for each in found.results if each.strategy == strategy)
     return row.by_evaluations
 
 
@@ -83,12 +83,12 @@ def test_a_trial_that_could_be_no_finalist_counts_for_no_strategy() -> None:
     ]
     found = efficiency.compare(fast, CHOICES, [START], 100.0, sampler, seeds=2)
     assert found is not None
-    assert {value for row in found.found for value in row.by_evaluations} == {1.0}
+    assert {value for row in found.results for value in row.by_evaluations} == {1.0}
 
 
 def test_where_one_lever_is_enough_the_record_says_that_search_is_no_better() -> None:
     found = played(table(lambda point: 100.0 + 10 * int(point["a"])))
-    assert [each.best.value for each in found.found] == pytest.approx([1.3] * 4)
+    assert [each.best.value for each in found.results] == pytest.approx([1.3] * 4)
     assert {(each.difference.value, each.difference.low) for each in found.advantages} == {(0.0, 0.0)}
     assert found.summary.count("does no better than") == 4
 
@@ -101,9 +101,9 @@ def test_what_ended_early_costs_nothing_and_what_failed_counts_for_nothing() -> 
     found = played(rows, seeds=2)
     assert found.trials == len(rows) == 256
     assert found.evaluations == sum(row.needed_engine for row in rows) // 2 == 104 - 8
-    assert {len(row.by_evaluations) for row in found.found} == {found.evaluations}
-    assert max(row.by_evaluations[-1] for row in found.found) == pytest.approx(1.2)
-    assert all(list(row.by_evaluations) == sorted(row.by_evaluations) for row in found.found)
+    assert {len(row.by_evaluations) for row in found.results} == {found.evaluations}
+    assert max(row.by_evaluations[-1] for row in found.results) == pytest.approx(1.2)
+    assert all(list(row.by_evaluations) == sorted(row.by_evaluations) for row in found.results)
 
 
 def test_the_same_trials_give_the_same_figures() -> None:

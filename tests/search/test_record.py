@@ -160,7 +160,7 @@ def test_the_record_shows_whether_the_search_was_worth_it(
         for mine, other, gain in (("search", "random", 0.3), ("search", "one lever", 0.25),
                                   ("sampler alone", "random", 0.01), ("sampler alone", "one lever", -0.05))
     ]  # fmt: skip
-    played = Efficiency(seeds=20, evaluations=2, trials=2, found=lucky, advantages=advantages)
+    played = Efficiency(seeds=20, evaluations=2, trials=2, results=lucky, advantages=advantages)
     record = make(*trials, efficiency=played)
     table = record.tables(tmp_path / "search_tiny.json")[-1]
     assert [row[:2] for row in table.rows] == [

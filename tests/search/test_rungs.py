@@ -94,7 +94,7 @@ def test_a_candidate_is_made_compared_and_counted(small_ladder: Ladder) -> None:
     stored = read_model(list_tensors(made), checkpoint.read_config(made))
     for part in ("body", "head", "drafter"):
         assert getattr(predicted, part).bytes == getattr(stored, part).bytes
-    shares = Shares.of(answers["fidelity"], small_ladder.budget)
+    shares = Shares.from_answer(answers["fidelity"], small_ladder.budget)
     assert shares.kl_nats is not None
     assert 0 < shares.kl_nats.value < 0.01  # a packed head moves distributions, a little
     assert 0 < answers["fidelity"]["figures"]["texts"] < TEXTS  # those of the search's side alone

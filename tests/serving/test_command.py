@@ -136,14 +136,14 @@ def test_a_gpu_of_another_name_and_the_same_capability_is_told_to_vllm(baked_for
     monkeypatch.setattr(baked_cache, "this_machine", lambda platform, environment: facts)
     command = ServerCommand.resolve(command.variant, port=free_port(), platform="cpu")
     assert command.cache.differences == ()
-    wanted = compile_watch.Wanted.model_validate_json(command.environment[compile_watch.VARIABLE])
+    wanted = compile_watch.CachePolicy.model_validate_json(command.environment[compile_watch.VARIABLE])
     assert (wanted.device, wanted.capability) == (alias, "8.6" if alias else "")
 
 
 def test_a_cache_of_libraries_alone_is_used_and_refused_where_graphs_are_required(baked_for):
     command = baked_for(libraries={"sampling": 122.3})
     assert command.cache.libraries == {"sampling"}
-    wanted = compile_watch.Wanted.model_validate_json(command.environment[compile_watch.VARIABLE])
+    wanted = compile_watch.CachePolicy.model_validate_json(command.environment[compile_watch.VARIABLE])
     assert wanted.libraries == str(command.cache.root / "flashinfer")
     checks.check(command)
     required = ServerCommand.resolve(command.variant, port=free_port(), platform="cpu", require_baked=True)
@@ -154,7 +154,7 @@ def test_a_cache_of_libraries_alone_is_used_and_refused_where_graphs_are_require
 def test_another_compute_capability_is_a_difference(baked_for):
     command = baked_for(device="NVIDIA L4", machine={"compute capability": "8.9"})
     assert "compute capability was 8.9 and is not set" in command.cache.differences
-    wanted = compile_watch.Wanted.model_validate_json(command.environment[compile_watch.VARIABLE])
+    wanted = compile_watch.CachePolicy.model_validate_json(command.environment[compile_watch.VARIABLE])
     assert wanted.device == ""
 
 
@@ -170,7 +170,7 @@ def test_a_cuda_server_gets_the_toolkit_of_the_environment_and_a_cpu_server_none
 def test_a_plan_that_a_start_is_compared_with_changes_no_word_of_the_command():
     command = ServerCommand.resolve(variant.load("tiny"), platform="cpu")
     held = command.compared_with_plan(
-        engine_facts.Expected(variant="v", plan="p", facts={"block_size": 128}, required=True)
+        engine_facts.PlanExpectation(variant="v", plan="p", facts={"block_size": 128}, required=True)
     )
     assert held.argv == command.argv
     assert held.environment.items() - command.environment.items() == {

@@ -231,7 +231,7 @@ def register(monkeypatch):
         monkeypatch.setattr(compile_watch, name, MagicMock())
 
     def register(**wishes):
-        monkeypatch.setenv(compile_watch.VARIABLE, compile_watch.Wanted(**wishes).model_dump_json())
+        monkeypatch.setenv(compile_watch.VARIABLE, compile_watch.CachePolicy(**wishes).model_dump_json())
         compile_watch.register()
 
     return register

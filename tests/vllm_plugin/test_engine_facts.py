@@ -14,14 +14,14 @@ from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
 from slimqwen.serving.server import free_port, run_server
 from slimqwen.vllm_plugin import engine_facts, start_log
-from slimqwen.vllm_plugin.engine_facts import AttentionLayers, Expected
+from slimqwen.vllm_plugin.engine_facts import AttentionLayers, PlanExpectation
 
 PLAN = "vLLM 0.32.0 on a10g"
 FACTS = {"block_size": 544, "graph_mode": "FULL_AND_PIECEWISE", "kv_tokens": 1000}
 
 
 def test_a_fact_that_differs_is_one_line_with_both_values():
-    expected = Expected(variant="v", plan=PLAN, facts=FACTS)
+    expected = PlanExpectation(variant="v", plan=PLAN, facts=FACTS)
     assert engine_facts.differences(expected, FACTS | {"quantization": None}) == []
     assert engine_facts.differences(expected, {"block_size": 1088, "kv_tokens": 1000}) == [
         "block_size: planned 544, actual 1088",
@@ -31,7 +31,7 @@ def test_a_fact_that_differs_is_one_line_with_both_values():
 
 @pytest.mark.parametrize(("tokens", "agrees"), [(900, True), (1100, True), (899, False), (1101, False)])
 def test_a_number_that_a_plan_assumes_may_differ_by_its_tolerance(tokens, agrees):
-    expected = Expected(variant="v", plan=PLAN, facts=FACTS, tolerances={"kv_tokens": 0.1})
+    expected = PlanExpectation(variant="v", plan=PLAN, facts=FACTS, tolerances={"kv_tokens": 0.1})
     assert (engine_facts.differences(expected, FACTS | {"kv_tokens": tokens}) == []) is agrees
 
 
@@ -97,7 +97,7 @@ def test_a_start_that_differs_is_printed_and_fails_only_where_the_plan_is_requir
             raise RuntimeError("the engine is gone")
         return FACTS | {"block_size": block_size}
 
-    expected = Expected(variant="v", plan=PLAN, facts=FACTS, required=required)
+    expected = PlanExpectation(variant="v", plan=PLAN, facts=FACTS, required=required)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(engine_facts.VARIABLE, expected.model_dump_json())
     monkeypatch.setattr(engine_facts, "state", state)
@@ -115,7 +115,9 @@ def test_a_start_whose_log_cannot_be_written_goes_on(monkeypatch, caplog, tmp_pa
 
     (tmp_path / ".cache").write_text("not a folder")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(engine_facts.VARIABLE, Expected(variant="v", plan=PLAN, facts=FACTS).model_dump_json())
+    monkeypatch.setenv(
+        engine_facts.VARIABLE, PlanExpectation(variant="v", plan=PLAN, facts=FACTS).model_dump_json()
+    )
     monkeypatch.setattr(engine_facts, "state", state)
     with caplog.at_level(logging.WARNING, "slimqwen"):
         assert asyncio.run(engine_facts.hold_against_plan(SimpleNamespace()))

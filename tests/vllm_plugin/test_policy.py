@@ -27,7 +27,7 @@ def test_a_variants_policy_reaches_the_server_and_nothing_said_is_the_default(
     command = resolved(add_variant, tmp_path, *lines)
     monkeypatch.setenv(policy.VARIABLE, command.process_environment()[policy.VARIABLE])
     assert policy.read() == policy.Policy(require_warmup=True, max_body_bytes=1000, thinking_token_budget=0)
-    assert policy.of(variant.load("tiny")) == policy.Policy()
+    assert policy.variant_policy(variant.load("tiny")) == policy.Policy()
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ class Levers(Record):
         worst = self.worst
         beyond = [arm.variant for arm in self.arms if abs(arm.prediction_error) > NOTED_ERROR]
         random = all(arm.random_weights for arm in self.arms)
-        steps = Table.of(
+        steps = Table.from_rows(
             f"Levers on decode speed, {self.cpu.name}" + (" (random weights)" if random else ""),
             self.arms,
             columns,
@@ -149,7 +149,7 @@ class Levers(Record):
             parts[f"{part}, ms"] = lambda arm, part=part: f"{arm.predicted_parts_ms[part]:.1f}"  # type: ignore[misc]
         parts["sum, ms"] = lambda arm: f"{arm.predicted_ms:.1f}"
         parts["measured, ms"] = lambda arm: f"{mean(arm.step_ms):.1f}"
-        return [steps, Table.of("A decode step, term by term, as predicted", self.arms, parts)]
+        return [steps, Table.from_rows("A decode step, term by term, as predicted", self.arms, parts)]
 
     def panels(self) -> list[Panel]:
         """The terms of a step, variant by variant, and what was measured."""

@@ -157,12 +157,12 @@ class Roofline(Record):
         }
         tables = (
             decode,
-            Table.of(
+            Table.from_rows(
                 f"Roofline of prefill on {self.gpu.name}",
                 [(bounds.variant, row) for bounds in self.variants for row in bounds.prefill],
                 prefill,
             ),
-            Table.of(
+            Table.from_rows(
                 f"Measured on {self.gpu.name}, as a share of the roofline",
                 [(bounds.variant, row) for bounds in self.variants for row in bounds.measured],
                 measured,

@@ -85,7 +85,7 @@ class Waterfall(Record):
             "step ratio": lambda step: f"{step.seconds / first.seconds:.2f}x",
         }
         return [
-            Table.of(
+            Table.from_rows(
                 f"A decode step of {self.variant} on {self.gpu.name}, lever by lever (roofline)",
                 self.steps,
                 columns,

@@ -234,4 +234,4 @@ def _repeat_speedup(side: MeasuredVariant, c: PromptClass) -> Ratio | None:
         )
     cold, warm = (by_round(rounds[name], "ttft_ms") for name in (first.name, c.name))
     ratio, _ = intervals.ratio_by_round(cold, warm, in_turns=True)
-    return Ratio.of(ratio)
+    return Ratio.from_ratio(ratio)

@@ -85,7 +85,7 @@ class ServedEngine:
     root: Path
 
     @classmethod
-    def of(cls, server: ServerCommand) -> Self:
+    def from_command(cls, server: ServerCommand) -> Self:
         """The engine that a server's command starts."""
         return cls(dict(server.flags), server.platform, server.max_model_len, server.variant.root)
 

@@ -143,7 +143,7 @@ class LengthSweep(ServedRecord):
             if any(each.cache == cache for each in arm.broken)
         ]
         title = f"Length sweep of {self.variant}: {self.outcome}"
-        return [Table.of(title, self.arms, columns, *notes)]
+        return [Table.from_rows(title, self.arms, columns, *notes)]
 
 
 def _listed(arm: Arm, cache: Cache) -> str:
@@ -190,7 +190,7 @@ def measure(
     variant.require_weights()
     server = server_here(variant, "sweep")
     log = log_file(variant)
-    engine, served = ServedEngine.of(server), _served_modes(server)
+    engine, served = ServedEngine.from_command(server), _served_modes(server)
     with Engines.started(server, settings.timeout_s, log) as engines:
         arms: list[_ArmRun] = []
         for depth in _depths(variant, served, settings):

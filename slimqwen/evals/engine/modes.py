@@ -218,7 +218,7 @@ def measure(
     ):
         reference: Reference | str = engines.run(
             combinations.answer_by_reference,
-            (settings, ServedEngine.of(server)),
+            (settings, ServedEngine.from_command(server)),
             titled("reference engine", progress),
         )
         if isinstance(reference, str):

@@ -138,7 +138,7 @@ def _baseline(variant: Variant, settings: LimitsSettings, server: ServerCommand)
     fidelity: FidelitySettings = settings.fidelity(variant.root)
     longest = server.max_model_len - acceptance_settings.tokens - acceptance_settings.gate_depth - 1
     return Baseline(
-        served=ServedEngine.of(server),
+        served=ServedEngine.from_command(server),
         fidelity=fidelity,
         acceptance=acceptance_settings,
         engine=engine,

@@ -108,7 +108,7 @@ class LimitsRecord(Record):
         rules = [f"{rule}." for rule in dict.fromkeys(each.rule for each in self.limits)]
         source = provenance.source_note(self, path)
         return [
-            Table.of(
+            Table.from_rows(
                 f"Limits of {self.evaluation} from the noise of {self.variant}",
                 self.limits,
                 limits,
@@ -116,7 +116,7 @@ class LimitsRecord(Record):
                 source,
                 text_columns=2,
             ),
-            Table.of(f"Repeats of {self.variant} against itself", self.repeats, repeats, source),
+            Table.from_rows(f"Repeats of {self.variant} against itself", self.repeats, repeats, source),
         ]
 
 

@@ -65,7 +65,7 @@ class Part:
     number: int
     count: int
 
-    def of(self, item_count: int) -> range:
+    def positions(self, item_count: int) -> range:
         """Positions of the part's items among all items of a task."""
         return range(item_count * self.number // self.count, item_count * (self.number + 1) // self.count)
 
@@ -325,7 +325,7 @@ def _choose(
         items.sort(key=lambda item: _hash(item[2]))
     item_numbers: dict[str, list[int]] = {}
     selected_items = sorted(items[:count], key=lambda item: item[:2])
-    for name, number, _ in (selected_items[position] for position in part.of(len(selected_items))):
+    for name, number, _ in (selected_items[position] for position in part.positions(len(selected_items))):
         item_numbers.setdefault(name, []).append(number)
     return item_numbers
 

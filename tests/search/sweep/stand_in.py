@@ -40,7 +40,10 @@ def answers(root: Path, argument: Mapping[str, Any]) -> dict[str, Any]:
         runs = [
             TaskRun(
                 each,
-                [Item(each.name, n, f"{n:016x}", float(n % 2), 1.0, None, None) for n in part.of(ITEMS)],
+                [
+                    Item(each.name, n, f"{n:016x}", float(n % 2), 1.0, None, None)
+                    for n in part.positions(ITEMS)
+                ],
                 100,
                 False,
             )

@@ -114,7 +114,9 @@ def test_an_interrupted_sweep_goes_on_and_writes_nothing_twice(repository: Path)
     results = sweep(["a", "b"], OPTIONS, executor, repository)
     assert [task.title for task in executor.ran] == ["quality 2/3 of b", "quality 3/3 of b"]
     assert {name: len(found) for name, found in contents(repository).items()} == {"a": 1, "b": 1, "base": 1}
-    assert store.read(results[1].records[1], Quality).answers_of_earlier_run == 2 * len(Part(0, 3).of(ITEMS))
+    assert store.read(results[1].records[1], Quality).answers_of_earlier_run == 2 * len(
+        Part(0, 3).positions(ITEMS)
+    )
     assert results[0].records[0] == results[1].records[0]
     assert [len(each.records) for each in results] == [2, 2]
 
