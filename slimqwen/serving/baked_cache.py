@@ -216,8 +216,8 @@ def pack(root: Path, destination: Path, **made_by: Any) -> BakedCache:
     Raises:
         ServingError: no compiled graph is there although the manifest names one, or nothing is there at all.
     """
-    found = [path for part in _PACKED for path in sorted((root / part).rglob("*"))]
-    files = {path.relative_to(root).as_posix(): path for path in found if _is_packed(path, root)}
+    paths = [path for part in _PACKED for path in sorted((root / part).rglob("*"))]
+    files = {path.relative_to(root).as_posix(): path for path in paths if _is_packed(path, root)}
     if (made_by.get("graphs") or not files) and not any(name.endswith("/model") for name in files):
         raise ServingError(f"vLLM saved no compiled graph under {root}; its log says why")
     archive = destination / ARCHIVE
@@ -261,16 +261,16 @@ def restore(folder: Path, baked: BakedCache, root: Path) -> None:
 
 
 def _unpack(archive: Path, baked: BakedCache, root: Path) -> None:
-    with tempfile.TemporaryDirectory(prefix=f".{root.name}.", dir=root.parent) as place:
+    with tempfile.TemporaryDirectory(prefix=f".{root.name}.", dir=root.parent) as folder:
         # Only what the manifest names: `extractall` writes wherever an archive says, before Python 3.11.4 unfiltered.
         with tarfile.open(archive) as packed:
             for name in baked.files:
-                _copy_out(packed, name, Path(place) / name)
+                _copy_out(packed, name, Path(folder) / name)
         for name, digest in baked.files.items():
-            if not _is(Path(place) / name, digest):
+            if not _is(Path(folder) / name, digest):
                 raise ServingError(f"{archive} holds another {name} than {MANIFEST} says; bake it anew")
         root.mkdir(exist_ok=True)
-        for part in sorted(Path(place).iterdir()):
+        for part in sorted(Path(folder).iterdir()):
             shutil.rmtree(root / part.name, ignore_errors=True)
             part.rename(root / part.name)
 
@@ -297,8 +297,8 @@ LINE = re.compile(
 def graphs(log: str) -> list[Graph]:
     """What a start's log says of each graph, in order."""
     return [
-        Graph(found["name"], found["how"] != "compiled", float(found["seconds"]), found["why"] or "")
-        for found in LINE.finditer(log)
+        Graph(match["name"], match["how"] != "compiled", float(match["seconds"]), match["why"] or "")
+        for match in LINE.finditer(log)
     ]
 
 

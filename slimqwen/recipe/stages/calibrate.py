@@ -106,12 +106,12 @@ def run(source: Path, destination: Path, parameters: CalibrateParameters, progre
     progress("loading", 0, 0)
     torch.set_num_threads(parameters.threads)
     torch.manual_seed(parameters.corpus.seed)
-    found = _target_tensors(source, parameters)
+    targets = _target_tensors(source, parameters)
     config = checkpoint.read_config(source)
-    facts: Facts = {"quantised_linears": sum(map(len, found.values()))}
-    head = _mtp_replacements(found.pop("mtp", {}), parameters)
+    facts: Facts = {"quantised_linears": sum(map(len, targets.values()))}
+    head = _mtp_replacements(targets.pop("mtp", {}), parameters)
     change: _Change = _unchanged
-    if names := {name for weights in found.values() for name in weights}:
+    if names := {name for weights in targets.values() for name in weights}:
         model, quantization, facts["calibration_tokens"] = _calibrated(source, names, parameters, progress)
         config = {**config, "quantization_config": quantization}
         change = _replacements(model, names)
@@ -130,8 +130,8 @@ def run(source: Path, destination: Path, parameters: CalibrateParameters, progre
 
 def needs(source: Path, parameters: CalibrateParameters) -> Needs:
     """Memory: weights in float32, activations of all sequences between two layers, and the libraries."""
-    found = _target_tensors(source, parameters)
-    if found.keys() == {"mtp"}:
+    targets = _target_tensors(source, parameters)
+    if targets.keys() == {"mtp"}:
         return Needs(bytes_on_disk(source), _IMPORTS_BYTES + 8 * packing.BLOCK_BYTES)
     stored = list_tensors(source)
     text = checkpoint.text_config(checkpoint.read_config(source))
@@ -173,20 +173,20 @@ def _target_tensors(source: Path, parameters: CalibrateParameters) -> dict[str, 
     if "quantization_config" in config and parameters.targets.calibrated:
         raise StageError(f"{source} is quantised already; calibrate needs the 16-bit checkpoint as its base")
     stored = list_tensors(source)
-    found: dict[str, dict[str, TensorInfo]] = {}
+    targets: dict[str, dict[str, TensorInfo]] = {}
     for kind, scheme in parameters.targets.schemes.items():
         pattern = packing.LINEARS[kind].removeprefix("re:")
-        found[kind] = {
+        targets[kind] = {
             name: info
             for name, info in stored.items()
             if name.endswith(".weight") and re.match(pattern, name.removesuffix(".weight"))
         }
-        if not found[kind]:
+        if not targets[kind]:
             packed = kind == "mtp" and f"mtp.fc{packing.PACKED}" in stored
             fault = "a packed MTP head already" if packed else f"no {kind} layers"
             raise StageError(f"{source} has {fault}; take {kind} off the targets")
         group_size = _group_size(scheme, parameters)
-        for name, info in found[kind].items():
+        for name, info in targets[kind].items():
             if group_size and info.shape[1] % group_size:
                 raise StageError(
                     f"group_size {group_size} does not divide the {info.shape[1]} inputs of {name}; "
@@ -194,7 +194,7 @@ def _target_tensors(source: Path, parameters: CalibrateParameters) -> dict[str, 
                 )
             if kind == "mtp" and info.dtype != "BF16":
                 raise StageError(f"{source}: {name} is {info.dtype}; the MTP head is packed from BF16")
-    return found
+    return targets
 
 
 def _group_size(scheme: str, parameters: CalibrateParameters) -> int | None:

@@ -148,9 +148,9 @@ def run(
         _served(folder, held_out, parameters.depth, progress)
         for folder in ((source, destination) if improved else (source,))
     ]
-    kept = after if improved else before
+    published = after if improved else before
     _check_agreement(before.mean_length, served[0], "before")
-    _check_agreement(kept.mean_length, served[-1], "after")
+    _check_agreement(published.mean_length, served[-1], "after")
     lengths = {
         "acceptance_length_before": round(before.mean_length, 4),
         "acceptance_length_after": round(after.mean_length, 4),

@@ -64,10 +64,10 @@ def run(source: Path, destination: Path, parameters: RoundLinearsParameters, pro
     def change(name: str, info: TensorInfo) -> Mapping[str, NewTensor] | None:
         if name not in targets:
             return None
-        kept = {} if name == targets[name] else {name: info.unchanged()}
+        original = {} if name == targets[name] else {name: info.unchanged()}
         if parameters.scheme == "W4A16":
-            return {**kept, **rounded_to_nearest(info, targets[name], 4, parameters.group_size)}
-        return {**kept, **_eight_bits(targets[name], info)}
+            return {**original, **rounded_to_nearest(info, targets[name], 4, parameters.group_size)}
+        return {**original, **_eight_bits(targets[name], info)}
 
     rewrite(source, destination, change, progress)
     carry_side_files(source, destination)
