@@ -4,7 +4,8 @@
 ARG BASE_IMAGE
 # hadolint ignore=DL3006
 FROM ${BASE_IMAGE} AS system
-# A compiler stays in the image: torch.compile and Triton compile what no cache holds, and ask for one where it does.
+# A compiler stays in the image: torch.compile and Triton compile what no cache holds, and look for a compiler even
+# where a cache holds everything.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ libgomp1 libnuma1 \
@@ -16,7 +17,7 @@ FROM system AS environment
 ARG PLATFORM
 ARG ROOT
 ARG PYTHON_VERSION=
-# Before the long part: another Python would refuse the compile cache.
+# Before the long part: the compile cache fits only the Python version that it was made with.
 RUN python3 -c 'import platform, sys; have, want = platform.python_version(), sys.argv[1]; \
     sys.exit(f"error: the base has Python {have}, the compile cache needs {want}; take a base with that" \
     if want and have != want else 0)' "${PYTHON_VERSION}"

@@ -30,7 +30,7 @@ test-soak: install ## the tests that take a quarter of an hour or more
 lint: | $(READY) ## ruff (lint and format), mypy, import-linter
 	@.venv/bin/ruff check && .venv/bin/ruff format --check && .venv/bin/mypy && .venv/bin/lint-imports
 
-download: | $(READY) ## get the checkpoint that VARIANT is a copy of from the model hub
+download: | $(READY) ## get VARIANT's checkpoint from the model hub
 	@$(RUN) download --variant $(VARIANT)
 
 shape: | $(READY) ## write weights/shape-SIZE, Qwen3.5-SIZE's dimensions with random weights: for speed and memory (SIZE=0.8b|4b)

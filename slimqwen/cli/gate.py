@@ -48,7 +48,7 @@ def sensitivity(
 ) -> None:
     """Damage a quantised variant many times: how often does each check catch it, how often is an alarm false?
 
-    Exit code 0: every damaged copy fails and false alarms are as rare as stated, else 1.
+    Exit code 0: every damaged copy fails and false alarms are as rare as stated; 1: not so; 2: error.
     """
     from slimqwen.evals import gate_sensitivity
 
@@ -71,7 +71,7 @@ def sensitivity(
 def trial(variant: VariantName, settings: GateSettingsName = None) -> None:
     """Gate an identical copy of a quantised variant and one copy per damage (two hours).
 
-    Exit code 0: every damaged copy fails and the identical one does not, else 1.
+    Exit code 0: every damaged copy fails and the identical one does not; 1: not so; 2: error.
     """
     from slimqwen.evals import gate_trial
 

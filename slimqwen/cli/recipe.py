@@ -151,7 +151,7 @@ def _run(name: str, until: str | None) -> None:
     for outcome in outcomes:
         rows.add_row(
             outcome.stage,
-            "cached" if outcome.reused else "done",
+            "reused" if outcome.reused else "done",
             f"{outcome.manifest.wall_seconds:.0f} s",
             f"{outcome.manifest.peak_memory_bytes / 1e9:.2f} GB",
             f"{outcome.bytes_before / 1e6:.1f} MB",

@@ -95,8 +95,9 @@ def run(
     """Make a variant's checkpoint: reuse the stages whose output the store has, run the others.
 
     Args:
-        variant: name; weights/<variant> is linked to the output of the last stage, or of an earlier one where the
-            stages after it add a cache alone and the link's present target answers otherwise.
+        variant: name; weights/<variant> is linked to the output of the last stage. With `stages`, it is linked to an
+            earlier output only if all later stages add a cache alone and the link is missing or its present target has
+            another digest.
         weights: folder of the checkpoints and the store.
         resolve: base of a recipe -> its checkpoint folder, checked.
         stages: number of stages to run, from the first; None for the whole recipe.
@@ -127,7 +128,12 @@ def run(
 
 
 def status(recipe: Recipe, weights: Path, resolve: Callable[[str], Path]) -> list[Forecast]:
-    """Whether a run would reuse or run each stage, and which ingredient makes the difference."""
+    """Whether a run would reuse or run each stage, and which ingredient makes the difference.
+
+    Raises:
+        RecipeError: a package that a stage needs is not installed.
+        SlimqwenError: the base, the data of a stage or a manifest of the store is missing or damaged.
+    """
     store = weights / "store"
     source: Path | None = resolve(recipe.base)
     forecasts = []

@@ -36,8 +36,8 @@ def load(root: Path | None = None) -> pandas.DataFrame:
         A row for each figure. `group` is the task, class, mode or other part of the record, nested ones joined by
         "/"; `measure` the figure's name, for statistics of a distribution as `ttft_ms.median`; `subject` the suite,
         workload or settings, and the side of the split where only that was measured; `low` and `high` a 95 % interval,
-        where the record holds one; `unit` is empty where nobody has said it. `started` and `ended` are in UTC. Newer
-        records come first within a variant and kind.
+        where the record holds one; `unit` is empty where the ending of the figure's name gives none. `started` and
+        `ended` are in UTC. Newer records come first within a variant and kind.
     """
     rows = [
         {**_circumstances(entry), **figure}

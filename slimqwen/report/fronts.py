@@ -161,7 +161,7 @@ def _points(row: Row) -> Iterator[tuple[str, str, Point]]:
 
 
 def _median(timed: Timing, prompt_class: str) -> tuple[float, float, float]:
-    """Median E2EL with its interval; an empty interval if the items cannot be read."""
+    """Median E2EL with its interval, ms; an interval of width 0 where the items cannot be read."""
     median = timed.classes[prompt_class].e2el_ms.median
     try:
         return median, *median_interval(timed.latency, prompt_class, "e2el_ms")

@@ -43,7 +43,7 @@ def search(
     The fastest of the front become variants of experiments/ and are gated on items that the search did not see.
 
     Args:
-        base: variant without a recipe of its own to search from.
+        base: variant to search from; its checkpoint is the base of every candidate's recipe.
         gpu_name: name of a GPU in eval/devices.yaml.
         budget: name of a gate in eval/gates/.
         settings: everything that the space cannot derive.

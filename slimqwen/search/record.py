@@ -167,7 +167,10 @@ class Search(Record):
         return self.advice
 
     def tables(self, path: Path) -> list[Table]:
-        """The front; the trials by rung; all trials; the importance of the levers."""
+        """The front; the proof; the trials by rung; all trials; the importance of the levers; the other strategies.
+
+        The proof, the importance and the comparison with other strategies are left out where the record has none.
+        """
         speed = "tokens/s" if self.timed else f"tokens/s (roofline of the {self.gpu})"
         front: dict[str, Callable[[SearchTrial], object]] = {
             "candidate": lambda row: row.label,
@@ -229,7 +232,11 @@ class Search(Record):
         return tables
 
     def panels(self) -> list[Panel]:
-        """Speed over the share of a limit; every trial's levers; the importance of the levers."""
+        """Speed over the share of a limit; every trial's levers; the importance of the levers; the other strategies.
+
+        The last is the best speed found by each strategy over its evaluations; it and the importance are left out
+        where the record has none.
+        """
         passed = [trial for trial in self.trials if trial.passed and trial not in self.front]
         speeds = [trial.tokens_per_second or 0 for trial in self.trials if trial.passed]
         least = self.incumbent.tokens_per_second

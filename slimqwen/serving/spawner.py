@@ -114,14 +114,14 @@ def new_variables(before: Mapping[str, str]) -> dict[str, str]:
 
 
 def start(path: str, variables: Mapping[str, str], descriptor: int) -> None:
-    """Fork a spawner that listens at a path and ends with this process, which has imported vLLM and its API server.
+    """Fork a spawner from this process, which has imported vLLM's API server.
 
-    To be called before anything has computed in this process.
+    It listens at a path and ends when this process ends. To be called before anything has computed in this process.
 
     Args:
         path: of the socket.
         variables: environment variables that importing vLLM has set.
-        descriptor: of this process, which the spawner closes.
+        descriptor: an open descriptor of this process that the spawner must not keep.
     """
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)

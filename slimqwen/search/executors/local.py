@@ -27,7 +27,8 @@ def default_width() -> int:
 
 
 _ALONE, _UNBOUND = -1, -2
-"""Lanes on every CPU: of tasks that run alone, and of one task at a time beside those of other lanes."""
+"""Lanes that may use every CPU: `_ALONE` for a task beside which nothing runs, `_UNBOUND` for one `every_cpu` task
+beside the tasks of other lanes."""
 
 
 class LocalExecutor:

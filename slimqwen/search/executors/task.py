@@ -107,7 +107,10 @@ class Executor(Protocol):
         ...
 
     def as_task(self) -> AbstractContextManager[None]:
-        """Restrict this thread to the CPUs of a task, so that earlier records compare with it as with a task."""
+        """Restrict this thread to the CPUs of a task.
+
+        Commands resolved in the block then have the thread count of a task's server, as earlier records of tasks do.
+        """
         ...
 
     def submit(self, task: Task) -> None:
