@@ -49,7 +49,7 @@ class RecordedTrial:
     needed_engine: bool
 
 
-class Found(Block):
+class StrategyResult(Block):
     """The best that a strategy found: speed over the incumbent's, 1 where nothing better passed."""
 
     strategy: Strategy
@@ -73,7 +73,9 @@ class Efficiency(Block):
     seeds: Positive
     evaluations: Positive = Field(description="That need an engine: half of the recorded ones.")
     trials: Positive = Field(description="Recorded trials that answer.")
-    results: tuple[Found, ...] = Field(min_length=4, validation_alias="found", serialization_alias="found")
+    results: tuple[StrategyResult, ...] = Field(
+        min_length=4, validation_alias="found", serialization_alias="found"
+    )
     advantages: tuple[Advantage, ...] = Field(min_length=4)
 
     @property
@@ -158,7 +160,7 @@ def compare(
         evaluations=evaluations,
         trials=len(trials),
         results=tuple(
-            Found(
+            StrategyResult(
                 strategy=name,
                 best=Estimate.from_estimate(intervals.mean(best[name])),
                 by_evaluations=tuple(sum(column) / seeds for column in zip(*seed_curves, strict=True)),

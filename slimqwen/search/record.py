@@ -20,7 +20,7 @@ from slimqwen.records.record import (
     VariantName,
 )
 from slimqwen.records.table import Table
-from slimqwen.search.efficiency import Efficiency, Found
+from slimqwen.search.efficiency import Efficiency, StrategyResult
 from slimqwen.search.proof import Finalist, Proof
 
 if TYPE_CHECKING:
@@ -319,7 +319,7 @@ class Search(Record):
         return Table.from_rows("Proof of the finalists", rows, columns, *notes, text_columns=3)
 
     def _efficiency_table(self, played: Efficiency) -> Table:
-        columns: dict[str, Callable[[Found], object]] = {
+        columns: dict[str, Callable[[StrategyResult], object]] = {
             "strategy": lambda row: row.strategy,
             "best found ± SE": lambda row: f"{row.best:.3f}",
             "95 % interval": lambda row: "{:.3f} to {:.3f}".format(*row.best.interval),

@@ -342,7 +342,7 @@ def _cache_environment(
     cache: CompileCache, platform: Platform, variables: Mapping[str, str]
 ) -> dict[str, str]:
     kernels = {"TRITON_CACHE_DIR": str(cache.root / baked_cache.KERNELS)} if platform == "cuda" else {}
-    wanted = compile_watch.CachePolicy(
+    cache_policy = compile_watch.CachePolicy(
         required=cache.required,
         libraries=str(cache.root / baked_cache.LIBRARIES),
         kernels=kernels.get("TRITON_CACHE_DIR", ""),
@@ -355,10 +355,10 @@ def _cache_environment(
         and baked.device != baked_cache.this_device("cuda", variables)
     ):
         capability = baked.machine["compute capability"]
-        wanted = wanted.model_copy(update={"device": baked.device, "capability": capability})
+        cache_policy = cache_policy.model_copy(update={"device": baked.device, "capability": capability})
     return {
         "VLLM_CACHE_ROOT": str(cache.root / "vllm"),
         "TORCHINDUCTOR_CACHE_DIR": str(cache.root / "inductor"),
-        compile_watch.VARIABLE: wanted.model_dump_json(),
+        compile_watch.VARIABLE: cache_policy.model_dump_json(),
         **kernels,
     }

@@ -1,7 +1,7 @@
 """Compile watch inside vLLM's processes: log for each graph whether it was compiled or loaded from the cache.
 
 A second entry of `vllm.general_plugins`, so that it reaches the engine's and the worker processes as well. It does
-nothing unless `slimqwen.serving.command` says in `VARIABLE` what is wanted.
+nothing unless `slimqwen.serving.command` sets `VARIABLE`, a `CachePolicy`.
 """
 
 import functools
@@ -57,21 +57,21 @@ def register() -> None:
     text = os.environ.get(VARIABLE)
     if not text:
         return
-    wanted = CachePolicy.model_validate_json(text)
+    cache_policy = CachePolicy.model_validate_json(text)
     vllm_log.join()
     leave_checkpoint_path_out_of_key()
-    watch(required=wanted.required)
-    if wanted.libraries and Path(wanted.libraries).is_dir():
-        load_flashinfer_libraries(Path(wanted.libraries))
-    if wanted.kernels:
+    watch(required=cache_policy.required)
+    if cache_policy.libraries and Path(cache_policy.libraries).is_dir():
+        load_flashinfer_libraries(Path(cache_policy.libraries))
+    if cache_policy.kernels:
         triton_cache.find_beside_group_file()
-        if Path(wanted.kernels).is_dir():
-            triton_cache.log_compilations(Path(wanted.kernels))
-    if wanted.required:
+        if Path(cache_policy.kernels).is_dir():
+            triton_cache.log_compilations(Path(cache_policy.kernels))
+    if cache_policy.required:
         # FlashInfer asks for it before each compilation.
         os.environ["FLASHINFER_DISABLE_JIT"] = "1"
-    if wanted.device:
-        name_device_in_keys(wanted.device, wanted.capability)
+    if cache_policy.device:
+        name_device_in_keys(cache_policy.device, cache_policy.capability)
 
 
 def load_flashinfer_libraries(folder: Path) -> None:

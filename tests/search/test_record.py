@@ -10,7 +10,7 @@ from slimqwen import variant
 from slimqwen.records import provenance
 from slimqwen.records.record import Difference, Estimate, Finding, Verdict
 from slimqwen.report import charts
-from slimqwen.search.efficiency import Advantage, Efficiency, Found
+from slimqwen.search.efficiency import Advantage, Efficiency, StrategyResult
 from slimqwen.search.proof import Finalist, Proof
 from slimqwen.search.record import Incumbent, Search, SearchTrial
 
@@ -151,7 +151,7 @@ def test_the_record_shows_whether_the_search_was_worth_it(
     trials = passed(1, 100_000, 0.9, 9_000_000), passed(2, 154_000, 0.95, 9_500_000)
     best = [Estimate(value=value, standard_error=0.01, count=20) for value in (1.5, 1.3, 1.2, 1.25)]
     lucky = [
-        Found(strategy=name, best=each, by_evaluations=(1.0, each.value))
+        StrategyResult(strategy=name, best=each, by_evaluations=(1.0, each.value))
         for name, each in zip(STRATEGIES, best, strict=True)
     ]
     advantages = [
