@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
+from rich.table import Column, Table
 from typer.core import TyperCommand
 
 from slimqwen import progress, variant
@@ -38,7 +39,7 @@ errors = Console(stderr=True, highlight=False, soft_wrap=True)
 EXIT_CODES = {"pass": 0, "fail": 1, "inconclusive": 2}
 """Exit codes of verbs that give a verdict; 3 is their exit code for an error."""
 
-_REFUSED, _REFUSED_BY_JUDGE, _INTERRUPTED = 2, 3, 130
+_REFUSED, _REFUSED_BY_JUDGE, _INTERRUPTED, _TERMINATED = 2, 3, 130, 143
 
 
 class Judge(TyperCommand):
@@ -69,8 +70,16 @@ def _errors_of_judge() -> Iterator[None]:
 
 
 def run(app: typer.Typer, name: str) -> None:
-    """Run a command line and exit: 2 and one line on stderr for an expected error, 130 for Ctrl-C."""
+    """Run a command line and exit: 2 and one line on stderr for an expected error, 130 for Ctrl-C, 143 for SIGTERM."""
     app.pretty_exceptions_enable = False
+    interrupted = _INTERRUPTED
+
+    def terminate(*_: object) -> None:
+        nonlocal interrupted
+        interrupted = _TERMINATED
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, terminate)  # ends as Ctrl-C does, which leaves nothing behind
     gc.set_threshold(GARBAGE_THRESHOLD)
     try:
         code = app(prog_name=name, standalone_mode=False)
@@ -82,8 +91,11 @@ def run(app: typer.Typer, name: str) -> None:
         code = _REFUSED
     except (KeyboardInterrupt, typer.Abort):
         code = _INTERRUPTED
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if code == _INTERRUPTED:
-        errors.print("interrupted")
+        errors.print("interrupted" if interrupted == _INTERRUPTED else "terminated")
+        code = interrupted
     sys.exit(code or 0)
 
 
@@ -95,7 +107,7 @@ def show_error(message: str) -> None:
 def show_usage_error(error: typer.TyperException) -> None:
     """Print a usage error on stderr."""
     if message := error.format_message():  # empty where the help was shown instead
-        show_error(f"{' '.join(message.split())} `--help` lists verbs and options.")
+        show_error(f"{' '.join(message.split()).rstrip('.')}. `--help` lists verbs and options.")
 
 
 def say(text: str) -> None:
@@ -170,20 +182,26 @@ def progress_bar() -> Iterator[progress.Progress]:
 @contextmanager
 def _bars() -> Iterator[progress.Progress]:
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
+        TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis")),
+        BarColumn(bar_width=20),
         TaskProgressColumn(),
-        TimeElapsedColumn(),
+        TimeElapsedColumn(table_column=Column(no_wrap=True)),
+        TimeRemainingColumn(table_column=Column(no_wrap=True)),
         TextColumn("left"),
-        TimeRemainingColumn(),
     )
     with Progress(*columns, console=console) as bars:
-        tasks: dict[str, TaskID] = {}
+        tasks: dict[str, tuple[str, TaskID]] = {}
 
         def show(activity: str, done: float, total: float) -> None:
-            if activity not in tasks:
-                tasks[activity] = bars.add_task(activity, total=None)
-            bars.update(tasks[activity], completed=done, total=total or None)
+            # A bar for each subject ("quality of tiny: ..."), which shows its present activity alone.
+            subject = activity.partition(": ")[0] if ": " in activity else ""
+            shown, bar = tasks.get(subject, ("", None))
+            if bar is None or shown != activity:
+                if bar is not None:
+                    bars.remove_task(bar)
+                bar = bars.add_task(activity, total=None)
+                tasks[subject] = activity, bar
+            bars.update(bar, completed=done, total=total or None)
 
         yield show
 
@@ -195,7 +213,8 @@ def _lines() -> Iterator[progress.Progress]:
     def show(activity: str, done: float, total: float) -> None:
         if activity not in begun:
             begun.add(activity)
-            say(f"{activity} …")
+            if not total or done < total:
+                say(f"{activity} …")
 
     yield show
 

@@ -22,7 +22,7 @@ _GPU, _CONTEXT_LEN = "a10g", 2048
 def demo(
     rounds: Annotated[int, typer.Option(min=2, help="latency rounds")] = 3,
 ) -> None:
-    """Make a variant of the embedded model, judge its quality, time it, and say what to serve (8 to 12 minutes)."""
+    """Make a variant of the embedded model, judge its quality, time it, and say what to serve (6 to 10 minutes)."""
     from slimqwen.report import site
 
     root = variants.repository_root()
@@ -42,7 +42,7 @@ def demo(
     with progress_bar() as progress:
         report = site.build(root, root / "report", progress)
     console.print(
-        f"[bold]{_VARIANT} beside its baseline {_BASELINE}, measured in {_duration(started)}[/bold]"
+        f"[bold]{_VARIANT} beside its baseline {_BASELINE}; this run took {_duration(started)}[/bold]"
     )
     for line in _summary(evidence):
         say(line)
@@ -152,7 +152,7 @@ def _summary(evidence: Evidence) -> Iterator[str]:
         if row.measure == "tpot_ms" and row.interval:
             yield (
                 f"  {row.prompt_class:<11} {row.first:.2f} -> {row.second:.2f} ms a token after the first: "
-                f"{row.ratio} as fast; to the first token {first_tokens[row.prompt_class].ratio}; "
+                f"{row.ratio} as fast; first token {first_tokens[row.prompt_class].ratio}; "
                 f"whole requests {requests[row.prompt_class].ratio}"
             )
     fidelity = store.read(evidence.fidelity, Fidelity)

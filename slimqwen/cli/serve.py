@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def serve(
     variant: VariantName,
-    port: Annotated[int | None, typer.Option(help="TCP port, instead of VLLM_PORT")] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="TCP port, instead of VLLM_PORT")] = None,
     platform: PlatformName = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="print environment and command, start nothing")

@@ -12,8 +12,9 @@ import difflib
 import functools
 import io
 import json
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -95,6 +96,7 @@ def resolve(variant: Variant) -> Resolved:
         if setting.key in OWN_KEYS:
             continue
         if setting.key not in options():
+            _check_variable(setting)
             environment[setting.key] = setting.value
             continue
         flag = parse(setting)
@@ -104,7 +106,8 @@ def resolve(variant: Variant) -> Resolved:
                 f"{setting.location}: {setting.key} is the same flag as {other.key} ({other.location}); keep one"
             )
         flags[flag.name] = flag
-    _check_ranges(flags)
+    _check_port(flags)
+    _check_ranges(flags, variant.lineage)
     return Resolved(MappingProxyType(flags), MappingProxyType(environment))
 
 
@@ -278,7 +281,32 @@ def _check_depth_schedule(setting: Setting, speculation: Mapping[str, Any]) -> N
         )
 
 
-def _check_ranges(flags: Mapping[str, Flag]) -> None:
+def _check_variable(setting: Setting) -> None:
+    """Let vLLM read an environment variable of its own that has this value."""
+    import vllm.envs
+
+    read = vllm.envs.environment_variables.get(setting.key)
+    if read is None:
+        return
+    before = os.environ.get(setting.key)
+    os.environ[setting.key] = setting.value
+    try:
+        read()
+    except Exception as error:
+        raise _refusal(setting, str(error)) from None
+    finally:
+        del os.environ[setting.key]
+        if before is not None:
+            os.environ[setting.key] = before
+
+
+def _check_port(flags: Mapping[str, Flag]) -> None:
+    port = flags.get("port")
+    if port is not None and not 1 <= port.value <= 65535:
+        raise ConfigError(f"{port.setting.location}: {port.setting.key}={port.value}: a port is 1 to 65535")
+
+
+def _check_ranges(flags: Mapping[str, Flag], lineage: Sequence[str]) -> None:
     """Validate each value by its field in vLLM's config classes, then the values of the scheduler together."""
     from vllm import config
 
@@ -301,7 +329,7 @@ def _check_ranges(flags: Mapping[str, Flag]) -> None:
             _validator(owner, name)(value=flag.value)
         except ValidationError as error:
             raise _refusal(flag.setting, error.errors()[0]["msg"]) from None
-    _check_scheduler(flags)
+    _check_scheduler(flags, lineage)
 
 
 @functools.cache
@@ -311,7 +339,13 @@ def _validator(owner: Any, name: str) -> type[BaseModel]:
     return create_model("Field", __config__=ConfigDict(arbitrary_types_allowed=True), value=(annotation, ...))
 
 
-def _check_scheduler(flags: Mapping[str, Flag]) -> None:
+def _check_scheduler(flags: Mapping[str, Flag], lineage: Sequence[str]) -> None:
+    """Validate the values of the scheduler together.
+
+    Args:
+        lineage: names from the variant to its oldest base; the line that is blamed is one that the reason names, of
+            the variant before one that it inherits.
+    """
     from vllm.config import SchedulerConfig
 
     names = ("max-num-batched-tokens", "max-num-seqs", "enable-chunked-prefill", "max-model-len")
@@ -322,9 +356,10 @@ def _check_scheduler(flags: Mapping[str, Flag]) -> None:
         SchedulerConfig(is_encoder_decoder=False, **values)
     except (ValidationError, ValueError) as error:
         reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-        settings = (flags[name].setting for name in names if name in flags)
-        last_setting = max(settings, key=lambda setting: setting.line)
-        raise _refusal(last_setting, reason) from None
+        named = [name for name in values if name in reason] or list(values)
+        settings = [flags[name.replace("_", "-")].setting for name in named]
+        own_first = min(settings, key=lambda each: (lineage.index(each.file.parent.name), -each.line))
+        raise _refusal(own_first, reason) from None
 
 
 def _refusal(setting: Setting, reason: str) -> ConfigError:

@@ -6,7 +6,6 @@ module, with the descriptor of its socket), `slimqwen.recipe.warm_worker` one fo
 names the socket. `slimqwen.serving.guard` asks there. A server ends with its starter's connection.
 """
 
-import atexit
 import ctypes
 import gc
 import json
@@ -177,7 +176,8 @@ def _serve(job: Mapping[str, Any], output: int, variables: Mapping[str, str]) ->
     """Become the API server of a job, as if its command had been executed."""
     import setproctitle
 
-    code = 1
+    from slimqwen.vllm_plugin import api_server
+
     try:
         os.setpgid(0, 0)
         os.chdir(job["folder"])
@@ -185,26 +185,16 @@ def _serve(job: Mapping[str, Any], output: int, variables: Mapping[str, str]) ->
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.close(output)
-        setproctitle.setproctitle(
-            " ".join(job["argv"])
-        )  # first: it looks for its memory in the old environment
+        # First: it looks for its memory in the old environment.
+        setproctitle.setproctitle(" ".join(job["argv"]))
         os.environ.clear()
         os.environ.update({**variables, **job["environment"]})
         sys.argv = job["argv"][2:]
-
-        from slimqwen.vllm_plugin import api_server
-
         api_server.run()
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
+    finally:  # not into the spawner's own code
         sys.excepthook(*sys.exc_info())
-    finally:
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
+        os._exit(1)
 
 
 def _replace_input() -> None:

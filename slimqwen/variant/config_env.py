@@ -137,14 +137,17 @@ def read(file: Path) -> dict[str, Setting]:
         blank = len(binding.original.string) - len(binding.original.string.lstrip("\n\r\t "))
         line = binding.original.line + binding.original.string[:blank].count("\n")
         if binding.error or (binding.key is not None and binding.value is None):
-            raise ConfigError(f"{location}:{line}: not a KEY=value line: {binding.original.string.strip()!r}")
+            raise ConfigError(
+                f"{location}:{line}: not a KEY=value line: {binding.original.string.strip()!r}; write it so, and "
+                "close its quotes"
+            )
         if binding.key is None:
             continue
         setting = Setting(binding.key, binding.value or "", file, line)
         if _CONTROL_CHARACTER.search(setting.key + setting.value):
             raise ConfigError(
-                f"{location}:{line}: {setting.key!r} has a line break or another control character in its value; "
-                "write the value on one line and close its quotes"
+                f"{location}:{line}: {setting.key!r} has a line break or another control character; "
+                "write key and value on one line and close the quotes"
             )
         if setting.key in settings:
             raise ConfigError(

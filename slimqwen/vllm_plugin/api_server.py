@@ -5,15 +5,28 @@ again and again meanwhile, it takes two thirds of the CPU time. Objects that for
 collection writes into them.
 """
 
+import atexit
 import gc
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+_SOCKETS = "VLLM_RPC_BASE_PATH"
 
 
-def main() -> None:
-    """Import vLLM, and run its API server with the flags of the command line."""
+def main() -> NoReturn:
+    """Import vLLM, run its API server with the flags of the command line, and exit."""
     gc.disable()
+    _exit_after(_import_and_serve)
+
+
+def _import_and_serve() -> None:
     import_server()
     freeze()
-    run()
+    _serve()
 
 
 def import_server() -> None:
@@ -30,15 +43,69 @@ def freeze() -> None:
     gc.enable()
 
 
-def run() -> None:
-    """Run the API server with the flags of sys.argv."""
+def run() -> NoReturn:
+    """Run the API server with the flags of sys.argv, and exit."""
+    _exit_after(_serve)
+
+
+def _serve() -> None:
     from vllm.config.logging import LoggingConfig
     from vllm.entrypoints.launchers.api_server import entry
     from vllm.logger import configure_logging
 
     # vLLM loads plugins before it reads how to log, and a fork loads none again: their lines would be lost.
     configure_logging(LoggingConfig())
-    entry.main()
+    with _own_sockets():
+        entry.main()
+
+
+def _exit_after(serve: Callable[[], None]) -> NoReturn:
+    """Call a function and end this process, without the clean-up in which Triton's bindings list their leaks."""
+    code = 1
+    try:
+        with _refusals():
+            serve()
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException as error:
+        code = 130 if isinstance(error, KeyboardInterrupt) else 1
+        sys.excepthook(*sys.exc_info())
+    finally:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Turn what vLLM raises for a value that it cannot use into one line; its engine's failures are RuntimeErrors."""
+    try:
+        yield
+    except (ValueError, KeyError) as error:
+        if os.environ.get("VLLM_LOGGING_LEVEL", "").upper() == "DEBUG":
+            raise
+        from pydantic import ValidationError  # a ValueError
+
+        text = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error.args[0]
+        reason = " ".join(": ".join(str(each) for each in (text, error.__cause__) if each).split())
+        sys.stderr.write(
+            f"error: vLLM refuses its configuration: {reason.rstrip('.')}; change the value in config.env "
+            "(VLLM_LOGGING_LEVEL=DEBUG shows where it was refused)\n"
+        )
+        sys.exit(1)
+
+
+@contextmanager
+def _own_sockets() -> Iterator[None]:
+    """Let vLLM keep the sockets between its processes, which it leaves behind, in a folder that is removed."""
+    if _SOCKETS in os.environ:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="slimqwen.", ignore_cleanup_errors=True) as folder:
+        os.environ[_SOCKETS] = folder
+        yield
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
 """Exit codes: a verdict where a verb gives one, and what an error or Ctrl-C ends with."""
 
+import io
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from slimqwen import variant
 from slimqwen.bench import soak
-from slimqwen.cli import app, bench, gate
+from slimqwen.cli import app, bench, console, gate
 from slimqwen.evals import gate as evaluation
 from slimqwen.evals import gate_sensitivity
 from slimqwen.serving.errors import ServingError
@@ -54,6 +57,22 @@ def test_an_error_is_no_verdict(monkeypatch, capsys, error, verb, code, message)
     assert message in capsys.readouterr().err
 
 
+def test_sigterm_ends_a_command_as_ctrl_c_does(monkeypatch, capsys):
+    removed = []
+
+    def measure(*_, **__):
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            removed.append("what it had made")
+
+    monkeypatch.setattr(evaluation, "measure", measure)
+    assert ended(monkeypatch, "gate check") == 143
+    assert "terminated" in capsys.readouterr().err
+    assert removed
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
@@ -83,3 +102,28 @@ def test_a_plan_of_all_gpu_variants_where_there_is_none_is_a_usage_error(monkeyp
         app.main()
     assert caught.value.code == 2
     assert "there is none; use --variant" in capsys.readouterr().err
+
+
+def test_a_terminal_shows_one_bar_for_each_subject(monkeypatch):
+    screen = Console(file=io.StringIO(), force_terminal=True, width=80, height=24)
+    monkeypatch.setattr(console, "console", screen)
+    with console._bars() as show:
+        show("quality of tiny: generating answers", 3, 10)
+        show("quality of tiny: ended", 1, 1)
+        show("loading", 0, 0)
+        show("layer 1", 2, 4)
+    last = screen.file.getvalue().split("\r")[-1]
+    assert "quality of tiny: ended" in last
+    assert "layer 1" in last
+    assert "generating" not in last
+    assert "loading" not in last
+
+
+def test_a_file_gets_a_line_for_what_begins_and_none_for_what_has_ended(capsys, monkeypatch):
+    lines = []
+    monkeypatch.setattr(console, "say", lines.append)
+    with console._lines() as show:
+        show("quality of tiny: generating answers", 0, 0)
+        show("quality of tiny: generating answers", 5, 10)
+        show("quality of tiny: ended", 1, 1)
+    assert lines == ["quality of tiny: generating answers …"]

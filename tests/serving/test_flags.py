@@ -1,4 +1,5 @@
 import json
+import os
 
 import pytest
 
@@ -95,6 +96,8 @@ def test_draft_depths_by_batch_size_are_passed_on(resolve):
         ("VLLM_API_KEY=abc", r"VLLM_API_KEY is a secret; export it"),
         ("HF_TOKEN=abc", r"HF_TOKEN is a secret"),
         ("VLLM_ENFORCE_EAGER=yes", r"a switch takes 1 or 0"),
+        ("VLLM_PORT=99999", r"VLLM_PORT=99999: a port is 1 to 65535"),
+        ("VLLM_CPU_KVCACHE_SPACE=abc", r"VLLM_CPU_KVCACHE_SPACE=abc: vLLM refuses it: invalid literal"),
         ("VLLM_MAX_NUM_SEQS=x", r"VLLM_MAX_NUM_SEQS=x: vLLM refuses it"),
         ("VLLM_MAX_NUM_SEQS=0", r"greater than or equal to 1"),
         ("VLLM_GPU_MEMORY_UTILIZATION=7", r"less than or equal to 1"),
@@ -133,6 +136,21 @@ def test_values_that_fit_alone_but_not_together_are_refused(resolve):
         ConfigError, match=r"max_num_batched_tokens \(4\) must be greater than or equal to max_num_seqs"
     ):
         resolve("VLLM_MAX_MODEL_LEN=64", "VLLM_MAX_NUM_SEQS=8", "VLLM_MAX_NUM_BATCHED_TOKENS=4")
+
+
+def test_the_line_that_is_blamed_is_the_variants_own_and_named_by_the_reason(add_variant, tmp_path):
+    add_variant("base", "VLLM_MODEL=weights/v\nVLLM_MAX_MODEL_LEN=64\n\nVLLM_ENABLE_CHUNKED_PREFILL=1\n")
+    add_variant("v", "BASE=base\nVLLM_MAX_NUM_SEQS=8\nVLLM_MAX_NUM_BATCHED_TOKENS=4\n")
+    with pytest.raises(
+        ConfigError, match=r"^experiments/v/config.env:3: VLLM_MAX_NUM_BATCHED_TOKENS=4: vLLM"
+    ):
+        flags.resolve(variant.load("v", tmp_path))
+
+
+def test_a_variable_of_the_shell_is_as_before_the_check(resolve, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "3")
+    resolve("VLLM_CPU_KVCACHE_SPACE=1")
+    assert os.environ["VLLM_CPU_KVCACHE_SPACE"] == "3"
 
 
 def test_two_names_of_one_flag_are_refused(resolve):

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 PROBE = """
 import gc
 from slimqwen.vllm_plugin import api_server
@@ -17,10 +19,75 @@ entry.main = main
 api_server.main()
 """
 
+REFUSED = """
+import pydantic
+from slimqwen.vllm_plugin import api_server
+
+def refuse():
+    raise {fault}
+
+api_server.import_server = refuse
+api_server.main()
+"""
+
 
 def test_vllm_is_called_frozen_collecting_and_with_one_thread():
     probe = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=600)
     assert "state: True True 1 True" in probe.stdout, probe.stderr
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("ValueError('two\\nlines.')", "vLLM refuses its configuration: two lines; change the value"),
+        (
+            "KeyError('invalid tool call parser')",
+            "vLLM refuses its configuration: invalid tool call parser; change",
+        ),
+        (
+            "pydantic.TypeAdapter(int).validate_python('x')",
+            "Input should be a valid integer, unable to parse",
+        ),
+    ],
+)
+def test_a_value_that_vllm_refuses_is_one_line(fault, message):
+    probe = subprocess.run(
+        [sys.executable, "-c", REFUSED.format(fault=fault)], capture_output=True, text=True, timeout=600
+    )
+    (line,) = [line for line in probe.stderr.splitlines() if line.startswith("error: ")]
+    assert message in line
+    assert (probe.returncode, "Traceback" in probe.stderr, "leaked" in probe.stderr) == (1, False, False)
+
+
+def test_a_failure_of_the_engine_keeps_its_traceback():
+    probe = subprocess.run(
+        [sys.executable, "-c", REFUSED.format(fault="RuntimeError('the engine died')")],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert probe.returncode == 1
+    assert "RuntimeError: the engine died" in probe.stderr
+    assert "Traceback" in probe.stderr
+
+
+def test_the_sockets_of_a_server_go_with_it(tmp_path):
+    code = """
+import os, pathlib
+from slimqwen.vllm_plugin import api_server
+with api_server._own_sockets():
+    folder = pathlib.Path(os.environ["VLLM_RPC_BASE_PATH"])
+    (folder / "socket").touch()
+print(folder.parent, folder.exists())
+"""
+    probe = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"TMPDIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert probe.stdout.split() == [str(tmp_path), "False"], probe.stderr
 
 
 def test_to_name_the_module_imports_nothing_heavy():

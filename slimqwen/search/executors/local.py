@@ -101,6 +101,7 @@ class LocalExecutor:
             for lane in [each for each in self._running if self._processes[each].messages in ready]:
                 outcome = self._processes[lane].receive()
                 if outcome is not None:
+                    self._report(lane, "ended", 1, 1)
                     del self._running[lane]
                     return outcome
 

@@ -17,7 +17,7 @@ def test_a_task_gives_its_value_and_reports_its_progress(tmp_path: Path) -> None
         outcome = executor.wait()
     assert isinstance(outcome, Result)
     assert (outcome.key, outcome.value) == ("key", 8)
-    assert heard == [("double 4: doubling", 1, 1)]
+    assert heard == [("double 4: doubling", 1, 1), ("double 4: ended", 1, 1)]
     assert executor.pending == 0
 
 
