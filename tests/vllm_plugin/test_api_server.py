@@ -39,6 +39,10 @@ def test_vllm_is_called_frozen_collecting_and_with_one_thread():
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
+        (
+            "ValueError('no handler') from ValueError('no level LOUD')",
+            "configuration: no handler: no level LOUD; change",
+        ),
         ("ValueError('two\\nlines.')", "vLLM refuses its configuration: two lines; change the value"),
         (
             "KeyError('invalid tool call parser')",
