@@ -137,7 +137,7 @@ def undisturbed(
             return result, load.model_copy(update={"repeated": attempt, "busy": bool(excess)})
     raise HostBusyError(
         f"the host is too busy to measure {activity}: {excess}, the last of {ATTEMPTS} attempts; end other work on "
-        "this machine, or take figures that no comparison uses with --even-if-busy"
+        "this machine and run again (with --even-if-busy a `bench` verb takes figures that no comparison uses)"
     )
 
 

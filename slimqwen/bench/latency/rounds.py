@@ -75,7 +75,7 @@ def measure(
                 _take_round(shared, sides, number, port, even_if_busy)
             except (ServerLostError, HostBusyError) as error:
                 raise type(error)(
-                    f"{error}; {number} of {rounds} rounds are kept: the same command goes on from there"
+                    f"{error}; {number} of {rounds} rounds are done; run the same command again for the others"
                 ) from error
             if number < rounds - 1:
                 finished.add(number, _state(shared, sides))

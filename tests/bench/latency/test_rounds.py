@@ -122,7 +122,7 @@ def test_whole_rounds_of_an_interrupted_run_are_not_sent_again(measure, add_serv
     whole_server, dying_server = stand_in(), stand_in(lives_for=9)
     whole, dying = add_served("whole", whole_server), add_served("dying", dying_server)
     with pytest.raises(
-        shared_server.ServerLostError, match="1 of 3 rounds are kept: the same command goes on"
+        shared_server.ServerLostError, match="1 of 3 rounds are done; run the same command again"
     ):
         measure(whole, dying, rounds=3)
     first = prompts_of(whole_server)
