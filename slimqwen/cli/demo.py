@@ -109,6 +109,8 @@ def _measure(root: Path, rounds: int) -> Evidence:
         (result,) = sweep([_VARIANT], options, executor, root)
     if result.failure:
         raise SearchError(result.failure)
+    if result.earlier:
+        say(f"    finished by an interrupted run: {', '.join(result.earlier)}")
     for outcome in variant_recipe.run(variant):
         duration = f"{outcome.manifest.wall_seconds:.0f} s"
         is_reused = outcome.manifest.key in reused_keys

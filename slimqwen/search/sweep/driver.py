@@ -44,12 +44,14 @@ class SweepResult:
         records: records that it rests on, in the order of their measurement; the gate's record last.
         failure: why its measurement failed; None where it did not.
         outcome: verdict of its gate; empty without one.
+        earlier: titles of its tasks that an interrupted run had finished.
     """
 
     variant: str
     records: list[Path]
     failure: str | None
     outcome: str
+    earlier: tuple[str, ...] = ()
 
 
 @dataclass
@@ -63,6 +65,7 @@ class _Subject:
         complete: names of the sides whose recipe is made to its end.
         checks: checks of its baseline and of itself, by name; a side is missing until its checkpoint answers.
         timing: task that times both; None until it is submitted.
+        earlier: titles of its tasks that an interrupted run had finished.
     """
 
     variant: Variant
@@ -73,6 +76,7 @@ class _Subject:
     complete: set[str] = field(default_factory=set)
     checks: dict[str, Checks] = field(default_factory=dict)
     timing: Task | None = None
+    earlier: list[str] = field(default_factory=list)
     failure: str | None = None
     result: SweepResult | None = None
 
@@ -229,6 +233,7 @@ class _Driver:
             else:
                 self._values[task.key] = value
                 self._earlier_keys.add(task.key)
+                subject.earlier.append(task.title)
 
     def _finish(self, subject: _Subject) -> SweepResult:
         """Write a variant's records."""
@@ -266,7 +271,7 @@ class _Driver:
             )
             outcome = store.read(paths["gate"][0], Gate).outcome
         records = [path for group in paths.values() for path in group]
-        return SweepResult(subject.variant.name, records, None, outcome)
+        return SweepResult(subject.variant.name, records, None, outcome, tuple(subject.earlier))
 
     def _write_once(self, key: Sequence[str], write: Callable[[], list[Path]]) -> list[Path]:
         """The paths that a function writes; those of the first call for variants and runs with the same key."""

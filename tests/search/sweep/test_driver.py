@@ -119,6 +119,7 @@ def test_an_interrupted_sweep_goes_on_and_writes_nothing_twice(repository: Path)
     )
     assert results[0].records[0] == results[1].records[0]
     assert [len(each.records) for each in results] == [2, 2]
+    assert [title for title in results[1].earlier if title.endswith("of b")] == ["quality 1/3 of b"]
 
 
 def test_a_variant_that_fails_says_why_and_the_others_go_on(repository: Path) -> None:
