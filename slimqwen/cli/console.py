@@ -72,11 +72,11 @@ def _errors_of_judge() -> Iterator[None]:
 def run(app: typer.Typer, name: str) -> None:
     """Run a command line and exit: 2 and one line on stderr for an expected error, 130 for Ctrl-C, 143 for SIGTERM."""
     app.pretty_exceptions_enable = False
-    interrupted = _INTERRUPTED
+    interrupt_code = _INTERRUPTED
 
     def terminate(*_: object) -> None:
-        nonlocal interrupted
-        interrupted = _TERMINATED
+        nonlocal interrupt_code
+        interrupt_code = _TERMINATED
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, terminate)  # ends as Ctrl-C does, which leaves nothing behind
@@ -94,8 +94,8 @@ def run(app: typer.Typer, name: str) -> None:
     finally:
         signal.signal(signal.SIGTERM, before)
     if code == _INTERRUPTED:
-        errors.print("interrupted" if interrupted == _INTERRUPTED else "terminated")
-        code = interrupted
+        errors.print("interrupted" if interrupt_code == _INTERRUPTED else "terminated")
+        code = interrupt_code
     sys.exit(code or 0)
 
 
@@ -195,13 +195,11 @@ def _bars() -> Iterator[progress.Progress]:
         def show(activity: str, done: float, total: float) -> None:
             # A bar for each subject ("quality of tiny: ..."), which shows its present activity alone.
             subject = activity.partition(": ")[0] if ": " in activity else ""
-            shown, bar = tasks.get(subject, ("", None))
-            if bar is None or shown != activity:
-                if bar is not None:
-                    bars.remove_task(bar)
-                bar = bars.add_task(activity, total=None)
-                tasks[subject] = activity, bar
-            bars.update(bar, completed=done, total=total or None)
+            if subject in tasks and tasks[subject][0] != activity:
+                bars.remove_task(tasks.pop(subject)[1])
+            if subject not in tasks:
+                tasks[subject] = activity, bars.add_task(activity, total=None)
+            bars.update(tasks[subject][1], completed=done, total=total or None)
 
         yield show
 

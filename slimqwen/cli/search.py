@@ -74,14 +74,12 @@ def search(
     subject = variants.load(base, root)
     limits = budget or subject.evaluation
     settings = SearchSettings.load_file(space) if space else SearchSettings.load(limits, root)
-    settings_file = space.absolute() if space else settings.file(root)
     with progress_bar() as progress:
         path = run_search(
             subject,
             gpu,
             limits,
             settings,
-            settings_file,
             _executor(ray, root, progress, width, warm=True),
             command=command(),
             trials=trials,

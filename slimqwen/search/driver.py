@@ -28,7 +28,6 @@ def search(
     gpu_name: str,
     budget: str,
     settings: SearchSettings,
-    settings_file: Path,
     executor: Executor,
     *,
     command: Sequence[str],
@@ -47,7 +46,6 @@ def search(
         gpu_name: name of a GPU in eval/devices.yaml.
         budget: name of a gate in eval/gates/.
         settings: everything that the space cannot derive.
-        settings_file: the file of the settings, absolute; its digest enters the record.
         executor: where rungs run that need an engine.
         command: program and arguments, for the record.
         trials: number of candidates instead of the settings'.
@@ -93,7 +91,7 @@ def search(
             devices=hashlib.sha256((root / data_sheets.FILE).read_bytes()).hexdigest(),
             datasets={
                 provenance.portable(str(file), root): hashlib.sha256(file.read_bytes()).hexdigest()
-                for file in (settings_file, root / ladder.budget.fidelity.texts)
+                for file in (settings.file(root), root / ladder.budget.fidelity.texts)
                 if file.is_file()
             },
             seeds={"sampler": settings.seed},

@@ -97,6 +97,8 @@ class SearchSettings(Settings):
     finalists: PositiveInt = 2
     recounts: PositiveInt = 6
 
+    _source_file: Path | None = None
+
     @classmethod
     def load_file(cls, path: Path) -> Self:
         """Read a file outside eval/search/.
@@ -105,12 +107,18 @@ class SearchSettings(Settings):
             SettingsError: the file is missing, or a field is missing or wrong.
         """
         path = path.absolute()
-        return read(
+        settings = read(
             path,
             path.parent,
             lambda content: cls.model_validate({**content, "name": path.stem}),
             missing="does not exist; write it, or leave out --space",
         )
+        settings._source_file = path
+        return settings
+
+    def file(self, root: Path) -> Path:
+        """The file that the settings were read from."""
+        return self._source_file or super().file(root)
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,11 @@ def _write(file: Path, content: str) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=file.parent, encoding="utf-8", delete=False) as temporary:
         temporary.write(content)
-    Path(temporary.name).replace(file)
+    try:
+        Path(temporary.name).replace(file)
+    except OSError:
+        Path(temporary.name).unlink()
+        raise
 
 
 def _digest(variant: Variant) -> str:

@@ -41,7 +41,6 @@ def run(root: Path, **changes: Any) -> Search:
         "a10g",
         "tinyworld",
         settings,
-        root / "eval" / "search" / "tinyworld.yaml",
         RecordedRungs(root),
         command=["slimqwen", "search", "--base", "tiny", "--gpu", "a10g"],
     )
@@ -59,7 +58,6 @@ def test_the_record_has_the_digest_of_the_settings_that_were_read(small_root: Pa
         "a10g",
         "tinyworld",
         SearchSettings.load_file(own).model_copy(update={"trials": 2, "finalists": 0}),
-        own,
         RecordedRungs(small_root),
         command=["slimqwen", "search"],
     )

@@ -106,3 +106,14 @@ def test_a_folder_that_may_not_be_written_is_no_error(resolve, checks, tmp_path)
 
     assert resolve() == resolve()
     assert len(checks) == 2
+
+
+def test_a_folder_in_the_place_of_a_file_is_no_error_and_nothing_is_left(resolve, checks, tmp_path):
+    first = resolve()
+    (file,) = files(tmp_path)
+    file.unlink()
+    file.mkdir()
+
+    assert resolve() == first
+    assert files(tmp_path) == [file]
+    assert len(checks) == 2

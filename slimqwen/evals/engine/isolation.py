@@ -11,8 +11,9 @@ from typing import Any, Self
 
 from slimqwen.evals import EvalError
 from slimqwen.progress import Progress
-from slimqwen.recipe import warm_worker, worker
+from slimqwen.recipe import warm_worker
 from slimqwen.recipe.warm_worker import WarmWorker
+from slimqwen.recipe.worker import death_cause
 from slimqwen.serving import platform as platforms
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
@@ -157,7 +158,7 @@ def _result(outcome: tuple[str, Any] | None, exit_code: int, activity: str | Non
         raise EvalError(
             f"an engine's process was killed ({activity}), as when memory runs out; free memory and run again: {log}"
         )
-    death = worker.death_cause(exit_code)
+    death = death_cause(exit_code)
     if activity is None:
         raise EvalError(
             f"an engine's process ended before its first report ({death}); its log says why: {log}"

@@ -75,7 +75,9 @@ class FreshProcess(TaskProcess):
         try:
             kind, *content = self._messages.recv()
         except EOFError:
-            return self._end(Failure(self._task.key, _death(self._process.wait(), self._log)))
+            cause = worker.death_cause(self._process.wait())
+            reason = f"its process died ({cause}); its log is logs/{self._log.name}"
+            return self._end(Failure(self._task.key, reason))
         if kind == "progress":
             self._progress(*content)
             return None
@@ -196,7 +198,3 @@ def _call(root: Path, _: Path, job: tuple[Any, Any], progress: Progress) -> Any:
 
 def _outcome(task: Task, kind: str, content: Any) -> Outcome:
     return Result(task.key, content) if kind == "done" else Failure(task.key, " ".join(str(content).split()))
-
-
-def _death(exit_code: int, log: Path) -> str:
-    return f"its process died ({worker.death_cause(exit_code)}); its log is logs/{log.name}"

@@ -65,7 +65,6 @@ class _Subject:
         complete: names of the sides whose recipe is made to its end.
         checks: checks of its baseline and of itself, by name; a side is missing until its checkpoint answers.
         timing: task that times both; None until it is submitted.
-        earlier: titles of its tasks that an interrupted run had finished.
     """
 
     variant: Variant
@@ -76,7 +75,6 @@ class _Subject:
     complete: set[str] = field(default_factory=set)
     checks: dict[str, Checks] = field(default_factory=dict)
     timing: Task | None = None
-    earlier: list[str] = field(default_factory=list)
     failure: str | None = None
     result: SweepResult | None = None
 
@@ -233,7 +231,6 @@ class _Driver:
             else:
                 self._values[task.key] = value
                 self._earlier_keys.add(task.key)
-                subject.earlier.append(task.title)
 
     def _finish(self, subject: _Subject) -> SweepResult:
         """Write a variant's records."""
@@ -271,7 +268,13 @@ class _Driver:
             )
             outcome = store.read(paths["gate"][0], Gate).outcome
         records = [path for group in paths.values() for path in group]
-        return SweepResult(subject.variant.name, records, None, outcome, tuple(subject.earlier))
+        tasks = [
+            task for checks in subject.checks.values() for group in checks.tasks.values() for task in group
+        ]
+        earlier = tuple(
+            task.title for task in [*tasks, *filter(None, [timing])] if task.key in self._earlier_keys
+        )
+        return SweepResult(subject.variant.name, records, None, outcome, earlier)
 
     def _write_once(self, key: Sequence[str], write: Callable[[], list[Path]]) -> list[Path]:
         """The paths that a function writes; those of the first call for variants and runs with the same key."""
