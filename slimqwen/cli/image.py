@@ -40,21 +40,19 @@ def build(
     ] = None,
 ) -> None:
     """Build the container image of a variant: library, environment, checkpoint, compile cache, flags."""
-    from slimqwen.image import build
+    from slimqwen.image import build, context
     from slimqwen.serving.command import ServerCommand
 
     subject = variants.load(variant)
     consult_target(ServerCommand.resolve(subject, platform=platform))
+    tool = build.find_tool(container_tool)
+    log = subject.root / "logs" / f"image-{variant}.log"
     with progress_bar() as progress:
-        tag = build.build_variant(
-            subject,
-            base=base_image,
-            platform=platform,
-            tool=container_tool,
-            tag=tag,
-            wheelhouse=wheelhouse,
-            cache=cache,
-            progress=progress,
+        progress("read the variant", 0, 0)
+        content = context.gather(subject, platform, cache)
+        tag = tag or build.tag_of(variant, content.command.platform)
+        build.build(
+            content, tool=tool, base=base_image, tag=tag, log=log, wheelhouse=wheelhouse, progress=progress
         )
     say(f"built {tag}; `slimqwen image verify --variant {variant}` verifies it")
 
@@ -70,21 +68,21 @@ def verify(
     ] = False,
 ) -> None:
     """Check what a variant's image holds, without a GPU; start a CPU image and query it. Exit code 1: a check fails."""
-    from slimqwen.image.verify import verify_variant
+    from slimqwen.image import build, context, verify
+    from slimqwen.records import provenance
 
+    subject = variants.load(variant)
+    tool, started = build.find_tool(container_tool), provenance.utc_now()
+    log = subject.root / "logs" / f"image-server-{variant}.log"
     with progress_bar() as progress:
-        tag, result, path = verify_variant(
-            variants.load(variant),
-            platform=platform,
-            tool=container_tool,
-            tag=tag,
-            record=record,
-            command=command(),
-            progress=progress,
-        )
+        progress("read the variant", 0, 0)
+        content = context.gather(subject, platform, needs_cache=False)
+        tag = tag or build.tag_of(variant, content.command.platform)
+        result = verify.verify(content, tool=tool, tag=tag, log=log, progress=progress)
     for table in result.tables():
         console.print(table.as_rich())
-    if path is not None:
+    if record and result.trial:
+        path = verify.write_record(result, content, tool, tag, command=command(), started=started)
         say(f"record: {relative(path)}")
     say(f"{tag} {'passes every check' if result.holds else 'fails a check'}")
     raise typer.Exit(0 if result.holds else 1)

@@ -15,7 +15,7 @@ from slimqwen.image import ImageError, context
 from slimqwen.image.context import Content, Description
 from slimqwen.progress import Progress, silent
 from slimqwen.serving.platform import Platform
-from slimqwen.variant import Variant, repository_root
+from slimqwen.variant import repository_root
 
 Tool = Literal["docker", "podman", "buildah"]
 TOOLS: tuple[Tool, ...] = ("docker", "podman", "buildah")
@@ -52,42 +52,6 @@ def find_tool(requested: str | None = None) -> Tool:
     )
 
 
-def build_variant(
-    variant: Variant,
-    *,
-    base: str | None,
-    platform: Platform | None = None,
-    tool: Tool | None = None,
-    tag: str | None = None,
-    wheelhouse: Path | None = None,
-    cache: Path | None = None,
-    progress: Progress = silent,
-) -> str:
-    """Build the image of a variant from what the checkout holds.
-
-    Args:
-        base: image with its digest, a local one, or BOOTSTRAP.
-        platform: cpu or cuda; by default what serving it here would take.
-        tool: container tool; by default the first that works here.
-        tag: name of the image; by default `tag_of`.
-        wheelhouse: folder that receives the lock's wheels; the build then installs from it alone.
-        cache: compile_cache.tar.gz of another host; by default the cache that the recipe baked.
-
-    Returns:
-        The image's tag.
-
-    Raises:
-        ImageError: no tool, no base, content that would fail in an image, or a build step that failed.
-    """
-    tool, base = find_tool(tool), check_base(base)
-    progress("read the variant", 0, 0)
-    content = context.gather(variant, platform, cache)
-    tag = tag or tag_of(variant.name, content.command.platform)
-    log = variant.root / "logs" / f"image-{variant.name}.log"
-    build(content, tool=tool, base=base, tag=tag, log=log, wheelhouse=wheelhouse, progress=progress)
-    return tag
-
-
 def tag_of(variant: str, platform: Platform) -> str:
     """Default tag of a variant's image."""
     return f"localhost/slimqwen:{variant}-{platform}"
@@ -118,12 +82,8 @@ def base_image(tool: Tool, base: str, log: Path, progress: Progress = silent) ->
     """
     if base != BOOTSTRAP:
         return base
-    inspection = [
-        tool,
-        *(("image", "inspect") if tool != "buildah" else ("inspect", "--type", "image")),
-        _BOOTSTRAPPED,
-    ]
-    if subprocess.run(inspection, capture_output=True).returncode == 0:
+    inspect = ("inspect", "--type", "image") if tool == "buildah" else ("image", "inspect")
+    if subprocess.run([tool, *inspect, _BOOTSTRAPPED], capture_output=True).returncode == 0:
         return _BOOTSTRAPPED
     if not shutil.which(BOOTSTRAP) or os.geteuid() != 0:
         raise ImageError(
@@ -181,17 +141,8 @@ def fill_wheelhouse(folder: Path, platform: Platform, log: Path, progress: Progr
         return
     folder.mkdir(parents=True, exist_ok=True)
     stamp.unlink(missing_ok=True)
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--no-deps",
-        "--progress-bar",
-        "off",
-        "--wheel-dir",
-        str(folder),
-    ]
+    options = ["--no-deps", "--progress-bar=off", f"--wheel-dir={folder}"]
+    pip = [sys.executable, "-m", "pip", "wheel", *options]
     pins = [line for line in lock.read_text(encoding="utf-8").splitlines() if "==" in line and line[0] != "#"]
     torch = next(pin for pin in pins if pin.startswith("torch=="))
     vision = next(pin for pin in pins if pin.startswith("torchvision=="))
@@ -234,14 +185,7 @@ def command(
     # Without Docker's own format podman and buildah drop HEALTHCHECK.
     tool_option = "--progress=plain" if tool == "docker" else "--format=docker"
     build_args = [word for name, value in arguments.items() for word in ("--build-arg", f"{name}={value}")]
-    inputs = [
-        "--build-context",
-        f"wheelhouse={wheelhouse}",
-        "--file",
-        str(folder / "Dockerfile"),
-        "--tag",
-        tag,
-    ]
+    inputs = [f"--build-context=wheelhouse={wheelhouse}", f"--file={folder / 'Dockerfile'}", f"--tag={tag}"]
     return [tool, "build", tool_option, *build_args, *inputs, str(folder)]
 
 
@@ -249,7 +193,7 @@ def build(
     content: Content,
     *,
     tool: Tool,
-    base: str,
+    base: str | None,
     tag: str,
     log: Path,
     wheelhouse: Path | None = None,
@@ -267,7 +211,7 @@ def build(
         progress: receives (activity, done, total), in steps.
 
     Raises:
-        ImageError: a step failed.
+        ImageError: the base is not pinned, or a step failed.
     """
     base = check_base(base)
     log.parent.mkdir(parents=True, exist_ok=True)

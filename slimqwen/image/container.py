@@ -49,17 +49,8 @@ class ImageContainer:
         words = [self.tool, "export", self.name]
         if self.tool == "buildah":
             folder = _output_of(["buildah", "mount", self.name])
-            words = [
-                "tar",
-                "-C",
-                folder,
-                "--one-file-system",
-                "--hard-dereference",
-                "--numeric-owner",
-                "-cf",
-                "-",
-                ".",
-            ]
+            options = ["--one-file-system", "--hard-dereference", "--numeric-owner"]
+            words = ["tar", "-C", folder, *options, "-cf", "-", "."]
         with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
             assert process.stdout is not None
             yield process.stdout

@@ -11,15 +11,13 @@ import httpx
 
 from slimqwen.analysis import start_plan
 from slimqwen.image import ImageError, container, context, contract
-from slimqwen.image.build import Tool, find_tool, tag_of
+from slimqwen.image.build import Tool
 from slimqwen.image.record import BytesByPart, Check, ImageCpu, Layer, Trial, tables
 from slimqwen.plan import gpu_model, jit_modules
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
 from slimqwen.records.table import Table
 from slimqwen.serving import baked_cache
-from slimqwen.serving.platform import Platform
-from slimqwen.variant import Variant
 from slimqwen.vllm_plugin.api_key import authorization
 
 QUESTION = "Hello! Who are you?"
@@ -56,54 +54,6 @@ class Verification:
     def tables(self) -> list[Table]:
         """Checks, layers and sizes, and the trial where there was one."""
         return tables(self.checks, self.layers, self.bytes_by_part, self.trial)
-
-
-def verify_variant(
-    variant: Variant,
-    *,
-    platform: Platform | None = None,
-    tool: Tool | None = None,
-    tag: str | None = None,
-    record: bool = False,
-    command: Sequence[str] = (),
-    progress: Progress = silent,
-) -> tuple[str, Verification, Path | None]:
-    """Verify the image of a variant, and write the record of one that was started.
-
-    Args:
-        platform: cpu or cuda; by default what serving it here would take.
-        tool: container tool; by default the first that works here.
-        tag: the image; by default `build.tag_of`.
-        record: write results/image_cpu_….json.
-        command: the command line, for the record's provenance.
-
-    Returns:
-        The image's tag, the result, and the record's path where one was written.
-
-    Raises:
-        ImageError: there is no such image, its entry point fails, or its server does not come up or answer.
-    """
-    tool, started = find_tool(tool), provenance.utc_now()
-    progress("read the variant", 0, 0)
-    content = context.gather(variant, platform, needs_cache=False)
-    tag = tag or tag_of(variant.name, content.command.platform)
-    log = variant.root / "logs" / f"image-server-{variant.name}.log"
-    result = verify(content, tool=tool, tag=tag, log=log, progress=progress)
-    if not record or result.trial is None:
-        return tag, result, None
-    image_record = ImageCpu(
-        variant=variant.name,
-        tool=tool,
-        tag=tag,
-        checks=result.checks,
-        layers=result.layers,
-        bytes_by_part=result.bytes_by_part,
-        history=result.history,
-        dry_run=tuple((result.dry_run or "").splitlines()),
-        trial=result.trial,
-        provenance=provenance.of_variant(variant, command, started, **provenance.of_server(content.command)),
-    )
-    return tag, result, store.write(variant.root / "results", image_record)
 
 
 def verify(
@@ -149,6 +99,39 @@ def verify(
         trial,
         tuple(filter(None, image.settings.history)),
     )
+
+
+def write_record(
+    result: Verification,
+    content: context.Content,
+    tool: Tool,
+    tag: str,
+    *,
+    command: Sequence[str],
+    started: str,
+) -> Path:
+    """Write the record of an image whose server was started.
+
+    Args:
+        content: content that this checkout would build.
+        command: the command line, for the provenance.
+        started: time at which the verification began, UTC.
+    """
+    assert result.trial is not None
+    variant = content.command.variant
+    record = ImageCpu(
+        variant=variant.name,
+        tool=tool,
+        tag=tag,
+        checks=result.checks,
+        layers=result.layers,
+        bytes_by_part=result.bytes_by_part,
+        history=result.history,
+        dry_run=tuple((result.dry_run or "").splitlines()),
+        trial=result.trial,
+        provenance=provenance.of_variant(variant, command, started, **provenance.of_server(content.command)),
+    )
+    return store.write(variant.root / "results", record)
 
 
 def differences(dry_run: str, root: str, content: context.Content) -> list[str]:

@@ -156,16 +156,6 @@ def test_a_step_that_fails_is_told_by_its_cause(line, cause, content, tmp_path, 
     assert "STEP 2/9" in (tmp_path / "log").read_text()
 
 
-def test_a_build_without_a_base_is_refused_in_one_line(tmp_path, monkeypatch):
-    tool = tmp_path / "docker"
-    tool.write_text('#!/bin/sh\ntest "$1" = info\n')
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(ImageError, match="no BASE_IMAGE; write BASE_IMAGE=") as refused:
-        build.build_variant(variant.load("tiny"), base=None)
-    assert "\n" not in str(refused.value)
-
-
 def test_hadolint_finds_nothing(tmp_path: Path):
     hadolint = Path(sys.executable).with_name("hadolint")
     (tmp_path / "Dockerfile").write_text("FROM debian:latest\nRUN cd /tmp\n")
