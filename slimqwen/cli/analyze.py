@@ -7,7 +7,8 @@ import typer
 
 from slimqwen import variant as variants
 from slimqwen.cli.console import command, progress_bar, show_record
-from slimqwen.cli.options import EvenIfBusy, VariantName
+from slimqwen.cli.options import EvenIfBusy, VariantOption
+from slimqwen.variant import Variant
 
 app = typer.Typer(
     help="Compute or measure without an HTTP server: roofline, levers, output head, vocabulary.",
@@ -17,7 +18,7 @@ app = typer.Typer(
 
 @app.command("lm-head")
 def lm_head_(
-    variant: VariantName,
+    variant: VariantOption,
     text: Annotated[
         Path | None,
         typer.Option(
@@ -34,7 +35,7 @@ def lm_head_(
 
     with progress_bar() as progress:
         record = measurement.write(
-            variants.load(variant),
+            variant,
             text,
             num_documents=documents,
             fractions=tuple(fraction or measurement.FRACTIONS),
@@ -46,7 +47,7 @@ def lm_head_(
 
 @app.command()
 def vocab(
-    variant: VariantName,
+    variant: VariantOption,
     size: Annotated[list[int] | None, typer.Option(help="vocabulary size; repeat it")] = None,
     corpus: Annotated[
         Path | None, typer.Option(help="text to rank tokens by (default: the tiny world's)")
@@ -63,7 +64,7 @@ def vocab(
 
     with progress_bar() as progress:
         record = vocab_coverage.write(
-            variants.load(variant),
+            variant,
             size or [2048, 3072, 4096, 6144],
             corpus=corpus,
             num_documents=documents,
@@ -80,10 +81,14 @@ def vocab(
 
 @app.command()
 def levers(
-    variant: VariantName,
+    variant: VariantOption,
     against: Annotated[
-        list[str],
-        typer.Option(metavar="NAME", help="variant whose step is timed in turns with it; repeat it"),
+        list[Variant],
+        typer.Option(
+            metavar="NAME",
+            help="variant whose step is timed in turns with it; repeat it",
+            parser=variants.load,
+        ),
     ],
     rounds: Annotated[int, typer.Option(help="turns of each variant")] = 6,
     prompt_tokens: Annotated[int, typer.Option(help="length of the prompt")] = 32,
@@ -95,7 +100,7 @@ def levers(
 
     with progress_bar() as progress:
         record = measurement.write(
-            [variants.load(name) for name in (variant, *against)],
+            [variant, *against],
             rounds=rounds,
             prompt_tokens=prompt_tokens,
             output_tokens=output_tokens,
@@ -108,7 +113,7 @@ def levers(
 
 @app.command("roofline")
 def roofline_(
-    variant: VariantName,
+    variant: VariantOption,
     gpu: Annotated[str, typer.Option(metavar="NAME", help="name in eval/devices.yaml, such as a10g")],
     against: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="further variant, beside the baseline; repeat it")
@@ -124,7 +129,7 @@ def roofline_(
     from slimqwen.analysis.roofline import bounds
 
     record = bounds.write(
-        variants.load(variant),
+        variant,
         gpu,
         others=against or (),
         context_lens=tuple(context or bounds.CONTEXT_LENS),
@@ -136,11 +141,11 @@ def roofline_(
 
 @app.command()
 def waterfall(
-    variant: VariantName,
+    variant: VariantOption,
     gpu: Annotated[str, typer.Option(metavar="NAME", help="name in eval/devices.yaml, such as a10g")],
     context: Annotated[int, typer.Option(min=1, help="cached tokens")] = 2048,
 ) -> None:
     """Show bytes and shortest time of a decode step, lever by lever, from dimensions alone."""
     from slimqwen.analysis.roofline import waterfall
 
-    show_record(waterfall.write(variants.load(variant), gpu, context_len=context, command=command()))
+    show_record(waterfall.write(variant, gpu, context_len=context, command=command()))

@@ -13,9 +13,10 @@ from slimqwen.cli.options import (
     Port,
     RecordsFolder,
     Rounds,
-    VariantName,
+    VariantOption,
     WorkloadName,
 )
+from slimqwen.variant import Variant
 
 app = typer.Typer(
     help="Is a variant fast? Latency, start-up, first request, profile, soak, fuzz.", no_args_is_help=True
@@ -29,10 +30,12 @@ Examples = Annotated[
 
 @app.command()
 def latency(
-    variant: VariantName,
+    variant: VariantOption,
     against: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="further variant, on fresh servers in turns; repeat it"),
+        list[Variant] | None,
+        typer.Option(
+            metavar="NAME", help="further variant, on fresh servers in turns; repeat it", parser=variants.load
+        ),
     ] = None,
     baseline: Annotated[
         bool, typer.Option("--baseline", help="time the variant's baseline in turns with it, baseline first")
@@ -47,7 +50,7 @@ def latency(
     from slimqwen.bench import latency
     from slimqwen.bench.workload import Workload
 
-    subjects = [variants.load(name) for name in (variant, *(against or ()))]
+    subjects = [variant, *(against or ())]
     if baseline:
         if len(subjects) > 1 or subjects[0].baseline is None:
             raise typer.BadParameter("--baseline takes one variant, and one that has a baseline")
@@ -55,11 +58,11 @@ def latency(
     with progress_bar() as progress:
         paths = latency.measure(
             subjects,
-            Workload.load(workload, variants.repository_root()),
+            Workload.load(workload, variant.root),
             command=command(),
             rounds=rounds,
             port=port,
-            records_folders=[records_dir / subject.name for subject in subjects] if records_dir else None,
+            records_folders=[records_dir / each.name for each in subjects] if records_dir else None,
             even_if_busy=even_if_busy,
             progress=progress,
         )
@@ -69,34 +72,33 @@ def latency(
 
 
 @app.command()
-def startup(variant: VariantName, rounds: Rounds = 6, even_if_busy: EvenIfBusy = False) -> None:
+def startup(variant: VariantOption, rounds: Rounds = 6, even_if_busy: EvenIfBusy = False) -> None:
     """Time a start phase by phase: cold, warm, from the baked compile cache."""
     from slimqwen.bench import start_up
 
-    subject = variants.load(variant)
-    log = subject.root / "logs" / f"start-up-{variant}.log"
+    log = variant.root / "logs" / f"start-up-{variant.name}.log"
     with progress_bar() as progress:
         path = start_up.write(
-            subject, rounds, log, command=command(), even_if_busy=even_if_busy, progress=progress
+            variant, rounds, log, command=command(), even_if_busy=even_if_busy, progress=progress
         )
     show_record(path, log)
 
 
 @app.command()
-def first_request(variant: VariantName, rounds: Rounds = 6, even_if_busy: EvenIfBusy = False) -> None:
+def first_request(variant: VariantOption, rounds: Rounds = 6, even_if_busy: EvenIfBusy = False) -> None:
     """Time the first requests after readiness against later ones, with and without warm-up."""
     from slimqwen.bench import first_request
 
     with progress_bar() as progress:
         path = first_request.write(
-            variants.load(variant), rounds, command=command(), even_if_busy=even_if_busy, progress=progress
+            variant, rounds, command=command(), even_if_busy=even_if_busy, progress=progress
         )
     show_record(path)
 
 
 @app.command()
 def middleware(
-    variant: VariantName,
+    variant: VariantOption,
     rounds: Rounds = 6,
     pairs: Annotated[int, typer.Option(help="requests to each server per round")] = 50,
     even_if_busy: EvenIfBusy = False,
@@ -106,7 +108,7 @@ def middleware(
 
     with progress_bar() as progress:
         path = middleware.write(
-            variants.load(variant),
+            variant,
             rounds,
             pairs,
             command=command(),
@@ -118,7 +120,7 @@ def middleware(
 
 @app.command()
 def profile(
-    variant: VariantName,
+    variant: VariantOption,
     workload: WorkloadName = "classes",
     requests: Annotated[int, typer.Option(min=1, help="timed requests per class")] = 8,
     even_if_busy: EvenIfBusy = False,
@@ -127,12 +129,11 @@ def profile(
     from slimqwen.bench import profile
     from slimqwen.bench.workload import Workload
 
-    subject = variants.load(variant)
-    traces = subject.root / "logs" / f"profile-{variant}"
-    classes = Workload.load(workload, subject.root)
+    traces = variant.root / "logs" / f"profile-{variant.name}"
+    classes = Workload.load(workload, variant.root)
     with progress_bar() as progress:
         path = profile.write(
-            subject,
+            variant,
             classes,
             requests,
             traces,
@@ -145,37 +146,35 @@ def profile(
 
 
 @app.command(cls=Judge)
-def soak(variant: VariantName, minutes: Minutes = 15) -> None:
+def soak(variant: VariantOption, minutes: Minutes = 15) -> None:
     """Load the server for minutes: does its memory stay flat, does every request end?
 
     Exit code 0: yes, 1: something is wrong, 2: too short to tell, 3: error.
     """
     from slimqwen.bench import soak
 
-    subject = variants.load(variant)
-    log = subject.root / "logs" / f"soak-{variant}.log"
+    log = variant.root / "logs" / f"soak-{variant.name}.log"
     with progress_bar() as progress:
-        path = soak.write(subject, 60 * minutes, log, command=command(), progress=progress)
+        path = soak.write(variant, 60 * minutes, log, command=command(), progress=progress)
     raise typer.Exit(EXIT_CODES[show_record(path, log).outcome])
 
 
 @app.command(cls=Judge)
-def fuzz(variant: VariantName, examples: Examples = 20) -> None:
+def fuzz(variant: VariantOption, examples: Examples = 20) -> None:
     """Send the server malformed requests: is each refused with a reason, and does it serve as before?
 
     Exit code 0: yes, 1: something is wrong, 3: error.
     """
     from slimqwen.bench import fuzz
 
-    subject = variants.load(variant)
-    log = subject.root / "logs" / f"fuzz-{variant}.log"
+    log = variant.root / "logs" / f"fuzz-{variant.name}.log"
     with progress_bar() as progress:
-        path = fuzz.write(subject, examples, log, command=command(), progress=progress)
+        path = fuzz.write(variant, examples, log, command=command(), progress=progress)
     raise typer.Exit(EXIT_CODES[show_record(path, log).outcome])
 
 
 def release_check(
-    variant: VariantName,
+    variant: VariantOption,
     minutes: Minutes = 15,
     examples: Examples = 20,
     settings: LengthSweepSettingsName = None,
@@ -187,11 +186,10 @@ def release_check(
     """
     from slimqwen.search import release_check
 
-    subject = variants.load(variant)
     with progress_bar() as progress:
         path = release_check.write(
-            subject,
-            settings or subject.evaluation,
+            variant,
+            settings or variant.evaluation,
             minutes=minutes,
             examples=examples,
             command=command(),

@@ -6,16 +6,16 @@ import typer
 
 from slimqwen import variant as variants
 from slimqwen.cli.console import progress_bar, say, silence_hub_client
-from slimqwen.cli.options import VariantName
+from slimqwen.cli.options import VariantOption
 
 
-def download(variant: VariantName) -> None:
+def download(variant: VariantOption) -> None:
     """Download a variant's checkpoint from the model hub."""
     silence_hub_client()
     from slimqwen import hub
 
     with progress_bar() as progress:
-        copy = hub.download(variants.load(variant), progress)
+        copy = hub.download(variant, progress)
     name = copy.folder.name
     size = sum(record.bytes for record in copy.manifest.files.values())
     end = (

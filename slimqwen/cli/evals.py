@@ -4,7 +4,6 @@ from typing import Annotated, Literal
 
 import typer
 
-from slimqwen import variant as variants
 from slimqwen.cli.console import (
     EXIT_CODES,
     Judge,
@@ -23,7 +22,7 @@ from slimqwen.cli.options import (
     Port,
     RecordsFolder,
     SuiteName,
-    VariantName,
+    VariantOption,
 )
 
 app = typer.Typer(
@@ -33,7 +32,7 @@ app = typer.Typer(
 
 @app.command()
 def quality(
-    variant: VariantName,
+    variant: VariantOption,
     suite: SuiteName = None,
     limit: Annotated[
         int | None, typer.Option(help="items per task (default: as many as decide at the margins)")
@@ -56,25 +55,24 @@ def quality(
 
     if full and limit is not None:
         raise typer.BadParameter("--full and --limit exclude each other; give one")
-    subject = variants.load(variant)
-    tasks = Suite.load(suite or subject.evaluation, subject.root)
+    tasks = Suite.load(suite or variant.evaluation, variant.root)
     if thinking:
         tasks = tasks.with_thinking(thinking == "on", chat=chat)
     if smoke:
         with progress_bar() as progress:
-            shown = quality.smoke(subject, tasks, chat=chat, port=port, progress=progress)
+            shown = quality.smoke(variant, tasks, chat=chat, port=port, progress=progress)
         console.print(shown.as_rich())
         return
     extent: Limit = None if full else DECIDING if limit is None else limit
     with progress_bar() as progress:
         path = quality.measure(
-            subject,
+            variant,
             tasks,
             command=command(),
             limit=extent,
             chat=chat,
             port=port,
-            records_folder=records_dir and records_dir / variant,
+            records_folder=records_dir and records_dir / variant.name,
             progress=progress,
         )
     record = show_record(path)
@@ -84,7 +82,7 @@ def quality(
 
 @app.command(cls=Judge)
 def fidelity(
-    variant: VariantName,
+    variant: VariantOption,
     settings: FidelitySettingsName = None,
     each_stage: Annotated[
         bool, typer.Option("--each-stage", help="compare the output of every stage of its recipe too")
@@ -97,15 +95,14 @@ def fidelity(
     """
     from slimqwen.evals import fidelity
 
-    subject = variants.load(variant)
-    log = subject.root / "logs" / f"fidelity-{variant}.log"
+    log = variant.root / "logs" / f"fidelity-{variant.name}.log"
     with measuring(log) as progress:
         path = fidelity.measure(
-            subject,
-            settings or subject.evaluation,
+            variant,
+            settings or variant.evaluation,
             command=command(),
             stages=each_stage,
-            records_folder=records_dir and records_dir / variant,
+            records_folder=records_dir and records_dir / variant.name,
             progress=progress,
         )
     record = show_record(path, log)
@@ -113,34 +110,32 @@ def fidelity(
 
 
 @app.command(cls=Judge)
-def engine(variant: VariantName, settings: EngineSettingsName = None) -> None:
+def engine(variant: VariantOption, settings: EngineSettingsName = None) -> None:
     """Compare greedy tokens in every combination of engine modes with the reference engine's.
 
     Exit code 0: all safe, 1: a combination is unsafe, 3: error.
     """
     from slimqwen.evals.engine import modes
 
-    subject = variants.load(variant)
-    log = modes.log_file(subject)
+    log = modes.log_file(variant)
     with measuring(log) as progress:
-        path = modes.measure(subject, settings or subject.evaluation, command=command(), progress=progress)
+        path = modes.measure(variant, settings or variant.evaluation, command=command(), progress=progress)
     record = show_record(path, log)
     raise typer.Exit(1 if record.unsafe else 0)
 
 
 @app.command(cls=Judge)
-def lengths(variant: VariantName, settings: LengthSweepSettingsName = None) -> None:
+def lengths(variant: VariantOption, settings: LengthSweepSettingsName = None) -> None:
     """Compare greedy tokens of consecutive prompt lengths, cold and from the prefix cache, with the reference engine's.
 
     Exit code 0: all equal, 1: a length is broken, 2: a length without a cache hit, 3: error.
     """
     from slimqwen.evals.engine import length_sweep
 
-    subject = variants.load(variant)
-    log = length_sweep.log_file(subject)
+    log = length_sweep.log_file(variant)
     with measuring(log) as progress:
         path = length_sweep.measure(
-            subject, settings or subject.evaluation, command=command(), progress=progress
+            variant, settings or variant.evaluation, command=command(), progress=progress
         )
     record = show_record(path, log)
     raise typer.Exit(EXIT_CODES[record.outcome])
@@ -148,7 +143,7 @@ def lengths(variant: VariantName, settings: LengthSweepSettingsName = None) -> N
 
 @app.command()
 def acceptance(
-    variant: VariantName,
+    variant: VariantOption,
     settings: AcceptanceSettingsName = None,
     depth: Annotated[
         list[int] | None, typer.Option(help="num_speculative_tokens K; repeat it (default: 0 to 7)")
@@ -163,21 +158,20 @@ def acceptance(
     from slimqwen.evals import acceptance
     from slimqwen.report import charts
 
-    subject = variants.load(variant)
-    log = subject.root / "logs" / f"acceptance-{variant}.log"
+    log = variant.root / "logs" / f"acceptance-{variant.name}.log"
     with measuring(log) as progress:
         path = acceptance.measure(
-            subject,
-            settings or subject.evaluation,
+            variant,
+            settings or variant.evaluation,
             sorted(set(depth or range(8))),
             command=command(),
             greedy_only=greedy,
             speed_bound=tokens_per_second_by_depth,
-            records_folder=records_dir and records_dir / variant,
+            records_folder=records_dir and records_dir / variant.name,
             progress=progress,
         )
     record = show_record(path, log)
-    if advice := acceptance.graph_sizes_advice(record, subject):
+    if advice := acceptance.graph_sizes_advice(record, variant):
         charts.draw_beside(path)
         say(advice)
     if line := acceptance.schedule_advice(record):

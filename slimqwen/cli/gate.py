@@ -6,14 +6,15 @@ import typer
 
 from slimqwen import variant as variants
 from slimqwen.cli.console import EXIT_CODES, Judge, command, measuring, relative, say, show_record
-from slimqwen.cli.options import GateSettingsName, VariantName
+from slimqwen.cli.options import GateSettingsName, VariantOption
 from slimqwen.cli.plan import consult
+from slimqwen.variant import Variant
 
 app = typer.Typer(help="Decide whether a variant is as good as its baseline.", no_args_is_help=True)
 
 
 @app.command(cls=Judge)
-def check(variant: VariantName, settings: GateSettingsName = None) -> None:
+def check(variant: VariantOption, settings: GateSettingsName = None) -> None:
     """Gate a variant by fidelity, acceptance, quality and engine modes: one page, one verdict.
 
     Exit code 0: pass, 1: fail, 2: inconclusive, 3: error.
@@ -22,26 +23,26 @@ def check(variant: VariantName, settings: GateSettingsName = None) -> None:
     from slimqwen.serving import checks
     from slimqwen.serving.command import ServerCommand
 
-    subject = variants.load(variant)
-    server = ServerCommand.resolve(subject)
+    server = ServerCommand.resolve(variant)
     checks.refuse_trouble(server, consult(server)[1])
-    log = subject.root / "logs" / f"gate-{variant}.log"
+    log = variant.root / "logs" / f"gate-{variant.name}.log"
     with measuring(log) as progress:
-        path = gate.measure(subject, settings or subject.evaluation, command=command(), progress=progress)
+        path = gate.measure(variant, settings or variant.evaluation, command=command(), progress=progress)
     raise typer.Exit(EXIT_CODES[show_record(path, log).outcome])
 
 
 @app.command()
 def sensitivity(
-    variant: VariantName,
+    variant: VariantOption,
     settings: GateSettingsName = None,
     seeds: Annotated[int, typer.Option(min=1, help="damaged copies of each kind")] = 20,
     rebatched: Annotated[
-        str | None,
+        Variant | None,
         typer.Option(
             "--again",  # the former name
             "--rebatched",
             metavar="NAME",
+            parser=variants.load,
             help="variant with the baseline's weights and other batches, for false alarms",
         ),
     ] = None,
@@ -52,15 +53,13 @@ def sensitivity(
     """
     from slimqwen.evals import gate_sensitivity
 
-    subject = variants.load(variant)
-    other_batches = variants.load(rebatched) if rebatched else None
-    log = subject.root / "logs" / f"gate-sensitivity-{variant}.log"
+    log = variant.root / "logs" / f"gate-sensitivity-{variant.name}.log"
     with measuring(log) as progress:
         path = gate_sensitivity.measure(
-            subject,
-            settings or subject.evaluation,
+            variant,
+            settings or variant.evaluation,
             range(seeds),
-            other_batches,
+            rebatched,
             command=command(),
             progress=progress,
         )
@@ -68,33 +67,31 @@ def sensitivity(
 
 
 @app.command()
-def trial(variant: VariantName, settings: GateSettingsName = None) -> None:
+def trial(variant: VariantOption, settings: GateSettingsName = None) -> None:
     """Gate an identical copy of a quantised variant and one copy per damage (two hours).
 
     Exit code 0: every damaged copy fails and the identical one does not; 1: not so; 2: error.
     """
     from slimqwen.evals import gate_trial
 
-    subject = variants.load(variant)
-    log = subject.root / "logs" / f"gate-trial-{variant}.log"
+    log = variant.root / "logs" / f"gate-trial-{variant.name}.log"
     with measuring(log) as progress:
         path = gate_trial.measure(
-            subject, settings or subject.evaluation, command=command(), progress=progress
+            variant, settings or variant.evaluation, command=command(), progress=progress
         )
     raise typer.Exit(EXIT_CODES[show_record(path, log).outcome])
 
 
-def limits(variant: VariantName) -> None:
+def limits(variant: VariantOption) -> None:
     """Measure a baseline's noise against itself, and write the limits of its EVALUATION into eval/.
 
     Files whose limits were written by hand stay; the record says which of these the measurement reproduces.
     """
     from slimqwen.evals.limits import measurement
 
-    subject = variants.load(variant)
-    log = subject.root / "logs" / f"limits-{variant}.log"
+    log = variant.root / "logs" / f"limits-{variant.name}.log"
     with measuring(log) as progress:
-        path, files = measurement.measure(subject, command=command(), progress=progress)
+        path, files = measurement.measure(variant, command=command(), progress=progress)
     show_record(path, log)
     for state, paths in (("written", files.written), ("written by hand, kept", files.kept)):
         if paths:

@@ -5,9 +5,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from slimqwen import variant as variants
 from slimqwen.cli.console import command, console, progress_bar, relative, say
-from slimqwen.cli.options import PlatformName, VariantName
+from slimqwen.cli.options import PlatformName, VariantOption
 from slimqwen.cli.plan import consult_target
 
 app = typer.Typer(help="Build and verify container images.", no_args_is_help=True)
@@ -24,7 +23,7 @@ Tag = Annotated[
 
 @app.command()
 def build(
-    variant: VariantName,
+    variant: VariantOption,
     platform: PlatformName = None,
     base_image: Annotated[
         str | None, typer.Option(help="name@sha256:…, a local image, or debootstrap")
@@ -43,23 +42,22 @@ def build(
     from slimqwen.image import build, context
     from slimqwen.serving.command import ServerCommand
 
-    subject = variants.load(variant)
-    consult_target(ServerCommand.resolve(subject, platform=platform))
+    consult_target(ServerCommand.resolve(variant, platform=platform))
     tool = build.find_tool(container_tool)
-    log = subject.root / "logs" / f"image-{variant}.log"
+    log = variant.root / "logs" / f"image-{variant.name}.log"
     with progress_bar() as progress:
         progress("read the variant", 0, 0)
-        content = context.gather(subject, platform, cache)
-        tag = tag or build.tag_of(variant, content.command.platform)
+        content = context.gather(variant, platform, cache)
+        tag = tag or build.tag_of(variant.name, content.command.platform)
         build.build(
             content, tool=tool, base=base_image, tag=tag, log=log, wheelhouse=wheelhouse, progress=progress
         )
-    say(f"built {tag}; `slimqwen image verify --variant {variant}` verifies it")
+    say(f"built {tag}; `slimqwen image verify --variant {variant.name}` verifies it")
 
 
 @app.command()
 def verify(
-    variant: VariantName,
+    variant: VariantOption,
     platform: PlatformName = None,
     container_tool: ToolName = None,
     tag: Tag = None,
@@ -71,13 +69,12 @@ def verify(
     from slimqwen.image import build, context, verify
     from slimqwen.records import provenance
 
-    subject = variants.load(variant)
     tool, started = build.find_tool(container_tool), provenance.utc_now()
-    log = subject.root / "logs" / f"image-server-{variant}.log"
+    log = variant.root / "logs" / f"image-server-{variant.name}.log"
     with progress_bar() as progress:
         progress("read the variant", 0, 0)
-        content = context.gather(subject, platform, needs_cache=False)
-        tag = tag or build.tag_of(variant, content.command.platform)
+        content = context.gather(variant, platform, needs_cache=False)
+        tag = tag or build.tag_of(variant.name, content.command.platform)
         result = verify.verify(content, tool=tool, tag=tag, log=log, progress=progress)
     for table in result.tables():
         console.print(table.as_rich())

@@ -38,12 +38,15 @@ def _settings_file(folder: str, default: str, *names: str) -> typer.models.Optio
 _SETTINGS = ("--plan", "--settings")  # the first is the former name
 _OWN = " (default: the variant's EVALUATION in config.env)"
 
-VariantName = Annotated[
-    str,
-    typer.Option(
-        "--variant", metavar="NAME", help="folder of experiments/", autocompletion=matching_variants
-    ),
-]
+_VARIANT = typer.Option(
+    "--variant",
+    metavar="NAME",
+    help="folder of experiments/",
+    autocompletion=matching_variants,
+    parser=variant.load,
+)
+VariantOption = Annotated[variant.Variant, _VARIANT]
+OptionalVariant = Annotated[variant.Variant | None, _VARIANT]
 SuiteName = Annotated[str | None, _settings_file("suites", _OWN)]
 FidelitySettingsName = Annotated[str | None, _settings_file("fidelity", _OWN, *_SETTINGS)]
 GateSettingsName = Annotated[str | None, _settings_file("gates", _OWN, *_SETTINGS)]

@@ -8,7 +8,7 @@ import typer
 
 from slimqwen import variant as variants
 from slimqwen.cli.console import command, console, errors, progress_bar, relative, say
-from slimqwen.cli.options import VariantName
+from slimqwen.cli.options import OptionalVariant, VariantOption
 
 if TYPE_CHECKING:
     from slimqwen.plan.facts import Plan
@@ -23,7 +23,7 @@ app = typer.Typer(
 @app.callback(invoke_without_command=True)
 def plan(
     context: typer.Context,
-    variant: VariantName = "",
+    variant: OptionalVariant = None,
     gpu: Annotated[
         list[str] | None,
         typer.Option(
@@ -50,11 +50,10 @@ def plan(
     from slimqwen.records import store
 
     root = variants.repository_root()
-    if bool(variant) == all_:
+    if (variant is None) != all_:
         raise typer.BadParameter("name one variant with --variant, or take --all")
-    subjects = [variants.load(name, root) for name in (variants.names(root) if all_ else [variant])]
-    if all_:
-        subjects = [subject for subject in subjects if subject.platform == "cuda"]
+    loaded = [variant] if variant else [variants.load(name, root) for name in variants.names(root)]
+    subjects = [each for each in loaded if each is variant or each.platform == "cuda"]
     if not subjects:
         raise typer.BadParameter(
             "--all plans the variants with PLATFORM=cuda, and there is none; use --variant"
@@ -88,7 +87,7 @@ def plan(
 
 @app.command("compile")
 def compile_ahead(
-    variant: VariantName,
+    variant: VariantOption,
     gpu: Annotated[str, typer.Option(metavar="GPU", help="GPU model of eval/simulated_gpus.yaml")],
     folder: Annotated[
         Path | None,
@@ -102,11 +101,10 @@ def compile_ahead(
     from slimqwen.plan import archive
     from slimqwen.serving import baked_cache
 
-    subject = variants.load(variant)
-    destination = folder or subject.root / ".cache" / "compiled" / f"{variant}-{gpu}"
-    log = subject.root / "logs" / f"compile-{variant}-{gpu}.log"
+    destination = folder or variant.root / ".cache" / "compiled" / f"{variant.name}-{gpu}"
+    log = variant.root / "logs" / f"compile-{variant.name}-{gpu}.log"
     with progress_bar() as progress:
-        packed = archive.make(subject, gpu, destination, log=log, progress=progress)
+        packed = archive.make(variant, gpu, destination, log=log, progress=progress)
     for name, seconds in packed.baked.libraries.items():
         say(f"{name}: compiled in {seconds:g} s")
     say(f"Triton kernels: {len(packed.baked.kernels)} forms")

@@ -1,23 +1,21 @@
 """`slimqwen recipe` and `shape`: make a checkpoint by stages or of random weights, verify it, clean up."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from slimqwen import variant as variants
 from slimqwen.cli.console import command, console, progress_bar, relative, say, show_record, table
-from slimqwen.cli.options import VariantName
-
-if TYPE_CHECKING:
-    from slimqwen.recipe import runner
+from slimqwen.cli.options import VariantOption
+from slimqwen.variant import Variant
 
 app = typer.Typer(help="Make a variant's checkpoint stage by stage.", no_args_is_help=True)
 
 
 @app.command("run")
 def run_(
-    variant: VariantName,
+    variant: VariantOption,
     until: Annotated[
         str | None, typer.Option(metavar="STAGE", help="last stage to run (the first of this name)")
     ] = None,
@@ -27,23 +25,23 @@ def run_(
 
 
 @app.command()
-def redistill(variant: VariantName) -> None:
+def redistill(variant: VariantOption) -> None:
     """Run the recipe and record how its MTP head learned, into results/."""
     from slimqwen.evals import redistillation
     from slimqwen.records import provenance
 
-    subject, started = variants.load(variant), provenance.utc_now()
-    _run(variant, None)
-    show_record(redistillation.write_record(subject, command=command(), started=started))
+    started = provenance.utc_now()
+    _run(variant)
+    show_record(redistillation.write_record(variant, command=command(), started=started))
 
 
 @app.command()
-def status(variant: VariantName) -> None:
+def status(variant: VariantOption) -> None:
     """Show for every stage whether a run would reuse its output, and why."""
     from slimqwen.recipe import variant_recipe
 
     forecasts = table(["stage", "would be", "why"], [])
-    for forecast in variant_recipe.status(variants.load(variant)):
+    for forecast in variant_recipe.status(variant):
         forecasts.add_row(forecast.stage, "reused" if forecast.reused else "run", forecast.reason)
         for change in forecast.changes:
             forecasts.add_row(
@@ -53,24 +51,23 @@ def status(variant: VariantName) -> None:
 
 
 @app.command()
-def verify(variant: VariantName) -> None:
+def verify(variant: VariantOption) -> None:
     """Re-hash the checkpoint, check its tensors against its config.json, load it in vLLM."""
     from slimqwen import checkpoint
     from slimqwen.captured_log import capture_output
     from slimqwen.serving import in_process
 
-    subject = variants.load(variant)
-    log = subject.root / "logs" / f"verify-{variant}.log"
+    log = variant.root / "logs" / f"verify-{variant.name}.log"
     with progress_bar() as progress:
         manifest = checkpoint.verify(
-            subject.weights, variants.making_command(subject.weights, subject.root), progress
+            variant.weights, variants.making_command(variant.weights, variant.root), progress
         )
         progress("loading in vLLM", 0, 0)
         with capture_output(log):
-            in_process.try_out(subject.weights)
+            in_process.try_out(variant.weights)
     size = sum(record.bytes for record in manifest.files.values())
     say(
-        f"{relative(subject.weights)}: {len(manifest.files)} files, {size / 1e6:.1f} MB, as its manifest says; "
+        f"{relative(variant.weights)}: {len(manifest.files)} files, {size / 1e6:.1f} MB, as its manifest says; "
         f"its tensors are those its config.json promises; vLLM loads it and answers (log: {relative(log)})"
     )
 
@@ -81,12 +78,12 @@ def clean() -> None:
     from slimqwen.recipe import variant_recipe
 
     freed = variant_recipe.clean(variants.repository_root())
-    say(f"freed {freed / 1e6:.1f} MB of {relative(_weights() / 'store')}")
+    say(f"freed {freed / 1e6:.1f} MB of weights/store")
 
 
 @app.command()
 def corpus(
-    variant: VariantName,
+    variant: VariantOption,
     source: Annotated[
         list[str],
         typer.Option(
@@ -102,11 +99,10 @@ def corpus(
     from slimqwen import checkpoint
     from slimqwen.text import calibration_mix
 
-    subject = variants.load(variant)
-    checkpoint.check(subject.weights, variants.making_command(subject.weights, subject.root))
+    checkpoint.check(variant.weights, variants.making_command(variant.weights, variant.root))
     sources = [calibration_mix.parse_source(text) for text in source]
     with progress_bar() as progress:
-        manifest = calibration_mix.build(subject.weights, sources, tokens, seed, output, progress)
+        manifest = calibration_mix.build(variant.weights, sources, tokens, seed, output, progress)
     rows = table(["source"], ("weight", "documents", "duplicates", "near", "taken", "tokens"))
     for row in manifest["sources"]:
         documents = "endless" if row["documents"] is None else str(row["documents"])
@@ -133,20 +129,12 @@ def shape(
     say(f"weights/{folder.name}: random weights, seed 0, with the tokenizer of weights/tiny")
 
 
-def run_recipe(name: str, until: str | None = None) -> "list[runner.Outcome]":
-    """Run a variant's recipe with a progress bar, up to and including a stage if one is named."""
+def _run(variant: Variant, until: str | None = None) -> None:
     from slimqwen.recipe import variant_recipe
 
-    variant = variants.load(name)
     stages = None if until is None else variant_recipe.stages_until(variant, until)
     with progress_bar() as progress:
-        return variant_recipe.run(variant, stages, progress)
-
-
-def _run(name: str, until: str | None) -> None:
-    from slimqwen.recipe import variant_recipe
-
-    outcomes = run_recipe(name, until)
+        outcomes = variant_recipe.run(variant, stages, progress)
     rows = table(["stage", ""], ("time", "peak memory", "size before", "after"))
     for outcome in outcomes:
         rows.add_row(
@@ -158,15 +146,12 @@ def _run(name: str, until: str | None) -> None:
             f"{outcome.bytes_after / 1e6:.1f} MB",
         )
     console.print(rows)
-    is_complete = len(outcomes) == len(variant_recipe.read(variants.load(name)).steps)
-    say(f"checkpoint: {relative(_weights() / name if is_complete else outcomes[-1].folder)}")
+    is_complete = len(outcomes) == len(variant_recipe.read(variant).steps)
+    weights = variant.root / "weights" / variant.name
+    say(f"checkpoint: {relative(weights if is_complete else outcomes[-1].folder)}")
     for outcome in outcomes:
         if not outcome.reused:
             say(f"log of {outcome.stage}: {relative(outcome.log)}")
-
-
-def _weights() -> Path:
-    return variants.repository_root() / "weights"
 
 
 def _short(value: str | None) -> str:

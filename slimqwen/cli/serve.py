@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from slimqwen import variant as variants
 from slimqwen.cli.console import errors, say
-from slimqwen.cli.options import PlatformName, VariantName
+from slimqwen.cli.options import PlatformName, VariantOption
 from slimqwen.cli.plan import consult
 
 if TYPE_CHECKING:
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def serve(
-    variant: VariantName,
+    variant: VariantOption,
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="TCP port, instead of VLLM_PORT")] = None,
     platform: PlatformName = None,
     dry_run: Annotated[
@@ -45,7 +44,7 @@ def serve(
 
     with errors.status("reading vLLM's flags"):
         command = ServerCommand.resolve(
-            variants.load(variant),
+            variant,
             port=port,
             platform=platform,
             require_baked=require_baked is not None,
@@ -57,7 +56,7 @@ def serve(
             f"This is the command for platform {command.platform}; this machine is {machine.detect()}."
         )
     if command.platform_changes:
-        errors.print(f"Without a GPU, {variant} is served with these lines of its config.env changed:")
+        errors.print(f"Without a GPU, {variant.name} is served with these lines of its config.env changed:")
         for line in command.platform_changes:
             change = f"{line.replacement} instead" if line.replacement is not None else "left out"
             errors.print(f"  {line.key}={line.value}: {change}: {line.why}", markup=False)

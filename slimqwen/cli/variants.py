@@ -6,8 +6,9 @@ import typer
 
 from slimqwen import variant as variants
 from slimqwen.cli.console import console, progress_bar, relative, say
-from slimqwen.cli.options import VariantName
+from slimqwen.cli.options import VariantOption
 from slimqwen.cli.report import update_tables
+from slimqwen.variant import Variant
 
 app = typer.Typer(help="List, create and promote variants.", no_args_is_help=True)
 
@@ -46,32 +47,35 @@ def new(
 
 
 @app.command()
-def promote(variant: VariantName) -> None:
+def promote(variant: VariantOption) -> None:
     """Mark a variant as promoted and write its model card, if its gate passed on its present checkpoint."""
     from slimqwen.evals import promotion
 
-    candidate = variants.load(variant)
-    promoted = promotion.promote(candidate)
+    promoted = promotion.promote(variant)
     gate = relative(promoted.gate)
     if not promoted.changed:
-        say(f"{variant} is promoted already, by {gate}; nothing changed")
+        say(f"{variant.name} is promoted already, by {gate}; nothing changed")
         return
-    say(f"{variant} is promoted, by {gate}")
+    say(f"{variant.name} is promoted, by {gate}")
     if promoted.card:
         say(f"model card: {relative(promoted.card)}")
     else:
-        say(f"no model card: no recipe made {relative(candidate.weights)}")
-    update_tables(candidate.root)
+        say(f"no model card: no recipe made {relative(variant.weights)}")
+    update_tables(variant.root)
 
 
 def diff(
-    first: Annotated[str, typer.Argument(metavar="FIRST", help="folder of experiments/")],
-    second: Annotated[str, typer.Argument(metavar="SECOND", help="folder of experiments/")],
+    first: Annotated[
+        Variant, typer.Argument(metavar="FIRST", help="folder of experiments/", parser=variants.load)
+    ],
+    second: Annotated[
+        Variant, typer.Argument(metavar="SECOND", help="folder of experiments/", parser=variants.load)
+    ],
 ) -> None:
     """Show how two variants differ: tensors, config, tokenizer, flags; name the changes that no stage explains."""
     from slimqwen.report import checkpoint_difference
 
     with progress_bar() as progress:
-        tables = checkpoint_difference.tables(variants.load(first), variants.load(second), progress)
+        tables = checkpoint_difference.tables(first, second, progress)
     for table in tables:
         console.print(table.as_rich())
