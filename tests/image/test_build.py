@@ -37,7 +37,7 @@ def test_every_argument_of_the_dockerfile_is_given_and_no_other(tool, descriptio
     assert (given["VARIANT"], given["PLATFORM"], given["PORT"]) == ("child", "cpu", "8099")
     assert given["CHECKPOINT"] == description.checkpoint
     assert words[:2] == [tool, "build"]
-    assert f"wheelhouse={tmp_path / 'wheels'}" in words
+    assert f"--build-context=wheelhouse={tmp_path / 'wheels'}" in words
     assert words[-1] == str(tmp_path)
     # Else HEALTHCHECK is dropped.
     assert ("--format=docker" in words) == (tool != "docker")
