@@ -250,8 +250,11 @@ def _panel_spec(panel: Panel, labels: Sequence[str]) -> dict[str, Any]:
             values.append({**point, "joined": line.joined, "marked": is_marked})
     series_encoding = series(labels)
     x_axis, y_axis = axis("x", panel.x, padding=8), axis("y", panel.y)
-    if values and all(float(value["x"]).is_integer() for value in values):
-        x_axis["axis"] = {"format": ",d", "tickMinStep": 1}
+    positions = [value["x"] for value in values]
+    if positions and all(float(x).is_integer() for x in positions):
+        # Vega-Lite 5.21 drops `tickMinStep`, so no more ticks than whole numbers keep the step at 1 or above.
+        most_ticks = min(LOOK["axis"]["tickCount"], max(1, int(max(positions) - min(positions))))
+        x_axis["axis"] = {"format": ",d", "tickCount": most_ticks}
     if panel.positions:
         x_axis["axis"] = {
             "values": list(range(len(panel.positions))),

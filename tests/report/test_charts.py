@@ -131,6 +131,13 @@ def test_a_chart_is_drawn_beside_a_record_and_again_with_the_same_bytes(tmp_path
     assert charts.draw_beside(copy).read_bytes() == first
 
 
+def test_whole_numbers_have_a_tick_each(records):
+    sensitivity = next(entry.record for entry in records.select("gate_power") if entry.record.seeds == (0, 1))
+    chart = drawn(charts.of_record(sensitivity))
+    texts = [element.text for element in ET.fromstring(chart.svg).iter() if element.tag.endswith("text")]
+    assert texts.count("0") == texts.count("1") == len(sensitivity.panels())
+
+
 def test_series_of_a_bar_panel_are_stacked_by_name(records):
     starts = next(entry.record for entry in records.select("start_up", "tiny-best") if entry.record.phases)
     chart = drawn(charts.of_record(starts))

@@ -1,10 +1,9 @@
 import json
 
 import pytest
-import vl_convert
 
 from slimqwen.records import collection
-from slimqwen.report import trends
+from slimqwen.report import charts, trends
 
 SHORT = "short 31 -> 62"
 
@@ -99,8 +98,8 @@ def test_the_engine_is_named_where_it_changes(timed, tmp_path):
 
     scale = chart.spec["vconcat"][0]["layer"][0]["encoding"]["x"]["scale"]
     assert scale["domain"] == ["0|aaaaaaa|vLLM 0.32.0", "1|bbbbbbb|", "2|ccccccc|vLLM 0.33.0"]
-    drawn = vl_convert.vegalite_to_svg(dict(chart.spec), vl_version="5.21")
-    assert drawn.count("vLLM 0.33.0") == drawn.count("ccccccc") == 1
+    charts.draw([chart])
+    assert chart.svg.count("vLLM 0.33.0") == chart.svg.count("ccccccc") == 1
     assert [row[:3] for row in chart.rows][2] == (SHORT, "c" * 10, "vLLM 0.33.0")
 
 
