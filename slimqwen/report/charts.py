@@ -45,7 +45,7 @@ _LISTED_POINTS = 60
 _LEVEL_BARS = 4
 """Most bars with horizontal names; those of more would overlap."""
 
-_SERIES = [f"var(--c{number})" for number in range(1, 9)]
+_SERIES = [f"var(--c{number})" for number in range(1, 10)]
 _DASHES = [[1, 0], [6, 3], [2, 2]]
 
 LOOK: dict[str, Any] = {
@@ -83,10 +83,11 @@ LOOK: dict[str, Any] = {
 
 _STANDALONE = """<style>
 :root{--ink:#1d2329;--muted:#5a6570;--line:#b9c2cb;--grid:#e8ecef;--plain:#5a6570;--pass:#15693d;--fail:#b3302f;
---unsure:#855a00;--c1:#2f6fb3;--c2:#c2601f;--c3:#2a8a72;--c4:#8657b5;--c5:#b0457d;--c6:#6d7a1f;--c7:#3f8fa8;--c8:#8a6a4f}
+--unsure:#855a00;--c1:#2f6fb3;--c2:#c2601f;--c3:#2a8a72;--c4:#8657b5;--c5:#b0457d;--c6:#6d7a1f;--c7:#3f8fa8;--c8:#8a6a4f;
+--c9:#7d8791}
 @media (prefers-color-scheme:dark){:root{--ink:#e6eaee;--muted:#a3aeb9;--line:#4a545e;--grid:#2a3138;--plain:#a3aeb9;
 --pass:#56c98a;--fail:#f08080;--unsure:#e3b341;--c1:#79b0ea;--c2:#f0a066;--c3:#66cbb0;--c4:#c19cec;--c5:#ee8fbd;
---c6:#c3cf62;--c7:#7fcbe2;--c8:#cfae90}}
+--c6:#c3cf62;--c7:#7fcbe2;--c8:#cfae90;--c9:#9aa5b0}}
 </style>"""
 
 
@@ -287,7 +288,7 @@ def axis(field: str, title: str, padding: int = 0) -> dict[str, Any]:
 
 
 def series(labels: Sequence[str]) -> dict[str, Any]:
-    """Colour and dash encodings by series; after eight series colours repeat with another dash."""
+    """Colour and dash encodings by series; after nine series colours repeat with another dash."""
     domain = list(dict.fromkeys(labels))
     indices = range(len(domain))
     colours = [_SERIES[index % len(_SERIES)] for index in indices]
