@@ -17,9 +17,8 @@ from slimqwen.records import store, withdrawals
 from slimqwen.records.record import Measurements, Record
 from slimqwen.records.split import Split, split_of
 
-VARIANT_FILES = frozenset({"README.md", "config.env", "recipe.yaml", "measurements.json"})
+_VARIANT_FILES = frozenset({"README.md", "config.env", "recipe.yaml", "measurements.json"})
 """Files of a folder of experiments/ that are neither records nor their items."""
-
 
 AnyRecord = TypeVar("AnyRecord", bound=Record, covariant=True)
 
@@ -46,6 +45,11 @@ class StoredRecord(Generic[AnyRecord]):
     def variant(self) -> str:
         """The variant that was measured; empty for a record of no variant."""
         return self.record.variant
+
+    @property
+    def ended(self) -> str:
+        """When the measurement ended, UTC to the second."""
+        return self.record.provenance.ended
 
 
 @dataclass(frozen=True)
@@ -140,9 +144,7 @@ def collect(root: Path) -> Collection:
     _read_results(reader, root / "results", variants)
     _require_baselines(reader, variants)
     _require_cited(reader)
-    records = sorted(
-        reader.records, key=lambda entry: (entry.record.provenance.ended, entry.location), reverse=True
-    )
+    records = sorted(reader.records, key=lambda entry: (entry.ended, entry.location), reverse=True)
     return Collection(
         root,
         tuple(sorted(records, key=_group)),
@@ -199,7 +201,7 @@ def _read_variant(reader: _Reader, folder: Path, files: Iterable[Path]) -> None:
     for path in files:
         if path.parent != folder:
             reader.leave_out(path, "in a subfolder, which no variant has; move it away")
-        elif path.name in VARIANT_FILES:
+        elif path.name in _VARIANT_FILES:
             continue
         elif _is_unfinished(path):
             reader.leave_out(path, "left by an interrupted run; delete it")
@@ -209,16 +211,8 @@ def _read_variant(reader: _Reader, folder: Path, files: Iterable[Path]) -> None:
             # Items and a plot beside a record that is left out are not dangling.
             expected |= {f"{path.stem}.items.jsonl", f"{path.stem}.svg"}
             record = reader.read(path)
-            if isinstance(record, Record) and record.items and _belongs(reader, path, record, folder.name):
-                items = path.with_name(record.items.file)
-                expected.add(items.name)
-                if items.is_file():
-                    reader.add(path, record)
-                else:
-                    reason = f"its items {items.name} are missing; `git checkout` restores committed ones"
-                    reader.leave_out(path, reason)
-            elif record is not None and (isinstance(record, Measurements) or not record.items):
-                reader.leave_out(path, _misplaced(record.kind))
+            if record is not None:
+                expected.add(_add_of_variant(reader, path, record, folder.name))
     for path in others:
         if path.name not in expected:
             fault = (
@@ -226,6 +220,23 @@ def _read_variant(reader: _Reader, folder: Path, files: Iterable[Path]) -> None:
             )
             reader.leave_out(path, f"{fault}; restore the record, or delete this file")
     _read_measurements(reader, folder)
+
+
+def _add_of_variant(reader: _Reader, path: Path, record: Record | Measurements, variant: str) -> str:
+    """Add a record, or say why not; returns the name of its items."""
+    items = "" if isinstance(record, Measurements) or record.items is None else record.items.file
+    if isinstance(record, Measurements) or not items or not path.name.startswith(f"{record.kind}_"):
+        reader.leave_out(
+            path, f"holds a record of kind {record.kind}, which its name or its folder does not say"
+        )
+    elif record.variant != variant:
+        owner = record.variant
+        reader.leave_out(path, f"is of {owner}, in the folder of {variant}; move it to experiments/{owner}/")
+    elif not path.with_name(items).is_file():
+        reader.leave_out(path, f"its items {items} are missing; `git checkout` restores committed ones")
+    else:
+        reader.add(path, record)
+    return items
 
 
 def _read_measurements(reader: _Reader, folder: Path) -> None:
@@ -275,21 +286,6 @@ def _add_result(
         reader.leave_out(path, f"of variant {record.variant!r}, which experiments/ does not have")
     else:
         reader.add(path, record)
-
-
-def _belongs(reader: _Reader, path: Path, record: Record, variant: str) -> bool:
-    if not path.name.startswith(f"{record.kind}_"):
-        reader.leave_out(path, _misplaced(record.kind))
-        return False
-    if record.variant != variant:
-        owner = record.variant
-        reader.leave_out(path, f"is of {owner}, in the folder of {variant}; move it to experiments/{owner}/")
-        return False
-    return True
-
-
-def _misplaced(kind: str) -> str:
-    return f"holds a record of kind {kind}, which its name or its folder does not say"
 
 
 def _require_baselines(reader: _Reader, variants: set[str]) -> None:

@@ -1,6 +1,6 @@
 """The differences between the circumstances of two measurements, one line each."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -33,47 +33,42 @@ class Difference:
         return f"{self.name}: {self.before} -> {self.after}"
 
 
-def between(before: Provenance, after: Provenance) -> list[Difference]:
-    """Compare two provenance blocks; addresses and the folders of caches are left out."""
-    sides = before, after
-    digests = [{"": (side.checkpoint_digest or "none")[:12]} for side in sides]
-    hardware = [side.hardware.as_json() for side in sides]
-    return [
-        *_compare(Circumstance.CHECKPOINT, "checkpoint", *digests),
-        *_compare(Circumstance.DATA, "data file ", *(_shortened(side.datasets) for side in sides)),
-        *_compare(Circumstance.FLAGS, "flag ", *(provenance.deciding(side.flags) for side in sides)),
-        *_compare(Circumstance.FLAGS, "variable ", *(_variables(side.environment) for side in sides)),
-        *_compare(Circumstance.HARDWARE, "engine threads", *({"": side.threads} for side in sides)),
-        *_compare(Circumstance.HARDWARE, "hardware ", *hardware),
-        *_compare(Circumstance.PACKAGES, "", *(side.packages for side in sides)),
-        *_compare(
-            Circumstance.CODE,
-            "commit",
-            *({"": provenance.commit_name(side.git)} for side in sides),
-        ),
-    ]
-
-
-def _compare(
-    circumstance: Circumstance, prefix: str, before: Mapping[str, Any], after: Mapping[str, Any]
-) -> Iterator[Difference]:
-    for name in dict.fromkeys([*before, *after]):
-        old, new = before.get(name), after.get(name)
-        if old != new:
-            yield Difference(circumstance, f"{prefix}{name}", _text(old), _text(new))
-
-
-def _shortened(digests: Mapping[str, str]) -> dict[str, str]:
-    return {name: digest[:12] for name, digest in digests.items()}
-
-
-def _variables(environment: Mapping[str, str]) -> dict[str, str]:
+def _variables(block: Provenance) -> dict[str, str]:
     """The environment without the threads, which have their own line, and without cache folders."""
     return {
         name: value
-        for name, value in environment.items()
+        for name, value in block.environment.items()
         if name != "OMP_NUM_THREADS" and not name.endswith(("CACHE_ROOT", "CACHE_DIR"))
     }
+
+
+_COMPARED: tuple[tuple[Circumstance, str, Callable[[Provenance], Mapping[str, Any]]], ...] = (
+    (Circumstance.CHECKPOINT, "checkpoint", lambda block: {"": (block.checkpoint_digest or "none")[:12]}),
+    (
+        Circumstance.DATA,
+        "data file ",
+        lambda block: {name: digest[:12] for name, digest in block.datasets.items()},
+    ),
+    (Circumstance.FLAGS, "flag ", lambda block: provenance.deciding(block.flags)),
+    (Circumstance.FLAGS, "variable ", _variables),
+    (Circumstance.HARDWARE, "engine threads", lambda block: {"": block.threads}),
+    (Circumstance.HARDWARE, "hardware ", lambda block: block.hardware.as_json()),
+    (Circumstance.PACKAGES, "", lambda block: block.packages),
+    (Circumstance.CODE, "commit", lambda block: {"": provenance.commit_name(block.git)}),
+)
+"""What is compared: prefix of its name, and the values by the rest of the name."""
+
+
+def between(before: Provenance, after: Provenance) -> list[Difference]:
+    """Compare two provenance blocks; addresses and the folders of caches are left out."""
+    found = []
+    for circumstance, prefix, values in _COMPARED:
+        old, new = values(before), values(after)
+        for name in dict.fromkeys([*old, *new]):
+            first, second = old.get(name), new.get(name)
+            if first != second:
+                found.append(Difference(circumstance, f"{prefix}{name}", _text(first), _text(second)))
+    return found
 
 
 def _text(value: Any) -> str:

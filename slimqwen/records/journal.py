@@ -25,13 +25,11 @@ class Journal:
 
     def __init__(self, file: Path, stream: io.FileIO, answers: Mapping[str, Any]) -> None:
         self._file, self._stream, self._answers = file, stream, answers
-        self._count = len(answers)
         self._added: dict[str, Any] = {}
         self._reused: set[str] = set()
 
     def __len__(self) -> int:
-        """Number of answers in the file."""
-        return self._count
+        return len(self._answers) + len(self._added)
 
     @property
     def reused(self) -> int:
@@ -50,17 +48,11 @@ class Journal:
         return self._answers.get(key, self._added.get(key))
 
     def add(self, request: Any, answer: Any) -> None:
-        """Append an answer.
-
-        Args:
-            request: everything that decides the answer, as JSON.
-            answer: what `get` returns for the request, as JSON.
-        """
+        """Append an answer, which `get` returns for the same request from now on; both as JSON."""
         key = _digest(request)
         line = json.dumps([key, answer], ensure_ascii=False) + "\n"
         self._stream.write(line.encode())
         self._added[key] = answer
-        self._count += 1
 
     def discard(self) -> None:
         """Delete the file, once the run has its record."""

@@ -11,14 +11,14 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from slimqwen import redaction
+from slimqwen.checkpoint.files import sha256
 from slimqwen.errors import SlimqwenError
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance
@@ -37,10 +37,7 @@ _DIGEST = f"{_TAG}sha256"
 _RECORD = f"{_TAG}record"
 _SETTINGS = ("suite", "workload", "plan", "limit", "split", "endpoint", "rounds", "baseline")
 # The tracking API's own limits.
-_METRICS_AT_ONCE, _PARAMS_AT_ONCE, _LONGEST_PARAM = 1000, 100, 6000
-_PAGE = 1000
-
-_Entity = TypeVar("_Entity")
+_METRICS_AT_ONCE, _PARAMS_AT_ONCE, _LONGEST_PARAM, _RUNS_AT_ONCE = 1000, 100, 6000, 1000
 
 
 class MlflowExportError(SlimqwenError):
@@ -94,7 +91,9 @@ def export(root: Path, uri: str | None = None, progress: Progress = silent) -> E
             client = MlflowClient(tracking_uri=uri)
             experiment = _experiment(client, uri)
             known = _known_digests(client, experiment)
-            new = [(entry, digest) for entry in records.records if (digest := _sha256(entry)) not in known]
+            new = [
+                (entry, digest) for entry in records.records if (digest := sha256(entry.path)) not in known
+            ]
             for number, (entry, digest) in enumerate(new):
                 progress("sending records", number, len(new))
                 _send(client, experiment, entry, digest)
@@ -127,7 +126,7 @@ def _export_lock(root: Path, uri: str, progress: Progress) -> Iterator[None]:
 
 
 def _experiment(client: "MlflowClient", uri: str) -> str:
-    """The id of the experiment, which is created if missing; artifacts go beside a database file."""
+    """The id of the experiment, created if missing; artifacts go beside a database file."""
     experiment = client.get_experiment_by_name(EXPERIMENT)
     if experiment is not None:
         return str(experiment.experiment_id)
@@ -142,7 +141,7 @@ def _known_digests(client: "MlflowClient", experiment: str) -> set[str]:
     incomplete = []
     token: str | None = None
     while True:
-        page = client.search_runs([experiment], max_results=_PAGE, page_token=token)
+        page = client.search_runs([experiment], max_results=_RUNS_AT_ONCE, page_token=token)
         for run in page:
             if _DIGEST in run.data.tags:
                 digests.add(run.data.tags[_DIGEST])
@@ -163,12 +162,12 @@ def _send(client: "MlflowClient", experiment: str, entry: StoredRecord[Record], 
     started, ended = (_milliseconds(moment) for moment in (block.started, block.ended))
     name = f"{entry.variant} {entry.path.stem}".strip()
     run = client.create_run(experiment, start_time=started, run_name=name, tags=_tags(entry)).info.run_id
-    for metrics in _batches(
-        (Metric(key, value, ended, 0) for key, value in _metrics(entry).items()), _METRICS_AT_ONCE
-    ):
-        client.log_batch(run, metrics=metrics)
-    for params in _batches((Param(key, value) for key, value in _params(entry).items()), _PARAMS_AT_ONCE):
-        client.log_batch(run, params=params)
+    metrics = [Metric(key, value, ended, 0) for key, value in _metrics(entry).items()]
+    for start in range(0, len(metrics), _METRICS_AT_ONCE):
+        client.log_batch(run, metrics=metrics[start : start + _METRICS_AT_ONCE])
+    params = [Param(key, value) for key, value in _params(entry).items()]
+    for start in range(0, len(params), _PARAMS_AT_ONCE):
+        client.log_batch(run, params=params[start : start + _PARAMS_AT_ONCE])
     client.log_artifact(run, str(entry.path))
     if entry.record.items:
         client.log_artifact(run, str(entry.path.with_name(entry.record.items.file)))
@@ -227,15 +226,5 @@ def _key(name: str) -> str:
     return re.sub(r"[^\w\-. :/]", "_", name)
 
 
-def _batches(entities: Iterable[_Entity], size: int) -> Iterator[list[_Entity]]:
-    rest = iter(entities)
-    while batch := list(islice(rest, size)):
-        yield batch
-
-
 def _milliseconds(moment: str) -> int:
     return int(datetime.fromisoformat(moment).timestamp() * 1000)
-
-
-def _sha256(entry: StoredRecord[Record]) -> str:
-    return hashlib.sha256(entry.path.read_bytes()).hexdigest()

@@ -31,8 +31,7 @@ def newest_pair(
     """The newest records of two variants that can be compared, those measured in turns before others.
 
     Args:
-        first: experiments/<variant> of the first.
-        second: experiments/<variant> of the second.
+        first: experiments/<variant>, as the second.
         basis: what two records must share to be compared, by name.
         command: command that makes a record of a variant like another record.
         condition: whether a record counts; by default all do.
@@ -42,19 +41,12 @@ def newest_pair(
         NotComparableError: no two records have the same basis.
     """
     newest = store.latest(first, kind, condition), store.latest(second, kind, condition)
-
-    def candidates(folder: Path) -> list[tuple[Path, AnyRecord]]:
-        entries = [(path, store.read(path, kind)) for path in store.records(folder, kind)]
-        return [
-            (path, record)
-            for path, record in entries
-            if not record.provenance.host_was_busy and split_of(record) is None and condition(record)
-        ]
-
-    others = candidates(second)
+    candidates, others = (
+        list(store.comparable(store.records(folder, kind), kind, condition)) for folder in (first, second)
+    )
     fitting = [
         (_run(record) != _run(other), path, other_path)
-        for path, record in candidates(first)
+        for path, record in candidates
         for other_path, other in others
         if basis(record) == basis(other)
     ]
@@ -62,7 +54,7 @@ def newest_pair(
         # A pair measured in turns goes before a newer one.
         _, path, other_path = min(fitting, key=lambda pair: pair[0])
         return path, other_path
-    a, b = (store.read(path, kind) for path in newest)
+    a, b = candidates[0][1], others[0][1]
     require_same(*newest, basis(a), basis(b), command(b.variant, a))
     raise AssertionError("no pair fits, so the newest records differ")
 
@@ -117,26 +109,20 @@ def require_same(
     """Check that two records can be compared.
 
     Args:
-        first: file of the first record.
-        second: file of the second record.
         first_basis: values of the first that the second must share, by name.
-        second_basis: the same values of the second.
         cure: command that makes a record that fits; empty if both must be measured again.
 
     Raises:
         NotComparableError: names the differences, and the command.
     """
-    pairs = {
-        name: (first_basis.get(name), second_basis.get(name)) for name in {**first_basis, **second_basis}
-    }
-    differences = {name: values for name, values in pairs.items() if values[0] != values[1]}
-    if differences:
-        shown = ", ".join(
-            f"{name} ({a} and {b})" if isinstance(a, str | int) else name
-            for name, (a, b) in differences.items()
-        )
+    shown = []
+    for name in {**first_basis, **second_basis}:
+        a, b = first_basis.get(name), second_basis.get(name)
+        if a != b:
+            shown.append(f"{name} ({a} and {b})" if isinstance(a, str | int) else name)
+    if shown:
         raise NotComparableError(
-            f"{first.parent.name}/{first.name} and {second.parent.name}/{second.name} differ in {shown}; "
+            f"{first.parent.name}/{first.name} and {second.parent.name}/{second.name} differ in {', '.join(shown)}; "
             + (f"`{cure}` makes one that fits" if cure else "measure both again")
         )
 

@@ -42,7 +42,6 @@ _KERNEL_CPU_FLAGS = (
     "bf16",
     "sve",
 )
-_THREADS_VARIABLE = "OMP_NUM_THREADS"
 _NOT_CODE = (
     ":(exclude)experiments/*.json",
     ":(exclude)experiments/*.jsonl",
@@ -50,7 +49,6 @@ _NOT_CODE = (
     ":(exclude)results",
     ":(exclude)*.md",
 )
-
 
 CPU_NOTE = "Measured on a CPU: no CPU figure is evidence about a GPU."
 
@@ -73,11 +71,9 @@ def describe(
     """The provenance of a measurement of a served variant that ends now.
 
     Args:
-        server: command of the variant's server.
         command: program and arguments of the measurement; paths become relative to the repository.
         started: `utc_now()` at the beginning.
         datasets: files of the items.
-        seeds: seeds by purpose.
         already_running: whether the server ran before, instead of being started for this measurement alone.
         host_load: load of the host while requests were timed; None where nothing was timed.
 
@@ -138,7 +134,6 @@ def circumstances(root: Path, command: Sequence[str], started: str, **inputs: An
     """The provenance of a measurement that ends now.
 
     Args:
-        command: program and arguments.
         started: `utc_now()` at the beginning.
         inputs: other fields of `Provenance` that decided the figures, such as the checkpoint or `of_server()`.
     """
@@ -160,54 +155,36 @@ def _circumstances(root: Path, command: Sequence[str], started: str) -> dict[str
         "started": started,
         "ended": utc_now(),
         "git": git_state(root),
-        "threads": threads({}),
+        "threads": _threads({}),
         "packages": package_versions(),
         "hardware": hardware(),
     }
 
 
-def served(flags: Mapping[str, Any], environment: Mapping[str, str], root: Path) -> dict[str, Any]:
-    """The fields of a provenance that describe an engine: flags, environment and threads.
-
-    Args:
-        flags: vLLM's resolved flags by name.
-        environment: environment variables that the server was given.
-    """
-    public = {
-        name: redaction.REDACTED if redaction.names_flag(name) and isinstance(value, str) else value
-        for name, value in flags.items()
-    }
-    return {
-        "flags": portable(public, root),
-        "environment": portable(redacted(environment), root),
-        "threads": threads(environment),
-    }
-
-
 def of_server(command: ServerCommand) -> dict[str, Any]:
-    """The fields of a provenance that describe the engine of a server.
-
-    Args:
-        command: command that starts the server.
-    """
-    return served(command.flags, command.environment, command.variant.root)
+    """The fields of a provenance that describe the engine of a server: flags, environment and threads."""
+    flags = {
+        name: redaction.REDACTED if redaction.names_flag(name) and isinstance(value, str) else value
+        for name, value in command.flags.items()
+    }
+    root = command.variant.root
+    return {
+        "flags": portable(flags, root),
+        "environment": portable(redacted(command.environment), root),
+        "threads": _threads(command.environment),
+    }
 
 
 def still_holds(block: Provenance, command: ServerCommand) -> bool:
     """Whether a measurement made now would only repeat a record.
 
-    Args:
-        block: provenance of the record.
-        command: command that would serve the variant now; its port does not matter.
-
-    Returns:
-        True if checkpoint, flags, environment, data files, package versions and hardware are unchanged.
+    That is so if checkpoint, flags, environment, data files, package versions and hardware are unchanged; the port of
+    the command that would serve the variant now does not matter.
     """
-    variant = command.variant
     present = of_server(command)
     return (
         not block.host_was_busy
-        and same_inputs(block, variant.weights, variant.root)
+        and same_inputs(block, command.variant.weights, command.variant.root)
         and deciding(block.flags) == deciding(present["flags"])
         and block.environment == present["environment"]
     )
@@ -244,11 +221,9 @@ def portable(value: Any, root: Path) -> Any:
         return {key: portable(item, root) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [portable(item, root) for item in value]
-    if isinstance(value, Path):
-        return portable(str(value), root)
-    if not isinstance(value, str):
+    if not isinstance(value, str | Path):
         return value
-    relative = value.replace(f"{root}/", "").replace(str(root), ".")
+    relative = str(value).replace(f"{root}/", "").replace(str(root), ".")
     return f".../{Path(relative).name}" if relative.startswith("/") else relative
 
 
@@ -258,9 +233,9 @@ def shell_command(command: Sequence[str], root: Path) -> str:
     return shlex.join(["python", *words] if words[0].endswith(".py") else words)
 
 
-def threads(environment: Mapping[str, str]) -> int | None:
+def _threads(environment: Mapping[str, str]) -> int | None:
     """OpenMP threads of an engine with these variables, else of this process; None if neither is set."""
-    text = environment.get(_THREADS_VARIABLE) or os.environ.get(_THREADS_VARIABLE, "")
+    text = environment.get("OMP_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS", "")
     return int(text) if text.isdecimal() and int(text) else None
 
 

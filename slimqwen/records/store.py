@@ -23,7 +23,6 @@ from slimqwen.records.record import Items, Measurements, Record
 from slimqwen.records.split import split_of
 
 AnyRecord = TypeVar("AnyRecord", bound=Record)
-_TIME_PATTERN = "????-??-??T??????Z"
 
 
 class RecordError(SlimqwenError):
@@ -224,24 +223,27 @@ def records(folder: Path, kind: type[Record]) -> Iterator[Path]:
     yield from sorted(folder.glob(f"{kind.kind}_*.json"), reverse=True)
 
 
+def comparable(
+    paths: Iterable[Path], kind: type[AnyRecord], condition: Callable[[AnyRecord], bool]
+) -> Iterator[tuple[Path, AnyRecord]]:
+    """The records that meet a condition, with their files; those of a busy host or of a split do not count."""
+    for path in paths:
+        record = read(path, kind)
+        if not record.provenance.host_was_busy and split_of(record) is None and condition(record):
+            yield path, record
+
+
 def latest(
     folder: Path, kind: type[AnyRecord], condition: Callable[[AnyRecord], bool] = lambda record: True
 ) -> Path:
-    """The newest record of a kind in experiments/<variant> that meets a condition.
-
-    Records of a busy host or of a split do not count.
-
-    Args:
-        condition: whether a record counts; by default all do.
+    """The newest of the `comparable` records of a kind in experiments/<variant>.
 
     Raises:
         MissingRecordError: there is none; names the command that makes one.
         RecordError: a newer record is damaged.
     """
-    for path in records(folder, kind):
-        record = read(path, kind)
-        if not record.provenance.host_was_busy and split_of(record) is None and condition(record):
-            return path
+    for path, _ in comparable(records(folder, kind), kind, condition):
+        return path
     raise MissingRecordError(
         f"no {kind.kind} record that fits in {folder.parent.name}/{folder.name}{_cure(kind, folder.name)}"
     )
@@ -249,8 +251,8 @@ def latest(
 
 def results(root: Path, kind: type[Record], variant: str) -> list[Path]:
     """Files of the records of a kind and variant in results/ of a repository, newest first."""
-    pattern = f"{glob.escape(f'{kind.kind}_{variant}')}_{_TIME_PATTERN}.json"
-    return sorted((root / "results").glob(pattern), reverse=True)
+    stem = glob.escape(f"{kind.kind}_{variant}")
+    return sorted((root / "results").glob(f"{stem}_????-??-??T??????Z.json"), reverse=True)
 
 
 def latest_result(
@@ -259,19 +261,14 @@ def latest_result(
     variant: str,
     condition: Callable[[AnyRecord], bool] = lambda record: True,
 ) -> Path:
-    """The newest record of a kind and variant in results/ that meets a condition; those of a busy host do not count.
-
-    Args:
-        condition: whether a record counts; by default all do.
+    """The newest of the `comparable` records of a kind and variant in results/.
 
     Raises:
         MissingRecordError: there is none; names the command that makes one.
         RecordError: a newer record is damaged.
     """
-    for path in results(root, kind, variant):
-        record = read(path, kind)
-        if not record.provenance.host_was_busy and condition(record):
-            return path
+    for path, _ in comparable(results(root, kind, variant), kind, condition):
+        return path
     raise MissingRecordError(f"no {kind.kind} record of {variant} in results{_cure(kind, variant)}")
 
 

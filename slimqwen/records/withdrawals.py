@@ -17,7 +17,6 @@ LOCATION = "results/withdrawn.yaml"
 
 _Text = Annotated[str, StringConstraints(min_length=1, strip_whitespace=True)]
 _REASONS = TypeAdapter(dict[_Text, _Text])
-_ITEMS, _RECORD = ".items.jsonl", ".json"
 
 
 def read(root: Path) -> Mapping[str, str]:
@@ -38,9 +37,5 @@ def read(root: Path) -> Mapping[str, str]:
 
 
 def record_of(location: str) -> str:
-    """The location of the record that a file belongs to: the record itself, or the record of items.
-
-    Args:
-        location: path of a record or of items, from the repository's root.
-    """
-    return location.removesuffix(_ITEMS) + _RECORD if location.endswith(_ITEMS) else location
+    """The location of the record that a file belongs to: the record itself, or the record of items."""
+    return location.removesuffix(".items.jsonl").removesuffix(".json") + ".json"

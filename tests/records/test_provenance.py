@@ -3,7 +3,7 @@ import os
 import shlex
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -25,6 +25,12 @@ values = st.recursive(
     st.one_of(paths, st.integers(), st.booleans(), st.text(max_size=10).filter(lambda t: "/" not in t)),
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(names, inner, max_size=3)),
 )
+
+
+def server(root, weights=None, flags=MappingProxyType({}), environment=MappingProxyType({})):
+    """What provenance reads of a server's command."""
+    variant = SimpleNamespace(root=root, weights=weights)
+    return SimpleNamespace(variant=variant, flags=flags, environment=environment)
 
 
 @given(values)
@@ -62,7 +68,9 @@ def test_secrets_are_redacted_in_flags_and_addresses_and_counts_of_tokens_are_no
         "max-num-batched-tokens": 2048,
         "ssl-keyfile": "a.pem",
     }
-    block = provenance.served(flags, {"HTTPS_PROXY": "http://me:hunter2@proxy.example.org:3128"}, ROOT)
+    block = provenance.of_server(
+        server(ROOT, flags=flags, environment={"HTTPS_PROXY": "http://me:hunter2@proxy.example.org:3128"})
+    )
     assert "hunter2" not in json.dumps(block)
     assert (block["flags"]["max-num-batched-tokens"], block["flags"]["ssl-keyfile"]) == (2048, "a.pem")
     assert block["environment"]["HTTPS_PROXY"].endswith("@proxy.example.org:3128")
@@ -81,7 +89,7 @@ def test_threads_are_the_engine_s_or_else_this_process_s(monkeypatch, given, own
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if own is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", own)
-    assert provenance.served({}, given, ROOT)["threads"] == threads
+    assert provenance.of_server(server(ROOT, environment=given))["threads"] == threads
 
 
 @given(st.lists(st.text(st.characters(blacklist_characters="/\0", blacklist_categories=["Cs"])), max_size=4))
@@ -138,14 +146,15 @@ def test_versions_and_hardware_of_this_machine_are_found():
 
 
 def describe(root, weights, datasets):
-    server = SimpleNamespace(
-        variant=SimpleNamespace(root=root, weights=weights),
-        flags={"model": str(weights), "max-num-seqs": 8},
-        environment={"VLLM_CACHE_ROOT": str(root / ".cache" / "vllm"), "HF_TOKEN": "hunter2"},
-    )
+    flags = {"model": str(weights), "max-num-seqs": 8}
+    environment = {"VLLM_CACHE_ROOT": str(root / ".cache" / "vllm"), "HF_TOKEN": "hunter2"}
     command = [str(root / "scripts" / "eval_quality.py"), "--variant", "tiny"]
     return provenance.describe(
-        server, command, provenance.utc_now(), datasets=datasets, seeds={"lm_eval": 1234}
+        server(root, weights, flags, environment),
+        command,
+        provenance.utc_now(),
+        datasets=datasets,
+        seeds={"lm_eval": 1234},
     )
 
 

@@ -147,7 +147,9 @@ def test_series_of_a_bar_panel_are_stacked_by_name(records):
     scale = chart.spec["vconcat"][-1]["encoding"]["color"]["scale"]
     assert len(set(scale["range"])) == len(scale["domain"]) == len(starts.starts) + len(starts.phases)
     colours = {colour.removeprefix("var(").removesuffix(")") for colour in scale["range"]}
-    assert colours <= set(re.findall(r"--c\d+(?=:)", (ROOT / "slimqwen/report/assets/report.css").read_text()))
+    assert colours <= set(
+        re.findall(r"--c\d+(?=:)", (ROOT / "slimqwen/report/assets/report.css").read_text())
+    )
     phase = next(iter(starts.phases))
     assert {row[2] for row in chart.rows if row[0] == phase.replace("_", " ")} == {"cold", "warm", "baked"}
 
