@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from slimqwen.records.provenance import CPU_NOTE, commit_name
 from slimqwen.report.fronts import Board
-from slimqwen.report.leaderboard import TIMES, Evidence, Margins, Row, Score, hardware, in_margins
+from slimqwen.report.leaderboard import TIMES, Evidence, Margins, Row, hardware
 
 _VERDICTS = ("promoted", "pass", "inconclusive", "measured", "planned", "fail", "rejected", "unreadable")
 
@@ -91,21 +91,7 @@ def initials(kinds: Sequence[str]) -> dict[str, str]:
     return letters
 
 
-def cells(row: Row, board_columns: Sequence[Column]) -> list[Cell]:
-    """Cells of a row, one per column."""
-    return [column.cell(row) for column in board_columns]
-
-
-def change(score: Score) -> str:
-    """Paired change ± standard error; empty if not paired."""
-    if score.change is None:
-        return ""
-    difference = score.change.difference
-    return f"{difference.value:+.3f} ± {difference.standard_error:.3f}"
-
-
-def margins(gain: Margins) -> str:
-    """A gain in margins with its interval."""
+def _margins(gain: Margins) -> str:
     return f"{gain.value:+.2f} [{gain.low:+.2f}, {gain.high:+.2f}]"
 
 
@@ -136,7 +122,7 @@ def _speed_up(row: Row) -> Cell:
 
 
 def _worst(row: Row) -> Cell:
-    return Cell(margins(row.worst), row.worst.low, row.worst.task) if row.worst else Cell()
+    return Cell(_margins(row.worst), row.worst.low, row.worst.task) if row.worst else Cell()
 
 
 def _score(suite: str, task: str) -> Callable[[Row], Cell]:
@@ -147,11 +133,14 @@ def _score(suite: str, task: str) -> Callable[[Row], Cell]:
         result = score.row
         order = result.value if result.higher_is_better else -result.value
         text = f"{result.value:.3f} ± {result.standard_error:.3f}"
-        verdict = str(score.change.judgement.verdict) if score.change else ""
-        title = f"{result.measure.replace('_', ' ')}, {result.item_count} of {result.available_count} items"
+        note = verdict = ""
         if score.change:
-            title += f"; gain in margins {margins(in_margins(score.change))}"
-        return Cell(text, order, f"{change(score)} {verdict}".strip(), verdict, title)
+            difference, verdict = score.change.difference, str(score.change.judgement.verdict)
+            note = f"{difference.value:+.3f} ± {difference.standard_error:.3f} {verdict}"
+        title = f"{result.measure.replace('_', ' ')}, {result.item_count} of {result.available_count} items"
+        if score.gain:
+            title += f"; gain in margins {_margins(score.gain)}"
+        return Cell(text, order, note, verdict, title)
 
     return cell
 

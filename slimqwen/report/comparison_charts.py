@@ -21,7 +21,7 @@ from slimqwen.report.charts import (
     series,
 )
 from slimqwen.report.fronts import Front, Point
-from slimqwen.report.leaderboard import Score, in_margins, median_interval, requests
+from slimqwen.report.leaderboard import Score, median_interval, requests
 
 _NAMED_POINTS = 8
 """Most points with a name beside them: more names would overlap."""
@@ -45,18 +45,20 @@ _NO_VERDICT = ("var(--plain)", "square")
 _BASELINE = ("var(--ink)", "diamond")
 
 
-def _look(verdict: str) -> tuple[str, str]:
-    """Colour and shape of a verdict."""
-    return _VERDICTS.get(verdict, _NO_VERDICT)
-
-
 def pareto(front: Front) -> Chart:
     """Quality against one cost; a line joins the variants that no other beats in both."""
     ranked = sorted(front.points, key=lambda point: (point.variant != front.baseline, not point.on_front))
     names = _names(ranked[:_NAMED_POINTS])
     values: Values = []
+    rows = []
     for point in front.points:
-        colour, shape = _BASELINE if point.variant == front.baseline else _look(point.standing)
+        standing, (colour, shape) = point.standing, _VERDICTS.get(point.standing, _NO_VERDICT)
+        if point.variant == front.baseline:
+            standing, (colour, shape) = "baseline", _BASELINE
+        quality = point.quality
+        cost = f"{point.cost:,.1f} [{point.cost_low:,.1f}, {point.cost_high:,.1f}]"
+        if point.cost_low == point.cost_high:
+            cost = f"{point.cost:,.2f}"
         values.append(
             {
                 "name": names.get(point.variant, ""),
@@ -65,11 +67,21 @@ def pareto(front: Front) -> Chart:
                 "x": point.cost,
                 "x1": point.cost_low,
                 "x2": point.cost_high,
-                "y": point.quality.value,
-                "y1": point.quality.low,
-                "y2": point.quality.high,
+                "y": quality.value,
+                "y1": quality.low,
+                "y2": quality.high,
                 "front": point.on_front,
             }
+        )
+        rows.append(
+            (
+                point.variant,
+                standing,
+                cost,
+                f"{quality.value:+.2f} [{quality.low:+.2f}, {quality.high:+.2f}]",
+                quality.task or "-",
+                "yes" if point.on_front else "no",
+            )
         )
     low, high = min(point.cost_low for point in front.points), max(point.cost_high for point in front.points)
     edge = low + 0.9 * (high - low)
@@ -100,19 +112,6 @@ def pareto(front: Front) -> Chart:
             for align, dx, side in (("left", 7, "<="), ("right", -7, ">"))
         ),
     ]
-    rows = tuple(
-        (
-            point.variant,
-            "baseline" if point.variant == front.baseline else point.standing,
-            f"{point.cost:,.2f}"
-            if point.cost_low == point.cost_high
-            else f"{point.cost:,.1f} [{point.cost_low:,.1f}, {point.cost_high:,.1f}]",
-            f"{point.quality.value:+.2f} [{point.quality.low:+.2f}, {point.quality.high:+.2f}]",
-            point.quality.task or "-",
-            "yes" if point.on_front else "no",
-        )
-        for point in front.points
-    )
     note = (
         f"Against {front.baseline} at 0, on {front.hardware}. Up and left is better; the line joins the front, the "
         "dashed rule is the margin. Circle: pass, triangle: inconclusive, cross: fail, square: no verdict, diamond: "
@@ -123,7 +122,7 @@ def pareto(front: Front) -> Chart:
         note,
         {"layer": layers, "data": {"values": values}},
         ("variant", "standing", front.axis, "worst task, in margins", "which", "on the front"),
-        rows,
+        tuple(rows),
     )
 
 
@@ -148,20 +147,25 @@ def _names(points: Sequence[Point]) -> dict[str, str]:
 
 def changes(scores: Iterable[Score]) -> Chart | None:
     """Paired change of each task in margins with its interval; None if nothing is paired."""
-    paired = [(score, in_margins(score.change), score.change) for score in scores if score.change]
-    if not paired:
+    values: Values = []
+    rows = []
+    for score in scores:
+        if score.change and (gain := score.gain):
+            verdict = str(score.change.judgement.verdict)
+            colour, shape = _VERDICTS.get(verdict, _NO_VERDICT)
+            values.append(
+                {
+                    "task": score.task,
+                    "x": gain.value,
+                    "x1": gain.low,
+                    "x2": gain.high,
+                    "colour": colour,
+                    "shape": shape,
+                }
+            )
+            rows.append((score.task, f"{gain.value:+.2f}", f"{gain.low:+.2f} to {gain.high:+.2f}", verdict))
+    if not rows:
         return None
-    values: Values = [
-        {
-            "task": score.task,
-            "x": gain.value,
-            "x1": gain.low,
-            "x2": gain.high,
-            "colour": _look(str(change.judgement.verdict))[0],
-            "shape": _look(str(change.judgement.verdict))[1],
-        }
-        for score, gain, change in paired
-    ]
     y = {
         "field": "task",
         "type": "nominal",
@@ -182,21 +186,12 @@ def changes(scores: Iterable[Score]) -> Chart | None:
             "encoding": {"y": y, "x": x, "color": COLOUR, "shape": SHAPE},
         },
     ]
-    rows = tuple(
-        (
-            score.task,
-            f"{gain.value:+.2f}",
-            f"{gain.low:+.2f} to {gain.high:+.2f}",
-            str(change.judgement.verdict),
-        )
-        for score, gain, change in paired
-    )
     return chart(
         "Quality by task, paired with the baseline",
         "95 % intervals. A task passes where its whole interval lies right of the dashed margin.",
         {"layer": layers, "data": {"values": values}, "height": {"step": 26}},
         ("task", "gain in margins", "95 % interval", "verdict"),
-        rows,
+        tuple(rows),
     )
 
 
@@ -224,16 +219,8 @@ def latency_distributions(sides: Sequence[StoredRecord[Latency]]) -> Chart:
                 values.append({"x": times[index], "y": (index + 1) / len(times), "series": entry.variant})
             low, high = median_interval(entry, name, "e2el_ms")
             interval = f"{low:,.1f} to {high:,.1f}"
-            rows.append(
-                (
-                    shape,
-                    entry.variant,
-                    str(len(times)),
-                    f"{median(times):,.1f}",
-                    interval,
-                    f"{times[-1]:,.1f}",
-                )
-            )
+            middle, slowest = f"{median(times):,.1f}", f"{times[-1]:,.1f}"
+            rows.append((shape, entry.variant, str(len(times)), middle, interval, slowest))
         share = {
             **axis("y", "share finished"),
             "scale": {"domain": [0, 1]},

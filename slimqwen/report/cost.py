@@ -74,9 +74,7 @@ def throughputs(records: Collection, variant: str | None = None) -> list[Through
         variant: name of the variant; None for all, each under the load that yields most.
     """
     newest: dict[tuple[str, str, str], StoredRecord[Latency]] = {}
-    for entry in sorted(
-        records.select(Latency, variant), key=lambda entry: entry.record.provenance.ended, reverse=True
-    ):
+    for entry in sorted(records.select(Latency, variant), key=lambda entry: entry.ended, reverse=True):
         if any(figures.goodput for figures in entry.record.classes.values()):
             newest.setdefault((entry.variant, hardware(entry), entry.record.workload), entry)
     rows = []

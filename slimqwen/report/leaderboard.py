@@ -4,8 +4,8 @@ A cell shows a figure of one record, or a comparison of two paired records; noth
 shows up by itself: its verdict in the evidence, its `leaderboard_columns` as columns.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -41,22 +41,6 @@ _NEEDED = (Quality.kind, Latency.kind, Gate.kind)
 
 
 @dataclass(frozen=True)
-class Score:
-    """One task of a quality record.
-
-    Attributes:
-        task: name of the task without the suite's.
-        row: the task's part of the record.
-        change: change against the baseline on the same items; None if not paired.
-    """
-
-    suite: str
-    task: str
-    row: TaskScore
-    change: TaskComparison | None = None
-
-
-@dataclass(frozen=True)
 class Margins:
     """A gain (loss if negative) in units of the non-inferiority margin, with its 95 % interval."""
 
@@ -67,11 +51,35 @@ class Margins:
 
 
 @dataclass(frozen=True)
+class Score:
+    """One task of a quality record.
+
+    Attributes:
+        task: name of the task without the suite's.
+        change: change against the baseline on the same items; None if not paired.
+    """
+
+    suite: str
+    task: str
+    row: TaskScore
+    change: TaskComparison | None = None
+
+    @property
+    def gain(self) -> Margins | None:
+        """The change in units of its margin, with a margin of 0 in the measure's own unit; None if not paired."""
+        if self.change is None:
+            return None
+        judgement, value = self.change.judgement, self.change.difference.value
+        unit = judgement.margin or 1.0
+        gain = value if self.change.higher_is_better else -value
+        return Margins(self.task, gain / unit, judgement.low / unit, judgement.high / unit)
+
+
+@dataclass(frozen=True)
 class Evidence:
     """The newest record of a kind.
 
     Attributes:
-        kind: kind of record.
         verdict: pass, fail, inconclusive; "measured" for a kind without verdict, "missing" without a record.
         is_stale: whether it is of another checkpoint than the newest quality record.
     """
@@ -86,7 +94,6 @@ class Timing:
     """The newest latency record over the prompt classes on one hardware.
 
     Attributes:
-        latency: the record.
         baseline: the baseline's record of the same requests on the same hardware; None without one.
         comparison: paired ratios of both records; empty if they were not timed in turns.
         as_scored: whether it is of the same checkpoint as the newest quality record.
@@ -175,12 +182,8 @@ class Row:
     @cached_property
     def worst(self) -> Margins | None:
         """The task whose interval reaches furthest down, which decides; None if nothing is paired."""
-        changes = [
-            replace(in_margins(score.change), task=score.task)
-            for score in self.scores.values()
-            if score.change
-        ]
-        return min(changes, key=lambda change: change.low, default=None)
+        gains = [score.gain for score in self.scores.values() if score.gain]
+        return min(gains, key=lambda gain: gain.low, default=None)
 
     @property
     def passed_quality(self) -> bool:
@@ -217,19 +220,8 @@ class Row:
         ]
 
 
-@dataclass
-class _Problems:
-    """Reasons by location for items that cannot be used."""
-
-    reasons: dict[str, str] = field(default_factory=dict)
-
-    def items(self, entry: StoredRecord[Record]) -> Sequence[Mapping[str, Any]]:
-        """Items of a record; empty if they are damaged, which becomes a problem."""
-        try:
-            return _items(entry.path)
-        except DAMAGED as error:
-            self.reasons[entry.location] = f"its items cannot be used: {error}"
-            return ()
+_Problems = dict[str, str]
+"""Reasons by location for items that cannot be used."""
 
 
 def rows_of(collection: Collection, variant: str) -> tuple[list[Row], list[Problem]]:
@@ -238,12 +230,12 @@ def rows_of(collection: Collection, variant: str) -> tuple[list[Row], list[Probl
     Returns:
         The rows, and the records whose items cannot be used.
     """
-    problems = _Problems()
+    problems: _Problems = {}
     claims = collection.measurements.get(variant)
     baseline = claims.baseline if claims else None
     records = sorted(
         (entry for entry in collection.records if entry.variant == variant),
-        key=lambda entry: entry.record.provenance.ended,
+        key=lambda entry: entry.ended,
         reverse=True,
     )
     scored = next(iter(collection.select(Quality, variant)), None)
@@ -251,9 +243,10 @@ def rows_of(collection: Collection, variant: str) -> tuple[list[Row], list[Probl
     scores = _scores(collection, variant, baseline, problems)
     changes = [score.change.judgement.verdict for score in scores.values() if score.change]
     paired_verdicts = {Quality.kind: str(verdict.overall(changes))} if changes else {}
-    timed = _by_hardware(
-        entry for entry in collection.select(Latency, variant) if entry.record.workload == "classes"
-    )
+    timed: dict[str, StoredRecord[Latency]] = {}
+    for entry in collection.select(Latency, variant):
+        if entry.record.workload == "classes":
+            timed.setdefault(hardware(entry), entry)
     machines = list(timed) or [hardware(entry) for entry in (scored, *records) if entry][:1] or [""]
     checkpoints = (entry.record.provenance.checkpoint for entry in records)
     sizes = [checkpoint.size_bytes for checkpoint in checkpoints if checkpoint]
@@ -267,7 +260,10 @@ def rows_of(collection: Collection, variant: str) -> tuple[list[Row], list[Probl
                 status=claims.status if claims else "unreadable",
                 verdict=claims.verdict if claims else None,
                 hardware=machine,
-                on_cpu=any(hardware(entry) == machine and is_cpu(entry) for entry in records),
+                on_cpu=any(
+                    hardware(entry) == machine and not entry.record.provenance.hardware.gpus
+                    for entry in records
+                ),
                 scores=scores,
                 timed=_timed(collection, timed.get(machine), baseline, digest, problems),
                 figures=_figures(collection, variant, machine),
@@ -276,16 +272,7 @@ def rows_of(collection: Collection, variant: str) -> tuple[list[Row], list[Probl
                 newest=next(iter(records), None),
             )
         )
-    return rows, [Problem(location, reason) for location, reason in problems.reasons.items()]
-
-
-def _figure_columns() -> dict[str, tuple[str, str]]:
-    """Kind and figure by heading, of all `leaderboard_columns`."""
-    return {
-        heading: (kind, figure)
-        for kind, model in registry.kinds().items()
-        for figure, heading in model.leaderboard_columns.items()
-    }
+    return rows, [Problem(location, reason) for location, reason in problems.items()]
 
 
 def made_by(kind: str, variant: str) -> str:
@@ -296,18 +283,6 @@ def made_by(kind: str, variant: str) -> str:
 def hardware(entry: StoredRecord[Record]) -> str:
     """Hardware that a record was measured on."""
     return provenance.hardware_name(entry.record.provenance.hardware)
-
-
-def is_cpu(entry: StoredRecord[Record]) -> bool:
-    """Whether a record was measured without a GPU."""
-    return not entry.record.provenance.hardware.gpus
-
-
-def in_margins(row: TaskComparison) -> Margins:
-    """A paired change in units of its margin; with a margin of 0 in the measure's own unit."""
-    unit = row.judgement.margin or 1.0
-    gain = row.difference.value if row.higher_is_better else -row.difference.value
-    return Margins(row.task, gain / unit, row.judgement.low / unit, row.judgement.high / unit)
 
 
 def median_interval(entry: StoredRecord[Record], prompt_class: str, measure: str) -> tuple[float, float]:
@@ -330,6 +305,15 @@ def requests(entry: StoredRecord[Record], prompt_class: str) -> list[Mapping[str
     return [item for item in _items(entry.path) if item["class"] == prompt_class and item["error"] is None]
 
 
+def _has_items(entry: StoredRecord[Record], problems: _Problems) -> bool:
+    """Whether a record has items; damaged ones are none, and become a problem."""
+    try:
+        return bool(_items(entry.path))
+    except DAMAGED as error:
+        problems[entry.location] = f"its items cannot be used: {error}"
+        return False
+
+
 @cache
 def _items(path: Path) -> tuple[Mapping[str, Any], ...]:
     return tuple(store.read_items(path))
@@ -343,24 +327,18 @@ def _is_one_run(first: StoredRecord[Latency], second: StoredRecord[Latency]) -> 
     return first.record.run == second.record.run
 
 
-def _by_hardware(records: Iterable[StoredRecord[Latency]]) -> dict[str, StoredRecord[Latency]]:
-    """The first record of each hardware."""
-    by_hardware: dict[str, StoredRecord[Latency]] = {}
-    for entry in records:
-        by_hardware.setdefault(hardware(entry), entry)
-    return by_hardware
-
-
 def _figures(
     collection: Collection, variant: str, machine: str
 ) -> dict[str, tuple[Figure, StoredRecord[Record]]]:
     """Figures of the kinds' columns, of the newest record on this hardware, else on any."""
     figures = {}
-    for heading, (kind, name) in _figure_columns().items():
-        records = sorted(collection.select(kind, variant), key=lambda entry: hardware(entry) != machine)
-        for entry in records[:1]:
-            if figure := entry.record.figures().get(name):
-                figures[heading] = figure, entry
+    for kind, model in registry.kinds().items():
+        if model.leaderboard_columns and (records := collection.select(kind, variant)):
+            entry = min(records, key=lambda entry: hardware(entry) != machine)
+            of_record = entry.record.figures()
+            for name, heading in model.leaderboard_columns.items():
+                if name in of_record:
+                    figures[heading] = of_record[name], entry
     return figures
 
 
@@ -403,12 +381,12 @@ def _changes(
     first: StoredRecord[Quality], second: StoredRecord[Quality], problems: _Problems
 ) -> dict[str, TaskComparison]:
     """Paired changes by task, second minus first; empty if items are damaged."""
-    if not problems.items(first) or not problems.items(second):
+    if not (_has_items(first, problems) and _has_items(second, problems)):
         return {}
     try:
         return {row.task: row for row in quality_comparison.compare(first.path, second.path)}
     except DAMAGED as error:
-        problems.reasons[second.location] = f"not paired with {first.location}: {error}"
+        problems[second.location] = f"not paired with {first.location}: {error}"
         return {}
 
 
@@ -430,15 +408,12 @@ def _timed(
     # A record measured in turns with this one goes before a newer one.
     baseline_entry = min(candidates, key=lambda other: not _is_one_run(entry, other), default=None)
     timed = Timing(entry, baseline_entry, as_scored=digest is None or _digest(entry) == digest)
-    if (
-        baseline_entry is None
-        or not timed.in_turns
-        or not problems.items(entry)
-        or not problems.items(baseline_entry)
-    ):
+    if baseline_entry is None or not timed.in_turns:
+        return timed
+    if not (_has_items(entry, problems) and _has_items(baseline_entry, problems)):
         return timed
     try:
         return replace(timed, comparison=tuple(compare_latency(baseline_entry.path, entry.path)))
     except DAMAGED as error:
-        problems.reasons[entry.location] = f"its items give no speed-up: {error!r}"
+        problems[entry.location] = f"its items give no speed-up: {error!r}"
         return timed

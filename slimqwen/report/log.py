@@ -23,7 +23,6 @@ class Entry:
     Attributes:
         ended: when the measurement ended, UTC to the second.
         variant: measured variant; empty for a record of no variant.
-        kind: kind of the record.
         finding: verdict, headline figure and its interval.
         commit: measured commit, with `+changes` where the code differed from it.
         location: path of the record, from the repository's root.
@@ -43,7 +42,7 @@ def entries(
     """The log, newest first.
 
     Args:
-        variant: name of the only variant to list; None for all.
+        variant: the only variant to list; None for all.
         last: largest number of lines; None for all. Findings take time where intervals are computed.
 
     Returns:
@@ -56,9 +55,8 @@ def entries(
         variants.load(variant, root)
     records = collection.collect(root)
     chosen = [source for source in records.records if variant in (None, source.variant)]
-    chosen.sort(key=lambda source: (_ended(source), source.location), reverse=True)
-    shown = chosen[: len(chosen) if last is None else last]
-    return [_entry(source, records) for source in shown], records.problems
+    chosen.sort(key=lambda source: (source.ended, source.location), reverse=True)
+    return [_entry(source, records) for source in chosen[:last]], records.problems
 
 
 def _entry(source: StoredRecord[Record], records: Collection) -> Entry:
@@ -70,8 +68,4 @@ def _entry(source: StoredRecord[Record], records: Collection) -> Entry:
         # Damaged items cost one line, not the whole log.
         finding = str(error)
     commit = commit_name(source.record.provenance.git)
-    return Entry(_ended(source), source.variant, source.kind, finding, commit, source.location)
-
-
-def _ended(source: StoredRecord[Record]) -> str:
-    return source.record.provenance.ended
+    return Entry(source.ended, source.variant, source.kind, finding, commit, source.location)

@@ -47,7 +47,6 @@ _MARK = Path("assets") / "report.css"
 _STALE_SECONDS = 3600
 _MOST_FRONTS = 3
 _MOST_PROBLEMS = 200
-_CHARTS = ("charts", "trends")
 
 DEMO = "demo"
 """Folder of the repository for the records of `slimqwen demo`."""
@@ -220,7 +219,9 @@ def _write_pages(source: Source, folder: Path, progress: Progress) -> None:
     pages = _environment(glossary.read(source.records.root))
     contents = {f"variants/{_file_name(name)}": _variant_page(source, name) for name in source.names}
     contents["index.html"] = _index_page(source)
-    drawn = [chart for content in contents.values() for name in _CHARTS for chart in content.get(name, ())]
+    drawn = [
+        chart for content in contents.values() for chart in (*content["charts"], *content.get("trends", ()))
+    ]
     charts.draw(drawn, progress, source.records.root / ".cache" / "charts")
     for done, (path, content) in enumerate(contents.items()):
         progress("write the pages", done, len(contents))
@@ -270,7 +271,6 @@ def _index_page(source: Source) -> dict[str, Any]:
         "charts": [chart for group in drawn.values() for chart in group],
         "columns": board_columns,
         "families": _families(source, board_columns),
-        "row_count": len(board.rows),
         "cost": cost.table(cost.throughputs(source.records), source.prices),
         "hardware": sorted({row.hardware for row in board.rows if row.hardware}),
         "suites": sorted({suite for row in board.rows for suite in row.suites}),
@@ -280,7 +280,7 @@ def _index_page(source: Source) -> dict[str, Any]:
         "problems": source.problems[:_MOST_PROBLEMS],
         "problem_count": len(source.problems),
         "record_count": len(source.records.records),
-        "newest": max((entry.record.provenance.ended for entry in source.records.records), default=""),
+        "newest": max((entry.ended for entry in source.records.records), default=""),
         "initials": columns.initials(
             [evidence.kind for evidence in board.rows[0].evidence] if board.rows else []
         ),
@@ -293,7 +293,7 @@ def _families(source: Source, board_columns: Sequence[Column]) -> list[FamilyRow
     members: dict[str, list[tuple[Row, Sequence[Cell]]]] = {}
     for row in source.board.rows:
         founder = source.family.founder(row.variant, baselines)
-        members.setdefault(founder, []).append((row, columns.cells(row, board_columns)))
+        members.setdefault(founder, []).append((row, [column.cell(row) for column in board_columns]))
     families = [
         FamilyRows(founder, tuple(sorted(rows, key=lambda pair: pair[0].status == "planned")))
         for founder, rows in members.items()
@@ -311,9 +311,7 @@ def _variant_page(source: Source, name: str) -> dict[str, Any]:
     return {
         "up": "../",
         "name": name,
-        "rows": [
-            (row, list(zip(page_columns, columns.cells(row, page_columns), strict=True))) for row in rows
-        ],
+        "rows": [(row, [(column, column.cell(row)) for column in page_columns]) for row in rows],
         "row": rows[0],
         "choices": [choice for choice in board.choices if choice.baseline == name and choice.serve],
         "searches": source.records.select("search", name)[:1],
@@ -326,7 +324,7 @@ def _variant_page(source: Source, name: str) -> dict[str, Any]:
         "tables": _tables(source, rows),
         "charts": _charts(source, rows),
         "trends": [trends.trend_chart(*trend) for trend in trends.trends(source.records, name).items()],
-        "records": sorted(records, key=lambda entry: entry.record.provenance.ended, reverse=True),
+        "records": sorted(records, key=lambda entry: entry.ended, reverse=True),
         "describe": leaderboard.hardware,
         "problems": [
             problem

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slimqwen.records import registry
 from slimqwen.records.collection import Collection, StoredRecord
 from slimqwen.records.figures import Figure
 from slimqwen.records.pairing import hardware_basis
 from slimqwen.records.provenance import commit_name, hardware_name
 from slimqwen.records.record import Record
-from slimqwen.records.split import split_of
 from slimqwen.report.charts import AT_Y1, HEIGHT, LOOK, WIDTH, Chart, Values, axis, chart, series
 from slimqwen.stats.intervals import Z
 
@@ -28,8 +28,6 @@ class Observation:
     """A figure of one record.
 
     Attributes:
-        entry: the record.
-        figure: the figure.
         basis: what two observations must share for a line to join them.
     """
 
@@ -47,12 +45,6 @@ class Observation:
             return figure.value - Z * figure.standard_error, figure.value + Z * figure.standard_error
         return None
 
-    @property
-    def engine(self) -> str:
-        """The version of vLLM; empty where none was installed."""
-        version = self.entry.record.provenance.packages.get("vllm", "")
-        return version and f"vLLM {version}"
-
 
 Trend = Mapping[str, Sequence[Observation]]
 """Observations by series, the oldest first."""
@@ -64,28 +56,19 @@ def trends(records: Collection, variant: str) -> dict[str, Trend]:
     Args:
         records: all records; those of a busy host or of a split are left out.
     """
-    entries = [
-        entry
-        for entry in records.records
-        if entry.variant == variant
-        and not entry.record.provenance.host_was_busy
-        and split_of(entry.record) is None
-    ]
+    entries = [entry for kind in registry.kinds() for entry in records.select(kind, variant)]
     by_figure: dict[str, dict[str, list[Observation]]] = {}
-    for entry in sorted(entries, key=lambda entry: (entry.record.provenance.ended, entry.location)):
+    for entry in sorted(entries, key=_age):
         for (name, label), figure in entry.record.trends().items():
             basis = f"{_machine(entry)} {entry.record.provenance.datasets}"
             by_figure.setdefault(name, {}).setdefault(label, []).append(Observation(entry, figure, basis))
         _add_size(by_figure.setdefault(SIZE, {}).setdefault("", []), entry)
-    repeated = {
-        name: {label: rows for label, rows in by_label.items() if len(rows) > 1}
-        for name, by_label in by_figure.items()
-    }
-    return {
-        name: repeated[name]
-        for name in sorted(repeated, key=lambda name: (name == SIZE, name))
-        if repeated[name]
-    }
+    found: dict[str, Trend] = {}
+    for name in sorted(by_figure, key=lambda name: (name == SIZE, name)):
+        repeated = {label: rows for label, rows in by_figure[name].items() if len(rows) > 1}
+        if repeated:
+            found[name] = repeated
+    return found
 
 
 def trend_chart(name: str, trend: Trend) -> Chart:
@@ -95,12 +78,8 @@ def trend_chart(name: str, trend: Trend) -> Chart:
         name: name of the figure, with its unit.
     """
     machines = _machines([row for rows in trend.values() for row in rows])
-    entries = sorted(
-        {row.entry.location: row.entry for rows in trend.values() for row in rows}.values(),
-        key=lambda entry: (entry.record.provenance.ended, entry.location),
-    )
-    positions = {entry.location: position for position, entry in enumerate(entries)}
-    ticks = _ticks(entries)
+    entries = {row.entry.location: row.entry for rows in trend.values() for row in rows}
+    ticks = _ticks(sorted(entries.values(), key=_age))
     panels = []
     rows = []
     for label, observations in trend.items():
@@ -111,7 +90,7 @@ def trend_chart(name: str, trend: Trend) -> Chart:
             machine = machines[_machine(entry)]
             values.append(
                 {
-                    "x": ticks[positions[entry.location]],
+                    "x": ticks[entry.location],
                     "y": observation.figure.value,
                     "y1": low,
                     "y2": high,
@@ -124,7 +103,7 @@ def trend_chart(name: str, trend: Trend) -> Chart:
                 (
                     label or name,
                     commit_name(provenance.git),
-                    observation.engine or "-",
+                    _engine(entry) or "-",
                     provenance.ended[:10],
                     machine,
                     f"{observation.figure.value:,.4g}",
@@ -134,7 +113,9 @@ def trend_chart(name: str, trend: Trend) -> Chart:
         # Panels share their labels: those of the last one are below all.
         is_last = label == list(trend)[-1]
         size = HEIGHT if len(trend) == 1 else HEIGHT / 2
-        panels.append(_panel(label, values, ticks, list(machines.values()), size, labels=is_last))
+        panels.append(
+            _panel(label, values, list(ticks.values()), list(machines.values()), size, labels=is_last)
+        )
     return chart(
         name,
         "From the oldest record to the newest; bars are 95 % intervals. A line joins records of one kind of "
@@ -154,6 +135,16 @@ def _add_size(sizes: list[Observation], entry: StoredRecord[Record]) -> None:
         sizes.append(Observation(entry, Figure(checkpoint.size_bytes / 1e6, "MB")))
 
 
+def _age(entry: StoredRecord[Record]) -> tuple[str, str]:
+    return entry.ended, entry.location
+
+
+def _engine(entry: StoredRecord[Record]) -> str:
+    """The version of vLLM; empty where none was installed."""
+    version = entry.record.provenance.packages.get("vllm", "")
+    return version and f"vLLM {version}"
+
+
 def _machine(entry: StoredRecord[Record]) -> str:
     return repr(hardware_basis(entry.record))
 
@@ -170,14 +161,14 @@ def _machines(observations: Sequence[Observation]) -> dict[str, str]:
     return names
 
 
-def _ticks(entries: Sequence[StoredRecord[Record]]) -> list[str]:
-    """A label per record: its position, its commit, and its engine version where it changes."""
-    ticks = []
+def _ticks(entries: Sequence[StoredRecord[Record]]) -> dict[str, str]:
+    """A label by record: its position, its commit, and its engine version where it changes."""
+    ticks = {}
     previous = ""
     for position, entry in enumerate(entries):
-        engine = Observation(entry, Figure(0.0)).engine
+        engine = _engine(entry)
         commit = (entry.record.provenance.git.commit or "none")[:7]
-        ticks.append(f"{position}|{commit}|{engine if engine != previous else ''}")
+        ticks[entry.location] = f"{position}|{commit}|{engine if engine != previous else ''}"
         previous = engine
     return ticks
 
@@ -214,17 +205,8 @@ def _panel(
             "encoding": {"x": x, "y": y, "color": colour},
         },
     ]
-    heading = {
-        "text": title,
-        "anchor": "start",
-        "fontSize": 11,
-        "fontWeight": "normal",
-        "color": "var(--muted)",
-    }
-    return {
-        "width": WIDTH,
-        "height": height,
-        "data": {"values": values},
-        "layer": layers,
-        **({"title": heading} if title else {}),
-    }
+    panel = {"width": WIDTH, "height": height, "data": {"values": values}, "layer": layers}
+    if title:
+        look = {"anchor": "start", "fontSize": 11, "fontWeight": "normal", "color": "var(--muted)"}
+        panel["title"] = {"text": title, **look}
+    return panel

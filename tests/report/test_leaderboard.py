@@ -301,8 +301,7 @@ def test_the_front_holds_what_nothing_beats_in_both():
 
 
 def zip_cells(board, row):
-    wanted = columns.columns(board)
-    return zip(wanted, columns.cells(row, wanted), strict=True)
+    return [(column, column.cell(row)) for column in columns.columns(board)]
 
 
 def _pair(add_variant, add_record, claim, factor=0.5, edit=lambda record: None):
