@@ -37,7 +37,7 @@ class Kin:
     """A variant in the tree of bases.
 
     Attributes:
-        notes: its roles for the variant of the page: itself, baseline, source of the checkpoint.
+        notes: its roles for the variant of the page: baseline, source of the checkpoint.
         children: variants that name it as BASE.
     """
 
@@ -105,7 +105,7 @@ class Family:
         """The variant with its bases and descendants, from the oldest base on."""
         variant = self.members[name]
         recipe = self.recipe(name)
-        notes: dict[str, tuple[str, ...]] = {name: ("this variant",)}
+        notes: dict[str, tuple[str, ...]] = {}
         for other, role in (
             (variant.baseline, "its baseline"),
             (recipe.base if recipe else None, "its checkpoint's source"),

@@ -72,17 +72,12 @@ class Site:
 
 
 @dataclass(frozen=True)
-class DemoRun:
-    """A variant beside its baseline by the demo's own records."""
-
-    baseline: str
-    variant: str
-    table: Table
-
-
-@dataclass(frozen=True)
 class Source:
-    """Content of the pages."""
+    """Content of the pages.
+
+    Attributes:
+        demo: baseline, variant and their summary by the demo's own records.
+    """
 
     records: Collection
     family: Family
@@ -90,7 +85,7 @@ class Source:
     names: tuple[str, ...]
     problems: tuple[Problem, ...]
     prices: Prices
-    demo: tuple[DemoRun, ...]
+    demo: list[tuple[str, str, Table]]
 
 
 @dataclass(frozen=True)
@@ -126,7 +121,7 @@ def read(root: Path, progress: Progress = silent, prices: Path | None = None) ->
     user_prices = cost.read_prices(root, prices)
     records = collection.collect(root)
     family = Family(root)
-    names = tuple(sorted({*variants.names(root), *records.measurements}))
+    names = tuple(variants.names(root))
     rows: list[Row] = []
     problems = {problem.location: problem for problem in (*records.problems, *family.problems)}
     for done, name in enumerate(names):
@@ -140,7 +135,7 @@ def read(root: Path, progress: Progress = silent, prices: Path | None = None) ->
     return Source(records, family, fronts.board(rows), names, ordered, user_prices, demo)
 
 
-def _demo_runs(records: Collection, problems: dict[str, Problem]) -> tuple[DemoRun, ...]:
+def _demo_runs(records: Collection, problems: dict[str, Problem]) -> list[tuple[str, str, Table]]:
     """The variants of demo/ whose baselines are there too; records that cannot be used become a problem."""
     runs = []
     for folder in sorted((records.root / DEMO).glob("*/")):
@@ -153,8 +148,8 @@ def _demo_runs(records: Collection, problems: dict[str, Problem]) -> tuple[DemoR
             location = f"{DEMO}/{folder.name}"
             problems[location] = Problem(location, f"{error}; run `slimqwen demo` again")
         else:
-            runs.append(DemoRun(claims.baseline, folder.name, table))
-    return tuple(runs)
+            runs.append((claims.baseline, folder.name, table))
+    return runs
 
 
 def build(root: Path, destination: Path, progress: Progress = silent, prices: Path | None = None) -> Site:
@@ -217,7 +212,7 @@ def figures(root: Path, folder: Path, progress: Progress = silent) -> list[Path]
 
 def _write_pages(source: Source, folder: Path, progress: Progress) -> None:
     pages = _environment(glossary.read(source.records.root))
-    contents = {f"variants/{_file_name(name)}": _variant_page(source, name) for name in source.names}
+    contents = {f"variants/{name}.html": _variant_page(source, name) for name in source.names}
     contents["index.html"] = _index_page(source)
     drawn = [
         chart for content in contents.values() for chart in (*content["charts"], *content.get("trends", ()))
@@ -231,11 +226,7 @@ def _write_pages(source: Source, folder: Path, progress: Progress) -> None:
 
 
 def _environment(terms: Mapping[str, str]) -> jinja2.Environment:
-    """Templates with their filters.
-
-    Args:
-        terms: meanings by term of the glossary.
-    """
+    """Templates with their filters, and the glossary's meanings by term."""
     pages = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_HERE / "templates"),
         autoescape=True,
@@ -243,17 +234,13 @@ def _environment(terms: Mapping[str, str]) -> jinja2.Environment:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    pages.filters["page"] = lambda name: quote(_file_name(name))
-    pages.filters["words"] = lambda kind: str(kind).replace("_", "-")
+    pages.filters["page"] = lambda name: quote(f"{name}.html")
+    pages.filters["words"] = lambda kind: kind.replace("_", "-")
     pages.filters["commit"] = commit_name
     pages.filters["explained"] = partial(glossary.explained, meanings=glossary.abbreviations(terms))
     pages.globals["cpu_note"] = CPU_NOTE
     pages.globals["terms"] = terms
     return pages
-
-
-def _file_name(variant: str) -> str:
-    return f"{variant}.html"
 
 
 def _index_page(source: Source) -> dict[str, Any]:
