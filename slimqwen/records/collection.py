@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar
 
 from slimqwen.records import store, withdrawals
 from slimqwen.records.record import Measurements, Record
@@ -91,27 +91,21 @@ class Collection:
     measurements: Mapping[str, Measurements]
     problems: tuple[Problem, ...]
 
-    @overload
-    def select(
-        self, kind: str, variant: str | None = None, split: Split | None = None
-    ) -> Sequence[StoredRecord[Record]]: ...
-    @overload
     def select(
         self, kind: type[AnyRecord], variant: str | None = None, split: Split | None = None
-    ) -> Sequence[StoredRecord[AnyRecord]]: ...
-    def select(
-        self, kind: str | type[Record], variant: str | None = None, split: Split | None = None
-    ) -> Sequence[StoredRecord[Any]]:
+    ) -> Sequence[StoredRecord[AnyRecord]]:
         """The records of a kind without those of a busy host; records of one variant are newest first.
 
         Args:
-            kind: such as quality, or the kind's model.
             variant: its name; None for all variants.
             split: side of the split that was measured; None for records of all items.
         """
-        name = kind if isinstance(kind, str) else kind.kind
-        entries = self._quiet_records if variant is None else self._groups.get((variant, name), ())
-        return tuple(entry for entry in entries if entry.kind == name and split_of(entry.record) == split)
+        entries: Iterable[StoredRecord[Any]] = (
+            self._quiet_records if variant is None else self._groups.get((variant, kind.kind), ())
+        )
+        return tuple(
+            entry for entry in entries if entry.kind == kind.kind and split_of(entry.record) == split
+        )
 
     @cached_property
     def _groups(self) -> Mapping[tuple[str, str], Sequence[StoredRecord[Record]]]:

@@ -33,10 +33,10 @@ class Figure:
     Attributes:
         value: in `unit`.
         unit: empty where the ending of the figure's name gives none.
-        standard_error: of the value, in `unit`; None where the record holds none.
-        low: lower end of the 95 % interval; None where the record holds none.
+        standard_error: of the value, in `unit`; like what follows None where the record holds none.
+        low: lower end of the 95 % interval.
         high: upper end of the interval.
-        count: observations that the value is made from; None where the record does not say.
+        count: observations that the value is made from.
     """
 
     value: float
@@ -73,7 +73,6 @@ def _walk(value: Any, group: tuple[str, ...], name: str) -> Iterator[tuple[str, 
 
     Args:
         group: names of the parts around it.
-        name: its own name.
     """
     if _is_number(value):
         yield _named_figure(group, name, value)

@@ -63,7 +63,6 @@ def journal_file(kind: str, command: ServerCommand, *inputs: Any) -> Path:
     """The file of a run's journal: one for each checkpoint, flags, versions, hardware and inputs.
 
     Args:
-        kind: kind of the record that the run makes.
         command: command that serves the variant; its port does not matter.
         inputs: what else decides an answer, as JSON.
     """

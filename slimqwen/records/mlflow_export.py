@@ -52,7 +52,7 @@ class ExportResult:
         uri: of the tracking store, without credentials.
         added: locations of the records that became runs.
         known: number of records that the store had already.
-        problems: unusable files, which were left out.
+        problems: files that were left out.
     """
 
     uri: str
@@ -67,7 +67,6 @@ def export(root: Path, uri: str | None = None, progress: Progress = silent) -> E
     Args:
         uri: of the store, such as http://host:5000 or sqlite:////absolute/file.db; by default the SQLite file
             mlruns/mlflow.db of the repository, with the artifacts beside it.
-        progress: receives (activity, done, total) for each record.
 
     Raises:
         MlflowExportError: MLflow is not installed, or the store cannot be reached or written; the records sent so far

@@ -34,7 +34,6 @@ def newest_pair(
         first: experiments/<variant>, as the second.
         basis: what two records must share to be compared, by name.
         command: command that makes a record of a variant like another record.
-        condition: whether a record counts; by default all do.
 
     Raises:
         MissingRecordError: a variant has no such record.
@@ -67,7 +66,6 @@ def against_baseline(
     The baseline record measured in turns with the record goes first, then the newest earlier one, then later ones.
 
     Args:
-        record: record of a variant.
         compare: compares the baseline's file with the record's; raises NotComparableError if they do not fit.
     """
     claims = records.measurements.get(record.variant)

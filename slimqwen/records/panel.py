@@ -28,7 +28,6 @@ class Panel:
     Attributes:
         x: label of the horizontal axis, with its unit.
         y: label of the vertical axis, with its unit.
-        lines: series.
         bars: names of bars, at positions from 0, in which the series are stacked; empty for lines.
         positions: names of the whole numbers of the horizontal axis, from 0; empty for numbers. The figures of such
             lines are not listed beside the chart.

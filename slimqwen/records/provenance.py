@@ -98,7 +98,6 @@ def describe_again(
     """The provenance of a conclusion that ends now, from a measurement that was made elsewhere.
 
     Args:
-        block: provenance of that measurement.
         datasets: files that decide the conclusion.
 
     Raises:

@@ -1,19 +1,11 @@
 """The base of every record kind, and the field types that kinds share.
 
-A kind is one module in evals/, bench/, analysis/, search/ or image/, and its test:
-
-1. A subclass of `Record` with the class variable `kind`, and a field for each figure; the ending of its
-   name says the unit (`ttft_ms`), and `units` has those that figures.py lacks. Parts are subclasses of `Block`. A kind
-   of experiments/ is a subclass of `ServedRecord`, or of `SplitRecord` (split.py) if it can be of one side of a
-   search's split. A field whose JSON name is a Python keyword:
-   `class_: str = Field(validation_alias="class", serialization_alias="class")`.
-2. A function that measures, builds the record and hands it to `store.write`.
-3. `tables()`, `panels()`, `trends()`, `finding()`, `replay()`, `topic` and `leaderboard_columns`, where the defaults
-   do not suffice.
-
-No other file is edited: `registry.kinds()` finds the class, `slimqwen record schemas` writes its JSON Schema. A verb is
-a function in cli/, named in `verb`; a kind needs none. Imports of torch, vLLM and transformers stand in functions.
-A changed field needs a new `version` and a step in migrations.py; a new field with a default needs neither.
+docs/contributing.md says what a kind consists of: its class variable `kind`, a field for each figure, parts that are
+subclasses of `Block`, a function that hands the record to `store.write`, and the methods of `Record` whose defaults do
+not suffice. A field whose JSON name is a Python keyword:
+`class_: str = Field(validation_alias="class", serialization_alias="class")`. Imports of torch, vLLM and transformers
+stand in functions. A changed field needs a new `version` and a step in migrations.py; a new field with a default needs
+neither.
 """
 
 from collections.abc import Mapping, Sequence
@@ -88,7 +80,6 @@ class Estimate(Block):
         return intervals.p_value(self.value, self.standard_error, self.count, limit, higher_is_better=False)
 
     def __format__(self, spec: str) -> str:
-        """The value with its standard error, both by the specification."""
         return f"{self.value:{spec}} ± {self.standard_error:{spec}}"
 
 
@@ -116,7 +107,6 @@ class Ratio(Block):
         return cls.from_ratio(intervals.ratio_of_rounds(numerator, denominator, in_turns=True))
 
     def __format__(self, spec: str) -> str:
-        """The ratio with its interval, all by the specification."""
         return f"{self.value:{spec}} [{self.low:{spec}}, {self.high:{spec}}]"
 
 
@@ -337,6 +327,8 @@ class Measurements(VersionedFile):
 class Record(VersionedFile):
     """One measurement: its figures, and what it takes to repeat it.
 
+    Methods that need the items get `path`, the file of the record: the items lie beside it.
+
     Attributes:
         folder: experiments for records of one variant with items beside them, results for others.
         verb: the `slimqwen` verb that makes one, such as "bench startup"; empty if none does.
@@ -379,10 +371,6 @@ class Record(VersionedFile):
     def finding(self, path: Path, records: "Collection") -> str:
         """The result in a line of the log: by default the outcome, and the record's own figures with intervals.
 
-        Args:
-            path: file of the record; its items lie beside it.
-            records: all records, the baseline's among them.
-
         Raises:
             SlimqwenError: its items, or those of the baseline's record, are damaged.
         """
@@ -396,9 +384,6 @@ class Record(VersionedFile):
     def replay(self, path: Path, repeat: "Repeat") -> "Outcome":
         """Repeat the measurement, and compare the results.
 
-        Args:
-            path: file of the record; its items lie beside it.
-
         Raises:
             SlimqwenError: records of this kind cannot be replayed, or the measurement failed.
         """
@@ -408,11 +393,7 @@ class Record(VersionedFile):
         )
 
     def tables(self, path: Path) -> list[Table]:
-        """The tables in terminal, README and site; by default one with a row per figure.
-
-        Args:
-            path: file of the record; its items lie beside it.
-        """
+        """The tables in terminal, README and site; by default one with a row per figure."""
         rows = tuple(
             (name, f"{figure.value:.4g}", _interval(figure), figure.unit)
             for name, figure in self.figures().items()

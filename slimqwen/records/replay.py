@@ -26,7 +26,6 @@ class Repeat:
         folder: folder of the new records, which go into a subfolder per variant.
         command: command of the replay, for the provenance of the new record.
         port: port of a running server, or of the servers to start.
-        progress: receives (activity, done, total) from the measurement.
     """
 
     root: Path
@@ -60,7 +59,6 @@ class Outcome:
     Attributes:
         repetition: file of the new record.
         reproduced: whether the result is the same, by the rule of the kind.
-        summary: the comparison in words and numbers.
         tables: record and repetition side by side.
         differences: circumstances that were not the same.
     """
@@ -85,9 +83,7 @@ def replay(
     Args:
         path: file of the record, <folder>/<variant>/<record>.json. One that was measured in turns with others is
             measured in turns with them again.
-        command: command of the replay, for the provenance of the new record.
         port: port of a running server, or of the servers to start; any free one by default.
-        progress: receives (activity, done, total) from the measurement.
 
     Raises:
         MissingCheckpointError: the checkpoint is missing; names the command that makes it.

@@ -75,7 +75,6 @@ def _plain(schema: Any, *, named: bool = False) -> Any:
     """The schema without titles and defaults, which only the models need, and with its keys in the order for readers.
 
     Args:
-        schema: schema, or part of one.
         named: whether the keys of a mapping are names of fields or models, not words of JSON Schema.
     """
     if isinstance(schema, list):

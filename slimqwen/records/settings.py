@@ -18,11 +18,7 @@ class SettingsError(SlimqwenError):
 
 
 class Settings(BaseModel):
-    """Base of the settings of all measurements; a subclass is one folder of eval/.
-
-    Attributes:
-        name: name of the file without its suffix.
-    """
+    """Base of the settings of all measurements; a subclass is one folder of eval/."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -84,7 +80,6 @@ def read(file: Path, root: Path, build: Callable[[Any], Content], *, missing: st
 
     Args:
         root: repository; messages name the file relative to it.
-        build: makes the result from the content of the file.
         missing: fault and cure in the message for a missing file.
 
     Raises:

@@ -17,7 +17,6 @@ class Table:
 
     Attributes:
         columns: headings of the columns.
-        rows: cells, as many as there are columns.
         text_columns: how many of the first columns hold text; the others hold figures and are aligned to the right.
     """
 
@@ -39,9 +38,7 @@ class Table:
         """A table of objects.
 
         Args:
-            rows: one object per row.
             columns: function from a row's object to its cell, by the heading of the column; None is shown as "-".
-            text_columns: as for the class.
         """
         cells = [[cell(row) for cell in columns.values()] for row in rows]
         texts = tuple(tuple("-" if cell is None else str(cell) for cell in row) for row in cells)

@@ -96,10 +96,8 @@ class Chart:
     """A chart with its caption and its figures.
 
     Attributes:
-        title: what it shows.
         note: how to read it.
         columns: headings of its table; the first column is text.
-        rows: cells of its table.
         spec: Vega-Lite specification.
         svg: the drawn chart, for use inside a page; empty until `draw`.
     """

@@ -34,7 +34,6 @@ class CheckResult:
 
     Attributes:
         records: number of readable records.
-        faults: faults by location.
         notes: sentences on what could not be checked on this machine.
     """
 

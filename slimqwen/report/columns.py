@@ -36,9 +36,7 @@ class Column:
     """One column.
 
     Attributes:
-        label: heading.
         group: columns that are shown or hidden together.
-        cell: cell of a row.
         suite: suite it belongs to; empty for none.
         descending: whether the first click puts the largest value on top.
         is_text: whether it holds words instead of figures.

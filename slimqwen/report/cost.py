@@ -22,7 +22,6 @@ class Prices(BaseModel):
     """eval/prices.yaml: the user's price of an hour of a machine.
 
     Attributes:
-        currency: currency of all prices.
         per_hour: price by `provenance.hardware_name`.
     """
 
@@ -71,7 +70,7 @@ def throughputs(records: Collection, variant: str | None = None) -> list[Through
     """The newest throughput within a service level by variant, hardware and workload, under each load.
 
     Args:
-        variant: name of the variant; None for all, each under the load that yields most.
+        variant: None for all, each under the load that yields most.
     """
     newest: dict[tuple[str, str, str], StoredRecord[Latency]] = {}
     for entry in sorted(records.select(Latency, variant), key=lambda entry: entry.ended, reverse=True):
@@ -88,12 +87,7 @@ def throughputs(records: Collection, variant: str | None = None) -> list[Through
 
 
 def table(rows: Sequence[Throughput], prices: Prices) -> Table | None:
-    """Tokens a second within the service level, and per unit of money where the hardware has a price; None if empty.
-
-    Args:
-        rows: throughput of variants.
-        prices: the user's prices.
-    """
+    """Tokens a second within the service level, and per unit of money where the hardware has a price; None if empty."""
     if not rows:
         return None
     currency = prices.currency

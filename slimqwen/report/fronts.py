@@ -30,11 +30,10 @@ class Front:
     """Quality against one cost, among variants of one baseline on one hardware.
 
     Attributes:
-        baseline: the baseline, at quality 0.
-        hardware: hardware of the measurements.
+        baseline: the variant at quality 0.
         cost: short name of the cost.
         axis: name of the cost with its unit.
-        points: points by cost, the baseline included.
+        points: by cost, the baseline included.
     """
 
     baseline: str
@@ -50,7 +49,6 @@ class Choice:
     """Which variant of a baseline to serve on one hardware.
 
     Attributes:
-        hardware: hardware of the measurements.
         serve: the row to serve; None if no variant passes, also in quality, and is faster by its whole interval.
         runners_up: other rows with records, the most promising first.
     """

@@ -26,11 +26,7 @@ def abbreviations(glossary: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def explained(text: str, meanings: Mapping[str, str]) -> Markup:
-    """A heading whose abbreviations tell their meaning to a pointer.
-
-    Args:
-        meanings: meanings by abbreviation.
-    """
+    """A heading whose abbreviations tell their meaning to a pointer."""
 
     def expansion(match: re.Match[str]) -> str:
         if match[0] not in meanings:

@@ -136,7 +136,6 @@ class Row:
         status: planned, measured, promoted or rejected; "unreadable" without measurements.json.
         verdict: verdict in measurements.json; None without one.
         hardware: hardware of the latency record, else of the quality record; empty without a record.
-        on_cpu: whether the hardware is a CPU.
         timed: None if not timed on this hardware.
         figures: figures of the kinds' leaderboard columns by column heading, with their records.
         size_bytes: size of the checkpoint that was measured last.
@@ -332,11 +331,11 @@ def _figures(
 ) -> dict[str, tuple[Figure, StoredRecord[Record]]]:
     """Figures of the kinds' columns, of the newest record on this hardware, else on any."""
     figures = {}
-    for kind, model in registry.kinds().items():
-        if model.leaderboard_columns and (records := collection.select(kind, variant)):
+    for kind in registry.kinds().values():
+        if kind.leaderboard_columns and (records := collection.select(kind, variant)):
             entry = min(records, key=lambda entry: hardware(entry) != machine)
             of_record = entry.record.figures()
-            for name, heading in model.leaderboard_columns.items():
+            for name, heading in kind.leaderboard_columns.items():
                 if name in of_record:
                     figures[heading] = of_record[name], entry
     return figures
@@ -349,7 +348,7 @@ def _evidence(
     for kind, model in registry.kinds().items():
         if model.folder != "experiments":
             continue
-        entry = next(iter(collection.select(kind, variant)), None)
+        entry = next(iter(collection.select(model, variant)), None)
         if entry is None:
             yield Evidence(kind, "missing")
             continue

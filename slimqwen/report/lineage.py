@@ -72,12 +72,7 @@ class Family:
                 self._children.setdefault(variant.lineage[1], []).append(name)
 
     def founder(self, name: str, baselines: Mapping[str, str | None]) -> str:
-        """The variant that a family starts from: the oldest base, then its baseline's oldest base, and so on.
-
-        Args:
-            name: name of a variant.
-            baselines: baseline by variant.
-        """
+        """The variant that a family starts from: the oldest base, then its baseline's oldest base, and so on."""
         seen: set[str] = set()
         while name not in seen:
             seen.add(name)

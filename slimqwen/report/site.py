@@ -90,12 +90,7 @@ class Source:
 
 @dataclass(frozen=True)
 class FamilyRows:
-    """The leaderboard's rows of one family of variants, planned ones last.
-
-    Attributes:
-        founder: the variant that the family starts from.
-        rows: rows with their cells.
-    """
+    """The leaderboard's rows of one family of variants with their cells, planned ones last."""
 
     founder: str
     rows: tuple[tuple[Row, Sequence[Cell]], ...]
@@ -301,7 +296,7 @@ def _variant_page(source: Source, name: str) -> dict[str, Any]:
         "rows": [(row, [(column, column.cell(row)) for column in page_columns]) for row in rows],
         "row": rows[0],
         "choices": [choice for choice in board.choices if choice.baseline == name and choice.serve],
-        "searches": source.records.select("search", name)[:1],
+        "searches": source.records.select(registry.kinds()["search"], name)[:1],
         "changes": family.changes(name) if member else None,
         "base": member.lineage[1] if member and len(member.lineage) > 1 else None,
         "tree": family.tree(name) if member else None,
@@ -353,9 +348,9 @@ def _tables(source: Source, rows: Sequence[Row]) -> list[Table]:
 def _newest(source: Source, name: str) -> Sequence[StoredRecord[Record]]:
     """The newest record of each kind and topic."""
     newest: dict[tuple[str, str], StoredRecord[Record]] = {}
-    for kind in registry.kinds():
+    for kind in registry.kinds().values():
         for entry in source.records.select(kind, name):
-            newest.setdefault((kind, entry.record.topic), entry)
+            newest.setdefault((entry.kind, entry.record.topic), entry)
     return tuple(newest.values())
 
 

@@ -178,12 +178,7 @@ def _latest_latency(folder: Path) -> str:
 
 
 def _speed_rows(folders: tuple[Path, Path], digests: Sequence[str]) -> tuple[list[tuple[str, ...]], Sources]:
-    """TPOT of each prompt class and the time of all requests, from records measured in turns, with these records.
-
-    Args:
-        folders: the records' folders, the baseline's first.
-        digests: their checkpoints' digests.
-    """
+    """TPOT of each prompt class and the time of all requests, from records measured in turns, with these records."""
     try:
         paths = speedups.latency_pair(*folders, "classes")
     except (store.MissingRecordError, pairing.NotComparableError):
@@ -210,12 +205,7 @@ def _speed_rows(folders: tuple[Path, Path], digests: Sequence[str]) -> tuple[lis
 def _acceptance_rows(
     folders: tuple[Path, Path], digests: Sequence[str]
 ) -> tuple[list[tuple[str, ...]], Sources]:
-    """Both acceptance lengths at the gate's K, with their records.
-
-    Args:
-        folders: the records' folders, the baseline's first.
-        digests: their checkpoints' digests.
-    """
+    """Both acceptance lengths at the gate's K, with their records."""
     try:
         paths = acceptance_share.pair(*folders, digests)
     except (store.MissingRecordError, pairing.NotComparableError):

@@ -56,7 +56,7 @@ def trends(records: Collection, variant: str) -> dict[str, Trend]:
     Args:
         records: all records; those of a busy host or of a split are left out.
     """
-    entries = [entry for kind in registry.kinds() for entry in records.select(kind, variant)]
+    entries = [entry for kind in registry.kinds().values() for entry in records.select(kind, variant)]
     by_figure: dict[str, dict[str, list[Observation]]] = {}
     for entry in sorted(entries, key=_age):
         for (name, label), figure in entry.record.trends().items():
@@ -72,11 +72,7 @@ def trends(records: Collection, variant: str) -> dict[str, Trend]:
 
 
 def trend_chart(name: str, trend: Trend) -> Chart:
-    """One panel per series over the records in their order, one line per kind of hardware.
-
-    Args:
-        name: name of the figure, with its unit.
-    """
+    """One panel per series over the records in their order, one line per kind of hardware."""
     machines = _machines([row for rows in trend.values() for row in rows])
     entries = {row.entry.location: row.entry for rows in trend.values() for row in rows}
     ticks = _ticks(sorted(entries.values(), key=_age))

@@ -7,11 +7,12 @@ import shutil
 import pytest
 
 from slimqwen import variant
-from slimqwen.records import collection, store
+from slimqwen.records import collection, registry, store
 from tests.record_files import record_of, write
 
 ITEMS = [{"task": "example_facts", "index": n, "item": str(n), "value": float(n % 2)} for n in range(4)]
 ROOT = variant.repository_root()
+KINDS = registry.kinds()
 QUALITY = "experiments/a/quality_2026-01-02T000000Z.json"
 STARTS = "results/start_up_a_2026-11-21T143244Z.json"
 
@@ -61,15 +62,17 @@ def test_all_records_are_found_newest_first_by_variant_and_kind(repository):
         "start_up",
         "quality",
     ]
-    assert [stored.location for stored in result.select("quality", "a")] == [
+    assert [stored.location for stored in result.select(KINDS["quality"], "a")] == [
         QUALITY,
         "experiments/a/quality_2026-01-01T000000Z.json",
     ]
-    assert result.select("gate", "a") == ()
-    assert len(result.select("quality")) == 3
+    assert result.select(KINDS["gate"], "a") == ()
+    assert len(result.select(KINDS["quality"])) == 3
     assert list(result.measurements) == ["a", "b"]
     assert result.measurements["a"].hypothesis == "what a shows"
-    assert result.select("quality", "b")[0].record == store.read(result.select("quality", "b")[0].path)
+    assert result.select(KINDS["quality"], "b")[0].record == store.read(
+        result.select(KINDS["quality"], "b")[0].path
+    )
 
 
 def test_the_committed_records_are_all_readable():

@@ -84,7 +84,7 @@ def test_a_new_kind_is_in_every_report_without_a_change_elsewhere(energy, tmp_pa
 
     result = collection.collect(repository)
     assert ([stored.location for stored in result.records], result.problems) == ([location], ())
-    assert result.select("energy", "a")[0].record.figures()["joules_per_token"].value == 0.25
+    assert result.select(energy, "a")[0].record.figures()["joules_per_token"].value == 0.25
 
     [row], problems = leaderboard.rows_of(result, "a")
     assert (row.figures["energy (J/token)"][0].value, problems) == (0.25, [])

@@ -6,12 +6,13 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from slimqwen import variant
-from slimqwen.records import collection
+from slimqwen.records import collection, registry
 from slimqwen.report import charts, comparison_charts, leaderboard
 from slimqwen.report.fronts import Front, Point
 from slimqwen.report.leaderboard import Margins
 
 ROOT = variant.repository_root()
+KINDS = registry.kinds()
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +88,7 @@ def test_many_pictures_are_drawn_as_few_are(monkeypatch):
 
 
 def test_latency_tables_say_what_the_items_say(records):
-    entry = records.select("latency", "tiny")[-1]
+    entry = records.select(KINDS["latency"], "tiny")[-1]
     chart = drawn(comparison_charts.latency_distributions([entry]))
 
     items = [json.loads(line) for line in entry.path.with_name(entry.record.items.file).open()]
@@ -108,7 +109,7 @@ def test_quality_by_task_shows_changes_in_margins(records):
 
 
 def test_a_record_is_drawn_from_the_panels_of_its_kind(records):
-    [entry] = records.select("vocab_coverage", "tiny")[:1]
+    [entry] = records.select(KINDS["vocab_coverage"], "tiny")[:1]
     chart = drawn(charts.of_record(entry.record))
 
     for label in (*entry.record.sources, "share of old tokens kept", "tokens per byte, after / before"):
@@ -132,14 +133,18 @@ def test_a_chart_is_drawn_beside_a_record_and_again_with_the_same_bytes(tmp_path
 
 
 def test_whole_numbers_have_a_tick_each(records):
-    sensitivity = next(entry.record for entry in records.select("gate_power") if entry.record.seeds == (0, 1))
+    sensitivity = next(
+        entry.record for entry in records.select(KINDS["gate_power"]) if entry.record.seeds == (0, 1)
+    )
     chart = drawn(charts.of_record(sensitivity))
     texts = [element.text for element in ET.fromstring(chart.svg).iter() if element.tag.endswith("text")]
     assert texts.count("0") == texts.count("1") == len(sensitivity.panels())
 
 
 def test_series_of_a_bar_panel_are_stacked_by_name(records):
-    starts = next(entry.record for entry in records.select("start_up", "tiny-best") if entry.record.phases)
+    starts = next(
+        entry.record for entry in records.select(KINDS["start_up"], "tiny-best") if entry.record.phases
+    )
     chart = drawn(charts.of_record(starts))
     texts = [element.text for element in ET.fromstring(chart.svg).iter() if element.tag.endswith("text")]
     assert {"cold", "warm", "baked", "seconds by phase (medians)"} <= set(texts)
