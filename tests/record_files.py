@@ -17,6 +17,12 @@ def example(kind: str, **changes: Any) -> dict[str, Any]:
     return fields | changes
 
 
+def host_load(*, busy: bool) -> dict[str, Any]:
+    """The load of a host as provenance holds it."""
+    delays = {"pressure": None, "client_delay_ms": None, "server_delay_ms": None}
+    return {"busy": busy, "seconds": 1.0, "other_share": 0.6, **delays}
+
+
 def record_of(fields: Mapping[str, Any] | Record, **changes: Any) -> Record:
     """The record with these fields as JSON, some of them changed; without its items."""
     plain = {**(fields.as_json() if isinstance(fields, Record) else fields), **changes}

@@ -94,7 +94,9 @@ def test_a_present_record_is_left_as_it_is(quality):
     assert migrations.to_present({"schema": "unknown/7"}) == {"schema": "unknown/7"}
 
 
-@pytest.mark.parametrize("schema", [None, 7, "", "quality", "quality/", "/1", "quality/one", "quality/-1"])
+@pytest.mark.parametrize(
+    "schema", [None, 7, "", "quality", "quality/", "/1", "quality/one", "quality/-1", "quality/0x2"]
+)
 def test_a_schema_without_a_version_is_refused(schema):
     with pytest.raises(migrations.MigrationError, match="no <kind>/<version>"):
         migrations.to_present({"schema": schema})

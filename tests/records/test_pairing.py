@@ -5,10 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from slimqwen.bench.latency import Latency
-from slimqwen.evals.quality import Quality
 from slimqwen.records import collection, pairing, store
 from slimqwen.records.pairing import NotComparableError
-from tests.record_files import record_of, write
+from tests.record_files import host_load, record_of, write
 
 
 @pytest.fixture
@@ -20,10 +19,7 @@ def keep(tmp_path, latency, monkeypatch):
         made = latency["provenance"] | {"ended": f"2026-01-01T{hour:02}:00:00Z"}
         made["hardware"] = made["hardware"] | hardware
         if is_busy:
-            made["host_load"] = {
-                "busy": True, "seconds": 1, "other_share": 1, "pressure": None, "client_delay_ms": None,
-                "server_delay_ms": None,
-            }  # fmt: skip
+            made["host_load"] = host_load(busy=True)
         changes = {
             "variant": name,
             "run": run or f"{name} {hour}",
@@ -73,20 +69,6 @@ def test_records_of_a_busy_host_or_against_the_condition_are_in_no_pair(keep, pa
     keep("first", 3, context=9)
     keep("second", 3, context=9)
     assert pair(condition=lambda record: record.max_model_len != 9) == expected
-
-
-def test_records_of_a_split_are_in_no_pair(tmp_path, quality, monkeypatch):
-    split = {"side": "search", "proof_share": 0.5}
-    moments = iter(["2026-01-01T000000Z", "2026-01-01T000000Z", "2026-01-02T000000Z", "2026-01-02T000000Z"])
-    monkeypatch.setattr(store, "_stamp", lambda: next(moments))
-    whole, _ = (
-        tuple(write(tmp_path / name, quality | {"variant": name, **side}, [{"n": 0}]) for name in ("a", "b"))
-        for side in ({}, {"split": split})
-    )
-    found = pairing.newest_pair(
-        tmp_path / "a", tmp_path / "b", Quality, lambda record: {"suite": record.suite}, lambda name, _: name
-    )
-    assert found == whole
 
 
 def test_where_none_fit_the_difference_of_the_newest_and_the_cure_are_named(keep, pair):

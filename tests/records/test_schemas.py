@@ -117,11 +117,3 @@ def test_a_wrong_value_is_refused_by_name(example, kind, path, wrong):
     with pytest.raises(store.RecordError) as error:
         store.validate(record, "example")
     assert path[0] in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "schema", ["quality/3", "quality/0x2", "quality", "common/1", "leaderboard/1", "", None, 7]
-)
-def test_a_foreign_or_future_schema_is_refused(example, schema):
-    with pytest.raises(store.RecordError, match="schema"):
-        store.validate({**example("quality"), "schema": schema}, "example")

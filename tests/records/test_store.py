@@ -9,19 +9,11 @@ import pytest
 from slimqwen import variant
 from slimqwen.bench.start_up import StartUp
 from slimqwen.evals.quality import Quality
-from slimqwen.host_load import HostLoad
 from slimqwen.records import store
-from tests.record_files import record_of, write
+from tests.record_files import host_load, record_of, write
 
 ITEMS = [{"task": "example_facts", "index": n, "item": str(n), "value": float(n % 2)} for n in range(4)]
 ROOT = variant.repository_root()
-
-
-@pytest.fixture
-def times(monkeypatch):
-    """Each write gets the next of these moments."""
-    moments = iter(["2026-01-01T000000Z", "2026-01-02T000000Z", "2026-01-03T000000Z"])
-    monkeypatch.setattr(store, "_stamp", lambda: next(moments))
 
 
 @pytest.fixture
@@ -50,7 +42,7 @@ def test_a_record_beside_items_is_named_by_its_kind_and_the_utc_time_of_writing(
 
 
 def test_a_record_comes_back_with_its_items(tmp_path, quality):
-    path = write(tmp_path / "tiny", quality, ITEMS)
+    path = write(tmp_path / "experiments" / "tiny", quality, ITEMS)
     record = store.read(path, Quality)
     assert {name: value for name, value in record.as_json().items() if name != "items"} == quality
     assert store.read_items(path) == ITEMS
@@ -125,7 +117,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, quality, monkeypatch, fails
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.usefixtures("times")
+@pytest.mark.usefixtures("stamps")
 def test_latest_is_the_newest_that_fits(tmp_path, quality, latency):
     paths = [write(tmp_path, {**quality, "limit": limit}, ITEMS) for limit in (150, 6)]
     write(tmp_path, latency, ITEMS)
@@ -134,23 +126,19 @@ def test_latest_is_the_newest_that_fits(tmp_path, quality, latency):
 
 
 def test_no_record_of_a_busy_host_is_the_latest(tmp_path, result):
-    quiet, later = result(), result(minute=1)
-    path = store.write(tmp_path / "results", quiet)
-    load = HostLoad(
-        seconds=9.0, other_share=0.6, pressure=0.9, client_delay_ms=9.0, server_delay_ms=9.0, busy=True
-    )
-    marked = later.provenance.model_copy(update={"host_load": load})
-    store.write(tmp_path / "results", later.model_copy(update={"provenance": marked}))
+    path = store.write(tmp_path / "results", result())
+    later = result(minute=1).as_json()
+    later["provenance"]["host_load"] = host_load(busy=True)
+    write(tmp_path / "results", later)
     assert store.latest_result(tmp_path, StartUp, "tiny") == path
 
 
-@pytest.mark.usefixtures("times")
+@pytest.mark.usefixtures("stamps")
 def test_no_record_of_a_busy_host_or_of_a_split_stands_for_a_variant(tmp_path, quality):
     path = write(tmp_path, quality, ITEMS)
     write(tmp_path, quality | {"split": {"side": "proof", "proof_share": 0.5}}, ITEMS)
-    busy = {"busy": True, "seconds": 1, "other_share": 1, "pressure": None, "client_delay_ms": None}
-    load = {"host_load": busy | {"server_delay_ms": None}}
-    write(tmp_path, quality | {"provenance": quality["provenance"] | load}, ITEMS)
+    quality["provenance"]["host_load"] = host_load(busy=True)
+    write(tmp_path, quality, ITEMS)
     assert len(list(store.records(tmp_path, Quality))) == 3
     assert store.latest(tmp_path, Quality) == path
 
@@ -163,20 +151,20 @@ def test_a_missing_record_names_its_command(tmp_path):
 
 
 def test_a_result_made_again_is_another_file_and_the_latest(tmp_path, result):
-    folder = tmp_path / "results"
+    root = tmp_path / "repository"
+    folder = root / "results"
     first, second = (store.write(folder, result(minute=minute)) for minute in (0, 1))
     assert first.name == "start_up_tiny_2026-01-01T000000Z.json"
-    assert store.latest_result(tmp_path, StartUp, "tiny") == second
+    assert store.latest_result(root, StartUp, "tiny") == second
     assert (
-        store.latest_result(tmp_path, StartUp, "tiny", lambda r: r.provenance.ended < "2026-01-01T00:01")
-        == first
+        store.latest_result(root, StartUp, "tiny", lambda r: r.provenance.ended < "2026-01-01T00:01") == first
     )
     # A name that begins like this one is another variant's.
     other = store.write(folder, result("tiny_2", minute=2))
-    assert store.latest_result(tmp_path, StartUp, "tiny") == second
-    assert store.latest_result(tmp_path, StartUp, "tiny_2") == other
+    assert store.latest_result(root, StartUp, "tiny") == second
+    assert store.latest_result(root, StartUp, "tiny_2") == other
     with pytest.raises(store.MissingRecordError):
-        store.latest_result(tmp_path, StartUp, "tin")
+        store.latest_result(root, StartUp, "tin")
 
 
 def test_two_results_of_one_second_do_not_replace_each_other(tmp_path, result):
@@ -285,14 +273,7 @@ def test_items_that_were_changed_are_refused(tmp_path, quality):
         store.read_items(path)
 
 
-def test_the_folders_of_a_first_record_are_made(tmp_path, quality, result):
-    first = write(tmp_path / "experiments" / "tiny", quality, ITEMS)
-    assert store.latest(first.parent, Quality) == first
-    other = store.write(tmp_path / "repository" / "results", result())
-    assert store.latest_result(tmp_path / "repository", StartUp, "tiny") == other
-
-
-@pytest.mark.usefixtures("times")
+@pytest.mark.usefixtures("stamps")
 def test_items_have_one_text_whatever_the_order_of_their_fields(tmp_path, quality):
     turned = [dict(reversed(item.items())) for item in ITEMS]
     one, other = (store.read(write(tmp_path, quality, items)).items for items in (ITEMS, turned))

@@ -2,8 +2,6 @@ import json
 import math
 import re
 import shutil
-import subprocess
-import sys
 from html.parser import HTMLParser
 from urllib.parse import unquote
 
@@ -298,17 +296,6 @@ def test_the_figures_of_the_readme_show_what_its_records_give(tmp_path):
     assert all(drawn.values())
     shown = set(re.findall(r"\(docs/figures/([\w-]+\.svg)\)", (ROOT / "README.md").read_text()))
     assert shown <= set(committed)
-
-
-def test_what_only_reads_records_needs_neither_torch_nor_vllm():
-    heavy = "[name for name in ('torch', 'vllm', 'transformers', 'matplotlib') if name in sys.modules]"
-    command = f"import sys; from slimqwen.report import checks, log, markdown, site; print({heavy})"
-
-    ended = subprocess.run(
-        [sys.executable, "-c", command], capture_output=True, text=True, check=True, cwd=ROOT
-    )
-
-    assert ended.stdout.strip() == "[]"
 
 
 def test_pages_name_commands_of_the_command_line(small, tmp_path):

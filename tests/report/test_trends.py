@@ -4,6 +4,7 @@ import pytest
 
 from slimqwen.records import collection
 from slimqwen.report import charts, trends
+from tests.record_files import host_load
 
 SHORT = "short 31 -> 62"
 
@@ -71,10 +72,7 @@ def test_decoding_speed_is_the_inverse_of_tpot_with_its_interval(timed, tmp_path
 @pytest.mark.parametrize(("is_busy", "count"), [(False, 2), (True, 0)])
 def test_a_single_record_or_one_of_a_busy_host_gives_no_trend(timed, tmp_path, is_busy, count):
     def loaded(record):
-        record["provenance"]["host_load"] = {
-            "busy": is_busy, "seconds": 9, "other_share": 0.9, "pressure": 0.9, "client_delay_ms": 1,
-            "server_delay_ms": 1,
-        }  # fmt: skip
+        record["provenance"]["host_load"] = host_load(busy=is_busy)
 
     timed(7)
     assert observations(tmp_path) == []
