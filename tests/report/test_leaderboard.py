@@ -37,8 +37,46 @@ def board(tmp_path):
     return build
 
 
+@pytest.fixture
+def pair(add_variant, add_record, claim):
+    """Write a baseline and a variant that answers the same in a share of its time."""
+
+    def make(factor=0.5, edit=lambda record: None):
+        add_variant("base", "VLLM_MODEL=weights/base\n")
+        add_variant("quick", "BASE=base\nVLLM_MODEL=weights/quick\n", baseline="base")
+        claim("quick", status="measured", verdict="pass")
+
+        def shorten(record):
+            for row in record["classes"].values():
+                row["e2el_ms"]["median"] *= factor
+            edit(record)
+
+        numbers = itertools.count()
+
+        def shorten_each(item):
+            noise = 1 + 0.02 * (-1) ** item.get("round", 0) + 0.02 * (-1) ** next(numbers)
+            return item | {"e2el_ms": item["e2el_ms"] * factor * noise}
+
+        def widen(record):
+            # So few items would leave an equal variant undecided.
+            for row in record["tasks"].values():
+                row["non_inferiority_margin"] = 0.5
+
+        for name in ("base", "quick"):
+            add_record(name, "quality", edit=widen)
+        add_record("base", "latency")
+        add_record("quick", "latency", edit=shorten, edit_items=shorten_each)
+
+    return make
+
+
 def by_name(board, name):
     return next(row for row in board.rows if row.variant == name)
+
+
+def cells_of(board, row):
+    """The cells of a row by the label of their column."""
+    return {column.label: column.cell(row) for column in columns.columns(board)}
 
 
 def test_every_variant_has_a_row_that_says_what_its_files_say(committed):
@@ -75,7 +113,7 @@ def test_scores_latency_and_size_are_those_of_the_json_files(committed):
         ]
         if latency:
             for name, of in latency[-1]["classes"].items():
-                cells = {column.label: cell for column, cell in zip_cells(committed, row)}
+                cells = cells_of(committed, row)
                 assert cells[f"E2EL {name}, ms"].text == f"{of['e2el_ms']['median']:,.1f}"
                 assert cells[f"TTFT {name}, ms"].order == of["ttft_ms"]["median"]
                 assert cells[f"TPOT {name}, ms"].order == of["tpot_ms"]["median"]
@@ -133,8 +171,8 @@ def test_the_readme_shows_the_same_figures(committed):
     assert seen > 10
 
 
-def test_a_variant_that_passed_and_is_faster_is_the_one_to_serve(add_variant, add_record, claim, board):
-    _pair(add_variant, add_record, claim)
+def test_a_variant_that_passed_and_is_faster_is_the_one_to_serve(pair, board):
+    pair()
     leaders, problems = board()
 
     assert problems == {}
@@ -143,18 +181,16 @@ def test_a_variant_that_passed_and_is_faster_is_the_one_to_serve(add_variant, ad
     speed = choice.serve.timed.speed
     assert speed.speedup == pytest.approx(2, rel=0.02)
     assert 1 < speed.interval[0] < 2 < speed.interval[1]
-    cells = {column.label: cell for column, cell in zip_cells(leaders, choice.serve)}
+    cells = cells_of(leaders, choice.serve)
     assert cells["speed-up"].text == "{:.2f}x [{:.2f}, {:.2f}]".format(speed.speedup, *speed.interval)
     assert choice.serve.missing == ["gate"]
 
 
-def test_a_speed_of_another_checkpoint_than_was_scored_is_none_to_serve_for(
-    add_variant, add_record, claim, board
-):
+def test_a_speed_of_another_checkpoint_than_was_scored_is_none_to_serve_for(pair, board):
     def earlier(record):
         record["provenance"]["checkpoint"]["digest"] = "e" * 64
 
-    _pair(add_variant, add_record, claim, edit=earlier)
+    pair(edit=earlier)
     leaders, _ = board()
     row = by_name(leaders, "quick")
     assert row.timed.is_faster
@@ -162,8 +198,8 @@ def test_a_speed_of_another_checkpoint_than_was_scored_is_none_to_serve_for(
     assert row.doubts == ["latency and quality are of different checkpoints"]
 
 
-def test_a_gain_within_its_interval_is_not_to_be_served(add_variant, add_record, claim, board):
-    _pair(add_variant, add_record, claim, factor=0.999)
+def test_a_gain_within_its_interval_is_not_to_be_served(pair, board):
+    pair(factor=0.999)
     leaders, _ = board()
     row = by_name(leaders, "quick")
     assert row.timed.speed.speedup > 1
@@ -171,22 +207,20 @@ def test_a_gain_within_its_interval_is_not_to_be_served(add_variant, add_record,
     assert leaders.choices[0].runners_up == (row,)
 
 
-def test_times_of_two_runs_are_no_speed_up(add_variant, add_record, claim, board):
+def test_times_of_two_runs_are_no_speed_up(pair, board):
     def on_another_day(record):
         record["run"] = "2026-02-01T00:00:00Z"
 
-    _pair(add_variant, add_record, claim, edit=on_another_day)
+    pair(edit=on_another_day)
     leaders, _ = board()
     row = by_name(leaders, "quick")
     assert row.timed.baseline is not None
     assert (row.timed.speed, row.timed.comparison, leaders.choices[0].serve) == (None, (), None)
-    assert {column.label: cell for column, cell in zip_cells(leaders, row)}[
-        "speed-up"
-    ].note == "not timed in turns"
+    assert cells_of(leaders, row)["speed-up"].note == "not timed in turns"
 
 
-def test_without_a_pass_in_quality_nothing_is_to_be_served(add_variant, add_record, claim, board, tmp_path):
-    _pair(add_variant, add_record, claim)
+def test_without_a_pass_in_quality_nothing_is_to_be_served(pair, board, tmp_path):
+    pair()
     for file in (tmp_path / "experiments" / "quick").glob("quality_*"):
         file.unlink()
     leaders, _ = board()
@@ -195,10 +229,8 @@ def test_without_a_pass_in_quality_nothing_is_to_be_served(add_variant, add_reco
 
 
 @pytest.mark.parametrize("baseline", ["nobody", "quick"])
-def test_a_baseline_that_is_not_there_is_named_and_takes_its_claims_along(
-    add_variant, add_record, claim, board, baseline
-):
-    _pair(add_variant, add_record, claim)
+def test_a_baseline_that_is_not_there_is_named_and_takes_its_claims_along(pair, claim, board, baseline):
+    pair()
     claim("quick", baseline=baseline)
     leaders, problems = board()
     assert "its baseline" in problems["experiments/quick/measurements.json"]
@@ -208,18 +240,16 @@ def test_a_baseline_that_is_not_there_is_named_and_takes_its_claims_along(
 
 
 @pytest.mark.parametrize("changes", [{"status": "rejected"}, {"verdict": "fail"}])
-def test_what_a_person_rejected_or_a_verdict_failed_is_not_to_be_served(
-    add_variant, add_record, claim, board, changes
-):
-    _pair(add_variant, add_record, claim)
+def test_what_a_person_rejected_or_a_verdict_failed_is_not_to_be_served(pair, claim, board, changes):
+    pair()
     claim("quick", **{"verdict": "pass", "status": "measured"} | changes)
     leaders, _ = board()
     assert by_name(leaders, "quick").standing in ("rejected", "fail")
     assert (leaders.choices[0].serve, leaders.choices[0].runners_up) == (None, ())
 
 
-def test_a_variant_whose_engine_is_unsafe_is_not_to_be_served(add_variant, add_record, claim, board):
-    _pair(add_variant, add_record, claim)
+def test_a_variant_whose_engine_is_unsafe_is_not_to_be_served(pair, add_record, board):
+    pair()
 
     def unsafe(record):
         for cell in record["cells"]:
@@ -258,10 +288,8 @@ def test_records_of_an_earlier_checkpoint_are_marked_and_do_not_give_scores(add_
     assert "latency" in row.missing
 
 
-def test_damaged_items_cost_the_paired_change_alone_and_are_named(
-    add_variant, add_record, claim, board, tmp_path
-):
-    _pair(add_variant, add_record, claim)
+def test_damaged_items_cost_the_paired_change_alone_and_are_named(pair, board, tmp_path):
+    pair()
     [items] = (tmp_path / "experiments" / "quick").glob("quality_*.items.jsonl")
     items.unlink()
     items.write_text("not what was measured\n")
@@ -273,8 +301,8 @@ def test_damaged_items_cost_the_paired_change_alone_and_are_named(
     assert [location for location in problems if "quick/quality" in location]
 
 
-def test_times_on_other_hardware_are_a_row_of_their_own(add_variant, add_record, claim, board):
-    _pair(add_variant, add_record, claim)
+def test_times_on_other_hardware_are_a_row_of_their_own(pair, add_record, board):
+    pair()
 
     def on_gpu(record):
         record["provenance"]["hardware"]["gpus"] = [{"name": "NVIDIA X", "memory_bytes": 1, "driver": "1"}]
@@ -298,35 +326,3 @@ def test_the_front_holds_what_nothing_beats_in_both():
     assert [(one.variant, one.on_front) for one in marked] == [
         ("best", True), ("twin", True), ("beaten", False), ("dear", True)
     ]  # fmt: skip
-
-
-def zip_cells(board, row):
-    return [(column, column.cell(row)) for column in columns.columns(board)]
-
-
-def _pair(add_variant, add_record, claim, factor=0.5, edit=lambda record: None):
-    """A baseline and a variant that answers the same in a share of its time; `edit` changes the latency record."""
-    add_variant("base", "VLLM_MODEL=weights/base\n")
-    add_variant("quick", "BASE=base\nVLLM_MODEL=weights/quick\n", baseline="base")
-    claim("quick", status="measured", verdict="pass")
-
-    def shorten(record):
-        for row in record["classes"].values():
-            row["e2el_ms"]["median"] *= factor
-        edit(record)
-
-    numbers = itertools.count()
-
-    def shorten_each(item):
-        noise = 1 + 0.02 * (-1) ** item.get("round", 0) + 0.02 * (-1) ** next(numbers)
-        return item | {"e2el_ms": item["e2el_ms"] * factor * noise}
-
-    def widen(record):
-        # So few items would leave an equal variant undecided.
-        for row in record["tasks"].values():
-            row["non_inferiority_margin"] = 0.5
-
-    for name in ("base", "quick"):
-        add_record(name, "quality", edit=widen)
-    add_record("base", "latency")
-    add_record("quick", "latency", edit=shorten, edit_items=shorten_each)

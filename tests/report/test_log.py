@@ -34,6 +34,10 @@ def answers(right, of=400):
     ]
 
 
+def findings(root, variant=None):
+    return [entry.finding for entry in log.entries(root, variant=variant)[0]]
+
+
 def scored(quality, **changes):
     return quality | {"tasks": {"example_facts": quality["tasks"]["example_facts"]}} | changes
 
@@ -65,26 +69,18 @@ def test_a_variant_that_lost_is_in_the_log_as_such(keep, tmp_path, quality):
     keep("b", scored(quality), answers(100), 2)
     keep("b", scored(quality), answers(299), 3)
     keep("b", scored(quality), answers(290), 4)
-    findings = [entry.finding for entry in log.entries(tmp_path, variant="b")[0]]
-    assert [finding.partition(":")[0] for finding in findings] == ["inconclusive", "pass", "fail"]
-    assert "facts gains -0.500 [" in findings[-1]
-    assert "where -0.04 is allowed" in findings[-1]
-    assert findings[-1].endswith("of a")
-
-
-def test_a_record_is_held_against_the_baseline_that_was_there_then(keep, tmp_path, quality):
-    keep("a", scored(quality), answers(300), 1)
-    keep("b", scored(quality), answers(300), 2)
-    keep("a", scored(quality), answers(100), 3)
-    (finding,) = [entry.finding for entry in log.entries(tmp_path, variant="b")[0]]
-    assert "gains +0.000" in finding
+    found = findings(tmp_path, "b")
+    assert [finding.partition(":")[0] for finding in found] == ["inconclusive", "pass", "fail"]
+    assert "facts gains -0.500 [" in found[-1]
+    assert "where -0.04 is allowed" in found[-1]
+    assert found[-1].endswith("of a")
 
 
 def test_without_a_baseline_that_fits_the_figures_stand_alone(keep, tmp_path, quality, latency):
     keep("a", scored(quality), answers(300), 1)
     keep("b", scored(quality, limit=7), answers(300), 2)
     keep("b", latency, times(100.0), 3)
-    latest, own = [entry.finding for entry in log.entries(tmp_path, variant="b")[0]]
+    latest, own = findings(tmp_path, "b")
     assert own == "facts 0.500 ± 0.200"
     assert latest == "E2EL, ms: short 250 ± 12"
 
@@ -93,7 +89,7 @@ def test_latency_is_told_as_a_ratio_to_the_run_that_took_turns_with_it(keep, tmp
     keep("a", latency | {"run": "2026-01-01T00:00:01Z"}, times(100.0), 1)
     keep("a", latency | {"run": "2026-01-01T00:00:02Z"}, times(400.0), 2)
     keep("b", latency | {"run": "2026-01-01T00:00:01Z"}, times(200.0), 3)
-    (finding,) = [entry.finding for entry in log.entries(tmp_path, variant="b")[0]]
+    (finding,) = findings(tmp_path, "b")
     assert "short 0.51x [0.5" in finding
 
 
@@ -110,7 +106,7 @@ def test_acceptance_is_told_as_a_share(keep, tmp_path):
 
     keep("a", *drafted(8), 1)
     keep("b", *drafted(7), 2)
-    mine, baseline = [entry.finding for entry in log.entries(tmp_path)[0]]
+    mine, baseline = findings(tmp_path)
     assert mine == "fail: acceptance length 2.400 at K = 2, 92.3% [91.4%, 93.0%], of a"
     assert baseline.startswith("acceptance length: K = 2 2.600")
 
@@ -130,7 +126,7 @@ def test_a_gate_names_the_check_that_fails(keep, tmp_path, quality):
         2,
     )
     keep("b", gate | {"verdict": "pass", "verdicts": verdicts}, [item | {"verdict": "pass"}], 3)
-    passed, failed = [entry.finding for entry in log.entries(tmp_path)[0]][:2]
+    passed, failed = findings(tmp_path)[:2]
     assert passed == "pass: fidelity, acceptance, quality, engine, of a"
     assert failed == "fail: quality fail (facts -0.1 [-0.200, -0.050], limit -0.04), of a"
 

@@ -23,7 +23,7 @@ TIMES = [{"class": "short", "error": None, **dict.fromkeys(LATENCY_MEASURES, 100
 
 
 @pytest.fixture
-def repository(tmp_path, add_variant, quality, latency):
+def repository(tmp_path, add_variant, quality, latency, stamps):
     """Two variants, both measured: b twice as large in every time, and without a GPU."""
     for name in ("a", "b"):
         add_variant(name, f"VLLM_MODEL=weights/{name}\n", baseline="a" if name == "b" else None)
@@ -72,8 +72,7 @@ def test_a_comparison_shows_scores_latency_sizes_and_where_they_come_from(reposi
         assert "vLLM 0.32.0" in notes
 
 
-def test_latency_on_a_cpu_says_that_it_is_no_evidence_about_a_gpu(repository, latency, monkeypatch):
-    monkeypatch.setattr(store, "_stamp", lambda: "2027-01-01T000000Z")
+def test_latency_on_a_cpu_says_that_it_is_no_evidence_about_a_gpu(repository, latency):
     latency["provenance"]["hardware"]["gpus"] = []
     for name in ("a", "b"):
         record_files.write(repository / "experiments" / name, latency | {"variant": name}, TIMES)
@@ -164,8 +163,7 @@ def test_every_workload_asks_for_figures_that_have_a_heading():
             assert latency_tables.heading(column)
 
 
-def test_each_workload_has_a_table_of_its_own(repository, latency, monkeypatch):
-    monkeypatch.setattr(store, "_stamp", lambda: "2027-01-01T000000Z")
+def test_each_workload_has_a_table_of_its_own(repository, latency):
     folders = [repository / "experiments" / name for name in ("a", "b")]
     for folder in folders:
         items = [{**item, "round": n % 2, "output_tokens": 16} for n, item in enumerate(TIMES)]
@@ -183,8 +181,7 @@ def test_each_workload_has_a_table_of_its_own(repository, latency, monkeypatch):
     assert "short 250" in tables.variants_table(repository).rows[0][5]
 
 
-def test_a_workload_that_does_not_fit_is_named_beside_those_that_do(repository, latency, monkeypatch):
-    monkeypatch.setattr(store, "_stamp", lambda: "2027-01-01T000000Z")
+def test_a_workload_that_does_not_fit_is_named_beside_those_that_do(repository, latency):
     for name, tokens in (("a", 16), ("b", 17)):
         changed = latency | {"variant": name, "workload": "context"}
         changed["classes"]["short"]["output_tokens"] = tokens
@@ -216,11 +213,10 @@ def readme(repository):
     return file
 
 
-def test_scores_of_weights_that_are_gone_are_no_scores(repository, quality, monkeypatch):
+def test_scores_of_weights_that_are_gone_are_no_scores(repository, quality):
     """However many items they were of."""
     folder = repository / "experiments" / "a"
     before = tables.results_tables(folder)[0]
-    monkeypatch.setattr(store, "_stamp", lambda: "2027-01-01T000000Z")
     quality["provenance"]["checkpoint"]["digest"] = "cd" * 32
     for row in quality["tasks"].values():
         row["item_count"] //= 2
@@ -247,8 +243,7 @@ def test_a_changed_figure_is_noticed(repository, readme, figure):
     assert readme.read_text() == text
 
 
-def test_a_newer_record_makes_the_readme_outdated(repository, readme, quality, monkeypatch):
-    monkeypatch.setattr(store, "_stamp", lambda: "2027-01-01T000000Z")
+def test_a_newer_record_makes_the_readme_outdated(repository, readme, quality):
     record_files.write(repository / "experiments" / "b", quality | {"variant": "b"}, ITEMS)
     assert markdown.update(repository, write=False) == [readme]
 
@@ -283,20 +278,6 @@ def test_a_record_changed_by_hand_does_not_reach_a_table(repository, readme):
         markdown.update(repository)
 
 
-def exploration(name, one, hardware, checkpoint="ab" * 32, **figures):
-    provenance = {
-        "command": f"python {name}",
-        "started": "2026-01-01T00:00:00Z",
-        "ended": "2026-01-01T02:00:00Z",
-        "packages": {"python": "3.11"},
-        "threads": None,
-        "git": {"commit": "c" * 40, "dirty": False},
-        "hardware": hardware,
-        "checkpoint": {"digest": checkpoint},
-    }
-    return {"schema": f"{name}/1", "variant": one, **figures, "provenance": provenance}
-
-
 def drafted(repository, one, accepted, digest="ab" * 32, **changes):
     """An acceptance record of three groups, so many of ten drafts accepted at each of two positions."""
     items = [
@@ -313,7 +294,7 @@ def drafted(repository, one, accepted, digest="ab" * 32, **changes):
     return record_files.write(repository / "experiments" / one, body, items)
 
 
-def test_a_summary_has_a_line_for_each_measure_that_has_a_record(repository, quality):
+def test_a_summary_has_a_line_for_each_measure_that_has_a_record(repository, add_start_up):
     table = tables.summary_table(repository, "a", "b")
     assert [row[0] for row in table.rows] == [
         "size on disk, MB",
@@ -328,23 +309,22 @@ def test_a_summary_has_a_line_for_each_measure_that_has_a_record(repository, qua
         "4 items (108)",
     )
 
-    hardware = quality["provenance"]["hardware"]
     paths = [drafted(repository, one, accepted) for one, accepted in (("a", 8), ("b", 7))]
-    starts = {
-        kind: [{"ready_seconds": seconds + n, "graphs": []} for n in range(3)]
-        for kind, seconds in (("cold", 90.0), ("baked", 30.0))
-    }
-    ratio = {"ready_cold_over_baked": {"value": 2.94, "low": 2.8, "high": 3.1}}
-    record = exploration("start_up", "b", hardware, **starts, **ratio)
-    (repository / "results").mkdir()
-    for hour in (1, 3):
-        # The newest of the checkpoint that was scored counts: not the one before it, nor one of another checkpoint.
-        block = record["provenance"] | {"ended": f"2026-01-01T0{hour}:00:00Z"}
-        if hour == 3:
-            block["checkpoint"] = {"digest": "cd" * 32}
-        other = record | {"provenance": block, "cold": record["baked"]}
-        record_files.write(repository / "results", other)
-    record_files.write(repository / "results", record)
+
+    def started(hour, cold_s, checkpoint="ab" * 32):
+        def edit(record):
+            block = {"ended": f"2026-01-01T0{hour}:00:00Z", "checkpoint": {"digest": checkpoint}}
+            record["provenance"] |= block
+            for kind, seconds in (("cold", cold_s), ("baked", 30.0)):
+                record[kind] = [{"ready_seconds": seconds + n, "graphs": []} for n in range(3)]
+            record["ready_cold_over_baked"] = {"value": 2.94, "low": 2.8, "high": 3.1}
+
+        add_start_up("b", edit)
+
+    # The newest of the checkpoint that was scored counts: not the one before it, nor one of another checkpoint.
+    started(1, 30.0)
+    started(2, 90.0)
+    started(3, 30.0, "cd" * 32)
 
     table = tables.summary_table(repository, "a", "b")
     assert table.rows[1] == (
@@ -372,10 +352,7 @@ def test_a_summary_has_a_line_for_each_measure_that_has_a_record(repository, qua
 
 
 @pytest.mark.parametrize("digest", ["ab" * 32, "ef" * 32])
-def test_a_summary_begins_with_the_speed_of_the_checkpoints_that_were_scored(
-    repository, latency, monkeypatch, digest
-):
-    monkeypatch.setattr(store, "_stamp", lambda: "2027-01-01T000000Z")
+def test_a_summary_begins_with_the_speed_of_the_checkpoints_that_were_scored(repository, latency, digest):
     for name, time_ms in (("a", 8.0), ("b", 2.0)):
         latency["provenance"]["checkpoint"] = {**latency["provenance"]["checkpoint"], "digest": digest}
         items = [
