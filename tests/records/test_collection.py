@@ -55,13 +55,8 @@ def test_all_records_are_found_newest_first_by_variant_and_kind(repository):
         STARTS,
         "experiments/b/quality_2026-01-02T000000Z.json",
     ]
-    assert [stored.kind for stored in result.records] == [
-        "latency",
-        "quality",
-        "quality",
-        "start_up",
-        "quality",
-    ]
+    kinds = [stored.kind for stored in result.records]
+    assert kinds == ["latency", "quality", "quality", "start_up", "quality"]
     assert [stored.location for stored in result.select(KINDS["quality"], "a")] == [
         QUALITY,
         "experiments/a/quality_2026-01-01T000000Z.json",
@@ -73,15 +68,6 @@ def test_all_records_are_found_newest_first_by_variant_and_kind(repository):
     assert result.select(KINDS["quality"], "b")[0].record == store.read(
         result.select(KINDS["quality"], "b")[0].path
     )
-
-
-def test_the_committed_records_are_all_readable():
-    result = collection.collect(ROOT)
-    assert result.problems == ()
-    assert {"quality", "latency", "fidelity", "acceptance", "engine", "start_up"} <= {
-        stored.kind for stored in result.records
-    }
-    assert set(result.measurements) == set(variant.names(ROOT))
 
 
 def test_a_repository_without_any_records_is_no_error(tmp_path):
@@ -105,9 +91,6 @@ def dropped(key):
     [
         (lambda p: p.write_text(p.read_text()[:-40]), QUALITY, "not JSON"),
         (lambda p: p.write_bytes(b""), QUALITY, "not JSON"),
-        (lambda p: p.write_bytes(b"\xff\xfe\x00"), QUALITY, "not JSON"),
-        (lambda p: p.write_text("[" * 100_000), QUALITY, "not JSON"),
-        (lambda p: p.write_text("[]"), QUALITY, "not a JSON object"),
         (lambda p: p.write_text("{}"), QUALITY, "schema None"),
         (lambda p: p.write_text(p.read_text().replace('"value": 0.5', '"value": NaN')), QUALITY, "NaN"),
         (dropped("tasks"), QUALITY, "tasks: Field required"),

@@ -49,8 +49,8 @@ def answers(right, of=8):
 def scored(repository, monkeypatch):
     """Keep a quality record of b, and have the next measurement find what is told."""
 
-    def keep(before, after, **changes):
-        body = example("quality", variant="b", suite="tinyworld")
+    def keep(before, after, body=None, **changes):
+        body = body or example("quality", variant="b", suite="tinyworld")
         path = write(repository / "experiments" / "b", body, before)
         asked = {}
 
@@ -110,17 +110,10 @@ def test_items_of_one_side_alone_are_counted_and_the_rest_is_paired(scored, repo
     assert result.tables[0].rows[0][-1].startswith("6")
 
 
-def test_a_run_that_had_all_think_has_all_think_again(repository, monkeypatch):
+def test_a_run_that_had_all_think_has_all_think_again(scored, repository):
     body = example("quality", variant="b", suite="core", limit=2, endpoint="chat")
     body["tasks"]["ifeval"] = body["tasks"].pop("example_facts") | {"settings": {"thinking": True}}
-    path = write(repository / "experiments" / "b", body, answers(5))
-    asked = {}
-
-    def measure(one, suite, *, records_folder, **options):
-        asked.update(options, suite=suite)
-        return write(records_folder, body, answers(5))
-
-    monkeypatch.setattr(quality, "measure", measure)
+    path, asked = scored(answers(5), answers(5), body)
     replay.replay(path, command=["x"], root=repository)
     plain = {task.name: task.thinking for task in Suite.load("core", repository).tasks}
     again = {task.name: task.thinking for task in asked["suite"].tasks}

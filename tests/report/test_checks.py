@@ -126,17 +126,14 @@ def test_a_copied_record_is_named(repository, quality):
     assert "differs" in reasons["README.md"]  # for it shows the newest
 
 
-def test_a_cited_record_of_another_checkpoint_is_a_fault_and_one_that_is_not_cited_is_none(
-    repository, quality
-):
+def test_a_cited_record_of_another_checkpoint_is_a_fault_and_one_that_is_not_cited_is_none(repository, claim):
     (repository / "weights" / "b" / "config.json").write_text('{"of": "b, made anew"}')
     result = checks.check(repository).faults
     assert {fault.location for fault in result} == {
         f"experiments/b/{kind}_{STAMP}.json" for kind in ("quality", "latency")
     }
     assert all("checkpoint" in fault.fault and "measurements.json" in fault.cure for fault in result)
-    file = quality.with_name("measurements.json")
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"records": []}))
+    claim("b", records=[])
     assert checks.check(repository).faults == ()
 
 
@@ -174,9 +171,10 @@ def test_a_record_that_was_changed_since_its_commit_is_a_fault(repository, quali
     assert f"experiments/b/{quality.name}" in {location for location, _ in faults(repository)}
 
 
-def test_a_record_that_was_deleted_is_a_fault_even_when_the_deletion_was_committed(repository, quality):
-    claims = quality.with_name("measurements.json")
-    claims.write_text(json.dumps(json.loads(claims.read_text()) | {"records": []}))
+def test_a_record_that_was_deleted_is_a_fault_even_when_the_deletion_was_committed(
+    repository, quality, claim
+):
+    claim("b", records=[])
     (repository / "README.md").write_text("# All\n")
     kept = quality.read_bytes(), quality.with_suffix(".items.jsonl").read_bytes()
     for file in (quality, quality.with_suffix(".items.jsonl")):
@@ -225,18 +223,12 @@ def test_a_new_record_is_no_fault_before_and_after_its_commit(repository, monkey
     assert checks.check(repository).faults == ()
 
 
-def withdraw(root, **reasons):
-    file = root / withdrawals.LOCATION
-    file.write_text(json.dumps(reasons))
-    return file
-
-
-def test_a_record_may_be_gone_where_the_list_of_the_withdrawn_has_a_reason_for_it(repository, quality):
-    claims = quality.with_name("measurements.json")
-    claims.write_text(json.dumps(json.loads(claims.read_text()) | {"records": []}))
+def test_a_record_may_be_gone_where_the_list_of_the_withdrawn_has_a_reason_for_it(repository, quality, claim):
+    claim("b", records=[])
     (repository / "README.md").write_text("# All\n")
     location = f"experiments/b/{quality.name}"
-    withdraw(repository, **{location: "names a machine", STARTS: "of a machine that throttled"})
+    withdrawn = {location: "names a machine", STARTS: "of a machine that throttled"}
+    (repository / withdrawals.LOCATION).write_text(json.dumps(withdrawn))
     reasons = {fault.location: fault for fault in checks.check(repository).faults}
     assert reasons.keys() == {location, STARTS}
     assert all("listed in results/withdrawn.yaml, but present" in each.fault for each in reasons.values())
