@@ -52,7 +52,7 @@ def read(path: Path, kind: type[Record] = Record) -> Record:
     """
     record = validate(parse(path), short_path(path))
     if not isinstance(record, kind):
-        expected = "measurements of a variant" if kind is Record else f"a record of kind {kind.kind}"
+        expected = "a record" if kind is Record else f"a record of kind {kind.kind}"
         raise RecordError(f"{short_path(path)}: {record.schema_} is not {expected}")
     return record
 
