@@ -95,11 +95,8 @@ def _plain(schema: Any, *, named: bool = False) -> Any:
     if "description" in parts:
         # The first paragraph of a model's docstring: fields have their own descriptions.
         parts["description"] = " ".join(parts["description"].partition("\n\n")[0].split())
-    return dict(sorted(parts.items(), key=lambda part: _rank(part[0])))
-
-
-def _rank(key: str) -> int:
-    return _LEADING_KEYS.index(key) if key in _LEADING_KEYS else len(_LEADING_KEYS)
+    leading = {key: parts[key] for key in _LEADING_KEYS if key in parts}
+    return {**leading, **parts}
 
 
 def _compact(value: Any, indent: int, prefix_length: int) -> str:

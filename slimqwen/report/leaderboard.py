@@ -274,11 +274,6 @@ def rows_of(collection: Collection, variant: str) -> tuple[list[Row], list[Probl
     return rows, [Problem(location, reason) for location, reason in problems.items()]
 
 
-def made_by(kind: str, variant: str) -> str:
-    """Command that makes a record of a kind."""
-    return f"slimqwen {registry.kinds()[kind].verb} --variant {variant}"
-
-
 def hardware(entry: StoredRecord[Record]) -> str:
     """Hardware that a record was measured on."""
     return provenance.hardware_name(entry.record.provenance.hardware)

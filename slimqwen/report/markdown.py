@@ -20,7 +20,6 @@ from slimqwen.report import tables
 _BLOCK = re.compile(
     r"(?P<open><!-- table:(?P<name>[\w-]+)(?P<words>[^\n]*?) -->\n).*?(?P<close><!-- end -->)", re.DOTALL
 )
-_OPENING = re.compile(r"<!-- table:")
 
 TABLES: Mapping[str, tuple[str, Callable[..., Sequence[Table]]]] = MappingProxyType(
     {
@@ -81,25 +80,19 @@ def fresh(root: Path, file: Path) -> str:
         MarkdownError: a block asks for an unknown table or is not closed; names the file.
         RecordError: a record is damaged.
     """
+    text = file.read_text(encoding="utf-8")
+    location = file.relative_to(root)
+    if text.count("<!-- table:") != len(_BLOCK.findall(text)):
+        raise MarkdownError(f"{location}: a <!-- table:… --> comment lacks its <!-- end -->")
     try:
-        return fill(file.read_text(encoding="utf-8"), root)
+        return _BLOCK.sub(
+            lambda match: (
+                match["open"] + _content(root, match["name"], match["words"].split()) + match["close"]
+            ),
+            text,
+        )
     except MarkdownError as error:
-        raise MarkdownError(f"{file.relative_to(root)}: {error}") from error
-
-
-def fill(text: str, root: Path) -> str:
-    """Markdown with every table block filled.
-
-    Raises:
-        MarkdownError: a block asks for an unknown table or is not closed by `<!-- end -->`.
-        RecordError: a record is damaged.
-    """
-    if len(_OPENING.findall(text)) != len(_BLOCK.findall(text)):
-        raise MarkdownError("a <!-- table:… --> comment lacks its <!-- end -->")
-    return _BLOCK.sub(
-        lambda match: match["open"] + _content(root, match["name"], match["words"].split()) + match["close"],
-        text,
-    )
+        raise MarkdownError(f"{location}: {error}") from error
 
 
 def _content(root: Path, name: str, words: Sequence[str]) -> str:
@@ -119,10 +112,9 @@ def _content(root: Path, name: str, words: Sequence[str]) -> str:
 
 
 def _newest(root: Path, name: str, variant: str) -> list[Table]:
-    """Tables of the newest record of a kind."""
     model = registry.kinds()[name.replace("-", "_")]
     if model.folder == "experiments":
         path = store.latest(root / "experiments" / variant, model)
     else:
         path = store.latest_result(root, model, variant)
-    return list(store.read(path).tables(path))
+    return store.read(path).tables(path)

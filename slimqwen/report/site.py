@@ -314,7 +314,7 @@ def _variant_page(source: Source, name: str) -> dict[str, Any]:
             if problem.location == folder or problem.location.startswith(f"{folder}/")
         ],
         "initials": columns.initials([evidence.kind for evidence in rows[0].evidence]),
-        "made_by": {evidence.kind: leaderboard.made_by(evidence.kind, name) for evidence in rows[0].evidence},
+        "verbs": {kind: model.verb for kind, model in registry.kinds().items()},
     }
 
 
