@@ -52,7 +52,10 @@ class Column:
 
 def columns(board: Board) -> list[Column]:
     """Columns that the board's rows need, from left to right, without the variant's own."""
-    has_suites = len({suite for suite, _ in board.tasks}) > 1
+    tasks = dict.fromkeys(key for row in board.rows for key in row.scores)
+    classes = dict.fromkeys(name for row in board.rows if row.timed for name in row.timed.classes)
+    headings = dict.fromkeys(heading for row in board.rows for heading in row.figures)
+    has_suites = len({suite for suite, _ in tasks}) > 1
     board_columns = [
         Column("verdict", "choice", _verdict, is_text=True),
         Column("evidence", "choice", _evidence, is_text=True),
@@ -62,16 +65,16 @@ def columns(board: Board) -> list[Column]:
         Column("baseline", "choice", lambda row: Cell(row.baseline or "", row.baseline), is_text=True),
         Column("hypothesis", "choice", _hypothesis, is_text=True),
     ]
-    for suite, task in board.tasks:
+    for suite, task in tasks:
         label = f"{task} ({suite})" if has_suites else task
         board_columns.append(Column(label, "quality", _score(suite, task), suite=suite, descending=True))
     for measure, name in TIMES.items():
         board_columns += [
             Column(f"{name} {prompt_class}, ms", "latency", _median(prompt_class, measure))
-            for prompt_class in board.classes
+            for prompt_class in classes
         ]
     board_columns.append(Column("checkpoint, MB", "cost", _size))
-    board_columns += [Column(heading, "cost", _figure(heading)) for heading in board.headings]
+    board_columns += [Column(heading, "cost", _figure(heading)) for heading in headings]
     board_columns += [
         Column("newest record", "origin", _newest, descending=True, is_text=True),
         Column("commit", "origin", _commit, is_text=True),

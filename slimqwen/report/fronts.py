@@ -68,21 +68,6 @@ class Board:
     fronts: tuple[Front, ...]
     choices: tuple[Choice, ...]
 
-    @property
-    def tasks(self) -> list[tuple[str, str]]:
-        """Suites and tasks in the order of the records."""
-        return list(dict.fromkeys(key for row in self.rows for key in row.scores))
-
-    @property
-    def classes(self) -> list[str]:
-        """Timed prompt classes in the order of the records."""
-        return list(dict.fromkeys(name for row in self.rows if row.timed for name in row.timed.classes))
-
-    @property
-    def headings(self) -> list[str]:
-        """Headings of the kinds' columns that have a figure."""
-        return list(dict.fromkeys(heading for row in self.rows for heading in row.figures))
-
 
 def board(rows: Sequence[Row]) -> Board:
     """Order the rows; find the fronts and what to serve."""
@@ -119,7 +104,13 @@ def _fronts(rows: Sequence[Row]) -> list[Front]:
     for (baseline, machine), members in _groups(rows).items():
         planes: dict[tuple[str, str], list[Point]] = {}
         for row in members:
-            for cost, axis, point in _points(row):
+            quality = row.worst
+            if quality is None and row.baseline is None and row.scores:
+                quality = Margins("", 0.0, 0.0, 0.0)
+            if quality is None:
+                continue
+            for cost, axis, values in _costs(row):
+                point = Point(row.variant, row.standing, *values, quality)
                 planes.setdefault((cost, axis), []).append(point)
         fronts += [
             Front(baseline, machine, members[0].on_cpu, cost, axis, tuple(pareto(points)))
@@ -136,26 +127,18 @@ def _groups(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
     return groups
 
 
-def _points(row: Row) -> Iterator[tuple[str, str, Point]]:
-    """(cost, axis, point) of a row; a baseline is at quality 0."""
-    quality = row.worst
-    if quality is None and row.baseline is None and row.scores:
-        quality = Margins("", 0.0, 0.0, 0.0)
-    if quality is None:
-        return
-    costs: list[tuple[str, str, tuple[float, float, float]]] = []
+def _costs(row: Row) -> Iterator[tuple[str, str, tuple[float, float, float]]]:
+    """Short name, name with unit, and value with its interval of each cost of a row."""
     if row.timed:
         for name in row.timed.classes:
-            costs.append((f"{name} E2EL", f"median E2EL of {name} prompts, ms", _median(row.timed, name)))
+            yield f"{name} E2EL", f"median E2EL of {name} prompts, ms", _median(row.timed, name)
     if row.size_bytes:
-        costs.append(("size", "checkpoint, MB", (row.size_bytes / 1e6,) * 3))
+        yield "size", "checkpoint, MB", (row.size_bytes / 1e6,) * 3
     for heading, (figure, entry) in row.figures.items():
         if figure.unit in _COST_UNITS and hardware(entry) == row.hardware:
             low = figure.value if figure.low is None else figure.low
             high = figure.value if figure.high is None else figure.high
-            costs.append((heading.partition(",")[0], heading, (figure.value, low, high)))
-    for cost, axis, values in costs:
-        yield cost, axis, Point(row.variant, row.standing, *values, quality)
+            yield heading.partition(",")[0], heading, (figure.value, low, high)
 
 
 def _median(timed: Timing, prompt_class: str) -> tuple[float, float, float]:

@@ -1,6 +1,6 @@
 """Tables over several records of one or two variants."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -17,7 +17,7 @@ from slimqwen.records.record import Record
 from slimqwen.records.table import Table
 
 Sources = list[tuple[Record, Path]]
-"""Records that a table is made from, with their files."""
+"""Records that a table is made from, with their files; a function that yields rows adds theirs."""
 
 
 def comparison_tables(first: Path, second: Path) -> list[Table]:
@@ -115,14 +115,15 @@ def summary_table(root: Path, baseline: str, name: str, folder: str = "experimen
     records = [store.read(path, Quality) for path in paths]
     first, second = (record.provenance.checkpoint.size_bytes / 1e6 for record in records)
     digests = [record.provenance.checkpoint.digest for record in records]
-    speed, speed_sources = _speed_rows(folders, digests)
-    start_up, start_up_sources = (
-        _start_up_rows(root, name, digests[1]) if folder == "experiments" else ([], [])
+    sources: Sources = []
+    rows = [*_speed_rows(folders, digests, sources)]
+    if folder == "experiments":
+        rows += _start_up_rows(root, name, digests[1], sources)
+    rows += _acceptance_rows(folders, digests, sources)
+    rows.append(
+        ("size on disk, MB", f"{first:.2f}", f"{second:.2f}", f"{first / second:.2f}x smaller", "", "")
     )
-    acceptance, acceptance_sources = _acceptance_rows(folders, digests)
-    sources = [*speed_sources, *start_up_sources, *acceptance_sources, *zip(records, paths, strict=True)]
-    size = ("size on disk, MB", f"{first:.2f}", f"{second:.2f}", f"{first / second:.2f}x smaller", "", "")
-    rows: list[tuple[str, ...]] = [*speed, *start_up, *acceptance, size]
+    sources += zip(records, paths, strict=True)
     prefix = f"{records[0].suite}_"
     for row in quality_comparison.compare(*paths):
         rows.append(
@@ -177,42 +178,39 @@ def _latest_latency(folder: Path) -> str:
     return f"{medians} ({provenance.hardware_name(record.provenance.hardware)})"
 
 
-def _speed_rows(folders: tuple[Path, Path], digests: Sequence[str]) -> tuple[list[tuple[str, ...]], Sources]:
-    """TPOT of each prompt class and the time of all requests, from records measured in turns, with these records."""
+def _speed_rows(
+    folders: tuple[Path, Path], digests: Sequence[str], sources: Sources
+) -> Iterator[tuple[str, ...]]:
+    """TPOT of each prompt class and the time of all requests, from records measured in turns."""
     try:
         paths = speedups.latency_pair(*folders, "classes")
     except (store.MissingRecordError, pairing.NotComparableError):
-        return [], []
+        return
     records = [store.read(path, Latency) for path in paths]
     if [record.provenance.checkpoint_digest for record in records] != digests:
-        return [], []
-    names = {"tpot_ms": "TPOT of class {}, ms", "wall_ms": "time of {}, ms"}
-    rows: list[tuple[str, ...]] = [
-        (
-            names[row.measure].format(row.prompt_class),
-            f"{row.first:,.{2 if row.measure == 'tpot_ms' else 0}f}",
-            f"{row.second:,.{2 if row.measure == 'tpot_ms' else 0}f}",
-            f"{row.ratio} as fast",
-            "",
-            f"{row.rounds} rounds in turns",
-        )
-        for row in speedups.compare_latency(*paths)
-        if row.measure in names and row.rounds and row.speedup and row.interval
-    ]
-    return rows, list(zip(records, paths, strict=True))
+        return
+    sources += zip(records, paths, strict=True)
+    forms = {"tpot_ms": ("TPOT of class {}, ms", ",.2f"), "wall_ms": ("time of {}, ms", ",.0f")}
+    for row in speedups.compare_latency(*paths):
+        if row.measure in forms and row.rounds and row.speedup and row.interval:
+            name, form = forms[row.measure]
+            times = f"{row.first:{form}}", f"{row.second:{form}}"
+            sample = f"{row.rounds} rounds in turns"
+            yield name.format(row.prompt_class), *times, f"{row.ratio} as fast", "", sample
 
 
 def _acceptance_rows(
-    folders: tuple[Path, Path], digests: Sequence[str]
-) -> tuple[list[tuple[str, ...]], Sources]:
-    """Both acceptance lengths at the gate's K, with their records."""
+    folders: tuple[Path, Path], digests: Sequence[str], sources: Sources
+) -> Iterator[tuple[str, ...]]:
+    """Both acceptance lengths at the gate's K."""
     try:
         paths = acceptance_share.pair(*folders, digests)
     except (store.MissingRecordError, pairing.NotComparableError):
-        return [], []
+        return
     share = acceptance_share.compare(*paths)
     records = [store.read(path, Acceptance) for path in paths]
-    row = (
+    sources += zip(records, paths, strict=True)
+    yield (
         f"acceptance length, K={share.depth}",
         f"{share.first:.3f}",
         f"{share.second:.3f}",
@@ -220,11 +218,10 @@ def _acceptance_rows(
         f"{share.verdict} (at least {records[1].least_share:.0%})",
         f"{share.groups} groups of prompts",
     )
-    return [row], list(zip(records, paths, strict=True))
 
 
-def _start_up_rows(root: Path, name: str, digest: str) -> tuple[list[tuple[str, ...]], Sources]:
-    """Cold starts against starts from the baked compile cache, with the record."""
+def _start_up_rows(root: Path, name: str, digest: str, sources: Sources) -> Iterator[tuple[str, ...]]:
+    """Cold starts against starts from the baked compile cache."""
 
     def fits(record: StartUp) -> bool:
         return record.provenance.checkpoint_digest == digest and record.ready_cold_over_baked is not None
@@ -232,12 +229,13 @@ def _start_up_rows(root: Path, name: str, digest: str) -> tuple[list[tuple[str, 
     try:
         path = store.latest_result(root, StartUp, name, fits)
     except store.MissingRecordError:
-        return [], []
+        return
     record = store.read(path, StartUp)
+    sources.append((record, path))
     cold, baked = record.starts["cold"], record.starts["baked"]
     ratio = record.ready_cold_over_baked
     assert ratio is not None
-    row = (
+    yield (
         f"start-up of {name}, s: cold and baked compile cache",
         f"{median(start.ready_seconds for start in cold):.1f}",
         f"{median(start.ready_seconds for start in baked):.1f}",
@@ -245,4 +243,3 @@ def _start_up_rows(root: Path, name: str, digest: str) -> tuple[list[tuple[str, 
         "",
         f"{len(baked)} starts each, medians",
     )
-    return [row], [(record, path)]
