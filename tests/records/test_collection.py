@@ -129,6 +129,11 @@ def test_each_bad_file_is_named_once_and_the_rest_is_there(repository, damage, l
     assert whole - good <= (lost if location == "experiments/a" else {QUALITY})
 
 
+def test_items_belong_to_the_record_that_names_them(repository):
+    (repository / QUALITY).rename(repository / "experiments/a/quality_renamed.json")
+    assert collected(repository)[1] == {}
+
+
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [

@@ -140,6 +140,11 @@ def test_paired_changes_are_those_of_the_items_and_of_the_readme(committed):
                 assert change.difference.value == pytest.approx(plain)
             for name in ("task", "measure", "first", "second", "discordance", "judgement"):
                 assert getattr(change, name) == getattr(expected, name)
+            margin, gain = change.judgement.margin or 1.0, score.gain
+            assert (gain.low * margin, gain.high * margin) == pytest.approx(
+                (change.judgement.low, change.judgement.high)
+            )
+            assert gain.low <= gain.value <= gain.high
             assert change.difference.value == expected.difference.value
             assert change.difference.standard_error == expected.difference.standard_error
             assert change.difference.count == expected.difference.count
