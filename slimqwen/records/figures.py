@@ -33,7 +33,7 @@ class Figure:
     Attributes:
         value: in `unit`.
         unit: empty where the ending of the figure's name gives none.
-        standard_error: of the value, in `unit`; like what follows None where the record holds none.
+        standard_error: of the value, in `unit`; this and what follows are None where the record holds none.
         low: lower end of the 95 % interval.
         high: upper end of the interval.
         count: observations that the value is made from.

@@ -31,7 +31,7 @@ def newest_pair(
     """The newest records of two variants that can be compared, those measured in turns before others.
 
     Args:
-        first: experiments/<variant>, as the second.
+        first: folder of its records, experiments/<variant>; so is the second.
         basis: what two records must share to be compared, by name.
         command: command that makes a record of a variant like another record.
 
