@@ -194,7 +194,7 @@ def median_interval(rounds: Mapping[int, Sequence[float]]) -> tuple[float, float
         rounds: positive observations by the number of their round.
 
     Raises:
-        TooFewItemsError: there are no observations.
+        TooFewItemsError: there are none.
     """
     values = sorted(value for observations in rounds.values() for value in observations)
     if not values:
@@ -203,7 +203,8 @@ def median_interval(rounds: Mapping[int, Sequence[float]]) -> tuple[float, float
         rank = _median_rank(len(values))
         return values[rank], values[-1 - rank]
     medians = np.log([np.median(values) for values in rounds.values()])
-    half_width = _student(len(medians) - 1) * float(medians.std(ddof=1)) / math.sqrt(len(medians))
+    standard_error = float(medians.std(ddof=1)) / math.sqrt(len(medians))
+    half_width = student_half_width(standard_error, len(medians) - 1)
     median = float(np.median(values))
     return median / math.exp(half_width), median * math.exp(half_width)
 
@@ -219,9 +220,9 @@ def _median_rank(count: int) -> int:
     return max(rank, 0)
 
 
-def _student(degrees_of_freedom: float) -> float:
-    """Standard errors from an estimate to the end of its interval."""
-    return float(stats.t.ppf((1 + CONFIDENCE_LEVEL) / 2, degrees_of_freedom))
+def student_half_width(standard_error: float, degrees_of_freedom: float) -> float:
+    """Half the width of Student's t interval at `CONFIDENCE_LEVEL`."""
+    return float(stats.t.ppf((1 + CONFIDENCE_LEVEL) / 2, degrees_of_freedom)) * standard_error
 
 
 def ratio_by_round(
@@ -233,8 +234,6 @@ def ratio_by_round(
     With a single round on a side the interval is nevertheless over requests.
 
     Args:
-        numerator: observations of each round, by the number of the round.
-        denominator: likewise.
         in_turns: whether rounds of the same number were measured next to each other, so that they are paired.
 
     Returns:
@@ -265,8 +264,6 @@ def ratio_of_rounds(numerator: ArrayLike, denominator: ArrayLike, *, in_turns: b
     a bootstrap interval covers less than 95 % (docs/log.md, 2026-11-22).
 
     Args:
-        numerator: positive figures, one per round.
-        denominator: likewise.
         in_turns: whether rounds are paired by their order; otherwise the interval is Welch's.
 
     Raises:
@@ -287,16 +284,12 @@ def ratio_of_rounds(numerator: ArrayLike, denominator: ArrayLike, *, in_turns: b
         spread = parts[0] ** 2 / (len(a) - 1) + parts[1] ** 2 / (len(b) - 1)
         degrees_of_freedom = float(variance**2 / spread) if spread else float(len(a) + len(b) - 2)
     log_ratio = float(a.mean() - b.mean())
-    half_width = _student(degrees_of_freedom) * math.sqrt(variance)
+    half_width = student_half_width(math.sqrt(variance), degrees_of_freedom)
     return Ratio(math.exp(log_ratio), math.exp(log_ratio - half_width), math.exp(log_ratio + half_width))
 
 
 def rate_over_rounds(amounts: ArrayLike, durations: ArrayLike) -> Ratio:
     """Sum of amounts / sum of durations, with Student's t interval over rounds.
-
-    Args:
-        amounts: one per round.
-        durations: positive, one per round.
 
     Raises:
         TooFewItemsError: fewer than two rounds.
@@ -304,7 +297,7 @@ def rate_over_rounds(amounts: ArrayLike, durations: ArrayLike) -> Ratio:
     """
     a, d = _paired_arrays(amounts, durations)
     estimate = mean(a / d, d)
-    half_width = _student(estimate.count - 1) * estimate.standard_error
+    half_width = student_half_width(estimate.standard_error, estimate.count - 1)
     return Ratio(estimate.value, estimate.value - half_width, estimate.value + half_width)
 
 
@@ -339,7 +332,6 @@ def p_value(
 
     Args:
         count: items or clusters of the estimate.
-        limit: in the unit of the estimate.
         higher_is_better: whether the right side is above the limit.
     """
     distance = value - limit if higher_is_better else limit - value
@@ -390,14 +382,6 @@ def bootstrap_interval(
         rng=np.random.default_rng(BOOTSTRAP_SEED),
     ).confidence_interval
     return float(interval.low), float(interval.high)
-
-
-def supported_percentiles(count: int, wanted: Sequence[int] = (90, 99)) -> list[int]:
-    """The percentiles beyond which at least one of `count` observations is expected.
-
-    The 99th percentile of fewer than 100 observations is their maximum and is left out.
-    """
-    return [p for p in wanted if count * (100 - p) >= 100]
 
 
 def _paired_arrays(first: ArrayLike, second: ArrayLike) -> tuple[Floats, Floats]:

@@ -5,9 +5,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import ArrayLike
 from scipy import optimize, stats
 
-from slimqwen.stats.intervals import CONFIDENCE_LEVEL, Difference, Discordance, Estimate
+from slimqwen.stats.intervals import (
+    CONFIDENCE_LEVEL,
+    Difference,
+    Discordance,
+    Estimate,
+    Floats,
+    student_half_width,
+)
 from slimqwen.stats.verdict import Verdict
 
 ALPHA = (1 - CONFIDENCE_LEVEL) / 2
@@ -112,9 +120,7 @@ def judge_floor(estimate: Estimate, floor: float, *, right: int | None) -> Verdi
             Pearson, 1934).
     """
     if right is None:
-        half_width = (
-            float(stats.t.ppf((1 + CONFIDENCE_LEVEL) / 2, estimate.count - 1)) * estimate.standard_error
-        )
+        half_width = student_half_width(estimate.standard_error, estimate.count - 1)
         low, high = estimate.value - half_width, estimate.value + half_width
     else:
         interval = stats.binomtest(right, estimate.count).proportion_ci(CONFIDENCE_LEVEL)
@@ -140,11 +146,7 @@ def items_to_decide(margin: float, discordance: float) -> int:
             max(0, math.floor(items * discordance / 2 - reach)),
             min(items, math.ceil(items * discordance / 2 + reach)) + 1,
         )
-        tail = (1 - CONFIDENCE_LEVEL) / 4
-        low = np.where(gained > 0, stats.beta.ppf(tail, np.maximum(gained, 1), items - gained + 1), 0.0)
-        high = np.where(
-            gained < items, stats.beta.ppf(1 - tail, gained + 1, np.maximum(items - gained, 1)), 1.0
-        )
+        low, high = _share_bounds(gained, items, ALPHA)
         passing = low[:, None] - high[None, :] > -margin
         # The number of gained items, and the number of lost ones among the others.
         probability = stats.binom.pmf(gained, items, discordance / 2)[:, None] * stats.binom.pmf(
@@ -168,15 +170,17 @@ def items_to_decide_mean(margin: float, deviation: float) -> int:
 
 def _interval(gained: float, lost: float, count: float, alpha: float = ALPHA) -> tuple[float, float]:
     """`paired_proportion_interval` for numbers of items that need not be whole, at a one-sided level."""
-    tail = alpha / 2  # half for each share
+    low, high = _share_bounds([gained, lost], count, alpha)
+    return float(low[0] - high[1]), float(high[0] - low[1])
 
-    def bounds(number: float) -> tuple[float, float]:
-        low = float(stats.beta.ppf(tail, number, count - number + 1)) if number > 0 else 0.0
-        high = float(stats.beta.ppf(1 - tail, number + 1, count - number)) if number < count else 1.0
-        return low, high
 
-    (gained_low, gained_high), (lost_low, lost_high) = bounds(gained), bounds(lost)
-    return gained_low - lost_high, gained_high - lost_low
+def _share_bounds(numbers: ArrayLike, count: float, alpha: float) -> tuple[Floats, Floats]:
+    """Exact lower and upper ends of the shares of `count` items, half of the level for each of two shares."""
+    successes = np.asarray(numbers, dtype=np.float64)
+    low = stats.beta.ppf(alpha / 2, successes, count - successes + 1)
+    high = stats.beta.ppf(1 - alpha / 2, successes + 1, count - successes)
+    # The ends of no item and of all items are not defined.
+    return np.nan_to_num(low, nan=0.0), np.nan_to_num(high, nan=1.0)
 
 
 def _items_needed(discordance: Discordance, count: int, margin: float) -> int:

@@ -160,11 +160,6 @@ def test_a_single_round_is_taken_request_by_request():
     assert found == intervals.ratio_of_medians(requests[0], [5.0, 5.5, 6.0, 6.5])
 
 
-@pytest.mark.parametrize(("count", "percentiles"), [(9, []), (10, [90]), (99, [90]), (100, [90, 99])])
-def test_a_percentile_is_offered_only_where_a_request_lies_beyond_it(count, percentiles):
-    assert intervals.supported_percentiles(count) == percentiles
-
-
 @pytest.mark.parametrize("pair", [intervals.paired_difference, intervals.mcnemar])
 def test_unequal_sides_cannot_be_paired(pair):
     with pytest.raises(ValueError, match=r"differ in number|shorter"):

@@ -74,7 +74,8 @@ def _inter_token(rows: Sequence[Row]) -> Distribution:
 
 
 def _distribution(values: Sequence[float], estimate: intervals.Estimate, request_count: int) -> Distribution:
-    percents = intervals.supported_percentiles(request_count, PERCENTILES)
+    # Beyond a percentile at least one request has to be expected: the 99th of fewer than 100 is their maximum.
+    percents = [percent for percent in PERCENTILES if request_count * (100 - percent) >= 100]
     return Distribution(
         mean=estimate.value,
         standard_error=estimate.standard_error,

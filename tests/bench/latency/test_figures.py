@@ -40,7 +40,14 @@ def test_intervals_count_each_but_requests_are_the_units():
 
 
 @pytest.mark.parametrize(
-    ("requests", "shown"), [(9, set()), (10, {"p90"}), (20, {"p90", "p95"}), (100, {"p90", "p95", "p99"})]
+    ("requests", "shown"),
+    [
+        (9, set()),
+        (10, {"p90"}),
+        (20, {"p90", "p95"}),
+        (99, {"p90", "p95"}),
+        (100, {"p90", "p95", "p99"}),
+    ],
 )
 def test_percentiles_appear_only_where_the_sample_supports_them(requests, shown):
     summary = summarise([row(float(n)) for n in range(requests)], duration_s=1)
