@@ -6,8 +6,9 @@ a measurement on a host busier than `LIMITS`, and gives up after `ATTEMPTS`.
 
 import asyncio
 import contextlib
+import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -78,28 +79,24 @@ class HostLoad(BaseModel):
     repeated: int = Field(default=0, ge=0, description="Rounds measured again because the host was too busy.")
     busy: bool = Field(default=False, description="The host was too busy, and --even-if-busy was given.")
 
-    def excess(self, limits: Limits) -> str:
-        """What exceeds its limit, in words; empty for a quiet host."""
-        delays = {"client": self.client_delay_ms, "server": self.server_delay_ms}
-        allowed = {"client": limits.client_delay_ms, "server": limits.server_delay_ms}
-        reasons = [
-            f"the {side}'s event loop was {delay:.1f} ms late (limit {allowed[side]:g})"
-            for side, delay in delays.items()
-            if delay is not None and delay > allowed[side]
-        ]
-        if self.other_share > limits.other_share:
-            share = f"others took {self.other_share:.1%} of the CPU time (limit {limits.other_share:.1%})"
-            reasons.insert(0, share)
-        return ", ".join(reasons)
+    def excess(self) -> list[str]:
+        """What exceeds one of `LIMITS`, in words."""
+        reasons = []
+        if self.other_share > LIMITS.other_share:
+            reasons.append(
+                f"others took {self.other_share:.1%} of the CPU time (limit {LIMITS.other_share:.1%})"
+            )
+        for side, delay, limit in (
+            ("client", self.client_delay_ms, LIMITS.client_delay_ms),
+            ("server", self.server_delay_ms, LIMITS.server_delay_ms),
+        ):
+            if delay is not None and delay > limit:
+                reasons.append(f"the {side}'s event loop was {delay:.1f} ms late (limit {limit:g})")
+        return reasons
 
 
-def worst(loads: Iterable[HostLoad]) -> HostLoad:
-    """The load of a run of several rounds: the highest of each figure.
-
-    Args:
-        loads: of the rounds, at least one.
-    """
-    rounds = list(loads)
+def worst(rounds: Sequence[HostLoad]) -> HostLoad:
+    """The load of a run of several rounds: the highest of each figure."""
 
     def highest(name: str) -> float | None:
         return max((value for load in rounds if (value := getattr(load, name)) is not None), default=None)
@@ -121,7 +118,7 @@ def undisturbed(
     """Repeat a measurement until the host is quiet; return its result, and the load meanwhile.
 
     Args:
-        measure: times its work in sections of the watch; called up to `ATTEMPTS` times.
+        measure: times its work in sections of the watch.
         activity: name of the measurement in the message.
         even_if_busy: accept the first result on a busy host too; its load is marked.
 
@@ -132,7 +129,7 @@ def undisturbed(
         watch = Watch()
         result = measure(watch)
         load = watch.load()
-        excess = ", ".join(filter(None, [*watch.faults, load.excess(LIMITS)]))
+        excess = ", ".join([*watch.faults, *load.excess()])
         if not excess or even_if_busy:
             return result, load.model_copy(update={"repeated": attempt, "busy": bool(excess)})
     raise HostBusyError(
@@ -156,8 +153,7 @@ class Watch:
     def __init__(self) -> None:
         self.faults: list[str] = []
         """Signs of a too busy host in the answers themselves."""
-        self._seconds = self._others_s = self._machine_s = self._waited_s = 0.0
-        self._has_pressure = True
+        self._sections: list[HostLoad] = []
         self._client, self._server = _Delays(), _Delays()
 
     @contextlib.contextmanager
@@ -177,13 +173,18 @@ class Watch:
         seconds = after.wall_s - before.wall_s
         # Over a short section, clock ticks can make the difference negative.
         others_s = max(0.0, after.machine_s - before.machine_s - (after.own_s - before.own_s))
-        self._seconds += seconds
-        self._machine_s += seconds * (psutil.cpu_count() or 1)
-        self._others_s += others_s
-        if before.waited_s is None or after.waited_s is None:
-            self._has_pressure = False
-        else:
-            self._waited_s += after.waited_s - before.waited_s
+        pressure = None
+        if before.waited_s is not None and after.waited_s is not None:
+            pressure = (after.waited_s - before.waited_s) / seconds
+        self.add(
+            HostLoad(
+                seconds=seconds,
+                other_share=others_s / (seconds * (psutil.cpu_count() or 1)),
+                pressure=pressure,
+                client_delay_ms=None,
+                server_delay_ms=None,
+            )
+        )
         if delays and (delays_now := _server_delays(counters)):
             self._server.add(delays_now, delays)
 
@@ -205,26 +206,23 @@ class Watch:
                 await task
 
     def add(self, load: HostLoad) -> None:
-        """Add sections that another process timed.
-
-        Args:
-            load: load by its watch; delays of event loops are not added.
-        """
-        machine_s = load.seconds * (psutil.cpu_count() or 1)
-        self._seconds += load.seconds
-        self._machine_s += machine_s
-        self._others_s += load.other_share * machine_s
-        if load.pressure is None:
-            self._has_pressure = False
-        else:
-            self._waited_s += load.pressure * load.seconds
+        """Add the sections of another watch, such as one of another process, without its delays of event loops."""
+        self._sections.append(load)
 
     def load(self) -> HostLoad:
         """Load over all sections so far."""
+        seconds = [section.seconds for section in self._sections]
+
+        def mean(name: str) -> float | None:
+            values = [getattr(section, name) for section in self._sections]
+            if not values or None in values:
+                return None
+            return statistics.fmean(values, seconds)
+
         return HostLoad(
-            seconds=self._seconds,
-            other_share=self._others_s / self._machine_s if self._machine_s else 0.0,
-            pressure=self._waited_s / self._seconds if self._seconds and self._has_pressure else None,
+            seconds=sum(seconds),
+            other_share=mean("other_share") or 0.0,
+            pressure=mean("pressure"),
             client_delay_ms=self._client.mean_ms,
             server_delay_ms=self._server.mean_ms,
         )
