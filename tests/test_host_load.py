@@ -103,14 +103,11 @@ def test_a_blocked_event_loop_of_the_client_is_late() -> None:
         ({"server_delay_ms": 7.5}, r"the server's event loop was 7\.5 ms late \(limit 5\)"),
     ],
 )
+@pytest.mark.usefixtures("limits")
 def test_each_figure_has_its_limit(changed: dict[str, float], reason: str) -> None:
     load = quiet(**changed)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(host_load, "LIMITS", LIMITS)
-        with pytest.raises(
-            HostBusyError, match=f"too busy to measure round 3: {reason}, the last of 3 attempts"
-        ):
-            host_load.undisturbed(attempts(load, load, load), "round 3")
+    with pytest.raises(HostBusyError, match=f"too busy to measure round 3: {reason}, the last of 3 attempts"):
+        host_load.undisturbed(attempts(load, load, load), "round 3")
 
 
 def attempts(*loads: HostLoad) -> Callable[[Watch], int]:

@@ -59,17 +59,13 @@ class Answer:
 
 
 class StreamingClient(AbstractContextManager["StreamingClient"]):
-    """A client that sends one request at a time over a connection that is open before the first one."""
+    """A client that sends one request at a time over a connection that is open before the first one.
 
-    def __init__(self, server: RunningServer, log: Path, watch: Watch | None = None) -> None:
-        """Make a client of a running server.
+    The watch receives the delays of its event loop while it waits for answers.
+    """
 
-        Args:
-            log: file of the server's log, named in errors.
-            watch: receives the delays of this client's event loop while it waits for answers.
-        """
-        self._server, self._log = server, log
-        self._watch = watch or Watch()
+    def __init__(self, server: RunningServer, watch: Watch) -> None:
+        self._server, self._watch = server, watch
         self._runner = asyncio.Runner()
         self._session: Any = None
 
@@ -149,7 +145,7 @@ class StreamingClient(AbstractContextManager["StreamingClient"]):
             raise self._failure(f"did not answer ({error})") from error
 
     def _failure(self, reason: str) -> BenchError:
-        return BenchError(f"{self._server.base_url} {reason}; its log: {self._log}")
+        return BenchError(f"{self._server.base_url} {reason}; its log: {self._server.log}")
 
 
 def counters(base_url: str) -> Mapping[str, float]:
@@ -172,33 +168,31 @@ def unfinished_requests(base_url: str) -> float:
         time.sleep(0.2)
 
 
-@dataclass(frozen=True)
-class Load:
-    """Requests that are sent together, and when each is sent.
+def send(
+    server: RunningServer,
+    requests: Sequence[tuple[Tokens, int]],
+    *,
+    rate_per_s: float | None,
+    fixed_gap: bool,
+    concurrency: int | None,
+    sampling: Mapping[str, float],
+    seed: int,
+    name: str,
+    log: Path,
+    answered: Callable[[], None],
+    watch: Watch,
+) -> dict[str, Any]:
+    """Send requests to /v1/completions by vLLM's benchmark client and wait for all answers.
 
-    Attributes:
+    Args:
         requests: token IDs of each prompt and the length of its answer in tokens.
         rate_per_s: requests a second; None sends each as soon as `concurrency` allows.
         fixed_gap: requests arrive at equal distances instead of as a Poisson process.
         concurrency: most requests in flight; None without a limit.
         sampling: further fields of each request.
         seed: seed of the arrivals.
-    """
-
-    requests: Sequence[tuple[Tokens, int]]
-    rate_per_s: float | None
-    fixed_gap: bool
-    concurrency: int | None
-    sampling: Mapping[str, float]
-    seed: int
-
-
-def send(
-    server: RunningServer, load: Load, name: str, log: Path, answered: Callable[[], None], watch: Watch
-) -> dict[str, Any]:
-    """Send a load to /v1/completions by vLLM's benchmark client and wait for all answers.
-
-    Args:
+        name: name of the requests in the error.
+        log: file for the output of the benchmark client.
         answered: called after each answer.
         watch: receives the load of the host during the requests.
 
@@ -233,7 +227,7 @@ def send(
 
     ASYNC_REQUEST_FUNCS[_WITH_PROGRESS] = counted_request
     # The client draws arrivals from numpy's global generator: every variant gets the same ones.
-    np.random.seed(load.seed)
+    np.random.seed(seed)
     with watch.section(server.pid, server_counters), capture_output(log):
         try:
             result = asyncio.run(
@@ -249,13 +243,11 @@ def send(
                         SampleRequest(
                             prompt=prompt, prompt_len=len(prompt), expected_output_len=output_tokens
                         )
-                        for prompt, output_tokens in load.requests
+                        for prompt, output_tokens in requests
                     ],
                     logprobs=None,
-                    request_rate=load.rate_per_s or math.inf,
-                    burstiness=math.inf
-                    if load.fixed_gap
-                    else 1.0,  # infinite: a fixed gap; 1: a Poisson process
+                    request_rate=rate_per_s or math.inf,
+                    burstiness=math.inf if fixed_gap else 1.0,  # 1: a Poisson process
                     disable_tqdm=True,
                     num_warmups=0,  # vLLM's warm-up and readiness check would repeat the first prompt
                     ready_check_timeout_sec=0,
@@ -264,10 +256,10 @@ def send(
                     selected_percentiles=[],
                     ignore_eos=True,
                     goodput_config_dict={},
-                    max_concurrency=load.concurrency,
+                    max_concurrency=concurrency,
                     lora_modules=None,
                     extra_headers=authorization(),
-                    extra_body=dict(load.sampling),
+                    extra_body=dict(sampling),
                 )
             )
         except OSError as error:

@@ -377,7 +377,7 @@ def _server(
     log = variant.root / "logs" / f"first-request-{variant.name}-{name}.log"
     with (
         run_server(command, log=log, progress=progress) as server,
-        StreamingClient(server, log, watch) as client,
+        StreamingClient(server, watch) as client,
         watch.section(counters=client.counters),
     ):
         yield client, log

@@ -157,7 +157,7 @@ def _round(variant: Variant, number: int, pairs: int, watch: Watch) -> list[Pair
                 command = command.without_middleware()
             log = variant.root / "logs" / f"middleware-{variant.name}-{name}.log"
             server = stack.enter_context(run_server(command, log=log))
-            clients[name] = stack.enter_context(StreamingClient(server, log, watch))
+            clients[name] = stack.enter_context(StreamingClient(server, watch))
         stack.enter_context(watch.section(counters=clients["with"].counters))
         # The first pairs warm up the bare server, which has no warm-up of its own.
         for pair in range(-_WARM_UP_PAIRS, pairs):

@@ -367,7 +367,7 @@ def _start(command: ServerCommand, log: Path, all_logs: Path) -> Start:
         with run_server(command, log=log) as server:
             ready_seconds = time.monotonic() - started
             log_text = _text(log)
-            with StreamingClient(server, log) as client:
+            with StreamingClient(server, Watch()) as client:
                 first_token_seconds = client.ask("Once upon a time", 1).ttft_ms / 1e3
         graphs = baked_cache.graphs(_text(log))
     finally:

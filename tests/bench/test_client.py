@@ -7,12 +7,15 @@ import pytest
 
 from slimqwen.bench import BenchError
 from slimqwen.bench.client import StreamingClient
+from slimqwen.host_load import Watch
 from slimqwen.serving.server import free_port
 
 
 def test_a_server_that_does_not_answer_is_one_line_and_leaves_nothing_open(tmp_path):
-    server = SimpleNamespace(base_url=f"http://127.0.0.1:{free_port()}", model="default")
-    client = StreamingClient(server, tmp_path / "vllm.log")
+    server = SimpleNamespace(
+        base_url=f"http://127.0.0.1:{free_port()}", model="default", log=tmp_path / "vllm.log"
+    )
+    client = StreamingClient(server, Watch())
     with pytest.raises(BenchError, match=r"did not answer .+; its log: ") as caught, client:
         raise AssertionError("the block must not begin")
     assert "\n" not in str(caught.value)

@@ -87,7 +87,7 @@ def stand_ins(**changed):
         server.world, server.asked, server.hits = world, [], 0
         world["started"].append(server)
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield SimpleNamespace(base_url=f"http://127.0.0.1:{server.server_port}", model="m")
+        yield SimpleNamespace(base_url=f"http://127.0.0.1:{server.server_port}", model="m", log=log)
         server.shutdown()
         server.server_close()
 

@@ -54,7 +54,7 @@ def servers(monkeypatch):
         server.asked, server.delay_s = [], 0.1 if bare else 0.3
         started.append(server)
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield SimpleNamespace(base_url=f"http://127.0.0.1:{server.server_port}", model="m")
+        yield SimpleNamespace(base_url=f"http://127.0.0.1:{server.server_port}", model="m", log=log)
         server.shutdown()
         server.server_close()
 

@@ -8,7 +8,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from slimqwen.bench import BenchError, starvation
-from slimqwen.bench.client import Load, counters, last_line, send
+from slimqwen.bench.client import counters, last_line, send
 from slimqwen.bench.workload import PromptClass, Workload
 from slimqwen.host_load import HostLoad, Watch
 from slimqwen.progress import Progress
@@ -164,15 +164,19 @@ class MeasuredVariant:
         watch: Watch,
     ) -> dict[str, Any]:
         assert self.served is not None
-        load = Load(
-            requests=requests,
+        return send(
+            self.served.server,
+            requests,
             rate_per_s=rate_per_s,
             fixed_gap=c.gap_ms is not None,
             concurrency=c.limit,
             sampling=self.shared.workload.sampling,
             seed=self.shared.workload.seed + number,
+            name=f"{self.variant.name}: {c.name}",
+            log=self.log,
+            answered=answered,
+            watch=watch,
         )
-        return send(self.served.server, load, f"{self.variant.name}: {c.name}", self.log, answered, watch)
 
     def _cut(self, count: int, c: PromptClass) -> list[Tokens]:
         return self.cutter.cut(count, c.prompt_tokens)
