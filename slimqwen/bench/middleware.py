@@ -1,7 +1,8 @@
 """Cost of the server's middleware to a request: a variant's server compared with bare vLLM."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -60,41 +61,28 @@ class Middleware(Record):
     def tables(self, path: Path) -> list[Table]:
         """The two ratios."""
         ratios = {"TTFT": self.ttft_ms_with_over_without, "TPOT": self.tpot_ms_with_over_without}
-        columns: dict[str, Callable[[tuple[str, Ratio]], object]] = {
-            "median of a round": lambda row: row[0],
-            "with / without": lambda row: f"{row[1].value:.4f}",
-            "95 % interval": lambda row: f"{row[1].low:.4f} to {row[1].high:.4f}",
-        }
-        return [
-            Table.from_rows(
-                f"Cost of the middleware, {self.variant}",
-                ratios.items(),
-                columns,
-                *provenance.source_notes(self, path),
-            )
-        ]
+        headings = ("median of a round", "with / without", "95 % interval")
+        rows = tuple(
+            (name, f"{ratio.value:.4f}", f"{ratio.low:.4f} to {ratio.high:.4f}")
+            for name, ratio in ratios.items()
+        )
+        title = f"Cost of the middleware, {self.variant}"
+        return [Table(title, headings, rows, provenance.source_notes(self, path))]
 
     def panels(self) -> list[Panel]:
         """TTFT and TPOT of each pair."""
         numbers = range(1, len(self.pairs) + 1)
-        sides = {
-            "with": [pair.with_ for pair in self.pairs],
-            "without": [pair.without for pair in self.pairs],
-        }
+
+        def panel(heading: str, milliseconds: Callable[[Times], float]) -> Panel:
+            lines = [
+                Line("with middleware", numbers, [milliseconds(pair.with_) for pair in self.pairs]),
+                Line("without middleware", numbers, [milliseconds(pair.without) for pair in self.pairs]),
+            ]
+            return Panel("pair", heading, lines)
+
         return [
-            Panel(
-                "pair",
-                f"{name.upper()} (ms)",
-                [
-                    Line(
-                        f"{side} middleware",
-                        numbers,
-                        [getattr(times, f"{name}_ms") for times in side_times],
-                    )
-                    for side, side_times in sides.items()
-                ],
-            )
-            for name in ("ttft", "tpot")
+            panel("TTFT (ms)", lambda times: times.ttft_ms),
+            panel("TPOT (ms)", lambda times: times.tpot_ms),
         ]
 
 
@@ -127,28 +115,27 @@ def write(
             f"{rounds} round(s) of {pairs} pair(s) show no spread: take 2 rounds or more, of 1 pair or more"
         )
     started = provenance.utc_now()
-    measured_pairs: list[Pair] = []
+    pairs_by_round: dict[int, list[Pair]] = {}
     loads: list[HostLoad] = []
     for number in range(rounds):
         progress("rounds", number, rounds)
-        round_pairs, load = host_load.undisturbed(
+        pairs_by_round[number], load = host_load.undisturbed(
             partial(_round, variant, number, pairs), f"round {number + 1}", even_if_busy=even_if_busy
         )
-        measured_pairs += round_pairs
         loads.append(load)
     progress("rounds", rounds, rounds)
     record = Middleware(
         variant=variant.name,
-        pairs=tuple(measured_pairs),
-        ttft_ms_with_over_without=_ratio(measured_pairs, "ttft_ms"),
-        tpot_ms_with_over_without=_ratio(measured_pairs, "tpot_ms"),
+        pairs=tuple(itertools.chain.from_iterable(pairs_by_round.values())),
+        ttft_ms_with_over_without=_ratio(pairs_by_round, "ttft_ms"),
+        tpot_ms_with_over_without=_ratio(pairs_by_round, "tpot_ms"),
         provenance=provenance.of_served_variant(variant, command, started, host_load=host_load.worst(loads)),
     )
     return store.write(variant.root / "results", record)
 
 
 def _round(variant: Variant, number: int, pairs: int, watch: Watch) -> list[Pair]:
-    measured_pairs: list[Pair] = []
+    measured_pairs = []
     with contextlib.ExitStack() as stack:
         clients = {}
         for name in ("with", "without") if number % 2 else ("without", "with"):
@@ -162,23 +149,21 @@ def _round(variant: Variant, number: int, pairs: int, watch: Watch) -> list[Pair
         # The first pairs warm up the bare server, which has no warm-up of its own.
         for pair in range(-_WARM_UP_PAIRS, pairs):
             question = f"Question {number}, {pair}: where is it?"
-            times = {
-                name: _question_times(clients[name], question)
-                for name in (("with", "without") if pair % 2 else ("without", "with"))
-            }
+            times = {}
+            for name in ("with", "without") if pair % 2 else ("without", "with"):
+                answer = clients[name].ask(question, ANSWER_TOKENS)
+                times[name] = Times(ttft_ms=answer.ttft_ms, tpot_ms=round(answer.tpot_ms, 4))
             if pair >= 0:
                 measured_pairs.append(Pair(round=number, with_=times["with"], without=times["without"]))
     return measured_pairs
 
 
-def _question_times(client: StreamingClient, question: str) -> Times:
-    answer = client.ask(question, ANSWER_TOKENS)
-    return Times(ttft_ms=answer.ttft_ms, tpot_ms=round(answer.tpot_ms, 4))
-
-
-def _ratio(pairs: Sequence[Pair], measure: str) -> Ratio:
-    sides: tuple[dict[int, list[float]], ...] = ({}, {})
-    for pair in pairs:
-        for rounds, times in zip(sides, (pair.with_, pair.without), strict=True):
-            rounds.setdefault(pair.round or 0, []).append(getattr(times, measure))
-    return Ratio.from_ratio(intervals.ratio_by_round(*sides, in_turns=True)[0])
+def _ratio(rounds: Mapping[int, Sequence[Pair]], measure: str) -> Ratio:
+    with_, without = (
+        {
+            number: [getattr(getattr(pair, side), measure) for pair in pairs]
+            for number, pairs in rounds.items()
+        }
+        for side in ("with_", "without")
+    )
+    return Ratio.from_ratio(intervals.ratio_by_round(with_, without, in_turns=True)[0])

@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Literal
 
+import psutil
 from pydantic import Field
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -83,20 +84,21 @@ class BenchPruneVocab(Record):
 
     def tables(self, path: Path) -> list[Table]:
         """Time, speed and memory of each copy and prune."""
-        columns: dict[str, Callable[[tuple[str, Timed]], object]] = {
-            "work": lambda row: row[0],
-            "seconds": lambda row: f"{row[1].seconds:.1f}",
-            "GB/s": lambda row: f"{self.checkpoint_bytes / row[1].seconds / 1e9:.2f}",
-            "peak anonymous MB": lambda row: f"{row[1].peak_anonymous_bytes / 1e6:.0f}",
-        }
-        runs = [*(("copy", run) for run in self.copies), *(("prune", run) for run in self.prunes)]
+        headings = ("work", "seconds", "GB/s", "peak anonymous MB")
+        rows = tuple(
+            (
+                work,
+                f"{run.seconds:.1f}",
+                f"{self.checkpoint_bytes / run.seconds / 1e9:.2f}",
+                f"{run.peak_anonymous_bytes / 1e6:.0f}",
+            )
+            for work, runs in (("copy", self.copies), ("prune", self.prunes))
+            for run in runs
+        )
         speed = self.copy_seconds_over_prune_seconds
         note = f"Pruning runs at {speed.median:.0%} of the speed of copying, at least {speed.floor:.0%} pass."
-        return [
-            Table.from_rows(
-                "Pruning a 4B-shaped vocabulary", runs, columns, note, *provenance.source_notes(self, path)
-            )
-        ]
+        notes = (note, *provenance.source_notes(self, path))
+        return [Table("Pruning a 4B-shaped vocabulary", headings, rows, notes)]
 
 
 def write(
@@ -193,10 +195,8 @@ def synthetic_tokenizer() -> str:
     tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
     known_tokens, merges = set(tokens), []
     while len(tokens) < TOKENS:
-        left, right = (
-            tokens[min(rng.randrange(len(tokens)) for _ in range(2))],
-            rng.choice(tokens[:4096]),
-        )
+        left = tokens[min(rng.randrange(len(tokens)) for _ in range(2))]
+        right = rng.choice(tokens[:4096])
         if len(left + right) < 20 and left + right not in known_tokens:
             merges.append((left, right))
             tokens.append(left + right)
@@ -247,15 +247,14 @@ def measure(work: Callable[[Path, Path], None], source: Path, output: Path) -> T
 
 def run_timed(work: Callable[[Path, Path], None], source: Path, output: Path, sender: Connection) -> None:
     """Run the work in this process and send its wall seconds and peak anonymous bytes."""
-    peak, ended = 0, threading.Event()
+    process, peak, ended = psutil.Process(), 0, threading.Event()
 
     def watch() -> None:
         nonlocal peak
         while not ended.wait(0.01):
-            lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-            peak = max(
-                peak, next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
-            )
+            memory = process.memory_info()
+            # The shared part is what maps files.
+            peak = max(peak, memory.rss - memory.shared)
 
     watcher = threading.Thread(target=watch)
     watcher.start()
