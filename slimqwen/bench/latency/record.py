@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -57,6 +57,10 @@ class Goodput(Block):
     tpot_ms: AboveZero = Field(description="Largest good TPOT.")
     good_count: Count
     requests_per_s: NonNegative
+
+    def is_met_by(self, request: Mapping[str, Any]) -> bool:
+        """Whether a successful request is within both limits."""
+        return bool(request["ttft_ms"] <= self.ttft_ms and request["tpot_ms"] <= self.tpot_ms)
 
 
 class Acceptance(Block):

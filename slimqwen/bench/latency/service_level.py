@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slimqwen.bench.latency.record import Goodput, Latency
+from slimqwen.bench.latency.speedups import by_class_and_round
 from slimqwen.records import store
 from slimqwen.stats import intervals
 
@@ -39,29 +40,21 @@ def good_throughput(record: Latency, path: Path) -> list[GoodThroughput]:
     Raises:
         RecordError: the items are damaged.
     """
-    levels = {name: row.goodput for name, row in record.classes.items() if row.goodput}
-    if not levels:
+    if not any(row.goodput for row in record.classes.values()):
         return []
-    tokens: dict[str, dict[int, int]] = {name: {} for name in levels}
-    for item in store.read_items(path):
-        level = levels.get(item["class"])
-        if level is None or item["error"] is not None:
-            continue
-        if item["ttft_ms"] <= level.ttft_ms and item["tpot_ms"] <= level.tpot_ms:
-            round_tokens, number = tokens[item["class"]], item.get("round", 0)
-            round_tokens[number] = round_tokens.get(number, 0) + item["output_tokens"]
+    requests = by_class_and_round(store.read_items(path))
     throughputs = []
-    for name, level in levels.items():
-        row = record.classes[name]
-        durations = row.durations_s or (row.duration_s,)
-        amounts = (
-            [tokens[name].get(number, 0) for number in range(len(durations))]
-            if row.durations_s
-            else [sum(tokens[name].values())]
-        )
+    for name, row in record.classes.items():
+        level = row.goodput
+        if level is None:
+            continue
+        # A round without a good request counts by its duration.
+        tokens = dict.fromkeys(range(len(row.durations_s or ())), 0)
+        for number, answers in requests.get(name, {}).items():
+            tokens[number] = sum(answer["output_tokens"] for answer in answers if level.is_met_by(answer))
         interval = None
-        if len(durations) > 1:
-            rate = intervals.rate_over_rounds(amounts, durations)
+        if row.durations_s and len(row.durations_s) > 1:
+            rate = intervals.rate_over_rounds(list(tokens.values()), row.durations_s)
             interval = max(rate.low, 0.0), rate.high
         throughputs.append(
             GoodThroughput(
@@ -69,7 +62,7 @@ def good_throughput(record: Latency, path: Path) -> list[GoodThroughput]:
                 row.arrival.rate_per_s if row.arrival else None,
                 level,
                 level.good_count / row.request_count,
-                sum(amounts) / sum(durations),
+                sum(tokens.values()) / row.duration_s,
                 interval,
             )
         )

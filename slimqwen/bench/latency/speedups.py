@@ -4,7 +4,7 @@ Every ratio of two latency records is made here. Rounds of the two sides are pai
 measured in turns; with a single round on a side the interval is over requests.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -215,19 +215,12 @@ def _rates(
 
     With a single round, or a round without success, there is no interval: requests that overlap depend on each other.
     """
+    measures: list[tuple[str, Callable[[Mapping[str, Any]], float]]] = [
+        ("output_throughput_tokens_per_s", lambda request: float(request["output_tokens"]))
+    ]
     level = pair[0].goodput
-
-    def tokens(request: Mapping[str, Any]) -> float:
-        return float(request["output_tokens"])
-
-    def good(request: Mapping[str, Any]) -> float:
-        return float(
-            level is not None and request["ttft_ms"] <= level.ttft_ms and request["tpot_ms"] <= level.tpot_ms
-        )
-
-    measures = [("output_throughput_tokens_per_s", tokens)]
-    if all(figures.goodput for figures in pair):
-        measures.append(("goodput_per_s", good))
+    if level and pair[1].goodput:
+        measures.append(("goodput_per_s", level.is_met_by))
     rows = []
     for measure, amount in measures:
         durations = [figures.durations_s or () for figures in pair]
@@ -254,35 +247,17 @@ def _all_classes(records: tuple[Latency, Latency], sides: Sequence[Mapping[str, 
         name not in side for name in records[0].classes for side in sides
     ):
         return []
-    counts = [{name: row.request_count for name, row in record.classes.items()} for record in records]
     in_turns = records[0].run == records[1].run
-    first, second, ratio, rounds = total_time(sides, counts, in_turns=in_turns)
-    interval = ratio.low, ratio.high
-    return [Speedup(ALL_CLASSES, None, None, "wall_ms", first, second, ratio.value, interval, rounds)]
-
-
-def total_time(
-    sides: Sequence[Mapping[str, Rounds]], counts: Sequence[Mapping[str, int]], *, in_turns: bool
-) -> tuple[float, float, intervals.Ratio, int]:
-    """Time of all requests of two sides; a failed request counts as the mean of its class.
-
-    Args:
-        sides: requests of the first and the second side by class and round.
-        counts: number of requests of each class, for each side.
-        in_turns: whether rounds of the same number were measured next to each other.
-
-    Returns:
-        Milliseconds of the first side, of the second, their ratio, and the number of rounds of its interval: 0 for an
-        interval over requests.
-    """
     times = [
-        [by_round(side[name], "e2el_ms") for name in count] for side, count in zip(sides, counts, strict=True)
+        [by_round(side[name], "e2el_ms") for name in record.classes]
+        for record, side in zip(records, sides, strict=True)
     ]
     samples = [[np.concatenate(list(rounds.values())) for rounds in side] for side in times]
 
     def total(side: int, samples: Sequence[Any], axis: int = 0) -> Any:
-        numbers = counts[side].values()
-        return sum(n * np.mean(sample, axis=axis) for n, sample in zip(numbers, samples, strict=True))
+        # A failed request counts as the mean of its class.
+        counts = [row.request_count for row in records[side].classes.values()]
+        return sum(n * np.mean(sample, axis=axis) for n, sample in zip(counts, samples, strict=True))
 
     def ratio_of_totals(*resampled: Any, axis: int) -> Any:
         half = len(samples[0])
@@ -292,19 +267,21 @@ def total_time(
     complete = [set.intersection(*map(set, side)) for side in times]  # rounds with a success in every class
     if in_turns:
         complete = [complete[0] & complete[1]] * 2
-    if min(map(len, complete)) > 1:
+    count = min(map(len, complete))
+    if count > 1:
         totals = [
-            [
-                float(total(side, [rounds[number] for rounds in times[side]]))
-                for number in sorted(complete[side])
-            ]
+            [total(side, [rounds[number] for rounds in times[side]]) for number in sorted(complete[side])]
             for side in (0, 1)
         ]
-        return first, second, intervals.ratio_of_rounds(*totals, in_turns=in_turns), min(map(len, totals))
-    low, high = intervals.bootstrap_interval(
-        (*samples[0], *samples[1]), ratio_of_totals, batch=intervals.BOOTSTRAP_RESAMPLES
-    )
-    return first, second, intervals.Ratio(first / second, low, high), 0
+        ratio = intervals.ratio_of_rounds(*totals, in_turns=in_turns)
+    else:
+        count = 0
+        low, high = intervals.bootstrap_interval(
+            (*samples[0], *samples[1]), ratio_of_totals, batch=intervals.BOOTSTRAP_RESAMPLES
+        )
+        ratio = intervals.Ratio(first / second, low, high)
+    interval = ratio.low, ratio.high
+    return [Speedup(ALL_CLASSES, None, None, "wall_ms", first, second, ratio.value, interval, count)]
 
 
 def _command(variant: str, record: Latency) -> str:
