@@ -117,8 +117,7 @@ class StartUp(Record):
     def figures(self) -> Mapping[str, Figure]:
         """All numbers, and `ready_seconds` of the way the variant starts: baked, else eager, else cold."""
         starts = self.baked or self.eager or self.cold
-        if not starts:
-            return super().figures()
+        assert starts
         middle, low, high = summary(starts)["ready"]
         return {**super().figures(), "ready_seconds": Figure(middle, "s", low=low, high=high)}
 
@@ -138,15 +137,12 @@ class StartUp(Record):
             "total": "until the first token",
         }
         columns = {kind: summary(starts) for kind, starts in self.starts.items()}
+
+        def cell(middle: float, low: float, high: float) -> str:
+            return f"{middle:.1f} [{low:.1f}, {high:.1f}]"
+
         rows = tuple(
-            (
-                phase.replace("_", " "),
-                meanings[phase],
-                *(
-                    f"{middle:.1f} [{low:.1f}, {high:.1f}]"
-                    for middle, low, high in (column[phase] for column in columns.values())
-                ),
-            )
+            (phase.replace("_", " "), meanings[phase], *(cell(*column[phase]) for column in columns.values()))
             for phase in next(iter(columns.values()))
         )
         count = min(map(len, self.starts.values()))
@@ -170,13 +166,11 @@ class StartUp(Record):
                 for kind, starts in self.starts.items()
             ]
 
+        ready = lines(lambda start: start.ready_seconds)
+        compiling = lines(lambda start: sum(graph.seconds for graph in start.graphs))
         panels = [
-            Panel("round", "until ready (s)", lines(lambda start: start.ready_seconds)),
-            Panel(
-                "round",
-                "compiling or loading (s)",
-                lines(lambda start: sum(graph.seconds for graph in start.graphs)),
-            ),
+            Panel("round", "until ready (s)", ready),
+            Panel("round", "compiling or loading (s)", compiling),
         ]
         if self.phases:
             phases = [
@@ -200,43 +194,12 @@ def write(
     even_if_busy: bool = False,
     progress: Progress = silent,
 ) -> Path:
-    """Time a variant's starts (`measure`) and write the record.
+    """Start a variant's server in all of its kinds of start, in turns, and write the record.
 
     Args:
         rounds: starts of each kind, at least 2.
+        log: file that collects the logs of all starts.
         even_if_busy: take starts on a busy host too; the record is marked.
-    """
-    started = provenance.utc_now()
-    starts, load = measure(variant, rounds, log, even_if_busy, progress)
-    ready = {kind: [start.ready_seconds for start in series] for kind, series in starts.items()}
-    ratios = {
-        f"ready_cold_over_{kind}": Ratio.of_rounds(ready["cold"], ready[kind])
-        for kind in ("warm", "baked")
-        if kind in ready
-    }
-    record = StartUp.model_validate(
-        {
-            "variant": variant.name,
-            **{kind: tuple(series) for kind, series in starts.items()},
-            **ratios,
-            "phases": dict(PHASES),
-            "provenance": provenance.of_served_variant(variant, command, started, host_load=load),
-        }
-    )
-    return store.write(variant.root / "results", record)
-
-
-def measure(
-    variant: Variant, rounds: int, log: Path, even_if_busy: bool = False, progress: Progress = silent
-) -> tuple[dict[str, list[Start]], HostLoad]:
-    """Start a variant's server in all of its kinds of start, in turns and in another order every round.
-
-    Args:
-        rounds: starts of each kind, at least 2.
-        even_if_busy: take starts on a busy host too.
-
-    Returns:
-        Starts by kind, in the order of the rounds; load of the host during them.
 
     Raises:
         BenchError: a start compiled or loaded where its kind forbids it, or vLLM's log lacks a phase.
@@ -246,13 +209,14 @@ def measure(
     """
     if rounds < 2:
         raise intervals.TooFewItemsError(f"{rounds} start(s) of a kind show no spread: take 2 or more")
-    command = ServerCommand.resolve(variant, port=free_port())
+    started = provenance.utc_now()
+    server_command = ServerCommand.resolve(variant, port=free_port())
     kinds = ["eager"]
-    if command.cache is not None:
+    if server_command.cache is not None:
         kinds = ["cold", "warm"]
-        if command.cache.baked is not None:
+        if server_command.cache.baked is not None:
             kinds.append("baked")
-            command = ServerCommand.resolve(variant, port=command.port, require_baked=True)
+            server_command = ServerCommand.resolve(variant, port=server_command.port, require_baked=True)
     log.parent.mkdir(parents=True, exist_ok=True)
     log.unlink(missing_ok=True)
     starts: dict[str, list[Start]] = {kind: [] for kind in kinds}
@@ -261,16 +225,33 @@ def measure(
         for number in range(rounds):
             # A warm start needs the cold one's cache, so only the baked one changes its place in the order.
             for kind in kinds if number % 2 == 0 else [*kinds[2:], *kinds[:2]]:
-                progress("starts", sum(map(len, starts.values())), len(kinds) * rounds)
+                progress("starts", len(loads), len(kinds) * rounds)
                 start, load = host_load.undisturbed(
-                    partial(_round, kind, command, Path(folder), number, log),
+                    partial(_round, kind, server_command, Path(folder), number, log),
                     f"{kind} start {number + 1}",
                     even_if_busy=even_if_busy,
                 )
                 starts[kind].append(start)
                 loads.append(load)
     progress("starts", len(kinds) * rounds, len(kinds) * rounds)
-    return starts, host_load.worst(loads)
+    ready = {kind: [start.ready_seconds for start in series] for kind, series in starts.items()}
+    ratios = {
+        f"ready_cold_over_{kind}": Ratio.of_rounds(ready["cold"], ready[kind])
+        for kind in ("warm", "baked")
+        if kind in ready
+    }
+    record = StartUp.model_validate(
+        {
+            "variant": variant.name,
+            **starts,
+            **ratios,
+            "phases": dict(PHASES),
+            "provenance": provenance.of_served_variant(
+                variant, command, started, host_load=host_load.worst(loads)
+            ),
+        }
+    )
+    return store.write(variant.root / "results", record)
 
 
 def summary(starts: Starts) -> dict[str, tuple[float, float, float]]:
@@ -328,22 +309,18 @@ def phases(log: str, ready_seconds: float, first_token_seconds: float) -> dict[s
 
 
 def _check_graphs(kind: str, start: Start, log: Path) -> None:
-    """Check that a start loaded or compiled its graphs as its kind requires."""
     if kind == "eager":
         return
     if not start.graphs:
         raise BenchError(f"expected a {kind} start, but vLLM's log names no graph; log: {log}")
     must_load = kind in ("warm", "baked")
-    wrong_graphs = [graph for graph in start.graphs if graph.loaded != must_load]
-    if wrong_graphs:
-        how = "was compiled" if must_load else "was loaded from the cache"
-        raise BenchError(
-            f"expected a {kind} start, but graph {wrong_graphs[0].name} {how}; vLLM's log: {log}"
-        )
+    for graph in start.graphs:
+        if graph.loaded != must_load:
+            how = "was compiled" if must_load else "was loaded from the cache"
+            raise BenchError(f"expected a {kind} start, but graph {graph.name} {how}; vLLM's log: {log}")
 
 
 def _round(kind: str, command: ServerCommand, folder: Path, number: int, log: Path, watch: Watch) -> Start:
-    """Start the server once, and check its graphs."""
     if kind in ("cold", "warm"):
         root = folder / f"cache-{number}"
         if kind == "cold":
@@ -356,12 +333,7 @@ def _round(kind: str, command: ServerCommand, folder: Path, number: int, log: Pa
 
 
 def _start(command: ServerCommand, log: Path, all_logs: Path) -> Start:
-    """One start, with its phases and its graphs.
-
-    Args:
-        log: file for the log of this start.
-        all_logs: file that collects the logs of all starts.
-    """
+    """One start, with its phases and its graphs; its log is added to those of all starts."""
     started = time.monotonic()
     try:
         with run_server(command, log=log) as server:
