@@ -268,7 +268,7 @@ def write(
                 for index in range(1 + STEADY_REQUESTS)
             ]
             for server in SERVERS if number % 2 == 0 else SERVERS[::-1]:
-                progress("servers", number + sum(map(len, starts.values())), rounds * 3)
+                progress("servers", len(loads), rounds * 3)
                 (start, log), load = host_load.undisturbed(
                     partial(_start, commands[server], server, order, prompts, progress),
                     f"start {number + 1} of the {server} server",
@@ -278,7 +278,7 @@ def write(
                 loads.append(load)
                 if server == "warmed":
                     prefixes = tuple(line[0] for line in _PREFIX.finditer(log))
-            progress("servers", number * 3 + 2, rounds * 3)
+            progress("servers", len(loads), rounds * 3)
             prefix_round, load = host_load.undisturbed(
                 partial(prompted_server.take_round, progress),
                 f"start {number + 1} of the server with a system prompt",
@@ -287,7 +287,13 @@ def write(
             prompted_server.rounds.append(prefix_round)
             loads.append(load)
     progress("servers", rounds * 3, rounds * 3)
-    ratios = ServerRatios(**{server: _ratios(starts[server]) for server in SERVERS})
+    ratios = {
+        server: KindRatios(
+            chat=_ratio([start.chat for start in series]),
+            completion=_ratio([start.completion for start in series]),
+        )
+        for server, series in starts.items()
+    }
     record = FirstRequest(
         variant=variant.name,
         limit=LIMIT,
@@ -295,10 +301,10 @@ def write(
         lengths_differ=True,
         answer_tokens=ANSWER_TOKENS,
         servers=Servers(warmed=tuple(starts["warmed"]), bare=tuple(starts["bare"])),
-        first_over_steady=ratios,
+        first_over_steady=ServerRatios(**ratios),
         verdicts={
             kind: Verdict.from_interval(ratio.low, ratio.high, LIMIT, higher_is_better=False)
-            for kind, ratio in zip(KINDS, (ratios.warmed.chat, ratios.warmed.completion), strict=True)
+            for kind, ratio in zip(KINDS, (ratios["warmed"].chat, ratios["warmed"].completion), strict=True)
         },
         chat_prefixes=prefixes,
         system_prompt=prompted_server.result(),
@@ -408,15 +414,8 @@ def _ask(client: StreamingClient, prompt: Prompt, **fields: Any) -> Answer:
     return Answer(ttft_ms=answer.ttft_ms, prompt_tokens=answer.prompt_tokens, cached_tokens=cached)
 
 
-def _ratios(starts: Sequence[ServerStart]) -> KindRatios:
-    def ratio(series: list[Series]) -> Ratio:
-        return Ratio.of_rounds(
-            [each.first.ttft_ms for each in series], [_median(each.steady) for each in series]
-        )
-
-    return KindRatios(
-        chat=ratio([start.chat for start in starts]), completion=ratio([start.completion for start in starts])
-    )
+def _ratio(series: Sequence[Series]) -> Ratio:
+    return Ratio.of_rounds([each.first.ttft_ms for each in series], [_median(each.steady) for each in series])
 
 
 def _median(answers: Sequence[Answer]) -> float:

@@ -5,8 +5,9 @@ the sampler. Phases are timed without the profiler, because it slows what it obs
 """
 
 import math
+import operator
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -39,8 +40,6 @@ OPERATORS = 12
 PROFILED_TOKENS = 16
 """Output tokens of the request under the profiler: a trace of every operator grows by megabytes a step."""
 
-_SHOWN_OPERATORS = 5
-_SMALLEST_SHOWN_SHARE = 0.01
 _SCOPE = "gpu_model_runner: "
 _SCOPES_VARIABLE = "VLLM_CUSTOM_SCOPES_FOR_PROFILING"
 
@@ -78,29 +77,26 @@ class Profile(Record):
 
     def tables(self, path: Path) -> list[Table]:
         """Phases and parts of a step by class; the longest operators of each class."""
-        phases: dict[str, Callable[[ClassProfile], object]] = {
-            "class, tokens": lambda row: f"{row.class_} {row.prompt_tokens} -> {row.output_tokens}",
-            **{
-                f"{phase}, ms": partial(lambda phase, row: f"{row.seconds[phase].value * 1e3:,.1f}", phase)
-                for phase in PHASES
-            },
-            "decode": lambda row: f"{row.decode_share:.0%}",
-            "parts of a step": lambda row: ", ".join(
-                f"{part} {share:.0%}" for part, share in row.step.items() if share >= _SMALLEST_SHOWN_SHARE
-            ),
-        }
-        operators: dict[str, Callable[[tuple[str, Operator]], object]] = {
-            "class": lambda row: row[0],
-            "operator": lambda row: row[1].name,
-            "calls": lambda row: row[1].calls,
-            "own time, ms": lambda row: f"{row[1].milliseconds:,.1f}",
-            "share": lambda row: f"{row[1].share:.1%}",
-        }
-        longest = [(row.class_, each) for row in self.classes for each in row.operators[:_SHOWN_OPERATORS]]
-        source = provenance.source_notes(self, path)
+        phases = tuple(
+            (
+                f"{row.class_} {row.prompt_tokens} -> {row.output_tokens}",
+                *(f"{row.seconds[phase].value * 1e3:,.1f}" for phase in PHASES),
+                f"{row.decode_share:.0%}",
+                ", ".join(f"{part} {share:.0%}" for part, share in row.step.items() if share >= 0.01),
+            )
+            for row in self.classes
+        )
+        operators = tuple(
+            (row.class_, each.name, str(each.calls), f"{each.milliseconds:,.1f}", f"{each.share:.1%}")
+            for row in self.classes
+            for each in row.operators[:5]
+        )
+        phase_headings = ("class, tokens", *(f"{phase}, ms" for phase in PHASES), "decode", "parts of a step")
+        operator_headings = ("class", "operator", "calls", "own time, ms", "share")
+        notes = provenance.source_notes(self, path)
         return [
-            Table.from_rows(f"Phases of a request of {self.variant}", self.classes, phases, *source),
-            Table.from_rows(f"Operators of {self.variant}", longest, operators, *source, text_columns=2),
+            Table(f"Phases of a request of {self.variant}", phase_headings, phases, notes),
+            Table(f"Operators of {self.variant}", operator_headings, operators, notes, text_columns=2),
         ]
 
     def panels(self) -> list[Panel]:
@@ -200,7 +196,6 @@ def _phase_times(
 def _class_profile(
     llm: Any, c: PromptClass, times: Sequence[Mapping[str, float]], profiled_prompt: Tokens, trace: Path
 ) -> ClassProfile:
-    """Profile of a class: the times of its requests, and the parts of the steps of one more."""
     step, operators = _step_profile(llm, profiled_prompt, min(c.output_tokens, PROFILED_TOKENS), trace)
     seconds = {phase: intervals.mean([time[phase] for time in times]) for phase in PHASES}
     return ClassProfile(
@@ -267,23 +262,21 @@ def _step_profile(
     if not parts:
         raise BenchError("vLLM names no part of a step; its version may differ")
     parts_time = math.fsum(parts.values())
-    time_attribute = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-    operators = sorted(
-        (event for event in events if ": " not in event.key and not event.key.startswith("ProfilerStep")),
-        key=lambda event: -getattr(event, time_attribute),
-    )
-    operators_time = math.fsum(getattr(event, time_attribute) for event in operators)
-    return (
-        dict(sorted(((name, time / parts_time) for name, time in parts.items()), key=lambda part: -part[1])),
-        tuple(
-            Operator(
-                name=event.key,
-                calls=event.count,
-                milliseconds=getattr(event, time_attribute) / 1e3,
-                share=getattr(event, time_attribute) / operators_time,
-            )
-            for event in operators[:OPERATORS]
-        ),
+    shares = {name: time / parts_time for name, time in sorted(parts.items(), key=lambda part: -part[1])}
+    own_time = operator.attrgetter("self_device_time_total" if on_gpu else "self_cpu_time_total")
+    operators = [
+        event for event in events if ": " not in event.key and not event.key.startswith("ProfilerStep")
+    ]
+    operators_time = math.fsum(map(own_time, operators))
+    longest = sorted(operators, key=own_time, reverse=True)[:OPERATORS]
+    return shares, tuple(
+        Operator(
+            name=event.key,
+            calls=event.count,
+            milliseconds=own_time(event) / 1e3,
+            share=own_time(event) / operators_time,
+        )
+        for event in longest
     )
 
 

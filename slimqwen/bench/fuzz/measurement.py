@@ -60,7 +60,6 @@ def write(
     """Start a variant's server, send it malformed requests and write the record.
 
     Args:
-        variant: variant to serve, as its config.env says.
         examples: largest number of valid requests, and of invalid ones, for each endpoint.
 
     Raises:
@@ -81,9 +80,6 @@ def write(
 
 def probe(url: str, pid: int, examples: int, progress: Progress = silent) -> dict[str, Any]:
     """Send malformed requests to a server that is ready, and judge it.
-
-    Args:
-        examples: largest number of valid requests, and of invalid ones, for each endpoint.
 
     Returns:
         The fields of `Fuzz` except variant and provenance.
@@ -118,16 +114,15 @@ def probe(url: str, pid: int, examples: int, progress: Progress = silent) -> dic
 def _send_handwritten(url: str, outcomes: _Outcomes, progress: Progress) -> None:
     """Send the requests of `requests`: those that have to be refused, then those that may be answered too."""
     forbidden = [*BODIES.values(), *((COMPLETIONS, _body({"prompt": "The", **body})) for body in UNSENDABLE)]
-    allowed = [(path, _body(body)) for path, body in (*REQUESTS, *CHOSEN_LOGPROBS)]
-    known = {(path, _body(body)): status for path, body, status, _ in KNOWN}
-    requests = [*((*each, False) for each in forbidden), *((*each, True) for each in (*allowed, *known))]
+    known = {(path, _body(body)): status for path, body, status in KNOWN}
+    allowed = [*((path, _body(body)) for path, body in (*REQUESTS, *CHOSEN_LOGPROBS)), *known]
     # vLLM and httpx both close connections that are idle for 5 s; a request sent at that moment would be lost.
     limits = httpx.Limits(keepalive_expiry=2)
     with httpx.Client(
         base_url=url, timeout=_TIMEOUT_S, trust_env=False, limits=limits, headers=authorization()
     ) as client:
-        for done, (path, content, may_be_answered) in enumerate(requests):
-            progress("send malformed requests", done, len(requests))
+        for done, (path, content) in enumerate([*forbidden, *allowed]):
+            progress("send malformed requests", done, len(forbidden) + len(allowed))
             excerpt = content[:_SHOWN_CHARACTERS].decode(errors="replace")
             try:
                 answer = client.post(path, content=content, headers=_JSON)
@@ -135,7 +130,7 @@ def _send_handwritten(url: str, outcomes: _Outcomes, progress: Progress) -> None
                 outcomes.add(path, f"lost: {type(error).__name__}", excerpt)
                 continue
             is_known = answer.status_code == known.get((path, content))
-            outcomes.add(path, KNOWN_ERROR if is_known else _outcome(answer, may_be_answered), excerpt)
+            outcomes.add(path, KNOWN_ERROR if is_known else _outcome(answer, done >= len(forbidden)), excerpt)
 
 
 def _body(fields: Any) -> bytes:
@@ -157,10 +152,9 @@ def _outcome(answer: httpx.Response, may_be_answered: bool) -> str:
 
 
 def _send_generated(url: str, examples: int, outcomes: _Outcomes, progress: Progress) -> int:
-    """Send every endpoint requests that the OpenAPI document allows, then forbidden ones; the same at every call.
+    """Send each endpoint requests that the OpenAPI document allows, then forbidden ones; the number of endpoints.
 
-    Returns:
-        Number of endpoints.
+    They are the same at every call.
     """
     import schemathesis
     from hypothesis import errors

@@ -87,14 +87,9 @@ def outcome(question: Question, answer: httpx.Response) -> str:
 
 
 async def load(url: str, numbers: Iterable[int], clients: int, paths: Sequence[str] = PATHS) -> Counter[str]:
-    """Send questions; each client sends the next one after its answer, and waits when the server is overloaded.
+    """Send the questions of these numbers and count the requests by outcome.
 
-    Args:
-        numbers: numbers of the questions.
-        paths: paths that the server accepts questions on.
-
-    Returns:
-        Number of requests by outcome.
+    Each client sends the next question after its answer, and waits when the server is overloaded.
     """
     remaining, outcomes = iter(numbers), Counter[str]()
     async with _client(url) as http:
@@ -130,14 +125,10 @@ def _client(url: str) -> httpx.AsyncClient:
 
 
 async def leave_streams(url: str, until: float, tokens: int) -> int:
-    """Open streams and leave each in the middle.
+    """Open streams of some tokens, leave each in the middle, and count them.
 
     Args:
         until: end on the monotonic clock, seconds.
-        tokens: length of each stream, tokens.
-
-    Returns:
-        Number of streams left.
     """
     rng = random.Random(0)
     streams_left = 0

@@ -4,11 +4,12 @@ There are more clients than the server runs sequences at once. Memory is what al
 """
 
 import asyncio
+import itertools
 import math
 import resource
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,27 +68,16 @@ _RUNNING, _WAITING, _KV_CACHE = (
 
 @dataclass(frozen=True)
 class Sample:
-    """State of a server's processes.
-
-    Attributes:
-        seconds: time since the first sample, seconds.
-        resident_mib: resident memory of each process, MiB.
-        open_files: open files of all processes.
-    """
+    """Resident memory of each process of a server, MiB, and the time since the first sample."""
 
     seconds: float
     resident_mib: tuple[float, ...]
-    open_files: int
 
 
 def write(
     variant: Variant, seconds: float, log: Path, *, command: Sequence[str], progress: Progress = silent
 ) -> Path:
     """Start a variant's server, load it, judge its memory and write the record.
-
-    Args:
-        variant: variant to serve, as its config.env says.
-        seconds: duration of the load, at least `SHORTEST_S`.
 
     Raises:
         BenchError: the duration is too short, or the system allows too few open files.
@@ -190,10 +180,10 @@ def judge(faults: Sequence[str], total: Growth) -> Verdict:
 
 
 def growth(points: Sequence[tuple[float, float]]) -> Growth:
-    """Growth of a quantity, MiB an hour.
+    """Growth of a quantity.
 
     Args:
-        points: seconds and MiB, at least two.
+        points: seconds and MiB.
 
     Raises:
         BenchError: the points are too few for an interval.
@@ -232,29 +222,23 @@ async def _soak(
 ) -> tuple[list[Sample], int, Counter[str]]:
     until = time.monotonic() + seconds
 
-    def numbers() -> Iterable[int]:
-        number = 0
-        while time.monotonic() < until:
-            yield number
-            number += 1
-
-    samples, streams_left, outcomes = await asyncio.gather(
+    numbers = itertools.takewhile(lambda _: time.monotonic() < until, itertools.count())
+    return await asyncio.gather(
         _watch(family, seconds, progress),
         leave_streams(url, until, min(_LEFT_TOKENS, max_model_len(url) // 2)),
-        load(url, numbers(), clients, paths),
+        load(url, numbers, clients, paths),
     )
-    return samples, streams_left, outcomes
 
 
 async def _watch(family: Sequence[psutil.Process], seconds: float, progress: Progress) -> list[Sample]:
     samples: list[Sample] = []
     began = time.monotonic()
     while (now := time.monotonic() - began) < seconds:
-        # A zombie still reports memory and open files, as zeros.
+        # A zombie still reports memory, as zero.
         if ended := [process for process in family if process.status() == psutil.STATUS_ZOMBIE]:
             raise psutil.NoSuchProcess(ended[0].pid)
         resident = tuple(process.memory_info().rss / 2**20 for process in family)
-        samples.append(Sample(now, resident, _open_files(family)))
+        samples.append(Sample(now, resident))
         progress("soaking, seconds", int(now), int(seconds))
         await asyncio.sleep(min(_SAMPLE_EVERY_S, seconds / 20))
     progress("soaking, seconds", int(seconds), int(seconds))
