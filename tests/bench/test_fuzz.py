@@ -1,83 +1,48 @@
 """What a fuzz sees of a server that refuses as it should, and of ones that do not."""
 
 import json
-import subprocess
-import sys
-import textwrap
-from contextlib import contextmanager
+from functools import partial
 
-import httpx
 import pytest
 
 from slimqwen import variant
 from slimqwen.bench import BenchError, client
 from slimqwen.bench.fuzz import Fuzz, measurement, requests
 from slimqwen.records import provenance
-from slimqwen.serving.server import free_port
 from slimqwen.serving.shared_server import ServerLostError
+from tests.bench.fake_process import fake_process
 
-FAKE = """
-import json, os, sys
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-fault, served = sys.argv[2], 0
-body = {"type": "object", "required": ["prompt"], "properties": {"prompt": {"type": "string"}}}
-operation = {"requestBody": {"required": True, "content": {"application/json": {"schema": body}}}, "responses": {}}
-document = {
-    "openapi": "3.1.0", "info": {"title": "fake", "version": "1"},
-    "paths": {"/v1/completions": {"post": operation}, "/health": {"get": {"responses": {}}}},
-}
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-    def log_message(self, *args): pass
-    def say(self, status, content):
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-    def do_GET(self):
-        if self.path == "/openapi.json":
-            return self.say(200, json.dumps(document).encode())
-        if self.path == "/health":
-            return self.say(503 if fault == "unready" else 200, b"{}")
-        running = 1 if fault == "hangs" else 0
-        self.say(200, f"vllm:num_requests_running {running}\\nvllm:num_requests_waiting 0\\n".encode())
-    def do_POST(self):
-        global served
-        served += 1
-        content = self.rfile.read(int(self.headers["Content-Length"]))
-        if fault == "dies" and served > 200: os._exit(1)
-        if fault == "closes" and served == 20: return self.connection.shutdown(2)
-        try:
-            body = json.loads(content)
-            whole = body["ignore_eos"] and body["max_tokens"] == 4
-        except (ValueError, KeyError, TypeError, RecursionError):
-            if fault == "drawn 500" and content.startswith(b'{"prompt":'): return self.say(500, b"{}")
-            if fault == "500" and b"structured_outputs" in content: return self.say(500, b"{}")
-            if fault == "accepts": return self.say(200, b"{}")
-            return self.say(400, b"{}" if fault == "mute" else b'{"error": {"message": "no"}}')
-        tokens = 3 if fault == "short" else 4
-        self.say(200, json.dumps({"usage": {"completion_tokens": tokens}}).encode())
-ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
-"""
-
-
-@contextmanager
-def fake(fault):
-    port = free_port()
-    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(FAKE), str(port), fault])
+ANSWERS = """
+served = 0
+def do_GET(self):
+    if self.path == "/openapi.json":
+        prompt = {"type": "object", "required": ["prompt"], "properties": {"prompt": {"type": "string"}}}
+        body = {"required": True, "content": {"application/json": {"schema": prompt}}}
+        paths = {
+            "/v1/completions": {"post": {"requestBody": body, "responses": {}}}, "/health": {"get": {"responses": {}}},
+        }
+        document = {"openapi": "3.1.0", "info": {"title": "fake", "version": "1"}, "paths": paths}
+        return self.say(200, json.dumps(document).encode())
+    if self.path == "/health":
+        return self.say(503 if fault == "unready" else 200, b"{}")
+    running = 1 if fault == "hangs" else 0
+    self.say(200, f"vllm:num_requests_running {running}\\nvllm:num_requests_waiting 0\\n".encode())
+def post(self, content):
+    Handler.served += 1
+    if fault == "dies" and self.served > 200: os._exit(1)
+    if fault == "closes" and self.served == 20: return self.connection.shutdown(2)
     try:
-        for _ in range(500):
-            try:
-                httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False)
-                break
-            except httpx.ConnectError:
-                assert process.poll() is None
-        yield f"http://127.0.0.1:{port}", process.pid
-    finally:
-        process.kill()
-        process.wait()
+        body = json.loads(content)
+        whole = body["ignore_eos"] and body["max_tokens"] == 4
+    except (ValueError, KeyError, TypeError, RecursionError):
+        if fault == "drawn 500" and content.startswith(b'{"prompt":'): return self.say(500, b"{}")
+        if fault == "500" and b"structured_outputs" in content: return self.say(500, b"{}")
+        if fault == "accepts": return self.say(200, b"{}")
+        return self.say(400, b"{}" if fault == "mute" else b'{"error": {"message": "no"}}')
+    tokens = 3 if fault == "short" else 4
+    self.say(200, json.dumps({"usage": {"completion_tokens": tokens}}).encode())
+"""
+fake = partial(fake_process, ANSWERS)
 
 
 def test_a_server_that_refuses_with_a_reason_passes():

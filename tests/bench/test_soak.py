@@ -1,11 +1,8 @@
 """What a soak sees: on the real server for seconds, and on one that leaks, forgets, lies or dies."""
 
 import json
-import subprocess
-import sys
-import textwrap
 from collections import Counter
-from contextlib import contextmanager
+from functools import partial
 
 import httpx
 import pytest
@@ -13,73 +10,43 @@ import pytest
 from slimqwen import variant
 from slimqwen.bench import BenchError, client
 from slimqwen.bench.soak import load, measurement
-from slimqwen.serving.server import free_port
 from slimqwen.serving.shared_server import ServerLostError
 from slimqwen.stats.verdict import Verdict
+from tests.bench.fake_process import fake_process
 
-FAKE = """
-import json, os, sys, time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-fault, kept, files = sys.argv[2], [], []
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    def log_message(self, *args): pass
-    def say(self, status, content, kind="application/json"):
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-    def do_GET(self):
-        if self.path == "/health":
-            return self.say(503 if fault == "unready" else 200, b"")
-        if self.path == "/v1/models":
-            return self.say(200, b'{"data": [{"max_model_len": 2048}]}')
-        used = 0.5 if fault == "cache" else 0
-        running = 1 if fault == "hangs" else 0
-        text = f"vllm:num_requests_running {running}\\nvllm:num_requests_waiting 0\\nvllm:kv_cache_usage_perc {used}\\n"
-        self.say(200, b"" if fault == "counts nothing" else text.encode(), "text/plain")
-    def do_POST(self):
-        content = self.rfile.read(int(self.headers["Content-Length"]))
-        if fault == "leaks": kept.append(bytearray(1 << 20))
-        if fault == "files": files.append(open(os.devnull))
-        if fault == "dies" and len(content) % 7 == 0: os._exit(1)
-        time.sleep(0.01)
-        try:
-            body = json.loads(content)
-            tokens = body["max_tokens"]
-            assert tokens < 5000
-        except (ValueError, KeyError, AssertionError):
-            return self.say(400, b'{"error": {"message": "no"}}')
-        if fault == "plain": return self.say(500, b"Internal Server Error", "text/plain")
-        if fault == "no chats" and "chat" in self.path: return self.say(400, b'{"error": {"message": "no template"}}')
-        if fault == "no streams" and tokens > 100: return self.say(400, b'{"error": {"message": "too long"}}')
-        if fault == "short": tokens -= 1
-        usage = {"completion_tokens": tokens}
-        last = {"choices": [{"finish_reason": "length"}], "usage": usage}
-        if body.get("stream"):
-            return self.say(200, f"data: {json.dumps(last)}\\n\\ndata: [DONE]\\n\\n".encode(), "text/event-stream")
-        self.say(200, json.dumps(last).encode())
-ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
-"""
-
-
-@contextmanager
-def fake(fault):
-    port = free_port()
-    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(FAKE), str(port), fault])
+ANSWERS = """
+kept, files = [], []
+def do_GET(self):
+    if self.path == "/health":
+        return self.say(503 if fault == "unready" else 200, b"")
+    if self.path == "/v1/models":
+        return self.say(200, b'{"data": [{"max_model_len": 2048}]}')
+    used = 0.5 if fault == "cache" else 0
+    running = 1 if fault == "hangs" else 0
+    text = f"vllm:num_requests_running {running}\\nvllm:num_requests_waiting 0\\nvllm:kv_cache_usage_perc {used}\\n"
+    self.say(200, b"" if fault == "counts nothing" else text.encode(), "text/plain")
+def post(self, content):
+    if fault == "leaks": self.kept.append(bytearray(1 << 20))
+    if fault == "files": self.files.append(open(os.devnull))
+    if fault == "dies" and len(content) % 7 == 0: os._exit(1)
+    time.sleep(0.01)
     try:
-        url = f"http://127.0.0.1:{port}"
-        for _ in range(200):
-            try:
-                httpx.get(url + "/metrics", trust_env=False)
-                break
-            except httpx.ConnectError:
-                assert process.poll() is None
-        yield url, process.pid
-    finally:
-        process.kill()
-        process.wait()
+        body = json.loads(content)
+        tokens = body["max_tokens"]
+        assert tokens < 5000
+    except (ValueError, KeyError, AssertionError):
+        return self.say(400, b'{"error": {"message": "no"}}')
+    if fault == "plain": return self.say(500, b"Internal Server Error", "text/plain")
+    if fault == "no chats" and "chat" in self.path: return self.say(400, b'{"error": {"message": "no template"}}')
+    if fault == "no streams" and tokens > 100: return self.say(400, b'{"error": {"message": "too long"}}')
+    if fault == "short": tokens -= 1
+    usage = {"completion_tokens": tokens}
+    last = {"choices": [{"finish_reason": "length"}], "usage": usage}
+    if body.get("stream"):
+        return self.say(200, f"data: {json.dumps(last)}\\n\\ndata: [DONE]\\n\\n".encode(), "text/event-stream")
+    self.say(200, json.dumps(last).encode())
+"""
+fake = partial(fake_process, ANSWERS)
 
 
 @pytest.mark.engine
