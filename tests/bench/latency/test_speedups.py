@@ -94,14 +94,11 @@ def test_several_rounds_are_what_an_interval_is_over(write):
 
 
 def test_rounds_that_disagree_widen_the_interval(write):
-    def slower_at_last(body):
-        overlapping([1.0] * 5)(body)
-
-    apart = (
-        write("a", change=slower_at_last, rounds=5),
+    rows = speedups.compare_latency(
+        write("a", change=overlapping([1.0] * 5), rounds=5),
         write("b", change=overlapping([1.0, 1.0, 1.0, 1.0, 3.0]), rounds=5),
     )
-    tokens = speedups.compare_latency(*apart)[3]
+    tokens = rows[3]
     assert tokens.speedup == pytest.approx(3 ** (-1 / 5))
     # Student's t with 4 degrees of freedom: one round of five a third as fast is compatible with no change.
     reach = 2.7764451 * math.log(3) / 5
@@ -110,22 +107,24 @@ def test_rounds_that_disagree_widen_the_interval(write):
     )
 
 
+def without_round(path, number):
+    """The record with a round in which no request succeeded."""
+    items = [item | {"error": "died"} if item["round"] == number else item for item in store.read_items(path)]
+    return record_files.write(path.parent, store.read(path), items)
+
+
 def test_a_round_in_which_nothing_succeeded_leaves_the_others_paired(write):
     """Else the second round of the one would stand beside the third of the other."""
-    path = write("a", rounds=3, jitter=0)
-    items = [item | {"error": "died"} if item["round"] == 1 else item for item in store.read_items(path)]
-    a = record_files.write(path.parent, store.read(path), items)
-    rows = speedups.compare_latency(a, write("b", 0.5, rounds=3, jitter=0))
+    a, b = without_round(write("a", rounds=3, jitter=0), 1), write("b", 0.5, rounds=3, jitter=0)
+    rows = speedups.compare_latency(a, b)
     assert rows[0].interval == pytest.approx((2, 2))
     assert {row.rounds for row in rows} == {2}
 
 
 def test_rounds_that_have_no_partner_are_taken_request_by_request(write):
-    def without(path, number):
-        items = [i | {"error": "died"} if i["round"] == number else i for i in store.read_items(path)]
-        return record_files.write(path.parent, store.read(path), items)
-
-    rows = speedups.compare_latency(without(write("a", rounds=2), 0), without(write("b", 0.5, rounds=2), 1))
+    rows = speedups.compare_latency(
+        without_round(write("a", rounds=2), 0), without_round(write("b", 0.5, rounds=2), 1)
+    )
     assert {row.rounds for row in rows} == {0}
     assert rows[0].speedup == pytest.approx(2, rel=0.02)
 
@@ -170,34 +169,19 @@ def test_the_speed_on_the_mix_is_the_time_of_all_requests(write):
     assert every.interval[1] - every.interval[0] < 0.1
 
 
-def other_machine(body):
-    body["provenance"]["hardware"]["cpu_model"] = "Another CPU"
-
-
-def older_machine(body):
-    body["provenance"]["hardware"]["cpu_flags"] = ["sve"]
-
-
-def other_lengths(body):
-    body["classes"]["short"]["output_tokens"] = 17
-
-
-def other_arrivals(body):
-    body["classes"]["short"]["arrival"] = {"process": "Poisson", "rate_per_s": 2.0}
-
-
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("part", "changed", "named"),
     [
-        (other_machine, "hardware"),
-        (older_machine, "hardware"),
-        (other_lengths, "lengths"),
-        (other_arrivals, "arrivals"),
+        (("provenance", "hardware"), {"cpu_model": "Another CPU"}, "hardware"),
+        (("provenance", "hardware"), {"cpu_flags": ["sve"]}, "hardware"),
+        (("classes", "short"), {"output_tokens": 17}, "lengths"),
+        (("classes", "short"), {"arrival": {"process": "Poisson", "rate_per_s": 2.0}}, "arrivals"),
     ],
+    ids=["other CPU", "older CPU", "lengths", "arrivals"],
 )
-def test_latency_of_other_requests_or_machines_is_refused(write, change, named):
+def test_latency_of_other_requests_or_machines_is_refused(write, part, changed, named):
     write("a")
-    write("b", change=change)
+    write("b", change=lambda body: body[part[0]][part[1]].update(changed))
     with pytest.raises(NotComparableError, match=named) as error:
         speedups.latency_pair(*write.folders, "classes")
     assert "slimqwen bench latency --variant b --workload classes" in str(error.value)
