@@ -13,12 +13,7 @@ _MTP = "VLLM_SPECULATIVE_CONFIG"
 
 
 def with_lines(variant: Variant, lines: Mapping[str, str]) -> Variant:
-    """The variant with other settings.
-
-    Args:
-        variant: variant whose config.env is kept.
-        lines: values by key; an empty one unsets the key.
-    """
+    """The variant with other settings: values by key, an empty one unsets the key."""
     file = variant.folder / "config.env"
     overlaid = {**variant.settings, **{key: Setting(key, value, file, 0) for key, value in lines.items()}}
     remaining = {key: setting for key, setting in overlaid.items() if setting.value}
@@ -26,12 +21,11 @@ def with_lines(variant: Variant, lines: Mapping[str, str]) -> Variant:
 
 
 def servable(variant: Variant, lines: Mapping[str, str], name: str) -> tuple[Variant, Mapping[str, str]]:
-    """The variant with other settings, and without MTP where this platform cannot combine it with them.
+    """The variant with the settings of a workload, without MTP where this platform cannot combine it with them.
 
     Args:
-        variant: variant whose config.env is kept.
         lines: values by key; an empty one unsets the key.
-        name: name of the workload that asks for the settings.
+        name: name of the workload.
 
     Returns:
         The variant, and the lines that differ from its own.

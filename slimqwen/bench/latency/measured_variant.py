@@ -34,6 +34,28 @@ class ClassResults:
     queried_tokens: float = 0
     hit_tokens: float = 0
 
+    def add(
+        self,
+        c: PromptClass,
+        number: int,
+        requests: Sequence[tuple[Tokens, int]],
+        answers: Mapping[str, Any],
+    ) -> list[dict[str, Any]]:
+        """Add a round of the class as `client.send` returned it, and return its rows."""
+        self.prompts += [prompt for prompt, _ in requests]
+        self.durations_s.append(answers["duration"])
+        rows = [_row(c, number, index, request, answers) for index, request in enumerate(requests)]
+        self.rows += rows
+        drafts = answers.get("spec_decode_num_drafts", 0)
+        if drafts:
+            rates = answers["spec_decode_per_position_acceptance_rates"]
+            before = self.accepted_by_position or [0.0] * len(rates)
+            self.drafts += drafts
+            self.draft_tokens += answers["spec_decode_draft_tokens"]
+            self.accepted_tokens += answers["spec_decode_accepted_tokens"]
+            self.accepted_by_position = [a + rate * drafts for a, rate in zip(before, rates, strict=True)]
+        return rows
+
 
 @dataclass
 class SharedState:
@@ -89,12 +111,7 @@ class MeasuredVariant:
         self.cutter.advance_to(state["documents_used"], prompts)
 
     def take_round(self, number: int, served: SharedServer, watch: Watch) -> None:
-        """Send one round of every class.
-
-        Args:
-            number: number of the round, from 0.
-            served: server of this round.
-            watch: receives the load of the host while requests are timed.
+        """Send one round of every class; the watch receives the load of the host while requests are timed.
 
         Raises:
             ServerLostError: the server died.
@@ -115,10 +132,10 @@ class MeasuredVariant:
     ) -> None:
         shared, result = self.shared, self.results[c.name]
         url = served.server.base_url
-        result.rate_per_s = rate_per_s = self._rate_per_s(c)
-        warm_up = [(prompt, c.output_tokens) for prompt in self._cut(shared.workload.warmup_requests, c)]
+        result.rate_per_s = self._rate_per_s(c)
+        warm_up = self.cutter.cut(shared.workload.warmup_requests, c.prompt_tokens)
         if warm_up:
-            self._send(c, warm_up, rate_per_s, 0, lambda: None, Watch())
+            self._send(c, [(prompt, c.output_tokens) for prompt in warm_up], 0, lambda: None, Watch())
         seed = (shared.workload.seed, number, position)
         lengths = c.lengths(seed, shared.workload.min_tokens, served.max_model_len)
         prompts = self._prompts(c, [prompt for prompt, _ in lengths])
@@ -126,15 +143,12 @@ class MeasuredVariant:
         activity = f"{self.variant.name}: {c.name} {c.prompt_tokens} -> {c.output_tokens} tokens"
         count = itertools.count(number * c.requests + 1)
         before = counters(url)
-        answers = self._send(
-            c,
-            requests,
-            rate_per_s,
-            number,
-            lambda: shared.progress(activity, next(count), shared.rounds * c.requests),
-            watch,
-        )
-        rows = add(result, c, number, requests, answers)
+
+        def answered() -> None:
+            shared.progress(activity, next(count), shared.rounds * c.requests)
+
+        answers = self._send(c, requests, number, answered, watch)
+        rows = result.add(c, number, requests, answers)
         if any(row["error"] for row in result.rows):
             require_healthy(url, f"measuring {c.name}", self.log)
         after = counters(url)
@@ -158,7 +172,6 @@ class MeasuredVariant:
         self,
         c: PromptClass,
         requests: Sequence[tuple[Tokens, int]],
-        rate_per_s: float | None,
         number: int,
         answered: Callable[[], None],
         watch: Watch,
@@ -167,7 +180,7 @@ class MeasuredVariant:
         return send(
             self.served.server,
             requests,
-            rate_per_s=rate_per_s,
+            rate_per_s=self.results[c.name].rate_per_s,
             fixed_gap=c.gap_ms is not None,
             concurrency=c.limit,
             sampling=self.shared.workload.sampling,
@@ -177,9 +190,6 @@ class MeasuredVariant:
             answered=answered,
             watch=watch,
         )
-
-    def _cut(self, count: int, c: PromptClass) -> list[Tokens]:
-        return self.cutter.cut(count, c.prompt_tokens)
 
     def _prompts(self, c: PromptClass, lengths: Sequence[int]) -> list[Tokens]:
         """Prompts of new text, except for the prefixes that a class repeats."""
@@ -228,35 +238,6 @@ def block_tokens(served: SharedServer) -> int:
             f"{served.variant.name}: vLLM does no prefix caching for this model on this platform; its log says why"
         )
     return int(block)
-
-
-def add(
-    result: ClassResults,
-    c: PromptClass,
-    number: int,
-    requests: Sequence[tuple[Tokens, int]],
-    answers: Mapping[str, Any],
-) -> list[dict[str, Any]]:
-    """Add what the benchmark client returned for one round of a class, and return its rows.
-
-    Args:
-        result: results of the class so far.
-        requests: prompts and lengths of their answers, tokens.
-        answers: result of `client.send`.
-    """
-    result.prompts += [prompt for prompt, _ in requests]
-    result.durations_s.append(answers["duration"])
-    rows = [_row(c, number, index, request, answers) for index, request in enumerate(requests)]
-    result.rows += rows
-    drafts = answers.get("spec_decode_num_drafts", 0)
-    if drafts:
-        rates = answers["spec_decode_per_position_acceptance_rates"]
-        before = result.accepted_by_position or [0.0] * len(rates)
-        result.drafts += drafts
-        result.draft_tokens += answers["spec_decode_draft_tokens"]
-        result.accepted_tokens += answers["spec_decode_accepted_tokens"]
-        result.accepted_by_position = [a + rate * drafts for a, rate in zip(before, rates, strict=True)]
-    return rows
 
 
 def _row(

@@ -1,7 +1,7 @@
 import pytest
 
 from slimqwen.bench.latency import figures
-from slimqwen.bench.latency.measured_variant import ClassResults, add
+from slimqwen.bench.latency.measured_variant import ClassResults
 from slimqwen.bench.workload import PromptClass
 
 SHORT = PromptClass(name="short", prompt_tokens=4, output_tokens=5, requests=2)
@@ -28,7 +28,7 @@ REQUESTS = [([1] * 4, 5)]
     ],
 )
 def test_an_early_end_is_a_failure_and_of_a_traceback_the_last_line_is_kept(answers, error):
-    (row,) = add(ClassResults(), SHORT, 0, REQUESTS, ANSWERS | answers)
+    (row,) = ClassResults().add(SHORT, 0, REQUESTS, ANSWERS | answers)
     assert row["error"] == error
 
 
@@ -41,7 +41,7 @@ def test_acceptance_is_pooled_over_rounds():
             "spec_decode_accepted_tokens": accepted,
             "spec_decode_per_position_acceptance_rates": rates,
         }
-        add(result, SHORT, 0, REQUESTS, ANSWERS | counted)
+        result.add(SHORT, 0, REQUESTS, ANSWERS | counted)
     acceptance = figures.acceptance(result)
     assert acceptance.length == pytest.approx(1 + 30 / 40)
     assert acceptance.per_position_rates == pytest.approx([25 / 40, 5 / 40])
