@@ -240,10 +240,6 @@ def write(
 ) -> Path:
     """Send fresh servers their first and later requests and write the record.
 
-    Args:
-        rounds: starts of each server, at least 2.
-        even_if_busy: take starts on a busy host too; the record is marked.
-
     Raises:
         HostBusyError: the host was too busy in all attempts at a start.
         BenchError: a server did not answer, or its prefix cache held unexpected tokens.

@@ -101,9 +101,7 @@ def write(
     memory. Two starts of one server differ by more than the middleware costs, so both start anew every round.
 
     Args:
-        rounds: starts of each server, at least 2.
-        pairs: questions to each server a round, at least 1.
-        even_if_busy: take rounds on a busy host too; the record is marked.
+        pairs: questions to each server a round.
 
     Raises:
         HostBusyError: the host was too busy in all attempts at a round.

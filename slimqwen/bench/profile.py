@@ -135,10 +135,7 @@ def write(
     The profile covers one whole prompt and `PROFILED_TOKENS` of output.
 
     Args:
-        workload: its classes and documents are used.
-        requests: timed requests per class, at least 2.
         traces: folder for <class>.trace.json.gz, for chrome://tracing or Perfetto; vLLM's output goes to <traces>.log.
-        even_if_busy: take times of a busy host too; the record is marked.
 
     Raises:
         HostBusyError: the host was too busy in all attempts at the requests of a class.

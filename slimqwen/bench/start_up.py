@@ -197,9 +197,7 @@ def write(
     """Start a variant's server in all of its kinds of start, in turns, and write the record.
 
     Args:
-        rounds: starts of each kind, at least 2.
         log: file that collects the logs of all starts.
-        even_if_busy: take starts on a busy host too; the record is marked.
 
     Raises:
         BenchError: a start compiled or loaded where its kind forbids it, or vLLM's log lacks a phase.
@@ -274,8 +272,7 @@ def phases(log: str, ready_seconds: float, first_token_seconds: float) -> dict[s
 
     Args:
         log: vLLM's log until the server was ready.
-        ready_seconds: seconds from the start of the process until the server was ready.
-        first_token_seconds: seconds that the first request took.
+        ready_seconds: from the start of the process until the server was ready.
 
     Raises:
         BenchError: the log lacks a phase, or says that the warm-up failed.

@@ -42,11 +42,10 @@ def fault(rows: Sequence[Mapping[str, Any]], before: Mapping[str, float], after:
 
     Args:
         rows: answers, each with tpot_ms, itl_ms, ttft_ms, e2el_ms, output_tokens and error.
-        before: counters of the server before the first of the requests.
-        after: counters of the server after the last of the answers.
+        before: counters of the server before them; `after` likewise.
 
     Returns:
-        How the client's gaps are too small to come from the server; empty where they are not too small.
+        How the client's gaps are too small to come from the server; empty where they are not.
     """
     server_tpot_ms, server_itl_ms = (_mean_ms(name, before, after) for name in (_TPOT, _ITL))
     successes = [row for row in rows if row["error"] is None and row["output_tokens"] > 1]

@@ -22,9 +22,7 @@ def summarise(
     """Counts, rates and times of one class, as fields of `ClassFigures`.
 
     Args:
-        rows: all requests of the class.
         duration_s: wall time of all rounds together, seconds.
-        service_level: limits of a request that counts for the goodput.
 
     Raises:
         TooFewItemsError: fewer than two requests succeeded.
@@ -87,11 +85,9 @@ def _distribution(values: Sequence[float], estimate: intervals.Estimate, request
 def _goodput(rows: Sequence[Row], duration_s: float, service_level: ServiceLevel | None) -> Goodput | None:
     if service_level is None:
         return None
-    level = service_level
-    good = sum(row["ttft_ms"] <= level.ttft_ms and row["tpot_ms"] <= level.tpot_ms for row in rows)
-    return Goodput(
-        ttft_ms=level.ttft_ms, tpot_ms=level.tpot_ms, good_count=good, requests_per_s=good / duration_s
-    )
+    ttft_ms, tpot_ms = service_level.ttft_ms, service_level.tpot_ms
+    good = sum(row["ttft_ms"] <= ttft_ms and row["tpot_ms"] <= tpot_ms for row in rows)
+    return Goodput(ttft_ms=ttft_ms, tpot_ms=tpot_ms, good_count=good, requests_per_s=good / duration_s)
 
 
 def _rounds(rows: Sequence[Row]) -> list[int] | None:

@@ -47,7 +47,6 @@ def measure(
 
     Args:
         rounds: number of rounds instead of the workload's.
-        even_if_busy: take rounds of a busy host too; the records are marked.
 
     Returns:
         Paths of the records, in the order of the variants.
@@ -92,7 +91,6 @@ def measure(
 def _take_round(
     shared: SharedState, sides: Sequence[MeasuredVariant], number: int, port: int | None, even_if_busy: bool
 ) -> None:
-    """Send one round to all sides, again where the host was too busy."""
     before = _state(shared, sides)
     attempts = itertools.count()
 
@@ -127,7 +125,6 @@ def _resume(shared: SharedState, sides: Sequence[MeasuredVariant], state: Mappin
 
 
 def _journal(sides: Sequence[MeasuredVariant], workload: Workload, rounds: int, even_if_busy: bool) -> Path:
-    """File that holds the finished rounds of a run until it ends."""
     first, *others = [ServerCommand.resolve(side.variant) for side in sides]
     names = [journal_file("latency", other).name for other in others]
     return journal_file("latency", first, workload.model_dump(mode="json"), rounds, names, even_if_busy)

@@ -133,14 +133,7 @@ def compare_latency(first: Path, second: Path) -> list[Speedup]:
 
 
 def finding(record: Latency, path: Path, records: Collection) -> str:
-    """The finding of a latency record, for a line of the log.
-
-    Args:
-        records: all records, the baseline's among them.
-
-    Raises:
-        RecordError: items are damaged.
-    """
+    """The finding of a latency record, for a line of the log; arguments and errors as for `Record.finding`."""
     workload = "" if record.workload == "classes" else f"{record.workload}: "
     comparison = against_baseline(record, path, records, compare_latency)
     if comparison is None:
@@ -201,7 +194,6 @@ def _time(
     *,
     in_turns: bool,
 ) -> Speedup:
-    """Time of the first over time of the second for one class, paired by rounds (`intervals.ratio_by_round`)."""
     ratio, count = intervals.ratio_by_round(*(by_round(side, measure) for side in rounds), in_turns=in_turns)
     first, second = (getattr(figures, measure).median for figures in pair)
     shape = name, pair[0].prompt_tokens, pair[0].output_tokens

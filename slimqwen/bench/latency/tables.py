@@ -36,7 +36,7 @@ MEASURES: Mapping[str, str] = MappingProxyType(
 """Column heading by the name of a measure or figure."""
 
 _MOST_COLUMNS = 10
-"""Columns that fit a terminal of 120 characters."""
+"""Columns that fit a terminal of 120 characters; a table with more has a row for each figure."""
 
 
 def class_table(record: Latency, path: Path) -> Table:
@@ -52,12 +52,12 @@ def class_table(record: Latency, path: Path) -> Table:
     ]
     headings = ("class, tokens", *(heading(column) for column in columns), "requests")
     notes = _class_notes(record, columns)
-    if any(cell == "-" for row in rows for cell in row) and record.columns:
+    if any("-" in row for row in rows) and record.columns:
         notes.append("-: too few requests for this figure, or it does not apply.")
-    notes += [*source_notes(record, path)]
-    title = f"Latency of {record.variant}{_workload(record)}"
-    table = Table(title, headings, tuple(rows), tuple(notes))
-    return table if len(headings) <= _MOST_COLUMNS else _transpose(table)
+    notes += source_notes(record, path)
+    if len(headings) > _MOST_COLUMNS:
+        headings, *rows = zip(headings, *rows, strict=True)
+    return Table(f"Latency of {record.variant}{_workload(record)}", headings, tuple(rows), tuple(notes))
 
 
 def comparison(first: Path, second: Path) -> Table:
@@ -79,20 +79,12 @@ def speedup_table(
     sides: tuple[str, str],
     ratios: Sequence[Speedup],
 ) -> Table:
-    """The figures of two latency records beside their speed-ups.
-
-    Args:
-        paths: their files.
-        sides: names of the records.
-        ratios: speed-ups of the second over the first.
-    """
+    """The figures of two latency records, named by `sides`, beside the speed-ups of the second over the first."""
     a, b = records
     first, second = sides
     rows = [
         (
-            row.prompt_class
-            if row.prompt_tokens is None
-            else f"{row.prompt_class} {row.prompt_tokens} -> {row.output_tokens}",
+            row.prompt_class + (f" {row.prompt_tokens} -> {row.output_tokens}" if row.prompt_tokens else ""),
             MEASURES[row.measure],
             f"{row.first:,.1f}",
             f"{row.second:,.1f}",
@@ -146,7 +138,6 @@ def comparisons(first: Path, second: Path) -> list[Table]:
 
 
 def _speed_up_note(rows: Sequence[speedups.Speedup], first: str, second: str) -> str:
-    """How the speed-up is made of the rounds, and why it is not the quotient of the two columns beside it."""
     counts = sorted({row.rounds for row in rows if row.interval})
     if not any(counts):
         return (
@@ -213,22 +204,13 @@ def _cell(figures: ClassFigures, column: str) -> str:
     return cells.get(column, "-")
 
 
-def _transpose(table: Table) -> Table:
-    """The table with a row for each column, where there are more columns than a terminal has room for."""
-    columns, *rows = zip(table.columns, *table.rows, strict=True)
-    return replace(table, columns=columns, rows=tuple(rows))
-
-
 def _workload(record: Latency) -> str:
     return "" if record.workload == "classes" else f", {record.workload}"
 
 
 def _config_note(record: Latency) -> list[str]:
-    if not record.config:
-        return []
-    return [
-        f"{record.variant} served with {', '.join(f'{key}={value}' for key, value in record.config.items())}."
-    ]
+    lines = ", ".join(f"{key}={value}" for key, value in record.config.items())
+    return [f"{record.variant} served with {lines}."] if lines else []
 
 
 def _request_count(record: Latency, prompt_class: str) -> int:
