@@ -220,9 +220,36 @@ def send(
             return counters(server.base_url)
         return {}
 
-    async def watched_benchmark(**keywords: Any) -> dict[str, Any]:
+    async def run_benchmark() -> dict[str, Any]:
         async with watch.client():
-            answers: dict[str, Any] = await benchmark(**keywords)
+            answers: dict[str, Any] = await benchmark(
+                task_type=TaskType.GENERATION,
+                endpoint_type=_WITH_PROGRESS,
+                api_url=f"{server.base_url}/v1/completions",
+                base_url=server.base_url,
+                model_id=server.model,
+                model_name=server.model,
+                tokenizer=None,  # the server counts tokens
+                input_requests=[
+                    SampleRequest(prompt=prompt, prompt_len=len(prompt), expected_output_len=output_tokens)
+                    for prompt, output_tokens in requests
+                ],
+                logprobs=None,
+                request_rate=rate_per_s or math.inf,
+                burstiness=math.inf if fixed_gap else 1.0,  # 1: a Poisson process
+                disable_tqdm=True,
+                num_warmups=0,  # vLLM's warm-up and readiness check would repeat the first prompt
+                ready_check_timeout_sec=0,
+                profile=False,
+                selected_percentile_metrics=[],
+                selected_percentiles=[],
+                ignore_eos=True,
+                goodput_config_dict={},
+                max_concurrency=concurrency,
+                lora_modules=None,
+                extra_headers=authorization(),
+                extra_body=dict(sampling),
+            )
             return answers
 
     ASYNC_REQUEST_FUNCS[_WITH_PROGRESS] = counted_request
@@ -230,38 +257,7 @@ def send(
     np.random.seed(seed)
     with watch.section(server.pid, server_counters), capture_output(log):
         try:
-            result = asyncio.run(
-                watched_benchmark(
-                    task_type=TaskType.GENERATION,
-                    endpoint_type=_WITH_PROGRESS,
-                    api_url=f"{server.base_url}/v1/completions",
-                    base_url=server.base_url,
-                    model_id=server.model,
-                    model_name=server.model,
-                    tokenizer=None,  # the server counts tokens
-                    input_requests=[
-                        SampleRequest(
-                            prompt=prompt, prompt_len=len(prompt), expected_output_len=output_tokens
-                        )
-                        for prompt, output_tokens in requests
-                    ],
-                    logprobs=None,
-                    request_rate=rate_per_s or math.inf,
-                    burstiness=math.inf if fixed_gap else 1.0,  # 1: a Poisson process
-                    disable_tqdm=True,
-                    num_warmups=0,  # vLLM's warm-up and readiness check would repeat the first prompt
-                    ready_check_timeout_sec=0,
-                    profile=False,
-                    selected_percentile_metrics=[],
-                    selected_percentiles=[],
-                    ignore_eos=True,
-                    goodput_config_dict={},
-                    max_concurrency=concurrency,
-                    lora_modules=None,
-                    extra_headers=authorization(),
-                    extra_body=dict(sampling),
-                )
-            )
+            result = asyncio.run(run_benchmark())
         except OSError as error:
             raise server_lost(f"measuring {name}", error, log) from error
     if result["completed"] == 0:

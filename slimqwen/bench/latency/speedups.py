@@ -215,14 +215,14 @@ def _rates(
         measures.append(("goodput_per_s", level.is_met_by))
     rows = []
     for measure, amount in measures:
-        durations = [figures.durations_s or () for figures in pair]
-        # A round without a success has no requests here, but its duration counts.
-        amounts = [
-            [sum(map(amount, side.get(number, ()))) for number in range(len(seconds))]
-            for side, seconds in zip(rounds, durations, strict=True)
-        ]
-        first, second = (sum(n) / sum(s) for n, s in zip(amounts, durations, strict=True))
-        rates = [[n / s for n, s in zip(*side, strict=True)] for side in zip(amounts, durations, strict=True)]
+        means, rates = [], []
+        for side, figures in zip(rounds, pair, strict=True):
+            durations = figures.durations_s or ()
+            # A round without a success has no requests here, but its duration counts.
+            amounts = [sum(map(amount, side.get(number, ()))) for number in range(len(durations))]
+            means.append(sum(amounts) / sum(durations))
+            rates.append([n / seconds for n, seconds in zip(amounts, durations, strict=True)])
+        first, second = means
         speedup, interval, count = second / first if first else None, None, min(map(len, rates))
         if count > 1 and min(*rates[0], *rates[1]) > 0:
             ratio = intervals.ratio_of_rounds(rates[1], rates[0], in_turns=in_turns)
