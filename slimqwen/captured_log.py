@@ -21,7 +21,7 @@ def capture_output(log: Path, *loggers: str) -> Iterator[None]:
     processes write. A progress bar therefore needs its own stream on another descriptor.
 
     Args:
-        log: path of the log file; its folder is created.
+        log: its folder is created.
         loggers: names of loggers whose records are appended too.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -46,8 +46,7 @@ def capture_logger(name: str, log: Path) -> Iterator[None]:
     """Append a logger's records to a log file, and hide Python's warnings, while the context lasts.
 
     Args:
-        name: name of the logger.
-        log: path of the log file; its folder is created.
+        log: its folder is created.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(log, encoding="utf-8")

@@ -9,7 +9,7 @@ import itertools
 import json
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -169,22 +169,15 @@ class FirstRequest(Record):
     def tables(self, path: Path) -> list[Table]:
         """TTFT of first requests on both servers by kind, then of chats with a system prompt."""
         prompt = self.system_prompt
-        warm = median(_median(each.warm) for each in prompt.rounds)
-        first = median(each.first.ttft_ms for each in prompt.rounds)
-        cold = median(_median(each.cold) for each in prompt.rounds)
-        rows = [
+        first = [each.first.ttft_ms for each in prompt.rounds]
+        warm, cold = ([_median(getattr(each, side)) for each in prompt.rounds] for side in ("warm", "cold"))
+        rows = (
             *(self._row(server, kind) for server, kind in itertools.product(SERVERS, KINDS)),
-            ("first chat, cached system prompt", first, warm, prompt.first_over_warm, ""),
-            ("chats, new system prompt", cold, warm, prompt.cold_over_warm, ""),
-        ]
-        columns: dict[str, Callable[[tuple[str, float, float, Ratio, str]], object]] = {
-            "TTFT of": lambda row: row[0],
-            "ms": lambda row: f"{row[1]:.1f}",
-            "of later requests, ms": lambda row: f"{row[2]:.1f}",
-            "ratio": lambda row: f"{row[3].value:.2f}",
-            "95 % interval": lambda row: f"{row[3].low:.2f} to {row[3].high:.2f}",
-            f"within {self.limit}": lambda row: row[4],
-        }
+            _cells("first chat, cached system prompt", first, warm, prompt.first_over_warm),
+            _cells("chats, new system prompt", cold, warm, prompt.cold_over_warm),
+        )
+        limit = f"within {self.limit}"
+        headings = ("TTFT of", "ms", "of later requests, ms", "ratio", "95 % interval", limit)
         notes = (
             f"Medians over {len(self.servers.warmed)} starts of each server in turns, the chat the very first in every "
             "other; ratios are geometric means over starts, intervals by Student's t over them."
@@ -195,7 +188,7 @@ class FirstRequest(Record):
             *(f"Log of {self.variant}'s own server: {line}." for line in self.chat_prefixes),
             *provenance.source_notes(self, path),
         )
-        return [Table.from_rows(f"First requests of {self.variant}", rows, columns, *notes)]
+        return [Table(f"First requests of {self.variant}", headings, rows, notes)]
 
     def panels(self) -> list[Panel]:
         """Relative TTFT of the first request by start, and TTFT with a system prompt by start."""
@@ -219,15 +212,19 @@ class FirstRequest(Record):
             Panel("start", "TTFT with a system prompt (ms)", chats),
         ]
 
-    def _row(self, server: Server, kind: Kind) -> tuple[str, float, float, Ratio, str]:
+    def _row(self, server: Server, kind: Kind) -> tuple[str, ...]:
         series: list[Series] = [getattr(start, kind) for start in getattr(self.servers, server)]
-        return (
-            f"first {kind}, {server}",
-            median(each.first.ttft_ms for each in series),
-            median(_median(each.steady) for each in series),
-            getattr(getattr(self.first_over_steady, server), kind),
-            str(self.verdicts[kind]) if server == "warmed" else "",
-        )
+        first, steady = [each.first.ttft_ms for each in series], [_median(each.steady) for each in series]
+        ratio = getattr(getattr(self.first_over_steady, server), kind)
+        verdict = str(self.verdicts[kind]) if server == "warmed" else ""
+        return _cells(f"first {kind}, {server}", first, steady, ratio, verdict)
+
+
+def _cells(
+    label: str, ttft_ms: Sequence[float], later_ms: Sequence[float], ratio: Ratio, verdict: str = ""
+) -> tuple[str, ...]:
+    interval = f"{ratio.low:.2f} to {ratio.high:.2f}"
+    return label, f"{median(ttft_ms):.1f}", f"{median(later_ms):.1f}", f"{ratio.value:.2f}", interval, verdict
 
 
 def write(

@@ -366,7 +366,6 @@ def bootstrap_interval(
     """The percentile bootstrap interval of a statistic at `CONFIDENCE_LEVEL`, with a fixed seed.
 
     Args:
-        samples: arrays of observations.
         statistic: function of the samples and `axis`.
         paired: whether the samples are resampled together.
         batch: resamples computed at once, which decides memory and the order of draws.
@@ -385,7 +384,7 @@ def bootstrap_interval(
 
 
 def _paired_arrays(first: ArrayLike, second: ArrayLike) -> tuple[Floats, Floats]:
-    a, b = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
+    a, b = (np.asarray(side, dtype=np.float64) for side in (first, second))
     if a.shape != b.shape:
         raise ValueError(f"paired values differ in number: {len(a)} and {len(b)}")
     _require_two(len(a))

@@ -10,7 +10,7 @@ def intersection_union(p_values: Sequence[float]) -> float:
     Multiparameter hypothesis testing and acceptance sampling, Technometrics 24 (1982), 295-300).
 
     Args:
-        p_values: p-values of the hypotheses, at least one.
+        p_values: at least one.
     """
     return max(p_values)
 
@@ -22,11 +22,8 @@ def holm(p_values: Sequence[float]) -> list[float]:
     depend on each other (Holm, A simple sequentially rejective multiple test procedure, Scandinavian Journal of
     Statistics 6 (1979), 65-70).
 
-    Args:
-        p_values: p-values of the family, in any order.
-
     Returns:
-        Adjusted p-values in that order.
+        Adjusted p-values in the order of those given.
     """
     adjusted = [1.0] * len(p_values)
     lower_bound = 0.0

@@ -19,9 +19,6 @@ def upper_tolerance_bound(values: Sequence[float]) -> float:
     Meeker and Escobar, Statistical Intervals, 2nd ed. 2017, section 4.6.3; NIST/SEMATECH e-Handbook, 7.2.6.3). Positive
     values are taken to be log-normal, because noise is a scale.
 
-    Args:
-        values: one figure of each repeat.
-
     Raises:
         TooFewItemsError: fewer than two values.
     """
@@ -45,13 +42,10 @@ def lower_tolerance_bound(values: Sequence[float]) -> float:
 
 
 def quantile_interval(values: Sequence[float], share: float) -> tuple[float, float, float]:
-    """A quantile of many observations, and the ends of its interval at `CONFIDENCE_LEVEL`.
+    """The quantile with this share of many observations below, and the ends of its interval at `CONFIDENCE_LEVEL`.
 
     Order statistics whose ranks come from the binomial distribution, so no distribution is assumed (Hahn, Meeker and
     Escobar, section 5.2). With too few observations for a rank the end is the smallest or largest of them.
-
-    Args:
-        share: share of the observations below the quantile.
 
     Returns:
         Quantile, lower end, upper end.

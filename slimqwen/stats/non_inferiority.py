@@ -35,7 +35,6 @@ class Judgement:
     Attributes:
         verdict: pass where the whole interval lies above -margin.
         low: lower end of the interval of the gain, at `CONFIDENCE_LEVEL`.
-        high: upper end.
         margin: the largest loss that still counts as equal, not negative.
         items_needed: items with which a run would pass with the measured gain; None if it has passed, or if more items
             would not help.
@@ -58,7 +57,6 @@ def judge(
         discordance: the items that only one side got right; with it the interval is exact, and does not shrink to
             nothing where few items differ.
         margin: the largest loss that still counts as equal.
-        higher_is_better: whether a positive difference is a gain.
     """
     sign = 1 if higher_is_better else -1
     gain = sign * difference.value
@@ -81,10 +79,6 @@ def paired_proportion_interval(discordance: Discordance, count: int) -> tuple[fl
 
     Each discordant share has its exact interval (Clopper and Pearson, 1934) at a level that makes both hold together
     at `CONFIDENCE_LEVEL` at least, so the interval is conservative.
-
-    Args:
-        discordance: items that only one of the two got right.
-        count: all items.
     """
     return _interval(discordance.only_second, discordance.only_first, count)
 
@@ -93,11 +87,6 @@ def paired_proportion_p_value(discordance: Discordance, count: int, margin: floa
     """One-sided p-value of the hypothesis that the loss is the margin or more: the least level that rejects it.
 
     The interval of `paired_proportion_interval` at that level ends at -margin, so the p-value is as conservative.
-
-    Args:
-        discordance: items that only one of the two got right.
-        count: all items.
-        margin: the largest loss that still counts as equal.
     """
 
     def distance_to_margin(exponent: float) -> float:
@@ -114,10 +103,9 @@ def judge_floor(estimate: Estimate, floor: float, *, right: int | None) -> Verdi
     """Whether a score lies above its floor.
 
     Args:
-        estimate: the score; its interval is Student's over items or clusters.
         floor: in the unit of the score, higher being better.
         right: number of right items, where each is right or wrong; with it the interval is exact (Clopper and
-            Pearson, 1934).
+            Pearson, 1934), without it Student's over items or clusters.
     """
     if right is None:
         half_width = student_half_width(estimate.standard_error, estimate.count - 1)
@@ -194,13 +182,7 @@ def _items_needed(discordance: Discordance, count: int, margin: float) -> int:
 
 
 def _fewest(enough: Callable[[float], bool], start: float, *, integers: bool) -> int:
-    """The fewest items that are enough, to one in a hundred: doubled from `start`, then bisected.
-
-    Args:
-        enough: whether a number of items is enough.
-        start: first number to try.
-        integers: whether to try integers alone.
-    """
+    """The fewest items that are enough, to one in a hundred: doubled from `start`, then bisected."""
     count = start
     while not enough(count):
         count *= 2

@@ -23,7 +23,6 @@ class Verdict(StrEnum):
         """Compare an interval with a limit.
 
         Args:
-            limit: limit in the unit of the interval.
             higher_is_better: whether figures above the limit pass.
             limit_passes: whether an interval that ends exactly at the limit passes.
         """
