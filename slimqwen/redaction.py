@@ -1,5 +1,6 @@
 """Removal of secrets from text: values of variables and flags with secret names, credentials in URLs."""
 
+import itertools
 import re
 from collections.abc import Sequence
 
@@ -31,8 +32,7 @@ def text(original: str) -> str:
 def command(words: Sequence[str]) -> list[str]:
     """Replace the secrets in the words of a command; the number of words stays."""
     redacted = []
-    previous = ""
-    for word in words:
+    for previous, word in itertools.pairwise(["", *words]):
         match = _ASSIGNMENT.match(word)
         if previous.startswith("--") and names_flag(previous[2:]) and not word.startswith("--"):
             redacted.append(REDACTED)
@@ -40,5 +40,4 @@ def command(words: Sequence[str]) -> list[str]:
             redacted.append(f"{match[0]}{REDACTED}")
         else:
             redacted.append(text(word))
-        previous = word
     return redacted

@@ -45,7 +45,8 @@ def replay(record: Latency, path: Path, repeat: Repeat) -> Outcome:
     table = speedup_table((record, new_record), (path, repetition), ("then", "now"), rows)
     ratios = end_to_end(rows)
     is_inside = all(row.interval[0] <= 1 <= row.interval[1] for row in ratios if row.interval)
-    summary = f"now, relative to then: {', '.join(map(str, ratios))}; 1.00 lies {'inside' if is_inside else 'outside'}"
+    ratio_texts = ", ".join(map(str, ratios))
+    summary = f"now, relative to then: {ratio_texts}; 1.00 lies {'inside' if is_inside else 'outside'}"
     if changed_classes:
         summary += f"; other prompts than then in {', '.join(changed_classes)}"
     return Outcome(repetition, is_inside and not changed_classes, summary, (table,))

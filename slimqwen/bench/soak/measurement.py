@@ -180,7 +180,7 @@ def judge(faults: Sequence[str], total: Growth) -> Verdict:
 
 
 def growth(points: Sequence[tuple[float, float]]) -> Growth:
-    """Growth of a quantity.
+    """Growth of a quantity, MiB an hour.
 
     Args:
         points: seconds and MiB.

@@ -1,5 +1,3 @@
-import json
-
 import pytest
 
 from slimqwen import variant
@@ -17,16 +15,10 @@ def loads():
 
 def test_tokens_are_those_of_the_requests_within_both_limits(loads):
     record = store.read(PATH, Latency)
-    items = [json.loads(line) for line in PATH.with_suffix("").with_suffix(".items.jsonl").open()]
+    items = store.read_items(PATH)
     for name, figures in record.classes.items():
-        good = [
-            item
-            for item in items
-            if item["class"] == name
-            and item["error"] is None
-            and item["ttft_ms"] <= 500
-            and item["tpot_ms"] <= 50
-        ]
+        answered = [item for item in items if item["class"] == name and item["error"] is None]
+        good = [item for item in answered if item["ttft_ms"] <= 500 and item["tpot_ms"] <= 50]
         assert len(good) == figures.goodput.good_count
         tokens = sum(item["output_tokens"] for item in good)
         assert loads[name].tokens_per_s == pytest.approx(tokens / figures.duration_s)
@@ -36,10 +28,8 @@ def test_tokens_are_those_of_the_requests_within_both_limits(loads):
 
 def test_the_best_load_is_the_one_that_yields_most(loads):
     assert best(list(loads.values())).prompt_class == "load-0.75"
-    assert (loads["load-0.75"].rate_per_s, loads["upfront"].rate_per_s) == (
-        pytest.approx(4.11, abs=0.01),
-        None,
-    )
+    assert loads["load-0.75"].rate_per_s == pytest.approx(4.11, abs=0.01)
+    assert loads["upfront"].rate_per_s is None
     assert best([]) is None
 
 
