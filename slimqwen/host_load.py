@@ -38,13 +38,7 @@ class HostBusyError(SlimqwenError):
 
 @dataclass(frozen=True)
 class Limits:
-    """Largest load of a host at which measured times are valid.
-
-    Attributes:
-        other_share: share of the machine's CPU time that others take.
-        client_delay_ms: mean delay of a timer in the client's event loop, milliseconds.
-        server_delay_ms: mean delay of a timer in the server's event loop, milliseconds.
-    """
+    """Largest load of a host at which measured times are valid, in the terms of `HostLoad`."""
 
     other_share: float
     client_delay_ms: float
@@ -256,7 +250,6 @@ class _Clocks:
     """Clocks at one moment, seconds.
 
     Attributes:
-        wall_s: wall clock.
         machine_s: CPU time that the machine spent or lost to other machines.
         own_s: CPU time of the measurement's own processes, ended children included.
         waited_s: time in which a task waited for a CPU; None where the kernel does not say.

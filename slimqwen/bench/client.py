@@ -38,14 +38,7 @@ _DRAIN_TIMEOUT_S = 60
 
 @dataclass(frozen=True)
 class Answer:
-    """Times and lengths of one streamed answer.
-
-    Attributes:
-        ttft_ms: time to first token, milliseconds.
-        e2el_ms: time from sending the request to its last token, milliseconds.
-        prompt_tokens: length of the prompt as the server counts it.
-        output_tokens: length of the answer as the server counts it.
-    """
+    """Times of one streamed answer, and the lengths of prompt and answer as the server counts them."""
 
     ttft_ms: float
     e2el_ms: float

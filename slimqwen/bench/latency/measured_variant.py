@@ -222,16 +222,9 @@ def block_tokens(served: SharedServer) -> int:
     Raises:
         BenchError: the server has no prefix cache.
     """
-    text = get(f"{served.server.base_url}/metrics").text
-    config: Mapping[str, str] = next(
-        (
-            sample.labels
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-            if sample.name == "vllm:cache_config_info"
-        ),
-        {},
-    )
+    families = text_string_to_metric_families(get(f"{served.server.base_url}/metrics").text)
+    samples = itertools.chain.from_iterable(family.samples for family in families)
+    config = next((sample.labels for sample in samples if sample.name == "vllm:cache_config_info"), {})
     block = config.get("effective_attention_block_size", "None")
     if config.get("enable_prefix_caching") != "True" or not block.isdigit():
         raise BenchError(

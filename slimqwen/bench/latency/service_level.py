@@ -15,7 +15,6 @@ class GoodThroughput:
     """Throughput of a server within a service level under one load.
 
     Attributes:
-        prompt_class: class of the workload.
         rate_per_s: requests that arrive a second; None where all are sent at once.
         level: the service level, and how many requests met it.
         good_share: share of all requests that met it.

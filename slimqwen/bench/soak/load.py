@@ -26,14 +26,7 @@ _AFTER_FAULT_S = 0.5
 
 @dataclass(frozen=True)
 class Question:
-    """A request and its expected answer.
-
-    Attributes:
-        path: path that it is sent to.
-        content: body.
-        tokens: length of the answer, tokens; None for a malformed request, which is to be refused.
-        streams: whether the answer is streamed.
-    """
+    """A request and the length of its answer, None for a malformed request, which is to be refused."""
 
     path: str
     content: bytes
@@ -65,11 +58,9 @@ def outcome(question: Question, answer: httpx.Response) -> str:
             return "overload" if clear else "429 says nothing"
         if question.tokens is None:
             refusal = answer.json() if answer.status_code == httpx.codes.BAD_REQUEST else {}
-            return (
-                "refused"
-                if refusal.get("error") or refusal.get("detail")
-                else f"{answer.status_code} for {kind}"
-            )
+            if refusal.get("error") or refusal.get("detail"):
+                return "refused"
+            return f"{answer.status_code} for {kind}"
         if answer.status_code != httpx.codes.OK:
             return f"{answer.status_code} for {kind}"
         if not question.streams:
