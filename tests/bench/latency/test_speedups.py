@@ -17,8 +17,9 @@ DATA = Path(__file__).parents[2] / "records" / "data"
 def write(tmp_path, stamps):
     """Write a variant's record; each record is a day newer than the one before."""
 
-    def latency(variant, scale=1.0, change=lambda body: None, jitter=0.1, rounds=1):
-        body = json.loads((DATA / "latency.json").read_text()) | {"variant": variant, "rounds": rounds}
+    def latency(variant, scale=1.0, change=lambda body: None, jitter=0.1, rounds=1, **fields):
+        body = json.loads((DATA / "latency.json").read_text())
+        body |= {"variant": variant, "rounds": rounds, **fields}
         change(body)
         items = [
             {
@@ -39,11 +40,8 @@ def write(tmp_path, stamps):
 
 
 def test_records_made_in_turns_are_taken_before_newer_ones_that_were_not(write):
-    def run(name):
-        return lambda body: body.update(run=name)
-
-    pair = write("a", change=run("one")), write("b", change=run("one"))
-    write("a", change=run("two"))
+    pair = write("a", run="one"), write("b", run="one")
+    write("a", run="two")
     assert speedups.latency_pair(*write.folders, "classes") == pair
 
 
@@ -130,15 +128,10 @@ def test_rounds_that_have_no_partner_are_taken_request_by_request(write):
 
 
 def test_records_of_different_runs_are_not_paired_by_round(write):
-    durations = [1.0, 1.0, 1.0, 1.0, 3.0]
-
-    def another_run(body):
-        overlapping(durations)(body)
-        body["run"] = "2026-02-02T00:00:00Z"
-
+    change = overlapping([1.0, 1.0, 1.0, 1.0, 3.0])
     rows = speedups.compare_latency(
-        write("a", change=overlapping(durations), rounds=5),
-        write("b", change=another_run, rounds=5),
+        write("a", change=change, rounds=5),
+        write("b", change=change, rounds=5, run="2026-02-02T00:00:00Z"),
     )
     # Round by round nothing differs, but these rounds have nothing to do with each other.
     assert rows[3].speedup == pytest.approx(1)
@@ -188,12 +181,9 @@ def test_latency_of_other_requests_or_machines_is_refused(write, part, changed, 
 
 
 def test_workloads_are_compared_each_with_its_own_kind(write):
-    def context(body):
-        body["workload"] = "context"
-
     a, b = write("a"), write("b")
-    a_context, b_context = write("a", change=context), write("b", change=context)
-    write("b", change=lambda body: body.update(workload="shapes"))
+    a_context, b_context = write("a", workload="context"), write("b", workload="context")
+    write("b", workload="shapes")
     assert speedups.shared_workloads(*write.folders) == ["classes", "context"]
     assert speedups.latency_pair(*write.folders, "classes") == (a, b)
     assert speedups.latency_pair(*write.folders, "context") == (a_context, b_context)
@@ -201,6 +191,6 @@ def test_workloads_are_compared_each_with_its_own_kind(write):
 
 def test_no_workload_in_common_names_the_command_that_makes_one(write):
     write("a")
-    write("b", change=lambda body: body.update(workload="shapes"))
+    write("b", workload="shapes")
     with pytest.raises(NotComparableError, match=r"workload \(classes and shapes\)"):
         speedups.shared_workloads(*write.folders)
