@@ -169,8 +169,7 @@ class FirstRequest(Record):
     def tables(self, path: Path) -> list[Table]:
         """TTFT of first requests on both servers by kind, then of chats with a system prompt."""
         prompt = self.system_prompt
-        first = [each.first.ttft_ms for each in prompt.rounds]
-        warm, cold = ([_median(getattr(each, side)) for each in prompt.rounds] for side in ("warm", "cold"))
+        first, warm, cold = _prefix_ttft_ms(prompt.rounds)
         rows = (
             *(self._row(server, kind) for server, kind in itertools.product(SERVERS, KINDS)),
             _cells("first chat, cached system prompt", first, warm, prompt.first_over_warm),
@@ -201,12 +200,9 @@ class FirstRequest(Record):
             )
             for server, kind in itertools.product(SERVERS, KINDS)
         ]
-        rounds = self.system_prompt.rounds
-        chats = [
-            Line("first chat", numbers, [each.first.ttft_ms for each in rounds]),
-            Line("cached system prompt", numbers, [_median(each.warm) for each in rounds]),
-            Line("new system prompt", numbers, [_median(each.cold) for each in rounds]),
-        ]
+        labels = ("first chat", "cached system prompt", "new system prompt")
+        series = _prefix_ttft_ms(self.system_prompt.rounds)
+        chats = [Line(label, numbers, ttft_ms) for label, ttft_ms in zip(labels, series, strict=True)]
         return [
             Panel("start", "first TTFT / median of later requests", firsts),
             Panel("start", "TTFT with a system prompt (ms)", chats),
@@ -214,10 +210,9 @@ class FirstRequest(Record):
 
     def _row(self, server: Server, kind: Kind) -> tuple[str, ...]:
         series: list[Series] = [getattr(start, kind) for start in getattr(self.servers, server)]
-        first, steady = [each.first.ttft_ms for each in series], [_median(each.steady) for each in series]
         ratio = getattr(getattr(self.first_over_steady, server), kind)
         verdict = str(self.verdicts[kind]) if server == "warmed" else ""
-        return _cells(f"first {kind}, {server}", first, steady, ratio, verdict)
+        return _cells(f"first {kind}, {server}", *_ttft_ms(series), ratio, verdict)
 
 
 def _cells(
@@ -282,8 +277,8 @@ def write(
     progress("servers", rounds * 3, rounds * 3)
     ratios = {
         server: KindRatios(
-            chat=_ratio([start.chat for start in series]),
-            completion=_ratio([start.completion for start in series]),
+            chat=Ratio.of_rounds(*_ttft_ms([start.chat for start in series])),
+            completion=Ratio.of_rounds(*_ttft_ms([start.completion for start in series])),
         )
         for server, series in starts.items()
     }
@@ -357,14 +352,14 @@ class _PromptedServer:
 
     def result(self) -> SystemPrompt:
         """The rounds and their ratios, as a part of the record."""
-        warm = [_median(each.warm) for each in self.rounds]
+        first, warm, cold = _prefix_ttft_ms(self.rounds)
         return SystemPrompt(
             config=dict(_OVERLAY),
             prefix_tokens=self._prefix_tokens,
             block_tokens=self._block_tokens,
             rounds=tuple(self.rounds),
-            first_over_warm=Ratio.of_rounds([each.first.ttft_ms for each in self.rounds], warm),
-            cold_over_warm=Ratio.of_rounds([_median(each.cold) for each in self.rounds], warm),
+            first_over_warm=Ratio.of_rounds(first, warm),
+            cold_over_warm=Ratio.of_rounds(cold, warm),
         )
 
 
@@ -407,8 +402,18 @@ def _ask(client: StreamingClient, prompt: Prompt, **fields: Any) -> Answer:
     return Answer(ttft_ms=answer.ttft_ms, prompt_tokens=answer.prompt_tokens, cached_tokens=cached)
 
 
-def _ratio(series: Sequence[Series]) -> Ratio:
-    return Ratio.of_rounds([each.first.ttft_ms for each in series], [_median(each.steady) for each in series])
+def _ttft_ms(starts: Sequence[Series]) -> tuple[list[float], list[float]]:
+    """By start: TTFT of the first request, and the median of later ones."""
+    return [each.first.ttft_ms for each in starts], [_median(each.steady) for each in starts]
+
+
+def _prefix_ttft_ms(rounds: Sequence[PrefixRound]) -> tuple[list[float], list[float], list[float]]:
+    """By round: TTFT of the first chat, the median with its system prompt, and the median with a new one."""
+    return (
+        [each.first.ttft_ms for each in rounds],
+        [_median(each.warm) for each in rounds],
+        [_median(each.cold) for each in rounds],
+    )
 
 
 def _median(answers: Sequence[Answer]) -> float:

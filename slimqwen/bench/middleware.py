@@ -125,8 +125,8 @@ def write(
     record = Middleware(
         variant=variant.name,
         pairs=tuple(itertools.chain.from_iterable(pairs_by_round.values())),
-        ttft_ms_with_over_without=_ratio(pairs_by_round, "ttft_ms"),
-        tpot_ms_with_over_without=_ratio(pairs_by_round, "tpot_ms"),
+        ttft_ms_with_over_without=_ratio(pairs_by_round, lambda times: times.ttft_ms),
+        tpot_ms_with_over_without=_ratio(pairs_by_round, lambda times: times.tpot_ms),
         provenance=provenance.of_served_variant(variant, command, started, host_load=host_load.worst(loads)),
     )
     return store.write(variant.root / "results", record)
@@ -156,12 +156,7 @@ def _round(variant: Variant, number: int, pairs: int, watch: Watch) -> list[Pair
     return measured_pairs
 
 
-def _ratio(rounds: Mapping[int, Sequence[Pair]], measure: str) -> Ratio:
-    with_, without = (
-        {
-            number: [getattr(getattr(pair, side), measure) for pair in pairs]
-            for number, pairs in rounds.items()
-        }
-        for side in ("with_", "without")
-    )
+def _ratio(rounds: Mapping[int, Sequence[Pair]], milliseconds: Callable[[Times], float]) -> Ratio:
+    with_ = {number: [milliseconds(pair.with_) for pair in pairs] for number, pairs in rounds.items()}
+    without = {number: [milliseconds(pair.without) for pair in pairs] for number, pairs in rounds.items()}
     return Ratio.from_ratio(intervals.ratio_by_round(with_, without, in_turns=True)[0])
