@@ -8,8 +8,8 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from unittest.mock import patch
 from pydantic import BaseModel, ConfigDict
 
 from slimqwen.vllm_plugin import triton_cache, vllm_log
-from slimqwen.vllm_plugin.engine_fixes.upstream import expect, expect_parameters
+from slimqwen.vllm_plugin.engine_fixes.upstream import expect, replace
 from slimqwen.vllm_plugin.errors import PluginError
 
 VARIABLE = "SLIMQWEN_COMPILE_CACHE"
@@ -116,14 +116,12 @@ def watch(required: bool) -> None:
     """
     from vllm.compilation import decorators
 
-    stock = decorators.monitor_torch_compile
-    if getattr(stock, "watches", False):
-        return
-    expect_parameters(_NAME, stock, ("vllm_config", "message", "is_encoder", "tag", "announce_start"))
     reasons: dict[str, str] = {}
 
     @contextmanager
-    def monitor_torch_compile(*arguments: Any, **keywords: Any) -> Iterator[None]:
+    def monitor(
+        stock: Callable[..., AbstractContextManager[None]], *arguments: Any, **keywords: Any
+    ) -> Iterator[None]:
         graph = keywords.get("tag") or "model"
         # vLLM announces a compilation, but not an attempt to load.
         loads = not keywords.get("announce_start", True)
@@ -144,8 +142,8 @@ def watch(required: bool) -> None:
         why = f" ({reasons[graph]})" if not loads and graph in reasons else ""
         logger.info("Graph %s %s in %.2f s%s", graph, how, time.perf_counter() - started, why)
 
-    monitor_torch_compile.watches = True  # type: ignore[attr-defined] # how a second call knows
-    decorators.monitor_torch_compile = monitor_torch_compile
+    names = ("vllm_config", "message", "is_encoder", "tag", "announce_start")
+    replace(_NAME, decorators, "monitor_torch_compile", monitor, names)
 
 
 def leave_checkpoint_path_out_of_key() -> None:
@@ -156,23 +154,16 @@ def leave_checkpoint_path_out_of_key() -> None:
     """
     from vllm.config import model as upstream
 
-    stock = upstream.ModelConfig.compute_hash
-    if getattr(stock, "leaves_path_out", False):
-        return
-    expect_parameters(_NAME, stock, ("self",))
-
-    @functools.wraps(stock)
-    def compute_hash(self: Any) -> str:
+    def compute_hash(stock: Callable[[Any], str], self: Any) -> str:
         path = self.model
         # Past pydantic, which would validate the whole configuration again.
         object.__setattr__(self, "model", "")
         try:
-            return str(stock(self))
+            return stock(self)
         finally:
             object.__setattr__(self, "model", path)
 
-    compute_hash.leaves_path_out = True  # type: ignore[attr-defined] # how a second call knows
-    upstream.ModelConfig.compute_hash = compute_hash
+    replace(_NAME, upstream.ModelConfig, "compute_hash", compute_hash)
 
 
 def name_device_in_keys(name: str, capability: str) -> None:

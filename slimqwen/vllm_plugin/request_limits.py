@@ -9,7 +9,7 @@ import functools
 import importlib
 import json
 import traceback
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from http import HTTPStatus
 from typing import Any
 
@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from slimqwen.vllm_plugin import policy
-from slimqwen.vllm_plugin.engine_fixes.upstream import expect, expect_parameters
+from slimqwen.vllm_plugin.engine_fixes.upstream import replace
 from slimqwen.vllm_plugin.refusal import refusal
 
 _NAME = "request_limits"
@@ -199,37 +199,33 @@ def refuse_longer_answers() -> None:
         EngineFixError: this vLLM is not the one it was written for.
     """
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-    from vllm.entrypoints.serve.utils import api_utils
     from vllm.exceptions import VLLMValidationError
 
-    stock = api_utils.get_max_tokens
+    def limited(
+        default: int | None,
+        get_max_tokens: Callable[..., int],
+        max_model_len: int,
+        max_tokens: int | None,
+        input_length: int,
+        *arguments: Any,
+        **keywords: Any,
+    ) -> int:
+        room = get_max_tokens(max_model_len, max_tokens, input_length, *arguments, **keywords)
+        if max_tokens is not None and max_tokens > room and max_tokens != default:
+            raise VLLMValidationError(
+                f"max_tokens={max_tokens} exceeds the limit: at most {room} for a prompt of {input_length} tokens; "
+                f"the context is {max_model_len} tokens, prompt and answer together",
+                parameter="max_tokens",
+                value=max_tokens,
+            )
+        return room
+
     names = ("max_model_len", "max_tokens", "input_length", "default_sampling_params", "override_max_tokens")
-    expect_parameters(_NAME, stock, (*names, "truncate_prompt_tokens"))
-
-    def limited(default: int | None) -> Any:
-        @functools.wraps(stock)
-        def get_max_tokens(
-            max_model_len: int, max_tokens: int | None, input_length: int, *arguments: Any, **keywords: Any
-        ) -> int:
-            room = int(stock(max_model_len, max_tokens, input_length, *arguments, **keywords))
-            if max_tokens is not None and max_tokens > room and max_tokens != default:
-                raise VLLMValidationError(
-                    f"max_tokens={max_tokens} exceeds the limit: at most {room} for a prompt of {input_length} tokens; "
-                    f"the context is {max_model_len} tokens, prompt and answer together",
-                    parameter="max_tokens",
-                    value=max_tokens,
-                )
-            return room
-
-        return get_max_tokens
-
     for name in _COUNTING:
-        module = importlib.import_module(name)
-        if getattr(module.get_max_tokens, "__wrapped__", None) is stock:
-            continue
-        expect(_NAME, module.get_max_tokens is stock, f"{name} has a get_max_tokens of its own")
         default = CompletionRequest.model_fields["max_tokens"].default if name == _COMPLETIONS else None
-        module.get_max_tokens = limited(default)  # type: ignore[attr-defined]
+        replacement = functools.partial(limited, default)
+        module = importlib.import_module(name)
+        replace(_NAME, module, "get_max_tokens", replacement, (*names, "truncate_prompt_tokens"))
 
 
 def forget_unsent_requests() -> None:
@@ -245,30 +241,25 @@ def forget_unsent_requests() -> None:
     from vllm.exceptions import VLLMValidationError
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    stock = AsyncLLM._add_request
-    if hasattr(stock, "__wrapped__"):
-        return
-    expect_parameters(_NAME, stock, ("self", "request", "prompt", "parent_req", "index", "queue"))
-    add_request = AsyncLLM.add_request
-
-    @functools.wraps(stock)
-    async def _add_request(self: Any, request: Any, *arguments: Any) -> None:
+    async def send_or_forget(
+        send: Callable[..., Awaitable[None]], self: Any, request: Any, *arguments: Any
+    ) -> None:
         try:
-            await stock(self, request, *arguments)
+            await send(self, request, *arguments)
         except BaseException:
             if self.output_processor.has_request(request.request_id):
                 await self.abort(request.request_id, internal=True)
             raise
 
-    @functools.wraps(add_request)
-    async def add_or_refuse(self: Any, *arguments: Any, **keywords: Any) -> Any:
+    async def add_or_refuse(add: Callable[..., Awaitable[Any]], *arguments: Any, **keywords: Any) -> Any:
         try:
-            return await add_request(self, *arguments, **keywords)
+            return await add(*arguments, **keywords)
         except OverflowError as error:
             raise VLLMValidationError(f"a number of the request is out of range: {error}") from error
 
-    AsyncLLM._add_request = _add_request
-    AsyncLLM.add_request = add_or_refuse
+    names = ("self", "request", "prompt", "parent_req", "index", "queue")
+    replace(_NAME, AsyncLLM, "_add_request", send_or_forget, names)
+    replace(_NAME, AsyncLLM, "add_request", add_or_refuse)
 
 
 def refuse_chosen_logprobs_of_drafts() -> None:
@@ -284,13 +275,7 @@ def refuse_chosen_logprobs_of_drafts() -> None:
     from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import SamplingParams
 
-    stock = SamplingParams._validate_spec_decode
-    if hasattr(stock, "__wrapped__"):
-        return
-    expect_parameters(_NAME, stock, ("self", "speculative_config"))
-
-    @functools.wraps(stock)
-    def validate(self: Any, speculative_config: Any) -> None:
+    def validate(stock: Callable[[Any, Any], None], self: Any, speculative_config: Any) -> None:
         stock(self, speculative_config)
         if speculative_config is not None and self.logprob_token_ids is not None:
             raise VLLMValidationError(
@@ -298,4 +283,4 @@ def refuse_chosen_logprobs_of_drafts() -> None:
                 "speculative decoding."
             )
 
-    SamplingParams._validate_spec_decode = validate
+    replace(_NAME, SamplingParams, "_validate_spec_decode", validate)

@@ -3,10 +3,10 @@
 vLLM takes a budget only from the request's field `thinking_token_budget`.
 """
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
-from slimqwen.vllm_plugin.engine_fixes.upstream import expect_parameters
+from slimqwen.vllm_plugin.engine_fixes.upstream import replace
 
 
 def install(budget: int) -> None:
@@ -22,24 +22,16 @@ def install(budget: int) -> None:
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
+    def with_budget(to_sampling_params: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        parameters = to_sampling_params(*arguments, **keywords)
+        if parameters.thinking_token_budget is None:
+            parameters.thinking_token_budget = budget
+        return parameters
+
     for request, length_parameter in (
         (ChatCompletionRequest, "max_tokens"),
         (CompletionRequest, "max_tokens"),
         (ResponsesRequest, "default_max_tokens"),
     ):
-        stock = request.to_sampling_params
-        if hasattr(stock, "__wrapped__"):
-            continue
-        expect_parameters("thinking_budget", stock, ("self", length_parameter, "default_sampling_params"))
-        request.to_sampling_params = _with_budget(stock, budget)
-
-
-def _with_budget(stock: Any, budget: int) -> Any:
-    @functools.wraps(stock)
-    def to_sampling_params(*arguments: Any, **keywords: Any) -> Any:
-        parameters = stock(*arguments, **keywords)
-        if parameters.thinking_token_budget is None:
-            parameters.thinking_token_budget = budget
-        return parameters
-
-    return to_sampling_params
+        names = ("self", length_parameter, "default_sampling_params")
+        replace("thinking_budget", request, "to_sampling_params", with_budget, names)

@@ -1,12 +1,11 @@
 """Triton's compiled kernels inside vLLM's processes: look-up in a cache that was moved, and a log of compilations."""
 
-import functools
 import json
 import logging
 from pathlib import Path
 from typing import Any
 
-from slimqwen.vllm_plugin.engine_fixes.upstream import expect, expect_parameters
+from slimqwen.vllm_plugin.engine_fixes.upstream import expect, replace
 
 _NAME = "triton_cache"
 logger = logging.getLogger(__name__)
@@ -20,13 +19,7 @@ def find_beside_group_file() -> None:
     """
     from triton.runtime.cache import FileCacheManager
 
-    stock = FileCacheManager.get_group
-    if getattr(stock, "looks_beside", False):
-        return
-    expect_parameters(_NAME, stock, ("self", "filename"))
-
-    @functools.wraps(stock)
-    def get_group(self: Any, filename: str) -> dict[str, str] | None:
+    def get_group(stock: object, self: Any, filename: str) -> dict[str, str] | None:
         group_file = self.get_file(f"__grp__{filename}")
         if group_file is None:
             return None
@@ -37,8 +30,7 @@ def find_beside_group_file() -> None:
         paths = {name: self.get_file(name) for name in names}
         return {name: path for name, path in paths.items() if path is not None}
 
-    get_group.looks_beside = True  # type: ignore[attr-defined] # mark for a second call
-    FileCacheManager.get_group = get_group
+    replace(_NAME, FileCacheManager, "get_group", get_group)
 
 
 def log_compilations(folder: Path) -> None:

@@ -11,13 +11,12 @@ does for `batch_memcpy_kernel`.
 """
 
 import ctypes
-import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from slimqwen.vllm_plugin.engine_fixes.upstream import expect, expect_parameters
+from slimqwen.vllm_plugin.engine_fixes.upstream import expect, replace
 
 _FIX = "aligned_states"
 _BLOCK_ID_BYTES = 4
@@ -42,34 +41,13 @@ def install() -> bool:
 
     context = getattr(mamba_utils, "MambaSpecDecodeGPUContext", None)
     expect(_FIX, context is not None, "vllm.v1.worker.mamba_utils has no MambaSpecDecodeGPUContext")
-    assert context is not None
-    if context.run_fused_precopy is run_precopy:
-        return False
-    expect_parameters(
-        _FIX,
-        context.run_fused_precopy,
-        ("self", "num_reqs", "state_idx_gpu", "src_col_gpu", "token_bias_gpu", "idx_mapping"),
+    return replace(_FIX, context, "run_fused_precopy", run_precopy) and replace(
+        _FIX, context, "run_fused_postprocess", run_postprocess
     )
-    expect_parameters(
-        _FIX,
-        context.run_fused_postprocess,
-        (
-            "self",
-            "num_reqs",
-            "num_accepted_tokens_gpu",
-            "mamba_state_idx_gpu",
-            "num_scheduled_tokens_gpu",
-            "num_computed_tokens_gpu",
-            "num_draft_tokens_gpu",
-        ),
-    )
-    for name, method in (("run_fused_precopy", run_precopy), ("run_fused_postprocess", run_postprocess)):
-        functools.update_wrapper(method, getattr(context, name), assigned=(), updated=())
-        setattr(context, name, method)
-    return True
 
 
 def run_precopy(
+    stock: object,
     self: Any,
     num_reqs: int,
     state_idx_gpu: torch.Tensor,
@@ -80,6 +58,7 @@ def run_precopy(
     """Copy each request's state into the block that the next step writes.
 
     Args:
+        stock: unused.
         self: vLLM's MambaSpecDecodeGPUContext.
         num_reqs: requests in the batch.
         state_idx_gpu: int32 [num_reqs or more], column of the block table that the step writes.
@@ -97,6 +76,7 @@ def run_precopy(
 
 
 def run_postprocess(
+    stock: object,
     self: Any,
     num_reqs: int,
     num_accepted_tokens_gpu: torch.Tensor,
@@ -110,6 +90,7 @@ def run_postprocess(
     Writes to `num_accepted_tokens_out`: 1 where the state has moved within its own block, else what was accepted.
 
     Args:
+        stock: unused.
         self: vLLM's MambaSpecDecodeGPUContext.
         num_reqs: requests in the batch.
         num_accepted_tokens_gpu: int32 [num_reqs or more], accepted drafts of the step and the token after them.

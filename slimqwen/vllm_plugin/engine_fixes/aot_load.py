@@ -8,10 +8,10 @@ with "'function' object has no attribute 'finalize_loading'" and every start com
 Goes away when vLLM asks for the method before it calls it, or when torch gives back an object that has it.
 """
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
-from slimqwen.vllm_plugin.engine_fixes.upstream import expect, expect_parameters
+from slimqwen.vllm_plugin.engine_fixes.upstream import expect, replace
 
 _FIX = "aot_load"
 
@@ -29,24 +29,13 @@ def install() -> bool:
     """
     from torch._dynamo import aot_compile_types as upstream
 
-    stock = getattr(upstream, "BundledAOTAutogradSerializableCallable", None)
-    expect(
-        _FIX, isinstance(stock, type), f"{upstream.__name__} has no BundledAOTAutogradSerializableCallable"
-    )
-    loader = upstream.BundledAOTAutogradSerializableCallable.deserialize_compile_artifacts
-    if getattr(loader, "finalises", False):
-        return False
-    expect_parameters(_FIX, loader, ("data",))
+    saved = getattr(upstream, "BundledAOTAutogradSerializableCallable", None)
+    expect(_FIX, saved is not None, f"{upstream.__name__} has no BundledAOTAutogradSerializableCallable")
 
-    @functools.wraps(loader.__func__)
-    def deserialize_compile_artifacts(cls: type, data: bytes) -> Any:
-        loaded = loader.__func__(cls, data)
+    def load(stock: Callable[[type, bytes], Any], cls: type, data: bytes) -> Any:
+        loaded = stock(cls, data)
         # Nothing is left to do: torch has loaded the kernels already.
         loaded.finalize_loading = lambda vllm_config: None
         return loaded
 
-    deserialize_compile_artifacts.finalises = True  # type: ignore[attr-defined] # how a second call knows
-    upstream.BundledAOTAutogradSerializableCallable.deserialize_compile_artifacts = classmethod(
-        deserialize_compile_artifacts
-    )
-    return True
+    return replace(_FIX, saved, "deserialize_compile_artifacts", load)

@@ -9,16 +9,16 @@ searches what both have inherited for garbage.
 Goes away when vLLM's CPU platform leaves the start method to its user, or imports before it starts its processes.
 """
 
-import functools
 import gc
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
-from slimqwen.vllm_plugin.engine_fixes.upstream import expect, expect_parameters
+from slimqwen.vllm_plugin.engine_fixes.upstream import replace
 
 _FIX = "forked_processes"
 _METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
@@ -57,37 +57,25 @@ def install() -> bool:
     from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.executor.multiproc_executor import WorkerProc
 
-    check = CpuPlatform.__dict__["check_and_update_config"].__func__
-    if hasattr(check, "__wrapped__"):
-        return False
-    expect_parameters(_FIX, check, ("cls", "vllm_config"))
-    for owner, name in ((EngineCoreProc, "run_engine_core"), (WorkerProc, "worker_main")):
-        expect(
-            _FIX, isinstance(owner.__dict__.get(name), staticmethod), f"{owner.__name__} has no static {name}"
-        )
-    run_engine, run_worker = EngineCoreProc.run_engine_core, WorkerProc.worker_main
-
-    @functools.wraps(check)
-    def check_and_fork(cls: type, vllm_config: Any) -> None:
-        check(cls, vllm_config)
+    def check_and_fork(stock: Callable[..., None], cls: type, vllm_config: Any) -> None:
+        stock(cls, vllm_config)
         os.environ[_METHOD] = "fork"
 
-    @functools.wraps(run_engine)
-    def run_engine_core(*arguments: Any, **keywords: Any) -> None:
+    def run_engine(stock: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
         close_listening_sockets()
         keep_frozen()
-        run_engine(*arguments, **keywords)
+        stock(*arguments, **keywords)
 
-    @functools.wraps(run_worker)
-    def worker_main(*arguments: Any, **keywords: Any) -> None:
+    def run_worker(stock: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
         set_threads()
         keep_frozen()
-        run_worker(*arguments, **keywords)
+        stock(*arguments, **keywords)
 
-    CpuPlatform.check_and_update_config = classmethod(check_and_fork)
-    EngineCoreProc.run_engine_core = staticmethod(run_engine_core)
-    WorkerProc.worker_main = staticmethod(worker_main)
-    return True
+    return (
+        replace(_FIX, EngineCoreProc, "run_engine_core", run_engine)
+        and replace(_FIX, WorkerProc, "worker_main", run_worker)
+        and replace(_FIX, CpuPlatform, "check_and_update_config", check_and_fork)
+    )
 
 
 def close_listening_sockets() -> None:

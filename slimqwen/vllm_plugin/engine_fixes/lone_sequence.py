@@ -8,12 +8,12 @@ dimension" (`_spec_aware_nonspec` in `vllm/model_executor/layers/mamba/ops/cpu/g
 Goes away when vLLM's kernel minds no stride of a dimension of one.
 """
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from slimqwen.vllm_plugin.engine_fixes.upstream import expect, expect_parameters
+from slimqwen.vllm_plugin.engine_fixes.upstream import replace
 
 _FIX = "lone_sequence"
 _KERNEL = "fused_sigmoid_gating_delta_rule_update_cpu"
@@ -36,19 +36,11 @@ def install() -> bool:
     """
     from vllm import _custom_ops
 
-    update = getattr(_custom_ops, _KERNEL, None)
-    expect(_FIX, update is not None, f"vllm._custom_ops has no {_KERNEL}")
-    assert update is not None
-    if hasattr(update, "__wrapped__"):
-        return False
-    expect_parameters(_FIX, update, _PARAMETERS)
-
-    @functools.wraps(update)
-    def update_states(*, initial_state_indices: torch.Tensor, **others: Any) -> torch.Tensor:
+    def update_states(
+        stock: Callable[..., torch.Tensor], *, initial_state_indices: torch.Tensor, **others: Any
+    ) -> torch.Tensor:
         if initial_state_indices.numel() == 1:
             initial_state_indices = initial_state_indices.as_strided((1,), (1,))
-        states: torch.Tensor = update(initial_state_indices=initial_state_indices, **others)
-        return states
+        return stock(initial_state_indices=initial_state_indices, **others)
 
-    setattr(_custom_ops, _KERNEL, update_states)
-    return True
+    return replace(_FIX, _custom_ops, _KERNEL, update_states, _PARAMETERS)

@@ -7,14 +7,18 @@ prompt of one token then ends the engine: "causal_conv1d_fwd_cpu: expect x to be
 Goes away when vLLM's kernel minds no stride of a dimension of one.
 """
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from slimqwen.vllm_plugin.engine_fixes.upstream import expect_parameters
+from slimqwen.vllm_plugin.engine_fixes.upstream import replace
 
 _FIX = "lone_token"
+_PARAMETERS = (
+    "x", "weight", "bias", "conv_states", "query_start_loc", "cache_indices", "has_initial_state",
+    "silu_activation", "is_weight_packed",
+)  # fmt: skip
 
 
 def reason() -> str | None:
@@ -34,17 +38,9 @@ def install() -> bool:
     """
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 
-    forward = gdn_attention._causal_conv1d_fwd_cpu
-    if hasattr(forward, "__wrapped__"):
-        return False
-    names = ("x", "weight", "bias", "conv_states", "query_start_loc", "cache_indices", "has_initial_state")
-    expect_parameters(_FIX, forward, (*names, "silu_activation", "is_weight_packed"))
-
-    @functools.wraps(forward)
-    def convolve(*, x: torch.Tensor, **others: Any) -> torch.Tensor:
+    def convolve(stock: Callable[..., torch.Tensor], *, x: torch.Tensor, **others: Any) -> torch.Tensor:
         if x.shape[1] == 1:
             x = x.reshape(1, -1).transpose(0, 1)
-        return forward(x=x, **others)
+        return stock(x=x, **others)
 
-    gdn_attention._causal_conv1d_fwd_cpu = convolve
-    return True
+    return replace(_FIX, gdn_attention, "_causal_conv1d_fwd_cpu", convolve, _PARAMETERS)

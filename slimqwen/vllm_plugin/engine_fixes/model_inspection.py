@@ -7,14 +7,9 @@ vllm/model_executor/models/registry.py). A CPU has none, and the class is import
 Goes away when vLLM does so only on a GPU.
 """
 
-import functools
-from collections.abc import Callable
-from typing import TypeVar
-
-from slimqwen.vllm_plugin.engine_fixes.upstream import expect_parameters
+from slimqwen.vllm_plugin.engine_fixes.upstream import replace
 
 _FIX = "model_inspection"
-_Answer = TypeVar("_Answer")
 
 
 def reason() -> str | None:
@@ -30,14 +25,4 @@ def install() -> bool:
     """
     from vllm.model_executor.models import registry
 
-    run_in_subprocess = registry._run_in_subprocess
-    if hasattr(run_in_subprocess, "__wrapped__"):
-        return False
-    expect_parameters(_FIX, run_in_subprocess, ("fn",))
-
-    @functools.wraps(run_in_subprocess)
-    def run(fn: Callable[[], _Answer]) -> _Answer:
-        return fn()
-
-    registry._run_in_subprocess = run
-    return True
+    return replace(_FIX, registry, "_run_in_subprocess", lambda stock, fn: fn())

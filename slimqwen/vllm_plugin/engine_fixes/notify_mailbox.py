@@ -9,10 +9,10 @@ Goes away when vLLM's reader looks at its socket while it is busy, or libzmq's c
 sleeps.
 """
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
-from slimqwen.vllm_plugin.engine_fixes.upstream import expect_parameters
+from slimqwen.vllm_plugin.engine_fixes.upstream import replace
 
 _FIX = "notify_mailbox"
 
@@ -34,13 +34,7 @@ def install() -> bool:
     import zmq
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
-    record_read = SpinCondition.record_read
-    if hasattr(record_read, "__wrapped__"):
-        return False
-    expect_parameters(_FIX, record_read, ("self",))
-
-    @functools.wraps(record_read)
-    def record_and_look(self: Any) -> None:
+    def record_and_look(record_read: Callable[[Any], None], self: Any) -> None:
         record_read(self)
         reads = getattr(self, "_reads_since_look", 0) + 1
         if reads >= READS:
@@ -49,5 +43,4 @@ def install() -> bool:
             reads = 0
         self._reads_since_look = reads
 
-    SpinCondition.record_read = record_and_look
-    return True
+    return replace(_FIX, SpinCondition, "record_read", record_and_look)

@@ -11,17 +11,16 @@ Goes away when `_expand_kernel_impl` writes to the `output` it was given, as its
 (`copy_` after the C++ call).
 """
 
-import sys
-
 import torch
 
-from slimqwen.vllm_plugin.engine_fixes.upstream import expect, expect_parameters
+from slimqwen.vllm_plugin.engine_fixes.upstream import is_replaced, replace, require_unbound
 
 _FIX = "sampling_expansion"
-_SAMPLER = "vllm.v1.sample.rejection_sampler"
+_FUNCTION = "_expand_kernel_impl"
 
 
 def expand(
+    stock: object,
     output: torch.Tensor,
     input_val: torch.Tensor,
     cu_num_tokens: torch.Tensor,
@@ -32,6 +31,7 @@ def expand(
     """Repeat each request's value once per draft token of the request, in place.
 
     Args:
+        stock: unused.
         output: [num_tokens], of input_val's dtype; filled from the front up to cu_num_tokens[-1].
         input_val: [batch_size], float32 (temperature, top-p), int32 or int64 (top-k).
         cu_num_tokens: [batch_size], int32 or int64, the running total of draft tokens.
@@ -60,22 +60,9 @@ def install() -> bool:
     Raises:
         EngineFixError: the function is gone or takes other parameters, or a worker has already bound it.
     """
-    from vllm.triton_utils.dispatcher import KernelOverride
     from vllm.utils import cpu_triton_utils
 
-    stock = getattr(cpu_triton_utils, "_expand_kernel_impl", None)
-    if stock is expand:
+    if is_replaced(cpu_triton_utils, _FUNCTION):
         return False
-    expect(_FIX, callable(stock), "vllm.utils.cpu_triton_utils has no function _expand_kernel_impl")
-    expect_parameters(
-        _FIX,
-        cpu_triton_utils._expand_kernel_impl,
-        ("output", "input_val", "cu_num_tokens", "replace_from", "replace_to", "MAX_NUM_TOKENS"),
-    )
-    # The platform copies the function into the sampler when a worker starts; later it would not be seen.
-    bound = getattr(sys.modules.get(_SAMPLER), "expand_kernel", None)
-    expect(
-        _FIX, not isinstance(bound, KernelOverride), "an engine of this process already uses the stock kernel"
-    )
-    cpu_triton_utils._expand_kernel_impl = expand
-    return True
+    require_unbound(_FIX, "expand_kernel")
+    return replace(_FIX, cpu_triton_utils, _FUNCTION, expand)

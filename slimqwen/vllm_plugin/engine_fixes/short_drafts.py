@@ -13,24 +13,15 @@ sequence has K drafts are left to vLLM.
 Goes away when `_spec_forward` places the new tokens by `width` and not by the number of drafts.
 """
 
-import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
-from slimqwen.vllm_plugin.engine_fixes.upstream import expect, expect_parameters
+import torch
+
+from slimqwen.vllm_plugin.engine_fixes.upstream import expect, replace
 
 _FIX = "short_drafts"
-_PARAMETERS = (
-    "layer",
-    "attn_metadata_i",
-    "mixed_qkv_spec",
-    "b_spec",
-    "a_spec",
-    "conv_buf",
-    "ssm_state",
-    "width",
-    "state_len",
-)
 
 
 def reason() -> str:
@@ -38,7 +29,7 @@ def reason() -> str:
     return "vLLM takes it that every sequence always has K drafts, which is not so near the end of a context"
 
 
-def roll(row: Any, new: Any, accepted: int, width: int) -> Any:
+def roll(row: torch.Tensor, new: torch.Tensor, accepted: int, width: int) -> torch.Tensor:
     """Append a step's tokens to the convolution's history of one sequence, in place.
 
     Args:
@@ -50,8 +41,6 @@ def roll(row: Any, new: Any, accepted: int, width: int) -> Any:
     Returns:
         [channels, width - 1 + tokens]: what the convolution over the new tokens reads.
     """
-    import torch
-
     prior = row[:, accepted - 1 : accepted + width - 2].clone()
     row[:, : width - 2] = prior[:, 1:]
     row[:, width - 2 : width - 2 + new.shape[1]] = new
@@ -64,31 +53,23 @@ def install() -> bool:
     Raises:
         EngineFixError: the function is gone or takes other parameters, or something that it is made of is gone.
     """
-    # Once, not in every step of the engine.
-    import torch
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention as upstream
 
-    stock = getattr(upstream, "_spec_forward", None)
-    if getattr(stock, "takes_short_drafts", False):
-        return False
-    expect(_FIX, callable(stock), f"{upstream.__name__} has no _spec_forward")
-    assert callable(stock)
-    expect_parameters(_FIX, stock, _PARAMETERS)
     for name in ("_unpacked_conv_weight", "is_arm_bf16", "ops", "F"):
         expect(_FIX, hasattr(upstream, name), f"{upstream.__name__} has no {name}")
 
-    @functools.wraps(stock)
-    def _spec_forward(
+    def spec_forward(
+        stock: Callable[..., torch.Tensor],
         layer: Any,
         attn_metadata_i: Any,
-        mixed_qkv_spec: Any,
-        b_spec: Any,
-        a_spec: Any,
-        conv_buf: Any,
-        ssm_state: Any,
+        mixed_qkv_spec: torch.Tensor,
+        b_spec: torch.Tensor,
+        a_spec: torch.Tensor,
+        conv_buf: torch.Tensor,
+        ssm_state: torch.Tensor,
         width: int,
         state_len: int,
-    ) -> Any:
+    ) -> torch.Tensor:
         metadata = attn_metadata_i
         count = metadata.num_spec_decodes
         starts = metadata.spec_query_start_loc[: count + 1].tolist()
@@ -127,6 +108,4 @@ def install() -> bool:
             use_qk_l2norm_in_kernel=True,
         )
 
-    _spec_forward.takes_short_drafts = True  # type: ignore[attr-defined] # how a second call knows
-    upstream._spec_forward = _spec_forward
-    return True
+    return replace(_FIX, upstream, "_spec_forward", spec_forward)

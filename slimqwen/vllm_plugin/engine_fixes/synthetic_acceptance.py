@@ -14,16 +14,14 @@ Goes away when the two functions of `cpu_triton_utils` no longer assert that SYN
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from slimqwen.vllm_plugin.engine_fixes.upstream import expect, expect_parameters
+from slimqwen.vllm_plugin.engine_fixes.upstream import is_replaced, replace, require_unbound
 
 _FIX = "synthetic_acceptance"
-_SAMPLER = "vllm.v1.sample.rejection_sampler"
 _REFUSAL = "assert not SYNTHETIC_MODE"
 _PARAMETERS = {
     "_rejection_greedy_sample_kernel_impl": (
@@ -105,49 +103,35 @@ def install() -> bool:
     Raises:
         EngineFixError: a function is gone or takes other parameters, or a worker has already bound it.
     """
-    from vllm.triton_utils.dispatcher import KernelOverride
     from vllm.utils import cpu_triton_utils as upstream
 
-    stock = {name: getattr(upstream, name, None) for name in _PARAMETERS}
-    if any(getattr(function, "takes_synthetic_acceptance", False) for function in stock.values()):
+    if is_replaced(upstream, next(iter(_PARAMETERS))):
         return False
-    for name, function in stock.items():
-        expect(_FIX, callable(function), f"{upstream.__name__} has no function {name}")
-        assert callable(function)
-        if _REFUSAL not in inspect.getsource(function):
-            return False
-        expect_parameters(_FIX, function, _PARAMETERS[name])
-    bound = getattr(sys.modules.get(_SAMPLER), "rejection_greedy_sample_kernel", None)
-    expect(
-        _FIX, not isinstance(bound, KernelOverride), "an engine of this process already uses the stock kernel"
-    )
-    for name, function in stock.items():
-        setattr(upstream, name, _with_synthetic_mode(function, _PARAMETERS[name]))
+    kernels = [getattr(upstream, name, None) for name in _PARAMETERS]
+    if any(kernel and _REFUSAL not in inspect.getsource(kernel) for kernel in kernels):
+        return False
+    require_unbound(_FIX, "rejection_greedy_sample_kernel")
+    for name, parameters in _PARAMETERS.items():
+        replace(_FIX, upstream, name, functools.partial(_sample, parameters), parameters)
     return True
 
 
-def _with_synthetic_mode(stock: Any, parameters: tuple[str, ...]) -> Callable[..., None]:
-    """The stock kernel, taken over in synthetic mode alone. It is called by position."""
-
-    @functools.wraps(stock)
-    def kernel(*values: Any, **more: Any) -> None:
-        given = {**dict(zip(parameters, values, strict=False)), **more}
-        if not given.get("SYNTHETIC_MODE"):
-            stock(*values, **more)
-            return
-        is_random = "recovered_token_ids" in given
-        is_greedy = given["is_greedy"]
-        every = torch.ones(len(given["output_token_ids"]), dtype=torch.bool)
-        accept(
-            given["output_token_ids"],
-            given["cu_num_draft_tokens"],
-            given["draft_token_ids"],
-            given["recovered_token_ids" if is_random else "target_argmax"],
-            given["bonus_token_ids"],
-            given["uniform_probs"],
-            given["synthetic_conditional_rates"],
-            every if is_greedy is None else ~is_greedy if is_random else is_greedy,
-        )
-
-    kernel.takes_synthetic_acceptance = True  # type: ignore[attr-defined]
-    return kernel
+def _sample(parameters: tuple[str, ...], stock: Callable[..., None], *values: Any, **more: Any) -> None:
+    """The stock kernel, which is called by position, but for synthetic mode."""
+    given = {**dict(zip(parameters, values, strict=False)), **more}
+    if not given.get("SYNTHETIC_MODE"):
+        stock(*values, **more)
+        return
+    is_random = "recovered_token_ids" in given
+    is_greedy = given["is_greedy"]
+    every = torch.ones(len(given["output_token_ids"]), dtype=torch.bool)
+    accept(
+        given["output_token_ids"],
+        given["cu_num_draft_tokens"],
+        given["draft_token_ids"],
+        given["recovered_token_ids" if is_random else "target_argmax"],
+        given["bonus_token_ids"],
+        given["uniform_probs"],
+        given["synthetic_conditional_rates"],
+        every if is_greedy is None else ~is_greedy if is_random else is_greedy,
+    )

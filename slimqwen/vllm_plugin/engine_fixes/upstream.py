@@ -1,6 +1,8 @@
 """What the fixes expect of vLLM, and the error that says where it is no longer so."""
 
+import functools
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,6 +10,8 @@ from slimqwen.errors import SlimqwenError
 
 WRITTEN_FOR = "0.32.0"
 """The vLLM version whose internals the fixes were written against and tested with."""
+
+_KERNEL_METHODS = {"get_min_capability", "can_implement", "process_weights_after_loading", "apply_weights"}
 
 
 class EngineFixError(SlimqwenError):
@@ -45,3 +49,82 @@ def expect_parameters(fix: str, function: Callable[..., Any], names: Sequence[st
     taken = list(inspect.signature(function).parameters)
     called = f"{function.__module__}.{function.__qualname__}"
     expect(fix, taken == list(names), f"{called} takes ({', '.join(taken)}), not ({', '.join(names)})")
+
+
+def is_replaced(owner: Any, name: str) -> bool:
+    """Whether `replace` has put a function there."""
+    return getattr(getattr(owner, name, None), "replaces_stock", False)
+
+
+def replace(
+    fix: str,
+    owner: Any,
+    name: str,
+    replacement: Callable[..., Any],
+    parameters: Sequence[str] | None = None,
+) -> bool:
+    """Have calls of a function of vLLM or torch go to another one; False if they do already.
+
+    Args:
+        owner: module or class; a class method stays one, and so does a static method.
+        replacement: called with the stock function and what the caller gave.
+        parameters: those that the stock function has to take; by default those of the replacement after its first,
+            or any where these are `*arguments`.
+
+    Raises:
+        EngineFixError: the function is gone or takes other parameters.
+    """
+    if is_replaced(owner, name):
+        return False
+    found = inspect.getattr_static(owner, name, None)
+    method = type(found) if isinstance(found, classmethod | staticmethod) else None
+    stock: Any = found.__func__ if isinstance(found, classmethod | staticmethod) else found
+    expect(fix, callable(stock), f"{owner.__name__} has no function {name}")
+    _, *own = inspect.signature(replacement).parameters.values()
+    if parameters is not None or own[0].kind is not own[0].VAR_POSITIONAL:
+        expect_parameters(fix, stock, parameters or [parameter.name for parameter in own])
+
+    @functools.wraps(stock)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        return replacement(stock, *arguments, **keywords)
+
+    call.replaces_stock = True  # type: ignore[attr-defined]
+    setattr(owner, name, method(call) if method else call)
+    return True
+
+
+def require_unbound(fix: str, kernel: str) -> None:
+    """Go on only if no worker of this process has copied a kernel of vLLM's CPU platform into its sampler yet.
+
+    Raises:
+        EngineFixError: one has; a replacement would not be seen.
+    """
+    from vllm.triton_utils.dispatcher import KernelOverride
+
+    bound = getattr(sys.modules.get("vllm.v1.sample.rejection_sampler"), kernel, None)
+    found = "an engine of this process already uses the stock kernel"
+    expect(fix, not isinstance(bound, KernelOverride), found)
+
+
+def mixed_precision_kernels(fix: str, products: Sequence[str]) -> list[Any]:
+    """The kernels that vLLM may choose for packed linears on a CPU, a list to be changed.
+
+    Args:
+        products: operators of aten that the fix's kernel calls.
+
+    Raises:
+        EngineFixError: the list or an operator is gone, or a kernel must have other methods.
+    """
+    import torch
+    from vllm.model_executor.kernels import linear
+    from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearKernel
+    from vllm.platforms.interface import PlatformEnum
+
+    kernels = getattr(linear, "_POSSIBLE_KERNELS", {}).get(PlatformEnum.CPU)
+    expect(fix, isinstance(kernels, list), "there is no list of mixed-precision kernels of the CPU")
+    methods: frozenset[str] = getattr(MPLinearKernel, "__abstractmethods__", frozenset())
+    expect(fix, methods == _KERNEL_METHODS, f"an MPLinearKernel must now have {', '.join(sorted(methods))}")
+    for product in products:
+        expect(fix, hasattr(torch.ops.aten, product), f"torch {torch.__version__} has no aten::{product}")
+    assert isinstance(kernels, list)
+    return kernels

@@ -10,12 +10,10 @@ Goes away when the AVX2 library has `cpu_gemm_wna16`, or when vLLM brings anothe
 
 import torch
 
-from slimqwen.vllm_plugin.engine_fixes.upstream import expect
+from slimqwen.vllm_plugin.engine_fixes.upstream import expect, mixed_precision_kernels
 
 _FIX = "w4a16_linear"
-_METHODS = frozenset(
-    {"get_min_capability", "can_implement", "process_weights_after_loading", "apply_weights"}
-)
+_PRODUCTS = ("_convert_weight_to_int4pack_for_cpu", "_weight_int4pack_mm_for_cpu")
 
 
 def reason() -> str | None:
@@ -35,21 +33,15 @@ def install() -> bool:
             or has changed.
     """
     from vllm.model_executor.kernels import linear as upstream
-    from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearKernel
-    from vllm.platforms.interface import PlatformEnum
 
     from slimqwen.vllm_plugin.engine_fixes.torch_int4 import TorchInt4LinearKernel
 
-    kernels = getattr(upstream, "_POSSIBLE_KERNELS", {}).get(PlatformEnum.CPU, [])
+    kernels = mixed_precision_kernels(_FIX, _PRODUCTS)
     if TorchInt4LinearKernel in kernels:
         return False
     stock = getattr(upstream, "CPUWNA16LinearKernel", None)
     expect(
         _FIX, stock in kernels, "the mixed-precision kernels of the CPU do not include CPUWNA16LinearKernel"
     )
-    methods: frozenset[str] = getattr(MPLinearKernel, "__abstractmethods__", frozenset())
-    expect(_FIX, methods == _METHODS, f"an MPLinearKernel must now have {', '.join(sorted(methods))}")
-    for product in ("_convert_weight_to_int4pack_for_cpu", "_weight_int4pack_mm_for_cpu"):
-        expect(_FIX, hasattr(torch.ops.aten, product), f"torch {torch.__version__} has no aten::{product}")
     kernels[kernels.index(stock)] = TorchInt4LinearKernel
     return True

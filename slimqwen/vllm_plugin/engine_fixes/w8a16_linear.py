@@ -7,14 +7,9 @@ to find a kernel". The kernel here is the last of the list, for weights with one
 Goes away when vLLM brings a W8A16 kernel for CPUs.
 """
 
-import torch
-
-from slimqwen.vllm_plugin.engine_fixes.upstream import expect
+from slimqwen.vllm_plugin.engine_fixes.upstream import mixed_precision_kernels
 
 _FIX = "w8a16_linear"
-_METHODS = frozenset(
-    {"get_min_capability", "can_implement", "process_weights_after_loading", "apply_weights"}
-)
 
 
 def reason() -> str:
@@ -28,20 +23,10 @@ def install() -> bool:
     Raises:
         EngineFixError: the list of kernels, a kernel's interface or torch's product is gone or has changed.
     """
-    from vllm.model_executor.kernels import linear as upstream
-    from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearKernel
-    from vllm.platforms.interface import PlatformEnum
-
     from slimqwen.vllm_plugin.engine_fixes.torch_int8 import TorchInt8LinearKernel
 
-    kernels = getattr(upstream, "_POSSIBLE_KERNELS", {}).get(PlatformEnum.CPU)
-    expect(_FIX, isinstance(kernels, list), "there is no list of mixed-precision kernels of the CPU")
-    assert isinstance(kernels, list)
+    kernels = mixed_precision_kernels(_FIX, ("_weight_int8pack_mm",))
     if TorchInt8LinearKernel in kernels:
         return False
-    methods: frozenset[str] = getattr(MPLinearKernel, "__abstractmethods__", frozenset())
-    expect(_FIX, methods == _METHODS, f"an MPLinearKernel must now have {', '.join(sorted(methods))}")
-    product = hasattr(torch.ops.aten, "_weight_int8pack_mm")
-    expect(_FIX, product, f"torch {torch.__version__} has no aten::_weight_int8pack_mm")
     kernels.append(TorchInt8LinearKernel)
     return True

@@ -1,6 +1,5 @@
 """The committed tiny model in three forms, texts of its world, and vLLM as it comes."""
 
-import importlib.util
 import itertools
 import json
 import sys
@@ -52,13 +51,10 @@ def texts(tiny):
 
 @pytest.fixture(scope="session")
 def stock_expand():
-    """vLLM's own `_expand_kernel_impl`, from a second copy of its module."""
+    """vLLM's own `_expand_kernel_impl`."""
     from vllm.utils import cpu_triton_utils
 
-    spec = importlib.util.spec_from_file_location("stock_cpu_triton_utils", cpu_triton_utils.__file__)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module._expand_kernel_impl
+    return unwrapped(cpu_triton_utils._expand_kernel_impl)
 
 
 def patched_places():
@@ -82,6 +78,7 @@ def patched_places():
         (gdn_attention, "_causal_conv1d_fwd_cpu"),
         (registry, "_run_in_subprocess"),
         (CpuPlatform, "check_and_update_config"),
+        (cpu_triton_utils, "_expand_kernel_impl"),
         (cpu_triton_utils, "_rejection_greedy_sample_kernel_impl"),
         (cpu_triton_utils, "_rejection_random_sample_kernel_impl"),
         (EngineCoreProc, "run_engine_core"),
@@ -100,13 +97,12 @@ def unwrapped(attribute):
 
 
 @pytest.fixture
-def stock_vllm(monkeypatch, stock_expand):
+def stock_vllm(monkeypatch):
     """vLLM's own code where the fixes would be, even if an engine of this process has loaded them."""
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.layers.mamba.ops.cpu import causal_conv1d, gdn_attention
     from vllm.model_executor.models import config
     from vllm.platforms.interface import PlatformEnum
-    from vllm.utils import cpu_triton_utils
     from vllm.v1.sample import sampler
     from vllm.v1.sample.ops import logprobs
 
@@ -124,6 +120,5 @@ def stock_vllm(monkeypatch, stock_expand):
         monkeypatch.setitem(config.MODELS_CONFIG_MAP, architecture, config.Qwen3_5ForCausalLMConfig)
     for module in (causal_conv1d, gdn_attention):
         monkeypatch.setattr(module, "F", torch.nn.functional)
-    monkeypatch.setattr(cpu_triton_utils, "_expand_kernel_impl", stock_expand)
     monkeypatch.setattr(sampler, "batched_count_greater_than", logprobs.batched_count_greater_than)
     monkeypatch.delitem(sys.modules, "vllm.v1.sample.rejection_sampler", raising=False)

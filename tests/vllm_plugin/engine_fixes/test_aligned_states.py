@@ -60,13 +60,13 @@ def assert_states(memory, windows, pages):
 def test_before_a_step_a_state_moves_into_the_block_that_the_step_writes(memory, bias):
     expected = copied(memory, 1, 2, 5, bias)
     # The first request goes on in its block.
-    aligned_states.run_precopy(memory.context, 2, int32(4, 5), int32(4, 2), int32(1, bias), None)
+    aligned_states.run_precopy(None, memory.context, 2, int32(4, 5), int32(4, 2), int32(1, bias), None)
     assert_states(memory, *expected)
 
 
 def test_a_new_request_has_no_state_to_move(memory):
     expected = memory.windows.clone(), memory.pages.clone()
-    aligned_states.run_precopy(memory.context, 2, int32(0, 0), int32(-1, -1), int32(0, 0), None)
+    aligned_states.run_precopy(None, memory.context, 2, int32(0, 0), int32(-1, -1), int32(0, 0), None)
     assert_states(memory, *expected)
 
 
@@ -83,7 +83,7 @@ def test_after_a_step_the_state_at_the_last_full_block_is_set_aside(
 ):
     expected = copied(memory, 0, source, target, bias)
     step = [int32(each) for each in (accepted, source, 1 + DRAFTS, computed, DRAFTS)]
-    aligned_states.run_postprocess(memory.context, 1, *step)
+    aligned_states.run_postprocess(None, memory.context, 1, *step)
     assert_states(memory, *expected)
     assert memory.context.num_accepted_tokens_out[0] == (1 if source == target else accepted)
 
@@ -92,7 +92,7 @@ def test_after_a_step_the_state_at_the_last_full_block_is_set_aside(
 def test_within_a_block_nothing_is_set_aside(memory, computed, accepted):
     expected = memory.windows.clone(), memory.pages.clone()
     step = [int32(each) for each in (accepted, 1, 1 + DRAFTS, computed, DRAFTS)]
-    aligned_states.run_postprocess(memory.context, 1, *step)
+    aligned_states.run_postprocess(None, memory.context, 1, *step)
     assert_states(memory, *expected)
     assert memory.context.num_accepted_tokens_out[0] == accepted
 

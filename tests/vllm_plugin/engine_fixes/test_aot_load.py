@@ -1,9 +1,7 @@
 import pytest
 import torch
-from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as Saved
 
 from slimqwen.vllm_plugin.engine_fixes import aot_load
-from slimqwen.vllm_plugin.engine_fixes.upstream import EngineFixError
 
 
 @pytest.fixture(scope="module")
@@ -37,18 +35,3 @@ def test_a_loaded_graph_computes_and_has_the_method_that_vllm_calls(saved_graph)
 def test_the_fix_is_still_needed(saved_graph):
     """Fails when torch gives back an object with the method: the fix can go then."""
     assert not hasattr(load(saved_graph)._artifacts.compiled_fn, "finalize_loading")
-
-
-@pytest.mark.usefixtures("stock_vllm")
-def test_install_changes_nothing_the_second_time():
-    assert aot_load.install()
-    first = Saved.__dict__["deserialize_compile_artifacts"]
-    assert not aot_load.install()
-    assert Saved.__dict__["deserialize_compile_artifacts"] is first
-
-
-@pytest.mark.usefixtures("stock_vllm")
-def test_install_refuses_a_loader_with_other_parameters(monkeypatch):
-    monkeypatch.setattr(Saved, "deserialize_compile_artifacts", classmethod(lambda cls, data, device: None))
-    with pytest.raises(EngineFixError, match=r"takes \(data, device\), not \(data\)"):
-        aot_load.install()

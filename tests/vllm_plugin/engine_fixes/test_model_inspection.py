@@ -11,4 +11,3 @@ def test_a_model_class_is_looked_at_in_this_process():
 
     assert model_inspection.install()
     assert registry._run_in_subprocess(os.getpid) == os.getpid()
-    assert not model_inspection.install()

@@ -5,7 +5,7 @@ import pytest
 
 from slimqwen.vllm_plugin import engine_fixes
 from slimqwen.vllm_plugin.engine_fixes import FIXES, mtp_rotary
-from slimqwen.vllm_plugin.engine_fixes.upstream import EngineFixError
+from slimqwen.vllm_plugin.engine_fixes.upstream import EngineFixError, is_replaced
 from tests.vllm_plugin.engine_fixes.conftest import patched_places
 
 
@@ -21,13 +21,11 @@ def patched_values():
     from vllm.model_executor.kernels.linear import _POSSIBLE_KERNELS
     from vllm.model_executor.layers.mamba.ops.cpu import causal_conv1d, gdn_attention
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
-    from vllm.utils import cpu_triton_utils
     from vllm.v1.sample import sampler
 
     return (
         {platform: list(kernels) for platform, kernels in _POSSIBLE_KERNELS.items()},
         dict(MODELS_CONFIG_MAP),
-        cpu_triton_utils._expand_kernel_impl,
         sampler.batched_count_greater_than,
         causal_conv1d.F,
         gdn_attention.F,
@@ -74,11 +72,12 @@ def test_register_leaves_out_a_fix_that_the_machine_does_not_need(monkeypatch):
     monkeypatch.setattr("torch.cpu._is_avx512_supported", lambda: True)
     monkeypatch.setattr("vllm.triton_utils.HAS_TRITON", True)
     from vllm.platforms.interface import PlatformEnum
+    from vllm.utils import cpu_triton_utils
 
-    kernels, _, expand, *_ = patched_values()
+    kernels, *_ = patched_values()
     engine_fixes.register()
     assert kernels[PlatformEnum.CPU] == patched_values()[0][PlatformEnum.CPU][:-1]
-    assert patched_values()[2] is expand
+    assert not is_replaced(cpu_triton_utils, "_expand_kernel_impl")
 
 
 @pytest.mark.usefixtures("needed")

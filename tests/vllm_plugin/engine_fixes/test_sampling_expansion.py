@@ -1,3 +1,4 @@
+import functools
 import importlib
 
 import pytest
@@ -5,6 +6,8 @@ import torch
 
 from slimqwen.vllm_plugin.engine_fixes import sampling_expansion
 from slimqwen.vllm_plugin.engine_fixes.upstream import EngineFixError
+
+expand = functools.partial(sampling_expansion.expand, None)
 
 
 def expanded_in_python(values, totals, replace_from, replace_to):
@@ -28,7 +31,7 @@ def expanded_in_python(values, totals, replace_from, replace_to):
 def test_expand_repeats_each_value_once_per_draft_token(dtype, totals_dtype, values, totals):
     for replace_from, replace_to in ((0, 0), (0, 1), (5, 2)):
         output = torch.full((totals[-1],), 99, dtype=dtype)
-        sampling_expansion.expand(
+        expand(
             output, torch.tensor(values, dtype=dtype), torch.tensor(totals, dtype=totals_dtype),
             replace_from, replace_to, MAX_NUM_TOKENS=128,
         )  # fmt: skip
@@ -37,9 +40,7 @@ def test_expand_repeats_each_value_once_per_draft_token(dtype, totals_dtype, val
 
 def test_expand_keeps_fractions_and_leaves_what_lies_behind_the_last_token():
     output = torch.full((5,), -1.0)
-    sampling_expansion.expand(
-        output, torch.tensor([0.7, 0.25]), torch.tensor([1, 3], dtype=torch.int32), 0, 1
-    )
+    expand(output, torch.tensor([0.7, 0.25]), torch.tensor([1, 3], dtype=torch.int32), 0, 1)
     assert torch.equal(output, torch.tensor([0.7, 0.25, 0.25, -1.0, -1.0]))
 
 
@@ -60,20 +61,6 @@ def test_the_fix_is_still_needed(dtype):
 def test_reason_is_none_with_triton(monkeypatch):
     monkeypatch.setattr("vllm.triton_utils.HAS_TRITON", True)
     assert sampling_expansion.reason() is None
-
-
-@pytest.mark.usefixtures("stock_vllm")
-def test_install_refuses_a_function_with_other_parameters(monkeypatch):
-    monkeypatch.setattr("vllm.utils.cpu_triton_utils._expand_kernel_impl", lambda output, values: None)
-    with pytest.raises(EngineFixError, match=r"takes \(output, values\), not .*written for vLLM 0\.32\.0"):
-        sampling_expansion.install()
-
-
-@pytest.mark.usefixtures("stock_vllm")
-def test_install_refuses_when_the_function_is_gone(monkeypatch):
-    monkeypatch.delattr("vllm.utils.cpu_triton_utils._expand_kernel_impl")
-    with pytest.raises(EngineFixError, match="no function _expand_kernel_impl"):
-        sampling_expansion.install()
 
 
 @pytest.mark.usefixtures("stock_vllm")
