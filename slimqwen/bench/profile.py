@@ -6,7 +6,6 @@ the sampler. Phases are timed without the profiler, because it slows what it obs
 
 import math
 import operator
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -41,7 +40,6 @@ PROFILED_TOKENS = 16
 """Output tokens of the request under the profiler: a trace of every operator grows by megabytes a step."""
 
 _SCOPE = "gpu_model_runner: "
-_SCOPES_VARIABLE = "VLLM_CUSTOM_SCOPES_FOR_PROFILING"
 
 
 class Operator(Block):
@@ -211,17 +209,13 @@ def _scopes() -> Iterator[None]:
     """Have vLLM name the parts of a step to the profiler."""
     from vllm.v1 import utils
 
-    before = os.environ.get(_SCOPES_VARIABLE)
-    os.environ[_SCOPES_VARIABLE] = "1"
     # vLLM decides once per process; an earlier engine may have run here.
     utils._PROFILER_FUNC = None
     try:
-        yield
+        with in_process.environment({"VLLM_CUSTOM_SCOPES_FOR_PROFILING": "1"}):
+            yield
     finally:
         utils._PROFILER_FUNC = None
-        os.environ.pop(_SCOPES_VARIABLE)
-        if before is not None:
-            os.environ[_SCOPES_VARIABLE] = before
 
 
 def _generate(llm: Any, prompt: Sequence[int], tokens: int) -> Any:

@@ -12,7 +12,6 @@ import difflib
 import functools
 import io
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
+from slimqwen.serving import in_process
 from slimqwen.serving.errors import ServingError
 from slimqwen.variant import OWN_KEYS, ConfigError, Setting, Variant
 
@@ -288,16 +288,11 @@ def _check_variable(setting: Setting) -> None:
     read = vllm.envs.environment_variables.get(setting.key)
     if read is None:
         return
-    before = os.environ.get(setting.key)
-    os.environ[setting.key] = setting.value
     try:
-        read()
+        with in_process.environment({setting.key: setting.value}):
+            read()
     except Exception as error:
         raise _refusal(setting, str(error)) from None
-    finally:
-        del os.environ[setting.key]
-        if before is not None:
-            os.environ[setting.key] = before
 
 
 def _check_port(flags: Mapping[str, Flag]) -> None:

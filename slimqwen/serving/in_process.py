@@ -9,7 +9,7 @@ import dataclasses
 import gc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,21 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables of this process for a block."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 @contextmanager
@@ -52,23 +67,19 @@ def engine(folder: Path | str, **arguments: Any) -> Iterator[Any]:
         "disable_log_stats": False,
         "seed": 0,
     }
-    before = {name: os.environ.get(name) for name in _ENVIRONMENT}
-    os.environ.update(_ENVIRONMENT)
-    llm = None
-    try:
-        llm = LLM(str(folder), **{**small, **arguments})
-        yield llm
-    finally:
-        if llm is not None:
-            llm.llm_engine.engine_core.shutdown()
-        del llm
-        cleanup_dist_env_and_memory()
-        gc.collect()
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
-        envs.disable_envs_cache()  # an engine freezes what vLLM reads of the environment
+    with ExitStack() as stack:
+        stack.callback(envs.disable_envs_cache)  # an engine freezes what vLLM reads of the environment
+        stack.enter_context(environment(_ENVIRONMENT))
+        llm = None
+        try:
+            llm = LLM(str(folder), **{**small, **arguments})
+            yield llm
+        finally:
+            if llm is not None:
+                llm.llm_engine.engine_core.shutdown()
+            del llm
+            cleanup_dist_env_and_memory()
+            gc.collect()
 
 
 def served_arguments(flags: Mapping[str, Any]) -> dict[str, Any]:
