@@ -1,18 +1,24 @@
 """vLLM server process: start it for a `with` block, wait until it is ready, find one that already runs."""
 
 import contextlib
+import json
 import re
+import select
+import signal
 import socket
+import subprocess
+import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Any
 
 import httpx
 import psutil
 
 from slimqwen.progress import Progress, silent
-from slimqwen.serving import baked_cache, checks, guard
+from slimqwen.serving import baked_cache, checks, guard, spawner
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
 from slimqwen.vllm_plugin import compile_watch
@@ -86,10 +92,107 @@ def run_server(
     environment, folder = command.process_environment(), command.variant.root
     with (
         log.open("wb") as output,
-        guard.guarded(command.argv, environment=environment, folder=folder, output=output) as process,
+        guarded(command.argv, environment=environment, folder=folder, output=output) as process,
     ):
         _wait_until_ready(process, command, log, timeout_s, progress)
         yield RunningServer(command, process.pid, log)
+
+
+class GuardedServer:
+    """Server process under a guard (`slimqwen.serving.guard`).
+
+    Attributes:
+        pid: process id.
+        returncode: exit code at the last `poll`; None while it runs.
+    """
+
+    def __init__(self, pid: int, lines: IO[bytes]) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._lines = lines
+
+    def poll(self) -> int | None:
+        """Exit code, or the negative number of the signal that ended it; None while it runs.
+
+        A server whose guard was killed counts as killed.
+        """
+        # The guard writes one line and ends, so `select` sees it even if the line was buffered.
+        if self.returncode is None and select.select([self._lines], [], [], 0)[0]:
+            self.returncode = int(self._lines.readline() or -signal.SIGKILL)
+        return self.returncode
+
+
+@contextlib.contextmanager
+def guarded(
+    argv: Sequence[str], *, environment: Mapping[str, str], folder: Path, output: IO[bytes]
+) -> Iterator[GuardedServer]:
+    """Run a server for the length of a `with` block, and no longer than this process.
+
+    Where there is a spawner (`slimqwen.serving.spawner`), the server is its fork, else a process of its own.
+
+    Args:
+        argv: the command.
+        environment: all variables of the process.
+        folder: working directory.
+        output: file that receives what the server prints.
+
+    Raises:
+        ServingError: the command or the folder does not exist, or the spawner has died.
+    """
+    # The environment may hold an API key: through a socket, not on a command line.
+    job = {"argv": list(argv), "environment": dict(environment), "folder": str(folder)}
+    with contextlib.ExitStack() as stack:
+        if path := spawner.socket_for(argv, environment):
+            connection = stack.enter_context(socket.socket(socket.AF_UNIX))
+            with contextlib.suppress(OSError):  # then no line comes back either
+                connection.connect(path)
+            no_answer = (
+                "the process that servers are forked from died; run the command again, which starts another"
+            )
+        else:
+            connection, other_end = socket.socketpair()
+            with other_end:
+                stack.enter_context(
+                    subprocess.Popen(
+                        [sys.executable, "-m", guard.__name__],
+                        stdin=other_end.fileno(),
+                        stdout=subprocess.DEVNULL,
+                        stderr=subprocess.DEVNULL,
+                        process_group=0,
+                    )
+                )
+            stack.enter_context(connection)
+            no_answer = f"cannot start {argv[0]}: its guard died; `make install` mends .venv"
+        yield stack.enter_context(_server(connection, job, output, no_answer))
+
+
+@contextlib.contextmanager
+def _server(
+    connection: socket.socket, job: Mapping[str, Any], output: IO[bytes], no_answer: str
+) -> Iterator[GuardedServer]:
+    """The server of the guard at the other end of a connection; `no_answer` says what is wrong if there is none."""
+    server: psutil.Process | None = None
+    with connection.makefile("rb") as lines:
+        try:
+            line = ""
+            with contextlib.suppress(OSError):  # nobody is there
+                content = json.dumps(job).encode() + b"\n"
+                sent = socket.send_fds(connection, [content], [output.fileno()])
+                connection.sendall(content[sent:])
+                line = lines.readline().decode().strip()
+            if not line.isdecimal():
+                refusal = f"cannot start {job['argv'][0]}: {line}; `make install` mends .venv"
+                raise ServingError(refusal if line else no_answer)
+            with contextlib.suppress(psutil.NoSuchProcess):  # it may have ended already
+                server = psutil.Process(int(line))
+            yield GuardedServer(int(line), lines)
+        finally:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_WR)
+                while lines.readline():  # until its guard has ended
+                    pass
+            if server is not None and server.is_running():  # a killed guard has ended nothing
+                guard.end(server)
 
 
 def find_running(command: ServerCommand) -> RunningServer | None:
@@ -131,7 +234,7 @@ def free_port() -> int:
 
 
 def _wait_until_ready(
-    process: guard.Server, command: ServerCommand, log: Path, timeout_s: float, progress: Progress
+    process: GuardedServer, command: ServerCommand, log: Path, timeout_s: float, progress: Progress
 ) -> None:
     started = time.monotonic()
     activity = f"start {command.variant.name}"

@@ -3,12 +3,11 @@
 Half of a start on a CPU is imports. Here each server is a fork of a process in which vLLM has run nothing yet, so it
 is as fresh as one of its own, without them. `shared` makes the process for the servers of a block (`python -m` this
 module, with the descriptor of its socket), `slimqwen.recipe.warm_worker` one for those of its jobs, whose environment
-names the socket. `slimqwen.serving.guard` asks there. A server ends with its starter's connection.
+names the socket. `slimqwen.serving.server` asks there. A server ends with its starter's connection.
 """
 
 import ctypes
 import gc
-import json
 import os
 import select
 import signal
@@ -18,10 +17,11 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from slimqwen.serving import platform
+from slimqwen.serving import guard, platform
 
 SOCKET = "SLIMQWEN_SPAWNER"
 """Environment variable with the path of the socket, for jobs that may start servers."""
@@ -144,32 +144,25 @@ def _listen(listener: socket.socket, variables: Mapping[str, str], starter: int 
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             if starter is not None:
                 _replace_input()
-            _guard(connection, variables)
+            guard.keep(connection, partial(_fork, connection, variables))
+            os._exit(0)
         connection.close()
 
 
-def _guard(connection: socket.socket, variables: Mapping[str, str]) -> NoReturn:
-    """Start the server that a connection asks for, and end it with the connection."""
-    from slimqwen.serving import guard
-
-    data, descriptors, *_ = socket.recv_fds(connection, 1 << 16, 1)
-    while data and not data.endswith(b"\n"):
-        part = connection.recv(1 << 16)
-        data = data + part if part else b""
-    if not data or not descriptors:  # the starter died before the whole line was written
-        os._exit(0)
-    job = json.loads(data)
+def _fork(
+    connection: socket.socket, variables: Mapping[str, str], job: Mapping[str, Any], output: int
+) -> tuple[int, guard.Poll]:
+    """Start a server as a fork of this process."""
     pid = os.fork()
     if pid == 0:
         connection.close()
-        _serve(job, descriptors[0], variables)
+        _serve(job, output, variables)
 
     def poll() -> int | None:
         ended, status = os.waitpid(pid, os.WNOHANG)
         return os.waitstatus_to_exitcode(status) if ended else None
 
-    guard.watch(pid, poll, connection.fileno(), connection.fileno())
-    os._exit(0)
+    return pid, poll
 
 
 def _serve(job: Mapping[str, Any], output: int, variables: Mapping[str, str]) -> NoReturn:

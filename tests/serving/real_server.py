@@ -8,7 +8,7 @@ import re
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -154,6 +154,14 @@ def ended(processes: list[psutil.Process], timeout_s: float) -> bool:
             return True
         time.sleep(0.1)
     return False
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 60) -> None:
+    """Wait until something holds."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def read_rest(client: socket.socket) -> bytes:

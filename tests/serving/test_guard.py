@@ -1,6 +1,7 @@
 import contextlib
 import os
 import secrets
+import socket
 import subprocess
 import sys
 import time
@@ -11,6 +12,8 @@ import pytest
 
 from slimqwen.serving import guard
 from slimqwen.serving.errors import ServingError
+from slimqwen.serving.server import guarded as guarded_server
+from tests.serving.real_server import ended, wait_for
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
 WITH_CHILD = """
@@ -59,29 +62,19 @@ def start():
         process.stdout.close()
 
 
-def gone(process, timeout_s):
-    """Whether it ends in time; a zombie that nobody collects has ended."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
-            return True
-        time.sleep(0.05)
-    return False
-
-
 def test_a_server_that_ignores_sigterm_is_ended_by_force(start, monkeypatch):
     monkeypatch.setattr(guard, "STOP_TIMEOUT_S", 0.5)
     server = psutil.Process(start(STUBBORN).pid)
     guard.end(server)
-    assert gone(server, 30)
+    assert ended([server], 30)
 
 
 def test_what_a_server_started_ends_with_it(start):
     server = psutil.Process(start(WITH_CHILD).pid)
     [child] = server.children()
     guard.end(server)
-    assert gone(server, 30)
-    assert gone(child, 30)
+    assert ended([server], 30)
+    assert ended([child], 30)
 
 
 def test_the_shared_memory_of_what_is_ended_by_force_is_freed(start):
@@ -92,7 +85,7 @@ def test_the_shared_memory_of_what_is_ended_by_force_is_freed(start):
     segment = Path("/dev/shm") / name
     assert segment.exists()
     guard.end(server)
-    assert all(gone(one, 30) for one in family)
+    assert ended(family, 30)
     assert not segment.exists()
 
 
@@ -122,7 +115,7 @@ def guarded(tmp_path):
     def start(code, *words, environment=None):
         with (
             (tmp_path / "log").open("wb") as output,
-            guard.guarded(
+            guarded_server(
                 [sys.executable, "-c", code, *words],
                 environment=os.environ if environment is None else environment,
                 folder=tmp_path,
@@ -136,11 +129,8 @@ def guarded(tmp_path):
 
 def printed(folder):
     """What the server has printed, once it has printed a line."""
-    deadline = time.monotonic() + 60
-    while not (text := (folder / "log").read_text()).endswith("\n"):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return text
+    wait_for(lambda: (folder / "log").read_text().endswith("\n"))
+    return (folder / "log").read_text()
 
 
 def test_a_server_lives_for_the_block_with_what_it_started(guarded, tmp_path):
@@ -150,7 +140,7 @@ def test_a_server_lives_for_the_block_with_what_it_started(guarded, tmp_path):
         [child] = process.children()
         assert server.poll() is None
     assert not process.is_running()
-    assert gone(child, 30)
+    assert ended([child], 30)
 
 
 def test_a_server_gets_its_folder_its_environment_a_process_group_of_its_own_and_no_input(guarded, tmp_path):
@@ -176,10 +166,7 @@ def test_the_environment_is_on_no_command_line(guarded):
 )
 def test_a_server_that_ends_by_itself_is_told_with_its_exit_code(guarded, code, exit_code):
     with guarded(code) as server:
-        deadline = time.monotonic() + 60
-        while server.poll() is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_for(lambda: server.poll() is not None)
         assert (server.poll(), server.returncode) == (exit_code, exit_code)
 
 
@@ -191,7 +178,7 @@ def test_what_cannot_be_started_is_one_line(tmp_path, missing):
     def start():
         with (
             (tmp_path / "log").open("wb") as output,
-            guard.guarded(argv, environment={}, folder=folder, output=output),
+            guarded_server(argv, environment={}, folder=folder, output=output),
         ):
             pytest.fail("it started")
 
@@ -206,11 +193,8 @@ def test_what_a_server_that_was_killed_leaves_behind_is_ended(guarded, tmp_path)
         printed(tmp_path)
         [child] = psutil.Process(server.pid).children()
         os.kill(server.pid, 9)
-        assert gone(child, 10)
-        deadline = time.monotonic() + 60
-        while server.poll() is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        assert ended([child], 10)
+        wait_for(lambda: server.poll() is not None)
         assert server.returncode == -9
 
 
@@ -219,35 +203,32 @@ def test_a_guard_that_was_killed_leaves_the_ending_to_the_starter(guarded, tmp_p
         printed(tmp_path)
         process = psutil.Process(server.pid)
         process.parent().kill()
-        deadline = time.monotonic() + 60
-        while server.poll() is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_for(lambda: server.poll() is not None)
         assert process.is_running()
-    assert gone(process, 30)
+    assert ended([process], 30)
 
 
-def keeper_process():
-    command = [sys.executable, "-m", "slimqwen.serving.guard"]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-
-@pytest.mark.parametrize("said", ["", '{"argv": ["sleep", "6'])
+@pytest.mark.parametrize("said", [b"", b'{"argv": ["sleep", "6'])
 def test_a_starter_that_dies_before_it_has_said_what_to_start_leaves_nothing(said):
-    keeper = keeper_process()
-    output, _ = keeper.communicate(said, timeout=20)
-    assert (keeper.returncode, output) == (0, "")
+    starter, other_end = socket.socketpair()
+    keeper = subprocess.Popen([sys.executable, "-m", "slimqwen.serving.guard"], stdin=other_end)
+    other_end.close()
+    with starter:
+        starter.sendall(said)
+        starter.shutdown(socket.SHUT_WR)
+        assert starter.recv(1) == b""
+    assert keeper.wait(20) == 0
 
 
 STARTER = """
 import os, sys
 from pathlib import Path
-from slimqwen.serving import guard
+from slimqwen.serving import server
 
 print("up", flush=True)
 with (
     open(os.devnull, "wb") as output,
-    guard.guarded(
+    server.guarded(
         [sys.executable, "-c", "import time; time.sleep(60)", sys.argv[1]],
         environment=os.environ, folder=Path.cwd(), output=output,
     ),
