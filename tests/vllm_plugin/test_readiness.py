@@ -22,7 +22,7 @@ from slimqwen.vllm_plugin import policy
 from slimqwen.vllm_plugin.api_key import guard_engine_paths
 from slimqwen.vllm_plugin.readiness import Readiness
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
 
 
 class Server:
@@ -123,58 +123,60 @@ async def turns():
         await asyncio.sleep(0)
 
 
-def test_probes_answer_503_until_the_warm_up_has_run_and_other_paths_answer_before():
-    async def scenario():
-        warmed = asyncio.Event()
-
-        async def warm(app):
-            assert app.state.engine_client
-            await warmed.wait()
-
-        async with started(warm) as server:
-            answer = await server.client.get("/health")
-            assert (answer.status_code, answer.headers["Retry-After"]) == (503, "5")
-            assert answer.json()["error"]["message"] == "the server is warming up"
-            assert await server.statuses() == [503, 503, 200]
-            assert (await server.client.post("/ping")).status_code == 503
-            warmed.set()
-            await turns()
-            assert await server.statuses() == [200, 200, 200]
-
-    asyncio.run(scenario())
+@pytest.fixture
+def anyio_backend():
+    return "asyncio"
 
 
-def test_a_server_under_a_root_path_has_its_probes_there():
-    async def scenario():
-        async with started(lambda app: asyncio.sleep(1000)) as server:
-            transport = httpx.ASGITransport(app=server.app, root_path="/one")
-            async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-                assert (await client.get("/one/health")).status_code == 503
-
-    asyncio.run(scenario())
+@pytest.fixture
+async def server():
+    """A server that has been ready."""
+    async with started(no_time) as server:
+        await turns()
+        yield server
 
 
-def test_while_the_server_drains_new_requests_are_refused_and_those_under_way_end():
-    async def scenario():
-        async with started(no_time) as server:
-            await turns()
-            under_way = asyncio.create_task(server.client.get("/slow"))
-            await turns()
-            engine = server.app.state.engine_client
-            # vLLM calls it from a thread.
-            thread = threading.Thread(target=engine.shutdown, kwargs={"timeout": 7})
-            thread.start()
-            thread.join()
-            assert server.shut_down == [7]
-            assert await server.statuses() == [503, 503, 503]
-            refused = await server.client.post("/v1/x")
-            assert "shutting down" in refused.text
-            assert (refused.headers["Retry-After"], refused.headers["Connection"]) == ("5", "close")
-            assert await server.status("/metrics") == 200
-            server.go_on.set()
-            assert (await under_way).text == "one two"
+async def test_probes_answer_503_until_the_warm_up_has_run_and_other_paths_answer_before():
+    warmed = asyncio.Event()
 
-    asyncio.run(scenario())
+    async def warm(app):
+        assert app.state.engine_client
+        await warmed.wait()
+
+    async with started(warm) as server:
+        answer = await server.client.get("/health")
+        assert (answer.status_code, answer.headers["Retry-After"]) == (503, "5")
+        assert answer.json()["error"]["message"] == "the server is warming up"
+        assert await server.statuses() == [503, 503, 200]
+        assert (await server.client.post("/ping")).status_code == 503
+        warmed.set()
+        await turns()
+        assert await server.statuses() == [200, 200, 200]
+
+
+async def test_a_server_under_a_root_path_has_its_probes_there():
+    async with started(lambda app: asyncio.sleep(1000)) as server:
+        transport = httpx.ASGITransport(app=server.app, root_path="/one")
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            assert (await client.get("/one/health")).status_code == 503
+
+
+async def test_while_the_server_drains_new_requests_are_refused_and_those_under_way_end(server):
+    under_way = asyncio.create_task(server.client.get("/slow"))
+    await turns()
+    engine = server.app.state.engine_client
+    # vLLM calls it from a thread.
+    thread = threading.Thread(target=engine.shutdown, kwargs={"timeout": 7})
+    thread.start()
+    thread.join()
+    assert server.shut_down == [7]
+    assert await server.statuses() == [503, 503, 503]
+    refused = await server.client.post("/v1/x")
+    assert "shutting down" in refused.text
+    assert (refused.headers["Retry-After"], refused.headers["Connection"]) == ("5", "close")
+    assert await server.status("/metrics") == 200
+    server.go_on.set()
+    assert (await under_way).text == "one two"
 
 
 def shut_down(server):
@@ -191,92 +193,72 @@ ENDED = pytest.mark.parametrize(
 
 
 @ENDED
-def test_server_errors_of_requests_under_way_at_the_end_are_503_with_retry_after(end, reason):
-    async def scenario():
-        async with started(no_time) as server:
-            await turns()
-            asked = {
-                way: asyncio.create_task(server.client.get(f"/{way}"))
-                for way in ("500", "raises", "503", "501", "hangs")
-            }
-            await turns()
-            end(server)
-            server.go_on.set()
-            await turns()
-            for way in ("500", "raises"):
-                answer = await asked[way]
-                assert (answer.status_code, answer.headers["Retry-After"]) == (503, "5")
-                assert answer.json()["error"]["message"] == reason
-            own = await asked["503"]
-            assert (own.text, own.headers["Retry-After"]) == ("vLLM's own", "5")
-            assert (await asked["501"]).status_code == 501
-
-    asyncio.run(scenario())
+async def test_server_errors_of_requests_under_way_at_the_end_are_503_with_retry_after(server, end, reason):
+    asked = {
+        way: asyncio.create_task(server.client.get(f"/{way}"))
+        for way in ("500", "raises", "503", "501", "hangs")
+    }
+    await turns()
+    end(server)
+    server.go_on.set()
+    await turns()
+    for way in ("500", "raises"):
+        answer = await asked[way]
+        assert (answer.status_code, answer.headers["Retry-After"]) == (503, "5")
+        assert answer.json()["error"]["message"] == reason
+    own = await asked["503"]
+    assert (own.text, own.headers["Retry-After"]) == ("vLLM's own", "5")
+    assert (await asked["501"]).status_code == 501
 
 
 @ENDED
-def test_a_request_that_the_http_server_cancels_at_the_end_is_answered_first(end, reason):
-    async def scenario():
-        async with started(no_time) as server:
-            await turns()
-            sent = []
+async def test_a_request_that_the_http_server_cancels_at_the_end_is_answered_first(server, end, reason):
+    sent = []
 
-            async def send(message):
-                sent.append(message)
+    async def send(message):
+        sent.append(message)
 
-            scope = {"type": "http", "method": "GET", "path": "/hangs", "headers": [], "query_string": b""}
-            request = asyncio.create_task(server.app(scope, asyncio.Event().wait, send))
-            server.go_on.set()
-            await turns()
-            end(server)
-            request.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await request
-            assert sent[0]["status"] == 503
-            assert reason.encode() in sent[1]["body"]
-
-    asyncio.run(scenario())
+    scope = {"type": "http", "method": "GET", "path": "/hangs", "headers": [], "query_string": b""}
+    request = asyncio.create_task(server.app(scope, asyncio.Event().wait, send))
+    server.go_on.set()
+    await turns()
+    end(server)
+    request.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await request
+    assert sent[0]["status"] == 503
+    assert reason.encode() in sent[1]["body"]
 
 
 @ENDED
-def test_a_stream_that_breaks_at_the_end_ends_with_an_error_event(end, reason):
-    async def scenario():
-        async with started(no_time) as server:
-            await turns()
-            asked = asyncio.create_task(server.client.get("/broken"))
-            await turns()
-            end(server)
-            server.go_on.set()
-            answer = await asked
-            assert answer.status_code == 200
-            first, error, last = answer.text.split("\n\n")[:3]
-            assert (first, last) == ("data: one", "data: [DONE]")
-            assert json.loads(error.removeprefix("data: "))["error"] == {
-                "message": reason,
-                "type": "Service Unavailable",
-                "param": None,
-                "code": 503,
-            }
-
-    asyncio.run(scenario())
+async def test_a_stream_that_breaks_at_the_end_ends_with_an_error_event(server, end, reason):
+    asked = asyncio.create_task(server.client.get("/broken"))
+    await turns()
+    end(server)
+    server.go_on.set()
+    answer = await asked
+    assert answer.status_code == 200
+    first, error, last = answer.text.split("\n\n")[:3]
+    assert (first, last) == ("data: one", "data: [DONE]")
+    assert json.loads(error.removeprefix("data: "))["error"] == {
+        "message": reason,
+        "type": "Service Unavailable",
+        "param": None,
+        "code": 503,
+    }
 
 
-def test_a_healthy_server_answers_its_own_errors():
-    async def scenario():
-        async with started(no_time) as server:
-            await turns()
-            server.go_on.set()
-            for way in ("500", "503"):
-                answer = await server.client.get(f"/{way}")
-                assert (answer.status_code, answer.text) == (int(way), "vLLM's own")
-                assert "Retry-After" not in answer.headers
-            assert await server.status("/raises") == 500
-            with pytest.raises(EngineGenerateError):
-                _ = [one async for one in server.engine.generate(EngineGenerateError())]
-            aborted = output("abort")
-            assert [one async for one in server.engine.generate(aborted)] == [aborted]
-
-    asyncio.run(scenario())
+async def test_a_healthy_server_answers_its_own_errors(server):
+    server.go_on.set()
+    for way in ("500", "503"):
+        answer = await server.client.get(f"/{way}")
+        assert (answer.status_code, answer.text) == (int(way), "vLLM's own")
+        assert "Retry-After" not in answer.headers
+    assert await server.status("/raises") == 500
+    with pytest.raises(EngineGenerateError):
+        _ = [one async for one in server.engine.generate(EngineGenerateError())]
+    aborted = output("abort")
+    assert [one async for one in server.engine.generate(aborted)] == [aborted]
 
 
 def output(finish_reason):
@@ -287,30 +269,20 @@ def output(finish_reason):
 
 @ENDED
 @pytest.mark.parametrize("last", [EngineDeadError(), EngineGenerateError(), output("abort")])
-def test_what_the_end_cuts_is_vllms_retryable_error(end, reason, last):
-    async def scenario():
-        async with started(no_time) as server:
-            await turns()
-            outputs = server.engine.generate(output(None), last)
-            assert (await anext(outputs)).finished is False
-            end(server)
-            with pytest.raises(RetryableRequestError, match=reason) as error:
-                await anext(outputs)
-            assert error.value.status_code == 503
-
-    asyncio.run(scenario())
+async def test_what_the_end_cuts_is_vllms_retryable_error(server, end, reason, last):
+    outputs = server.engine.generate(output(None), last)
+    assert (await anext(outputs)).finished is False
+    end(server)
+    with pytest.raises(RetryableRequestError, match=reason) as error:
+        await anext(outputs)
+    assert error.value.status_code == 503
 
 
-def test_an_answer_that_is_whole_at_the_end_is_given():
-    async def scenario():
-        async with started(no_time) as server:
-            await turns()
-            whole = output("length")
-            outputs = server.engine.generate(whole)
-            shut_down(server)
-            assert [one async for one in outputs] == [whole]
-
-    asyncio.run(scenario())
+async def test_an_answer_that_is_whole_at_the_end_is_given(server):
+    whole = output("length")
+    outputs = server.engine.generate(whole)
+    shut_down(server)
+    assert [one async for one in outputs] == [whole]
 
 
 def test_after_the_shutdown_of_the_engine_no_request_waits_for_it():
@@ -324,28 +296,25 @@ def test_after_the_shutdown_of_the_engine_no_request_waits_for_it():
             return server
 
     server = asyncio.run(scenario())
-    # vLLM does so again when it discards the engine.
+    # vLLM does so again when it discards the engine, after the event loop has ended.
     server.engine.shutdown()
     # An engine that is not to drain has time to end.
     assert server.shut_down == [5, None]
 
 
-def test_a_server_that_is_told_to_stop_while_it_warms_up_is_never_ready(caplog):
-    async def scenario():
-        warmed = asyncio.Event()
+async def test_a_server_that_is_told_to_stop_while_it_warms_up_is_never_ready(caplog):
+    warmed = asyncio.Event()
 
-        async def warm(app):
-            await warmed.wait()
-            raise RuntimeError("the engine is gone")
+    async def warm(app):
+        await warmed.wait()
+        raise RuntimeError("the engine is gone")
 
-        async with started(warm) as server:
-            server.app.state.engine_client.shutdown()
-            warmed.set()
-            await turns()
-            assert await server.statuses() == [503, 503, 503]
-
-    with caplog.at_level(logging.ERROR):
-        asyncio.run(scenario())
+    caplog.set_level(logging.ERROR)
+    async with started(warm) as server:
+        server.engine.shutdown()
+        warmed.set()
+        await turns()
+        assert await server.statuses() == [503, 503, 503]
     assert caplog.text == ""
 
 
@@ -353,13 +322,10 @@ async def fails(app):
     raise RuntimeError("no such kernel")
 
 
-def test_a_failed_warm_up_is_said_and_the_server_serves_all_the_same(caplog):
-    async def scenario():
-        async with started(fails) as server:
-            await turns()
-            assert await server.statuses() == [200, 200, 200]
-
-    asyncio.run(scenario())
+async def test_a_failed_warm_up_is_said_and_the_server_serves_all_the_same(caplog):
+    async with started(fails) as server:
+        await turns()
+        assert await server.statuses() == [200, 200, 200]
     assert "the warm-up failed, the first requests will be slow: no such kernel" in caplog.text
 
 
@@ -420,22 +386,16 @@ def test_a_failed_warm_up_where_it_is_required_and_a_dead_engine_end_the_process
 
 
 @pytest.mark.parametrize("path", ["/invocations", "/generative_scoring", "/tokenize", "/detokenize", "/v1/x"])
-def test_vllm_asks_for_the_key_wherever_the_engine_is_put_to_work(path):
+async def test_vllm_asks_for_the_key_wherever_the_engine_is_put_to_work(path):
     from vllm.entrypoints.serve.middleware import authenticate
 
     guard_engine_paths()
     guard_engine_paths()
     assert authenticate.GUARDED_PREFIX.count("/invocations") == 1
 
-    async def answer(scope, receive, send):
-        await PlainTextResponse("yes")(scope, receive, send)
-
-    async def scenario():
-        app = authenticate.AuthenticationMiddleware(answer, tokens=["sesame"])
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://x") as client:
-            assert (await client.post(path)).status_code == 401
-            assert (await client.post(path, headers={"Authorization": "Bearer no"})).status_code == 401
-            assert (await client.post(path, headers={"Authorization": "Bearer sesame"})).status_code == 200
-            assert (await client.get("/health")).status_code == 200
-
-    asyncio.run(scenario())
+    app = authenticate.AuthenticationMiddleware(PlainTextResponse("yes"), tokens=["sesame"])
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://x") as client:
+        assert (await client.post(path)).status_code == 401
+        assert (await client.post(path, headers={"Authorization": "Bearer no"})).status_code == 401
+        assert (await client.post(path, headers={"Authorization": "Bearer sesame"})).status_code == 200
+        assert (await client.get("/health")).status_code == 200

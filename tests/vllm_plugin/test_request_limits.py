@@ -6,7 +6,6 @@ import json
 from types import SimpleNamespace
 
 import fastapi
-import httpx
 import pydantic
 import pytest
 from starlette.applications import Starlette
@@ -15,11 +14,12 @@ from starlette.routing import Route
 
 from slimqwen.vllm_plugin import policy, request_limits
 from slimqwen.vllm_plugin.request_limits import BodyLimit, RefusedStreams, answer_overload
+from tests.vllm_plugin import asgi
 
 pytestmark = pytest.mark.timeout(300)
 
 
-def post(body, limit=100, **more):
+def post(body, limit=100):
     """What a client hears, and whether the application saw the request."""
     seen = []
 
@@ -28,14 +28,9 @@ def post(body, limit=100, **more):
         seen.append(len(body))
         return JSONResponse({"size": len(body)})
 
-    app = Starlette(routes=[Route("/x", size, methods=["POST", "GET"])])
+    app = Starlette(routes=[Route("/x", size, methods=["POST"])])
     app.add_middleware(BodyLimit, max_bytes=limit)
-
-    async def scenario():
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://x") as client:
-            return await client.post("/x", content=body, **more)
-
-    return asyncio.run(scenario()), seen
+    return asgi.request(app, "POST", "/x", content=body), seen
 
 
 async def chunks(*sizes):
@@ -80,12 +75,7 @@ def test_where_vllms_queue_is_full_the_answer_says_when_to_come_back(name):
 
     app = Starlette(routes=[Route("/x", full)], exception_handlers={exceptions.VLLMError: otherwise})
     answer_overload(app)
-
-    async def scenario():
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://x") as client:
-            return await client.get("/x")
-
-    answer = asyncio.run(scenario())
+    answer = asgi.request(app, "GET", "/x")
     assert (answer.status_code, answer.headers["Retry-After"]) == (429, "1")
     assert "try again later" in answer.json()["error"]["message"].lower()
 
@@ -108,14 +98,8 @@ def test_a_body_that_a_check_cannot_read_is_refused_and_an_error_after_it_was_re
         return {"name": question.form[question.field]}
 
     request_limits.refuse_unreadable_bodies(app)
-
-    async def scenario(body):
-        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
-            return await client.post("/x", json=body)
-
     good, no_object, absent, typed, later = (
-        asyncio.run(scenario(body))
+        asgi.request(app, "POST", "/x", json=body, raises=False)
         for body in (
             {"form": {"name": "a"}},
             {"form": "a"},
@@ -125,16 +109,9 @@ def test_a_body_that_a_check_cannot_read_is_refused_and_an_error_after_it_was_re
         )
     )
     assert good.json() == {"name": "a"}
-    assert (no_object.status_code, absent.status_code, typed.status_code, later.status_code) == (
-        400,
-        400,
-        422,
-        500,
-    )
-    assert (
-        "take_the_form_for_an_object: 'str' object has no attribute 'get'"
-        in no_object.json()["error"]["message"]
-    )
+    assert [answer.status_code for answer in (no_object, absent, typed, later)] == [400, 400, 422, 500]
+    reason = "take_the_form_for_an_object: 'str' object has no attribute 'get'"
+    assert reason in no_object.json()["error"]["message"]
 
 
 OVERLOAD = {
@@ -163,12 +140,7 @@ def test_a_stream_that_begins_with_an_error_has_the_status_of_the_error(events, 
 
     app = Starlette(routes=[Route("/x", stream, methods=["POST"])])
     app.add_middleware(RefusedStreams)
-
-    async def scenario():
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://x") as client:
-            return await client.post("/x")
-
-    answer = asyncio.run(scenario())
+    answer = asgi.request(app, "POST", "/x")
     assert answer.status_code == status
     assert heard in answer.text
     assert (status == 200) == answer.text.endswith("data: [DONE]\n\n")

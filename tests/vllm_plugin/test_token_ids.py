@@ -4,7 +4,6 @@ import asyncio
 import json
 from types import SimpleNamespace
 
-import httpx
 import pytest
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
@@ -12,6 +11,7 @@ from starlette.routing import Route
 
 from slimqwen.recipe.stages import prune_vocab
 from slimqwen.vllm_plugin import token_ids
+from tests.vllm_plugin import asgi
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -42,13 +42,7 @@ def ask(tmp_path):
         )
         app.state.args = SimpleNamespace(model=str(tmp_path))
         app.add_middleware(token_ids.OldTokenIds)
-
-        async def scenario():
-            transport = httpx.ASGITransport(app=app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
-                return await client.request(method, path, **request)
-
-        return asyncio.run(scenario())
+        return asgi.request(app, method, path, **request)
 
     return ask
 
