@@ -126,16 +126,21 @@ def started(root: Path) -> Iterator[RealServer]:
         )
     try:
         url = f"http://127.0.0.1:{command.port}"
-        deadline = time.monotonic() + 900
-        while not is_ready(url):
-            assert process.poll() is None, log.read_text()[-2000:]
-            assert time.monotonic() < deadline, log.read_text()[-2000:]
-            time.sleep(0.25)
+        wait_until_ready(url, process, log)
         yield RealServer(url, process, log)
     finally:
         if process.poll() is None:
             guard.end(psutil.Process(process.pid))
             process.wait()
+
+
+def wait_until_ready(url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
+    """Wait until /health answers 200."""
+    deadline = time.monotonic() + 900
+    while not is_ready(url):
+        assert process.poll() is None, log.read_text()[-2000:]
+        assert time.monotonic() < deadline, log.read_text()[-2000:]
+        time.sleep(0.25)
 
 
 def is_ready(url: str) -> bool:

@@ -13,8 +13,7 @@ from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
 from slimqwen.serving.server import free_port
 from slimqwen.variant import ConfigError
-
-SERVABLE = "VLLM_MODEL=weights/v\nVLLM_HOST=127.0.0.1\nVLLM_PORT=8080\nVLLM_CPU_KVCACHE_SPACE=1\n"
+from tests.serving.conftest import SERVABLE
 
 
 def test_missing_weights_name_the_command_that_makes_them(add_variant, tmp_path):

@@ -249,7 +249,6 @@ def test_a_starter_that_is_killed_at_whatever_instant_leaves_no_server(after_s):
     starter.kill()
     starter.communicate()
     # The guard ends last: then nothing can follow.
-    _, alive = psutil.wait_procs(family, timeout=20)
-    assert [one for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
+    assert ended(family, 20)
     time.sleep(0.2)
     assert running(token) == []

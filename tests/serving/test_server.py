@@ -1,11 +1,9 @@
-import contextlib
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import time
 
 import httpx
 import psutil
@@ -41,29 +39,23 @@ from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.server import free_port, run_server
 
 command = ServerCommand.resolve(variant.load("tiny"), port=free_port(), platform="cpu")
-asleep = (sys.executable, "-c", "import time; time.sleep(300)")
+asleep = (sys.executable, "-c", "import time; print('asleep', flush=True); time.sleep(300)")
 with run_server(dataclasses.replace(command, argv=asleep), log=Path(sys.argv[1])):
     pass
 """
 
 
 def test_a_server_ends_with_the_process_that_started_it_however_that_dies(tmp_path):
-    parent = subprocess.Popen([sys.executable, "-c", ORPHAN, str(tmp_path / "log")])
+    log = tmp_path / "log"
+    parent = subprocess.Popen([sys.executable, "-c", ORPHAN, str(log)])
     try:
-        deadline = time.monotonic() + 120
-        while True:
-            children = psutil.Process(parent.pid).children(recursive=True)
-            with contextlib.suppress(psutil.Error):
-                if any("time.sleep" in " ".join(child.cmdline()) for child in children):
-                    break
-            assert parent.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        real_server.wait_for(lambda: log.exists() and "asleep" in log.read_text(), 120)
+        children = psutil.Process(parent.pid).children(recursive=True)
+        assert len(children) >= 2  # the guard and the server
     finally:
         parent.kill()
         parent.wait()
-    _, alive = psutil.wait_procs(children, timeout=10)
-    assert [one for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
+    assert real_server.ended(children, 10)
 
 
 @pytest.mark.engine
@@ -105,15 +97,16 @@ def served_by_script(tmp_path_factory):
     """The process that scripts/serve.py was, and its port."""
     port = free_port()
     script = variant.repository_root() / "scripts/serve.py"
-    with (tmp_path_factory.mktemp("script") / "vllm.log").open("wb") as log:
+    log = tmp_path_factory.mktemp("script") / "vllm.log"
+    with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, script, "--variant", "tiny", "--port", str(port)],
-            stdout=log,
-            stderr=log,
+            stdout=output,
+            stderr=output,
             start_new_session=True,
         )
     try:
-        _wait_for_health(port, process)
+        real_server.wait_until_ready(f"http://127.0.0.1:{port}", process, log)
         yield process, port
     finally:
         if process.poll() is None:
@@ -144,13 +137,3 @@ def test_serve_becomes_vllm_and_ctrl_c_ends_it(served_by_script):
     process.wait(timeout=30)
     # An ended process stays listed as a zombie until whoever adopted it collects its exit code.
     assert real_server.ended(family, 10)
-
-
-def _wait_for_health(port, process):
-    deadline = time.monotonic() + 180
-    while time.monotonic() < deadline:
-        assert process.poll() is None, "the server ended before it was ready"
-        if real_server.is_ready(f"http://127.0.0.1:{port}"):
-            return
-        time.sleep(0.25)
-    pytest.fail("the server was not ready in time")

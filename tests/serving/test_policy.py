@@ -1,0 +1,72 @@
+"""What a config.env says about serving that vLLM has no flag for."""
+
+import pytest
+
+from slimqwen import variant
+from slimqwen.serving import checks
+from slimqwen.serving.command import ServerCommand
+from slimqwen.serving.errors import ServingError
+from slimqwen.vllm_plugin import policy
+from slimqwen.vllm_plugin.errors import PluginError
+
+
+def test_a_variants_policy_reaches_the_server_and_nothing_said_is_the_default(servable, monkeypatch):
+    lines = ("MAX_BODY_BYTES=1000", "THINKING_TOKEN_BUDGET=0", "REQUIRE_WARMUP=1")
+    command = servable(*lines)
+    monkeypatch.setenv(policy.VARIABLE, command.process_environment()[policy.VARIABLE])
+    assert policy.read() == policy.Policy(require_warmup=True, max_body_bytes=1000, thinking_token_budget=0)
+    assert policy.variant_policy(variant.load("tiny")) == policy.Policy()
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["MAX_BODY_BYTES=0", "MAX_BODY_BYTES=1MB", "THINKING_TOKEN_BUDGET=-1", "THINKING_TOKEN_BUDGET=2.5"],
+)
+def test_what_is_no_number_is_refused_with_its_line(servable, line):
+    with pytest.raises(variant.ConfigError, match=rf"config\.env:5: {line}: write a whole number"):
+        servable(line)
+
+
+def test_a_warm_up_is_required_by_a_1_only(servable):
+    with pytest.raises(variant.ConfigError, match="REQUIRE_WARMUP=yes: write REQUIRE_WARMUP=1"):
+        servable("REQUIRE_WARMUP=yes")
+
+
+def test_a_thinking_budget_needs_to_be_told_what_thinking_looks_like(servable):
+    command = servable("THINKING_TOKEN_BUDGET=8")
+    with pytest.raises(ServingError, match=r"config\.env:5: .*VLLM_REASONING_PARSER=qwen3"):
+        checks.check(command)
+
+
+def test_a_thinking_budget_with_a_parser_is_taken(servable):
+    checks.check(servable("THINKING_TOKEN_BUDGET=8", "VLLM_REASONING_PARSER=qwen3"))
+
+
+def test_a_broken_chat_template_is_refused_before_vllm_starts(servable, tmp_path):
+    command = servable("VLLM_CHAT_TEMPLATE=experiments/v/chat.jinja")
+    (tmp_path / "experiments/v/chat.jinja").write_text("{{ messages")
+    with pytest.raises(ServingError, match=r"chat\.jinja, line 1"):
+        checks.check(command)
+
+
+def test_a_list_of_plugins_that_leaves_out_the_limits_is_refused(servable):
+    command = servable("VLLM_PLUGINS=slimqwen_engine_fixes")
+    with pytest.raises(PluginError, match="leaves out slimqwen_endpoints"):
+        checks.check(command)
+
+
+def test_a_key_in_a_config_is_refused_and_every_variant_is_behind_the_gate(servable):
+    with pytest.raises(variant.ConfigError, match="VLLM_API_KEY is a secret"):
+        servable("VLLM_API_KEY=sesame")
+    for name in variant.names():
+        argv = ServerCommand.resolve(variant.load(name), platform="cpu").argv
+        assert argv[-2:] == ("--middleware", "slimqwen.vllm_plugin.readiness.Readiness")
+
+
+def test_bare_vllm_has_the_same_flags_and_neither_middleware_nor_routes(servable):
+    command = servable()
+    bare = command.without_middleware()
+    assert "--middleware" not in bare.argv
+    assert bare.argv == command.argv[: len(bare.argv)]
+    assert bare.environment["VLLM_PLUGINS"] == "slimqwen_engine_fixes,slimqwen_compile_watch"
+    checks.check(bare)
