@@ -127,7 +127,6 @@ def this_machine(platform: machine.Platform, environment: Mapping[str, str] = NO
     """What decides whether compiled code runs here and is what vLLM would compile here, by name.
 
     Args:
-        platform: cpu or cuda.
         environment: variables of the config.env, which may choose the GPU.
     """
     facts = {

@@ -11,10 +11,9 @@ _MESSAGES = ("What is the first?", "It is this.", "And the second?")
 
 
 def check(file: Path, weights: Path, arguments: Mapping[str, Any]) -> None:
-    """Render a chat of three turns, with thinking on and off.
+    """Render a chat of three turns by a template, with thinking on and off.
 
     Args:
-        file: the template.
         weights: the checkpoint folder, whose tokenizer_config.json names the special tokens.
         arguments: template variables that the server sets where a request does not.
 

@@ -39,7 +39,6 @@ def check(command: ServerCommand, trouble: Iterable[Trouble] = ()) -> None:
     """Refuse a command that cannot serve.
 
     Args:
-        command: the server's command.
         trouble: what the plan of this start dies of.
 
     Raises:

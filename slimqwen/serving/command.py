@@ -39,12 +39,7 @@ _CPU_KV_CACHE_GIB = 4  # where config.env sets no VLLM_CPU_KVCACHE_SPACE
 
 
 def client_url(host: str, port: int) -> str:
-    """Address for a client on a server's machine, without a trailing slash.
-
-    Args:
-        host: address that the server listens on.
-        port: its TCP port.
-    """
+    """Address for a client on the machine of a server that listens there, without a trailing slash."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
@@ -137,7 +132,6 @@ class ServerCommand:
         """Build the command that serves a variant.
 
         Args:
-            variant: the variant to serve.
             port: TCP port instead of VLLM_PORT.
             platform: cpu or cuda; by default the variant's PLATFORM, else this machine's.
             require_baked: refuse to serve without the baked compile cache, as REQUIRE_BAKED=1 does.

@@ -41,11 +41,9 @@ class DraftCounts:
 
 
 def in_vllm(weights: Path, prompts: Sequence[Sequence[int]], tokens: int, depth: int) -> DraftCounts:
-    """Have vLLM continue prompts greedily, drafting with the checkpoint's MTP head.
+    """Have vLLM continue prompts, token ids, greedily, drafting with the checkpoint's MTP head.
 
     Args:
-        weights: checkpoint.
-        prompts: token ids.
         tokens: longest continuation, tokens.
         depth: tokens drafted at a time (K).
 

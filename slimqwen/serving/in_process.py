@@ -83,11 +83,7 @@ def engine(folder: Path | str, **arguments: Any) -> Iterator[Any]:
 
 
 def served_arguments(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """A server's flags as arguments of `LLM`, without those that only the HTTP server has.
-
-    Args:
-        flags: values by flag name without dashes.
-    """
+    """A server's flags, by name without dashes, as arguments of `LLM`; those of the HTTP server alone are left out."""
     from vllm.engine.arg_utils import EngineArgs
 
     known = {field.name for field in dataclasses.fields(EngineArgs)} - {"model"}
@@ -105,7 +101,6 @@ def served_engine(weights: Path, flags: Mapping[str, Any], **overrides: Any) -> 
     """A `vllm.LLM` with the flags of a server.
 
     Args:
-        weights: checkpoint.
         flags: values by flag name without dashes.
         overrides: arguments of `LLM` that replace what the flags say.
     """

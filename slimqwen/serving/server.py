@@ -61,7 +61,6 @@ def prepare(command: ServerCommand, trouble: Iterable[checks.Trouble] = ()) -> N
     """Check a command, and unpack the baked compile cache to where vLLM looks for it.
 
     Args:
-        command: the server's command.
         trouble: what the plan of this start dies of.
 
     Raises:
@@ -79,7 +78,6 @@ def run_server(
     """Run a variant's server for the length of a `with` block.
 
     Args:
-        command: the server's command.
         log: file for everything that vLLM prints.
         timeout_s: limit for the time until /health answers 200, seconds.
         progress: receives (activity, seconds since the start, 0).

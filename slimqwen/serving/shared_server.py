@@ -27,8 +27,6 @@ class SharedServer:
     """A variant and the server that runs it.
 
     Attributes:
-        variant: served variant.
-        server: address of the server and the command that it runs.
         already_running: whether it ran before the measurement; such a server may have other clients.
         max_model_len: longest prompt and output together that the server accepts, tokens.
     """
@@ -51,7 +49,6 @@ def serve(
     """Use the server on the port if it runs exactly this variant, else start one and stop it afterwards.
 
     Args:
-        variant: variant to serve.
         port: TCP port instead of the variant's own.
         log: file that receives the output of a server that is started.
         progress: receives (activity, done, total) of the start.

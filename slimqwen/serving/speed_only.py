@@ -16,8 +16,7 @@ def refuse(variant: Variant, measurement: str) -> None:
     """Refuse to evaluate the answers of such a variant.
 
     Args:
-        variant: the variant to evaluate.
-        measurement: name of the measurement for the message, such as "quality".
+        measurement: its name in the message, such as "quality".
 
     Raises:
         ServingError: its weights are random, or its acceptance is synthetic.
@@ -41,11 +40,7 @@ def is_synthetic(speculation: Mapping[str, Any] | None) -> bool:
 
 
 def synthetic_acceptance_length(flags: Mapping[str, Any]) -> float | None:
-    """The acceptance length that a variant's flags set; None where the target model verifies drafts.
-
-    Args:
-        flags: values by flag name.
-    """
+    """The acceptance length that a variant's flags set; None where the target model verifies drafts."""
     speculation = flags.get("speculative-config") or {}
     if not is_synthetic(speculation):
         return None

@@ -128,8 +128,6 @@ def update(
     those of its weights.
 
     Args:
-        root: repository.
-        build: build under test.
         record: the record, relative to the repository; records of one variant lie in one folder.
         unsafe: findings of that build; each replaces the variant's finding for the same modes.
         fine: modes without a fault.
@@ -158,8 +156,6 @@ def build(weights: Path, platform: machine.Platform, environment: Mapping[str, s
     """The build that would serve a checkpoint on this machine.
 
     Args:
-        weights: checkpoint folder.
-        platform: cpu or cuda.
         environment: variables of the config.env, which may choose the GPU.
     """
     config = checkpoint.read_config(weights)
@@ -185,7 +181,6 @@ def served_modes(flags: Mapping[str, Any], platform: machine.Platform) -> dict[s
 
     Args:
         flags: values by flag name, after the platform's changes.
-        platform: cpu or cuda.
     """
     speculation = flags.get("speculative-config") or {}
     return {
@@ -211,10 +206,7 @@ def find(
     by the model, a finding for either choice counts.
 
     Args:
-        root: repository.
-        weights: checkpoint folder.
         flags: values by flag name, after the platform's changes.
-        platform: cpu or cuda.
         environment: variables of the config.env, which may choose the GPU.
 
     Raises:

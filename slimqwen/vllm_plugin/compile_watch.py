@@ -10,14 +10,13 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 from pydantic import BaseModel, ConfigDict
 
-from slimqwen.vllm_plugin import triton_cache, vllm_log
+from slimqwen.vllm_plugin import registration, triton_cache, vllm_log
 from slimqwen.vllm_plugin.engine_fixes.upstream import expect, replace
 from slimqwen.vllm_plugin.errors import PluginError
 
@@ -92,20 +91,13 @@ def load_flashinfer_libraries(folder: Path) -> None:
 
 
 def require_registered(environment: Mapping[str, str]) -> None:
-    """Check that vLLM will load this plugin: without it nothing would be watched or refused.
-
-    Args:
-        environment: environment of the vLLM process.
+    """Check that a vLLM process will load this plugin: without it nothing would be watched or refused.
 
     Raises:
         PluginError: it is not installed, or VLLM_PLUGINS leaves it out.
     """
-    installed = {point.name for point in entry_points(group="vllm.general_plugins")}
-    if PLUGIN not in installed:
-        raise PluginError(f"vLLM's plugin {PLUGIN} is not installed; `make install` installs it")
-    allowed = environment.get("VLLM_PLUGINS")
-    if allowed is not None and PLUGIN not in allowed.split(","):
-        raise PluginError(f"VLLM_PLUGINS={allowed} leaves out {PLUGIN}; add it, or unset VLLM_PLUGINS=")
+    # Unset, it allows every plugin of this group.
+    registration.require(PLUGIN, "vllm.general_plugins", environment.get("VLLM_PLUGINS", PLUGIN))
 
 
 def watch(required: bool) -> None:

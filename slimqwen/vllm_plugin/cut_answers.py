@@ -22,18 +22,13 @@ RETRY_AFTER_S = 5
 """Value of Retry-After: another server answers at once, a restart of this one takes some seconds."""
 
 EndReason = Callable[[], str | None]
-"""Why answers are cut now; None while the server and its engine live."""
+"""Why answers are cut now, for the client; None while the server and its engine live."""
 
 
 async def answer(app: ASGIApp, scope: Scope, receive: Receive, send: Send, end_reason: EndReason) -> None:
-    """Let an application answer a request, and answer 503 where the end makes it fail.
+    """Let an application answer an HTTP request, and answer 503 where the end makes it fail.
 
-    Args:
-        app: application.
-        scope: scope of an HTTP request.
-        receive: receiver of the request's body.
-        send: receiver of the answer.
-        end_reason: message for the client. Without a reason a server error passes unchanged.
+    Without a reason for the end a server error passes unchanged.
     """
     status: int | None = None
     is_stream = is_complete = is_refused = False
@@ -69,11 +64,7 @@ async def answer(app: ASGIApp, scope: Scope, receive: Receive, send: Send, end_r
 
 
 def end_refusal(reason: str) -> Response:
-    """Build the 503 with Retry-After of a server that ends.
-
-    Args:
-        reason: message for the client.
-    """
+    """The 503 with Retry-After of a server that ends."""
     response = refusal(HTTPStatus.SERVICE_UNAVAILABLE, reason, RETRY_AFTER_S)
     # A client that kept the connection would lose its next request with it.
     response.headers["Connection"] = "close"
@@ -83,11 +74,9 @@ def end_refusal(reason: str) -> Response:
 def cut_outputs(
     generate: Callable[..., AsyncGenerator[Any, None]], end_reason: EndReason
 ) -> Callable[..., AsyncGenerator[Any, None]]:
-    """Wrap the engine client's `generate`: an output that the end cuts raises vLLM's retryable error, a 503.
+    """Wrap `AsyncLLM.generate`: an output that the end cuts raises vLLM's retryable error, a 503.
 
-    Args:
-        generate: `AsyncLLM.generate`, bound.
-        end_reason: message for the client. Without a reason an error or an abort passes unchanged.
+    Without a reason for the end an error or an abort passes unchanged.
     """
     from vllm.exceptions import RetryableRequestError
     from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -114,10 +103,9 @@ def cut_outputs(
 
 
 def fail_unfinished(engine: Any) -> None:
-    """Raise an error in every unfinished request of an engine that has ended; vLLM leaves some waiting for it.
+    """Raise an error in every unfinished request of vLLM's `AsyncLLM`, which leaves some waiting at its shutdown.
 
-    Args:
-        engine: vLLM's `AsyncLLM`, after its `shutdown`; on its event loop.
+    To be called on its event loop.
     """
     from vllm.v1.engine.exceptions import EngineDeadError
 

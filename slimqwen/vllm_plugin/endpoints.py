@@ -5,11 +5,9 @@ names it: `slimqwen.serving.command` does.
 """
 
 from collections.abc import Mapping
-from importlib.metadata import entry_points
 from typing import Any
 
-from slimqwen.vllm_plugin import policy, request_limits, thinking_budget, token_ids
-from slimqwen.vllm_plugin.errors import PluginError
+from slimqwen.vllm_plugin import policy, registration, request_limits, thinking_budget, token_ids
 
 PLUGIN = "slimqwen_endpoints"
 
@@ -21,10 +19,7 @@ class Endpoints:
     required_tasks = ("generate",)
 
     def attach_router(self, app: Any) -> None:
-        """Add the route, and put the limits and the thinking budget in place.
-
-        Args:
-            app: vLLM's application, its own routes in place.
+        """Add the route to vLLM's application, and put the limits and the thinking budget in place.
 
         Raises:
             EngineFixError: this vLLM is not the one these were written for.
@@ -48,16 +43,9 @@ class Endpoints:
 
 
 def require_registered(environment: Mapping[str, str]) -> None:
-    """Check that vLLM will load this plugin.
-
-    Args:
-        environment: environment of the vLLM process.
+    """Check that a vLLM process with this environment will load this plugin.
 
     Raises:
         PluginError: it is not installed, or VLLM_PLUGINS leaves it out.
     """
-    if PLUGIN not in {point.name for point in entry_points(group="vllm.endpoint_plugins")}:
-        raise PluginError(f"vLLM's plugin {PLUGIN} is not installed; `make install` installs it")
-    allowed = environment.get("VLLM_PLUGINS", "")
-    if PLUGIN not in allowed.split(","):
-        raise PluginError(f"VLLM_PLUGINS={allowed} leaves out {PLUGIN}; add it, or unset VLLM_PLUGINS=")
+    registration.require(PLUGIN, "vllm.endpoint_plugins", environment.get("VLLM_PLUGINS", ""))

@@ -72,11 +72,7 @@ def read() -> PlanExpectation | None:
 
 
 async def state(app: Any) -> dict[str, Any]:
-    """Every fact of the started engine.
-
-    Args:
-        app: vLLM's application, started.
-    """
+    """Every fact of the engine of vLLM's started application."""
     config = app.state.vllm_config
     (worker, *_) = await app.state.engine_client.collective_rpc(EngineFacts.slimqwen_engine_facts.__name__)
     return {**config_facts(config), **cache_facts(config), **worker}
@@ -133,11 +129,7 @@ def cache_facts(config: Any) -> dict[str, Any]:
 
 
 def attention_layers(config: Any) -> list[AttentionLayers]:
-    """The backend of every layer that keeps a cache, grouped by kind.
-
-    Args:
-        config: vLLM's configuration, once its models are built.
-    """
+    """The backend of every layer that keeps a cache, grouped by kind; from vLLM's configuration after the models."""
     layers: list[AttentionLayers] = []
     for name, layer in config.compilation_config.static_forward_context.items():
         if not hasattr(layer, "get_attn_backend"):
@@ -184,20 +176,13 @@ def graph_facts(config: Any, runner: Any) -> dict[str, Any]:
 
 
 def captured_sizes(manager: Any) -> dict[str, list[int]]:
-    """Mode -> tokens of each graph of vLLM's V2 CudaGraphManager for the target.
-
-    Args:
-        manager: None without graphs.
-    """
+    """Mode -> tokens of each graph of vLLM's V2 CudaGraphManager for the target; None is one without graphs."""
     kinds = manager._capture_descs if manager is not None else {}
     return {mode.name: sorted({graph.num_tokens for graph in graphs}) for mode, graphs in kinds.items()}
 
 
 async def hold_against_plan(app: Any) -> bool:
     """Compare the started engine with its plan: log the differences, and record the start in .cache/starts.jsonl.
-
-    Args:
-        app: vLLM's application, started.
 
     Returns:
         False if it differs although REQUIRE_PLAN=1.

@@ -11,9 +11,11 @@ from collections.abc import Awaitable, Callable, Coroutine
 from http import HTTPStatus
 from typing import Any
 
+from prometheus_client import Summary
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from slimqwen.vllm_plugin import api_key, cut_answers, engine_facts, event_loop, policy, vllm_log, warm_up
+from slimqwen import host_load
+from slimqwen.vllm_plugin import api_key, cut_answers, engine_facts, policy, vllm_log, warm_up
 from slimqwen.vllm_plugin.refusal import refusal
 
 logger = logging.getLogger(__name__)
@@ -31,6 +33,14 @@ _LAST_WORDS_S = 3
 """How long clients may take to read the rest of their answers once there is no engine any more."""
 
 
+_DELAYS = Summary(host_load.SERVER_DELAYS, "Delay of a timer in the server's event loop, seconds.")
+
+
+async def _observe_delays() -> None:
+    async for delay in host_load.timer_delays():
+        _DELAYS.observe(delay)
+
+
 class Readiness:
     """503 for /health and /ping until the warm-up has run; 503 for every new request while the server drains.
 
@@ -45,12 +55,6 @@ class Readiness:
     """
 
     def __init__(self, app: ASGIApp, warm: Callable[[Any], Awaitable[None]] = warm_up.run) -> None:
-        """Wrap an application.
-
-        Args:
-            app: application behind this middleware.
-            warm: coroutine that sends the warm-up requests to the started application.
-        """
         vllm_log.join()
         api_key.guard_engine_paths()
         self._app = app
@@ -91,7 +95,7 @@ class Readiness:
                 await send(message)
                 self._begin(self._warm_up(app))
                 self._begin(self._watch(server, engine))
-                self._begin(event_loop.watch())
+                self._begin(_observe_delays())
                 return
             # Every answer has been given, or given up. A drain ends the engine too.
             if self._engine is not None and self._engine.errored and not self._is_draining:

@@ -6,13 +6,7 @@ from starlette.responses import JSONResponse
 
 
 def refusal(status: HTTPStatus, reason: str, retry_after_s: int | None = None) -> JSONResponse:
-    """Build an error response.
-
-    Args:
-        status: HTTP status.
-        reason: message for a person.
-        retry_after_s: value of Retry-After, seconds; None without the header.
-    """
+    """An error response; with the header Retry-After where seconds are given."""
     error = {"message": reason, "type": status.phrase, "param": None, "code": status.value}
     headers = {"Retry-After": str(retry_after_s)} if retry_after_s is not None else None
     return JSONResponse({"error": error}, status.value, headers)

@@ -38,12 +38,6 @@ class BodyLimit:
     """413 for a body over the policy's limit, before any of it is parsed; other requests pass untouched."""
 
     def __init__(self, app: ASGIApp, max_bytes: int | None = None) -> None:
-        """Wrap an application.
-
-        Args:
-            app: application behind this middleware.
-            max_bytes: largest body, bytes; None for the policy's limit.
-        """
         self._app = app
         self._max_bytes = policy.read().max_body_bytes if max_bytes is None else max_bytes
 
@@ -151,11 +145,7 @@ def _too_many(reason: str) -> Response:
 
 
 def answer_overload(app: Any) -> None:
-    """Let vLLM's application answer 429 with Retry-After, not 503, where its queue is full.
-
-    Args:
-        app: vLLM's application, before it is started.
-    """
+    """Let vLLM's application, before it is started, answer 429 with Retry-After, not 503, where its queue is full."""
     from vllm.exceptions import MaxQueuedTokensError, QueueOverflowError
 
     async def too_many(request: Request, error: Exception) -> Response:
@@ -171,9 +161,6 @@ def refuse_unreadable_bodies(app: Any) -> None:
     vLLM reads some values before pydantic has checked their types: it calls `get` on `structured_outputs` even if that
     is a string. Errors after the reading of the body stay vLLM's. To be removed when `check_structured_outputs_count`
     in vllm/entrypoints/openai/chat_completion/protocol.py refuses values that are no objects.
-
-    Args:
-        app: vLLM's application, before it is started.
     """
 
     async def unreadable(request: Request, error: Exception) -> Response:

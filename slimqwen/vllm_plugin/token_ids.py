@@ -103,11 +103,7 @@ def read(folder: Path) -> dict[int, int]:
 
 
 def renumber(request: Mapping[str, Any], new_ids: Mapping[int, int]) -> dict[str, Any]:
-    """The request with new ids; text and other fields stay unchanged.
-
-    Args:
-        request: decoded request of any endpoint.
-        new_ids: old id -> new id.
+    """The decoded request with new ids, by old ids; text and other fields stay unchanged.
 
     Raises:
         TokenIdError: an id has no row after the pruning, or is no integer.

@@ -26,10 +26,7 @@ _TOKENS = 16
 
 
 async def run(app: Any) -> None:
-    """Send the warm-up requests, and log what they covered and how long they took.
-
-    Args:
-        app: vLLM's application, started.
+    """Send the warm-up requests to vLLM's started application; log what they covered and how long they took.
 
     Raises:
         PluginError: a request was refused.
@@ -67,21 +64,13 @@ async def run(app: Any) -> None:
 
 
 def has_chat_template(state: Any) -> bool:
-    """Whether the server answers chats: a base model's checkpoint has no chat template.
-
-    Args:
-        state: state of vLLM's application.
-    """
+    """Whether the server answers chats: a base model's checkpoint has no chat template."""
     tokenizer = state.engine_client.renderer.tokenizer
     return bool(state.args.chat_template or getattr(tokenizer, "chat_template", None))
 
 
 def batches(config: Any) -> list[int]:
-    """Batch sizes to decode, in turn: those of the CUDA graphs, or powers of two where there are none.
-
-    Args:
-        config: vLLM's configuration.
-    """
+    """Batch sizes to decode, in turn: those of the CUDA graphs, or powers of two where there are none."""
     max_batch_size = config.scheduler_config.max_num_seqs
     # A queue limit below max_num_seqs keeps the batch smaller.
     max_batch_size = min(max_batch_size, config.scheduler_config.max_num_queued_reqs or max_batch_size)

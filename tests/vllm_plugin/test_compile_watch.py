@@ -11,7 +11,7 @@ from torch._dynamo.package import SystemInfo
 from torch._inductor.codecache import CacheBase
 
 from slimqwen.serving import baked_cache
-from slimqwen.vllm_plugin import compile_watch
+from slimqwen.vllm_plugin import compile_watch, registration
 from slimqwen.vllm_plugin.engine_fixes.upstream import EngineFixError
 from slimqwen.vllm_plugin.errors import PluginError
 
@@ -191,7 +191,7 @@ def test_a_start_that_would_not_load_the_plugin_is_refused(monkeypatch):
         PluginError, match="VLLM_PLUGINS=slimqwen_engine_fixes leaves out slimqwen_compile_watch"
     ):
         compile_watch.require_registered({"VLLM_PLUGINS": "slimqwen_engine_fixes"})
-    monkeypatch.setattr(compile_watch, "entry_points", lambda group: ())
+    monkeypatch.setattr(registration, "entry_points", lambda group: ())
     with pytest.raises(PluginError, match="is not installed; `make install` installs it"):
         compile_watch.require_registered({})
 
