@@ -255,25 +255,22 @@ class ServerCommand:
         """The same command with an unbaked compile cache in another folder: for baking, and to time a cold start."""
         assert self.cache is not None
         cache = CompileCache(root, None, (), required=False)
-        environment = MappingProxyType(
-            {**self.environment, **_cache_environment(cache, self.platform, self.variables)}
-        )
-        return dataclasses.replace(self, cache=cache, environment=environment)
+        variables = _cache_environment(cache, self.platform, self.variables)
+        return self._with(variables, cache=cache)
 
     def compared_with_plan(self, expected: engine_facts.PlanExpectation) -> "ServerCommand":
         """The same command, whose server compares its engine with a plan when it starts."""
-        environment = {**self.environment, engine_facts.VARIABLE: expected.model_dump_json()}
-        return dataclasses.replace(self, environment=MappingProxyType(environment))
+        return self._with({engine_facts.VARIABLE: expected.model_dump_json()})
 
     def without_middleware(self) -> "ServerCommand":
         """The command of bare vLLM, which is ready while cold: to time what this package adds."""
         plugins = self.environment["VLLM_PLUGINS"].split(",")
         others = ",".join(name for name in plugins if name != endpoints.PLUGIN)
-        return dataclasses.replace(
-            self,
-            argv=self.argv[: -len(_OWN_CODE)],
-            environment=MappingProxyType({**self.environment, "VLLM_PLUGINS": others}),
-        )
+        return self._with({"VLLM_PLUGINS": others}, argv=self.argv[: -len(_OWN_CODE)])
+
+    def _with(self, variables: Mapping[str, str], **changes: Any) -> "ServerCommand":
+        environment = MappingProxyType({**self.environment, **variables})
+        return dataclasses.replace(self, environment=environment, **changes)
 
 
 def _fit_to_cpu(

@@ -12,11 +12,11 @@ from collections.abc import AsyncGenerator, Callable
 from http import HTTPStatus
 from typing import Any
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from slimqwen.vllm_plugin.refusal import refusal
+from slimqwen.vllm_plugin.refusal import is_stream, refusal
 
 RETRY_AFTER_S = 5
 """Value of Retry-After: another server answers at once, a restart of this one takes some seconds."""
@@ -31,15 +31,15 @@ async def answer(app: ASGIApp, scope: Scope, receive: Receive, send: Send, end_r
     Without a reason for the end a server error passes unchanged.
     """
     status: int | None = None
-    is_stream = is_complete = is_refused = False
+    streams = is_complete = is_refused = False
 
     async def send_or_refuse(message: Message) -> None:
-        nonlocal status, is_stream, is_complete, is_refused
+        nonlocal status, streams, is_complete, is_refused
         if is_refused:
             return
         if message["type"] == "http.response.start":
             status = message["status"]
-            is_stream = Headers(scope=message).get("content-type", "").startswith("text/event-stream")
+            streams = is_stream(message)
             reason = end_reason()
             if reason is not None and status == HTTPStatus.INTERNAL_SERVER_ERROR:
                 is_refused = True
@@ -57,7 +57,7 @@ async def answer(app: ASGIApp, scope: Scope, receive: Receive, send: Send, end_r
         reason = end_reason()
         if reason is not None and status is None:
             await end_refusal(reason)(scope, receive, send)
-        elif reason is not None and is_stream and not (is_complete or is_refused):
+        elif reason is not None and streams and not (is_complete or is_refused):
             event = b"data: " + bytes(end_refusal(reason).body) + b"\n\ndata: [DONE]\n\n"
             await send({"type": "http.response.body", "body": event})
         raise

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from slimqwen.vllm_plugin import policy
 from slimqwen.vllm_plugin.engine_fixes.upstream import replace
-from slimqwen.vllm_plugin.refusal import refusal
+from slimqwen.vllm_plugin.refusal import is_stream, refusal
 
 _NAME = "request_limits"
 _RETRY_AFTER_S = 1
@@ -105,7 +105,7 @@ class RefusedStreams:
             nonlocal held_start, is_refused
             if is_refused:
                 return
-            if message["type"] == "http.response.start" and _is_stream(message):
+            if message["type"] == "http.response.start" and is_stream(message):
                 held_start = message
                 return
             if held_start is not None:
@@ -119,13 +119,6 @@ class RefusedStreams:
             await send(message)
 
         return self._app(scope, receive, send_from_first_event)
-
-
-def _is_stream(message: Message) -> bool:
-    return any(
-        name == b"content-type" and value.startswith(b"text/event-stream")
-        for name, value in message["headers"]
-    )
 
 
 def _error_response(event: bytes) -> Response | None:

@@ -9,6 +9,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -19,7 +20,7 @@ from slimqwen.vllm_plugin.request_limits import body_receiver
 
 VOCAB_MAP = "vocab_map.json"
 ROUTE = "/v1/slimqwen/vocab"
-HEADER = b"x-slimqwen-token-ids"
+HEADER = "X-Slimqwen-Token-Ids"
 
 _PATHS = ("/v1/completions", "/v1/chat/completions")
 """Endpoints with known fields; elsewhere an old id might pass for a new one."""
@@ -50,30 +51,28 @@ class OldTokenIds:
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         """Renumber, refuse, or let the application answer."""
         if scope["type"] == "http":
-            for name, value in scope["headers"]:
-                if name == HEADER:
-                    return self._renumbered(value, scope, receive, send)
+            header = Headers(scope=scope).get(HEADER)
+            if header is not None:
+                return self._renumbered(header, scope, receive, send)
         return self._app(scope, receive, send)
 
-    async def _renumbered(self, header: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _renumbered(self, header: str, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             if scope["path"].removeprefix(scope.get("root_path", "")) not in _PATHS:
-                raise TokenIdError(
-                    f"X-Slimqwen-Token-Ids applies to {' and '.join(_PATHS)} only; leave it out here"
-                )
+                raise TokenIdError(f"{HEADER} applies to {' and '.join(_PATHS)} only; leave it out here")
             body = self._renumbered_body(header, scope["app"], await Request(scope, receive).body())
         except TokenIdError as error:
             await refusal(HTTPStatus.BAD_REQUEST, str(error))(scope, receive, send)
             return
         except ClientDisconnect:
             return
-        headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
-        headers.append((b"content-length", str(len(body)).encode()))
-        await self._app({**scope, "headers": headers}, body_receiver(body, receive), send)
+        headers = MutableHeaders(raw=list(scope["headers"]))
+        headers["Content-Length"] = str(len(body))
+        await self._app({**scope, "headers": headers.raw}, body_receiver(body, receive), send)
 
-    def _renumbered_body(self, header: bytes, app: Any, body: bytes) -> bytes:
-        if header != b"old":
-            raise TokenIdError("X-Slimqwen-Token-Ids takes one value, old: the ids before the pruning")
+    def _renumbered_body(self, header: str, app: Any, body: bytes) -> bytes:
+        if header != "old":
+            raise TokenIdError(f"{HEADER} takes one value, old: the ids before the pruning")
         if self._new_ids is None:
             self._new_ids = read(Path(app.state.args.model))
         try:
@@ -95,9 +94,7 @@ def read(folder: Path) -> dict[int, int]:
     """
     file = folder / VOCAB_MAP
     if not file.is_file():
-        raise TokenIdError(
-            "the vocabulary of this variant is not pruned: send token ids without X-Slimqwen-Token-Ids"
-        )
+        raise TokenIdError(f"the vocabulary of this variant is not pruned: send token ids without {HEADER}")
     old_ids = json.loads(file.read_text(encoding="utf-8"))["new_to_old"]
     return {old: new for new, old in enumerate(old_ids)}
 

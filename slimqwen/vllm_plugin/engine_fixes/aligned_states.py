@@ -32,11 +32,7 @@ def reason() -> str | None:
 
 
 def install() -> bool:
-    """Copy states in Python; False if they are already.
-
-    Raises:
-        EngineFixError: the methods that launch the kernels are gone or take other parameters.
-    """
+    """Copy states in Python; False if they are already."""
     from vllm.v1.worker import mamba_utils
 
     context = getattr(mamba_utils, "MambaSpecDecodeGPUContext", None)

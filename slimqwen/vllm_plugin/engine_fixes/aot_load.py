@@ -22,11 +22,7 @@ def reason() -> str:
 
 
 def install() -> bool:
-    """Give what torch loads the method that vLLM calls; False if that was done before.
-
-    Raises:
-        EngineFixError: torch's loader is gone or takes other parameters.
-    """
+    """Give what torch loads the method that vLLM calls; False if that was done before."""
     from torch._dynamo import aot_compile_types as upstream
 
     saved = getattr(upstream, "BundledAOTAutogradSerializableCallable", None)

@@ -21,11 +21,7 @@ def reason() -> str | None:
 
 
 def install() -> bool:
-    """Have vLLM's sampler count ranks by torch's own operators; False if it does.
-
-    Raises:
-        EngineFixError: the function is not compiled, or takes other parameters.
-    """
+    """Have vLLM's sampler count ranks by torch's own operators; False if it does."""
     from vllm.v1.sample import sampler
 
     compiled = sampler.batched_count_greater_than

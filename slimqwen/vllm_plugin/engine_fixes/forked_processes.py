@@ -48,11 +48,7 @@ def reason() -> str | None:
 
 
 def install() -> bool:
-    """Have vLLM fork its engine and its workers; False if it does.
-
-    Raises:
-        EngineFixError: the CPU platform takes other parameters, or the processes' main functions are others.
-    """
+    """Have vLLM fork its engine and its workers; False if it does."""
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.executor.multiproc_executor import WorkerProc

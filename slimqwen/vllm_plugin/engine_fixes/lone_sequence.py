@@ -29,11 +29,7 @@ def reason() -> str | None:
 
 
 def install() -> bool:
-    """Hand vLLM's kernel a single state index with the stride that it wants; False if it is handed so already.
-
-    Raises:
-        EngineFixError: the kernel is gone or takes other parameters.
-    """
+    """Hand vLLM's kernel a single state index with the stride that it wants; False if it is handed so already."""
     from vllm import _custom_ops
 
     def update_states(

@@ -31,11 +31,7 @@ def reason() -> str | None:
 
 
 def install() -> bool:
-    """Have vLLM's CPU attention give a lone token the stride that its kernel wants; False if it does.
-
-    Raises:
-        EngineFixError: the function for prompts takes other parameters.
-    """
+    """Have vLLM's CPU attention give a lone token the stride that its kernel wants; False if it does."""
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 
     def convolve(stock: Callable[..., torch.Tensor], *, x: torch.Tensor, **others: Any) -> torch.Tensor:

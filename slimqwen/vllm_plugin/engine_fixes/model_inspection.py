@@ -18,11 +18,7 @@ def reason() -> str | None:
 
 
 def install() -> bool:
-    """Have vLLM look at model classes in this process; False if it does.
-
-    Raises:
-        EngineFixError: vLLM starts the other process in another way.
-    """
+    """Have vLLM look at model classes in this process; False if it does."""
     from vllm.model_executor.models import registry
 
     return replace(_FIX, registry, "_run_in_subprocess", lambda stock, fn: fn())

@@ -34,11 +34,7 @@ def reason() -> str:
 
 
 def install() -> bool:
-    """Extend vLLM's configuration hook of the text-only architectures; False if that was done before.
-
-    Raises:
-        EngineFixError: the hook is gone, is another class, or takes other parameters.
-    """
+    """Extend vLLM's configuration hook of the text-only architectures; False if that was done before."""
     from vllm.model_executor.models import config as upstream
 
     stock = getattr(upstream, "Qwen3_5ForCausalLMConfig", None)

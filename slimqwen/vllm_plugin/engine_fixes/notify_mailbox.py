@@ -26,11 +26,7 @@ def reason() -> str | None:
 
 
 def install() -> bool:
-    """Have readers of vLLM's shared memory empty their socket's mailbox at every 256th message; False if they do.
-
-    Raises:
-        EngineFixError: the method that notes a read takes other parameters.
-    """
+    """Have readers of vLLM's shared memory empty their socket's mailbox at every 256th message; False if they do."""
     import zmq
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 

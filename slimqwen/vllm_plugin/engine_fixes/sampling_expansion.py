@@ -55,11 +55,7 @@ def reason() -> str | None:
 
 
 def install() -> bool:
-    """Put `expand` where the CPU platform takes its kernels from; False if it is there already.
-
-    Raises:
-        EngineFixError: the function is gone or takes other parameters, or a worker has already bound it.
-    """
+    """Put `expand` where the CPU platform takes its kernels from; False if it is there already."""
     from vllm.utils import cpu_triton_utils
 
     if is_replaced(cpu_triton_utils, _FUNCTION):

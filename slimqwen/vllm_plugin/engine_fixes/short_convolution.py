@@ -58,11 +58,7 @@ def reason() -> str | None:
 
 
 def install() -> bool:
-    """Have vLLM's CPU kernels of Gated DeltaNet convolve by `conv1d`; False if they do.
-
-    Raises:
-        EngineFixError: a module does not name torch.nn.functional F.
-    """
+    """Have vLLM's CPU kernels of Gated DeltaNet convolve by `conv1d`; False if they do."""
     from vllm.model_executor.layers.mamba.ops.cpu import causal_conv1d, gdn_attention
 
     found = [getattr(module, "F", None) for module in (causal_conv1d, gdn_attention)]

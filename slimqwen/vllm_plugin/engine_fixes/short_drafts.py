@@ -48,11 +48,7 @@ def roll(row: torch.Tensor, new: torch.Tensor, accepted: int, width: int) -> tor
 
 
 def install() -> bool:
-    """Take over the steps in which a sequence has fewer drafts than K; False if that was done before.
-
-    Raises:
-        EngineFixError: the function is gone or takes other parameters, or something that it is made of is gone.
-    """
+    """Take over the steps in which a sequence has fewer drafts than K; False if that was done before."""
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention as upstream
 
     for name in ("_unpacked_conv_weight", "is_arm_bf16", "ops", "F"):

@@ -98,11 +98,7 @@ def reason() -> str | None:
 
 
 def install() -> bool:
-    """Take over both kernels for synthetic acceptance; False if that was done before, or vLLM no longer refuses it.
-
-    Raises:
-        EngineFixError: a function is gone or takes other parameters, or a worker has already bound it.
-    """
+    """Take over both kernels for synthetic acceptance; False if that was done before, or vLLM no longer refuses it."""
     from vllm.utils import cpu_triton_utils as upstream
 
     if is_replaced(upstream, next(iter(_PARAMETERS))):

@@ -26,12 +26,7 @@ def reason() -> str | None:
 
 
 def install() -> bool:
-    """Put the kernel in the place of vLLM's CPU kernel; False if it is there already.
-
-    Raises:
-        EngineFixError: the list of kernels, vLLM's kernel, a kernel's interface or torch's product is gone
-            or has changed.
-    """
+    """Put the kernel in the place of vLLM's CPU kernel; False if it is there already."""
     from vllm.model_executor.kernels import linear as upstream
 
     from slimqwen.vllm_plugin.engine_fixes.torch_int4 import TorchInt4LinearKernel

@@ -18,11 +18,7 @@ def reason() -> str:
 
 
 def install() -> bool:
-    """Put the kernel behind vLLM's kernels for the CPU; False if it is there already.
-
-    Raises:
-        EngineFixError: the list of kernels, a kernel's interface or torch's product is gone or has changed.
-    """
+    """Put the kernel behind vLLM's kernels for the CPU; False if it is there already."""
     from slimqwen.vllm_plugin.engine_fixes.torch_int8 import TorchInt8LinearKernel
 
     kernels = mixed_precision_kernels(_FIX, ("_weight_int8pack_mm",))
