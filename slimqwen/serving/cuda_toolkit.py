@@ -17,10 +17,7 @@ from pathlib import Path
 
 from slimqwen.serving.errors import ServingError
 
-_PARTS = ("bin", "include", "nvvm")
 _DEFAULT_HOME = "/usr/local/cuda"
-_HEADER = "cuda_runtime.h"
-_LIBRARIES = "lib64"
 
 
 def variables(cache: Path, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -62,7 +59,7 @@ def _nvcc(environment: Mapping[str, str]) -> str | None:
     home = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
     on_path = shutil.which("nvcc", path=environment.get("PATH", os.defpath))
     if on_path and not home:
-        return on_path if (Path(on_path).parents[1] / "include" / _HEADER).is_file() else None
+        return on_path if (Path(on_path).parents[1] / "include" / "cuda_runtime.h").is_file() else None
     return shutil.which(f"{home or _DEFAULT_HOME}/bin/nvcc")
 
 
@@ -85,9 +82,9 @@ def _compose(packages: Path, cache: Path, compiler: str) -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".cuda-toolkit.", dir=cache) as folder:
         new = Path(folder) / "toolkit"
-        libraries = new / _LIBRARIES
+        libraries = new / "lib64"
         (libraries / "stubs").mkdir(parents=True)
-        for part in _PARTS:
+        for part in ("bin", "include", "nvvm"):
             (new / part).symlink_to(packages / part)
         for file in sorted((packages / "lib").iterdir()):
             (libraries / file.name).symlink_to(file)

@@ -1,6 +1,5 @@
 """Log of the starts that had a plan: .cache/starts.jsonl, a JSON object per line with planned and actual facts."""
 
-import os
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -43,11 +42,8 @@ def append(start: Start, file: Path = FILE) -> None:
         OSError: the file cannot be written.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        os.write(descriptor, (start.model_dump_json() + "\n").encode())
-    finally:
-        os.close(descriptor)
+    with file.open("ab", buffering=0) as log:
+        log.write(start.model_dump_json().encode() + b"\n")
 
 
 def read(file: Path) -> list[Start]:

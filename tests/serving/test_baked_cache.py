@@ -27,19 +27,17 @@ def root(tmp_path):
     return root
 
 
+def pack(root, folder, **made_by):
+    folder.mkdir(exist_ok=True)
+    facts = {"machine": MACHINE, "device": "", "flags": {}, "environment": {}, "graphs": {"backbone": 30.5}}
+    return baked_cache.pack(root, folder, **facts | made_by)
+
+
 @pytest.fixture
 def packed(root, tmp_path):
     folder = tmp_path / "checkpoint"
-    folder.mkdir()
-    return folder, baked_cache.pack(
-        root,
-        folder,
-        machine=MACHINE,
-        device="",
-        flags=baked_cache.decisive(FLAGS),
-        environment={"VLLM_CPU_KVCACHE_SPACE": "1"},
-        graphs={"backbone": 30.5},
-    )
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    return folder, pack(root, folder, flags=baked_cache.decisive(FLAGS), environment=environment)
 
 
 def contents(root):
@@ -142,11 +140,10 @@ def test_starts_at_once_restore_once_and_never_take_a_file_from_each_other(packe
 
 def test_a_start_that_saved_no_graph_is_not_packed(root, tmp_path):
     (root / next(iter(GRAPHS))).unlink()
-    facts = {"machine": {}, "device": "", "flags": {}, "environment": {}}
     with pytest.raises(ServingError, match="saved no compiled graph"):
-        baked_cache.pack(root, tmp_path, graphs={"backbone": 30.5}, **facts)
+        pack(root, tmp_path)
     with pytest.raises(ServingError, match="saved no compiled graph"):
-        baked_cache.pack(tmp_path / "empty", tmp_path, graphs={}, **facts)
+        pack(tmp_path / "empty", tmp_path, graphs={})
     assert not (tmp_path / baked_cache.MANIFEST).exists()
 
 
@@ -222,15 +219,9 @@ def with_library(root):
     return root
 
 
-def pack(root, folder, **made_by):
-    folder.mkdir(exist_ok=True)
-    facts = {"machine": MACHINE, "device": "", "flags": {}, "environment": {}, **made_by}
-    return baked_cache.pack(root, folder, **facts)
-
-
 def test_libraries_are_packed_beside_graphs_and_either_part_is_restored(with_library, tmp_path):
     folder, place = tmp_path / "checkpoint", tmp_path / "place"
-    baked = pack(with_library, folder, graphs={"backbone": 30.5}, libraries={"sampling": 122.3})
+    baked = pack(with_library, folder, libraries={"sampling": 122.3})
     assert baked_cache.read(folder).libraries == {"sampling": 122.3}
     for damaged in (LIBRARY, next(iter(GRAPHS))):
         baked_cache.restore(folder, baked, place)
@@ -244,7 +235,7 @@ def test_of_triton_s_kernels_what_a_start_reads_is_packed(root, tmp_path):
     for name in ("__grp__k.json", "k.json", "k.cubin", "k.ptx", "k.ttir"):
         (root / "triton" / "KEY" / name).parent.mkdir(parents=True, exist_ok=True)
         (root / "triton" / "KEY" / name).write_bytes(name.encode())
-    baked = pack(root, tmp_path / "checkpoint", graphs={"backbone": 30.5})
+    baked = pack(root, tmp_path / "checkpoint")
     names = {name for name in baked.files if name.startswith("triton/")}
     assert names == {f"triton/KEY/{name}" for name in ("__grp__k.json", "k.json", "k.cubin")}
     assert baked.kernels == {"KEY"}

@@ -99,6 +99,14 @@ def test_a_client_asks_where_the_server_listens(host, url):
     assert client_url(host, 8000) == url
 
 
+def resolved_again(command, **options):
+    return ServerCommand.resolve(command.variant, port=free_port(), platform="cpu", **options)
+
+
+def cache_policy(command):
+    return compile_watch.CachePolicy.model_validate_json(command.environment[compile_watch.VARIABLE])
+
+
 def test_a_baked_cache_that_fits_is_where_vllm_looks(baked_for, tmp_path):
     command = baked_for()
     assert command.cache.usable
@@ -107,15 +115,14 @@ def test_a_baked_cache_that_fits_is_where_vllm_looks(baked_for, tmp_path):
     )
 
 
-def test_a_baked_cache_for_something_else_is_not_used_and_refused_where_required(baked_for, tmp_path):
-    assert baked_for().environment["VLLM_CACHE_ROOT"].count("baked-") == 1
+def test_a_baked_cache_for_something_else_is_not_used_and_refused_where_required(baked_for):
     command = baked_for(machine={"torch": "1.0"}, flags={"max-num-seqs": 99})
     assert not command.cache.usable
     assert "torch was 1.0 and is" in command.cache.differences[0]
     assert "--max-num-seqs was 99 and is not set" in command.cache.differences
     assert "baked-" not in command.environment["VLLM_CACHE_ROOT"]
     checks.check(command)
-    required = ServerCommand.resolve(command.variant, port=free_port(), platform="cpu", require_baked=True)
+    required = resolved_again(command, require_baked=True)
     with pytest.raises(ServingError, match=r"compile cache of v is for something else: torch was"):
         checks.check(required)
 
@@ -124,7 +131,7 @@ def test_a_cache_baked_with_other_plugins_does_not_fit_because_vllms_own_key_hol
     command = baked_for()
     file = tmp_path / "weights/v" / baked_cache.MANIFEST
     file.write_text(file.read_text().replace("slimqwen_endpoints", "another"))
-    again = ServerCommand.resolve(command.variant, port=free_port(), platform="cpu")
+    again = resolved_again(command)
     assert [said.partition(" ")[0] for said in again.cache.differences] == ["VLLM_PLUGINS"]
 
 
@@ -134,19 +141,19 @@ def test_a_gpu_of_another_name_and_the_same_capability_is_told_to_vllm(baked_for
     command = baked_for(device="NVIDIA A40", machine={"compute capability": "8.6"})
     facts = baked_cache.this_machine("cpu") | {"compute capability": "8.6"}
     monkeypatch.setattr(baked_cache, "this_machine", lambda platform, environment: facts)
-    command = ServerCommand.resolve(command.variant, port=free_port(), platform="cpu")
+    command = resolved_again(command)
     assert command.cache.differences == ()
-    wanted = compile_watch.CachePolicy.model_validate_json(command.environment[compile_watch.VARIABLE])
+    wanted = cache_policy(command)
     assert (wanted.device, wanted.capability) == (alias, "8.6" if alias else "")
 
 
 def test_a_cache_of_libraries_alone_is_used_and_refused_where_graphs_are_required(baked_for):
     command = baked_for(libraries={"sampling": 122.3})
     assert command.cache.libraries == {"sampling"}
-    wanted = compile_watch.CachePolicy.model_validate_json(command.environment[compile_watch.VARIABLE])
+    wanted = cache_policy(command)
     assert wanted.libraries == str(command.cache.root / "flashinfer")
     checks.check(command)
-    required = ServerCommand.resolve(command.variant, port=free_port(), platform="cpu", require_baked=True)
+    required = resolved_again(command, require_baked=True)
     with pytest.raises(ServingError, match=r"compile cache of v holds no compiled graph.*bakes both$"):
         checks.check(required)
 
@@ -154,7 +161,7 @@ def test_a_cache_of_libraries_alone_is_used_and_refused_where_graphs_are_require
 def test_another_compute_capability_is_a_difference(baked_for):
     command = baked_for(device="NVIDIA L4", machine={"compute capability": "8.9"})
     assert "compute capability was 8.9 and is not set" in command.cache.differences
-    wanted = compile_watch.CachePolicy.model_validate_json(command.environment[compile_watch.VARIABLE])
+    wanted = cache_policy(command)
     assert wanted.device == ""
 
 

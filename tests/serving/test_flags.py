@@ -164,12 +164,6 @@ def test_a_key_that_parses_as_a_prefix_only_is_not_known():
     assert "VLLM_MAX_NUM_SEQ" not in flags.options()
 
 
-def test_resolving_twice_gives_the_same(resolve, tmp_path):
-    first = resolve("VLLM_MAX_NUM_SEQS=8")
-
-    assert first == flags.resolve(variant.load("v", tmp_path))
-
-
 def test_a_vllm_for_gpus_that_sees_none_is_one_line(monkeypatch):
     from vllm import platforms
     from vllm.platforms.interface import UnspecifiedPlatform

@@ -125,21 +125,18 @@ def test_an_id_without_an_image_is_an_error_and_never_another_token(ask, body, w
     assert where in answer.json()["error"]["message"]
 
 
-def test_a_body_nested_too_deeply_to_be_renumbered_is_refused(ask):
-    answer = ask("POST", "/v1/completions", content=b"[" * 100_000, headers=OLD)
-    assert (answer.status_code, "nested too deeply" in answer.text) == (400, True)
-
-
-def test_where_token_ids_have_other_names_the_header_is_refused(ask):
-    answer = ask("GET", token_ids.ROUTE, headers=OLD)
-    assert (answer.status_code, "/v1/completions" in answer.text) == (400, True)
-
-
-def test_a_whole_vocabulary_or_another_word_in_the_header_is_refused(ask):
-    answer = ask("POST", "/v1/completions", json={"prompt": [1]}, headers=OLD, pruned=False)
-    assert (answer.status_code, "is not pruned" in answer.text) == (400, True)
-    answer = ask("POST", "/v1/completions", json={"prompt": [0]}, headers={"X-Slimqwen-Token-Ids": "new"})
-    assert (answer.status_code, "one value, old" in answer.text) == (400, True)
+@pytest.mark.parametrize(
+    ("question", "reason"),
+    [
+        pytest.param({"content": b"[" * 100_000}, "nested too deeply", id="nested too deeply"),
+        pytest.param({"method": "GET", "path": token_ids.ROUTE}, "/v1/completions", id="another route"),
+        pytest.param({"json": {"prompt": [1]}, "pruned": False}, "is not pruned", id="a whole vocabulary"),
+        pytest.param({"headers": {"X-Slimqwen-Token-Ids": "new"}}, "one value, old", id="another word"),
+    ],
+)
+def test_what_cannot_be_renumbered_is_refused_with_the_reason(ask, question, reason):
+    answer = ask(**{"method": "POST", "path": "/v1/completions", "headers": OLD, **question})
+    assert (answer.status_code, reason in answer.text) == (400, True)
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,6 @@ import torch
 from slimqwen.vllm_plugin.engine_fixes.upstream import replace
 
 _FIX = "forked_processes"
-_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
-_CPUS = "GOMP_CPU_AFFINITY"
-_THREADS = "OMP_NUM_THREADS"
 
 # An engine in this process replaces torch's.
 set_num_threads = torch.set_num_threads
@@ -55,7 +52,7 @@ def install() -> bool:
 
     def check_and_fork(stock: Callable[..., None], cls: type, vllm_config: Any) -> None:
         stock(cls, vllm_config)
-        os.environ[_METHOD] = "fork"
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
     def run_engine(stock: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
         close_listening_sockets()
@@ -94,7 +91,7 @@ def keep_frozen() -> None:
 def set_threads() -> None:
     """Set this process's OpenMP threads and their CPUs to what OpenMP would have read from the environment."""
     # vLLM's executor sets both for the worker that it starts (`OMPProcessManager.configure_omp_envs`).
-    if cpus := os.environ.get(_CPUS):
+    if cpus := os.environ.get("GOMP_CPU_AFFINITY"):
         os.sched_setaffinity(0, {int(cpu) for cpu in cpus.split()})
     cores = min(psutil.cpu_count(logical=False) or 1, len(os.sched_getaffinity(0)))
-    set_num_threads(int(os.environ.get(_THREADS) or cores))
+    set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or cores))

@@ -27,20 +27,17 @@ def accepted(drafts, uniform, rates, totals, *, chosen=None):
     return output.tolist()
 
 
-def test_drafts_are_kept_up_to_the_first_whose_number_is_not_below_its_rate():
-    assert accepted([7, 8, 9], [0.1, 0.6, 0.0], [0.5, 0.5, 0.5], [3]) == [[7, 101, EMPTY, EMPTY]]
-
-
-def test_a_draft_that_is_kept_whole_is_followed_by_the_bonus_token():
-    assert accepted([7, 8], [0.1, 0.1], [0.5, 0.5], [2]) == [[7, 8, 900]]
-
-
-def test_a_rate_of_one_keeps_and_of_zero_rejects_every_draft():
-    assert accepted([7, 8], [0.999999, 0.0], [1.0, 0.0], [2]) == [[7, 101, EMPTY]]
-
-
-def test_padding_is_never_kept():
-    assert accepted([-1, 8], [0.0, 0.0], [1.0, 1.0], [2]) == [[100, EMPTY, EMPTY]]
+@pytest.mark.parametrize(
+    ("drafts", "uniform", "rates", "row"),
+    [
+        pytest.param([7, 8, 9], [0.1, 0.6, 0.0], [0.5] * 3, [7, 101, EMPTY, EMPTY], id="not below its rate"),
+        pytest.param([7, 8], [0.1, 0.1], [0.5, 0.5], [7, 8, 900], id="whole, then the bonus token"),
+        pytest.param([7, 8], [0.999999, 0.0], [1.0, 0.0], [7, 101, EMPTY], id="rates of one and of zero"),
+        pytest.param([-1, 8], [0.0, 0.0], [1.0, 1.0], [100, EMPTY, EMPTY], id="padding is never kept"),
+    ],
+)
+def test_drafts_are_kept_up_to_the_first_that_its_rate_rejects(drafts, uniform, rates, row):
+    assert accepted(drafts, uniform, rates, [len(drafts)]) == [row]
 
 
 def test_requests_have_their_own_drafts_and_those_that_are_not_chosen_stay():
