@@ -5,6 +5,7 @@ nothing unless `slimqwen.serving.command` sets `VARIABLE`, a `CachePolicy`.
 """
 
 import functools
+import inspect
 import logging
 import os
 import time
@@ -173,13 +174,7 @@ def name_device_in_keys(name: str, capability: str) -> None:
     from torch._dynamo.package import SystemInfo
     from torch._inductor.codecache import CacheBase
 
-    system, info = CacheBase.__dict__.get("get_system"), SystemInfo.__dict__.get("current")
-    expect(_NAME, isinstance(system, staticmethod), f"CacheBase.get_system is {system!r}")
-    expect(_NAME, isinstance(info, classmethod), f"SystemInfo.current is {info!r}")
-    assert isinstance(system, staticmethod)
-    assert isinstance(info, classmethod)
-    stock_system = getattr(system.__func__, "__wrapped__", system.__func__)
-    stock_info, properties = info.__func__, torch.cuda.get_device_properties
+    properties = torch.cuda.get_device_properties
 
     def check() -> None:
         here = properties(torch.cuda.current_device())
@@ -191,7 +186,7 @@ def name_device_in_keys(name: str, capability: str) -> None:
             )
 
     @functools.cache
-    def get_system() -> Any:
+    def get_system(stock: Any) -> Any:
         check()
 
         class Alias:
@@ -203,12 +198,12 @@ def name_device_in_keys(name: str, capability: str) -> None:
                 return getattr(self._stock, attribute)
 
         with patch.object(torch.cuda, "get_device_properties", Alias):
-            return stock_system()
+            return inspect.unwrap(stock)()  # past torch's own cache
 
-    def current(cls: type) -> Any:
+    def current(stock: Callable[[type], Any], cls: type) -> Any:
         check()
         with patch.object(torch.cuda, "get_device_name", lambda device=None: name):
-            return stock_info(cls)
+            return stock(cls)
 
-    CacheBase.get_system = staticmethod(get_system)
-    SystemInfo.current = classmethod(current)
+    replace(_NAME, CacheBase, "get_system", get_system)
+    replace(_NAME, SystemInfo, "current", current)

@@ -9,6 +9,8 @@ Each fix is a module of this package with two functions:
     reason() -> str | None   why this machine needs the fix, or None where it does not
     install() -> bool        put it in place; False where it already is; EngineFixError where it cannot be
 
+Most put a function in the place of one of vLLM's, by `upstream.replace`.
+
 `VLLM_PLUGINS`, if set, is a list of the plugins allowed: it must name `slimqwen_engine_fixes`.
 """
 

@@ -10,7 +10,7 @@ Goes away when vLLM compiles it on a GPU alone.
 
 from typing import Any
 
-from slimqwen.vllm_plugin.engine_fixes.upstream import expect, expect_parameters
+from slimqwen.vllm_plugin.engine_fixes.upstream import expect, replace
 
 _FIX = "eager_ranks"
 
@@ -24,14 +24,8 @@ def install() -> bool:
     """Have vLLM's sampler count ranks by torch's own operators; False if it does."""
     from vllm.v1.sample import sampler
 
-    compiled = sampler.batched_count_greater_than
-    if getattr(compiled, "counts_eagerly", False):
-        return False
-    count: Any = getattr(compiled, "_torchdynamo_orig_callable", None)
+    count: Any = getattr(sampler.batched_count_greater_than, "_torchdynamo_orig_callable", None)
     expect(
         _FIX, count is not None, f"{sampler.__name__} counts ranks by a function that torch does not compile"
     )
-    expect_parameters(_FIX, count, ("x", "values"))
-    count.counts_eagerly = True
-    sampler.batched_count_greater_than = count
-    return True
+    return replace(_FIX, sampler, "batched_count_greater_than", lambda stock, x, values: count(x, values))

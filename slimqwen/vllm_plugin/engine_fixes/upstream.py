@@ -81,7 +81,7 @@ def replace(
     stock: Any = found.__func__ if isinstance(found, classmethod | staticmethod) else found
     expect(fix, callable(stock), f"{owner.__name__} has no function {name}")
     _, *own = inspect.signature(replacement).parameters.values()
-    if parameters is not None or own[0].kind is not own[0].VAR_POSITIONAL:
+    if parameters is not None or not any(parameter.kind is parameter.VAR_POSITIONAL for parameter in own):
         expect_parameters(fix, stock, parameters or [parameter.name for parameter in own])
 
     @functools.wraps(stock)
