@@ -31,33 +31,6 @@ def test_a_server_that_dies_at_start_is_an_error_that_quotes_its_log(servable, t
         pytest.fail("it served")
 
 
-ORPHAN = """
-import dataclasses, sys
-from pathlib import Path
-from slimqwen import variant
-from slimqwen.serving.command import ServerCommand
-from slimqwen.serving.server import free_port, run_server
-
-command = ServerCommand.resolve(variant.load("tiny"), port=free_port(), platform="cpu")
-asleep = (sys.executable, "-c", "import time; print('asleep', flush=True); time.sleep(300)")
-with run_server(dataclasses.replace(command, argv=asleep), log=Path(sys.argv[1])):
-    pass
-"""
-
-
-def test_a_server_ends_with_the_process_that_started_it_however_that_dies(tmp_path):
-    log = tmp_path / "log"
-    parent = subprocess.Popen([sys.executable, "-c", ORPHAN, str(log)])
-    try:
-        real_server.wait_for(lambda: log.exists() and "asleep" in log.read_text(), 120)
-        children = psutil.Process(parent.pid).children(recursive=True)
-        assert len(children) >= 2  # the guard and the server
-    finally:
-        parent.kill()
-        parent.wait()
-    assert real_server.ended(children, 10)
-
-
 @pytest.mark.engine
 def test_a_served_variant_answers_every_endpoint_a_client_uses(tiny_server):
     chat = {"model": "default", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
