@@ -98,8 +98,7 @@ def combine(
     Args:
         settings: groups of modes to cross, and values beside the variant's own.
         served: modes of the variant.
-        engine: flags of the variant, max-num-batched-tokens among them, and its platform.
-        has_mtp: whether the checkpoint has an MTP head.
+        engine: its flags have max-num-batched-tokens.
     """
     values: dict[Mode, Sequence[Any]] = {
         "draft_tokens": (0, served.draft_tokens or settings.draft_tokens),
@@ -147,7 +146,6 @@ def flags_of(modes: Modes, served: Modes, engine: ServedEngine) -> dict[str, Any
 
     Args:
         served: modes of the variant.
-        engine: flags of the variant, and its platform.
     """
     flags = {
         **engine.flags,

@@ -6,7 +6,7 @@ compared with the reference engine's, which has neither drafts nor a prefix cach
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -81,11 +81,6 @@ class Arm(Block):
     seconds: NonNegative
 
     @property
-    def length_range(self) -> str | None:
-        """Shortest and longest prompt in words; None where the engine broke down."""
-        return f"{self.first_length} to {self.first_length + self.lengths - 1}" if self.lengths else None
-
-    @property
     def verdict(self) -> Verdict:
         """Fail with a broken length; inconclusive where no hit was seen."""
         if self.broken or self.failure:
@@ -130,7 +125,9 @@ class LengthSweep(ServedRecord):
             "MTP K": lambda arm: arm.modes.draft_tokens or "off",
             "tokens a step": lambda arm: arm.token_budget,
             "block": lambda arm: arm.block_size,
-            "prompt lengths": lambda arm: arm.length_range,
+            "prompt lengths": lambda arm: (
+                f"{arm.first_length} to {arm.first_length + arm.lengths - 1}" if arm.lengths else None
+            ),
             "hits, tokens": lambda arm: arm.hit_tokens,
             "near ties": lambda arm: arm.near_ties,
             "broken": lambda arm: arm.failure or len(arm.broken),
@@ -282,7 +279,7 @@ def sweep_lengths(
         # With drafts vLLM leaves out the last block of a hit: a hit needs more than two blocks.
         first = 2 * block_size + 1
         count = settings.lengths
-        template = _Template.read(weights, settings, root, first + count)
+        chat_request = _chat_requests(weights, settings, root, first + count)
         context_len = llm.llm_engine.vllm_config.model_config.max_model_len
         if first + count + settings.output_tokens > context_len:
             raise EvalError(
@@ -291,7 +288,7 @@ def sweep_lengths(
             )
         for done, length in enumerate(range(first, first + count)):
             progress("sweeping", done, count)
-            request = Request(template.prompt(length), settings.output_tokens)
+            request = chat_request(length)
             llm.reset_prefix_cache()
             (cold,) = scenarios.replay(llm, [request])
             before = in_process.counter(llm, "vllm:prefix_cache_hits")
@@ -315,12 +312,11 @@ def answer_lengths(
     settings, flags, lengths, root = task
     progress("starting", 0, 0)
     answers = {}
-    template = _Template.read(weights, settings, root, max(lengths, default=0))
+    chat_request = _chat_requests(weights, settings, root, max(lengths, default=0))
     with in_process.served_engine(weights, flags, max_num_batched_tokens=flags["max-model-len"]) as llm:
         for done, length in enumerate(lengths):
             progress("answering", done, len(lengths))
-            request = Request(template.prompt(length), settings.output_tokens)
-            (answers[length],) = scenarios.replay(llm, [request], log_probabilities=True)
+            (answers[length],) = scenarios.replay(llm, [chat_request(length)], log_probabilities=True)
     return answers
 
 
@@ -334,8 +330,7 @@ def judge(
 
     Args:
         reference: answers by prompt length.
-        near_tie_nats: log-probability gap below which either token is correct.
-        cached_tie_nats: the same for an answer from the cache that is not the cold one; None for the same gap.
+        cached_tie_nats: near_tie_nats of an answer from the cache that is not the cold one; None for the same gap.
 
     Returns:
         The arm, and one item per answer.
@@ -374,32 +369,28 @@ def judge(
     return arm, items
 
 
-@dataclass(frozen=True)
-class _Template:
-    """A chat of one user message, cut so that the whole prompt has a given number of tokens."""
+def _chat_requests(
+    weights: Path, settings: LengthSweepSettings, root: Path, longest: int
+) -> Callable[[int], Request]:
+    """A function from a length to a chat of one user message, cut so that the whole prompt has that many tokens."""
+    from transformers import AutoTokenizer
 
-    before: tuple[int, ...]
-    message: tuple[int, ...]
-    after: tuple[int, ...]
+    tokenizer = AutoTokenizer.from_pretrained(weights, local_files_only=True)
+    mark = "SLIMQWEN-MESSAGE"
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": mark}], tokenize=False, add_generation_prompt=True
+    )
+    before, after = (
+        tuple(tokenizer(part, add_special_tokens=False)["input_ids"]) for part in chat.split(mark)
+    )
+    cutter = prompts.PromptCutter.for_checkpoint(weights, settings.text, settings.seed, root)
+    message = cutter.cut(1, longest)[0]
 
-    @classmethod
-    def read(cls, weights: Path, settings: LengthSweepSettings, root: Path, longest: int) -> "_Template":
-        from transformers import AutoTokenizer
+    def request(length: int) -> Request:
+        prompt = (*before, *message[: length - len(before) - len(after)], *after)
+        return Request(prompt, settings.output_tokens)
 
-        tokenizer = AutoTokenizer.from_pretrained(weights, local_files_only=True)
-        mark = "SLIMQWEN-MESSAGE"
-        chat = tokenizer.apply_chat_template(
-            [{"role": "user", "content": mark}], tokenize=False, add_generation_prompt=True
-        )
-        before, after = (
-            tuple(tokenizer(part, add_special_tokens=False)["input_ids"]) for part in chat.split(mark)
-        )
-        cutter = prompts.PromptCutter.for_checkpoint(weights, settings.text, settings.seed, root)
-        return cls(before, tuple(cutter.cut(1, longest)[0]), after)
-
-    def prompt(self, length: int) -> tuple[int, ...]:
-        """The prompt of `length` tokens."""
-        return (*self.before, *self.message[: length - len(self.before) - len(self.after)], *self.after)
+    return request
 
 
 def _served_modes(server: ServerCommand) -> Modes:

@@ -7,7 +7,7 @@ token beyond a near tie, crashes or hangs is unsafe and is added to eval/unsafe_
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -128,44 +128,33 @@ class EngineModes(ServedRecord):
 
     def tables(self, path: Path) -> list[Table]:
         """One row per combination; reasons and notes are numbered below."""
-        remarks: dict[str, int] = {}
-        rows = []
-        for cell in self.cells:
-            modes = cell.modes
-            numbers = [
-                remarks.setdefault(remark, len(remarks) + 1)
-                for remark in (cell.reason, *cell.notes)
-                if remark
-            ]
-            rows.append(
-                (
-                    "served" if cell.served else "",
-                    str(modes.draft_tokens or "off"),
-                    "on" if modes.prefix_caching else "off",
-                    modes.kv_cache_dtype,
-                    "chunked" if modes.chunked_prefill else "whole",
-                    modes.graphs,
-                    str(cell.state),
-                    ", ".join(map(str, numbers)),
-                    str(modes.concurrency),
-                    str(cell.items),
-                    str(cell.near_ties),
-                    str(cell.prefix_hits),
-                    "-" if cell.preemptions is None else str(cell.preemptions),
-                    f"{cell.seconds:.0f}",
-                )
-            )
-        columns = (
-            "", "MTP K", "prefix caching", "KV cache", "prefill", "graphs", "state", "notes",
-            "concurrency", "answers", "near ties", "prefix hits", "preempted", "seconds",
-        )  # fmt: skip
+        remarks = [remark for cell in self.cells for remark in (cell.reason, *cell.notes) if remark]
+        numbers = {remark: number for number, remark in enumerate(dict.fromkeys(remarks), start=1)}
+        columns: dict[str, Callable[[Cell], object]] = {
+            "": lambda cell: "served" if cell.served else "",
+            "MTP K": lambda cell: cell.modes.draft_tokens or "off",
+            "prefix caching": lambda cell: "on" if cell.modes.prefix_caching else "off",
+            "KV cache": lambda cell: cell.modes.kv_cache_dtype,
+            "prefill": lambda cell: "chunked" if cell.modes.chunked_prefill else "whole",
+            "graphs": lambda cell: cell.modes.graphs,
+            "state": lambda cell: cell.state,
+            "notes": lambda cell: ", ".join(
+                str(numbers[remark]) for remark in (cell.reason, *cell.notes) if remark
+            ),
+            "concurrency": lambda cell: cell.modes.concurrency,
+            "answers": lambda cell: cell.items,
+            "near ties": lambda cell: cell.near_ties,
+            "prefix hits": lambda cell: cell.prefix_hits,
+            "preempted": lambda cell: cell.preemptions,
+            "seconds": lambda cell: f"{cell.seconds:.0f}",
+        }
         near_ties = sum(cell.near_ties for cell in self.cells)
         notes = (
-            *(f"{number}: {remark}" for remark, number in remarks.items()),
+            *(f"{number}: {remark}" for remark, number in numbers.items()),
             f"{self.summary()}. {near_ties} near ties below {self.near_tie_nats} nats.",
         )
         title = f"Engine modes of {self.variant}: {self.verdict}"
-        return [Table(title, columns, tuple(rows), notes, text_columns=8)]
+        return [Table.from_rows(title, self.cells, columns, *notes, text_columns=8)]
 
 
 @dataclass(frozen=True)
@@ -305,37 +294,19 @@ def judge(
         run: answers and counters of the combination; the reason where it broke down; None where it is not
             available.
         answers: the reference engine's, by group.
-        near_tie_nats: log-probability gap below which either token is correct.
 
     Returns:
         The cell, and one item per reply; an item has tokens where they differ.
     """
-    counter_names = (
-        "items",
-        "near_ties",
-        "tokens_compared",
-        "drafts",
-        "accepted_drafts",
-        "prefix_hits",
-        "aborted",
-    )
-    cell = Cell(
-        modes=combination.modes,
-        served=combination.served,
-        state=State.FINE,
-        reason=None,
-        preemptions=None,
-        notes=(),
-        seconds=seconds,
-        **dict.fromkeys(counter_names, 0),
-    )
+    state, reason = State.FINE, None
     if run is None:
-        return cell.model_copy(update={"state": State.NOT_AVAILABLE, "reason": combination.refusal}), []
-    if isinstance(run, str):
-        return cell.model_copy(update={"state": State.UNSAFE, "reason": run}), []
+        state, reason = State.NOT_AVAILABLE, combination.refusal
+    elif isinstance(run, str):
+        state, reason = State.UNSAFE, run
+    counted = run if isinstance(run, Run) else Run([], 0, 0, 0, None, 0, [])
     items: list[dict[str, Any]] = []
     differences = []
-    for reply in run.replies:
+    for reply in counted.replies:
         comparison = compare(answers[reply.group][reply.number], reply.tokens, near_tie_nats)
         items.append(
             {
@@ -348,28 +319,33 @@ def judge(
         )
         if comparison.differs and not comparison.near_tie:
             differences.append((reply, comparison))
-    update: dict[str, Any] = {
-        "items": len(items),
-        "near_ties": sum(item["near_tie"] for item in items),
-        "tokens_compared": sum(item["same"] for item in items),
-        "drafts": run.drafts,
-        "accepted_drafts": run.accepted_drafts,
-        "prefix_hits": run.prefix_hits,
-        "preemptions": run.preemptions,
-        "aborted": run.aborted,
-        "notes": tuple(run.notes),
-    }
     if differences:
         reply, first = differences[0]
         gap = (
             "not among the likeliest" if first.gap_nats is None else f"{first.gap_nats:.2f} nats less likely"
         )
-        update["state"] = State.UNSAFE
-        update["reason"] = (
+        state = State.UNSAFE
+        reason = (
             f"{len(differences)} of {len(items)} answers differ; first {reply.scenario}, request {reply.number}, "
             f"token {first.same} ({gap})"
         )
-    return cell.model_copy(update=update), items
+    cell = Cell(
+        modes=combination.modes,
+        served=combination.served,
+        state=state,
+        reason=reason,
+        items=len(items),
+        near_ties=sum(item["near_tie"] for item in items),
+        tokens_compared=sum(item["same"] for item in items),
+        drafts=counted.drafts,
+        accepted_drafts=counted.accepted_drafts,
+        prefix_hits=counted.prefix_hits,
+        preemptions=counted.preemptions,
+        aborted=counted.aborted,
+        notes=tuple(counted.notes),
+        seconds=seconds,
+    )
+    return cell, items
 
 
 def compare(answer: Answer, tokens: Sequence[int], near_tie_nats: float) -> Comparison:
@@ -386,11 +362,7 @@ def compare(answer: Answer, tokens: Sequence[int], near_tie_nats: float) -> Comp
 
 
 def update_unsafe_engines(record: EngineModes, path: Path, root: Path) -> None:
-    """Write the findings of a record to eval/unsafe_engines.json.
-
-    Args:
-        path: file of the record in experiments/.
-    """
+    """Write the findings of a record, which lies in experiments/, to eval/unsafe_engines.json."""
     location = provenance.portable(str(path), root)
     unsafe_engines.update(
         root,

@@ -232,24 +232,16 @@ def cut_requests(
     """Make the requests of all scenarios, by group.
 
     Args:
-        weights: checkpoint, for its tokenizer.
-        context_len: context length of the engine, tokens.
         max_batched_tokens: tokens that the engine computes per step; one prompt is longer where the context allows.
         block_size: tokens per block of the KV cache; prompts of the group growing end shortly before a block's end,
             shared prefixes are two blocks long or more where the context allows.
         draft_tokens: K of the combinations with MTP.
-        concurrency: concurrent requests of the combinations with several.
+        concurrency: of the combinations that answer several requests at a time.
 
     Raises:
         EvalError: a request does not fit the context.
     """
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(weights / "tokenizer.json"))
-    cutter = prompts.PromptCutter(
-        prompts.documents(settings.text, settings.seed, root),
-        lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids),
-    )
+    cutter = prompts.PromptCutter.for_checkpoint(weights, settings.text, settings.seed, root)
 
     def cut(length: int, output_tokens: int) -> Request:
         if length + output_tokens + draft_tokens > context_len:
