@@ -30,21 +30,15 @@ def test_all_modes_crossed_are_all_combinations_that_there_are():
 def test_a_variants_own_depth_and_concurrency_are_crossed():
     served = SERVED.model_copy(update={"draft_tokens": 5, "concurrency": 8})
     result = combine(served, crossed=[["draft_tokens", "concurrency"]])
-    assert [(each.modes.draft_tokens, each.modes.concurrency) for each in result] == [
-        (5, 8),
-        (0, 1),
-        (0, 8),
-        (5, 1),
-    ]
+    depths_and_concurrencies = [(each.modes.draft_tokens, each.modes.concurrency) for each in result]
+    assert depths_and_concurrencies == [(5, 8), (0, 1), (0, 8), (5, 1)]
     assert [each.mixed for each in result] == [True, False, False, False]
 
 
 def test_mixed_requests_are_answered_concurrently_even_where_one_at_a_time_is_served():
     result = combine(crossed=[["draft_tokens", "concurrency"]])
-    assert [(each.modes.draft_tokens, each.modes.concurrency) for each in result if each.mixed] == [
-        (0, 1),
-        (0, 4),
-    ]
+    mixed = [each.modes for each in result if each.mixed]
+    assert [(modes.draft_tokens, modes.concurrency) for modes in mixed] == [(0, 1), (0, 4)]
 
 
 def test_what_a_cpu_lacks_is_refused_there_and_allowed_on_a_gpu(monkeypatch):
@@ -62,18 +56,14 @@ def test_a_checkpoint_without_an_mtp_head_has_no_combinations_with_mtp():
 
 
 def test_flags_follow_from_modes_and_the_served_ones_stay_what_they_are():
-    speculation = {"method": "mtp", "num_speculative_tokens": 2}
-    sizes = [3, 6]
     flags = FLAGS | {
-        "speculative-config": speculation,
-        "cudagraph-capture-sizes": sizes,
+        "speculative-config": {"method": "mtp", "num_speculative_tokens": 2},
+        "cudagraph-capture-sizes": [3, 6],
         "enforce-eager": False,
     }
     served = SERVED.model_copy(update={"draft_tokens": 2, "graphs": "CUDA graphs"})
-    everything = {
-        each.modes: each.flags
-        for each in combine(served, "cuda", flags=flags, crossed=[[*Modes.model_fields]])
-    }
+    crossed = combine(served, "cuda", flags=flags, crossed=[[*Modes.model_fields]])
+    everything = {each.modes: each.flags for each in crossed}
     assert {name: everything[served][name] for name in flags} == flags
     plain = everything[SERVED]
     assert "speculative-config" not in plain

@@ -21,51 +21,47 @@ LENGTHS = range(17, 25)
 MODES = REFERENCE_MODES.model_copy(update={"draft_tokens": 4, "prefix_caching": True})
 
 
-def arm_run(answers, hits=8):
-    sweep = Sweep(BLOCK_SIZE, answers, dict.fromkeys(LENGTHS, hits))
-    return length_sweep._ArmRun(MODES, 64, sweep, 1.0)
+CHANGED = {("hit", 20): (1, 99, 3)}
 
 
-def equal_answers():
-    return {(cache, length): (1, 2, 3) for cache in ("cold", "hit") for length in LENGTHS}
-
-
-def reference(gap=None):
-    return {length: answer((1, 2, 3), gap) for length in LENGTHS}
+def judged(changes=None, gap=None, hits=8, cached_tie_nats=None):
+    """An arm whose answers are equal but for some changes, and its items; token 99 is `gap` nats less likely."""
+    answers = {(cache, length): (1, 2, 3) for cache in ("cold", "hit") for length in LENGTHS}
+    sweep = Sweep(BLOCK_SIZE, answers | (changes or {}), dict.fromkeys(LENGTHS, hits))
+    reference = {length: answer((1, 2, 3), gap) for length in LENGTHS}
+    return judge(length_sweep._ArmRun(MODES, 64, sweep, 1.0), reference, 0.1, cached_tie_nats)
 
 
 def test_equal_answers_with_hits_pass():
-    arm, items = judge(arm_run(equal_answers()), reference(), 0.1)
+    arm, items = judged()
     assert (arm.verdict, arm.first_length, arm.lengths, arm.hit_tokens) == (Verdict.PASS, 17, 8, 64)
     assert len(items) == 16
 
 
-def test_one_other_token_breaks_its_length():
-    answers = equal_answers() | {("hit", 20): (1, 99, 3)}
-    arm, _ = judge(arm_run(answers), reference(), 0.1)
+def test_one_other_token_breaks_its_length_which_is_listed_with_its_remainders():
+    arm, _ = judged(CHANGED)
     (broken,) = arm.broken
     assert (broken.cache, broken.prompt_tokens, broken.first_difference) == ("hit", 20, 1)
     assert arm.verdict == Verdict.FAIL
+    assert length_sweep._listed(arm, "hit") == "20 (mod 8: 4, mod 128: 20)"
 
 
-def test_a_near_tie_breaks_nothing():
-    answers = equal_answers() | {("hit", 20): (1, 99, 3)}
-    arm, _ = judge(arm_run(answers), reference(gap=0.05), 0.1)
-    assert (arm.near_ties, arm.broken, arm.verdict) == (1, (), Verdict.PASS)
-
-
-@pytest.mark.parametrize(("cached_tie_nats", "broken"), [(None, 0), (0.06, 0), (0.04, 1)])
-def test_an_answer_that_only_the_cache_changes_has_a_limit_of_its_own(cached_tie_nats, broken):
-    changed = {("hit", 20): (1, 99, 3)}
-    arm, _ = judge(arm_run(equal_answers() | changed), reference(gap=0.05), 0.1, cached_tie_nats)
-    assert len(arm.broken) == broken
-    cold_too = changed | {("cold", 20): (1, 99, 3)}
-    arm, _ = judge(arm_run(equal_answers() | cold_too), reference(gap=0.05), 0.1, cached_tie_nats)
+@pytest.mark.parametrize(
+    ("cached_tie_nats", "verdict"), [(None, Verdict.PASS), (0.06, Verdict.PASS), (0.04, Verdict.FAIL)]
+)
+def test_a_near_tie_breaks_nothing_and_has_a_limit_of_its_own_where_only_the_cache_changes_it(
+    cached_tie_nats, verdict
+):
+    arm, _ = judged(CHANGED, gap=0.05, cached_tie_nats=cached_tie_nats)
+    is_broken = verdict == Verdict.FAIL
+    assert (arm.near_ties, len(arm.broken), arm.verdict) == (not is_broken, is_broken, verdict)
+    cold_too = CHANGED | {("cold", 20): (1, 99, 3)}
+    arm, _ = judged(cold_too, gap=0.05, cached_tie_nats=cached_tie_nats)
     assert (arm.near_ties, arm.broken) == (2, ())
 
 
 def test_without_a_hit_nothing_is_proved():
-    arm, _ = judge(arm_run(equal_answers(), hits=0), reference(), 0.1)
+    arm, _ = judged(hits=0)
     assert (arm.misses, arm.verdict) == (8, Verdict.INCONCLUSIVE)
 
 
@@ -73,12 +69,6 @@ def test_an_engine_that_breaks_down_fails_its_arm():
     run = length_sweep._ArmRun(MODES, 64, "sweeping: the process died (SIGSEGV)", 1.0)
     arm, items = judge(run, {}, 0.1)
     assert (arm.verdict, arm.failure, items) == (Verdict.FAIL, run.sweep, [])
-
-
-def test_broken_lengths_are_listed_with_their_remainders():
-    answers = equal_answers() | {("hit", 20): (1, 99, 3)}
-    arm, _ = judge(arm_run(answers), reference(), 0.1)
-    assert length_sweep._listed(arm, "hit") == "20 (mod 8: 4, mod 128: 20)"
 
 
 @pytest.fixture
@@ -96,8 +86,7 @@ def retentive(tmp_path):
 def test_a_combination_whose_prompts_break_whole_and_in_parts_is_unsafe_once(tmp_path):
     path = store.latest(ROOT / "experiments" / "tiny-mtp4", length_sweep.LengthSweep)
     made = store.read(path)
-    answers = equal_answers() | {("hit", 20): (1, 99, 3)}
-    broken, _ = judge(arm_run(answers), reference(), 0.1)
+    broken, _ = judged(CHANGED)
     record = made.model_copy(update={"arms": (broken, broken, made.arms[0])})
     (tmp_path / "eval").mkdir()
     (tmp_path / "eval" / "unsafe_engines.json").write_text('{"findings": []}')

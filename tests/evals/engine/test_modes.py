@@ -1,8 +1,8 @@
 """Engine modes: how answers are compared, what a crash becomes, and the embedded model in real engines."""
 
-import dataclasses
 import json
 import shutil
+from unittest.mock import Mock
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -46,8 +46,8 @@ def judge(run, refusal=None):
     return engine_modes.judge(combination(refusal=refusal), run, answers, 0.1, seconds=1.0)
 
 
-def run_of(*tokens):
-    replies = [Reply("greedy", "prompts", number, each) for number, each in enumerate(tokens)]
+def run_of(*tokens, group="prompts"):
+    replies = [Reply("greedy", group, number, each) for number, each in enumerate(tokens)]
     return Run(replies, 0, 0, 0, None, 0, [])
 
 
@@ -66,12 +66,7 @@ def test_near_ties_are_counted_and_are_fine():
             State.UNSAFE,
             "1 of 2 answers differ; first greedy, request 1, token 2 (not among the likeliest)",
         ),
-        (
-            "aborts: the process died (SIGSEGV)",
-            None,
-            State.UNSAFE,
-            "aborts: the process died (SIGSEGV)",
-        ),
+        ("aborts: it died", None, State.UNSAFE, "aborts: it died"),
         (None, "needs AVX-512", State.NOT_AVAILABLE, "needs AVX-512"),
     ],
     ids=["another token", "crash", "refusal"],
@@ -82,18 +77,7 @@ def test_the_state_has_a_reason(run, refusal, state, reason):
 
 
 def cell(served, state, modes):
-    counters = (
-        "items",
-        "near_ties",
-        "tokens_compared",
-        "drafts",
-        "accepted_drafts",
-        "prefix_hits",
-        "aborted",
-        "seconds",
-    )
-    fields = dict.fromkeys(counters, 0) | {"preemptions": None, "notes": (), "reason": None, "seconds": 0}
-    return Cell(modes=modes, served=served, state=state, **fields)
+    return Cell.model_construct(modes=modes, served=served, state=state)
 
 
 SEVERAL = SERVED.model_copy(update={"concurrency": 4})
@@ -134,60 +118,56 @@ def repository(add_variant, tmp_path):
     return make
 
 
-def test_a_crash_blocks_serving_until_the_same_combination_is_fine_again(repository, monkeypatch):
+@pytest.fixture
+def measure(repository, monkeypatch):
+    """Measure a variant whose engines return these results, one after the other; an exception is raised."""
     one = repository()
-    served = SERVED.model_copy(update={"prefix_caching": True})
-    reference = Reference([combination(served)], {"prompts": []}, {"prompts": [answer((1, 2))]})
-    fine = Run([Reply("greedy", "prompts", 0, (1, 2))], 0, 0, 0, None, 0, [])
 
-    def result(cell_run):
-        results = iter([reference, cell_run])
-        monkeypatch.setattr(Engines, "run", lambda *_, **__: next(results))
-        monkeypatch.setattr(store, "_stamp", lambda: f"2026-01-01T00000{isinstance(cell_run, Run):d}Z")
-        return store.read(engine_modes.measure(one, "p", command=["check"]), EngineModes)
+    def run(*results):
+        engine_runs = Mock(side_effect=results)
+        monkeypatch.setattr(Engines, "run", engine_runs)
+        path = engine_modes.measure(one, "p", command=["check"])
+        assert engine_runs.call_count == len(results)
+        return path
 
+    run.variant = one
+    return run
+
+
+def reference_of(*cells):
+    return Reference(list(cells), {"prompts": []}, {"prompts": [answer((1, 2))]})
+
+
+FINE = run_of((1, 2))
+
+
+@pytest.mark.usefixtures("stamps")
+def test_a_crash_blocks_serving_until_the_same_combination_is_fine_again(measure, monkeypatch):
+    reference = reference_of(combination(CACHING))
     monkeypatch.setattr(checks, "_check_memory", lambda command: None)
-    command = ServerCommand.resolve(one)
-    broken = result("greedy: the process died (SIGSEGV)")
-    assert broken.verdict == Verdict.FAIL
-    with pytest.raises(ServingError, match=r"SIGSEGV.*experiments/v/engine_2026-01-01T000000Z"):
+    command = ServerCommand.resolve(measure.variant)
+    broken = measure(reference, "greedy: the process died (SIGSEGV)")
+    assert store.read(broken).verdict == Verdict.FAIL
+    with pytest.raises(ServingError, match=rf"SIGSEGV.*experiments/v/{broken.stem}"):
         checks.check(command)
-    assert result(fine).verdict == Verdict.PASS
+    assert store.read(measure(reference, FINE)).verdict == Verdict.PASS
     checks.check(command)
 
 
-def test_combinations_that_an_interrupted_run_has_tried_are_not_tried_again(repository, monkeypatch):
-    one = repository()
-    served = SERVED.model_copy(update={"prefix_caching": True})
-    other = dataclasses.replace(
-        combination(served.model_copy(update={"chunked_prefill": False})), served=False
-    )
-    cells = [combination(served), other]
-    reference = Reference(cells, {"prompts": []}, {"prompts": [answer((1, 2))]})
-    fine = Run([Reply("greedy", "prompts", 0, (1, 2))], 0, 0, 0, None, 0, [])
-    steps = iter([reference, fine, EvalError("killed"), reference, fine])
-
-    def run(*_, **__):
-        step = next(steps)
-        if isinstance(step, Exception):
-            raise step
-        return step
-
-    monkeypatch.setattr(Engines, "run", run)
+def test_combinations_that_an_interrupted_run_has_tried_are_not_tried_again(measure):
+    other = combination(CACHING.model_copy(update={"chunked_prefill": False}), served=False)
+    reference = reference_of(combination(CACHING), other)
     with pytest.raises(EvalError, match="killed"):
-        engine_modes.measure(one, "p", command=["check"])
-    path = engine_modes.measure(one, "p", command=["check"])
+        measure(reference, FINE, EvalError("killed"))
+    path = measure(reference, FINE)
     assert [cell.state for cell in store.read(path).cells] == ["fine", "fine"]
     assert [item["cell"] for item in store.read_items(path)] == [0, 1, 2]
-    assert next(steps, None) is None
 
 
-def test_a_reference_engine_that_fails_is_an_error_and_no_finding(repository, monkeypatch):
-    one = repository()
-    monkeypatch.setattr(Engines, "run", lambda *_, **__: "starting: RuntimeError: no memory")
+def test_a_reference_engine_that_fails_is_an_error_and_no_finding(measure):
     with pytest.raises(EvalError, match="reference engine fails"):
-        engine_modes.measure(one, "p", command=["check"])
-    assert unsafe_engines.read(one.root) == []
+        measure("starting: RuntimeError: no memory")
+    assert unsafe_engines.read(measure.variant.root) == []
 
 
 @pytest.mark.engine
@@ -210,9 +190,8 @@ def test_the_embedded_model_says_the_same_in_the_modes_that_it_is_served_in(repo
     assert unsafe_engines.read(one.root) == []
     assert messages[-1][0].startswith("1/3 no MTP, prefix caching")
     items = store.read_items(path)
-    assert [item["cell"] for item in items] == [0] * (4 + 2 + 6 + 6) + [1] * served.items + [
-        3
-    ] * drafting.items
+    numbers = [0] * (4 + 2 + 6 + 6) + [1] * served.items + [3] * drafting.items
+    assert [item["cell"] for item in items] == numbers
 
 
 PLAIN = FLAGS | {"max-model-len": CONTEXT_LEN, "max-num-batched-tokens": CONTEXT_LEN, "dtype": "bfloat16"}
@@ -220,27 +199,15 @@ PLAIN = FLAGS | {"max-model-len": CONTEXT_LEN, "max-num-batched-tokens": CONTEXT
 
 @pytest.fixture(scope="module")
 def reference():
-    """What is requests_by_group, cut to the blocks of this machine's engine, and its answers."""
+    """Requests by group, cut to the blocks of this machine's engine, and its answers to each of them alone."""
     with in_process.served_engine(TINY, PLAIN) as llm:
         requests_by_group = requests(block_size=scenarios.cache_block_size(llm))
-        return requests_by_group, {
-            group: [scenarios.replay(llm, [one], log_probabilities=True)[0] for one in some]
-            for group, some in requests_by_group.items()
-        }
-
-
-@pytest.fixture(scope="module")
-def requests_by_group(reference):
-    return reference[0]
-
-
-@pytest.fixture(scope="module")
-def reference_answers(reference):
-    return reference[1]
+        return requests_by_group, scenarios.answer_singly(llm, requests_by_group, silent)
 
 
 @pytest.mark.engine
-def test_cached_prefixes_preemption_aborts_and_arrivals_change_no_token(requests_by_group, reference_answers):
+def test_cached_prefixes_preemption_aborts_and_arrivals_change_no_token(reference):
+    requests_by_group, reference_answers = reference
     modes = SERVED.model_copy(update={"concurrency": 4, "prefix_caching": True})
     flags = PLAIN | {"max-num-seqs": 4, "max-num-batched-tokens": 256, "enable-prefix-caching": True}
     run = scenarios.play(TINY, TINY, (modes, flags, requests_by_group), silent)
@@ -256,16 +223,15 @@ def test_cached_prefixes_preemption_aborts_and_arrivals_change_no_token(requests
 
 
 @pytest.mark.engine
-def test_another_models_tokens_are_unsafe(requests_by_group, reference_answers, tmp_path):
+def test_another_models_tokens_are_unsafe(reference, tmp_path):
     """As an engine's would be that computes with damaged weights."""
+    requests_by_group, reference_answers = reference
     shutil.copytree(TINY, tmp_path / "damaged")
     tensors = load_file(TINY / "model.safetensors")
     tensors["model.layers.0.mlp.down_proj.weight"].zero_()
     save_file(tensors, tmp_path / "damaged" / "model.safetensors", metadata={"format": "pt"})
     with in_process.served_engine(tmp_path / "damaged", PLAIN) as llm:
         said = scenarios.replay(llm, requests_by_group["mixed"])
-    replies = [Reply("mixed", "mixed", number, each.tokens) for number, each in enumerate(said)]
-    row, _ = engine_modes.judge(
-        combination(), Run(replies, 0, 0, 0, None, 0, []), reference_answers, 0.1, seconds=1.0
-    )
+    run = run_of(*(each.tokens for each in said), group="mixed")
+    row, _ = engine_modes.judge(combination(), run, reference_answers, 0.1, seconds=1.0)
     assert row.state == State.UNSAFE
