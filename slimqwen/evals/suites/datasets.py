@@ -6,7 +6,6 @@ names the commit. From then on it is only hashed, so that runs need no network.
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,30 +41,6 @@ class HubDataset(BaseModel):
     files: tuple[str, ...] = Field(min_length=1)
 
 
-@dataclass(frozen=True)
-class LocalDataset:
-    """A dataset in data/ at one commit.
-
-    Attributes:
-        fetched: whether this call fetched it.
-    """
-
-    dataset: HubDataset
-    revision: str
-    size_bytes: int
-    fetched: bool
-
-    def __str__(self) -> str:
-        state = (
-            "is complete, as the hub lists it" if self.fetched else "is present, every file as it was fetched"
-        )
-        pin = "" if self.dataset.revision else f"; to pin it: `revision: {self.revision}` in eval/suites/"
-        return (
-            f"{self.dataset.folder} {state}: {self.dataset.repository} at {self.revision}, "
-            f"{self.size_bytes / 1e6:.1f} MB{pin}"
-        )
-
-
 def fetch_all(
     datasets: Iterable[HubDataset], resources: Iterable[str], root: Path, progress: Progress = silent
 ) -> list[str]:
@@ -78,34 +53,38 @@ def fetch_all(
         HubError: as for `fetch` and `fetch_nltk`.
         EvalError: as for `fetch`.
     """
-    lines = [str(fetch(dataset, root, progress)) for dataset in datasets]
+    lines = [fetch(dataset, root, progress) for dataset in datasets]
     return lines + [f"{archive.relative_to(root)} is present" for archive in fetch_nltk(resources, root)]
 
 
-def fetch(
-    dataset: HubDataset, root: Path, progress: Progress = silent, endpoint: str | None = None
-) -> LocalDataset:
-    """Fetch a dataset at its pinned commit, or hash it if it is present.
+def fetch(dataset: HubDataset, root: Path, progress: Progress = silent) -> str:
+    """Fetch a dataset at its pinned commit, or hash it if it is present; one line says which.
 
     An interrupted call leaves its files in data/.download-<name>/<commit>, where the next call continues. HF_TOKEN in
-    the environment opens gated repositories.
-
-    Args:
-        endpoint: address of the hub; HF_ENDPOINT or huggingface.co by default.
+    the environment opens gated repositories, HF_ENDPOINT names another hub.
 
     Raises:
         HubError: offline mode, no network, no such repository, commit or file, no right to read it, or a file that is
             not as the hub lists it.
         EvalError: the local dataset is of another commit, or was changed.
     """
+    state = "is present, every file as it was fetched"
+    if not (root / dataset.folder / MANIFEST).is_file():
+        _download(dataset, root, progress)
+        state = "is complete, as the hub lists it"
+    revision = _checked_revision(dataset, root)
+    size = sum((root / dataset.folder / name).stat().st_size for name in dataset.files)
+    pin = "" if dataset.revision else f"; to pin it: `revision: {revision}` in eval/suites/"
+    return f"{dataset.folder} {state}: {dataset.repository} at {revision}, {size / 1e6:.1f} MB{pin}"
+
+
+def _download(dataset: HubDataset, root: Path, progress: Progress) -> None:
     folder = root / dataset.folder
-    if (folder / MANIFEST).is_file():
-        return _checked_dataset(dataset, root)
     repository = Repository(
         name=dataset.repository,
         kind="dataset",
         revision=dataset.revision,
-        endpoint=endpoint,
+        endpoint=None,
         target=folder,
         shown=str(dataset.folder),
         command=_CURE,
@@ -128,15 +107,13 @@ def fetch(
         }
         (download.folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
         download.folder.rename(folder)
-    return _checked_dataset(dataset, root, fetched=True)
 
 
-def fetch_nltk(resources: Iterable[str], root: Path, index: str | None = None) -> list[Path]:
+def fetch_nltk(resources: Iterable[str], root: Path) -> list[Path]:
     """Fetch nltk's resources with nltk's downloader, which checks them against its index.
 
     Args:
         resources: names such as punkt_tab.
-        index: address of the index; nltk's own by default.
 
     Returns:
         Their archives.
@@ -146,11 +123,10 @@ def fetch_nltk(resources: Iterable[str], root: Path, index: str | None = None) -
     """
     from nltk.downloader import Downloader  # type: ignore[import-untyped]
 
-    folder = root / NLTK_DATA
     archives: list[Path] = []
     for name in resources:
-        if not list(folder.glob(f"*/{name}.zip")):
-            loader = Downloader(server_index_url=index, download_dir=str(folder))
+        if not _nltk_archives(name, root):
+            loader = Downloader(download_dir=str(root / NLTK_DATA))
             try:
                 loader.download(name, quiet=True, raise_on_error=True)
             except (ValueError, OSError) as error:
@@ -158,7 +134,7 @@ def fetch_nltk(resources: Iterable[str], root: Path, index: str | None = None) -
                     f"nltk's resource {name} cannot be fetched from {loader.url} ({one_line(error)}); check "
                     f"network and HTTPS_PROXY, then run {_CURE} again"
                 ) from error
-        archives += folder.glob(f"*/{name}.zip")
+        archives += _nltk_archives(name, root)
     return archives
 
 
@@ -176,18 +152,22 @@ def require(datasets: Sequence[HubDataset], resources: Iterable[str], root: Path
     ]
     archives: list[Path] = []
     for name in resources:
-        present = list((root / NLTK_DATA).glob(f"*/{name}.zip"))
+        present = _nltk_archives(name, root)
         archives += present
         missing += [] if present else [str(NLTK_DATA / name)]
     if missing:
         raise EvalError(f"missing data: {', '.join(missing)}; {_CURE} fetches them over the network")
     for dataset in datasets:
-        _checked_dataset(dataset, root)
+        _checked_revision(dataset, root)
     return archives
 
 
-def _checked_dataset(dataset: HubDataset, root: Path, *, fetched: bool = False) -> LocalDataset:
-    """The dataset in data/, if it is at the commit of the suite and unchanged since it was fetched."""
+def _nltk_archives(name: str, root: Path) -> list[Path]:
+    return list((root / NLTK_DATA).glob(f"*/{name}.zip"))
+
+
+def _checked_revision(dataset: HubDataset, root: Path) -> str:
+    """The commit of the dataset in data/, if that is the suite's and every file is as it was fetched."""
     folder = root / dataset.folder
     cure = f"delete {dataset.folder} and run {_CURE}"
     manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
@@ -201,5 +181,4 @@ def _checked_dataset(dataset: HubDataset, root: Path, *, fetched: bool = False) 
         file = folder / name
         if not file.is_file() or sha256(file) != manifest["files"].get(name):
             raise EvalError(f"{dataset.folder}/{name} is no longer the file of {source}; {cure}")
-    size = sum((folder / name).stat().st_size for name in dataset.files)
-    return LocalDataset(dataset, manifest["revision"], size, fetched)
+    return str(manifest["revision"])

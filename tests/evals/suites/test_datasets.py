@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from slimqwen.errors import SlimqwenError
 from slimqwen.evals import EvalError
 from slimqwen.evals.suites import datasets
 from slimqwen.evals.suites.datasets import HubDataset
-from slimqwen.hub_repository import HubError
+from slimqwen.hub_repository import HubError, Repository
 from tests import hub_server
 from tests.hub_server import COMMIT, Hub
 
@@ -33,23 +34,26 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     (folder / "data" / "test.parquet").write_bytes(bytes(range(256)) * 40)
     (folder / "rules.jsonl").write_text('{"rule": "no comma"}\n')
     (folder / "README.md").write_text("not needed\n")
-    yield from hub_server.running(folder, monkeypatch)
+    for hub in hub_server.running(folder, monkeypatch):
+        monkeypatch.setattr(Repository, "address", hub.endpoint)
+        yield hub
 
 
-def refusal(
-    kind: type[SlimqwenError], message: str, root: Path, endpoint: str, wanted: HubDataset = WANTED
-) -> None:
+def refusal(kind: type[SlimqwenError], message: str, root: Path, wanted: HubDataset = WANTED) -> None:
     with pytest.raises(kind, match=message) as caught:
-        datasets.fetch(wanted, root, endpoint=endpoint)
+        datasets.fetch(wanted, root)
     assert "\n" not in str(caught.value)
 
 
 def test_a_dataset_is_fetched_at_one_commit_with_a_manifest(served: Hub, tmp_path: Path) -> None:
     """What interrupts, damages or forbids a download is shown by tests/test_hub.py: the code is the same."""
     heard: list[tuple[str, float, float]] = []
-    got = datasets.fetch(WANTED, tmp_path, lambda *step: heard.append(step), served.endpoint)
+    line = datasets.fetch(WANTED, tmp_path, lambda *step: heard.append(step))
 
-    assert (got.fetched, got.revision) == (True, COMMIT)
+    assert line == (
+        f"data/items is complete, as the hub lists it: owner/name at {COMMIT}, 0.0 MB; "
+        f"to pin it: `revision: {COMMIT}` in eval/suites/"
+    )
     folder = tmp_path / "data/items"
     assert sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()) == [
         "data/test.parquet",
@@ -66,51 +70,43 @@ def test_a_dataset_is_fetched_at_one_commit_with_a_manifest(served: Hub, tmp_pat
 
 
 def test_a_second_run_asks_nobody_and_hashes(served: Hub, tmp_path: Path) -> None:
-    datasets.fetch(WANTED, tmp_path, endpoint=served.endpoint)
+    datasets.fetch(WANTED, tmp_path)
     served.requests.clear()
-    again = datasets.fetch(WANTED, tmp_path, endpoint=served.endpoint)
-    assert (again.fetched, again.revision, served.requests) == (False, COMMIT, [])
+    again = datasets.fetch(WANTED, tmp_path)
+    assert again.startswith(f"data/items is present, every file as it was fetched: owner/name at {COMMIT}")
+    assert served.requests == []
 
     (tmp_path / "data/items/rules.jsonl").write_text('{"rule": "no commas"}\n')
     changed = r"^data/items/rules.jsonl is no longer the file .*; delete data/items and run `make datasets`$"
-    refusal(EvalError, changed, tmp_path, served.endpoint)
+    refusal(EvalError, changed, tmp_path)
     with pytest.raises(EvalError, match=changed):
         datasets.require([WANTED], (), tmp_path)
 
 
 def test_a_pinned_commit_is_the_one_that_is_asked_for_and_kept(served: Hub, tmp_path: Path) -> None:
     pinned = WANTED.model_copy(update={"revision": COMMIT})
-    datasets.fetch(pinned, tmp_path, endpoint=served.endpoint)
+    assert "to pin it" not in datasets.fetch(pinned, tmp_path)
     assert served.requests[0][1].endswith(f"/revision/{COMMIT}")
     other = WANTED.model_copy(update={"revision": OTHER})
-    refusal(
-        EvalError,
-        f"is owner/name at {COMMIT}, the suite needs owner/name at {OTHER}; delete",
-        tmp_path,
-        "",
-        other,
-    )
+    kept = f"is owner/name at {COMMIT}, the suite needs owner/name at {OTHER}; delete"
+    refusal(EvalError, kept, tmp_path, other)
     elsewhere = other.model_copy(update={"folder": Path("data/elsewhere")})
-    refusal(
-        HubError,
-        f"owner/name has no commit {OTHER} .*correct the suite",
-        tmp_path,
-        served.endpoint,
-        elsewhere,
-    )
+    refusal(HubError, f"owner/name has no commit {OTHER} .*correct the suite", tmp_path, elsewhere)
 
 
-def test_what_the_hub_does_not_have_is_named(served: Hub, tmp_path: Path) -> None:
-    absent = WANTED.model_copy(update={"files": ("train.csv",)})
-    refusal(HubError, f"owner/name has no train.csv at {COMMIT}; correct", tmp_path, served.endpoint, absent)
-    hidden = WANTED.model_copy(update={"repository": "owner/other"})
-    refusal(
-        HubError,
-        "/datasets/ has no repository owner/other, or hides it; .*HF_TOKEN",
-        tmp_path,
-        served.endpoint,
-        hidden,
-    )
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"files": ("train.csv",)}, f"owner/name has no train.csv at {COMMIT}; correct"),
+        (
+            {"repository": "owner/other"},
+            "/datasets/ has no repository owner/other, or hides it; .*HF_TOKEN",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("served")
+def test_what_the_hub_does_not_have_is_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    refusal(HubError, message, tmp_path, WANTED.model_copy(update=changes))
 
 
 def test_what_is_missing_is_named_all_at_once(tmp_path: Path) -> None:
@@ -133,20 +129,21 @@ def test_nltk_resources_are_fetched_once(tmp_path: Path, monkeypatch: pytest.Mon
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site)))
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
     address = f"http://127.0.0.1:{server.server_address[1]}"
+    monkeypatch.setattr("nltk.downloader.Downloader.DEFAULT_URL", f"{address}/index.xml")
     (site / "index.xml").write_text(
         f'<nltk_data><packages><package id="words" name="words" subdir="tokenizers" unzip="1" unzipped_size="5" '
         f'size="{len(content)}" checksum="{hashlib.md5(content).hexdigest()}" url="{address}/words.zip"/>'
         "</packages></nltk_data>"
     )
     try:
-        (got,) = datasets.fetch_nltk(["words"], tmp_path, f"{address}/index.xml")
+        (got,) = datasets.fetch_nltk(["words"], tmp_path)
         with pytest.raises(HubError, match=r"nltk's resource verbs cannot be fetched from .*`make datasets`"):
-            datasets.fetch_nltk(["verbs"], tmp_path, f"{address}/index.xml")
+            datasets.fetch_nltk(["verbs"], tmp_path)
     finally:
         server.shutdown()
         server.server_close()
     assert got == tmp_path / "data/nltk/tokenizers/words.zip"
     assert (tmp_path / "data/nltk/tokenizers/words/english").read_text() == "salt\n"
     # The server is gone: what is there is not asked for again.
-    assert datasets.fetch_nltk(["words"], tmp_path, f"{address}/index.xml") == [got]
+    assert datasets.fetch_nltk(["words"], tmp_path) == [got]
     assert datasets.require((), ["words"], tmp_path) == [got]
