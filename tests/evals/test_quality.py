@@ -24,7 +24,8 @@ from slimqwen.variant import load, repository_root
 
 def score(suite, server, **how):
     """The scores of a running server by task, and their items; no record."""
-    runs, files = lm_eval_run.run(suite, server, **how)
+    root = server.variant.root
+    runs, files = lm_eval_run.run(suite, server, **{"root": root, "log": root / "log", **how})
     items = [item for run in runs for item in run.items]
     return SimpleNamespace(tasks=quality.task_scores(runs), items=items, datasets=files)
 
@@ -207,15 +208,18 @@ def small_suite(tmp_path, write_task):
     return Suite.load("small", tmp_path)
 
 
+def facts_alone(suite, **changes):
+    """The suite with its first task alone, some of whose fields are changed."""
+    return suite.model_copy(update={"tasks": (suite.tasks[0].model_copy(update=changes),)})
+
+
 @pytest.fixture
 def measure(monkeypatch, small_suite):
     """Measure a served stand-in; returns the record's path."""
 
-    def run(served_variant, limit=4, **arguments):
+    def run(served_variant, limit=4, suite=small_suite, **arguments):
         monkeypatch.setattr(quality, "serve", lambda *_, **__: contextlib.nullcontext(served_variant))
-        return quality.measure(
-            served_variant.variant, small_suite, command=["scripts/eval_quality.py"], limit=limit, **arguments
-        )
+        return quality.measure(served_variant.variant, suite, command=["x"], limit=limit, **arguments)
 
     return run
 
@@ -228,14 +232,12 @@ def test_a_measured_variant_has_a_valid_record_with_every_item(
     server = stand_in()
     path = measure(add_served("tiny", server), progress=lambda *step: messages.append(step))
     record = store.read(path)
-    assert {task: row.item_count for task, row in record.tasks.items()} == dict.fromkeys(record.tasks, 4)
+    assert [row.item_count for row in record.tasks.values()] == [4, 4, 4]
     assert record.tasks["small_facts"].value == 1
     assert record.limit == 4
     assert len(store.read_items(path)) == 12
     assert set(record.provenance.datasets) == {
-        f"eval/tasks/small_{name}.{ending}"
-        for name in ("facts", "margin", "prose")
-        for ending in ("jsonl", "yaml")
+        f"eval/tasks/{task}.{ending}" for task in record.tasks for ending in ("jsonl", "yaml")
     }
     assert ("generating answers of small_facts", 4, 4) in messages
     assert ("scoring options of small_margin", 12, 12) in messages
@@ -273,11 +275,8 @@ def test_a_limit_without_a_standard_error_is_refused_before_anything_starts(meas
 def test_texts_follow_the_token_that_the_suite_names(measure, add_served, stand_in):
     server = stand_in()
     measure(add_served("tiny", server))
-    texts = [
-        r["prompt"][0]
-        for r in server.requests
-        if r.get("echo") and 8 in r["prompt"][0] and 2 not in r["prompt"][0]
-    ]
+    scored = [request["prompt"][0] for request in server.requests if request.get("echo")]
+    texts = [tokens for tokens in scored if 8 in tokens and 2 not in tokens]
     assert len(texts) == 4
     assert {tokens[0] for tokens in texts} == {0}
 
@@ -286,7 +285,7 @@ def test_a_prefix_that_the_tokenizer_lacks_is_named(measure, add_served, stand_i
     suite = small_suite.model_copy(update={"text_prefix": "<|endoftext|>"})
     one = add_served("tiny", stand_in())
     with pytest.raises(EvalError, match=r"<\|endoftext\|>"):
-        score(suite, one, root=one.variant.root, limit=2, log=one.variant.root / "log")
+        score(suite, one, limit=2)
 
 
 def test_a_task_that_is_not_there_is_named(measure, add_served, stand_in, small_suite):
@@ -339,9 +338,7 @@ def asked(request):
     return json.dumps({name: value for name, value in request.items() if name != "headers"}, sort_keys=True)
 
 
-def test_the_deciding_sample_is_what_the_suite_assumes_or_all(
-    measure, small_suite, add_served, stand_in, monkeypatch
-):
+def test_the_deciding_sample_is_what_the_suite_assumes_or_all(measure, small_suite, add_served, stand_in):
     facts, margin, prose = small_suite.tasks
     tasks = (
         facts.model_copy(update={"non_inferiority_margin": 0.9, "assumed_discordance": 0.1}),
@@ -349,9 +346,7 @@ def test_the_deciding_sample_is_what_the_suite_assumes_or_all(
         prose,
     )
     suite = small_suite.model_copy(update={"tasks": tasks})
-    one = add_served("tiny", stand_in())
-    monkeypatch.setattr(quality, "serve", lambda *_, **__: contextlib.nullcontext(one))
-    record = store.read(quality.measure(one.variant, suite, command=["x"], limit=DECIDING))
+    record = store.read(measure(add_served("tiny", stand_in()), DECIDING, suite))
     rows = record.tasks
     assert record.limit == "deciding"
     few = tasks[0].items_to_decide
@@ -363,21 +358,14 @@ def test_the_deciding_sample_is_what_the_suite_assumes_or_all(
 
 
 def test_both_sides_of_the_split_together_ask_every_item_once(small_suite, add_served, stand_in, write_task):
-    suite = small_suite.model_copy(update={"tasks": small_suite.tasks[:1], "proof_share": 0.6})
+    suite = facts_alone(small_suite).model_copy(update={"proof_share": 0.6})
     one = add_served("tiny", stand_in())
 
     def asked_towns(numbers, side, answer="salt", limit=None):
         """Towns that a side asks about, of those that the task's file asks about."""
         rows = [{"prompt": f"Q : what sells town {n} ? A :", "answer": answer} for n in numbers]
         write_task("small_facts", rows, GENERATE)
-        scores = score(
-            suite,
-            one,
-            root=one.variant.root,
-            limit=limit,
-            split=suite.split(side),
-            log=one.variant.root / "log",
-        )
+        scores = score(suite, one, limit=limit, split=suite.split(side))
         assert scores.tasks["small_facts"].available_count == len(numbers)
         return [numbers[item.index] for item in scores.items]
 
@@ -390,15 +378,12 @@ def test_both_sides_of_the_split_together_ask_every_item_once(small_suite, add_s
     assert sorted(town for town in others if town < 24) == proof
 
 
-def test_a_drawn_sample_does_not_depend_on_the_order_of_the_file(
-    small_suite, add_served, stand_in, write_task
-):
-    suite = small_suite.model_copy(update={"tasks": small_suite.tasks[:1], "sample": "drawn"})
+def test_a_drawn_sample_ignores_the_order_of_the_file(small_suite, add_served, stand_in, write_task):
+    suite = facts_alone(small_suite).model_copy(update={"sample": "drawn"})
     one = add_served("tiny", stand_in())
 
     def drawn():
-        scores = score(suite, one, root=one.variant.root, limit=3, log=one.variant.root / "log")
-        return {item.item for item in scores.items}
+        return {item.item for item in score(suite, one, limit=3).items}
 
     before = drawn()
     prompts = [f"Q : what sells town {n} ? A :" for n in reversed(range(6))]
@@ -408,11 +393,8 @@ def test_a_drawn_sample_does_not_depend_on_the_order_of_the_file(
 
 
 def test_repeats_are_asked_with_seeds_of_their_own(small_suite, add_served, stand_in):
-    task = small_suite.tasks[0].model_copy(update={"repeats": 2})
     server = stand_in()
-    one = add_served("tiny", server)
-    suite = small_suite.model_copy(update={"tasks": (task,)})
-    scores = score(suite, one, root=one.variant.root, limit=2, log=one.variant.root / "log")
+    scores = score(facts_alone(small_suite, repeats=2), add_served("tiny", server), limit=2)
     assert sorted(request["seed"] for request in server.requests) == [1234, 1234, 1235, 1235]
     assert scores.tasks["small_facts"].item_count == 2
 
@@ -420,32 +402,24 @@ def test_repeats_are_asked_with_seeds_of_their_own(small_suite, add_served, stan
 def test_a_prompt_is_never_cut_to_make_room_for_its_answer(small_suite, add_served, stand_in, write_task):
     """The stand-in takes 128 tokens: a limit of 200 leaves 128 less the prompt, a prompt of 130 is refused."""
     long = GENERATE.replace("max_gen_toks: 4", "max_gen_toks: 200")
-    suite = small_suite.model_copy(update={"tasks": small_suite.tasks[:1]})
+    suite = facts_alone(small_suite)
     server = stand_in()
     one = add_served("tiny", server)
     for words in (10, 130):
         rows = [{"prompt": " ".join(["salt"] * words), "answer": "salt"}] * 2
         write_task("small_facts", rows, long)
-        ask = functools.partial(
-            score, suite, one, root=one.variant.root, limit=2, log=one.variant.root / "log"
-        )
-        if words == 130:
-            with pytest.raises(PromptTooLongError, match=r"130 tokens .* takes 128, .*VLLM_MAX_MODEL_LEN"):
-                ask()
-        else:
-            ask()
+        refusal = pytest.raises(PromptTooLongError, match=r"130 tokens .* takes 128, .*VLLM_MAX_MODEL_LEN")
+        with refusal if words == 130 else contextlib.nullcontext():
+            score(suite, one, limit=2)
     assert [(len(r["prompt"][0]), r["max_tokens"]) for r in server.requests] == [(10, 118)] * 2
 
 
-def test_data_that_were_not_fetched_are_named_before_anything_starts(
-    measure, add_served, stand_in, monkeypatch
-):
-    server = stand_in()
-    one = add_served("tiny", server)
+def test_data_that_were_not_fetched_are_named_before_a_server_starts(add_served, stand_in, monkeypatch):
+    one = add_served("tiny", stand_in())
+    monkeypatch.setattr(quality, "serve", lambda *_, **__: pytest.fail("a server starts"))
     core = Suite.load("core", repository_root())
     with pytest.raises(EvalError, match=r"data/mmlu_pro, data/ifeval, data/gpqa, .*`make datasets`"):
         quality.measure(one.variant, core, command=[], limit=2)
-    assert server.requests == []
 
 
 class Client(ServedChat):
@@ -483,13 +457,12 @@ def test_a_template_without_a_thinking_switch_is_named(small_suite, add_served, 
     with pytest.raises(EvalError, match=r"rendered already.*add --chat"):
         small_suite.with_thinking(True, chat=False)
     suite = small_suite.model_copy(update={"chat_template": True}).with_thinking(True, chat=False)
-    ask = functools.partial(score, suite, one, root=one.variant.root, limit=2, log=one.variant.root / "log")
     with pytest.raises(EvalError, match="weights/tiny has no chat template"):
-        ask()
+        score(suite, one, limit=2)
     template = "{% for m in messages %}Q {{ m.content }}{% endfor %} A"
     (one.server.weights / "chat_template.jinja").write_text(template)
     with pytest.raises(EvalError, match="weights/tiny has no thinking switch"):
-        ask()
+        score(suite, one, limit=2)
 
 
 SUBJECTS = (
@@ -519,12 +492,7 @@ def write_core_data(root):
         ("length_constraints:number_words", {"relation": "less than", "num_words": 500}),
     ]
     asked = [
-        {
-            "key": n,
-            "prompt": f"Write about towns. Rule {n}.",
-            "instruction_id_list": [name],
-            "kwargs": [kwargs],
-        }
+        {"key": n, "prompt": f"Write. Rule {n}.", "instruction_id_list": [name], "kwargs": [kwargs]}
         for n, (name, kwargs) in enumerate(instructions)
     ]
     questions = [
@@ -577,15 +545,7 @@ def test_by_chat_the_user_says_the_question_and_thinking_is_switched(
     tasks = (small_suite.tasks[0].model_copy(update={"thinking_tokens": 7}), *small_suite.tasks[1:])
     suite = small_suite.model_copy(update={"tasks": tasks, "chat_message": "what sells {{answer}} ?"})
     said = Said("salt")
-    scores = score(
-        suite.with_thinking(thinking, chat=True),
-        one,
-        root=one.variant.root,
-        limit=2,
-        chat=True,
-        log=one.variant.root / "log",
-        answers=said,
-    )
+    scores = score(suite.with_thinking(thinking, chat=True), one, limit=2, chat=True, answers=said)
     # What scores given answers or reads texts has no place in a chat.
     assert list(scores.tasks) == ["small_facts"]
     assert scores.tasks["small_facts"].settings["thinking"] is thinking
@@ -609,7 +569,7 @@ def test_core_is_scored_by_lm_evals_own_rules(add_served, stand_in, tmp_path, te
     template = load("tiny").weights / "chat_template.jinja"
     (one.server.weights / template.name).write_text(template.read_text())
     core = write_core_data(tmp_path)
-    scores = score(core, one, root=tmp_path, limit=None, log=tmp_path / "log", answers=Said(text))
+    scores = score(core, one, limit=None, answers=Said(text))
     assert scores.tasks["mmlu_pro"].value == pytest.approx(mmlu_pro)
     assert scores.tasks["ifeval"].value == pytest.approx(ifeval)
     gpqa = scores.tasks["gpqa_diamond"]
@@ -629,11 +589,8 @@ def test_core_goes_the_whole_way_over_a_real_server(served_tiny, tmp_path):
     core = core.model_copy(update={"tasks": tasks, "max_gen_toks": 24})
     scores = score(core, served_tiny, root=tmp_path, limit=3, log=tmp_path / "log")
     assert {name: row.item_count for name, row in scores.tasks.items()} == dict.fromkeys(scores.tasks, 3)
-    assert {name: row.available_count for name, row in scores.tasks.items()} == {
-        "mmlu_pro": 14,
-        "ifeval": 3,
-        "gpqa_diamond": 3,
-    }
+    available = {name: row.available_count for name, row in scores.tasks.items()}
+    assert available == {"mmlu_pro": 14, "ifeval": 3, "gpqa_diamond": 3}
     assert scores.tasks["gpqa_diamond"].output_count == 6
     assert scores.tasks["gpqa_diamond"].cluster_count == 3
     for item in scores.items:
@@ -650,13 +607,12 @@ def test_the_chat_path_scores_what_the_template_renders(served_tiny, tmp_path):
     """The task files hold what the template makes of the question, so both paths ask the same."""
     tiny = load("tiny")
     suite = Suite.load("tinyworld", tiny.root)
-    ask = functools.partial(score, root=tiny.root, limit=4, log=tmp_path / "log")
+    ask = functools.partial(score, limit=4, log=tmp_path / "log")
     suite = suite.model_copy(update={"tasks": suite.tasks[:4]})
     chat = ask(suite, served_tiny, chat=True)
     assert set(chat.tasks) == {"tinyworld_facts", "tinyworld_format", "tinyworld_twohop"}
     plain = ask(suite, served_tiny)
     same = [i.output for i in plain.items if i.output is not None], [i.output for i in chat.items]
     assert [a.strip() for a in same[0]] == [a.strip() for a in same[1]]
-    assert {name: row.value for name, row in chat.tasks.items()} == {
-        name: plain.tasks[name].value for name in chat.tasks
-    }
+    for name, row in chat.tasks.items():
+        assert row.value == plain.tasks[name].value

@@ -69,11 +69,6 @@ class ServedCompletions(LocalCompletionsAPI):  # type: ignore[misc]  # lm_eval i
         self._failure: Exception | None = None
         self.activity, self._done, self._total = "starting", 0, 0
 
-    @property
-    def prompt_tokenizer(self) -> Any:
-        """Tokenizer of the checkpoint."""
-        return self.tokenizer
-
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> Any:
@@ -173,12 +168,7 @@ class ServedChat(ServedCompletions, LocalChatCompletion):  # type: ignore[misc]
     def __init__(self, *, tokenizer: str, **arguments: Any) -> None:
         super().__init__(tokenizer_backend=None, **arguments)
         # The server renders the prompt; this tokenizer only counts its tokens.
-        self._tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer)
-
-    @property
-    def prompt_tokenizer(self) -> Any:
-        """Tokenizer of the checkpoint."""
-        return self._tokenizer
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer)
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
@@ -198,7 +188,7 @@ class ServedChat(ServedCompletions, LocalChatCompletion):  # type: ignore[misc]
         return texts
 
     def _prompt_tokens(self, messages: Any) -> int:
-        return len(self._tokenizer(render(self._tokenizer, messages, self.thinking))["input_ids"])
+        return len(self.tokenizer(render(self.tokenizer, messages, self.thinking))["input_ids"])
 
     def _create_payload(self, messages: Any, **keywords: Any) -> dict[str, Any]:
         payload = super()._create_payload(messages, **keywords)

@@ -140,7 +140,7 @@ def run(
         client = _client(suite, server, chat=chat, answers=answers, progress=progress)
         rendered = chat or suite.chat_template
         if rendered and any(task.thinking is not None for task in suite.tasks):
-            _require_thinking_switch(client.prompt_tokenizer, server.server.weights)
+            _require_thinking_switch(client.tokenizer, server.server.weights)
         runs: list[TaskRun] = []
         for task in suite.tasks:
             thinking = task.thinking if rendered else None
