@@ -27,16 +27,13 @@ VERDICT_NOTE = (
 
 @dataclass(frozen=True)
 class TaskComparison:
-    """One task of two records.
+    """One task of two records, with the score of each.
 
     Attributes:
-        measure: measure of the task.
         higher_is_better: whether a positive difference is a gain.
-        first: score of the first record.
-        second: score of the second record.
         difference: second minus first, paired over the items.
         discordance: items that only one side got right; None if items are not simply right or wrong.
-        judgement: verdict on a loss, with its interval.
+        judgement: verdict on a loss.
     """
 
     task: str
@@ -49,10 +46,9 @@ class TaskComparison:
     judgement: non_inferiority.Judgement
 
     @property
-    def difference_interval(self) -> tuple[float, float]:
-        """The verdict's interval, of the difference instead of the gain."""
-        low, high = self.judgement.low, self.judgement.high
-        return (low, high) if self.higher_is_better else (-high, -low)
+    def gain(self) -> float:
+        """The difference, negative for a loss."""
+        return self.difference.value if self.higher_is_better else -self.difference.value
 
     @property
     def p_value(self) -> float:
@@ -60,8 +56,8 @@ class TaskComparison:
         count, margin = self.difference.count, self.judgement.margin
         if self.discordance is not None:
             return non_inferiority.paired_proportion_p_value(self.discordance, count, margin)
-        gain = self.difference.value if self.higher_is_better else -self.difference.value
-        return intervals.p_value(gain, self.difference.standard_error, count, -margin, higher_is_better=True)
+        error = self.difference.standard_error
+        return intervals.p_value(self.gain, error, count, -margin, higher_is_better=True)
 
 
 def pair(first: Path, second: Path) -> tuple[Path, Path]:
@@ -162,14 +158,7 @@ def compare_items(
     first_items: Sequence[Mapping[str, Any]],
     second_items: Sequence[Mapping[str, Any]],
 ) -> TaskComparison:
-    """Compare one task.
-
-    Args:
-        score: score of the first side.
-        second_value: score of the second side.
-        first_items: items of the first side.
-        second_items: items of the second side, the same in the same order.
-    """
+    """Compare one task, `score` being that of the first side; both have the same items in the same order."""
     values_a, values_b = ([item["value"] for item in items] for items in (first_items, second_items))
     weights = [item["weight"] for item in first_items]
     clusters = [item.get("cluster") or number for number, item in enumerate(first_items)]
@@ -237,13 +226,7 @@ def paired_table(
     rows: Sequence[TaskComparison],
     notes: tuple[str, ...] = (VERDICT_NOTE,),
 ) -> Table:
-    """Paired differences, a row per task.
-
-    Args:
-        record: one of the two records.
-        sides: names of the two records.
-        rows: comparisons of the tasks.
-    """
+    """Paired differences, a row per task; `record` is one of the two, `sides` are their names."""
     first, second = sides if sides[0] != sides[1] else (sides[0], f"{sides[1]} again")
     columns: dict[str, Callable[[TaskComparison], object]] = {
         "task": lambda row: record.task_name(row.task),
@@ -251,7 +234,7 @@ def paired_table(
         first: lambda row: f"{row.first:.3f}",
         second: lambda row: f"{row.second:.3f}",
         "change ± SE": lambda row: f"{row.difference.value:+.3f} ± {row.difference.standard_error:.3f}",
-        "95 % interval": lambda row: "{:+.3f} to {:+.3f}".format(*row.difference_interval),
+        "95 % interval": lambda row: f"{row.difference.low:+.3f} to {row.difference.high:+.3f}",
         "p": lambda row: _p_value(row.discordance),
         "margin": lambda row: f"{row.judgement.margin:g}",
         "verdict": lambda row: row.judgement.verdict,
@@ -285,9 +268,8 @@ def finding(record: Quality, path: Path, records: Collection) -> str:
         ),
     )
     judgement = worst.judgement
-    gain = worst.difference.value if worst.higher_is_better else -worst.difference.value
     return (
-        f"{overall([row.judgement.verdict for row in rows])}: {record.task_name(worst.task)} gains {gain:+.3f} "
+        f"{overall([row.judgement.verdict for row in rows])}: {record.task_name(worst.task)} gains {worst.gain:+.3f} "
         f"[{judgement.low:+.3f}, {judgement.high:+.3f}] where -{judgement.margin:g} is allowed, "
         f"the worst of {len(rows)}, of {baseline}"
     )

@@ -1,5 +1,4 @@
 import json
-from pathlib import Path
 
 import pytest
 
@@ -7,7 +6,6 @@ from slimqwen.evals import quality_comparison
 from slimqwen.records import pairing, store
 from tests import record_files
 
-DATA = Path(__file__).parents[1] / "records" / "data"
 FACTS = "example_facts"
 PROSE = "example_prose"
 
@@ -17,7 +15,7 @@ def write(tmp_path, stamps):
     """Write a variant's record with given item values; each record is a day newer than the one before."""
 
     def quality(variant, facts=(1, 0, 1, 0), prose=(1.0, 2.0), **changes):
-        body = json.loads((DATA / "quality.json").read_text()) | {"variant": variant} | changes
+        body = record_files.example("quality", variant=variant, **changes)
         items = [
             {"task": FACTS, "item": f"f{n}", "value": float(v), "weight": 1.0} for n, v in enumerate(facts)
         ]
@@ -32,6 +30,10 @@ def write(tmp_path, stamps):
     return quality
 
 
+def provenance(**changes):
+    return record_files.example("quality")["provenance"] | changes
+
+
 def test_scores_are_paired_item_by_item(write):
     rows = quality_comparison.compare(write("a", facts=(1, 0, 1, 1)), write("b", facts=(0, 1, 0, 1)))
     facts, prose = rows
@@ -44,23 +46,22 @@ def test_scores_are_paired_item_by_item(write):
 
 
 def test_of_scores_on_as_many_items_those_of_one_kind_of_machine_are_paired(write):
-    known = json.loads((DATA / "quality.json").read_text())["provenance"]
-    other = known | {"hardware": known["hardware"] | {"cpu_flags": ["avx2", "avx512f"]}}
-    first, newer = write("a", provenance=other), write("a")
-    assert quality_comparison.pair(*write.folders[:1], write("b", provenance=other).parent)[0] == first
-    assert quality_comparison.pair(*write.folders[:1], write("c").parent)[0] == newer
-    third = known | {"hardware": known["hardware"] | {"cpu_flags": ["sse2"]}}
-    assert quality_comparison.pair(*write.folders[:1], write("d", provenance=third).parent)[0] == newer
+    def with_cpu(*flags):
+        return provenance(hardware=provenance()["hardware"] | {"cpu_flags": flags})
+
+    first, newer = write("a", provenance=with_cpu("avx2", "avx512f")), write("a")
+
+    def paired_with(name, **changes):
+        return quality_comparison.pair(first.parent, write(name, **changes).parent)[0]
+
+    assert paired_with("b", provenance=with_cpu("avx2", "avx512f")) == first
+    assert paired_with("c") == newer
+    assert paired_with("d", provenance=with_cpu("sse2")) == newer
 
 
 def test_texts_are_weighted_in_the_difference(write):
     rows = quality_comparison.compare(write("a", prose=(1.0, 2.0)), write("b", prose=(1.0, 2.4)))
     assert rows[1].difference.value == pytest.approx(0.4 * 30 / 40)
-
-
-def other_data():
-    provenance = json.loads((DATA / "quality.json").read_text())["provenance"]
-    return {"provenance": provenance | {"datasets": {"eval/tasks/example.jsonl": "00" * 32}}}
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,10 @@ def other_data():
         ({"suite": "other"}, "suite"),
         ({"endpoint": "chat"}, "endpoint"),
         ({"facts": (1, 0, 1)}, "items of example_facts"),
-        (other_data(), r"eval/tasks/example\.jsonl"),
+        (
+            {"provenance": provenance(datasets={"eval/tasks/example.jsonl": "00" * 32})},
+            r"eval/tasks/example\.jsonl",
+        ),
     ],
 )
 def test_scores_of_other_items_or_asked_for_otherwise_are_refused(write, changes, named):
@@ -96,9 +100,8 @@ def test_all_items_are_taken_before_a_sample_but_not_of_a_checkpoint_that_is_gon
         items.write_text(json.dumps(record))
         write(name)
     assert quality_comparison.pair(*write.folders) == full
-    provenance = json.loads((DATA / "quality.json").read_text())["provenance"]
-    provenance["checkpoint"]["digest"] = "ef" * 32
-    anew = write("b", provenance=provenance)
+    other_checkpoint = provenance()["checkpoint"] | {"digest": "ef" * 32}
+    anew = write("b", provenance=provenance(checkpoint=other_checkpoint))
     assert quality_comparison.pair(*write.folders)[1] == anew
 
 
@@ -118,8 +121,7 @@ def test_a_variant_that_was_never_measured_is_named(write):
 
 def test_repeats_of_an_item_are_one_observation(tmp_path):
     def write(variant, answers):
-        body = json.loads((DATA / "quality.json").read_text()) | {"variant": variant}
-        body["tasks"] = {FACTS: body["tasks"][FACTS]}
+        task = {FACTS: record_files.example("quality")["tasks"][FACTS]}
         items = [
             {
                 "task": FACTS,
@@ -132,6 +134,7 @@ def test_repeats_of_an_item_are_one_observation(tmp_path):
             for n, repeats in enumerate(answers)
             for r, v in enumerate(repeats)
         ]
+        body = record_files.example("quality", variant=variant, tasks=task)
         return record_files.write(tmp_path / variant, body, items)
 
     base = write("a", [(1, 1), (0, 0), (1, 1), (1, 1)])
