@@ -41,7 +41,6 @@ def damage(source: Path, destination: Path, kind: Damage, seed: int) -> str:
         kind: SCALES multiplies each scale of the quantised linears of one random layer by exp(N(0, SCALE_SIGMA)), the
             MTP head's left out, because they decide no answer; ROWS moves SWAPPED_SHARE of the embedding's rows in one
             cycle; HEAD shuffles the columns of `mtp.fc`, packed ones where it is quantised.
-        seed: seed of all random choices.
 
     Returns:
         The damaged layer or tensor.

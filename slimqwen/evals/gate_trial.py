@@ -90,7 +90,6 @@ def measure(
 
     Args:
         variant: quantised variant with an MTP head, and a baseline; the baseline's valid records are reused.
-        settings_name: name of a file in eval/gates/.
 
     Raises:
         EvalError: the variant has no baseline, or nothing to damage.

@@ -209,7 +209,7 @@ def measure(
     continues with them.
 
     Args:
-        variant: variant to score. A server that already runs it is used; else one is started and stopped.
+        variant: a server that already runs it is used; else one is started and stopped.
         limit: items of each task, DECIDING, or None for all.
         split: side of the split that the items are on; None for both.
 

@@ -246,11 +246,8 @@ def paired_table(
 def finding(record: Quality, path: Path, records: Collection) -> str:
     """The result of a quality record, for a line of the log.
 
-    Args:
-        records: all records, the baseline's among them.
-
     Raises:
-        RecordError: items are damaged.
+        RecordError: its items or its baseline's are damaged.
     """
     comparison = pairing.against_baseline(record, path, records, compare)
     if comparison is None:

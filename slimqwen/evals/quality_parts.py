@@ -22,12 +22,7 @@ from slimqwen.variant import Variant
 
 @dataclass(frozen=True)
 class PartAnswers:
-    """A variant's scored answers to a part of a suite.
-
-    Attributes:
-        runs: answers to each task; a task of few items may have none in this part.
-        block: provenance of this part.
-    """
+    """A variant's scored answers to a part of a suite; a task of few items may have none in it."""
 
     runs: list[TaskRun]
     block: ServedProvenance
@@ -117,7 +112,6 @@ def write(
     Args:
         parts: every part, in order.
         limit: items of each task that the parts make together.
-        split: side of the split that these items are on; None for both.
         earlier: positions of the parts that an interrupted run had answered.
         folder: folder of the record instead of the variant's.
 

@@ -72,12 +72,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class ServedEngine:
-    """How a variant is served.
-
-    Attributes:
-        flags: vLLM's flags, by name without dashes.
-        context_len: context length, tokens.
-    """
+    """How a variant is served: what a process of its own can be sent of a `ServerCommand`."""
 
     flags: Mapping[str, Any]
     platform: platforms.Platform
@@ -96,8 +91,6 @@ def combine(
     """List the combinations that the settings ask for, the served one first, none twice.
 
     Args:
-        settings: groups of modes to cross, and values beside the variant's own.
-        served: modes of the variant.
         engine: its flags have max-num-batched-tokens.
     """
     values: dict[Mode, Sequence[Any]] = {
@@ -142,10 +135,7 @@ def _platform_refusal(
 def flags_of(modes: Modes, served: Modes, engine: ServedEngine) -> dict[str, Any]:
     """The variant's flags with other modes.
 
-    Flags that set no mode are kept, except those that depend on a changed mode.
-
-    Args:
-        served: modes of the variant.
+    Flags that set no mode are kept, except those that depend on a mode that is not as served.
     """
     flags = {
         **engine.flags,
@@ -179,9 +169,6 @@ def answer_by_reference(
     """List the combinations, make the requests, and answer them with the reference engine.
 
     `slimqwen.evals.engine.isolation` calls it in a process of its own.
-
-    Args:
-        task: settings, and how the variant is served.
 
     Raises:
         EvalError: a request does not fit the context.

@@ -175,9 +175,6 @@ def measure(
 ) -> Path:
     """Sweep the prompt lengths of a variant, and write its record; a broken arm goes into eval/unsafe_engines.json.
 
-    Args:
-        settings_name: name of a file in eval/length_sweep/.
-
     Raises:
         EvalError: the settings do not fit the variant, or the reference engine fails.
         ServingError: the variant needs a GPU and there is none.
@@ -264,9 +261,6 @@ def sweep_lengths(
 ) -> Sweep:
     """Ask an engine with a prefix cache each prompt length twice; `Engines` calls it in a process of its own.
 
-    Args:
-        task: settings, vLLM's flags, and the repository.
-
     Raises:
         EvalError: the prompts do not fit the context.
     """
@@ -304,11 +298,7 @@ def answer_lengths(
     task: tuple[LengthSweepSettings, Mapping[str, Any], Sequence[int], Path],
     progress: Progress,
 ) -> dict[int, Answer]:
-    """Answer each prompt length with the reference engine; `Engines` calls it in a process of its own.
-
-    Args:
-        task: settings, vLLM's flags, prompt lengths, and the repository.
-    """
+    """Answer each prompt length with the reference engine; `Engines` calls it in a process of its own."""
     settings, flags, lengths, root = task
     progress("starting", 0, 0)
     answers = {}

@@ -163,7 +163,6 @@ class Comparison:
 
     Attributes:
         same: number of equal tokens before the first difference.
-        differs: whether there is a difference.
         near_tie: whether it differs where either token is correct.
         gap_nats: log-probability gap between the two tokens for the reference engine; None where the other token is
             not among its likeliest, or nothing differs.
@@ -188,7 +187,6 @@ def measure(
     Combinations that an interrupted run has compared are not compared again.
 
     Args:
-        settings_name: name of a file in eval/engine/.
         records_folder: folder of the record instead of the variant's; eval/ then stays unchanged.
 
     Raises:
@@ -291,8 +289,7 @@ def judge(
     """Compare the answers of a combination with the reference engine's.
 
     Args:
-        run: answers and counters of the combination; the reason where it broke down; None where it is not
-            available.
+        run: the reason where the combination broke down; None where it is not available.
         answers: the reference engine's, by group.
 
     Returns:

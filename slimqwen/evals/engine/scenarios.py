@@ -54,20 +54,7 @@ class MixedSettings(BaseModel):
 
 
 class EngineSettings(LimitSettings):
-    """eval/engine/<name>.yaml.
-
-    Attributes:
-        text: source of the prompts: tinyworld, or a text file relative to the repository.
-        seed: seed of the text, of lengths and of arrivals.
-        near_tie_nats: log-probability gap of the reference engine below which either token is correct.
-        draft_tokens: K of MTP, for a variant that is served without.
-        concurrency: concurrent requests, for a variant that serves one at a time.
-        kv_cache_dtypes: KV cache dtypes beside the variant's own.
-        crossed: groups of modes; all combinations of a group's values, with the other modes as served.
-        prompt_tokens: length of each prompt.
-        output_tokens: length of each continuation.
-        timeout_s: time limit of one combination, seconds.
-    """
+    """eval/engine/<name>.yaml; tinyworld.yaml explains each field."""
 
     folder: ClassVar[str] = "engine"
 
@@ -98,7 +85,7 @@ class Answer:
     """An engine's continuation of a request.
 
     Attributes:
-        log_probabilities: log-probability of each of the likeliest tokens, by position; empty unless requested.
+        log_probabilities: of the likeliest tokens, by position; empty unless requested.
         abort_count: number of times the request was aborted and sent again.
     """
 
@@ -123,7 +110,6 @@ class Run:
 
     Attributes:
         drafts: tokens drafted by MTP.
-        accepted_drafts: accepted tokens among them.
         prefix_hits: prompt tokens found in the prefix cache.
         preemptions: requests preempted because the small KV cache was full; None with one request at a time.
         aborted: requests aborted while they were answered.
@@ -235,8 +221,6 @@ def cut_requests(
         max_batched_tokens: tokens that the engine computes per step; one prompt is longer where the context allows.
         block_size: tokens per block of the KV cache; prompts of the group growing end shortly before a block's end,
             shared prefixes are two blocks long or more where the context allows.
-        draft_tokens: K of the combinations with MTP.
-        concurrency: of the combinations that answer several requests at a time.
 
     Raises:
         EvalError: a request does not fit the context.
@@ -286,14 +270,7 @@ def cache_block_size(llm: Any) -> int:
 def answer_singly(
     llm: Any, requests: Mapping[str, Sequence[Request]], progress: Progress
 ) -> dict[str, list[Answer]]:
-    """Answer every request alone, with log-probabilities.
-
-    Args:
-        progress: receives (activity, requests done, all requests).
-
-    Returns:
-        Answers by group, in the order of the requests.
-    """
+    """Answer every request alone, with log-probabilities: answers by group, in the order of the requests."""
     total, done = sum(map(len, requests.values())), 0
     answers: dict[str, list[Answer]] = {}
     for group, group_requests in requests.items():
@@ -314,8 +291,7 @@ def play(
 ) -> Run:
     """Run all scenarios in one combination of modes; `Engines` calls it in a process of its own.
 
-    Args:
-        task: modes, vLLM's flags for them, and requests by group, with or without mixed ones.
+    The requests have the group mixed only where these are to be answered.
     """
     modes, flags, requests = task
     batched = modes.concurrency > 1

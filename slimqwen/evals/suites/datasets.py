@@ -27,7 +27,6 @@ class HubDataset(BaseModel):
     """Files of a dataset repository on the hub.
 
     Attributes:
-        repository: owner/name.
         revision: commit of 40 hexadecimal digits; None for the newest of main.
         folder: destination relative to the repository root.
         files: paths in the hub's repository.
@@ -110,13 +109,7 @@ def _download(dataset: HubDataset, root: Path, progress: Progress) -> None:
 
 
 def fetch_nltk(resources: Iterable[str], root: Path) -> list[Path]:
-    """Fetch nltk's resources with nltk's downloader, which checks them against its index.
-
-    Args:
-        resources: names such as punkt_tab.
-
-    Returns:
-        Their archives.
+    """The archives of nltk's resources, fetched by nltk's downloader, which checks them against its index.
 
     Raises:
         HubError: no network, or no such resource.

@@ -34,12 +34,11 @@ class Item:
     """One scored answer.
 
     Attributes:
-        task: name of its task.
         index: position in the task's fixed order.
         item: hash of the item, the same for every variant.
         value: score in the task's measure.
         weight: weight of the score in the mean: bytes for BITS_PER_BYTE, else 1.
-        output: generated text that was scored; None if nothing is generated.
+        output: text that was scored; None if nothing is generated.
         truncated: whether the token limit cut the output; None if nothing is generated.
         repeat: number of the generation of this item, from 0.
         cluster: hash shared by items that are not independent observations; None for an item of its own.
