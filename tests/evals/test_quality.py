@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pandas
 import pytest
-import yaml
 
 from slimqwen.evals import EvalError, quality
 from slimqwen.evals.quality import OutputTokens
@@ -185,6 +184,7 @@ def test_the_suites_of_the_repository_are_readable():
     for file in files:
         suite = Suite.load(file.stem, repository_root())
         assert suite.tasks
+        assert suite.tasks_folder in (None, repository_root() / "eval" / "tasks" / file.stem)
         assert all(task.items_to_decide for task in suite.tasks)
 
 
@@ -195,17 +195,7 @@ def small_suite(tmp_path, write_task):
     options = ["salt", "wool", "iron"]
     write_task("small_margin", [{"prompt": p, "options": options, "right": 1} for p in prompts], CHOOSE)
     write_task("small_prose", [{"text": " ".join([*["town"] * n, "salt"])} for n in range(1, 7)], READ)
-    (tmp_path / "eval" / "suites").mkdir()
-    rows = [{"task": t.name, "measure": t.measure, "non_inferiority_margin": 0.1} for t in SMALL.tasks]
-    content = {
-        "tasks_folder": "eval/tasks",
-        "chat_template": False,
-        "text_prefix": "<end>",
-        "sample": "first",
-        "tasks": rows,
-    }
-    (tmp_path / "eval" / "suites" / "small.yaml").write_text(yaml.safe_dump(content))
-    return Suite.load("small", tmp_path)
+    return SMALL.model_copy(update={"tasks_folder": tmp_path / SMALL.tasks_folder})
 
 
 def facts_alone(suite, **changes):
@@ -257,14 +247,6 @@ def test_a_variant_that_serves_one_request_at_a_time_is_asked_the_same(measure, 
     assert asked[0] == asked[1]
 
 
-@pytest.mark.parametrize("lives_for", [0, 2, 6, 17])
-def test_a_server_that_dies_is_an_error_and_leaves_no_record(measure, add_served, stand_in, lives_for):
-    dying = add_served("tiny", stand_in(lives_for))
-    with pytest.raises(shared_server.ServerLostError, match="nothing was recorded"):
-        measure(dying)
-    assert [file.name for file in dying.variant.folder.iterdir() if "quality" in file.name] == []
-
-
 def test_a_limit_without_a_standard_error_is_refused_before_anything_starts(measure, add_served, stand_in):
     server = stand_in()
     with pytest.raises(EvalError, match="2 items or more"):
@@ -294,14 +276,16 @@ def test_a_task_that_is_not_there_is_named(measure, add_served, stand_in, small_
         measure(add_served("tiny", stand_in()))
 
 
-@pytest.mark.parametrize("lives_for", [3, 11])
-def test_a_run_whose_server_died_goes_on_where_it_broke_off(measure, add_served, stand_in, lives_for):
+@pytest.mark.parametrize("lives_for", [0, 2, 6, 17])
+def test_a_run_whose_server_died_leaves_no_record_and_goes_on_where_it_broke_off(
+    measure, add_served, stand_in, lives_for
+):
     first = stand_in(lives_for)
     one = add_served("tiny", first)
-    with pytest.raises(
-        shared_server.ServerLostError, match=f"its {lives_for} answers so far are kept: run the same command"
-    ):
+    kept = f"nothing was recorded, .* its {lives_for} answers so far are kept: run the same command"
+    with pytest.raises(shared_server.ServerLostError, match=kept):
         measure(one)
+    assert [file.name for file in one.variant.folder.iterdir() if "quality" in file.name] == []
     (unfinished,) = (one.variant.root / ".cache" / "quality").iterdir()
 
     second = stand_in()
@@ -473,7 +457,7 @@ SUBJECTS = (
 
 def write_core_data(root):
     """A few items of our own in the columns of the three hub datasets, and what stands for nltk's tokenizer."""
-    rows = [
+    choices = [
         {
             "question_id": number,
             "question": f"Which of these has to do with {subject}?",
@@ -486,32 +470,26 @@ def write_core_data(root):
         }
         for number, subject in enumerate(SUBJECTS)
     ]
+    rules = {
+        "punctuation:no_comma": {},
+        "keywords:existence": {"keywords": ["salt", "wool"]},
+        "length_constraints:number_words": {"relation": "less than", "num_words": 500},
+    }
     instructions = [
-        ("punctuation:no_comma", {}),
-        ("keywords:existence", {"keywords": ["salt", "wool"]}),
-        ("length_constraints:number_words", {"relation": "less than", "num_words": 500}),
-    ]
-    asked = [
         {"key": n, "prompt": f"Write. Rule {n}.", "instruction_id_list": [name], "kwargs": [kwargs]}
-        for n, (name, kwargs) in enumerate(instructions)
+        for n, (name, kwargs) in enumerate(rules.items())
     ]
+    wrong = {f"Incorrect Answer {n}": metal for n, metal in enumerate(("salt", "wool", "tar"), start=1)}
     questions = [
-        {
-            "Record ID": f"rec{n}",
-            "Question": f"Which metal is sold in town {n}?",
-            "Correct Answer": "iron",
-            "Incorrect Answer 1": "salt",
-            "Incorrect Answer 2": "wool",
-            "Incorrect Answer 3": "tar",
-        }
+        {"Record ID": f"rec{n}", "Question": f"What metal has town {n}?", "Correct Answer": "iron", **wrong}
         for n in range(3)
     ]
     core = Suite.load("core", repository_root())
     files = [root / dataset.folder / dataset.files[0] for dataset in core.datasets]
     for file in files:
         file.parent.mkdir(parents=True)
-    pandas.DataFrame(rows).to_parquet(files[0])
-    files[1].write_text("".join(json.dumps(row) + "\n" for row in asked))
+    pandas.DataFrame(choices).to_parquet(files[0])
+    pandas.DataFrame(instructions).to_json(files[1], orient="records", lines=True)
     pandas.DataFrame(questions).to_csv(files[2], index=False)
     for dataset, file in zip(core.datasets, files, strict=True):
         digests = {dataset.files[0]: hashlib.sha256(file.read_bytes()).hexdigest()}
