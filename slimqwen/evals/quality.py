@@ -1,6 +1,6 @@
 """Quality: scores of a served variant on the tasks of a suite, with standard errors and every item."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -12,7 +12,7 @@ from slimqwen.evals.suites import datasets, lm_eval_run
 from slimqwen.evals.suites.lm_eval_run import TaskRun
 from slimqwen.evals.suites.suite import ANSWER_MARGIN, BITS_PER_BYTE, Limit, Suite
 from slimqwen.progress import Progress, silent
-from slimqwen.records import provenance, store
+from slimqwen.records import pairing, provenance, store
 from slimqwen.records.collection import Collection
 from slimqwen.records.journal import journal_file, locked
 from slimqwen.records.record import (
@@ -30,6 +30,7 @@ from slimqwen.records.split import Split, SplitRecord
 from slimqwen.serving import speed_only
 from slimqwen.serving.shared_server import ServerLostError, serve
 from slimqwen.stats import intervals, non_inferiority
+from slimqwen.stats.verdict import overall
 from slimqwen.variant import Variant
 
 MEASURE_NAMES = {
@@ -173,13 +174,71 @@ class Quality(SplitRecord):
         """The task that may have lost most of its margin, against the baseline; without a baseline the scores."""
         from slimqwen.evals import quality_comparison
 
-        return quality_comparison.finding(self, path, records)
+        comparison = pairing.against_baseline(self, path, records, quality_comparison.compare)
+        if comparison is None:
+            return ", ".join(
+                f"{self.task_name(task)} {score.value:.3f} ± {score.standard_error:.3f}"
+                for task, score in self.tasks.items()
+            )
+        baseline, rows = comparison
+        severity = (Verdict.FAIL, Verdict.INCONCLUSIVE, Verdict.PASS)
+        # Measures differ in their units, so losses are compared as shares of their margins.
+        worst = min(
+            rows,
+            key=lambda row: (
+                severity.index(row.judgement.verdict),
+                row.judgement.low / (row.judgement.margin or 1),
+            ),
+        )
+        judgement = worst.judgement
+        return (
+            f"{overall([row.judgement.verdict for row in rows])}: {self.task_name(worst.task)} gains "
+            f"{worst.gain:+.3f} [{judgement.low:+.3f}, {judgement.high:+.3f}] where -{judgement.margin:g} is allowed, "
+            f"the worst of {len(rows)}, of {baseline}"
+        )
 
     def replay(self, path: Path, repeat: Repeat) -> Outcome:
         """Score the same items again: reproduced if every answer and score is equal."""
         from slimqwen.evals import quality_comparison
 
-        return quality_comparison.replay(self, path, repeat)
+        items = _by_key(store.read_items(path))
+        (variant,) = repeat.variants([self.variant])
+        suite = Suite.load(self.suite, variant.root)
+        # A run may have switched thinking on or off for all tasks, whatever the suite says.
+        thinking = {task: score.settings.get("thinking") for task, score in self.tasks.items()}
+        tasks = (
+            task
+            if thinking.get(task.name) is None
+            else task.model_copy(update={"thinking": thinking[task.name]})
+            for task in suite.tasks
+        )
+        repetition = measure(
+            variant,
+            suite.model_copy(update={"tasks": tuple(tasks)}),
+            limit=self.limit,
+            chat=self.endpoint == "chat",
+            split=self.split,
+            records_folder=repeat.folder / variant.name,
+            **repeat.options,
+        )
+        repeated = store.read(repetition, Quality)
+        repeated_items = _by_key(store.read_items(repetition))
+        shared = [key for key in items if key in repeated_items]
+        unequal_count = sum(_answer(items[key]) != _answer(repeated_items[key]) for key in shared)
+        unmatched_count = len(items.keys() ^ repeated_items.keys())
+        summary = f"reproduced: all {len(shared):,} answers and their scores are equal"
+        if unequal_count or unmatched_count:
+            summary = f"{unequal_count:,} of {len(shared):,} answers or their scores differ"
+            summary += f", {unmatched_count:,} items are on one side alone" if unmatched_count else ""
+        rows = []
+        for task, score in self.tasks.items():
+            sides = [[side[key] for key in shared if key[0] == task] for side in (items, repeated_items)]
+            if len(sides[0]) > 1 and task in repeated.tasks:
+                value = repeated.tasks[task].value
+                rows.append(quality_comparison.compare_items(task, score, value, *sides))
+        title = f"Quality of {self.variant}, then and now"
+        table = quality_comparison.paired_table(title, self, ("then", "now"), rows)
+        return Outcome(repetition, not unequal_count and not unmatched_count, summary, (table,))
 
     def undecided(self) -> list[str]:
         """A line for each task with fewer items than its non-inferiority margin takes."""
@@ -360,6 +419,14 @@ def _output_tokens(counts: Sequence[int | None]) -> OutputTokens | None:
     if not known or len(known) != len(counts):
         return None
     return OutputTokens(mean=sum(known) / len(known), p50=median(known), max=max(known))
+
+
+def _by_key(items: Iterable[dict[str, Any]]) -> dict[tuple[str, str, int], dict[str, Any]]:
+    return {(item["task"], item["item"], item.get("repeat", 0)): item for item in items}
+
+
+def _answer(item: Mapping[str, Any]) -> tuple[float, str | None]:
+    return item["value"], item["output"]
 
 
 def _count_of_outputs(count: int | None, outputs: int | None) -> str:

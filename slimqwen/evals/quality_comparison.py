@@ -5,18 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slimqwen.evals import quality
 from slimqwen.evals.quality import MEASURE_NAMES, TABLE_NOTE, Quality, TaskScore
-from slimqwen.evals.suites.suite import Suite
 from slimqwen.records import pairing, store
-from slimqwen.records.collection import Collection, StoredRecord
+from slimqwen.records.collection import StoredRecord
 from slimqwen.records.provenance import source_note
 from slimqwen.records.record import Table
-from slimqwen.records.replay import Outcome, Repeat
 from slimqwen.stats import intervals, non_inferiority
-from slimqwen.stats.verdict import Verdict, overall
-
-_SEVERITY = (Verdict.FAIL, Verdict.INCONCLUSIVE, Verdict.PASS)
 
 VERDICT_NOTE = (
     "Verdict: pass if the interval (exact for right-or-wrong answers) rules out a loss beyond the non-inferiority "
@@ -241,86 +235,6 @@ def paired_table(
         "items (need)": lambda row: f"{row.difference.count}{items_needed(row)}",
     }
     return Table.from_rows(title, rows, columns, *notes, text_columns=2)
-
-
-def finding(record: Quality, path: Path, records: Collection) -> str:
-    """The result of a quality record, for a line of the log.
-
-    Raises:
-        RecordError: its items or its baseline's are damaged.
-    """
-    comparison = pairing.against_baseline(record, path, records, compare)
-    if comparison is None:
-        return ", ".join(
-            f"{record.task_name(task)} {score.value:.3f} ± {score.standard_error:.3f}"
-            for task, score in record.tasks.items()
-        )
-    baseline, rows = comparison
-    # Measures differ in their units, so losses are compared as shares of their margins.
-    worst = min(
-        rows,
-        key=lambda row: (
-            _SEVERITY.index(row.judgement.verdict),
-            row.judgement.low / (row.judgement.margin or 1),
-        ),
-    )
-    judgement = worst.judgement
-    return (
-        f"{overall([row.judgement.verdict for row in rows])}: {record.task_name(worst.task)} gains {worst.gain:+.3f} "
-        f"[{judgement.low:+.3f}, {judgement.high:+.3f}] where -{judgement.margin:g} is allowed, "
-        f"the worst of {len(rows)}, of {baseline}"
-    )
-
-
-def replay(record: Quality, path: Path, repeat: Repeat) -> Outcome:
-    """Score the items of a record again, and compare answer by answer.
-
-    Raises:
-        RecordError: its items are damaged.
-        SlimqwenError: the measurement failed.
-    """
-    items = {_key(item): item for item in store.read_items(path)}
-    (variant,) = repeat.variants([record.variant])
-    suite = Suite.load(record.suite, variant.root)
-    # A run may have switched thinking on or off for all tasks, whatever the suite says.
-    thinking = {task: score.settings.get("thinking") for task, score in record.tasks.items()}
-    tasks = (
-        task if thinking.get(task.name) is None else task.model_copy(update={"thinking": thinking[task.name]})
-        for task in suite.tasks
-    )
-    repetition = quality.measure(
-        variant,
-        suite.model_copy(update={"tasks": tuple(tasks)}),
-        limit=record.limit,
-        chat=record.endpoint == "chat",
-        split=record.split,
-        records_folder=repeat.folder / variant.name,
-        **repeat.options,
-    )
-    repeated = store.read(repetition, Quality)
-    repeated_items = {_key(item): item for item in store.read_items(repetition)}
-    shared = [key for key in items if key in repeated_items]
-    unequal_count = sum(_answer(items[key]) != _answer(repeated_items[key]) for key in shared)
-    unmatched_count = len(items.keys() ^ repeated_items.keys())
-    summary = f"reproduced: all {len(shared):,} answers and their scores are equal"
-    if unequal_count or unmatched_count:
-        summary = f"{unequal_count:,} of {len(shared):,} answers or their scores differ"
-        summary += f", {unmatched_count:,} items are on one side alone" if unmatched_count else ""
-    rows = []
-    for task, score in record.tasks.items():
-        sides = [[side[key] for key in shared if key[0] == task] for side in (items, repeated_items)]
-        if len(sides[0]) > 1 and task in repeated.tasks:
-            rows.append(compare_items(task, score, repeated.tasks[task].value, *sides))
-    table = paired_table(f"Quality of {record.variant}, then and now", record, ("then", "now"), rows)
-    return Outcome(repetition, not unequal_count and not unmatched_count, summary, (table,))
-
-
-def _key(item: Mapping[str, Any]) -> tuple[str, str, int]:
-    return item["task"], item["item"], item.get("repeat", 0)
-
-
-def _answer(item: Mapping[str, Any]) -> tuple[float, str | None]:
-    return item["value"], item["output"]
 
 
 def items_needed(row: TaskComparison) -> str:
