@@ -295,7 +295,6 @@ def measure(
             runs, files = lm_eval_run.run(
                 suite,
                 server,
-                root=variant.root,
                 limit=limit,
                 chat=chat,
                 split=split,
@@ -389,7 +388,6 @@ def smoke(
         runs, _ = lm_eval_run.run(
             suite.shortened(SMOKE_MAX_GEN_TOKS),
             server,
-            root=variant.root,
             limit=SMOKE_ITEMS,
             chat=chat,
             log=logs / f"smoke-{variant.name}.log",

@@ -79,7 +79,6 @@ def ask(
         runs, files = lm_eval_run.run(
             suite,
             server,
-            root=variant.root,
             limit=limit,
             log=logs / f"quality-{ending}",
             part=part,

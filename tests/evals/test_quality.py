@@ -1,6 +1,5 @@
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import json
 import math
@@ -23,8 +22,7 @@ from slimqwen.variant import load, repository_root
 
 def score(suite, server, **how):
     """The scores of a running server by task, and their items; no record."""
-    root = server.variant.root
-    runs, files = lm_eval_run.run(suite, server, **{"root": root, "log": root / "log", **how})
+    runs, files = lm_eval_run.run(suite, server, log=server.variant.root / "logs" / "quality.log", **how)
     items = [item for run in runs for item in run.items]
     return SimpleNamespace(tasks=quality.task_scores(runs), items=items, datasets=files)
 
@@ -565,7 +563,8 @@ def test_core_goes_the_whole_way_over_a_real_server(served_tiny, tmp_path):
     core = write_core_data(tmp_path)
     tasks = tuple(task.model_copy(update={"repeats": min(task.repeats, 2)}) for task in core.tasks)
     core = core.model_copy(update={"tasks": tasks, "max_gen_toks": 24})
-    scores = score(core, served_tiny, root=tmp_path, limit=3, log=tmp_path / "log")
+    elsewhere = dataclasses.replace(served_tiny, variant=dataclasses.replace(load("tiny"), root=tmp_path))
+    scores = score(core, elsewhere, limit=3)
     assert {name: row.item_count for name, row in scores.tasks.items()} == dict.fromkeys(scores.tasks, 3)
     available = {name: row.available_count for name, row in scores.tasks.items()}
     assert available == {"mmlu_pro": 14, "ifeval": 3, "gpqa_diamond": 3}
@@ -581,15 +580,13 @@ def test_core_goes_the_whole_way_over_a_real_server(served_tiny, tmp_path):
 
 
 @pytest.mark.engine
-def test_the_chat_path_scores_what_the_template_renders(served_tiny, tmp_path):
+def test_the_chat_path_scores_what_the_template_renders(served_tiny):
     """The task files hold what the template makes of the question, so both paths ask the same."""
-    tiny = load("tiny")
-    suite = Suite.load("tinyworld", tiny.root)
-    ask = functools.partial(score, limit=4, log=tmp_path / "log")
+    suite = Suite.load("tinyworld", repository_root())
     suite = suite.model_copy(update={"tasks": suite.tasks[:4]})
-    chat = ask(suite, served_tiny, chat=True)
+    chat = score(suite, served_tiny, limit=4, chat=True)
     assert set(chat.tasks) == {"tinyworld_facts", "tinyworld_format", "tinyworld_twohop"}
-    plain = ask(suite, served_tiny)
+    plain = score(suite, served_tiny, limit=4)
     same = [i.output for i in plain.items if i.output is not None], [i.output for i in chat.items]
     assert [a.strip() for a in same[0]] == [a.strip() for a in same[1]]
     for name, row in chat.tasks.items():

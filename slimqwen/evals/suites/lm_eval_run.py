@@ -92,7 +92,6 @@ def run(
     suite: Suite,
     server: SharedServer,
     *,
-    root: Path,
     limit: Limit,
     log: Path,
     chat: bool = False,
@@ -118,6 +117,7 @@ def run(
         ServerLostError: the server died or refused a request.
         PromptTooLongError: the served context cannot hold a prompt.
     """
+    root = server.variant.root
     # Data, task files and the Python that these call decide the scores.
     files = set(datasets.require(suite.datasets, suite.nltk, root))
     for pattern in ("*.yaml", "*.py"):
