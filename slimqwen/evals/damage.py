@@ -58,18 +58,16 @@ def damage(source: Path, destination: Path, kind: Damage, seed: int) -> str:
         raise EvalError(f"{source} has no tensor {pattern.pattern}; take a checkpoint that has one")
     target = random.Random(seed).choice(targets)
     rng = torch.Generator().manual_seed(seed)
-    contents = {}
-    for name, info in stored.items():
-        match = pattern.fullmatch(name)
-        if match and match[1] == target:
-            with safe_open(info.file, framework="pt") as shard:
-                damaged = change(shard.get_tensor(name), rng).contiguous()
-            contents[name] = damaged.view(torch.uint8).numpy().tobytes()
 
     def replacement(name: str, info: TensorInfo) -> Mapping[str, NewTensor] | None:
-        if name not in contents:
+        match = pattern.fullmatch(name)
+        if match is None or match[1] != target:
             return None
-        return {name: NewTensor(info.dtype, info.shape, lambda: [contents[name]])}
+        with safe_open(info.file, framework="pt") as shard:
+            damaged = change(shard.get_tensor(name), rng).contiguous()
+        return {
+            name: NewTensor(info.dtype, info.shape, lambda: [damaged.view(torch.uint8).numpy().tobytes()])
+        }
 
     shards = {info.file.name for info in stored.values()}
     carry_all(source, destination, leave_out=[*COMPILE_CACHE, *shards])

@@ -326,6 +326,8 @@ def judge(
             f"{len(differences)} of {len(items)} answers differ; first {reply.scenario}, request {reply.number}, "
             f"token {first.same} ({gap})"
         )
+    # What the engine counted has the same names in both.
+    counters = {name: value for name, value in vars(counted).items() if name != "replies"}
     cell = Cell(
         modes=combination.modes,
         served=combination.served,
@@ -334,13 +336,8 @@ def judge(
         items=len(items),
         near_ties=sum(item["near_tie"] for item in items),
         tokens_compared=sum(item["same"] for item in items),
-        drafts=counted.drafts,
-        accepted_drafts=counted.accepted_drafts,
-        prefix_hits=counted.prefix_hits,
-        preemptions=counted.preemptions,
-        aborted=counted.aborted,
-        notes=tuple(counted.notes),
         seconds=seconds,
+        **counters,
     )
     return cell, items
 

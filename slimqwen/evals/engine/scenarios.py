@@ -149,7 +149,8 @@ def replay(
     from vllm import SamplingParams
 
     core = llm.llm_engine
-    waiting = sorted(range(len(requests)), key=lambda number: arrivals[number] if arrivals else 0)
+    arrivals = arrivals or [0] * len(requests)
+    waiting = sorted(range(len(requests)), key=arrivals.__getitem__)
     pending_aborts = dict(abort_after or {})
     output_counts = dict.fromkeys(range(len(requests)), 0)
     attempts = dict.fromkeys(range(len(requests)), 0)
@@ -172,9 +173,7 @@ def replay(
 
     step = 0
     while waiting or core.has_unfinished_requests():
-        while waiting and (
-            arrivals is None or arrivals[waiting[0]] <= step or not core.has_unfinished_requests()
-        ):
+        while waiting and (arrivals[waiting[0]] <= step or not core.has_unfinished_requests()):
             send(waiting.pop(0))
         for output in core.step():
             if output.request_id not in running:
@@ -182,20 +181,14 @@ def replay(
             number, completion = running[output.request_id], output.outputs[0]
             output_counts[number] = len(completion.token_ids)
             if output.finished:
-                answers[number] = Answer(
-                    tuple(completion.token_ids),
-                    tuple(
-                        {token: entry.logprob for token, entry in position.items()}
-                        for position in completion.logprobs or ()
-                    ),
-                    attempts[number] - 1,
+                del running[output.request_id]
+                log_ps = tuple(
+                    {token: entry.logprob for token, entry in position.items()}
+                    for position in completion.logprobs or ()
                 )
+                answers[number] = Answer(tuple(completion.token_ids), log_ps, attempts[number] - 1)
         for request_id, number in list(running.items()):
-            if (
-                number in pending_aborts
-                and number not in answers
-                and output_counts[number] >= pending_aborts[number]
-            ):
+            if number in pending_aborts and output_counts[number] >= pending_aborts[number]:
                 del pending_aborts[number], running[request_id]
                 core.abort_request([request_id])
                 send(number)
