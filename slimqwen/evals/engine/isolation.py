@@ -76,6 +76,7 @@ class Engines:
         activity: str | None = None
         outcome: tuple[str, Any] | None = None
         deadline = time.monotonic() + self.timeout_s
+        timed_out = False
         messages = self.worker.messages
         try:
             process = self.worker.give(
@@ -85,25 +86,40 @@ class Engines:
                 self.log.parent,
                 task,
             )
-            while messages.poll(max(0.0, deadline - time.monotonic())):
+            kind = "started"
+            while kind != "ended":
+                if not timed_out and not messages.poll(max(0.0, deadline - time.monotonic())):
+                    timed_out = True
+                    with suppress(ProcessLookupError):
+                        os.kill(process, signal.SIGKILL)
                 kind, *content = messages.recv()
-                if kind == "ended":
-                    return _result(outcome, content[0], activity, self.log)
                 if kind == "progress":
                     activity = content[0]
                     progress(*content)
-                else:
+                elif kind != "ended":
                     outcome = kind, content[0]
                     deadline = time.monotonic() + _END_S
-            with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-            while messages.recv()[0] != "ended":
-                pass
         except (EOFError, BrokenPipeError):
             raise EvalError(f"the process that starts engines died; its log says why: {self.log}") from None
         if outcome is not None:
-            return _result(outcome, 0, activity, self.log)
-        return f"{activity or 'starting'}: no end within {self.timeout_s:.0f} s"
+            kind, result = outcome
+            if kind == "refused":
+                raise result
+            return f"{activity}: {result[:300]}" if kind == "failed" else result
+        if timed_out:
+            return f"{activity or 'starting'}: no end within {self.timeout_s:.0f} s"
+        (exit_code,) = content
+        if exit_code == -signal.SIGKILL:
+            raise EvalError(
+                f"an engine's process was killed ({activity}), as when memory runs out; "
+                f"free memory and run again: {self.log}"
+            )
+        death = death_cause(exit_code)
+        if activity is None:
+            raise EvalError(
+                f"an engine's process ended before its first report ({death}); its log says why: {self.log}"
+            )
+        return f"{activity}: the process died ({death})"
 
 
 def server_here(variant: Variant, action: str) -> ServerCommand:
@@ -140,27 +156,3 @@ def _environment(server: ServerCommand, modes: Modes | None = None) -> dict[str,
             "TORCHINDUCTOR_CACHE_DIR": str(server.variant.root / ".cache" / "engines"),
         }
     return environment
-
-
-def _result(outcome: tuple[str, Any] | None, exit_code: int, activity: str | None, log: Path) -> Any:
-    """The result of a process that has ended.
-
-    Args:
-        outcome: kind and content of its last message; None where it sent none.
-        activity: its last reported activity; None before its first report.
-    """
-    if outcome is not None:
-        kind, content = outcome
-        if kind == "refused":
-            raise content
-        return f"{activity}: {content[:300]}" if kind == "failed" else content
-    if exit_code == -signal.SIGKILL:
-        raise EvalError(
-            f"an engine's process was killed ({activity}), as when memory runs out; free memory and run again: {log}"
-        )
-    death = death_cause(exit_code)
-    if activity is None:
-        raise EvalError(
-            f"an engine's process ended before its first report ({death}); its log says why: {log}"
-        )
-    return f"{activity}: the process died ({death})"
