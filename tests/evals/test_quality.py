@@ -182,18 +182,17 @@ def test_the_suites_of_the_repository_are_readable():
     for file in files:
         suite = Suite.load(file.stem, repository_root())
         assert suite.tasks
-        assert suite.tasks_folder in (None, repository_root() / "eval" / "tasks" / file.stem)
         assert all(task.items_to_decide for task in suite.tasks)
 
 
 @pytest.fixture
-def small_suite(tmp_path, write_task):
+def small_suite(write_task):
     prompts = [f"Q : what sells town {n} ? A :" for n in range(6)]
     write_task("small_facts", [{"prompt": p, "answer": "salt"} for p in prompts], GENERATE)
     options = ["salt", "wool", "iron"]
     write_task("small_margin", [{"prompt": p, "options": options, "right": 1} for p in prompts], CHOOSE)
     write_task("small_prose", [{"text": " ".join([*["town"] * n, "salt"])} for n in range(1, 7)], READ)
-    return SMALL.model_copy(update={"tasks_folder": tmp_path / SMALL.tasks_folder})
+    return SMALL
 
 
 def facts_alone(suite, **changes):
@@ -268,10 +267,11 @@ def test_a_prefix_that_the_tokenizer_lacks_is_named(measure, add_served, stand_i
         score(suite, one, limit=2)
 
 
-def test_a_task_that_is_not_there_is_named(measure, add_served, stand_in, small_suite):
-    (small_suite.tasks_folder / "small_prose.yaml").unlink()
+def test_a_task_that_is_not_there_is_named(measure, add_served, stand_in):
+    one = add_served("tiny", stand_in())
+    (one.variant.root / SMALL.tasks_folder / "small_prose.yaml").unlink()
     with pytest.raises(EvalError, match="small_prose"):
-        measure(add_served("tiny", stand_in()))
+        measure(one)
 
 
 @pytest.mark.parametrize("lives_for", [0, 2, 6, 17])

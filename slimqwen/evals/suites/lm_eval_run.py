@@ -121,7 +121,7 @@ def run(
     # Data, task files and the Python that these call decide the scores.
     files = set(datasets.require(suite.datasets, suite.nltk, root))
     for pattern in ("*.yaml", "*.py"):
-        files.update(suite.tasks_folder.glob(pattern) if suite.tasks_folder else ())
+        files.update((root / suite.tasks_folder).glob(pattern) if suite.tasks_folder else ())
     progress("loading lm-eval", 0, 0)
     # The libraries read these variables at import: every item is on disk, so no hub is asked.
     os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
@@ -135,7 +135,7 @@ def run(
             import nltk  # type: ignore[import-untyped]
 
             nltk.data.path.insert(0, str(root / datasets.NLTK_DATA))
-        manager = _task_manager(suite)
+        manager = _task_manager(suite, root)
         client = _client(suite, server, chat=chat, answers=answers, progress=progress)
         rendered = chat or suite.chat_template
         if rendered and any(task.thinking is not None for task in suite.tasks):
@@ -223,13 +223,13 @@ def _evaluate(
     return results
 
 
-def _task_manager(suite: Suite) -> Any:
+def _task_manager(suite: Suite, root: Path) -> Any:
     """lm-eval's index of the suite's task definitions."""
     import lm_eval
     from lm_eval.tasks import TaskManager
 
     folders = [Path(lm_eval.__file__).parent / "tasks" / folder for folder in suite.lm_eval_folders]
-    folders += [suite.tasks_folder] if suite.tasks_folder else []
+    folders += [root / suite.tasks_folder] if suite.tasks_folder else []
     manager = TaskManager(include_path=[str(folder) for folder in folders], include_defaults=False)
     missing = [task.name for task in suite.tasks if task.lm_eval_name not in manager.all_tasks]
     if missing:

@@ -1,7 +1,7 @@
 """Suites: the lm-eval tasks that are scored together, as eval/suites/<name>.yaml states them."""
 
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal, Self
+from typing import Any, ClassVar, Final, Literal
 
 from pydantic import (
     BaseModel,
@@ -98,7 +98,7 @@ class Suite(Settings):
     """Tasks that are scored together.
 
     Attributes:
-        tasks_folder: folder of the suite's own lm-eval task files.
+        tasks_folder: folder of the suite's own lm-eval task files, relative to the repository.
         lm_eval_folders: folders of lm-eval's own tasks that hold its definitions.
         chat_template: whether prompts go through the checkpoint's chat template.
         chat_message: for task files with prompts that are already rendered, the template of the user's message.
@@ -125,12 +125,6 @@ class Suite(Settings):
     nltk: tuple[str, ...] = ()
     tasks: tuple[SuiteTask, ...] = Field(min_length=1)
     proof_share: float = Field(default=0.5, gt=0, lt=1)
-
-    @classmethod
-    def load(cls, name: str, root: Path, cure: str | None = None) -> Self:
-        """Read eval/suites/<name>.yaml; errors as for `Settings.load`."""
-        suite = super().load(name, root, cure)
-        return suite.model_copy(update={"tasks_folder": suite.tasks_folder and root / suite.tasks_folder})
 
     def split(self, side: Side | None) -> Split | None:
         """A side of the split of its items; None for all of them."""
