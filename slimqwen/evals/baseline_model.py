@@ -5,12 +5,14 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import CompressedTensorsConfig
 
 from slimqwen import checkpoint
 from slimqwen.evals import EvalError
@@ -19,6 +21,18 @@ KEPT_STATES = Path(".cache") / "baseline_states"
 """Folder of a repository with the hidden states of baselines; deleted states are computed again."""
 
 _STATES = "hidden_states"
+
+
+def load_in_float32(weights: Path) -> Any:
+    """A checkpoint in transformers, its packed weights dequantised, on the GPU if there is one."""
+    config = checkpoint.read_config(weights)
+    quantised = "quantization_config" in config
+    dequantise = {"quantization_config": CompressedTensorsConfig(run_compressed=False)} if quantised else {}
+    transformers.utils.logging.set_verbosity_error()
+    # A multimodal checkpoint's own class, because the text model's does not see that it is quantised.
+    architecture = getattr(transformers, config["architectures"][0])
+    model = architecture.from_pretrained(weights, dtype=torch.float32, **dequantise).eval()
+    return model.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class BaselineModel:
@@ -39,20 +53,16 @@ class BaselineModel:
         Raises:
             EvalError: the checkpoint is quantised.
         """
-        config = checkpoint.read_config(weights)
-        if "quantization_config" in config:
+        if "quantization_config" in checkpoint.read_config(weights):
             raise EvalError(f"{weights} is quantised; compare with the checkpoint that it was made from")
-        architecture = getattr(transformers, config["architectures"][0])
-        transformers.utils.logging.set_verbosity_error()
-        self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._model = architecture.from_pretrained(weights, dtype=torch.float32).eval().to(self._device)
+        self._model = load_in_float32(weights)
         self._cache = cache
         self._origin = (
             checkpoint.digest(weights),
             transformers.__version__,
             torch.__version__,
             torch.cuda.get_device_name()
-            if self._device == "cuda"
+            if torch.cuda.is_available()
             else torch.backends.cpu.get_cpu_capability(),
         )
 
@@ -67,12 +77,12 @@ class BaselineModel:
             if states is None:
                 states = self._hidden_states(ids[:-1])
                 _write(file, states)
-            logits = self._model.get_output_embeddings()(states.to(self._device))[0]
+            logits = self._model.get_output_embeddings()(states.to(self._model.device))[0]
             return logits.float().log_softmax(-1).cpu()
 
     def _hidden_states(self, ids: Sequence[int]) -> Tensor:
         """Input of the output head: float32 [1, len(ids), hidden size], in main memory."""
-        output = self._model.model(torch.tensor([list(ids)], device=self._device), use_cache=False)
+        output = self._model.model(torch.tensor([list(ids)], device=self._model.device), use_cache=False)
         return output.last_hidden_state.cpu()
 
 

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import CompressedTensorsConfig
 
 from slimqwen import checkpoint
 from slimqwen.checkpoint.packing import Quantisation
 from slimqwen.checkpoint.rtn import round_to_nearest
 from slimqwen.checkpoint.tensors import list_tensors
 from slimqwen.evals import EvalError
+from slimqwen.evals.baseline_model import load_in_float32
 from slimqwen.evals.fidelity_figures import FidelitySettings, LayerRow, Layers
 from slimqwen.evals.token_distributions import read_texts
 from slimqwen.progress import Progress, silent
@@ -102,7 +102,7 @@ def measure(
         return []
     progress("comparing layers", 0, 3)
     model = _load(baseline_weights)
-    calls = _record_calls(model, texts)
+    calls = [_run(model, ids) for ids in texts]
     progress("comparing layers", 1, 3)
     with torch.no_grad():
         for (layer, name), linear in linears.items():
@@ -141,7 +141,7 @@ def measure(
 
 @dataclass(frozen=True)
 class _Call:
-    """Input and output of a layer of the baseline: float32 [tokens, hidden], in main memory."""
+    """Input and output of a layer: float32 [tokens, hidden], in main memory."""
 
     input: Tensor
     output: Tensor
@@ -179,15 +179,9 @@ def _packed_linears(weights: Path) -> dict[tuple[int, str], _PackedLinear]:
 
 
 def _load(weights: Path) -> Any:
-    """The decoder in float32, its packed weights dequantised."""
-    config = checkpoint.read_config(weights)
-    quantised = "quantization_config" in config
-    dequantise = {"quantization_config": CompressedTensorsConfig(run_compressed=False)} if quantised else {}
-    transformers.utils.logging.set_verbosity_error()
-    # A multimodal checkpoint's own class, because the text model's does not see that it is quantised.
-    architecture = getattr(transformers, config["architectures"][0])
-    model = architecture.from_pretrained(weights, dtype=torch.float32, **dequantise).model
-    return getattr(model, "language_model", model).eval().to("cuda" if torch.cuda.is_available() else "cpu")
+    """The decoder alone."""
+    model = load_in_float32(weights).model
+    return getattr(model, "language_model", model)
 
 
 def _free_memory() -> None:
@@ -195,50 +189,37 @@ def _free_memory() -> None:
     torch.cuda.empty_cache()
 
 
-def _record_calls(model: Any, texts: Sequence[Sequence[int]]) -> list[list[_Call]]:
-    """The calls of all layers, for each text."""
-    calls: list[list[_Call]] = []
-
-    def record(_layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        calls[-1].append(_Call(inputs[0][0].cpu(), output[0].cpu()))
-
-    with ExitStack() as hooks:
-        for layer in model.layers:
-            hooks.callback(layer.register_forward_hook(record).remove)
-        for text in texts:
-            calls.append([])
-            _run(model, text)
-    return calls
-
-
 def _layer_errors(model: Any, calls: Sequence[Sequence[_Call]]) -> list[float]:
-    """Error of each layer on the recorded inputs: RMS of the deviation over RMS of what the baseline's layer adds."""
+    """Error of each layer on the inputs of the baseline's calls, by text and layer.
+
+    It is the RMS of the deviation over the RMS of what the baseline's layer adds.
+    """
     deviation = [0.0] * len(model.layers)
     addition = [0.0] * len(model.layers)
-    current: list[Sequence[_Call]] = [()]
-
-    def add_hooks(number: int, layer: nn.Module, hooks: ExitStack) -> None:
-        def replace_input(_layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            return (current[0][number].input[None].to(inputs[0].device), *inputs[1:])
-
-        def add_error(_layer: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            call = current[0][number]
-            deviation[number] += float((output[0].cpu() - call.output).double().square().sum())
-            addition[number] += float((call.output - call.input).double().square().sum())
-
-        hooks.callback(layer.register_forward_pre_hook(replace_input).remove)
-        hooks.callback(layer.register_forward_hook(add_error).remove)
-
-    with ExitStack() as hooks:
-        for number, layer in enumerate(model.layers):
-            add_hooks(number, layer, hooks)
-        for text_calls in calls:
-            current[0] = text_calls
-            # The tokens do not matter: the first layer's input is replaced too.
-            _run(model, [0] * len(text_calls[0].input))
+    for expected in calls:
+        # The tokens do not matter: the first layer's input is replaced too.
+        actual = _run(model, [0] * len(expected[0].input), [call.input for call in expected])
+        for number, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
+            deviation[number] += float((ours.output - theirs.output).double().square().sum())
+            addition[number] += float((theirs.output - theirs.input).double().square().sum())
     return [float((a / b) ** 0.5) for a, b in zip(deviation, addition, strict=True)]
 
 
-def _run(model: Any, ids: Sequence[int]) -> None:
-    with torch.inference_mode():
+def _run(model: Any, ids: Sequence[int], inputs: Sequence[Tensor] | None = None) -> list[_Call]:
+    """The calls of all layers for one text; `inputs` replace what the layers would get from one another."""
+    calls: list[_Call] = []
+
+    def replace_input(_layer: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        if inputs is None:
+            return None
+        return (inputs[len(calls)][None].to(arguments[0].device), *arguments[1:])
+
+    def record(_layer: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
+        calls.append(_Call(arguments[0][0].cpu(), output[0].cpu()))
+
+    with ExitStack() as hooks, torch.inference_mode():
+        for layer in model.layers:
+            hooks.callback(layer.register_forward_pre_hook(replace_input).remove)
+            hooks.callback(layer.register_forward_hook(record).remove)
         model(torch.tensor([list(ids)], device=model.device), use_cache=False)
+    return calls
