@@ -32,6 +32,7 @@ from slimqwen.records.record import (
     Sha256,
     Table,
 )
+from slimqwen.records.settings import SettingsName
 from slimqwen.records.split import Split, SplitRecord
 from slimqwen.serving import platform as platforms
 from slimqwen.serving import speed_only
@@ -97,12 +98,7 @@ class Acceptance(SplitRecord):
     verb = "eval acceptance"
     leaderboard_columns: ClassVar[Mapping[str, str]] = {"acceptance_length": "acceptance length, tokens"}
 
-    settings_name: str = Field(
-        min_length=1,
-        description="Name of the settings in eval/acceptance/.",
-        validation_alias="plan",
-        serialization_alias="plan",
-    )
+    settings_name: SettingsName = Field(description="Name of the settings in eval/acceptance/.")
     gate_depth: Positive = Field(description="The K at which the gate compares variant and baseline.")
     least_share: float = Field(description="Smallest share of the baseline's acceptance length that passes.")
     classes: dict[str, Positive] = Field(min_length=1, description="Longest prompt of each class, tokens.")

@@ -42,6 +42,7 @@ from slimqwen.records.record import (
     VariantName,
     Verdict,
 )
+from slimqwen.records.settings import SettingsName
 from slimqwen.records.split import Split, SplitRecord
 from slimqwen.serving import shared_server, speed_only
 from slimqwen.serving.command import ServerCommand
@@ -72,12 +73,7 @@ class Fidelity(SplitRecord):
     verb = "eval fidelity"
 
     baseline: VariantName = Field(description="The variant itself if it has none.")
-    settings_name: str = Field(
-        min_length=1,
-        description="Settings: eval/fidelity/<plan>.yaml.",
-        validation_alias="plan",
-        serialization_alias="plan",
-    )
+    settings_name: SettingsName = Field(description="Settings: eval/fidelity/<plan>.yaml.")
     limits: AppliedLimits
     modes: dict[str, Figures] = Field(min_length=1)
     verdicts: dict[str, dict[str, Verdict]] = Field(description="By mode and figure.")

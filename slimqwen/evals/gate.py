@@ -5,10 +5,9 @@ modes wrong tokens of the variant's own combination. A check's record is reused 
 otherwise the check is measured.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from pydantic import Field, field_validator
 
@@ -41,7 +40,7 @@ from slimqwen.records.record import (
     Table,
     VariantName,
 )
-from slimqwen.records.settings import LimitSettings
+from slimqwen.records.settings import LimitSettings, SettingsName
 from slimqwen.records.split import Side, Split, SplitRecord, split_of
 from slimqwen.serving import spawner, speed_only
 from slimqwen.serving.command import ServerCommand
@@ -75,13 +74,7 @@ class Gate(SplitRecord):
     verb = "gate check"
 
     baseline: VariantName
-    # The settings were once called a plan, which now is a prediction of vLLM alone; records keep the old name.
-    settings_name: str = Field(
-        min_length=1,
-        description="Name of the settings in eval/gates/.",
-        validation_alias="plan",
-        serialization_alias="plan",
-    )
+    settings_name: SettingsName = Field(description="Name of the settings in eval/gates/.")
     verdict: Verdict
     verdicts: dict[str, Verdict] = Field(
         description="Of each check.", json_schema_extra={"required": list(CHECKS)}
@@ -98,11 +91,7 @@ class Gate(SplitRecord):
         return verdicts
 
     def evidence(self, experiments: Path) -> list[Path]:
-        """The records of the checks.
-
-        Args:
-            experiments: folder of all variants' records.
-        """
+        """The records of the checks in the folder of all variants' records."""
         return [experiments / name for name in self.records]
 
     def cited(self) -> Sequence[str]:
@@ -111,28 +100,25 @@ class Gate(SplitRecord):
 
     def finding(self, path: Path, records: Collection) -> str:
         """The verdict; for each check that did not pass, also its first finding with that verdict."""
-        findings = [Finding.model_validate(item) for item in store.read_items(path)]
+        findings = _read_findings(path)
         objections = []
         for check, verdict in self.verdicts.items():
             if verdict != Verdict.PASS:
                 causes = (each for each in findings if (each.gate, each.verdict) == (check, verdict))
-                objections.append(f"{check} {verdict}{''.join(map(_figure_in_brackets, islice(causes, 1)))}")
+                cause = next(causes, None)
+                objections.append(f"{check} {verdict}{_figure_in_brackets(cause) if cause else ''}")
         return f"{self.verdict}: {', '.join(objections or self.verdicts)}, of {self.baseline}"
 
     def tables(self, path: Path) -> list[Table]:
         """One row per finding."""
-        evidence = [file for file in self.evidence(path.parent.parent) if file.is_file()]
-        engine_records = [
-            store.read(file, EngineModes) for file in evidence if file.name.startswith("engine_")
-        ]
-        findings = [Finding.model_validate(item) for item in store.read_items(path)]
-        if engine_records:
-            # Gate records of 2026-11-22 and before count every unsafe combination, served or not.
-            findings = [each for each in findings if each.gate != "engine"] + [
-                _engine_finding(engine_records[0])
-            ]
+        findings = _read_findings(path)
         notes = [f"{', '.join(f'{check}: {verdict}' for check, verdict in self.verdicts.items())}."]
-        notes += [f"{each.summary()}." for each in engine_records]
+        for file in self.evidence(path.parent.parent):
+            if file.name.startswith("engine_") and file.is_file():
+                engine = store.read(file, EngineModes)
+                # Gate records of 2026-11-22 and before count every unsafe combination, served or not.
+                findings = [*(each for each in findings if each.gate != "engine"), _engine_finding(engine)]
+                notes.append(f"{engine.summary()}.")
         notes += [f"Records: {', '.join(self.records)}.", provenance.source_note(self, path)]
         columns: dict[str, Callable[[Finding], object]] = {
             "check": lambda row: row.gate,
@@ -144,6 +130,10 @@ class Gate(SplitRecord):
         }
         title = f"Gate of {self.variant} against {self.baseline}: {self.verdict}"
         return [Table.from_rows(title, findings, columns, *notes, text_columns=2)]
+
+
+def _read_findings(path: Path) -> list[Finding]:
+    return [Finding.model_validate(item) for item in store.read_items(path)]
 
 
 def _figure_in_brackets(finding: Finding) -> str:
@@ -170,43 +160,31 @@ def measure(
     settings = GateSettings.of_variant(variant, settings_name)
     baseline = baseline_of(variant)
     options: dict[str, Any] = {"command": command, "progress": progress}
-    fidelity_path = find_reusable(variant, Fidelity, settings_name=settings.fidelity) or fidelity.measure(
-        variant, settings.fidelity, stages=False, **options
-    )
+    sides = (baseline, variant)
     depth = AcceptanceSettings.of_variant(variant, settings.acceptance).gate_depth
-    acceptance_paths = [
-        find_reusable(side, Acceptance, settings_name=settings.acceptance)
-        or acceptance.measure(side, settings.acceptance, [depth], greedy_only=True, **options)
-        for side in (baseline, variant)
-    ]
-    quality_paths = _measure_quality((baseline, variant), settings.quality, options)
-    engine_path = find_reusable(variant, EngineModes, settings_name=settings.engine) or modes.measure(
-        variant, settings.engine, **options
-    )
-    evidence = Evidence(fidelity_path, tuple(acceptance_paths), tuple(quality_paths), engine_path)
+    evidence = {
+        "fidelity": [
+            find_reusable(variant, Fidelity, settings_name=settings.fidelity)
+            or fidelity.measure(variant, settings.fidelity, stages=False, **options)
+        ],
+        "acceptance": [
+            find_reusable(side, Acceptance, settings_name=settings.acceptance)
+            or acceptance.measure(side, settings.acceptance, [depth], greedy_only=True, **options)
+            for side in sides
+        ],
+        "quality": _measure_quality(sides, settings.quality, options),
+        "engine": [
+            find_reusable(variant, EngineModes, settings_name=settings.engine)
+            or modes.measure(variant, settings.engine, **options)
+        ],
+    }
     return conclude(variant, settings_name, evidence, command=command, started=started)
-
-
-class Evidence(NamedTuple):
-    """Records of the four checks.
-
-    Attributes:
-        fidelity: the variant's.
-        acceptance: the baseline's and the variant's.
-        quality: the baseline's and the variant's.
-        engine: the variant's.
-    """
-
-    fidelity: Path
-    acceptance: tuple[Path, ...]
-    quality: tuple[Path, ...]
-    engine: Path
 
 
 def conclude(
     variant: Variant,
     settings_name: str,
-    evidence: Evidence,
+    evidence: Mapping[str, Sequence[Path]],
     *,
     command: Sequence[str],
     started: str,
@@ -216,31 +194,32 @@ def conclude(
 
     Args:
         settings_name: name of a file in eval/gates/.
+        evidence: records by check: the variant's, for acceptance and quality the baseline's before it.
         block: provenance of the record; by default that of a server of the variant on this machine.
 
     Raises:
         SlimqwenError: a record is damaged.
     """
     settings = GateSettings.of_variant(variant, settings_name)
+    fidelity_record = store.read(evidence["fidelity"][0], Fidelity)
     findings = [
-        *_fidelity_findings(store.read(evidence.fidelity, Fidelity)),
+        *_fidelity_findings(fidelity_record),
         *_recipe_findings(variant),
-        _acceptance_finding(*evidence.acceptance),
-        *_quality_findings(*evidence.quality),
-        _engine_finding(store.read(evidence.engine, EngineModes)),
+        _acceptance_finding(*evidence["acceptance"]),
+        *_quality_findings(*evidence["quality"]),
+        _engine_finding(store.read(evidence["engine"][0], EngineModes)),
     ]
     verdicts = {
         check: overall([finding.verdict for finding in findings if finding.gate == check]) for check in CHECKS
     }
-    paths = (evidence.fidelity, *evidence.acceptance, *evidence.quality, evidence.engine)
     record = Gate(
         variant=variant.name,
         baseline=baseline_of(variant).name,
         settings_name=settings_name,
-        split=split_of(store.read(evidence.fidelity)),
+        split=fidelity_record.split,
         verdict=overall(list(verdicts.values())),
         verdicts=verdicts,
-        records=tuple(f"{path.parent.name}/{path.name}" for path in paths),
+        records=tuple(f"{path.parent.name}/{path.name}" for check in CHECKS for path in evidence[check]),
         provenance=block
         or provenance.describe(
             ServerCommand.resolve(variant), command, started, datasets=[settings.file(variant.root)]
@@ -258,8 +237,7 @@ def p_value(path: Path) -> float:
     Args:
         path: gate record of a variant.
     """
-    findings = map(Finding.model_validate, store.read_items(path))
-    return multiplicity.intersection_union([_p_value(each) for each in findings])
+    return multiplicity.intersection_union([_p_value(each) for each in _read_findings(path)])
 
 
 def _p_value(finding: Finding) -> float:

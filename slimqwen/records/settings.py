@@ -2,15 +2,19 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from slimqwen.errors import SlimqwenError
 from slimqwen.variant import Variant
 
 Content = TypeVar("Content")
+
+# The settings were once called a plan, which now is a prediction of vLLM alone; records keep the old name.
+SettingsName = Annotated[str, Field(min_length=1, validation_alias="plan", serialization_alias="plan")]
+"""The field of a record that names the settings of its measurement."""
 
 
 class SettingsError(SlimqwenError):

@@ -17,7 +17,7 @@ from slimqwen.errors import SlimqwenError
 from slimqwen.evals import gate, quality_parts
 from slimqwen.evals.engine import modes
 from slimqwen.evals.engine.modes import EngineModes
-from slimqwen.evals.gate import Evidence, Gate, GateSettings
+from slimqwen.evals.gate import Gate, GateSettings
 from slimqwen.evals.quality_parts import PartAnswers
 from slimqwen.evals.suites.suite import Suite
 from slimqwen.records import migrations, provenance, registry, store
@@ -335,14 +335,11 @@ class _Driver:
         block = provenance.describe_again(
             engine, self._options.command, subject.started, self._root, [settings.file(self._root)]
         )
-        evidence = Evidence(
-            paths["fidelity"][0], tuple(paths["acceptance"]), tuple(paths["quality"]), paths["engine"][0]
-        )
         conclude = partial(
             gate.conclude,
             variant,
             variant.evaluation,
-            evidence,
+            paths,
             command=self._options.command,
             started=subject.started,
             block=block,
