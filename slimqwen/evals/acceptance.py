@@ -11,10 +11,9 @@ from typing import Any, ClassVar, Protocol
 
 from pydantic import Field
 
-from slimqwen import checkpoint
 from slimqwen import variant as variants
-from slimqwen.evals import EvalError, acceptance_share, depth_schedule, drafting, fidelity
-from slimqwen.evals.depth_schedule import DepthSchedule, Speeds
+from slimqwen.evals import acceptance_share, depth_schedule, drafting, fidelity
+from slimqwen.evals.depth_schedule import DepthRange, DepthSchedule, Speeds
 from slimqwen.evals.drafting import AcceptanceSettings, Item
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
@@ -22,16 +21,7 @@ from slimqwen.records.collection import Collection
 from slimqwen.records.journal import journal_file, locked
 from slimqwen.records.pairing import NotComparableError, against_baseline
 from slimqwen.records.panel import Line, Panel
-from slimqwen.records.record import (
-    Block,
-    Count,
-    Estimate,
-    Figure,
-    NonNegative,
-    Positive,
-    Sha256,
-    Table,
-)
+from slimqwen.records.record import Block, Count, Estimate, Figure, NonNegative, Positive, Sha256, Table
 from slimqwen.records.settings import SettingsName
 from slimqwen.records.split import Split, SplitRecord
 from slimqwen.serving import platform as platforms
@@ -144,40 +134,30 @@ class Acceptance(SplitRecord):
 
     def panels(self) -> list[Panel]:
         """Acceptance length by depth, one line per class and temperature; greedy acceptance rates by position."""
-        rows = [row for row in self.depths if row.depth]
-        kinds = list(dict.fromkeys((each.class_, each.temperature) for row in rows for each in row.settings))
-        if not kinds:
+        lines: dict[tuple[str, float], list[tuple[int, Setting]]] = {}
+        for row in self.depths:
+            for setting in row.settings:
+                lines.setdefault((setting.class_, setting.temperature), []).append((row.depth, setting))
+        if not lines:
             return []
-
-        def settings(kind: tuple[str, float]) -> list[tuple[int, Setting]]:
-            return [
-                (row.depth, each)
-                for row in rows
-                for each in row.settings
-                if (each.class_, each.temperature) == kind
-            ]
-
         lengths = [
             Line(
-                f"{kind[0]}, temperature {kind[1]:g}",
-                [depth for depth, _ in settings(kind)],
-                [each.length.value for _, each in settings(kind)],
-                [each.length.standard_error for _, each in settings(kind)],
+                f"{name}, temperature {temperature:g}",
+                [depth for depth, _ in points],
+                [setting.length.value for _, setting in points],
+                [setting.length.standard_error for _, setting in points],
             )
-            for kind in kinds
+            for (name, temperature), points in lines.items()
         ]
+        (name, temperature), points = next(iter(lines.items()))
         rates = [
-            Line(f"K = {depth}", range(1, depth + 1), [rate.value for rate in each.rates])
-            for depth, each in settings(kinds[0])
+            Line(f"K = {depth}", range(1, depth + 1), [rate.value for rate in setting.rates])
+            for depth, setting in points
         ]
-        name, temperature = kinds[0]
+        position = f"position of the draft ({name}, temperature {temperature:g})"
         return [
             Panel("tokens drafted (K)", "acceptance length, tokens (bars: 1 SE)", lengths),
-            Panel(
-                f"position of the draft ({name}, temperature {temperature:g})",
-                "share accepted up to it",
-                rates,
-            ),
+            Panel(position, "share accepted up to it", rates),
         ]
 
     def tables(self, path: Path) -> list[Table]:
@@ -252,14 +232,10 @@ def measure(
     baseline = variants.load(variant.baseline, variant.root) if variant.baseline else variant
     for side in (variant, baseline):
         side.require_weights()
-    config = checkpoint.text_config(checkpoint.read_config(variant.weights))
-    if not config.get("mtp_num_hidden_layers"):
-        raise EvalError(f"{variant.name} has no MTP head, so nothing is drafted; take a checkpoint with one")
+    drafting.require_mtp_head(variant)
     server = ServerCommand.resolve(variant)
     flags = fidelity.weight_flags(server.flags)
-    temperatures = [
-        temperature for temperature in settings.temperatures if not greedy_only or temperature == 0
-    ]
+    temperatures = [each for each in settings.temperatures if not greedy_only or each == 0]
     context_len = min(server.max_model_len, ServerCommand.resolve(baseline).max_model_len)
     classes = drafting.cut_prompts(
         settings, variant, baseline, context_len - settings.tokens - max(depths) - 1, split
@@ -284,6 +260,7 @@ def measure(
             items += depth_items
         rows = summarise(items)
         context = next(iter(longest.values()))
+        choice, schedule = _choose(variant, settings.gpu, rows, context, speed_bound)
         documents = [] if settings.documents == "tinyworld" else [variant.root / settings.documents]
         record = Acceptance(
             variant=variant.name,
@@ -294,8 +271,8 @@ def measure(
             classes=longest,
             prompts=digest,
             depths=rows,
-            choice=choose(variant, settings.gpu, rows, context, speed_bound),
-            schedule=schedule(variant, settings.gpu, rows, context, speed_bound),
+            choice=choice,
+            schedule=schedule,
             provenance=provenance.describe(
                 dataclasses.replace(
                     server, flags={**flags, "enforce-eager": platforms.detect() == "cpu"}, environment={}
@@ -341,24 +318,31 @@ def summarise(items: Sequence[Item]) -> tuple[Depth, ...]:
     return tuple(rows)
 
 
-def choose(
+def _choose(
     variant: Variant, gpu: str, rows: Sequence[Depth], context_len: int, speed_bound: SpeedBound | None
-) -> Choice | None:
-    """The depth with most greedy tokens per second; None with fewer than two depths, or without speeds.
+) -> tuple[Choice | None, DepthSchedule | None]:
+    """The depth with most greedy tokens per second for one sequence, and the depth for each batch size.
 
-    On a GPU the measured speed decides. A CPU's speed says nothing about a GPU; there the bound of the given GPU for
-    one sequence decides, with the measured acceptance lengths. The bound counts bytes and FLOPs but no kernel launches,
-    so it favours deep drafts.
+    On a GPU the measured speed decides for one sequence. A CPU's speed says nothing about a GPU; there the bound of the
+    given GPU decides, with the measured acceptance lengths. The bound counts bytes and FLOPs but no kernel launches, so
+    it favours deep drafts. It decides for the other batch sizes on any machine, because only one is measured.
     """
-    if platforms.detect() == "cuda":
-        method, speeds = "measured", {row.depth: row.tokens_per_second for row in rows}
-    elif speed_bound:
-        bounds = speed_bound(variant, gpu, _lengths(rows), context_len)
-        method, speeds = f"roofline of {gpu}", {depth: rates[0] for depth, rates in bounds.items()}
-    else:
-        return None
     if len(rows) < 2:
-        return None
+        return None, None
+    choice = schedule = None
+    if speed_bound:
+        method = f"roofline of {gpu}"
+        lengths = {row.depth: row.length.value if row.length else 1.0 for row in rows}
+        bounds = speed_bound(variant, gpu, lengths, context_len)
+        always_drafting = speed_bound(variant, gpu, lengths, context_len, always_drafts=True)
+        schedule = depth_schedule.of_speeds(method, bounds, always_drafting)
+        choice = _fastest(method, {depth: rates[0] for depth, rates in bounds.items()})
+    if platforms.detect() == "cuda":
+        choice = _fastest("measured", {row.depth: row.tokens_per_second for row in rows})
+    return choice, schedule
+
+
+def _fastest(method: str, speeds: Mapping[int, float]) -> Choice:
     return Choice(
         depth=max(speeds, key=lambda depth: speeds[depth]),
         method=method,
@@ -366,37 +350,15 @@ def choose(
     )
 
 
-def schedule(
-    variant: Variant, gpu: str, rows: Sequence[Depth], context_len: int, speed_bound: SpeedBound | None
-) -> DepthSchedule | None:
-    """The depth for each batch size by the bound of the given GPU; None as for `choose`.
-
-    The speeds that this process measures are of one batch size, so the bound decides on a GPU too.
-    """
-    if len(rows) < 2 or speed_bound is None:
-        return None
-    lengths = _lengths(rows)
-    return depth_schedule.of_speeds(
-        f"roofline of {gpu}",
-        speed_bound(variant, gpu, lengths, context_len),
-        speed_bound(variant, gpu, lengths, context_len, always_drafts=True),
-    )
-
-
-def graph_sizes(depth: int, max_num_seqs: int) -> list[int]:
-    """Batch sizes of CUDA graphs, tokens: a step computes K + 1 tokens of each sequence."""
-    return [(depth + 1) * sequences for sequences in range(1, max_num_seqs + 1)]
-
-
 def graph_sizes_advice(record: Acceptance, variant: Variant) -> str | None:
     """The CUDA graph sizes for the best depth, beside those of config.env; None where the record has no choice."""
     if record.choice is None:
         return None
     flags = ServerCommand.resolve(variant, platform="cuda").flags
-    sizes = graph_sizes(record.choice.depth, int(flags.get("max-num-seqs") or 1))
+    batch_sizes = DepthRange(first=1, last=int(flags.get("max-num-seqs") or 1), depth=record.choice.depth)
     return (
         f"CUDA graphs for K = {record.choice.depth}: a step computes K + 1 tokens of each sequence, so "
-        f"VLLM_CUDAGRAPH_CAPTURE_SIZES={','.join(map(str, sizes))} "
+        f"VLLM_CUDAGRAPH_CAPTURE_SIZES={depth_schedule.graph_sizes([batch_sizes])} "
         f"(config.env: {flags.get('cudagraph-capture-sizes', 'not set')})"
     )
 
@@ -412,13 +374,8 @@ def schedule_advice(record: Acceptance) -> str | None:
     return (
         f"Draft depth by batch size, by the {record.schedule.method}, up to {gain:+.1%} over K = "
         f"{record.schedule.fixed_depth} fixed: {line}, with "
-        f"VLLM_CUDAGRAPH_CAPTURE_SIZES={','.join(map(str, record.schedule.graph_sizes()))}"
+        f"VLLM_CUDAGRAPH_CAPTURE_SIZES={depth_schedule.graph_sizes(record.schedule.ranges)}"
     )
-
-
-def _lengths(rows: Sequence[Depth]) -> dict[int, float]:
-    """Acceptance length by depth, 1 without drafts."""
-    return {row.depth: row.length.value if row.length else 1.0 for row in rows}
 
 
 def _length(items: Sequence[Item]) -> Estimate:

@@ -8,7 +8,7 @@ pass nevertheless, which keeps the KV cache of the MTP head filled, and throws t
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pydantic import Field
@@ -70,16 +70,6 @@ class DepthSchedule(Block):
             ]
         return f"VLLM_SPECULATIVE_CONFIG='{json.dumps(speculation)}'"
 
-    def graph_sizes(self) -> list[int]:
-        """Batch sizes of CUDA graphs, tokens: a step computes K + 1 tokens of each sequence."""
-        return sorted(
-            {
-                (each.depth + 1) * batch_size
-                for each in self.ranges
-                for batch_size in range(each.first, each.last + 1)
-            }
-        )
-
     def table(self, source: str) -> Table:
         """A row per batch size of `loads`."""
         return Table.from_rows(
@@ -100,6 +90,14 @@ class DepthSchedule(Block):
             source,
             text_columns=0,
         )
+
+
+def graph_sizes(ranges: Iterable[DepthRange]) -> str:
+    """Sizes of CUDA graphs in config.env, tokens: a step computes K + 1 tokens of each sequence of a batch."""
+    sizes = {
+        (each.depth + 1) * batch_size for each in ranges for batch_size in range(each.first, each.last + 1)
+    }
+    return ",".join(map(str, sorted(sizes)))
 
 
 def of_speeds(method: str, fixed: Speeds, scheduled: Speeds) -> DepthSchedule:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
+from slimqwen import checkpoint
 from slimqwen.evals import EvalError
 from slimqwen.progress import Progress, silent
 from slimqwen.records.settings import LimitSettings
@@ -57,6 +58,13 @@ class AcceptanceSettings(LimitSettings):
         """
         is_proof = split is not None and split.side == "proof"
         return self.proof_prompts if is_proof and self.proof_prompts else self.prompts
+
+
+def require_mtp_head(variant: Variant) -> None:
+    """Raise an EvalError if the checkpoint of a variant has nothing that drafts."""
+    config = checkpoint.text_config(checkpoint.read_config(variant.weights))
+    if not config.get("mtp_num_hidden_layers"):
+        raise EvalError(f"{variant.name} has no MTP head, so nothing is drafted; take a checkpoint with one")
 
 
 def cut_prompts(

@@ -187,11 +187,6 @@ def test_records_of_other_settings_or_another_checkpoint_are_no_pair(tmp_path: P
         acceptance_share.pair(tmp_path / "a", tmp_path / "b", ["0" * 64, "0" * 64])
 
 
-def test_graph_sizes_are_the_tokens_of_a_step() -> None:
-    assert acceptance.graph_sizes(4, 8) == [5, 10, 15, 20, 25, 30, 35, 40]
-    assert acceptance.graph_sizes(0, 2) == [1, 2]
-
-
 def test_a_proof_counts_more_prompts_than_a_search() -> None:
     settings = AcceptanceSettings.load("tinyworld", ROOT)
     more = settings.model_copy(update={"prompts": 24, "proof_prompts": 72})

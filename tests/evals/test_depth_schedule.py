@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from slimqwen.evals.depth_schedule import DepthSchedule, Speeds, fit, of_speeds
+from slimqwen.evals.depth_schedule import DepthRange, DepthSchedule, Speeds, fit, graph_sizes, of_speeds
 
 
 def ranges(fixed: Speeds, scheduled: Speeds | None = None) -> list[tuple[int, int, int]]:
@@ -50,7 +50,7 @@ def test_a_schedule_that_loses_to_a_fixed_depth_gives_way_to_it() -> None:
     schedule = of_speeds("a curve", fixed, idle)
     assert [load.tokens_per_second for load in schedule.loads] == fixed[0]
     assert schedule.config_line() == "VLLM_SPECULATIVE_CONFIG="
-    assert schedule.graph_sizes() == [1, 2, 3]
+    assert graph_sizes(schedule.ranges) == "1,2,3"
 
 
 def test_the_gain_is_over_the_best_fixed_depth_and_may_be_a_loss() -> None:
@@ -72,6 +72,11 @@ def test_of_many_batch_sizes_the_ends_of_ranges_and_powers_of_two_are_shown() ->
     assert [row[0] for row in schedule.table("x").rows] == [str(load.batch_size) for load in schedule.loads]
 
 
+def test_graph_sizes_are_the_tokens_of_a_step() -> None:
+    assert graph_sizes([DepthRange(first=1, last=8, depth=4)]) == "5,10,15,20,25,30,35,40"
+    assert graph_sizes([DepthRange(first=1, last=2, depth=0)]) == "1,2"
+
+
 def lookup(schedule: DepthSchedule, max_num_seqs: int) -> list[int]:
     """Depth by batch size as vLLM's scheduler expands the line of config.env."""
     from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
@@ -88,7 +93,7 @@ def test_vllm_reads_the_line_as_it_was_fitted() -> None:
     speeds = {0: [1.0, 1.0, 3.0], 2: [1.0, 2.0, 1.0], 4: [2.0, 1.0, 1.0]}
     schedule = of_speeds("a curve", speeds, speeds)
     assert lookup(schedule, 5) == [4, 2, 0, 0, 0]
-    assert schedule.graph_sizes() == [3, 5, 6]
+    assert graph_sizes(schedule.ranges) == "3,5,6"
 
 
 def test_a_single_depth_needs_no_schedule() -> None:

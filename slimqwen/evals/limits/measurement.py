@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slimqwen import checkpoint
 from slimqwen.checkpoint.files import sha256
 from slimqwen.evals import EvalError, acceptance, acceptance_share, drafting
 from slimqwen.evals.drafting import AcceptanceSettings
@@ -127,9 +126,7 @@ def _require_baseline(variant: Variant) -> None:
             f"`slimqwen limits --variant {variant.baseline}` measures them"
         )
     variant.require_weights()
-    config = checkpoint.text_config(checkpoint.read_config(variant.weights))
-    if not config.get("mtp_num_hidden_layers"):
-        raise EvalError(f"{variant.name} has no MTP head, so nothing is drafted; take a checkpoint with one")
+    drafting.require_mtp_head(variant)
 
 
 def _baseline(variant: Variant, settings: LimitsSettings, server: ServerCommand) -> Baseline:
