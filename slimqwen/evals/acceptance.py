@@ -248,16 +248,15 @@ def measure(
     ) as journal:
         for number, depth in enumerate(depths):
 
-            def report(activity: str, done: float, total: float, number: int = number) -> None:
-                progress(activity, number * total + done, len(depths) * total)
+            def count(number: int = number, depth: int = depth) -> list[dict[str, Any]]:
+                def report(activity: str, done: float, total: float) -> None:
+                    progress(activity, number * total + done, len(depths) * total)
 
-            depth_items = journal.get(depth)
-            if depth_items is None:
-                depth_items = drafting.count(
+                return drafting.count(
                     variant.weights, classes, settings, [depth], temperatures, flags, report
                 )
-                journal.add(depth, depth_items)
-            items += depth_items
+
+            items += journal.answer(depth, count)
         rows = summarise(items)
         context = next(iter(longest.values()))
         choice, schedule = _choose(variant, settings.gpu, rows, context, speed_bound)

@@ -6,14 +6,16 @@ are counted on the baseline compared with itself: its figures in two batch compo
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
 from slimqwen.evals import acceptance_share, damage, drafting, gate, quality_comparison
+from slimqwen.evals.acceptance_share import Share
 from slimqwen.evals.damage import Damage
-from slimqwen.evals.drafting import AcceptanceSettings
+from slimqwen.evals.drafting import AcceptanceSettings, Item
 from slimqwen.evals.fidelity import weight_flags
 from slimqwen.evals.fidelity_figures import MODES, FidelitySettings, judge, summarise
 from slimqwen.evals.gate import GateSettings
@@ -36,6 +38,12 @@ STATED_FALSE_ALARM_RATE = round(1 - intervals.CONFIDENCE_LEVEL, 6)
 """Largest rate at which a check may fail an identical variant, by the confidence level of its intervals."""
 
 REPLICATES = 200
+
+_Check = Callable[[Path], "Reading"]
+"""What a check says of a checkpoint."""
+
+_Replicate = Callable[["np.random.Generator"], list[Verdict]]
+"""The verdicts of a check on a bootstrap sample of the baseline compared with itself."""
 
 RESPONSIBLE = {Damage.SCALES: "fidelity", Damage.ROWS: "fidelity", Damage.HEAD: "acceptance"}
 
@@ -172,27 +180,18 @@ def measure(
     started = provenance.utc_now()
     baseline = gate.baseline_of(variant)
     settings = GateSettings.of_variant(variant, settings_name)
-    checks: dict[str, Callable[[Path], Reading]] = {
-        "fidelity": _fidelity_check(variant, baseline, settings.fidelity),
-        "acceptance": _acceptance_check(variant, baseline, settings.acceptance),
+    fidelity = FidelitySettings.load(settings.fidelity, variant.root)
+    acceptance = AcceptanceSettings.load(settings.acceptance, variant.root)
+    checks = {
+        "fidelity": _fidelity_check(variant, baseline, fidelity),
+        "acceptance": _acceptance_check(variant, baseline, acceptance),
     }
-    check_settings = [
-        loaded.model_dump(mode="json")
-        for loaded in (
-            FidelitySettings.load(settings.fidelity, variant.root),
-            AcceptanceSettings.load(settings.acceptance, variant.root),
-        )
-    ]
+    inputs = [settings_name, *(each.model_dump(mode="json") for each in (fidelity, acceptance))]
     damages = []
-    server = ServerCommand.resolve(variant)
-    with locked(journal_file("gate_power", server, settings_name, *check_settings)) as journal:
+    with locked(journal_file("gate_power", ServerCommand.resolve(variant), *inputs)) as journal:
 
         def check(name: str, key: Sequence[Any], weights: Path) -> Reading:
-            entry = journal.get(key)
-            if entry is None:
-                entry = checks[name](weights).as_json()
-                journal.add(key, entry)
-            return Reading.model_validate(entry)
+            return Reading.model_validate(journal.answer(key, lambda: checks[name](weights).as_json()))
 
         undamaged = {name: check(name, [name], variant.weights.resolve()) for name in checks}
         for kind, name in RESPONSIBLE.items():
@@ -216,7 +215,7 @@ def measure(
             seeds=tuple(seeds),
             undamaged=undamaged,
             damages=tuple(damages),
-            false_alarms=tuple(false_alarms(baseline, settings, rebatched, progress)),
+            false_alarms=tuple(false_alarms(baseline, fidelity, acceptance, rebatched, progress)),
             scale_sigma=damage.SCALE_SIGMA,
             swapped_share=damage.SWAPPED_SHARE,
             provenance=provenance.of_variant(variant, command, started),
@@ -227,7 +226,11 @@ def measure(
 
 
 def false_alarms(
-    baseline: Variant, settings: GateSettings, rebatched: Variant | None, progress: Progress = silent
+    baseline: Variant,
+    fidelity: FidelitySettings,
+    acceptance: AcceptanceSettings,
+    rebatched: Variant | None,
+    progress: Progress = silent,
 ) -> list[FalseAlarms]:
     """How often each check fails the baseline compared with itself, over resampled texts, groups and items.
 
@@ -237,9 +240,9 @@ def false_alarms(
     """
     import numpy as np
 
-    replicates: dict[str, Callable[[np.random.Generator], list[Verdict]]] = {
-        "fidelity": _resampled_fidelity(baseline, settings.fidelity, progress),
-        "acceptance": _resampled_acceptance(baseline, settings.acceptance),
+    replicates = {
+        "fidelity": _resampled_fidelity(baseline, fidelity, progress),
+        "acceptance": _resampled_acceptance(baseline, acceptance),
     }
     if rebatched is not None:
         replicates["quality"] = _resampled_quality(baseline, rebatched)
@@ -267,12 +270,9 @@ def false_alarms(
     return rows
 
 
-def _resampled_fidelity(
-    baseline: Variant, name: str, progress: Progress
-) -> Callable[["np.random.Generator"], list[Verdict]]:
+def _resampled_fidelity(baseline: Variant, settings: FidelitySettings, progress: Progress) -> _Replicate:
     from slimqwen.evals import token_distributions
 
-    settings = FidelitySettings.load(name, baseline.root)
     texts = token_distributions.compare(
         baseline.weights,
         baseline.weights,
@@ -293,8 +293,7 @@ def _resampled_fidelity(
     return replicate
 
 
-def _resampled_acceptance(baseline: Variant, name: str) -> Callable[["np.random.Generator"], list[Verdict]]:
-    settings = AcceptanceSettings.load(name, baseline.root)
+def _resampled_acceptance(baseline: Variant, settings: AcceptanceSettings) -> _Replicate:
     sides = [
         _count_drafts(baseline.weights, baseline, baseline, settings, {"max-num-seqs": batch_size})
         for batch_size in (1, 32)
@@ -305,17 +304,12 @@ def _resampled_acceptance(baseline: Variant, name: str) -> Callable[["np.random.
         first, second = (
             [{**side[number], "group": group} for group, number in enumerate(numbers)] for side in sides
         )
-        share = acceptance_share.judge(
-            first, second, depth=settings.gate_depth, least_share=settings.least_share
-        )
-        return [share.verdict]
+        return [_share(first, second, settings).verdict]
 
     return replicate
 
 
-def _resampled_quality(
-    baseline: Variant, rebatched: Variant
-) -> Callable[["np.random.Generator"], list[Verdict]]:
+def _resampled_quality(baseline: Variant, rebatched: Variant) -> _Replicate:
     paths = quality_comparison.pair(baseline.folder, rebatched.folder)
     record = store.read(paths[0], Quality)
     sides = [quality_comparison.items_by_task(path) for path in paths]
@@ -338,11 +332,10 @@ def _resampled_quality(
     return replicate
 
 
-def _fidelity_check(variant: Variant, baseline: Variant, name: str) -> Callable[[Path], Reading]:
+def _fidelity_check(variant: Variant, baseline: Variant, settings: FidelitySettings) -> _Check:
     """Mean KL in nats a token; the verdict is that of all figures of texts read one at a time, and of the layers."""
     from slimqwen.evals import layer_error, token_distributions
 
-    settings = FidelitySettings.load(name, variant.root)
     server = ServerCommand.resolve(variant)
 
     def check(weights: Path) -> Reading:
@@ -366,23 +359,23 @@ def _fidelity_check(variant: Variant, baseline: Variant, name: str) -> Callable[
     return check
 
 
-def _acceptance_check(variant: Variant, baseline: Variant, name: str) -> Callable[[Path], Reading]:
+def _acceptance_check(variant: Variant, baseline: Variant, settings: AcceptanceSettings) -> _Check:
     """The acceptance length as a share of the baseline's, and its verdict."""
-    settings = AcceptanceSettings.load(name, variant.root)
-    baseline_items: list[dict[str, Any]] = []
+
+    @cache
+    def baseline_items() -> list[dict[str, Any]]:
+        return _count_drafts(baseline.weights, baseline, baseline, settings)
 
     def check(weights: Path) -> Reading:
-        if not baseline_items:
-            baseline_items.extend(_count_drafts(baseline.weights, baseline, baseline, settings))
-        share = acceptance_share.judge(
-            baseline_items,
-            _count_drafts(weights, variant, baseline, settings),
-            depth=settings.gate_depth,
-            least_share=settings.least_share,
-        )
+        share = _share(baseline_items(), _count_drafts(weights, variant, baseline, settings), settings)
         return Reading(value=share.ratio.value, verdict=share.verdict)
 
     return check
+
+
+def _share(first: Sequence[Item], second: Sequence[Item], settings: AcceptanceSettings) -> Share:
+    depth, least_share = settings.gate_depth, settings.least_share
+    return acceptance_share.judge(first, second, depth=depth, least_share=least_share)
 
 
 def _count_drafts(

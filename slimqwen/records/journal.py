@@ -5,7 +5,7 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,14 @@ class Journal:
         line = json.dumps([key, answer], ensure_ascii=False) + "\n"
         self._stream.write(line.encode())
         self._added[key] = answer
+
+    def answer(self, request: Any, make: Callable[[], Any]) -> Any:
+        """The answer of `get`; where there is none, that of `make`, which is added."""
+        answer = self.get(request)
+        if answer is None:
+            answer = make()
+            self.add(request, answer)
+        return answer
 
     def discard(self) -> None:
         """Delete the file, once the run has its record."""

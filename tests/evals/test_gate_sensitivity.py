@@ -9,8 +9,8 @@ import pytest
 from slimqwen import variant
 from slimqwen.evals import EvalError, drafting, gate_sensitivity, token_distributions
 from slimqwen.evals.damage import Damage
-from slimqwen.evals.fidelity_figures import MODES, TextComparison
-from slimqwen.evals.gate import GateSettings
+from slimqwen.evals.drafting import AcceptanceSettings
+from slimqwen.evals.fidelity_figures import MODES, FidelitySettings, TextComparison
 from slimqwen.evals.gate_sensitivity import GatePower, Reading
 from slimqwen.records import store
 from slimqwen.stats.verdict import Verdict
@@ -18,7 +18,7 @@ from slimqwen.variant import Variant
 from tests import record_files
 
 ROOT = Path(__file__).parents[2]
-SETTINGS = GateSettings(fidelity="tinyworld", acceptance="tinyworld", quality="tinyworld", engine="tinyworld")
+SETTINGS = FidelitySettings.load("tinyworld", ROOT), AcceptanceSettings.load("tinyworld", ROOT)
 Check = Callable[[Path], Reading]
 
 
@@ -140,7 +140,7 @@ def baseline(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[flo
 def test_false_alarms_are_failures_of_the_baseline_against_itself(
     baseline: Callable[[float], Variant], kl_nats: float, failed: int, verdict: Verdict
 ) -> None:
-    alarms = {row.gate: row for row in gate_sensitivity.false_alarms(baseline(kl_nats), SETTINGS, None)}
+    alarms = {row.gate: row for row in gate_sensitivity.false_alarms(baseline(kl_nats), *SETTINGS, None)}
     assert set(alarms) == {"fidelity", "acceptance"}
     assert (alarms["fidelity"].failed, alarms["fidelity"].verdict) == (failed, verdict)
     assert (alarms["acceptance"].failed, alarms["acceptance"].rate) == (0, 0.0)
@@ -157,5 +157,5 @@ def test_quality_is_resampled_by_item(repository: Path, baseline: Callable[[floa
             for n in range(200)
         ]
         record_files.write(repository / "experiments" / name, body | {"variant": name}, items)
-    alarms = gate_sensitivity.false_alarms(baseline(1e-5), SETTINGS, variant.load("small", repository))
+    alarms = gate_sensitivity.false_alarms(baseline(1e-5), *SETTINGS, variant.load("small", repository))
     assert {row.gate: row.rate for row in alarms}["quality"] == 1.0

@@ -152,7 +152,7 @@ def test_a_baseline_of_other_layers_is_told_in_one_line(quantised, tmp_path):
 
 
 def test_gate_sensitivity_fails_damaged_layers_whatever_the_distributions_say(
-    quantised, tmp_path, monkeypatch
+    quantised, settings, tmp_path, monkeypatch
 ):
     reading = TextComparison("a", "single", bytes=9, compared=9, baseline_bits=1.0, variant_bits=1.0)
     reading.head_deltas = [0.0] * 9
@@ -160,7 +160,7 @@ def test_gate_sensitivity_fails_damaged_layers_whatever_the_distributions_say(
         token_distributions, "compare", lambda *_, **__: [reading, dataclasses.replace(reading, name="b")]
     )
     one = variant.load("tiny-mtp4")
-    check = gate_sensitivity._fidelity_check(one, variant.load("tiny"), "tinyworld")
+    check = gate_sensitivity._fidelity_check(one, variant.load("tiny"), settings)
     assert check(quantised).verdict == Verdict.PASS
     damage(quantised, tmp_path, Damage.SCALES, 0)
     assert check(tmp_path).verdict == Verdict.FAIL
