@@ -8,19 +8,13 @@ import yaml
 from slimqwen.evals.drafting import AcceptanceSettings
 from slimqwen.evals.engine.length_sweep import LengthSweepSettings
 from slimqwen.evals.engine.scenarios import EngineSettings
-from slimqwen.evals.fidelity_figures import FidelitySettings
-from slimqwen.evals.gate import GateSettings
+from slimqwen.evals.fidelity_figures import FIGURE_NAMES, FidelitySettings
+from slimqwen.evals.gate import CHECKS, GateSettings
 from slimqwen.evals.limits.record import LimitsRecord
 from slimqwen.evals.limits.settings import LimitsSettings
+from slimqwen.records import store
 from slimqwen.records.settings import LimitSettings
 
-_KINDS: tuple[type[LimitSettings], ...] = (
-    FidelitySettings,
-    AcceptanceSettings,
-    EngineSettings,
-    LengthSweepSettings,
-    GateSettings,
-)
 _WIDTH = 120
 
 
@@ -64,28 +58,21 @@ def write(settings: LimitsSettings, record: LimitsRecord, path: Path, root: Path
     Raises:
         SettingsError: an existing file cannot be used.
     """
-    source = path.relative_to(root).as_posix()
-    by_hand = [
-        kind
-        for kind in _KINDS
-        if _file(kind, settings.name, root).is_file() and not kind.load(settings.name, root).record
+    contents = _contents(settings, record, root)
+    files = {kind: _file(kind, settings.name, root) for kind in contents}
+    # Every existing file is read before the first is written.
+    kept = [
+        file for kind, file in files.items() if file.is_file() and not kind.load(settings.name, root).record
     ]
-    result = FileChanges([], [_file(kind, settings.name, root) for kind in by_hand])
-    for kind, content in _contents(settings, record, root).items():
-        if kind in by_hand:
-            continue
-        file = _file(kind, settings.name, root)
-        header = (
-            f"# Written by `slimqwen limits --variant {record.variant}`, which measures the limits again.\n"
-        )
-        body = {"record": source, **{name: value for name, value in content.items() if name != "name"}}
-        text = header + yaml.safe_dump(body, sort_keys=False, allow_unicode=True, width=_WIDTH)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = file.with_name(f".{file.name}.new")
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(file)
-        result.written.append(file)
-    return result
+    written = [file for file in files.values() if file not in kept]
+    header = f"# Written by `slimqwen limits --variant {record.variant}`, which measures the limits again.\n"
+    for kind, content in contents.items():
+        if files[kind] in written:
+            body = {"record": path.relative_to(root).as_posix(), **content}
+            text = header + yaml.safe_dump(body, sort_keys=False, allow_unicode=True, width=_WIDTH)
+            files[kind].parent.mkdir(parents=True, exist_ok=True)
+            store.publish(files[kind], text.encode(), replace=True)
+    return FileChanges(written, kept)
 
 
 def _contents(
@@ -93,24 +80,23 @@ def _contents(
 ) -> dict[type[LimitSettings], dict[str, Any]]:
     """The fields of each file."""
     values = {each.figure: each.limit for each in record.limits}
-    limits: dict[str, dict[str, float]] = {}
-    for name, value in values.items():
-        change, _, figure = name.partition(".")
-        if figure:
-            limits.setdefault(change, {})[figure] = value
     near_tie = {"near_tie_nats": values["near_tie_nats"]}
-    changes: list[tuple[LimitSettings, dict[str, Any]]] = [
-        (settings.fidelity(root), {"limits": limits}),
-        (settings.acceptance(root), {"least_share": values["least_share"]}),
-        (settings.engine(root), near_tie),
-        (settings.length_sweep(root), near_tie),
-    ]
-    contents = {
-        type(each): {**each.model_dump(mode="json", exclude={"record"}), **new_limits}
-        for each, new_limits in changes
+    limits: dict[type[LimitSettings], dict[str, Any]] = {
+        FidelitySettings: {
+            "limits": {
+                change: {figure: values[f"{change}.{figure}"] for figure in FIGURE_NAMES}
+                for change in ("same_weights", "changed_weights")
+            }
+        },
+        AcceptanceSettings: {"least_share": values["least_share"]},
+        EngineSettings: near_tie,
+        LengthSweepSettings: near_tie,
     }
-    checks = ("fidelity", "acceptance", "quality", "engine")
-    return {**contents, GateSettings: dict.fromkeys(checks, settings.name)}
+    contents = {
+        kind: {**settings.of_check(kind, root).model_dump(mode="json", exclude={"name", "record"}), **own}
+        for kind, own in limits.items()
+    }
+    return {**contents, GateSettings: dict.fromkeys(CHECKS, settings.name)}
 
 
 def _file(kind: type[LimitSettings], evaluation: str, root: Path) -> Path:

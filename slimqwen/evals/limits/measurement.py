@@ -2,6 +2,8 @@
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -58,21 +60,14 @@ def measure(
     inputs = [each.model_dump(mode="json") for each in (settings, baseline.fidelity, baseline.acceptance)]
     repeats = [each for each in settings.repeats if each.platform in (None, server.platform)]
     with locked(journal_file("limits", server, *inputs, baseline.engine.model_dump(mode="json"))) as journal:
-        runner = _Runner(variant, server, settings, progress)
+        runner = _Runner(variant, server, settings, baseline, progress)
         repeat_noises = []
         for number, repeat in enumerate(repeats):
-            key = repeat.model_dump(mode="json")
-            entry = journal.get(key)
-            if entry is None:
-                entry = runner.repeat(
-                    baseline, repeat, f"{number + 1}/{len(repeats)} {repeat.name}"
-                ).as_json()
-                journal.add(key, entry)
+            title = f"{number + 1}/{len(repeats)} {repeat.name}"
+            entry = journal.answer(repeat.model_dump(mode="json"), partial(runner.repeat, repeat, title))
             repeat_noises.append(RepeatNoise.from_json(entry))
-        rounded = journal.get(_ROUNDED)
-        if rounded is None:
-            rounded = runner.rounded(baseline)
-            journal.add(_ROUNDED, rounded)
+        rounded = journal.answer(_ROUNDED, runner.rounded)
+        shifts = [shift for each in repeat_noises for shift in each.gap_shifts]
         committed = files.committed(settings.name, root)
         margins = [task.non_inferiority_margin for task in suite.tasks if task.measure == BITS_PER_BYTE]
         result = LimitsRecord(
@@ -92,19 +87,14 @@ def measure(
                 ),
                 record.least_share(
                     settings,
-                    [
-                        _acceptance_ratio(repeat_noises[0], each, baseline.acceptance)
-                        for each in repeat_noises[1:]
-                    ],
+                    _acceptance_ratios(repeat_noises, baseline.acceptance),
                     committed.get("least_share"),
                 ),
-                record.near_tie(
-                    settings, noise.all_gap_shifts(repeat_noises), committed.get("near_tie_nats")
-                ),
+                record.near_tie(settings, shifts, committed.get("near_tie_nats")),
             ),
             depth=baseline.depth,
             gap_share=settings.gap_share,
-            positions=len(noise.all_gap_shifts(repeat_noises)),
+            positions=len(shifts),
             provenance=provenance.of_variant(
                 variant,
                 command,
@@ -130,65 +120,64 @@ def _require_baseline(variant: Variant) -> None:
 
 
 def _baseline(variant: Variant, settings: LimitsSettings, server: ServerCommand) -> Baseline:
-    acceptance_settings: AcceptanceSettings = settings.acceptance(variant.root)
-    engine: EngineSettings = settings.engine(variant.root)
-    fidelity: FidelitySettings = settings.fidelity(variant.root)
+    acceptance_settings = settings.of_check(AcceptanceSettings, variant.root)
     longest = server.max_model_len - acceptance_settings.tokens - acceptance_settings.gate_depth - 1
     return Baseline(
         served=ServedEngine.from_command(server),
-        fidelity=fidelity,
+        fidelity=settings.of_check(FidelitySettings, variant.root),
         acceptance=acceptance_settings,
-        engine=engine,
+        engine=settings.of_check(EngineSettings, variant.root),
         classes=drafting.cut_prompts(acceptance_settings, variant, variant, longest),
     )
 
 
+@dataclass(frozen=True)
 class _Runner:
-    """Runs engines of a baseline, each in a process of its own."""
+    """Runs engines of a baseline, each in a process of its own; results are JSON for the journal."""
 
-    def __init__(
-        self, variant: Variant, server: ServerCommand, settings: LimitsSettings, progress: Progress
-    ) -> None:
-        self._variant, self._server, self._settings = variant, server, settings
-        self._progress = progress
-        self._log = variant.root / "logs" / f"limits-{variant.name}.engine.log"
-        self._reference: Reference | None = None
+    variant: Variant
+    server: ServerCommand
+    settings: LimitsSettings
+    baseline: Baseline
+    progress: Progress
 
-    def repeat(self, baseline: Baseline, repeat: Repeat, title: str) -> RepeatNoise:
-        """Measure one repeat; before the first repeat the reference engine answers."""
-        if self._reference is None:
-            self._reference = self._isolated(
-                noise.answer_by_reference, self._variant.weights, baseline, "reference engine"
-            )
-        task = (baseline, repeat.flags, self._reference)
-        result: RepeatNoise = self._isolated(noise.measure_repeat, self._variant.weights, task, title)
-        return result
+    @cached_property
+    def _reference(self) -> Reference:
+        """The answers of the reference engine, which only a repeat needs."""
+        reference: Reference = self._isolated(
+            noise.answer_by_reference, self.variant.weights, self.baseline, "reference engine"
+        )
+        return reference
 
-    def rounded(self, baseline: Baseline) -> dict[str, Any]:
+    def repeat(self, repeat: Repeat, title: str) -> dict[str, Any]:
+        task = (self.baseline, repeat.flags, self._reference)
+        return asdict(self._isolated(noise.measure_repeat, self.variant.weights, task, title))
+
+    def rounded(self) -> dict[str, Any]:
         """Compare the baseline with a copy whose MLPs are rounded to 4 bits; the copy is deleted."""
-        copy = self._variant.root / ".cache" / "limits" / f"{self._variant.name}-rounded"
+        weights = self.variant.weights
+        copy = self.variant.root / ".cache" / "limits" / f"{self.variant.name}-rounded"
         shutil.rmtree(copy, ignore_errors=True)
         copy.mkdir(parents=True)
         try:
-            parameters = RoundLinearsParameters.model_validate({"group_size": self._settings.group_size})
-            facts = round_linears.run(self._variant.weights, copy, parameters, self._progress)
-            texts = self._isolated(compare_rounded, copy, (baseline, self._variant.weights), "MLPs in 4 bits")
+            parameters = RoundLinearsParameters.model_validate({"group_size": self.settings.group_size})
+            facts = round_linears.run(weights, copy, parameters, self.progress)
+            texts = self._isolated(compare_rounded, copy, (self.baseline, weights), "MLPs in 4 bits")
         finally:
             shutil.rmtree(copy, ignore_errors=True)
-        return {"linears": facts["rounded_linears"], "texts": [vars(text) for text in texts]}
+        return {"linears": facts["rounded_linears"], "texts": [asdict(text) for text in texts]}
 
     def _isolated(self, function: Callable[..., Any], weights: Path, task: Any, title: str) -> Any:
-        with Engines.started(self._server, self._settings.timeout_s, self._log) as engines:
+        log = self.variant.root / "logs" / f"limits-{self.variant.name}.engine.log"
+        with Engines.started(self.server, self.settings.timeout_s, log) as engines:
             result = engines.run(
                 function,
                 task,
-                lambda activity, done, total: self._progress(f"{title}: {activity}", done, total),
+                lambda activity, done, total: self.progress(f"{title}: {activity}", done, total),
                 weights=weights,
             )
         if isinstance(result, str):
-            raise EvalError(
-                f"{self._variant.name}: {title} failed ({result}); run again to continue: {self._log}"
-            )
+            raise EvalError(f"{self.variant.name}: {title} failed ({result}); run again to continue: {log}")
         return result
 
 
@@ -221,11 +210,13 @@ def _figures(texts: Sequence[TextComparison]) -> Figures:
     return figures
 
 
-def _acceptance_ratio(first: RepeatNoise, second: RepeatNoise, settings: AcceptanceSettings) -> Ratio:
-    share = acceptance_share.judge(
-        first.drafts, second.drafts, depth=settings.gate_depth, least_share=settings.least_share
-    )
-    return share.ratio
+def _acceptance_ratios(repeats: Sequence[RepeatNoise], settings: AcceptanceSettings) -> list[Ratio]:
+    """The acceptance lengths of further repeats over that of the first."""
+    depth, least_share = settings.gate_depth, settings.least_share
+    first, *others = (each.drafts for each in repeats)
+    return [
+        acceptance_share.judge(first, other, depth=depth, least_share=least_share).ratio for other in others
+    ]
 
 
 def _summary(repeat: Repeat, measured: RepeatNoise) -> RepeatSummary:

@@ -5,8 +5,8 @@ one counts drafts, one answers requests greedily with log-probabilities. `slimqw
 functions.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,26 +76,20 @@ class RepeatNoise:
     answers: int
     differing: int
 
-    def as_json(self) -> dict[str, Any]:
-        """Fields for a journal."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> "RepeatNoise":
-        """The repeat that `as_json` wrote."""
+        """The repeat with these fields."""
         return cls(**{**entry, "texts": [TextComparison(**text) for text in entry["texts"]]})
 
 
 def answer_by_reference(weights: Path, _: Path, baseline: Baseline, progress: Progress) -> Reference:
     """Make the requests, and answer them with the reference engine."""
     progress("starting", 0, 0)
-    served = baseline.served
-    budget = int(served.flags.get("max-num-batched-tokens") or served.context_len)
-    flags = {
-        **combinations.flags_of(REFERENCE_MODES, REFERENCE_MODES, _with_budget(served, budget)),
-        "max-num-batched-tokens": max(served.context_len, budget),
-    }
-    with in_process.served_engine(weights, flags) as llm:
+    served = _with_budget(baseline.served)
+    budget = served.flags["max-num-batched-tokens"]
+    flags = combinations.flags_of(REFERENCE_MODES, REFERENCE_MODES, served)
+    longest_step = max(served.context_len, budget)
+    with in_process.served_engine(weights, flags, max_num_batched_tokens=longest_step) as llm:
         requests = scenarios.cut_requests(
             baseline.engine,
             weights,
@@ -183,9 +177,8 @@ def _compare_answers(
         concurrency=int(replacement_flags.get("max-num-seqs", 1)),
         graphs="eager" if replacement_flags.get("enforce-eager", True) else "CUDA graphs",
     )
-    budget = int(served.flags.get("max-num-batched-tokens") or served.context_len)
     flags = {
-        **combinations.flags_of(modes, REFERENCE_MODES, _with_budget(served, budget)),
+        **combinations.flags_of(modes, REFERENCE_MODES, _with_budget(served)),
         **replacement_flags,
     }
     shifts: list[float] = []
@@ -201,10 +194,7 @@ def _compare_answers(
     return shifts, count, differing
 
 
-def _with_budget(served: ServedEngine, budget: int) -> ServedEngine:
+def _with_budget(served: ServedEngine) -> ServedEngine:
+    """With the number of tokens that a step may have; by default a whole context."""
+    budget = int(served.flags.get("max-num-batched-tokens") or served.context_len)
     return replace(served, flags={**served.flags, "max-num-batched-tokens": budget})
-
-
-def all_gap_shifts(repeats: Sequence[RepeatNoise]) -> list[float]:
-    """The gap shifts of all repeats."""
-    return [shift for repeat in repeats for shift in repeat.gap_shifts]

@@ -18,8 +18,6 @@ from slimqwen.stats.intervals import Ratio, Z
 _DIGITS = 2
 """Significant digits of a written limit."""
 
-File = Literal["fidelity", "acceptance", "engine"]
-
 
 class RepeatSummary(Block):
     """One engine in which the baseline was compared with itself."""
@@ -36,7 +34,9 @@ class RepeatSummary(Block):
 class Limit(Block):
     """One limit, and the noise that it follows from."""
 
-    file: File = Field(description="Folder of eval/ whose settings hold it.")
+    file: Literal["fidelity", "acceptance", "engine"] = Field(
+        description="Folder of eval/ whose settings hold it."
+    )
     figure: str = Field(min_length=1, description="Name in that file.")
     limit: float = Field(description="As it is written: rounded outwards to two significant digits.")
     low: float = Field(description="Lower end of the limit's 95 % interval.")

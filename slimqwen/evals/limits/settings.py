@@ -1,17 +1,18 @@
 """Settings of the limits: which texts, which repeats, and how limits follow from noise."""
 
+import hashlib
+import json
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from slimqwen.evals import EvalError
-from slimqwen.evals.drafting import AcceptanceSettings
-from slimqwen.evals.engine.length_sweep import LengthSweepSettings
-from slimqwen.evals.engine.scenarios import EngineSettings
-from slimqwen.evals.fidelity_figures import FidelitySettings
-from slimqwen.records.settings import Settings
+from slimqwen.records import store
+from slimqwen.records.settings import LimitSettings, Settings
 from slimqwen.serving.platform import Platform
+
+_Check = TypeVar("_Check", bound=LimitSettings)
 
 
 class Repeat(BaseModel):
@@ -86,25 +87,12 @@ class LimitsSettings(Settings):
             raise ValueError("fewer than five repeats for any platform")
         return self
 
-    def fidelity(self, root: Path) -> FidelitySettings:
-        """Settings of fidelity with this evaluation's texts; its limits are not used."""
-        loaded = FidelitySettings.load(self.settings, root)
-        return loaded.model_copy(update={"name": self.name, "texts": self.texts or loaded.texts})
-
-    def acceptance(self, root: Path) -> AcceptanceSettings:
-        """Settings of acceptance with this evaluation's documents."""
-        loaded = AcceptanceSettings.load(self.settings, root)
-        return loaded.model_copy(update={"name": self.name, "documents": self.documents or loaded.documents})
-
-    def engine(self, root: Path) -> EngineSettings:
-        """Settings of the engine modes with this evaluation's documents."""
-        loaded = EngineSettings.load(self.settings, root)
-        return loaded.model_copy(update={"name": self.name, "text": self.documents or loaded.text})
-
-    def length_sweep(self, root: Path) -> LengthSweepSettings:
-        """Settings of the length sweep with this evaluation's documents."""
-        loaded = LengthSweepSettings.load(self.settings, root)
-        return loaded.model_copy(update={"name": self.name, "text": self.documents or loaded.text})
+    def of_check(self, kind: type[_Check], root: Path) -> _Check:
+        """Settings of a check with this evaluation's texts and documents; its limits are not used."""
+        loaded = kind.load(self.settings, root)
+        texts = {"texts": self.texts, "documents": self.documents, "text": self.documents}
+        own = {name: value for name, value in texts.items() if value and name in kind.model_fields}
+        return loaded.model_copy(update={"name": self.name, **own})
 
 
 def make_texts(settings: LimitsSettings, root: Path) -> None:
@@ -121,9 +109,6 @@ def make_texts(settings: LimitsSettings, root: Path) -> None:
     texts, documents = root / settings.texts, root / settings.documents
     if texts.is_file() and documents.is_file():
         return
-    import hashlib
-    import json
-
     rows = sorted(_rows(source, root), key=lambda text: hashlib.sha256(text.encode()).hexdigest())
     if len(rows) < source.fidelity_texts + source.documents:
         raise EvalError(
@@ -134,9 +119,7 @@ def make_texts(settings: LimitsSettings, root: Path) -> None:
     lines = [json.dumps({"id": f"{n:04}", "text": text}, ensure_ascii=False) for n, text in enumerate(first)]
     for file, content in ((texts, "\n".join(lines)), (documents, "\n\n".join(others))):
         file.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = file.with_name(f".{file.name}.new")
-        unfinished.write_text(f"{content}\n", encoding="utf-8")
-        unfinished.replace(file)
+        store.publish(file, f"{content}\n".encode(), replace=True)
 
 
 def _rows(source: TextsSource, root: Path) -> set[str]:
