@@ -31,7 +31,7 @@ from slimqwen.evals.fidelity_figures import (
     summarise,
 )
 from slimqwen.progress import Progress, silent
-from slimqwen.recipe import recipe_file, runner
+from slimqwen.recipe import variant_recipe
 from slimqwen.records import provenance, store
 from slimqwen.records.collection import Collection
 from slimqwen.records.panel import Line, Panel
@@ -282,18 +282,14 @@ def _stage_outputs(variant: Variant) -> list[tuple[str, Path]]:
     """
     if variant.recipe is None:
         raise EvalError(f"{variant.name} has no recipe, so it has no stages; leave out --each-stage")
-    weights = variant.root / "weights"
-    forecasts = runner.status(
-        recipe_file.read(variant.recipe), weights, lambda base: variants.load(base, variant.root).weights
-    )
     outputs: list[tuple[str, Path]] = []
     previous: list[str] = []
-    for forecast in forecasts:
+    for forecast in variant_recipe.status(variant):
         if not forecast.reused or forecast.key is None:
             raise EvalError(
                 f"the store has no output of {forecast.stage}; run `slimqwen recipe run --variant {variant.name}`"
             )
-        folder = weights / "store" / forecast.key
+        folder = variant.root / "weights" / "store" / forecast.key
         files = checkpoint.Manifest.read(folder).files
         digests = [
             file.sha256 for name, file in files.items() if name.endswith((".safetensors", "tokenizer.json"))

@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from slimqwen import variant
-from slimqwen.evals import EvalError, token_distributions
+from slimqwen.evals import EvalError, fidelity, token_distributions
 from slimqwen.evals.damage import Damage, damage
 from slimqwen.evals.fidelity_figures import (
     MODES,
@@ -236,6 +236,20 @@ def test_texts_that_cannot_be_read_are_told(settings, tmp_path):
     bad = settings.model_copy(update={"texts": tmp_path / "texts.jsonl"})
     with pytest.raises(EvalError, match=r'write \{"id", "text"\} on each line'):
         token_distributions.compare(TINY, TINY, bad, ROOT, max_model_len=CONTEXT)
+
+
+def test_stages_are_those_of_a_recipe_whose_base_may_be_a_hub_repository(tmp_path, add_variant):
+    add_variant("tiny", "VLLM_MODEL=weights/tiny\nSOURCE=Qwen/Tiny\n")
+    config = add_variant("small", "BASE=tiny\nVLLM_MODEL=weights/small\n", baseline="tiny")
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "tiny").symlink_to(TINY)
+    with pytest.raises(EvalError, match="small has no recipe"):
+        fidelity._stage_outputs(variant.load("small", tmp_path))
+    config.with_name("recipe.yaml").write_text(
+        "description: x\nbase: Qwen/Tiny\nstages:\n  - quantise_lm_head: {}\n"
+    )
+    with pytest.raises(EvalError, match="the store has no output of quantise_lm_head"):
+        fidelity._stage_outputs(variant.load("small", tmp_path))
 
 
 LIMITS = Limits(**dict.fromkeys(Limits.model_fields, 0.05))
