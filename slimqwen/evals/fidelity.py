@@ -35,13 +35,7 @@ from slimqwen.recipe import variant_recipe
 from slimqwen.records import provenance, store
 from slimqwen.records.collection import Collection
 from slimqwen.records.panel import Line, Panel
-from slimqwen.records.record import (
-    Block,
-    Estimate,
-    Table,
-    VariantName,
-    Verdict,
-)
+from slimqwen.records.record import Block, Estimate, Table, VariantName, Verdict
 from slimqwen.records.settings import SettingsName
 from slimqwen.records.split import Split, SplitRecord
 from slimqwen.serving import shared_server, speed_only
@@ -90,10 +84,9 @@ class Fidelity(SplitRecord):
             tables.append(self._layers_table(self.layers))
         if self.stages:
             columns = {heading: partial(_cell, name=name) for name, heading in FIGURE_NAMES.items()}
-            title = f"Fidelity of {self.variant} after each stage of its recipe"
             tables.append(
                 Table.from_rows(
-                    title,
+                    f"Fidelity of {self.variant} after each stage of its recipe",
                     self.stages,
                     {"stage": lambda row: row.stage, **columns},
                     provenance.source_note(self, path),
@@ -127,20 +120,22 @@ class Fidelity(SplitRecord):
         noise_path, noise = next(
             (each for each in baseline_records if each[1].split == self.split), (None, None)
         )
-        rows = []
-        for name, heading in {
-            **FIGURE_NAMES,
-            "joined_kl_nats": "KL of the texts joined, nats a token",
-        }.items():
-            for mode, figures in self.modes.items():
-                if name not in self.verdicts[mode]:
-                    continue
-                noise_figures = noise.modes.get(mode) if noise else None
-                limit = self.limits.kl_nats if name == "joined_kl_nats" else getattr(self.limits, name)
-                verdict = str(self.verdicts[mode][name])
-                rows.append(
-                    (heading, mode, _cell(figures, name), _cell(noise_figures, name), f"{limit:g}", verdict)
-                )
+        noise_modes = noise.modes if noise else {}
+        limits = {**self.limits.model_dump(), "joined_kl_nats": self.limits.kl_nats}
+        headings = {**FIGURE_NAMES, "joined_kl_nats": "KL of the texts joined, nats a token"}
+        rows = [
+            (
+                heading,
+                mode,
+                _cell(figures, name),
+                _cell(noise_modes.get(mode), name),
+                f"{limits[name]:g}",
+                str(self.verdicts[mode][name]),
+            )
+            for name, heading in headings.items()
+            for mode, figures in self.modes.items()
+            if name in self.verdicts[mode]
+        ]
         first = next(iter(self.modes.values()))
         notes = [
             f"{first.positions_compared:,} positions of {first.texts_compared} of {first.texts} texts; bits per byte "
