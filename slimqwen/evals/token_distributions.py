@@ -52,6 +52,7 @@ class TokenisedText:
         baseline_ids: token ids of the baseline.
         variant_ids: token ids of the variant.
         comparable: whether the variant's ids map to the baseline's, so that distributions can be compared.
+        kept_ids: the baseline's id of each of the variant's, where that is pruned.
     """
 
     name: str
@@ -59,6 +60,7 @@ class TokenisedText:
     baseline_ids: list[int]
     variant_ids: list[int]
     comparable: bool
+    kept_ids: npt.NDArray[np.int64] | None = None
 
 
 def compare(
@@ -90,9 +92,8 @@ def compare(
     Raises:
         EvalError: a text or the prefix is missing, or the vocabularies are unrelated.
     """
-    kept_ids = kept_token_ids(variant_weights)
     raw_texts = read_texts(root / settings.texts, split)
-    texts = list(_tokenised(variant_weights, baseline_weights, settings, raw_texts, kept_ids, max_model_len))
+    texts = list(_tokenised(variant_weights, baseline_weights, settings.prefix, raw_texts, max_model_len))
     baseline = BaselineModel(baseline_weights, root / KEPT_STATES)
     comparisons: list[TextComparison] = []
     longest = max(len(text.variant_ids) for text in texts)
@@ -111,10 +112,7 @@ def compare(
             group = texts[first : first + settings.batch]
             log_ps = [baseline.log_probabilities(text.baseline_ids) for text in group]
             for mode in modes:
-                comparers = [
-                    _Comparer(text, log_p, kept_ids, TextComparison(text.name, mode, text.bytes))
-                    for text, log_p in zip(group, log_ps, strict=True)
-                ]
+                comparers = [_Comparer(text, mode, log_p) for text, log_p in zip(group, log_ps, strict=True)]
                 for batch in [comparers] if mode == "batched" else [[each] for each in comparers]:
                     _prefill(llm, batch)
                 comparisons += [comparer.comparison for comparer in comparers]
@@ -150,10 +148,10 @@ def compare_served(
         EvalError: as for `compare`.
         ServerLostError: the server died, or refused `TOP_K` log-probabilities.
     """
-    variant_weights = server.variant.weights
-    kept_ids = kept_token_ids(variant_weights)
     raw_texts = read_texts(root / settings.texts, split)
-    texts = list(_tokenised(variant_weights, baseline_weights, settings, raw_texts, kept_ids, max_model_len))
+    texts = list(
+        _tokenised(server.variant.weights, baseline_weights, settings.prefix, raw_texts, max_model_len)
+    )
     baseline = BaselineModel(baseline_weights, root / KEPT_STATES)
     comparisons = []
     with ThreadPoolExecutor(settings.batch) as pool:
@@ -163,7 +161,7 @@ def compare_served(
             answers = pool.map(lambda text: _top_log_probabilities(server, text.variant_ids), group)
             log_ps = [baseline.log_probabilities(text.baseline_ids) for text in group]
             for text, log_p, positions in zip(group, log_ps, answers, strict=True):
-                comparer = _Comparer(text, log_p, kept_ids, TextComparison(text.name, SERVED, text.bytes))
+                comparer = _Comparer(text, SERVED, log_p)
                 comparer.add_top(positions)
                 comparer.require_complete()
                 comparisons.append(comparer.comparison)
@@ -202,19 +200,14 @@ class _Comparer:
         comparison: sums over the positions so far.
     """
 
-    def __init__(
-        self,
-        text: TokenisedText,
-        log_p: Tensor,
-        kept_ids: npt.NDArray[np.int64] | None,
-        comparison: TextComparison,
-    ) -> None:
-        self.text, self.comparison = text, comparison
-        self._log_p, self._kept_ids = log_p, kept_ids
+    def __init__(self, text: TokenisedText, mode: str, log_p: Tensor) -> None:
+        self.text = text
+        self.comparison = TextComparison(text.name, mode, text.bytes)
+        self._log_p = log_p
         self._done = 0
         targets = torch.tensor(text.baseline_ids[1:])
         bits = -log_p.gather(1, targets[:, None]).double().sum() / math.log(2)
-        comparison.baseline_bits = float(bits)
+        self.comparison.baseline_bits = float(bits)
 
     def expects(self, targets: Tensor) -> bool:
         """Whether these are the next tokens of the text."""
@@ -277,7 +270,8 @@ class _Comparer:
     def _baseline_log_p(self, start: int, count: int) -> Tensor:
         """The baseline's log-probabilities from a position on, [count, vocabulary of the variant]."""
         p = self._log_p[start : start + count]
-        return p if self._kept_ids is None else p[:, self._kept_ids].log_softmax(-1)
+        kept_ids = self.text.kept_ids
+        return p if kept_ids is None else p[:, kept_ids].log_softmax(-1)
 
     def _add_rows(self, p: Tensor, divergence: Tensor, best: Tensor, targets: Tensor, own_q: Tensor) -> None:
         comparison = self.comparison
@@ -344,34 +338,32 @@ def _top_log_probabilities(server: SharedServer, ids: Sequence[int]) -> list[dic
 def _tokenised(
     variant_weights: Path,
     baseline_weights: Path,
-    settings: FidelitySettings,
+    prefix: str,
     texts: Sequence[tuple[str, str]],
-    kept_ids: npt.NDArray[np.int64] | None,
     max_model_len: int,
 ) -> Iterator[TokenisedText]:
     """The texts, then all of them joined to at most `max_model_len` tokens."""
-    variant_tokenizer, baseline_tokenizer = (
+    kept_ids = kept_token_ids(variant_weights)
+    tokenizers = [
         transformers.AutoTokenizer.from_pretrained(weights) for weights in (variant_weights, baseline_weights)
-    )
-    to_baseline = None if kept_ids is None else kept_ids.tolist()
+    ]
 
     def token_ids(tokenizer: Any, text: str) -> list[int]:
-        prefix = tokenizer.get_vocab().get(settings.prefix)
-        if prefix is None:
-            raise EvalError(f"{settings.prefix!r} is not a token of both checkpoints; name another prefix")
-        return [prefix, *tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
+        prefix_id = tokenizer.get_vocab().get(prefix)
+        if prefix_id is None:
+            raise EvalError(f"{prefix!r} is not a token of both checkpoints; name another prefix")
+        return [prefix_id, *tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
 
     def tokenise(name: str, text: str) -> TokenisedText:
-        variant_ids, baseline_ids = (
-            token_ids(tokenizer, text) for tokenizer in (variant_tokenizer, baseline_tokenizer)
-        )
-        mapped = variant_ids if to_baseline is None else [to_baseline[token] for token in variant_ids]
-        if to_baseline is None and variant_ids != baseline_ids:
+        variant_ids, baseline_ids = (token_ids(tokenizer, text) for tokenizer in tokenizers)
+        mapped = variant_ids if kept_ids is None else kept_ids[variant_ids].tolist()
+        if kept_ids is None and variant_ids != baseline_ids:
             raise EvalError(
                 f"{variant_weights} and {baseline_weights} tokenise {name} differently and there is no {VOCAB_MAP}; "
                 "name the baseline that the variant was made from"
             )
-        return TokenisedText(name, len(text.encode()), baseline_ids, variant_ids, mapped == baseline_ids)
+        comparable = mapped == baseline_ids
+        return TokenisedText(name, len(text.encode()), baseline_ids, variant_ids, comparable, kept_ids)
 
     for name, text in texts:
         yield tokenise(name, text)

@@ -20,7 +20,6 @@ from slimqwen.evals.fidelity_figures import (
     FidelitySettings,
     Figures,
     Limits,
-    TextComparison,
     judge,
     summarise,
 )
@@ -141,13 +140,14 @@ def test_the_tail_as_one_never_raises_divergence_and_changes_no_other_figure():
     p, q = (torch.randn(64, 300, generator=rng).mul(3).log_softmax(-1) for _ in range(2))
     ids = torch.randint(300, (65,), generator=rng).tolist()
     text = TokenisedText("a", 1, ids, ids, True)
-    whole, grouped = TextComparison("a", "batched", 1), TextComparison("a", SERVED, 1)
-    token_distributions._Comparer(text, p, None, whole).add(q, torch.tensor(ids[1:]))
+    one, other = (token_distributions._Comparer(text, mode, p) for mode in ("batched", SERVED))
+    one.add(q, torch.tensor(ids[1:]))
     positions = []
     for row, wanted in zip(q, ids[1:], strict=True):
         best = row.topk(TOP_K).indices.tolist()
         positions.append({token: float(row[token]) for token in {*best, wanted}})
-    token_distributions._Comparer(text, p, None, grouped).add_top(positions)
+    other.add_top(positions)
+    whole, grouped = one.comparison, other.comparison
     assert 0.2 * whole.kl_nats < grouped.kl_nats < whole.kl_nats
     assert grouped.compared == whole.compared == 64
     assert grouped.disagreements == whole.disagreements > 0
