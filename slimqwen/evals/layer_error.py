@@ -97,25 +97,15 @@ def measure(
     Raises:
         EvalError: an error is not finite, or the checkpoints' layers differ in shape.
     """
-    linears = _packed_linears(variant_weights)
-    if not linears:
+    matches = map(_PACKED.fullmatch, list_tensors(variant_weights))
+    layers = sorted({int(match[1]) for match in matches if match})
+    if not layers:
         return []
     progress("comparing layers", 0, 3)
     model = _load(baseline_weights)
     calls = [_run(model, ids) for ids in texts]
     progress("comparing layers", 1, 3)
-    with torch.no_grad():
-        for (layer, name), linear in linears.items():
-            try:
-                weight = model.layers[layer].get_submodule(name).weight
-            except (AttributeError, IndexError):
-                weight = None
-            if weight is None or weight.shape != linear.shape:
-                raise EvalError(
-                    f"{variant_weights}: {baseline_weights} has no {name} of shape {linear.shape} in layer {layer}; "
-                    "name the baseline that the variant was made from"
-                )
-            weight.copy_(round_to_nearest(weight, linear.group_size, linear.bits, symmetric=linear.symmetric))
+    _round_linears(model, variant_weights, baseline_weights)
     rounded_errors = _layer_errors(model, calls)
     # One model at a time: a 4B one takes 16 GB in float32.
     del model
@@ -127,7 +117,7 @@ def measure(
     _free_memory()
     progress("comparing layers", 3, 3)
     rows = []
-    for layer in sorted({layer for layer, _ in linears}):
+    for layer in layers:
         error, rounded_error = errors[layer], rounded_errors[layer]
         if not (math.isfinite(error) and math.isfinite(rounded_error) and rounded_error > 0):
             raise EvalError(
@@ -147,35 +137,31 @@ class _Call:
     output: Tensor
 
 
-@dataclass(frozen=True)
-class _PackedLinear:
-    """Quantisation of a linear: its shape, bits per weight, zero points or none, and weights per scale."""
-
-    shape: tuple[int, int]
-    bits: int
-    symmetric: bool
-    group_size: int
-
-
-def _packed_linears(weights: Path) -> dict[tuple[int, str], _PackedLinear]:
-    """The linears packed by compressed-tensors, by layer and by name in the layer."""
-    tensors = list_tensors(weights)
-    quantisation = Quantisation.model_validate(checkpoint.read_config(weights).get("quantization_config", {}))
-    linears = {}
+def _round_linears(model: Any, variant_weights: Path, baseline_weights: Path) -> None:
+    """Round the baseline's weights that the variant has packed by compressed-tensors, in the same way."""
+    tensors = list_tensors(variant_weights)
+    config = checkpoint.read_config(variant_weights).get("quantization_config", {})
+    quantisation = Quantisation.model_validate(config)
     for name, packed in tensors.items():
         match = _PACKED.fullmatch(name)
         if match is None:
             continue
-        weight = name.removesuffix("_packed")
-        bits = quantisation.of_module(weight.removesuffix(".weight")).num_bits
-        columns = packed.shape[1] * (_WORD_BITS // bits)
-        linears[int(match[1]), match[2]] = _PackedLinear(
-            shape=(packed.shape[0], columns),
-            bits=bits,
-            symmetric=f"{weight}_zero_point" not in tensors,
-            group_size=columns // tensors[f"{weight}_scale"].shape[1],
-        )
-    return linears
+        layer, linear, weight_name = int(match[1]), match[2], name.removesuffix("_packed")
+        bits = quantisation.of_module(weight_name.removesuffix(".weight")).num_bits
+        shape = (packed.shape[0], packed.shape[1] * (_WORD_BITS // bits))
+        try:
+            weight = model.layers[layer].get_submodule(linear).weight
+        except (AttributeError, IndexError):
+            weight = None
+        if weight is None or weight.shape != shape:
+            raise EvalError(
+                f"{variant_weights}: {baseline_weights} has no {linear} of shape {shape} in layer {layer}; "
+                "name the baseline that the variant was made from"
+            )
+        group_size = shape[1] // tensors[f"{weight_name}_scale"].shape[1]
+        symmetric = f"{weight_name}_zero_point" not in tensors
+        with torch.no_grad():
+            weight.copy_(round_to_nearest(weight, group_size, bits, symmetric=symmetric))
 
 
 def _load(weights: Path) -> Any:
