@@ -6,6 +6,7 @@ pass nevertheless, which keeps the KV cache of the MTP head filled, and throws t
 `vllm/v1/worker/gpu/spec_decode/target_dependent_ar/speculator.py`): that costs more than an engine without speculation.
 """
 
+import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -101,14 +102,32 @@ def graph_sizes(ranges: Iterable[DepthRange]) -> str:
 
 
 def of_speeds(method: str, fixed: Speeds, scheduled: Speeds) -> DepthSchedule:
-    """The schedule of `fit`, with its gain at each batch size.
+    """The schedule with the fastest depth at each batch size, and its gain over the best fixed depth.
+
+    Of equally fast depths that of the previous batch size is kept, else the shallowest is taken. Where changing depths
+    gains nothing over the best fixed depth in the geometric mean over batch sizes, there is one range with that depth.
 
     Args:
         method: source of the speeds.
         fixed: speeds of engines with one depth each.
-        scheduled: speeds of an engine that changes its depth; they differ from `fixed` at depth 0.
+        scheduled: speeds of an engine that changes its depth, of the same depths and batch sizes; they differ from
+            `fixed` at depth 0.
     """
-    ranges, fixed_depth = fit(fixed, scheduled)
+    fixed_depth = max(sorted(fixed), key=lambda depth: _log_mean(fixed[depth]))
+    num_batch_sizes = len(fixed[fixed_depth])
+    depths: list[int] = []
+    for index in range(num_batch_sizes):
+        best_speed = max(speeds[index] for speeds in scheduled.values())
+        fastest = [depth for depth in sorted(scheduled) if math.isclose(scheduled[depth][index], best_speed)]
+        depths.append(depths[-1] if depths and depths[-1] in fastest else fastest[0])
+    scheduled_mean = _log_mean([scheduled[depth][index] for index, depth in enumerate(depths)])
+    fixed_mean = _log_mean(fixed[fixed_depth])
+    if scheduled_mean <= fixed_mean or math.isclose(scheduled_mean, fixed_mean):
+        depths = [fixed_depth] * num_batch_sizes
+    ranges = []
+    for depth, members in itertools.groupby(range(num_batch_sizes), key=depths.__getitem__):
+        indices = list(members)
+        ranges.append(DepthRange(first=indices[0] + 1, last=indices[-1] + 1, depth=depth))
     speeds = scheduled if len(ranges) > 1 else fixed
     return DepthSchedule(
         method=method,
@@ -126,38 +145,6 @@ def of_speeds(method: str, fixed: Speeds, scheduled: Speeds) -> DepthSchedule:
             if batch_size in (each.first, each.last) or batch_size.bit_count() == 1
         ),
     )
-
-
-def fit(fixed: Speeds, scheduled: Speeds) -> tuple[list[DepthRange], int]:
-    """The fastest depth at each batch size, and the best fixed depth.
-
-    Of equally fast depths that of the previous batch size is kept, else the shallowest is taken. Where changing depths
-    gains nothing over the best fixed depth in the geometric mean over batch sizes, there is one range with that depth.
-
-    Args:
-        fixed: speeds of engines with one depth each.
-        scheduled: speeds of an engine that changes its depth, of the same depths and batch sizes.
-
-    Returns:
-        Ranges from batch size 1 on, without gaps; the best fixed depth.
-    """
-    fixed_depth = max(sorted(fixed), key=lambda depth: _log_mean(fixed[depth]))
-    num_batch_sizes = len(fixed[fixed_depth])
-    depths: list[int] = []
-    for index in range(num_batch_sizes):
-        best_speed = max(speeds[index] for speeds in scheduled.values())
-        fastest = [depth for depth in sorted(scheduled) if math.isclose(scheduled[depth][index], best_speed)]
-        depths.append(depths[-1] if depths and depths[-1] in fastest else fastest[0])
-    scheduled_mean = _log_mean([scheduled[depth][index] for index, depth in enumerate(depths)])
-    fixed_mean = _log_mean(fixed[fixed_depth])
-    if scheduled_mean <= fixed_mean or math.isclose(scheduled_mean, fixed_mean):
-        depths = [fixed_depth] * num_batch_sizes
-    starts = [index for index in range(num_batch_sizes) if not index or depths[index] != depths[index - 1]]
-    ends = [*starts[1:], num_batch_sizes]
-    return [
-        DepthRange(first=start + 1, last=end, depth=depths[start])
-        for start, end in zip(starts, ends, strict=True)
-    ], fixed_depth
 
 
 def _log_mean(speeds: Sequence[float]) -> float:

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from slimqwen.evals.depth_schedule import DepthRange, DepthSchedule, Speeds, fit, graph_sizes, of_speeds
+from slimqwen.evals.depth_schedule import DepthRange, DepthSchedule, Speeds, graph_sizes, of_speeds
 
 
 def ranges(fixed: Speeds, scheduled: Speeds | None = None) -> list[tuple[int, int, int]]:
-    return [(each.first, each.last, each.depth) for each in fit(fixed, scheduled or fixed)[0]]
+    schedule = of_speeds("a curve", fixed, scheduled or fixed)
+    return [(each.first, each.last, each.depth) for each in schedule.ranges]
 
 
 @pytest.mark.parametrize(
