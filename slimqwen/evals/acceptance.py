@@ -216,10 +216,8 @@ def measure(
     Depths that an interrupted run has counted are not counted again.
 
     Args:
-        settings_name: name of a file in eval/acceptance/.
         depths: tokens drafted at a time (K); 0 measures the speed without drafts.
         greedy_only: whether to leave out temperatures above 0.
-        split: side of the split that the prompts' documents are on; None for both.
         speed_bound: cost model that chooses the depth where no GPU is measured; None for no choice there.
 
     Raises:

@@ -24,9 +24,7 @@ class Share:
         first: acceptance length of the baseline, tokens.
         second: acceptance length of the variant, tokens.
         ratio: second / first, with its interval over groups of prompts.
-        groups: number of groups.
         least_share: smallest ratio that passes.
-        verdict: of the ratio's interval against the least share.
         p_value: one-sided, of the hypothesis that the ratio is the least share or below.
     """
 
@@ -79,9 +77,7 @@ def compare(first: Path, second: Path) -> Share:
     from slimqwen.evals.acceptance import Acceptance
 
     baseline_record, record = (store.read(path, Acceptance) for path in (first, second))
-    first_split, second_split = (
-        {"split": str(each.split or "of no split")} for each in (baseline_record, record)
-    )
+    first_split, second_split = ({"split": basis(each)["split"]} for each in (baseline_record, record))
     require_same(first, second, first_split, second_split, "")
     items = (store.read_items(path) for path in (first, second))
     return judge(*items, depth=record.gate_depth, least_share=record.least_share)

@@ -44,15 +44,7 @@ class BaselineModel:
     """
 
     def __init__(self, weights: Path, cache: Path) -> None:
-        """Load the checkpoint.
-
-        Args:
-            weights: checkpoint, not quantised.
-            cache: folder of kept hidden states; made at the first text.
-
-        Raises:
-            EvalError: the checkpoint is quantised.
-        """
+        """Load a checkpoint; an EvalError if it is quantised."""
         if "quantization_config" in checkpoint.read_config(weights):
             raise EvalError(f"{weights} is quantised; compare with the checkpoint that it was made from")
         self._model = load_in_float32(weights)

@@ -51,11 +51,7 @@ class AcceptanceSettings(LimitSettings):
         return self
 
     def prompt_count(self, split: Split | None) -> int:
-        """Prompts of each class; `proof_prompts` gives their number on the proof's side of a split.
-
-        Args:
-            split: side of the split; None for all documents.
-        """
+        """Prompts of each class; `proof_prompts` gives their number on the proof's side of a split."""
         is_proof = split is not None and split.side == "proof"
         return self.proof_prompts if is_proof and self.proof_prompts else self.prompts
 
@@ -79,7 +75,6 @@ def cut_prompts(
     Both sides get the same text: the baseline's tokenizer cuts it to length, also for a pruned variant.
 
     Args:
-        settings: documents, seed, and length of each class in tokens.
         max_tokens: longest prompt, in tokens of the variant.
         split: side of the split that the documents are on; None for both.
     """
@@ -121,9 +116,7 @@ def count(
 
     Args:
         classes: class name -> prompts in token ids.
-        settings: length of a continuation, number of groups, and seed.
         depths: tokens drafted at a time (K).
-        temperatures: sampling temperatures; 0 is greedy.
         flags: vLLM's flags, by name without dashes.
 
     Returns:

@@ -192,9 +192,7 @@ def measure(
     Args:
         variant: compared twice: its weights, dtype and KV cache in an engine without compilation, then all of its
             config.env by its server.
-        settings_name: name of a file in eval/fidelity/.
         stages: also compare the output of each stage of its recipe, from the store.
-        split: side of the split that the texts are on; None for both.
         port: TCP port of the server instead of the variant's own.
 
     Raises:
@@ -270,11 +268,7 @@ def measure(
 
 
 def _stage_outputs(variant: Variant) -> list[tuple[str, Path]]:
-    """Outputs of the stages of a variant's recipe, without those that changed neither tensors nor tokens.
-
-    Raises:
-        EvalError: the variant has no recipe, or the store lacks an output.
-    """
+    """Outputs of the stages of a variant's recipe, without those that changed neither tensors nor tokens."""
     if variant.recipe is None:
         raise EvalError(f"{variant.name} has no recipe, so it has no stages; leave out --each-stage")
     outputs: list[tuple[str, Path]] = []

@@ -138,7 +138,6 @@ class TextComparison:
     """Comparison of one text in one mode.
 
     Attributes:
-        name: id of the text.
         mode: one of MODES, or SERVED.
         bytes: length of the text in UTF-8 bytes.
         compared: positions whose distributions were compared.

@@ -148,9 +148,6 @@ def measure(
 ) -> Path:
     """Run the four checks of a variant and write its gate record.
 
-    Args:
-        settings_name: name of a file in eval/gates/.
-
     Raises:
         ServingError: the variant is measured for speed and memory only.
         EvalError: the variant has no baseline.
@@ -193,7 +190,6 @@ def conclude(
     """Write the gate record of a variant whose four checks are recorded.
 
     Args:
-        settings_name: name of a file in eval/gates/.
         evidence: records by check: the variant's, for acceptance and quality the baseline's before it.
         block: provenance of the record; by default that of a server of the variant on this machine.
 
@@ -233,9 +229,6 @@ def p_value(path: Path) -> float:
 
     It is the largest p-value of all figures (`multiplicity.intersection_union`). A figure without an interval is not an
     estimate: its p-value is 0 where it passes, else 1.
-
-    Args:
-        path: gate record of a variant.
     """
     return multiplicity.intersection_union([_p_value(each) for each in _read_findings(path)])
 
@@ -288,7 +281,6 @@ def find_reusable(
 
 
 def _is_still_valid(record: Record, variant: Variant) -> bool:
-    """Whether measuring again would only repeat the record."""
     if isinstance(record, quality.Quality) and not _has_current_sample_size(record, variant):
         return False
     server = ServerCommand.resolve(variant)

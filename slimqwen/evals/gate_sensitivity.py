@@ -169,8 +169,6 @@ def measure(
 
     Args:
         variant: quantised variant with an MTP head, and a baseline.
-        settings_name: name of a file in eval/gates/.
-        seeds: seeds of each kind of damage.
         rebatched: variant with the baseline's weights, other batch sizes and a quality record on the same items;
             None leaves out quality's false alarms.
 

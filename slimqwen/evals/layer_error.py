@@ -50,8 +50,6 @@ def compare(
 
     Args:
         baseline_weights: checkpoint that the variant was made from, not quantised.
-        settings: texts and limit.
-        split: side of the split that the texts are on; None for both.
 
     Returns:
         None if no linear of the checkpoint is packed by compressed-tensors.

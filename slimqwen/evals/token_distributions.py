@@ -47,10 +47,7 @@ class TokenisedText:
     """One text in the token ids of both sides, each with the prefix first.
 
     Attributes:
-        name: id of the text.
         bytes: length in UTF-8 bytes.
-        baseline_ids: token ids of the baseline.
-        variant_ids: token ids of the variant.
         comparable: whether the variant's ids map to the baseline's, so that distributions can be compared.
         kept_ids: the baseline's id of each of the variant's, where that is pruned.
     """
@@ -79,11 +76,8 @@ def compare(
 
     Args:
         variant_weights: checkpoint that vLLM serves, with the baseline's tokenizer or pruned from it.
-        baseline_weights: checkpoint that transformers loads.
-        settings: texts, prefix and batch size.
         max_model_len: longest joined text in tokens; both sides' context must hold it.
         flags: vLLM flags by name without dashes.
-        modes: modes in which vLLM reads the texts.
         split: side of the split that the texts are on; None for both.
 
     Returns:
@@ -136,11 +130,6 @@ def compare_served(
     tokens as one, so it is never larger than the divergence of the whole distributions (Kullback, Information Theory
     and Statistics, 1959, on grouped observations). Agreement, regret, head tokens and bits are exact.
 
-    Args:
-        baseline_weights: checkpoint that transformers loads.
-        settings: texts, prefix and the number of concurrent requests.
-        split: side of the split that the texts are on; None for both.
-
     Returns:
         One comparison for each text, in the mode `SERVED`.
 
@@ -170,10 +159,7 @@ def compare_served(
 
 
 def read_texts(file: Path, split: Split | None = None) -> list[tuple[str, str]]:
-    """Ids and contents of the texts in a .jsonl file.
-
-    Args:
-        split: side of the split that the texts are on; None for both.
+    """Ids and contents of the texts in a .jsonl file, or of those on one side of the split.
 
     Raises:
         EvalError: the file is missing, a line has no id or text, or fewer than two texts are on that side.
@@ -193,12 +179,7 @@ def read_texts(file: Path, split: Split | None = None) -> list[tuple[str, str]]:
 
 
 class _Comparer:
-    """Adds the positions of one text to its comparison, as the variant's distributions arrive.
-
-    Attributes:
-        text: text in token ids.
-        comparison: sums over the positions so far.
-    """
+    """Adds the positions of one text to its comparison, as the variant's distributions arrive."""
 
     def __init__(self, text: TokenisedText, mode: str, log_p: Tensor) -> None:
         self.text = text

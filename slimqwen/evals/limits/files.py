@@ -19,12 +19,7 @@ _WIDTH = 120
 
 
 class FileChanges(NamedTuple):
-    """The files that a record wrote, and those that it left unchanged.
-
-    Attributes:
-        written: files with the record's limits.
-        kept: files with limits written by hand.
-    """
+    """The files that a record wrote, and those that it left unchanged because their limits were written by hand."""
 
     written: list[Path]
     kept: list[Path]
@@ -50,10 +45,6 @@ def committed(evaluation: str, root: Path) -> dict[str, float]:
 
 def write(settings: LimitsSettings, record: LimitsRecord, path: Path, root: Path) -> FileChanges:
     """Write the files of an evaluation from a record; those with limits written by hand stay as they are.
-
-    Args:
-        settings: sizes, seeds and texts.
-        record: the limits.
 
     Raises:
         SettingsError: an existing file cannot be used.

@@ -8,7 +8,7 @@ functions.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from slimqwen.evals import drafting
 from slimqwen.evals.drafting import AcceptanceSettings
@@ -27,15 +27,7 @@ GROUPS = ("prompts", "prefixes", "mixed")
 
 @dataclass(frozen=True)
 class Baseline:
-    """The inputs of every repeat.
-
-    Attributes:
-        served: how the baseline is served.
-        fidelity: texts and prefix.
-        acceptance: prompts and the gate's depth.
-        engine: requests.
-        classes: prompts of each class in token ids.
-    """
+    """The inputs of every repeat; `classes` are the prompts of each class in token ids."""
 
     served: ServedEngine
     fidelity: FidelitySettings
@@ -66,7 +58,6 @@ class RepeatNoise:
         drafts: items of an acceptance record.
         gap_shifts: how far the log-probability gap of the reference engine's two likeliest tokens moved, nats, at each
             position where they can tie, up to the first token that differs.
-        answers: number of answers.
         differing: number of answers with another token.
     """
 
@@ -77,7 +68,7 @@ class RepeatNoise:
     differing: int
 
     @classmethod
-    def from_json(cls, entry: Mapping[str, Any]) -> "RepeatNoise":
+    def from_json(cls, entry: Mapping[str, Any]) -> Self:
         """The repeat with these fields."""
         return cls(**{**entry, "texts": [TextComparison(**text) for text in entry["texts"]]})
 

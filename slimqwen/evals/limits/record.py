@@ -123,13 +123,7 @@ class LimitsRecord(Record):
 def same_weights(
     settings: LimitsSettings, repeats: Sequence[Figures], committed: dict[str, float]
 ) -> list[Limit]:
-    """Limits of fidelity for unchanged weights.
-
-    Args:
-        settings: factor over the largest noise.
-        repeats: the baseline against itself in float32, by repeat.
-        committed: limits in eval/, by figure.
-    """
+    """Limits of fidelity for unchanged weights, from the baseline against itself in float32."""
     rule = (
         f"same_weights: {settings.noise_factor:g} times the largest noise of the repeats, or the tolerance bound of "
         "the upper ends of their intervals over texts (95 % of repeats with 95 % confidence) where that is larger"
@@ -163,10 +157,8 @@ def changed_weights(
     """Limits of fidelity for changed weights.
 
     Args:
-        settings: factor over the cost of rounding.
         figures: the baseline with its MLPs rounded to 4 bits.
         suite_margin: non-inferiority margin of bits per byte, which is its limit; None where the suite has none.
-        committed: limits in eval/, by figure.
     """
     limits = []
     for figure in FIGURE_NAMES:
@@ -201,9 +193,7 @@ def least_share(settings: LimitsSettings, ratios: Sequence[Ratio], committed: fl
     """The least share of the baseline's acceptance length that passes.
 
     Args:
-        settings: the share that counts as equal.
         ratios: acceptance length of each further repeat over that of the first, with intervals over groups.
-        committed: limit in eval/.
     """
     bound = noise.lower_tolerance_bound([ratio.low for ratio in ratios])
     limit = min(settings.least_share, math.floor(bound * 100) / 100)
@@ -224,9 +214,7 @@ def near_tie(settings: LimitsSettings, shifts: Sequence[float], committed: float
     """The log-probability gap below which either token is correct.
 
     Args:
-        settings: share of positions that it has to cover.
         shifts: how far the gap moved at each position of all repeats, nats.
-        committed: limit in eval/.
     """
     quantile, low, high = noise.quantile_interval(shifts, settings.gap_share)
     return Limit(
