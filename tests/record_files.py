@@ -1,7 +1,7 @@
 """Records for tests: written from plain fields, as a measurement would write them."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,3 +35,12 @@ def write(
 ) -> Path:
     """Write a record with these fields as JSON; returns its file."""
     return store.write(folder, record_of(fields), items)
+
+
+def draft_items(*groups: Sequence[int]) -> list[dict[str, Any]]:
+    """Items of an acceptance record: 10 greedy drafts a group, so many of each group accepted at each position."""
+    return [
+        {"depth": len(accepted), "class": "short", "temperature": 0.0, "group": number, "drafts": 10,
+         "accepted_per_position": list(accepted), "output_tokens": 10 + sum(accepted), "seconds": 1.0}
+        for number, accepted in enumerate(groups)
+    ]  # fmt: skip

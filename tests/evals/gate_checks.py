@@ -6,16 +6,29 @@ from typing import Any
 
 from slimqwen.evals import acceptance
 from slimqwen.evals.engine.combinations import REFERENCE_MODES
-from slimqwen.evals.fidelity_figures import FIGURE_NAMES
+from slimqwen.evals.fidelity_figures import FIGURE_NAMES, Figures, Limits, judge
 from slimqwen.evals.suites.suite import Suite
 from slimqwen.records import provenance
+from slimqwen.records.record import Estimate
 from slimqwen.serving.command import ServerCommand
 from slimqwen.stats.verdict import Verdict, overall
 from slimqwen.variant import Variant
 from tests import record_files
 
-LIMITS = dict.fromkeys(FIGURE_NAMES, 0.003)
+LIMITS = Limits(**dict.fromkeys(FIGURE_NAMES, 0.003))
 MODES = REFERENCE_MODES.model_dump()
+
+
+def figures_of(estimate: Estimate | None, joined_kl_nats: float | None = None) -> Figures:
+    """Figures with one estimate for all."""
+    counts = dict.fromkeys(("texts", "texts_compared", "positions_compared", "joined_tokens"), 9)
+    return Figures(
+        **dict.fromkeys(FIGURE_NAMES, estimate),
+        **counts,
+        head_delta_max=None,
+        joined_kl_nats=joined_kl_nats,
+        baseline_bits_per_byte=1.0,
+    )
 
 
 def split_json(arguments: dict[str, Any]) -> dict[str, Any] | None:
@@ -49,16 +62,9 @@ class Checks:
 
     def fidelity(self, one: Variant, settings_name: str, **more: Any) -> Path:
         self.asked.append(("fidelity", one.name))
-        figures = {name: {"value": self.kl_nats, "standard_error": 1e-5, "count": 9} for name in LIMITS}
-        counts = dict.fromkeys(("texts", "texts_compared", "positions_compared", "joined_tokens"), 9)
-        whole = {
-            **figures,
-            **counts,
-            "head_delta_max": None,
-            "joined_kl_nats": self.kl_nats,
-            "baseline_bits_per_byte": 1.0,
-        }
-        verdict = Verdict.PASS if self.kl_nats < LIMITS["kl_nats"] else Verdict.FAIL
+        estimate = Estimate(value=self.kl_nats, standard_error=1e-5, count=9)
+        figures = figures_of(estimate, joined_kl_nats=self.kl_nats)
+        verdicts = judge(figures, LIMITS)
         ratio = self.layer_error_ratio
         layers = {
             "limit": 1.5, "verdict": Verdict.PASS if ratio <= 1.5 else Verdict.FAIL, "tokens": 9,
@@ -67,9 +73,9 @@ class Checks:
         }  # fmt: skip
         record = {
             "schema": "fidelity/1", "variant": one.name, "baseline": "tiny", "plan": settings_name,
-            "limits": {"of": "changed_weights", **LIMITS}, "modes": {"single": whole},
-            "verdicts": {"single": dict.fromkeys((*LIMITS, "joined_kl_nats"), verdict)},
-            "layers": layers, "verdict": overall([verdict, layers["verdict"]]),
+            "limits": {"of": "changed_weights", **dict(LIMITS)}, "modes": {"single": figures.as_json()},
+            "verdicts": {"single": verdicts},
+            "layers": layers, "verdict": overall([*verdicts.values(), layers["verdict"]]),
             "stages": [], "provenance": self.described(one), "split": split_json(more),
         }  # fmt: skip
         return record_files.write(more.get("records_folder") or one.folder, record, [{"text": 1}])
@@ -77,11 +83,7 @@ class Checks:
     def acceptance(self, one: Variant, settings_name: str, depths: list[int], **more: Any) -> Path:
         self.asked.append(("acceptance", one.name))
         accepted = self.accepted if one.name != "tiny" else 8
-        items = [
-            {"depth": depth, "class": "short", "temperature": 0.0, "group": group, "drafts": 10,
-             "accepted_per_position": [accepted] * depth, "output_tokens": 9, "seconds": 1.0}
-            for depth in depths for group in range(3)
-        ]  # fmt: skip
+        items = [item for depth in depths for item in record_files.draft_items(*[[accepted] * depth] * 3)]
         rows = [row.as_json() for row in acceptance.summarise(items)]
         record = self.example("acceptance", one, plan=settings_name, gate_depth=depths[0], depths=rows)
         record["provenance"] = self.described(one, {"enforce-eager": True})

@@ -115,11 +115,7 @@ def test_depths_of_an_interrupted_run_are_not_counted_again(
         asked.append(depths[0])
         if depths == [3] and asked.count(3) == 1:
             raise KeyboardInterrupt
-        return [
-            {"depth": depths[0], "class": "short", "temperature": 0.0, "group": group, "drafts": 5,
-             "accepted_per_position": [4 - group] * depths[0], "output_tokens": 20, "seconds": 1.0}
-            for group in range(2)
-        ]  # fmt: skip
+        return record_files.draft_items(*([4 - group] * depths[0] for group in range(2)))
 
     monkeypatch.setattr(drafting, "count", count)
     with pytest.raises(KeyboardInterrupt):
@@ -152,11 +148,7 @@ def test_more_groups_than_prompts_are_an_error(repository: Path) -> None:
 
 def counted(folder: Path, accepted: Sequence[int], **changes: Any) -> Path:
     """A record of 10 drafts of 2 tokens a group, so many of each group accepted at each position."""
-    items = [
-        {"depth": 2, "class": "short", "temperature": 0.0, "group": group, "drafts": 10,
-         "accepted_per_position": [number, number], "output_tokens": 10 + 2 * number, "seconds": 1.0}
-        for group, number in enumerate(accepted)
-    ]  # fmt: skip
+    items = record_files.draft_items(*([number, number] for number in accepted))
     depths = [row.as_json() for row in acceptance.summarise(items)]
     body = EXAMPLE | {"variant": folder.name, "depths": depths} | changes
     return record_files.write(folder, body, items)

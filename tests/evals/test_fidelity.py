@@ -18,7 +18,6 @@ from slimqwen.evals.fidelity_figures import (
     SERVED,
     TOP_K,
     FidelitySettings,
-    Figures,
     Limits,
     judge,
     summarise,
@@ -31,6 +30,7 @@ from slimqwen.records.split import Split
 from slimqwen.serving.server import free_port
 from slimqwen.serving.shared_server import ServerLostError, SharedServer
 from slimqwen.stats.verdict import Verdict
+from tests.evals.gate_checks import figures_of
 
 ROOT = variant.repository_root()
 TINY = ROOT / "weights" / "tiny"
@@ -223,14 +223,6 @@ def test_unrelated_vocabularies_are_refused(settings, tmp_path):
         token_distributions.compare(other, TINY, settings, ROOT, max_model_len=CONTEXT)
 
 
-def test_a_quantised_baseline_is_refused(settings, tmp_path):
-    other = shutil.copytree(TINY, tmp_path / "other")
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps({**config, "quantization_config": {}}))
-    with pytest.raises(EvalError, match="is quantised; compare"):
-        token_distributions.compare(TINY, other, settings, ROOT, max_model_len=CONTEXT)
-
-
 def test_texts_that_cannot_be_read_are_told(settings, tmp_path):
     (tmp_path / "texts.jsonl").write_text('{"id": "a"}\n')
     bad = settings.model_copy(update={"texts": tmp_path / "texts.jsonl"})
@@ -253,13 +245,6 @@ def test_stages_are_those_of_a_recipe_whose_base_may_be_a_hub_repository(tmp_pat
 
 
 LIMITS = Limits(**dict.fromkeys(Limits.model_fields, 0.05))
-
-
-def figures_of(estimate):
-    """Figures with one estimate for all."""
-    counts = dict.fromkeys(("texts", "texts_compared", "positions_compared", "joined_tokens"), 9)
-    unjudged = {"head_delta_max": None, "joined_kl_nats": None, "baseline_bits_per_byte": 1.0}
-    return Figures(**dict.fromkeys(Limits.model_fields, estimate), **counts, **unjudged)
 
 
 @pytest.mark.parametrize(

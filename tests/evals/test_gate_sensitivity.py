@@ -113,12 +113,8 @@ def baseline(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[flo
     """The baseline, its texts diverging from themselves so much, with few replicates and groups of drafts."""
     monkeypatch.setattr(gate_sensitivity, "REPLICATES", 10)  # each takes bootstraps of its own
     monkeypatch.setattr(drafting, "cut_prompts", lambda *_: {})
-    groups = [
-        {"depth": 4, "class": "short", "temperature": 0.0, "group": group, "drafts": 10,
-         "accepted_per_position": [8, 7, 6, 5]}
-        for group in range(6)
-    ]  # fmt: skip
-    monkeypatch.setattr(drafting, "count", lambda *_: groups)
+    drafts = record_files.draft_items(*[[8, 7, 6, 5]] * 6)
+    monkeypatch.setattr(drafting, "count", lambda *_: drafts)
 
     def diverging(kl_nats: float) -> Variant:
         noise = kl_nats * np.random.default_rng(0).uniform(0.5, 1.5, size=12)

@@ -3,7 +3,7 @@
 import json
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from slimqwen.evals.drafting import AcceptanceSettings
 from slimqwen.evals.engine import length_sweep, modes
 from slimqwen.evals.engine.isolation import Engines
 from slimqwen.evals.engine.scenarios import Answer, EngineSettings
-from slimqwen.evals.fidelity_figures import FIGURE_NAMES, FidelitySettings, TextComparison, summarise
+from slimqwen.evals.fidelity_figures import FIGURE_NAMES, FidelitySettings, Figures, TextComparison, summarise
 from slimqwen.evals.gate import GateSettings
 from slimqwen.evals.limits import files, measurement, noise, record
 from slimqwen.evals.limits.noise import RepeatNoise
@@ -31,26 +31,36 @@ from tests import record_files
 ROOT = Path(__file__).parents[3]
 SETTINGS = LimitsSettings.load("tinyworld", ROOT)
 CORE = LimitsSettings.load("core", ROOT)
+ROWS = [{"question": f"Which is {n}?\n\nSay.", "options": [f"a{n}", f"b{n}"]} for n in range(6000)]
 
 
-def figures(scale: float):
-    """Figures of two texts whose every figure is about `scale`."""
-    texts = [
+def write_data_set(root: Path, rows: Sequence[dict[str, Any]]) -> None:
+    file = root / CORE.texts_from.file
+    file.parent.mkdir(parents=True, exist_ok=True)
+    pandas.DataFrame(rows).to_parquet(file)
+
+
+def texts(*scales: float) -> list[TextComparison]:
+    """Comparisons of texts whose every figure is about their `scale`."""
+    return [
         TextComparison(
             name=str(number),
             mode="single",
             bytes=100,
             compared=1000,
-            kl_nats=1000 * scale * share,
-            disagreements=round(1000 * scale * share),
-            regret_nats=1000 * scale * share,
+            kl_nats=1000 * scale,
+            disagreements=round(1000 * scale),
+            regret_nats=1000 * scale,
             baseline_bits=100.0,
-            variant_bits=100.0 + 100 * scale * share,
-            head_deltas=[scale * share] * 10,
+            variant_bits=100.0 + 100 * scale,
+            head_deltas=[scale] * 10,
         )
-        for number, share in enumerate((0.9, 1.1))
+        for number, scale in enumerate(scales)
     ]
-    return summarise(texts)["single"]
+
+
+def figures(scale: float) -> Figures:
+    return summarise(texts(0.9 * scale, 1.1 * scale))["single"]
 
 
 def test_unchanged_weights_may_differ_by_a_multiple_of_the_largest_noise() -> None:
@@ -172,22 +182,9 @@ def test_limits_of_a_variant_are_those_of_its_baseline(core: Variant) -> None:
         measurement.measure(core, command=["x"])
 
 
-def texts(scale: float, mode: str = "single") -> list[TextComparison]:
-    return [
-        TextComparison(
-            str(n), mode, 100, 100, 100 * scale, round(100 * scale), 100 * scale, 100.0, 100.1, [scale] * 5
-        )
-        for n in range(4)
-    ]
-
-
 def repeat_noise() -> RepeatNoise:
-    drafts = [
-        {"depth": 4, "class": "short", "temperature": 0.0, "group": group, "drafts": 10,
-         "accepted_per_position": [8, 7, 6, 5], "output_tokens": 36, "seconds": 1.0}
-        for group in range(6)
-    ]  # fmt: skip
-    return RepeatNoise(texts(0.01), drafts, [0.01, 0.05], 9, 1)
+    drafts = record_files.draft_items(*[[8, 7, 6, 5]] * 6)
+    return RepeatNoise(texts(0.01, 0.01), drafts, [0.01, 0.05], 9, 1)
 
 
 def test_an_interrupted_measurement_goes_on_and_leaves_a_model_that_the_gate_can_judge(
@@ -195,12 +192,7 @@ def test_an_interrupted_measurement_goes_on_and_leaves_a_model_that_the_gate_can
 ) -> None:
     """The whole procedure for the evaluation core, with stand-ins for the engines alone."""
     root = core.root
-    data = root / CORE.texts_from.file
-    data.parent.mkdir(parents=True)
-    rows = [
-        {"question": f"Which of the towns is number {n}?", "options": ["one", "two"]} for n in range(6000)
-    ]
-    pandas.DataFrame(rows).to_parquet(data)
+    write_data_set(root, ROWS)
     began: list[str] = []
 
     def run(_: Any, function: Any, *__: Any, **___: Any) -> Any:
@@ -209,7 +201,7 @@ def test_an_interrupted_measurement_goes_on_and_leaves_a_model_that_the_gate_can
             raise KeyboardInterrupt
         if function is noise.measure_repeat:
             return repeat_noise()
-        return texts(0.02) if function is measurement.compare_rounded else noise.Reference({}, {})
+        return texts(0.02, 0.02) if function is measurement.compare_rounded else noise.Reference({}, {})
 
     monkeypatch.setattr(Engines, "run", run)
     base = variant.load("base", root)
@@ -288,19 +280,11 @@ def test_limits_written_by_hand_stay(core: Variant) -> None:
 
 
 def test_the_record_says_which_committed_limits_it_reproduces(tmp_path: Path) -> None:
-    def limit(figure: str, committed: float) -> Limit:
-        return Limit(
-            file="fidelity",
-            figure=figure,
-            limit=0.03,
-            low=0.02,
-            high=0.04,
-            noise=0.01,
-            rule="r",
-            committed=committed,
-        )
-
-    made = limits_record(limits=[limit("a", 0.025), limit("b", 0.05)])
+    fields = {"file": "fidelity", "limit": 0.03, "low": 0.02, "high": 0.04, "noise": 0.01, "rule": "r"}
+    committed = {"a": 0.025, "b": 0.05}
+    made = limits_record(
+        limits=[Limit(figure=name, committed=value, **fields) for name, value in committed.items()]
+    )
     assert made.finding(tmp_path, None) == (
         "1 of 2 committed limits reproduced; not b 0.05 (measured 0.03 [0.02, 0.04])"
     )
@@ -308,12 +292,9 @@ def test_the_record_says_which_committed_limits_it_reproduces(tmp_path: Path) ->
 
 
 def test_texts_come_from_the_suites_data_set_alike_on_every_machine(tmp_path: Path) -> None:
-    data = tmp_path / CORE.texts_from.file
     with pytest.raises(EvalError, match="`make datasets` fetches it"):
         make_texts(CORE, tmp_path)
-    data.parent.mkdir(parents=True)
-    rows = [{"question": f"Which is {n}?\n\nSay.", "options": [f"a{n}", f"b{n}"]} for n in range(6000)]
-    pandas.DataFrame(rows).to_parquet(data)
+    write_data_set(tmp_path, ROWS)
     make_texts(CORE, tmp_path)
     texts = [json.loads(line) for line in (tmp_path / CORE.texts).read_text().splitlines()]
     documents = (tmp_path / CORE.documents).read_text().strip().split("\n\n")
@@ -322,10 +303,10 @@ def test_texts_come_from_the_suites_data_set_alike_on_every_machine(tmp_path: Pa
     assert texts[0]["text"].count("\n") == 3
     first = (tmp_path / CORE.documents).read_bytes()
     (tmp_path / CORE.documents).unlink()
-    pandas.DataFrame(rows[::-1]).to_parquet(data)
+    write_data_set(tmp_path, ROWS[::-1])
     make_texts(CORE, tmp_path)
     assert (tmp_path / CORE.documents).read_bytes() == first
-    pandas.DataFrame(rows[:9]).to_parquet(data)
+    write_data_set(tmp_path, ROWS[:9])
     (tmp_path / CORE.texts).unlink()
     with pytest.raises(EvalError, match="has 9 different texts"):
         make_texts(CORE, tmp_path)
