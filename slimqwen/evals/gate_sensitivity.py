@@ -8,8 +8,9 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 from pydantic import Field
 
 from slimqwen.evals import acceptance_share, damage, drafting, gate, quality_comparison
@@ -31,9 +32,6 @@ from slimqwen.stats import intervals
 from slimqwen.stats.verdict import Verdict, overall
 from slimqwen.variant import Variant
 
-if TYPE_CHECKING:
-    import numpy as np
-
 STATED_FALSE_ALARM_RATE = round(1 - intervals.CONFIDENCE_LEVEL, 6)
 """Largest rate at which a check may fail an identical variant, by the confidence level of its intervals."""
 
@@ -42,7 +40,7 @@ REPLICATES = 200
 _Check = Callable[[Path], "Reading"]
 """What a check says of a checkpoint."""
 
-_Replicate = Callable[["np.random.Generator"], list[Verdict]]
+_Replicate = Callable[[np.random.Generator], list[Verdict]]
 """The verdicts of a check on a bootstrap sample of the baseline compared with itself."""
 
 RESPONSIBLE = {Damage.SCALES: "fidelity", Damage.ROWS: "fidelity", Damage.HEAD: "acceptance"}
@@ -200,9 +198,7 @@ def measure(
                 with tempfile.TemporaryDirectory() as folder:
                     target = damage.damage(variant.weights.resolve(), Path(folder), kind, seed)
                     reading = check(name, [kind, seed], Path(folder))
-                rows.append(
-                    DamagedReading(seed=seed, target=target, value=reading.value, verdict=reading.verdict)
-                )
+                rows.append(DamagedReading(seed=seed, target=target, **dict(reading)))
             progress(activity, len(seeds), len(seeds))
             caught = sum(row.verdict == Verdict.FAIL for row in rows)
             damages.append(
@@ -236,8 +232,6 @@ def false_alarms(
         baseline: the baseline, evaluated in two batch compositions.
         rebatched: as for `measure`.
     """
-    import numpy as np
-
     replicates = {
         "fidelity": _resampled_fidelity(baseline, fidelity, progress),
         "acceptance": _resampled_acceptance(baseline, acceptance),
@@ -281,7 +275,7 @@ def _resampled_fidelity(baseline: Variant, settings: FidelitySettings, progress:
     )
     by_mode = {mode: [text for text in texts if text.mode == mode] for mode in MODES}
 
-    def replicate(rng: "np.random.Generator") -> list[Verdict]:
+    def replicate(rng: np.random.Generator) -> list[Verdict]:
         verdicts: list[Verdict] = []
         for mode, mode_texts in by_mode.items():
             sample = [mode_texts[number] for number in rng.integers(len(mode_texts), size=len(mode_texts))]
@@ -297,7 +291,7 @@ def _resampled_acceptance(baseline: Variant, settings: AcceptanceSettings) -> _R
         for batch_size in (1, 32)
     ]
 
-    def replicate(rng: "np.random.Generator") -> list[Verdict]:
+    def replicate(rng: np.random.Generator) -> list[Verdict]:
         numbers = rng.integers(len(sides[0]), size=len(sides[0]))
         first, second = (
             [{**side[number], "group": group} for group, number in enumerate(numbers)] for side in sides
@@ -312,7 +306,7 @@ def _resampled_quality(baseline: Variant, rebatched: Variant) -> _Replicate:
     record = store.read(paths[0], Quality)
     sides = [quality_comparison.items_by_task(path) for path in paths]
 
-    def replicate(rng: "np.random.Generator") -> list[Verdict]:
+    def replicate(rng: np.random.Generator) -> list[Verdict]:
         verdicts = []
         for task, score in record.tasks.items():
             numbers = rng.integers(len(sides[0][task]), size=len(sides[0][task]))

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,8 +86,7 @@ def compare(
     Raises:
         EvalError: a text or the prefix is missing, or the vocabularies are unrelated.
     """
-    raw_texts = read_texts(root / settings.texts, split)
-    texts = list(_tokenised(variant_weights, baseline_weights, settings.prefix, raw_texts, max_model_len))
+    texts = _tokenised(variant_weights, baseline_weights, settings, root, split, max_model_len)
     baseline = BaselineModel(baseline_weights, root / KEPT_STATES)
     comparisons: list[TextComparison] = []
     longest = max(len(text.variant_ids) for text in texts)
@@ -137,10 +136,7 @@ def compare_served(
         EvalError: as for `compare`.
         ServerLostError: the server died, or refused `TOP_K` log-probabilities.
     """
-    raw_texts = read_texts(root / settings.texts, split)
-    texts = list(
-        _tokenised(server.variant.weights, baseline_weights, settings.prefix, raw_texts, max_model_len)
-    )
+    texts = _tokenised(server.variant.weights, baseline_weights, settings, root, split, max_model_len)
     baseline = BaselineModel(baseline_weights, root / KEPT_STATES)
     comparisons = []
     with ThreadPoolExecutor(settings.batch) as pool:
@@ -319,21 +315,23 @@ def _top_log_probabilities(server: SharedServer, ids: Sequence[int]) -> list[dic
 def _tokenised(
     variant_weights: Path,
     baseline_weights: Path,
-    prefix: str,
-    texts: Sequence[tuple[str, str]],
+    settings: FidelitySettings,
+    root: Path,
+    split: Split | None,
     max_model_len: int,
-) -> Iterator[TokenisedText]:
+) -> list[TokenisedText]:
     """The texts, then all of them joined to at most `max_model_len` tokens."""
+    texts = read_texts(root / settings.texts, split)
     kept_ids = kept_token_ids(variant_weights)
     tokenizers = [
         transformers.AutoTokenizer.from_pretrained(weights) for weights in (variant_weights, baseline_weights)
     ]
 
     def token_ids(tokenizer: Any, text: str) -> list[int]:
-        prefix_id = tokenizer.get_vocab().get(prefix)
-        if prefix_id is None:
-            raise EvalError(f"{prefix!r} is not a token of both checkpoints; name another prefix")
-        return [prefix_id, *tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
+        prefix = tokenizer.get_vocab().get(settings.prefix)
+        if prefix is None:
+            raise EvalError(f"{settings.prefix!r} is not a token of both checkpoints; name another prefix")
+        return [prefix, *tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
 
     def tokenise(name: str, text: str) -> TokenisedText:
         variant_ids, baseline_ids = (token_ids(tokenizer, text) for tokenizer in tokenizers)
@@ -346,12 +344,11 @@ def _tokenised(
         comparable = mapped == baseline_ids
         return TokenisedText(name, len(text.encode()), baseline_ids, variant_ids, comparable, kept_ids)
 
-    for name, text in texts:
-        yield tokenise(name, text)
+    tokenised = [tokenise(name, text) for name, text in texts]
     joined = "\n".join(text for _, text in texts)
-    tokenised = tokenise(JOINED, joined)
+    whole = tokenise(JOINED, joined)
     # Cut between words, because the two sides may need different numbers of tokens.
-    while (length := max(len(tokenised.baseline_ids), len(tokenised.variant_ids))) > max_model_len - 1:
+    while (length := max(len(whole.baseline_ids), len(whole.variant_ids))) > max_model_len - 1:
         joined = joined[: int(len(joined) * 0.99 * (max_model_len - 1) / length)].rpartition(" ")[0]
-        tokenised = tokenise(JOINED, joined)
-    yield tokenised
+        whole = tokenise(JOINED, joined)
+    return [*tokenised, whole]
