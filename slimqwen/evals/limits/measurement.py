@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,7 @@ def measure(
                 ),
                 record.near_tie(settings, shifts, committed.get("near_tie_nats")),
             ),
-            depth=baseline.depth,
+            depth=baseline.acceptance.gate_depth,
             gap_share=settings.gap_share,
             positions=len(shifts),
             provenance=provenance.of_variant(
@@ -122,8 +122,10 @@ def _require_baseline(variant: Variant) -> None:
 def _baseline(variant: Variant, settings: LimitsSettings, server: ServerCommand) -> Baseline:
     acceptance_settings = settings.of_check(AcceptanceSettings, variant.root)
     longest = server.max_model_len - acceptance_settings.tokens - acceptance_settings.gate_depth - 1
+    served = ServedEngine.from_command(server)
+    budget = int(server.flags.get("max-num-batched-tokens") or server.max_model_len)
     return Baseline(
-        served=ServedEngine.from_command(server),
+        served=replace(served, flags={**served.flags, "max-num-batched-tokens": budget}),
         fidelity=settings.of_check(FidelitySettings, variant.root),
         acceptance=acceptance_settings,
         engine=settings.of_check(EngineSettings, variant.root),

@@ -6,7 +6,7 @@ functions.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,18 +27,18 @@ GROUPS = ("prompts", "prefixes", "mixed")
 
 @dataclass(frozen=True)
 class Baseline:
-    """The inputs of every repeat; `classes` are the prompts of each class in token ids."""
+    """The inputs of every repeat.
+
+    Attributes:
+        served: how it is served; its flags say how many tokens a step may have.
+        classes: prompts of each class in token ids.
+    """
 
     served: ServedEngine
     fidelity: FidelitySettings
     acceptance: AcceptanceSettings
     engine: EngineSettings
     classes: Mapping[str, list[list[int]]]
-
-    @property
-    def depth(self) -> int:
-        """Tokens drafted at a time (K)."""
-        return self.acceptance.gate_depth
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class RepeatNoise:
 def answer_by_reference(weights: Path, _: Path, baseline: Baseline, progress: Progress) -> Reference:
     """Make the requests, and answer them with the reference engine."""
     progress("starting", 0, 0)
-    served = _with_budget(baseline.served)
+    served = baseline.served
     budget = served.flags["max-num-batched-tokens"]
     flags = combinations.flags_of(REFERENCE_MODES, REFERENCE_MODES, served)
     longest_step = max(served.context_len, budget)
@@ -88,7 +88,7 @@ def answer_by_reference(weights: Path, _: Path, baseline: Baseline, progress: Pr
             context_len=served.context_len,
             max_batched_tokens=budget,
             block_size=scenarios.cache_block_size(llm),
-            draft_tokens=baseline.depth,
+            draft_tokens=baseline.acceptance.gate_depth,
             concurrency=baseline.engine.concurrency,
         )
         requests = {group: requests[group] for group in GROUPS}
@@ -124,7 +124,13 @@ def measure_repeat(
     # `drafting.count` sets enforce-eager itself.
     draft_flags = {name: value for name, value in flags.items() if name != "enforce-eager"}
     drafts = drafting.count(
-        weights, baseline.classes, baseline.acceptance, [baseline.depth], [0.0], draft_flags, progress
+        weights,
+        baseline.classes,
+        baseline.acceptance,
+        [baseline.acceptance.gate_depth],
+        [0.0],
+        draft_flags,
+        progress,
     )
     shifts, answers, differing = _compare_answers(weights, baseline, replacement_flags, reference, progress)
     return RepeatNoise(texts, drafts, shifts, answers, differing)
@@ -161,17 +167,14 @@ def _compare_answers(
     """Gap shifts of all answers of an engine that drafts, their number, and how many have another token."""
     served = baseline.served
     modes = Modes(
-        draft_tokens=baseline.depth,
+        draft_tokens=baseline.acceptance.gate_depth,
         prefix_caching=bool(replacement_flags.get("enable-prefix-caching", False)),
         kv_cache_dtype=str(served.flags.get("kv-cache-dtype", "auto")),
         chunked_prefill=True,
         concurrency=int(replacement_flags.get("max-num-seqs", 1)),
         graphs="eager" if replacement_flags.get("enforce-eager", True) else "CUDA graphs",
     )
-    flags = {
-        **combinations.flags_of(modes, REFERENCE_MODES, _with_budget(served)),
-        **replacement_flags,
-    }
+    flags = {**combinations.flags_of(modes, REFERENCE_MODES, served), **replacement_flags}
     shifts: list[float] = []
     count = differing = 0
     with in_process.served_engine(weights, flags) as llm:
@@ -183,9 +186,3 @@ def _compare_answers(
                 count += 1
                 differing += expected.tokens != answer.tokens
     return shifts, count, differing
-
-
-def _with_budget(served: ServedEngine) -> ServedEngine:
-    """With the number of tokens that a step may have; by default a whole context."""
-    budget = int(served.flags.get("max-num-batched-tokens") or served.context_len)
-    return replace(served, flags={**served.flags, "max-num-batched-tokens": budget})
