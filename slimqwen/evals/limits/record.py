@@ -67,24 +67,19 @@ class LimitsRecord(Record):
     gap_share: Share = Field(description="Share of positions whose gap moves by less than near_tie_nats.")
     positions: Positive = Field(description="Positions at which the gap was compared, over all repeats.")
 
-    @property
-    def not_reproduced(self) -> list[Limit]:
-        """The limits whose committed value lies outside the interval."""
-        return [each for each in self.limits if each.reproduced is False]
-
     def finding(self, path: Path, records: Collection) -> str:
         """How many committed limits the measurement reproduces."""
         compared = [each for each in self.limits if each.committed is not None]
         if not compared:
             return f"{len(self.limits)} limits from the noise of {len(self.repeats)} repeats"
-        outside = ", ".join(
+        outside = [
             f"{each.figure} {each.committed:g} (measured {each.limit:g} [{each.low:.3g}, {each.high:.3g}])"
-            for each in self.not_reproduced
-        )
-        count = len(compared) - len(self.not_reproduced)
-        return (
-            f"{count} of {len(compared)} committed limits reproduced{'; not ' + outside if outside else ''}"
-        )
+            for each in compared
+            if not each.reproduced
+        ]
+        count = len(compared) - len(outside)
+        exceptions = f"; not {', '.join(outside)}" if outside else ""
+        return f"{count} of {len(compared)} committed limits reproduced{exceptions}"
 
     def tables(self, path: Path) -> list[Table]:
         """One row per limit; then one row per repeat."""
