@@ -142,7 +142,11 @@ def make(
         PlanRecord(
             variant=name,
             plans=tuple(plans),
-            trouble=tuple(entry for plan in plans for entry in _trouble(plan, known)),
+            trouble=tuple(
+                PlanTrouble(gpu=plan.gpu, **entry.model_dump(exclude={"vllm", "when", "evidence"}))
+                for plan in plans
+                for entry in trouble.matches(plan, known)
+            ),
             toolkit_hidden=hide_toolkit,
             provenance=provenance.circumstances(root, command, started),
         )
@@ -166,23 +170,32 @@ def newest_plan(
         toolkit: whether the plan is for a host with nvcc and ninja.
         kernels: whether the plan must have compiled Triton kernels.
     """
-    # The CPU build of a version plans the same for a GPU as its CUDA build.
-    installed = Version(version("vllm")).public
     fitting = (
         plan
         for plan in recorded_plans(root, variant)
         if plan.gpu == gpu
         and has_toolkit(plan) == toolkit
-        and Version(plan.vllm).public == installed
+        and is_of_installed_vllm(plan)
         and not (kernels and plan.kernels is None)
     )
     return next(fitting, None)
 
 
+def is_of_installed_vllm(plan: Plan) -> bool:
+    """Whether a plan is by the installed version: its CPU build plans the same for a GPU as its CUDA build."""
+    return Version(plan.vllm).public == Version(version("vllm")).public
+
+
+def _newest_plans(root: Path, *, kernels: bool = False) -> list[Plan]:
+    """The newest plan of every variant on each of `DEFAULT_GPUS`, where there is one."""
+    plans = (newest_plan(root, name, gpu, kernels=kernels) for name in names(root) for gpu in DEFAULT_GPUS)
+    return [plan for plan in plans if plan is not None]
+
+
 def overview_table(root: Path) -> Table:
     """Plans of every GPU variant on each of `DEFAULT_GPUS`, from the newest records."""
     known = trouble.read(root)
-    plans = [plan for name in names(root) for gpu in DEFAULT_GPUS if (plan := newest_plan(root, name, gpu))]
+    plans = _newest_plans(root)
     rows = []
     for plan in plans:
         facts = shown_facts(plan)
@@ -198,13 +211,7 @@ def overview_table(root: Path) -> Table:
 
 def kernels_overview(root: Path) -> Table:
     """The Triton kernels of every GPU variant on each of `DEFAULT_GPUS`, from the newest records that have them."""
-    plans = [
-        plan
-        for name in names(root)
-        for gpu in DEFAULT_GPUS
-        if (plan := newest_plan(root, name, gpu, kernels=True))
-    ]
-    return plan_kernels.summary_table(plans)
+    return plan_kernels.summary_table(_newest_plans(root, kernels=True))
 
 
 def has_toolkit(plan: Plan) -> bool:
@@ -226,19 +233,6 @@ def _notes(plans: Sequence[Plan]) -> tuple[str, ...]:
     if len(hosts) == 1:
         notes.append(f"A host {'with' if hosts.pop() else 'without'} nvcc and ninja.")
     return (" ".join(notes),)
-
-
-def _trouble(plan: Plan, known: Sequence[trouble.Trouble]) -> list[PlanTrouble]:
-    return [
-        PlanTrouble(
-            gpu=plan.gpu,
-            name=entry.name,
-            effect=entry.effect,
-            description=entry.description,
-            instead=entry.instead,
-        )
-        for entry in trouble.matches(plan, known)
-    ]
 
 
 def shown_facts(plan: Plan) -> dict[str, str]:

@@ -4,14 +4,18 @@ A plan takes twenty seconds, so a start makes none: it reads the newest record o
 of vLLM and these flags, on a host with or without a CUDA toolkit like this one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from packaging.version import Version
-
-from slimqwen.analysis.plan import CPU, MissingPlanError, has_toolkit, recorded_plans
+from slimqwen.analysis.plan import (
+    CPU,
+    MissingPlanError,
+    has_toolkit,
+    is_of_installed_vllm,
+    recorded_plans,
+)
 from slimqwen.plan import gpu_model, jit_modules, rehearsal, resolution, trouble
 from slimqwen.plan.facts import JitModule, Plan
 from slimqwen.records.table import Table
@@ -106,22 +110,16 @@ def find(command: ServerCommand, gpu_name: str, *, toolkit: bool) -> Plan:
 def start_trouble(plan: Plan, command: ServerCommand) -> StartTrouble:
     """The known trouble of a start by its plan, given the libraries of its compile cache."""
     plan = plan.model_copy(update={"jit": _modules(plan, command)})
-    entries = trouble.matches(plan, trouble.read(command.variant.root))
     error = f" ({plan.error})" if plan.error else ""
-    return StartTrouble(
-        dies=tuple(
-            checks.Trouble(
-                f"would die on {plan.gpu}: {_phrase(entry.description)}{error}", entry.instead, entry.evidence
-            )
-            for entry in entries
-            if entry.effect == "dies"
-        ),
-        costs=tuple(
-            f"{plan.gpu}: {_phrase(entry.description)}; {entry.instead}"
-            for entry in entries
-            if entry.effect == "costs"
-        ),
-    )
+    dies: list[checks.Trouble] = []
+    costs: list[str] = []
+    for entry in trouble.matches(plan, trouble.read(command.variant.root)):
+        fact = f"{plan.gpu}: {entry.description.rstrip('.')}"
+        if entry.effect == "dies":
+            dies.append(checks.Trouble(f"would die on {fact}{error}", entry.instead, entry.evidence))
+        else:
+            costs.append(f"{fact}; {entry.instead}")
+    return StartTrouble(tuple(dies), tuple(costs))
 
 
 def require_libraries(plan: Plan, command: ServerCommand) -> None:
@@ -209,25 +207,17 @@ def _misfit(plan: Plan, flags: Mapping[str, str], toolkit: bool) -> str | None:
     """The reason why a plan does not fit this start; None if it fits.
 
     Args:
-        plan: a recorded plan.
         flags: decisive flags of this start.
         toolkit: whether the host of this start has nvcc and ninja.
     """
-    # The CPU build of a version plans the same for a GPU as its CUDA build.
-    if Version(plan.vllm).public != Version(version("vllm")).public:
+    if not is_of_installed_vllm(plan):
         return f"the newest was made for vLLM {plan.vllm}, this environment has {version('vllm')}"
     if plan.toolkit is not None and has_toolkit(plan) != toolkit:
         return f"the newest was made for a host {'without' if toolkit else 'with'} nvcc and ninja"
     changed = sorted(
         name for name in flags.keys() | plan.flags.keys() if flags.get(name) != plan.flags.get(name)
     )
-    return f"the newest was made with other values of {_listed(changed)}" if changed else None
-
-
-def _listed(names: Sequence[str]) -> str:
-    others = f" and {len(names) - _LISTED_NAMES} more" if len(names) > _LISTED_NAMES else ""
-    return ", ".join(names[:_LISTED_NAMES]) + others
-
-
-def _phrase(sentence: str) -> str:
-    return sentence.rstrip(".")
+    if not changed:
+        return None
+    others = f" and {len(changed) - _LISTED_NAMES} more" if len(changed) > _LISTED_NAMES else ""
+    return f"the newest was made with other values of {', '.join(changed[:_LISTED_NAMES])}{others}"

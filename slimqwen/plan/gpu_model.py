@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from slimqwen.errors import SlimqwenError
+from slimqwen.plan import yaml_file
 
 FILE = Path("eval") / "simulated_gpus.yaml"
 """Relative to the repository."""
@@ -45,15 +45,7 @@ def read(root: Path) -> Mapping[str, GpuModel]:
     Raises:
         GpuModelError: the file is missing, is not YAML, or breaks its schema.
     """
-    try:
-        text = (root / FILE).read_text(encoding="utf-8")
-        return TypeAdapter(dict[str, GpuModel]).validate_python(yaml.safe_load(text))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-    except ValidationError as error:
-        first = error.errors()[0]
-        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-    raise GpuModelError(f"{FILE}: {reason}; `git checkout {FILE}` restores it")
+    return yaml_file.read(root, FILE, dict[str, GpuModel], GpuModelError)
 
 
 def load(root: Path, name: str) -> GpuModel:

@@ -6,6 +6,7 @@ A meta tensor has shape, strides and dtype, but no content; code that reads its 
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 
@@ -18,15 +19,7 @@ def on_meta_device() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def meta_for_cuda() -> Iterator[None]:
-    """Create the tensors of CUDA devices on the meta device; others stay on the CPU, with content."""
-    with _meta_for_cuda_mode():
-        yield
-
-
-@contextlib.contextmanager
-def operators(calls: "Counter[str]", results: Mapping[str, Callable[[], Any]]) -> Iterator[None]:
+def operators(calls: "Counter[str]", results: Mapping[str, Callable[[], Any]]) -> AbstractContextManager[Any]:
     """Run the Python of vLLM's own operators on meta tensors, instead of their fake kernels, which only compute shapes.
 
     Other operators compute shapes by the fake kernel that they are registered with, or by `results`.
@@ -58,11 +51,11 @@ def operators(calls: "Counter[str]", results: Mapping[str, Callable[[], Any]]) -
                 return results[name]()
             return operator(*arguments, **keywords) if operator._schema.returns else None
 
-    with PythonOperators():
-        yield
+    return PythonOperators()
 
 
-def _meta_for_cuda_mode() -> Any:
+def meta_for_cuda() -> AbstractContextManager[Any]:
+    """Create the tensors of CUDA devices on the meta device; others stay on the CPU, with content."""
     import torch
     from torch.overrides import TorchFunctionMode
 

@@ -7,10 +7,11 @@ It is a language model without vision (`Qwen3_5ForCausalLM`), with its MTP head.
 model: no text has ids above the size of that tokenizer.
 """
 
+import itertools
 import math
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -86,8 +87,13 @@ def write(shape: Shape, folder: Path, tokenizer: Path, *, seed: int, progress: P
     """
     started = time.monotonic()
     tensors = {key.replace("model.language_model.", "model."): form for key, form in shape.tensors.items()}
+    drawn = itertools.count()
+
+    def report() -> None:
+        progress("drawing weights", next(drawn), len(tensors))
+
     contents = {
-        key: NewTensor(dtype, dimensions, _random_chunks(key, number, dtype, dimensions, seed))
+        key: NewTensor(dtype, dimensions, _random_chunks(key, number, dtype, dimensions, seed, report))
         for number, (key, (dtype, dimensions)) in enumerate(tensors.items())
     }
     needed = sum(tensor.bytes for tensor in contents.values())
@@ -102,7 +108,7 @@ def write(shape: Shape, folder: Path, tokenizer: Path, *, seed: int, progress: P
         write_config(staging, _config(shape, seed))
         for file in shapes.TOKENIZER_FILES:
             shutil.copyfile(tokenizer / file, staging / file)
-        write_tensors(staging / "model.safetensors", _with_progress(contents, progress))
+        write_tensors(staging / "model.safetensors", contents)
         Manifest(
             stage="shape",
             files=file_records(staging, progress),
@@ -127,27 +133,16 @@ def _config(shape: Shape, seed: int) -> dict[str, Any]:
     }
 
 
-def _with_progress(contents: dict[str, NewTensor], progress: Progress) -> dict[str, NewTensor]:
-    """The same tensors; each reports progress when it is written."""
-    done = iter(range(len(contents)))
-
-    def with_progress(tensor: NewTensor) -> NewTensor:
-        def chunks() -> Iterator[bytes | memoryview]:
-            progress("drawing weights", next(done), len(contents))
-            yield from tensor.chunks()
-
-        return NewTensor(tensor.dtype, tensor.shape, chunks)
-
-    return {key: with_progress(tensor) for key, tensor in contents.items()}
-
-
-def _random_chunks(key: str, number: int, dtype: str, dimensions: tuple[int, ...], seed: int) -> Any:
-    """Function that yields a tensor's random bytes; each tensor has its own rng."""
+def _random_chunks(
+    key: str, number: int, dtype: str, dimensions: tuple[int, ...], seed: int, report: Callable[[], None]
+) -> Callable[[], Iterator[bytes]]:
+    """Function that reports and yields a tensor's random bytes; each tensor has its own rng."""
     import torch  # slow
 
     count = math.prod(dimensions)
 
     def chunks() -> Iterator[bytes]:
+        report()
         rng = np.random.default_rng([seed, number])
         for offset in range(0, count, _CHUNK):
             length = min(_CHUNK, count - offset)

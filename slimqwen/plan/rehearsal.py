@@ -2,7 +2,7 @@
 
 `python -m slimqwen.plan.rehearsal` is a process that sees the device. It imports vLLM once and forks for each variant,
 so that no state passes from one variant to the next. It reads a request, a JSON object, from standard input, and writes
-answers, a JSON object per line, to the file descriptor that the request names.
+answers, a JSON object per line, to the file descriptor that its argument names.
 """
 
 import contextlib
@@ -48,11 +48,10 @@ class _Request(BaseModel):
     gpu_name: str
     gpu: GpuModel | None
     variants: list[str]
-    settings: dict[str, str]
-    toolkit: bool
-    kernels: bool = False
+    settings: dict[str, str] = {}
+    toolkit: bool = True
+    kernels: bool
     cache_root: Path | None = None
-    answer_descriptor: int
 
 
 class Build(BaseModel):
@@ -87,7 +86,6 @@ def run(
     gpu: GpuModel | None,
     *,
     log: Path,
-    settings: dict[str, str] | None = None,
     toolkit: bool = True,
     kernels: bool = False,
     progress: Progress = silent,
@@ -98,9 +96,8 @@ def run(
         root: repository.
         names: variants.
         gpu_name: short name of the GPU model, or cpu.
-        gpu: model to simulate; None rehearses on the device of this host.
+        gpu: model to simulate; None rehearses on the CPU of this host.
         log: receives what vLLM prints.
-        settings: lines that replace those of every variant's config.env; an empty value unsets a key.
         toolkit: False hides nvcc and ninja from a simulated host.
         kernels: whether to compile the Triton kernels that a simulated GPU would run; takes about a minute for the
             first variant, seconds for each other one with the same kernels.
@@ -117,10 +114,8 @@ def run(
         gpu_name=gpu_name,
         gpu=gpu,
         variants=list(names),
-        settings=settings or {},
         toolkit=toolkit,
         kernels=kernels and gpu is not None,
-        answer_descriptor=-1,
     )
     return [answer.plan for answer in _ask(request, log, progress)]
 
@@ -147,7 +142,7 @@ def build(
         cache_root: receives the libraries of FlashInfer and the kernels, in the layout of a server's compile cache.
         log: receives what vLLM and the compilers print.
         kernels: whether to compile the Triton kernels too; a start on that GPU would also do it.
-        settings: lines that replace those of the variant's config.env.
+        settings: lines that replace those of the variant's config.env; an empty value unsets a key.
         progress: receives (activity, variants done, variants).
 
     Returns:
@@ -159,9 +154,14 @@ def build(
     """
     # `toolkit` is true on every host: the process composes a toolkit where the host has none.
     request = _Request(
-        root=root, gpu_name=gpu_name, gpu=gpu, variants=[name], settings=settings or {}, toolkit=True,
-        kernels=kernels, cache_root=cache_root, answer_descriptor=-1,
-    )  # fmt: skip
+        root=root,
+        gpu_name=gpu_name,
+        gpu=gpu,
+        variants=[name],
+        settings=settings or {},
+        kernels=kernels,
+        cache_root=cache_root,
+    )
     (answer,) = _ask(request, log, progress)
     if answer.build is None:
         raise RehearsalError(
@@ -174,7 +174,6 @@ def _ask(request: _Request, log: Path, progress: Progress) -> list[_Answer]:
     """The answers of a process for one device, in the order of its variants."""
     log.parent.mkdir(parents=True, exist_ok=True)
     receiving, sending = os.pipe()
-    request = request.model_copy(update={"answer_descriptor": sending})
     received: list[_Answer] = []
     total, activity = len(request.variants), f"plans for {request.gpu_name}"
     environment = dict(os.environ)
@@ -182,7 +181,7 @@ def _ask(request: _Request, log: Path, progress: Progress) -> list[_Answer]:
         environment["FLASHINFER_WORKSPACE_BASE"] = str(request.root / ".cache" / "flashinfer-build")
     with log.open("w") as output, os.fdopen(receiving) as answers:
         process = subprocess.Popen(
-            [sys.executable, "-m", "slimqwen.plan.rehearsal"],
+            [sys.executable, "-m", "slimqwen.plan.rehearsal", str(sending)],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -220,7 +219,7 @@ def _last_line(log: Path) -> str:
 
 def main() -> None:
     """Answer the request on standard input."""
-    request = _Request.model_validate_json(sys.stdin.read())
+    request, answer_descriptor = _Request.model_validate_json(sys.stdin.read()), int(sys.argv[1])
     try:
         if not request.toolkit:
             simulated_gpu.hide_toolkit()
@@ -236,7 +235,7 @@ def main() -> None:
         child = os.fork()
         if child == 0:
             answer = _rehearse(request, name)
-            os.write(request.answer_descriptor, (answer.model_dump_json() + "\n").encode())
+            os.write(answer_descriptor, (answer.model_dump_json() + "\n").encode())
             os._exit(0)
         _, status = os.waitpid(child, 0)
         if status != 0:
@@ -263,14 +262,17 @@ def _rehearse(request: _Request, name: str) -> _Answer:
         try:
             variant = _with_settings(variants.load(name, request.root), request.settings)
             variant, facts["checkpoint"] = _with_checkpoint(variant, Path(folder))
-            command = ServerCommand.resolve(variant, platform="cpu" if request.gpu_name == "cpu" else "cuda")
+            command = ServerCommand.resolve(variant, platform="cpu" if request.gpu is None else "cuda")
             facts["flags"] = decisive_flags(command)
             environment = command.process_environment()
             os.environ.clear()
             os.environ.update(environment)
             # Importing Humming starts two builds in processes of their own, which outlive a rehearsal.
             os.environ["HUMMING_DISABLE_PARALLEL_BUILD"] = "1"
-            facts["toolkit"] = None if request.gpu_name == "cpu" else _toolkit()
+            if request.gpu is not None:
+                # The compilers that FlashInfer's JIT would find, those of this Python environment included.
+                missing = cuda_toolkit.missing()
+                facts["toolkit"] = Toolkit(nvcc="nvcc" not in missing, ninja="ninja" not in missing)
             config = resolution.engine_config(command.argv[3:])
             facts["engine"] = EngineConfig(**engine_facts.config_facts(config))
             step = "model"
@@ -282,9 +284,10 @@ def _rehearse(request: _Request, name: str) -> _Answer:
             step = "block size"
             resolution.align_blocks(config)
             step = "KV cache"
-            device_bytes = request.gpu.memory_bytes if request.gpu else _device_bytes(request.gpu_name)
             facts["kv_cache"], layout = resolution.kv_cache(
-                config, sum(facts["weight_bytes"].values()), device_bytes
+                config,
+                sum(facts["weight_bytes"].values()),
+                request.gpu.memory_bytes if request.gpu else None,
             )
             step = "CUDA graphs"
             facts["graphs"] = resolution.graphs(config, layout)
@@ -344,21 +347,6 @@ def _compile(
 
 def _triton_cache(request: _Request) -> Path:
     return request.root / ".cache" / "triton"
-
-
-def _toolkit() -> Toolkit:
-    """The compilers that FlashInfer's JIT would find, those of this Python environment included."""
-    missing = cuda_toolkit.missing()
-    return Toolkit(nvcc="nvcc" not in missing, ninja="ninja" not in missing)
-
-
-def _device_bytes(gpu_name: str) -> int | None:
-    """Memory of the real device; None for a CPU."""
-    if gpu_name == "cpu":
-        return None
-    import torch
-
-    return int(torch.cuda.mem_get_info()[1])
 
 
 def _with_settings(variant: Variant, settings: dict[str, str]) -> Variant:

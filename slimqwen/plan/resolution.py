@@ -1,6 +1,6 @@
 """vLLM's configuration, kernels, CUDA graphs and KV cache for a server command, by vLLM's own code, without weights.
 
-Runs in a process that sees the device, simulated or real (`slimqwen.plan.rehearsal`). vLLM's parser and config classes
+Runs in a process that sees the CPU or a simulated GPU (`slimqwen.plan.rehearsal`). vLLM's parser and config classes
 make the engine's configuration; its model classes are built on torch's meta device, so that attention backends and
 quantised kernels are chosen with their real arguments; its own code aligns the blocks, lays out the KV cache in the
 memory that is left, resolves the CUDA graphs, and loads every tensor name of the checkpoint. This shows neither whether
@@ -115,13 +115,11 @@ def humming_compiles() -> bool:
 def weight_bytes(target: Any, draft: Any) -> dict[str, int]:
     """Bytes of the parameters by kind; tensors that the MTP head shares with the target count once."""
     totals: dict[str, int] = {}
-    for model, is_draft in ((target, False), (draft, True)):
-        seen: set[int] = set()
-        for name, tensor in model.named_parameters() if model is not None else ():
-            if id(tensor) in seen or (is_draft and any(part in name for part in _SHARED_WITH_TARGET)):
+    for model in filter(None, (target, draft)):
+        for name, tensor in model.named_parameters():
+            if model is draft and any(part in name for part in _SHARED_WITH_TARGET):
                 continue
-            seen.add(id(tensor))
-            kind = "draft head" if is_draft else _weight_kind(name)
+            kind = "draft head" if model is draft else _weight_kind(name)
             totals[kind] = totals.get(kind, 0) + tensor.numel() * tensor.element_size()
     return totals
 

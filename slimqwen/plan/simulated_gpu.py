@@ -9,10 +9,12 @@ Call it before vLLM is imported, in a process of its own: its changes are not un
 
 import ctypes
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import types
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +111,7 @@ def _nvml(gpu: GpuModel) -> types.ModuleType:
         "nvmlSystemGetDriverVersion": _DRIVER_VERSION,
         "nvmlDeviceGetPciInfo": types.SimpleNamespace(busId="00000000:00:1E.0"),
     }
-    for name, answer in answers.items():
-        setattr(nvml, name, lambda *arguments, answer=answer: answer)
+    _set_answers(nvml, answers)
     nvml.nvmlDeviceGetCpuAffinity = lambda handle, size: [1] * size
     return nvml  # type: ignore[no-any-return]
 
@@ -157,8 +158,7 @@ def _patch_torch(gpu: GpuModel) -> None:
         "is_bf16_supported": major >= 8,
         "get_arch_list": [f"sm_{major}{minor}"],
     }
-    for name, answer in answers.items():
-        setattr(torch.cuda, name, lambda *arguments, answer=answer, **keywords: answer)
+    _set_answers(torch.cuda, answers)
     for name in ("Stream", "Event"):
         setattr(torch.cuda, name, _Stream)
     for name in ("current_stream", "default_stream"):
@@ -171,8 +171,13 @@ def _patch_torch(gpu: GpuModel) -> None:
         "current_device_index": 0,
         "set_device_index": None,
     }
-    for name, answer in accelerator.items():
-        setattr(torch.accelerator, name, lambda *arguments, answer=answer, **keywords: answer)
+    _set_answers(torch.accelerator, accelerator)
+
+
+def _set_answers(module: Any, answers: Mapping[str, Any]) -> None:
+    """Replace functions of a module by ones that give these answers, whatever they are asked."""
+    for name, answer in answers.items():
+        setattr(module, name, lambda *arguments, answer=answer, **keywords: answer)
 
 
 class _Stream:
@@ -222,8 +227,6 @@ def _set_triton_driver(gpu: GpuModel) -> None:
 
 def hide_toolkit() -> None:
     """Hide nvcc, ninja and CUDA_HOME from this process, as on a host with a driver and no CUDA toolkit."""
-    import shutil
-
     which = shutil.which
 
     def without_compiler(command: Any, *arguments: Any, **keywords: Any) -> Any:

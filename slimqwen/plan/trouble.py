@@ -7,12 +7,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-import yaml
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import Version
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from slimqwen.errors import SlimqwenError
+from slimqwen.plan import yaml_file
 from slimqwen.plan.facts import Plan
 
 FILE = Path("eval") / "known_trouble.yaml"
@@ -70,12 +70,12 @@ class Trouble(BaseModel):
         return all(_holds(FACTS[name](plan), condition) for name, condition in self.when.items())
 
 
-def _engine_fact(name: str) -> Callable[[Plan], Any]:
-    return lambda plan: plan.engine and getattr(plan.engine, name)
+def _field(group: str, name: str) -> Callable[[Plan], Any]:
+    def fact(plan: Plan) -> Any:
+        values = getattr(plan, group)
+        return None if values is None else getattr(values, name)
 
-
-def _kv_cache_fact(name: str) -> Callable[[Plan], Any]:
-    return lambda plan: plan.kv_cache and getattr(plan.kv_cache, name)
+    return fact
 
 
 def _prefills(plan: Plan) -> list[str]:
@@ -109,23 +109,23 @@ def _depth_schedule(plan: Plan) -> list[tuple[int, int, int]]:
 FACTS: Mapping[str, Callable[[Plan], Any]] = MappingProxyType(
     {
         "gpu": lambda plan: plan.gpu,
-        "dtype": _engine_fact("dtype"),
-        "kv_cache_dtype": _engine_fact("kv_cache_dtype"),
-        "state_dtype": _engine_fact("state_dtype"),
-        "num_speculative_tokens": _engine_fact("num_speculative_tokens"),
-        "prefix_caching": _engine_fact("prefix_caching"),
-        "max_num_seqs": _engine_fact("max_num_seqs"),
+        "dtype": _field("engine", "dtype"),
+        "kv_cache_dtype": _field("engine", "kv_cache_dtype"),
+        "state_dtype": _field("engine", "state_dtype"),
+        "num_speculative_tokens": _field("engine", "num_speculative_tokens"),
+        "prefix_caching": _field("engine", "prefix_caching"),
+        "max_num_seqs": _field("engine", "max_num_seqs"),
         "attention_backends": lambda plan: [layers.backend for layers in plan.attention],
         "linear_attention": lambda plan: bool(_prefills(plan)),
         "gdn_prefill": _prefills,
         "linear_kernels": lambda plan: [group.kernel for group in plan.linears],
-        "graph_mode": lambda plan: plan.graphs and plan.graphs.mode,
+        "graph_mode": _field("graphs", "mode"),
         "full_decode_graphs": _full_decode_graphs,
         "misaligned_graph_sizes": _misaligned_graph_sizes,
         "draft_depth_by_load": lambda plan: bool(_depth_schedule(plan)),
-        "block_size": _kv_cache_fact("block_size"),
-        "shortest_prompt_with_hit": _kv_cache_fact("shortest_prompt_with_hit"),
-        "sequences_at_max_model_len": _kv_cache_fact("sequences_at_max_model_len"),
+        "block_size": _field("kv_cache", "block_size"),
+        "shortest_prompt_with_hit": _field("kv_cache", "shortest_prompt_with_hit"),
+        "sequences_at_max_model_len": _field("kv_cache", "sequences_at_max_model_len"),
         "blocked_modules": lambda plan: [
             module.module for module in plan.jit if not module.possible and not module.baked
         ],
@@ -164,15 +164,7 @@ def read(root: Path) -> list[Trouble]:
     Raises:
         TroubleError: the file is missing, is not YAML, or breaks its schema.
     """
-    try:
-        content = yaml.safe_load((root / FILE).read_text(encoding="utf-8"))
-        return TypeAdapter(list[Trouble]).validate_python(content)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-    except ValidationError as error:
-        first = error.errors()[0]
-        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-    raise TroubleError(f"{FILE}: {reason}; `git checkout {FILE}` restores it")
+    return yaml_file.read(root, FILE, list[Trouble], TroubleError)
 
 
 def matches(plan: Plan, known: Sequence[Trouble]) -> list[Trouble]:

@@ -1,6 +1,6 @@
 """The record kind levers: step times of variants on this CPU, measured in turns and predicted beforehand."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, median
 from typing import TYPE_CHECKING
@@ -154,16 +154,15 @@ class Levers(Record):
     def panels(self) -> list[Panel]:
         """The terms of a step, variant by variant, and what was measured."""
         positions = list(range(len(self.arms)))
-        terms: Mapping[str, list[float]] = {
-            part: [arm.predicted_parts_ms[part] for arm in self.arms]
-            for part in self.arms[0].predicted_parts_ms
-        }
         names = [arm.variant.removeprefix(f"{self.arms[0].variant}-") for arm in self.arms]
         return [
             Panel(
                 "predicted",
                 "ms of a decode step",
-                [Line(part, positions, values) for part, values in terms.items()],
+                [
+                    Line(part, positions, [arm.predicted_parts_ms[part] for arm in self.arms])
+                    for part in self.arms[0].predicted_parts_ms
+                ],
                 names,
             ),
             Panel(
