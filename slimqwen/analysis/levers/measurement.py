@@ -10,8 +10,7 @@ from slimqwen.analysis.levers import device, prediction, turns
 from slimqwen.analysis.levers.record import Arm, Cpu, Levers
 from slimqwen.analysis.levers.turns import Task, TurnError
 from slimqwen.analysis.roofline import cost
-from slimqwen.analysis.roofline.architecture import Model, read_model
-from slimqwen.checkpoint.tensors import list_tensors
+from slimqwen.analysis.roofline.architecture import Model, served_model
 from slimqwen.host_load import HostBusyError, HostLoad, Watch
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
@@ -63,16 +62,10 @@ class Side:
             raise TurnError(f"{variant.name} is not served on a CPU here; levers are timed on the CPU")
         if not command.flags.get("enforce-eager"):
             raise TurnError(f"{variant.name} compiles; levers are timed eager, set VLLM_ENFORCE_EAGER=1")
-        model = read_model(
-            list_tensors(variant.weights),
-            checkpoint.read_config(variant.weights),
-            kv_cache_dtype=command.flags.get("kv-cache-dtype", "auto"),
-            state_dtype=command.flags.get("mamba-ssm-cache-dtype", "auto"),
-        )
         speculation = command.flags.get("speculative-config") or {}
         return cls(
             command,
-            model,
+            served_model(variant.weights, command.flags),
             int(speculation.get("num_speculative_tokens", 0)),
             speed_only.synthetic_acceptance_length(command.flags),
         )
@@ -118,10 +111,10 @@ def write(
                 key = [number, side.variant.name]
                 rows[side.variant.name].append(timing.turn(key, side.command, side.variant.weights))
                 progress("turns", sum(map(len, rows.values())), rounds * len(sides))
+        context_len = prompt_tokens + output_tokens // 2
         arms: list[Arm] = []
         for side in sides:
-            context_len = prompt_tokens + output_tokens // 2
-            arms.append(_arm(side, cpu, rows, context_len, arms[0] if arms else None))
+            arms.append(_arm(side, cpu, rows[side.variant.name], context_len, arms[0] if arms else None))
         load = host_load.worst(timing.loads)
         block = provenance.of_variant(
             first.variant, command, started, **provenance.of_server(first.command), host_load=load
@@ -175,18 +168,7 @@ class _Timing:
         self, key: Sequence[Any], function: Any, command: ServerCommand, weights: Path, task: Any
     ) -> dict[str, float]:
         """The figures of a function that measures in a worker process while the host is quiet."""
-        entry = self.journal.get(key)
-        if entry is None:
-            measured, load = self._undisturbed(function, command, weights, task)
-            entry = [measured, load.model_dump()]
-            self.journal.add(key, entry)
-        self.loads.append(HostLoad(**entry[1]))
-        figures: dict[str, float] = entry[0]
-        return figures
 
-    def _undisturbed(
-        self, function: Any, command: ServerCommand, weights: Path, task: Any
-    ) -> tuple[dict[str, float], HostLoad]:
         def measure(watch: Watch) -> dict[str, float]:
             figures, load = turns.in_worker(
                 function,
@@ -200,11 +182,18 @@ class _Timing:
             watch.add(load)
             return figures
 
-        activity = f"a turn of {command.variant.name}"
-        try:
-            return host_load.undisturbed(measure, activity, even_if_busy=self.even_if_busy)
-        except HostBusyError as error:
-            raise HostBusyError(f"{error}; the same command continues from there") from error
+        entry = self.journal.get(key)
+        if entry is None:
+            activity = f"a turn of {command.variant.name}"
+            try:
+                measured, load = host_load.undisturbed(measure, activity, even_if_busy=self.even_if_busy)
+            except HostBusyError as error:
+                raise HostBusyError(f"{error}; the same command continues from there") from error
+            entry = [measured, load.model_dump()]
+            self.journal.add(key, entry)
+        self.loads.append(HostLoad(**entry[1]))
+        figures: dict[str, float] = entry[0]
+        return figures
 
 
 def _cpu(sides: Sequence[Side], timing: _Timing) -> Cpu:
@@ -240,24 +229,26 @@ def _cpu(sides: Sequence[Side], timing: _Timing) -> Cpu:
 def _arm(
     side: Side,
     cpu: Cpu,
-    rows: Mapping[str, Sequence[Mapping[str, float]]],
+    rows: Sequence[Mapping[str, float]],
     context_len: int,
     first: Arm | None,
 ) -> Arm:
-    """One variant's figures; ratios are to `first`, None for the first itself."""
-    name = side.variant.name
-    counted = [row["tokens"] / row["steps"] for row in rows[name]]
-    length = _length(side, rows[name])
-    steps = [1e3 * row["seconds"] / row["steps"] for row in rows[name]]
+    """One variant's figures from its turns; ratios are to `first`, None for the first itself."""
+    counted = [row["tokens"] / row["steps"] for row in rows]
+    length = side.set_length
+    if length is None:
+        length = max(1.0, sum(row["tokens"] for row in rows) / sum(row["steps"] for row in rows))
+    steps = [1e3 * row["seconds"] / row["steps"] for row in rows]
+    speeds = [length / step for step in steps]
     rates = {key: value * 1e9 for key, value in cpu.weight_gb_per_s.items()}
-    roofline = prediction.roofline_ms(side.model, cpu, side.depth, context_len)
+    roofline = 1e3 * cost.decode(side.model, cpu, 1, context_len, side.depth).seconds
     parts = prediction.parts_ms(
         side.model, rates, cpu.bandwidth, cpu.host_ms[str(side.depth)], side.depth, context_len
     )
     predicted = sum(parts.values()) / (first.predicted_ms if first else sum(parts.values()))
     measured = Ratio.of_rounds(steps, first.step_ms if first else steps)
     return Arm(
-        variant=name,
+        variant=side.variant.name,
         checkpoint=checkpoint.digest(side.variant.weights),
         random_weights=checkpoint.has_random_weights(side.variant.weights),
         num_speculative_tokens=side.depth,
@@ -268,22 +259,12 @@ def _arm(
         predicted_parts_ms=parts,
         step_ms=tuple(steps),
         counted_acceptance_length=tuple(counted),
-        resident_bytes=tuple(int(row["memory"]) for row in rows[name]),
+        resident_bytes=tuple(int(row["memory"]) for row in rows),
         step_ratio=measured,
         predicted_step_ratio=predicted,
         roofline_step_ratio=roofline / first.roofline_ms if first else 1.0,
         prediction_error=predicted / measured.value - 1,
         speed_up=Ratio.of_rounds(
-            [length / step for step in steps],
-            [first.acceptance_length / step for step in first.step_ms]
-            if first
-            else [length / step for step in steps],
+            speeds, [first.acceptance_length / step for step in first.step_ms] if first else speeds
         ),
     )
-
-
-def _length(side: Side, rows: Sequence[Mapping[str, float]]) -> float:
-    """Acceptance length: as set, else as counted."""
-    if side.set_length is not None:
-        return side.set_length
-    return max(1.0, sum(row["tokens"] for row in rows) / sum(row["steps"] for row in rows))

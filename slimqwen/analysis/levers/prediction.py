@@ -1,7 +1,7 @@
 """The predicted time of a decode step: from the checkpoint's tensors and the measured rates of the CPU.
 
-`roofline_ms` is the bound of `slimqwen.analysis.roofline`: bytes over bandwidth, or FLOPs over peak.
-`parts_ms` adds the terms that a bound leaves out, each measured on its own and none fitted to the variants:
+The bound of `slimqwen.analysis.roofline` is bytes over bandwidth, or FLOPs over peak. `parts_ms` adds the terms that it
+leaves out, each measured on its own and none fitted to the variants:
 
 - weights are read at the rate of the product that reads them (16, 8 or 4 bits, so many tokens a pass);
 - every draft pass reads the MTP head and its output head;
@@ -15,7 +15,7 @@ from typing import Any
 
 from slimqwen.analysis.roofline import cost
 from slimqwen.analysis.roofline.architecture import Model, Weights
-from slimqwen.analysis.roofline.gpu import Device, RooflineError
+from slimqwen.analysis.roofline.gpu import RooflineError
 from slimqwen.checkpoint.shape import Shape
 from slimqwen.plan import random_weights
 
@@ -51,12 +51,6 @@ def narrow_checkpoint(config: Mapping[str, Any], folder: Path, tokenizer: Path) 
         shape = Shape({"text_config": text}, {}, "the layers of another checkpoint, narrow")
         random_weights.write(shape, folder, tokenizer, seed=0)
     return folder
-
-
-def roofline_ms(model: Model, device: Device, num_speculative_tokens: int, context_len: int) -> float:
-    """The bound of one sequence's step, milliseconds."""
-    bound = cost.decode(model, device, 1, context_len, num_speculative_tokens)
-    return 1e3 * bound.seconds
 
 
 def parts_ms(

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,19 +39,6 @@ _BLOCK_LOGITS = 2**24
 
 _SCORED_CHARACTERS = 8_192
 """Characters of a document that are scored."""
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Scores of the texts under several heads.
-
-    Attributes:
-        log_probabilities: by head, float64 [tokens], of each token given those before it.
-        rounding_errors: ||W - W'|| / ||W|| by group size.
-    """
-
-    log_probabilities: "dict[str, Tensor]"
-    rounding_errors: dict[int, float]
 
 
 def write(
@@ -117,19 +104,21 @@ def analyse(
     if not all(texts):
         raise HeadError("a text to score is empty; leave it out")
     states, targets, lengths = _hidden_states(folder, texts, progress)
-    scores = _scores(head, states, targets, decomposition.vectors.float(), measured_ranks, groups, progress)
+    log_probabilities, rounding_errors = _scores(
+        head, states, targets, decomposition.vectors.float(), measured_ranks, groups, progress
+    )
     sizes = [len(text.encode()) for text in texts]
 
-    def bits(log_probabilities: "Tensor") -> list[float]:
-        sums = [float(part.sum()) for part in log_probabilities.split(lengths)]
+    def bits(of_tokens: "Tensor") -> list[float]:
+        sums = [float(part.sum()) for part in of_tokens.split(lengths)]
         return [-nats / math.log(2) / size for nats, size in zip(sums, sizes, strict=True)]
 
     numbers = head.rows * head.hidden
     full_bytes = numbers * _NUMBER_BYTES
-    full_bits = bits(scores.log_probabilities["full"])
+    full_bits = bits(log_probabilities["full"])
 
     def figures(key: str, size: int) -> dict[str, Any]:
-        head_bits = bits(scores.log_probabilities[key])
+        head_bits = bits(log_probabilities[key])
         return {
             "bytes": size,
             "bytes_share": size / full_bytes,
@@ -152,7 +141,7 @@ def analyse(
             kind="rounded",
             bits=BITS,
             group=group,
-            relative_error=scores.rounding_errors[group],
+            relative_error=rounding_errors[group],
             **figures(f"group {group}", numbers * BITS // 8 + numbers // group * _NUMBER_BYTES),
         )
         for group in groups
@@ -198,8 +187,12 @@ def _scores(
     ranks: Sequence[int],
     groups: Sequence[int],
     progress: Progress,
-) -> Scores:
-    """Score the targets under every head in one pass over the rows."""
+) -> "tuple[dict[str, Tensor], dict[int, float]]":
+    """Score the targets under every head in one pass over the rows.
+
+    Returns:
+        Log-probability of each token given those before it by head, float64 [tokens]; ||W - W'|| / ||W|| by group size.
+    """
     import torch
 
     from slimqwen.checkpoint.rtn import round_to_nearest
@@ -229,7 +222,7 @@ def _scores(
                 rounded = round_to_nearest(block, group, BITS)
                 squared_errors[group] += float((rounded.double() - block.double()).square().sum())
                 add(f"group {group}", states @ rounded.T)
-    return Scores(
+    return (
         {key: target_logits[key] - log_sums[key] for key in keys},
         {group: math.sqrt(error / total) for group, error in squared_errors.items()},
     )

@@ -1,6 +1,6 @@
 """Architecture of a Qwen3.5 checkpoint: bytes and FLOPs per token of its parts, read from tensor shapes."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +12,7 @@ from slimqwen.analysis.roofline.gpu import Gpu, Precision, RooflineError
 from slimqwen.checkpoint import draft_head
 from slimqwen.checkpoint.packing import PACKED, Quantisation
 from slimqwen.checkpoint.shape import Shape, tensor_bytes
-from slimqwen.checkpoint.tensors import TensorInfo
+from slimqwen.checkpoint.tensors import TensorInfo, list_tensors
 
 SIXTEEN_BIT = 2
 """Bytes per number in the dtype that vLLM computes in, float16 or bfloat16."""
@@ -189,13 +189,15 @@ def read_model(
     )
     conv_bytes = conv_channels * (shape.linear_conv_kernel_dim - 1) * SIXTEEN_BIT
     embedding_bytes = _served_bytes(tensors[embedding])
+
+    def weights(names: Iterable[str]) -> Weights:
+        return _weights({name: tensors[name] for name in names}, quantisation)
+
     return Model(
-        body=_weights({name: tensors[name] for name in body}, quantisation),
-        head=_weights({name: tensors[name] for name in head}, quantisation),
-        drafter=_weights({name: tensors[name] for name in drafter}, quantisation),
-        draft_head=_weights({draft_head.WEIGHT: tensors[draft_head.WEIGHT]}, quantisation)
-        if draft_head.WEIGHT in tensors
-        else None,
+        body=weights(body),
+        head=weights(head),
+        drafter=weights(drafter),
+        draft_head=weights([draft_head.WEIGHT]) if draft_head.WEIGHT in tensors else None,
         tied=head == [embedding],
         embedding_bytes=embedding_bytes,
         embedding_row_bytes=embedding_bytes // tensors[embedding].shape[0],
@@ -206,6 +208,20 @@ def read_model(
         attention_precision="fp8" if kv_bytes == 1 else "bf16",
         state_bytes=linear_layers * (state_numbers * _state_bytes(state_dtype, shape) + conv_bytes),
         state_flops=linear_layers * _STATE_FLOPS * state_numbers,
+    )
+
+
+def served_model(weights: Path, flags: Mapping[str, Any]) -> Model:
+    """The model of a checkpoint as vLLM's flags, by name, have it served.
+
+    Raises:
+        RooflineError: as for `read_model`.
+    """
+    return read_model(
+        list_tensors(weights),
+        checkpoint.read_config(weights),
+        kv_cache_dtype=flags.get("kv-cache-dtype", "auto"),
+        state_dtype=flags.get("mamba-ssm-cache-dtype", "auto"),
     )
 
 

@@ -10,7 +10,7 @@ from slimqwen import checkpoint
 from slimqwen import variant as variants
 from slimqwen.analysis.roofline import cost
 from slimqwen.analysis.roofline import gpu as data_sheets
-from slimqwen.analysis.roofline.architecture import MEMORY_UTILIZATION, Model, read_model
+from slimqwen.analysis.roofline.architecture import MEMORY_UTILIZATION, Model, served_model
 from slimqwen.analysis.roofline.gpu import Gpu, RooflineError
 from slimqwen.analysis.roofline.record import (
     AcceptanceLength,
@@ -23,7 +23,6 @@ from slimqwen.analysis.roofline.record import (
     WeightBytes,
 )
 from slimqwen.checkpoint.files import sha256
-from slimqwen.checkpoint.tensors import list_tensors
 from slimqwen.records import provenance, registry, store
 from slimqwen.serving.command import ServerCommand
 from slimqwen.variant import Variant
@@ -196,12 +195,7 @@ class ServedVariant:
                 "set VLLM_DTYPE=bfloat16"
             )
         try:
-            model = read_model(
-                list_tensors(variant.weights),
-                checkpoint.read_config(variant.weights),
-                kv_cache_dtype=flags.get("kv-cache-dtype", "auto"),
-                state_dtype=flags.get("mamba-ssm-cache-dtype", "auto"),
-            )
+            model = served_model(variant.weights, flags)
         except RooflineError as error:
             raise RooflineError(f"{variant.name}: {error}") from None
         return cls(

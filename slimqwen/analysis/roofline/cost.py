@@ -26,6 +26,12 @@ class Work:
     bytes: float
     flops: Mapping[Precision, float]
 
+    def __add__(self, other: "Work") -> "Work":
+        flops = dict(self.flops)
+        for precision, count in other.flops.items():
+            flops[precision] = flops.get(precision, 0) + count
+        return Work(self.bytes + other.bytes, flops)
+
     @property
     def total_flops(self) -> float:
         """FLOPs of all precisions."""
@@ -56,32 +62,22 @@ def verify(model: Model, batch_size: int, context_len: int, num_speculative_toke
         num_speculative_tokens: drafted tokens per step (K); 0 is decoding without speculation.
     """
     tokens = batch_size * (num_speculative_tokens + 1)
-    cache = _attention(model, model.attention_layers, batch_size, tokens, context_len)
-    return Work(
-        model.body.bytes
-        + model.head.bytes
-        + tokens * model.embedding_row_bytes
-        + cache.bytes
-        + 2 * batch_size * model.state_bytes,
-        _sum(
-            _scaled(tokens, model.body.flops),
-            _scaled(tokens, model.head.flops),
-            {"bf16": tokens * model.state_flops},
-            cache.flops,
-        ),
+    row_and_state_bytes = tokens * model.embedding_row_bytes + 2 * batch_size * model.state_bytes
+    return (
+        _weights(model.body, tokens)
+        + _weights(model.head, tokens)
+        + Work(row_and_state_bytes, {"bf16": tokens * model.state_flops})
+        + _attention(model, model.attention_layers, batch_size, tokens, context_len)
     )
 
 
 def draft(model: Model, batch_size: int, context_len: int) -> Work:
     """One of the K draft passes of the MTP head: one token per sequence."""
-    cache = _attention(model, model.drafter_layers, batch_size, batch_size, context_len)
-    return Work(
-        model.drafter.bytes + model.draft_output.bytes + batch_size * model.embedding_row_bytes + cache.bytes,
-        _sum(
-            _scaled(batch_size, model.drafter.flops),
-            _scaled(batch_size, model.draft_output.flops),
-            cache.flops,
-        ),
+    return (
+        _weights(model.drafter, batch_size)
+        + _weights(model.draft_output, batch_size)
+        + Work(batch_size * model.embedding_row_bytes, {})
+        + _attention(model, model.drafter_layers, batch_size, batch_size, context_len)
     )
 
 
@@ -94,20 +90,13 @@ def prefill(model: Model, num_tokens: int, num_speculative_tokens: int = 0) -> W
     """
     layers = model.cached_layers(num_speculative_tokens)
     causal_pairs = num_tokens * (num_tokens + 1) // 2
-    drafter_bytes = model.drafter.bytes if num_speculative_tokens else 0
-    return Work(
-        model.body.bytes
-        + model.head.bytes
-        + drafter_bytes
-        + num_tokens * (model.embedding_row_bytes + layers * model.kv_bytes)
-        + model.state_bytes,
-        _sum(
-            _scaled(num_tokens, model.body.flops),
-            model.head.flops,
-            _scaled(num_tokens if num_speculative_tokens else 0, model.drafter.flops),
-            {"bf16": num_tokens * model.state_flops},
-            {model.attention_precision: layers * causal_pairs * model.attention_flops},
-        ),
+    row_and_cache_bytes = num_tokens * (model.embedding_row_bytes + layers * model.kv_bytes)
+    return (
+        _weights(model.body, num_tokens)
+        + _weights(model.head, 1)
+        + _weights(model.drafter if num_speculative_tokens else _NOTHING, num_tokens)
+        + Work(row_and_cache_bytes + model.state_bytes, {"bf16": num_tokens * model.state_flops})
+        + Work(0, {model.attention_precision: layers * causal_pairs * model.attention_flops})
     )
 
 
@@ -184,13 +173,6 @@ def _attention(model: Model, layers: int, batch_size: int, tokens: int, context_
     )
 
 
-def _scaled(count: int, flops: Mapping[Precision, int]) -> dict[Precision, float]:
-    return {precision: count * value for precision, value in flops.items()}
-
-
-def _sum(*parts: Mapping[Precision, float]) -> dict[Precision, float]:
-    total: dict[Precision, float] = {}
-    for flops in parts:
-        for precision, count in flops.items():
-            total[precision] = total.get(precision, 0) + count
-    return total
+def _weights(weights: Weights, tokens: int) -> Work:
+    """Weights that are read once, and their products with `tokens` tokens."""
+    return Work(weights.bytes, {precision: tokens * flops for precision, flops in weights.flops.items()})

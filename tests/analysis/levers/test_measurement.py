@@ -105,6 +105,8 @@ def test_ratios_are_paired_by_round_and_speed_is_the_set_length_over_the_step(
     record = measured(root)
     first, drafting = record.arms
     assert first.step_ratio.value == first.speed_up.value == first.predicted_step_ratio == 1
+    memory_rate = record.cpu.memory_bandwidth_gb_per_s * 1e9
+    assert first.roofline_ms == pytest.approx(1e3 * first.bytes_per_step / memory_rate)
     expected = [0.03 * (1 + n / 100) / (0.02 * (1 + (n - 1) / 100)) for n in (4, 6, 8)]
     assert min(expected) <= drafting.step_ratio.value <= max(expected)
     assert drafting.acceptance_length == 3.4

@@ -5,22 +5,18 @@ from pathlib import Path
 import pytest
 
 from slimqwen.analysis.levers import prediction
-from slimqwen.analysis.roofline import cost
 from slimqwen.analysis.roofline.gpu import RooflineError
 from slimqwen.checkpoint import digest, verify
 from tests.analysis.roofline.shapes import (
     BODY_BYTES,
-    BODY_FLOPS,
     CONFIG,
     HEAD_BYTES,
-    HEAD_FLOPS,
     KV,
     MTP_BYTES,
     ROW,
-    SLOW,
     SMALL,
     STATE,
-)  # fmt: skip
+)
 
 ROOT = Path(__file__).parents[3]
 RATES = {"bf16_1": 1000.0, "bf16_5": 500.0}
@@ -48,13 +44,6 @@ def test_a_step_with_drafts_reads_at_the_rate_of_its_tokens_and_keeps_a_state_fo
     assert terms["draft head"] == pytest.approx(4e3 * HEAD_BYTES / 1000)
     target = 5 * ROW + 15 * KV + (2 + 4) * STATE
     assert terms["states and KV cache"] == pytest.approx(1e3 * (target + 4 * (ROW + 11 * KV)) / 100)
-
-
-def test_the_roofline_is_the_slower_of_bytes_and_flops() -> None:
-    seconds = (BODY_BYTES + HEAD_BYTES + ROW + 11 * KV + 2 * STATE) / 1000
-    assert seconds > (BODY_FLOPS + HEAD_FLOPS) / 2000
-    assert prediction.roofline_ms(SMALL, SLOW, 0, 10) == pytest.approx(1e3 * seconds)
-    assert sum(cost.part_bytes(SMALL, 0, 10).values()) == pytest.approx(1000 * seconds)
 
 
 def test_weights_that_this_cpu_has_no_product_for_are_refused() -> None:

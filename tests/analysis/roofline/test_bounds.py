@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slimqwen import checkpoint, variant
-from slimqwen.analysis.roofline import bounds, cost
+from slimqwen.analysis.roofline import architecture, bounds, cost
 from slimqwen.analysis.roofline import gpu as gpus
 from slimqwen.analysis.roofline.architecture import read_model
 from slimqwen.analysis.roofline.bounds import (
@@ -329,7 +329,7 @@ def test_flags_that_no_bound_is_known_for_are_refused_with_a_cure(repository: Pa
     with pytest.raises(RooflineError, match=r"drafts with 'ngram'.*set method to mtp"):
         ServedVariant.load(variant.load("looking-up", repository), a10g)
     monkeypatch.setattr(
-        bounds,
+        architecture,
         "list_tensors",
         lambda folder: {
             name: each for name, each in list_tensors(folder).items() if not name.startswith("mtp.")
