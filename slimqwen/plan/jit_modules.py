@@ -27,13 +27,7 @@ _NO_POSITIONS = 0  # PosEncodingMode.NONE: vLLM rotates queries and keys itself
 def needed(
     attention: Sequence[AttentionLayers], linears: Sequence[LinearKernels], toolkit: Toolkit | None
 ) -> list[JitModule]:
-    """The modules that a variant's layers and sampler need.
-
-    Args:
-        attention: layers that keep a cache.
-        linears: linear layers by kernel.
-        toolkit: programs of the host; None for a CPU.
-    """
+    """The modules that a variant's layers and sampler need; `toolkit` is None for a CPU."""
     has_nvcc = toolkit is not None and toolkit.nvcc and toolkit.ninja
     modules: dict[str, JitModule] = {}
 
@@ -59,7 +53,6 @@ def specifications(config: Any, layout: Any, modules: Sequence[JitModule]) -> di
     Args:
         config: vLLM's configuration, its models built and its blocks aligned.
         layout: of its KV cache.
-        modules: of the variant.
 
     Returns:
         Module -> `JitSpec` of each library. Missing are Humming, Gated DeltaNet prefill (CuTe DSL, compiled by Python)
@@ -142,13 +135,7 @@ def _recorded() -> Iterator[list[Any]]:
 def with_libraries(
     modules: Sequence[JitModule], specs: Mapping[str, Sequence[Any]], baked: Collection[str]
 ) -> list[JitModule]:
-    """Modules with the names of their libraries.
-
-    Args:
-        modules: of a variant.
-        specs: of `specifications`.
-        baked: libraries that an archive beside the checkpoint holds.
-    """
+    """Modules with the names of their libraries; `baked` are those that an archive beside the checkpoint holds."""
     named = [
         module.model_copy(update={"libraries": sorted(spec.name for spec in specs.get(module.module, ()))})
         for module in modules

@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from unittest.mock import patch
 
 from pydantic import BaseModel, ConfigDict
 
@@ -93,8 +94,6 @@ def run(
     """Rehearse variants on one device.
 
     Args:
-        root: repository.
-        names: variants.
         gpu_name: short name of the GPU model, or cpu.
         gpu: model to simulate; None rehearses on the CPU of this host.
         log: receives what vLLM prints.
@@ -135,10 +134,7 @@ def build(
     """Compile what a variant would compile at its first start on a GPU; this host needs none.
 
     Args:
-        root: repository.
-        name: variant.
         gpu_name: short name of the GPU model.
-        gpu: model to simulate.
         cache_root: receives the libraries of FlashInfer and the kernels, in the layout of a server's compile cache.
         log: receives what vLLM and the compilers print.
         kernels: whether to compile the Triton kernels too; a start on that GPU would also do it.
@@ -385,11 +381,8 @@ def _captured_warnings() -> Iterator[list[str]]:
         handle(logger, record)
 
     # vLLM configures its loggers anew and drops the handlers of others.
-    logging.Logger.handle = record_and_handle  # type: ignore[method-assign, assignment]
-    try:
+    with patch.object(logging.Logger, "handle", record_and_handle):
         yield lines
-    finally:
-        logging.Logger.handle = handle  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -404,11 +397,8 @@ def _blocked_network() -> Iterator[set[str]]:
         hosts.add(str(host))
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
-    socket.getaddrinfo = refuse
-    try:
+    with patch.object(socket, "getaddrinfo", refuse):
         yield hosts
-    finally:
-        socket.getaddrinfo = look_up
 
 
 def _without_paths(line: str) -> str:

@@ -69,18 +69,8 @@ class Compilation:
         return None
 
 
-def cache_folders(compilations: Sequence[Compilation]) -> list[str]:
-    """Names of the folders of Triton's cache that hold compiled kernels."""
-    return sorted({compilation.folder for compilation in compilations if compilation.folder})
-
-
 def summarise(compilations: Sequence[Compilation], gpu: GpuModel) -> list[TritonKernel]:
-    """The kernels, by name, with the choices that a GPU cannot run.
-
-    Args:
-        compilations: compilations of all kernels.
-        gpu: the GPU, whose limits count.
-    """
+    """The kernels, by name, with the choices that a GPU cannot run."""
     limit = gpu.shared_memory_kib * 2**10
     by_kernel: dict[str, list[Compilation]] = {}
     for compilation in compilations:

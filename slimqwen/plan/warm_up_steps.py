@@ -65,7 +65,7 @@ def compile_kernels(
     else:
         left_out.append("all of them: this is not vLLM's V2 model runner")
     major, minor = gpu.capability
-    folders = triton_kernels.cache_folders(compilations)
+    folders = sorted({compilation.folder for compilation in compilations if compilation.folder})
     kernels = TritonKernels(
         target=f"sm_{major}{minor}",
         shared_memory_bytes=gpu.shared_memory_kib * 2**10,

@@ -53,31 +53,34 @@ def _rates(task: Sequence[int], progress: Progress) -> dict[str, float]:
 
     torch.manual_seed(0)
     figures: dict[str, float] = {}
+
+    def time_products(width: str, weight_bytes: int, product: Callable[[Any], Any]) -> None:
+        for tokens in task:
+            x = torch.randn(tokens, _HIDDEN).bfloat16()
+            figures[f"{width}_{tokens}"] = weight_bytes / _seconds(product, x)
+
     progress("timing products", 0, 4)
     weights = torch.randn(_ROWS, _HIDDEN).bfloat16()
     figures["copy"] = 2 * weights.nbytes / _seconds(weights.clone)
-    product = ops.create_onednn_mm(weights.t())
-    for tokens in task:
-        x = torch.randn(tokens, _HIDDEN).bfloat16()
-        figures[f"bf16_{tokens}"] = weights.nbytes / _seconds(ops.onednn_mm, product, x, None)
+    bf16 = ops.create_onednn_mm(weights.t())
+    time_products("bf16", weights.nbytes, lambda x: ops.onednn_mm(bf16, x, None))
     progress("timing products", 1, 4)
     int8_weights = torch.randint(-127, 127, (_ROWS, _HIDDEN), dtype=torch.int8)
-    int8_product = ops.create_onednn_scaled_mm(
+    int8 = ops.create_onednn_scaled_mm(
         int8_weights.t(), torch.full((_ROWS, 1), 0.01), torch.bfloat16, True, False, 128
     )
-    for tokens in task:
-        x = torch.randn(tokens, _HIDDEN).bfloat16()
-        figures[f"int8_{tokens}"] = int8_weights.nbytes / _seconds(_eight_bit_product, int8_product, x, _ROWS)
+    time_products("int8", int8_weights.nbytes, lambda x: _eight_bit_product(int8, x, _ROWS))
     progress("timing products", 2, 4)
     # Packed as by `CPUWNA16LinearKernel`; the values do not change the time.
     packed = torch.randint(0, 2**31 - 1, (_ROWS // 16, 2 * _HIDDEN), dtype=torch.int32)
     scales = torch.full((_HIDDEN // _GROUP, _ROWS), 0.01, dtype=torch.bfloat16)
     isa = "amx" if torch.cpu._is_amx_tile_supported() else "vec"
-    # Without AVX-512 vLLM has no such kernel.
-    for tokens in task if hasattr(torch.ops._C, "cpu_gemm_wna16") else ():
-        x = torch.randn(tokens, _HIDDEN).bfloat16()
-        seconds = _seconds(ops.cpu_gemm_wna16, x, packed, scales, None, None, 8, isa)
-        figures[f"int4_{tokens}"] = (packed.nbytes + scales.nbytes) / seconds
+    if hasattr(torch.ops._C, "cpu_gemm_wna16"):  # without AVX-512 vLLM has no such kernel
+        time_products(
+            "int4",
+            packed.nbytes + scales.nbytes,
+            lambda x: ops.cpu_gemm_wna16(x, packed, scales, None, None, 8, isa),
+        )
     progress("timing products", 3, 4)
     square = torch.randn(_SQUARE, _SQUARE).bfloat16()
     square_product = ops.create_onednn_mm(square.t())

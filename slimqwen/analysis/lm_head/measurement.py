@@ -55,7 +55,7 @@ def write(
     Args:
         text: held-out .txt or .jsonl file to score; None is the tiny world's prose, for variants of tiny.
         num_documents: documents of the text, each cut to 8,192 characters.
-        fractions: further ranks to measure, as fractions of the hidden size.
+        fractions: as `FRACTIONS`.
 
     Raises:
         HeadError: as `analyse`, no text for this variant, or a fraction outside (0, 1].
@@ -90,7 +90,7 @@ def analyse(
     Args:
         folder: checkpoint; its model is held in float32.
         texts: held-out texts, at least two; each is scored after the end-of-text token.
-        fractions: further ranks to measure, as fractions of the hidden size.
+        fractions: as `FRACTIONS`.
 
     Raises:
         HeadError: as `output_head.find` and `output_head.spectrum`, or a text is empty.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slimqwen import checkpoint
-from slimqwen.checkpoint.tensors import TensorInfo, output_head
+from slimqwen.checkpoint.tensors import TensorInfo, output_head, torch_dtype
 from slimqwen.errors import SlimqwenError
 from slimqwen.progress import Progress, silent
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 BLOCK_NUMBERS = 2**22
 """Numbers of the head in memory at once."""
 
-_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+_DTYPES = ("BF16", "F16", "F32")
 
 
 class HeadError(SlimqwenError):
@@ -48,7 +48,7 @@ class Head:
 
         row_bytes = (self.info.end - self.info.start) // self.rows
         step = rows or max(1, BLOCK_NUMBERS // self.hidden)
-        dtype = getattr(torch, _DTYPES[self.info.dtype])
+        dtype = torch_dtype(self.info.dtype)
         for first in range(0, self.rows, step):
             last = min(first + step, self.rows)
             content = bytearray().join(self.info.chunks(first * row_bytes, last * row_bytes))

@@ -112,8 +112,6 @@ class Model:
         """Sequences that fit into GPU memory beside the weights.
 
         Args:
-            context_len: cached tokens per sequence.
-            num_speculative_tokens: drafted tokens per step (K).
             share: of the GPU's memory that vLLM may use.
 
         Raises:
@@ -212,11 +210,7 @@ def read_model(
 
 
 def served_model(weights: Path, flags: Mapping[str, Any]) -> Model:
-    """The model of a checkpoint as vLLM's flags, by name, have it served.
-
-    Raises:
-        RooflineError: as for `read_model`.
-    """
+    """The model of a checkpoint as vLLM's flags, by name, have it served; errors as for `read_model`."""
     return read_model(
         list_tensors(weights),
         checkpoint.read_config(weights),
@@ -226,15 +220,7 @@ def served_model(weights: Path, flags: Mapping[str, Any]) -> Model:
 
 
 def shape_model(shape: Shape, *, kv_cache_dtype: str = "auto", state_dtype: str = "auto") -> Model:
-    """The model of a checkpoint that need not exist, from its dimensions.
-
-    Args:
-        kv_cache_dtype: as for `read_model`.
-        state_dtype: as for `read_model`.
-
-    Raises:
-        RooflineError: as for `read_model`.
-    """
+    """The model of a checkpoint that need not exist, from its dimensions; dtypes and errors as for `read_model`."""
     tensors = {
         name: TensorInfo(dtype, size, Path(), 0, tensor_bytes(dtype, size))
         for name, (dtype, size) in shape.tensors.items()

@@ -1,4 +1,7 @@
-"""Cost model: bytes and FLOPs of a forward pass, and the shortest time in which a GPU can do it."""
+"""Cost model: bytes and FLOPs of a forward pass, and the shortest time in which a GPU can do it.
+
+`context_len` are the cached tokens of each sequence, `num_speculative_tokens` the drafted tokens of a step (K).
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -55,12 +58,7 @@ class Work:
 
 
 def verify(model: Model, batch_size: int, context_len: int, num_speculative_tokens: int = 0) -> Work:
-    """One verify pass: the last token and all drafts of each sequence.
-
-    Args:
-        context_len: cached tokens per sequence.
-        num_speculative_tokens: drafted tokens per step (K); 0 is decoding without speculation.
-    """
+    """One verify pass: the last token and all drafts of each sequence."""
     tokens = batch_size * (num_speculative_tokens + 1)
     row_and_state_bytes = tokens * model.embedding_row_bytes + 2 * batch_size * model.state_bytes
     return (
@@ -82,12 +80,7 @@ def draft(model: Model, batch_size: int, context_len: int) -> Work:
 
 
 def prefill(model: Model, num_tokens: int, num_speculative_tokens: int = 0) -> Work:
-    """One pass over a prompt up to its first output token; with speculation the MTP head's cache is filled too.
-
-    Args:
-        num_tokens: prompt tokens.
-        num_speculative_tokens: drafted tokens per step (K).
-    """
+    """One pass over a prompt up to its first output token; with speculation the MTP head's cache is filled too."""
     layers = model.cached_layers(num_speculative_tokens)
     causal_pairs = num_tokens * (num_tokens + 1) // 2
     row_and_cache_bytes = num_tokens * (model.embedding_row_bytes + layers * model.kv_bytes)
@@ -111,8 +104,6 @@ def decode(
     """The fastest decode step.
 
     Args:
-        context_len: cached tokens per sequence.
-        num_speculative_tokens: drafted tokens per step (K).
         acceptance_length: output tokens per step and sequence, from 1 to K + 1.
 
     Raises:
@@ -133,12 +124,7 @@ def decode(
 
 
 def part_bytes(model: Model, num_speculative_tokens: int, context_len: int) -> dict[str, int]:
-    """Bytes that a decode step of one sequence reads and writes, by `PARTS`.
-
-    Args:
-        num_speculative_tokens: drafted tokens per step (K).
-        context_len: cached tokens.
-    """
+    """Bytes that a decode step of one sequence reads and writes, by `PARTS`."""
     depth = num_speculative_tokens
     without_weights = replace(model, body=_NOTHING, head=_NOTHING, drafter=_NOTHING, draft_head=_NOTHING)
     other_bytes = verify(without_weights, 1, context_len, depth).bytes
