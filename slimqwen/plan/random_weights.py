@@ -24,12 +24,10 @@ from slimqwen.checkpoint.files import file_records, publish
 from slimqwen.checkpoint.shape import Shape, ShapeError
 from slimqwen.checkpoint.tensors import NewTensor, write_tensors
 from slimqwen.plan import shapes
-from slimqwen.plan.shapes import FOLDER
 from slimqwen.progress import Progress, silent
 
 Size = Literal["0.8b", "4b"]
 
-_SEED = 0
 _DEVIATION = 0.02
 """Standard deviation of weights: `initializer_range` of the published configs."""
 
@@ -39,13 +37,8 @@ _CHUNK = 2**22
 _ROPE_OF_IMAGES = ("mrope_section", "mrope_interleaved")
 
 
-def name(size: Size) -> str:
-    """Name of the checkpoint's folder in weights/, and of the variant that serves it unchanged."""
-    return f"shape-{size}"
-
-
 def make(size: Size, root: Path, *, progress: Progress = silent) -> Path:
-    """Write weights/shape-<size>, the same bytes at every call.
+    """Write weights/shape-<size>, which the variant of that name serves: the same bytes at every call.
 
     Args:
         size: size of the published model, Qwen3.5-<size>.
@@ -61,12 +54,14 @@ def make(size: Size, root: Path, *, progress: Progress = silent) -> Path:
     published = f"qwen3.5-{size}"
     shape = shapes.published_shape(root, published)
     if shape is None:
-        raise ShapeError(f"{FOLDER}/{published}.json is missing; `git checkout {FOLDER}` restores it")
-    folder = root / "weights" / name(size)
+        raise ShapeError(
+            f"{shapes.FOLDER}/{published}.json is missing; `git checkout {shapes.FOLDER}` restores it"
+        )
+    folder = root / "weights" / f"shape-{size}"
     if folder.exists():
         checkpoint.check(folder, f"delete {folder.relative_to(root)} and run the command again")
         return folder
-    write(shape, folder, root / "weights" / "tiny", seed=_SEED, progress=progress)
+    write(shape, folder, root / "weights" / "tiny", seed=0, progress=progress)
     return folder
 
 

@@ -35,8 +35,6 @@ from slimqwen.serving.errors import ServingError
 from slimqwen.variant import Setting, Variant
 from slimqwen.vllm_plugin import engine_facts
 
-_TOKENIZER = Path("weights") / "tiny"
-
 
 class RehearsalError(SlimqwenError):
     """A rehearsal that ended without an answer, or could not compile."""
@@ -362,7 +360,7 @@ def _with_checkpoint(variant: Variant, folder: Path) -> tuple[Variant, str]:
     shape = shapes.variant_shape(variant)
     # vLLM infers the speculative method from odd words in a path: the folder keeps the checkpoint's own name.
     weights = folder / variant.weights.name
-    shapes.write(shape, weights, variant.root / _TOKENIZER)
+    shapes.write(shape, weights, variant.root / "weights" / "tiny")
     manifest = variant.weights / baked_cache.MANIFEST
     if manifest.is_file():
         shutil.copyfile(manifest, weights / manifest.name)

@@ -132,15 +132,12 @@ def _local_shape(weights: Path) -> Shape:
     )
 
 
-def write(shape: Shape, folder: Path, tokenizer: Path) -> int:
-    """Write a checkpoint of these dimensions, all zeros in a sparse file.
+def write(shape: Shape, folder: Path, tokenizer: Path) -> None:
+    """Write a checkpoint of these dimensions, all zeros in a sparse file that takes a few hundred kilobytes of disk.
 
     Args:
         folder: is created; must not exist.
         tokenizer: folder whose tokenizer files are copied; no request has ids above its size.
-
-    Returns:
-        Bytes of the tensors; the sparse file takes a few hundred kilobytes of disk.
     """
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(shape.config_json, indent=1) + "\n")
@@ -158,4 +155,3 @@ def write(shape: Shape, folder: Path, tokenizer: Path) -> int:
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(header_bytes).to_bytes(8, "little") + header_bytes)
         file.truncate(8 + len(header_bytes) + position)
-    return position

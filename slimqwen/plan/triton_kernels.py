@@ -5,6 +5,8 @@ Triton's own compiler and its ptxas make machine code for the target that the ac
 """
 
 import contextlib
+import itertools
+import operator
 import re
 import subprocess
 import tempfile
@@ -72,22 +74,20 @@ class Compilation:
 def summarise(compilations: Sequence[Compilation], gpu: GpuModel) -> list[TritonKernel]:
     """The kernels, by name, with the choices that a GPU cannot run."""
     limit = gpu.shared_memory_kib * 2**10
-    by_kernel: dict[str, list[Compilation]] = {}
-    for compilation in compilations:
-        by_kernel.setdefault(compilation.kernel, []).append(compilation)
-    return [_summary(name, group, limit) for name, group in sorted(by_kernel.items())]
+    kernel_name = operator.attrgetter("kernel")
+    groups = itertools.groupby(sorted(compilations, key=kernel_name), kernel_name)
+    return [_summary(name, list(group), limit) for name, group in groups]
 
 
 def _summary(kernel: str, compilations: Sequence[Compilation], shared_limit_bytes: int) -> TritonKernel:
     runnable: list[Compilation] = []
-    lost: dict[tuple[str, str], LostChoice] = {}
+    lost: list[LostChoice] = []
     for compilation in compilations:
         reason = compilation.obstacle(shared_limit_bytes)
         if reason is None:
             runnable.append(compilation)
         else:
-            choice = compilation.choice
-            lost[choice, reason] = LostChoice(choice=choice, reason=reason)
+            lost.append(LostChoice(choice=compilation.choice, reason=reason))
     launches = {compilation.launch for compilation in compilations}
     runnable_launches = {compilation.launch for compilation in runnable}
     return TritonKernel(
@@ -96,7 +96,7 @@ def _summary(kernel: str, compilations: Sequence[Compilation], shared_limit_byte
         shared_bytes=max((compilation.shared_bytes for compilation in runnable), default=0),
         registers=max((compilation.registers for compilation in runnable), default=0),
         spilled_bytes=max((compilation.spilled_bytes for compilation in runnable), default=0),
-        lost=list(lost.values()),
+        lost=list(dict.fromkeys(lost)),
         runs=launches == runnable_launches,
     )
 
@@ -112,8 +112,7 @@ def compiled_not_launched() -> Iterator[list[Compilation]]:
     from triton.runtime.jit import JITFunction
 
     compilations: list[Compilation] = []
-    kernels: list[Any] = []  # keeps them alive, so that no identity is used twice
-    identities: set[int] = set()
+    kernels: dict[int, Any] = {}  # by identity; keeps them alive, so that none is used twice
     launch, choice, tuning = 0, "", False
     compile_or_launch = JITFunction.run
 
@@ -127,9 +126,8 @@ def compiled_not_launched() -> Iterator[list[Compilation]]:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             compilations.append(Compilation(name, choice, launch, error=reason))
             return None
-        if id(kernel) not in identities:
-            identities.add(id(kernel))
-            kernels.append(kernel)
+        if id(kernel) not in kernels:
+            kernels[id(kernel)] = kernel
             compilations.append(_compilation(name, choice, launch, kernel))
         return kernel
 

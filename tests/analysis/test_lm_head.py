@@ -33,6 +33,7 @@ SHAPE = TinyShape(
     linear_key_head_dim=32,
     linear_value_head_dim=32,
 )
+WithHead = Callable[[torch.Tensor], output_head.Head]
 TEXTS = ["The ferry came late.", "Nula keeps a fox, and the fox keeps Nula.", "Grün ist die Flagge."]
 
 
@@ -58,7 +59,7 @@ def untied(tied: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def with_head(tmp_path: Path, tied: Path) -> Callable[[torch.Tensor], output_head.Head]:
+def with_head(tmp_path: Path, tied: Path) -> WithHead:
     def write(weight: torch.Tensor) -> output_head.Head:
         folder = tmp_path / "by-hand"
         folder.mkdir(exist_ok=True)
@@ -74,7 +75,7 @@ def whole(head: output_head.Head) -> torch.Tensor:
 
 
 def test_a_known_low_rank_matrix_has_its_rank_and_energies(
-    with_head: Callable[[torch.Tensor], output_head.Head],
+    with_head: WithHead,
 ):
     # Orthonormal columns times 8, 4, 2, 1: squares 64, 16, 4, 1 of 85.
     left = torch.linalg.qr(torch.randn(200, 4, generator=torch.Generator().manual_seed(0)).double())[0]
@@ -89,7 +90,7 @@ def test_a_known_low_rank_matrix_has_its_rank_and_energies(
 
 
 def test_the_streamed_spectrum_is_that_of_the_whole_matrix(
-    with_head: Callable[[torch.Tensor], output_head.Head], monkeypatch: pytest.MonkeyPatch
+    with_head: WithHead, monkeypatch: pytest.MonkeyPatch
 ):
     weight = torch.randn(301, 48, generator=torch.Generator().manual_seed(0)).bfloat16()
     monkeypatch.setattr(output_head, "BLOCK_NUMBERS", 48 * 17)
@@ -117,7 +118,7 @@ def test_tied_and_untied_heads_are_told_apart(tied: Path, untied: Path, tmp_path
         output_head.find(tmp_path)
 
 
-def test_a_head_without_numbers_is_refused(with_head: Callable[[torch.Tensor], output_head.Head]):
+def test_a_head_without_numbers_is_refused(with_head: WithHead):
     with pytest.raises(HeadError, match="in 16 or 32 bits"):
         with_head(torch.zeros(64, 32, dtype=torch.int32))
     for bad in (torch.zeros(64, 32), torch.full((64, 32), math.nan)):

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from types import MappingProxyType
 
 import pytest
 
@@ -48,24 +49,11 @@ def resolve(add_variant, tmp_path, monkeypatch):
 
 @pytest.fixture
 def record(resolve, tmp_path):
-    """Write a record of a plan that was made for a command, or for other flags or another version."""
+    """Write a record of a plan of some kind that was made for a command, or with changed fields."""
 
-    def write(command, second=0, **changes):
-        kind = {
-            name: changes.pop(name)
-            for name in (
-                "backend",
-                "kv_cache_dtype",
-                "full",
-                "gpu",
-                "compiler",
-                "failed_at",
-                "error",
-                "libraries",
-            )
-            if name in changes
-        }
-        plan = example.plan(**kind).model_copy(update={"flags": rehearsal.decisive_flags(command), **changes})
+    def write(command, second=0, changes=MappingProxyType({}), **kind):
+        fields = {"flags": rehearsal.decisive_flags(command), **changes}
+        plan = example.plan(**kind).model_copy(update=fields)
         made = PlanRecord(
             variant="v",
             plans=(plan,),
@@ -84,9 +72,9 @@ def record(resolve, tmp_path):
 
 def test_the_newest_plan_that_fits_the_start_counts(resolve, record):
     command = resolve()
-    record(command, 0, checkpoint="first")
-    record(command, 1, checkpoint="second")
-    record(command, 2, gpu="l4", checkpoint="third")
+    record(command, 0, {"checkpoint": "first"})
+    record(command, 1, {"checkpoint": "second"})
+    record(command, 2, {"checkpoint": "third"}, gpu="l4")
     assert start_plan.gpu_here(command) == "a10g"
     assert start_plan.find(command, "a10g", toolkit=True).checkpoint == "second"
     plans = start_plan.find_all(command, toolkit=True)
@@ -109,7 +97,7 @@ def test_without_a_plan_the_command_that_makes_one_is_named(resolve, capsys):
 )
 def test_a_plan_for_another_start_does_not_count(resolve, record, changes, reason):
     command = resolve()
-    record(command, **changes)
+    record(command, changes=changes)
     with pytest.raises(MissingPlanError, match=rf"on a10g that fits: the newest was {reason}"):
         start_plan.find(command, "a10g", toolkit=True)
 

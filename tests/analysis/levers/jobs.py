@@ -7,22 +7,18 @@ from typing import Any
 
 
 def answer(weights: Path, folder: Path, task: Any, progress: Any) -> dict[str, float]:
-    """Report progress and answer."""
     progress("working", 1, 2)
     return {"threads": float(os.environ["OMP_NUM_THREADS"]), "task": float(task)}
 
 
 def fail(weights: Path, folder: Path, task: Any, progress: Any) -> dict[str, float]:
-    """Raise."""
     raise ValueError("no such kernel")
 
 
 def die(weights: Path, folder: Path, task: Any, progress: Any) -> dict[str, float]:
-    """End without an answer."""
     os._exit(7)
 
 
 def hang(weights: Path, folder: Path, task: Any, progress: Any) -> dict[str, float]:
-    """Answer too late."""
     time.sleep(60)
     return {}

@@ -1,6 +1,7 @@
 """The order of turns, ratios paired by round, busy machines, an interrupted run, and what the record shows."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -162,18 +163,10 @@ def test_one_variant_or_one_round_is_refused(root: Path) -> None:
 
 
 def test_a_variant_that_compiles_is_refused() -> None:
+    tiny = variant.load("tiny")
+    compiles = variant.Setting("VLLM_ENFORCE_EAGER", "0", tiny.folder / "config.env", 1)
     with pytest.raises(TurnError, match="compiles"):
-        measurement.Side.load(compiling())
-
-
-def compiling() -> variant.Variant:
-    subject = variant.load("tiny")
-    setting = next(iter(subject.settings.values()))
-    lines = {
-        **subject.settings,
-        "VLLM_ENFORCE_EAGER": type(setting)("VLLM_ENFORCE_EAGER", "0", setting.file, 1),
-    }
-    return type(subject)(**{**vars(subject), "settings": lines})
+        measurement.Side.load(replace(tiny, settings={**tiny.settings, "VLLM_ENFORCE_EAGER": compiles}))
 
 
 def test_the_table_shows_predicted_beside_measured_and_names_the_largest_error(

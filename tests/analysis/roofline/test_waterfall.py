@@ -5,8 +5,6 @@ import pytest
 from slimqwen import variant
 from slimqwen.analysis.roofline import cost, waterfall
 from slimqwen.analysis.roofline import gpu as gpus
-from slimqwen.analysis.roofline.architecture import shape_model
-from slimqwen.plan import shapes
 from slimqwen.records import store
 
 ROOT = variant.repository_root()
@@ -35,22 +33,26 @@ def test_each_lever_saves_the_bytes_that_it_is_for():
     assert packed_drafts.part_bytes["draft layers"] < 0.3 * trimmed.part_bytes["draft layers"]
 
 
-def test_parts_add_up_to_the_bytes_of_the_cost_model():
-    model = shape_model(shapes.published_shape(ROOT, "qwen3.5-4b"))
-    parts = cost.part_bytes(model, 4, 2048)
-    assert sum(parts.values()) == pytest.approx(cost.decode(model, A10G, 1, 2048, 4).bytes)
-
-
 def test_a_variant_without_a_recipe_or_drafts_is_one_step():
     (step,) = waterfall.steps(variant.load("qwen3.5-4b"), A10G, 128)
     assert (step.lever, step.num_speculative_tokens) == ("qwen3.5-4b", 0)
 
 
-def test_the_record_shows_a_row_per_lever(tmp_path, monkeypatch):
-    write = store.write
-    monkeypatch.setattr(store, "write", lambda _, record: write(tmp_path, record))
-    path = waterfall.write(variant.load("cyankiwi-seq8-w4lm"), "a10g", command=["x"])
-    record = store.read(path, waterfall.Waterfall)
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    """Write the record of a variant into a folder of its own."""
+    write_record = store.write
+    monkeypatch.setattr(store, "write", lambda _, record: write_record(tmp_path, record))
+
+    def write(name):
+        path = waterfall.write(variant.load(name), "a10g", command=["x"])
+        return path, store.read(path, waterfall.Waterfall)
+
+    return write
+
+
+def test_the_record_shows_a_row_per_lever(written):
+    path, record = written("cyankiwi-seq8-w4lm")
     (table,) = record.tables(path)
     assert [row[0] for row in table.rows] == [step.lever for step in record.steps]
     assert [line.label for line in record.panels()[0].lines] == list(cost.PARTS)
@@ -58,11 +60,8 @@ def test_the_record_shows_a_row_per_lever(tmp_path, monkeypatch):
     assert [panel.y for panel in record.panels()] == ["GB of a decode step", "ms of a decode step on a10g"]
 
 
-def test_the_embedded_model_has_a_waterfall_in_megabytes(tmp_path, monkeypatch):
-    write = store.write
-    monkeypatch.setattr(store, "write", lambda _, record: write(tmp_path, record))
-    path = waterfall.write(variant.load("tiny-best"), "a10g", command=["x"])
-    record = store.read(path, waterfall.Waterfall)
+def test_the_embedded_model_has_a_waterfall_in_megabytes(written):
+    path, record = written("tiny-best")
     (table,) = record.tables(path)
     assert table.columns[2] == "layers, MB"
     assert float(table.rows[0][2]) == pytest.approx(record.steps[0].part_bytes["layers"] / 1e6, abs=0.01)
