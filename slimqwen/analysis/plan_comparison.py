@@ -21,10 +21,8 @@ def pairs(first: PlanRecord, second: PlanRecord, gpus: tuple[str, str] | None) -
     """Plans of two records to compare.
 
     Args:
-        first: one record.
-        second: another, or the same.
-        gpus: GPU models of the first and the second record; None takes every GPU that both have, or the only
-            plan of each.
+        gpus: GPU models of the first and the second record, which may be one record; None takes every GPU that both
+            have, or the only plan of each.
 
     Raises:
         NoPlanPairError: there is no such pair.

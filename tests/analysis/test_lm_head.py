@@ -193,8 +193,3 @@ def test_the_record_has_a_table_and_a_chart(tied: Path):
     charts.draw([chart])
     for label in ("energy", "low rank, 16 bit", "4 bit", "head, MB"):
         assert label in chart.svg
-
-
-def test_an_empty_text_is_refused(tied: Path):
-    with pytest.raises(HeadError, match="is empty"):
-        measurement.analyse(tied, ["text", ""])

@@ -9,9 +9,9 @@ from slimqwen import variant
 from slimqwen.analysis import plan as plans
 from slimqwen.analysis.plan import PlanRecord
 from slimqwen.plan import gpu_model, trouble
-from slimqwen.records import provenance, store
+from slimqwen.records import store
 from slimqwen.report import markdown
-from tests.plan.example import kernels, plan
+from tests.plan.example import kernels, plan, record
 
 ROOT = variant.repository_root()
 GPU_VARIANTS = [name for name in variant.names(ROOT) if variant.load(name, ROOT).platform == "cuda"]
@@ -28,16 +28,8 @@ def root(tmp_path, add_variant):
     return tmp_path
 
 
-def write_record(root, *recorded, ended="2026-01-01T00:00:00Z"):
-    circumstances = provenance.circumstances(root, ["slimqwen", "plan"], "2026-01-01T00:00:00Z")
-    record = PlanRecord(
-        variant="v",
-        plans=recorded,
-        trouble=(),
-        toolkit_hidden=True,
-        provenance=circumstances.model_copy(update={"ended": ended}),
-    )
-    return store.write(root / "results", record)
+def write_record(root, *plans, **ended):
+    return store.write(root / "results", record(root, *plans, **ended))
 
 
 def test_the_newest_plan_on_a_gpu_counts_whatever_else_is_newer(root):

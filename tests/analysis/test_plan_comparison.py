@@ -3,14 +3,7 @@
 import pytest
 
 from slimqwen.analysis import plan_comparison
-from slimqwen.analysis.plan import PlanRecord
-from slimqwen.records import provenance
-from tests.plan.example import kernels, plan
-
-
-def record(tmp_path, *plans):
-    circumstances = provenance.circumstances(tmp_path, ["slimqwen", "plan"], provenance.utc_now())
-    return PlanRecord(variant="v", plans=plans, trouble=(), toolkit_hidden=True, provenance=circumstances)
+from tests.plan.example import kernels, plan, record
 
 
 def test_flags_backends_and_graph_modes_that_change_between_versions_are_shown(tmp_path):

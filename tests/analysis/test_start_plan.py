@@ -15,7 +15,7 @@ from slimqwen.analysis.plan import MissingPlanError, PlanRecord
 from slimqwen.cli import serve
 from slimqwen.cli.plan import consult, consult_target
 from slimqwen.plan import gpu_model, rehearsal, trouble
-from slimqwen.records import provenance, store
+from slimqwen.records import store
 from slimqwen.serving import baked_cache, checks, cuda_toolkit, gpu
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
@@ -54,17 +54,8 @@ def record(resolve, tmp_path):
     def write(command, second=0, changes=MappingProxyType({}), **kind):
         fields = {"flags": rehearsal.decisive_flags(command), **changes}
         plan = example.plan(**kind).model_copy(update=fields)
-        made = PlanRecord(
-            variant="v",
-            plans=(plan,),
-            trouble=(),
-            toolkit_hidden=True,
-            provenance=provenance.circumstances(ROOT, ["slimqwen", "plan"], "2026-11-22T20:00:00Z"),
-        )
-        stamp = f"2026-11-22T20000{second}Z"
-        (tmp_path / "results").mkdir(exist_ok=True)
-        text = made.model_dump_json(by_alias=True, exclude_unset=True)
-        (tmp_path / "results" / f"plan_v_{stamp}.json").write_text(text)
+        made = example.record(tmp_path, plan, ended=f"2026-11-22T20:00:0{second}Z")
+        store.write(tmp_path / "results", made)
         return plan
 
     return write

@@ -2,6 +2,7 @@
 
 import json
 
+from slimqwen.analysis.plan import PlanRecord
 from slimqwen.plan.facts import (
     EngineConfig,
     Graphs,
@@ -13,6 +14,7 @@ from slimqwen.plan.facts import (
     TritonKernel,
     TritonKernels,
 )
+from slimqwen.records import provenance
 from slimqwen.vllm_plugin.engine_facts import AttentionLayers
 
 
@@ -103,6 +105,18 @@ def plan(
         kernels=kernels,
         failed_at=failed_at,
         error=error,
+    )
+
+
+def record(root, *plans, ended="2026-01-01T00:00:00Z"):
+    """The record of plans of a variant."""
+    circumstances = provenance.circumstances(root, ["slimqwen", "plan"], "2026-01-01T00:00:00Z")
+    return PlanRecord(
+        variant="v",
+        plans=plans,
+        trouble=(),
+        toolkit_hidden=True,
+        provenance=circumstances.model_copy(update={"ended": ended}),
     )
 
 

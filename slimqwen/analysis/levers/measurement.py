@@ -33,7 +33,6 @@ class Side:
 
     Attributes:
         command: the server's command, whose flags and environment the engine gets.
-        model: bytes and FLOPs of its checkpoint.
         depth: drafted tokens per step (K).
         set_length: acceptance length that the variant sets, None where drafts are judged.
     """
@@ -152,16 +151,7 @@ class _Timing:
     loads: list[HostLoad] = field(default_factory=list)
 
     def turn(self, key: Sequence[Any], command: ServerCommand, weights: Path) -> dict[str, float]:
-        """Time one engine.
-
-        Args:
-            key: name of the turn in the journal.
-            command: command of a server with its flags and environment.
-
-        Raises:
-            HostBusyError: the host was too busy in every attempt.
-            TurnError: it failed.
-        """
+        """Time one engine with a command's flags and environment; `key` names the turn in the journal."""
         return self.figures(key, turns.decode, command, weights, Task(dict(command.flags), *self.lengths))
 
     def figures(

@@ -67,7 +67,6 @@ def parts_ms(
         rates: bytes of weights a second by product and tokens, from `device.measure`.
         bandwidth: bytes a second of states and KV cache.
         host_ms: step time of the narrow model at this K.
-        num_speculative_tokens: K.
         context_len: cached tokens.
     """
     tokens, drafts = num_speculative_tokens + 1, num_speculative_tokens

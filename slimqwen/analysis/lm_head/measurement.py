@@ -89,11 +89,11 @@ def analyse(
 
     Args:
         folder: checkpoint; its model is held in float32.
-        texts: held-out texts, at least two; each is scored after the end-of-text token.
+        texts: held-out texts, at least two, none empty; each is scored after the end-of-text token.
         fractions: as `FRACTIONS`.
 
     Raises:
-        HeadError: as `output_head.find` and `output_head.spectrum`, or a text is empty.
+        HeadError: as `output_head.find` and `output_head.spectrum`.
         TooFewItemsError: fewer than two texts.
     """
     head = output_head.find(folder)
@@ -101,8 +101,6 @@ def analyse(
     ranks = {str(energy): decomposition.rank(energy) for energy in ENERGIES}
     measured_ranks = sorted({*ranks.values(), *(max(1, round(share * head.hidden)) for share in fractions)})
     groups = [group for group in GROUP_SIZES if head.hidden % group == 0]
-    if not all(texts):
-        raise HeadError("a text to score is empty; leave it out")
     states, targets, lengths = _hidden_states(folder, texts, progress)
     log_probabilities, rounding_errors = _scores(
         head, states, targets, decomposition.vectors.float(), measured_ranks, groups, progress

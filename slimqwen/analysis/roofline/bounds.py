@@ -164,8 +164,7 @@ class ServedVariant:
 
     Attributes:
         flags: vLLM's flags by name.
-        digest: checkpoint digest.
-        model: bytes and FLOPs of the checkpoint.
+        digest: of the checkpoint.
         num_speculative_tokens: drafted tokens per step (K).
         max_model_len: longest context, tokens.
         max_num_seqs: largest batch.
@@ -218,7 +217,6 @@ class ServedVariant:
         """All bounds of the variant.
 
         Args:
-            context_lens: cached tokens per sequence.
             assumed_length: acceptance length to assume if no record has it.
             baseline: bounds that ratios are relative to; None if this variant is the baseline.
         """
@@ -320,7 +318,6 @@ class ServedVariant:
             reason = f"{name} has no K = {self.num_speculative_tokens}"
         if assumed is None:
             return AcceptanceLength(value=None, source=f"unknown, so only without speculation: {reason}")
-        cost.check_acceptance_length(assumed, self.num_speculative_tokens)
         return AcceptanceLength(value=assumed, source=f"assumed: {reason}")
 
     def measured(self, gpu: Gpu) -> list[Measured]:
@@ -390,7 +387,6 @@ def _ratio(bound: Bound, reference: Bound) -> float:
 
 
 def _notes(bounds: VariantBounds, gpu: Gpu) -> list[str]:
-    """Caveats for the reader of the bounds."""
     name, acceptance = bounds.variant, bounds.acceptance_length
     notes = []
     if bounds.num_speculative_tokens:

@@ -109,7 +109,11 @@ def decode(
     Raises:
         RooflineError: the acceptance length is impossible for K.
     """
-    check_acceptance_length(acceptance_length, num_speculative_tokens)
+    if not 1 <= acceptance_length <= num_speculative_tokens + 1:
+        raise RooflineError(
+            f"acceptance length {acceptance_length} is impossible with {num_speculative_tokens} drafted tokens; "
+            f"it lies between 1 and {num_speculative_tokens + 1}"
+        )
     verify_work = verify(model, batch_size, context_len, num_speculative_tokens)
     draft_work = draft(model, batch_size, context_len)
     seconds = verify_work.seconds(gpu) + num_speculative_tokens * draft_work.seconds(gpu)
@@ -136,19 +140,6 @@ def part_bytes(model: Model, num_speculative_tokens: int, context_len: int) -> d
         depth * model.draft_output.bytes,
     )
     return dict(zip(PARTS, (*weights, round(other_bytes)), strict=True))
-
-
-def check_acceptance_length(acceptance_length: float, num_speculative_tokens: int) -> None:
-    """Refuse an acceptance length outside 1 to K + 1.
-
-    Raises:
-        RooflineError: it is outside.
-    """
-    if not 1 <= acceptance_length <= num_speculative_tokens + 1:
-        raise RooflineError(
-            f"acceptance length {acceptance_length} is impossible with {num_speculative_tokens} drafted tokens; "
-            f"it lies between 1 and {num_speculative_tokens + 1}"
-        )
 
 
 def _attention(model: Model, layers: int, batch_size: int, tokens: int, context_len: int) -> Work:
