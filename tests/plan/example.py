@@ -2,6 +2,9 @@
 
 import json
 
+import pytest
+import torch
+
 from slimqwen.analysis.plan import PlanRecord
 from slimqwen.plan.facts import (
     EngineConfig,
@@ -16,6 +19,10 @@ from slimqwen.plan.facts import (
 )
 from slimqwen.records import provenance
 from slimqwen.vllm_plugin.engine_facts import AttentionLayers
+
+needs_cuda_build = pytest.mark.skipif(
+    torch.version.cuda is None, reason="this torch is a CPU build: run in an environment of PLATFORM=cuda"
+)
 
 
 def plan(

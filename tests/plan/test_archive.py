@@ -7,20 +7,15 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 from slimqwen import variant
 from slimqwen.plan import archive as archives
 from slimqwen.plan import gpu_model, rehearsal, trouble
 from slimqwen.serving import baked_cache
+from tests.plan.example import needs_cuda_build
 
 ROOT = variant.repository_root()
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.skipif(
-        torch.version.cuda is None, reason="this torch is a CPU build: run in an environment of PLATFORM=cuda"
-    ),
-]
+pytestmark = [pytest.mark.engine, needs_cuda_build]
 NAME = "cyankiwi-best"
 BASE = "cyankiwi"  # of its recipe, which gives the dimensions
 LOAD = """

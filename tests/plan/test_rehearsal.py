@@ -9,14 +9,10 @@ import torch
 from slimqwen import variant
 from slimqwen.plan import gpu_model, rehearsal, shapes, trouble
 from slimqwen.serving.command import ServerCommand
+from tests.plan.example import needs_cuda_build
 
 ROOT = variant.repository_root()
 pytestmark = pytest.mark.engine
-
-needs_cuda_build = pytest.mark.skipif(
-    torch.version.cuda is None, reason="this torch is a CPU build: run in an environment of PLATFORM=cuda"
-)
-
 
 needs_cpu_build = pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is a CUDA build")
 

@@ -1,11 +1,11 @@
 """Triton kernels compiled for a GPU that is not here: what it cannot run, and machine code of a real kernel."""
 
 import pytest
-import torch
 
 from slimqwen import variant
 from slimqwen.plan import gpu_model, rehearsal
 from slimqwen.plan.triton_kernels import Compilation, summarise
+from tests.plan.example import needs_cuda_build
 
 ROOT = variant.repository_root()
 A10G, H100 = (gpu_model.load(ROOT, name) for name in ("a10g", "h100"))
@@ -67,9 +67,7 @@ def plan(tmp_path_factory):
 
 
 @pytest.mark.engine
-@pytest.mark.skipif(
-    torch.version.cuda is None, reason="this torch is a CPU build: run in an environment of PLATFORM=cuda"
-)
+@needs_cuda_build
 def test_the_kernels_that_a_variant_launches_are_compiled_for_a_gpu_that_is_not_here(plan):
     kernels = {kernel.kernel.rpartition(".")[2]: kernel for kernel in plan.kernels.kernels}
     assert plan.kernels.target == "sm_86"
