@@ -44,16 +44,12 @@ def pairs(first: PlanRecord, second: PlanRecord, gpus: tuple[str, str] | None) -
 def changes_table(first: Plan, second: Plan) -> Table:
     """The facts that differ between two plans, and the warnings that only one of them has."""
     facts, others = _flat(first), _flat(second)
-    names = [*facts, *(name for name in others if name not in facts)]
-    rows = [
-        (name, facts.get(name, _ABSENT), others.get(name, _ABSENT))
-        for name in names
-        if facts.get(name, _ABSENT) != others.get(name, _ABSENT)
-    ]
+    sides = {name: (facts.get(name, _ABSENT), others.get(name, _ABSENT)) for name in facts | others}
+    rows = [(name, old, new) for name, (old, new) in sides.items() if old != new]
+    unchanged = len(sides) - len(rows)
     rows += [("warning", line, _ABSENT) for line in first.warnings if line not in second.warnings]
     rows += [("warning", _ABSENT, line) for line in second.warnings if line not in first.warnings]
     columns = ("fact", *(f"{plan.variant} on {plan.gpu}, vLLM {plan.vllm}" for plan in (first, second)))
-    unchanged = sum(name in others and facts[name] == others[name] for name in facts)
     return Table("What changes", columns, tuple(rows), (f"{unchanged} facts are the same.",), text_columns=3)
 
 

@@ -51,14 +51,10 @@ def gpu_here(command: ServerCommand) -> str:
     device = gpu.first_visible(command.variables)
     if device is None:
         raise MissingPlanError("no GPU here to look up a plan for")
-    names = [
-        name for name, model in gpu_model.read(command.variant.root).items() if model.name == device.name
-    ]
-    if not names:
-        raise MissingPlanError(
-            f"no plan on {device.name}: {gpu_model.FILE} does not list it; add its data there"
-        )
-    return names[0]
+    for name, model in gpu_model.read(command.variant.root).items():
+        if model.name == device.name:
+            return name
+    raise MissingPlanError(f"no plan on {device.name}: {gpu_model.FILE} does not list it; add its data there")
 
 
 def has_toolkit_here(command: ServerCommand) -> bool:
@@ -92,17 +88,17 @@ def find(command: ServerCommand, gpu_name: str, *, toolkit: bool) -> Plan:
         MissingPlanError: there is none; names the misfit of the newest, and the command that makes one.
     """
     flags = rehearsal.decisive_flags(command)
-    reason = None
-    for plan in recorded_plans(command.variant.root, command.variant.name):
-        if plan.gpu != gpu_name:
-            continue
-        misfit = _misfit(plan, flags, toolkit)
-        if misfit is None:
-            return plan
-        reason = reason or misfit
     name = command.variant.name
+    misfits: list[str] = []
+    for plan in recorded_plans(command.variant.root, name):
+        if plan.gpu == gpu_name:
+            misfit = _misfit(plan, flags, toolkit)
+            if misfit is None:
+                return plan
+            misfits.append(misfit)
+    reason = f" that fits: {misfits[0]}" if misfits else ""
     raise MissingPlanError(
-        f"no plan of {name} on {gpu_name}{f' that fits: {reason}' if reason else ''}; "
+        f"no plan of {name} on {gpu_name}{reason}; "
         f"`slimqwen plan --variant {name} --gpu {gpu_name}{' --toolkit' if toolkit else ''}` makes one"
     )
 
