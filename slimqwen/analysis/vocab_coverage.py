@@ -117,11 +117,11 @@ def write(
     variant: Variant,
     sizes: Sequence[int],
     *,
-    corpus: Path | None = None,
-    num_documents: int = 20_000,
-    texts: Mapping[str, Path] | None = None,
-    num_held_out: int = 200,
-    num_scored: int = 20,
+    corpus: Path | None,
+    num_documents: int,
+    texts: Mapping[str, Path],
+    num_held_out: int,
+    num_scored: int,
     command: Sequence[str],
     progress: Progress = silent,
 ) -> Path:
@@ -146,7 +146,7 @@ def write(
     digests = prune_vocab.data(prune_vocab.PruneVocabParameters(size=sizes[0], corpus=ranking))
     seeds = {"corpus": ranking.seed, "held_out": ranking.seed + 1}
     sources = world_texts(num_held_out, seeds["held_out"])
-    for name, file in (texts or {}).items():
+    for name, file in texts.items():
         sources[name] = list(file_texts(file))
     fields = measure(variant.weights, ranking, sizes, sources, num_scored, progress)
     block = provenance.of_variant(

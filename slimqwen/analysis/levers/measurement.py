@@ -20,10 +20,6 @@ from slimqwen.serving import speed_only
 from slimqwen.serving.command import ServerCommand
 from slimqwen.variant import Variant
 
-ROUNDS = 6
-PROMPT_TOKENS = 32
-OUTPUT_TOKENS = 96
-
 _TIMEOUT_S = 300.0
 
 
@@ -73,9 +69,9 @@ class Side:
 def write(
     variants: Sequence[Variant],
     *,
-    rounds: int = ROUNDS,
-    prompt_tokens: int = PROMPT_TOKENS,
-    output_tokens: int = OUTPUT_TOKENS,
+    rounds: int,
+    prompt_tokens: int,
+    output_tokens: int,
     command: Sequence[str],
     even_if_busy: bool = False,
     progress: Progress = silent,

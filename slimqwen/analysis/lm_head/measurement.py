@@ -29,7 +29,6 @@ FRACTIONS = (0.125, 0.25, 0.5, 0.75)
 
 GROUP_SIZES = (32, 64, 128)
 BITS = 4
-NUM_DOCUMENTS = 60
 
 _NUMBER_BYTES = 2
 """Bytes per number of every head but the 4-bit ones."""
@@ -43,10 +42,10 @@ _SCORED_CHARACTERS = 8_192
 
 def write(
     variant: Variant,
-    text: Path | None = None,
+    text: Path | None,
     *,
-    num_documents: int = NUM_DOCUMENTS,
-    fractions: Sequence[float] = FRACTIONS,
+    num_documents: int,
+    fractions: Sequence[float],
     command: Sequence[str],
     progress: Progress = silent,
 ) -> Path:

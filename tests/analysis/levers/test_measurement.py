@@ -1,6 +1,7 @@
 """The order of turns, ratios paired by round, busy machines, an interrupted run, and what the record shows."""
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -88,9 +89,17 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def measured(root: Path, rounds: int = 3, **options: bool) -> Levers:
-    subjects = [variant.load(name, root) for name in ("tiny", "drafting")]
-    path = measurement.write(subjects, rounds=rounds, command=["slimqwen", "analyze", "levers"], **options)
+def measured(
+    root: Path, names: Sequence[str] = ("tiny", "drafting"), rounds: int = 3, even_if_busy: bool = False
+) -> Levers:
+    path = measurement.write(
+        [variant.load(name, root) for name in names],
+        rounds=rounds,
+        prompt_tokens=32,
+        output_tokens=96,
+        command=["slimqwen", "analyze", "levers"],
+        even_if_busy=even_if_busy,
+    )
     return store.read(path, Levers)
 
 
@@ -157,7 +166,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(root: Path, machine: Machin
 
 def test_one_variant_or_one_round_is_refused(root: Path) -> None:
     with pytest.raises(TurnError, match="two variants and two rounds"):
-        measurement.write([variant.load("tiny", root)], command=["x"])
+        measured(root, ["tiny"])
     with pytest.raises(TurnError, match="two variants and two rounds"):
         measured(root, rounds=1)
 
