@@ -43,8 +43,7 @@ def compile_kernels(
         config: vLLM's configuration, its blocks aligned and its graphs resolved.
         target: the model on the meta device.
         draft: its MTP head; None without drafts.
-        layout: layout of the KV cache.
-        gpu: the simulated GPU.
+        layout: vLLM's layout of the KV cache.
         cache: Triton's cache.
         baked: folders of Triton's cache that an archive beside the checkpoint holds.
 

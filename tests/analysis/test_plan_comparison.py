@@ -34,7 +34,9 @@ def test_a_kernel_that_loses_other_choices_is_a_change():
 
 
 def test_equal_plans_change_nothing():
-    assert plan_comparison.changes_table(plan(), plan()).rows == ()
+    table = plan_comparison.changes_table(plan(), plan())
+    assert table.rows == ()
+    assert table.notes == (f"{len(plan_comparison._flat(plan()))} facts are the same.",)
 
 
 def test_a_warning_of_one_plan_alone_is_a_change():

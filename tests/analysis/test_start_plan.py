@@ -72,11 +72,10 @@ def test_the_newest_plan_that_fits_the_start_counts(resolve, record):
     assert [(name, plan.checkpoint) for name, plan in plans.items()] == [("a10g", "second"), ("l4", "third")]
 
 
-def test_without_a_plan_the_command_that_makes_one_is_named(resolve, capsys):
+def test_without_a_plan_the_command_that_makes_one_is_named(resolve):
     command = resolve()
     with pytest.raises(MissingPlanError, match="`slimqwen plan --variant v --gpu a10g --toolkit` makes one"):
         start_plan.find(command, "a10g", toolkit=True)
-    assert consult(command) == (None, ())
 
 
 @pytest.mark.parametrize(
