@@ -10,12 +10,7 @@ from slimqwen.search.executors import Executor, Failure, Task
 
 @dataclass(frozen=True)
 class Question:
-    """A question of a rung.
-
-    Attributes:
-        request: everything that decides the answer, as JSON.
-        task: measures the answer.
-    """
+    """A question of a rung: everything that decides its answer, as JSON, and the task that measures it."""
 
     request: Any
     task: Task

@@ -5,7 +5,6 @@ repository, .cache/search/<base>/overlay/, whose weights/store is the repository
 the same recipe has the same content keys, and reuses their outputs.
 """
 
-import hashlib
 import json
 import os
 from dataclasses import asdict, dataclass, fields, replace
@@ -22,8 +21,6 @@ from slimqwen.variant import Variant, scaffold
 
 Steps = list[tuple[str, dict[str, Any]]]
 """Stages of a recipe with their parameters."""
-
-_OVERLAID = ("experiments", "weights")
 
 
 @dataclass(frozen=True)
@@ -165,12 +162,6 @@ class Candidate:
             scaffold.create(name, base.name, hypothesis, recipe=recipe, lines=lines, root=root)
         return variants.load(name, root)
 
-    def in_overlay(self, base: Variant, space: Space, overlay: Path) -> Variant:
-        """The candidate as a variant of an overlay; its name has a digest of its recipe and lines."""
-        text = json.dumps([self.recipe(base, space), self.lines(base)])
-        name = f"{base.name}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
-        return self.scaffold(name, base, space, "A candidate of a search.", overlay)
-
 
 def make_overlay(base: Variant, folder: Path) -> Path:
     """Make a repository beside the real one: links to its files, with variants and weights folders of its own.
@@ -179,21 +170,13 @@ def make_overlay(base: Variant, folder: Path) -> Path:
         base: variant of the real repository.
         folder: folder of the overlay, in the real repository.
     """
-    for parent in _OVERLAID:
+    (base.root / "weights" / "store").mkdir(parents=True, exist_ok=True)
+    for parent in ("experiments", "weights", "."):
         (folder / parent).mkdir(parents=True, exist_ok=True)
-    store = base.root / "weights" / "store"
-    store.mkdir(parents=True, exist_ok=True)
-    targets = [
-        *base.root.iterdir(),
-        *(base.root / "experiments").iterdir(),
-        *(base.root / "weights").iterdir(),
-    ]
-    for target in targets:
-        if target.name.startswith(".") or not target.is_dir():
-            continue
-        link = folder / target.relative_to(base.root)
-        if not link.is_symlink() and not link.exists():
-            link.symlink_to(os.path.relpath(target, link.parent))
+        for target in (base.root / parent).iterdir():
+            link = folder / parent / target.name
+            if target.is_dir() and not target.name.startswith(".") and not os.path.lexists(link):
+                link.symlink_to(os.path.relpath(target, link.parent))
     return folder
 
 

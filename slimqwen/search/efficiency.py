@@ -9,11 +9,12 @@ The search begins with points that its settings name; a comparison with the samp
 incumbent, shows how much these points contribute.
 """
 
+import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -47,6 +48,10 @@ class RecordedTrial:
     meets_budget: bool
     violations: Mapping[str, float]
     needed_engine: bool
+
+
+Seen = list[RecordedTrial]
+"""The trials that answered the points of a strategy so far, in their order."""
 
 
 class StrategyResult(Block):
@@ -102,14 +107,6 @@ def _relation(difference: Difference) -> str:
     return "beats" if difference.low > 0 else "loses to" if difference.high < 0 else "does no better than"
 
 
-class _Strategy(Protocol):
-    def propose(self) -> Point | None:
-        """The next point; None where none is left."""
-
-    def learn(self, trial: RecordedTrial) -> None:
-        """Take in the trial that gave the figures."""
-
-
 def compare(
     trials: Sequence[RecordedTrial],
     choices: Choices,
@@ -140,20 +137,19 @@ def compare(
         lever: tuple(dict.fromkeys([*values, *(trial.point[lever] for trial in trials)]))
         for lever, values in choices.items()
     }
-    strategies: dict[Strategy, Callable[[int], _Strategy]] = {
-        "search": lambda seed: _Search(lever_values, first_points, sampler(seed)),
-        "sampler alone": lambda seed: _Search(lever_values, first_points[:1], sampler(seed)),
-        "random": lambda seed: _Random(lever_values, seed),
-        "one lever": lambda seed: _OneLever(choices, first_points[0], seed),
+    strategies: dict[Strategy, Callable[[int, Seen], Iterator[Point]]] = {
+        "search": lambda seed, seen: _search(lever_values, first_points, sampler(seed), seen),
+        "sampler alone": lambda seed, seen: _search(lever_values, first_points[:1], sampler(seed), seen),
+        "random": lambda seed, _: _random(lever_values, seed),
+        "one lever": lambda seed, _: _one_lever(choices, first_points[0], seed),
     }
+    curves: dict[Strategy, list[list[float]]] = {name: [] for name in strategies}
     with _silenced_optuna():
-        curves = {
-            name: [
-                _replay(make(seed), list(trials), lever_values, evaluations, incumbent_speed)
-                for seed in range(seeds)
-            ]
-            for name, make in strategies.items()
-        }
+        for name, propose in strategies.items():
+            for seed in range(seeds):
+                seen: Seen = []
+                points = propose(seed, seen)
+                curves[name].append(_replay(points, seen, trials, lever_values, evaluations, incumbent_speed))
     best = {name: [curve[evaluations - 1] for curve in seed_curves] for name, seed_curves in curves.items()}
     return Efficiency(
         seeds=seeds,
@@ -180,8 +176,9 @@ def compare(
 
 
 def _replay(
-    strategy: _Strategy,
-    unseen: list[RecordedTrial],
+    points: Iterator[Point],
+    seen: Seen,
+    trials: Sequence[RecordedTrial],
     levers: Iterable[str],
     evaluations: int,
     incumbent_speed: float,
@@ -189,11 +186,12 @@ def _replay(
     """The best speed over the incumbent's after each evaluation that needs an engine."""
     best = 1.0
     curve: list[float] = []
-    while unseen and len(curve) < evaluations and (point := strategy.propose()) is not None:
+    unseen = list(trials)
+    while unseen and len(curve) < evaluations and (point := next(points, None)) is not None:
         # Of equally near trials the one that the search made first.
         distances = [sum(trial.point[lever] != point[lever] for lever in levers) for trial in unseen]
         trial = unseen.pop(distances.index(min(distances)))
-        strategy.learn(trial)
+        seen.append(trial)
         if trial.scores is not None and trial.meets_budget:
             best = max(best, -trial.scores[0] / incumbent_speed)
         if trial.needed_engine:
@@ -201,74 +199,62 @@ def _replay(
     return curve + [best] * (evaluations - len(curve))
 
 
-class _Search:
-    """The study of a search: its first points, then its sampler."""
+def _search(choices: Choices, first_points: Sequence[Point], sampler: Any, seen: Seen) -> Iterator[Point]:
+    """The first points of a search, then those of its sampler, which learns each trial that is seen."""
+    import optuna
 
-    def __init__(self, choices: Choices, first_points: Sequence[Point], sampler: Any) -> None:
-        import optuna
-
-        self._choices, self._first = choices, list(first_points)
-        self._study = optuna.create_study(directions=["minimize"] * 3, sampler=sampler)
-
-    def propose(self) -> Point | None:
-        from optuna.trial import TrialState
-
-        if self._first:
-            return self._first.pop(0)
-        trial, point = self._ask()
-        self._study.tell(trial, state=TrialState.FAIL)  # the sampler gets the nearest recorded point instead
-        return point
-
-    def learn(self, trial: RecordedTrial) -> None:
-        from optuna.trial import TrialState
-
-        self._study.enqueue_trial({lever: trial.point[lever] for lever in self._choices})
-        study_trial, _ = self._ask()
-        for name, value in trial.violations.items():
-            study_trial.set_constraint(name, value)
-        if trial.scores is None:
-            self._study.tell(study_trial, state=TrialState.PRUNED)
+    study = optuna.create_study(directions=["minimize"] * 3, sampler=sampler)
+    for number in itertools.count():
+        if number < len(first_points):
+            yield first_points[number]
         else:
-            self._study.tell(study_trial, list(trial.scores))
+            trial = study.ask()
+            point = suggest(trial, choices)
+            # The sampler gets the nearest recorded point instead.
+            study.tell(trial, state=optuna.trial.TrialState.FAIL)
+            yield point
+        answer = seen[-1]
+        study.enqueue_trial({lever: answer.point[lever] for lever in choices})
+        trial = study.ask()
+        suggest(trial, choices)
+        tell(study, trial, answer.scores, answer.violations)
 
-    def _ask(self) -> tuple[Any, Point]:
-        trial = self._study.ask()
-        return trial, {
-            lever: trial.suggest_categorical(lever, list(values)) for lever, values in self._choices.items()
-        }
 
-
-class _Random:
+def _random(choices: Choices, seed: int) -> Iterator[Point]:
     """Points drawn evenly from the space."""
-
-    def __init__(self, choices: Choices, seed: int) -> None:
-        self._choices, self._rng = choices, random.Random(seed)
-
-    def propose(self) -> Point | None:
-        return {lever: self._rng.choice(values) for lever, values in self._choices.items()}
-
-    def learn(self, trial: RecordedTrial) -> None:
-        """Learn nothing."""
+    rng = random.Random(seed)
+    while True:
+        yield {lever: rng.choice(values) for lever, values in choices.items()}
 
 
-class _OneLever:
+def _one_lever(choices: Choices, start: Point, seed: int) -> Iterator[Point]:
     """A start point, then every other value of each lever alone, in random order."""
+    moves = [
+        {**start, lever: value}
+        for lever, values in choices.items()
+        for value in values
+        if value != start[lever]
+    ]
+    random.Random(seed).shuffle(moves)
+    yield start
+    yield from moves
 
-    def __init__(self, choices: Choices, start: Point, seed: int) -> None:
-        moves = [
-            {**start, lever: value}
-            for lever, values in choices.items()
-            for value in values
-            if value != start[lever]
-        ]
-        random.Random(seed).shuffle(moves)
-        self._points = iter([start, *moves])
 
-    def propose(self) -> Point | None:
-        return next(self._points, None)
+def suggest(trial: Any, choices: Choices) -> dict[str, Choice]:
+    """The values that Optuna's sampler suggests for a trial."""
+    return {lever: trial.suggest_categorical(lever, list(values)) for lever, values in choices.items()}
 
-    def learn(self, trial: RecordedTrial) -> None:
-        """Learn nothing."""
+
+def tell(study: Any, trial: Any, scores: Sequence[float] | None, violations: Mapping[str, float]) -> None:
+    """Give a trial's scores, or that it ended early, and the constraints that it was judged by to the sampler."""
+    from optuna.trial import TrialState
+
+    for name, value in violations.items():
+        trial.set_constraint(name, value)
+    if scores is None:
+        study.tell(trial, state=TrialState.PRUNED)
+    else:
+        study.tell(trial, list(scores))
 
 
 @contextmanager

@@ -14,14 +14,13 @@ function of the recipe's steps, flags, settings and versions, and is kept under 
 import hashlib
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from slimqwen import checkpoint
-from slimqwen import variant as variants
 from slimqwen.analysis.roofline import cost
 from slimqwen.analysis.roofline.architecture import shape_model
 from slimqwen.analysis.roofline.gpu import Gpu
@@ -30,26 +29,21 @@ from slimqwen.recipe.registry import STAGES
 from slimqwen.records import provenance
 from slimqwen.records.settings import Settings
 from slimqwen.search import rungs
+from slimqwen.search.answers import Question
 from slimqwen.search.candidate import Candidate
-from slimqwen.search.executors import Resources, Task
+from slimqwen.search.executors import ENGINE_BYTES, Resources, Task
 from slimqwen.search.rungs import Budget
 from slimqwen.search.space import Space
 from slimqwen.variant import Variant
 
-_ENGINE_BYTES = 3 << 30
-"""Resident size of vLLM's process, of stages and of the base in float32, for a small model."""
-
 
 @dataclass(frozen=True)
 class Ladder:
-    """A base, a GPU, a space and a budget: everything that decides the answers of a candidate's rungs.
+    """Everything that decides the answers of a candidate's rungs.
 
     Attributes:
         base: variant that candidates are made from and compared with.
         overlay: repository that candidates lie in.
-        gpu: GPU whose speed is modelled.
-        space: choices of the levers.
-        budget: limits of quality.
     """
 
     base: Variant
@@ -57,14 +51,6 @@ class Ladder:
     gpu: Gpu
     space: Space
     budget: Budget
-
-    def incumbent(self, name: str) -> Variant:
-        """The variant that candidates have to be faster than.
-
-        Args:
-            name: name of the incumbent; empty for the base.
-        """
-        return variants.load(name, self.base.root) if name else self.base
 
     @cached_property
     def _config(self) -> dict[str, Any]:
@@ -121,56 +107,51 @@ class Ladder:
         deepest = max(int(depth) for depth in self.space.choices["depth"])
         return deepest and max(deepest, self.budget.acceptance.gate_depth)
 
-    def reference_task(self, variant: Variant, depth: int) -> Task:
-        """The task that counts the drafts of a variant with which candidates are compared.
+    def in_overlay(self, candidate: Candidate) -> Variant:
+        """A candidate as a variant of the overlay; its name has a digest of its recipe and lines."""
+        text = json.dumps([candidate.recipe(self.base, self.space), candidate.lines(self.base)])
+        name = f"{self.base.name}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
+        return candidate.scaffold(name, self.base, self.space, "A candidate of a search.", self.overlay)
+
+    def reference(self, variant: Variant, depth: int) -> Question:
+        """The question that counts the drafts of a variant with which candidates are compared.
 
         Args:
             variant: the base or the incumbent, in the overlay.
             depth: tokens drafted at a time (K).
         """
-        argument = {"candidate": variant.name, "depths": [depth]}
-        request = self.reference_request(variant, depth)
-        return self._task(request, f"drafts of {variant.name}", rungs.count_drafts, argument)
-
-    def reference_request(self, variant: Variant, depth: int) -> Any:
-        """Everything that decides the answer of `reference_task`, as JSON."""
+        acceptance = self.budget.acceptance
         if variant.name == self.base.name:
-            return self._request(Candidate(depth=depth), self.budget.acceptance)
-        recipe = variant.recipe.read_text(encoding="utf-8") if variant.recipe else variant.name
-        return [recipe, self._shared(self.budget.acceptance), depth]
+            request = self._request(Candidate(depth=depth), acceptance)
+        else:
+            recipe = variant.recipe.read_text(encoding="utf-8") if variant.recipe else variant.name
+            request = [recipe, self._shared(acceptance), depth]
+        title = f"drafts of {variant.name}"
+        return self._question(request, title, rungs.count_drafts, variant.name, depths=[depth])
 
-    def requests(self, candidate: Candidate) -> dict[str, Any]:
-        """Everything that decides the answers of a candidate's rungs, by the names of the answers, in their order.
+    def questions(self, candidate: Candidate) -> dict[str, Question]:
+        """The questions of a candidate's rungs by the names of their answers, in the order of the rungs.
 
-        All candidates of one target share its fidelity.
+        All candidates of one target share its fidelity, and all share the base's acceptance.
         """
-        requests = {"fidelity": self._request(candidate.target, self.budget.fidelity)}
+        name = self.in_overlay(candidate).name
+        request = self._request(candidate.target, self.budget.fidelity)
+        target = self.in_overlay(candidate.target).name
+        title = f"fidelity of {name}"
+        questions = {"fidelity": self._question(request, title, rungs.compare_distributions, target)}
         if candidate.depth:
             acceptance = self.budget.acceptance
-            base = Candidate(depth=acceptance.gate_depth)
-            requests["base_acceptance"] = self._request(base, acceptance)
-            requests["acceptance"] = [
-                *self._request(candidate, acceptance),
-                {"depths": self.budget.counted_depths(candidate.depth)},
-            ]
-        return requests
-
-    def task(self, candidate: Candidate, name: str, answer: str) -> Task:
-        """The task that measures one answer of a candidate's rungs; candidates with the same request share it.
-
-        Args:
-            candidate: candidate to measure.
-            name: name of its variant in the overlay.
-            answer: key of `requests`.
-        """
-        request, title = self.requests(candidate)[answer], f"{answer} of {name}"
-        if answer == "fidelity":
-            target = candidate.target.in_overlay(self.base, self.space, self.overlay)
-            return self._task(request, title, rungs.compare_distributions, {"candidate": target.name})
-        argument = {"candidate": name, "depths": self.budget.counted_depths(candidate.depth)}
-        if answer == "base_acceptance":
-            argument = {"candidate": self.base.name, "depths": [self.budget.acceptance.gate_depth]}
-        return self._task(request, title, rungs.count_drafts, argument)
+            depths = [acceptance.gate_depth]
+            request = self._request(Candidate(depth=acceptance.gate_depth), acceptance)
+            title = f"base_acceptance of {name}"
+            questions["base_acceptance"] = self._question(
+                request, title, rungs.count_drafts, self.base.name, depths=depths
+            )
+            depths = self.budget.counted_depths(candidate.depth)
+            request = [*self._request(candidate, acceptance), {"depths": depths}]
+            title = f"acceptance of {name}"
+            questions["acceptance"] = self._question(request, title, rungs.count_drafts, name, depths=depths)
+        return questions
 
     def _request(self, candidate: Candidate, settings: Settings) -> Any:
         changes = [candidate.recipe(self.base, self.space), candidate.lines(self.base)]
@@ -189,9 +170,12 @@ class Ladder:
         flags = {name: setting.value for name, setting in self.base.settings.items()}
         return [checkpoint.digest(self.base.weights), flags, provenance.package_versions()]
 
-    def _task(self, request: Any, title: str, function: Any, extra_argument: Mapping[str, Any]) -> Task:
+    def _question(
+        self, request: Any, title: str, function: Any, candidate: str, **extra_argument: Any
+    ) -> Question:
         argument = {
             "base": self.base.name,
+            "candidate": candidate,
             "overlay": str(self.overlay.relative_to(self.base.root)),
             "budget": self.budget.name,
             "deepest": self.deepest,
@@ -200,5 +184,7 @@ class Ladder:
         }
         digest = hashlib.sha256(json.dumps(request, sort_keys=True, default=str).encode()).hexdigest()
         gpus = 1 if self.base.platform == "cuda" else 0
-        needs = Resources(gpus=gpus, memory_bytes=_ENGINE_BYTES)
-        return Task(f"{digest[:24]}-search-{title.split()[0]}", title, function, argument, needs)
+        needs = Resources(gpus=gpus, memory_bytes=ENGINE_BYTES)
+        return Question(
+            request, Task(f"{digest[:24]}-search-{title.split()[0]}", title, function, argument, needs)
+        )

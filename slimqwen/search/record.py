@@ -71,6 +71,16 @@ class SearchTrial(Block):
         return not self.reason
 
     @property
+    def speed(self) -> float:
+        """Its tokens per second; 0 where it ended early."""
+        return self.tokens_per_second or 0.0
+
+    @property
+    def scores(self) -> tuple[float, float, float]:
+        """Figures to minimise. PED-ANOVA, too, takes small values as good, so the speed is negative."""
+        return -self.speed, self.worst_share or 0.0, float(self.checkpoint_bytes)
+
+    @property
     def label(self) -> str:
         """Its changes, in one line."""
         return ", ".join(f"{lever} {value}" for lever, value in self.changes.items()) or "nothing"
@@ -114,13 +124,13 @@ class Search(Record):
         """Trials that no other beats in speed, share of a limit and size, the fastest first."""
         passed = [trial for trial in self.trials if trial.passed]
         best = [trial for trial in passed if not any(_dominates(other, trial) for other in passed)]
-        return sorted(best, key=lambda trial: -(trial.tokens_per_second or 0))
+        return sorted(best, key=lambda trial: -trial.speed)
 
     @property
     def faster(self) -> list[SearchTrial]:
         """Trials of the front that are modelled faster than the incumbent."""
         least = self.incumbent.tokens_per_second
-        return [trial for trial in self.front if (trial.tokens_per_second or 0) > least]
+        return [trial for trial in self.front if trial.speed > least]
 
     @property
     def promoted(self) -> list[str]:
@@ -137,19 +147,16 @@ class Search(Record):
                 f"Serve {incumbent}: of {len(self.trials)} candidates none that kept within the limits of "
                 f"{self.budget} is faster on {where}."
             )
-        by_name = {trial.name: trial for trial in self.trials}
-        within_limits = [trial for trial in self.faster if (trial.worst_share or 0) <= 1]
-        best = (
-            by_name[self.proof_names[self.promoted[0]]]
-            if self.promoted
-            else (within_limits or self.faster)[0]
-        )
-        assert best.tokens_per_second is not None
-        assert best.worst_share is not None
+        if self.promoted:
+            name = self.proof_names[self.promoted[0]]
+            best = next(trial for trial in self.trials if trial.name == name)
+        else:
+            within_limits = [trial for trial in self.faster if (trial.worst_share or 0) <= 1]
+            best = (within_limits or self.faster)[0]
         facts = (
-            f"{best.label}. On {where}, it decodes {best.tokens_per_second:,.0f} tokens/s, "
-            f"{best.tokens_per_second / least:.2f} times the {least:,.0f} of {incumbent}, with "
-            f"{best.checkpoint_bytes / 1e6:.1f} MB; on the search's items it used {best.worst_share:.0%} of the limit "
+            f"{best.label}. On {where}, it decodes {best.speed:,.0f} tokens/s, {best.speed / least:.2f} times the "
+            f"{least:,.0f} of {incumbent}, with {best.checkpoint_bytes / 1e6:.1f} MB; on the search's items it used "
+            f"{best.worst_share:.0%} of the limit "
             "that it came nearest to"
         )
         if not self.proof:
@@ -172,21 +179,16 @@ class Search(Record):
         The proof, the importance and the comparison with other strategies are left out where the record has none.
         """
         speed = "tokens/s" if self.timed else f"tokens/s (roofline of the {self.gpu})"
+        least = self.incumbent.tokens_per_second
         front: dict[str, Callable[[SearchTrial], object]] = {
             "candidate": lambda row: row.label,
-            speed: lambda row: f"{row.tokens_per_second:,.0f}",
-            f"times {self.incumbent.variant}": lambda row: (
-                f"{(row.tokens_per_second or 0) / self.incumbent.tokens_per_second:.2f}"
-            ),
-            "acceptance length ± SE": lambda row: (
-                f"{row.acceptance_length:.3f}" if row.acceptance_length else None
-            ),
-            "share of the base's [95 %]": lambda row: (
-                f"{row.acceptance_share:.3f}" if row.acceptance_share else None
-            ),
-            "recounted": lambda row: f"{row.recounted_share:.3f}" if row.recounted_share else None,
-            "KL, nats a token ± SE": lambda row: f"{row.kl_nats:.5f}" if row.kl_nats else None,
-            "of a limit": lambda row: f"{row.worst_share:.0%}",
+            speed: lambda row: f"{row.speed:,.0f}",
+            f"times {self.incumbent.variant}": lambda row: f"{row.speed / least:.2f}",
+            "acceptance length ± SE": lambda row: _formatted(row.acceptance_length, ".3f"),
+            "share of the base's [95 %]": lambda row: _formatted(row.acceptance_share, ".3f"),
+            "recounted": lambda row: _formatted(row.recounted_share, ".3f"),
+            "KL, nats a token ± SE": lambda row: _formatted(row.kl_nats, ".5f"),
+            "of a limit": lambda row: _formatted(row.worst_share, ".0%"),
             "MB": lambda row: f"{row.checkpoint_bytes / 1e6:.2f}",
         }
         notes = [
@@ -206,8 +208,8 @@ class Search(Record):
             "ended at": lambda row: row.rung,
             "because": lambda row: row.reason or "passed every rung",
             "bound, tokens/s": lambda row: f"{row.bound_tokens_per_second:,.0f}",
-            "tokens/s": lambda row: f"{row.tokens_per_second:,.0f}" if row.tokens_per_second else None,
-            "of a limit": lambda row: f"{row.worst_share:.0%}" if row.worst_share is not None else None,
+            "tokens/s": lambda row: _formatted(row.tokens_per_second, ",.0f"),
+            "of a limit": lambda row: _formatted(row.worst_share, ".0%"),
             "s": lambda row: f"{row.seconds:.0f}",
         }
         tables = [
@@ -217,14 +219,11 @@ class Search(Record):
             Table.from_rows("Trials", self.trials, all_trials, text_columns=4),
         ]
         if self.importance:
-            ranked = sorted(self.importance.items(), key=lambda each: -each[1])
-            columns: dict[str, Callable[[tuple[str, float]], object]] = {
-                "lever": lambda row: row[0],
-                "importance for speed": lambda row: f"{row[1]:.2f}",
-            }
             tables.append(
                 Table.from_rows(
-                    "What decides the speed of the trials that passed (PED-ANOVA)", ranked, columns
+                    "What decides the speed of the trials that passed (PED-ANOVA)",
+                    sorted(self.importance.items(), key=lambda each: -each[1]),
+                    {"lever": lambda row: row[0], "importance for speed": lambda row: f"{row[1]:.2f}"},
                 )
             )
         if self.efficiency:
@@ -237,11 +236,10 @@ class Search(Record):
         The last is the best speed found by each strategy over its evaluations; it and the importance are left out
         where the record has none.
         """
-        passed = [trial for trial in self.trials if trial.passed and trial not in self.front]
-        speeds = [trial.tokens_per_second or 0 for trial in self.trials if trial.passed]
-        least = self.incumbent.tokens_per_second
-        low, high = min([least, *speeds]), max([least, *speeds])
-        shares = [trial.worst_share or 0 for trial in self.trials if trial.passed]
+        front, least = self.front, self.incumbent.tokens_per_second
+        passed = [trial for trial in self.trials if trial.passed]
+        speeds = [least, *(trial.speed for trial in passed)]
+        shares = [0, 1, *(trial.worst_share or 0 for trial in passed)]
         panels = [
             Panel(
                 "share of a limit that is used",
@@ -249,19 +247,17 @@ class Search(Record):
                 if self.timed
                 else f"tokens/s, roofline of the {self.gpu} (bars: 95 % of acceptance)",
                 [
-                    _points("front", sorted(self.front, key=lambda trial: trial.worst_share or 0)),
-                    _points("passed", passed),
-                    Line(self.incumbent.variant, [min([0, *shares]), max([1, *shares])], [least, least]),
-                    Line("limit", [1, 1], [low, high]),
+                    _points("front", sorted(front, key=lambda trial: trial.worst_share or 0)),
+                    _points("passed", [trial for trial in passed if trial not in front]),
+                    Line(self.incumbent.variant, [min(shares), max(shares)], [least, least]),
+                    Line("limit", [1, 1], [min(speeds), max(speeds)]),
                 ],
             ),
             self._levers_panel(),
         ]
         if self.importance:
-            names = list(self.importance)
-            values = [self.importance[name] for name in names]
-            bars = Line("importance", range(len(names)), values)
-            panels.append(Panel("lever", "importance for speed", [bars], names))
+            bars = Line("importance", range(len(self.importance)), list(self.importance.values()))
+            panels.append(Panel("lever", "importance for speed", [bars], list(self.importance)))
         if self.efficiency:
             curves = [
                 Line(row.strategy, range(1, len(row.by_evaluations) + 1), row.by_evaluations)
@@ -295,18 +291,16 @@ class Search(Record):
     def _proof_table(self, proof: Proof) -> Table:
         """Both estimates of every finalist: on the search's items and on those that it never saw."""
         rows = [(finalist, after) for finalist in proof.finalists for after in finalist.after]
-
-        def before(finalist: Finalist, after: Finding) -> Finding | None:
-            alike = (
-                each for each in finalist.before if (each.gate, each.figure) == (after.gate, after.figure)
-            )
-            return next(alike, None)
-
+        before = {
+            (finalist.variant, each.gate, each.figure): each
+            for finalist in proof.finalists
+            for each in finalist.before
+        }
         columns: dict[str, Callable[[tuple[Finalist, Finding]], object]] = {
             "finalist": lambda row: row[0].variant,
             "check": lambda row: row[1].gate,
             "figure": lambda row: row[1].figure,
-            "search's items": lambda row: _estimate(before(*row)),
+            "search's items": lambda row: _estimate(before.get((row[0].variant, row[1].gate, row[1].figure))),
             "proof's items": lambda row: _estimate(row[1]),
             "limit": lambda row: f"{row[1].limit:g}",
             "verdict": lambda row: row[1].verdict,
@@ -348,12 +342,12 @@ class Search(Record):
 
 def _dominates(first: SearchTrial, second: SearchTrial) -> bool:
     """Whether a trial is at least as good as another in speed, share of a limit and size, and better in one."""
-
-    def scores(trial: SearchTrial) -> tuple[float, float, int]:
-        return -(trial.tokens_per_second or 0), trial.worst_share or 0, trial.checkpoint_bytes
-
-    pairs = list(zip(scores(first), scores(second), strict=True))
+    pairs = list(zip(first.scores, second.scores, strict=True))
     return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
+
+
+def _formatted(value: float | Estimate | Ratio | None, spec: str) -> str | None:
+    return None if value is None else f"{value:{spec}}"
 
 
 def _estimate(finding: Finding | None) -> str | None:
@@ -366,18 +360,10 @@ def _estimate(finding: Finding | None) -> str | None:
 def _points(label: str, trials: Sequence[SearchTrial]) -> Line:
     """Trials with half their interval of speed, which is that of their acceptance length."""
     errors = [
-        (trial.tokens_per_second or 0)
-        * 1.96
-        * trial.acceptance_length.standard_error
-        / trial.acceptance_length.value
-        if trial.acceptance_length
+        1.96 * trial.speed * length.standard_error / length.value
+        if (length := trial.acceptance_length)
         else 0.0
         for trial in trials
     ]
-    return Line(
-        label,
-        [trial.worst_share or 0 for trial in trials],
-        [trial.tokens_per_second or 0 for trial in trials],
-        errors,
-        joined=False,
-    )
+    shares = [trial.worst_share or 0 for trial in trials]
+    return Line(label, shares, [trial.speed for trial in trials], errors, joined=False)

@@ -1,7 +1,7 @@
 """The rungs of the ladder that need an engine, each a task in a process of its own that writes no record."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import NormalDist
@@ -9,13 +9,13 @@ from typing import Any
 
 from slimqwen import checkpoint
 from slimqwen import variant as variants
-from slimqwen.evals import drafting, fidelity
-from slimqwen.evals.drafting import AcceptanceSettings
+from slimqwen.evals import acceptance_share, drafting, fidelity
+from slimqwen.evals.drafting import AcceptanceSettings, Item
 from slimqwen.evals.fidelity_figures import FidelitySettings, Figures, Limits, summarise
 from slimqwen.evals.gate import GateSettings
 from slimqwen.progress import Progress
 from slimqwen.recipe import variant_recipe
-from slimqwen.records.record import Estimate
+from slimqwen.records.record import Estimate, Ratio
 from slimqwen.records.split import Split
 from slimqwen.search.record import SearchTrial
 from slimqwen.serving.command import ServerCommand
@@ -88,6 +88,16 @@ class Budget:
         # Both measurements have the same error, so their difference has sqrt(2) times that.
         errors = normal.inv_cdf(1 - ALPHA / finalists) + normal.inv_cdf(_PROOF_POWER) * math.sqrt(2)
         return self._is_met_within(trial, half_widths=errors / normal.inv_cdf(1 - ALPHA))
+
+    def acceptance_share(self, base: Sequence[Item], own: Sequence[Item]) -> Ratio:
+        """Acceptance length of a candidate / the base's, at the gate's depth.
+
+        Args:
+            base: items of the base's acceptance record.
+            own: items of the candidate's.
+        """
+        depth, least = self.acceptance.gate_depth, self.acceptance.least_share
+        return Ratio.from_ratio(acceptance_share.judge(base, own, depth=depth, least_share=least).ratio)
 
     def _is_met_within(self, trial: SearchTrial, half_widths: float) -> bool:
         kl, share = trial.kl_nats, trial.recounted_share or trial.acceptance_share

@@ -8,10 +8,8 @@ as the proof has, and the second count decides who is a finalist.
 import dataclasses
 from collections.abc import Sequence
 
-from slimqwen.evals import acceptance_share
 from slimqwen.progress import Progress, silent
 from slimqwen.records.journal import Journal
-from slimqwen.records.record import Ratio
 from slimqwen.search.answers import Question, measure
 from slimqwen.search.candidate import Candidate
 from slimqwen.search.executors import Executor
@@ -41,40 +39,29 @@ def recount(
     Returns:
         The trials that were counted, with `recounted_share`; those whose count broke down are left out.
     """
-    larger_ladder = dataclasses.replace(ladder, budget=ladder.budget.for_finalists())
-    settings = larger_ladder.budget.acceptance
+    budget = ladder.budget.for_finalists()
+    larger_ladder = dataclasses.replace(ladder, budget=budget)
     counted: list[SearchTrial] = []
     likely_count = 0
     for start in range(0, len(trials), executor.width):
         progress("recounts", start, len(trials))
         group = trials[start : start + executor.width]
-        questions = {trial.name: _questions(trial, larger_ladder) for trial in group}
-        measure([each for of_trial in questions.values() for each in of_trial], executor, answers)
+        questions: dict[str, list[Question]] = {}
         for trial in group:
-            if questions[trial.name]:
+            candidate = Candidate(**trial.changes)
+            if candidate.depth:
+                candidate = dataclasses.replace(candidate, depth=budget.acceptance.gate_depth)
+                asked = larger_ladder.questions(candidate)
+                questions[trial.name] = [asked["base_acceptance"], asked["acceptance"]]
+        measure([each for asked in questions.values() for each in asked], executor, answers)
+        for trial in group:
+            if trial.name in questions:
                 base, own = (answers.get(question.request) for question in questions[trial.name])
                 if base is None or own is None:
                     continue
-                share = acceptance_share.judge(
-                    base, own, depth=settings.gate_depth, least_share=settings.least_share
-                )
-                trial = trial.model_copy(update={"recounted_share": Ratio.from_ratio(share.ratio)})
+                trial = trial.model_copy(update={"recounted_share": budget.acceptance_share(base, own)})
             counted.append(trial)
             likely_count += ladder.budget.is_likely_proven(trial, finalists)
         if likely_count >= finalists:
             break
     return counted
-
-
-def _questions(trial: SearchTrial, larger_ladder: Ladder) -> list[Question]:
-    """Drafts of the base and of a trial at the gate's depth; none where the trial drafts nothing."""
-    candidate = Candidate(**trial.changes)
-    if not candidate.depth:
-        return []
-    candidate = dataclasses.replace(candidate, depth=larger_ladder.budget.acceptance.gate_depth)
-    variant = candidate.in_overlay(larger_ladder.base, larger_ladder.space, larger_ladder.overlay)
-    requests = larger_ladder.requests(candidate)
-    return [
-        Question(requests[answer], larger_ladder.task(candidate, variant.name, answer))
-        for answer in ("base_acceptance", "acceptance")
-    ]

@@ -23,19 +23,8 @@ from slimqwen.variant import Variant
 Choice = str | int | float | bool
 Point = Mapping[str, Choice]
 
-LEVERS = (
-    "mlp", "attention", "linear_attention", "mtp", "group_size", "rounding", "head_bits", "vocabulary",
-    "draft_vocabulary", "redistillation", "depth", "state_dtype", "kv_cache_dtype", "max_sequences",
-)  # fmt: skip
-"""Names of the levers; `slimqwen.search.candidate.Candidate` explains each."""
-
 _SCHEMES = ("none", "W8A16", "W4A16")
 _GROUP_SIZES = (32, 64, 128)
-_VOCABULARY = (1.0, 0.96875, 0.875, 0.5)
-_DRAFT_VOCABULARY = (1.0, 0.5, 0.25, 0.125)
-_DEPTHS = (1, 2, 3, 4, 5, 6)
-_FP8_CAPABILITY = (8, 9)
-"""First compute capability whose attention kernels read an FP8 KV cache without leaving full CUDA graphs."""
 
 
 class Decoding(BaseModel):
@@ -143,9 +132,9 @@ class Space:
         """
         derived = _derived_choices(base, gpu)
         points = [settings.incumbent.point, *settings.points]
-        unknown = sorted({*settings.choices}.union(*points) - {*LEVERS})
+        unknown = sorted({*settings.choices}.union(*points) - {*derived})
         if unknown:
-            raise SearchError(f"{unknown[0]!r} is no lever of a search; levers are {', '.join(LEVERS)}")
+            raise SearchError(f"{unknown[0]!r} is no lever of a search; levers are {', '.join(derived)}")
         space = cls(MappingProxyType({**derived, **settings.choices}), settings)
         for lever, value in (each for point in points for each in point.items()):
             if value not in space.choices[lever]:
@@ -158,11 +147,11 @@ class Space:
     @property
     def levers(self) -> list[str]:
         """Names of the levers with more than one choice."""
-        return [lever for lever in LEVERS if len(self.choices[lever]) > 1]
+        return [lever for lever, values in self.choices.items() if len(values) > 1]
 
     def complete(self, point: Point) -> dict[str, Choice]:
         """A value for every lever: those of a point, else the first choice, which has no effect."""
-        return {lever: point.get(lever, self.choices[lever][0]) for lever in LEVERS}
+        return {lever: point.get(lever, values[0]) for lever, values in self.choices.items()}
 
     def first_points(self) -> list[dict[str, Choice]]:
         """Points to begin with: the incumbent's, then those of the settings."""
@@ -185,6 +174,7 @@ class Space:
 
 
 def _derived_choices(base: Variant, gpu: Gpu) -> dict[str, tuple[Choice, ...]]:
+    """Values of every lever by its name; `slimqwen.search.candidate.Candidate` explains each."""
     config = checkpoint.read_config(base.weights)
     text = checkpoint.text_config(config)
     layers = set(text.get("layer_types", ["full_attention"]))
@@ -211,12 +201,13 @@ def _derived_choices(base: Variant, gpu: Gpu) -> dict[str, tuple[Choice, ...]]:
         "group_size": groups or _GROUP_SIZES[:1],
         "rounding": ("nearest", "gptq") if not is_packed else ("nearest",),
         "head_bits": (16, 4) if groups and not is_packed else (16,),
-        "vocabulary": _VOCABULARY,
-        "draft_vocabulary": _DRAFT_VOCABULARY if has_drafts else (1.0,),
+        "vocabulary": (1.0, 0.96875, 0.875, 0.5),
+        "draft_vocabulary": (1.0, 0.5, 0.25, 0.125) if has_drafts else (1.0,),
         "redistillation": (False, True) if has_drafts else (False,),
-        "depth": _DEPTHS if has_drafts else (0,),
+        "depth": (1, 2, 3, 4, 5, 6) if has_drafts else (0,),
         # Not float16: vLLM's fused Gated DeltaNet kernel of verify steps takes bfloat16 or float32 alone.
         "state_dtype": ("auto", "bfloat16") if has_recurrent_layers and wide_states else ("auto",),
-        "kv_cache_dtype": ("auto", "fp8") if capability >= _FP8_CAPABILITY else ("auto",),
+        # Attention kernels of older GPUs leave full CUDA graphs for an FP8 KV cache.
+        "kv_cache_dtype": ("auto", "fp8") if capability >= (8, 9) else ("auto",),
         "max_sequences": (0,),
     }

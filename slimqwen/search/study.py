@@ -11,17 +11,17 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slimqwen import variant as variants
 from slimqwen.analysis.roofline.gpu import RooflineError
 from slimqwen.captured_log import capture_logger
-from slimqwen.evals import acceptance_share
 from slimqwen.evals.acceptance import summarise
 from slimqwen.progress import Progress, silent
 from slimqwen.records.journal import locked
-from slimqwen.records.record import Estimate, Ratio
+from slimqwen.records.record import Estimate
 from slimqwen.search import SearchError, efficiency
 from slimqwen.search.answers import Question, measure
 from slimqwen.search.candidate import Candidate, without_cache
@@ -30,8 +30,7 @@ from slimqwen.search.executors import Executor, Failure, Outcome
 from slimqwen.search.ladder import Ladder
 from slimqwen.search.record import Incumbent, Rung, SearchTrial
 from slimqwen.search.rungs import Shares
-from slimqwen.search.space import LEVERS, Choice
-from slimqwen.variant import Variant
+from slimqwen.search.space import Choice
 
 _STARTUP_TRIALS = 12
 """Trials before TPE proposes points: those that were enqueued, and random ones."""
@@ -74,15 +73,17 @@ class _Running:
     """A trial with a task that has not ended.
 
     Attributes:
-        answer: answer that the task measures, a key of `Ladder.requests`.
+        question: the question that the task answers.
+        answer: its key in `Ladder.questions`.
         began: when the task was submitted, seconds of the monotonic clock.
     """
 
     trial: Any
     candidate: Candidate
     row: dict[str, Any]
-    answer: str = ""
-    began: float = 0.0
+    question: Question = field(init=False)
+    answer: str = field(init=False)
+    began: float = field(init=False)
 
 
 class Study:
@@ -150,17 +151,21 @@ class Study:
     def _measure_references(self) -> None:
         """Count the base's drafts, at the largest depth for first bounds and at the gate's, and the incumbent's."""
         ladder = self._ladder
-        settings = ladder.space.settings
-        point = Candidate.from_point(ladder.space.complete(settings.incumbent.point))
+        incumbent = ladder.space.settings.incumbent
+        point = Candidate.from_point(ladder.space.complete(incumbent.point))
         base = without_cache(ladder.base, ladder.overlay)
-        variant = ladder.incumbent(settings.incumbent.variant)
-        references: dict[str, tuple[Variant, int]] = {}
+        variant = variants.load(incumbent.variant, ladder.base.root) if incumbent.variant else ladder.base
+        questions: dict[str, Question] = {}
         if ladder.deepest:
-            references["base"] = base, ladder.deepest
-            references["base at the gate's depth"] = base, ladder.budget.acceptance.gate_depth
+            questions["base"] = ladder.reference(base, ladder.deepest)
+            questions["base at the gate's depth"] = ladder.reference(
+                base, ladder.budget.acceptance.gate_depth
+            )
         if point.depth:
-            references["incumbent"] = without_cache(variant, ladder.overlay), point.depth
-        items = self._references(references)
+            questions["incumbent"] = ladder.reference(without_cache(variant, ladder.overlay), point.depth)
+        for task, failure in measure(questions.values(), self._executor, self._answers):
+            raise SearchError(f"{task.title}: {failure.reason}")
+        items = {name: self._answers.get(question.request) or [] for name, question in questions.items()}
         self._base_rates: list[float] = []
         if "base" in items:
             drafts = sum(item["drafts"] for item in items["base"])
@@ -172,16 +177,6 @@ class Study:
             tokens_per_second=ladder.tokens_per_second(point, length.value if length else 1.0),
             acceptance_length=length,
         )
-
-    def _references(self, references: Mapping[str, tuple[Variant, int]]) -> dict[str, list[dict[str, Any]]]:
-        """Items of acceptance records by name of the reference; counts those that no earlier run counted."""
-        questions = {
-            name: Question(self._ladder.reference_request(*each), self._ladder.reference_task(*each))
-            for name, each in references.items()
-        }
-        for task, failure in measure(questions.values(), self._executor, self._answers):
-            raise SearchError(f"{task.title}: {failure.reason}")
-        return {name: self._answers.get(question.request) or [] for name, question in questions.items()}
 
     def _open(self) -> Any:
         import optuna
@@ -229,10 +224,10 @@ class Study:
         seed = self._ladder.space.settings.seed + len(self._known) + self._repeated
         self._study.sampler = _sampler(seed)
         trial = self._interrupted.popleft() if self._interrupted else self._study.ask()
-        point = self._suggest(trial)
-        candidate = Candidate.from_point(point)
         ladder = self._ladder
-        variant = candidate.in_overlay(ladder.base, ladder.space, ladder.overlay)
+        choices = {lever: ladder.space.choices[lever] for lever in ladder.space.levers}
+        candidate = Candidate.from_point(ladder.space.complete(efficiency.suggest(trial, choices)))
+        variant = ladder.in_overlay(candidate)
         known_trial = self._known.get(variant.name)
         if known_trial is not None or any(each.row["name"] == variant.name for each in self._candidates()):
             self._repeated += 1
@@ -261,33 +256,28 @@ class Study:
 
     def _climb(self, running: _Running) -> None:
         """Begin the next measurement of a candidate, or end its trial where no rung needs one."""
-        requests = self._ladder.requests(running.candidate)
-        answers = {name: self._answers.get(request) for name, request in requests.items()}
+        questions = self._ladder.questions(running.candidate)
+        answers = {name: self._answers.get(question.request) for name, question in questions.items()}
         missing = [name for name, answer in answers.items() if answer is None]
         if not missing or (answers["fidelity"] and self._shares(answers).lower_share > 1):
             self._end(running.trial, *self._judge(running.candidate, running.row, answers))
             return
         running.answer, running.began = missing[0], time.monotonic()
-        task = self._ladder.task(running.candidate, running.row["name"], running.answer)
-        if task.key not in self._running:
-            self._executor.submit(task)
-        self._running.setdefault(task.key, []).append(running)
+        running.question = questions[running.answer]
+        key = running.question.task.key
+        if key not in self._running:
+            self._executor.submit(running.question.task)
+        self._running.setdefault(key, []).append(running)
 
     def _least_speed(self) -> tuple[float, str]:
         """The least bound that a candidate has to reach, and the reason for ending one below it."""
         share = self._ladder.space.settings.speed_share
         # Only possible finalists count: a candidate that is fast but beyond a limit must not end the others.
         within_budget = filter(self._ladder.budget.is_met_by, self._known.values())
-        fastest = max((row.tokens_per_second or 0 for row in within_budget), default=0.0)
+        fastest = max((row.speed for row in within_budget), default=0.0)
         if share * fastest > self._incumbent.tokens_per_second:
             return share * fastest, f"less than {share:.0%} of the fastest so far, even at its bound"
         return self._incumbent.tokens_per_second, f"slower than {self._incumbent.variant}, even at its bound"
-
-    def _suggest(self, trial: Any) -> dict[str, Choice]:
-        space = self._ladder.space
-        return space.complete(
-            {lever: trial.suggest_categorical(lever, list(space.choices[lever])) for lever in space.levers}
-        )
 
     def _candidates(self) -> list[_Running]:
         """The candidates that wait for a task."""
@@ -296,8 +286,7 @@ class Study:
     def _take(self, outcome: Outcome) -> None:
         group = self._running.pop(outcome.key)
         if not isinstance(outcome, Failure):
-            request = self._ladder.requests(group[0].candidate)[group[0].answer]
-            self._answers.add(request, outcome.value)
+            self._answers.add(group[0].question.request, outcome.value)
         for running in group:
             running.row["seconds"] = round(running.row["seconds"] + time.monotonic() - running.began, 1)
             if isinstance(outcome, Failure):
@@ -326,11 +315,9 @@ class Study:
         if candidate.depth:
             estimate = _length(answers["acceptance"], candidate.depth)
             length = min(estimate.value, candidate.depth + 1.0)
-            settings = self._ladder.budget.acceptance
-            least = settings.least_share
-            sides = answers["base_acceptance"], answers["acceptance"]
-            share = acceptance_share.judge(*sides, depth=settings.gate_depth, least_share=least)
-            ratio = Ratio.from_ratio(share.ratio)
+            budget = self._ladder.budget
+            least = budget.acceptance.least_share
+            ratio = budget.acceptance_share(answers["base_acceptance"], answers["acceptance"])
             used_share = (1 - ratio.value) / (1 - least) if least < 1 else 0.0
             row |= {
                 "acceptance_length": estimate,
@@ -350,17 +337,12 @@ class Study:
 
     def _tell(self, trial: Any, row: SearchTrial | None) -> None:
         """Give a trial's scores, or the constraint that it violates, to the sampler."""
-        from optuna.trial import TrialState
-
         if row is None:  # the candidate is being measured for another trial
+            from optuna.trial import TrialState
+
             self._study.tell(trial, state=TrialState.FAIL)
             return
-        for name, value in self._violations(row).items():
-            trial.set_constraint(name, value)
-        if row.passed:
-            self._study.tell(trial, _scores(row))
-        else:
-            self._study.tell(trial, state=TrialState.PRUNED)
+        efficiency.tell(self._study, trial, row.scores if row.passed else None, self._violations(row))
 
     def _violations(self, row: SearchTrial) -> dict[str, float]:
         """Constraints that a trial was judged by; above 0 it is violated."""
@@ -391,7 +373,7 @@ class Study:
             return {}
         return {
             lever: float(importances[lever])
-            for lever in LEVERS
+            for lever in self._ladder.space.choices
             if lever in importances and math.isfinite(importances[lever])
         }
 
@@ -401,7 +383,7 @@ class Study:
         trials = [
             RecordedTrial(
                 point=asdict(Candidate(**row.changes)),
-                scores=_scores(row) if row.passed else None,
+                scores=row.scores if row.passed else None,
                 meets_budget=budget.is_met_by(row),
                 violations=self._violations(row),
                 needed_engine=row.rung != "roofline",
@@ -421,13 +403,6 @@ def _sampler(seed: int) -> Any:
     from optuna.samplers import TPESampler
 
     return TPESampler(seed=seed, n_startup_trials=_STARTUP_TRIALS, multivariate=True)
-
-
-def _scores(row: SearchTrial) -> tuple[float, float, float]:
-    """Figures to minimise. PED-ANOVA, too, takes small values as good, so the speed is negative."""
-    assert row.tokens_per_second is not None
-    assert row.worst_share is not None
-    return -row.tokens_per_second, row.worst_share, float(row.checkpoint_bytes)
 
 
 def _length(items: Sequence[Mapping[str, Any]], depth: int) -> Estimate:

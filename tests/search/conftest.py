@@ -23,10 +23,15 @@ from slimqwen.search.space import SearchSettings, Space
 from slimqwen.serving import unsafe_engines
 from slimqwen.variant import Variant
 from tests.evals.gate_checks import Checks
-from tests.search.gates import QUESTIONS, InProcess, question
 from tests.search.small_repository import link_repository
 
 ROOT = Path(__file__).parents[2]
+QUESTIONS = 1200
+
+
+def question(number: int) -> str:
+    """Text of a question, by which it is on one side of the split."""
+    return f"question {number}"
 
 
 @pytest.fixture
@@ -76,7 +81,6 @@ def root(tmp_path: Path, add_variant: Callable[..., Path]) -> Path:
     for entry in (ROOT / "eval").iterdir():
         if entry.name != unsafe_engines.FILE.name:
             (tmp_path / "eval" / entry.name).symlink_to(entry)
-    InProcess.root = tmp_path
     return tmp_path
 
 

@@ -1,57 +1,25 @@
 """An executor whose rungs answer at once: figures that follow from the levers of a candidate alone."""
 
-from collections import deque
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from slimqwen import variant as variants
 from slimqwen.recipe import recipe_file
 from slimqwen.search import rungs
 from slimqwen.search.executors import Failure, Outcome, Result, Task
 from slimqwen.variant import Variant
+from tests.search.in_process import InProcess
 
 _KL_NATS = {"W4A16": 0.0014, "W8A16": 0.0001}
 _CLASSES, _GROUPS = ("short", "long"), 3
 
 
-class RecordedRungs:
-    """Attributes:
-    ran: keys of the tasks that ran.
-    """
-
-    def __init__(self, root: Path, *, interrupt_after: int | None = None) -> None:
-        self._root, self._interrupt_after = root, interrupt_after
-        self._waiting: deque[Task] = deque()
-        self.ran: list[str] = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._waiting.clear()
-
-    @property
-    def pending(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def width(self) -> int:
-        return 1
-
-    def as_task(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
+class RecordedRungs(InProcess):
     def submit(self, task: Task) -> None:
-        self._waiting.append(task)
+        self.waiting.append(task)  # also a task that waits already: a search must not ask twice
 
-    def wait(self) -> Outcome:
-        if self._interrupt_after is not None and len(self.ran) >= self._interrupt_after:
-            raise KeyboardInterrupt
-        task = self._waiting.popleft()
-        self.ran.append(task.key)
-        overlay = self._root / task.argument["overlay"]
+    def outcome(self, task: Task) -> Outcome:
+        overlay = self.root / task.argument["overlay"]
         candidate = variants.load(task.argument["candidate"], overlay)
         if task.function is rungs.count_drafts:
             return Result(

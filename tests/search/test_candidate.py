@@ -50,7 +50,7 @@ def test_candidates_of_one_target_share_it(ladder: Ladder) -> None:
 def test_every_lever_gives_a_recipe_and_a_configuration_that_can_be_read(ladder: Ladder) -> None:
     for point in [*ladder.space.first_points(), *ladder.space.moves()]:
         candidate = Candidate.from_point(point)
-        made = candidate.in_overlay(ladder.base, ladder.space, ladder.overlay)
+        made = ladder.in_overlay(candidate)
         assert made.baseline == "tiny"
         assert made.recipe is not None
         names = [step.stage.name for step in recipe_file.read(made.recipe).steps]

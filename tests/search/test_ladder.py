@@ -1,6 +1,7 @@
 """The ladder: what is known of a candidate before it is made, and which answers candidates share."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -11,12 +12,14 @@ from slimqwen.search.candidate import Candidate
 from slimqwen.search.ladder import Ladder
 
 
+def requests(ladder: Ladder, candidate: Candidate) -> dict[str, Any]:
+    return {answer: question.request for answer, question in ladder.questions(candidate).items()}
+
+
 def test_the_base_is_predicted_as_it_is(ladder: Ladder) -> None:
     predicted = shape_model(ladder.shape(Candidate()))
     stored = read_model(list_tensors(ladder.base.weights), checkpoint.read_config(ladder.base.weights))
-    assert predicted == replace(
-        stored, body=replace(predicted.body), drafter=predicted.drafter, head=predicted.head
-    )
+    assert predicted == replace(stored, body=predicted.body, drafter=predicted.drafter, head=predicted.head)
     for part in ("body", "drafter", "head"):
         assert getattr(predicted, part).bytes == getattr(stored, part).bytes
         assert getattr(predicted, part).flops == getattr(stored, part).flops
@@ -39,15 +42,15 @@ def test_a_first_bound_has_the_slack_but_never_more_tokens_than_are_drafted(ladd
 
 def test_drafts_do_not_decide_the_answer_of_fidelity(ladder: Ladder) -> None:
     first, second = Candidate(mlp="W4A16", depth=2), Candidate(mlp="W4A16", depth=6, mtp="W8A16")
-    one, other = ladder.requests(first), ladder.requests(second)
+    one, other = requests(ladder, first), requests(ladder, second)
     assert one["fidelity"] == other["fidelity"]
     assert one["acceptance"] != other["acceptance"]
-    assert one["fidelity"] != ladder.requests(replace(first, mlp="W8A16"))["fidelity"]
+    assert one["fidelity"] != requests(ladder, replace(first, mlp="W8A16"))["fidelity"]
 
 
 def test_acceptance_is_counted_at_the_candidates_depth_and_at_the_gates(ladder: Ladder) -> None:
     gate_depth = ladder.budget.acceptance.gate_depth
-    one, other = (ladder.requests(Candidate(depth=depth)) for depth in (gate_depth - 2, gate_depth))
+    one, other = (requests(ladder, Candidate(depth=depth)) for depth in (gate_depth - 2, gate_depth))
     assert one["acceptance"][-1] == {"depths": [gate_depth - 2, gate_depth]}
     assert other["acceptance"][-1] == {"depths": [gate_depth]}
     assert one["base_acceptance"] == other["base_acceptance"]

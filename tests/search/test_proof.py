@@ -16,13 +16,13 @@ from slimqwen.search.sweep import required_tasks, tasks
 from slimqwen.stats.non_inferiority import ALPHA
 from tests.evals.gate_checks import Checks
 from tests.search.executors.tasks import crash
-from tests.search.gates import InProcess
+from tests.search.in_process import InProcess
 
 COMMAND = ("slimqwen", "search")
 
 
 def proof_of(names: list[str], root: Path, executor: InProcess | None = None) -> Proof:
-    return prove(names, executor or InProcess(), root, command=COMMAND)
+    return prove(names, executor or InProcess(root), root, command=COMMAND)
 
 
 def gain(findings: tuple[Finding, ...]) -> float:
@@ -48,7 +48,7 @@ def test_what_is_best_on_the_search_s_items_alone_is_not_promoted(root: Path, ch
 
 
 def test_an_engine_that_crashes_is_not_promoted_and_says_why(root: Path, checks: Checks) -> None:
-    executor = InProcess()
+    executor = InProcess(root)
     executor.broken = "engine of lucky"
     proof = proof_of(["lucky", "small"], root, executor)
     lucky, small = proof.finalists
@@ -110,7 +110,7 @@ def test_both_estimates_rest_on_records_of_disjoint_items(root: Path, checks: Ch
 
 def test_a_proof_that_is_made_again_measures_nothing(root: Path, checks: Checks) -> None:
     first = proof_of(["small", "third"], root)
-    executor = InProcess()
+    executor = InProcess(root)
     again = proof_of(["third", "small", "third"], root, executor)
     assert executor.ran == []
     assert [each.variant for each in again.finalists] == ["third", "small"]

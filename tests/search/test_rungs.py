@@ -39,11 +39,10 @@ def small_ladder(ladder: Ladder, small_root: Path) -> Ladder:
 
 
 def measured(ladder: Ladder, candidate: Candidate, *answers: str) -> dict[str, Result | Failure]:
-    name = candidate.in_overlay(ladder.base, ladder.space, ladder.overlay).name
-    outcomes = {}
+    questions, outcomes = ladder.questions(candidate), {}
     with LocalExecutor(ladder.base.root, warm=True) as executor:
-        for answer in answers:
-            executor.submit(ladder.task(candidate, name, answer))
+        for answer in answers or questions:
+            executor.submit(questions[answer].task)
             outcomes[answer] = executor.wait()
     return outcomes
 
@@ -84,9 +83,9 @@ def test_of_two_finalists_the_first_is_held_against_half_the_error(ladder: Ladde
 @pytest.mark.engine
 def test_a_candidate_is_made_compared_and_counted(small_ladder: Ladder) -> None:
     candidate = Candidate(head_bits=4, depth=2)
-    name = candidate.in_overlay(small_ladder.base, small_ladder.space, small_ladder.overlay).name
+    name = small_ladder.in_overlay(candidate).name
     answers = {}
-    for answer, outcome in measured(small_ladder, candidate, *small_ladder.requests(candidate)).items():
+    for answer, outcome in measured(small_ladder, candidate).items():
         assert isinstance(outcome, Result), outcome
         answers[answer] = outcome.value
     made = variant.load(name, small_ladder.overlay).weights

@@ -28,23 +28,16 @@ class SecondCounts(RecordedRungs):
 
     Attributes:
         outcomes: share of the drafts that is accepted, or why the count broke down, by scheme.
-        prompts: prompts a class of every task.
     """
 
     def __init__(self, root: Path, outcomes: dict[str, float | str]) -> None:
         super().__init__(root)
-        self.outcomes, self.prompts = outcomes, list[int]()
-        self._recipes: dict[str, Path] = {}
+        self.outcomes = outcomes
 
-    def submit(self, task: Task) -> None:
-        self.prompts.append(task.argument["prompts"])
-        folder = self._root / task.argument["overlay"] / "experiments" / task.argument["candidate"]
-        self._recipes[task.key] = folder / "recipe.yaml"
-        super().submit(task)
-
-    def wait(self) -> Outcome:
-        outcome = super().wait()
-        recipe = self._recipes[outcome.key]
+    def outcome(self, task: Task) -> Outcome:
+        outcome = super().outcome(task)
+        folder = self.root / task.argument["overlay"] / "experiments" / task.argument["candidate"]
+        recipe = folder / "recipe.yaml"
         text = recipe.read_text() if recipe.is_file() else ""
         for scheme, changed in self.outcomes.items():
             if f"mlp: {scheme}" in text and isinstance(outcome, Result):
@@ -85,7 +78,7 @@ def test_the_first_that_are_likely_proven_are_enough(
     for trial in counted:
         assert trial.recounted_share == Ratio(value=1.0, low=1.0, high=1.0)
     assert len(rungs.ran) == 3  # the base once
-    assert set(rungs.prompts) == {ladder.budget.acceptance.proof_prompts}
+    assert {task.argument["prompts"] for task in rungs.ran} == {ladder.budget.acceptance.proof_prompts}
 
 
 def test_a_worse_second_count_makes_room_for_the_next(

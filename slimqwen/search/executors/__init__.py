@@ -1,6 +1,7 @@
 """Executors: where tasks run. `local` runs them here, `ray` on the nodes of a Ray cluster."""
 
 from slimqwen.search.executors.local import LocalExecutor as LocalExecutor
+from slimqwen.search.executors.task import ENGINE_BYTES as ENGINE_BYTES
 from slimqwen.search.executors.task import Executor as Executor
 from slimqwen.search.executors.task import Failure as Failure
 from slimqwen.search.executors.task import Outcome as Outcome

@@ -17,6 +17,9 @@ from typing import Any, Protocol, Self
 
 from slimqwen.progress import Progress
 
+ENGINE_BYTES = 3 << 30
+"""Resident size of vLLM's and a measurement's processes without weights and cache, which a small model hardly has."""
+
 
 @dataclass(frozen=True)
 class Resources:

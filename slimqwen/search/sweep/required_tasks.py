@@ -25,7 +25,7 @@ from slimqwen.records import provenance
 from slimqwen.records.record import Record
 from slimqwen.records.settings import LimitSettings
 from slimqwen.records.split import Side, Split, SplitRecord
-from slimqwen.search.executors import Resources, Task
+from slimqwen.search.executors import ENGINE_BYTES, Resources, Task
 from slimqwen.search.sweep import tasks
 from slimqwen.serving import platform
 from slimqwen.serving.command import ServerCommand
@@ -48,9 +48,6 @@ _OF_BOTH_SIDES = ("quality", "acceptance")
 
 _LONGEST_FIRST = ("engine", "quality", "fidelity", "acceptance")
 """The gate's checks in the order in which tasks that run beside each other end soonest."""
-
-_ENGINE_BYTES = 3 << 30
-"""Resident size of vLLM's and a measurement's processes without weights and cache."""
 
 _PARALLEL = ("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size")
 
@@ -314,6 +311,6 @@ def resources(servers: Sequence[ServerCommand], baseline: Variant | None, *, alo
         gpus = max(gpus, count if server.platform == "cuda" else 0)
         cache = float(server.environment.get("VLLM_CPU_KVCACHE_SPACE") or 0)
         size = bytes_on_disk(server.variant.weights) + round(cache * 2**30)
-        memory = max(memory, size + _ENGINE_BYTES)
+        memory = max(memory, size + ENGINE_BYTES)
     memory += 2 * bytes_on_disk(baseline.weights) if baseline else 0
     return Resources(gpus=gpus, memory_bytes=memory, whole_node=alone)

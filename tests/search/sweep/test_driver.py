@@ -2,11 +2,10 @@
 
 import json
 import os
-from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
 
@@ -17,7 +16,6 @@ from slimqwen.evals.quality import Quality
 from slimqwen.evals.quality_parts import PartAnswers
 from slimqwen.evals.suites.lm_eval_run import Part
 from slimqwen.evals.suites.suite import Suite
-from slimqwen.progress import silent
 from slimqwen.recipe import variant_recipe
 from slimqwen.records import store
 from slimqwen.search import SearchError
@@ -28,6 +26,7 @@ from slimqwen.search.sweep.driver import sweep
 from slimqwen.serving import platform
 from slimqwen.serving.command import ServerCommand
 from tests import record_files
+from tests.search.in_process import InProcess
 from tests.search.sweep import stand_in
 from tests.search.sweep.repository import OPTIONS, contents
 from tests.search.sweep.stand_in import ITEMS, answers
@@ -35,57 +34,22 @@ from tests.search.sweep.stand_in import ITEMS, answers
 ROOT = Path(__file__).parents[3]
 
 
-class Nodes:
-    """An executor whose tasks give canned values in an order of its own; a key in `broken` fails."""
+class Nodes(InProcess):
+    """An executor whose parts of a suite have canned answers, and whose stages leave nothing."""
 
-    def __init__(self, *, reverse: bool = False, interrupt_after: int | None = None) -> None:
-        self.waiting: deque[Task] = deque()
-        self.ran: list[Task] = []
-        self.broken: str | None = None
-        self._reverse, self._interrupt_after = reverse, interrupt_after
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.waiting.clear()
-
-    @property
-    def pending(self) -> int:
-        return len(self.waiting)
-
-    @property
-    def width(self) -> int:
-        return 1
-
-    def as_task(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def submit(self, task: Task) -> None:
-        if all(task.key != other.key for other in self.waiting):
-            self.waiting.append(task)
-
-    def wait(self) -> Outcome:
-        if len(self.ran) == self._interrupt_after:
-            raise KeyboardInterrupt
-        task = self.waiting.pop() if self._reverse else self.waiting.popleft()
-        self.ran.append(task)
-        if self.broken and self.broken in task.title:
-            return Failure(task.key, "its process died (SIGSEGV)")
+    def outcome(self, task: Task) -> Outcome:
         if task.title.startswith("bake_cache"):
             return Failure(task.key, "no compiler")
         return Result(task.key, answers(self.root, task.argument))
 
-    root = Path()
 
-
-@pytest.fixture(autouse=True)
-def _nodes_of_this_repository(repository: Path) -> None:
-    Nodes.root = repository
+class LastFirst(Nodes):
+    def take(self) -> Task:
+        return self.waiting.pop()
 
 
 def test_parts_make_the_record_whatever_order_they_come_in(repository: Path) -> None:
-    executor = Nodes()
+    executor = Nodes(repository)
     results = sweep(["a", "b"], OPTIONS, executor, repository)
     assert [(each.variant, each.failure, len(each.records)) for each in results] == [
         ("a", None, 2),
@@ -101,16 +65,16 @@ def test_parts_make_the_record_whatever_order_they_come_in(repository: Path) -> 
     first = contents(repository)
     for path in repository.glob("experiments/*/quality_*"):
         path.unlink()
-    sweep(["b", "a"], OPTIONS, Nodes(reverse=True), repository)
+    sweep(["b", "a"], OPTIONS, LastFirst(repository), repository)
     assert contents(repository) == first
     assert not list((repository / ".cache" / "sweep").glob("*"))
 
 
 def test_an_interrupted_sweep_goes_on_and_writes_nothing_twice(repository: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        sweep(["a", "b"], OPTIONS, Nodes(interrupt_after=7), repository)
+        sweep(["a", "b"], OPTIONS, Nodes(repository, interrupt_after=7), repository)
     assert {name: len(found) for name, found in contents(repository).items()} == {"a": 1, "base": 1}
-    executor = Nodes()
+    executor = Nodes(repository)
     results = sweep(["a", "b"], OPTIONS, executor, repository)
     assert [task.title for task in executor.ran] == ["quality 2/3 of b", "quality 3/3 of b"]
     assert {name: len(found) for name, found in contents(repository).items()} == {"a": 1, "b": 1, "base": 1}
@@ -123,12 +87,12 @@ def test_an_interrupted_sweep_goes_on_and_writes_nothing_twice(repository: Path)
 
 
 def test_a_variant_that_fails_says_why_and_the_others_go_on(repository: Path) -> None:
-    executor = Nodes()
+    executor = Nodes(repository)
     executor.broken = "quality 2/3 of a"
     failed, fine = sweep(["a", "b"], OPTIONS, executor, repository)
     assert (failed.failure, failed.records) == ("its process died (SIGSEGV)", [])
     assert (fine.failure, len(fine.records)) == (None, 2)
-    again = Nodes()
+    again = Nodes(repository)
     results = sweep(["a", "b"], OPTIONS, again, repository)
     assert [task.title for task in again.ran] == ["quality 2/3 of a"]
     assert [each.failure for each in results] == [None, None]
@@ -151,7 +115,7 @@ def test_parts_of_another_kind_of_hardware_are_refused(repository: Path) -> None
 
 def test_a_baseline_alone_is_refused(repository: Path) -> None:
     with pytest.raises(SearchError, match="base has no baseline"):
-        sweep(["base"], OPTIONS, Nodes(), repository)
+        sweep(["base"], OPTIONS, Nodes(repository), repository)
 
 
 def test_a_missing_stage_is_a_task_by_its_content_key(
@@ -206,7 +170,7 @@ def test_a_stage_that_leaves_nothing_ends_the_variant(
     recipe = "description: d\nbase: base\nstages:\n  - round_linears: {}\n"
     (repository / "experiments" / "c" / "recipe.yaml").write_text(recipe)
     monkeypatch.setattr("tests.search.sweep.test_driver.answers", lambda *_: None)
-    [result] = sweep(["c"], OPTIONS, Nodes(), repository)
+    [result] = sweep(["c"], OPTIONS, Nodes(repository), repository)
     assert result.failure is not None
     assert "round_linears of c ended and left nothing" in result.failure
 
@@ -214,8 +178,8 @@ def test_a_stage_that_leaves_nothing_ends_the_variant(
 class BeforeTheCache(Nodes):
     """Nodes whose first part is asked before the checkpoint has its last file."""
 
-    def wait(self) -> Outcome:
-        outcome = super().wait()
+    def outcome(self, task: Task) -> Outcome:
+        outcome = super().outcome(task)
         if isinstance(outcome, Result) and len(self.ran) == 1:
             for side in outcome.value.values():
                 side["provenance"]["checkpoint"]["size_bytes"] = 1
@@ -223,7 +187,7 @@ class BeforeTheCache(Nodes):
 
 
 def test_a_record_has_the_checkpoint_with_a_cache_that_came_later(repository: Path) -> None:
-    [result] = sweep(["a"], OPTIONS, BeforeTheCache(), repository)
+    [result] = sweep(["a"], OPTIONS, BeforeTheCache(repository), repository)
     assert result.failure is None
     sizes = [store.read(path, Quality).provenance.checkpoint.size_bytes for path in result.records]
     assert sizes == [bytes_on_disk(repository / "weights" / "tiny")] * 2
@@ -235,15 +199,14 @@ class Shares(Nodes):
     def as_task(self) -> AbstractContextManager[None]:
         return affinity(sorted(os.sched_getaffinity(0))[:1])
 
-    def wait(self) -> Outcome:
+    def take(self) -> Task:
         task = next((task for task in self.waiting if task.urgent), self.waiting[-1])
         self.waiting.remove(task)
-        self.ran.append(task)
-        if task.title.startswith("bake_cache"):
-            return Failure(task.key, "no compiler")
-        if task.urgent:
-            return Result(task.key, task.function(self.root, task.argument, silent))
-        return Result(task.key, answers(self.root, task.argument))
+        return task
+
+    def outcome(self, task: Task) -> Outcome:
+        is_stage = task.urgent and not task.title.startswith("bake_cache")
+        return InProcess.outcome(self, task) if is_stage else super().outcome(task)
 
 
 @pytest.mark.usefixtures("all_cpus")
@@ -264,7 +227,7 @@ def test_a_variant_is_checked_while_a_cache_is_made_that_its_checks_cannot_use(
     assert stage is not None
     assert (stage.title, stage.resources.every_cpu, stage.urgent) == ("bake_cache of c", True, True)
     stand_in.describe_variants(["c"], repository)
-    executor = kind()
+    executor = kind(repository)
     sweep(["c"], OPTIONS, executor, repository)
     asked = {name for task in executor.ran if not task.urgent for name in task.argument["variants"]}
     # Where a task has every CPU, it would find the cache or not, depending on when it begins.

@@ -9,14 +9,14 @@ from slimqwen.search.sweep.driver import sweep
 from slimqwen.search.sweep.required_tasks import Options
 from slimqwen.serving import unsafe_engines
 from tests.evals.gate_checks import Checks
-from tests.search.gates import InProcess
+from tests.search.in_process import InProcess
 
 OPTIONS = Options(measures=("gate",), command=("slimqwen", "sweep"), parts=2)
 
 
 def test_the_gate_of_a_sweep_is_that_of_its_checks(root: Path, checks: Checks) -> None:
     checks.unsafe_elsewhere = 1
-    executor = InProcess()
+    executor = InProcess(root)
     (result,) = sweep(["small"], OPTIONS, executor, root)
     assert (result.failure, result.outcome) == (None, "pass")
     assert [task.title for task in executor.ran] == [
@@ -34,7 +34,7 @@ def test_the_gate_of_a_sweep_is_that_of_its_checks(root: Path, checks: Checks) -
 def test_checks_alone_leave_their_records_in_the_folder_that_is_named(root: Path, checks: Checks) -> None:
     options = Options(measures=("acceptance", "fidelity"), command=("slimqwen", "demo"), records="demo")
     for _ in range(2):  # nothing is used again without a gate
-        executor = InProcess()
+        executor = InProcess(root)
         (result,) = sweep(["small"], options, executor, root)
         titles = [task.title for task in executor.ran]
         assert titles == ["acceptance of tiny", "fidelity of small", "acceptance of small"]
@@ -47,8 +47,8 @@ def test_checks_alone_leave_their_records_in_the_folder_that_is_named(root: Path
 
 
 def test_what_holds_is_not_measured_again(root: Path, checks: Checks) -> None:
-    sweep(["small"], OPTIONS, InProcess(), root)
-    executor = InProcess()
+    sweep(["small"], OPTIONS, InProcess(root), root)
+    executor = InProcess(root)
     (result,) = sweep(["small"], OPTIONS, executor, root)
     assert executor.ran == []
     assert result.outcome == "pass"
@@ -56,6 +56,6 @@ def test_what_holds_is_not_measured_again(root: Path, checks: Checks) -> None:
 
 def test_one_check_decides(root: Path, checks: Checks) -> None:
     checks.wrong = {("small", None): 100}
-    (result,) = sweep(["small"], OPTIONS, InProcess(), root)
+    (result,) = sweep(["small"], OPTIONS, InProcess(root), root)
     assert result.outcome == "fail"
     assert variant.load("small", root).folder / result.records[-1].name == result.records[-1]
