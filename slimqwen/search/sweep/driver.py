@@ -7,6 +7,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,7 @@ from slimqwen.search.sweep.required_tasks import Checks, Options
 from slimqwen.search.sweep.tasks import UnwrittenRecord
 from slimqwen.variant import Variant
 
-_WRITE_ATTEMPTS = 3
+_FURTHER_WRITES = 2
 
 _P = TypeVar("_P", bound=Provenance)
 
@@ -60,6 +61,7 @@ class _Subject:
 
     Attributes:
         started: start of the sweep, UTC.
+        tasks: tasks that measure it and its baseline.
         waiting_keys: keys of its tasks that have not ended.
         stage_keys: keys of the stages that were submitted for it.
         complete: names of the sides whose recipe is made to its end.
@@ -70,6 +72,7 @@ class _Subject:
     variant: Variant
     baseline: Variant
     started: str
+    tasks: list[Task] = field(default_factory=list)
     waiting_keys: set[str] = field(default_factory=set)
     stage_keys: set[str] = field(default_factory=set)
     complete: set[str] = field(default_factory=set)
@@ -109,26 +112,20 @@ def sweep(names: Sequence[str], options: Options, executor: Executor, root: Path
         _Driver(subjects, options, executor, journal, root).run()
         if not any(subject.failure for subject in subjects):
             journal.discard()
-    return [_result(subject) for subject in subjects]
+    return [
+        subject.result or SweepResult(subject.variant.name, [], subject.failure, "") for subject in subjects
+    ]
 
 
-def _result(subject: _Subject) -> SweepResult:
-    return subject.result or SweepResult(subject.variant.name, [], subject.failure, "")
-
-
+@dataclass
 class _Driver:
-    def __init__(
-        self,
-        subjects: Sequence[_Subject],
-        options: Options,
-        executor: Executor,
-        journal: Journal,
-        root: Path,
-    ) -> None:
-        self._subjects, self._options, self._executor = subjects, options, executor
-        self._journal, self._root = journal, root
-        self._values: dict[str, Any] = {}
-        self._earlier_keys: set[str] = set()
+    _subjects: Sequence[_Subject]
+    _options: Options
+    _executor: Executor
+    _journal: Journal
+    _root: Path
+    _values: dict[str, Any] = field(default_factory=dict)
+    _earlier_keys: set[str] = field(default_factory=set)
 
     def run(self) -> None:
         """Submit tasks and take their outcomes until no variant waits for one."""
@@ -221,6 +218,7 @@ class _Driver:
 
     def _submit(self, subject: _Subject, tasks: Sequence[Task]) -> None:
         """Submit the tasks whose values are not known, from this run or an earlier one."""
+        subject.tasks += tasks
         for task in tasks:
             if task.key in self._values:
                 continue
@@ -240,7 +238,9 @@ class _Driver:
             for check, path in checks.records.items():
                 paths.setdefault(check, []).append(path)
             for check, tasks in checks.tasks.items():
-                paths.setdefault(check, []).append(self._write_check(side, check, tasks))
+                keys = [task.key for task in tasks]
+                written = self._write_once(keys, partial(self._write_check, side, check, tasks))
+                paths.setdefault(check, []).extend(written)
         kinds = {
             provenance.hardware_name(store.read(path).provenance.hardware)
             for path in paths.get("quality", ())
@@ -251,51 +251,38 @@ class _Driver:
                 "run the sweep on nodes of one kind"
             )
         if timing := subject.timing:
+            baseline, variant = self._values[timing.key]
             paths["latency"] = self._write_once(
                 [timing.key],
-                lambda: [
-                    self._publish(each, side)
-                    for each, side in zip(
-                        self._values[timing.key], (subject.baseline, subject.variant), strict=True
-                    )
-                ],
+                partial(self._publish, baseline, subject.baseline),
+                partial(self._publish, variant, subject.variant),
             )
         outcome = ""
         if "gate" in self._options.measures:
             inputs = [str(path) for group in paths.values() for path in group]
             paths["gate"] = self._write_once(
-                ["gate", subject.variant.name, *inputs], lambda: [self._conclude(subject, paths)]
+                ["gate", subject.variant.name, *inputs], partial(self._conclude, subject, paths)
             )
             outcome = store.read(paths["gate"][0], Gate).outcome
         records = [path for group in paths.values() for path in group]
-        tasks = [
-            task for checks in subject.checks.values() for group in checks.tasks.values() for task in group
-        ]
-        earlier = tuple(
-            task.title for task in [*tasks, *filter(None, [timing])] if task.key in self._earlier_keys
-        )
+        earlier = tuple(task.title for task in subject.tasks if task.key in self._earlier_keys)
         return SweepResult(subject.variant.name, records, None, outcome, earlier)
 
-    def _write_once(self, key: Sequence[str], write: Callable[[], list[Path]]) -> list[Path]:
-        """The paths that a function writes; those of the first call for variants and runs with the same key."""
+    def _write_once(self, key: Sequence[str], *writes: Callable[[], Path]) -> list[Path]:
+        """The paths that functions write; those of the first call for variants and runs with the same key."""
         entry = self._journal.get(["written", *key])
         if entry is None:
-            entry = [str(path) for path in write()]
+            entry = [str(_write_with_retries(write)) for write in writes]
             self._journal.add(["written", *key], entry)
         return [Path(path) for path in entry]
 
     def _write_check(self, side: Variant, check: str, tasks: Sequence[Task]) -> Path:
-        def write() -> list[Path]:
-            if check == "quality":
-                return [self._write_quality(side, tasks)]
-            (task,) = tasks
-            (unwritten,) = self._values[task.key]
-            path = self._publish(unwritten, side)
-            if check == "engine":
-                modes.update_unsafe_engines(store.read(path, EngineModes), path, self._root)
-            return [path]
-
-        (path,) = self._write_once([task.key for task in tasks], write)
+        if check == "quality":
+            return self._write_quality(side, tasks)
+        (unwritten,) = self._values[tasks[0].key]
+        path = self._publish(unwritten, side)
+        if check == "engine":
+            modes.update_unsafe_engines(store.read(path, EngineModes), path, self._root)
         return path
 
     def _write_quality(self, side: Variant, parts: Sequence[Task]) -> Path:
@@ -304,8 +291,7 @@ class _Driver:
         for task in parts:
             part = PartAnswers.from_json(self._values[task.key][side.name], suite)
             answers.append(replace(part, block=_with_present_files(part.block, side)))
-        write = partial(
-            quality_parts.write,
+        return quality_parts.write(
             side,
             suite,
             answers,
@@ -314,16 +300,13 @@ class _Driver:
             earlier=[number for number, task in enumerate(parts) if task.key in self._earlier_keys],
             folder=self._folder(side.name),
         )
-        return _write_with_retries(write)
 
     def _publish(self, unwritten: UnwrittenRecord, side: Variant) -> Path:
         kind, _ = migrations.named(unwritten["record"]["schema"])
         record = registry.kinds()[kind].model_validate(unwritten["record"])
         block = _with_present_files(record.provenance, side)
         record = record.model_copy(update={"provenance": block})
-        return _write_with_retries(
-            partial(store.write, self._folder(unwritten["variant"]), record, unwritten["items"])
-        )
+        return store.write(self._folder(unwritten["variant"]), record, unwritten["items"])
 
     def _folder(self, name: str) -> Path:
         return self._root / self._options.records / name
@@ -335,8 +318,7 @@ class _Driver:
         block = provenance.describe_again(
             engine, self._options.command, subject.started, self._root, [settings.file(self._root)]
         )
-        conclude = partial(
-            gate.conclude,
+        return gate.conclude(
             variant,
             variant.evaluation,
             paths,
@@ -344,7 +326,6 @@ class _Driver:
             started=subject.started,
             block=block,
         )
-        return _write_with_retries(conclude)
 
 
 def _with_present_files(block: _P, side: Variant) -> _P:
@@ -355,19 +336,17 @@ def _with_present_files(block: _P, side: Variant) -> _P:
     return block.model_copy(update={"checkpoint": files})
 
 
-def _write_with_retries(write: Any) -> Path:
+def _write_with_retries(write: Callable[[], Path]) -> Path:
     """Write a record; try again a second later where a record of its kind already has the name of this second."""
-    for attempt in range(_WRITE_ATTEMPTS):
-        try:
-            path: Path = write()
-            return path
-        except store.RecordExistsError:
-            if attempt == _WRITE_ATTEMPTS - 1:
-                raise
-            time.sleep(1)
-    raise AssertionError
+    for _ in range(_FURTHER_WRITES):
+        with suppress(store.RecordExistsError):
+            return write()
+        time.sleep(1)
+    return write()
 
 
 def _journal(names: Sequence[str], options: Options, root: Path) -> Path:
-    text = json.dumps([sorted(set(names)), options.as_json()], sort_keys=True)
+    # Runs of the same sweep may differ in these two.
+    shared = {name: value for name, value in vars(options).items() if name not in ("parts", "command")}
+    text = json.dumps([sorted(set(names)), shared], sort_keys=True)
     return root / ".cache" / "sweep" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.jsonl"

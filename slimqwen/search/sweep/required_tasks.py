@@ -76,17 +76,6 @@ class Options:
     split: Side | None = None
     records: str = "experiments"
 
-    def as_json(self) -> dict[str, Any]:
-        """The options that two runs of the same sweep share; the number of parts and the command may differ."""
-        return {
-            "measures": list(self.measures),
-            "workload": self.workload,
-            "rounds": self.rounds,
-            "limit": self.limit,
-            "split": self.split,
-            "records": self.records,
-        }
-
 
 @dataclass(frozen=True)
 class Checks:
