@@ -71,20 +71,20 @@ def search(
         study = Study(ladder, executor, folder, root / "logs" / "search.log", progress)
         seconds = math.inf if minutes is None else 60 * minutes
         findings = study.run(trials or settings.trials, seconds, width or executor.width)
-    fields: dict[str, Any] = {
-        "variant": base.name,
-        "gpu": gpu.name,
-        "timed": False,
-        "budget": budget,
-        "space": space.as_text(),
-        "context_len": settings.decoding.context_len,
-        "sequences": settings.decoding.sequences,
-        "incumbent": findings.incumbent,
-        "repeated_suggestions": findings.repeated,
-        "trials": tuple(findings.trials),
-        "importance": findings.importance,
-        "efficiency": findings.efficiency,
-        "provenance": provenance.of_variant(
+    record = Search(
+        variant=base.name,
+        gpu=gpu.name,
+        timed=False,
+        budget=budget,
+        space=space.as_text(),
+        context_len=settings.decoding.context_len,
+        sequences=settings.decoding.sequences,
+        incumbent=findings.incumbent,
+        repeated_suggestions=findings.repeated,
+        trials=tuple(findings.trials),
+        importance=findings.importance,
+        efficiency=findings.efficiency,
+        provenance=provenance.of_variant(
             base,
             command,
             started,
@@ -96,35 +96,27 @@ def search(
             },
             seeds={"sampler": settings.seed},
         ),
-    }
+    )
     limit = settings.finalists if finalists is None else finalists
-    within_budget = [trial for trial in Search(**fields).faster if ladder.budget.is_met_by(trial)]
-    recounted: list[SearchTrial] = []
-    if limit and within_budget:
-        with executor, locked(folder / "answers.jsonl") as answers:
-            considered = within_budget[: settings.recounts]
-            recounted = recount(considered, ladder, executor, answers, finalists=limit, progress=progress)
+    within_budget = [trial for trial in record.faster if ladder.budget.is_met_by(trial)]
+    if not limit or not within_budget:
+        return store.write(root / "results", record)
+    with executor, locked(folder / "answers.jsonl") as answers:
+        considered = within_budget[: settings.recounts]
+        recounted = recount(considered, ladder, executor, answers, finalists=limit, progress=progress)
     by_name = {trial.name: trial for trial in recounted}
-    fields["trials"] = tuple(by_name.get(trial.name, trial) for trial in findings.trials)
+    changes: dict[str, Any] = {"trials": tuple(by_name.get(trial.name, trial) for trial in record.trials)}
     # Trials that are likely proven come first; within each group the fastest stays first.
     recounted.sort(key=lambda trial: not ladder.budget.is_likely_proven(trial, limit))
-    finalist_trials = recounted[:limit]
-    if finalist_trials:
-        names = {_finalist(trial, ladder): trial.name for trial in finalist_trials}
-        fields |= {
-            "proof": prove(list(names), executor, root, command=command),
-            "proof_names": names,
-        }
-    return store.write(root / "results", Search(**fields))
+    if recounted:
+        names = {_finalist(trial, ladder): trial.name for trial in recounted[:limit]}
+        proof = prove(list(names), executor, root, command=command)
+        changes |= {"proof": proof, "proof_names": names}
+    return store.write(root / "results", record.model_copy(update=changes))
 
 
 def _finalist(trial: SearchTrial, ladder: Ladder) -> str:
-    """The variant of experiments/ for a trial: an existing one with its recipe and lines, or a new one.
-
-    Args:
-        trial: a candidate that passed every rung.
-        ladder: has the base and the space.
-    """
+    """The variant of experiments/ for a trial: an existing one with its recipe and lines, or a new one."""
     base, candidate = ladder.base, Candidate(**trial.changes)
     number = 1
     while (name := f"{base.name}-search-{number}") in variants.names(base.root):

@@ -89,9 +89,10 @@ def prove(names: Sequence[str], executor: Executor, root: Path, *, command: Sequ
 
     before = gate_results("search", names)
     after = gate_results("proof", [name for name in names if not before[name].failure])
-    p_values = [1.0 if _failure(after, name) else gate.p_value(after[name].records[-1]) for name in names]
+    gated = {name: each.records[-1] for name, each in after.items() if not each.failure}
+    p_values = [gate.p_value(gated[name]) if name in gated else 1.0 for name in names]
     adjusted = multiplicity.holm(p_values)
-    shares = [split_of(store.read(each.records[-1])) for each in after.values() if not each.failure]
+    shares = [split_of(store.read(path)) for path in gated.values()]
     return Proof(
         alpha=ALPHA,
         proof_share=shares[0].proof_share if shares and shares[0] else None,
@@ -102,16 +103,12 @@ def prove(names: Sequence[str], executor: Executor, root: Path, *, command: Sequ
     )
 
 
-def _failure(after: dict[str, SweepResult], name: str) -> bool:
-    return name not in after or after[name].failure is not None
-
-
 def _finalist(before: SweepResult, after: SweepResult | None, p_value: float, adjusted: float) -> Finalist:
-    paths = [each.records[-1] for each in (before, after) if each is not None and not each.failure]
-    failure = before.failure or (after.failure if after else None)
-    verdict, reason = Verdict.FAIL, failure
-    if after is not None and not failure:
-        verdict, reason = _adjusted_verdict(after.records[-1], adjusted)
+    gates = [each for each in (before, after) if each is not None]
+    paths = [each.records[-1] for each in gates if not each.failure]
+    verdict, reason = Verdict.FAIL, gates[-1].failure
+    if len(paths) == 2:
+        verdict, reason = _adjusted_verdict(paths[-1], adjusted)
     return Finalist(
         variant=before.variant,
         verdict=verdict,
@@ -129,15 +126,15 @@ def _adjusted_verdict(path: Path, adjusted: float) -> tuple[Verdict, str | None]
     record = store.read(path, Gate)
     if record.verdict == Verdict.PASS and adjusted <= ALPHA:
         return Verdict.PASS, None
-    not_passed = [
+    reasons = [
         f"{each.gate}: {each.figure} {each.verdict}"
         for each in map(Finding.model_validate, store.read_items(path))
         if each.verdict != Verdict.PASS
     ]
     if record.verdict == Verdict.FAIL:
-        return Verdict.FAIL, "; ".join(not_passed)
-    weak_evidence = f"adjusted p-value {adjusted:.3g} above {ALPHA:g}"
-    return Verdict.INCONCLUSIVE, "; ".join([*not_passed, weak_evidence])
+        return Verdict.FAIL, "; ".join(reasons)
+    reasons.append(f"adjusted p-value {adjusted:.3g} above {ALPHA:g}")
+    return Verdict.INCONCLUSIVE, "; ".join(reasons)
 
 
 def _findings(result: SweepResult) -> tuple[Finding, ...]:

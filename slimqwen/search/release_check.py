@@ -7,6 +7,7 @@ code that serves has changed since, so an interrupted check goes on where it sto
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field
 
@@ -98,89 +99,64 @@ def write(
     """
     started = provenance.utc_now()
     variant.require_weights()
-    results, logs = variant.root / "results", variant.root / "logs"
+    logs = variant.root / "logs"
+    options: dict[str, Any] = {"command": command, "progress": progress}
 
     def measure_lengths() -> Path:
         with capture_output(length_sweep.log_file(variant)):
-            return length_sweep.measure(variant, settings_name, command=command, progress=progress)
+            return length_sweep.measure(variant, settings_name, **options)
 
     def measure_fuzz() -> Path:
-        log = logs / f"fuzz-{variant.name}.log"
-        return fuzz.write(variant, examples, log, command=command, progress=progress)
+        return fuzz.write(variant, examples, logs / f"fuzz-{variant.name}.log", **options)
 
     def measure_soak() -> Path:
-        log = logs / f"soak-{variant.name}.log"
-        return soak.write(variant, 60 * minutes, log, command=command, progress=progress)
+        return soak.write(variant, 60 * minutes, logs / f"soak-{variant.name}.log", **options)
 
-    parts = (
-        _part(
-            "length sweep",
-            variant,
-            LengthSweep,
-            variant.folder,
-            lambda record: record.settings_name == settings_name,
-            measure_lengths,
-        ),
-        _part(
-            "malformed requests",
-            variant,
-            Fuzz,
-            results,
-            lambda record: record.examples >= examples,
-            measure_fuzz,
-        ),
-        # Samples are five seconds apart, so the last one is a little before the end.
-        _part(
-            "soak", variant, Soak, results, lambda record: record.seconds >= 60 * minutes - 10, measure_soak
-        ),
-    )
+    lengths = _reusable(variant, LengthSweep, lambda record: record.settings_name == settings_name)
+    parts = [_part("length sweep", variant, lengths, measure_lengths)]
+    requests = _reusable(variant, Fuzz, lambda record: record.examples >= examples)
+    parts.append(_part("malformed requests", variant, requests, measure_fuzz))
+    # Samples are five seconds apart, so the last one is a little before the end.
+    memory = _reusable(variant, Soak, lambda record: record.seconds >= 60 * minutes - 10)
+    parts.append(_part("soak", variant, memory, measure_soak))
     record = ReleaseCheck(
         variant=variant.name,
-        parts=parts,
+        parts=tuple(parts),
         verdict=overall([part.verdict for part in parts]),
         provenance=provenance.of_served_variant(variant, command, started),
     )
-    return store.write(results, record)
+    return store.write(variant.root / "results", record)
 
 
-def _part(
-    check: str,
-    variant: Variant,
-    kind: type[AnyRecord],
-    folder: Path,
-    fits: Callable[[AnyRecord], bool],
-    measure: Callable[[], Path],
-) -> Part:
+def _part(check: str, variant: Variant, reusable: Path | None, measure: Callable[[], Path]) -> Part:
     """A check from its newest record that still holds, else from a new one."""
-    path = _find_reusable(variant, kind, folder, fits)
-    reused = path is not None
-    path = path or measure()
-    record = store.read(path, kind)
+    path = reusable or measure()
+    record = store.read(path)
     return Part(
         check=check,
         verdict=Verdict(record.outcome),
         finding=record.finding(path, Collection(variant.root, (), {}, ())),
         record=path.relative_to(variant.root).as_posix(),
-        reused=reused,
+        reused=reusable is not None,
     )
 
 
-def _find_reusable(
-    variant: Variant, kind: type[AnyRecord], folder: Path, fits: Callable[[AnyRecord], bool]
-) -> Path | None:
+def _reusable(variant: Variant, kind: type[AnyRecord], fits: Callable[[AnyRecord], bool]) -> Path | None:
     """The newest record of a variant that a new measurement would only repeat; None without one.
 
     Args:
-        folder: folder of the records.
         fits: whether a record is large enough.
     """
     server = ServerCommand.resolve(variant)
-    for path in store.records(folder, kind):
+    in_results = kind.folder == "results"
+    paths = (
+        store.results(variant.root, kind, variant.name) if in_results else store.records(variant.folder, kind)
+    )
+    for path in paths:
         record = store.read(path, kind)
         block = record.provenance
-        if record.variant != variant.name or not fits(record) or not provenance.still_holds(block, server):
-            continue
-        if _is_of_this_code(block.git.commit, block.git.dirty, variant.root):
+        is_valid = fits(record) and provenance.still_holds(block, server)
+        if is_valid and _is_of_this_code(block.git.commit, block.git.dirty, variant.root):
             return path
     return None
 
