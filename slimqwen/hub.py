@@ -31,7 +31,6 @@ class Copy:
         revision: commit, 40 hexadecimal digits.
         pinned: whether that config.env sets REVISION.
         folder: weights/<variant that sets SOURCE>.
-        manifest: manifest of the folder.
         fetched: whether this call downloaded it.
     """
 

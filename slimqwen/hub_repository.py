@@ -6,7 +6,6 @@ publishes that folder by one rename.
 
 import contextlib
 import fcntl
-import hashlib
 import io
 import os
 import re
@@ -35,7 +34,6 @@ class Repository:
 
     Attributes:
         name: owner/name.
-        kind: what the repository holds.
         revision: commit of 40 hexadecimal digits; None for the newest of main, or that of an interrupted download.
         endpoint: address of the hub; None for HF_ENDPOINT or huggingface.co.
         target: folder that the files are published as.
@@ -74,13 +72,7 @@ class Repository:
 
 @dataclass(frozen=True)
 class Download:
-    """Downloaded files, not published yet.
-
-    Attributes:
-        revision: their commit, 40 hexadecimal digits.
-        folder: folder of the files.
-        files: size and SHA-256 of each, by path in the folder.
-    """
+    """Downloaded files of a commit by their path in a folder, not published yet."""
 
     revision: str
     folder: Path
@@ -98,7 +90,10 @@ class _ListedFile:
 
     def is_stored(self, file: Path, record: FileRecord) -> bool:
         if self.sha256 is None:
-            return _git_blob(file.read_bytes()) == self.blob
+            from huggingface_hub.utils.sha import git_hash
+
+            blob: str = git_hash(file.read_bytes())
+            return blob == self.blob
         return record == FileRecord(sha256=self.sha256, bytes=self.bytes)
 
 
@@ -112,8 +107,6 @@ def downloaded(
 
     Args:
         repository: the repository; its target does not exist.
-        select: chooses the files.
-        activity: name of the download in progress.
         progress: receives (activity, done, total) in bytes.
 
     Raises:
@@ -351,8 +344,3 @@ def one_line(error: Exception) -> str:
 
 def _length(file: Path) -> int:
     return file.stat().st_size if file.is_file() else 0
-
-
-def _git_blob(content: bytes) -> str:
-    """Git's blob SHA-1, the hub's hash of a file that is not stored with LFS."""
-    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()

@@ -64,33 +64,27 @@ class Setting:
         return f"experiments/{self.file.parent.name}/{self.file.name}:{self.line}"
 
 
-@dataclass(frozen=True)
-class InheritedSettings:
-    """The effective lines of a variant.
-
-    Attributes:
-        lineage: names from the variant to its oldest base.
-        settings: effective lines by key, without BASE.
-        unset: the `KEY=` lines along the lineage.
-    """
-
-    lineage: tuple[str, ...]
-    settings: Mapping[str, Setting]
-    unset: tuple[Setting, ...]
-
-
 def config_env(name: str, root: Path) -> Path:
     """experiments/<name>/config.env."""
     return root / "experiments" / name / "config.env"
 
 
-def variant_names(root: Path) -> list[str]:
-    """The variants of a repository, sorted: every folder of experiments/ with a config.env."""
-    return sorted(file.parent.name for file in (root / "experiments").glob("*/config.env"))
+def repository_root() -> Path:
+    """The checkout that this package is installed from (`make install` installs it editable)."""
+    return Path(__file__).resolve().parents[2]
 
 
-def inherit(name: str, root: Path) -> InheritedSettings:
+def names(root: Path | None = None) -> list[str]:
+    """All variants of a repository, sorted: every folder of experiments/ with a config.env."""
+    experiments = (root or repository_root()) / "experiments"
+    return sorted(file.parent.name for file in experiments.glob("*/config.env"))
+
+
+def inherit(name: str, root: Path) -> tuple[tuple[str, ...], Mapping[str, Setting], tuple[Setting, ...]]:
     """Read the config.env of a variant and of every variant that it inherits from.
+
+    Returns:
+        `lineage`, `settings` and `unset` of the variant.
 
     Raises:
         ConfigError: an unknown variant, a malformed line, a repeated key, a cycle of bases, no VLLM_MODEL, or an
@@ -114,7 +108,7 @@ def inherit(name: str, root: Path) -> InheritedSettings:
         )
     _check_path(settings["VLLM_MODEL"])
     _check_own_keys(settings)
-    return InheritedSettings(tuple(chain), MappingProxyType(settings), tuple(unset))
+    return tuple(chain), MappingProxyType(settings), tuple(unset)
 
 
 def read(file: Path) -> dict[str, Setting]:
@@ -165,7 +159,7 @@ def _lineage(name: str, root: Path) -> dict[str, dict[str, Setting]]:
             assert base is not None
             cycle = " -> ".join([*chain, name])
             raise ConfigError(f"{base.location}: BASE forms a cycle: {cycle}; change one BASE")
-        if name not in variant_names(root):
+        if name not in names(root):
             raise ConfigError(_unknown_variant(name, base, root))
         chain[name] = read(config_env(name, root))
         base = chain[name].get("BASE")
@@ -175,7 +169,7 @@ def _lineage(name: str, root: Path) -> dict[str, dict[str, Setting]]:
 
 
 def _unknown_variant(name: str, base: Setting | None, root: Path) -> str:
-    similar = difflib.get_close_matches(name, variant_names(root), n=1)
+    similar = difflib.get_close_matches(name, names(root), n=1)
     hint = f"did you mean {similar[0]}?" if similar else "`slimqwen variant list` shows them all"
     location = f"{base.location}: BASE={name}: " if base else ""
     return f"{location}there is no variant {name!r} under experiments/; {hint}"
@@ -202,8 +196,8 @@ def _check_own_keys(settings: Mapping[str, Setting]) -> None:
 
 def _check_path(setting: Setting) -> None:
     """Check that a file system accepts a value as a path: 255 bytes per name, 4,096 with the repository's path."""
-    names = [len(name.encode()) for name in setting.value.split("/")]
-    if max(names) > 255 or sum(names) > 3000:
+    lengths = [len(name.encode()) for name in setting.value.split("/")]
+    if max(lengths) > 255 or sum(lengths) > 3000:
         raise ConfigError(f"{setting.location}: {setting.key} is too long for a path; write weights/<folder>")
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from slimqwen.variant.config_env import ConfigError, Setting, config_env, inherit, read, variant_names
+from slimqwen.variant.config_env import ConfigError, Setting, config_env, inherit, read, repository_root
 
 _COMMITTED_WEIGHTS = "tiny"
 _RANDOM_WEIGHTS = "shape-"
@@ -97,16 +97,6 @@ class Variant:
         checkpoint.check(self.weights, making_command(self.weights, self.root))
 
 
-def repository_root() -> Path:
-    """The checkout that this package is installed from (`make install` installs it editable)."""
-    return Path(__file__).resolve().parents[2]
-
-
-def names(root: Path | None = None) -> list[str]:
-    """All variants, sorted: every folder of experiments/ with a config.env."""
-    return variant_names(root or repository_root())
-
-
 def load(name: str, root: Path | None = None) -> Variant:
     """Read a variant and everything that it inherits.
 
@@ -115,17 +105,9 @@ def load(name: str, root: Path | None = None) -> Variant:
             cannot be used.
     """
     root = root or repository_root()
-    inherited = inherit(name, root)
+    lineage, settings, unset = inherit(name, root)
     hypothesis, baseline = _read_measurements(name, root)
-    return Variant(
-        name=name,
-        root=root,
-        lineage=inherited.lineage,
-        settings=inherited.settings,
-        unset=inherited.unset,
-        hypothesis=hypothesis,
-        baseline=baseline,
-    )
+    return Variant(name, root, lineage, settings, unset, hypothesis, baseline)
 
 
 def making_command(weights: Path, root: Path) -> str:

@@ -13,7 +13,7 @@ import psutil
 
 from slimqwen.progress import Progress, silent
 from slimqwen.search import SearchError
-from slimqwen.search.executors.process import ForkedProcess, FreshProcess, TaskProcess, affinity
+from slimqwen.search.executors.process import ForkedProcess, FreshProcess, affinity
 from slimqwen.search.executors.task import Outcome, Task
 from slimqwen.serving import platform
 
@@ -43,7 +43,6 @@ class LocalExecutor:
         """Make an executor for a repository.
 
         Args:
-            root: the repository.
             progress: receives the progress of the running tasks, the task's title before the activity.
             warm: whether tasks are forks of processes that have imported vLLM.
             width: tasks that run at a time at most.
@@ -51,7 +50,7 @@ class LocalExecutor:
         self._root, self._progress, self._warm, self._width = root, progress, warm, width
         self._waiting: deque[Task] = deque()
         self._running: dict[int, Task] = {}
-        self._processes: dict[int, TaskProcess] = {}
+        self._processes: dict[int, FreshProcess | ForkedProcess] = {}
 
     def __enter__(self) -> Self:
         """Nothing has to be started before the first task."""
@@ -123,7 +122,7 @@ class LocalExecutor:
             return None
         return next((lane for lane in lanes if lane not in self._running), None)
 
-    def _process(self, lane: int) -> TaskProcess:
+    def _process(self, lane: int) -> FreshProcess | ForkedProcess:
         if lane not in self._processes:
             kind = ForkedProcess if self._warm and lane != _UNBOUND else FreshProcess
             self._processes[lane] = kind(self._root, partial(self._report, lane), self._cpus(lane))

@@ -5,7 +5,6 @@ A fresh process imports what its task needs. A forked one comes from a process t
 
 import os
 import tempfile
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
@@ -19,48 +18,33 @@ from slimqwen.search.executors.task import Failure, Outcome, Result, Task
 from slimqwen.serving import platform, spawner
 
 
-class TaskProcess(ABC):
+class _Process:
     """Runs one task at a time, in a process that ends with this one."""
 
     def __init__(self, root: Path, progress: Progress, cpus: Collection[int] = ()) -> None:
         """Make a runner of tasks.
 
         Args:
-            root: the repository.
-            progress: receives the progress of the running task.
             cpus: logical CPUs that the process may use; none for those of this process.
         """
         self._root, self._progress, self._cpus = root, progress, cpus
         self._open_resources = ExitStack()
-
-    @property
-    @abstractmethod
-    def messages(self) -> Connection:
-        """Connection with the reports of the running task; readable when `receive` would not wait."""
-
-    @abstractmethod
-    def begin(self, task: Task) -> None:
-        """Start a task; the one before must have ended."""
-
-    @abstractmethod
-    def receive(self) -> Outcome | None:
-        """Take the task's next message; its outcome where it has ended."""
 
     def close(self) -> None:
         """End the process, and with it a task that runs."""
         self._open_resources.close()
 
 
-class FreshProcess(TaskProcess):
+class FreshProcess(_Process):
     """A new process for each task; what the task prints goes to logs/task-<key>.log of the repository."""
 
     @property
     def messages(self) -> Connection:
-        """Connection with the reports of the running task."""
+        """Connection with the reports of the running task; readable when `receive` would not wait."""
         return self._messages
 
     def begin(self, task: Task) -> None:
-        """Start a task."""
+        """Start a task; the one before must have ended."""
         self._task = task
         self._log = _log_folder(self._root) / f"task-{task.key[:40]}.log"
         output = self._open_resources.enter_context(self._log.open("wb"))
@@ -77,33 +61,30 @@ class FreshProcess(TaskProcess):
         except EOFError:
             cause = worker.death_cause(self._process.wait())
             reason = f"its process died ({cause}); its log is logs/{self._log.name}"
-            return self._end(Failure(self._task.key, reason))
+            self.close()
+            return Failure(self._task.key, reason)
         if kind == "progress":
             self._progress(*content)
             return None
         worker.wait_for_end(self._process)
-        return self._end(_outcome(self._task, kind, content[0]))
-
-    def _end(self, outcome: Outcome) -> Outcome:
         self.close()
-        return outcome
+        return _outcome(self._task, kind, content[0])
 
 
-class ForkedProcess(TaskProcess):
+class ForkedProcess(_Process):
     """A fork of one process that has imported vLLM for each task; what tasks print goes to logs/tasks.log.
 
     On a CPU the servers that tasks start are forks too (`slimqwen.serving.spawner`).
     """
 
     def __init__(self, root: Path, progress: Progress, cpus: Collection[int] = ()) -> None:
-        """Make a runner of tasks; arguments as for `TaskProcess`."""
         super().__init__(root, progress, cpus)
         self._worker: WarmWorker | None = None
         self._variables: dict[str, str] = {}
 
     @property
     def messages(self) -> Connection:
-        """Connection with the reports of the running task."""
+        """Connection with the reports of the running task; readable when `receive` would not wait."""
         assert self._worker is not None, "a task has begun"
         return self._worker.messages
 
@@ -154,13 +135,7 @@ class ForkedProcess(TaskProcess):
 
 
 def run(task: Task, root: Path, progress: Progress) -> Outcome:
-    """Run a task in a fresh process to its end.
-
-    Args:
-        task: the task.
-        root: the repository.
-        progress: receives the task's progress.
-    """
+    """Run a task in a fresh process to its end."""
     process = FreshProcess(root, progress)
     try:
         process.begin(task)

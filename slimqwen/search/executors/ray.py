@@ -45,7 +45,6 @@ class Node:
         name: its host name and the beginning of its Ray id.
         sees_folder: whether it read the driver's file in the repository and wrote one beside it.
         packages: versions of the packages that decide a figure.
-        hardware: CPU, memory and GPUs.
     """
 
     name: str
@@ -58,10 +57,9 @@ class RayExecutor:
     """Runs tasks on the nodes of a Ray cluster that is running already, or on one of its own on this machine."""
 
     def __init__(self, root: Path, address: str, progress: Progress = silent) -> None:
-        """Make an executor for a repository.
+        """Make an executor for a repository on a folder that all nodes share.
 
         Args:
-            root: the repository, on a folder that all nodes share.
             address: address of the cluster, host:port; auto for the one that this machine belongs to.
             progress: receives the progress of all nodes, node and title before the activity.
         """
@@ -215,8 +213,8 @@ class RayExecutor:
         references = []
         for number, node in enumerate(ray_nodes):
             affinity = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            options = {"scheduling_strategy": affinity}
-            references.append(look.options(**options).remote(str(self._folder), token, str(number)))
+            remote = look.options(scheduling_strategy=affinity)
+            references.append(remote.remote(str(self._folder), token, str(number)))
         try:
             nodes: list[Node] = ray.get(references, timeout=_NO_NODE_S)
         except ray.exceptions.RayError as error:
@@ -240,14 +238,9 @@ class RayExecutor:
         """Refuse nodes whose figures could not be compared."""
         packages = provenance.package_versions()
         for node in nodes:
-            if node.packages != packages:
-                names = sorted(
-                    name
-                    for name in node.packages.keys() | packages.keys()
-                    if node.packages.get(name) != packages.get(name)
-                )
+            if others := {name for name, _ in node.packages.items() ^ packages.items()}:
                 raise SearchError(
-                    f"node {node.name} has other versions of {', '.join(names)}; install the same lock there"
+                    f"node {node.name} has other versions of {', '.join(sorted(others))}; install the same lock there"
                 )
         kinds = {provenance.hardware_name(node.hardware): node.name for node in nodes}
         if len(kinds) > 1:

@@ -11,7 +11,7 @@ process that submitted it writes the records.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -26,7 +26,6 @@ class Resources:
     """Resources that a task needs of its node.
 
     Attributes:
-        gpus: number of GPUs.
         memory_bytes: main memory, bytes; 0 where nothing is known.
         whole_node: whether nothing may run beside it, as for a timing.
         every_cpu: whether it may use every CPU, beside other tasks.
@@ -47,7 +46,6 @@ class Task:
         title: name in progress displays and messages.
         function: function(root, argument, progress) -> value, importable by name; root is the repository.
         argument: picklable.
-        resources: resources that it needs of a node.
         urgent: whether it begins before the tasks that wait already, because others need its output.
     """
 
@@ -55,18 +53,13 @@ class Task:
     title: str
     function: Callable[[Path, Any, Progress], Any]
     argument: Any
-    resources: Resources = field(default=Resources())
+    resources: Resources = Resources()
     urgent: bool = False
 
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of a task that ended well.
-
-    Attributes:
-        key: key of the task.
-        value: return value of its function.
-    """
+    """The outcome of a task that ended well: the value of its function."""
 
     key: str
     value: Any
@@ -74,12 +67,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Failure:
-    """The outcome of a task that raised or died.
-
-    Attributes:
-        key: key of the task.
-        reason: one line.
-    """
+    """The outcome of a task that raised or died, with the reason in one line."""
 
     key: str
     reason: str
@@ -91,34 +79,26 @@ Outcome = Result | Failure
 class Executor(Protocol):
     """Runs tasks. At the end of its `with` block tasks that have not ended are stopped."""
 
-    def __enter__(self) -> Self:
-        """Make ready to run tasks."""
-        ...
+    def __enter__(self) -> Self: ...
 
-    def __exit__(self, *_: object) -> None:
-        """Stop the tasks that have not ended."""
-        ...
+    def __exit__(self, *_: object) -> None: ...
 
     @property
     def pending(self) -> int:
         """Number of submitted tasks whose outcome has not been returned."""
-        ...
 
     @property
     def width(self) -> int:
         """Tasks that run at a time at most, once the executor is entered."""
-        ...
 
     def as_task(self) -> AbstractContextManager[None]:
         """Restrict this thread to the CPUs of a task.
 
         Commands resolved in the block then have the thread count of a task's server, as earlier records of tasks do.
         """
-        ...
 
     def submit(self, task: Task) -> None:
         """Hand in a task; one whose key is pending already is ignored."""
-        ...
 
     def wait(self) -> Outcome:
         """The outcome of the next task that ends.
@@ -126,4 +106,3 @@ class Executor(Protocol):
         Raises:
             SearchError: no task is pending.
         """
-        ...
