@@ -22,7 +22,7 @@ def measure(
     """Measure the questions without an answer, each once.
 
     Args:
-        executor: where tasks run; entered already.
+        executor: entered already.
         answers: receives each answer as soon as it is measured.
 
     Returns:

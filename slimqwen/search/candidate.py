@@ -96,7 +96,6 @@ class Candidate:
         """Stages that make the checkpoint: first those of the target, then those of its drafts.
 
         Args:
-            space: has the parameters of stages.
             rows: rows of the base's vocabulary.
         """
         stage_parameters = space.settings.stages
@@ -164,12 +163,7 @@ class Candidate:
 
 
 def make_overlay(base: Variant, folder: Path) -> Path:
-    """Make a repository beside the real one: links to its files, with variants and weights folders of its own.
-
-    Args:
-        base: variant of the real repository.
-        folder: folder of the overlay, in the real repository.
-    """
+    """Make a repository in a folder of the real one: links to its files, with variants and weights of its own."""
     (base.root / "weights" / "store").mkdir(parents=True, exist_ok=True)
     for parent in ("experiments", "weights", "."):
         (folder / parent).mkdir(parents=True, exist_ok=True)

@@ -46,13 +46,10 @@ def search(
         gpu_name: name of a GPU in eval/devices.yaml.
         budget: name of a gate in eval/gates/.
         settings: everything that the space cannot derive.
-        executor: where rungs run that need an engine.
-        command: program and arguments, for the record.
         trials: number of candidates instead of the settings'.
         minutes: time after which no further candidate is begun.
         finalists: number of candidates that are proven at most, instead of the settings'.
         width: candidates that are measured at a time, instead of as many as the executor runs.
-        progress: receives the candidates done, and the progress of the one under way.
 
     Returns:
         The record in results/.

@@ -118,13 +118,10 @@ def compare(
     """Replay a search, its sampler alone, random search and one lever at a time on recorded trials.
 
     Args:
-        trials: recorded trials.
-        choices: values of each lever.
         first_points: points that the search begins with; the first, the incumbent's, is where the sampler alone and
             one lever at a time start.
         incumbent_speed: speed that trials have to beat, in the unit of their negative first score.
         sampler: makes Optuna's sampler of the search for a seed.
-        seeds: repetitions of each strategy.
 
     Returns:
         None where fewer than four trials needed an engine.

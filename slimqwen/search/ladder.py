@@ -114,11 +114,10 @@ class Ladder:
         return candidate.scaffold(name, self.base, self.space, "A candidate of a search.", self.overlay)
 
     def reference(self, variant: Variant, depth: int) -> Question:
-        """The question that counts the drafts of a variant with which candidates are compared.
+        """The question that counts the drafts of the base or the incumbent at a depth (K).
 
         Args:
-            variant: the base or the incumbent, in the overlay.
-            depth: tokens drafted at a time (K).
+            variant: the variant of the overlay.
         """
         acceptance = self.budget.acceptance
         if variant.name == self.base.name:

@@ -69,8 +69,7 @@ def prove(names: Sequence[str], executor: Executor, root: Path, *, command: Sequ
 
     Args:
         names: the finalists: variants of the repository, each with a baseline and an EVALUATION.
-        executor: where measurements run; entered here, once for each side of the split.
-        command: program and arguments, for the records.
+        executor: entered here, once for each side of the split.
 
     Returns:
         The finalists in the order of the names, each with both estimates, its adjusted verdict and its records.

@@ -89,7 +89,6 @@ def write(
     """Make what is missing of a variant's length sweep, fuzz and soak, and write the record of the release check.
 
     Args:
-        variant: variant to be released.
         settings_name: name of a file in eval/length_sweep/.
         minutes: shortest soak that counts, minutes.
         examples: fewest requests of the fuzz for each endpoint that count.

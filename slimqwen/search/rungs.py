@@ -32,8 +32,6 @@ class Budget:
 
     Attributes:
         name: name of its file, eval/gates/<name>.yaml.
-        fidelity: texts and limits.
-        acceptance: prompts, depth and least share.
         split: side of the texts and documents that a search sees; its proof is made on the other.
     """
 
@@ -63,11 +61,7 @@ class Budget:
         return replace(self, acceptance=self.acceptance.model_copy(update={"prompts": prompts}))
 
     def counted_depths(self, depth: int) -> list[int]:
-        """Depths that a candidate's drafts are counted at: its own, for its speed, and the gate's, for the limit.
-
-        Args:
-            depth: tokens that the candidate drafts at a time (K).
-        """
+        """Depths that a candidate's drafts are counted at: its own, for its speed, and the gate's, for the limit."""
         return sorted({depth, self.acceptance.gate_depth})
 
     def is_met_by(self, trial: SearchTrial) -> bool:
@@ -90,12 +84,7 @@ class Budget:
         return self._is_met_within(trial, half_widths=errors / normal.inv_cdf(1 - ALPHA))
 
     def acceptance_share(self, base: Sequence[Item], own: Sequence[Item]) -> Ratio:
-        """Acceptance length of a candidate / the base's, at the gate's depth.
-
-        Args:
-            base: items of the base's acceptance record.
-            own: items of the candidate's.
-        """
+        """Acceptance length of a candidate / the base's, at the gate's depth, from the items of their records."""
         depth, least = self.acceptance.gate_depth, self.acceptance.least_share
         return Ratio.from_ratio(acceptance_share.judge(base, own, depth=depth, least_share=least).ratio)
 
@@ -151,9 +140,7 @@ def compare_distributions(root: Path, argument: Mapping[str, Any], progress: Pro
     """Make a variant and compare its next-token distributions with the base's.
 
     Args:
-        root: the repository.
         argument: {"overlay": folder, "base": name, "candidate": name, "budget": name, "deepest": K}.
-        progress: receives (activity, done, total).
 
     Returns:
         {"figures": `Figures` as JSON, "same": whether the weights are the base's}.
@@ -183,10 +170,8 @@ def count_drafts(root: Path, argument: Mapping[str, Any], progress: Progress) ->
     """Make a variant and count its drafts greedily.
 
     Args:
-        root: the repository.
         argument: as for `compare_distributions`, and {"depths": each a number of drafted tokens, K; "prompts":
             prompts a class}.
-        progress: receives (activity, done, total).
 
     Returns:
         Items of an acceptance record.

@@ -30,11 +30,8 @@ def recount(
 
     Args:
         trials: candidates within the limits, the most wanted first.
-        ladder: the rungs of the search.
-        executor: where drafts are counted; entered already.
-        answers: journal of the rungs' answers.
+        executor: entered already.
         finalists: number of likely proven trials after which no further one is counted.
-        progress: receives the trials counted.
 
     Returns:
         The trials that were counted, with `recounted_share`; those whose count broke down are left out.

@@ -61,12 +61,9 @@ class SearchSettings(Settings):
     Attributes:
         choices: values of a lever by its name, instead of the derived ones.
         stages: parameters of a recipe's stages by stage, for all candidates: text, sizes, steps.
-        decoding: decoding whose speed is modelled.
-        incumbent: variant to beat.
         points: levers to try first; those left out are the incumbent's.
         speed_share: share of the fastest speed so far that a candidate's bound has to reach; 0 searches a whole front.
         acceptance_slack: share by which the first rung lets a candidate's acceptance length exceed the base's.
-        seed: seed of the sampler.
         trials: number of different candidates.
         finalists: largest number of candidates that are proven.
         recounts: largest number of candidates whose drafts are counted on more prompts before finalists are chosen.
@@ -116,7 +113,6 @@ class Space:
 
     Attributes:
         choices: values by lever, the one without an effect first; a lever with a single value is not searched.
-        settings: content of the file.
     """
 
     choices: Mapping[str, tuple[Choice, ...]]

@@ -55,7 +55,6 @@ class Findings:
 
     Attributes:
         trials: every candidate once, in the order of their trials.
-        incumbent: variant and speed that candidates have to exceed.
         repeated: number of suggestions of known candidates.
         importance: of each lever for the modelled speed; empty where too few trials passed.
         efficiency: comparison with random search and one lever at a time; None after too few trials.
@@ -95,11 +94,9 @@ class Study:
         """Open a study, or go on with an earlier one of the same ladder.
 
         Args:
-            ladder: the rungs.
-            executor: where tasks run; entered already.
+            executor: entered already.
             folder: folder of the study's journal and of the rungs' answers.
             log: file for Optuna's log.
-            progress: receives the trials done.
         """
         self._ladder, self._executor, self._progress = ladder, executor, progress
         self._folder, self._log = folder, log

@@ -18,7 +18,6 @@ class Variant:
     """The content of experiments/<name>/, with inheritance applied.
 
     Attributes:
-        name: the folder's name.
         root: the repository that holds experiments/ and weights/.
         lineage: names from this variant to its oldest base.
         settings: effective lines of config.env by key, without BASE.

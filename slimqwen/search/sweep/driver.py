@@ -41,7 +41,6 @@ class SweepResult:
     """The result of a sweep for one variant.
 
     Attributes:
-        variant: its name.
         records: records that it rests on, in the order of their measurement; the gate's record last.
         failure: why its measurement failed; None where it did not.
         outcome: verdict of its gate; empty without one.
@@ -88,10 +87,7 @@ def sweep(names: Sequence[str], options: Options, executor: Executor, root: Path
     A variant whose task fails ends there, with the reason; the others go on.
 
     Args:
-        names: variants.
-        options: the measurements and their settings.
-        executor: where tasks run; entered here.
-        root: the repository.
+        executor: entered here.
 
     Returns:
         One result per variant, in the order of the names.

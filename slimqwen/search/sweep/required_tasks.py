@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +25,7 @@ from slimqwen.recipe import variant_recipe
 from slimqwen.records import provenance
 from slimqwen.records.record import Record
 from slimqwen.records.settings import LimitSettings
-from slimqwen.records.split import Side, Split, SplitRecord
+from slimqwen.records.split import Side, Split
 from slimqwen.search.executors import ENGINE_BYTES, Resources, Task
 from slimqwen.search.sweep import tasks
 from slimqwen.serving import platform
@@ -58,8 +59,6 @@ class Options:
 
     Attributes:
         measures: gate, which is all of its checks and a verdict; checks alone; latency.
-        command: program and arguments, for records.
-        workload: workload of latency.
         rounds: rounds of latency, instead of the workload's.
         parts: number of ranges into which the items of a suite are split.
         limit: items of each task.
@@ -149,8 +148,6 @@ def checks(side: Variant, pair: Pair, options: Options) -> Checks:
 
     Args:
         side: the baseline, which has the checks that compare two records alone, or the variant.
-        pair: baseline and variant.
-        options: the measurements of the sweep.
 
     Raises:
         SlimqwenError: settings or a checkpoint cannot be used.
@@ -163,14 +160,21 @@ def checks(side: Variant, pair: Pair, options: Options) -> Checks:
         is_asked = has_gate or check in options.measures
         if not is_asked or (side.name != variant.name and check not in _OF_BOTH_SIDES):
             continue
-        record = _reusable_record(check, side, settings, options) if settings else None
+        # A check without a gate takes the settings of the variant's EVALUATION, and all items.
+        name = getattr(settings, check) if settings else variant.evaluation
+        # The engine's tokens are no sample: they have no sides.
+        split = settings.split(options.split, variant.root) if settings and check != "engine" else None
+        record = _reusable_record(check, side, name, split, options) if settings else None
         if record:
             needed.records[check] = record
+        elif check == "quality":
+            needed.tasks[check] = _parts(side, name, split, options)
         else:
-            # A check without a gate takes the settings of the variant's EVALUATION, and all items.
-            name = getattr(settings, check) if settings else variant.evaluation
-            split = settings.split(options.split, variant.root) if settings else None
-            needed.tasks[check] = _tasks(check, side, pair[0], name, split, options)
+            _, function, model = _CHECKS[check]
+            fields = model.of_variant(side, name).model_dump(mode="json")
+            argument = {"settings_name": name, "split": split}
+            task = _task(check, [side], function, argument, [fields, str(split)], options, baseline=pair[0])
+            needed.tasks[check] = [task]
     return needed
 
 
@@ -192,42 +196,19 @@ def timing(variant: Variant, baseline: Variant, options: Options) -> Task:
     )
 
 
-def _reusable_record(check: str, side: Variant, settings: GateSettings, options: Options) -> Path | None:
+def _reusable_record(
+    check: str, side: Variant, name: str, split: Split | None, options: Options
+) -> Path | None:
     """The record of a gate's check of a side that a new measurement would only repeat."""
-    name, split = getattr(settings, check), settings.split(options.split, side.root)
     if check == "quality":
         return gate.find_reusable(
             side, Quality, split=split, suite=name, limit=options.limit, endpoint="completions"
         )
-    kind = _CHECKS[check][0]
-    return gate.find_reusable(side, kind, settings_name=name, split=_split_of_kind(kind, split))
+    return gate.find_reusable(side, _CHECKS[check][0], settings_name=name, split=split)
 
 
-def _tasks(
-    check: str, side: Variant, baseline: Variant, name: str, split: Split | None, options: Options
-) -> list[Task]:
-    """The tasks of a check of a side.
-
-    Args:
-        name: name of the check's settings or suite.
-    """
-    if check == "quality":
-        return _parts(side, name, options)
-    kind, function, model = _CHECKS[check]
-    split = _split_of_kind(kind, split)
-    fields = model.of_variant(side, name).model_dump(mode="json")
-    argument = {"settings_name": name, "split": split}
-    return [_task(check, [side], function, argument, [fields, str(split)], options, baseline=baseline)]
-
-
-def _split_of_kind(kind: type[Record], split: Split | None) -> Split | None:
-    """The split, for a kind whose items have sides; the engine check has none."""
-    return split if issubclass(kind, SplitRecord) else None
-
-
-def _parts(side: Variant, suite_name: str, options: Options) -> list[Task]:
+def _parts(side: Variant, suite_name: str, split: Split | None, options: Options) -> list[Task]:
     suite = Suite.load(suite_name, side.root)
-    split = suite.split(options.split)
     settings = [suite.model_dump(mode="json", exclude={"tasks_folder"}), options.limit, options.split]
     return [
         _task(
@@ -294,9 +275,7 @@ def resources(servers: Sequence[ServerCommand], baseline: Variant | None, *, alo
     """
     gpus, memory = 0, 0
     for server in servers:
-        count = 1
-        for flag in _PARALLEL:
-            count *= int(server.flags.get(flag) or 1)
+        count = math.prod(int(server.flags.get(flag) or 1) for flag in _PARALLEL)
         gpus = max(gpus, count if server.platform == "cuda" else 0)
         cache = float(server.environment.get("VLLM_CPU_KVCACHE_SPACE") or 0)
         size = bytes_on_disk(server.variant.weights) + round(cache * 2**30)

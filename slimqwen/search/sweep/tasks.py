@@ -1,4 +1,7 @@
-"""Functions of a sweep's tasks: they make stages, and return measurements without recording them."""
+"""Functions of a sweep's tasks: they make stages, and return measurements without recording them.
+
+Each takes the repository, the task's argument, and what receives its progress.
+"""
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -27,16 +30,14 @@ def make_stage(root: Path, argument: Mapping[str, Any], progress: Progress) -> N
     """Run the first stages of a variant's recipe; the store publishes each by one rename.
 
     Args:
-        root: the repository.
         argument: {"variant": name, "stages": number of stages}.
-        progress: receives the stage's progress.
     """
     subject = variants.load(argument["variant"], root)
     variant_recipe.run(subject, argument["stages"], progress=progress)
 
 
 def check_fidelity(root: Path, argument: Mapping[str, Any], progress: Progress) -> list[UnwrittenRecord]:
-    """Compare variants' distributions with their baselines'; argument and progress as for `_measure_all`."""
+    """Compare variants' distributions with their baselines'; argument as for `_measure_all`."""
     return _measure_all(
         root,
         argument,
@@ -46,7 +47,7 @@ def check_fidelity(root: Path, argument: Mapping[str, Any], progress: Progress) 
 
 
 def check_acceptance(root: Path, argument: Mapping[str, Any], progress: Progress) -> list[UnwrittenRecord]:
-    """Count the drafts of variants greedily at the gate's depth; argument and progress as for `_measure_all`."""
+    """Count the drafts of variants greedily at the gate's depth; argument as for `_measure_all`."""
     depth = AcceptanceSettings.load(argument["settings_name"], root).gate_depth
     return _measure_all(
         root,
@@ -57,7 +58,7 @@ def check_acceptance(root: Path, argument: Mapping[str, Any], progress: Progress
 
 
 def check_engine(root: Path, argument: Mapping[str, Any], progress: Progress) -> list[UnwrittenRecord]:
-    """Compare variants' engine modes; argument and progress as for `_measure_all`.
+    """Compare variants' engine modes; argument as for `_measure_all`.
 
     eval/unsafe_engines.json is left to the driver.
     """
@@ -70,12 +71,8 @@ def _measure_all(
     """Measure variants one after another on this node.
 
     Args:
-        root: the repository.
-        argument: {"variants": names, "settings_name": name, "split": side or None,
-            "command": words}.
-        progress: receives (activity, done, total).
-        measure: measure(variant, settings_name, command=…, records_folder=…, progress=…) -> path of the
-            record.
+        argument: {"variants": names, "settings_name": name, "split": side or None, "command": words}.
+        measure: measure(variant, settings_name, command=…, records_folder=…, progress=…) -> path of the record.
     """
     records = []
     for name in argument["variants"]:
@@ -95,10 +92,8 @@ def ask_part(root: Path, argument: Mapping[str, Any], progress: Progress) -> dic
     """Score variants on a part of a suite, one after another on this node.
 
     Args:
-        root: the repository.
-        argument: {"variants": names, "suite": name, "limit": limit, "part": [number, count],
-            "split": side or None, "command": words}.
-        progress: receives (activity, done, total).
+        argument: {"variants": names, "suite": name, "limit": limit, "part": [number, count], "split": side or None,
+            "command": words}.
 
     Returns:
         `PartAnswers` of each variant as JSON, by name.
@@ -122,9 +117,7 @@ def time_pair(root: Path, argument: Mapping[str, Any], progress: Progress) -> li
     """Time variants over a workload in turns, on this node alone.
 
     Args:
-        root: the repository.
         argument: {"variants": names, "workload": name, "rounds": rounds or None, "command": words}.
-        progress: receives (activity, done, total).
     """
     with tempfile.TemporaryDirectory() as folder:
         paths: Sequence[Path] = latency.measure(
