@@ -1,6 +1,5 @@
 """The driver of a search: from a base, a GPU and a quality budget to a record of the variant to serve."""
 
-import hashlib
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 from slimqwen import variant as variants
 from slimqwen.analysis.roofline import gpu as data_sheets
+from slimqwen.checkpoint.files import sha256
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
 from slimqwen.records.journal import locked
@@ -85,9 +85,9 @@ def search(
             base,
             command,
             started,
-            devices=hashlib.sha256((root / data_sheets.FILE).read_bytes()).hexdigest(),
+            devices=sha256(root / data_sheets.FILE),
             datasets={
-                provenance.portable(str(file), root): hashlib.sha256(file.read_bytes()).hexdigest()
+                provenance.portable(str(file), root): sha256(file)
                 for file in (settings.file(root), root / ladder.budget.fidelity.texts)
                 if file.is_file()
             },

@@ -141,9 +141,9 @@ class Space:
         return space
 
     @property
-    def levers(self) -> list[str]:
-        """Names of the levers with more than one choice."""
-        return [lever for lever, values in self.choices.items() if len(values) > 1]
+    def levers(self) -> dict[str, tuple[Choice, ...]]:
+        """The levers with more than one choice."""
+        return {lever: values for lever, values in self.choices.items() if len(values) > 1}
 
     def complete(self, point: Point) -> dict[str, Choice]:
         """A value for every lever: those of a point, else the first choice, which has no effect."""
@@ -157,7 +157,7 @@ class Space:
     def moves(self) -> list[dict[str, Choice]]:
         """The incumbent's point with one lever at its last choice."""
         incumbent = self.complete(self.settings.incumbent.point)
-        points = [{**incumbent, lever: self.choices[lever][-1]} for lever in self.levers]
+        points = [{**incumbent, lever: values[-1]} for lever, values in self.levers.items()]
         return [point for point in points if point != incumbent]
 
     def as_text(self) -> str:

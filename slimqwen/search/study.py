@@ -198,9 +198,7 @@ class Study:
             elif "repeated" in trial.user_attrs:
                 self._repeated += 1
         for point in [] if study.trials else self._first_points():
-            study.enqueue_trial(
-                {lever: point[lever] for lever in self._ladder.space.levers if lever in point}
-            )
+            study.enqueue_trial({lever: point[lever] for lever in self._ladder.space.levers})
         return study
 
     def _first_points(self) -> list[dict[str, Choice]]:
@@ -221,9 +219,8 @@ class Study:
         seed = self._ladder.space.settings.seed + len(self._known) + self._repeated
         self._study.sampler = _sampler(seed)
         trial = self._interrupted.popleft() if self._interrupted else self._study.ask()
-        ladder = self._ladder
-        choices = {lever: ladder.space.choices[lever] for lever in ladder.space.levers}
-        candidate = Candidate.from_point(ladder.space.complete(efficiency.suggest(trial, choices)))
+        ladder, space = self._ladder, self._ladder.space
+        candidate = Candidate.from_point(space.complete(efficiency.suggest(trial, space.levers)))
         variant = ladder.in_overlay(candidate)
         known_trial = self._known.get(variant.name)
         if known_trial is not None or any(each.row["name"] == variant.name for each in self._candidates()):
@@ -389,7 +386,7 @@ class Study:
         ]
         return efficiency.compare(
             trials,
-            {lever: space.choices[lever] for lever in space.levers},
+            space.levers,
             self._first_points(),
             self._incumbent.tokens_per_second,
             _sampler,

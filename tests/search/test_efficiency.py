@@ -106,11 +106,6 @@ def test_what_ended_early_costs_nothing_and_what_failed_counts_for_nothing() -> 
     assert all(list(row.by_evaluations) == sorted(row.by_evaluations) for row in found.results)
 
 
-def test_the_same_trials_give_the_same_figures() -> None:
-    rows = table(lambda point: 100.0 + 3 * int(point["a"]) * int(point["b"]) + int(point["c"]))[::3]
-    assert played(rows, seeds=3) == played(rows, seeds=3)
-
-
 def test_a_few_trials_compare_nothing() -> None:
     rows = table(lambda point: 100.0)[:3]
     assert efficiency.compare(rows, CHOICES, [START], 100.0, sampler) is None

@@ -1,6 +1,5 @@
 """The record of a search: its front, its advice, and what its tables and panels show."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,10 @@ from slimqwen.report import charts
 from slimqwen.search.efficiency import Advantage, Efficiency, StrategyResult
 from slimqwen.search.proof import Finalist, Proof
 from slimqwen.search.record import Incumbent, Search, SearchTrial
+from tests.search.trials import trial
 
 STRATEGIES = ("search", "sampler alone", "random", "one lever")
 LENGTH = Estimate(value=4.5, standard_error=0.02, count=18)
-
-
-def trial(number: int, **fields: Any) -> SearchTrial:
-    common: dict[str, Any] = {
-        "number": number, "name": f"tiny-{number}", "changes": {"depth": number}, "rung": "speed", "reason": "",
-        "crashed": False, "checkpoint_bytes": 8_000_000, "bound_tokens_per_second": 90_000.0, "seconds": 60.0,
-    }  # fmt: skip
-    return SearchTrial(**{**common, **fields})
 
 
 def passed(number: int, speed: float, share: float, size: int) -> SearchTrial:
@@ -32,23 +24,18 @@ def passed(number: int, speed: float, share: float, size: int) -> SearchTrial:
     )
 
 
-@pytest.fixture
-def make() -> Callable[..., Search]:
-    def build(*trials: SearchTrial, **fields: Any) -> Search:
-        started = provenance.utc_now()
-        base = variant.load("tiny")
-        common: dict[str, Any] = {
-            "variant": "tiny", "gpu": "a10g", "timed": False, "budget": "tinyworld", "space": "choices: {}",
-            "context_len": 2048, "sequences": 1, "repeated_suggestions": 3, "importance": {},
-            "incumbent": Incumbent(variant="tiny-best", tokens_per_second=77_000, acceptance_length=LENGTH),
-            "provenance": provenance.of_variant(base, ["slimqwen", "search"], started),
-        }  # fmt: skip
-        return Search(**{**common, "trials": trials, **fields})
-
-    return build
+def search(*trials: SearchTrial, **fields: Any) -> Search:
+    started = provenance.utc_now()
+    common: dict[str, Any] = {
+        "variant": "tiny", "gpu": "a10g", "timed": False, "budget": "tinyworld", "space": "choices: {}",
+        "context_len": 2048, "sequences": 1, "repeated_suggestions": 3, "importance": {},
+        "incumbent": Incumbent(variant="tiny-best", tokens_per_second=77_000, acceptance_length=LENGTH),
+        "provenance": provenance.of_variant(variant.load("tiny"), ["slimqwen", "search"], started),
+    }  # fmt: skip
+    return Search(**{**common, "trials": trials, **fields})
 
 
-def test_the_front_has_what_nothing_else_beats_in_all_three(make: Callable[..., Search]) -> None:
+def test_the_front_has_what_nothing_else_beats_in_all_three() -> None:
     fast, small, careful = (
         passed(1, 100_000, 0.9, 9_000_000),
         passed(2, 80_000, 0.8, 5_000_000),
@@ -56,15 +43,13 @@ def test_the_front_has_what_nothing_else_beats_in_all_three(make: Callable[..., 
     )
     beaten = passed(4, 79_000, 0.85, 6_000_000)
     ended = trial(5, rung="fidelity", reason="too far", fidelity_share=3.0)
-    record = make(beaten, careful, small, fast, ended)
+    record = search(beaten, careful, small, fast, ended)
     assert record.front == [fast, small, careful]
     assert record.faster == [fast, small, careful]
 
 
-def test_the_advice_is_the_fastest_of_the_front_or_the_incumbent(
-    make: Callable[..., Search], tmp_path: Path
-) -> None:
-    found = make(
+def test_the_advice_is_the_fastest_of_the_front_or_the_incumbent(tmp_path: Path) -> None:
+    found = search(
         passed(1, 100_000, 0.9, 9_000_000),
         passed(2, 154_000, 0.95, 9_500_000),
         passed(3, 200_000, 1.2, 9_500_000),
@@ -73,10 +58,12 @@ def test_the_advice_is_the_fastest_of_the_front_or_the_incumbent(
     assert found.advice.startswith("Fastest candidate, not proven: depth 2.")
     assert "2.00 times the 77,000 of tiny-best" in found.advice
     assert "as its roofline models it" in found.advice
-    assert make(passed(1, 70_000, 0.9, 9_000_000)).advice.startswith("Serve tiny-best: of 1 candidates none")
+    assert search(passed(1, 70_000, 0.9, 9_000_000)).advice.startswith(
+        "Serve tiny-best: of 1 candidates none"
+    )
 
 
-def test_a_proof_decides_what_to_serve(make: Callable[..., Search], tmp_path: Path) -> None:
+def test_a_proof_decides_what_to_serve(tmp_path: Path) -> None:
     trials = passed(1, 154_000, 0.95, 9_500_000), passed(2, 100_000, 0.9, 9_000_000)
     names = {"tiny-search-1": "tiny-1", "tiny-search-2": "tiny-2"}
 
@@ -93,7 +80,7 @@ def test_a_proof_decides_what_to_serve(make: Callable[..., Search], tmp_path: Pa
         finalists = finalist(1, first, -0.1), finalist(2, Verdict.PASS, -0.001)
         return Proof(alpha=0.025, proof_share=0.5, finalists=finalists)
 
-    record = make(*trials, proof=proof(Verdict.FAIL), proof_names=names)
+    record = search(*trials, proof=proof(Verdict.FAIL), proof_names=names)
     assert record.advice.startswith("Serve tiny-search-2, because it is the fastest that passed")
     assert "1.30 times" in record.advice  # not the 2.00 of the one that failed
     table = record.tables(tmp_path / "search_tiny.json")[1]
@@ -101,18 +88,16 @@ def test_a_proof_decides_what_to_serve(make: Callable[..., Search], tmp_path: Pa
         ("0 [-0.01, 0.01]", "-0.1 [-0.01, 0.01]"), ("0 [-0.01, 0.01]", "-0.001 [-0.01, 0.01]"),
     ]  # fmt: skip
     assert any("quality: facts" in note for note in table.notes)
-    none = make(
+    none = search(
         *trials, proof=Proof(alpha=0.025, proof_share=0.5, finalists=(finalist(1, Verdict.FAIL, -0.1),))
     )
     assert none.advice.startswith("Serve tiny-best: no finalist passed")
 
 
-def test_tables_show_every_trial_with_its_rung_and_its_reason(
-    make: Callable[..., Search], tmp_path: Path
-) -> None:
+def test_tables_show_every_trial_with_its_rung_and_its_reason(tmp_path: Path) -> None:
     crashed = trial(2, rung="fidelity", reason="its process died (SIGSEGV)", crashed=True)
     slow = trial(3, rung="roofline", reason="slower than tiny-best, even at its bound")
-    record = make(passed(1, 100_000, 0.9, 9_000_000), crashed, slow, importance={"depth": 0.7, "mlp": 0.3})
+    record = search(passed(1, 100_000, 0.9, 9_000_000), crashed, slow, importance={"depth": 0.7, "mlp": 0.3})
     front, rungs, trials, importance = record.tables(tmp_path / "search_tiny.json")
     assert len(front.rows) == 1
     assert any("No speed here was measured on a GPU" in note for note in front.notes)
@@ -126,8 +111,8 @@ def test_tables_show_every_trial_with_its_rung_and_its_reason(
     assert [row[0] for row in importance.rows] == ["depth", "mlp"]
 
 
-def test_the_chart_has_the_line_of_the_limit_and_a_line_for_every_trial(make: Callable[..., Search]) -> None:
-    record = make(
+def test_the_chart_has_the_line_of_the_limit_and_a_line_for_every_trial() -> None:
+    record = search(
         passed(1, 100_000, 0.9, 9_000_000), passed(2, 154_000, 0.95, 9_500_000), importance={"depth": 1.0}
     )
     front, levers, importance = record.panels()
@@ -145,9 +130,7 @@ def test_the_chart_has_the_line_of_the_limit_and_a_line_for_every_trial(make: Ca
     assert chart.svg.startswith("<svg")
 
 
-def test_the_record_shows_whether_the_search_was_worth_it(
-    make: Callable[..., Search], tmp_path: Path
-) -> None:
+def test_the_record_shows_whether_the_search_was_worth_it(tmp_path: Path) -> None:
     trials = passed(1, 100_000, 0.9, 9_000_000), passed(2, 154_000, 0.95, 9_500_000)
     best = [Estimate(value=value, standard_error=0.01, count=20) for value in (1.5, 1.3, 1.2, 1.25)]
     lucky = [
@@ -161,7 +144,7 @@ def test_the_record_shows_whether_the_search_was_worth_it(
                                   ("sampler alone", "random", 0.01), ("sampler alone", "one lever", -0.05))
     ]  # fmt: skip
     played = Efficiency(seeds=20, evaluations=2, trials=2, results=lucky, advantages=advantages)
-    record = make(*trials, efficiency=played)
+    record = search(*trials, efficiency=played)
     table = record.tables(tmp_path / "search_tiny.json")[-1]
     assert [row[:2] for row in table.rows] == [
         ("search", "1.500 ± 0.010"), ("sampler alone", "1.300 ± 0.010"), ("random", "1.200 ± 0.010"),

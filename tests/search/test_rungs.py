@@ -17,6 +17,7 @@ from slimqwen.search.executors import Failure, LocalExecutor, Result
 from slimqwen.search.ladder import Ladder
 from slimqwen.search.record import Ratio, SearchTrial
 from slimqwen.search.rungs import Budget, Shares
+from tests.search.trials import trial
 
 TEXTS = 12
 
@@ -50,11 +51,8 @@ def measured(ladder: Ladder, candidate: Candidate, *answers: str) -> dict[str, R
 def share(value: float, standard_error: float) -> SearchTrial:
     """A trial that passed, with this share of the base's acceptance length."""
     half = 1.96 * standard_error
-    return SearchTrial(
-        number=0, name="a", changes={}, rung="speed", reason="", crashed=False, checkpoint_bytes=1,
-        bound_tokens_per_second=1.0, seconds=0.0, worst_share=0.5,
-        acceptance_share=Ratio(value=value, low=value - half, high=value + half),
-    )  # fmt: skip
+    ratio = Ratio(value=value, low=value - half, high=value + half)
+    return trial(0, worst_share=0.5, acceptance_share=ratio)
 
 
 def test_a_finalist_is_one_that_passes_its_proof_in_nineteen_of_twenty_cases(ladder: Ladder) -> None:

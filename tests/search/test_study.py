@@ -1,7 +1,5 @@
 """The study: where candidates end, what is not measured twice, and that an interrupted one goes on."""
 
-from pathlib import Path
-
 import pytest
 
 from slimqwen.search.ladder import Ladder
@@ -13,22 +11,16 @@ from tests.search.recorded_rungs import RecordedRungs
 TRIALS = 24
 
 
-def run(ladder: Ladder, executor: RecordedRungs, trials: int = TRIALS, width: int = 1) -> Findings:
+def run(
+    ladder: Ladder, executor: RecordedRungs | None = None, trials: int = TRIALS, width: int = 1
+) -> Findings:
     folder = ladder.overlay.parent
-    return Study(ladder, executor, folder, folder / "search.log").run(trials, width=width)
+    study = Study(ladder, executor or RecordedRungs(ladder.base.root), folder, folder / "search.log")
+    return study.run(trials, width=width)
 
 
-def without_times(trials: list[SearchTrial]) -> list[SearchTrial]:
-    return [trial.model_copy(update={"seconds": 0.0}) for trial in trials]
-
-
-@pytest.fixture
-def root(ladder: Ladder) -> Path:
-    return ladder.base.root
-
-
-def test_every_candidate_ends_at_the_rung_that_it_cannot_pass(ladder: Ladder, root: Path) -> None:
-    found = run(ladder, RecordedRungs(root))
+def test_every_candidate_ends_at_the_rung_that_it_cannot_pass(ladder: Ladder) -> None:
+    found = run(ladder)
     assert len(found.trials) == TRIALS
     assert found.incumbent.variant == "tiny-classic"
     by_rung: dict[str, list[SearchTrial]] = {}
@@ -43,10 +35,10 @@ def test_every_candidate_ends_at_the_rung_that_it_cannot_pass(ladder: Ladder, ro
 
 @pytest.mark.parametrize("meeting", [True, False])
 def test_only_a_candidate_that_could_be_a_finalist_ends_slower_ones(
-    ladder: Ladder, root: Path, monkeypatch: pytest.MonkeyPatch, meeting: bool
+    ladder: Ladder, monkeypatch: pytest.MonkeyPatch, meeting: bool
 ) -> None:
     monkeypatch.setattr(Budget, "is_met_by", lambda _, trial: meeting and trial.passed)
-    found = run(ladder, RecordedRungs(root), trials=40)
+    found = run(ladder, trials=40)
     least = found.incumbent.tokens_per_second
     ended = 0
     for trial in found.trials:
@@ -59,8 +51,8 @@ def test_only_a_candidate_that_could_be_a_finalist_ends_slower_ones(
     assert (least == found.incumbent.tokens_per_second) == (not meeting)
 
 
-def test_a_candidate_that_crashes_has_its_reason_and_no_score(ladder: Ladder, root: Path) -> None:
-    crashed = [trial for trial in run(ladder, RecordedRungs(root)).trials if trial.crashed]
+def test_a_candidate_that_crashes_has_its_reason_and_no_score(ladder: Ladder) -> None:
+    crashed = [trial for trial in run(ladder).trials if trial.crashed]
     assert crashed
     for trial in crashed:
         assert trial.rung == "fidelity"
@@ -70,16 +62,16 @@ def test_a_candidate_that_crashes_has_its_reason_and_no_score(ladder: Ladder, ro
         assert trial.tokens_per_second is None
 
 
-def test_a_crash_while_drafts_are_counted_is_of_that_rung(ladder: Ladder, root: Path) -> None:
-    executor = RecordedRungs(root)
+def test_a_crash_while_drafts_are_counted_is_of_that_rung(ladder: Ladder) -> None:
+    executor = RecordedRungs(ladder.base.root)
     executor.broken = "acceptance of tiny-"
     ended = [trial for trial in run(ladder, executor).trials if trial.rung == "acceptance"]
     assert ended
     assert all(trial.crashed and trial.tokens_per_second is None for trial in ended)
 
 
-def test_no_candidate_is_measured_twice(ladder: Ladder, root: Path) -> None:
-    executor = RecordedRungs(root)
+def test_no_candidate_is_measured_twice(ladder: Ladder) -> None:
+    executor = RecordedRungs(ladder.base.root)
     found = run(ladder, executor)
     assert len({trial.name for trial in found.trials}) == len(found.trials)
     # The distributions of a target are those of all its candidates.
@@ -87,52 +79,50 @@ def test_no_candidate_is_measured_twice(ladder: Ladder, root: Path) -> None:
     assert len(targets) == len(set(targets))
 
 
-def test_a_finished_study_is_answered_without_a_task(ladder: Ladder, root: Path) -> None:
-    first = run(ladder, RecordedRungs(root))
-    again = RecordedRungs(root)
+def test_a_finished_study_is_answered_without_a_task(ladder: Ladder) -> None:
+    first = run(ladder)
+    again = RecordedRungs(ladder.base.root)
     assert run(ladder, again) == first
     assert again.ran == []
 
 
-def test_a_study_that_was_interrupted_ends_as_one_that_was_not(
-    ladder: Ladder, root: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_study_that_was_interrupted_ends_as_one_that_was_not(ladder: Ladder) -> None:
     with pytest.raises(KeyboardInterrupt):
-        run(ladder, RecordedRungs(root, interrupt_after=7))
-    rest = RecordedRungs(root)
+        run(ladder, RecordedRungs(ladder.base.root, interrupt_after=7))
+    rest = RecordedRungs(ladder.base.root)
     resumed = run(ladder, rest)
     (ladder.overlay.parent / "study.log").unlink()
     (ladder.overlay.parent / "answers.jsonl").unlink()
-    whole = RecordedRungs(root)
+    whole = RecordedRungs(ladder.base.root)
     names = {trial.name for trial in run(ladder, whole).trials}
     assert len(rest.ran) == len(whole.ran) - 7
     assert {trial.name for trial in resumed.trials} == names
 
 
-def test_more_trials_go_on_from_those_that_are_known(ladder: Ladder, root: Path) -> None:
-    few = run(ladder, RecordedRungs(root), trials=10)
-    more = run(ladder, RecordedRungs(root), trials=14)
+def test_more_trials_go_on_from_those_that_are_known(ladder: Ladder) -> None:
+    few = run(ladder, trials=10)
+    more = run(ladder, trials=14)
     assert more.trials[:10] == few.trials
     assert len(more.trials) == 14
 
 
-def test_several_candidates_can_be_measured_at_a_time(ladder: Ladder, root: Path) -> None:
-    executor = RecordedRungs(root)
+def test_several_candidates_can_be_measured_at_a_time(ladder: Ladder) -> None:
+    executor = RecordedRungs(ladder.base.root)
     found = run(ladder, executor, width=3)
     assert len({trial.name for trial in found.trials}) == TRIALS
     # Those with the same question wait for one task.
     assert len(executor.ran) == len({task.key for task in executor.ran})
 
 
-def test_speed_is_explained_by_levers(ladder: Ladder, root: Path) -> None:
-    found = run(ladder, RecordedRungs(root), trials=40)
+def test_speed_is_explained_by_levers(ladder: Ladder) -> None:
+    found = run(ladder, trials=40)
     assert found.importance
     assert set(found.importance) <= set(ladder.space.levers)
     assert sum(found.importance.values()) == pytest.approx(1)
 
 
-def test_a_study_is_replayed_beside_simpler_searches_on_its_own_trials(ladder: Ladder, root: Path) -> None:
-    found = run(ladder, RecordedRungs(root))
+def test_a_study_is_replayed_beside_simpler_searches_on_its_own_trials(ladder: Ladder) -> None:
+    found = run(ladder)
     played = found.efficiency
     assert played is not None
     measured = [trial for trial in found.trials if trial.rung != "roofline"]
@@ -145,4 +135,3 @@ def test_a_study_is_replayed_beside_simpler_searches_on_its_own_trials(ladder: L
     assert played.results[0].by_evaluations[0] == pytest.approx(
         max(1.0, (first[0].tokens_per_second or 0) / found.incumbent.tokens_per_second)
     )
-    assert run(ladder, RecordedRungs(root)).efficiency == played
