@@ -42,7 +42,7 @@ class Copy:
     fetched: bool
 
 
-def download(variant: Variant, progress: Progress = silent, endpoint: str | None = None) -> Copy:
+def download(variant: Variant, progress: Progress = silent) -> Copy:
     """Download the checkpoint that a variant, or the variant from which it inherits SOURCE, is a copy of.
 
     An existing copy is checked in milliseconds, without asking the hub. HF_TOKEN in the environment gives access to
@@ -52,7 +52,6 @@ def download(variant: Variant, progress: Progress = silent, endpoint: str | None
         variant: variant; REVISION beside its SOURCE is the commit, by default the newest of main, or that of an
             interrupted download.
         progress: receives (activity, done, total) in bytes.
-        endpoint: address of the hub; HF_ENDPOINT or huggingface.co by default.
 
     Raises:
         HubError: no SOURCE; offline mode, no network, no such repository or commit, no permission, or no checkpoint in
@@ -66,7 +65,7 @@ def download(variant: Variant, progress: Progress = silent, endpoint: str | None
             f"{variant.name} is not a copy of a hub repository (its config.env sets or inherits no SOURCE); "
             f"{making_command(variant.weights, variant.root)}"
         )
-    repository, pinned = _repository(variant, source, endpoint)
+    repository, pinned = _repository(variant, source)
     if os.path.lexists(repository.target):
         return _existing_copy(repository, source, pinned)
     started = time.monotonic()
@@ -93,7 +92,7 @@ def download(variant: Variant, progress: Progress = silent, endpoint: str | None
     return Copy(source, download.revision, pinned is not None, repository.target, manifest, fetched=True)
 
 
-def _repository(variant: Variant, source: Setting, endpoint: str | None) -> tuple[Repository, Setting | None]:
+def _repository(variant: Variant, source: Setting) -> tuple[Repository, Setting | None]:
     """The repository that a SOURCE names, and the REVISION beside it if there is one."""
     name, pinned = source.file.parent.name, variant.settings.get("REVISION")
     target = variant.root / "weights" / name
@@ -101,7 +100,7 @@ def _repository(variant: Variant, source: Setting, endpoint: str | None) -> tupl
         name=source.value,
         kind="model",
         revision=pinned.value if pinned else None,
-        endpoint=endpoint,
+        endpoint=None,
         target=target,
         shown=f"weights/{name}",
         command=f"`make download VARIANT={name}`",

@@ -51,11 +51,8 @@ class Hub:
                 continue
             content = file.read_bytes()
             blob = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-            entry = {
-                "rfilename": file.relative_to(self.folder).as_posix(),
-                "size": len(content),
-                "blobId": blob,
-            }
+            name = file.relative_to(self.folder).as_posix()
+            entry = {"rfilename": name, "size": len(content), "blobId": blob}
             if file.suffix in (".safetensors", ".parquet"):
                 sha256 = hashlib.sha256(content).hexdigest()
                 entry["lfs"] = {"size": len(content), "sha256": sha256, "pointerSize": 130}
@@ -71,6 +68,9 @@ def running(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     monkeypatch.delenv("HF_TOKEN", raising=False)
     hub = Hub(folder)
     server = _start(hub)
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, hub.endpoint)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
     yield hub
     server.shutdown()
     server.server_close()

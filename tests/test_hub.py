@@ -76,11 +76,10 @@ def seen(weights: Path) -> list[str]:
     return sorted(path.name for path in weights.iterdir())
 
 
-def refusal(kind: type[SlimqwenError], match: str, copy: variant.Variant, endpoint: str) -> str:
-    with pytest.raises(kind, match=match) as caught:
-        hub.download(copy, endpoint=endpoint)
+def refuse(copy: variant.Variant, message: str, kind: type[SlimqwenError] = HubError) -> None:
+    with pytest.raises(kind, match=message) as caught:
+        hub.download(copy)
     assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def stop_at(position: int) -> Callable[[str, float, float], None]:
@@ -97,7 +96,7 @@ def test_the_files_of_a_checkpoint_are_downloaded_with_progress_in_bytes(
     served: Hub, copy: variant.Variant, tmp_path: Path
 ) -> None:
     messages: list[tuple[str, float, float]] = []
-    got = hub.download(copy, lambda *message: messages.append(message), served.endpoint)
+    got = hub.download(copy, lambda *message: messages.append(message))
 
     assert (got.fetched, got.pinned, got.revision) == (True, False, COMMIT)
     assert got.folder == tmp_path / "weights/base"
@@ -127,38 +126,36 @@ def test_the_smallest_published_model_is_downloaded_by_its_variant(
     monkeypatch.setattr(hub_server, "REPOSITORY", "Qwen/Qwen3.5-0.8B")
     for name in ("qwen3.5-0.8b", "qwen3.5-0.8b-best"):
         shutil.copytree(ROOT / "experiments" / name, tmp_path / "experiments" / name)
-    got = hub.download(variant.load("qwen3.5-0.8b-best", tmp_path), endpoint=served.endpoint)
+    got = hub.download(variant.load("qwen3.5-0.8b-best", tmp_path))
     assert (got.folder, got.pinned) == (tmp_path / "weights/qwen3.5-0.8b", False)
     assert left_in(got.folder) == sorted([*KEPT, "manifest.json"])
 
 
 def test_a_second_run_asks_nobody(served: Hub, copy: variant.Variant) -> None:
-    hub.download(copy, endpoint=served.endpoint)
+    hub.download(copy)
     served.requests.clear()
 
-    again = hub.download(copy, endpoint=served.endpoint)
+    again = hub.download(copy)
 
     assert (again.fetched, again.revision) == (False, COMMIT)
     assert served.requests == []
 
 
 def test_the_pinned_commit_is_the_one_fetched(served: Hub, copy: variant.Variant, tmp_path: Path) -> None:
-    got = hub.download(pinned(tmp_path, COMMIT), endpoint=served.endpoint)
+    got = hub.download(pinned(tmp_path, COMMIT))
 
     assert got.pinned
     assert all(COMMIT in path for _, path, _ in served.requests)
-    refusal(
-        HubError,
-        rf"weights/base is owner/name at {COMMIT}, experiments/base/config.env:3 says REVISION={OTHER}; delete",
+    refuse(
         pinned(tmp_path, OTHER),
-        served.endpoint,
+        rf"weights/base is owner/name at {COMMIT}, experiments/base/config.env:3 says REVISION={OTHER}; delete",
     )
 
 
 def test_a_cut_connection_is_taken_up_again_where_it_broke(served: Hub, copy: variant.Variant) -> None:
     served.cut_at, served.cuts = 120_000, 1
 
-    got = hub.download(copy, endpoint=served.endpoint)
+    got = hub.download(copy)
 
     spans = [span for name, span in served.fetched() if name == "model.safetensors"]
     assert spans == [None, "bytes=100000-"]
@@ -169,14 +166,14 @@ def test_an_interrupted_download_goes_on_with_the_same_commit(
     served: Hub, copy: variant.Variant, tmp_path: Path
 ) -> None:
     with pytest.raises(KeyboardInterrupt):
-        hub.download(copy, stop_at(200_000), served.endpoint)
+        hub.download(copy, stop_at(200_000))
     assert seen(tmp_path / "weights") == [".download-base"]
     half = tmp_path / "weights/.download-base" / COMMIT / "model.safetensors"
     length = half.stat().st_size
     assert 0 < length < BIG
     served.requests.clear()
 
-    got = hub.download(copy, endpoint=served.endpoint)
+    got = hub.download(copy)
 
     assert served.fetched() == [("model.safetensors", f"bytes={length}-")]
     assert served.requests[0][1].endswith(f"/revision/{COMMIT}")
@@ -188,10 +185,10 @@ def test_an_interrupted_download_goes_on_with_the_same_commit(
 
 def test_the_half_of_another_commit_is_dropped(served: Hub, copy: variant.Variant, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        hub.download(copy, stop_at(200_000), served.endpoint)
+        hub.download(copy, stop_at(200_000))
     served.commit = OTHER
 
-    assert hub.download(pinned(tmp_path, OTHER), endpoint=served.endpoint).revision == OTHER
+    assert hub.download(pinned(tmp_path, OTHER)).revision == OTHER
     assert seen(tmp_path / "weights") == ["base"]
 
 
@@ -200,13 +197,13 @@ def test_a_flipped_bit_is_refused_and_only_its_file_fetched_again(
     served: Hub, copy: variant.Variant, tmp_path: Path, name: str
 ) -> None:
     served.flipped = name
-    refusal(HubError, f"were deleted: {name}; run `make download VARIANT=base`", copy, served.endpoint)
+    refuse(copy, f"were deleted: {name}; run `make download VARIANT=base`")
     staged = left_in(tmp_path / "weights")
     assert staged == sorted(f".download-base/{COMMIT}/{kept}" for kept in KEPT if kept != name)
     served.flipped = ""
     served.requests.clear()
 
-    hub.download(copy, endpoint=served.endpoint)
+    hub.download(copy)
     assert served.fetched() == [(name, None)]
 
 
@@ -215,44 +212,36 @@ def test_a_file_that_is_too_long_is_fetched_anew(served: Hub, copy: variant.Vari
     staging.mkdir(parents=True)
     (staging / "model.safetensors").write_bytes(b"x" * 2 * BIG)
 
-    assert hub.download(copy, endpoint=served.endpoint).fetched
+    assert hub.download(copy).fetched
 
 
 def test_a_repository_that_is_no_checkpoint_is_not_published(
     served: Hub, copy: variant.Variant, tmp_path: Path
 ) -> None:
     (served.folder / "tokenizer.json").unlink()
-    refusal(
-        CorruptCheckpointError, r"tokenizer.json is missing; its files are those of", copy, served.endpoint
-    )
+    refuse(copy, r"tokenizer.json is missing; its files are those of", CorruptCheckpointError)
     assert not (tmp_path / "weights/base").exists()
 
     (served.folder / "model.safetensors").unlink()
-    refusal(HubError, r"has no .safetensors file at .*config.env:2", copy, served.endpoint)
+    refuse(copy, r"has no .safetensors file at .*config.env:2")
 
 
 def test_an_unknown_repository_or_commit_names_the_line(
     served: Hub, copy: variant.Variant, add_variant: Callable[..., Path], tmp_path: Path
 ) -> None:
-    refusal(
-        HubError,
-        rf"experiments/base/config.env:3: owner/name has no commit {OTHER} .*; correct REVISION",
+    refuse(
         pinned(tmp_path, OTHER),
-        served.endpoint,
+        rf"experiments/base/config.env:3: owner/name has no commit {OTHER} .*; correct REVISION",
     )
     for name, repository in (("wrong", "owner/wrong"), ("odd", "a/b/c")):
         add_variant(name, f"VLLM_MODEL=weights/{name}\nSOURCE={repository}\n")
-    refusal(
-        HubError,
-        r"experiments/wrong/config.env:2: .* has no repository owner/wrong.*HF_TOKEN",
+    refuse(
         variant.load("wrong", tmp_path),
-        served.endpoint,
+        r"experiments/wrong/config.env:2: .* has no repository owner/wrong.*HF_TOKEN",
     )
-    refusal(
-        HubError,
-        r"odd/config.env:2: SOURCE=a/b/c: a/b/c is not the owner/name",
+    refuse(
         variant.load("odd", tmp_path),
-        served.endpoint,
+        r"odd/config.env:2: SOURCE=a/b/c: a/b/c is not the owner/name",
     )
     assert not (tmp_path / "weights").exists()
 
@@ -261,23 +250,21 @@ def test_a_gated_repository_takes_a_token(
     served: Hub, copy: variant.Variant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served.gated = True
-    refusal(HubError, r"owner/name is gated: accept its terms at .*HF_TOKEN", copy, served.endpoint)
+    refuse(copy, r"owner/name is gated: accept its terms at .*HF_TOKEN")
 
     monkeypatch.setenv("HF_TOKEN", hub_server.TOKEN)
-    assert hub.download(copy, endpoint=served.endpoint).fetched
+    assert hub.download(copy).fetched
 
 
-def test_no_network_is_an_error_within_seconds(served: Hub, copy: variant.Variant, tmp_path: Path) -> None:
+def test_no_network_is_an_error_within_seconds(
+    served: Hub, copy: variant.Variant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         closed = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        monkeypatch.setattr(constants, "ENDPOINT", closed)
         started = time.monotonic()
-        refusal(
-            HubError,
-            rf"{closed} cannot be reached for owner/name \(ConnectError: .*check network",
-            copy,
-            closed,
-        )
+        refuse(copy, rf"{closed} cannot be reached for owner/name \(ConnectError: .*check network")
     assert time.monotonic() - started < 60
     assert not (tmp_path / "weights").exists()
 
@@ -286,7 +273,7 @@ def test_another_web_server_is_an_error(
     served: Hub, copy: variant.Variant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Hub, "listing", lambda self: {"welcome": "to this hotel's network"})
-    refusal(HubError, "does not answer as a model hub does", copy, served.endpoint)
+    refuse(copy, "does not answer as a model hub does")
 
 
 def test_offline_mode_names_its_variable(
@@ -294,7 +281,7 @@ def test_offline_mode_names_its_variable(
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    refusal(HubError, "^HF_HUB_OFFLINE is set .*`unset HF_HUB_OFFLINE`", copy, served.endpoint)
+    refuse(copy, "^HF_HUB_OFFLINE is set .*`unset HF_HUB_OFFLINE`")
     assert served.requests == []
 
 
@@ -303,7 +290,7 @@ def test_a_full_disk_is_an_error_before_the_download(
 ) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, 1000))
-    refusal(HubError, r"needs 0.00 GB more under weights/, 0.00 GB are free", copy, served.endpoint)
+    refuse(copy, r"needs 0.00 GB more under weights/, 0.00 GB are free")
     assert served.fetched() == []
 
 
@@ -313,7 +300,7 @@ def test_a_second_process_is_refused(served: Hub, copy: variant.Variant, tmp_pat
     lock = os.open(staging, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
     try:
-        refusal(HubError, "another process is downloading weights/base", copy, served.endpoint)
+        refuse(copy, "another process is downloading weights/base")
     finally:
         os.close(lock)
 
@@ -322,16 +309,16 @@ def test_weights_made_otherwise_are_left_alone(served: Hub, copy: variant.Varian
     folder = tmp_path / "weights/base"
     folder.mkdir(parents=True)
     (folder / "mine").write_text("")
-    refusal(HubError, r"weights/base exists and was not downloaded .*; move it", copy, served.endpoint)
+    refuse(copy, r"weights/base exists and was not downloaded .*; move it")
 
     Manifest(stage="calibrate", files={}, wall_seconds=0, peak_memory_bytes=0, versions={}).write(folder)
-    refusal(HubError, r"weights/base is made by the stage calibrate, .*", copy, served.endpoint)
+    refuse(copy, r"weights/base is made by the stage calibrate, .*")
     assert left_in(folder) == ["manifest.json", "mine"]
 
 
 @pytest.mark.parametrize("change", ["touched", "flipped", "cut", "deleted"])
 def test_a_changed_copy_is_an_error(served: Hub, copy: variant.Variant, change: str) -> None:
-    file = hub.download(copy, endpoint=served.endpoint).folder / "model.safetensors"
+    file = hub.download(copy).folder / "model.safetensors"
     content = file.read_bytes()
     file.unlink()
     if change != "deleted":
@@ -339,13 +326,11 @@ def test_a_changed_copy_is_an_error(served: Hub, copy: variant.Variant, change: 
         file.write_bytes(content[:-1] + end)
 
     if change == "touched":
-        assert not hub.download(copy, endpoint=served.endpoint).fetched
+        assert not hub.download(copy).fetched
         return
-    refusal(
-        HubError,
-        r"weights/base/model.safetensors is no longer the file .*; delete weights/base and run `make download",
+    refuse(
         copy,
-        served.endpoint,
+        r"weights/base/model.safetensors is no longer the file .*; delete weights/base and run `make download",
     )
 
 
@@ -354,9 +339,7 @@ def test_a_variant_without_a_source_says_what_makes_its_weights(
 ) -> None:
     config = add_variant("v", "VLLM_MODEL=weights/v\n")
     (config.parent / "recipe.yaml").write_text("description: …\n")
-    refusal(
-        HubError,
-        r"^v is not a copy of a hub repository .*; `make recipe VARIANT=v` makes it",
+    refuse(
         variant.load("v", tmp_path),
-        "",
+        r"^v is not a copy of a hub repository .*; `make recipe VARIANT=v` makes it",
     )

@@ -73,42 +73,37 @@ def test_the_new_variant_passes_what_is_checked_of_all(repository):
     assert flags.resolve(variant.load("new", repository))
 
 
+def refuse(repository, kind, message, name="new", base="tiny", hypothesis=HYPOTHESIS, **options):
+    before = content(repository)
+    with pytest.raises(kind, match=message):
+        scaffold.create(name, base, hypothesis, root=repository, **options)
+    assert content(repository) == before
+
+
 @pytest.mark.parametrize(
     "name", ["", ".hidden", "../out", "a/b", "-x", "with space", "ü", "x" * 65, "store", "new\n"]
 )
 def test_a_bad_name_is_refused(repository, name):
-    before = content(repository)
-    with pytest.raises(ScaffoldError, match="cannot name a variant"):
-        scaffold.create(name, "tiny", HYPOTHESIS, root=repository)
-    assert content(repository) == before
+    refuse(repository, ScaffoldError, "cannot name a variant", name=name)
 
 
 @pytest.mark.parametrize("hypothesis", ["", " \n\t", "<!-- table:results tiny -->"])
 def test_a_hypothesis_that_is_none_is_refused(repository, hypothesis):
-    before = content(repository)
-    with pytest.raises(ScaffoldError, match="needs a hypothesis"):
-        scaffold.create("new", "tiny", hypothesis, root=repository)
-    assert content(repository) == before
+    refuse(repository, ScaffoldError, "needs a hypothesis", hypothesis=hypothesis)
 
 
 def test_a_second_variant_of_one_name_is_refused_and_the_first_is_left_alone(repository):
     scaffold.create("new", "tiny", HYPOTHESIS, root=repository)
-    before = content(repository)
-    with pytest.raises(ScaffoldError, match="experiments/new exists"):
-        scaffold.create("new", "tiny", "Another.", root=repository)
-    assert content(repository) == before
+    refuse(repository, ScaffoldError, "experiments/new exists", hypothesis="Another.")
 
 
 def test_an_unknown_base_names_the_nearest(repository):
-    with pytest.raises(ConfigError, match=r"did you mean tiny\?"):
-        scaffold.create("new", "tinny", HYPOTHESIS, root=repository)
-    assert not (repository / "experiments" / "new").exists()
+    refuse(repository, ConfigError, r"did you mean tiny\?", base="tinny")
 
 
 def test_weights_that_no_recipe_made_are_not_taken_for_the_new_variants(repository):
     (repository / "weights" / "new").mkdir()
-    with pytest.raises(ScaffoldError, match="weights/new exists"):
-        scaffold.create("new", "tiny", HYPOTHESIS, recipe=RECIPE, root=repository)
+    refuse(repository, ScaffoldError, "weights/new exists", recipe=RECIPE)
 
 
 def test_a_folder_that_appears_meanwhile_is_not_overwritten(repository, monkeypatch):
