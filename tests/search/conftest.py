@@ -23,7 +23,6 @@ from slimqwen.search.space import SearchSettings, Space
 from slimqwen.serving import unsafe_engines
 from slimqwen.variant import Variant
 from tests.evals.gate_checks import Checks
-from tests.search.small_repository import link_repository
 
 ROOT = Path(__file__).parents[2]
 QUESTIONS = 1200
@@ -86,8 +85,18 @@ def root(tmp_path: Path, add_variant: Callable[..., Path]) -> Path:
 
 @pytest.fixture
 def small_root(tmp_path: Path) -> Path:
-    """A repository with tiny, its incumbent and its settings, by links."""
-    return link_repository(tmp_path)
+    """A repository with tiny, its incumbent and its settings, by links to what a search reads of the real one."""
+    for parent, names in {
+        "experiments": ("tiny", "tiny-mtp4", "tiny-classic"),
+        "weights": ("tiny",),
+        "eval": tuple(path.name for path in (ROOT / "eval").iterdir() if path.name != "search"),
+    }.items():
+        (tmp_path / parent).mkdir(exist_ok=True)
+        for name in names:
+            (tmp_path / parent / name).symlink_to(ROOT / parent / name)
+    (tmp_path / "eval" / "search").mkdir()
+    (tmp_path / "eval" / "search" / "tinyworld.yaml").symlink_to(Path(__file__).with_name("tinyworld.yaml"))
+    return tmp_path
 
 
 @pytest.fixture

@@ -6,9 +6,15 @@ from pathlib import Path
 import pytest
 
 from tests.search.sweep import stand_in
-from tests.search.sweep.repository import SUITE
 
 ROOT = Path(__file__).parents[3]
+SUITE = """
+chat_template: false
+sample: first
+tasks:
+  - {task: facts, measure: exact_match, non_inferiority_margin: 0.1}
+  - {task: prose, measure: bits_per_byte, non_inferiority_margin: 0.1}
+"""
 
 
 @pytest.fixture

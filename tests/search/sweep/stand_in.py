@@ -11,11 +11,12 @@ from slimqwen.evals.quality_parts import PartAnswers
 from slimqwen.evals.suites.lm_eval_run import Item, Part, TaskRun
 from slimqwen.evals.suites.suite import Suite
 from slimqwen.progress import Progress
-from slimqwen.records import provenance
+from slimqwen.records import provenance, store
 from slimqwen.records.record import ServedProvenance
+from slimqwen.search.sweep.required_tasks import Options
 
 ITEMS = 7
-OPTIONS_COMMAND = ("slimqwen", "sweep")
+OPTIONS = Options(measures=("quality",), command=("slimqwen", "sweep"), parts=3, limit=ITEMS)
 SECONDS = "stand-in-seconds.txt"
 """File of the repository with the seconds that a part takes."""
 
@@ -27,8 +28,18 @@ def describe_variants(names: Iterable[str], root: Path) -> None:
 
     for name in names:
         server = ServerCommand.resolve(variant.load(name, root))
-        made = provenance.describe(server, OPTIONS_COMMAND, provenance.utc_now(), datasets=[])
+        made = provenance.describe(server, OPTIONS.command, provenance.utc_now(), datasets=[])
         (root / f"{name}.provenance.json").write_text(json.dumps(made.as_json()))
+
+
+def contents(root: Path) -> dict[str, Any]:
+    """Quality records without their times, with their items, by variant."""
+    found = {}
+    for path in sorted(root.glob("experiments/*/quality_*.json")):
+        record = json.loads(path.read_text())
+        record["items"]["file"] = record["provenance"]["started"] = record["provenance"]["ended"] = None
+        found.setdefault(path.parent.name, []).append([record, store.read_items(path)])
+    return found
 
 
 def answers(root: Path, argument: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,13 +25,13 @@ from slimqwen.search.sweep import required_tasks, tasks
 from slimqwen.search.sweep.driver import sweep
 from slimqwen.serving import platform
 from slimqwen.serving.command import ServerCommand
+from slimqwen.variant import Variant
 from tests import record_files
 from tests.search.in_process import InProcess
 from tests.search.sweep import stand_in
-from tests.search.sweep.repository import OPTIONS, contents
-from tests.search.sweep.stand_in import ITEMS, answers
+from tests.search.sweep.stand_in import ITEMS, OPTIONS, answers, contents
 
-ROOT = Path(__file__).parents[3]
+AddRecipe = Callable[..., Variant]
 
 
 class Nodes(InProcess):
@@ -46,6 +46,26 @@ class Nodes(InProcess):
 class LastFirst(Nodes):
     def take(self) -> Task:
         return self.waiting.pop()
+
+
+@pytest.fixture
+def add_recipe(repository: Path, add_variant: Callable[..., Path]) -> AddRecipe:
+    """Add a variant of base with a recipe of these stages, and further lines of config.env."""
+
+    def add(name: str, *stages: str, lines: str = "") -> Variant:
+        config = add_variant(name, f"BASE=base\nVLLM_MODEL=weights/{name}\n{lines}", baseline="base")
+        steps = "".join(f"  - {stage}\n" for stage in stages)
+        (config.parent / "recipe.yaml").write_text(f"description: d\nbase: base\nstages:\n{steps}")
+        return variant.load(name, repository)
+
+    return add
+
+
+def run(stage: Task | None, root: Path) -> None:
+    assert stage is not None
+    with LocalExecutor(root) as executor:
+        executor.submit(stage)
+        assert isinstance(executor.wait(), Result)
 
 
 def test_parts_make_the_record_whatever_order_they_come_in(repository: Path) -> None:
@@ -118,57 +138,35 @@ def test_a_baseline_alone_is_refused(repository: Path) -> None:
         sweep(["base"], OPTIONS, Nodes(repository), repository)
 
 
-def test_a_missing_stage_is_a_task_by_its_content_key(
-    repository: Path, add_variant: Callable[..., Path]
-) -> None:
-    recipe = "description: d\nbase: base\nstages:\n  - round_linears: {group_size: 32}\n"
-    for name in ("c", "d"):
-        add_variant(name, f"BASE=base\nVLLM_MODEL=weights/{name}\n", baseline="base")
-        (repository / "experiments" / name / "recipe.yaml").write_text(recipe)
-    stages = [required_tasks.next_stage(variant.load(name, repository)) for name in ("c", "d")]
-    assert stages[0].key == stages[1].key
-    assert stages[0].resources.memory_bytes > 1 << 28
-    with LocalExecutor(repository) as executor:
-        for stage in stages:
-            executor.submit(stage)
-        assert executor.pending == 1
-        assert isinstance(executor.wait(), Result)
-    assert required_tasks.next_stage(variant.load("c", repository)) is None
+def test_a_missing_stage_is_a_task_by_its_content_key(repository: Path, add_recipe: AddRecipe) -> None:
+    c, d = (add_recipe(name, "round_linears: {group_size: 32}") for name in ("c", "d"))
+    stage = required_tasks.next_stage(c)
+    assert stage.key == required_tasks.next_stage(d).key
+    assert stage.resources.memory_bytes > 1 << 28
+    run(stage, repository)
+    assert required_tasks.next_stage(c) is None
     # The other one shares the stage and lacks a link alone.
-    link = required_tasks.next_stage(variant.load("d", repository))
-    with LocalExecutor(repository) as executor:
-        executor.submit(link)
-        assert isinstance(executor.wait(), Result)
-    assert required_tasks.next_stage(variant.load("d", repository)) is None
+    run(required_tasks.next_stage(d), repository)
+    assert required_tasks.next_stage(d) is None
     links = [(repository / "weights" / name).resolve() for name in ("c", "d")]
     assert links[0] == links[1]
 
 
 def test_a_recipe_with_two_stages_of_one_name_is_made_to_its_end(
-    repository: Path, add_variant: Callable[..., Path]
+    repository: Path, add_recipe: AddRecipe
 ) -> None:
-    add_variant("twice", "BASE=base\nVLLM_MODEL=weights/twice\n", baseline="base")
     corpus = "corpus: {source: tinyworld, documents: 100}"
-    (repository / "experiments" / "twice" / "recipe.yaml").write_text(
-        f"description: d\nbase: base\nstages:\n  - prune_vocab: {{size: 7936, {corpus}}}\n"
-        f"  - prune_vocab: {{size: 7872, {corpus}}}\n"
-    )
-    subject = variant.load("twice", repository)
-    with LocalExecutor(repository) as executor:
-        for _ in range(2):
-            stage = required_tasks.next_stage(subject)
-            assert stage is not None
-            executor.submit(stage)
-            assert isinstance(executor.wait(), Result)
+    stages = [f"prune_vocab: {{size: {size}, {corpus}}}" for size in (7936, 7872)]
+    subject = add_recipe("twice", *stages)
+    for _ in stages:
+        run(required_tasks.next_stage(subject), repository)
     assert required_tasks.next_stage(subject) is None
 
 
 def test_a_stage_that_leaves_nothing_ends_the_variant(
-    repository: Path, add_variant: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    repository: Path, add_recipe: AddRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add_variant("c", "BASE=base\nVLLM_MODEL=weights/c\n", baseline="base")
-    recipe = "description: d\nbase: base\nstages:\n  - round_linears: {}\n"
-    (repository / "experiments" / "c" / "recipe.yaml").write_text(recipe)
+    add_recipe("c", "round_linears: {}")
     monkeypatch.setattr("tests.search.sweep.test_driver.answers", lambda *_: None)
     [result] = sweep(["c"], OPTIONS, Nodes(repository), repository)
     assert result.failure is not None
@@ -212,14 +210,9 @@ class Shares(Nodes):
 @pytest.mark.usefixtures("all_cpus")
 @pytest.mark.parametrize("kind", [Shares, Nodes])
 def test_a_variant_is_checked_while_a_cache_is_made_that_its_checks_cannot_use(
-    repository: Path, add_variant: Callable[..., Path], kind: type[Nodes]
+    repository: Path, add_recipe: AddRecipe, kind: type[Nodes]
 ) -> None:
-    config = "BASE=base\nVLLM_MODEL=weights/c\nVLLM_ENFORCE_EAGER=0\n"
-    folder = add_variant("c", config, baseline="base").parent
-    (folder / "recipe.yaml").write_text(
-        "description: d\nbase: base\nstages:\n  - round_linears: {}\n  - bake_cache: {}\n"
-    )
-    subject = variant.load("c", repository)
+    subject = add_recipe("c", "round_linears: {}", "bake_cache: {}", lines="VLLM_ENFORCE_EAGER=0\n")
     assert not required_tasks.answers_are_decided(subject)
     variant_recipe.run(subject, 1)
     assert required_tasks.answers_are_decided(subject)

@@ -13,7 +13,7 @@ from slimqwen.search.executors.ray import RayExecutor
 from slimqwen.search.sweep import tasks
 from slimqwen.search.sweep.driver import sweep
 from tests.search.sweep import stand_in
-from tests.search.sweep.repository import OPTIONS, contents
+from tests.search.sweep.stand_in import OPTIONS, contents
 
 pytest.importorskip("ray", reason="Ray is an extra: `make install EXTRAS=ray`")
 cluster_utils = pytest.importorskip("ray.cluster_utils")
