@@ -257,15 +257,11 @@ def tell(study: Any, trial: Any, scores: Sequence[float] | None, violations: Map
 @contextmanager
 def _silenced_optuna() -> Iterator[None]:
     """Keep Optuna from logging thousands of trials."""
-    import warnings
-
     import optuna
 
     before = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
+        yield
     finally:
         optuna.logging.set_verbosity(before)

@@ -156,8 +156,7 @@ class Search(Record):
         facts = (
             f"{best.label}. On {where}, it decodes {best.speed:,.0f} tokens/s, {best.speed / least:.2f} times the "
             f"{least:,.0f} of {incumbent}, with {best.checkpoint_bytes / 1e6:.1f} MB; on the search's items it used "
-            f"{best.worst_share:.0%} of the limit "
-            "that it came nearest to"
+            f"{best.worst_share:.0%} of the limit that it came nearest to"
         )
         if not self.proof:
             return f"Fastest candidate, not proven: {facts}."

@@ -32,36 +32,21 @@ def proven(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
     return families
 
 
-def run(root: Path, **changes: Any) -> Search:
-    settings = SearchSettings.load("tinyworld", root).model_copy(
-        update={"trials": 24, "finalists": 2, **changes}
-    )
-    path = driver.search(
-        variant.load("tiny", root),
-        "a10g",
-        "tinyworld",
-        settings,
-        RecordedRungs(root),
-        command=["slimqwen", "search", "--base", "tiny", "--gpu", "a10g"],
-    )
+def run(root: Path, file: Path | None = None, **changes: Any) -> Search:
+    settings = SearchSettings.load_file(file) if file else SearchSettings.load("tinyworld", root)
+    settings = settings.model_copy(update={"trials": 24, "finalists": 2, **changes})
+    base, command = variant.load("tiny", root), ["slimqwen", "search", "--base", "tiny", "--gpu", "a10g"]
+    path = driver.search(base, "a10g", "tinyworld", settings, RecordedRungs(root), command=command)
     assert path.parent == root / "results"
     record = store.read(path, Search)
     path.unlink()  # a second run may end within the same second
     return record
 
 
-def test_the_record_has_the_digest_of_the_settings_that_were_read(small_root: Path, tmp_path: Path) -> None:
+def test_the_record_has_the_digest_of_the_settings_that_were_read(small_root: Path) -> None:
     own = small_root / "tinyworld.yaml"  # named like a file of eval/search/
     own.write_text((small_root / "eval" / "search" / "tinyworld.yaml").read_text() + "# mine\n")
-    path = driver.search(
-        variant.load("tiny", small_root),
-        "a10g",
-        "tinyworld",
-        SearchSettings.load_file(own).model_copy(update={"trials": 2, "finalists": 0}),
-        RecordedRungs(small_root),
-        command=["slimqwen", "search"],
-    )
-    digests = store.read(path, Search).provenance.datasets
+    digests = run(small_root, own, trials=2, finalists=0).provenance.datasets
     assert digests["tinyworld.yaml"] == hashlib.sha256(own.read_bytes()).hexdigest()
     assert "eval/search/tinyworld.yaml" not in digests
 

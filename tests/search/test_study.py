@@ -70,11 +70,12 @@ def test_a_crash_while_drafts_are_counted_is_of_that_rung(ladder: Ladder) -> Non
     assert all(trial.crashed and trial.tokens_per_second is None for trial in ended)
 
 
-def test_no_candidate_is_measured_twice(ladder: Ladder) -> None:
+@pytest.mark.parametrize("width", [1, 3])
+def test_no_candidate_is_measured_twice(ladder: Ladder, width: int) -> None:
     executor = RecordedRungs(ladder.base.root)
-    found = run(ladder, executor)
-    assert len({trial.name for trial in found.trials}) == len(found.trials)
-    # The distributions of a target are those of all its candidates.
+    found = run(ladder, executor, width=width)
+    assert len({trial.name for trial in found.trials}) == len(found.trials) == TRIALS
+    # The distributions of a target are those of all its candidates, also of those that wait for the same task.
     targets = [task.key.split("-search-")[0] for task in executor.ran]
     assert len(targets) == len(set(targets))
 
@@ -104,14 +105,6 @@ def test_more_trials_go_on_from_those_that_are_known(ladder: Ladder) -> None:
     more = run(ladder, trials=14)
     assert more.trials[:10] == few.trials
     assert len(more.trials) == 14
-
-
-def test_several_candidates_can_be_measured_at_a_time(ladder: Ladder) -> None:
-    executor = RecordedRungs(ladder.base.root)
-    found = run(ladder, executor, width=3)
-    assert len({trial.name for trial in found.trials}) == TRIALS
-    # Those with the same question wait for one task.
-    assert len(executor.ran) == len({task.key for task in executor.ran})
 
 
 def test_speed_is_explained_by_levers(ladder: Ladder) -> None:

@@ -4,17 +4,6 @@ from slimqwen import variant
 from slimqwen.variant import ConfigError
 
 
-def test_the_folder_of_a_variant_says_hypothesis_and_baseline(add_variant, tmp_path):
-    add_variant("base", "VLLM_MODEL=weights/base\n")
-    add_variant("child", "BASE=base\n", baseline="base")
-
-    loaded = variant.load("child", tmp_path)
-
-    assert loaded.baseline == "base"
-    assert loaded.hypothesis
-    assert loaded.weights == tmp_path / "weights/base"
-
-
 def test_an_evaluation_is_inherited_and_never_guessed(add_variant, tmp_path):
     add_variant("base", "VLLM_MODEL=weights/base\nEVALUATION=core\n")
     add_variant("child", "BASE=base\n")
