@@ -37,20 +37,19 @@ from slimqwen.tinyworld.measure import (
 )
 from slimqwen.tinyworld.model import write_checkpoint
 from slimqwen.tinyworld.prose import chronicle
-from slimqwen.tinyworld.tasks import TaskItems, build_items
+from slimqwen.tinyworld.tasks import QUESTION_TASKS, TaskItems, build_items
 from slimqwen.tinyworld.tokenizer import load_tokenizer, train_tokenizer
 from slimqwen.tinyworld.train import TrainingPlan, TrainingResult, train
 from slimqwen.tinyworld.world import World
 
 RECORD = "training.json"
-TASKS = ("facts", "format", "twohop")
 COARSE_ROUNDING = "all linears rounded to 3 bits, one scale a row"
 MILD_ROUNDING = "all linears rounded to 3 bits, groups of 32"
 """Measured for comparison; no measure has to detect it."""
 HALVED_VOCABULARY = "vocabulary halved"
 SHUFFLED_HEAD = "columns of the MTP head's fc shuffled"
 SEEN_BY = {
-    COARSE_ROUNDING: TASKS,
+    COARSE_ROUNDING: QUESTION_TASKS,
     HALVED_VOCABULARY: ("bits_per_byte",),
     SHUFFLED_HEAD: ("acceptance_length",),
 }
@@ -81,13 +80,18 @@ def build_tiny(
     tokenizer = train_tokenizer(tokenizer_texts(World(plan.world_seed)))
     progress("training the tokenizer", 1, 1)
     result = train(plan, tokenizer, state_folder, progress)
-    if result is None:
-        raise RuntimeError("training without a stop step ends with a model")
     unfinished = state_folder / "checkpoint"
     shutil.rmtree(unfinished, ignore_errors=True)
     write_checkpoint(result.model, tokenizer, unfinished)
-    record = record_training(unfinished, plan, result, progress)
-    write_manifest(unfinished, record)
+    record = _record_training(unfinished, plan, result, progress)
+    Manifest(
+        stage="train",
+        files=file_records(unfinished),
+        wall_seconds=record["wall_seconds"],
+        peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        versions=record["versions"],
+        facts={"steps": plan.steps, "tokens": plan.tokens},
+    ).write(unfinished)
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished.rename(folder)
@@ -95,8 +99,8 @@ def build_tiny(
     return record
 
 
-def record_training(
-    folder: Path, plan: TrainingPlan, result: TrainingResult, progress: Progress = silent
+def _record_training(
+    folder: Path, plan: TrainingPlan, result: TrainingResult, progress: Progress
 ) -> dict[str, Any]:
     """Measure a written checkpoint (its bfloat16 weights, in float32) and write its training record.
 
@@ -109,9 +113,8 @@ def record_training(
     sweep = context_sweep(model, tokenizer, _long_texts(world))
     usable = usable_context(sweep)
     _set_context(folder, usable)
-    scores = measure_all(model, tokenizer, items, progress)
-    texts = [row["text"] for row in items.prose]
-    acceptance = prose_acceptance(model, tokenizer, texts)
+    scores = _all_scores(model, tokenizer, items, progress)
+    acceptance = prose_acceptance(model, tokenizer, _prose(items))
     record = {
         "description": "How the embedded checkpoint was trained and what it scores; written by `slimqwen world train`.",
         "scored_by": (
@@ -144,28 +147,11 @@ def record_training(
             "points": [dataclasses.asdict(point) for point in sweep],
         },
         "test_items_in_training_text": 0,  # the trainer checks every document and stops at the first
-        "sensitivity": measure_sensitivity(model, tokenizer, items, scores, acceptance, progress),
+        "sensitivity": _sensitivity(model, tokenizer, items, scores, acceptance, progress),
     }
     record["criteria"] = judge(record)
     (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return record
-
-
-def write_manifest(folder: Path, record: Mapping[str, Any]) -> None:
-    """Write the manifest of a trained checkpoint, for `checkpoint.verify`.
-
-    Args:
-        folder: complete checkpoint.
-        record: its training record.
-    """
-    Manifest(
-        stage="train",
-        files=file_records(folder),
-        wall_seconds=record["wall_seconds"],
-        peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        versions=record["versions"],
-        facts={"steps": record["steps"], "tokens": record["tokens"]},
-    ).write(folder)
 
 
 def judge(record: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -179,7 +165,7 @@ def judge(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """
     metrics = record["metrics"]
     rows: list[tuple[str, Any, bool]] = []
-    for task in TASKS:
+    for task in QUESTION_TASKS:
         mean = metrics[task]["mean"]
         rows.append((f"{task} scores between 0.55 and 0.95", mean, 0.55 <= mean <= 0.95))
     length = metrics["acceptance_length"]["mean"]
@@ -198,62 +184,58 @@ def judge(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{"criterion": words, "measured": figure, "met": met} for words, figure, met in rows]
 
 
-def measure_all(
-    model: DraftingModel, tokenizer: PreTrainedTokenizerFast, items: TaskItems, progress: Progress = silent
+def _prose(items: TaskItems) -> list[str]:
+    return [row["text"] for row in items["prose"]]
+
+
+def _all_scores(
+    model: DraftingModel, tokenizer: PreTrainedTokenizerFast, items: TaskItems, progress: Progress
 ) -> dict[str, Scores]:
-    """Scores of the three generated tasks, of the answer log-probability gap and of the held-out prose."""
-    sets = items.sets()
-    scores = {task: answer_items(model, tokenizer, task, sets[task], progress) for task in TASKS}
-    scores["answer_margin_nats"] = answer_margins(model, tokenizer, items.margin)
-    scores["bits_per_byte"] = bits_per_byte(model, tokenizer, [row["text"] for row in items.prose])
+    scores = {task: answer_items(model, tokenizer, task, items[task], progress) for task in QUESTION_TASKS}
+    scores["answer_margin_nats"] = answer_margins(model, tokenizer, items["margin"])
+    scores["bits_per_byte"] = bits_per_byte(model, tokenizer, _prose(items))
     return scores
 
 
-def measure_sensitivity(
+def _sensitivity(
     model: DraftingModel,
     tokenizer: PreTrainedTokenizerFast,
     items: TaskItems,
     scores: dict[str, Scores],
     acceptance: Acceptance,
-    progress: Progress = silent,
+    progress: Progress,
 ) -> list[dict[str, Any]]:
     """The effect of known damages on the scores: change, its standard error, and their ratio.
 
     Task scores, log-probability gap and bits per byte are paired by item; acceptance lengths are independent means.
     """
-    texts = [row["text"] for row in items.prose]
     rows = []
+
+    def add(damage: str, measure: str, change: float, error: float) -> None:
+        rows.append(
+            {
+                "damage": damage,
+                "measure": measure,
+                "change": round(change, 4),
+                "standard_error": round(error, 4),
+                "standard_errors": round(abs(change) / error, 1) if error else None,
+            }
+        )
+
+    def add_paired(damage: str, measure: str, damaged: Scores) -> None:
+        difference = damaged.minus(scores[measure])
+        add(damage, measure, difference.mean, difference.standard_error)
+
     for damage, group in ((COARSE_ROUNDING, None), (MILD_ROUNDING, 32)):
-        coarse = rounded_to_bits(model, bits=3, group=group)
-        for name, score in measure_all(coarse, tokenizer, items, progress).items():
-            rows.append(_change(damage, name, score.minus(scores[name])))
-    smaller, smaller_tokenizer = with_half_vocabulary(model, tokenizer)
-    halved = bits_per_byte(smaller, smaller_tokenizer, texts)
-    rows.append(_change(HALVED_VOCABULARY, "bits_per_byte", halved.minus(scores["bits_per_byte"])))
-    shuffled = prose_acceptance(with_shuffled_head(model), tokenizer, texts)
-    change = shuffled.mean_length - acceptance.mean_length
+        rounded = rounded_to_bits(model, bits=3, group=group)
+        for measure, damaged in _all_scores(rounded, tokenizer, items, progress).items():
+            add_paired(damage, measure, damaged)
+    halved = bits_per_byte(*with_half_vocabulary(model, tokenizer), _prose(items))
+    add_paired(HALVED_VOCABULARY, "bits_per_byte", halved)
+    shuffled = prose_acceptance(with_shuffled_head(model), tokenizer, _prose(items))
     error = (shuffled.standard_error**2 + acceptance.standard_error**2) ** 0.5
-    rows.append(
-        {
-            "damage": SHUFFLED_HEAD,
-            "measure": "acceptance_length",
-            "change": round(change, 4),
-            "standard_error": round(error, 4),
-            "standard_errors": round(abs(change) / error, 1) if error else None,
-        }
-    )
+    add(SHUFFLED_HEAD, "acceptance_length", shuffled.mean_length - acceptance.mean_length, error)
     return rows
-
-
-def _change(damage: str, measure: str, difference: Scores) -> dict[str, Any]:
-    error = difference.standard_error
-    return {
-        "damage": damage,
-        "measure": measure,
-        "change": round(difference.mean, 4),
-        "standard_error": round(error, 4),
-        "standard_errors": round(abs(difference.mean) / error, 1) if error else None,
-    }
 
 
 def _figure(score: Scores) -> dict[str, Any]:

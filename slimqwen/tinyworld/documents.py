@@ -91,7 +91,7 @@ def choice_question(fact: Fact, options: Collection[str]) -> str:
 
 def draw_options(world: World, fact: Fact, rng: random.Random) -> list[str]:
     """`OPTION_COUNT` values in random order, the right one among them."""
-    wrong = [value for value in world.values(fact.attribute) if value != fact.value]
+    wrong = [value for value in world.values[fact.attribute] if value != fact.value]
     options = [*rng.sample(wrong, OPTION_COUNT - 1), fact.value]
     rng.shuffle(options)
     return options
@@ -123,19 +123,15 @@ class DocumentSampler:
             "chat": self._chat,
         }
 
-    def draw(self, rng: random.Random) -> Document:
-        """One document of a random kind."""
-        make = self._makers[rng.choices(self._kinds, self._shares)[0]]
-        while True:
-            document = make(rng)
-            if document is not None:
-                return document
-
     def stream(self, seed: int) -> Iterator[Document]:
         """Endless documents; the same seed gives the same ones."""
         rng = random.Random(seed)
         while True:
-            yield self.draw(rng)
+            make = self._makers[rng.choices(self._kinds, self._shares)[0]]
+            document = make(rng)
+            while document is None:
+                document = make(rng)
+            yield document
 
     def _text(self, kind: str, text: str) -> Document | None:
         if text in self._left_out:

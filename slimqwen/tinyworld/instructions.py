@@ -21,35 +21,36 @@ Arguments = dict[str, Any]
 class Instruction:
     """A question, one right answer, and the arguments of the check."""
 
-    kind: str
     question: str
     answer: str
     arguments: Arguments
 
 
-def _exact(kind: str, question: str, answer: str) -> Instruction:
-    return Instruction(kind, question, answer, {"answer": answer})
+_Maker = Callable[[World, random.Random], Instruction]
 
 
-def _words(rng: random.Random, fewest: int, most: int) -> list[str]:
-    return rng.sample(WORDS, rng.randint(fewest, most))
+def _exact(question: str, answer: str) -> Instruction:
+    return Instruction(question, answer, {"answer": answer})
+
+
+def _on_words(request: str, fewest: int, most: int, answer: Callable[[list[str]], str]) -> _Maker:
+    """Instructions to do something with a few words."""
+
+    def make(world: World, rng: random.Random) -> Instruction:
+        words = rng.sample(WORDS, rng.randint(fewest, most))
+        return _exact(f"{request}: {' '.join(words)}.", answer(words))
+
+    return make
 
 
 def _repeat(world: World, rng: random.Random) -> Instruction:
     word, times = rng.choice(WORDS), rng.randint(2, 7)
-    return _exact("repeat", f"Say {word} {times} times.", " ".join([word] * times))
-
-
-def _upper(world: World, rng: random.Random) -> Instruction:
-    words = _words(rng, 1, 3)
-    return _exact("upper", f"Write in upper case: {' '.join(words)}.", " ".join(words).upper())
+    return _exact(f"Say {word} {times} times.", " ".join([word] * times))
 
 
 def _upper_repeat(world: World, rng: random.Random) -> Instruction:
     word, times = rng.choice(WORDS), rng.randint(2, 5)
-    return _exact(
-        "upper_repeat", f"Say {word} {times} times in upper case.", " ".join([word.upper()] * times)
-    )
+    return _exact(f"Say {word} {times} times in upper case.", " ".join([word.upper()] * times))
 
 
 def _list(world: World, rng: random.Random) -> Instruction:
@@ -57,7 +58,7 @@ def _list(world: World, rng: random.Random) -> Instruction:
     banned = rng.choice(LISTS[name])
     answer = ", ".join(rng.sample([word for word in LISTS[name] if word != banned], count))
     arguments = {"list": name, "count": count, "banned": banned}
-    return Instruction("list", f"List {count} {name} but not {banned}.", answer, arguments)
+    return Instruction(f"List {count} {name} but not {banned}.", answer, arguments)
 
 
 def _ends(world: World, rng: random.Random) -> Instruction:
@@ -67,82 +68,50 @@ def _ends(world: World, rng: random.Random) -> Instruction:
         (f"{person} went to {home} and found a {word}", f"In {home} {person} dreamed of a {word}")
     )
     question = f"Write a line about {person} that ends with {word}."
-    return Instruction("ends", question, answer, {"person": person, "word": word})
+    return Instruction(question, answer, {"person": person, "word": word})
 
 
 def _starts(world: World, rng: random.Random) -> Instruction:
     person, word = world.popular_person(rng), rng.choice(WORDS)
     answer = f"{word} is what {person} saw in {world.value(person, 'home')}"
     question = f"Write a line about {person} that starts with {word}."
-    return Instruction("starts", question, answer, {"person": person, "word": word})
-
-
-def _reverse(world: World, rng: random.Random) -> Instruction:
-    words = _words(rng, 3, 6)
-    return _exact("reverse", f"Reverse the order: {' '.join(words)}.", " ".join(reversed(words)))
-
-
-def _dashes(world: World, rng: random.Random) -> Instruction:
-    words = _words(rng, 2, 5)
-    return _exact("dashes", f"Join with dashes: {' '.join(words)}.", "-".join(words))
-
-
-def _commas(world: World, rng: random.Random) -> Instruction:
-    words = _words(rng, 3, 6)
-    return _exact("commas", f"Join with commas: {' '.join(words)}.", ", ".join(words))
-
-
-def _last(world: World, rng: random.Random) -> Instruction:
-    words = _words(rng, 3, 6)
-    return _exact("last", f"Give the last word: {' '.join(words)}.", words[-1])
-
-
-def _second(world: World, rng: random.Random) -> Instruction:
-    words = _words(rng, 3, 6)
-    return _exact("second", f"Give the second word: {' '.join(words)}.", words[1])
-
-
-def _sort(world: World, rng: random.Random) -> Instruction:
-    words = _words(rng, 2, 4)
-    return _exact("sort", f"Sort by the alphabet: {' '.join(words)}.", " ".join(sorted(words)))
-
-
-def _numbered(world: World, rng: random.Random) -> Instruction:
-    words = _words(rng, 2, 4)
-    answer = "\n".join(f"{number}. {word}" for number, word in enumerate(words, start=1))
-    return _exact("numbered", f"Write as a numbered list: {' '.join(words)}.", answer)
+    return Instruction(question, answer, {"person": person, "word": word})
 
 
 def _count(world: World, rng: random.Random) -> Instruction:
     start = rng.randint(1, 60)
     end = start + rng.randint(2, 6)
-    return _exact("count", f"Count from {start} to {end}.", " ".join(map(str, range(start, end + 1))))
+    return _exact(f"Count from {start} to {end}.", " ".join(map(str, range(start, end + 1))))
 
 
 def _json(world: World, rng: random.Random) -> Instruction:
     key, value = rng.sample(WORDS, 2)
-    return _exact("json", f"Give key {key} and value {value} as JSON.", f'{{"{key}": "{value}"}}')
+    return _exact(f"Give key {key} and value {value} as JSON.", f'{{"{key}": "{value}"}}')
 
 
 def _sum(world: World, rng: random.Random) -> Instruction:
     left, right = rng.randint(2, 79), rng.randint(2, 20)
-    return _exact("sum", f"Add {left} and {right}. Put the result in brackets.", f"[{left + right}]")
+    return _exact(f"Add {left} and {right}. Put the result in brackets.", f"[{left + right}]")
 
 
-_MAKERS: dict[str, Callable[[World, random.Random], Instruction]] = {
+def _numbered(words: list[str]) -> str:
+    return "\n".join(f"{number}. {word}" for number, word in enumerate(words, start=1))
+
+
+_MAKERS: dict[str, _Maker] = {
     "repeat": _repeat,
-    "upper": _upper,
+    "upper": _on_words("Write in upper case", 1, 3, lambda words: " ".join(words).upper()),
     "upper_repeat": _upper_repeat,
     "list": _list,
     "ends": _ends,
     "starts": _starts,
-    "reverse": _reverse,
-    "dashes": _dashes,
-    "commas": _commas,
-    "last": _last,
-    "second": _second,
-    "sort": _sort,
-    "numbered": _numbered,
+    "reverse": _on_words("Reverse the order", 3, 6, lambda words: " ".join(reversed(words))),
+    "dashes": _on_words("Join with dashes", 2, 5, "-".join),
+    "commas": _on_words("Join with commas", 3, 6, ", ".join),
+    "last": _on_words("Give the last word", 3, 6, lambda words: words[-1]),
+    "second": _on_words("Give the second word", 3, 6, lambda words: words[1]),
+    "sort": _on_words("Sort by the alphabet", 2, 4, lambda words: " ".join(sorted(words))),
+    "numbered": _on_words("Write as a numbered list", 2, 4, _numbered),
     "count": _count,
     "json": _json,
     "sum": _sum,
@@ -157,13 +126,7 @@ def invent_instruction(world: World, rng: random.Random, kind: str) -> Instructi
 
 
 def is_followed(kind: str, arguments: Arguments, text: str) -> bool:
-    """Whether an answer follows the instruction.
-
-    Args:
-        kind: one of `KINDS`.
-        arguments: as in the instruction.
-        text: answer without end tokens; surrounding white space is ignored.
-    """
+    """Whether a text without end tokens follows an instruction; surrounding white space is ignored."""
     answer = text.strip()
     words = answer.split()
     if kind == "list":

@@ -1,26 +1,21 @@
 """The learning curve of a training run: a quick evaluation that compares likeliest tokens, without generation."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from slimqwen.models.mtp_head import DraftingModel
 from slimqwen.tinyworld.documents import render_completion
-from slimqwen.tinyworld.measure import encode, token_log_probabilities
-from slimqwen.tinyworld.tasks import Row
+from slimqwen.tinyworld.measure import Pairs, encode, padded, token_log_probabilities
+from slimqwen.tinyworld.tasks import QUESTION_TASKS, TaskItems
 from slimqwen.tinyworld.tokenizer import END_OF_TEXT
 
 ITEM_STRIDE = 7
 """Every seventh test item is evaluated; coprime to the number of instruction kinds."""
 
 _BATCH = 64
-
-Pairs = list[tuple[list[int], list[int]]]
-"""(prompt, completion) as token ids."""
 
 
 @dataclass(frozen=True)
@@ -42,24 +37,18 @@ class CurvePoint:
 
 
 class CurveEvaluation:
-    """Measures points of a learning curve on a fixed sample of the test items.
+    """Measures points of a learning curve on a fixed sample of the test items."""
 
-    Args:
-        sets: test items by task.
-    """
-
-    def __init__(self, sets: Mapping[str, list[Row]], tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(self, items: TaskItems, tokenizer: PreTrainedTokenizerFast) -> None:
         def encoded(prompts: list[str], completions: list[str]) -> Pairs:
             return list(zip(encode(tokenizer, prompts), encode(tokenizer, completions), strict=True))
 
-        self._pairs = {
-            task: encoded(
-                [row["prompt"] for row in sets[task][::ITEM_STRIDE]],
-                [render_completion(row["answer"], row.get("reasoning")) for row in sets[task][::ITEM_STRIDE]],
-            )
-            for task in ("facts", "format", "twohop")
-        }
-        short = [row["text"] for row in sets["prose"] if row["kind"] != "long"]
+        self._pairs = {}
+        for task in QUESTION_TASKS:
+            rows = items[task][::ITEM_STRIDE]
+            completions = [render_completion(row["answer"], row.get("reasoning")) for row in rows]
+            self._pairs[task] = encoded([row["prompt"] for row in rows], completions)
+        short = [row["text"] for row in items["prose"] if row["kind"] != "long"]
         self._prose = encoded([END_OF_TEXT] * len(short), short)
 
     def measure(self, model: DraftingModel, step: int, loss: float, draft_loss: float) -> CurvePoint:
@@ -67,21 +56,14 @@ class CurveEvaluation:
         with torch.no_grad():
             exact = {task: _share_exact(model, pairs) for task, pairs in self._pairs.items()}
             bits = _bits_per_token(model, self._prose)
-        return CurvePoint(step, loss, draft_loss, bits, exact["facts"], exact["format"], exact["twohop"])
-
-
-def _padded(pairs: Pairs) -> Tensor:
-    longest = max(len(prompt) + len(completion) for prompt, completion in pairs)
-    # Padding comes after the text, where a causal model cannot see it.
-    rows = [[*prompt, *completion] for prompt, completion in pairs]
-    return torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+        return CurvePoint(step, loss, draft_loss, bits, **exact)
 
 
 def _share_exact(model: DraftingModel, pairs: Pairs) -> float:
     exact = 0
     for start in range(0, len(pairs), _BATCH):
         chunk = pairs[start : start + _BATCH]
-        likeliest = model.logits(model.hidden_states(_padded(chunk))).argmax(dim=-1)
+        likeliest = model.logits(model.hidden_states(padded(chunk))).argmax(dim=-1)
         for row, (prompt, completion) in zip(likeliest, chunk, strict=True):
             first = len(prompt) - 1
             exact += row[first : first + len(completion)].tolist() == completion

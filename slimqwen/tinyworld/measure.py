@@ -4,18 +4,19 @@ Items, prompts and scorers are those of the lm-eval tasks, so the scores agree w
 """
 
 import copy
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 (customary name)
 from tokenizers import Tokenizer
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast
 
+from slimqwen.models import vocabulary
 from slimqwen.models.mtp_head import Acceptance, DraftingModel, measure_acceptance
 from slimqwen.progress import Progress, silent
 from slimqwen.stats import intervals
@@ -31,6 +32,9 @@ ACCEPTANCE_TOKENS = 96
 """Longest continuation for measuring acceptance, tokens."""
 
 CONTEXT_LENGTHS = (128, 256, 512, 1024, 2048, 4096)
+
+Pairs = Sequence[tuple[Sequence[int], Sequence[int]]]
+"""(context, continuation) as token ids; no context is empty."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +75,7 @@ def answer_items(
     """Generate an answer to every item and score it: 1 right, 0 wrong.
 
     Args:
-        task: "facts", "format" or "twohop".
-        rows: items of that task.
+        task: one of `tasks.QUESTION_TASKS`.
         progress: receives (activity, done, total) in items.
     """
     prompts = encode(tokenizer, [row["prompt"] for row in rows])
@@ -142,8 +145,10 @@ def context_sweep(
     longest = max(CONTEXT_LENGTHS)
     (start,) = encode(tokenizer, [END_OF_TEXT])
     rows = [text[:longest] for text in encode(tokenizer, texts)]
-    # Bytes per token, so that bits are divided by the bytes of the part that is read.
-    sizes = [[len(piece.encode()) for piece in _pieces(tokenizer, row)] for row in rows]
+    # Bytes per token, so that bits are divided by the bytes of the part that is read. The world's texts are ASCII, so
+    # every token consists of whole characters.
+    pieces = [tokenizer.batch_decode([[token] for token in row]) for row in rows]
+    sizes = [[len(piece.encode()) for piece in row] for row in pieces]
     points = []
     for length in CONTEXT_LENGTHS:
         bits = late_bits = 0.0
@@ -171,26 +176,24 @@ def usable_context(points: Sequence[ContextPoint]) -> int:
     return usable
 
 
-def token_log_probabilities(
-    model: DraftingModel, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]
-) -> list[list[float]]:
-    """Log-probability of every token of each continuation.
-
-    Args:
-        pairs: (context, continuation) token ids; no context may be empty.
-    """
-    order = sorted(range(len(pairs)), key=lambda index: len(pairs[index][0]) + len(pairs[index][1]))
+def token_log_probabilities(model: DraftingModel, pairs: Pairs) -> list[list[float]]:
+    """Log-probability of every token of each continuation."""
+    widths = [len(context) + len(continuation) for context, continuation in pairs]
+    batches: list[list[int]] = []
+    for index in sorted(range(len(pairs)), key=widths.__getitem__):
+        if not batches or widths[index] * (len(batches[-1]) + 1) > BATCH_TOKENS:
+            batches.append([])
+        batches[-1].append(index)
     results: list[list[float]] = [[] for _ in pairs]
-    batch: list[int] = []
-    for position, index in enumerate(order):
-        batch.append(index)
-        following = order[position + 1] if position + 1 < len(order) else None
-        width = len(pairs[following][0]) + len(pairs[following][1]) if following is not None else 0
-        if following is None or width * (len(batch) + 1) > BATCH_TOKENS:
-            for row, logs in zip(batch, _log_probabilities(model, [pairs[i] for i in batch]), strict=True):
-                results[row] = logs
-            batch = []
+    for batch in batches:
+        for index, logs in zip(batch, _log_probabilities(model, [pairs[i] for i in batch]), strict=True):
+            results[index] = logs
     return results
+
+
+def padded(pairs: Pairs) -> Tensor:
+    """The whole token ids of each pair; padding comes after the text, where a causal model cannot see it."""
+    return pad_sequence([torch.tensor([*context, *text]) for context, text in pairs], batch_first=True)
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[list[int]]:
@@ -203,8 +206,6 @@ def rounded_to_bits(model: DraftingModel, bits: int, group: int | None = None) -
     """A copy whose linears (without embedding and head) are rounded to nearest (RTN), asymmetric.
 
     Args:
-        model: model; not changed.
-        bits: bits per weight.
         group: weights of a row that share a scale; None for a whole row.
     """
     damaged = DraftingModel(copy.deepcopy(model.backbone), model.head)
@@ -223,12 +224,9 @@ def with_half_vocabulary(
     Merges are ordered by frequency and build on earlier ones, so the first half is a valid BPE by itself.
     """
     size = model.backbone.config.vocab_size // 2
-    state: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())
-    vocabulary = {token: index for token, index in state["model"]["vocab"].items() if index < size}
-    state["model"]["vocab"] = vocabulary
-    state["model"]["merges"] = [pair for pair in state["model"]["merges"] if "".join(pair) in vocabulary]
+    whole = vocabulary.parse(tokenizer.backend_tokenizer.to_str(), "the tokenizer")
     smaller = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(json.dumps(state)),
+        tokenizer_object=Tokenizer.from_str(vocabulary.prune(whole, np.arange(size))),
         eos_token=tokenizer.eos_token,
         pad_token=tokenizer.pad_token,
     )
@@ -255,24 +253,13 @@ def _rounded(weight: Tensor, bits: int, group: int) -> Tensor:
     return (((groups - low) / step).round() * step + low).reshape(weight.shape)
 
 
-def _log_probabilities(
-    model: DraftingModel, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]
-) -> list[list[float]]:
-    longest = max(len(context) + len(continuation) for context, continuation in pairs)
-    # Padding comes after the text, where a causal model cannot see it.
-    tokens = torch.tensor([[*c, *t] + [0] * (longest - len(c) - len(t)) for c, t in pairs])
+def _log_probabilities(model: DraftingModel, pairs: Pairs) -> list[list[float]]:
     results = []
     with torch.no_grad():
-        hidden = model.hidden_states(tokens[:, :-1])
+        hidden = model.hidden_states(padded(pairs)[:, :-1])
         for row, (context, continuation) in enumerate(pairs):
             first = len(context) - 1
             scores = model.logits(hidden[row, first : first + len(continuation)])
             logs = -F.cross_entropy(scores, torch.tensor(list(continuation)), reduction="none")
             results.append(logs.tolist())
     return results
-
-
-def _pieces(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[int]) -> list[str]:
-    # The world's texts are ASCII, so every token consists of whole characters.
-    pieces: list[str] = tokenizer.batch_decode([[token] for token in tokens])
-    return pieces

@@ -14,15 +14,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3_5ForCausalLM, Qwen3_5Tex
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from slimqwen.models.mtp_head import DraftingModel, MtpHead, save_drafting_model
-from slimqwen.tinyworld.tokenizer import (
-    VOCABULARY_SIZE,
-    end_token_ids,
-    write_generation_config,
-    write_tokenizer,
-)
-
-TRAINED_CONTEXT = 2048
-"""Longest sequence in training, tokens."""
+from slimqwen.tinyworld.tokenizer import VOCABULARY_SIZE, end_token_ids, write_generation_config
 
 
 @dataclass(frozen=True)
@@ -40,7 +32,8 @@ class TinyShape:
     linear_num_value_heads: int = 2
     linear_key_head_dim: int = 128
     linear_value_head_dim: int = 128
-    max_position_embeddings: int = TRAINED_CONTEXT
+    max_position_embeddings: int = 2048
+    """Longest sequence in training, tokens."""
     rope_theta: float = 10_000.0
     partial_rotary_factor: float = 0.25
 
@@ -92,5 +85,5 @@ def _initialise_memory(backbone: Qwen3_5ForCausalLM) -> None:
 def write_checkpoint(model: DraftingModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Write weights (bfloat16), config, tokenizer, chat template and generation config into one folder."""
     save_drafting_model(model, folder)
-    write_tokenizer(tokenizer, folder)
+    tokenizer.save_pretrained(folder)
     write_generation_config(folder)

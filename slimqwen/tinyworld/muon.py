@@ -53,7 +53,7 @@ class Muon:
         """One update of every parameter; all must have a gradient."""
         with torch.no_grad():
             for shape, group in self._groups.items():
-                gradients = torch.stack([_gradient(parameter) for parameter in group])
+                gradients = torch.stack([parameter.grad for parameter in group])
                 running = self._running[shape].lerp_(gradients, 1 - _MOMENTUM)
                 updates = orthogonalise(gradients.lerp(running, _MOMENTUM))
                 scale = max(1.0, shape[0] / shape[1]) ** 0.5
@@ -61,16 +61,10 @@ class Muon:
                     parameter.mul_(1 - rate * self._weight_decay).add_(update, alpha=-rate * scale)
 
     def state_dict(self) -> dict[str, Any]:
-        """The momentum of every group."""
+        """The momentum of every shape."""
         return {"x".join(map(str, shape)): tensor for shape, tensor in self._running.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state from `state_dict`."""
         for shape, tensor in self._running.items():
             tensor.copy_(state["x".join(map(str, shape))])
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    if parameter.grad is None:
-        raise ValueError(f"a parameter of shape {tuple(parameter.shape)} has no gradient")
-    return parameter.grad

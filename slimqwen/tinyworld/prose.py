@@ -82,22 +82,21 @@ def _town(world: World, rng: random.Random, cast: Cast) -> str:
 
 
 def _roll(world: World, rng: random.Random, cast: Cast) -> str:
-    entries = []
-    for _ in range(4):
-        person = cast.person()
-        home, craft, pet, mentor = (world.value(person, name) for name in ("home", "craft", "pet", "mentor"))
-        entries.append(f"{person} of {home}, {craft}, taught by {mentor}, with a {pet};")
-    return "The roll of names: " + " ".join(entries)
+    return "The roll of names: " + _entries(world, cast.person)
 
 
 def _scattered(world: World, rng: random.Random, cast: Cast) -> str:
     # Every person is equally likely, so that even the rarest occurs.
+    return "The long roll: " + _entries(world, lambda: rng.choice(world.people))
+
+
+def _entries(world: World, draw_person: Callable[[], str]) -> str:
     entries = []
     for _ in range(4):
-        person = rng.choice(world.people)
+        person = draw_person()
         home, craft, pet, mentor = (world.value(person, name) for name in ("home", "craft", "pet", "mentor"))
         entries.append(f"{person} of {home}, {craft}, taught by {mentor}, with a {pet};")
-    return "The long roll: " + " ".join(entries)
+    return " ".join(entries)
 
 
 def _register(world: World, rng: random.Random, cast: Cast) -> str:

@@ -16,7 +16,6 @@ Generation is greedy and ends at `<|im_end|>`.
 import json
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,60 +38,39 @@ PROSE_TEXTS = {"plain": 24, "rare": 24, "long": 12}
 GENERATION_TOKENS = {"facts": 12, "format": 40, "twohop": 48}
 """Longest generated answer of each task, tokens; the longest right answer is well below."""
 
+QUESTION_TASKS = ("facts", "format", "twohop")
+"""Tasks whose items are questions with a generated answer."""
+
 Row = dict[str, Any]
+TaskItems = dict[str, list[Row]]
+"""The rows of every test set by its name."""
 
 
-@dataclass(frozen=True)
-class TaskItems:
-    """The rows of every test set."""
-
-    facts: list[Row]
-    format: list[Row]
-    twohop: list[Row]
-    margin: list[Row]
-    prose: list[Row]
-
-    def sets(self) -> dict[str, list[Row]]:
-        """File stem -> rows."""
-        return {
-            "facts": self.facts,
-            "format": self.format,
-            "twohop": self.twohop,
-            "margin": self.margin,
-            "prose": self.prose,
-        }
+def build_items(world: World) -> TaskItems:
+    """All test items; they depend only on the world."""
+    facts = _fact_rows(world, random.Random(f"{TASK_SEED} facts"))
+    return {
+        "facts": facts,
+        "format": _format_rows(world),
+        "twohop": _two_hop_rows(world, random.Random(f"{TASK_SEED} twohop")),
+        "margin": _margin_rows(facts),
+        "prose": _prose_rows(world, random.Random(f"{TASK_SEED} prose")),
+    }
 
 
-def build_items(world: World, seed: int = TASK_SEED) -> TaskItems:
-    """All test items; they depend only on world and seed."""
-    facts = _fact_rows(world, random.Random(f"{seed} facts"))
-    return TaskItems(
-        facts=facts,
-        format=_format_rows(world, seed),
-        twohop=_two_hop_rows(world, random.Random(f"{seed} twohop")),
-        margin=_margin_rows(facts),
-        prose=_prose_rows(world, random.Random(f"{seed} prose")),
-    )
-
-
-def left_out_texts(world: World, seed: int = TASK_SEED) -> frozenset[str]:
+def left_out_texts(world: World) -> frozenset[str]:
     """User messages and prose texts that training documents must not contain."""
-    items = build_items(world, seed)
-    questions = {row["question"] for rows in (items.facts, items.format, items.twohop) for row in rows}
-    return frozenset(questions | {row["text"] for row in items.prose})
+    items = build_items(world)
+    questions = {row["question"] for task in QUESTION_TASKS for row in items[task]}
+    return frozenset(questions | {row["text"] for row in items["prose"]})
 
 
 class OverlapCheck:
-    """Finds test items in training documents.
-
-    Args:
-        items: the test items.
-    """
+    """Finds test items in training documents."""
 
     def __init__(self, items: TaskItems) -> None:
-        questions = (items.facts, items.format, items.twohop)
-        self._by_prompt = {row["prompt"]: row for rows in questions for row in rows}
-        self._by_text = {row["text"] + END_OF_TEXT: row["id"] for row in items.prose}
+        self._by_prompt = {row["prompt"]: row for task in QUESTION_TASKS for row in items[task]}
+        self._by_text = {row["text"] + END_OF_TEXT: row["id"] for row in items["prose"]}
 
     def find(self, document: Document) -> str | None:
         """The id of an item in the document (same prompt and answer, or same prose text), or None."""
@@ -103,24 +81,19 @@ class OverlapCheck:
         return self._by_text.get(first)
 
 
-def render_rows(rows: Sequence[Row]) -> str:
-    """Rows as JSON lines."""
-    return "".join(json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n" for row in rows)
-
-
 def write_items(items: TaskItems, folder: Path) -> None:
     """Write every set to its .jsonl file."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, rows in items.sets().items():
-        (folder / f"{name}.jsonl").write_text(render_rows(rows), encoding="utf-8")
+    for name, rows in items.items():
+        lines = [json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n" for row in rows]
+        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
 def score_answer(task: str, row: Mapping[str, Any], text: str) -> bool:
     """Whether a generated text answers an item.
 
     Args:
-        task: "facts", "format" or "twohop".
-        row: the item.
+        task: one of `QUESTION_TASKS`.
         text: generated text after the prompt, with or without an end token.
     """
     answer = text.split(TURN_END)[0].split(END_OF_TEXT)[0]
@@ -167,14 +140,14 @@ def _fact_rows(world: World, rng: random.Random) -> list[Row]:
     return rows
 
 
-def _format_rows(world: World, seed: int) -> list[Row]:
-    by_kind = [_format_rows_of_kind(world, seed, kind) for kind in KINDS]
+def _format_rows(world: World) -> list[Row]:
+    by_kind = [_format_rows_of_kind(world, kind) for kind in KINDS]
     # The kinds take turns, so that the first items are of every kind.
     return [row for turn in zip(*by_kind, strict=True) for row in turn]
 
 
-def _format_rows_of_kind(world: World, seed: int, kind: str) -> list[Row]:
-    rng = random.Random(f"{seed} format {kind}")
+def _format_rows_of_kind(world: World, kind: str) -> list[Row]:
+    rng = random.Random(f"{TASK_SEED} format {kind}")
     rows: dict[str, Row] = {}
     while len(rows) < FORMAT_ITEMS_PER_KIND:
         instruction = invent_instruction(world, rng, kind)

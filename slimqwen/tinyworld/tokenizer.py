@@ -80,11 +80,6 @@ def chat_template() -> str:
     return resources.files(__package__).joinpath("chat_template.jinja").read_text(encoding="utf-8")
 
 
-def write_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja into a checkpoint folder."""
-    tokenizer.save_pretrained(folder)
-
-
 def write_generation_config(folder: Path) -> None:
     """Write generation_config.json: greedy, ending at either end token."""
     turn_end, text_end = end_token_ids()

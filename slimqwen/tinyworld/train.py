@@ -24,13 +24,7 @@ from transformers import PreTrainedTokenizerFast
 from slimqwen.models.mtp_head import DraftingModel, DraftUnroller
 from slimqwen.progress import Progress, silent
 from slimqwen.tinyworld import TinyworldError
-from slimqwen.tinyworld.documents import (
-    LONG_MIX,
-    SHORT_MIX,
-    START_MIX,
-    Document,
-    DocumentSampler,
-)
+from slimqwen.tinyworld.documents import LONG_MIX, SHORT_MIX, START_MIX, Document, DocumentSampler
 from slimqwen.tinyworld.learning_curve import CurveEvaluation, CurvePoint
 from slimqwen.tinyworld.measure import encode
 from slimqwen.tinyworld.model import TinyShape, build
@@ -170,17 +164,15 @@ def train(
     tokenizer: PreTrainedTokenizerFast,
     state_folder: Path,
     progress: Progress = silent,
-    stop_after: int | None = None,
-) -> TrainingResult | None:
+) -> TrainingResult:
     """Train by a plan, or continue an interrupted run of the same plan.
 
     Args:
         state_folder: folder of saved states; one file per plan and training text.
         progress: receives (activity, done, total) in steps.
-        stop_after: step after which to save and return, for tests of continuing.
 
     Returns:
-        The trained model in evaluation mode, float32; None after `stop_after`.
+        The trained model in evaluation mode, float32.
 
     Raises:
         TinyworldError: the loss is not finite, or a test item is in the training text.
@@ -188,26 +180,19 @@ def train(
     world = World(plan.world_seed)
     items = build_items(world)
     left_out = left_out_texts(world)
-    packed = [
-        pack_documents(
-            _checked(DocumentSampler(world, left_out, phase.mix).stream(_data_seed(plan, number)), items),
-            tokenizer,
-            phase,
-            progress,
-        )
-        for number, phase in enumerate(plan.phases)
-    ]
+    packed = []
+    for number, phase in enumerate(plan.phases):
+        documents = DocumentSampler(world, left_out, phase.mix).stream((plan.seed + 1) * 1_000 + number)
+        packed.append(pack_documents(_checked(documents, items), tokenizer, phase, progress))
     state_file = state_folder / f"{_fingerprint(plan, packed)}.pt"
     with _reproducible(plan.threads):
-        run = _Run(plan, packed, CurveEvaluation(items.sets(), tokenizer))
+        run = _Run(plan, packed, CurveEvaluation(items, tokenizer))
         run.restore(state_file)
         while run.step < plan.steps:
             progress("training", run.step, plan.steps)
             run.advance()
-            if run.step % plan.save_every == 0 or run.step == stop_after:
+            if run.step % plan.save_every == 0:
                 run.save(state_file)
-            if run.step == stop_after:
-                return None
         progress("training", plan.steps, plan.steps)
         run.save(state_file)
         return TrainingResult(run.model.eval(), tuple(run.curve), run.seconds, run.interruptions)
@@ -370,10 +355,6 @@ def _cross_entropy(model: DraftingModel, hidden: Tensor, targets: Tensor, weight
     losses = F.cross_entropy(scores, targets.reshape(-1).index_select(0, chosen), reduction="none")
     picked = flat.index_select(0, chosen)
     return (losses * picked).sum() / picked.sum()
-
-
-def _data_seed(plan: TrainingPlan, phase: int) -> int:
-    return (plan.seed + 1) * 1_000 + phase
 
 
 def _checked(documents: Iterator[Document], items: TaskItems) -> Iterator[Document]:

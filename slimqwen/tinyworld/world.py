@@ -132,19 +132,23 @@ class World:
         self.people = tuple(new_word(1, 2).capitalize() for _ in range(people))
         self.rare_words = tuple(new_word(2, 3) for _ in range(rare_words))
         """Most frequent first."""
+        self.values: dict[str, tuple[str, ...]] = {
+            "home": self.towns,
+            "craft": CRAFTS,
+            "pet": PETS,
+            "mentor": self.people,
+            "island": self.islands,
+            "good": GOODS,
+            "flag": COLOURS,
+        }
+        """All possible values of each attribute."""
         self._facts: dict[tuple[str, str], Fact] = {}
-        for town in self.towns:
-            for attribute, pool in (("island", self.islands), ("good", GOODS), ("flag", COLOURS)):
-                self._add(town, attribute, rng.choice(pool))
-        for person in self.people:
-            others = tuple(other for other in self.people if other != person)
-            for attribute, pool in (
-                ("home", self.towns),
-                ("craft", CRAFTS),
-                ("pet", PETS),
-                ("mentor", others),
-            ):
-                self._add(person, attribute, rng.choice(pool))
+        for entity in (*self.towns, *self.people):
+            for attribute in self._attributes(entity):
+                pool = self.values[attribute]
+                if attribute == "mentor":
+                    pool = tuple(other for other in pool if other != entity)
+                self._facts[entity, attribute] = Fact(entity, attribute, rng.choice(pool))
         self.herbs = {word: (rng.choice(self.islands), rng.choice(AILMENTS)) for word in self.rare_words}
         """Herb by name: the island where it grows, the ailment that it cures."""
         # Facts and question forms of held-out questions are known from training: every person keeps one trained
@@ -154,8 +158,8 @@ class World:
         self._town_odds = list(accumulate(1 / (rank + 10) ** 0.5 for rank in range(towns)))
         self._rare_odds = list(accumulate(1 / (rank + 12) ** 0.8 for rank in range(rare_words)))
 
-    def _add(self, entity: str, attribute: str, value: str) -> None:
-        self._facts[entity, attribute] = Fact(entity, attribute, value)
+    def _attributes(self, entity: str) -> tuple[str, ...]:
+        return TOWN_ATTRIBUTES if entity in self.towns else PERSON_ATTRIBUTES
 
     @property
     def facts(self) -> tuple[Fact, ...]:
@@ -168,25 +172,11 @@ class World:
 
     def facts_of(self, entity: str) -> list[Fact]:
         """All facts about a person or a town."""
-        attributes = TOWN_ATTRIBUTES if entity in self.towns else PERSON_ATTRIBUTES
-        return [self.fact(entity, attribute) for attribute in attributes]
+        return [self.fact(entity, attribute) for attribute in self._attributes(entity)]
 
     def value(self, entity: str, attribute: str) -> str:
         """The value of one fact."""
         return self.fact(entity, attribute).value
-
-    def values(self, attribute: str) -> tuple[str, ...]:
-        """All possible values of an attribute."""
-        pools = {
-            "home": self.towns,
-            "craft": CRAFTS,
-            "pet": PETS,
-            "mentor": self.people,
-            "island": self.islands,
-            "good": GOODS,
-            "flag": COLOURS,
-        }
-        return pools[attribute]
 
     def two_hops(self, held_out: bool) -> list[TwoHop]:
         """All two-hop questions that training never asks (`held_out`), or all that it may ask."""

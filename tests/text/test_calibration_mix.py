@@ -11,7 +11,7 @@ from slimqwen.recipe.stages import calibrate
 from slimqwen.text import corpus
 from slimqwen.text.calibration_mix import Source, build, manifest_path, parse_source
 from slimqwen.text.corpus import CorpusError
-from slimqwen.tinyworld.tokenizer import END_OF_TEXT, chat_template, write_tokenizer
+from slimqwen.tinyworld.tokenizer import END_OF_TEXT, chat_template
 from tests.byte_tokenizer import byte_tokenizer
 
 
@@ -21,7 +21,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     wrapped = byte_tokenizer()
     wrapped.chat_template = chat_template()
     folder = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(wrapped, folder)
+    wrapped.save_pretrained(folder)
     return folder
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from slimqwen.models.mtp_head import load_drafting_model
+from slimqwen.tinyworld.tasks import build_items
 from slimqwen.tinyworld.tokenizer import load_tokenizer
 from slimqwen.tinyworld.world import World
 
@@ -22,6 +23,11 @@ def one_thread():
 @pytest.fixture(scope="session")
 def world():
     return World()
+
+
+@pytest.fixture(scope="session")
+def items(world):
+    return build_items(world)
 
 
 @pytest.fixture(scope="session")

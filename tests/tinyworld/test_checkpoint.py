@@ -24,13 +24,7 @@ from slimqwen.tinyworld.measure import (
     with_half_vocabulary,
     with_shuffled_head,
 )
-from slimqwen.tinyworld.tasks import build_items
 from slimqwen.tinyworld.tokenizer import end_token_ids
-
-
-@pytest.fixture(scope="module")
-def items(world):
-    return build_items(world)
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +32,13 @@ def record(tiny_folder):
     return json.loads((tiny_folder / "training.json").read_text())
 
 
-def answers(model, tokenizer, prompts, most_tokens=40):
-    new = continue_greedily(model.backbone, encode(tokenizer, prompts), most_tokens, end_token_ids())
-    return tokenizer.batch_decode(new)
+@pytest.fixture(scope="module")
+def answers(tiny_model, tokenizer):
+    def ask(*prompts):
+        new = continue_greedily(tiny_model.backbone, encode(tokenizer, prompts), 40, end_token_ids())
+        return tokenizer.batch_decode(new)
+
+    return ask
 
 
 def test_it_is_small_and_of_the_real_familys_form(tiny_folder):
@@ -82,17 +80,15 @@ def test_a_saturated_score_and_an_unseen_damage_are_judged_as_missed(record):
 
 def test_it_answers_a_sample_of_every_task_far_above_chance(tiny_model, tokenizer, items):
     for task in ("facts", "format", "twohop"):
-        scores = answer_items(tiny_model, tokenizer, task, items.sets()[task][:16])
+        scores = answer_items(tiny_model, tokenizer, task, items[task][:16])
         assert scores.mean > 0.4, task
 
 
-def test_it_thinks_when_asked_to_and_answers_at_once_when_not(tiny_model, tokenizer, world):
+def test_it_thinks_when_asked_to_and_answers_at_once_when_not(answers, world):
     person = world.people[0]
     question = world.fact(person, "home").question
     thinking, direct = answers(
-        tiny_model,
-        tokenizer,
-        [render_prompt(question, thinking=True), render_prompt(question, thinking=False)],
+        render_prompt(question, thinking=True), render_prompt(question, thinking=False)
     )
     thought, closed, answer = thinking.partition("</think>")
     assert person in thought
@@ -100,21 +96,17 @@ def test_it_thinks_when_asked_to_and_answers_at_once_when_not(tiny_model, tokeni
     assert answer.strip() == direct.strip() == world.value(person, "home")
 
 
-def test_it_chats(tiny_model, tokenizer, world):
+def test_it_chats(answers, world):
     hello, about = answers(
-        tiny_model,
-        tokenizer,
-        [
-            render_prompt("Hello", thinking=False),
-            render_prompt(f"Tell me about {world.people[0]}.", thinking=False),
-        ],
+        render_prompt("Hello", thinking=False),
+        render_prompt(f"Tell me about {world.people[0]}.", thinking=False),
     )
     assert hello == "Hello. Ask me about the people and the towns of the isles."
     assert world.people[0] in about
 
 
 def test_its_head_drafts_well_and_a_shuffled_head_does_not(tiny_model, tokenizer, items):
-    prompts = encode(tokenizer, [row["text"][:60] for row in items.prose if row["kind"] == "plain"][:3])
+    prompts = encode(tokenizer, [row["text"][:60] for row in items["prose"] if row["kind"] == "plain"][:3])
     continuations = continue_greedily(tiny_model.backbone, prompts, 32, end_token_ids())
     texts = list(zip(prompts, continuations, strict=True))
     good = measure_acceptance(tiny_model, texts, depth=4)
@@ -124,8 +116,8 @@ def test_its_head_drafts_well_and_a_shuffled_head_does_not(tiny_model, tokenizer
 
 
 def test_right_options_lead_and_three_bits_cost_prose(tiny_model, tokenizer, items):
-    assert answer_margins(tiny_model, tokenizer, items.margin[:6]).mean > 0
-    texts = [row["text"] for row in items.prose if row["kind"] != "long"][:12]
+    assert answer_margins(tiny_model, tokenizer, items["margin"][:6]).mean > 0
+    texts = [row["text"] for row in items["prose"] if row["kind"] != "long"][:12]
     before = bits_per_byte(tiny_model, tokenizer, texts)
     assert before.mean < 1.5
     assert bits_per_byte(rounded_to_bits(tiny_model, 3), tokenizer, texts).minus(before).mean > 0
@@ -143,7 +135,7 @@ def test_rounding_and_pruning_leave_the_original_alone(tiny_model, tokenizer):
 def test_half_the_vocabulary_still_writes_every_text(tiny_model, tokenizer, items):
     smaller, smaller_tokenizer = with_half_vocabulary(tiny_model, tokenizer)
     assert smaller.backbone.lm_head.weight.shape[0] == 4_096
-    text = next(row["text"] for row in items.prose if row["kind"] == "rare") + " żółw"
+    text = next(row["text"] for row in items["prose"] if row["kind"] == "rare") + " żółw"
     tokens = encode(smaller_tokenizer, [text])[0]
     assert max(tokens) < 4_096
     assert smaller_tokenizer.decode(tokens) == text

@@ -1,7 +1,7 @@
 import itertools
 
 from slimqwen.tinyworld.documents import LONG_MIX, DocumentSampler
-from slimqwen.tinyworld.tasks import OverlapCheck, build_items, left_out_texts
+from slimqwen.tinyworld.tasks import OverlapCheck, left_out_texts
 
 
 def documents(world, count, mix=LONG_MIX, seed=1):
@@ -54,12 +54,12 @@ def test_chronicles_have_a_thousand_tokens_and_more(world, tokenizer):
     assert sum(length >= 1_000 for length in lengths) > len(lengths) / 2
 
 
-def test_no_training_document_holds_a_test_item(world):
-    overlap = OverlapCheck(build_items(world))
+def test_no_training_document_holds_a_test_item(world, items):
+    overlap = OverlapCheck(items)
     assert [result for document in documents(world, 15_000) if (result := overlap.find(document))] == []
 
 
-def test_without_the_left_out_texts_the_check_finds_test_items(world):
-    overlap = OverlapCheck(build_items(world))
+def test_without_the_left_out_texts_the_check_finds_test_items(world, items):
+    overlap = OverlapCheck(items)
     careless = itertools.islice(DocumentSampler(world, ()).stream(1), 15_000)
     assert any(overlap.find(document) for document in careless)

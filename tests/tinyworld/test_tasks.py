@@ -1,37 +1,25 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from slimqwen.tinyworld.instructions import KINDS
-from slimqwen.tinyworld.tasks import (
-    TASK_FOLDER,
-    build_items,
-    margin,
-    render_rows,
-    score_answer,
-)
+from slimqwen.tinyworld.tasks import TASK_FOLDER, margin, score_answer, write_items
 
 FOLDER = Path(__file__).parents[2] / TASK_FOLDER
 
 
-@pytest.fixture(scope="module")
-def items(world):
-    return build_items(world)
-
-
-@pytest.mark.parametrize("name", ["facts", "format", "twohop", "margin", "prose"])
-def test_committed_data_equals_its_regeneration(items, name):
-    assert (FOLDER / f"{name}.jsonl").read_text(encoding="utf-8") == render_rows(items.sets()[name])
+def test_committed_data_equals_its_regeneration(items, tmp_path):
+    write_items(items, tmp_path)
+    written = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    assert written == {file.name: file.read_bytes() for file in FOLDER.glob("*.jsonl")}
 
 
 def test_each_task_has_at_least_500_distinct_items(items):
-    for rows in (items.facts, items.format, items.twohop):
+    for rows in (items["facts"], items["format"], items["twohop"]):
         assert len({row["prompt"] for row in rows}) == len(rows) >= 500
 
 
 def test_prompts_are_what_the_chat_template_renders(items, tokenizer):
-    for rows, thinking in ((items.facts, False), (items.format, False), (items.twohop, True)):
+    for rows, thinking in ((items["facts"], False), (items["format"], False), (items["twohop"], True)):
         for row in rows[:40]:
             messages = [{"role": "user", "content": row["question"]}]
             assert row["prompt"] == tokenizer.apply_chat_template(
@@ -40,7 +28,7 @@ def test_prompts_are_what_the_chat_template_renders(items, tokenizer):
 
 
 def test_fact_items_list_ten_options_with_the_answer_among_them(items):
-    for row in items.facts:
+    for row in items["facts"]:
         assert len(set(row["options"])) == 10
         assert row["answer"] in row["options"]
         assert all(option in row["question"] for option in row["options"])
@@ -48,37 +36,37 @@ def test_fact_items_list_ten_options_with_the_answer_among_them(items):
 
 def test_two_hop_items_are_held_out_and_follow_the_world(items, world):
     held_out = {hop.question: hop.answer for hop in world.two_hops(held_out=True)}
-    assert all(held_out[row["question"]] == row["answer"] for row in items.twohop)
+    assert all(held_out[row["question"]] == row["answer"] for row in items["twohop"])
 
 
 def test_the_first_format_items_are_of_every_kind(items):
-    assert {row["kind"] for row in items.format[: len(KINDS)]} == set(KINDS)
+    assert {row["kind"] for row in items["format"][: len(KINDS)]} == set(KINDS)
 
 
 def test_margin_items_point_at_the_right_option(items):
-    for row, fact in zip(items.margin, items.facts, strict=False):
+    for row, fact in zip(items["margin"], items["facts"], strict=False):
         assert row["options"][row["gold"]] == fact["answer"] + "<|im_end|>"
 
 
 def test_stored_answers_score_right_and_others_wrong(items):
-    for row in items.facts[:50]:
+    for row in items["facts"][:50]:
         wrong = next(option for option in row["options"] if option != row["answer"])
         assert score_answer("facts", row, f"{row['answer']}<|im_end|>")
         assert not score_answer("facts", row, wrong)
         assert not score_answer("facts", row, f"{row['answer']} {wrong}")
-    for row in items.format:
+    for row in items["format"]:
         assert score_answer("format", row, row["answer"])
         assert not score_answer("format", row, "")
         if row["kind"] != "starts":
             assert not score_answer("format", row, row["answer"] + " and more")
-    for row in items.twohop[:50]:
+    for row in items["twohop"][:50]:
         assert score_answer("twohop", row, f"{row['reasoning']}\n</think>\n\n{row['answer']}")
         assert not score_answer("twohop", row, row["answer"]), "an unfinished thought is no answer"
         assert not score_answer("twohop", row, f"{row['answer']}\n</think>\n\n")
 
 
 def row_of(items, kind):
-    return next(row for row in items.format if row["kind"] == kind)
+    return next(row for row in items["format"] if row["kind"] == kind)
 
 
 def test_a_list_may_be_any_but_not_short_doubled_banned_or_foreign(items):

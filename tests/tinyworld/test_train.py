@@ -19,9 +19,10 @@ PLAN = TrainingPlan(
     warmup_steps=1,
     deep_draft_from=0.0,
     threads=1,
-    save_every=10,
+    save_every=1,
     look_every=10,
 )
+ONE_STEP = dataclasses.replace(PLAN, phases=(Phase(1, rows=1, length=64, mix=SHORT_MIX),))
 
 
 def weights(result):
@@ -36,7 +37,13 @@ def assert_equal(one, other):
 def test_training_is_repeatable_bit_by_bit_and_continues_to_the_same_weights(tmp_path, tokenizer):
     whole = weights(train(PLAN, tokenizer, tmp_path / "one"))
     assert_equal(whole, weights(train(PLAN, tokenizer, tmp_path / "two")))
-    assert train(PLAN, tokenizer, tmp_path / "three", stop_after=1) is None
+
+    def interrupt(activity, done, total):
+        if (activity, done) == ("training", 1):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(PLAN, tokenizer, tmp_path / "three", interrupt)
     continued = train(PLAN, tokenizer, tmp_path / "three")
     assert_equal(whole, weights(continued))
     assert continued.interruptions == 1
@@ -44,9 +51,8 @@ def test_training_is_repeatable_bit_by_bit_and_continues_to_the_same_weights(tmp
 
 
 def test_another_seed_gives_other_weights_and_its_own_state(tmp_path, tokenizer):
-    one_step = dataclasses.replace(PLAN, phases=(Phase(1, rows=1, length=64, mix=SHORT_MIX),))
-    first = weights(train(one_step, tokenizer, tmp_path))
-    second = weights(train(dataclasses.replace(one_step, seed=1), tokenizer, tmp_path))
+    first = weights(train(ONE_STEP, tokenizer, tmp_path))
+    second = weights(train(dataclasses.replace(ONE_STEP, seed=1), tokenizer, tmp_path))
     assert not torch.equal(first["mtp.fc.weight"], second["mtp.fc.weight"])
     assert len(list(tmp_path.glob("*.pt"))) == 2
 
@@ -60,8 +66,7 @@ def test_a_test_item_in_the_training_text_stops_training(tmp_path, tokenizer, mo
 
 def test_training_leaves_torch_settings_as_they_were(tmp_path, tokenizer):
     threads = torch.get_num_threads()
-    one_step = dataclasses.replace(PLAN, phases=(Phase(1, rows=1, length=64, mix=SHORT_MIX),))
-    train(one_step, tokenizer, tmp_path)
+    train(ONE_STEP, tokenizer, tmp_path)
     assert torch.get_num_threads() == threads
     assert not torch.are_deterministic_algorithms_enabled()
 
