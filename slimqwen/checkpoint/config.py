@@ -119,8 +119,7 @@ def expected_tensors(folder: Path) -> ExpectedTensors:
                 is_match(name, module, target, quantization.get("ignore", [])) for target in group["targets"]
             ):
                 shape, _ = expected.pop(f"{name}.weight")
-                layout = _eight_bit_tensors if group.get("format") == "int-quantized" else _packed_tensors
-                expected |= layout(name, shape, group["weights"], floating)
+                expected |= _quantised_tensors(name, shape, group, floating)
     return expected
 
 
@@ -139,27 +138,18 @@ def _mtp_shapes(text: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) 
     }
 
 
-def _eight_bit_tensors(
-    module: str, shape: tuple[int, ...], weights: Mapping[str, Any], floating: tuple[str, ...]
-) -> ExpectedTensors:
-    scales = 1 if weights["strategy"] == "channel" else shape[1] // weights["group_size"]
-    return {
-        f"{module}.weight": (shape, ("I8",)),
-        f"{module}.weight_scale": ((shape[0], scales), floating),
-    }
-
-
-def _packed_tensors(
-    module: str, shape: tuple[int, ...], weights: Mapping[str, Any], floating: tuple[str, ...]
+def _quantised_tensors(
+    module: str, shape: tuple[int, ...], group: Mapping[str, Any], floating: tuple[str, ...]
 ) -> ExpectedTensors:
     rows, columns = shape
-    groups = columns // (weights.get("group_size") or columns)
+    weights = group["weights"]
+    scales = columns // (weights.get("group_size") or columns)
+    expected: ExpectedTensors = {f"{module}.weight_scale": ((rows, scales), floating)}
+    if group.get("format") == "int-quantized":
+        return {f"{module}.weight": (shape, ("I8",)), **expected}
     per_word = 32 // weights["num_bits"]
-    packed: ExpectedTensors = {
-        f"{module}.weight_packed": ((rows, columns // per_word), ("I32",)),
-        f"{module}.weight_scale": ((rows, groups), floating),
-        f"{module}.weight_shape": ((2,), ("I64",)),
-    }
+    expected[f"{module}.weight_packed"] = ((rows, columns // per_word), ("I32",))
+    expected[f"{module}.weight_shape"] = ((2,), ("I64",))
     if not weights["symmetric"]:
-        packed[f"{module}.weight_zero_point"] = ((math.ceil(rows / per_word), groups), ("I32",))
-    return packed
+        expected[f"{module}.weight_zero_point"] = ((math.ceil(rows / per_word), scales), ("I32",))
+    return expected

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from slimqwen.checkpoint import packing
 from slimqwen.checkpoint.files import kept_token_ids
-from slimqwen.checkpoint.tensors import TensorInfo, list_tensors, selected_rows, torch_dtype
+from slimqwen.checkpoint.tensors import TensorInfo, list_tensors, selected_rows
 from slimqwen.progress import Progress, silent
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _PACKED_PART = re.compile(r"(.*\.weight)_(packed|scale|shape|zero_point)")
-_WORD_BITS = 32
 _BLOCK_ROWS = 4096
 """A multiple of the zero points in a word, which are packed along the rows."""
 
@@ -129,42 +129,21 @@ class _Weight:
 
     def blocks(self) -> Iterator["Tensor"]:
         """The dequantised weight: float32 [at most 4096, columns] at a time."""
-        if self.is_packed:
-            return self._unpacked_blocks()
-        return (
-            _read(self.parts[""], rows).float() for rows in _row_blocks(self.shape[0] if self.shape else 1)
-        )
+        count = self.shape[0] if self.shape else 1
+        for first in range(0, count, _BLOCK_ROWS):
+            last = min(first + _BLOCK_ROWS, count)
+            if self.is_packed:
+                yield self._unpacked(first, last)
+            else:
+                yield self.parts[""].rows(first, last).read().float()
 
-    def _unpacked_blocks(self) -> Iterator["Tensor"]:
-        import torch
-        from compressed_tensors.compressors import unpack_from_int32
-
-        count, columns = self.shape
-        bits = _WORD_BITS * self.parts["packed"].shape[1] // columns
-        per_word = _WORD_BITS // bits
-        for rows in _row_blocks(count):
-            words, scales = _read(self.parts["packed"], rows), _read(self.parts["scale"], rows).float()
-            integers = unpack_from_int32(words, bits, torch.Size((len(rows), columns))).float()
-            groups = integers.reshape(len(rows), scales.shape[1], -1)
-            if "zero_point" in self.parts:
-                word_rows = range(rows.start // per_word, -(-rows.stop // per_word))
-                points = _read(self.parts["zero_point"], word_rows)
-                shape = torch.Size((len(rows), scales.shape[1]))
-                groups = groups - unpack_from_int32(points, bits, shape, packed_dim=0).float().unsqueeze(2)
-            yield (groups * scales.unsqueeze(2)).reshape(len(rows), columns)
-
-
-def _row_blocks(count: int) -> Iterator[range]:
-    return (range(first, min(first + _BLOCK_ROWS, count)) for first in range(0, count, _BLOCK_ROWS))
-
-
-def _read(info: TensorInfo, rows: range) -> "Tensor":
-    """Consecutive rows of a stored tensor, in its dtype."""
-    import torch
-
-    row_bytes = (info.end - info.start) // (info.shape[0] if info.shape else 1)
-    content = bytearray().join(info.chunks(rows.start * row_bytes, rows.stop * row_bytes))
-    return torch.frombuffer(content, dtype=torch_dtype(info.dtype)).reshape(len(rows), *info.shape[1:])
+    def _unpacked(self, first: int, last: int) -> "Tensor":
+        words, scales = (self.parts[part].rows(first, last).read() for part in ("packed", "scale"))
+        columns, zero_points = self.shape[1], None
+        if "zero_point" in self.parts:
+            per_word = 32 // (32 * words.shape[1] // columns)
+            zero_points = self.parts["zero_point"].rows(first // per_word, -(-last // per_word)).read()
+        return packing.dequantised(words, scales, columns, zero_points)
 
 
 def _weights(folder: Path) -> dict[str, _Weight]:
@@ -203,10 +182,10 @@ def _has_selected_rows(before: _Weight, after: _Weight, token_ids: npt.NDArray[n
     if (kept.dtype, kept.shape) != (stored.dtype, stored.shape):
         return False
     position = 0
-    for chunk in kept.chunks():
-        if bytes(chunk) != b"".join(stored.chunks(position, position + len(bytes(chunk)))):
+    for rows in map(bytes, kept.chunks()):
+        if rows != b"".join(stored.chunks(position, position + len(rows))):
             return False
-        position += len(bytes(chunk))
+        position += len(rows)
     return True
 
 

@@ -25,11 +25,23 @@ PACKED = ".weight_packed"
 UNPACKED_MTP = "re:^mtp.*"
 """Entry of `ignore` where the MTP head is not packed; an engine builds the head from the same config."""
 
-_CLASS = "Linear"
-"""A target that means every linear which is not ignored."""
-
 BLOCK_BYTES = 8 * 2**20
 """16-bit weights that are rounded at a time."""
+
+
+def linears(stored: Mapping[str, TensorInfo], kind: str) -> dict[str, TensorInfo]:
+    """The unpacked weights of a kind of linears (a key of `LINEARS`) among the tensors of a checkpoint."""
+    pattern = re.compile(LINEARS[kind].removeprefix("re:"))
+    return {
+        name: info
+        for name, info in stored.items()
+        if name.endswith(".weight") and pattern.match(name.removesuffix(".weight"))
+    }
+
+
+def tensor_pattern(kind: str) -> str:
+    """A regular expression for the names of all tensors of a kind of linears, packed or not."""
+    return rf"{LINEARS[kind].removeprefix('re:').removesuffix('$')}\."
 
 
 class WeightPacking(BaseModel):
@@ -73,7 +85,7 @@ class Quantisation(BaseModel):
             if target == module or (target.startswith("re:") and re.match(target[3:], module)):
                 return weights
         for target, weights in packings:
-            if target == _CLASS:
+            if target == "Linear":  # every one that is not ignored
                 return weights
         raise CorruptCheckpointError(
             f"config.json: no group of quantization_config has {module}, whose weight is packed; make the checkpoint "
@@ -82,13 +94,7 @@ class Quantisation(BaseModel):
 
 
 def config_group(kind: str, bits: int, group_size: int | None) -> dict[str, Any]:
-    """A config group for one kind of linears, symmetric.
-
-    Args:
-        kind: key of `LINEARS`.
-        bits: bits per weight.
-        group_size: weights of a row that share a scale; None for one scale per row.
-    """
+    """A config group for one kind of linears (a key of `LINEARS`), symmetric; without a group size by row."""
     weights = {
         "num_bits": bits,
         "type": "int",
@@ -135,7 +141,6 @@ def rounded_to_nearest(
     Args:
         weight: BF16 [rows, inputs].
         name: name of the weight in the new checkpoint, ending in `.weight`.
-        bits: bits per weight.
         group_size: weights of a row that share a scale; None for one scale per row.
     """
     rows, inputs = weight.shape
@@ -172,11 +177,29 @@ def quantised_blocks(weight: TensorInfo, group_size: int, bits: int) -> Iterator
     rows, inputs = weight.shape
     step = max(1, BLOCK_BYTES // (2 * inputs))
     for first in range(0, rows, step):
-        last = min(first + step, rows)
-        block = bytearray().join(weight.chunks(2 * inputs * first, 2 * inputs * last))
-        numbers = torch.frombuffer(block, dtype=torch.bfloat16).reshape(-1, inputs).float()
+        numbers = weight.rows(first, min(first + step, rows)).read().float()
         if not torch.isfinite(numbers).all():
             raise CorruptCheckpointError(
                 f"{weight.file}: a weight to pack has NaN or infinity; make that checkpoint anew"
             )
         yield quantise(numbers, group_size, bits)
+
+
+def dequantised(words: Any, scales: Any, columns: int, zero_points: Any = None) -> Any:
+    """Rows of a packed weight: float32 [rows, columns].
+
+    Args:
+        words: int32 [rows, words of a row].
+        scales: floating [rows, groups].
+        zero_points: int32 [words of a column, groups]; None where the weight is symmetric.
+    """
+    import torch
+    from compressed_tensors.compressors import unpack_from_int32
+
+    bits, shape = 32 * words.shape[1] // columns, torch.Size((len(words), columns))
+    groups = unpack_from_int32(words, bits, shape).float().reshape(*scales.shape, -1)
+    if zero_points is not None:
+        groups = groups - unpack_from_int32(zero_points, bits, scales.shape, packed_dim=0).float().unsqueeze(
+            2
+        )
+    return (groups * scales.float().unsqueeze(2)).reshape(shape)

@@ -1,6 +1,5 @@
 """The dimensions of a checkpoint, without its weights: every tensor and the config.json that they make."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -8,10 +7,10 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from slimqwen.checkpoint import draft_head
-from slimqwen.checkpoint.packing import LINEARS, UNPACKED_MTP
+from slimqwen.checkpoint.config import text_config, untied
+from slimqwen.checkpoint.packing import UNPACKED_MTP, config_group
 from slimqwen.errors import SlimqwenError
 
-_BITS = {"BF16": 16, "F32": 32, "I32": 32, "I64": 64}
 _PREFIX = "model.language_model"
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
@@ -53,8 +52,7 @@ class Shape:
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> "Shape":
         """The dimensions of an unquantised checkpoint, from its config.json."""
-        text = config.get("text_config", config)
-        return cls({**config, "text_config": text}, {}, "config.json")
+        return cls({**config, "text_config": text_config(config)}, {}, "config.json")
 
     @property
     def text(self) -> Mapping[str, Any]:
@@ -72,10 +70,7 @@ class Shape:
 
     def with_packing(self, kinds: Mapping[str, Packing]) -> "Shape":
         """The same model with kinds of its linears (`packing.LINEARS`) packed; a packed output head is untied."""
-        config = self.config
-        if "lm_head" in kinds:
-            text = {**self.text, "tie_word_embeddings": False}
-            config = {**config, "tie_word_embeddings": False, "text_config": text}
+        config = untied(self.config) if "lm_head" in kinds else self.config
         return replace(self, config=config, quantised={**self.quantised, **kinds})
 
     @property
@@ -117,51 +112,20 @@ class Shape:
         return {**self.config, **packed}
 
 
-def tensor_bytes(dtype: str, dimensions: tuple[int, ...]) -> int:
-    """Bytes of a stored tensor.
-
-    Args:
-        dtype: as safetensors spells it.
-        dimensions: its shape.
-    """
-    return math.prod(dimensions) * _BITS[dtype] // 8
-
-
 def _quantization(quantised: Mapping[str, Packing]) -> dict[str, Any]:
-    """A compressed-tensors configuration, as llmcompressor writes it."""
-    groups = {}
-    for number, (kind, packing) in enumerate(quantised.items()):
-        weights: dict[str, Any] = {
-            "num_bits": packing.bits,
-            "group_size": packing.group_size,
-            "strategy": "channel" if packing.group_size is None else "group",
-            "symmetric": True,
-            "type": "int",
-            "dynamic": False,
-            "actorder": None,
-            "block_structure": None,
-            "observer": "mse",
-            "observer_kwargs": {},
-        }
-        groups[f"group_{number}"] = {
-            "targets": [LINEARS[kind]],
-            "weights": weights,
-            "input_activations": None,
-            "output_activations": None,
-            "format": "pack-quantized",
-        }
     return {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
         "quantization_status": "compressed",
-        "config_groups": groups,
+        "config_groups": {
+            f"group_{number}": config_group(kind, packing.bits, packing.group_size)
+            for number, (kind, packing) in enumerate(quantised.items())
+        },
         "ignore": [
             *(() if "mtp" in quantised else (UNPACKED_MTP,)),
             "re:.*visual.*",
             *(() if "lm_head" in quantised else ("lm_head",)),
         ],
-        "kv_cache_scheme": None,
-        "global_compression_ratio": None,
     }
 
 

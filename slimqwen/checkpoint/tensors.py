@@ -31,6 +31,11 @@ _BITS = {
 _TORCH_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I32": "int32", "I64": "int64"}
 
 
+def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor; its dtype as safetensors spells it."""
+    return math.prod(shape) * _BITS[dtype] // 8
+
+
 @dataclass(frozen=True)
 class NewTensor:
     """A tensor to be written.
@@ -48,7 +53,14 @@ class NewTensor:
     @property
     def bytes(self) -> int:
         """Size in bytes."""
-        return math.prod(self.shape) * _BITS[self.dtype] // 8
+        return tensor_bytes(self.dtype, self.shape)
+
+    def read(self) -> Any:
+        """The whole tensor in memory, as torch's."""
+        import torch
+
+        content = bytearray().join(self.chunks())
+        return torch.frombuffer(content, dtype=torch_dtype(self.dtype)).reshape(self.shape)
 
 
 @dataclass(frozen=True)
@@ -81,6 +93,12 @@ class TensorInfo:
     def unchanged(self) -> NewTensor:
         """The same tensor, to be written byte for byte."""
         return NewTensor(self.dtype, self.shape, self.chunks)
+
+    def rows(self, first: int, last: int) -> NewTensor:
+        """Consecutive rows, to be written; a scalar is one row."""
+        length = (self.end - self.start) // (self.shape[0] if self.shape else 1)
+        shape = (last - first, *self.shape[1:])
+        return NewTensor(self.dtype, shape, lambda: self.chunks(first * length, last * length))
 
 
 def selected_rows(info: TensorInfo, rows: npt.NDArray[np.int64]) -> NewTensor:

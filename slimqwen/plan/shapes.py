@@ -14,7 +14,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from slimqwen import checkpoint
 from slimqwen import variant as variants
-from slimqwen.checkpoint.shape import Packing, Shape, ShapeError, tensor_bytes
+from slimqwen.checkpoint.shape import Packing, Shape, ShapeError
+from slimqwen.checkpoint.tensors import tensor_bytes
 from slimqwen.recipe import recipe_file
 from slimqwen.variant import Variant
 

@@ -277,15 +277,9 @@ def _versions(packages: Iterable[str]) -> dict[str, str]:
 
 def _nearest_entry(stage: str, ingredients: Mapping[str, str], store: Path) -> Manifest | None:
     """The entry of the same stage with the fewest different ingredients; of equals, the newest."""
-    manifests = [Manifest.read(file.parent) for file in _newest_first(store.glob(f"[!.]*/{MANIFEST}"))]
-    candidates = [manifest for manifest in manifests if manifest.stage == stage]
-    return min(
-        candidates, key=lambda manifest: len(_changes(manifest.ingredients, ingredients)), default=None
-    )
-
-
-def _newest_first(files: Iterable[Path]) -> list[Path]:
-    return sorted(files, key=lambda file: file.stat().st_mtime_ns, reverse=True)
+    files = sorted(store.glob(f"[!.]*/{MANIFEST}"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
+    of_stage = [manifest for file in files if (manifest := Manifest.read(file.parent)).stage == stage]
+    return min(of_stage, key=lambda manifest: len(_changes(manifest.ingredients, ingredients)), default=None)
 
 
 def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[Change, ...]:

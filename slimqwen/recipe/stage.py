@@ -16,6 +16,15 @@ Facts = dict[str, str | int | float | bool]
 """Results that a stage reports; they are kept in the manifest of its output."""
 
 
+TORCH_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "OMP_WAIT_POLICY": "passive",
+}
+"""Environment of a stage that computes with torch: no network is needed; the tokenizer's threads conflict with a data
+loader's; OpenMP threads that spin while they wait are six times slower on a shared machine."""
+
+
 class StageError(SlimqwenError):
     """A stage cannot work on its input, or its result must not be published."""
 
@@ -32,12 +41,7 @@ class Parameters(BaseModel):
 
 @dataclass(frozen=True)
 class Needs:
-    """Estimated upper bounds of what a stage uses.
-
-    Attributes:
-        disk_bytes: size of its output.
-        memory_bytes: main memory of its process.
-    """
+    """Estimated upper bounds of the size of a stage's output and of the main memory of its process."""
 
     disk_bytes: int
     memory_bytes: int
@@ -49,7 +53,6 @@ class Stage:
 
     Attributes:
         name: key under `stages:` in a recipe.yaml.
-        parameters: schema of its parameters.
         run: (source, destination, parameters, progress) -> facts. Reads the checkpoint source and writes a complete
             checkpoint into the empty folder destination; the same inputs give the same bytes. Its prints go to the
             stage's log.
@@ -61,7 +64,6 @@ class Stage:
         data: parameters -> digest of every outside input by name.
         code: modules whose source decides the result, besides the module that defines `run`.
         packages: distributions whose versions decide the result.
-        environment: environment variables of the stage's process.
         last: whether no stage may follow, because a change of the checkpoint would invalidate the result.
     """
 

@@ -24,7 +24,8 @@ from slimqwen import checkpoint
 from slimqwen.analysis.roofline import cost
 from slimqwen.analysis.roofline.architecture import shape_model
 from slimqwen.analysis.roofline.gpu import Gpu
-from slimqwen.checkpoint.shape import Shape, tensor_bytes
+from slimqwen.checkpoint.shape import Shape
+from slimqwen.checkpoint.tensors import tensor_bytes
 from slimqwen.recipe.registry import STAGES
 from slimqwen.records import provenance
 from slimqwen.records.settings import Settings

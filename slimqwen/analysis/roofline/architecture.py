@@ -11,8 +11,8 @@ from slimqwen import checkpoint
 from slimqwen.analysis.roofline.gpu import Gpu, Precision, RooflineError
 from slimqwen.checkpoint import draft_head
 from slimqwen.checkpoint.packing import PACKED, Quantisation
-from slimqwen.checkpoint.shape import Shape, tensor_bytes
-from slimqwen.checkpoint.tensors import TensorInfo, list_tensors
+from slimqwen.checkpoint.shape import Shape
+from slimqwen.checkpoint.tensors import TensorInfo, list_tensors, tensor_bytes
 
 SIXTEEN_BIT = 2
 """Bytes per number in the dtype that vLLM computes in, float16 or bfloat16."""

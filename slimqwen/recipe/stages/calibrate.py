@@ -25,7 +25,7 @@ from slimqwen.checkpoint.shape import Packing, Shape
 from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, from_torch, list_tensors, rewrite
 from slimqwen.progress import Progress
 from slimqwen.recipe.schemes import BITS, Targets
-from slimqwen.recipe.stage import Facts, Needs, Parameters, Stage, StageError
+from slimqwen.recipe.stage import TORCH_ENVIRONMENT, Facts, Needs, Parameters, Stage, StageError
 from slimqwen.text.corpus import END_OF_TEXT, CorpusError, TextSource, digests, texts
 
 _ARCHITECTURES = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
@@ -54,9 +54,6 @@ class Corpus(TextSource):
 
     sequences: Annotated[int, Field(ge=1)] = 64
     length: Annotated[int, Field(ge=16)] = 256
-
-
-_Change = Callable[[str, TensorInfo], dict[str, NewTensor] | None]
 
 
 class CalibrateParameters(Parameters):
@@ -109,18 +106,20 @@ def run(source: Path, destination: Path, parameters: CalibrateParameters, progre
     targets = _target_tensors(source, parameters)
     config = checkpoint.read_config(source)
     facts: Facts = {"quantised_linears": sum(map(len, targets.values()))}
-    head = _mtp_replacements(targets.pop("mtp", {}), parameters)
-    change: _Change = _unchanged
+    head = targets.pop("mtp", {})
+    changed: dict[str, Mapping[str, NewTensor]] = {}
     if names := {name for weights in targets.values() for name in weights}:
         model, quantization, facts["calibration_tokens"] = _calibrated(source, names, parameters, progress)
         config = {**config, "quantization_config": quantization}
-        change = _replacements(model, names)
-    rewrite(source, destination, lambda name, info: head.get(name) or change(name, info), progress)
-    carry_side_files(source, destination)
+        changed = _replacements(model, names, list_tensors(source))
     if head:
-        scheme = parameters.targets.mtp
-        group = packing.config_group("mtp", BITS[scheme], _group_size(scheme, parameters))
+        form = _packing(parameters.targets.mtp, parameters)
+        for name, info in head.items():
+            changed[name] = packing.rounded_to_nearest(info, name, form.bits, form.group_size)
+        group = packing.config_group("mtp", form.bits, form.group_size)
         config = {**config, "quantization_config": packing.with_group(config, "mtp", group)}
+    rewrite(source, destination, lambda name, info: changed.get(name), progress)
+    carry_side_files(source, destination)
     write_config(destination, config)
     facts["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     if torch.cuda.is_available():
@@ -141,10 +140,7 @@ def needs(source: Path, parameters: CalibrateParameters) -> Needs:
         4 * tokens * (2 * text["hidden_size"] + 2 * max(text["hidden_size"], text["intermediate_size"]))
     )
     weights = sum(4 * info.elements for info in stored.values())
-    return Needs(
-        disk_bytes=bytes_on_disk(source),
-        memory_bytes=_IMPORTS_BYTES + weights + activations,
-    )
+    return Needs(bytes_on_disk(source), _IMPORTS_BYTES + weights + activations)
 
 
 def data(parameters: CalibrateParameters) -> dict[str, str]:
@@ -154,10 +150,7 @@ def data(parameters: CalibrateParameters) -> dict[str, str]:
 
 def changes(parameters: CalibrateParameters) -> tuple[str, ...]:
     """Names of the quantised linears, and of the norms and linears that AWQ scales with them."""
-    quantised = [
-        rf"{packing.LINEARS[kind].removeprefix('re:').removesuffix('$')}\."
-        for kind in parameters.targets.schemes
-    ]
+    quantised = map(packing.tensor_pattern, parameters.targets.schemes)
     scaled = [module for kind in parameters.targets.calibrated for module in _SCALED_WITH[kind]]
     return (*quantised, *(rf"(?<!mtp\.)layers\.\d+\.{re.escape(module)}\." for module in scaled))
 
@@ -175,17 +168,12 @@ def _target_tensors(source: Path, parameters: CalibrateParameters) -> dict[str, 
     stored = list_tensors(source)
     targets: dict[str, dict[str, TensorInfo]] = {}
     for kind, scheme in parameters.targets.schemes.items():
-        pattern = packing.LINEARS[kind].removeprefix("re:")
-        targets[kind] = {
-            name: info
-            for name, info in stored.items()
-            if name.endswith(".weight") and re.match(pattern, name.removesuffix(".weight"))
-        }
+        targets[kind] = packing.linears(stored, kind)
         if not targets[kind]:
             packed = kind == "mtp" and f"mtp.fc{packing.PACKED}" in stored
             fault = "a packed MTP head already" if packed else f"no {kind} layers"
             raise StageError(f"{source} has {fault}; take {kind} off the targets")
-        group_size = _group_size(scheme, parameters)
+        group_size = _packing(scheme, parameters).group_size
         for name, info in targets[kind].items():
             if group_size and info.shape[1] % group_size:
                 raise StageError(
@@ -197,24 +185,9 @@ def _target_tensors(source: Path, parameters: CalibrateParameters) -> dict[str, 
     return targets
 
 
-def _group_size(scheme: str, parameters: CalibrateParameters) -> int | None:
-    """Weights that share a scale; None for one scale per row."""
-    return None if BITS[scheme] == 8 else parameters.group_size
-
-
-def _unchanged(_name: str, _info: TensorInfo) -> dict[str, NewTensor] | None:
-    return None
-
-
-def _mtp_replacements(
-    weights: Mapping[str, TensorInfo], parameters: CalibrateParameters
-) -> dict[str, dict[str, NewTensor]]:
-    """The packed tensors that replace each weight of the MTP head."""
-    if not weights:
-        return {}
-    scheme = parameters.targets.mtp
-    bits, group_size = BITS[scheme], _group_size(scheme, parameters)
-    return {name: packing.rounded_to_nearest(info, name, bits, group_size) for name, info in weights.items()}
+def _packing(scheme: str, parameters: CalibrateParameters) -> Packing:
+    bits = BITS[scheme]
+    return Packing(bits=bits, group_size=None if bits == 8 else parameters.group_size)
 
 
 def _calibrated(
@@ -313,7 +286,7 @@ def _config_groups(parameters: CalibrateParameters) -> dict[str, Any]:
     groups = {}
     for number, (target, name) in enumerate(targets.items()):
         scheme = preset_name_to_scheme(name, [target])
-        group_size = _group_size(name, parameters)
+        group_size = _packing(name, parameters).group_size
         if group_size is None:
             per_row = {**scheme.weights.model_dump(), "strategy": "channel", "group_size": None}
             scheme.weights = QuantizationArgs(**per_row)
@@ -380,29 +353,29 @@ def _pack(model: Any, config: dict[str, Any]) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "version": __version__, **quantization}
 
 
-def _replacements(model: Any, targets: Collection[str]) -> _Change:
+def _replacements(
+    model: Any, targets: Collection[str], stored: Mapping[str, TensorInfo]
+) -> dict[str, Mapping[str, NewTensor]]:
+    """What the calibrated model has in the stead of each stored tensor; nothing for those of the MTP head."""
     state = model.state_dict()
-
-    def change(name: str, info: TensorInfo) -> dict[str, NewTensor] | None:
+    replacements: dict[str, Mapping[str, NewTensor]] = {}
+    for name, info in stored.items():
         if name in targets:
-            prefix = name.removesuffix("weight")
-            parts = {part: tensor for part, tensor in state.items() if part.startswith(f"{prefix}weight_")}
-            return {part: from_torch(tensor, info.dtype) for part, tensor in parts.items()}
-        if name in state:
-            return {name: from_torch(state[name], info.dtype)}
-        if name.startswith("mtp."):
-            return None
-        raise StageError(f"{info.file}: the tensor {name} is not part of the model; choose another base")
-
-    return change
+            parts = {part: tensor for part, tensor in state.items() if part.startswith(f"{name}_")}
+        elif name in state:
+            parts = {name: state[name]}
+        elif name.startswith("mtp."):
+            continue
+        else:
+            raise StageError(f"{info.file}: the tensor {name} is not part of the model; choose another base")
+        replacements[name] = {part: from_torch(tensor, info.dtype) for part, tensor in parts.items()}
+    return replacements
 
 
 def reshape(shape: Shape, parameters: CalibrateParameters) -> Shape:
     """The targets packed."""
-    packings = {4: Packing(bits=4, group_size=parameters.group_size), 8: Packing(bits=8, group_size=None)}
-    return shape.with_packing(
-        {kind: packings[BITS[scheme]] for kind, scheme in parameters.targets.schemes.items()}
-    )
+    schemes = parameters.targets.schemes
+    return shape.with_packing({kind: _packing(scheme, parameters) for kind, scheme in schemes.items()})
 
 
 STAGE = Stage(
@@ -421,7 +394,5 @@ STAGE = Stage(
         "slimqwen.text.corpus",
     ),
     packages=("torch", "transformers", "llmcompressor", "compressed-tensors", "tokenizers"),
-    # No network is needed; the tokenizer's threads conflict with the data loader's; and OpenMP threads that spin while
-    # they wait are six times slower on a shared machine.
-    environment={"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": "passive"},
+    environment=TORCH_ENVIRONMENT,
 )

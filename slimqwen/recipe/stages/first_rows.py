@@ -7,7 +7,7 @@ choose rows by use, this one takes the first. Speed and memory are the same. A t
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 from pydantic import Field
@@ -76,13 +76,8 @@ def run(source: Path, destination: Path, parameters: FirstRowsParameters, progre
 
     rewrite(source, destination, change, progress)
     carry_side_files(source, destination)
-    text: dict[str, Any] = {
-        "vocab_size": rows,
-        **({draft_head.SIZE_KEY: drafted} if drafted is not None else {}),
-    }
-    if "text_config" in config:
-        text = {"text_config": {**config["text_config"], **text}}
-    write_config(destination, {**config, **text})
+    config["vocab_size"] = rows
+    write_config(destination, config if drafted is None else draft_head.announced(config, drafted))
     return {"vocab_size": rows, "draft_vocab_size": drafted or rows}
 
 

@@ -142,10 +142,7 @@ def needs(source: Path, parameters: PruneVocabParameters) -> Needs:
     tokenizer = source / "tokenizer.json"
     length = tokenizer.stat().st_size if tokenizer.is_file() else 0
     imports = _TINYWORLD_IMPORTS_BYTES if parameters.corpus.path is None else _IMPORTS_BYTES
-    return Needs(
-        disk_bytes=bytes_on_disk(source),
-        memory_bytes=imports + _TOKENIZER_FACTOR * length,
-    )
+    return Needs(bytes_on_disk(source), imports + _TOKENIZER_FACTOR * length)
 
 
 def data(parameters: PruneVocabParameters) -> dict[str, str]:
@@ -189,7 +186,7 @@ def _packed_rows(info: TensorInfo, rows: int, kept_ids: Ids) -> NewTensor:
         import torch
         from compressed_tensors.compressors import pack_to_int32, unpack_from_int32
 
-        packed = torch.frombuffer(bytearray().join(info.chunks()), dtype=torch.int32).reshape(words, columns)
+        packed = info.unchanged().read()
         points = unpack_from_int32(packed, bits, torch.Size((rows, columns)), packed_dim=0)
         yield memoryview(pack_to_int32(points[kept_ids], bits, packed_dim=0).contiguous().numpy()).cast("B")
 
@@ -199,13 +196,8 @@ def _packed_rows(info: TensorInfo, rows: int, kept_ids: Ids) -> NewTensor:
 
 def _shape(info: TensorInfo, kept_ids: Ids) -> NewTensor:
     """The unpacked shape, which compressed-tensors stores as a tensor."""
-
-    def chunks() -> Iterator[bytes]:
-        shape = np.frombuffer(b"".join(info.chunks()), "<i8").copy()
-        shape[0] = len(kept_ids)
-        yield shape.tobytes()
-
-    return NewTensor(info.dtype, info.shape, chunks)
+    _, columns = np.frombuffer(b"".join(info.chunks()), "<i8")
+    return from_ids(np.array([len(kept_ids), columns]))
 
 
 def _counts(words: Vocabulary, parameters: PruneVocabParameters, progress: Progress) -> Ids:

@@ -8,7 +8,7 @@ the same kernels as any W4A16 linear; the MTP head shares the packed head). Rows
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from slimqwen import checkpoint
 from slimqwen.checkpoint import packing
@@ -53,7 +53,9 @@ def run(source: Path, destination: Path, parameters: QuantiseLmHeadParameters, p
 
     rewrite(source, destination, change, progress)
     carry_side_files(source, destination)
-    write_config(destination, _config(config, parameters.group_size))
+    group = packing.config_group("lm_head", _BITS, parameters.group_size)
+    quantization = packing.with_group(config, "lm_head", group)
+    write_config(destination, {**untied(config), "quantization_config": quantization})
     return {
         "head_bytes_before": info.end - info.start,
         "head_bytes_after": sum(tensor.bytes for tensor in packed.values()),
@@ -63,10 +65,7 @@ def run(source: Path, destination: Path, parameters: QuantiseLmHeadParameters, p
 def needs(source: Path, parameters: QuantiseLmHeadParameters) -> Needs:
     """Disk: a tied checkpoint grows by the packed head. Memory: some blocks of rows."""
     _, info = _checked_head(source, parameters)
-    return Needs(
-        disk_bytes=bytes_on_disk(source) + info.elements,
-        memory_bytes=_IMPORTS_BYTES + 8 * packing.BLOCK_BYTES,
-    )
+    return Needs(bytes_on_disk(source) + info.elements, _IMPORTS_BYTES + 8 * packing.BLOCK_BYTES)
 
 
 def _checked_head(source: Path, parameters: QuantiseLmHeadParameters) -> tuple[str, TensorInfo]:
@@ -81,14 +80,6 @@ def _checked_head(source: Path, parameters: QuantiseLmHeadParameters) -> tuple[s
             "choose a smaller one"
         )
     return name, info
-
-
-def _config(config: Mapping[str, Any], group_size: int) -> dict[str, Any]:
-    """The config with untied embeddings and a group for the head in its quantization_config."""
-    changed = untied(config)
-    group = packing.config_group("lm_head", _BITS, group_size)
-    changed["quantization_config"] = packing.with_group(config, "lm_head", group)
-    return changed
 
 
 def reshape(shape: Shape, parameters: QuantiseLmHeadParameters) -> Shape:

@@ -23,7 +23,7 @@ from slimqwen.checkpoint.config import write_config
 from slimqwen.checkpoint.files import bytes_on_disk, carry_side_files
 from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, from_torch, list_tensors, rewrite, torch_dtype
 from slimqwen.progress import Progress
-from slimqwen.recipe.stage import Facts, Needs, Parameters, Stage, StageError
+from slimqwen.recipe.stage import TORCH_ENVIRONMENT, Facts, Needs, Parameters, Stage, StageError
 from slimqwen.recipe.stages.sample_outputs import Output, read_outputs
 
 CURVE = "redistill_mtp.json"
@@ -115,7 +115,7 @@ def run(
         model.head.to("cuda")
         if model.draft_head is not None:
             model.draft_head.to("cuda")
-    with _mixed_precision(cuda):
+    with torch.autocast("cuda", torch.bfloat16, enabled=cuda):
         texts = [
             (output.prompt, _extended_continuation(model, output, parameters.depth - 1))
             for output in held_out
@@ -387,12 +387,6 @@ def _extended_continuation(model: Any, output: Output, tokens: int) -> list[int]
     return text[len(output.prompt) :]
 
 
-def _mixed_precision(cuda: bool) -> Any:
-    import torch
-
-    return torch.autocast("cuda", torch.bfloat16, enabled=cuda)
-
-
 def _served(folder: Path, held_out: Sequence[Output], depth: int, progress: Progress) -> float:
     """Acceptance length in vLLM on the held-out prompts, greedy."""
     from slimqwen.serving.draft_counts import in_vllm
@@ -425,11 +419,7 @@ STAGE = Stage(
         "slimqwen.serving.in_process",
     ),
     packages=("torch", "transformers", "vllm"),
-    environment={
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "OMP_WAIT_POLICY": "passive",
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # needed by deterministic matrix products on a GPU
-    },
+    # Deterministic matrix products on a GPU need the workspace.
+    environment={**TORCH_ENVIRONMENT, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
     resumes=True,
 )

@@ -14,16 +14,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from slimqwen import checkpoint
+from slimqwen.checkpoint import packing
 from slimqwen.checkpoint.config import untied, write_config
 from slimqwen.checkpoint.files import bytes_on_disk, carry_side_files
-from slimqwen.checkpoint.packing import (
-    BLOCK_BYTES,
-    LINEARS,
-    UNPACKED_MTP,
-    config_group,
-    quantised_blocks,
-    rounded_to_nearest,
-)
 from slimqwen.checkpoint.shape import Packing, Shape, ShapeError
 from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, list_tensors, output_head, rewrite
 from slimqwen.progress import Progress
@@ -66,8 +59,8 @@ def run(source: Path, destination: Path, parameters: RoundLinearsParameters, pro
             return None
         original = {} if name == targets[name] else {name: info.unchanged()}
         if parameters.scheme == "W4A16":
-            return {**original, **rounded_to_nearest(info, targets[name], 4, parameters.group_size)}
-        return {**original, **_eight_bits(targets[name], info)}
+            return original | packing.rounded_to_nearest(info, targets[name], 4, parameters.group_size)
+        return original | _eight_bits(targets[name], info)
 
     rewrite(source, destination, change, progress)
     carry_side_files(source, destination)
@@ -84,15 +77,12 @@ def needs(source: Path, parameters: RoundLinearsParameters) -> Needs:
     """Disk: source, and a head that is untied. Memory: some blocks of rows."""
     _targets(source, parameters)
     head = output_head(source)[1].elements if _HEAD in parameters.targets else 0
-    return Needs(
-        disk_bytes=bytes_on_disk(source) + head,
-        memory_bytes=_IMPORTS_BYTES + 8 * BLOCK_BYTES,
-    )
+    return Needs(bytes_on_disk(source) + head, _IMPORTS_BYTES + 8 * packing.BLOCK_BYTES)
 
 
 def changes(parameters: RoundLinearsParameters) -> tuple[str, ...]:
     """Names of the linears that are rounded."""
-    return tuple(rf"{LINEARS[kind].removeprefix('re:').removesuffix('$')}\." for kind in parameters.targets)
+    return tuple(map(packing.tensor_pattern, parameters.targets))
 
 
 def _targets(source: Path, parameters: RoundLinearsParameters) -> dict[str, str]:
@@ -100,14 +90,9 @@ def _targets(source: Path, parameters: RoundLinearsParameters) -> dict[str, str]
     config = checkpoint.read_config(source)
     if config.get("quantization_config"):
         raise StageError(f"{source} is quantised already; put round_linears first and list all targets in it")
-    patterns = [re.compile(LINEARS[kind].removeprefix("re:")) for kind in parameters.targets if kind != _HEAD]
     stored = list_tensors(source)
-    targets = {
-        name: name
-        for name in stored
-        if name.endswith(".weight")
-        and any(pattern.match(name.removesuffix(".weight")) for pattern in patterns)
-    }
+    kinds = [kind for kind in parameters.targets if kind != _HEAD]
+    targets = {name: name for kind in kinds for name in packing.linears(stored, kind)}
     if _HEAD in parameters.targets:
         targets[output_head(source)[0]] = f"{_HEAD}.weight"
     if not targets:
@@ -126,22 +111,14 @@ def _targets(source: Path, parameters: RoundLinearsParameters) -> dict[str, str]
 
 def _eight_bits(name: str, info: TensorInfo) -> dict[str, NewTensor]:
     """A weight in 8 bits, with a scale per row; rows pass through in blocks."""
-    rows, inputs = info.shape
 
     def integers() -> Iterator[memoryview]:
-        for quantised, _ in quantised_blocks(info, inputs, 8):
+        for quantised, _ in packing.quantised_blocks(info, info.shape[1], 8):
             yield memoryview(quantised.numpy()).cast("B")
 
-    def scales() -> Iterator[memoryview]:
-        import torch
-
-        for _, scale in quantised_blocks(info, inputs, 8):
-            yield memoryview(scale.view(torch.uint8).numpy()).cast("B")
-
-    return {
-        name: NewTensor("I8", info.shape, integers),
-        f"{name}_scale": NewTensor("BF16", (rows, 1), scales),
-    }
+    scale = f"{name}_scale"
+    packed = packing.rounded_to_nearest(info, name, 8, group_size=None)
+    return {name: NewTensor("I8", info.shape, integers), scale: packed[scale]}
 
 
 def _config(
@@ -153,8 +130,8 @@ def _config(
         others: names of linears of the layers that stay as they are.
     """
     packed = parameters.scheme == "W4A16"
-    group = config_group("mlp", 4 if packed else 8, parameters.group_size if packed else None)
-    group["targets"] = [LINEARS[kind] for kind in parameters.targets]
+    group = packing.config_group("mlp", 4 if packed else 8, parameters.group_size if packed else None)
+    group["targets"] = [packing.LINEARS[kind] for kind in parameters.targets]
     if not packed:
         group["format"] = "int-quantized"
         group["input_activations"] = {
@@ -174,7 +151,7 @@ def _config(
             # An engine asks for every linear, fused ones by the names of their parts.
             "ignore": [
                 *others,
-                *(() if "mtp" in parameters.targets else (UNPACKED_MTP,)),
+                *(() if "mtp" in parameters.targets else (packing.UNPACKED_MTP,)),
                 *(() if _HEAD in parameters.targets else (_HEAD,)),
             ],
         },
@@ -190,8 +167,8 @@ def reshape(shape: Shape, parameters: RoundLinearsParameters) -> Shape:
     """
     if parameters.scheme != "W4A16":
         raise ShapeError("8-bit activations are not planned without weights; run the recipe first")
-    packing = Packing(bits=4, group_size=parameters.group_size)
-    return shape.with_packing(dict.fromkeys(parameters.targets, packing))
+    form = Packing(bits=4, group_size=parameters.group_size)
+    return shape.with_packing(dict.fromkeys(parameters.targets, form))
 
 
 STAGE = Stage(

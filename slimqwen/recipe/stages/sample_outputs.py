@@ -20,7 +20,7 @@ from pydantic import Field
 
 from slimqwen.checkpoint.files import bytes_on_disk, carry_all
 from slimqwen.progress import Progress
-from slimqwen.recipe.stage import Facts, Needs, Parameters, Stage
+from slimqwen.recipe.stage import TORCH_ENVIRONMENT, Facts, Needs, Parameters, Stage
 from slimqwen.text.corpus import CorpusError, TextFile, TextSource, digests, tinyworld_documents
 
 OUTPUTS = "sampled_outputs.jsonl"
@@ -198,5 +198,5 @@ STAGE = Stage(
         "slimqwen.vllm_plugin.engine_fixes.torch_int8",
     ),
     packages=("vllm", "torch", "transformers", "tokenizers"),
-    environment={"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": "passive"},
+    environment=TORCH_ENVIRONMENT,
 )

@@ -23,7 +23,7 @@ import numpy as np
 from pydantic import Field
 
 from slimqwen import checkpoint
-from slimqwen.checkpoint import draft_head
+from slimqwen.checkpoint import draft_head, packing
 from slimqwen.checkpoint.config import read_json_object, write_config
 from slimqwen.checkpoint.files import bytes_on_disk, carry_side_files
 from slimqwen.checkpoint.shape import Shape
@@ -31,6 +31,7 @@ from slimqwen.checkpoint.tensors import (
     NewTensor,
     TensorInfo,
     from_ids,
+    from_torch,
     list_tensors,
     output_head,
     rewrite,
@@ -109,7 +110,7 @@ def run(source: Path, destination: Path, parameters: TrimDraftVocabParameters, p
     write_config(destination, draft_head.announced(config, size))
     sizes = sorted({size, *(vocab_size // 2**power for power in range(5))} - {0}, reverse=True)
     covered = {rows: _share(held_out, ranked[: max(rows, len(required))]) for rows in sizes}
-    report = {
+    report: dict[str, Any] = {
         "schema": "trim_draft_vocab/1",
         "parameters": parameters.model_dump(mode="json"),
         "rows": size,
@@ -122,13 +123,8 @@ def run(source: Path, destination: Path, parameters: TrimDraftVocabParameters, p
         "coverage_by_rows": {str(rows): share for rows, share in covered.items()},
     }
     (destination / REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    return {
-        "rows": size,
-        "vocab_size": vocab_size,
-        "counted_tokens": int(counts.sum()),
-        "held_out_tokens": int(held_out.sum()),
-        "coverage": covered[size],
-    }
+    facts = ("rows", "vocab_size", "counted_tokens", "held_out_tokens", "coverage")
+    return {name: report[name] for name in facts}
 
 
 def needs(source: Path, parameters: TrimDraftVocabParameters) -> Needs:
@@ -204,33 +200,14 @@ def _output_rows(source: Path, stored: Mapping[str, TensorInfo]) -> Callable[[Id
 
 def _unpacked_rows(packed: TensorInfo, scale: TensorInfo, hidden: int, ids: Ids) -> NewTensor:
     """Rows of a packed head times their scales, in the scales' dtype."""
-    bits = 32 * packed.shape[1] // hidden
 
-    def blocks() -> Iterator[memoryview]:
-        import torch
-        from compressed_tensors.compressors import unpack_from_int32
-
-        from slimqwen.checkpoint.tensors import torch_dtype
-
+    def blocks() -> Iterator[bytes | memoryview]:
         for first in range(0, len(ids), _BLOCK_ROWS):
             wanted = ids[first : first + _BLOCK_ROWS]
-            words, scales = (_read(selected_rows(part, wanted)) for part in (packed, scale))
-            whole = unpack_from_int32(words, bits, torch.Size((len(wanted), hidden))).float()
-            groups = whole.reshape(len(wanted), scales.shape[1], -1) * scales.float().unsqueeze(2)
-            rows = groups.reshape(len(wanted), hidden).to(torch_dtype(scale.dtype))
-            yield memoryview(rows.contiguous().view(torch.uint8).numpy()).cast("B")
+            words, scales = (selected_rows(part, wanted).read() for part in (packed, scale))
+            yield from from_torch(packing.dequantised(words, scales, hidden), scale.dtype).chunks()
 
     return NewTensor(scale.dtype, (len(ids), hidden), blocks)
-
-
-def _read(tensor: NewTensor) -> Any:
-    """A tensor to be written, in memory."""
-    import torch
-
-    from slimqwen.checkpoint.tensors import torch_dtype
-
-    content = bytearray().join(tensor.chunks())
-    return torch.frombuffer(content, dtype=torch_dtype(tensor.dtype)).reshape(tensor.shape)
 
 
 def reshape(shape: Shape, parameters: TrimDraftVocabParameters) -> Shape:
@@ -247,6 +224,7 @@ STAGE = Stage(
     changes=lambda _: (re.escape(draft_head.PREFIX),),
     code=(
         "slimqwen.checkpoint.draft_head",
+        "slimqwen.checkpoint.packing",
         "slimqwen.checkpoint.tensors",
         "slimqwen.recipe.stages.prune_vocab",
         "slimqwen.recipe.stages.sample_outputs",
