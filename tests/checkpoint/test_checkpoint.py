@@ -16,15 +16,12 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from slimqwen import checkpoint
-from slimqwen.checkpoint import (
-    CorruptCheckpointError,
-    Manifest,
-    MissingCheckpointError,
-)
+from slimqwen.checkpoint import CorruptCheckpointError, Manifest, MissingCheckpointError
 from slimqwen.checkpoint.config import write_config
-from slimqwen.checkpoint.files import COMPILE_CACHE, MANIFEST, file_records, publish, withdraw
+from slimqwen.checkpoint.files import COMPILE_CACHE, MANIFEST, publish, withdraw
 from slimqwen.checkpoint.tensors import NewTensor, list_tensors, rewrite, write_tensors
 from slimqwen.errors import SlimqwenError
+from tests.checkpoints import with_manifest
 
 CURE = "`make it` makes it"
 same_folder = settings(
@@ -52,12 +49,6 @@ def folder(tmp_path: Path) -> Path:
     places = {"a": "model-00001.safetensors", "b": "model-00002.safetensors", "c": "model-00002.safetensors"}
     index = {"metadata": {"total_size": 30}, "weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    return folder
-
-
-def with_manifest(folder: Path) -> Path:
-    records = file_records(folder)
-    Manifest(stage="s", files=records, wall_seconds=0, peak_memory_bytes=0, versions={}).write(folder)
     return folder
 
 

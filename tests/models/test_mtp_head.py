@@ -1,11 +1,8 @@
 import json
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import Qwen3_5TextConfig
 
 from slimqwen.models import mtp_head
@@ -22,8 +19,8 @@ from slimqwen.models.mtp_head import (
     summarise_acceptance,
 )
 from slimqwen.tinyworld.model import TinyShape, build
+from tests.checkpoints import TINY, edited_tensors, stored
 
-TINY = Path(__file__).parents[2] / "weights" / "tiny"
 HEAD_NAMES = {
     "fc.weight",
     "norm.weight",
@@ -56,9 +53,14 @@ def small():
     return build(SMALL, seed=1).eval()
 
 
+@pytest.fixture
+def saved(small, tmp_path):
+    save_drafting_model(small, tmp_path)
+    return tmp_path
+
+
 def test_the_committed_checkpoint_holds_every_head_tensor_in_bfloat16():
-    with safe_open(TINY / "model.safetensors", framework="pt") as opened:
-        found = {name: opened.get_tensor(name) for name in opened.keys() if name.startswith("mtp.")}  # noqa: SIM118
+    found = {name: tensor for name, tensor in stored(TINY).items() if name.startswith("mtp.")}
     assert {name.removeprefix("mtp.") for name in found} == HEAD_NAMES
     assert all(tensor.dtype == torch.bfloat16 for tensor in found.values())
 
@@ -90,9 +92,8 @@ def test_building_a_head_leaves_the_config_as_it_was():
     assert config.num_hidden_layers == 4
 
 
-def test_saving_and_loading_gives_the_same_bfloat16_weights(tmp_path, small):
-    save_drafting_model(small, tmp_path)
-    loaded = load_drafting_model(tmp_path)
+def test_saving_and_loading_gives_the_same_bfloat16_weights(saved, small):
+    loaded = load_drafting_model(saved)
     for (name, before), (other, after) in zip(
         small.named_parameters(), loaded.named_parameters(), strict=True
     ):
@@ -100,9 +101,8 @@ def test_saving_and_loading_gives_the_same_bfloat16_weights(tmp_path, small):
         assert torch.equal(before.to(torch.bfloat16).float(), after)
 
 
-def test_a_saved_config_is_what_vllm_reads(tmp_path, small):
-    save_drafting_model(small, tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
+def test_a_saved_config_is_what_vllm_reads(saved):
+    config = json.loads((saved / "config.json").read_text())
     assert config["architectures"] == ["Qwen3_5ForCausalLM"]
     assert config["mtp_num_hidden_layers"] == 1
     assert config["mtp_use_dedicated_embeddings"] is False
@@ -110,36 +110,26 @@ def test_a_saved_config_is_what_vllm_reads(tmp_path, small):
     assert not set(mtp_head.MROPE_KEYS) & set(config["rope_parameters"])
 
 
-def without(folder, tensors, name):
-    save_file(
-        {key: value for key, value in tensors.items() if not key.startswith(name)},
-        folder / "model.safetensors",
-    )
+def refuse(folder, message):
+    with pytest.raises(MtpHeadError, match=message):
+        load_drafting_model(folder)
 
 
-def test_missing_weights_head_and_tensors_are_each_named(tmp_path, small):
-    with pytest.raises(MtpHeadError, match=r"no config\.json"):
-        load_drafting_model(tmp_path)
-    save_drafting_model(small, tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    without(tmp_path, tensors, "mtp.fc")
-    with pytest.raises(MtpHeadError, match=r"mtp\.fc\.weight is missing"):
-        load_drafting_model(tmp_path)
-    without(tmp_path, tensors, "mtp.")
-    with pytest.raises(MtpHeadError, match="no MTP head"):
-        load_drafting_model(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(MtpHeadError, match=r"no \.safetensors file"):
-        load_drafting_model(tmp_path)
-
-
-def test_a_head_of_another_shape_is_refused(tmp_path, small):
-    save_drafting_model(small, tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors["mtp.norm.weight"] = torch.zeros(7)
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(MtpHeadError, match=r"mtp\.norm\.weight is \(7,\)"):
-        load_drafting_model(tmp_path)
+def test_missing_weights_head_and_tensors_and_another_shape_are_each_named(saved):
+    with edited_tensors(saved) as tensors:
+        tensors["mtp.norm.weight"] = torch.zeros(7)
+    refuse(saved, r"mtp\.norm\.weight is \(7,\)")
+    with edited_tensors(saved) as tensors:
+        del tensors["mtp.fc.weight"]
+    refuse(saved, r"mtp\.fc\.weight is missing")
+    with edited_tensors(saved) as tensors:
+        for name in [name for name in tensors if name.startswith("mtp.")]:
+            del tensors[name]
+    refuse(saved, "no MTP head")
+    (saved / "model.safetensors").unlink()
+    refuse(saved, r"no \.safetensors file")
+    (saved / "config.json").unlink()
+    refuse(saved, r"no config\.json")
 
 
 def test_unrolling_all_positions_equals_drafting_from_one_as_a_server_does(small):
@@ -231,17 +221,15 @@ def test_drafts_come_from_the_rows_of_a_draft_head(small):
         assert torch.equal(trimmed.logits(hidden), small.logits(hidden)), "the target verifies with all rows"
 
 
-def test_a_draft_head_is_loaded_and_the_mtp_head_has_no_part_of_it(tmp_path, small):
-    save_drafting_model(small, tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
+def test_a_draft_head_is_loaded_and_the_mtp_head_has_no_part_of_it(saved):
     ids = torch.tensor([1, 5, 63])
-    rows = tensors["model.embed_tokens.weight"][ids]
-    tensors |= {"mtp.draft_head.weight": rows, "mtp.draft_head.token_ids": ids}
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    loaded = load_drafting_model(tmp_path)
+    with edited_tensors(saved) as tensors:
+        rows = tensors["model.embed_tokens.weight"][ids]
+        tensors |= {"mtp.draft_head.weight": rows, "mtp.draft_head.token_ids": ids}
+    loaded = load_drafting_model(saved)
     assert torch.equal(loaded.draft_head.weight, rows.float())
     assert torch.equal(loaded.draft_head.token_ids, ids)
-    assert mtp_head.read_head_tensors(tmp_path).keys() == HEAD_NAMES
+    assert mtp_head.read_head_tensors(saved).keys() == HEAD_NAMES
     assert load_drafting_model(TINY).draft_head is None
 
 
@@ -251,18 +239,15 @@ def test_a_drafting_model_names_every_parameter_as_the_checkpoint_does(small):
     assert {name.removeprefix("mtp.") for name in names if name.startswith("mtp.")} == HEAD_NAMES
 
 
-def test_an_index_with_several_files_is_read_whole(tmp_path, small):
-    save_drafting_model(small, tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
+def test_an_index_with_several_files_is_read_whole(saved):
+    tensors = stored(saved)
     head = {name: tensor for name, tensor in tensors.items() if name.startswith("mtp.")}
     rest = {name: tensor for name, tensor in tensors.items() if name not in head}
-    shutil.rmtree(tmp_path / "none", ignore_errors=True)
-    (tmp_path / "model.safetensors").unlink()
-    save_file(rest, tmp_path / "model-1.safetensors", metadata={"format": "pt"})
-    save_file(head, tmp_path / "model-2.safetensors", metadata={"format": "pt"})
+    (saved / "model.safetensors").unlink()
+    save_file(rest, saved / "model-1.safetensors", metadata={"format": "pt"})
+    save_file(head, saved / "model-2.safetensors", metadata={"format": "pt"})
     files = dict.fromkeys(rest, "model-1.safetensors") | dict.fromkeys(head, "model-2.safetensors")
     index = {"metadata": {}, "weight_map": files}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    loaded = load_drafting_model(tmp_path)
-    assert isinstance(loaded, DraftingModel)
+    (saved / "model.safetensors.index.json").write_text(json.dumps(index))
+    loaded = load_drafting_model(saved)
     assert torch.equal(loaded.head.fc.weight, head["mtp.fc.weight"].float())

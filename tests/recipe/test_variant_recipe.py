@@ -4,11 +4,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from slimqwen import variant
 from slimqwen.recipe import variant_recipe
 from slimqwen.recipe.recipe_file import RecipeError
+from tests.checkpoints import edited_tensors
 
 ROOT = variant.repository_root()
 DRAFT_FC, DECAY, NORM = "mtp.fc.weight", "model.layers.1.linear_attn.A_log", "model.norm.weight"
@@ -25,12 +25,10 @@ def repository(tmp_path: Path) -> Path:
 
 def changed_variant(root: Path, recipe: str, *names: str) -> variant.Variant:
     """A variant whose checkpoint is tiny's with these tensors made larger by 3 %."""
-    shutil.copytree(root / "weights" / "tiny", root / "weights" / "changed")
-    file = root / "weights" / "changed" / "model.safetensors"
-    tensors = load_file(file)
-    for name in names:
-        tensors[name] = (tensors[name].float() * 1.03).to(tensors[name].dtype)
-    save_file(tensors, file, metadata={"format": "pt"})
+    weights = shutil.copytree(root / "weights" / "tiny", root / "weights" / "changed")
+    with edited_tensors(weights) as tensors:
+        for name in names:
+            tensors[name] = (tensors[name].float() * 1.03).to(tensors[name].dtype)
     folder = root / "experiments" / "changed"
     folder.mkdir()
     (folder / "config.env").write_text("BASE=tiny\nVLLM_MODEL=weights/changed\n")

@@ -4,9 +4,8 @@ from pathlib import Path
 
 from slimqwen.checkpoint.shape import Shape
 from slimqwen.plan import random_weights, shapes
+from tests.checkpoints import TINY
 
-ROOT = Path(__file__).parents[3]
-TINY = ROOT / "weights" / "tiny"
 ROWS = 8448
 _NARROW = {
     "hidden_size": 64,
@@ -23,7 +22,7 @@ _NARROW = {
 
 def write(folder: Path) -> Path:
     """Write one with 8,448 rows of vocabulary and an MTP head."""
-    published = shapes.published_shape(ROOT, "qwen3.5-0.8b")
+    published = shapes.published_shape(TINY.parents[1], "qwen3.5-0.8b")
     assert published is not None
     shape = Shape({**published.config, "text_config": {**published.text, **_NARROW}}, {}, "narrow")
     random_weights.write(shape, folder, TINY, seed=0)

@@ -14,12 +14,12 @@ import torch
 import transformers
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from pydantic import ValidationError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from slimqwen import checkpoint, progress
-from slimqwen.checkpoint import CorruptCheckpointError, Manifest
+from slimqwen import checkpoint
+from slimqwen.checkpoint import CorruptCheckpointError
 from slimqwen.checkpoint.config import write_config
-from slimqwen.checkpoint.files import carry_side_files, file_records
+from slimqwen.checkpoint.files import carry_side_files
 from slimqwen.checkpoint.packing import PACKED, Quantisation
 from slimqwen.checkpoint.tensors import list_tensors
 from slimqwen.models.mtp_head import MtpHeadError, load_drafting_model
@@ -27,16 +27,13 @@ from slimqwen.recipe import recipe_file, runner, variant_recipe
 from slimqwen.recipe.recipe_file import Step
 from slimqwen.recipe.stage import StageError
 from slimqwen.recipe.stages import calibrate
-from slimqwen.recipe.stages.calibrate import (
-    CalibrateParameters,
-    Corpus,
-    CorpusError,
-)
+from slimqwen.recipe.stages.calibrate import CalibrateParameters, Corpus, CorpusError
 from slimqwen.tinyworld.model import TinyShape, build, write_checkpoint
 from slimqwen.tinyworld.tasks import left_out_texts
 from slimqwen.tinyworld.tokenizer import END_OF_TEXT
 from slimqwen.tinyworld.world import World
 from tests.byte_tokenizer import byte_tokenizer
+from tests.checkpoints import edited_tensors, stage_output, stored, with_manifest
 
 SHAPE = TinyShape(
     vocab_size=512,
@@ -89,12 +86,20 @@ def calibrated(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Calibr
     return run_recipe(source, tmp_path_factory.mktemp("first"))
 
 
-def stored(folder: Path) -> dict[str, bytes]:
-    return {name: b"".join(info.chunks()) for name, info in list_tensors(folder).items()}
+def changed(before: Path, after: Path) -> set[str]:
+    """Names of the tensors of the first checkpoint that the second does not hold byte for byte."""
+
+    def content(folder: Path) -> dict[str, bytes]:
+        return {name: b"".join(info.chunks()) for name, info in list_tensors(folder).items()}
+
+    old, new = content(before), content(after)
+    return {name for name in old if old[name] != new.get(name)}
 
 
-def loaded(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model.safetensors")
+def log_probabilities(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        return model(tokens).logits.log_softmax(-1)
 
 
 def dequantised(tensors: dict[str, torch.Tensor], module: str) -> torch.Tensor:
@@ -106,16 +111,10 @@ def dequantised(tensors: dict[str, torch.Tensor], module: str) -> torch.Tensor:
 
 
 def test_only_the_mlp_weights_and_the_norms_before_them_change(source: Path, calibrated: Calibrated) -> None:
-    before, after = stored(source), stored(calibrated.folder)
-    kept = {name for name in before if before[name] == after.get(name)}
-    changed = set(before) - kept
-    assert {name.split(".", 3)[3] for name in changed} == {
-        "post_attention_layernorm.weight",
-        *(f"{module}.weight" for module in MLP),
-    }
-    assert {name for name in before if name.startswith("mtp.")} <= kept
-    assert "model.embed_tokens.weight" in kept
-    assert {name for name in after if "lm_head" in name} == set()
+    names = changed(source, calibrated.folder)
+    parts = ("post_attention_layernorm", *MLP)
+    assert names == {f"model.layers.{layer}.{part}.weight" for layer in range(4) for part in parts}
+    assert not any("lm_head" in name for name in list_tensors(calibrated.folder))
     steps = [Step(calibrate.STAGE, CalibrateParameters())]
     assert variant_recipe.unexplained_by(steps, source, calibrated.folder) == []
 
@@ -135,7 +134,7 @@ def test_each_target_is_packed_with_a_scale_in_bf16(calibrated: Calibrated) -> N
 
 
 def test_dequantised_weights_are_the_originals_to_half_a_step(source: Path, calibrated: Calibrated) -> None:
-    before, after = loaded(source), loaded(calibrated.folder)
+    before, after = stored(source), stored(calibrated.folder)
     for layer in range(4):
         prefix = f"model.layers.{layer}"
         norm = f"{prefix}.post_attention_layernorm.weight"
@@ -152,13 +151,7 @@ def test_the_calibrated_model_says_nearly_what_the_original_says(
     source: Path, calibrated: Calibrated
 ) -> None:
     tokens = torch.arange(5, 205).reshape(4, 50)
-
-    def log_probabilities(folder: Path) -> torch.Tensor:
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        with torch.no_grad():
-            return model(tokens).logits.log_softmax(-1)
-
-    exact, rounded = log_probabilities(source), log_probabilities(calibrated.folder)
+    exact, rounded = log_probabilities(source, tokens), log_probabilities(calibrated.folder, tokens)
     divergence = (exact.exp() * (exact - rounded)).sum(-1).mean()
     assert 0 < divergence < 1e-3
 
@@ -213,13 +206,6 @@ def test_the_same_input_and_parameters_give_the_same_bytes(
 # --- verification of the result
 
 
-def described(folder: Path) -> Path:
-    """Write a manifest that says that the folder is as it should be."""
-    records = file_records(folder)
-    Manifest(stage="s", files=records, wall_seconds=0, peak_memory_bytes=0, versions={}).write(folder)
-    return folder
-
-
 def test_a_calibrated_checkpoint_verifies(calibrated: Calibrated) -> None:
     assert checkpoint.verify(calibrated.folder, "cure").key == calibrated.outcome.folder.name
 
@@ -252,23 +238,19 @@ def untie(tensors: dict[str, torch.Tensor]) -> None:
 def test_verification_holds_tensors_against_the_config(
     calibrated: Calibrated, tmp_path: Path, damage: Callable[[dict[str, torch.Tensor]], None], message: str
 ) -> None:
-    folder = tmp_path / "damaged"
-    shutil.copytree(calibrated.folder, folder)
-    tensors = loaded(folder)
-    damage(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    folder = shutil.copytree(calibrated.folder, tmp_path / "damaged")
+    with edited_tensors(folder) as tensors:
+        damage(tensors)
     with pytest.raises(CorruptCheckpointError, match=f"{message}.*; cure"):
-        checkpoint.verify(described(folder), "cure")
+        checkpoint.verify(with_manifest(folder), "cure")
 
 
 # --- other schemes, targets and architectures
 
 
 def calibrate_here(source: Path, folder: Path, **parameters: Any) -> Path:
-    folder.mkdir()
-    given = CalibrateParameters(**{"corpus": Corpus(sequences=2, length=16), **parameters})
-    calibrate.run(source, folder, given, progress.silent)
-    return described(folder)
+    given = {"corpus": Corpus(sequences=2, length=16), **parameters}
+    return with_manifest(stage_output("calibrate", source, folder, **given))
 
 
 def test_all_targets_with_zero_points(source: Path, tmp_path: Path) -> None:
@@ -281,7 +263,7 @@ def test_all_targets_with_zero_points(source: Path, tmp_path: Path) -> None:
         corpus=Corpus(sequences=2, length=16),
     )
     calibrate.run(source, folder, given, lambda activity, done, total: heard.append((done, total)))
-    checkpoint.verify(described(folder), "cure")
+    checkpoint.verify(with_manifest(folder), "cure")
     after = list_tensors(folder)
     assert after["model.layers.0.linear_attn.in_proj_qkv.weight_zero_point"].dtype == "I32"
     assert after["model.layers.3.self_attn.o_proj.weight_packed"].dtype == "I32"
@@ -357,10 +339,9 @@ def test_the_mtp_head_alone_is_packed_without_text_on_a_packed_checkpoint(
     parameters = {"targets": {"mtp": "W8A16"}, "corpus": Corpus(sequences=10**9)}
     out = calibrate_here(calibrated.folder, tmp_path / "out", **parameters)
     checkpoint.verify(out, "cure")
-    before, after = stored(calibrated.folder), stored(out)
-    changed = {name for name in before if before[name] != after.get(name)}
-    assert changed == {name for name in before if name.startswith("mtp.") and "norm" not in name}
-    weight, tensors = loaded(source)["mtp.fc.weight"].float(), loaded(out)
+    linears = {name for name in stored(source) if name.startswith("mtp.") and "norm" not in name}
+    assert changed(calibrated.folder, out) == linears
+    weight, tensors = stored(source)["mtp.fc.weight"].float(), stored(out)
     packed, scale = tensors["mtp.fc.weight_packed"], tensors["mtp.fc.weight_scale"].float()
     whole = (unpack_from_int32(packed, 8, weight.shape) * scale).float()
     assert ((whole - weight).abs() <= 0.51 * scale).all()
@@ -387,15 +368,11 @@ def test_targets_that_cannot_be_are_refused(targets: Any, message: str) -> None:
 def test_gptq_leaves_a_smaller_output_error_than_rounding_to_nearest(source: Path, tmp_path: Path) -> None:
     corpus = Corpus(sequences=32, length=64)
     tokens = torch.tensor(calibrate._sequences(corpus, transformers.AutoTokenizer.from_pretrained(source)))
-
-    def logits(folder: Path) -> torch.Tensor:
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        with torch.no_grad():
-            return model(tokens).logits
-
-    exact = logits(source)
+    exact = log_probabilities(source, tokens)
     nearest, gptq = (
-        logits(calibrate_here(source, tmp_path / rounding, rounding=rounding, corpus=corpus))
+        log_probabilities(
+            calibrate_here(source, tmp_path / rounding, rounding=rounding, corpus=corpus), tokens
+        )
         for rounding in ("nearest", "gptq")
     )
     checkpoint.verify(tmp_path / "gptq", "cure")
@@ -420,7 +397,7 @@ def test_a_model_that_sees_images_keeps_its_shards_its_vision_tower_and_its_name
     folder = tmp_path / "seeing"
     seeing.save_pretrained(folder, max_shard_size="200KB")
     carry_side_files(source, folder)
-    mtp = {name: tensor for name, tensor in loaded(source).items() if name.startswith("mtp.")}
+    mtp = {name: tensor for name, tensor in stored(source).items() if name.startswith("mtp.")}
     save_file(mtp, folder / "model-mtp.safetensors")
     index = folder / "model.safetensors.index.json"
     content = json.loads(index.read_text())
@@ -429,9 +406,7 @@ def test_a_model_that_sees_images_keeps_its_shards_its_vision_tower_and_its_name
 
     out = calibrate_here(folder, tmp_path / "out")
     checkpoint.verify(out, "cure")
-    before, after = stored(folder), stored(out)
-    changed = {name for name in before if before[name] != after.get(name)}
-    assert {name.split(".layers.")[0] for name in changed} == {"model.language_model"}
+    assert {name.split(".layers.")[0] for name in changed(folder, out)} == {"model.language_model"}
     assert {file.name for file in out.glob("*.safetensors")} == {
         file.name for file in folder.glob("*.safetensors")
     }
@@ -452,10 +427,9 @@ def test_a_model_that_sees_images_keeps_its_shards_its_vision_tower_and_its_name
 def test_an_unsuitable_checkpoint_is_refused_before_the_stage_starts(
     source: Path, tmp_path: Path, changes: dict[str, Any], parameters: dict[str, Any], message: str
 ) -> None:
-    folder = tmp_path / "changed"
-    shutil.copytree(source, folder)
+    folder = shutil.copytree(source, tmp_path / "changed")
     write_config(folder, {**checkpoint.read_config(source), **changes})
-    tensors = {name: tensor for name, tensor in loaded(source).items() if "linear_attn" not in name}
+    tensors = {name: tensor for name, tensor in stored(source).items() if "linear_attn" not in name}
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(StageError, match=message):
         calibrate.needs(folder, CalibrateParameters(**parameters))
@@ -482,12 +456,10 @@ def test_a_missing_text_is_refused_before_anything_starts(tmp_path: Path) -> Non
 def test_weights_or_activations_that_are_not_finite_are_refused(
     source: Path, tmp_path: Path, value: float, message: str
 ) -> None:
-    folder = tmp_path / "broken"
-    shutil.copytree(source, folder)
-    tensors = loaded(folder)
-    for module in MLP:
-        tensors[f"model.layers.1.{module}.weight"][:] = value
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    folder = shutil.copytree(source, tmp_path / "broken")
+    with edited_tensors(folder) as tensors:
+        for module in MLP:
+            tensors[f"model.layers.1.{module}.weight"][:] = value
     with pytest.raises(StageError, match=message):
         calibrate_here(folder, tmp_path / "out")
 

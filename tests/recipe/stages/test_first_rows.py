@@ -6,15 +6,13 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
-from safetensors.torch import load_file
 
-from slimqwen import checkpoint, progress
+from slimqwen import checkpoint
 from slimqwen.checkpoint import draft_head
 from slimqwen.recipe.stage import StageError
-from slimqwen.recipe.stages import first_rows, quantise_lm_head
 from slimqwen.recipe.stages.first_rows import FirstRowsParameters
-from slimqwen.recipe.stages.quantise_lm_head import QuantiseLmHeadParameters
 from slimqwen.serving import in_process
+from tests.checkpoints import TINY, stage_output, stored
 from tests.recipe.stages import random_checkpoint
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -26,14 +24,11 @@ def random(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def cut(source: Path, destination: Path, **parameters: Any) -> Path:
-    destination.mkdir()
-    first_rows.run(source, destination, FirstRowsParameters(**parameters), progress.silent)
-    return destination
+    return stage_output("first_rows", source, destination, **parameters)
 
 
 def test_the_embedding_keeps_its_first_rows_and_nothing_else_changes(random: Path, tmp_path: Path) -> None:
-    after = load_file(cut(random, tmp_path / "cut", vocab_size=8192) / "model.safetensors")
-    before = load_file(random / "model.safetensors")
+    before, after = stored(random), stored(cut(random, tmp_path / "cut", vocab_size=8192))
     assert torch.equal(after.pop(EMBEDDING), before.pop(EMBEDDING)[:8192])
     assert after.keys() == before.keys()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
@@ -42,16 +37,16 @@ def test_the_embedding_keeps_its_first_rows_and_nothing_else_changes(random: Pat
 
 def test_a_draft_head_has_the_first_rows_of_the_output_head(random: Path, tmp_path: Path) -> None:
     folder = cut(random, tmp_path / "cut", draft_vocab_size=128)
-    stored = load_file(folder / "model.safetensors")
-    assert torch.equal(stored[draft_head.WEIGHT], stored[EMBEDDING][:128])
-    assert stored[draft_head.TOKEN_IDS].tolist() == list(range(128))
+    tensors = stored(folder)
+    assert torch.equal(tensors[draft_head.WEIGHT], tensors[EMBEDDING][:128])
+    assert tensors[draft_head.TOKEN_IDS].tolist() == list(range(128))
     assert checkpoint.read_config(folder)[draft_head.SIZE_KEY] == 128
     assert checkpoint.has_random_weights(folder)
 
 
 def test_trained_weights_are_refused(tmp_path: Path) -> None:
     with pytest.raises(StageError, match="prune_vocab"):
-        cut(random_checkpoint.TINY, tmp_path / "cut", draft_vocab_size=128)
+        cut(TINY, tmp_path / "cut", draft_vocab_size=128)
 
 
 @pytest.mark.parametrize(
@@ -76,9 +71,7 @@ def test_a_size_that_engines_would_pad_is_refused() -> None:
 
 
 def test_a_packed_head_is_refused(random: Path, tmp_path: Path) -> None:
-    packed = tmp_path / "packed"
-    packed.mkdir()
-    quantise_lm_head.run(random, packed, QuantiseLmHeadParameters(), progress.silent)
+    packed = stage_output("quantise_lm_head", random, tmp_path / "packed")
     with pytest.raises(StageError, match="put first_rows first"):
         cut(packed, tmp_path / "cut", draft_vocab_size=128)
 

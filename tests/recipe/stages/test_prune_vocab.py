@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from slimqwen import checkpoint, progress
@@ -26,17 +26,13 @@ from slimqwen.recipe import recipe_file, runner, variant_recipe
 from slimqwen.recipe.recipe_file import Step
 from slimqwen.recipe.stage import Facts, StageError
 from slimqwen.recipe.stages import prune_vocab
-from slimqwen.recipe.stages.prune_vocab import (
-    VOCAB_MAP,
-    Corpus,
-    CorpusError,
-    PruneVocabParameters,
-)
+from slimqwen.recipe.stages.prune_vocab import VOCAB_MAP, Corpus, CorpusError, PruneVocabParameters
 from slimqwen.serving.in_process import counter, engine
 from slimqwen.tinyworld.documents import LONG_MIX, DocumentSampler
 from slimqwen.tinyworld.model import TinyShape, build, write_checkpoint
 from slimqwen.tinyworld.tokenizer import ADDED_TOKENS, SPLIT_PATTERN, TURN_END, TURN_START
 from slimqwen.tinyworld.world import World
+from tests.checkpoints import stored
 
 TOKENS, ROWS, HIDDEN = 600, 640, 64
 SHAPE = TinyShape(vocab_size=ROWS, hidden_size=HIDDEN, intermediate_size=128)
@@ -128,7 +124,7 @@ def edit(file: Path, **changes: Any) -> None:
 
 
 def test_rows_are_taken_out_and_all_else_passes_byte_for_byte(source: Path, small: Path):
-    before, after = load_file(source / "model.safetensors"), load_file(small / "model.safetensors")
+    before, after = stored(source), stored(small)
     kept = new_to_old(small)
     assert after.keys() == before.keys()
     assert any(name.startswith("mtp.") for name in after)
@@ -204,7 +200,7 @@ def test_both_tables_and_settings_of_a_model_that_sees_images(by_hand: Callable[
         (folder / name).write_text("{}")
     small = prune(folder)
     kept = new_to_old(small)
-    after = load_file(small / "model.safetensors")
+    after = stored(small)
     assert all(torch.equal(after[name], table[kept]) for name, table in tables.items())
     assert all(torch.equal(after[name], tensor) for name, tensor in other.items())
     ids = json.loads((small / "tokenizer.json").read_text())["model"]["vocab"]
@@ -241,7 +237,7 @@ def test_rows_of_a_packed_lm_head(by_hand: Callable[..., Path], prune: Prune, bi
     folder = by_hand({"model.embed_tokens.weight": scale, **packed(list(range(ROWS)))})
     small = prune(folder)
     expected = packed(new_to_old(small))
-    after = load_file(small / "model.safetensors")
+    after = stored(small)
     assert all(torch.equal(after[name], tensor) for name, tensor in expected.items())
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from slimqwen import checkpoint, progress
 from slimqwen.checkpoint import draft_head
@@ -18,7 +17,7 @@ from slimqwen.models.mtp_head import DraftHead
 from slimqwen.recipe import variant_recipe
 from slimqwen.recipe.recipe_file import Step
 from slimqwen.recipe.stage import StageError
-from slimqwen.recipe.stages import redistill_mtp, sample_outputs, trim_draft_vocab
+from slimqwen.recipe.stages import redistill_mtp, sample_outputs
 from slimqwen.recipe.stages.redistill_mtp import CURVE, RedistillParameters
 from slimqwen.recipe.stages.sample_outputs import (
     OUTPUTS,
@@ -27,10 +26,8 @@ from slimqwen.recipe.stages.sample_outputs import (
     SampleOutputsParameters,
     read_outputs,
 )
-from slimqwen.recipe.stages.trim_draft_vocab import TrimDraftVocabParameters
+from tests.checkpoints import TINY, edited_tensors, stage_output, stored
 
-ROOT = Path(__file__).parents[3]
-TINY = ROOT / "weights" / "tiny"
 FEW = SampleOutputsParameters(texts=48, held_out=16, tokens=32, chunk=32)
 SHORT = RedistillParameters(steps=8, validate_every=2, learning_rate=1e-3)
 
@@ -38,9 +35,7 @@ pytestmark = pytest.mark.engine
 
 
 def sampled_from(source: Path, folder: Path) -> Path:
-    folder.mkdir()
-    sample_outputs.run(source, folder, FEW, progress.silent)
-    return folder
+    return stage_output("sample_outputs", source, folder, **dict(FEW))
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +47,11 @@ def sampled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def damaged(sampled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with noise on the head's fc, so that there is something to learn."""
-    folder = tmp_path_factory.mktemp("damaged") / "tiny"
-    shutil.copytree(sampled, folder)
-    tensors = load_file(folder / "model.safetensors")
-    fc = tensors["mtp.fc.weight"].float()
-    noise = torch.randn(fc.shape, generator=torch.Generator().manual_seed(0)) * fc.std()
-    tensors["mtp.fc.weight"] = (fc + noise).bfloat16()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    folder = shutil.copytree(sampled, tmp_path_factory.mktemp("damaged") / "tiny")
+    with edited_tensors(folder) as tensors:
+        fc = tensors["mtp.fc.weight"].float()
+        noise = torch.randn(fc.shape, generator=torch.Generator().manual_seed(0)) * fc.std()
+        tensors["mtp.fc.weight"] = (fc + noise).bfloat16()
     return folder
 
 
@@ -127,7 +120,7 @@ def test_a_damaged_head_learns_and_its_target_stays(damaged: Path, learned: Path
     record = json.loads((learned / CURVE).read_text())
     assert record["kept"] == "trained"
     assert record["acceptance_length_after"] > record["acceptance_length_before"]
-    before, after = (load_file(folder / "model.safetensors") for folder in (damaged, learned))
+    before, after = stored(damaged), stored(learned)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert "mtp.fc.weight" in changed
     assert all(name.startswith("mtp.") and "_proj" not in name for name in changed)
@@ -139,13 +132,11 @@ def test_a_damaged_head_learns_and_its_target_stays(damaged: Path, learned: Path
 def test_a_head_learns_for_the_ids_that_it_may_draft_and_these_stay(
     damaged: Path, tmp_path: Path, without_vllm: None
 ) -> None:
-    trimmed = tmp_path / "trimmed"
-    trimmed.mkdir()
-    trim_draft_vocab.run(damaged, trimmed, TrimDraftVocabParameters(size=1024), progress.silent)
+    trimmed = stage_output("trim_draft_vocab", damaged, tmp_path / "trimmed", size=1024)
     record = redistil(trimmed, tmp_path, SHORT.model_copy(update={"rows": "drafted"}))
     assert record["kept"] == "trained"
     assert record["acceptance_length_after"] > record["acceptance_length_before"]
-    before, after = (load_file(folder / "model.safetensors") for folder in (trimmed, tmp_path / "out"))
+    before, after = stored(trimmed), stored(tmp_path / "out")
     for name in (draft_head.WEIGHT, draft_head.TOKEN_IDS):
         assert torch.equal(before[name], after[name])
     assert checkpoint.read_config(tmp_path / "out")[draft_head.SIZE_KEY] == 1024
@@ -195,10 +186,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(
 def test_a_head_that_got_worse_is_not_kept(sampled: Path, tmp_path: Path, without_vllm: None) -> None:
     record = redistil(sampled, tmp_path, SHORT.model_copy(update={"head": "fresh", "trainable": "all"}))
     assert record["kept"] == "original"
-    before, after = (
-        load_file(sampled / "model.safetensors"),
-        load_file(tmp_path / "out" / "model.safetensors"),
-    )
+    before, after = stored(sampled), stored(tmp_path / "out")
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
@@ -224,11 +212,9 @@ def test_a_count_that_vllm_does_not_share_is_an_error() -> None:
 
 
 def test_a_loss_that_is_no_number_is_an_error(damaged: Path, tmp_path: Path, without_vllm: None) -> None:
-    source = tmp_path / "nan"
-    shutil.copytree(damaged, source)
-    tensors = load_file(source / "model.safetensors")
-    tensors["mtp.norm.weight"][0] = float("nan")
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    source = shutil.copytree(damaged, tmp_path / "nan")
+    with edited_tensors(source) as tensors:
+        tensors["mtp.norm.weight"][0] = float("nan")
     with pytest.raises(StageError, match="lower learning_rate"):
         redistil(source, tmp_path / "run")
 

@@ -6,53 +6,45 @@ from typing import Any
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
-from safetensors.torch import load_file
 
-from slimqwen import checkpoint, progress
+from slimqwen import checkpoint
 from slimqwen.analysis.roofline.architecture import read_model
+from slimqwen.checkpoint.config import expected_tensors
 from slimqwen.checkpoint.tensors import list_tensors
 from slimqwen.recipe.stage import StageError
-from slimqwen.recipe.stages import quantise_lm_head, round_linears
-from slimqwen.recipe.stages.quantise_lm_head import QuantiseLmHeadParameters
-from slimqwen.recipe.stages.round_linears import RoundLinearsParameters
 from slimqwen.serving import in_process
+from tests.checkpoints import TINY, stage_output, stored
 
-TINY = Path(__file__).parents[3] / "weights" / "tiny"
 UP = "model.layers.0.mlp.up_proj.weight"
 MLPS = tuple(f"mlp.{part}_proj.weight" for part in ("gate", "up", "down"))
 
 
 def rounded(destination: Path, source: Path = TINY, **parameters: Any) -> Path:
-    destination.mkdir()
-    round_linears.run(source, destination, RoundLinearsParameters(**parameters), progress.silent)
-    return destination
+    return stage_output("round_linears", source, destination, **parameters)
 
 
 def test_four_bits_in_groups_are_within_half_a_step(tmp_path: Path) -> None:
-    stored = load_file(rounded(tmp_path / "w4", group_size=64) / "model.safetensors")
-    before = load_file(TINY / "model.safetensors")[UP].float()
-    whole = unpack_from_int32(stored[f"{UP}_packed"], 4, before.shape).float()
-    scale = stored[f"{UP}_scale"].float().repeat_interleave(64, dim=1)
+    tensors, before = stored(rounded(tmp_path / "w4", group_size=64)), stored(TINY)[UP].float()
+    whole = unpack_from_int32(tensors[f"{UP}_packed"], 4, before.shape).float()
+    scale = tensors[f"{UP}_scale"].float().repeat_interleave(64, dim=1)
     # The largest weight may lie half a step beyond the last level, and the scale was rounded to bfloat16.
     assert ((whole * scale - before).abs() <= 0.55 * scale).all()
-    assert stored[f"{UP}_shape"].tolist() == list(before.shape)
+    assert tensors[f"{UP}_shape"].tolist() == list(before.shape)
 
 
 def test_eight_bits_in_rows_are_within_half_a_step(tmp_path: Path) -> None:
-    stored = load_file(rounded(tmp_path / "w8", scheme="W8A8") / "model.safetensors")
-    before = load_file(TINY / "model.safetensors")[UP].float()
-    scale = stored[f"{UP}_scale"].float()
-    assert stored[UP].dtype == torch.int8
+    tensors, before = stored(rounded(tmp_path / "w8", scheme="W8A8")), stored(TINY)[UP].float()
+    scale = tensors[f"{UP}_scale"].float()
+    assert tensors[UP].dtype == torch.int8
     assert scale.shape == (len(before), 1)
     # 127.5 levels times a bfloat16 scale may miss the largest weight by its rounding error.
-    assert ((stored[UP].float() * scale - before).abs() <= 1.02 * scale).all()
+    assert ((tensors[UP].float() * scale - before).abs() <= 1.02 * scale).all()
 
 
 @pytest.mark.parametrize("scheme", ["W4A16", "W8A8"])
 def test_only_the_targets_change_and_the_mtp_head_is_none(tmp_path: Path, scheme: str) -> None:
-    before = load_file(TINY / "model.safetensors")
-    after = load_file(rounded(tmp_path / "rounded", scheme=scheme) / "model.safetensors")
-    for name, tensor in before.items():
+    after = stored(rounded(tmp_path / "rounded", scheme=scheme))
+    for name, tensor in stored(TINY).items():
         if name.startswith("mtp.") or not name.endswith(MLPS):
             assert torch.equal(after[name], tensor)
         elif scheme == "W4A16":
@@ -72,21 +64,16 @@ def test_only_the_targets_change_and_the_mtp_head_is_none(tmp_path: Path, scheme
 )
 def test_the_checkpoint_is_what_its_config_promises(tmp_path: Path, parameters: dict[str, Any]) -> None:
     folder = rounded(tmp_path / "rounded", **parameters)
-    from slimqwen.checkpoint.config import expected_tensors
-
-    expected = expected_tensors(folder)
-    stored = list_tensors(folder)
-    assert expected.keys() == stored.keys()
+    expected, found = expected_tensors(folder), list_tensors(folder)
+    assert expected.keys() == found.keys()
     for name, (shape, dtypes) in expected.items():
-        assert stored[name].shape == shape, name
-        assert stored[name].dtype in dtypes, name
+        assert found[name].shape == shape, name
+        assert found[name].dtype in dtypes, name
 
 
 def test_eight_bit_layers_and_a_four_bit_head_are_counted_together(tmp_path: Path) -> None:
     source = rounded(tmp_path / "w8", scheme="W8A8")
-    both = tmp_path / "both"
-    both.mkdir()
-    quantise_lm_head.run(source, both, QuantiseLmHeadParameters(), progress.silent)
+    both = stage_output("quantise_lm_head", source, tmp_path / "both")
     model = read_model(list_tensors(both), checkpoint.read_config(both))
     assert model.body.flops["int8"] > 0
     assert model.head.flops == {"bf16": 2 * 8192 * 192}
@@ -94,9 +81,9 @@ def test_eight_bit_layers_and_a_four_bit_head_are_counted_together(tmp_path: Pat
 
 def test_the_output_head_is_untied_and_the_embedding_stays(tmp_path: Path) -> None:
     folder = rounded(tmp_path / "w8", scheme="W8A8", targets=["lm_head"])
-    stored, embedding = load_file(folder / "model.safetensors"), "model.embed_tokens.weight"
-    assert torch.equal(stored[embedding], load_file(TINY / "model.safetensors")[embedding])
-    assert stored["lm_head.weight"].dtype == torch.int8
+    tensors, embedding = stored(folder), "model.embed_tokens.weight"
+    assert torch.equal(tensors[embedding], stored(TINY)[embedding])
+    assert tensors["lm_head.weight"].dtype == torch.int8
     assert checkpoint.read_config(folder)["tie_word_embeddings"] is False
 
 

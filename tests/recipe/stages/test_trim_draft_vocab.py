@@ -10,25 +10,22 @@ import pytest
 import torch
 import transformers
 from compressed_tensors.compressors import unpack_from_int32
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from slimqwen import checkpoint, progress
+from slimqwen import checkpoint
 from slimqwen.checkpoint import draft_head
 from slimqwen.checkpoint.config import write_config
 from slimqwen.errors import SlimqwenError
 from slimqwen.recipe import recipe_file, runner, variant_recipe
 from slimqwen.recipe.recipe_file import RecipeError, Step
-from slimqwen.recipe.registry import STAGES
 from slimqwen.recipe.stage import StageError
-from slimqwen.recipe.stages import calibrate, prune_vocab, quantise_lm_head, trim_draft_vocab
-from slimqwen.recipe.stages.calibrate import CalibrateParameters
-from slimqwen.recipe.stages.prune_vocab import Corpus, PruneVocabParameters
-from slimqwen.recipe.stages.quantise_lm_head import QuantiseLmHeadParameters
+from slimqwen.recipe.stages import trim_draft_vocab
+from slimqwen.recipe.stages.prune_vocab import VOCAB_MAP
 from slimqwen.recipe.stages.sample_outputs import OUTPUTS
 from slimqwen.recipe.stages.trim_draft_vocab import REPORT, TrimDraftVocabParameters
 from slimqwen.text.corpus import CorpusError
+from tests.checkpoints import TINY, edited_tensors, stage_output, stored, with_manifest
 
-TINY = Path(__file__).parents[3] / "weights" / "tiny"
 ROWS = 8192
 ALWAYS_IN = {0, 1, 2, 3, 4}
 """Ids of tiny's added tokens, the two ends of a text among them."""
@@ -36,14 +33,16 @@ ALWAYS_IN = {0, 1, 2, 3, 4}
 OFTEN = list(range(8000, 8100))
 """Ids that the continuations below hold twice; the ids 7000 to 7099 they hold once."""
 
+RECIPE = "description: a test\nbase: tiny\nstages:\n  - trim_draft_vocab:\n      size: 128\n"
+
 Tensors = dict[str, torch.Tensor]
 
 
-def with_outputs(folder: Path, held_out: list[int]) -> Path:
+def with_outputs(folder: Path, held_out: list[int], *counted: list[int]) -> Path:
+    """The folder with continuations beside its checkpoint: the one held out, then those that are counted."""
     rows = [
-        {"prompt": [5] * 40, "continuation": held_out, "held_out": True},
-        {"prompt": [6] * 40, "continuation": [*OFTEN, *range(7000, 7100)], "held_out": False},
-        {"prompt": [7] * 40, "continuation": OFTEN, "held_out": False},
+        {"prompt": [5] * 40, "continuation": continuation, "held_out": number == 0}
+        for number, continuation in enumerate((held_out, *counted))
     ]
     (folder / OUTPUTS).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
@@ -52,19 +51,18 @@ def with_outputs(folder: Path, held_out: list[int]) -> Path:
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     """Tiny, and continuations whose counts are known."""
-    return with_outputs(shutil.copytree(TINY, tmp_path / "source"), [8000, 8001, 7000, 6000])
+    folder = shutil.copytree(TINY, tmp_path / "source")
+    return with_outputs(folder, [8000, 8001, 7000, 6000], [*OFTEN, *range(7000, 7100)], OFTEN)
 
 
 def trimmed(source: Path, size: int = 128) -> Path:
-    destination = source.with_name(f"{source.name}-{size}")
-    destination.mkdir()
-    trim_draft_vocab.run(source, destination, TrimDraftVocabParameters(size=size), progress.silent)
-    return destination
+    return stage_output("trim_draft_vocab", source, source.with_name(f"{source.name}-{size}"), size=size)
 
 
-def stored(folder: Path) -> Tensors:
-    tensors: Tensors = load_file(folder / "model.safetensors")
-    return tensors
+def pruned(source: Path) -> Path:
+    return stage_output(
+        "prune_vocab", source, source.with_name("pruned"), size=4096, corpus={"documents": 300}
+    )
 
 
 def ids_of(folder: Path) -> list[int]:
@@ -123,11 +121,9 @@ def test_the_report_says_how_much_of_the_held_out_continuations_is_covered(sourc
     assert list(map(int, by_rows)) == sorted(map(int, by_rows), reverse=True)
 
 
-def test_rows_of_a_packed_head_are_its_integers_times_their_scales(source: Path, tmp_path: Path) -> None:
-    packed = tmp_path / "packed"
-    packed.mkdir()
-    quantise_lm_head.run(source, packed, QuantiseLmHeadParameters(), progress.silent)
-    tensors = stored(trimmed(with_outputs(packed, [8000])))
+def test_rows_of_a_packed_head_are_its_integers_times_their_scales(tmp_path: Path) -> None:
+    packed = stage_output("quantise_lm_head", TINY, tmp_path / "packed")
+    tensors = stored(trimmed(with_outputs(packed, [8000], OFTEN)))
     shape = torch.Size(tensors["lm_head.weight_shape"].tolist())
     integers = unpack_from_int32(tensors["lm_head.weight_packed"], 4, shape).float()
     whole = integers * tensors["lm_head.weight_scale"].float().repeat_interleave(32, dim=1)
@@ -138,48 +134,36 @@ def test_rows_of_a_packed_head_are_its_integers_times_their_scales(source: Path,
 
 
 def test_an_untied_head_gives_the_rows_not_the_embedding(source: Path) -> None:
-    tensors = stored(source)
-    tensors["lm_head.weight"] = -tensors["model.embed_tokens.weight"]
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with edited_tensors(source) as tensors:
+        tensors["lm_head.weight"] = -tensors["model.embed_tokens.weight"]
     after = stored(trimmed(source))
     assert torch.equal(after[draft_head.WEIGHT], tensors["lm_head.weight"][after[draft_head.TOKEN_IDS]])
 
 
-def test_pruning_renumbers_the_draft_head_and_drops_what_it_prunes(source: Path, tmp_path: Path) -> None:
-    before, pruned = trimmed(source, size=512), tmp_path / "pruned"
-    pruned.mkdir()
-    parameters = PruneVocabParameters(size=4096, corpus=Corpus(documents=300))
-    prune_vocab.run(before, pruned, parameters, progress.silent)
-    new_to_old = np.array(json.loads((pruned / prune_vocab.VOCAB_MAP).read_text())["new_to_old"])
-    old, new = stored(before), stored(pruned)
+def test_pruning_renumbers_the_draft_head_and_drops_what_it_prunes(source: Path) -> None:
+    before = trimmed(source, size=512)
+    after = pruned(before)
+    new_to_old = np.array(json.loads((after / VOCAB_MAP).read_text())["new_to_old"])
+    old, new = stored(before), stored(after)
     ids = new[draft_head.TOKEN_IDS]
     staying = [id_ for id_ in old[draft_head.TOKEN_IDS].tolist() if id_ in set(new_to_old.tolist())]
     assert new_to_old[ids.numpy()].tolist() == staying
     assert 0 < len(staying) < 512
     assert torch.equal(new[draft_head.WEIGHT], new["model.embed_tokens.weight"][ids])
-    assert checkpoint.read_config(pruned)[draft_head.SIZE_KEY] == len(staying)
+    assert checkpoint.read_config(after)[draft_head.SIZE_KEY] == len(staying)
 
 
-def test_a_pruned_checkpoint_can_be_trimmed(source: Path, tmp_path: Path) -> None:
-    pruned = tmp_path / "pruned"
-    pruned.mkdir()
-    parameters = PruneVocabParameters(size=4096, corpus=Corpus(documents=300))
-    prune_vocab.run(source, pruned, parameters, progress.silent)
-    tensors = stored(trimmed(with_outputs_of(pruned, [4000, 4001, 9])))
+def test_a_pruned_checkpoint_can_be_trimmed(source: Path) -> None:
+    continuation = [4000, 4001, 9]
+    tensors = stored(trimmed(with_outputs(pruned(source), continuation, continuation)))
     ids = tensors[draft_head.TOKEN_IDS]
     assert {4000, 4001} <= set(ids.tolist())
     assert torch.equal(tensors[draft_head.WEIGHT], tensors["model.embed_tokens.weight"][ids])
 
 
-def with_outputs_of(folder: Path, continuation: list[int]) -> Path:
-    rows = [{"prompt": [5], "continuation": continuation, "held_out": held_out} for held_out in (True, False)]
-    (folder / OUTPUTS).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
-
-
 def test_the_runner_makes_it_verifies_it_and_repeats_it_to_the_byte(source: Path, tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
-    file.write_text("description: a test\nbase: tiny\nstages:\n  - trim_draft_vocab:\n      size: 128\n")
+    file.write_text(RECIPE)
     recipe = recipe_file.read(file)
     digests = set()
     for name in ("first", "second"):
@@ -210,9 +194,8 @@ def _without_outputs(folder: Path) -> None:
 
 def _changed(change: Callable[[Tensors], object]) -> Callable[[Path], None]:
     def apply(folder: Path) -> None:
-        tensors = stored(folder)
-        change(tensors)
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        with edited_tensors(folder) as tensors:
+            change(tensors)
 
     return apply
 
@@ -257,10 +240,7 @@ def test_what_cannot_be_trimmed_is_refused_in_one_line(
 
 
 def test_a_packed_mtp_head_is_trimmed_as_any(source: Path, tmp_path: Path) -> None:
-    packed = tmp_path / "packed"
-    packed.mkdir()
-    parameters = CalibrateParameters(targets={"mtp": "W4A16"})
-    calibrate.run(source, packed, parameters, progress.silent)
+    packed = stage_output("calibrate", source, tmp_path / "packed", targets={"mtp": "W4A16"})
     shutil.copyfile(source / OUTPUTS, packed / OUTPUTS)
     assert ids_of(trimmed(packed)) == ids_of(trimmed(source))
 
@@ -272,12 +252,11 @@ def test_a_second_draft_head_is_refused(source: Path) -> None:
 
 def test_a_recipe_with_an_impossible_size_is_refused_at_its_line(tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
-    file.write_text("description: a test\nbase: tiny\nstages:\n  - trim_draft_vocab:\n      size: 32\n")
+    file.write_text(RECIPE.replace("128", "32"))
     with pytest.raises(
         RecipeError, match=r"recipe\.yaml:5: size: .* greater than or equal to 64, here is 32"
     ):
         recipe_file.read(file)
-    assert "trim_draft_vocab" in STAGES
 
 
 @pytest.mark.parametrize(
@@ -298,15 +277,9 @@ def test_a_damaged_id_map_is_refused_by_what_reads_the_checkpoint(
         draft_head.read_token_ids(checkpoint.tensors.list_tensors(folder), ROWS)
 
 
-def test_verification_misses_a_draft_head_that_the_config_announces(source: Path, tmp_path: Path) -> None:
-    file = tmp_path / "recipe.yaml"
-    file.write_text("description: a test\nbase: tiny\nstages:\n  - trim_draft_vocab:\n      size: 128\n")
-    runner.run(recipe_file.read(file), "v", tmp_path / "weights", lambda base: source)
-    folder = shutil.copytree(tmp_path / "weights" / "v", tmp_path / "copy")
-    (folder / checkpoint.files.MANIFEST).unlink()
+def test_verification_misses_a_draft_head_that_the_config_announces(source: Path) -> None:
+    folder = trimmed(source)
     write_config(folder, {**checkpoint.read_config(folder), draft_head.SIZE_KEY: 64})
-    records = checkpoint.files.file_records(folder)
-    manifest = checkpoint.Manifest.read(tmp_path / "weights" / "v")
-    manifest.model_copy(update={"files": records}).write(folder)
+    with_manifest(folder)
     with pytest.raises(checkpoint.CorruptCheckpointError, match=r"draft_head\.\w+ has shape \[128"):
         checkpoint.verify(folder, "no cure")
