@@ -4,7 +4,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -56,16 +57,8 @@ def _data(parameters: AddParameters) -> Mapping[str, str]:
     return {"file": sha256(parameters.data)} if parameters.data else {}
 
 
-def _little(source: Path, parameters: Parameters) -> Needs:
-    return Needs(disk_bytes=1, memory_bytes=1)
-
-
-def _endless_disk(source: Path, parameters: Parameters) -> Needs:
-    return Needs(disk_bytes=2**60, memory_bytes=1)
-
-
-def _endless_memory(source: Path, parameters: Parameters) -> Needs:
-    return Needs(disk_bytes=1, memory_bytes=2**60)
+def _needs(disk_bytes: int = 1, memory_bytes: int = 1) -> Callable[[Path, Parameters], Needs]:
+    return lambda source, parameters: Needs(disk_bytes, memory_bytes)
 
 
 class RefusedError(SlimqwenError):
@@ -110,22 +103,18 @@ def bake(source: Path, destination: Path, parameters: BakeParameters, progress: 
     return {}
 
 
+_ADD = Stage("add", AddParameters, add, _needs(), data=_data, packages=("pydantic",))
 STAGES = {
-    "bake": Stage("bake", BakeParameters, bake, _little, last=True),
-    "add": Stage("add", AddParameters, add, _little, data=_data, packages=("pydantic",)),
-    "add_with_more_code": Stage(
-        "add_with_more_code",
-        AddParameters,
-        add,
-        _little,
-        data=_data,
-        code=("more_code",),
-        packages=("pydantic",),
-    ),
-    "refuse": Stage("refuse", Parameters, refuse, _little),
-    "break_down": Stage("break_down", Parameters, break_down, _little),
-    "die": Stage("die", Parameters, die, _little),
-    "forget": Stage("forget", Parameters, forget, _little),
-    "endless_disk": Stage("endless_disk", AddParameters, add, _endless_disk),
-    "endless_memory": Stage("endless_memory", AddParameters, add, _endless_memory),
+    stage.name: stage
+    for stage in (
+        _ADD,
+        replace(_ADD, name="add_with_more_code", code=("more_code",)),
+        replace(_ADD, name="endless_disk", needs=_needs(disk_bytes=2**60)),
+        replace(_ADD, name="endless_memory", needs=_needs(memory_bytes=2**60)),
+        Stage("bake", BakeParameters, bake, _needs(), last=True),
+        Stage("refuse", Parameters, refuse, _needs()),
+        Stage("break_down", Parameters, break_down, _needs()),
+        Stage("die", Parameters, die, _needs()),
+        Stage("forget", Parameters, forget, _needs()),
+    )
 }

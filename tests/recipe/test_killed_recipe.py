@@ -3,7 +3,6 @@
 Outside the default run: `make test-soak`. `test_runner.py` has the same with stages that only count.
 """
 
-import json
 import os
 import random
 import signal
@@ -17,24 +16,11 @@ import pytest
 from slimqwen import checkpoint, variant
 from slimqwen.checkpoint import Manifest
 from slimqwen.serving import baked_cache
+from tests.recipe.workshop import repository_of_v
 
-ROOT = Path(__file__).parents[2]
 STAGES = ("calibrate", "prune_vocab", "sample_outputs", "redistill_mtp", "bake_cache")
 KILLS_A_STAGE = 4
-CONFIG = """
-VLLM_MODEL=weights/v
-VLLM_HOST=127.0.0.1
-VLLM_MAX_MODEL_LEN=128
-VLLM_MAX_NUM_SEQS=1
-VLLM_ENABLE_PREFIX_CACHING=0
-VLLM_ENFORCE_EAGER=0
-VLLM_CPU_KVCACHE_SPACE=1
-VLLM_SPECULATIVE_CONFIG='{"method": "mtp", "num_speculative_tokens": 2}'
-"""
-RECIPE = """
-description: every stage, each as short as it can be
-base: tiny
-stages:
+SHORT_STAGES = """
   - calibrate: {targets: [mlp], corpus: {source: tinyworld, sequences: 8, length: 64}}
   - prune_vocab: {size: 4096, corpus: {source: tinyworld, documents: 400}}
   - sample_outputs: {texts: 32, held_out: 16, tokens: 24, chunk: 16}
@@ -52,17 +38,6 @@ runner.run(recipe, "v", root / "weights", lambda base: root / "weights" / base)
 """
 
 pytestmark = [pytest.mark.soak, pytest.mark.engine, pytest.mark.timeout(3600)]
-
-
-def a_repository(root: Path) -> Path:
-    folder = root / "experiments" / "v"
-    folder.mkdir(parents=True)
-    (folder / "config.env").write_text(CONFIG)
-    (folder / "recipe.yaml").write_text(RECIPE)
-    (folder / "measurements.json").write_text(json.dumps({"hypothesis": "it resumes", "baseline": None}))
-    (root / "weights").mkdir()
-    (root / "weights" / "tiny").symlink_to(ROOT / "weights" / "tiny")
-    return root
 
 
 def start(root: Path) -> "subprocess.Popen[bytes]":
@@ -105,7 +80,7 @@ def cut(root: Path, stage: str, seconds: float) -> bool:
 
 
 def test_real_stages_killed_at_any_instant_end_in_the_same_checkpoint(tmp_path: Path) -> None:
-    whole, killed = a_repository(tmp_path / "whole"), a_repository(tmp_path / "killed")
+    whole, killed = (repository_of_v(tmp_path / name, SHORT_STAGES) for name in ("whole", "killed"))
     assert start(whole).wait() == 0, (whole / "log").read_text()[-2000:]
     durations = {stage: Manifest.read(folder).wall_seconds for stage, folder in made(whole).items()}
     assert durations.keys() == set(STAGES)

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,14 +19,10 @@ from slimqwen.checkpoint.files import bytes_on_disk, file_records
 from slimqwen.recipe import runner
 from slimqwen.recipe.recipe_file import RecipeError
 from tests.recipe.fake_stages import RefusedError
-from tests.recipe.workshop import Workshop
-
-FirstByte = Callable[[Path], int]
+from tests.recipe.workshop import Workshop, first_byte
 
 
-def test_a_recipe_ends_in_a_relative_link_to_the_output_of_its_last_stage(
-    workshop: Workshop, first_byte: FirstByte
-) -> None:
+def test_a_recipe_ends_in_a_relative_link_to_the_output_of_its_last_stage(workshop: Workshop) -> None:
     outcomes = workshop.run(workshop.recipe(workshop.add(1), workshop.add(2)))
     link = workshop.weights / "v"
     assert link.readlink() == Path("store") / outcomes[-1].folder.name
@@ -143,7 +138,9 @@ def more_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder / "more_code.py"
 
 
-@pytest.mark.parametrize("ingredient", ["input", "parameter", "data", "code", "version", "nothing"])
+@pytest.mark.parametrize(
+    "ingredient", ["input", "parameters.limit", "data.file", "code.more_code", "version.pydantic"]
+)
 def test_every_ingredient_changes_the_key(
     workshop: Workshop, more_code: Path, monkeypatch: pytest.MonkeyPatch, ingredient: str
 ) -> None:
@@ -155,31 +152,19 @@ def test_every_ingredient_changes_the_key(
         return workshop.status(workshop.recipe({"add_with_more_code": parameters}))[0]
 
     before = workshop.run(workshop.recipe({"add_with_more_code": parameters}))[0].manifest.key
-    changed = {
-        "input": "input",
-        "parameter": "parameters.limit",
-        "data": "data.file",
-        "code": "code.more_code",
-        "version": "version.pydantic",
+    assert (forecast().key, forecast().reused) == (before, True)
+    change = {
+        "input": lambda: (workshop.base / "tokenizer.json").write_text("[]"),
+        "parameters.limit": lambda: parameters.update(limit=254),
+        "data.file": lambda: data.write_text("Data"),
+        "code.more_code": lambda: more_code.write_text("X = 1 \n"),
+        "version.pydantic": lambda: monkeypatch.setattr(importlib.metadata, "version", lambda name: "99"),
     }
-    if ingredient == "input":
-        (workshop.base / "tokenizer.json").write_text("[]")
-    elif ingredient == "parameter":
-        parameters["limit"] = 254
-    elif ingredient == "data":
-        data.write_text("Data")
-    elif ingredient == "code":
-        more_code.write_text("X = 1 \n")
-    elif ingredient == "version":
-        monkeypatch.setattr(importlib.metadata, "version", lambda name: "99")
-    if ingredient == "nothing":
-        assert forecast().key == before
-        assert forecast().reused
-        return
-    assert forecast().key != before
-    assert not forecast().reused
-    assert [change.ingredient for change in forecast().changes] == [changed[ingredient]]
-    assert changed[ingredient] in forecast().reason
+    change[ingredient]()
+    after = forecast()
+    assert (after.key != before, after.reused) == (True, False)
+    assert [change.ingredient for change in after.changes] == [ingredient]
+    assert ingredient in after.reason
 
 
 def test_where_a_data_file_lies_does_not_change_the_key(workshop: Workshop) -> None:
@@ -220,17 +205,9 @@ def test_status_shows_the_change_against_the_nearest_entry(workshop: Workshop) -
     ("stage", "error", "message"),
     [
         ("refuse", RefusedError, "the input has no wings; choose one with wings"),
-        (
-            "break_down",
-            RecipeError,
-            r"break_down failed: OSError: .*No space left on device; its log is",
-        ),
+        ("break_down", RecipeError, r"break_down failed: OSError: .*No space left on device; its log is"),
         ("die", RecipeError, r"die died \(SIGKILL, as when memory runs out\); its log is"),
-        (
-            "forget",
-            CorruptCheckpointError,
-            r"config\.json names no architecture; the stage forget is defective",
-        ),
+        ("forget", CorruptCheckpointError, r"names no architecture; the stage forget is defective"),
     ],
 )
 def test_a_failed_stage_leaves_the_store_as_it_was(
@@ -309,22 +286,15 @@ def test_cleaning_without_a_store_frees_nothing(tmp_path: Path) -> None:
 
 
 def start(workshop: Workshop, variant: str) -> "subprocess.Popen[bytes]":
+    arguments = [workshop.root / f"{variant}.yaml", variant, workshop.weights, workshop.base]
     return subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "tests.recipe.drive",
-            workshop.root / f"{variant}.yaml",
-            variant,
-            workshop.weights,
-            workshop.base,
-        ],
+        [sys.executable, "-m", "tests.recipe.drive", *arguments],
         cwd=Path(__file__).parents[2],
         stderr=subprocess.PIPE,
     )
 
 
-def test_two_runs_at_once_make_each_stage_once(workshop: Workshop, first_byte: FirstByte) -> None:
+def test_two_runs_at_once_make_each_stage_once(workshop: Workshop) -> None:
     for variant in ("one", "two"):
         workshop.recipe(workshop.add(1, seconds=0.5), workshop.add(2), variant=variant)
     processes = [start(workshop, variant) for variant in ("one", "two", "one")]
@@ -377,15 +347,10 @@ def test_a_stage_ends_with_the_run_that_wants_its_result(workshop: Workshop) -> 
     while not workshop.amounts_run():
         assert process.poll() is None
         time.sleep(0.02)
-    [worker] = children(process.pid)
+    [worker] = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.send_signal(signal.SIGKILL)
     process.communicate()
     deadline = time.monotonic() + 30
     while Path(f"/proc/{worker}").exists():
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-def children(process: int) -> list[int]:
-    listed = Path(f"/proc/{process}/task/{process}/children").read_text()
-    return [int(child) for child in listed.split()]

@@ -1,7 +1,6 @@
 """Baking on the embedded model: what is published hits in another place, and what cannot be used is said."""
 
 import dataclasses
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from slimqwen import checkpoint, variant
 from slimqwen.checkpoint.files import sha256
 from slimqwen.errors import SlimqwenError
 from slimqwen.recipe import recipe_file, runner
-from slimqwen.recipe.recipe_file import RecipeError
+from slimqwen.recipe.recipe_file import Recipe, RecipeError
 from slimqwen.recipe.stages import bake_cache
 from slimqwen.recipe.stages.bake_cache import BakeCacheParameters
 from slimqwen.serving import baked_cache, checks
@@ -20,45 +19,39 @@ from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
 from slimqwen.serving.server import free_port, prepare, run_server
 from slimqwen.vllm_plugin import compile_watch
-
-ROOT = Path(__file__).parents[3]
-CONFIG = """
-VLLM_MODEL=weights/v
-VLLM_SERVED_MODEL_NAME=default
-VLLM_HOST=127.0.0.1
-VLLM_MAX_MODEL_LEN=256
-VLLM_MAX_NUM_SEQS=2
-VLLM_ENABLE_PREFIX_CACHING=0
-VLLM_ENFORCE_EAGER=0
-VLLM_CPU_KVCACHE_SPACE=1
-VLLM_SPECULATIVE_CONFIG='{"method": "mtp", "num_speculative_tokens": 2}'
-"""
-RECIPE = "description: bake only\nbase: tiny\nstages:\n  - bake_cache:\n      prompt_tokens: [1, 300]\n"
+from tests.checkpoints import TINY
+from tests.recipe.workshop import CONFIG, repository_of_v
 
 
 def a_repository(root: Path, config: str = CONFIG) -> Path:
-    folder = root / "experiments" / "v"
-    folder.mkdir(parents=True)
-    (folder / "config.env").write_text(config)
-    (folder / "recipe.yaml").write_text(RECIPE)
-    (folder / "measurements.json").write_text(json.dumps({"hypothesis": "it hits", "baseline": None}))
-    (root / "weights").mkdir()
-    (root / "weights" / "tiny").symlink_to(ROOT / "weights" / "tiny")
-    return root
+    return repository_of_v(root, "  - bake_cache:\n      prompt_tokens: [1, 300]\n", config)
+
+
+def recipe_of(root: Path) -> Recipe:
+    return recipe_file.read(root / "experiments" / "v" / "recipe.yaml")
+
+
+def append(root: Path, lines: str) -> None:
+    with (root / "experiments" / "v" / "recipe.yaml").open("a") as recipe:
+        recipe.write(lines)
 
 
 def parameters(root: Path) -> BakeCacheParameters:
-    (step,) = recipe_file.read(root / "experiments" / "v" / "recipe.yaml").steps
+    (step,) = recipe_of(root).steps
     assert isinstance(step.parameters, BakeCacheParameters)
     return step.parameters
+
+
+def run(root: Path) -> runner.Outcome:
+    (outcome,) = runner.run(recipe_of(root), "v", root / "weights", lambda base: root / "weights" / base)
+    return outcome
 
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A repository whose only variant was baked by its recipe."""
     root = a_repository(tmp_path_factory.mktemp("repository"))
-    recipe = recipe_file.read(root / "experiments" / "v" / "recipe.yaml")
-    runner.run(recipe, "v", root / "weights", lambda base: root / "weights" / base)
+    run(root)
     return root
 
 
@@ -76,20 +69,14 @@ def test_the_stage_publishes_the_checkpoint_with_a_cache_that_hit(repository: Pa
         Path(name).stem.rpartition("-")[2] for name in baked.files if name.startswith("vllm/modelinfos/")
     }
     assert asked == {"Qwen3_5ForCausalLM", "DraftVocabularyMTP"}
-    assert {file.name for file in folder.iterdir()} - {
-        file.name for file in (ROOT / "weights/tiny").iterdir()
-    } == {
-        baked_cache.ARCHIVE,
-        baked_cache.MANIFEST,
-    }
-    assert sha256(folder / "model.safetensors") == sha256(ROOT / "weights/tiny/model.safetensors")
+    before, after = ({file.name for file in place.iterdir()} for place in (TINY, folder))
+    assert after - before == {baked_cache.ARCHIVE, baked_cache.MANIFEST}
+    assert sha256(folder / "model.safetensors") == sha256(TINY / "model.safetensors")
 
 
 @pytest.mark.engine
 def test_a_second_run_reuses_it(repository: Path) -> None:
-    recipe = recipe_file.read(repository / "experiments" / "v" / "recipe.yaml")
-    (outcome,) = runner.run(recipe, "v", repository / "weights", lambda base: repository / "weights" / base)
-    assert outcome.reused
+    assert run(repository).reused
 
 
 @pytest.fixture
@@ -175,10 +162,10 @@ def test_a_variant_that_compiles_nothing_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_config_of_another_name_is_refused(tmp_path: Path) -> None:
-    recipe = a_repository(tmp_path) / "experiments" / "v" / "recipe.yaml"
-    recipe.write_text(RECIPE + "      config: serve.env\n")
+    root = a_repository(tmp_path)
+    append(root, "      config: serve.env\n")
     with pytest.raises(RecipeError, match=r"recipe.yaml:6: config: config has to be a variant's config\.env"):
-        recipe_file.read(recipe)
+        recipe_of(root)
 
 
 def test_a_missing_config_is_an_error_of_one_line(tmp_path: Path) -> None:
@@ -191,9 +178,8 @@ def test_a_missing_config_is_an_error_of_one_line(tmp_path: Path) -> None:
 
 def test_nothing_may_follow_it_in_a_recipe(tmp_path: Path) -> None:
     root = a_repository(tmp_path)
-    recipe = root / "experiments" / "v" / "recipe.yaml"
-    recipe.write_text(RECIPE + "  - prune_vocab:\n      size: 4096\n")
+    append(root, "  - prune_vocab:\n      size: 4096\n")
     with pytest.raises(
         RecipeError, match=r"recipe.yaml:6: no stage may follow bake_cache; put that one last"
     ):
-        recipe_file.read(recipe)
+        recipe_of(root)
