@@ -82,7 +82,6 @@ def compare(
     """Compare two checkpoints.
 
     Args:
-        second: checkpoint folder, made from the first or not.
         progress: receives (activity, done, total) in tensors.
         leave_out: whether a tensor of this name is neither read nor returned.
 

@@ -30,10 +30,6 @@ SIZE_KEY = "mtp_draft_vocab_size"
 def read_token_ids(tensors: "Mapping[str, TensorInfo]", vocab_size: int) -> npt.NDArray[np.int64] | None:
     """The token ids of the draft head's rows, or None where the checkpoint has no draft head.
 
-    Args:
-        tensors: the stored tensors, from `list_tensors`.
-        vocab_size: rows of the embedding.
-
     Raises:
         CorruptCheckpointError: one of the two tensors is missing, or the ids do not fit rows and vocabulary.
     """

@@ -133,11 +133,7 @@ def verify(folder: Path, cure: str, progress: Progress = silent) -> Manifest:
     """Hash every file against the manifest, and compare every tensor with what config.json promises.
 
     Args:
-        cure: end of the error message.
         progress: receives (activity, done, total) in bytes.
-
-    Returns:
-        The manifest.
 
     Raises:
         MissingCheckpointError: as `check`.

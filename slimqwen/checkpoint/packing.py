@@ -107,12 +107,11 @@ def config_group(kind: str, bits: int, group_size: int | None) -> dict[str, Any]
 
 
 def with_group(config: Mapping[str, Any], kind: str, group: Mapping[str, Any]) -> dict[str, Any]:
-    """The quantization_config of a checkpoint whose linears of one kind have been packed too.
+    """The quantization_config of a checkpoint whose `lm_head` or `mtp` linears have been packed too.
 
     Args:
         config: config.json before; it may have no quantization_config.
-        kind: `lm_head` or `mtp`.
-        group: config group, from `config_group`.
+        group: from `config_group`.
     """
     before = config.get("quantization_config") or {
         "quant_method": "compressed-tensors",

@@ -10,7 +10,6 @@ def round_to_nearest(weight: Tensor, group_size: int, bits: int, *, symmetric: b
     Args:
         weight: float32 [rows, columns].
         group_size: weights of a row that share a bfloat16 scale; divides the columns.
-        bits: bits per weight.
         symmetric: scale around zero; otherwise each group has a zero point.
 
     Returns:
@@ -35,7 +34,6 @@ def quantise(weight: Tensor, group_size: int, bits: int) -> tuple[Tensor, Tensor
     Args:
         weight: float32 [rows, columns].
         group_size: weights of a row that share a scale; divides the columns.
-        bits: bits per weight.
 
     Returns:
         int8 [rows, columns] from -2^(bits-1) to 2^(bits-1) - 1, and the scales, bfloat16 [rows, columns / group_size].

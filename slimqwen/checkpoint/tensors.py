@@ -102,12 +102,7 @@ class TensorInfo:
 
 
 def selected_rows(info: TensorInfo, rows: npt.NDArray[np.int64]) -> NewTensor:
-    """Some rows of a stored tensor, to be written; blocks without any of them are not read.
-
-    Args:
-        info: stored tensor of at least one dimension.
-        rows: row numbers, ascending.
-    """
+    """Some rows of a stored tensor, in ascending order, to be written; blocks without any of them are not read."""
     length = (info.end - info.start) // info.shape[0]
     block = max(1, _ROWS_BLOCK_BYTES // length)
 
@@ -130,12 +125,7 @@ def torch_dtype(dtype: str) -> Any:
 
 
 def from_torch(tensor: Any, floating_dtype: str) -> NewTensor:
-    """A torch tensor to be written, converted when it is written.
-
-    Args:
-        tensor: torch tensor of any shape, of a floating dtype, int32 or int64.
-        floating_dtype: safetensors name of the dtype in which a floating-point tensor is stored.
-    """
+    """A torch tensor (floating, int32 or int64) to be written, converted to the dtype only when it is written."""
     import torch
 
     dtype = floating_dtype
@@ -206,8 +196,6 @@ def rewrite(
     """Copy source's shards into destination with some tensors changed; shard names and the index are kept.
 
     Args:
-        source: checkpoint folder.
-        destination: existing folder.
         change: (name, stored tensor) -> the tensors to write in its stead (an empty mapping drops it), or None to
             copy it byte for byte.
         progress: receives (activity, done, total) in bytes of source.

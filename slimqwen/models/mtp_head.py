@@ -45,11 +45,7 @@ class MtpHeadError(SlimqwenError):
 
 
 class MtpHead(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
-    """One draft step of Qwen3.5.
-
-    Args:
-        config: `Qwen3_5TextConfig` of the backbone, or any object with its fields.
-    """
+    """One draft step of Qwen3.5, from the `Qwen3_5TextConfig` of the backbone."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -100,12 +96,7 @@ class MtpHead(nn.Module):  # type: ignore[misc]  # torch is not followed by the 
 
 
 class DraftHead(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
-    """The output head of a trimmed draft vocabulary.
-
-    Args:
-        weight: [rows, hidden].
-        token_ids: int64 [rows], the id that each row stands for.
-    """
+    """The output head of a trimmed draft vocabulary: weight [rows, hidden], and the id of each row."""
 
     def __init__(self, weight: Tensor, token_ids: Tensor) -> None:
         super().__init__()
@@ -182,7 +173,6 @@ class DraftUnroller:
     head.
 
     Args:
-        model: backbone and head.
         hidden: [batch, length, hidden], the backbone's output after its final norm for the whole text.
     """
 
@@ -238,13 +228,9 @@ class Acceptance:
 
 
 def served_steps(correct: Sequence[int]) -> list[int]:
-    """The accepted drafts of each verify step that a server takes through one text.
+    """The accepted drafts of each verify step that a server takes through one text, from `drafts_accepted`.
 
-    Args:
-        correct: for every position, the number of consecutive drafts from there that are the target's own tokens.
-
-    Returns:
-        One count per verify step: after a step that accepted n drafts, the next starts n + 1 positions further.
+    After a step that accepted n drafts, the next starts n + 1 positions further.
     """
     steps: list[int] = []
     position = 0
@@ -255,11 +241,7 @@ def served_steps(correct: Sequence[int]) -> list[int]:
 
 
 def summarise_acceptance(texts: Sequence[Sequence[int]], depth: int) -> Acceptance:
-    """Summarise the verify steps of several texts.
-
-    Args:
-        texts: for each text, the accepted drafts of each verify step, from `served_steps`.
-        depth: tokens drafted per verify step.
+    """Summarise several texts, each the accepted drafts of its verify steps (`served_steps`).
 
     Raises:
         MtpHeadError: the texts are too short for a single step.
@@ -283,10 +265,9 @@ def drafts_accepted(model: DraftingModel, text: Sequence[int], start: int, depth
     """For every position, the number of consecutive greedy drafts of the head that are the tokens of the text.
 
     Args:
-        model: backbone and head, in evaluation mode.
+        model: in evaluation mode.
         text: token ids of a prompt and of the target's own greedy continuation.
         start: index of the prompt's last token.
-        depth: tokens to draft.
 
     Returns:
         One count (0..depth) per position from `start` on, as long as `depth` + 1 tokens follow.
@@ -315,9 +296,8 @@ def measure_acceptance(
     """Measure the acceptance of greedy drafts on the target's own greedy continuations, without a server.
 
     Args:
-        model: backbone and head, in evaluation mode.
+        model: in evaluation mode.
         texts: (prompt, greedy continuation of the same backbone), token ids.
-        depth: tokens drafted per verify step (K).
 
     Raises:
         MtpHeadError: every text is shorter than one draft.
@@ -333,10 +313,6 @@ def load_drafting_model(folder: Path, dtype: torch.dtype = torch.float32) -> Dra
     """Load backbone, head and draft head of a text-only or multimodal checkpoint, in evaluation mode.
 
     A quantised backbone (compressed-tensors) is unpacked.
-
-    Args:
-        folder: checkpoint folder with config.json and safetensors (one file, or shards and an index).
-        dtype: dtype of the loaded parameters.
 
     Raises:
         MtpHeadError: a file is missing, or `mtp.*` is absent, incomplete or of another shape.
@@ -390,12 +366,7 @@ def _read_draft_head(folder: Path, config: Any, dtype: torch.dtype) -> DraftHead
 
 
 def save_drafting_model(model: DraftingModel, folder: Path) -> None:
-    """Write config.json and model.safetensors (bfloat16, backbone and `mtp.*` together) in the form vLLM reads.
-
-    Args:
-        model: backbone and head; not changed.
-        folder: created if missing; files of the same names are replaced.
-    """
+    """Write config.json and model.safetensors (bfloat16, backbone and `mtp.*` together) in the form vLLM reads."""
     folder.mkdir(parents=True, exist_ok=True)
     with _quiet_loading():
         copy.deepcopy(model.backbone).to(torch.bfloat16).save_pretrained(folder)

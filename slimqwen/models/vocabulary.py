@@ -123,9 +123,7 @@ def choose(vocabulary: Vocabulary, counts: Ids, size: int, needed: Iterable[int]
     """The closed set of exactly `size` tokens that encodes the counted text in the fewest tokens.
 
     Args:
-        vocabulary: tokens to choose from.
         counts: occurrences by id, from `count`. Of tokens with equal counts the smaller ids are kept.
-        size: number of tokens to keep.
         needed: ids to keep in addition to `vocabulary.needed`.
 
     Returns:
@@ -157,11 +155,7 @@ def choose(vocabulary: Vocabulary, counts: Ids, size: int, needed: Iterable[int]
 
 
 def prune(vocabulary: Vocabulary, kept_ids: Ids) -> str:
-    """The tokenizer.json of the kept tokens; everything else in it stays the same.
-
-    Args:
-        vocabulary: the whole vocabulary.
-        kept_ids: ids to keep, from `choose`.
+    """The tokenizer.json of the kept tokens, from `choose`; everything else in it stays the same.
 
     Raises:
         VocabularyError: the tokenizers library would number the kept tokens differently.

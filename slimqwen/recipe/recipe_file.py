@@ -37,14 +37,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A validated recipe.yaml.
-
-    Attributes:
-        file: its path.
-        description: purpose of the recipe, one sentence or more.
-        base: name of a variant, or owner/name of a hub repository.
-        steps: the stages in order, at least one.
-    """
+    """A validated recipe.yaml, of at least one step; its base is a variant, or owner/name of a hub repository."""
 
     file: Path
     description: str
@@ -78,11 +71,7 @@ class _UniqueKeysLoader(yaml.SafeLoader):
 
 
 def read(file: Path, stages: Mapping[str, Stage] = STAGES) -> Recipe:
-    """Read and validate a recipe.
-
-    Args:
-        file: the recipe.yaml; paths in it are relative to its folder.
-        stages: the known stages.
+    """Read and validate a recipe.yaml; paths in it are relative to its folder.
 
     Raises:
         RecipeError: the file is missing or not YAML, a key is unknown or missing, or a value is invalid; names the

@@ -98,7 +98,6 @@ def run(
         variant: name; weights/<variant> is linked to the output of the last stage. With `stages`, it is linked to an
             earlier output only if all later stages add a cache alone and the link is missing or its present target has
             another digest.
-        weights: folder of the checkpoints and the store.
         resolve: base of a recipe -> its checkpoint folder, checked.
         stages: number of stages to run, from the first; None for the whole recipe.
         progress: receives (activity, done, total) of each running stage.
@@ -165,7 +164,6 @@ def clean_store(weights: Path, keep: Iterable[str]) -> int:
     It keeps every entry that a link under weights points to, and the entries from which that was made.
 
     Args:
-        weights: folder of the checkpoints and the store.
         keep: keys of further entries to keep, such as those that the variants' recipes would reuse.
 
     Returns:

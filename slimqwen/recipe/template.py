@@ -20,9 +20,6 @@ _EMBEDDED = "tiny"
 def render(base: Variant, stages: Sequence[str]) -> str:
     """The text of a recipe.yaml that takes the checkpoint of a variant through stages.
 
-    Args:
-        base: variant whose checkpoint the recipe starts from.
-
     Raises:
         slimqwen.recipe.recipe_file.RecipeError: an unknown stage, or an impossible order.
         SlimqwenError: a stage needs the checkpoint of the base, which is missing.

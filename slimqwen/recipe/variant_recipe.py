@@ -104,11 +104,6 @@ def unexplained_changes(variant: Variant) -> list[TensorDifference]:
 def unexplained_by(steps: Sequence[Step], base: Path, weights: Path) -> list[TensorDifference]:
     """Tensors of a checkpoint that differ from its base, though no step of a recipe changes them.
 
-    Args:
-        steps: steps of the recipe.
-        base: checkpoint folder of the recipe's base.
-        weights: checkpoint folder of its result.
-
     Raises:
         CorruptCheckpointError: a checkpoint cannot be read.
     """

@@ -22,11 +22,7 @@ from slimqwen.serving import spawner
 
 @dataclass(frozen=True)
 class WarmWorker:
-    """The runner's side of a warm worker.
-
-    Attributes:
-        messages: reports of its jobs, one job after the other.
-    """
+    """The runner's side of a warm worker, with the reports of its jobs, one job after the other."""
 
     messages: Connection
     _process: "subprocess.Popen[bytes]"
@@ -54,9 +50,7 @@ class WarmWorker:
         Raises:
             BrokenPipeError: the warm worker has died.
         """
-        assert self._process.stdin is not None
-        pickle.dump((dict(environment), job), self._process.stdin)
-        self._process.stdin.flush()
+        worker.give(self._process, dict(environment), job)
 
 
 @contextmanager
@@ -66,7 +60,7 @@ def started(
     """Start a warm worker. It and the process of its job end with the block.
 
     Args:
-        environment: environment variables of the process; PYTHONPATH is added.
+        environment: of the process; PYTHONPATH is added.
         output: file for what its jobs print.
         spawner_socket: path on which a spawner of servers listens (`slimqwen.serving.spawner`); None for no spawner.
     """

@@ -36,10 +36,9 @@ def started(
     """Start a worker: its process and the pipe of its messages. It is killed when the block ends.
 
     Args:
-        environment: environment variables of the process; PYTHONPATH is added.
+        environment: of the process; PYTHONPATH is added.
         output: file for what the worker and its libraries print.
-        module: main module of the process.
-        arguments: further words of its command line.
+        module: main module of the process, with further words of its command line.
     """
     receiving, sending = os.pipe()
     with Connection(receiving, writable=False) as messages:
@@ -97,12 +96,7 @@ def main() -> None:
 
 
 def perform(job: Any, runner: Connection) -> None:
-    """Run a job and report to the runner; exit at once if the runner ends.
-
-    Args:
-        job: run, source, destination, parameters.
-        runner: receives the messages.
-    """
+    """Run a job (run, source, destination, parameters) and report to the runner; exit at once if the runner ends."""
     run, source, destination, parameters = job
     threading.Thread(target=_end_with_runner, daemon=True).start()
     try:

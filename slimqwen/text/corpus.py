@@ -4,16 +4,15 @@ A document is one text of the embedded tiny world; one line of a .jsonl file; on
 .txt file, 8 KiB up to the end of the line.
 """
 
-import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 
+from slimqwen import tinyworld
 from slimqwen.checkpoint.files import sha256
 from slimqwen.errors import SlimqwenError
 
@@ -50,6 +49,14 @@ class Document:
     prompt: str | None = None
 
 
+def _relative_to_recipe(path: Path, info: ValidationInfo) -> Path:
+    return Path((info.context or {}).get("folder", Path())) / path
+
+
+RecipePath = Annotated[Path, AfterValidator(_relative_to_recipe)]
+"""A path relative to the recipe. The file's content enters the content key, not its path: exclude the field."""
+
+
 class TextSource(BaseModel):
     """The part of a stage's parameters that says where its text comes from.
 
@@ -62,14 +69,8 @@ class TextSource(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
     source: Literal["tinyworld", "file"] = "tinyworld"
-    # The file's content enters the content key, not its path.
-    path: Annotated[Path | None, Field(exclude=True)] = None
+    path: Annotated[RecipePath | None, Field(exclude=True)] = None
     seed: int = 0
-
-    @field_validator("path")
-    @classmethod
-    def _relative_to_recipe(cls, path: Path | None, info: ValidationInfo) -> Path | None:
-        return path and (info.context or {}).get("folder", Path()) / path
 
     @model_validator(mode="after")
     def _path_goes_with_file(self) -> "TextSource":
@@ -86,11 +87,9 @@ def digests(source: TextSource, name: str = "corpus") -> dict[str, str]:
     """
     if source.path is not None:
         return {name: file_digest(source.path, name)}
-    package = "slimqwen.tinyworld"
+    folder = Path(tinyworld.__file__).parent
     return {
-        f"{name}.{package}.{module}": hashlib.sha256(
-            resources.files(package).joinpath(f"{module}.py").read_bytes()
-        ).hexdigest()
+        f"{name}.{tinyworld.__name__}.{module}": sha256(folder / f"{module}.py")
         for module in _TINYWORLD_MODULES
     }
 
@@ -165,13 +164,11 @@ class TextFile:
     def __iter__(self) -> Iterator[Document]:
         try:
             with self._path.open("rb") as stream:
-                position, number = 0, 1
+                position = 0
                 while block := self._block(stream):
-                    location = f"{self._path}, line {number}"
-                    if block.strip() and (document := self._document(block, position, location)):
+                    if block.strip() and (document := self._document(block, position)):
                         yield document
                     position += len(block)
-                    number += 1
         except OSError as error:
             raise CorpusError(
                 f"{self._path}: cannot be read ({error.strerror or error}); put the text there"
@@ -181,12 +178,14 @@ class TextFile:
         """The document that begins at a byte."""
         with self._path.open("rb") as stream:
             stream.seek(position)
-            document = self._document(self._block(stream), position, str(self._path))
+            document = self._document(self._block(stream), position)
         assert document is not None
         return document
 
     def location(self, position: int) -> str:
-        """File and line of a document, for an error message."""
+        """File, and line of a .jsonl file, of a document for an error message."""
+        if not self._lines:
+            return str(self._path)
         with self._path.open("rb") as stream:
             number = stream.read(position).count(b"\n") + 1
         return f"{self._path}, line {number}"
@@ -194,18 +193,17 @@ class TextFile:
     def _block(self, stream: IO[bytes]) -> bytes:
         return stream.readline() if self._lines else b"".join(stream.readlines(_TXT_DOCUMENT_BYTES))
 
-    def _document(self, block: bytes, position: int, location: str) -> Document | None:
-        location = location if self._lines else str(self._path)
+    def _document(self, block: bytes, position: int) -> Document | None:
         try:
             text = block.decode()
             if not self._lines:
                 return Document(position, text) if text.strip() else None
             content = json.loads(text)
         except UnicodeDecodeError as error:
-            raise CorpusError(f"{location}: not UTF-8 ({error.reason}); convert it") from None
+            raise CorpusError(f"{self.location(position)}: not UTF-8 ({error.reason}); convert it") from None
         except ValueError as error:
-            raise CorpusError(f"{location}: not JSON ({error}); {_FORM} a line") from None
-        return _checked(content, position, location)
+            raise CorpusError(f"{self.location(position)}: not JSON ({error}); {_FORM} a line") from None
+        return _checked(content, position, self.location)
 
 
 class DataSet:
@@ -241,12 +239,12 @@ class DataSet:
 
     def __iter__(self) -> Iterator[Document]:
         for number, row in enumerate(self._rows):
-            if document := _checked(row, number, self.location(number)):
+            if document := _checked(row, number, self.location):
                 yield document
 
     def at(self, position: int) -> Document:
         """The document of a row."""
-        document = _checked(self._rows[position], position, self.location(position))
+        document = _checked(self._rows[position], position, self.location)
         assert document is not None
         return document
 
@@ -255,17 +253,17 @@ class DataSet:
         return f"{self._path}, row {position}"
 
 
-def _checked(content: Any, position: int, location: str) -> Document | None:
+def _checked(content: Any, position: int, location: Callable[[int], str]) -> Document | None:
     """The document of a JSON object or a row; None if it is blank."""
     fields: dict[str, Any] = {}
     for name, kind in (("text", str), ("messages", list), ("prompt", str)):
         if isinstance(content, dict) and isinstance(content.get(name), kind):
             fields[name] = content[name]
     if not fields:
-        raise CorpusError(f"{location}: no text in it; {_FORM}")
+        raise CorpusError(f"{location(position)}: no text in it; {_FORM}")
     try:
         "".join(value for value in fields.values() if isinstance(value, str)).encode()
     except UnicodeEncodeError as error:
-        raise CorpusError(f"{location}: not UTF-8 ({error.reason}); mend or remove it") from None
+        raise CorpusError(f"{location(position)}: not UTF-8 ({error.reason}); mend or remove it") from None
     filled = {name: value for name, value in fields.items() if value and str(value).strip()}
     return Document(position, **filled) if filled else None

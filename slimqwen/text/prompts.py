@@ -60,13 +60,7 @@ class PromptCutter:
 
     @classmethod
     def for_checkpoint(cls, weights: Path, source: str, seed: int, root: Path) -> "PromptCutter":
-        """A cutter with the tokenizer of a checkpoint.
-
-        Args:
-            source: source of `documents`.
-            seed: seed of `documents`.
-            root: folder that `source` is relative to.
-        """
+        """A cutter of `documents` with the tokenizer of a checkpoint."""
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(weights, local_files_only=True)
@@ -76,22 +70,14 @@ class PromptCutter:
         )
 
     def advance_to(self, documents_used: int, prompts: Iterable[Tokens]) -> None:
-        """Continue where another cutter of the same stream stopped.
-
-        Args:
-            documents_used: number of documents that the other used.
-            prompts: prompts that the other cut.
-        """
+        """Continue where another cutter of the same stream stopped, given what it used and cut."""
         for _ in range(documents_used - self.documents_used):
             next(self._texts, None)
         self.documents_used = documents_used
         self._known_prompts.update(map(tuple, prompts))
 
     def cut(self, count: int, length: int) -> list[Tokens]:
-        """The next prompts, all different from any cut before.
-
-        Args:
-            length: length of each, tokens.
+        """The next prompts of `length` tokens each, all different from any cut before.
 
         Raises:
             DocumentsError: the text is used up.

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Annotated
 
 import httpx
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, field_validator
 
 from slimqwen import checkpoint
 from slimqwen import variant as variants
@@ -32,6 +32,7 @@ from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
 from slimqwen.serving.platform import Platform
 from slimqwen.serving.server import RunningServer, free_port, run_server
+from slimqwen.text.corpus import RecipePath
 from slimqwen.variant import OWN_KEYS, Setting, Variant
 from slimqwen.vllm_plugin import compile_watch
 from slimqwen.vllm_plugin.api_key import authorization
@@ -57,8 +58,7 @@ class BakeCacheParameters(Parameters):
         prompt_tokens: lengths of the prompts that the server answers before its cache is packed, tokens.
     """
 
-    # The file's settings enter the content key, not its path.
-    config: Annotated[Path, Field(exclude=True)] = Path("config.env")
+    config: Annotated[RecipePath, Field(exclude=True)] = Path("config.env")
     prompt_tokens: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)] = (
         1,
         64,
@@ -68,10 +68,10 @@ class BakeCacheParameters(Parameters):
 
     @field_validator("config")
     @classmethod
-    def _relative_to_recipe(cls, path: Path, info: ValidationInfo) -> Path:
+    def _is_of_a_variant(cls, path: Path) -> Path:
         if path.name != "config.env":
             raise ValueError("config has to be a variant's config.env")
-        return Path((info.context or {}).get("folder", Path())) / path
+        return path
 
 
 def run(source: Path, destination: Path, parameters: BakeCacheParameters, progress: Progress) -> Facts:

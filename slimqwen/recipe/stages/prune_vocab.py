@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field
 
 from slimqwen import checkpoint
 from slimqwen.checkpoint import draft_head
@@ -43,7 +43,7 @@ from slimqwen.models import vocabulary
 from slimqwen.models.vocabulary import Ids, Vocabulary
 from slimqwen.progress import Progress
 from slimqwen.recipe.stage import Facts, Needs, Parameters, Stage, StageError
-from slimqwen.text.corpus import CorpusError, TextSource, digests, file_digest, file_texts, texts
+from slimqwen.text.corpus import CorpusError, RecipePath, TextSource, digests, file_digest, file_texts, texts
 
 ROW_MULTIPLE = 64
 """Engines and quantised kernels need a multiple of this many rows."""
@@ -85,13 +85,8 @@ class PruneVocabParameters(Parameters):
 
     size: Annotated[int, Field(ge=ROW_MULTIPLE)]
     corpus: Corpus = Corpus()
-    outputs: Annotated[Path | None, Field(exclude=True)] = None
+    outputs: Annotated[RecipePath | None, Field(exclude=True)] = None
     outputs_weight: Annotated[int, Field(ge=1)] = 1
-
-    @field_validator("outputs")
-    @classmethod
-    def _relative_to_recipe(cls, path: Path | None, info: ValidationInfo) -> Path | None:
-        return path and (info.context or {}).get("folder", Path()) / path
 
 
 def run(source: Path, destination: Path, parameters: PruneVocabParameters, progress: Progress) -> Facts:

@@ -346,7 +346,6 @@ def _divergence(model: Any, students: Any, targets: Any, drafted: bool) -> Any:
     gives to ids that can be drafted there.
 
     Args:
-        model: drafting model whose lm_head turns states into logits.
         students: [positions, hidden], states of the head.
         targets: [positions, hidden], states of the backbone for the same tokens.
         drafted: whether to compare the ids of the draft head alone.

@@ -126,8 +126,7 @@ def _config(
 ) -> dict[str, Any]:
     """The config with a quantization_config for the targets, and an output head of its own where that is one.
 
-    Args:
-        others: names of linears of the layers that stay as they are.
+    Linears of the layers that stay as they are (`others`) are ignored by name.
     """
     packed = parameters.scheme == "W4A16"
     group = packing.config_group("mlp", 4 if packed else 8, parameters.group_size if packed else None)
