@@ -172,12 +172,11 @@ def test_serve_hands_the_plan_of_the_start_to_vllm(resolve, record, tmp_path, mo
     one = variant.load("v", tmp_path)
     plan = record(ServerCommand.resolve(one, platform="cpu"), gpu="cpu").model_copy(update={"toolkit": None})
     started = []
-    monkeypatch.setattr(variant, "load", lambda name: one)
     monkeypatch.setattr(os, "chdir", lambda folder: None)
     monkeypatch.setattr(os, "execve", lambda *words: started.append(words))
     monkeypatch.setattr(start_plan, "find", lambda command, name, toolkit: plan)
 
-    serve.serve("v", port=free_port(), platform="cpu", require_plan="1")
+    serve.serve(one, port=free_port(), platform="cpu", require_plan="1")
 
     ((_, argv, environment),) = started
     expected = engine_facts.PlanExpectation.model_validate_json(environment[engine_facts.VARIABLE])
@@ -188,10 +187,11 @@ def test_serve_hands_the_plan_of_the_start_to_vllm(resolve, record, tmp_path, mo
 def test_require_plan_is_refused_before_anything_starts(resolve, tmp_path):
     """As `docker run -e REQUIRE_PLAN=1`: the variable of the shell, and no plan."""
     code = (
-        "import sys; from pathlib import Path; from slimqwen import variant; from slimqwen.cli import console, serve;"
+        "import sys; from pathlib import Path; from slimqwen import variant;"
         f"variant.repository_root = lambda: Path({str(tmp_path)!r}); load = variant.load;"
         f"variant.load = lambda name, root=None: load(name, Path({str(tmp_path)!r}));"
-        "import typer; app = typer.Typer(add_completion=False); app.command()(serve.serve);"
+        "import typer; from slimqwen.cli import console, serve;"
+        "app = typer.Typer(add_completion=False); app.command()(serve.serve);"
         "sys.argv = ['serve.py', '--variant', 'v', '--platform', 'cpu']; console.run(app, 'serve.py')"
     )
     resolve()
