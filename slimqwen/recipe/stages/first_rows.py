@@ -76,7 +76,8 @@ def run(source: Path, destination: Path, parameters: FirstRowsParameters, progre
 
     rewrite(source, destination, change, progress)
     carry_side_files(source, destination)
-    config["vocab_size"] = rows
+    text = config.get("text_config", config)
+    text["vocab_size"] = rows
     write_config(destination, config if drafted is None else draft_head.announced(config, drafted))
     return {"vocab_size": rows, "draft_vocab_size": drafted or rows}
 

@@ -1,5 +1,6 @@
 """The first rows stay, a draft head gets the first ids, everything else is as it was; trained weights are refused."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from pydantic import ValidationError
 
 from slimqwen import checkpoint
 from slimqwen.checkpoint import draft_head
+from slimqwen.checkpoint.config import write_config
 from slimqwen.recipe.stage import StageError
 from slimqwen.recipe.stages.first_rows import FirstRowsParameters
 from slimqwen.serving import in_process
@@ -42,6 +44,18 @@ def test_a_draft_head_has_the_first_rows_of_the_output_head(random: Path, tmp_pa
     assert tensors[draft_head.TOKEN_IDS].tolist() == list(range(128))
     assert checkpoint.read_config(folder)[draft_head.SIZE_KEY] == 128
     assert checkpoint.has_random_weights(folder)
+
+
+def test_the_sizes_go_into_the_text_part_of_a_multimodal_config(random: Path, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(random, tmp_path / "multimodal"))
+    config = checkpoint.read_config(source)
+    write_config(source, {"architectures": config["architectures"], "text_config": config})
+
+    folder = cut(source, tmp_path / "cut", vocab_size=8192, draft_vocab_size=128)
+
+    written = checkpoint.read_config(folder)
+    assert written["text_config"] == {**config, "vocab_size": 8192, draft_head.SIZE_KEY: 128}
+    assert "vocab_size" not in written
 
 
 def test_trained_weights_are_refused(tmp_path: Path) -> None:
