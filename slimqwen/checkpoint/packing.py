@@ -111,7 +111,7 @@ def with_group(config: Mapping[str, Any], kind: str, group: Mapping[str, Any]) -
 
     Args:
         config: config.json before; it may have no quantization_config.
-        group: from `config_group`.
+        group: config group of the packed linears, from `config_group`.
     """
     before = config.get("quantization_config") or {
         "quant_method": "compressed-tensors",

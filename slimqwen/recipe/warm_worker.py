@@ -60,7 +60,7 @@ def started(
     """Start a warm worker. It and the process of its job end with the block.
 
     Args:
-        environment: of the process; PYTHONPATH is added.
+        environment: environment variables of the process; PYTHONPATH is added.
         output: file for what its jobs print.
         spawner_socket: path on which a spawner of servers listens (`slimqwen.serving.spawner`); None for no spawner.
     """

@@ -36,7 +36,7 @@ def started(
     """Start a worker: its process and the pipe of its messages. It is killed when the block ends.
 
     Args:
-        environment: of the process; PYTHONPATH is added.
+        environment: environment variables of the process; PYTHONPATH is added.
         output: file for what the worker and its libraries print.
         module: main module of the process, with further words of its command line.
     """
