@@ -25,6 +25,7 @@ import hypothesis
 import pytest
 
 from slimqwen import host_load, variant
+from slimqwen.errors import SlimqwenError
 from slimqwen.recipe.worker import GARBAGE_THRESHOLD
 from slimqwen.records import store
 from slimqwen.serving.command import ServerCommand
@@ -68,6 +69,20 @@ def no_host_is_too_busy() -> Iterator[None]:
     """Limits that nothing else on the machine reaches: no test but those of `host_load` depends on them."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(host_load, "LIMITS", host_load.Limits(math.inf, math.inf, math.inf))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def expected_errors_are_one_line() -> Iterator[None]:
+    """Fails the test in which an expected error of more than one line is made."""
+    stock = SlimqwenError.__init__
+
+    def make(error: SlimqwenError, *arguments: object) -> None:
+        stock(error, *arguments)
+        assert "\n" not in str(error), f"an expected error of more than one line: {str(error)!r}"
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(SlimqwenError, "__init__", make)
         yield
 
 

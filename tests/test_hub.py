@@ -77,9 +77,8 @@ def seen(weights: Path) -> list[str]:
 
 
 def refuse(copy: variant.Variant, message: str, kind: type[SlimqwenError] = HubError) -> None:
-    with pytest.raises(kind, match=message) as caught:
+    with pytest.raises(kind, match=message):
         hub.download(copy)
-    assert "\n" not in str(caught.value)
 
 
 def stop_at(position: int) -> Callable[[str, float, float], None]:

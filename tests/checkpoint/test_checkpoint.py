@@ -86,7 +86,6 @@ def test_a_missing_file_is_named_with_the_cure(folder: Path, name: str) -> None:
     with pytest.raises(CorruptCheckpointError, match=CURE) as caught:
         checkpoint.check(folder, CURE)
     assert name in str(caught.value) or "b is in" in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 @same_folder

@@ -215,9 +215,8 @@ def test_the_committed_checkpoint_and_others_that_no_recipe_made_get_no_card(one
 
 def refused(one, message):
     before = state(one.root)
-    with pytest.raises(EvalError, match=message) as caught:
+    with pytest.raises(EvalError, match=message):
         promotion.promote(one)
-    assert "\n" not in str(caught.value)
     assert state(one.root) == before
 
 

@@ -55,9 +55,8 @@ def test_a_base_needs_its_digest_or_to_be_of_this_machine():
     for base in (f"docker.io/library/debian:bookworm-slim@{DIGEST}", "localhost/base:1", "debootstrap"):
         assert build.check_base(base) == base
     for base in (None, "debian:bookworm", "debian@sha256:abc"):
-        with pytest.raises(ImageError, match="write BASE_IMAGE=") as refused:
+        with pytest.raises(ImageError, match="write BASE_IMAGE="):
             build.check_base(base)
-        assert "\n" not in str(refused.value)
 
 
 def test_the_first_tool_that_is_there_is_taken_and_a_missing_one_is_named(tmp_path, monkeypatch):
@@ -119,9 +118,8 @@ def test_a_whole_wheelhouse_is_left_alone_and_what_pip_says_is_told(tmp_path, mo
         "PIP_CONFIG_FILE": os.devnull,
     }.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ImageError, match="wheels: torch: ERROR: Could not find") as refused:
+    with pytest.raises(ImageError, match="wheels: torch: ERROR: Could not find"):
         build.fill_wheelhouse(tmp_path, "cpu", tmp_path / "log")
-    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +139,7 @@ def test_a_step_that_fails_is_told_by_its_cause(line, cause, content, tmp_path, 
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
     messages = []
-    with pytest.raises(ImageError, match=cause) as refused:
+    with pytest.raises(ImageError, match=cause):
         build.build(
             content,
             tool="buildah",
@@ -150,7 +148,6 @@ def test_a_step_that_fails_is_told_by_its_cause(line, cause, content, tmp_path, 
             log=tmp_path / "log",
             progress=lambda *how_far: messages.append(how_far),
         )
-    assert "\n" not in str(refused.value)
     assert ("build", 2.0, 9.0) in messages
     assert list((content.command.variant.root / ".cache" / "images").iterdir()) == []
     assert "STEP 2/9" in (tmp_path / "log").read_text()

@@ -114,6 +114,5 @@ def test_a_quantised_checkpoint_without_a_recipe_does_not_describe_itself(root, 
 )
 def test_a_damaged_file_is_named_with_its_field(root, content, reason):
     (root / "eval" / "shapes" / "bad.json").write_text(content)
-    with pytest.raises(shapes.ShapeError, match=reason) as error:
+    with pytest.raises(shapes.ShapeError, match=reason):
         shapes.published_shape(root, "bad")
-    assert "\n" not in str(error.value)

@@ -215,9 +215,8 @@ def test_a_failed_stage_leaves_the_store_as_it_was(
 ) -> None:
     workshop.run(workshop.recipe(workshop.add(1)))
     before = workshop.visible()
-    with pytest.raises(error, match=message) as caught:
+    with pytest.raises(error, match=message):
         workshop.run(workshop.recipe(workshop.add(1), stage))
-    assert "\n" not in str(caught.value)
     assert workshop.visible() == before
     assert list((workshop.weights / "store" / ".staging").iterdir()) == []
 

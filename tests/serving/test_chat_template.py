@@ -31,9 +31,8 @@ def test_the_embedded_models_template_renders():
     ],
 )
 def test_a_template_that_is_none_for_chats_is_refused_with_the_reason(tmp_path, text, said):
-    with pytest.raises(ServingError, match=said) as refused:
+    with pytest.raises(ServingError, match=said):
         check(tmp_path, text)
-    assert "\n" not in str(refused.value)
 
 
 def test_the_variants_default_arguments_are_given(tmp_path):
@@ -46,9 +45,8 @@ def test_the_variants_default_arguments_are_given(tmp_path):
 @pytest.mark.parametrize("content", ["", "{", "[]", "version https://git-lfs.github.com/spec/v1"])
 def test_a_damaged_tokenizer_config_is_told(tmp_path, content):
     (tmp_path / "tokenizer_config.json").write_text(content)
-    with pytest.raises(ServingError, match=r"tokenizer_config\.json cannot be read") as refused:
+    with pytest.raises(ServingError, match=r"tokenizer_config\.json cannot be read"):
         chat_template.check(TINY / "chat_template.jinja", tmp_path, {})
-    assert "\n" not in str(refused.value)
 
 
 def test_a_missing_template_is_refused(tmp_path):

@@ -158,9 +158,8 @@ def test_modes_that_were_found_unsafe_are_refused_with_the_record_and_the_cure(f
     with pytest.raises(
         ServingError,
         match=r"no MTP, no prefix caching, .*2 answers differ; experiments/v/engine_2026.*ALLOW_UNSAFE=1",
-    ) as refused:
+    ):
         checks.check(found_unsafe())
-    assert "\n" not in str(refused.value)
 
 
 def test_modes_that_were_found_unsafe_are_served_where_that_is_allowed(found_unsafe):

@@ -56,9 +56,8 @@ def test_the_shell_decides_where_the_config_env_says_nothing_and_else_the_config
 @pytest.mark.parametrize("name", ["7", "2", "-1", "GPU-cc", "MIG-aa11"])
 def test_a_gpu_that_the_shell_hides_is_an_error_with_the_cure(host, name):
     host(shell="0,1", gpus=(A40, L4))
-    with pytest.raises(ServingError, match=f"names {name}, .*export it in the shell") as refused:
+    with pytest.raises(ServingError, match=f"names {name}, .*export it in the shell"):
         first_visible({"CUDA_VISIBLE_DEVICES": name})
-    assert "\n" not in str(refused.value)
 
 
 def test_without_a_gpu_there_is_none(host):

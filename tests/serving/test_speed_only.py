@@ -52,9 +52,8 @@ def test_every_check_of_answers_refuses(root: Path, name: str, reason: str) -> N
         lambda: acceptance.measure(subject, "tinyworld", [4], command=["x"]),
         lambda: gate.measure(subject, "tinyworld", command=["x"]),
     ):
-        with pytest.raises(ServingError, match=reason) as refusal:
+        with pytest.raises(ServingError, match=reason):
             measure()
-        assert "\n" not in str(refusal.value)
 
 
 def test_a_trained_checkpoint_whose_drafts_are_judged_is_let_through(root: Path) -> None:

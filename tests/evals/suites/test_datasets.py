@@ -40,9 +40,8 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 def refusal(kind: type[SlimqwenError], message: str, root: Path, wanted: HubDataset = WANTED) -> None:
-    with pytest.raises(kind, match=message) as caught:
+    with pytest.raises(kind, match=message):
         datasets.fetch(wanted, root)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_dataset_is_fetched_at_one_commit_with_a_manifest(served: Hub, tmp_path: Path) -> None:
