@@ -209,7 +209,7 @@ class Watch:
 
         def mean(name: str) -> float | None:
             values = [getattr(section, name) for section in self._sections]
-            if not values or None in values:
+            if not sum(seconds) or None in values:
                 return None
             return statistics.fmean(values, seconds)
 

@@ -58,6 +58,12 @@ def test_sections_of_another_process_count_by_their_length(monkeypatch: pytest.M
     assert watch.load().pressure == pytest.approx(4 / 15)
 
 
+def test_another_process_that_timed_nothing_is_no_load() -> None:
+    watch = Watch()
+    watch.add(Watch().load())
+    assert (watch.load().seconds, watch.load().other_share, watch.load().pressure) == (0, 0, None)
+
+
 def test_a_server_says_how_late_its_event_loop_was_meanwhile() -> None:
     readings = iter([(2.0, 100.0), (2.3, 200.0)])
 

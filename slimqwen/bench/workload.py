@@ -1,7 +1,7 @@
 """Workloads: the prompt classes that a measurement sends, read from eval/workloads/<name>.yaml."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -53,6 +53,10 @@ class ServiceLevel(_Strict):
 
     ttft_ms: Positive
     tpot_ms: Positive
+
+    def is_met_by(self, request: Mapping[str, Any]) -> bool:
+        """Whether a successful request is within both limits."""
+        return bool(request["ttft_ms"] <= self.ttft_ms and request["tpot_ms"] <= self.tpot_ms)
 
 
 class PromptClass(_Strict):

@@ -143,7 +143,7 @@ def _quantised_tensors(
 ) -> ExpectedTensors:
     rows, columns = shape
     weights = group["weights"]
-    scales = columns // (weights.get("group_size") or columns)
+    scales = 1 if weights.get("strategy") == "channel" else columns // (weights.get("group_size") or columns)
     expected: ExpectedTensors = {f"{module}.weight_scale": ((rows, scales), floating)}
     if group.get("format") == "int-quantized":
         return {f"{module}.weight": (shape, ("I8",)), **expected}

@@ -198,7 +198,6 @@ def dequantised(words: Any, scales: Any, columns: int, zero_points: Any = None) 
     bits, shape = 32 * words.shape[1] // columns, torch.Size((len(words), columns))
     groups = unpack_from_int32(words, bits, shape).float().reshape(*scales.shape, -1)
     if zero_points is not None:
-        groups = groups - unpack_from_int32(zero_points, bits, scales.shape, packed_dim=0).float().unsqueeze(
-            2
-        )
+        points = unpack_from_int32(zero_points, bits, scales.shape, packed_dim=0)
+        groups = groups - points.float().unsqueeze(2)
     return (groups * scales.float().unsqueeze(2)).reshape(shape)

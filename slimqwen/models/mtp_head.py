@@ -265,7 +265,7 @@ def drafts_accepted(model: DraftingModel, text: Sequence[int], start: int, depth
     """For every position, the number of consecutive greedy drafts of the head that are the tokens of the text.
 
     Args:
-        model: in evaluation mode.
+        model: a model in evaluation mode.
         text: token ids of a prompt and of the target's own greedy continuation.
         start: index of the prompt's last token.
 
@@ -296,7 +296,7 @@ def measure_acceptance(
     """Measure the acceptance of greedy drafts on the target's own greedy continuations, without a server.
 
     Args:
-        model: in evaluation mode.
+        model: a model in evaluation mode.
         texts: (prompt, greedy continuation of the same backbone), token ids.
 
     Raises:
@@ -393,11 +393,11 @@ def _check_head(folder: Path, head: MtpHead, tensors: dict[str, Tensor]) -> None
             "that read the head"
         )
     expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    for name in sorted(expected.keys() | found.keys()):
-        if expected.get(name) != found.get(name):
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    for name in sorted(expected.keys() | shapes.keys()):
+        if expected.get(name) != shapes.get(name):
             raise MtpHeadError(
-                f"{folder}: {PREFIX}{name} is {found.get(name, 'missing')}, "
+                f"{folder}: {PREFIX}{name} is {shapes.get(name, 'missing')}, "
                 f"the config asks for {expected.get(name, 'no such tensor')}; rebuild the checkpoint"
             )
 

@@ -82,10 +82,10 @@ def write(shape: Shape, folder: Path, tokenizer: Path, *, seed: int, progress: P
     """
     started = time.monotonic()
     tensors = {key.replace("model.language_model.", "model."): form for key, form in shape.tensors.items()}
-    drawn = itertools.count()
+    counter = itertools.count()
 
     def report() -> None:
-        progress("drawing weights", next(drawn), len(tensors))
+        progress("drawing weights", next(counter), len(tensors))
 
     contents = {
         key: NewTensor(dtype, dimensions, _random_chunks(key, number, dtype, dimensions, seed, report))

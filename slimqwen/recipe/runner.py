@@ -276,8 +276,8 @@ def _versions(packages: Iterable[str]) -> dict[str, str]:
 def _nearest_entry(stage: str, ingredients: Mapping[str, str], store: Path) -> Manifest | None:
     """The entry of the same stage with the fewest different ingredients; of equals, the newest."""
     files = sorted(store.glob(f"[!.]*/{MANIFEST}"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
-    of_stage = [manifest for file in files if (manifest := Manifest.read(file.parent)).stage == stage]
-    return min(of_stage, key=lambda manifest: len(_changes(manifest.ingredients, ingredients)), default=None)
+    entries = [manifest for file in files if (manifest := Manifest.read(file.parent)).stage == stage]
+    return min(entries, key=lambda manifest: len(_changes(manifest.ingredients, ingredients)), default=None)
 
 
 def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[Change, ...]:

@@ -61,14 +61,14 @@ _COMPARED: tuple[tuple[Circumstance, str, Callable[[Provenance], Mapping[str, An
 
 def between(before: Provenance, after: Provenance) -> list[Difference]:
     """Compare two provenance blocks; addresses and the folders of caches are left out."""
-    found = []
+    differences = []
     for circumstance, prefix, values in _COMPARED:
         old, new = values(before), values(after)
         for name in dict.fromkeys([*old, *new]):
             first, second = old.get(name), new.get(name)
             if first != second:
-                found.append(Difference(circumstance, f"{prefix}{name}", _text(first), _text(second)))
-    return found
+                differences.append(Difference(circumstance, f"{prefix}{name}", _text(first), _text(second)))
+    return differences
 
 
 def _text(value: Any) -> str:

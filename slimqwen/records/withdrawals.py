@@ -38,4 +38,5 @@ def read(root: Path) -> Mapping[str, str]:
 
 def record_of(location: str) -> str:
     """The location of the record that a file belongs to: the record itself, or the record of items."""
-    return location.removesuffix(".items.jsonl").removesuffix(".json") + ".json"
+    items = ".items.jsonl"
+    return location.removesuffix(items) + ".json" if location.endswith(items) else location

@@ -33,7 +33,7 @@ class Front:
         baseline: the variant at quality 0.
         cost: short name of the cost.
         axis: name of the cost with its unit.
-        points: by cost, the baseline included.
+        points: variants in the order of their cost, the baseline included.
     """
 
     baseline: str

@@ -329,10 +329,10 @@ def _figures(
     for kind in registry.kinds().values():
         if kind.leaderboard_columns and (records := collection.select(kind, variant)):
             entry = min(records, key=lambda entry: hardware(entry) != machine)
-            of_record = entry.record.figures()
+            values = entry.record.figures()
             for name, heading in kind.leaderboard_columns.items():
-                if name in of_record:
-                    figures[heading] = of_record[name], entry
+                if name in values:
+                    figures[heading] = values[name], entry
     return figures
 
 

@@ -63,12 +63,12 @@ def trends(records: Collection, variant: str) -> dict[str, Trend]:
             basis = f"{_machine(entry)} {entry.record.provenance.datasets}"
             by_figure.setdefault(name, {}).setdefault(label, []).append(Observation(entry, figure, basis))
         _add_size(by_figure.setdefault(SIZE, {}).setdefault("", []), entry)
-    found: dict[str, Trend] = {}
+    trends_by_figure: dict[str, Trend] = {}
     for name in sorted(by_figure, key=lambda name: (name == SIZE, name)):
         repeated = {label: rows for label, rows in by_figure[name].items() if len(rows) > 1}
         if repeated:
-            found[name] = repeated
-    return found
+            trends_by_figure[name] = repeated
+    return trends_by_figure
 
 
 def trend_chart(name: str, trend: Trend) -> Chart:

@@ -88,10 +88,10 @@ def prove(names: Sequence[str], executor: Executor, root: Path, *, command: Sequ
 
     before = gate_results("search", names)
     after = gate_results("proof", [name for name in names if not before[name].failure])
-    gated = {name: each.records[-1] for name, each in after.items() if not each.failure}
-    p_values = [gate.p_value(gated[name]) if name in gated else 1.0 for name in names]
+    records = {name: each.records[-1] for name, each in after.items() if not each.failure}
+    p_values = [gate.p_value(records[name]) if name in records else 1.0 for name in names]
     adjusted = multiplicity.holm(p_values)
-    shares = [split_of(store.read(path)) for path in gated.values()]
+    shares = [split_of(store.read(path)) for path in records.values()]
     return Proof(
         alpha=ALPHA,
         proof_share=shares[0].proof_share if shares and shares[0] else None,

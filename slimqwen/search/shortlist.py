@@ -48,9 +48,9 @@ def recount(
             candidate = Candidate(**trial.changes)
             if candidate.depth:
                 candidate = dataclasses.replace(candidate, depth=budget.acceptance.gate_depth)
-                asked = larger_ladder.questions(candidate)
-                questions[trial.name] = [asked["base_acceptance"], asked["acceptance"]]
-        measure([each for asked in questions.values() for each in asked], executor, answers)
+                rung_questions = larger_ladder.questions(candidate)
+                questions[trial.name] = [rung_questions["base_acceptance"], rung_questions["acceptance"]]
+        measure([question for pair in questions.values() for question in pair], executor, answers)
         for trial in group:
             if trial.name in questions:
                 base, own = (answers.get(question.request) for question in questions[trial.name])

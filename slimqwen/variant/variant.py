@@ -106,7 +106,15 @@ def load(name: str, root: Path | None = None) -> Variant:
     root = root or repository_root()
     lineage, settings, unset = inherit(name, root)
     hypothesis, baseline = _read_measurements(name, root)
-    return Variant(name, root, lineage, settings, unset, hypothesis, baseline)
+    return Variant(
+        name=name,
+        root=root,
+        lineage=lineage,
+        settings=settings,
+        unset=unset,
+        hypothesis=hypothesis,
+        baseline=baseline,
+    )
 
 
 def making_command(weights: Path, root: Path) -> str:

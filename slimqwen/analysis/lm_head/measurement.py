@@ -106,8 +106,8 @@ def analyse(
     )
     sizes = [len(text.encode()) for text in texts]
 
-    def bits(of_tokens: "Tensor") -> list[float]:
-        sums = [float(part.sum()) for part in of_tokens.split(lengths)]
+    def bits(log_probability: "Tensor") -> list[float]:
+        sums = [float(part.sum()) for part in log_probability.split(lengths)]
         return [-nats / math.log(2) / size for nats, size in zip(sums, sizes, strict=True)]
 
     numbers = head.rows * head.hidden

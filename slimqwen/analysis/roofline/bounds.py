@@ -164,7 +164,7 @@ class ServedVariant:
 
     Attributes:
         flags: vLLM's flags by name.
-        digest: of the checkpoint.
+        digest: digest of the checkpoint.
         num_speculative_tokens: drafted tokens per step (K).
         max_model_len: longest context, tokens.
         max_num_seqs: largest batch.

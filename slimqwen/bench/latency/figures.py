@@ -85,9 +85,8 @@ def _distribution(values: Sequence[float], estimate: intervals.Estimate, request
 def _goodput(rows: Sequence[Row], duration_s: float, service_level: ServiceLevel | None) -> Goodput | None:
     if service_level is None:
         return None
-    ttft_ms, tpot_ms = service_level.ttft_ms, service_level.tpot_ms
-    good = sum(row["ttft_ms"] <= ttft_ms and row["tpot_ms"] <= tpot_ms for row in rows)
-    return Goodput(ttft_ms=ttft_ms, tpot_ms=tpot_ms, good_count=good, requests_per_s=good / duration_s)
+    good = sum(map(service_level.is_met_by, rows))
+    return Goodput(**service_level.model_dump(), good_count=good, requests_per_s=good / duration_s)
 
 
 def _rounds(rows: Sequence[Row]) -> list[int] | None:

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from slimqwen.bench.workload import Column
+from slimqwen.bench.workload import Column, ServiceLevel
 from slimqwen.records.collection import Collection
 from slimqwen.records.panel import Line, Panel
 from slimqwen.records.record import (
@@ -58,9 +58,10 @@ class Goodput(Block):
     good_count: Count
     requests_per_s: NonNegative
 
-    def is_met_by(self, request: Mapping[str, Any]) -> bool:
-        """Whether a successful request is within both limits."""
-        return bool(request["ttft_ms"] <= self.ttft_ms and request["tpot_ms"] <= self.tpot_ms)
+    @property
+    def service_level(self) -> ServiceLevel:
+        """The two limits."""
+        return ServiceLevel(ttft_ms=self.ttft_ms, tpot_ms=self.tpot_ms)
 
 
 class Acceptance(Block):

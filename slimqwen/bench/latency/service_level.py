@@ -47,10 +47,11 @@ def good_throughput(record: Latency, path: Path) -> list[GoodThroughput]:
         level = row.goodput
         if level is None:
             continue
+        is_good = level.service_level.is_met_by
         # A round without a good request counts by its duration.
         tokens = dict.fromkeys(range(len(row.durations_s or ())), 0)
         for number, answers in requests.get(name, {}).items():
-            tokens[number] = sum(answer["output_tokens"] for answer in answers if level.is_met_by(answer))
+            tokens[number] = sum(answer["output_tokens"] for answer in answers if is_good(answer))
         interval = None
         if row.durations_s and len(row.durations_s) > 1:
             rate = intervals.rate_over_rounds(list(tokens.values()), row.durations_s)

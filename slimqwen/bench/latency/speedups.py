@@ -212,7 +212,7 @@ def _rates(
     ]
     level = pair[0].goodput
     if level and pair[1].goodput:
-        measures.append(("goodput_per_s", level.is_met_by))
+        measures.append(("goodput_per_s", level.service_level.is_met_by))
     rows = []
     for measure, amount in measures:
         means, rates = [], []

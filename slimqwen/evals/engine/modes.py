@@ -300,10 +300,10 @@ def judge(
         state, reason = State.NOT_AVAILABLE, combination.refusal
     elif isinstance(run, str):
         state, reason = State.UNSAFE, run
-    counted = run if isinstance(run, Run) else Run([], 0, 0, 0, None, 0, [])
+    counts = run if isinstance(run, Run) else Run([], 0, 0, 0, None, 0, [])
     items: list[dict[str, Any]] = []
     differences = []
-    for reply in counted.replies:
+    for reply in counts.replies:
         comparison = compare(answers[reply.group][reply.number], reply.tokens, near_tie_nats)
         items.append(
             {
@@ -327,7 +327,7 @@ def judge(
             f"token {first.same} ({gap})"
         )
     # What the engine counted has the same names in both.
-    counters = {name: value for name, value in vars(counted).items() if name != "replies"}
+    counters = {name: value for name, value in vars(counts).items() if name != "replies"}
     cell = Cell(
         modes=combination.modes,
         served=combination.served,

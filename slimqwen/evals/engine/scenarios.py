@@ -85,7 +85,7 @@ class Answer:
     """An engine's continuation of a request.
 
     Attributes:
-        log_probabilities: of the likeliest tokens, by position; empty unless requested.
+        log_probabilities: natural logarithms for the likeliest tokens, by position; empty unless requested.
         abort_count: number of times the request was aborted and sent again.
     """
 

@@ -61,8 +61,8 @@ def install() -> bool:
     """Have vLLM's CPU kernels of Gated DeltaNet convolve by `conv1d`; False if they do."""
     from vllm.model_executor.layers.mamba.ops.cpu import causal_conv1d, gdn_attention
 
-    found = [getattr(module, "F", None) for module in (causal_conv1d, gdn_attention)]
-    if all(isinstance(one, _Functional) for one in found):
+    functionals = [getattr(module, "F", None) for module in (causal_conv1d, gdn_attention)]
+    if all(isinstance(each, _Functional) for each in functionals):
         return False
     for module in (causal_conv1d, gdn_attention):
         expect(

@@ -21,23 +21,23 @@ class EngineFixError(SlimqwenError):
     or corrupted memory later, with nothing that says why.
     """
 
-    def __init__(self, fix: str, found: str) -> None:
+    def __init__(self, fix: str, difference: str) -> None:
         from vllm import __version__
 
         super().__init__(
-            f"engine fix {fix}: {found}. It was written for vLLM {WRITTEN_FOR} and this is {__version__}: "
+            f"engine fix {fix}: {difference}. It was written for vLLM {WRITTEN_FOR} and this is {__version__}: "
             f"install that version, or bring the module {fix} up to date"
         )
 
 
-def expect(fix: str, holds: bool, found: str) -> None:
+def expect(fix: str, holds: bool, difference: str) -> None:
     """Go on only if the expectation holds.
 
     Raises:
-        EngineFixError: it does not; `found` says what is there instead.
+        EngineFixError: it does not; `difference` says what is there instead.
     """
     if not holds:
-        raise EngineFixError(fix, found)
+        raise EngineFixError(fix, difference)
 
 
 def expect_parameters(fix: str, function: Callable[..., Any], names: Sequence[str]) -> None:
@@ -76,9 +76,9 @@ def replace(
     """
     if is_replaced(owner, name):
         return False
-    found = inspect.getattr_static(owner, name, None)
-    method = type(found) if isinstance(found, classmethod | staticmethod) else None
-    stock: Any = found.__func__ if isinstance(found, classmethod | staticmethod) else found
+    attribute = inspect.getattr_static(owner, name, None)
+    method = type(attribute) if isinstance(attribute, classmethod | staticmethod) else None
+    stock: Any = attribute.__func__ if isinstance(attribute, classmethod | staticmethod) else attribute
     expect(fix, callable(stock), f"{owner.__name__} has no function {name}")
     _, *own = inspect.signature(replacement).parameters.values()
     if parameters is not None or not any(parameter.kind is parameter.VAR_POSITIONAL for parameter in own):
@@ -102,8 +102,8 @@ def require_unbound(fix: str, kernel: str) -> None:
     from vllm.triton_utils.dispatcher import KernelOverride
 
     bound = getattr(sys.modules.get("vllm.v1.sample.rejection_sampler"), kernel, None)
-    found = "an engine of this process already uses the stock kernel"
-    expect(fix, not isinstance(bound, KernelOverride), found)
+    difference = "an engine of this process already uses the stock kernel"
+    expect(fix, not isinstance(bound, KernelOverride), difference)
 
 
 def mixed_precision_kernels(fix: str, products: Sequence[str]) -> list[Any]:

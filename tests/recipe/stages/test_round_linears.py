@@ -9,7 +9,7 @@ from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_in
 
 from slimqwen import checkpoint
 from slimqwen.analysis.roofline.architecture import read_model
-from slimqwen.checkpoint.config import expected_tensors
+from slimqwen.checkpoint.config import expected_tensors, write_config
 from slimqwen.checkpoint.tensors import list_tensors
 from slimqwen.recipe.stage import StageError
 from slimqwen.serving import in_process
@@ -69,6 +69,17 @@ def test_the_checkpoint_is_what_its_config_promises(tmp_path: Path, parameters: 
     for name, (shape, dtypes) in expected.items():
         assert found[name].shape == shape, name
         assert found[name].dtype in dtypes, name
+
+
+def test_a_scale_per_row_may_be_stored_with_a_group_size_of_minus_one(tmp_path: Path) -> None:
+    folder = rounded(tmp_path / "rounded", scheme="W8A8")
+    expected = expected_tensors(folder)
+    config = checkpoint.read_config(folder)
+    for group in config["quantization_config"]["config_groups"].values():
+        assert group["weights"]["strategy"] == "channel"
+        group["weights"]["group_size"] = -1
+    write_config(folder, config)
+    assert expected_tensors(folder) == expected
 
 
 def test_eight_bit_layers_and_a_four_bit_head_are_counted_together(tmp_path: Path) -> None:
