@@ -1,0 +1,168 @@
+"""The zoo: the small model in every form in which models are published, as a table."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.zoo import quantised
+from tests.zoo.quantised import compressed_tensors, floats, fp8_blocks, gptq, int8, integers
+from tests.zoo.specimen import (
+    Edit,
+    Specimen,
+    files,
+    inner,
+    json_file,
+    multimodal,
+    outer,
+    qwen3,
+    qwen3_5_moe,
+    rows,
+    shards,
+    tiny,
+    unlisted,
+    untied,
+    without_file,
+    without_mtp,
+)
+
+
+@dataclass(frozen=True)
+class Animal:
+    """A published form of checkpoint.
+
+    Attributes:
+        form: what is special about it, as a table says it.
+        edits: what makes it from `start`.
+        start: makes the specimen to begin with.
+    """
+
+    form: str
+    edits: tuple[Edit, ...] = ()
+    start: Callable[[], Specimen] = tiny
+
+    def build(self, folder: Path) -> Path:
+        """Write the checkpoint into a new folder."""
+        specimen = self.start()
+        for edit in self.edits:
+            edit(specimen)
+        return specimen.write(folder)
+
+
+_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
+ANIMALS: dict[str, Animal] = {
+    "text": Animal("text only, one file"),
+    "multimodal": Animal("multimodal, three shards and an index", (multimodal(), shards(3))),
+    "multimodal-bare": Animal("multimodal without preprocessor files", (multimodal(preprocessor=False),)),
+    "multimodal-sections": Animal("multimodal, rotary sections", (multimodal(sections=True), shards(3))),
+    "multimodal-w4a16": Animal(
+        "multimodal, W4A16 group 32, MTP head in 16 bits",
+        (multimodal(), shards(3), compressed_tensors(integers())),
+    ),
+    "multimodal-w4a16-mtp": Animal(
+        "multimodal, W4A16 group 32, MTP layer too",
+        (multimodal(), compressed_tensors(integers(), integers(quantised.MTP_LAYER), ignore="patterns")),
+    ),
+    "multimodal-bare-names": Animal(
+        "multimodal, W4A16, `ignore` without the prefix language_model",
+        (multimodal(), compressed_tensors(integers(), prefix="model.")),
+    ),
+    "multimodal-fp8": Animal("multimodal, official FP8 blocks", (multimodal(), shards(3), fp8_blocks())),
+    "multimodal-gptq": Animal("multimodal, GPTQ", (multimodal(), shards(3), gptq())),
+    "torch-dtype": Animal("`torch_dtype` for `dtype`", (outer(dtype=..., torch_dtype="bfloat16"),)),
+    "torch-dtype-inner": Animal(
+        "multimodal, `torch_dtype` inside, none outside",
+        (multimodal(), inner(dtype=..., torch_dtype="bfloat16")),
+    ),
+    "dtype-outer": Animal(
+        "multimodal, `dtype` outside alone", (multimodal(), inner(dtype=...), outer(dtype="bfloat16"))
+    ),
+    "dtype-absent": Animal("no dtype in config.json", (outer(dtype=...),)),
+    "tie-outer": Animal(
+        "multimodal, tied by the outer flag alone", (multimodal(), inner(tie_word_embeddings=...))
+    ),
+    "tie-inner": Animal(
+        "multimodal, tied by the inner flag alone", (multimodal(), outer(tie_word_embeddings=...))
+    ),
+    "tie-differs": Animal(
+        "multimodal, untied outside, tied inside", (multimodal(), untied, inner(tie_word_embeddings=True))
+    ),
+    "untied": Animal("untied output head", (untied,)),
+    "eos-list": Animal(
+        "eos as a list, pad absent",
+        (outer(eos_token_id=[2, 0], pad_token_id=...), json_file("generation_config.json", pad_token_id=...)),
+    ),
+    "eos-null": Animal(
+        "eos null in config.json, a number in generation_config.json",
+        (outer(eos_token_id=None), json_file("generation_config.json", eos_token_id=2)),
+    ),
+    "no-generation-config": Animal("no generation_config.json", (without_file("generation_config.json"),)),
+    "more-rows": Animal("more rows than the tokenizer has ids", (rows(8320),)),
+    "more-ids": Animal("more ids than rows", (rows(8128),)),
+    "side-files": Animal(
+        "licence, chat_template.json, additional templates",
+        (
+            without_file("chat_template.jinja"),
+            files(
+                {
+                    "LICENSE": "A licence.\n",
+                    "chat_template.json": f'{{"chat_template": "{_TEMPLATE}"}}',
+                    "additional_chat_templates/tool_use.jinja": _TEMPLATE,
+                    "original/params.json": "{}",
+                    ".gitattributes": "*.safetensors filter=lfs\n",
+                    "README.md": "# A model card\n",
+                }
+            ),
+        ),
+    ),
+    "adapter-beside": Animal(
+        "shards, an adapter outside the index", (shards(2), unlisted("adapter_model.safetensors"))
+    ),
+    "copy-beside": Animal(
+        "shards, a consolidated copy outside the index",
+        (shards(2), unlisted("consolidated.safetensors", copy=True)),
+    ),
+    "no-mtp": Animal("no MTP head", (without_mtp(),)),
+    "mtp-lost": Animal("the MTP head that config.json promises is lost", (without_mtp(announced=True),)),
+    "w4a16": Animal("W4A16 group 32, `ignore` by names", (compressed_tensors(integers()),)),
+    "w4a16-patterns": Animal(
+        "W4A16 group 32, `ignore` by patterns", (compressed_tensors(integers(), ignore="patterns"),)
+    ),
+    "w4a16-anchored": Animal(
+        "W4A16 group 32, `ignore` by anchored patterns", (compressed_tensors(integers(), ignore="anchored"),)
+    ),
+    "w4a16-zero-points": Animal(
+        "W4A16 group 32 with zero points", (compressed_tensors(integers(symmetric=False)),)
+    ),
+    "w4a16-g128": Animal(
+        "W4A16 group 128, wide linears alone", (compressed_tensors(integers(quantised.WIDE, group_size=128)),)
+    ),
+    "w4a16-mtp": Animal(
+        "W4A16, MTP layer too", (compressed_tensors(integers(f"{quantised.LINEARS}|{quantised.MTP_LAYER}")),)
+    ),
+    "w4a16-head": Animal(
+        "W4A16, output head too",
+        (untied, compressed_tensors(integers(f"{quantised.LINEARS}|{quantised.HEAD}"))),
+    ),
+    "w8a16": Animal("W8A16 by row", (compressed_tensors(integers(bits=8, group_size=None)),)),
+    "w8a8": Animal("int8 weights and inputs", (compressed_tensors(int8()),)),
+    "fp8-rows": Animal("compressed-tensors FP8 (float-quantized)", (compressed_tensors(floats()),)),
+    "mixed": Animal(
+        "compressed-tensors mixed: W4A16 MLP, FP8 attention",
+        (
+            compressed_tensors(
+                integers(quantised.MLP),
+                floats(rf"{quantised.BODY}self_attn\.[qkvo]_proj"),
+                ignore="names",
+            ),
+        ),
+    ),
+    "fp8-blocks": Animal("official FP8 blocks, MTP layer too", (fp8_blocks(),)),
+    "fp8-blocks-mtp16": Animal("official FP8 blocks, MTP head in 16 bits", (fp8_blocks(mtp=False),)),
+    "gptq": Animal("GPTQ, 4 bits", (gptq(),)),
+    "gptq-act-order": Animal("GPTQ with activation order, MTP layer too", (gptq(mtp=True, act_order=True),)),
+    "auto-round": Animal("AutoRound in GPTQ's layout", (quantised.auto_round,)),
+    "awq": Animal("AWQ (gemm), zero points", (quantised.awq,)),
+    "qwen3": Animal("Qwen3ForCausalLM, random", start=qwen3),
+    "qwen3.5-moe": Animal("Qwen3_5MoeForCausalLM, random", start=qwen3_5_moe),
+}

@@ -1,0 +1,314 @@
+"""A checkpoint in memory, before it is written, and the edits that give it the forms in which people publish models."""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.checkpoints import TINY
+
+Tensors = dict[str, torch.Tensor]
+
+TEXT_PREFIX = "model.language_model."
+IDS = {
+    "image_token_id": 8000,
+    "video_token_id": 8001,
+    "vision_start_token_id": 8002,
+    "vision_end_token_id": 8003,
+}
+_TOWER = {
+    "model_type": "qwen3_5",
+    "depth": 1,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "out_hidden_size": 192,
+    "num_position_embeddings": 16,
+}
+_IMAGES = {
+    "size": {"longest_edge": 16777216, "shortest_edge": 65536},
+    "patch_size": 16,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": [0.5] * 3,
+    "image_std": [0.5] * 3,
+    "processor_class": "Qwen3VLProcessor",
+}
+
+
+@dataclass
+class Specimen:
+    """A checkpoint in memory.
+
+    Attributes:
+        config: config.json.
+        tensors: by name.
+        files: content of every other file by its path.
+        shards: number of files of weights; an index where there is more than one.
+        unlisted: files of weights that no index lists.
+    """
+
+    config: dict[str, Any]
+    tensors: Tensors
+    files: dict[str, bytes]
+    shards: int = 1
+    unlisted: dict[str, Tensors] = field(default_factory=dict)
+
+    @property
+    def text(self) -> dict[str, Any]:
+        """The language model's part of the config."""
+        part: dict[str, Any] = self.config.get("text_config", self.config)
+        return part
+
+    def write(self, folder: Path) -> Path:
+        """Write it into a new folder."""
+        folder.mkdir(parents=True)
+        names = sorted(self.tensors)
+        step = math.ceil(len(names) / self.shards)
+        files = [f"model.safetensors-{i + 1:05}-of-{self.shards:05}.safetensors" for i in range(self.shards)]
+        shards = {file: names[i * step : (i + 1) * step] for i, file in enumerate(files)}
+        if self.shards == 1:
+            shards = {"model.safetensors": names}
+        else:
+            weight_map = {name: file for file, held in shards.items() for name in held}
+            size = sum(tensor.nbytes for tensor in self.tensors.values())
+            write_json(
+                folder / "model.safetensors.index.json",
+                {"metadata": {"total_size": size}, "weight_map": weight_map},
+            )
+        contents = {file: {name: self.tensors[name] for name in held} for file, held in shards.items()}
+        for file, tensors in {**contents, **self.unlisted}.items():
+            held = {name: tensor.contiguous() for name, tensor in tensors.items()}
+            save_file(held, folder / file, metadata={"format": "pt"})
+        write_json(folder / "config.json", self.config)
+        for path, content in self.files.items():
+            (folder / path).parent.mkdir(exist_ok=True)
+            (folder / path).write_bytes(content)
+        return folder
+
+
+Edit = Callable[[Specimen], None]
+
+
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
+    """Write JSON as model hubs hold it."""
+    file.write_text(json.dumps(content, indent=2), encoding="utf-8")
+
+
+def tiny() -> Specimen:
+    """The committed small Qwen3.5: text only, one file, BF16, with an MTP head."""
+    names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+    return Specimen(
+        config=json.loads((TINY / "config.json").read_text()),
+        tensors=load_file(TINY / "model.safetensors"),
+        files={name: (TINY / name).read_bytes() for name in names},
+    )
+
+
+def qwen3() -> Specimen:
+    """A small Qwen3 with random weights, tied, without an MTP head."""
+    return _random_model(
+        "Qwen3ForCausalLM",
+        "Qwen3Config",
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        tie_word_embeddings=True,
+    )
+
+
+def qwen3_5_moe() -> Specimen:
+    """A small Qwen3.5 mixture of experts with random weights, untied, without an MTP head."""
+    return _random_model(
+        "Qwen3_5MoeForCausalLM",
+        "Qwen3_5MoeTextConfig",
+        hidden_size=128,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=256,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        tie_word_embeddings=False,
+    )
+
+
+def _random_model(architecture: str, config: str, **dimensions: Any) -> Specimen:
+    import transformers
+
+    specimen = tiny()
+    ends = {"eos_token_id": 2, "bos_token_id": None, "pad_token_id": None}
+    settings = getattr(transformers, config)(
+        vocab_size=8192, max_position_embeddings=4096, **ends, **dimensions
+    )
+    specimen.tensors = _random_tensors(getattr(transformers, architecture), settings)
+    if settings.tie_word_embeddings:
+        specimen.tensors.pop("lm_head.weight")
+    specimen.config = {**settings.to_dict(), "architectures": [architecture], "dtype": "bfloat16"}
+    return specimen
+
+
+def _random_tensors(model_class: Any, settings: Any) -> Tensors:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = model_class(settings).to(torch.bfloat16)
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+@cache
+def _vision_tower() -> tuple[dict[str, Any], Tensors]:
+    import transformers
+
+    settings = transformers.Qwen3_5VisionConfig(**{k: v for k, v in _TOWER.items() if k != "model_type"})
+    tower = transformers.models.qwen3_5.modeling_qwen3_5.Qwen3_5VisionModel
+    tensors = {f"model.visual.{name}": tensor for name, tensor in _random_tensors(tower, settings).items()}
+    return json.loads(json.dumps(settings.to_dict(), default=str)), tensors
+
+
+def multimodal(*, preprocessor: bool = True, sections: bool = False) -> Edit:
+    """As Qwen publishes: text tensors below model.language_model., a vision tower, nested configs.
+
+    Args:
+        preprocessor: whether the files that describe images and videos to a processor are there.
+        sections: whether the rotary embedding has the sections of images and videos.
+    """
+
+    def edit(specimen: Specimen) -> None:
+        vision, tower = _vision_tower()
+        specimen.tensors = {_below_text(name): tensor for name, tensor in specimen.tensors.items()} | tower
+        text = specimen.config
+        text.pop("architectures")
+        if sections:
+            text["rope_parameters"] |= {"mrope_interleaved": True, "mrope_section": [11, 11, 10]}
+        quantisation = text.pop("quantization_config", None)
+        specimen.config = {
+            "architectures": ["Qwen3_5ForConditionalGeneration"],
+            "model_type": "qwen3_5",
+            "text_config": text,
+            "vision_config": vision,
+            "tie_word_embeddings": text["tie_word_embeddings"],
+            **IDS,
+        }
+        if quantisation:
+            specimen.config["quantization_config"] = quantisation
+        if preprocessor:
+            kinds = {
+                "preprocessor_config.json": ("image_processor_type", "Qwen2VLImageProcessorFast"),
+                "video_preprocessor_config.json": ("video_processor_type", "Qwen3VLVideoProcessor"),
+            }
+            for file, (key, kind) in kinds.items():
+                specimen.files[file] = json.dumps({**_IMAGES, key: kind}).encode()
+
+    return edit
+
+
+def _below_text(name: str) -> str:
+    return TEXT_PREFIX + name.removeprefix("model.") if name.startswith("model.") else name
+
+
+def shards(count: int) -> Edit:
+    """Weights in several files with an index."""
+
+    def edit(specimen: Specimen) -> None:
+        specimen.shards = count
+
+    return edit
+
+
+def unlisted(file: str, *, copy: bool = False) -> Edit:
+    """A file of weights that no index lists: an adapter, or a copy of all tensors."""
+
+    def edit(specimen: Specimen) -> None:
+        adapter = {"base_model.model.layers.0.lora_A.weight": torch.zeros(4, 4)}
+        specimen.unlisted[file] = specimen.tensors if copy else adapter
+
+    return edit
+
+
+def outer(**changes: Any) -> Edit:
+    """Keys of config.json changed; `...` removes one."""
+    return lambda specimen: _change(specimen.config, changes)
+
+
+def inner(**changes: Any) -> Edit:
+    """Keys of the text part of config.json changed; `...` removes one."""
+    return lambda specimen: _change(specimen.text, changes)
+
+
+def json_file(path: str, **changes: Any) -> Edit:
+    """Keys of another JSON file changed; `...` removes one."""
+
+    def edit(specimen: Specimen) -> None:
+        content = json.loads(specimen.files.get(path, b"{}"))
+        _change(content, changes)
+        specimen.files[path] = json.dumps(content).encode()
+
+    return edit
+
+
+def files(content: Mapping[str, str]) -> Edit:
+    """More files by their paths."""
+
+    def edit(specimen: Specimen) -> None:
+        for path, text in content.items():
+            specimen.files[path] = text.encode()
+
+    return edit
+
+
+def without_file(path: str) -> Edit:
+    """A file left out."""
+    return lambda specimen: specimen.files.pop(path) and None
+
+
+def _change(content: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    for key, value in changes.items():
+        if value is ...:
+            content.pop(key, None)
+        else:
+            content[key] = value
+
+
+def without_mtp(*, announced: bool = False) -> Edit:
+    """No MTP head; `announced`: the config still promises one, as after a careless rewrite."""
+
+    def edit(specimen: Specimen) -> None:
+        specimen.tensors = {n: t for n, t in specimen.tensors.items() if not n.startswith("mtp.")}
+        if not announced:
+            specimen.text["mtp_num_hidden_layers"] = 0
+
+    return edit
+
+
+def untied(specimen: Specimen) -> None:
+    """An output head of its own."""
+    embedding = next(name for name in specimen.tensors if name.endswith("embed_tokens.weight"))
+    specimen.tensors["lm_head.weight"] = specimen.tensors[embedding].clone()
+    for config in (specimen.config, specimen.text):
+        config["tie_word_embeddings"] = False
+
+
+def rows(count: int) -> Edit:
+    """So many rows of embedding: more than the tokenizer has ids (padded), or fewer."""
+
+    def edit(specimen: Specimen) -> None:
+        specimen.text["vocab_size"] = count
+        for name, tensor in specimen.tensors.items():
+            if name.endswith(("embed_tokens.weight", "lm_head.weight")):
+                more = torch.zeros(max(0, count - len(tensor)), tensor.shape[1], dtype=tensor.dtype)
+                specimen.tensors[name] = torch.cat([tensor[:count], more])
+
+    return edit
