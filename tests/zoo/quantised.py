@@ -1,4 +1,4 @@
-"""Edits that quantise a specimen as published checkpoints are, round-to-nearest: the layouts are real, the scales simple."""
+"""Edits that quantise a specimen as published checkpoints are: real layouts, weights rounded to nearest."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -151,7 +151,7 @@ def int8(pattern: str = LINEARS) -> dict[str, Any]:
 
 
 def fp8_blocks(*, mtp: bool = True) -> Edit:
-    """Official FP8 (`quant_method: fp8`): blocks of 128 x 128 with weight_scale_inv, the MTP layer too but not its fc."""
+    """Official FP8: blocks of 128 x 128 with weight_scale_inv; of the MTP head its layer, not fc."""
 
     def edit(specimen: Specimen) -> None:
         for module in _modules(specimen, f"{LINEARS}|{MTP_LAYER}" if mtp else LINEARS):
