@@ -3,21 +3,18 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from slimqwen import variant as variants
 from slimqwen.analysis.roofline import gpu as data_sheets
 from slimqwen.checkpoint.files import sha256
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
-from slimqwen.records.journal import locked
 from slimqwen.search.candidate import Candidate, make_overlay
 from slimqwen.search.executors import Executor
 from slimqwen.search.ladder import Ladder
 from slimqwen.search.proof import prove
 from slimqwen.search.record import Search, SearchTrial
 from slimqwen.search.rungs import Budget
-from slimqwen.search.shortlist import recount
 from slimqwen.search.space import SearchSettings, Space
 from slimqwen.search.study import Study
 from slimqwen.variant import Variant, config_env
@@ -80,7 +77,6 @@ def search(
         repeated_suggestions=findings.repeated,
         trials=tuple(findings.trials),
         importance=findings.importance,
-        efficiency=findings.efficiency,
         provenance=provenance.of_variant(
             base,
             command,
@@ -98,18 +94,9 @@ def search(
     within_budget = [trial for trial in record.faster if ladder.budget.is_met_by(trial)]
     if not limit or not within_budget:
         return store.write(root / "results", record)
-    with executor, locked(folder / "answers.jsonl") as answers:
-        considered = within_budget[: settings.recounts]
-        recounted = recount(considered, ladder, executor, answers, finalists=limit, progress=progress)
-    by_name = {trial.name: trial for trial in recounted}
-    changes: dict[str, Any] = {"trials": tuple(by_name.get(trial.name, trial) for trial in record.trials)}
-    # Trials that are likely proven come first; within each group the fastest stays first.
-    recounted.sort(key=lambda trial: not ladder.budget.is_likely_proven(trial, limit))
-    if recounted:
-        names = {_finalist(trial, ladder): trial.name for trial in recounted[:limit]}
-        proof = prove(list(names), executor, root, command=command)
-        changes |= {"proof": proof, "proof_names": names}
-    return store.write(root / "results", record.model_copy(update=changes))
+    names = {_finalist(trial, ladder): trial.name for trial in within_budget[:limit]}
+    proof = prove(list(names), executor, root, command=command)
+    return store.write(root / "results", record.model_copy(update={"proof": proof, "proof_names": names}))
 
 
 def _finalist(trial: SearchTrial, ladder: Ladder) -> str:

@@ -1,12 +1,11 @@
 """The record kind search: every candidate that a search tried, where it ended, and what came out."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, PositiveFloat
 
-from slimqwen.records.panel import Line, Panel
 from slimqwen.records.provenance import source_notes
 from slimqwen.records.record import (
     Block,
@@ -20,7 +19,6 @@ from slimqwen.records.record import (
     VariantName,
 )
 from slimqwen.records.table import Table
-from slimqwen.search.efficiency import Efficiency, StrategyResult
 from slimqwen.search.proof import Finalist, Proof
 
 if TYPE_CHECKING:
@@ -53,11 +51,6 @@ class SearchTrial(Block):
         None,
         description="Acceptance length / the base's on the same prompts, at the gate's depth; in the records of "
         "2026-11-23T124259Z and before at the candidate's.",
-    )
-    recounted_share: Ratio | None = Field(
-        None,
-        description="The same counted again on the search's items with as many prompts as the proof has; null where "
-        "the trial was not considered as a finalist.",
     )
     tokens_per_second: PositiveFloat | None = Field(None, description="Modelled, with the measured length.")
     worst_share: float | None = Field(
@@ -112,9 +105,6 @@ class Search(Record):
     importance: dict[str, NonNegative] = Field(
         description="Of each lever for the modelled speed among the trials that passed, by PED-ANOVA; empty where too "
         "few passed."
-    )
-    efficiency: Efficiency | None = Field(
-        default=None, description="Beside random search and one lever at a time; null after too few trials."
     )
     proof: Proof | None = Field(default=None, description="Of the finalists; null where there was none.")
     proof_names: dict[str, str] = Field(default={}, description="Name of a trial by the finalist made of it.")
@@ -173,10 +163,7 @@ class Search(Record):
         return self.advice
 
     def tables(self, path: Path) -> list[Table]:
-        """The front; the proof; the trials by rung; all trials; the importance of the levers; the other strategies.
-
-        The proof, the importance and the comparison with other strategies are left out where the record has none.
-        """
+        """The front; the proof, where there is one; the trials by rung; all trials; what decides their speed."""
         speed = "tokens/s" if self.timed else f"tokens/s (roofline of the {self.gpu})"
         least = self.incumbent.tokens_per_second
         front: dict[str, Callable[[SearchTrial], object]] = {
@@ -185,7 +172,6 @@ class Search(Record):
             f"times {self.incumbent.variant}": lambda row: f"{row.speed / least:.2f}",
             "acceptance length ± SE": lambda row: _formatted(row.acceptance_length, ".3f"),
             "share of the base's [95 %]": lambda row: _formatted(row.acceptance_share, ".3f"),
-            "recounted": lambda row: _formatted(row.recounted_share, ".3f"),
             "KL, nats a token ± SE": lambda row: _formatted(row.kl_nats, ".5f"),
             "of a limit": lambda row: _formatted(row.worst_share, ".0%"),
             "MB": lambda row: f"{row.checkpoint_bytes / 1e6:.2f}",
@@ -195,8 +181,7 @@ class Search(Record):
             f"Modelled at a batch size of {self.sequences}, {self.context_len:,} cached tokens a sequence. Of "
             f"a limit: how much of a limit of {self.budget} a candidate uses, for the figure that comes nearest to its "
             "limit (fidelity, or loss of acceptance length). Above 100 % the estimate is beyond the limit, but not its "
-            "whole interval. Recounted: the share with as many prompts as the proof has, of candidates that might have "
-            "become finalists.",
+            "whole interval.",
             *source_notes(self, path),
         ]
         if not self.timed:
@@ -225,67 +210,7 @@ class Search(Record):
                     {"lever": lambda row: row[0], "importance for speed": lambda row: f"{row[1]:.2f}"},
                 )
             )
-        if self.efficiency:
-            tables.append(self._efficiency_table(self.efficiency))
         return tables
-
-    def panels(self) -> list[Panel]:
-        """Speed over the share of a limit; every trial's levers; the importance of the levers; the other strategies.
-
-        The last is the best speed found by each strategy over its evaluations; it and the importance are left out
-        where the record has none.
-        """
-        front, least = self.front, self.incumbent.tokens_per_second
-        passed = [trial for trial in self.trials if trial.passed]
-        speeds = [least, *(trial.speed for trial in passed)]
-        shares = [0, 1, *(trial.worst_share or 0 for trial in passed)]
-        panels = [
-            Panel(
-                "share of a limit that is used",
-                "tokens/s"
-                if self.timed
-                else f"tokens/s, roofline of the {self.gpu} (bars: 95 % of acceptance)",
-                [
-                    _points("front", sorted(front, key=lambda trial: trial.worst_share or 0)),
-                    _points("passed", [trial for trial in passed if trial not in front]),
-                    Line(self.incumbent.variant, [min(shares), max(shares)], [least, least]),
-                    Line("limit", [1, 1], [min(speeds), max(speeds)]),
-                ],
-            ),
-            self._levers_panel(),
-        ]
-        if self.importance:
-            bars = Line("importance", range(len(self.importance)), list(self.importance.values()))
-            panels.append(Panel("lever", "importance for speed", [bars], list(self.importance)))
-        if self.efficiency:
-            curves = [
-                Line(row.strategy, range(1, len(row.by_evaluations) + 1), row.by_evaluations)
-                for row in self.efficiency.results
-            ]
-            label = f"best found, times {self.incumbent.variant} (mean of {self.efficiency.seeds} seeds)"
-            panels.append(Panel("evaluations that need an engine", label, curves))
-        return panels
-
-    def _levers_panel(self) -> Panel:
-        """Parallel coordinates: a line a trial over the levers, at the place of its choice among those tried."""
-        levers = list(dict.fromkeys(lever for trial in self.trials for lever in trial.changes))
-        choices = {
-            lever: sorted({str(trial.changes.get(lever, "")) for trial in self.trials}) for lever in levers
-        }
-        front = self.front
-
-        def line(trial: SearchTrial) -> Line:
-            heights = [
-                choices[lever].index(str(trial.changes.get(lever, ""))) / max(1, len(choices[lever]) - 1)
-                for lever in levers
-            ]
-            label = "front" if trial in front else "passed" if trial.passed else f"ended at {trial.rung}"
-            return Line(label, range(len(levers)), heights)
-
-        lines = [line(trial) for trial in self.trials if trial not in front] + [
-            line(trial) for trial in front
-        ]
-        return Panel("lever", "choice, from none", lines, positions=levers)
 
     def _proof_table(self, proof: Proof) -> Table:
         """Both estimates of every finalist: on the search's items and on those that it never saw."""
@@ -310,20 +235,6 @@ class Search(Record):
             for each in proof.finalists
         ]
         return Table.from_rows("Proof of the finalists", rows, columns, *notes, text_columns=3)
-
-    def _efficiency_table(self, played: Efficiency) -> Table:
-        columns: dict[str, Callable[[StrategyResult], object]] = {
-            "strategy": lambda row: row.strategy,
-            "best found ± SE": lambda row: f"{row.best:.3f}",
-            "95 % interval": lambda row: "{:.3f} to {:.3f}".format(*row.best.interval),
-        }
-        title = f"Best found with {played.evaluations} evaluations, times {self.incumbent.variant}"
-        note = (
-            "Each strategy proposes points, and the nearest recorded trial that it has not had answers. The trials are "
-            "those that the search chose, which flatters random search and one lever at a time. The sampler alone "
-            "begins with the incumbent; the search also with the points of its settings."
-        )
-        return Table.from_rows(title, played.results, columns, played.summary, note)
 
     def _rungs_table(self) -> Table:
         columns: dict[str, Callable[[Rung], object]] = {
@@ -354,15 +265,3 @@ def _estimate(finding: Finding | None) -> str | None:
         return None
     interval = "" if finding.low is None else f" [{finding.low:.4g}, {finding.high:.4g}]"
     return f"{finding.value:.4g}{interval}"
-
-
-def _points(label: str, trials: Sequence[SearchTrial]) -> Line:
-    """Trials with half their interval of speed, which is that of their acceptance length."""
-    errors = [
-        1.96 * trial.speed * length.standard_error / length.value
-        if (length := trial.acceptance_length)
-        else 0.0
-        for trial in trials
-    ]
-    shares = [trial.worst_share or 0 for trial in trials]
-    return Line(label, shares, [trial.speed for trial in trials], errors, joined=False)

@@ -1,10 +1,8 @@
 """The rungs of the ladder that need an engine, each a task in a process of its own that writes no record."""
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any
 
 from slimqwen import checkpoint
@@ -19,11 +17,7 @@ from slimqwen.records.record import Estimate, Ratio
 from slimqwen.records.split import Split
 from slimqwen.search.record import SearchTrial
 from slimqwen.serving.command import ServerCommand
-from slimqwen.stats.non_inferiority import ALPHA
 from slimqwen.variant import Variant
-
-_PROOF_POWER = 0.95
-"""Share of cases in which a likely finalist passes its proof."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +49,6 @@ class Budget:
             gate.split("search", base.root),
         )
 
-    def for_finalists(self) -> "Budget":
-        """The budget with as many prompts as a proof has."""
-        prompts = self.acceptance.proof_prompts or self.acceptance.prompts
-        return replace(self, acceptance=self.acceptance.model_copy(update={"prompts": prompts}))
-
     def counted_depths(self, depth: int) -> list[int]:
         """Depths that a candidate's drafts are counted at: its own, for its speed, and the gate's, for the limit."""
         return sorted({depth, self.acceptance.gate_depth})
@@ -69,34 +58,19 @@ class Budget:
 
         A rung passes a candidate whose interval merely reaches over the limit; few of these would pass a proof.
         """
-        return self._is_met_within(trial, half_widths=1)
-
-    def is_likely_proven(self, trial: SearchTrial, finalists: int) -> bool:
-        """Whether a second measurement, as noisy as the trial's, would show the limits kept in 95 % of cases.
-
-        Args:
-            trial: judged by its recount, where it has one.
-            finalists: number of trials that are proven; Holm's procedure compares the first with ALPHA / finalists.
-        """
-        normal = NormalDist()
-        # Both measurements have the same error, so their difference has sqrt(2) times that.
-        errors = normal.inv_cdf(1 - ALPHA / finalists) + normal.inv_cdf(_PROOF_POWER) * math.sqrt(2)
-        return self._is_met_within(trial, half_widths=errors / normal.inv_cdf(1 - ALPHA))
+        kl, share = trial.kl_nats, trial.acceptance_share
+        most, least = self.fidelity.limits.changed_weights.kl_nats, self.acceptance.least_share
+        return (
+            trial.passed
+            and (trial.worst_share or 0) <= 1
+            and (kl is None or kl.interval[1] <= most)
+            and (share is None or share.low >= least)
+        )
 
     def acceptance_share(self, base: Sequence[Item], own: Sequence[Item]) -> Ratio:
         """Acceptance length of a candidate / the base's, at the gate's depth, from the items of their records."""
         depth, least = self.acceptance.gate_depth, self.acceptance.least_share
         return Ratio.from_ratio(acceptance_share.judge(base, own, depth=depth, least_share=least).ratio)
-
-    def _is_met_within(self, trial: SearchTrial, half_widths: float) -> bool:
-        kl, share = trial.kl_nats, trial.recounted_share or trial.acceptance_share
-        most, least = self.fidelity.limits.changed_weights.kl_nats, self.acceptance.least_share
-        return (
-            trial.passed
-            and (trial.worst_share or 0) <= 1
-            and (kl is None or kl.value + half_widths * (kl.interval[1] - kl.value) <= most)
-            and (share is None or share.value - half_widths * (share.value - share.low) >= least)
-        )
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,6 @@ class SearchSettings(Settings):
         acceptance_slack: share by which the first rung lets a candidate's acceptance length exceed the base's.
         trials: number of different candidates.
         finalists: largest number of candidates that are proven.
-        recounts: largest number of candidates whose drafts are counted on more prompts before finalists are chosen.
     """
 
     folder: ClassVar[str] = "search"
@@ -81,7 +80,6 @@ class SearchSettings(Settings):
     seed: int = 0
     trials: PositiveInt = 48
     finalists: PositiveInt = 2
-    recounts: PositiveInt = 6
 
     _source_file: Path | None = None
 

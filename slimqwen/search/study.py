@@ -11,7 +11,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,9 @@ from slimqwen.evals.acceptance import summarise
 from slimqwen.progress import Progress, silent
 from slimqwen.records.journal import locked
 from slimqwen.records.record import Estimate
-from slimqwen.search import SearchError, efficiency
+from slimqwen.search import SearchError
 from slimqwen.search.answers import Question, measure
 from slimqwen.search.candidate import Candidate, without_cache
-from slimqwen.search.efficiency import Efficiency, RecordedTrial
 from slimqwen.search.executors import Executor, Failure, Outcome
 from slimqwen.search.ladder import Ladder
 from slimqwen.search.record import Incumbent, Rung, SearchTrial
@@ -57,14 +56,12 @@ class Findings:
         trials: every candidate once, in the order of their trials.
         repeated: number of suggestions of known candidates.
         importance: of each lever for the modelled speed; empty where too few trials passed.
-        efficiency: comparison with random search and one lever at a time; None after too few trials.
     """
 
     trials: list[SearchTrial]
     incumbent: Incumbent
     repeated: int
     importance: dict[str, float]
-    efficiency: Efficiency | None
 
 
 @dataclass
@@ -142,7 +139,6 @@ class Study:
                 self._incumbent,
                 self._repeated,
                 self._importance(),
-                self._efficiency(),
             )
 
     def _measure_references(self) -> None:
@@ -220,7 +216,10 @@ class Study:
         self._study.sampler = _sampler(seed)
         trial = self._interrupted.popleft() if self._interrupted else self._study.ask()
         ladder, space = self._ladder, self._ladder.space
-        candidate = Candidate.from_point(space.complete(efficiency.suggest(trial, space.levers)))
+        suggested = {
+            name: trial.suggest_categorical(name, list(values)) for name, values in space.levers.items()
+        }
+        candidate = Candidate.from_point(space.complete(suggested))
         variant = ladder.in_overlay(candidate)
         known_trial = self._known.get(variant.name)
         if known_trial is not None or any(each.row["name"] == variant.name for each in self._candidates()):
@@ -331,12 +330,17 @@ class Study:
 
     def _tell(self, trial: Any, row: SearchTrial | None) -> None:
         """Give a trial's scores, or the constraint that it violates, to the sampler."""
-        if row is None:  # the candidate is being measured for another trial
-            from optuna.trial import TrialState
+        from optuna.trial import TrialState
 
+        if row is None:  # the candidate is being measured for another trial
             self._study.tell(trial, state=TrialState.FAIL)
             return
-        efficiency.tell(self._study, trial, row.scores if row.passed else None, self._violations(row))
+        for name, value in self._violations(row).items():
+            trial.set_constraint(name, value)
+        if row.passed:
+            self._study.tell(trial, list(row.scores))
+        else:
+            self._study.tell(trial, state=TrialState.PRUNED)
 
     def _violations(self, row: SearchTrial) -> dict[str, float]:
         """Constraints that a trial was judged by; above 0 it is violated."""
@@ -370,27 +374,6 @@ class Study:
             for lever in self._ladder.space.choices
             if lever in importances and math.isfinite(importances[lever])
         }
-
-    def _efficiency(self) -> Efficiency | None:
-        """The study replayed on its trials; those that end at the roofline need no engine."""
-        space, budget = self._ladder.space, self._ladder.budget
-        trials = [
-            RecordedTrial(
-                point=asdict(Candidate(**row.changes)),
-                scores=row.scores if row.passed else None,
-                meets_budget=budget.is_met_by(row),
-                violations=self._violations(row),
-                needed_engine=row.rung != "roofline",
-            )
-            for row in sorted(self._known.values(), key=lambda row: row.number)
-        ]
-        return efficiency.compare(
-            trials,
-            space.levers,
-            self._first_points(),
-            self._incumbent.tokens_per_second,
-            _sampler,
-        )
 
 
 def _sampler(seed: int) -> Any:

@@ -9,10 +9,10 @@ import pytest
 
 from slimqwen import variant
 from slimqwen.records import store
-from slimqwen.records.record import Ratio, Verdict
+from slimqwen.records.record import Verdict
 from slimqwen.search import driver
 from slimqwen.search.proof import Finalist, Proof
-from slimqwen.search.record import Search, SearchTrial
+from slimqwen.search.record import Search
 from slimqwen.search.space import SearchSettings
 from tests.search.recorded_rungs import RecordedRungs
 
@@ -64,24 +64,6 @@ def test_the_fastest_of_the_front_become_variants_and_are_proven(small_root: Pat
     assert record.advice.startswith("Serve tiny-search-1")
     assert len(record.trials) == 24
     assert not record.timed
-
-
-def test_the_second_count_decides_which_are_proven(
-    small_root: Path, proven: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def worse_for_the_fastest(trials: Sequence[SearchTrial], *_: Any, **__: Any) -> list[SearchTrial]:
-        low, high = (Ratio(value=value, low=value, high=value) for value in (0.96, 1.0))
-        return [
-            trial.model_copy(update={"recounted_share": high if number else low})
-            for number, trial in enumerate(trials)
-        ]
-
-    monkeypatch.setattr(driver, "recount", worse_for_the_fastest)
-    record = run(small_root, finalists=1)
-    within = [trial for trial in record.faster if trial.worst_share <= 1]
-    assert within[0].recounted_share is not None
-    assert record.proof_names == {"tiny-search-1": within[1].name}
-    assert proven == [["tiny-search-1"]]
 
 
 def test_a_second_run_measures_nothing_and_proves_the_same_variants(

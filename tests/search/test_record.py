@@ -1,20 +1,15 @@
-"""The record of a search: its front, its advice, and what its tables and panels show."""
+"""The record of a search: its front, its advice, and what its tables show."""
 
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from slimqwen import variant
 from slimqwen.records import provenance
-from slimqwen.records.record import Difference, Estimate, Finding, Verdict
-from slimqwen.report import charts
-from slimqwen.search.efficiency import Advantage, Efficiency, StrategyResult
+from slimqwen.records.record import Estimate, Finding, Verdict
 from slimqwen.search.proof import Finalist, Proof
 from slimqwen.search.record import Incumbent, Search, SearchTrial
 from tests.search.trials import trial
 
-STRATEGIES = ("search", "sampler alone", "random", "one lever")
 LENGTH = Estimate(value=4.5, standard_error=0.02, count=18)
 
 
@@ -109,51 +104,3 @@ def test_tables_show_every_trial_with_its_rung_and_its_reason(tmp_path: Path) ->
         "passed every rung", "its process died (SIGSEGV)", "slower than tiny-best, even at its bound",
     ]  # fmt: skip
     assert [row[0] for row in importance.rows] == ["depth", "mlp"]
-
-
-def test_the_chart_has_the_line_of_the_limit_and_a_line_for_every_trial() -> None:
-    record = search(
-        passed(1, 100_000, 0.9, 9_000_000), passed(2, 154_000, 0.95, 9_500_000), importance={"depth": 1.0}
-    )
-    front, levers, importance = record.panels()
-    limit = next(line for line in front.lines if line.label == "limit")
-    assert list(limit.x) == [1, 1]
-    points = next(line for line in front.lines if line.label == "front")
-    assert points.errors is not None
-    assert points.errors[0] == pytest.approx(100_000 * 1.96 * 0.02 / 4.5)
-    assert levers.positions == ["depth"]
-    assert len(levers.lines) == 2
-    assert importance.bars == ["depth"]
-    chart = charts.of_record(record)
-    assert chart is not None
-    charts.draw([chart])
-    assert chart.svg.startswith("<svg")
-
-
-def test_the_record_shows_whether_the_search_was_worth_it(tmp_path: Path) -> None:
-    trials = passed(1, 100_000, 0.9, 9_000_000), passed(2, 154_000, 0.95, 9_500_000)
-    best = [Estimate(value=value, standard_error=0.01, count=20) for value in (1.5, 1.3, 1.2, 1.25)]
-    lucky = [
-        StrategyResult(strategy=name, best=each, by_evaluations=(1.0, each.value))
-        for name, each in zip(STRATEGIES, best, strict=True)
-    ]
-    advantages = [
-        Advantage(strategy=mine, over=other, difference=Difference(value=gain, standard_error=0.02, low=gain - 0.04,
-                  high=gain + 0.04, count=20))
-        for mine, other, gain in (("search", "random", 0.3), ("search", "one lever", 0.25),
-                                  ("sampler alone", "random", 0.01), ("sampler alone", "one lever", -0.05))
-    ]  # fmt: skip
-    played = Efficiency(seeds=20, evaluations=2, trials=2, results=lucky, advantages=advantages)
-    record = search(*trials, efficiency=played)
-    table = record.tables(tmp_path / "search_tiny.json")[-1]
-    assert [row[:2] for row in table.rows] == [
-        ("search", "1.500 ± 0.010"), ("sampler alone", "1.300 ± 0.010"), ("random", "1.200 ± 0.010"),
-        ("one lever", "1.250 ± 0.010"),
-    ]  # fmt: skip
-    assert table.notes[0].endswith(
-        "the search beats random (+0.300 [+0.260, +0.340]) and beats one lever (+0.250 [+0.210, +0.290]); its sampler "
-        "alone does no better than random (+0.010 [-0.030, +0.050]) and loses to one lever (-0.050 [-0.090, -0.010])."
-    )
-    panel = record.panels()[-1]
-    assert [line.label for line in panel.lines] == list(STRATEGIES)
-    assert list(panel.lines[0].x) == [1, 2]

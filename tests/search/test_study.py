@@ -112,19 +112,3 @@ def test_speed_is_explained_by_levers(ladder: Ladder) -> None:
     assert found.importance
     assert set(found.importance) <= set(ladder.space.levers)
     assert sum(found.importance.values()) == pytest.approx(1)
-
-
-def test_a_study_is_replayed_beside_simpler_searches_on_its_own_trials(ladder: Ladder) -> None:
-    found = run(ladder)
-    played = found.efficiency
-    assert played is not None
-    measured = [trial for trial in found.trials if trial.rung != "roofline"]
-    assert (played.trials, played.evaluations) == (TRIALS, len(measured) // 2)
-    fastest = max(trial.tokens_per_second or 0 for trial in found.trials) / found.incumbent.tokens_per_second
-    for row in played.results:
-        assert 1 <= row.by_evaluations[-1] <= fastest
-    # The search's first points are answered by the trials that it made of them.
-    first = [trial for trial in found.trials if trial.number == 0]
-    assert played.results[0].by_evaluations[0] == pytest.approx(
-        max(1.0, (first[0].tokens_per_second or 0) / found.incumbent.tokens_per_second)
-    )
