@@ -6,6 +6,7 @@ a measurement on a host busier than `LIMITS`, and gives up after `ATTEMPTS`.
 
 import asyncio
 import contextlib
+import os
 import statistics
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -57,7 +58,8 @@ class HostLoad(BaseModel):
     seconds: float = Field(ge=0, description="Duration of the timed sections of all rounds.")
     other_share: float = Field(
         ge=0,
-        description="Share of the machine's CPU time that other processes took, or a hypervisor withheld.",
+        description="Share of the time of the CPUs that this process may use which other processes took, or a "
+        "hypervisor withheld.",
     )
     pressure: float | None = Field(
         ge=0,
@@ -173,7 +175,7 @@ class Watch:
         self.add(
             HostLoad(
                 seconds=seconds,
-                other_share=others_s / (seconds * (psutil.cpu_count() or 1)),
+                other_share=others_s / (seconds * after.cpus),
                 pressure=pressure,
                 client_delay_ms=None,
                 server_delay_ms=None,
@@ -250,27 +252,35 @@ class _Clocks:
     """Clocks at one moment, seconds.
 
     Attributes:
-        machine_s: CPU time that the machine spent or lost to other machines.
+        cpus: number of CPUs that this process may use.
+        machine_s: CPU time that these CPUs spent on any process or lost to other machines.
         own_s: CPU time of the measurement's own processes, ended children included.
         waited_s: time in which a task waited for a CPU; None where the kernel does not say.
     """
 
     wall_s: float
+    cpus: int
     machine_s: float
     own_s: float
     waited_s: float | None
 
     @classmethod
     def read(cls, pid: int | None) -> "_Clocks":
-        machine = psutil.cpu_times()
-        idle = machine.idle + getattr(machine, "iowait", 0.0)
-        # `guest` is part of `user` already.
-        total = sum(machine) - getattr(machine, "guest", 0.0) - getattr(machine, "guest_nice", 0.0)
+        cpus = psutil.cpu_times(percpu=True)
+        # A job may have a few of the machine's CPUs to itself while others use the rest.
+        allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+        cpus = [times for cpu, times in enumerate(cpus) if cpu in allowed] or cpus
+        machine_s = 0.0
+        for times in cpus:
+            idle = times.idle + getattr(times, "iowait", 0.0)
+            # `guest` is part of `user` already.
+            guests = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)
+            machine_s += sum(times) - guests - idle
         own = 0.0
         for process in _family(pid):
             with contextlib.suppress(psutil.Error):
                 own += sum(process.cpu_times()[:4])
-        return cls(time.perf_counter(), float(total - idle), own, _waited_s())
+        return cls(time.perf_counter(), len(cpus), machine_s, own, _waited_s())
 
 
 def _family(pid: int | None) -> set[psutil.Process]:

@@ -19,15 +19,14 @@ def quiet(**changed: float | bool | None) -> HostLoad:
     return HostLoad(seconds=10.0, **figures | changed)
 
 
-def clocks(monkeypatch: pytest.MonkeyPatch, *readings: tuple[float, float, float, float | None]) -> None:
-    """Inject (wall, machine, own, waited) seconds of the next readings."""
+def clocks(monkeypatch: pytest.MonkeyPatch, *readings: tuple[float, int, float, float, float | None]) -> None:
+    """Inject wall seconds, CPUs, and (machine, own, waited) seconds of the next readings."""
     following = iter(readings)
     monkeypatch.setattr(host_load._Clocks, "read", lambda pid: host_load._Clocks(*next(following)))
-    monkeypatch.setattr(psutil, "cpu_count", lambda: 2)
 
 
 def test_what_the_measurement_takes_itself_is_no_other_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    clocks(monkeypatch, (0, 100, 40, 7), (10, 115, 52, 9), (20, 200, 60, 9), (30, 205, 65, 12))
+    clocks(monkeypatch, (0, 2, 100, 40, 7), (10, 2, 115, 52, 9), (20, 2, 200, 60, 9), (30, 2, 205, 65, 12))
     watch = Watch()
     for _ in range(2):
         with watch.section():
@@ -42,15 +41,14 @@ def test_what_the_measurement_takes_itself_is_no_other_load(monkeypatch: pytest.
 def test_ticks_of_a_short_section_are_no_negative_load_and_a_kernel_may_know_no_pressure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clocks(monkeypatch, (0, 1.0, 1.0, None), (0.01, 1.0, 1.01, None))
+    clocks(monkeypatch, (0, 2, 1.0, 1.0, None), (0.01, 2, 1.0, 1.01, None))
     watch = Watch()
     with watch.section():
         pass
     assert (watch.load().other_share, watch.load().pressure) == (0.0, None)
 
 
-def test_sections_of_another_process_count_by_their_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(psutil, "cpu_count", lambda: 2)
+def test_sections_of_another_process_count_by_their_length() -> None:
     watch = Watch()
     watch.add(quiet(other_share=0.0, pressure=0.4))
     watch.add(quiet(other_share=0.3, pressure=0.0).model_copy(update={"seconds": 5.0}))
@@ -169,3 +167,19 @@ def test_a_run_has_the_highest_figures_of_its_rounds() -> None:
         repeated=1,
         busy=True,
     )
+
+
+def test_cpus_that_this_process_may_not_use_are_another_job_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kind = type(psutil.cpu_times())
+
+    def times(user: float, idle: float) -> tuple[float, ...]:
+        return kind(user, 0, 0, idle, 0, 0, 0, 0, 0, 0)
+
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {1, 3})
+    monkeypatch.setattr(
+        psutil, "cpu_times", lambda percpu: [times(9, 1), times(2, 8), times(7, 3), times(1, 9)]
+    )
+    clock = host_load._Clocks.read(None)
+    assert (clock.cpus, clock.machine_s) == (2, 3)

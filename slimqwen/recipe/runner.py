@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from slimqwen import checkpoint
 from slimqwen.checkpoint import Manifest
 from slimqwen.checkpoint.files import COMPILE_CACHE, MANIFEST, bytes_on_disk, file_records, publish, withdraw
@@ -30,6 +28,7 @@ from slimqwen.progress import Progress, silent
 from slimqwen.recipe import worker
 from slimqwen.recipe.recipe_file import Recipe, RecipeError, Step
 from slimqwen.recipe.stage import Facts, source_digest
+from slimqwen.serving import platform as machine
 from slimqwen.serving import spawner
 
 _REMOVE_AND_RERUN = "delete that folder and run the recipe again"
@@ -292,7 +291,7 @@ def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[Chang
 def _check_space(step: Step, source: Path, store: Path) -> None:
     needs = step.stage.needs(source, step.parameters)
     free = shutil.disk_usage(store).free
-    memory = psutil.virtual_memory().available
+    memory = machine.available_memory()
     for resource, needed, available in (
         ("disk", needs.disk_bytes, free),
         ("memory", needs.memory_bytes, memory),

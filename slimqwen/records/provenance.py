@@ -14,8 +14,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import psutil
-
 from slimqwen import checkpoint, redaction
 from slimqwen.checkpoint.files import bytes_on_disk, sha256
 from slimqwen.errors import SlimqwenError
@@ -23,7 +21,7 @@ from slimqwen.host_load import HostLoad
 from slimqwen.records.record import CheckpointFiles, Git, Gpu, Hardware, Provenance, Record, ServedProvenance
 from slimqwen.records.split import split_of
 from slimqwen.serving.command import ServerCommand
-from slimqwen.serving.platform import allowed_cpus
+from slimqwen.serving.platform import allowed_cpus, total_memory
 from slimqwen.variant import Variant
 
 _PACKAGES = (
@@ -282,7 +280,7 @@ def _hardware(cpu_count: int) -> Hardware:
         cpu_model=model[1].strip() if model else platform.machine(),
         cpu_flags=tuple(flag for flag in _KERNEL_CPU_FLAGS if flag in present),
         cpu_count=cpu_count,
-        memory_bytes=psutil.virtual_memory().total,
+        memory_bytes=total_memory(),
         gpus=_gpus(),
     )
 

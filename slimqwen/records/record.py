@@ -168,7 +168,7 @@ class Hardware(Block):
     cpu_model: str
     cpu_flags: tuple[str, ...] = Field(description="Only those that choose vLLM's kernels.")
     cpu_count: Positive = Field(description="Logical CPUs that the process may use.")
-    memory_bytes: Count
+    memory_bytes: Count = Field(description="Of the machine, or the limit of the process's container.")
     gpus: tuple[Gpu, ...]
 
 

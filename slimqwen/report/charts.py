@@ -22,6 +22,7 @@ from slimqwen.progress import Progress, silent
 from slimqwen.records import store
 from slimqwen.records.panel import Panel
 from slimqwen.records.record import Record
+from slimqwen.serving.platform import allowed_cpus
 
 Values = list[dict[str, Any]]
 
@@ -164,7 +165,7 @@ def _draw_all(charts: Sequence[Chart], progress: Progress) -> None:
         if len(specs) > _PARALLEL_FROM:
             # A forked process would inherit a JavaScript engine without its threads.
             context = multiprocessing.get_context("spawn")
-            pool = stack.enter_context(ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=context))
+            pool = stack.enter_context(ProcessPoolExecutor(allowed_cpus(), mp_context=context))
             svgs = pool.map(_svg, specs, chunksize=16)
         for done, (chart, svg) in enumerate(zip(charts, svgs, strict=True)):
             progress("draw the charts", done, len(charts))

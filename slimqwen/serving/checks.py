@@ -6,8 +6,6 @@ import socket
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-import psutil
-
 from slimqwen import checkpoint
 from slimqwen.serving import chat_template, gpu, unsafe_engines
 from slimqwen.serving import platform as machine
@@ -166,7 +164,7 @@ def _check_memory(command: ServerCommand) -> None:
     if command.platform == "cpu":
         kv_cache = _kv_cache_gib(command) * 2**30
         needed = weights + kv_cache + _ENGINE_OVERHEAD_BYTES
-        available = psutil.virtual_memory().available
+        available, total = machine.available_memory(), machine.total_memory()
         parts = f"weights {_gib(weights)}, KV cache {_gib(kv_cache)}, engine {_gib(_ENGINE_OVERHEAD_BYTES)}"
         cure = "free some memory or lower VLLM_CPU_KVCACHE_SPACE"
     else:
@@ -185,7 +183,8 @@ def _check_memory(command: ServerCommand) -> None:
             available = int(share * total)
     if needed > available:
         raise ServingError(
-            f"{command.variant.name} needs {_gib(needed)} ({parts}) and {_gib(available)} is free; {cure}"
+            f"{command.variant.name} needs {_gib(needed)} ({parts}) and {_gib(available)} of "
+            f"{_gib(total)} is free; {cure}"
         )
 
 

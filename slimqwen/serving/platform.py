@@ -1,6 +1,7 @@
 """Platform of this machine, cpu or cuda, and the flags that a CPU leaves out or replaces."""
 
 import importlib.util
+import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import psutil
+
+from slimqwen.serving import cgroup
 
 Platform = Literal["cpu", "cuda"]
 
@@ -46,13 +49,25 @@ def has_avx512() -> bool:
 
 
 def allowed_cpus() -> int:
-    """Logical CPUs that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Logical CPUs that this process may use, at least 1: its affinity, or the quota of its container, rounded up."""
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = cgroup.cpu_quota()
+    return affinity if quota is None else max(1, min(affinity, math.ceil(quota)))
 
 
 def physical_cores() -> int:
     """Cores that this process may use, at least 1: as many OpenMP threads as vLLM's CPU kernels use best."""
     return min(psutil.cpu_count(logical=False) or 1, allowed_cpus())
+
+
+def total_memory() -> int:
+    """Bytes of this machine's memory, or the limit of this process's container."""
+    return int(min(psutil.virtual_memory().total, cgroup.memory_limit()))
+
+
+def available_memory() -> int:
+    """Bytes that this process can still take, of the machine's memory and within its container's limit."""
+    return int(min(psutil.virtual_memory().available, cgroup.available_memory()))
 
 
 def preloaded_libraries(environment: Mapping[str, str]) -> dict[str, str]:

@@ -9,8 +9,6 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Self
 
-import psutil
-
 from slimqwen.progress import Progress, silent
 from slimqwen.search import SearchError
 from slimqwen.search.executors.process import ForkedProcess, FreshProcess, affinity
@@ -118,7 +116,7 @@ class LocalExecutor:
             return _ALONE if runs_alone else lanes[0]
         memory = sum(each.resources.memory_bytes for each in (task, *self._running.values()))
         is_full = len(self._running) == self._width
-        if runs_alone or is_full or _ALONE in self._running or memory > psutil.virtual_memory().total:
+        if runs_alone or is_full or _ALONE in self._running or memory > platform.total_memory():
             return None
         return next((lane for lane in lanes if lane not in self._running), None)
 
