@@ -1,16 +1,20 @@
 """Speculation with fewer drafts than K keeps the state of Gated DeltaNet's convolution, on a CPU.
 
 Near the end of its context a request gets fewer than K drafts. `_spec_forward` in
-`vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py` rolls the convolution's buffer as if there were always K:
-with fewer it puts the new tokens in the wrong columns, so that the next step reads a wrong history, and where more
-drafts were accepted just before than come now, the widths do not add up and the engine dies: "The size of tensor a
-(7) must match the size of tensor b (3)".
+`vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py` takes it that there are always K, in both of its ways:
+
+- By torch it puts fewer tokens in the wrong columns of the buffer, so that the next step reads a wrong history. Where
+  more drafts were accepted just before than come now, the engine dies: "The size of tensor a (7) must match the size
+  of tensor b (3)".
+- By the native kernel, which CPUs with AMX and ARM CPUs with bfloat16 have for steps of equal length, it dies in the
+  same place: "num_accepted_tokens must be in [1, seqlen]".
 
 The buffer of a sequence has `width - 1 + K` columns. The next step reads `width - 1` of them, beginning at the column
 `accepted - 1`: so the new tokens have to begin at column `width - 2`, however many they are. Steps in which every
 sequence has K drafts are left to vLLM.
 
-Goes away when `_spec_forward` places the new tokens by `width` and not by the number of drafts.
+Goes away when `_spec_forward` places the new tokens by `width` and not by the number of drafts, and the native kernel
+accepts `num_accepted_tokens` up to K + 1.
 """
 
 import itertools
@@ -25,7 +29,7 @@ _FIX = "short_drafts"
 
 
 def reason() -> str:
-    """Why this machine needs the fix: the faulty loop runs on every CPU where sequences differ in drafts."""
+    """Why this machine needs the fix: every CPU does."""
     return "vLLM takes it that every sequence always has K drafts, which is not so near the end of a context"
 
 
@@ -51,7 +55,7 @@ def install() -> bool:
     """Take over the steps in which a sequence has fewer drafts than K; False if that was done before."""
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention as upstream
 
-    for name in ("_unpacked_conv_weight", "is_arm_bf16", "ops", "F"):
+    for name in ("_unpacked_conv_weight", "ops", "F"):
         expect(_FIX, hasattr(upstream, name), f"{upstream.__name__} has no {name}")
 
     def spec_forward(
@@ -70,9 +74,8 @@ def install() -> bool:
         count = metadata.num_spec_decodes
         starts = metadata.spec_query_start_loc[: count + 1].tolist()
         lengths = [end - start for start, end in itertools.pairwise(starts)]
-        native = torch.cpu._is_amx_tile_supported() or upstream.is_arm_bf16()
-        # K + 1 tokens: the one that was sampled and K drafts. Equal lengths go to a native kernel where there is one.
-        if all(length == state_len - width + 2 for length in lengths) or (native and len(set(lengths)) == 1):
+        # K + 1 tokens: the one that was sampled and K drafts.
+        if all(length == state_len - width + 2 for length in lengths):
             return stock(
                 layer, metadata, mixed_qkv_spec, b_spec, a_spec, conv_buf, ssm_state, width, state_len
             )
