@@ -1,7 +1,7 @@
 """The files of a checkpoint folder: manifest, hashes, checks, copies, and publishing by one rename."""
 
 import contextlib
-import fcntl
+import errno
 import hashlib
 import json
 import os
@@ -19,6 +19,7 @@ from slimqwen.checkpoint.config import expected_tensors, read_config, read_json_
 from slimqwen.checkpoint.errors import CorruptCheckpointError, MissingCheckpointError
 from slimqwen.checkpoint.tensors import list_tensors
 from slimqwen.errors import SlimqwenError
+from slimqwen.file_lock import hold_lock, take_lock
 from slimqwen.progress import Progress, silent
 
 MANIFEST = "manifest.json"
@@ -236,20 +237,23 @@ def publish(destination: Path) -> Iterator[Path]:
     root = destination.parent / ".staging"
     root.mkdir(parents=True, exist_ok=True)
     _delete_stale(root)
-    staging, lock = _locked_folder(root, destination.name)
-    try:
-        yield staging
-        for path in (*staging.rglob("*"), staging):
-            flush(path)
-        if os.path.lexists(destination):
-            raise SlimqwenError(f"{destination} exists already; delete it to make it anew")
-        staging.rename(destination)
-        flush(destination.parent)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
-    finally:
-        os.close(lock)
+    staging = root / f"{destination.name}.{secrets.token_hex(4)}"
+    lock = _lock_of(staging)
+    with hold_lock(lock):
+        try:
+            staging.mkdir()
+            yield staging
+            for path in (*staging.rglob("*"), staging):
+                flush(path)
+            if os.path.lexists(destination):
+                raise SlimqwenError(f"{destination} exists already; delete it to make it anew")
+            staging.rename(destination)
+            flush(destination.parent)
+        except BaseException:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise
+        finally:
+            lock.unlink()
 
 
 def withdraw(published: Path) -> None:
@@ -266,6 +270,10 @@ def flush(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        # Some network file systems cannot flush a folder, only its files.
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
     finally:
         os.close(handle)
 
@@ -325,27 +333,15 @@ def _hash_files(
     return records
 
 
-def _locked_folder(root: Path, name: str) -> tuple[Path, int]:
-    while True:
-        folder = root / f"{name}.{secrets.token_hex(4)}"
-        folder.mkdir()
-        lock = os.open(folder, os.O_RDONLY)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        # Before the lock was held, another process may have deleted the folder as a leftover.
-        if folder.exists():
-            return folder, lock
-        os.close(lock)
+def _lock_of(staging: Path) -> Path:
+    """The file whose lock a process holds while it fills a folder: NFS has no locks of folders."""
+    return staging.with_name(f"{staging.name}.lock")
 
 
 def _delete_stale(root: Path) -> None:
-    for folder in root.iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            lock = os.open(folder, os.O_RDONLY)
-            try:
-                # The kernel drops a lock with the last process that holds it, however that process ended.
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    for folder in (path for path in root.iterdir() if path.suffix != ".lock"):
+        lock_file = _lock_of(folder)
+        with contextlib.suppress(FileNotFoundError), lock_file.open("a+b") as lock:
+            if take_lock(lock, lock_file):
                 shutil.rmtree(folder, ignore_errors=True)
-            except BlockingIOError:
-                pass
-            finally:
-                os.close(lock)
+                lock_file.unlink()

@@ -5,8 +5,6 @@ SHA-256 over the digest of the input checkpoint, the parameters, the outside dat
 of its tools. A stage whose input came out the same is therefore reused even if an earlier stage has changed.
 """
 
-import contextlib
-import fcntl
 import functools
 import hashlib
 import importlib.metadata
@@ -16,7 +14,7 @@ import platform
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from typing import Any
 from slimqwen import checkpoint
 from slimqwen.checkpoint import Manifest
 from slimqwen.checkpoint.files import COMPILE_CACHE, MANIFEST, bytes_on_disk, file_records, publish, withdraw
+from slimqwen.file_lock import hold_lock, take_lock
 from slimqwen.progress import Progress, silent
 from slimqwen.recipe import worker
 from slimqwen.recipe.recipe_file import Recipe, RecipeError, Step
@@ -105,17 +104,18 @@ def run(
         One outcome per stage, in order.
 
     Raises:
-        RecipeError: weights/<variant> is not a link, or a stage failed or needs more disk or memory than there is; the
-            store is then as it was before that stage.
+        RecipeError: weights/<variant> is not or cannot be a link, or a stage failed or needs more disk or memory than
+            there is; the store is then as it was before that stage.
         SlimqwenError: a stage refuses its input or its parameters.
     """
     link, store = weights / variant, weights / "store"
     if link.exists() and not link.is_symlink():
         raise RecipeError(f"{link} was not made by a recipe; move it away so that the recipe can write it")
+    _require_symbolic_links(weights)
     steps = recipe.steps[:stages]
     outcomes: list[Outcome] = []
     source = resolve(recipe.base)
-    with _lock(store / ".lock", fcntl.LOCK_SH, "the store is being cleaned", progress):
+    with hold_lock(store / ".lock", shared=True, reason="the store is being cleaned", progress=progress):
         for step in steps:
             outcome = _ensure(step, source, store, progress)
             outcomes.append(outcome)
@@ -174,11 +174,10 @@ def clean_store(weights: Path, keep: Iterable[str]) -> int:
     store = weights / "store"
     if not store.is_dir():
         return 0
-    with (store / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RecipeError(f"a recipe is running on {store}; clean it when that has ended") from None
+    file = store / ".lock"
+    with file.open("a+b") as lock:
+        if not take_lock(lock, file):
+            raise RecipeError(f"a recipe is running on {store}; clean it when that has ended")
         entries = {folder.name: folder for folder in store.iterdir() if not folder.name.startswith(".")}
         # A stage that changes nothing has its input's digest; so has a baked entry, but that is never an input.
         inputs: dict[str, list[str]] = {}
@@ -211,9 +210,8 @@ def _ensure(step: Step, source: Path, store: Path, progress: Progress) -> Outcom
     entry, log = store / key, store / ".logs" / f"{stage.name}-{key[:16]}.log"
     reused = entry.is_dir()
     if not reused:
-        with _lock(
-            store / ".locks" / key, fcntl.LOCK_EX, f"another run is at work on {stage.name}", progress
-        ):
+        reason = f"another run is at work on {stage.name}"
+        with hold_lock(store / ".locks" / key, reason=reason, progress=progress):
             reused = entry.is_dir()
             if not reused:
                 _check_space(step, source, store)
@@ -340,6 +338,20 @@ def _is_news(left: Sequence[Step], source: Path, link: Path) -> bool:
     return not link.exists() or checkpoint.digest(link) != checkpoint.digest(source)
 
 
+def _require_symbolic_links(folder: Path) -> None:
+    """Refuse before the first stage what would fail after the last."""
+    probe = folder / f".link.{secrets.token_hex(4)}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.symlink_to("store")
+        probe.unlink()
+    except OSError as error:
+        raise RecipeError(
+            f"{folder} takes no symbolic link ({error.strerror}), as which a recipe's result gets its name there; make "
+            "that folder writable, or move the checkout to a local disk"
+        ) from error
+
+
 def _set_link(link: Path, target: Path) -> None:
     """Make a link point to a target, atomically."""
     destination = Path(os.path.relpath(target, link.parent))
@@ -348,16 +360,3 @@ def _set_link(link: Path, target: Path) -> None:
     new_link = link.with_name(f".{link.name}.{secrets.token_hex(4)}")
     new_link.symlink_to(destination)
     new_link.replace(link)
-
-
-@contextlib.contextmanager
-def _lock(file: Path, mode: int, reason: str, progress: Progress) -> Iterator[None]:
-    """Hold a file lock; the kernel drops it with the process, however that ends."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("w") as handle:
-        try:
-            fcntl.flock(handle, mode | fcntl.LOCK_NB)
-        except BlockingIOError:
-            progress(f"waiting: {reason}", 0, 0)
-            fcntl.flock(handle, mode)
-        yield

@@ -1,6 +1,5 @@
 """Journal of an unfinished run: its answers so far, from which the same command continues."""
 
-import fcntl
 import hashlib
 import io
 import json
@@ -12,6 +11,7 @@ from typing import Any
 
 from slimqwen import checkpoint
 from slimqwen.errors import SlimqwenError
+from slimqwen.file_lock import take_lock
 from slimqwen.records import provenance
 from slimqwen.serving.command import ServerCommand
 
@@ -99,12 +99,10 @@ def locked(file: Path) -> Iterator[Journal]:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.touch()
     with io.FileIO(file, "r+") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not take_lock(stream, file):
             raise RunInProgressError(
                 f"another process runs the same measurement ({file.parent.name}/{file.name}); wait for its end"
-            ) from None
+            )
         if not file.exists() or file.stat().st_ino != os.fstat(stream.fileno()).st_ino:
             raise RunInProgressError(
                 f"another process has just ended the same measurement ({file.name}); look for its record"

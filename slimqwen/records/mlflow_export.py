@@ -4,14 +4,11 @@ All variants are in one experiment, because MLflow compares the runs of one expe
 of the record's file says whether the store has it already. Exports from one machine to one store take turns.
 """
 
-import contextlib
-import fcntl
 import hashlib
 import json
 import logging
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -20,6 +17,7 @@ from typing import TYPE_CHECKING
 from slimqwen import redaction
 from slimqwen.checkpoint.files import sha256
 from slimqwen.errors import SlimqwenError
+from slimqwen.file_lock import hold_lock
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance
 from slimqwen.records.collection import Problem, StoredRecord, collect
@@ -86,7 +84,7 @@ def export(root: Path, uri: str | None = None, progress: Progress = silent) -> E
         uri = f"sqlite:///{root / 'mlruns' / 'mlflow.db'}"
     shown_uri, records = redaction.text(uri), collect(root)
     try:
-        with _export_lock(root, uri, progress):
+        with hold_lock(_lock_file(root, uri), reason="another export", progress=progress):
             client = MlflowClient(tracking_uri=uri)
             experiment = _experiment(client, uri)
             known = _known_digests(client, experiment)
@@ -106,22 +104,12 @@ def export(root: Path, uri: str | None = None, progress: Progress = silent) -> E
     return ExportResult(shown_uri, added, len(records.records) - len(added), records.problems)
 
 
-@contextlib.contextmanager
-def _export_lock(root: Path, uri: str, progress: Progress) -> Iterator[None]:
-    """Let one process of this machine export to the store at a time; others would delete its unfinished runs."""
+def _lock_file(root: Path, uri: str) -> Path:
+    """The lock of a store: a second export from this machine at the same time would delete unfinished runs."""
     scheme, _, database = uri.partition(":///")
     if scheme == "sqlite":
-        lock = Path(f"{database}.lock").absolute()
-    else:
-        lock = root / ".cache" / f"mlflow_{hashlib.sha256(uri.encode()).hexdigest()[:16]}.lock"
-        lock.parent.mkdir(exist_ok=True)
-    with lock.open("w") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            progress("waiting for another export", 0, 0)
-            fcntl.flock(stream, fcntl.LOCK_EX)
-        yield
+        return Path(f"{database}.lock").absolute()
+    return root / ".cache" / f"mlflow_{hashlib.sha256(uri.encode()).hexdigest()[:16]}.lock"
 
 
 def _experiment(client: "MlflowClient", uri: str) -> str:

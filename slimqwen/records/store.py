@@ -175,13 +175,12 @@ def write(folder: Path, record: Record, items: Iterable[Mapping[str, Any]] | Non
         File of the record.
 
     Raises:
-        RecordError: a figure is not a number, or a record of this kind and second exists; nothing is written.
+        RecordError: a figure is not a number, or a record of this kind and second exists: nothing is written; the
+            folder cannot be written: the record is kept in another one.
     """
     if items is None:
         path = folder / f"{result_stem(record)}.json"
-        text = serialise(record, short_path(path))
-        folder.mkdir(parents=True, exist_ok=True)
-        publish(path, text.encode())
+        _publish_together({path: serialise(record, short_path(path)).encode()})
         return path
     stem = f"{record.kind}_{_stamp()}"
     lines = [json.dumps(item, ensure_ascii=False, allow_nan=False, sort_keys=True) for item in items]
@@ -191,14 +190,30 @@ def write(folder: Path, record: Record, items: Iterable[Mapping[str, Any]] | Non
         raise RecordError(f"{path.name}: no items; measure again")
     block = Items(file=items_path.name, sha256=hashlib.sha256(content).hexdigest(), count=len(lines))
     text = serialise(record.model_copy(update={"items": block}), path.name)
-    folder.mkdir(parents=True, exist_ok=True)
-    publish(items_path, content)
-    try:
-        publish(path, text.encode())
-    except BaseException:
-        items_path.unlink()
-        raise
+    _publish_together({items_path: content, path: text.encode()})
     return path
+
+
+def _publish_together(files: Mapping[Path, bytes]) -> None:
+    """Publish the files of a record, all or none; a measurement of hours is not lost with a folder or a disk."""
+    published: list[Path] = []
+    try:
+        for path, content in files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            publish(path, content)
+            published.append(path)
+    except BaseException as error:
+        for path in published:
+            path.unlink()
+        if not isinstance(error, OSError):
+            raise
+        kept = Path(tempfile.mkdtemp(prefix="slimqwen-record-"))
+        for path, content in files.items():
+            (kept / path.name).write_bytes(content)
+        raise RecordError(
+            f"{path.parent} cannot be written ({error.strerror}), so the record is kept in {kept}; make the folder "
+            "writable and move it there"
+        ) from error
 
 
 def serialise(record: Record, location: str) -> str:
@@ -291,11 +306,12 @@ def publish(path: Path, content: bytes, *, replace: bool = False) -> None:
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
-        Path(temporary).chmod(0o644)  # mkstemp gives 0600, which another user's report cannot read
+        with contextlib.suppress(OSError):  # a file system may have no modes
+            Path(temporary).chmod(0o644)  # mkstemp gives 0600, which another user's report cannot read
         if replace:
             Path(temporary).replace(path)
         else:
-            os.link(temporary, path)  # a rename would replace an existing file, a link refuses
+            _rename_to_new(Path(temporary), path)
     except FileExistsError:
         raise RecordExistsError(
             f"{short_path(path)} exists and records are never overwritten; run again"
@@ -303,6 +319,18 @@ def publish(path: Path, content: bytes, *, replace: bool = False) -> None:
     finally:
         with contextlib.suppress(FileNotFoundError):
             Path(temporary).unlink()
+
+
+def _rename_to_new(temporary: Path, path: Path) -> None:
+    """Rename a file, but replace none: FileExistsError."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        raise
+    except OSError:
+        # A file system without hard links, such as exFAT or SMB: an exclusive create refuses as well.
+        path.touch(exist_ok=False)
+        temporary.replace(path)
 
 
 def short_path(path: Path) -> str:

@@ -8,7 +8,6 @@ the same, because vLLM's own keys leave things out (the draft depth, the thread 
 `slimqwen.vllm_plugin.compile_watch` says in vLLM's log, graph by graph, what was loaded and what was compiled.
 """
 
-import fcntl
 import hashlib
 import importlib.metadata
 import json
@@ -26,6 +25,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from slimqwen.checkpoint.files import COMPILE_CACHE, sha256
+from slimqwen.file_lock import hold_lock
 from slimqwen.serving import gpu
 from slimqwen.serving import platform as machine
 from slimqwen.serving.errors import ServingError
@@ -252,9 +252,7 @@ def restore(folder: Path, baked: BakedCache, root: Path) -> None:
     archive = folder / ARCHIVE
     if not _is(archive, baked.archive_sha256):
         raise ServingError(f"{archive} is missing or not what {MANIFEST} says; make that checkpoint anew")
-    root.parent.mkdir(parents=True, exist_ok=True)
-    with (root.parent / f".{root.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with hold_lock(root.parent / f".{root.name}.lock"):
         if not _is_whole(root, baked):
             _unpack(archive, baked, root)
 

@@ -1,5 +1,6 @@
 """A stage runs once per content key; what it made is whole, shared and explained, whatever kills the run."""
 
+import errno
 import fcntl
 import importlib.metadata
 import itertools
@@ -275,6 +276,20 @@ def test_cleaning_waits_for_no_running_recipe(workshop: Workshop) -> None:
         fcntl.flock(lock, fcntl.LOCK_SH)
         with pytest.raises(RecipeError, match="a recipe is running"):
             runner.clean_store(workshop.weights, keep=[])
+
+
+def test_a_file_system_without_symbolic_links_is_refused_before_the_first_stage(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def symlink(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    recipe = workshop.recipe(workshop.add(1))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "symlink", symlink)
+        with pytest.raises(RecipeError, match=r"takes no symbolic link .*; make that folder writable"):
+            workshop.run(recipe)
+    assert not (workshop.weights / "store").exists()
 
 
 def test_cleaning_without_a_store_frees_nothing(tmp_path: Path) -> None:

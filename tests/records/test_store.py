@@ -1,3 +1,4 @@
+import errno
 import hashlib
 import json
 import os
@@ -71,7 +72,16 @@ def test_what_is_validated_stays_as_it_is(quality):
     assert json.dumps(old) == before
 
 
-@pytest.mark.usefixtures("one_moment")
+@pytest.fixture(params=["hard links", "no hard links"])
+def file_system(request, monkeypatch):
+    def link(*_):
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    if request.param == "no hard links":
+        monkeypatch.setattr(os, "link", link)
+
+
+@pytest.mark.usefixtures("one_moment", "file_system")
 def test_a_record_is_never_overwritten(tmp_path, quality):
     path = write(tmp_path, quality, ITEMS)
     before = {file: file.read_bytes() for file in tmp_path.iterdir()}
@@ -81,7 +91,7 @@ def test_a_record_is_never_overwritten(tmp_path, quality):
     assert store.read(path, Quality).limit == 4
 
 
-@pytest.mark.usefixtures("one_moment")
+@pytest.mark.usefixtures("one_moment", "file_system")
 def test_of_two_writers_at_once_one_wins_whole(tmp_path, quality):
     outcomes = []
 
@@ -102,19 +112,27 @@ def test_of_two_writers_at_once_one_wins_whole(tmp_path, quality):
 
 
 @pytest.mark.parametrize("fails_at", [0, 1])
-def test_a_write_that_fails_leaves_nothing(tmp_path, quality, monkeypatch, fails_at):
-    real_link, calls = os.link, []
+def test_a_record_that_cannot_be_written_is_kept_elsewhere_and_leaves_nothing_here(
+    tmp_path, quality, monkeypatch, fails_at
+):
+    real_fsync, calls = os.fsync, []
 
-    def link(*paths):
-        calls.append(paths)
+    def fsync(descriptor):
+        calls.append(descriptor)
         if len(calls) == fails_at + 1:
-            raise OSError("no space left on device")
-        real_link(*paths)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real_fsync(descriptor)
 
-    monkeypatch.setattr(os, "link", link)
-    with pytest.raises(OSError, match="no space"):
-        write(tmp_path, quality, ITEMS)
-    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = tmp_path / "results"
+    with pytest.raises(store.RecordError, match=r"results cannot be written \(No space left") as refusal:
+        write(folder, quality, ITEMS)
+    assert list(folder.iterdir()) == []
+    [kept] = tmp_path.glob("slimqwen-record-*")
+    assert str(kept) in str(refusal.value)
+    [path] = kept.glob("*.json")
+    assert store.read_items(path) == ITEMS
 
 
 @pytest.mark.usefixtures("stamps")
