@@ -28,7 +28,6 @@ from slimqwen.recipe import worker
 from slimqwen.recipe.recipe_file import Recipe, RecipeError, Step
 from slimqwen.recipe.stage import Facts, source_digest
 from slimqwen.serving import platform as machine
-from slimqwen.serving import spawner
 
 _REMOVE_AND_RERUN = "delete that folder and run the recipe again"
 
@@ -313,7 +312,6 @@ def _run_in_process(
         unfinished.mkdir(parents=True, exist_ok=True)
         run = functools.partial(run, unfinished=unfinished)
     environment = {**os.environ, **step.stage.environment}
-    environment.pop(spawner.SOCKET, None)  # a stage that starts a server times it as a user's
     with log.open("wb") as output, worker.started(environment, output) as (process, messages):
         try:
             worker.give(process, run, source.resolve(), staging, step.parameters)

@@ -1,6 +1,6 @@
 """The warm worker: a process that has imported vLLM and forks itself for each job (`python -m` this module).
 
-Its arguments are the descriptor of its messages and, where its jobs start servers, the path of a spawner's socket.
+Its arguments are the descriptor of its messages and, where its jobs start servers, `--spawner`.
 A job runs as in `slimqwen.recipe.worker`, in a process of its own that may crash or hang, without the seconds of
 imports. Messages are those of `worker`, before them ("started", process id), after them ("ended", exit code).
 """
@@ -16,8 +16,11 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import IO, Any, NoReturn
 
+from slimqwen import lifeline
 from slimqwen.recipe import worker
 from slimqwen.serving import spawner
+
+_SPAWNER = "--spawner"
 
 
 @dataclass(frozen=True)
@@ -55,49 +58,50 @@ class WarmWorker:
 
 @contextmanager
 def started(
-    environment: Mapping[str, str], output: IO[bytes], spawner_socket: str | None = None
+    environment: Mapping[str, str], output: IO[bytes], *, forks_servers: bool = False
 ) -> Iterator[WarmWorker]:
     """Start a warm worker. It and the process of its job end with the block.
 
     Args:
         environment: environment variables of the process; PYTHONPATH is added.
         output: file for what its jobs print.
-        spawner_socket: path on which a spawner of servers listens (`slimqwen.serving.spawner`); None for no spawner.
+        forks_servers: whether servers that jobs start are forks too (`slimqwen.serving.spawner`).
     """
-    arguments = [spawner_socket] if spawner_socket else []
+    arguments = [_SPAWNER] if forks_servers else []
     with worker.started(environment, output, __spec__.name, arguments) as (process, messages):
         yield WarmWorker(messages, process)
 
 
 def main() -> None:
     """Import vLLM, then run each job in a fork; exit with the runner."""
-    descriptor, *paths = sys.argv[1:]
+    lifeline.watch(0)
+    descriptor, *options = sys.argv[1:]
     gc.disable()
     from slimqwen.vllm_plugin import api_server
 
     before = dict(os.environ)
     _import_engine()
-    if paths:
+    if options:
         api_server.import_server()
     api_server.freeze()
-    variables = spawner.new_variables(before)
-    for path in paths:
-        spawner.start(path, variables, int(descriptor))
+    if options:
+        spawner.fork(spawner.new_variables(before), int(descriptor))
     with Connection(int(descriptor), readable=False) as runner, suppress(EOFError):
         while True:
             environment, job = pickle.load(sys.stdin.buffer)
             read_end, write_end = os.pipe()
             pid = os.fork()
             if pid == 0:
-                # The job waits until its process id is sent: its first report must not come before.
                 os.close(write_end)
+                # The job waits until its process id is sent: its first report must not come before.
                 os.read(read_end, 1)
-                os.close(read_end)
-                _perform(job, environment, runner)
+                _perform(job, environment, runner, read_end)
             os.close(read_end)
             runner.send(("started", pid))
-            os.close(write_end)
+            with suppress(BrokenPipeError):  # the job has died
+                os.write(write_end, b".")
             _, status = os.waitpid(pid, 0)
+            os.close(write_end)  # until here, because the job ends with this process
             runner.send(("ended", os.waitstatus_to_exitcode(status)))
 
 
@@ -110,9 +114,10 @@ def _import_engine() -> None:
         import vllm.v1.worker.cpu_worker  # noqa: F401
 
 
-def _perform(job: Any, environment: Mapping[str, str], runner: Connection) -> NoReturn:
+def _perform(job: Any, environment: Mapping[str, str], runner: Connection, parent: int) -> NoReturn:
     from slimqwen.vllm_plugin.engine_fixes import forked_processes
 
+    lifeline.watch(0, parent)
     os.environ.clear()
     os.environ.update(environment)
     forked_processes.set_threads()

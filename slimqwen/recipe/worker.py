@@ -12,7 +12,6 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -20,6 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any
 
+from slimqwen import lifeline
 from slimqwen.errors import SlimqwenError
 
 GARBAGE_THRESHOLD = 100_000
@@ -88,6 +88,7 @@ def death_cause(exit_code: int) -> str:
 
 def main() -> None:
     """Run the stage; exit at once if the runner ends."""
+    lifeline.watch(0)
     # Most objects of a stage belong to its imports; a search for garbage among them takes a third of their time.
     gc.set_threshold(GARBAGE_THRESHOLD)
     job = pickle.load(sys.stdin.buffer)
@@ -96,9 +97,8 @@ def main() -> None:
 
 
 def perform(job: Any, runner: Connection) -> None:
-    """Run a job (run, source, destination, parameters) and report to the runner; exit at once if the runner ends."""
+    """Run a job (run, source, destination, parameters) and report to the runner."""
     run, source, destination, parameters = job
-    threading.Thread(target=_end_with_runner, daemon=True).start()
     try:
         facts = run(source, destination, parameters, lambda *message: runner.send(("progress", *message)))
         runner.send(("done", facts, _peak_memory()))
@@ -108,14 +108,6 @@ def perform(job: Any, runner: Connection) -> None:
     except Exception as error:
         traceback.print_exc()
         runner.send(("failed", f"{type(error).__name__}: {' '.join(str(error).split())}"))
-
-
-def _end_with_runner() -> None:
-    # The runner writes nothing more: standard input ends when the runner exits or is killed. The descriptor is read
-    # directly, because the interpreter needs the lock of sys.stdin's buffer when it shuts down.
-    while os.read(0, 1):
-        pass
-    os._exit(1)
 
 
 def _peak_memory() -> int:

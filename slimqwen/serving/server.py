@@ -4,10 +4,8 @@ import contextlib
 import json
 import re
 import select
-import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,14 +15,18 @@ from typing import IO, Any
 import httpx
 import psutil
 
+from slimqwen import lifeline
 from slimqwen.progress import Progress, silent
-from slimqwen.serving import baked_cache, checks, guard, spawner
+from slimqwen.serving import baked_cache, checks, spawner
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
-from slimqwen.vllm_plugin import compile_watch
+from slimqwen.vllm_plugin import api_server, compile_watch
 
 _POLL_S = 0.1
 """How often to ask a server that starts whether it is ready."""
+
+_OVERDUE_S = 10.0
+"""How much later than it should a server may end on a busy host, before it is killed."""
 
 
 @dataclass(frozen=True)
@@ -90,46 +92,53 @@ def run_server(
     environment, folder = command.process_environment(), command.variant.root
     with (
         log.open("wb") as output,
-        guarded(command.argv, environment=environment, folder=folder, output=output) as process,
+        start_process(command.argv, environment=environment, folder=folder, output=output) as process,
     ):
         _wait_until_ready(process, command, log, timeout_s, progress)
         yield RunningServer(command, process.pid, log)
 
 
-class GuardedServer:
-    """Server process under a guard (`slimqwen.serving.guard`).
+@dataclass(frozen=True)
+class ServerProcess:
+    """API server that ends with this process.
 
     Attributes:
         pid: process id.
-        returncode: exit code at the last `poll`; None while it runs.
+        lifeline: this process's end of a socket whose other end the server and its forks have.
     """
 
-    def __init__(self, pid: int, lines: IO[bytes]) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
-        self._lines = lines
+    pid: int
+    lifeline: socket.socket
 
-    def poll(self) -> int | None:
-        """Exit code, or the negative number of the signal that ended it; None while it runs.
+    @property
+    def has_ended(self) -> bool:
+        """Whether the server and its forks have ended."""
+        return bool(select.select([self.lifeline], [], [], 0)[0])
 
-        A server whose guard was killed counts as killed.
-        """
-        # The guard writes one line and ends, so `select` sees it even if the line was buffered.
-        if self.returncode is None and select.select([self._lines], [], [], 0)[0]:
-            self.returncode = int(self._lines.readline() or -signal.SIGKILL)
-        return self.returncode
+    def end(self) -> None:
+        """End the server, by force where closing its lifeline does not."""
+        server = None
+        with contextlib.suppress(psutil.NoSuchProcess):
+            server = psutil.Process(self.pid)
+        with contextlib.suppress(OSError):  # it has ended
+            self.lifeline.shutdown(socket.SHUT_WR)
+        if not select.select([self.lifeline], [], [], api_server.END_S + _OVERDUE_S)[0] and server:
+            server.kill()
+            select.select([self.lifeline], [], [], _OVERDUE_S)
 
 
 @contextlib.contextmanager
-def guarded(
+def start_process(
     argv: Sequence[str], *, environment: Mapping[str, str], folder: Path, output: IO[bytes]
-) -> Iterator[GuardedServer]:
-    """Run a server for the length of a `with` block, and no longer than this process.
+) -> Iterator[ServerProcess]:
+    """Start an API server for the length of a `with` block, and no longer than this process.
 
-    Where there is a spawner (`slimqwen.serving.spawner`), the server is its fork, else a process of its own.
+    Where there is a spawner (`slimqwen.serving.spawner`), the server is its fork, else a process of its own. It has a
+    process group of its own, which Ctrl-C does not reach, but the session of its starter: Linux shares the CPU between
+    sessions first (autogroup), and a client of another one sees its tokens late, many at once.
 
     Args:
-        argv: the command.
+        argv: the command of `slimqwen.vllm_plugin.api_server`.
         environment: all variables of the process.
         folder: working directory.
         output: file that receives what the server prints.
@@ -137,60 +146,60 @@ def guarded(
     Raises:
         ServingError: the command or the folder does not exist, or the spawner has died.
     """
-    # The environment may hold an API key: through a socket, not on a command line.
-    job = {"argv": list(argv), "environment": dict(environment), "folder": str(folder)}
+    ours, theirs = socket.socketpair()
     with contextlib.ExitStack() as stack:
-        if path := spawner.socket_for(argv, environment):
-            connection = stack.enter_context(socket.socket(socket.AF_UNIX))
-            with contextlib.suppress(OSError):  # then no line comes back either
-                connection.connect(path)
-            no_answer = (
-                "the process that servers are forked from died; run the command again, which starts another"
-            )
+        stack.enter_context(ours)
+        with theirs:
+            if requests := spawner.find(argv, environment):
+                with contextlib.suppress(OSError):  # then no line comes back either
+                    socket.send_fds(requests, [b"."], [theirs.fileno(), output.fileno()])
+            else:
+                process = _execute(argv, environment, folder, output, theirs)
+        if requests:
+            # The environment may hold an API key: through a socket, not on a command line.
+            job = {"argv": list(argv), "environment": dict(environment), "folder": str(folder)}
+            pid = _send_job(ours, job)
         else:
-            connection, other_end = socket.socketpair()
-            with other_end:
-                stack.enter_context(
-                    subprocess.Popen(
-                        [sys.executable, "-m", guard.__name__],
-                        stdin=other_end.fileno(),
-                        stdout=subprocess.DEVNULL,
-                        stderr=subprocess.DEVNULL,
-                        process_group=0,
-                    )
-                )
-            stack.enter_context(connection)
-            no_answer = f"cannot start {argv[0]}: its guard died; `make install` mends .venv"
-        yield stack.enter_context(_server(connection, job, output, no_answer))
+            stack.enter_context(process)
+            pid = process.pid
+        server = ServerProcess(pid, ours)
+        stack.callback(server.end)
+        yield server
 
 
-@contextlib.contextmanager
-def _server(
-    connection: socket.socket, job: Mapping[str, Any], output: IO[bytes], no_answer: str
-) -> Iterator[GuardedServer]:
-    """The server of the guard at the other end of a connection; `no_answer` says what is wrong if there is none."""
-    server: psutil.Process | None = None
-    with connection.makefile("rb") as lines:
-        try:
-            line = ""
-            with contextlib.suppress(OSError):  # nobody is there
-                content = json.dumps(job).encode() + b"\n"
-                sent = socket.send_fds(connection, [content], [output.fileno()])
-                connection.sendall(content[sent:])
-                line = lines.readline().decode().strip()
-            if not line.isdecimal():
-                refusal = f"cannot start {job['argv'][0]}: {line}; `make install` mends .venv"
-                raise ServingError(refusal if line else no_answer)
-            with contextlib.suppress(psutil.NoSuchProcess):  # it may have ended already
-                server = psutil.Process(int(line))
-            yield GuardedServer(int(line), lines)
-        finally:
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_WR)
-                while lines.readline():  # until its guard has ended
-                    pass
-            if server is not None and server.is_running():  # a killed guard has ended nothing
-                guard.end(server)
+def _execute(
+    argv: Sequence[str],
+    environment: Mapping[str, str],
+    folder: Path,
+    output: IO[bytes],
+    socket_end: socket.socket,
+) -> "subprocess.Popen[bytes]":
+    try:
+        return subprocess.Popen(
+            argv,
+            env={**environment, lifeline.VARIABLE: str(socket_end.fileno())},
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            pass_fds=[socket_end.fileno()],
+            process_group=0,
+        )
+    except OSError as error:
+        raise ServingError(f"cannot start {argv[0]}: {error}; run `make install`") from error
+
+
+def _send_job(connection: socket.socket, job: Mapping[str, Any]) -> int:
+    """Send a forked server its job; its process id."""
+    line = b""
+    with contextlib.suppress(OSError), connection.makefile("rb") as lines:
+        connection.sendall(json.dumps(job).encode() + b"\n")
+        line = lines.readline()
+    if not line:
+        raise ServingError(
+            "the process that servers are forked from died; run the command again, which starts another"
+        )
+    return int(line)
 
 
 def find_running(command: ServerCommand) -> RunningServer | None:
@@ -232,7 +241,7 @@ def free_port() -> int:
 
 
 def _wait_until_ready(
-    process: GuardedServer, command: ServerCommand, log: Path, timeout_s: float, progress: Progress
+    process: ServerProcess, command: ServerCommand, log: Path, timeout_s: float, progress: Progress
 ) -> None:
     started = time.monotonic()
     activity = f"start {command.variant.name}"
@@ -240,11 +249,8 @@ def _wait_until_ready(
     with httpx.Client(timeout=2, trust_env=False) as client:
         while (elapsed := time.monotonic() - started) < timeout_s:
             progress(activity, elapsed, 0)
-            if process.poll() is not None:
-                raise ServingError(
-                    f"vLLM ended with exit code {process.returncode} before it was ready: {_last_error(log)}; "
-                    f"log: {log}"
-                )
+            if process.has_ended:
+                raise ServingError(f"vLLM ended before it was ready: {_last_error(log)}; log: {log}")
             with contextlib.suppress(httpx.HTTPError):
                 if client.get(f"{command.url}/health").status_code == httpx.codes.OK:
                     progress(activity, elapsed, elapsed)

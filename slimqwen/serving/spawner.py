@@ -1,30 +1,27 @@
-"""The spawner: a process that has imported vLLM's API server and forks a server for every command, on a CPU.
+"""The spawner: a process that has imported vLLM's API server and forks a server for every request, on a CPU.
 
 Half of a start on a CPU is imports. Here each server is a fork of a process in which vLLM has run nothing yet, so it
-is as fresh as one of its own, without them. `shared` makes the process for the servers of a block (`python -m` this
-module, with the descriptor of its socket), `slimqwen.recipe.warm_worker` one for those of its jobs, whose environment
-names the socket. `slimqwen.serving.server` asks there. A server ends with its starter's connection.
+is as fresh as one of its own, without them. `shared` starts a spawner for the servers of a block (`python -m` this
+module, its requests on standard input), `slimqwen.recipe.warm_worker` forks one for those of its jobs.
+
+A request is two descriptors: the server's end of a socket, on which its job comes, and its output. Forks inherit the
+socket for requests, other processes do not.
 """
 
-import ctypes
 import gc
+import json
 import os
-import select
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from slimqwen.serving import guard, platform
-
-SOCKET = "SLIMQWEN_SPAWNER"
-"""Environment variable with the path of the socket, for jobs that may start servers."""
+from slimqwen import lifeline
+from slimqwen.serving import platform
 
 _API_SERVER = "slimqwen.vllm_plugin.api_server"
 
@@ -33,19 +30,18 @@ _READ_AT_USE = frozenset(
 )
 """Variables of vLLM that it does not read while it is imported."""
 
-_DEATH_SIGNAL_OPTION = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
-
 _block: ExitStack | None = None  # of `shared`
+_requests: socket.socket | None = None  # to the spawner of this process
 
 
 @contextmanager
 def shared() -> Iterator[None]:
-    """Fork the servers of a block from one process, made for the first of them; on a GPU nothing changes.
+    """Fork the servers of a block from one process, started for the first of them; on a GPU nothing changes.
 
     Inside a job or a block that has a spawner, servers are forks of that one.
     """
     global _block
-    if SOCKET in os.environ or _block is not None:
+    if _requests is not None or _block is not None:
         yield
         return
     try:
@@ -55,8 +51,8 @@ def shared() -> Iterator[None]:
         _block = None
 
 
-def socket_for(argv: Sequence[str], environment: Mapping[str, str]) -> str | None:
-    """Path of the socket to ask for a server; None where the server needs a process of its own.
+def find(argv: Sequence[str], environment: Mapping[str, str]) -> socket.socket | None:
+    """The socket for the request of a server; None where the server needs a process of its own.
 
     Args:
         argv: the server's command.
@@ -65,23 +61,21 @@ def socket_for(argv: Sequence[str], environment: Mapping[str, str]) -> str | Non
     names = {name for name in environment if name.startswith("VLLM_")}
     if tuple(argv[1:3]) != ("-m", _API_SERVER) or not names <= _READ_AT_USE:
         return None
-    if _block is not None and SOCKET not in os.environ and platform.detect() == "cpu":
+    if _block is not None and _requests is None and platform.detect() == "cpu":
         _start_process(_block)
-    return os.environ.get(SOCKET)
+    return _requests
 
 
 def _start_process(block: ExitStack) -> None:
-    """Start a spawner, which is ready once it has imported vLLM; a connection before waits for it."""
-    path = block.enter_context(tempfile.TemporaryDirectory(prefix="slimqwen.")) + "/spawner"
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(path)
-        listener.listen()
+    """Start a spawner for the rest of a block; requests before it has imported vLLM wait for it."""
+    global _requests
+    _requests, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+    with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", __spec__.name, str(listener.fileno())],
-            stdin=subprocess.PIPE,
+            [sys.executable, "-m", __spec__.name],
+            stdin=theirs.fileno(),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            pass_fds=[listener.fileno()],
             env={
                 **os.environ,
                 **platform.preloaded_libraries(os.environ),
@@ -90,21 +84,27 @@ def _start_process(block: ExitStack) -> None:
             process_group=0,
         )
     block.enter_context(process)
-    block.callback(process.kill)
-    os.environ[SOCKET] = path
-    block.callback(os.environ.pop, SOCKET, None)
+    block.callback(_end_process, process)
+
+
+def _end_process(process: "subprocess.Popen[bytes]") -> None:
+    global _requests
+    process.kill()
+    assert _requests is not None
+    _requests.close()
+    _requests = None
 
 
 def main() -> None:
-    """Import vLLM's API server, and fork servers until standard input ends."""
+    """Import vLLM's API server, and fork servers until the starter ends."""
     from slimqwen.vllm_plugin import api_server
 
+    lifeline.watch(0)
     before = dict(os.environ)
     gc.disable()
     api_server.import_server()
     api_server.freeze()
-    with socket.socket(fileno=int(sys.argv[1])) as listener:
-        _listen(listener, new_variables(before), sys.stdin.fileno())
+    _fork_servers(socket.socket(fileno=os.dup(0)), new_variables(before))
 
 
 def new_variables(before: Mapping[str, str]) -> dict[str, str]:
@@ -112,60 +112,40 @@ def new_variables(before: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if before.get(name) != value}
 
 
-def start(path: str, variables: Mapping[str, str], descriptor: int) -> None:
-    """Fork a spawner from this process, which has imported vLLM's API server.
+def fork(variables: Mapping[str, str], descriptor: int) -> None:
+    """Fork a spawner for this process and its forks; it ends with the last of them.
 
-    It listens at a path and ends when this process ends. To be called before anything has computed in this process.
+    This process has imported vLLM's API server, and nothing has computed in it.
 
     Args:
-        path: of the socket.
         variables: environment variables that importing vLLM has set.
         descriptor: an open descriptor of this process that the spawner must not keep.
     """
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(path)
-    listener.listen()
+    global _requests
+    _requests, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
     if os.fork() == 0:
-        ctypes.CDLL(None).prctl(_DEATH_SIGNAL_OPTION, signal.SIGKILL)
+        _requests.close()
         os.close(descriptor)
-        _replace_input()
-        _listen(listener, variables)
-    listener.close()
+        _fork_servers(theirs, variables)
+    theirs.close()
 
 
-def _listen(listener: socket.socket, variables: Mapping[str, str], starter: int | None = None) -> None:
-    """Give every connection a guard of its own, until the starter's descriptor can be read."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a guard ended
-    sources: list[int] = [listener.fileno(), *([] if starter is None else [starter])]
-    while starter not in select.select(sources, [], [])[0]:
-        connection, _ = listener.accept()
+def _fork_servers(requests: socket.socket, variables: Mapping[str, str]) -> NoReturn:
+    """Fork a server for every request, until nobody is left who could send one."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a server ended
+    read_end, write_end = os.pipe()  # a server ends with this process too
+    while descriptors := socket.recv_fds(requests, 1, 2)[1]:
+        starter, output = descriptors
         if os.fork() == 0:
-            listener.close()
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            if starter is not None:
-                _replace_input()
-            guard.keep(connection, partial(_fork, connection, variables))
-            os._exit(0)
-        connection.close()
+            os.close(write_end)
+            requests.close()
+            _serve(starter, read_end, output, variables)
+        os.close(starter)
+        os.close(output)
+    os._exit(0)
 
 
-def _fork(
-    connection: socket.socket, variables: Mapping[str, str], job: Mapping[str, Any], output: int
-) -> tuple[int, guard.Poll]:
-    """Start a server as a fork of this process."""
-    pid = os.fork()
-    if pid == 0:
-        connection.close()
-        _serve(job, output, variables)
-
-    def poll() -> int | None:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        return os.waitstatus_to_exitcode(status) if ended else None
-
-    return pid, poll
-
-
-def _serve(job: Mapping[str, Any], output: int, variables: Mapping[str, str]) -> NoReturn:
+def _serve(starter: int, spawner: int, output: int, variables: Mapping[str, str]) -> NoReturn:
     """Become the API server of a job, as if its command had been executed."""
     import setproctitle
 
@@ -173,27 +153,29 @@ def _serve(job: Mapping[str, Any], output: int, variables: Mapping[str, str]) ->
 
     try:
         os.setpgid(0, 0)
+        with open(starter, "rb", closefd=False) as lines:
+            line = lines.readline()
+        if not line.endswith(b"\n"):  # the starter died before the whole line was written
+            os._exit(1)
+        job = json.loads(line)
+        os.write(starter, b"%d\n" % os.getpid())
         os.chdir(job["folder"])
-        _replace_input()
+        with Path(os.devnull).open("rb") as nothing:
+            os.dup2(nothing.fileno(), 0)
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.close(output)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         # First: it looks for its memory in the old environment.
         setproctitle.setproctitle(" ".join(job["argv"]))
         os.environ.clear()
         os.environ.update({**variables, **job["environment"]})
         sys.argv = job["argv"][2:]
-        api_server.run()
+        api_server.run(starter, spawner)
     finally:  # not into the spawner's own code
         sys.excepthook(*sys.exc_info())
         sys.stderr.flush()
         os._exit(1)
-
-
-def _replace_input() -> None:
-    """Let standard input be empty."""
-    with Path(os.devnull).open("rb") as nothing:
-        os.dup2(nothing.fileno(), 0)
 
 
 if __name__ == "__main__":

@@ -8,17 +8,29 @@ collection writes into them.
 import atexit
 import gc
 import os
+import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
+
+from slimqwen import lifeline
+
+END_S = 6
+"""How long a server may take to end by itself once its starter has ended."""
 
 _SOCKETS = "VLLM_RPC_BASE_PATH"
 
 
 def main() -> NoReturn:
-    """Import vLLM, run its API server with the flags of the command line, and exit."""
+    """Import vLLM, run its API server with the flags of the command line, and exit.
+
+    A server that a measurement started ends with it (`slimqwen.lifeline`).
+    """
+    if descriptor := os.environ.pop(lifeline.VARIABLE, None):
+        lifeline.watch(int(descriptor), end=_end)
     gc.disable()
     _exit_after(_import_and_serve)
 
@@ -43,9 +55,16 @@ def freeze() -> None:
     gc.enable()
 
 
-def run() -> NoReturn:
-    """Run the API server with the flags of sys.argv, and exit."""
+def run(*lifelines: int) -> NoReturn:
+    """Run the API server with the flags of sys.argv, and exit; end it when one of the lifelines does."""
+    lifeline.watch(*lifelines, end=_end)
     _exit_after(_serve)
+
+
+def _end() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(END_S)
+    os._exit(1)  # vLLM can lose a SIGTERM while it starts
 
 
 def _serve() -> None:

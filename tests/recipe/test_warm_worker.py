@@ -7,7 +7,6 @@ from typing import Any
 from slimqwen.progress import Progress
 from slimqwen.recipe import worker
 from slimqwen.recipe.warm_worker import WarmWorker
-from slimqwen.serving import spawner
 
 
 def job(source: Path, destination: Path, parameters: Any, progress: Progress) -> Any:
@@ -28,15 +27,3 @@ def test_a_job_that_reports_at_once_comes_after_its_process_id(tmp_path: Path) -
             kind, facts, *_ = messages.recv()
             assert (kind, facts) == ("done", {"parameters": number, "process": job_process})
             assert messages.recv() == ("ended", 0)
-
-
-def test_a_warm_worker_of_a_job_leaves_the_spawner_to_the_one_that_has_it(tmp_path: Path) -> None:
-    """A job that starts a warm worker hands on its environment, which names the socket of its own spawner."""
-    (tmp_path / "socket").touch()
-    environment = os.environ | {spawner.SOCKET: str(tmp_path / "socket")}
-    with (
-        (tmp_path / "log").open("wb") as output,
-        worker.started(environment, output, "tests.recipe.slow_warm_worker") as (process, messages),
-    ):
-        WarmWorker(messages, process).give(environment, job, tmp_path, tmp_path, 1)
-        assert messages.recv() == ("progress", "working", 1, 1)

@@ -18,7 +18,7 @@ import httpx
 import psutil
 
 from slimqwen import variant
-from slimqwen.serving import guard, metrics
+from slimqwen.serving import metrics
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.server import free_port, prepare
 
@@ -129,8 +129,11 @@ def started(root: Path) -> Iterator[RealServer]:
         wait_until_ready(url, process, log)
         yield RealServer(url, process, log)
     finally:
-        if process.poll() is None:
-            guard.end(psutil.Process(process.pid))
+        process.terminate()
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
             process.wait()
 
 

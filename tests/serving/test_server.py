@@ -13,7 +13,7 @@ from slimqwen import variant
 from slimqwen.serving import checks
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
-from slimqwen.serving.server import find_running, free_port, run_server
+from slimqwen.serving.server import find_running, free_port, run_server, start_process
 from slimqwen.vllm_plugin import api_server
 from tests.serving import real_server
 
@@ -29,6 +29,33 @@ def test_a_server_that_dies_at_start_is_an_error_that_quotes_its_log(servable, t
         run_server(command, log=log, timeout_s=600),
     ):
         pytest.fail("it served")
+
+
+@pytest.mark.parametrize("missing", ["command", "folder"])
+def test_what_cannot_be_started_is_one_line(tmp_path, missing):
+    argv = [str(tmp_path / "none")] if missing == "command" else [sys.executable, "-c", ""]
+    folder = tmp_path / "none" if missing == "folder" else tmp_path
+    with (
+        (tmp_path / "log").open("wb") as output,
+        pytest.raises(ServingError, match=r"cannot start .*No such file.*make install"),
+        start_process(argv, environment={}, folder=folder, output=output),
+    ):
+        pytest.fail("it started")
+
+
+def test_a_process_gets_its_folder_and_environment_and_no_input_and_its_end_is_seen(tmp_path):
+    code = (
+        "import os, sys; print(os.getcwd(), sorted(k for k in os.environ if k in ('SECRET', 'HOME')), "
+        "os.getpgid(0) == os.getpid(), os.getsid(0), sys.stdin.read() == '', file=sys.stderr)"
+    )
+    argv = [sys.executable, "-c", code]
+    log = tmp_path / "log"
+    with (
+        log.open("wb") as output,
+        start_process(argv, environment={"SECRET": "sesame"}, folder=tmp_path, output=output) as process,
+    ):
+        real_server.wait_for(lambda: process.has_ended)
+    assert log.read_text() == f"{tmp_path} ['SECRET'] True {os.getsid(0)} True\n"
 
 
 @pytest.mark.engine

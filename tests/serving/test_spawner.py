@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from slimqwen.recipe.warm_worker import WarmWorker
 from slimqwen.serving import platform, spawner
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.server import free_port, run_server
+from tests.serving.real_server import ended
 
 ROOT = Path(__file__).parents[2]
 API_SERVER = ("python", "-m", "slimqwen.vllm_plugin.api_server", "--model", "x")
@@ -28,14 +30,15 @@ API_SERVER = ("python", "-m", "slimqwen.vllm_plugin.api_server", "--model", "x")
 def test_a_server_with_a_variable_that_an_import_may_read_has_a_process_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(spawner.SOCKET, "/socket")
-    command = ServerCommand.resolve(variant.load("tiny"), platform="cpu")
-    assert spawner.socket_for(command.argv, command.process_environment()) == "/socket"
-    assert spawner.socket_for(API_SERVER, {"VLLM_USE_MODELSCOPE": "1"}) is None
-    assert spawner.socket_for(("python", "-c", "pass"), {}) is None
-    monkeypatch.delenv(spawner.SOCKET)
-    monkeypatch.setattr(spawner, "_block", None)
-    assert spawner.socket_for(API_SERVER, {}) is None
+    with socket.socket() as requests:
+        monkeypatch.setattr(spawner, "_requests", requests)
+        command = ServerCommand.resolve(variant.load("tiny"), platform="cpu")
+        assert spawner.find(command.argv, command.process_environment()) is requests
+        assert spawner.find(API_SERVER, {"VLLM_USE_MODELSCOPE": "1"}) is None
+        assert spawner.find(("python", "-c", "pass"), {}) is None
+        monkeypatch.setattr(spawner, "_requests", None)
+        monkeypatch.setattr(spawner, "_block", None)
+        assert spawner.find(API_SERVER, {}) is None
 
 
 def ask(log: Path, _: Path, seconds: float, progress: Progress) -> dict[str, Any]:
@@ -46,13 +49,13 @@ def ask(log: Path, _: Path, seconds: float, progress: Progress) -> dict[str, Any
         body = {"model": server.model, "prompt": "a", "max_tokens": 2, "temperature": 0}
         answer = httpx.post(f"{server.base_url}/v1/completions", json=body, timeout=60, trust_env=False)
         process = psutil.Process(server.pid)
-        guard = process.parent()
-        assert guard is not None
+        parent = process.parent()
+        assert parent is not None
         facts = {
             "text": answer.json()["choices"][0]["text"],
             "server": server.pid,
             "command": process.cmdline(),
-            "guard": guard.cmdline(),
+            "parent": parent.cmdline(),
             "leads_its_group": os.getpgid(server.pid) == server.pid,
         }
         time.sleep(seconds)
@@ -64,7 +67,7 @@ def warm(tmp_path: Path) -> Iterator[WarmWorker]:
     environment = os.environ | platform.preloaded_libraries(os.environ)
     with (
         (tmp_path / "log").open("wb") as output,
-        warm_worker.started(environment, output, str(tmp_path / "socket")) as worker,
+        warm_worker.started(environment, output, forks_servers=True) as worker,
     ):
         yield worker
 
@@ -77,27 +80,27 @@ def receive(worker: WarmWorker, kind: str) -> tuple[Any, ...]:
 
 
 @pytest.mark.engine
-def test_a_job_s_server_is_a_fork_and_ends_with_the_job(warm: WarmWorker, tmp_path: Path) -> None:
-    environment = os.environ | {spawner.SOCKET: str(tmp_path / "socket")}
-    job = psutil.Process(warm.give(environment, ask, tmp_path / "log", tmp_path, 600))
+@pytest.mark.parametrize("victim", ["job", "server"])
+def test_a_job_s_server_is_a_fork_and_no_process_of_it_outlives_the_job_or_the_server(
+    warm: WarmWorker, tmp_path: Path, victim: str
+) -> None:
+    job = psutil.Process(warm.give(os.environ, ask, tmp_path / "log", tmp_path, 600))
     activity, *_ = receive(warm, "progress")
     server = psutil.Process(int(activity))
-    guard = server.parent()
-    assert guard is not None
-    assert "slimqwen.recipe.warm_worker" in guard.cmdline()
+    parent = server.parent()
+    assert parent is not None
+    assert "slimqwen.recipe.warm_worker" in parent.cmdline()
     processes = [server, *server.children(recursive=True)]
     assert {"VLLM::EngineCore", "VLLM::Worker"} <= {process.name() for process in processes}
-    job.kill()
-    receive(warm, "ended")
-    _, alive = psutil.wait_procs(processes, timeout=30)
-    assert not alive
+    {"job": job, "server": server}[victim].kill()
+    assert ended(processes, 10)
 
 
 @pytest.mark.engine
 def test_a_block_has_one_spawner_made_with_its_first_server_and_ended_with_it(tmp_path: Path) -> None:
     code = f"""
-import json, os, pathlib, psutil
-from slimqwen.serving import guard, spawner
+import json, pathlib, psutil
+from slimqwen.serving import spawner
 from tests.serving.test_spawner import API_SERVER, ask
 
 with spawner.shared():
@@ -105,26 +108,23 @@ with spawner.shared():
     log = pathlib.Path({str(tmp_path / "log")!r})
     facts = ask(log, log, 0, lambda *_: None)
     with spawner.shared():
-        path = spawner.socket_for(API_SERVER, {{}})
+        same = spawner.find(API_SERVER, {{}}) is spawner._requests
     (process,) = psutil.Process().children()
-    facts |= {{"spawner": process.cmdline(), "same": path == os.environ[spawner.SOCKET], "made_before": made_before}}
-print(json.dumps(facts | {{"runs": process.is_running(), "socket": os.environ.get(spawner.SOCKET)}}))
+    facts |= {{"spawner": process.cmdline(), "same": same, "made_before": made_before}}
+print(json.dumps(facts | {{"runs": process.is_running(), "requests": spawner._requests}}))
 """
-    environment = {name: value for name, value in os.environ.items() if name != spawner.SOCKET}
-    run = subprocess.run(
-        [sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600
-    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr
     facts = json.loads(run.stdout)
     assert facts["made_before"] == 0
     assert facts["text"]
     assert facts["command"][1:4] == ["-m", "slimqwen.vllm_plugin.api_server", "--model"]
     assert facts["leads_its_group"]
-    assert facts["guard"] == facts["spawner"]
-    assert "slimqwen.serving.spawner" in facts["guard"]
+    assert facts["parent"] == facts["spawner"]
+    assert "slimqwen.serving.spawner" in facts["parent"]
     assert facts["same"]
     assert not facts["runs"]
-    assert facts["socket"] is None
+    assert facts["requests"] is None
     assert not psutil.pid_exists(facts["server"])
     log = (tmp_path / "log").read_text()
     assert "Engine fix forked_processes is active" in log  # as in a server of its own

@@ -4,7 +4,6 @@ A fresh process imports what its task needs. A forked one comes from a process t
 """
 
 import os
-import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
@@ -15,7 +14,7 @@ from slimqwen.progress import Progress
 from slimqwen.recipe import warm_worker, worker
 from slimqwen.recipe.warm_worker import WarmWorker
 from slimqwen.search.executors.task import Failure, Outcome, Result, Task
-from slimqwen.serving import platform, spawner
+from slimqwen.serving import platform
 
 
 class _Process:
@@ -80,7 +79,6 @@ class ForkedProcess(_Process):
     def __init__(self, root: Path, progress: Progress, cpus: Collection[int] = ()) -> None:
         super().__init__(root, progress, cpus)
         self._worker: WarmWorker | None = None
-        self._variables: dict[str, str] = {}
 
     @property
     def messages(self) -> Connection:
@@ -94,20 +92,17 @@ class ForkedProcess(_Process):
         self._kind, self._content = "failed", "its process died"
         if self._worker is None:
             self._worker = self._start_worker()
-        environment = os.environ | self._variables
         with suppress(BrokenPipeError):  # `receive` reports that it has died
-            self._worker.send(environment, _call, self._root, self._root, (task.function, task.argument))
+            self._worker.send(os.environ, _call, self._root, self._root, (task.function, task.argument))
 
     def _start_worker(self) -> WarmWorker:
         enter = self._open_resources.enter_context
         output = enter((_log_folder(self._root) / "tasks.log").open("ab"))
-        environment, socket = dict(os.environ), None
-        if platform.detect() == "cpu":
+        environment, on_cpu = dict(os.environ), platform.detect() == "cpu"
+        if on_cpu:
             environment |= platform.preloaded_libraries(environment)
-            socket = enter(tempfile.TemporaryDirectory(prefix="slimqwen.")) + "/spawner"
-            self._variables = {spawner.SOCKET: socket}
         with affinity(self._cpus):
-            return enter(warm_worker.started(environment, output, socket))
+            return enter(warm_worker.started(environment, output, forks_servers=on_cpu))
 
     def receive(self) -> Outcome | None:
         """Take the task's next message; its outcome where its process has ended."""

@@ -17,6 +17,7 @@ Most put a function in the place of one of vLLM's, by `upstream.replace`.
 import importlib
 import logging
 
+from slimqwen import lifeline
 from slimqwen.vllm_plugin import vllm_log
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,8 @@ FIXES = (
 def register() -> None:
     """Register the draft vocabulary's model class, install every fix that this machine needs, and log which and why.
 
+    An engine and its workers end with the process that started them, on every platform.
+
     Installs nothing where vLLM's platform is not the CPU. Calling it again changes and logs nothing. What it
     imports of vLLM is what an engine imports anyway.
 
@@ -53,6 +56,7 @@ def register() -> None:
     from vllm import ModelRegistry
     from vllm.platforms import current_platform
 
+    lifeline.end_with_parent()
     ModelRegistry.register_model("Qwen3_5MTP", "slimqwen.vllm_plugin.draft_vocabulary:DraftVocabularyMTP")
     if not current_platform.is_cpu():
         return

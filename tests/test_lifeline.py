@@ -1,0 +1,109 @@
+"""However a command ends and whichever of its processes is killed, the others end too."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from slimqwen import lifeline
+from tests.serving.real_server import ended, wait_for
+
+ROLES = ("command", "warm worker", "spawner", "job", "server", "engine", "worker")
+GROUP = "group"
+
+Start = Callable[..., dict[str, psutil.Process]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start a command that serves; its processes by role."""
+    started: dict[str, psutil.Process] = {}
+
+    def run(*words: str, kind: str = "forked") -> dict[str, psutil.Process]:
+        folder = tmp_path / kind
+        folder.mkdir()
+        command = subprocess.Popen(
+            [sys.executable, "-m", "tests.light_command", folder, *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        started["command"] = psutil.Process(command.pid)
+        assert command.stdout is not None
+        with command.stdout as lines:
+            started["server"] = psutil.Process(int(lines.readline()))
+        (started["warm worker"],) = started["command"].children()
+        started["spawner"], started["job"] = sorted(
+            started["warm worker"].children(), key=lambda process: process.pid
+        )
+        for parent, child in (("server", "engine"), ("engine", "worker")):
+            wait_for(lambda parent=parent: started[parent].children() != [])
+            (started[child],) = started[parent].children()
+        return started
+
+    yield run
+    for process in started.values():
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def send(number: signal.Signals, victim: str, processes: dict[str, psutil.Process]) -> None:
+    if victim == GROUP:
+        os.killpg(processes["command"].pid, number)
+    else:
+        processes[victim].send_signal(number)
+
+
+TABLE = [
+    *((number, GROUP) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGKILL)),
+    *((signal.SIGTERM, victim) for victim in ("command", "spawner", "job", "server")),
+    *((signal.SIGKILL, victim) for victim in ROLES),
+]
+
+
+@pytest.mark.parametrize(("number", "victim"), TABLE, ids=lambda value: getattr(value, "name", value))
+def test_nothing_is_left_10_s_after_a_signal(start: Start, number: signal.Signals, victim: str) -> None:
+    processes = start()
+    assert processes["server"].parent() == processes["spawner"]
+    assert os.getpgid(processes["server"].pid) == processes["server"].pid
+    assert os.getsid(processes["server"].pid) == processes["command"].pid
+    send(number, victim, processes)
+    assert ended(list(processes.values()), 10), {
+        role: process.status() for role, process in processes.items() if process.is_running()
+    }
+
+
+@pytest.mark.parametrize(
+    ("number", "victim"), [(signal.SIGTERM, GROUP), (signal.SIGKILL, "job"), (signal.SIGKILL, "server")]
+)
+def test_nothing_is_left_of_a_server_that_is_no_fork(
+    start: Start, number: signal.Signals, victim: str
+) -> None:
+    processes = start(kind="executed")
+    assert processes["server"].parent() == processes["job"]
+    send(number, victim, processes)
+    assert ended(list(processes.values()), 10)
+
+
+def test_a_server_that_ignores_sigterm_ends_all_the_same(start: Start) -> None:
+    processes = start("stubborn")
+    send(signal.SIGKILL, "command", processes)
+    assert ended(list(processes.values()), 10)
+
+
+def test_what_is_sent_on_a_lifeline_is_left_to_its_reader() -> None:
+    read_end, write_end = os.pipe()
+    ends: list[int] = []
+    lifeline.watch(read_end, end=lambda: ends.append(1))
+    os.write(write_end, b"job")
+    assert os.read(read_end, 3) == b"job"
+    assert not ends
+    os.close(write_end)
+    wait_for(lambda: ends == [1])
+    os.close(read_end)
