@@ -1,12 +1,13 @@
 """The terminal: results on stdout, one-line errors on stderr, progress bars, exit codes."""
 
 import gc
+import io
 import logging
 import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +26,32 @@ from rich.table import Column, Table
 from typer.core import TyperCommand
 
 from slimqwen import progress, variant
+from slimqwen.cli.unexpected import report_unexpected
 from slimqwen.cli.watch import activity as activities
 from slimqwen.errors import SlimqwenError
 from slimqwen.recipe.worker import GARBAGE_THRESHOLD
+from slimqwen.serving.platform import allowed_cpus, physical_cores
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # for imports of vLLM in this process
 logging.getLogger("vllm").setLevel(logging.ERROR)  # vLLM warns before it reads that variable
 
+
+class _Terminal(Console):
+    def on_broken_pipe(self) -> None:
+        """End quietly where nobody reads on, as after `| head`, with the code of a command that SIGPIPE ended."""
+        with suppress(SystemExit):
+            super().on_broken_pipe()
+        raise SystemExit(128 + signal.SIGPIPE)
+
+
 # Bound to the stream itself, because `capture_output` replaces sys.stdout. A file gets lines as wide as any table.
-console = Console(highlight=False, file=sys.stdout, width=None if sys.stdout.isatty() else 120)
+console = _Terminal(highlight=False, file=sys.stdout, width=None if sys.stdout.isatty() else 120)
 errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
 EXIT_CODES = {"pass": 0, "fail": 1, "inconclusive": 2}
 """Exit codes of verbs that give a verdict; 3 is their exit code for an error."""
 
-_REFUSED, _REFUSED_BY_JUDGE, _INTERRUPTED, _TERMINATED = 2, 3, 130, 143
+_UNEXPECTED, _REFUSED, _REFUSED_BY_JUDGE, _INTERRUPTED, _TERMINATED = 1, 2, 3, 130, 143
 
 
 class Judge(TyperCommand):
@@ -51,7 +63,7 @@ class Judge(TyperCommand):
             return super().make_context(*arguments, **keywords)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the verb; an expected error ends with exit code 3."""
+        """Run the verb; an error ends with exit code 3."""
         with _errors_of_judge():
             return super().invoke(ctx)
 
@@ -64,13 +76,20 @@ def _errors_of_judge() -> Iterator[None]:
         show_error(str(error))
     except typer.TyperException as error:
         show_usage_error(error)
+    except (typer.Exit, typer.Abort):
+        raise
+    except Exception as error:
+        report_unexpected(error)
     else:
         return
     raise typer.Exit(_REFUSED_BY_JUDGE)
 
 
 def run(app: typer.Typer, name: str) -> None:
-    """Run a command line and exit: 2 and one line on stderr for an expected error, 130 for Ctrl-C, 143 for SIGTERM."""
+    """Run a command line and exit.
+
+    Exit codes: 2 for an expected error, 1 for any other, with one line on stderr; 130 for Ctrl-C, 143 for SIGTERM.
+    """
     app.pretty_exceptions_enable = False
     interrupt_code = _INTERRUPTED
 
@@ -81,6 +100,12 @@ def run(app: typer.Typer, name: str) -> None:
 
     before = signal.signal(signal.SIGTERM, terminate)  # ends as Ctrl-C does, which leaves nothing behind
     gc.set_threshold(GARBAGE_THRESHOLD)
+    if allowed_cpus() < len(os.sched_getaffinity(0)):
+        # torch takes a thread for each CPU of the machine, and a container may have the time of a few.
+        os.environ.setdefault("OMP_NUM_THREADS", str(physical_cores()))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal may have no "…"
     try:
         code = app(prog_name=name, standalone_mode=False)
     except SlimqwenError as error:
@@ -91,12 +116,27 @@ def run(app: typer.Typer, name: str) -> None:
         code = _REFUSED
     except (KeyboardInterrupt, typer.Abort):
         code = _INTERRUPTED
+    except Exception as error:
+        report_unexpected(error)
+        code = _UNEXPECTED
     finally:
         signal.signal(signal.SIGTERM, before)
     if code == _INTERRUPTED:
         errors.print("interrupted" if interrupt_code == _INTERRUPTED else "terminated")
         code = interrupt_code
-    sys.exit(code or 0)
+    sys.exit(_flush_output() or code or 0)
+
+
+def _flush_output() -> int:
+    """Write what is left of the output; the exit code if that fails, as where a disk is full."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        # Python flushes once more at its end, and would print a traceback.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        report_unexpected(error)
+        return _UNEXPECTED
+    return 0
 
 
 def show_error(message: str) -> None:

@@ -1,0 +1,92 @@
+"""What a command prints of an exception that is no SlimqwenError: the cause on one line, and the log of its traceback.
+
+Standard library only, because it also reports what goes wrong while the others are imported.
+"""
+
+import contextlib
+import errno
+import os
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+_READ_ONLY = "make it writable for this user, or work in a clone of your own"
+_FULL = "free some disk space"
+_OPEN_FILES = "allow more open files, such as `ulimit -n 4096`"
+_CURES = {
+    errno.EACCES: _READ_ONLY,
+    errno.EPERM: _READ_ONLY,
+    errno.EROFS: _READ_ONLY,
+    errno.ENOSPC: _FULL,
+    errno.EDQUOT: _FULL,
+    errno.EMFILE: _OPEN_FILES,
+    errno.ENFILE: _OPEN_FILES,
+    errno.ENOMEM: "free some memory",
+}
+
+
+def install_hooks() -> None:
+    """Report what nobody has caught, in this and in other threads, and give a process without output an output."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the shell: `>&-`
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8"))
+    sys.excepthook = _report_uncaught
+    threading.excepthook = lambda caught: report_unexpected(caught.exc_value or caught.exc_type())
+
+
+def _report_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if issubclass(kind, KeyboardInterrupt):
+        _print("interrupted")
+    else:
+        report_unexpected(error)
+
+
+def report_unexpected(error: BaseException) -> None:
+    """Write the traceback of an exception into a log, and print its cause and that log on one line."""
+    log = _write_log(error)
+    place = f"the traceback is in {log}" if log else "its traceback could not be written"
+    _print(f"error: {describe_cause(error)}; {place}")
+
+
+def describe_cause(error: BaseException) -> str:
+    """The cause of an exception on one line, and its cure if the operating system refused something."""
+    words = " ".join(str(error).split())
+    cause = f"unexpected {type(error).__name__}{f': {words[:500]}' if words else ''}"
+    if isinstance(error, ImportError):
+        return f"{cause}; `make install` mends .venv"
+    number = (
+        error.errno
+        if isinstance(error, OSError)
+        else errno.ENOMEM
+        if isinstance(error, MemoryError)
+        else None
+    )
+    if number not in _CURES:
+        return cause
+    if isinstance(error, OSError) and error.strerror:
+        cause = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return f"{cause}; {_CURES[number]}"
+
+
+def _write_log(error: BaseException) -> Path | None:
+    name = f"error-{time.strftime('%Y-%m-%dT%H%M%SZ', time.gmtime())}-{os.getpid()}.log"
+    text = "".join(traceback.format_exception(error))
+    for folder in (_ROOT / "logs", Path(tempfile.gettempdir())):
+        with contextlib.suppress(OSError):
+            folder.mkdir(exist_ok=True)
+            with (folder / name).open("a", encoding="utf-8", errors="replace") as log:
+                log.write(text)
+            return folder / name
+    return None
+
+
+def _print(line: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # the terminal is gone
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
