@@ -138,7 +138,7 @@ def write(
     Raises:
         HostBusyError: the host was too busy in all attempts at the requests of a class.
         BenchError: vLLM's version gives no times or parts, or the workload does not fit the context.
-        DocumentsError: the workload's text is used up.
+        CorpusError: the workload's text is used up.
         TooFewItemsError: fewer than two requests.
     """
     started = provenance.utc_now()

@@ -77,9 +77,18 @@ def cut_prompts(
     Args:
         max_tokens: longest prompt, in tokens of the variant.
         split: side of the split that the documents are on; None for both.
+
+    Raises:
+        CorpusError: the documents are missing, malformed or used up.
+        EvalError: the context holds no prompt.
     """
     import transformers
 
+    if max_tokens < 1:
+        raise EvalError(
+            f"the context of {variant.name} holds no prompt beside {settings.tokens} tokens and their drafts; raise "
+            "VLLM_MAX_MODEL_LEN in its config.env"
+        )
     variant_tokenizer, baseline_tokenizer = (
         transformers.AutoTokenizer.from_pretrained(side.weights, local_files_only=True)
         for side in (variant, baseline)
@@ -93,7 +102,7 @@ def cut_prompts(
     for name, length in settings.classes.items():
         texts = [
             baseline_tokenizer.decode(ids)
-            for ids in cutter.cut(settings.prompt_count(split), max(1, min(length, max_tokens)))
+            for ids in cutter.cut(settings.prompt_count(split), min(length, max_tokens))
         ]
         # A pruned tokenizer may need more tokens for the same text.
         classes[name] = [

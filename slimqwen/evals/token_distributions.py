@@ -1,6 +1,5 @@
 """Comparison of two checkpoints' next-token distributions: the baseline in transformers, the variant in vLLM."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +30,7 @@ from slimqwen.progress import Progress, silent
 from slimqwen.records.split import Split
 from slimqwen.serving import in_process
 from slimqwen.serving.shared_server import ServerLostError, SharedServer
+from slimqwen.text.files import TextFile
 from slimqwen.vllm_plugin.api_key import authorization
 
 _LEAST_SHARE = 1e-12
@@ -158,19 +158,24 @@ def read_texts(file: Path, split: Split | None = None) -> list[tuple[str, str]]:
     """Ids and contents of the texts in a .jsonl file, or of those on one side of the split.
 
     Raises:
-        EvalError: the file is missing, a line has no id or text, or fewer than two texts are on that side.
+        CorpusError: the file is missing or malformed.
+        EvalError: a line has no id or text, a text is empty, or fewer than two texts are on that side.
     """
-    try:
-        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line]
-        texts = [(str(row["id"]), str(row["text"])) for row in rows]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise EvalError(f'{file}: unusable ({error!r}); write {{"id", "text"}} on each line') from None
+    reader = TextFile(file)
+    texts = []
+    for document in reader:
+        if document.name is None or not document.text:
+            raise EvalError(
+                f'{reader.location(document.position)}: no id, or no text to read; write {{"id": …, "text": …}} or '
+                "remove it"
+            )
+        texts.append((document.name, document.text))
     side_texts = [each for each in texts if split is None or split.has(each[1])]
-    if split and len(side_texts) < 2:
-        raise EvalError(
-            f"{file}: {len(side_texts)} of {len(texts)} texts are on the {split}; add texts to the file, or change "
-            "proof_share of the suite"
+    if len(side_texts) < 2:
+        side = (
+            f" are on the {split}; add texts, or change proof_share of the suite" if split else "; add texts"
         )
+        raise EvalError(f"{file}: {len(side_texts)} of {len(texts)} texts{side}")
     return side_texts
 
 
@@ -345,6 +350,13 @@ def _tokenised(
         return TokenisedText(name, len(text.encode()), baseline_ids, variant_ids, comparable, kept_ids)
 
     tokenised = [tokenise(name, text) for name, text in texts]
+    for each in tokenised:
+        length = max(len(each.baseline_ids), len(each.variant_ids))
+        if length >= max_model_len:
+            raise EvalError(
+                f"{settings.texts}: the text {each.name} has {length} tokens and the context holds {max_model_len}; "
+                "divide it"
+            )
     joined = "\n".join(text for _, text in texts)
     whole = tokenise(JOINED, joined)
     # Cut between words, because the two sides may need different numbers of tokens.

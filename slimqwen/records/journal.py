@@ -14,6 +14,7 @@ from slimqwen.errors import SlimqwenError
 from slimqwen.file_lock import take_lock
 from slimqwen.records import provenance
 from slimqwen.serving.command import ServerCommand
+from slimqwen.text.files import read_json_lines
 
 
 class RunInProgressError(SlimqwenError):
@@ -111,7 +112,8 @@ def locked(file: Path) -> Iterator[Journal]:
         complete_lines = content[: content.rfind(b"\n") + 1]
         stream.seek(len(complete_lines))
         stream.truncate()
-        yield Journal(file, stream, dict(json.loads(line) for line in complete_lines.splitlines()))
+        responses = (pair for _, pair in read_json_lines(io.BytesIO(complete_lines), file))
+        yield Journal(file, stream, dict(responses))
 
 
 def _digest(value: Any) -> str:

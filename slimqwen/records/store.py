@@ -7,6 +7,7 @@ per-item results that its figures are computed from. results/<kind>_<variant>_<U
 import contextlib
 import glob
 import hashlib
+import io
 import json
 import os
 import tempfile
@@ -21,6 +22,7 @@ from slimqwen.errors import SlimqwenError
 from slimqwen.records import migrations, schemas
 from slimqwen.records.record import Items, Measurements, Record
 from slimqwen.records.split import split_of
+from slimqwen.text.files import CorpusError, read_json_lines
 
 AnyRecord = TypeVar("AnyRecord", bound=Record)
 
@@ -87,9 +89,9 @@ def read_items(path: Path) -> list[dict[str, Any]]:
     if hashlib.sha256(content).hexdigest() != items.sha256:
         raise RecordError(f"{short_path(items_path)}: not the items that {path.name} was computed from")
     try:
-        return [json.loads(line) for line in content.splitlines()]
-    except ValueError as error:
-        raise RecordError(f"{short_path(items_path)}: a line is not a JSON object ({error})") from error
+        return [item for _, item in read_json_lines(io.BytesIO(content), short_path(items_path))]
+    except CorpusError as error:
+        raise RecordError(str(error)) from None
 
 
 def parse(path: Path) -> dict[str, Any]:

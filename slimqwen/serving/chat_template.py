@@ -1,4 +1,4 @@
-"""Check of a chat template before the start: vLLM would find its faults only at the first request."""
+"""A server's chat templates, checked before the start: vLLM would find faults only at the first request."""
 
 import json
 from collections.abc import Mapping
@@ -6,47 +6,71 @@ from pathlib import Path
 from typing import Any
 
 from slimqwen.serving.errors import ServingError
+from slimqwen.text.chats import ChatTemplate, read_chat_templates
+from slimqwen.variant import Variant
 
 _MESSAGES = ("What is the first?", "It is this.", "And the second?")
+_TOOL = {
+    "type": "function",
+    "function": {"name": "count", "parameters": {"type": "object", "properties": {}}},
+}
 
 
-def check(file: Path, weights: Path, arguments: Mapping[str, Any]) -> None:
-    """Render a chat of three turns by a template, with thinking on and off.
+def served_templates(variant: Variant, flags: Mapping[str, Any]) -> dict[str, ChatTemplate]:
+    """The templates of a variant's server by name: that of --chat-template, or the checkpoint's.
+
+    Raises:
+        ServingError: the file of --chat-template cannot be read.
+        CorpusError: a file of the checkpoint cannot be read.
+    """
+    if "chat-template" not in flags:
+        return read_chat_templates(variant.weights)
+    file = variant.root / flags["chat-template"]
+    try:
+        return {"default": ChatTemplate(file.read_text(encoding="utf-8"), file)}
+    except (OSError, UnicodeDecodeError) as error:
+        raise ServingError(f"chat template {file} cannot be read ({error}); correct its path") from None
+
+
+def check_templates(
+    templates: Mapping[str, ChatTemplate], weights: Path, arguments: Mapping[str, Any]
+) -> None:
+    """Render a chat of three turns by each template that vLLM chooses by itself, with thinking on and off.
 
     Args:
         weights: the checkpoint folder, whose tokenizer_config.json names the special tokens.
         arguments: template variables that the server sets where a request does not.
 
     Raises:
-        ServingError: a file is unreadable, or the template does not render or leaves out a message.
+        ServingError: the special tokens are unreadable, or a template does not render or leaves out a message.
     """
-    # Heavy, and only needed here.
-    from jinja2 import TemplateError
-    from transformers.utils.chat_template_utils import render_jinja_template
-
+    file = weights / "tokenizer_config.json"
     try:
-        template = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ServingError(f"chat template {file} cannot be read ({error}); correct its path") from None
-    try:
-        settings = json.loads((weights / "tokenizer_config.json").read_text(encoding="utf-8"))
+        settings = json.loads(file.read_text(encoding="utf-8"))
         tokens = {name: value for name, value in settings.items() if name.endswith("_token")}
     except (OSError, ValueError, AttributeError) as error:
-        raise ServingError(
-            f"{weights / 'tokenizer_config.json'} cannot be read ({error}); make or download the checkpoint anew"
-        ) from None
+        raise ServingError(f"{file} cannot be read ({error}); make or download the checkpoint anew") from None
+    for name, tools in (("default", None), ("tool_use", [_TOOL])):
+        if name in templates:
+            for thinking in (True, False):
+                _check_template(templates[name], tools, {**tokens, "enable_thinking": thinking, **arguments})
+
+
+def _check_template(template: ChatTemplate, tools: list[Any] | None, variables: Mapping[str, Any]) -> None:
+    # Heavy, and only needed here.
+    from transformers.utils.chat_template_utils import render_jinja_template
+
     roles = ("user", "assistant", "user")
     chat = [{"role": role, "content": message} for role, message in zip(roles, _MESSAGES, strict=True)]
-    for thinking in (True, False):
-        variables = {**tokens, "enable_thinking": thinking, **arguments}
-        try:
-            (text,), _ = render_jinja_template(
-                [chat], chat_template=template, add_generation_prompt=True, **variables
-            )
-        except (TemplateError, TypeError, ValueError) as error:
-            line = getattr(error, "lineno", None)
-            location = f"{file}, line {line}" if line else str(file)
-            raise ServingError(f"chat template {location} does not render: {error}; correct it") from None
-        missing = [message for message in _MESSAGES if message not in text]
-        if missing:
-            raise ServingError(f"chat template {file} leaves out the message {missing[0]!r}; correct it")
+    try:
+        (text,), _ = render_jinja_template(
+            [chat], tools=tools, chat_template=template.text, add_generation_prompt=True, **variables
+        )
+    # Templates raise exceptions of any type.
+    except Exception as error:
+        line = getattr(error, "lineno", None)
+        location = f"{template.file}, line {line}" if line else str(template.file)
+        raise ServingError(f"chat template {location} does not render: {error}; correct it") from None
+    missing = [message for message in _MESSAGES if message not in text]
+    if missing:
+        raise ServingError(f"chat template {template.file} leaves out the message {missing[0]!r}; correct it")

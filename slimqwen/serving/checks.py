@@ -128,11 +128,10 @@ def _check_requests(command: ServerCommand) -> None:
             f"{budget.location}: THINKING_TOKEN_BUDGET={budget.value}, and vLLM cannot tell what thinking is; "
             "add VLLM_REASONING_PARSER=qwen3"
         )
-    own = variant.weights / "chat_template.jinja"
-    file = variant.root / flags["chat-template"] if "chat-template" in flags else own
-    # A checkpoint without one serves completions alone.
-    if file != own or own.is_file():
-        chat_template.check(file, variant.weights, flags.get("default-chat-template-kwargs", {}))
+    # A checkpoint without a template serves completions alone.
+    if templates := chat_template.served_templates(variant, flags):
+        arguments = flags.get("default-chat-template-kwargs", {})
+        chat_template.check_templates(templates, variant.weights, arguments)
 
 
 def _check_cache(command: ServerCommand) -> None:

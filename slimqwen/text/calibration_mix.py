@@ -22,7 +22,9 @@ from typing import Any
 from slimqwen.checkpoint.files import file_records, sha256
 from slimqwen.progress import Progress, silent
 from slimqwen.text import corpus
-from slimqwen.text.corpus import CorpusError, DataSet, Document, TextFile, TextSource
+from slimqwen.text.chats import ChatRenderer
+from slimqwen.text.corpus import TextSource
+from slimqwen.text.files import CorpusError, DataSet, Document, TextFile
 
 TINYWORLD = "tinyworld"
 """The source that needs no file: documents of the embedded world, without end."""
@@ -151,13 +153,14 @@ def build(
     tokenizer = transformers.AutoTokenizer.from_pretrained(weights)
     with tempfile.TemporaryDirectory(dir=destination.parent, prefix=f".{destination.name}.") as scratch:
         staging = Path(scratch)
+        renderer = ChatRenderer(weights, tokenizer)
         supplies = [
-            _open(source, seed, tokenizer, staging / str(number), progress)
+            _open(source, seed, renderer, staging / str(number), progress)
             for number, source in enumerate(sources)
         ]
+        templates = {name: template.text for name, template in renderer.templates.items()}
         text = staging / destination.name
         _write_documents(text, supplies, tokens, tokenizer, progress)
-        template = getattr(tokenizer, "chat_template", None)
         manifest = {
             "schema": "calibration_corpus/1",
             "seed": seed,
@@ -166,7 +169,7 @@ def build(
             "documents": sum(supply.taken for supply in supplies),
             "sha256": sha256(text),
             "tokenizer_sha256": sha256(weights / "tokenizer.json"),
-            "chat_template_sha256": template and _digest(template),
+            "chat_template_sha256": _digest(templates) if templates else None,
             "sources": [supply.summary() for supply in supplies],
         }
         manifest_file = staging / manifest_path(destination).name
@@ -176,7 +179,7 @@ def build(
     return manifest
 
 
-def _open(source: Source, seed: int, tokenizer: Any, cache: Path, progress: Progress) -> _Supply:
+def _open(source: Source, seed: int, renderer: ChatRenderer, cache: Path, progress: Progress) -> _Supply:
     """Read a source once to check it, hash it and list its documents."""
     path = source.path
     if path is None:
@@ -187,6 +190,8 @@ def _open(source: Source, seed: int, tokenizer: Any, cache: Path, progress: Prog
     reader = DataSet(path, cache) if path.is_dir() else TextFile(path)
     positions = array("Q")
     for number, document in zip(count(1), reader, strict=False):
+        if document.is_blank:
+            continue
         if document.messages is None and document.text is None:
             raise CorpusError(
                 f"{reader.location(document.position)}: a prompt is no text to calibrate on; remove it"
@@ -201,24 +206,22 @@ def _open(source: Source, seed: int, tokenizer: Any, cache: Path, progress: Prog
         digest = sha256(path)
     # Seeded by name, so that another source does not change this one's order.
     random.Random(f"{seed} {source.name}").shuffle(positions)
-    texts = (_render(reader, reader.at(position), tokenizer) for position in positions)
+    texts = (_render(reader, reader.at(position), renderer) for position in positions)
     return _Supply(source, digest, len(positions), texts)
 
 
-def _render(reader: TextFile | DataSet, document: Document, tokenizer: Any) -> str:
+def _render(reader: TextFile | DataSet, document: Document, renderer: ChatRenderer) -> str:
     if document.messages is None:
         return document.text or ""
     try:
-        text = str(tokenizer.apply_chat_template(document.messages, tokenize=False))
-        text.encode()
+        return renderer.render(document.messages, document.tools)
     # Templates raise exceptions of any type.
     except Exception as error:
-        reason = " ".join(str(error).split())
+        reason = " ".join(str(error).split())[:300]
         location = reader.location(document.position)
         raise CorpusError(
-            f"{location}: the chat template does not render the messages ({reason}); mend or remove them"
+            f"{location}: the chat cannot be rendered ({reason}); correct or remove it"
         ) from None
-    return text
 
 
 def _write_documents(

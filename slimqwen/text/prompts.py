@@ -6,34 +6,28 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from slimqwen.errors import SlimqwenError
+from slimqwen.text.corpus import file_texts
+from slimqwen.text.files import CorpusError, read_text
 
 Tokens = list[int]
-
-
-class DocumentsError(SlimqwenError):
-    """The text that prompts are cut from is missing or too short."""
 
 
 def documents(source: str, seed: int, root: Path) -> Iterator[str]:
     """The documents of a workload: endless passages of the tiny world, or the paragraphs of a text file.
 
     Args:
-        source: tinyworld, or the path of a UTF-8 text file whose documents are separated by empty lines.
+        source: tinyworld, or the path of a .jsonl file, or of another text file, whose documents empty lines separate.
         seed: seed of the passages, which differ from those of training.
         root: folder that the path is relative to.
 
     Raises:
-        DocumentsError: the file does not exist.
+        CorpusError: the file cannot be read or is malformed.
     """
     if source == "tinyworld":
         yield from _tinyworld_passages(seed)
     file = root / source
-    try:
-        text = file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise DocumentsError(f"{source}: {error.strerror}; name tinyworld or a UTF-8 text file") from error
-    yield from filter(None, (part.strip() for part in text.split("\n\n")))
+    parts = file_texts(file) if file.suffix == ".jsonl" else read_text(file).split("\n\n")
+    yield from filter(None, (part.strip() for part in parts))
 
 
 def _tinyworld_passages(seed: int) -> Iterator[str]:
@@ -80,7 +74,7 @@ class PromptCutter:
         """The next prompts of `length` tokens each, all different from any cut before.
 
         Raises:
-            DocumentsError: the text is used up.
+            CorpusError: the text is used up.
         """
         prompts: list[Tokens] = []
         while len(prompts) < count:
@@ -88,7 +82,7 @@ class PromptCutter:
             while len(tokens) < length:
                 text = next(self._texts, None)
                 if text is None:
-                    raise DocumentsError(
+                    raise CorpusError(
                         f"the workload's text is used up: {count} prompts of {length} tokens do not fit in the "
                         "rest; give the workload more text or fewer requests"
                     )

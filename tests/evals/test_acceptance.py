@@ -61,6 +61,13 @@ def test_both_sides_of_the_split_have_as_many_prompts_of_other_documents(reposit
     assert search.isdisjoint(proof)
 
 
+def test_a_context_that_holds_no_prompt_is_told(repository: Path) -> None:
+    tiny = variant.load("tiny", repository)
+    settings = AcceptanceSettings.load("small", repository)
+    with pytest.raises(EvalError, match="the context of tiny holds no prompt beside"):
+        drafting.cut_prompts(settings, tiny, tiny, 0)
+
+
 @pytest.mark.engine
 def test_deeper_drafts_are_accepted_for_longer_and_the_choice_says_what_it_is_by(repository: Path) -> None:
     progress: list[tuple[float, float]] = []

@@ -11,6 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from slimqwen import variant
+from slimqwen.errors import SlimqwenError
 from slimqwen.evals import EvalError, fidelity, token_distributions
 from slimqwen.evals.damage import Damage, damage
 from slimqwen.evals.fidelity_figures import (
@@ -59,7 +60,7 @@ def test_a_side_of_the_split_has_texts_of_its_own(settings, tmp_path):
     few = tmp_path / "few.jsonl"
     few.write_text(json.dumps({"id": "a", "text": "alone"}))
     with pytest.raises(
-        EvalError, match="of 1 texts are on the proof split, 50% of the items; add texts to the file"
+        EvalError, match="of 1 texts are on the proof split, 50% of the items; add texts, or change"
     ):
         token_distributions.read_texts(few, Split(side="proof", proof_share=0.5))
 
@@ -223,11 +224,38 @@ def test_unrelated_vocabularies_are_refused(settings, tmp_path):
         token_distributions.compare(other, TINY, settings, ROOT, max_model_len=CONTEXT)
 
 
-def test_texts_that_cannot_be_read_are_told(settings, tmp_path):
-    (tmp_path / "texts.jsonl").write_text('{"id": "a"}\n')
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (['{"id": "a"}'], "line 1: no text"),
+        (['{"id": "a", "text": "A boat."}', '{"id": "b", "text": ""}'], "line 2: no id, or no text"),
+        (['{"text": "A boat."}'], "line 1: no id"),
+        (["A boat."], "line 1: not JSON"),
+        (['{"id": "a", "text": "A boat."}'], "1 of 1 texts; add texts"),
+        ([], "0 of 0 texts; add texts"),
+        (
+            [f'{{"id": "{n}", "text": "{"a boat " * 2000}"}}' for n in "ab"],
+            "text a has .* the context holds 1400",
+        ),
+    ],
+)
+def test_texts_that_cannot_be_compared_are_told_before_an_engine_starts(
+    settings, tmp_path, monkeypatch, lines, message
+):
+    monkeypatch.setattr(
+        token_distributions.in_process, "engine", lambda *_, **__: pytest.fail("an engine starts")
+    )
+    (tmp_path / "texts.jsonl").write_text("\n".join(lines))
     bad = settings.model_copy(update={"texts": tmp_path / "texts.jsonl"})
-    with pytest.raises(EvalError, match=r'write \{"id", "text"\} on each line'):
+    with pytest.raises(SlimqwenError, match=message):
         token_distributions.compare(TINY, TINY, bad, ROOT, max_model_len=CONTEXT)
+
+
+def test_a_text_with_a_line_separator_is_one_text(tmp_path):
+    rows = [{"id": str(n), "text": f"text\u2028{n}\x0c"} for n in range(2)]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    read = token_distributions.read_texts(tmp_path / "texts.jsonl")
+    assert read == [(row["id"], row["text"]) for row in rows]
 
 
 def test_stages_are_those_of_a_recipe_whose_base_may_be_a_hub_repository(tmp_path, add_variant):

@@ -18,6 +18,7 @@ from slimqwen.evals.suites.suite import ANSWER_MARGIN, BITS_PER_BYTE, DECIDING, 
 from slimqwen.records import store
 from slimqwen.serving import shared_server
 from slimqwen.variant import load, repository_root
+from tests.byte_tokenizer import byte_tokenizer
 
 
 def score(suite, server, **how):
@@ -418,7 +419,9 @@ class Client(ServedChat):
         ({"content": "so </think>\n\nsalt"}, True, False, "so </think>\n\nsalt"),
         ({"content": "so and so and"}, True, True, ""),
         ({"content": "salt"}, False, True, "salt"),
-        ({"content": "salt"}, None, True, "salt"),
+        ({"content": "salt"}, None, True, ""),
+        ({"content": "<think>\nso and"}, False, True, ""),
+        ({"content": "<think>\nso and"}, False, False, "<think>\nso and"),
         ({"reasoning": "so", "content": "salt"}, True, True, "salt"),
         ({"reasoning": "so", "content": "salt"}, True, False, "so</think>salt"),
         ({"reasoning": "so and", "content": None}, True, True, ""),
@@ -432,6 +435,39 @@ def test_what_follows_the_thoughts_is_the_answer(message, thinking, drops, text)
     }
     (answer,) = Client(thinking, drops).parse_generations(outputs)
     assert (answer, answer.finish_reason, answer.tokens) == (text, "length", 7)
+
+
+@pytest.mark.parametrize(
+    ("ending", "defaults", "thinks"),
+    [
+        ("<think>\n{% if enable_thinking is false %}\n</think>\n{% endif %}", {}, True),
+        ("<think>\n{% if enable_thinking is not true %}\n</think>\n{% endif %}", {}, False),
+        (
+            "<think>\n{% if enable_thinking is not true %}\n</think>\n{% endif %}",
+            {"enable_thinking": True},
+            True,
+        ),
+        ("<think>\n", {"enable_thinking": False}, False),
+        ("<think>\n", {"tone": "kind"}, True),
+        ("{% if enable_thinking is false %}<think>\n\n</think>{% endif %}", {}, True),
+        ("", {}, False),
+    ],
+)
+def test_a_suite_that_leaves_thinking_to_the_template_knows_what_it_does(ending, defaults, thinks):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}<think>{{ m.content }}</think>{% endfor %}" + ending
+    assert lm_eval_run.thinks_by_default(tokenizer, defaults) is thinks
+
+
+def test_thoughts_that_the_limit_cut_are_no_response_where_the_template_thinks(
+    small_suite, add_served, stand_in
+):
+    one = add_served("tiny", stand_in())
+    for ending, output in (("<think>", ""), ("A", "salt")):
+        template = "{% for m in messages %}Q {{ m.content }}{% endfor %}" + ending
+        (one.server.weights / "chat_template.jinja").write_text(template)
+        items = score(small_suite.model_copy(update={"chat_template": True}), one, limit=2).items
+        assert {item.output for item in items if item.output is not None} == {output}
 
 
 def test_a_template_without_a_thinking_switch_is_named(small_suite, add_served, stand_in):

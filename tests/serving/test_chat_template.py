@@ -5,18 +5,35 @@ import pytest
 from slimqwen import variant
 from slimqwen.serving import chat_template
 from slimqwen.serving.errors import ServingError
+from slimqwen.text.chats import ChatTemplate
 
-TINY = variant.load("tiny").weights
+VARIANT = variant.load("tiny")
+TINY = VARIANT.weights
 
 
 def check(tmp_path, text, **arguments):
     file = tmp_path / "chat.jinja"
     file.write_text(text)
-    chat_template.check(file, TINY, arguments)
+    templates = chat_template.served_templates(VARIANT, {"chat-template": str(file)})
+    chat_template.check_templates(templates, TINY, arguments)
 
 
 def test_the_embedded_models_template_renders():
-    chat_template.check(TINY / "chat_template.jinja", TINY, {})
+    templates = chat_template.served_templates(VARIANT, {})
+    assert templates["default"].file == TINY / "chat_template.jinja"
+    chat_template.check_templates(templates, TINY, {})
+
+
+def test_the_template_for_chats_with_tools_is_tried_with_a_tool():
+    whole = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    templates = {
+        "default": ChatTemplate(whole + "{{ raise_exception('tools') if tools }}", TINY / "a.jinja"),
+        "tool_use": ChatTemplate(whole + "{{ tools[0].function.name }}", TINY / "b.jinja"),
+        "rag": ChatTemplate("{{ documents[0] }}", TINY / "c.jinja"),
+    }
+    chat_template.check_templates(templates, TINY, {})
+    with pytest.raises(ServingError, match=r"a\.jinja does not render: tools"):
+        chat_template.check_templates({"tool_use": templates["default"]}, TINY, {})
 
 
 @pytest.mark.parametrize(
@@ -25,7 +42,7 @@ def test_the_embedded_models_template_renders():
         ("{% for m in messages %}", r"chat\.jinja, line 1 does not render"),
         ("{{ messages[7].content }}", "does not render: .*has no element 7"),
         ("{{ raise_exception('no thinking') if enable_thinking }}", "does not render: no thinking"),
-        ("{% if not enable_thinking %}{{ 1 // 0 }}{% endif %}", "does not render|leaves out"),
+        ("{{ 1 // 0 if enable_thinking }}", "does not render: .*zero"),
         ("<|im_start|>assistant", "leaves out the message 'What is the first"),
         ("{{ messages[-1].content }}", "leaves out"),
     ],
@@ -46,9 +63,9 @@ def test_the_variants_default_arguments_are_given(tmp_path):
 def test_a_damaged_tokenizer_config_is_told(tmp_path, content):
     (tmp_path / "tokenizer_config.json").write_text(content)
     with pytest.raises(ServingError, match=r"tokenizer_config\.json cannot be read"):
-        chat_template.check(TINY / "chat_template.jinja", tmp_path, {})
+        chat_template.check_templates({}, tmp_path, {})
 
 
 def test_a_missing_template_is_refused(tmp_path):
     with pytest.raises(ServingError, match="cannot be read"):
-        chat_template.check(tmp_path / "none.jinja", TINY, {})
+        chat_template.served_templates(VARIANT, {"chat-template": str(tmp_path / "none.jinja")})

@@ -10,7 +10,7 @@ import pytest
 from slimqwen.recipe.stages import calibrate
 from slimqwen.text import corpus
 from slimqwen.text.calibration_mix import Source, build, manifest_path, parse_source
-from slimqwen.text.corpus import CorpusError
+from slimqwen.text.files import CorpusError
 from slimqwen.tinyworld.tokenizer import END_OF_TEXT, chat_template
 from tests.byte_tokenizer import byte_tokenizer
 
@@ -200,7 +200,10 @@ def test_sources_are_written_as_name_file_weight():
         (b'{"text": 3}\n', "line 1: no text in it"),
         (b'{"text": "\\ud800"}\n', "line 1: not UTF-8"),
         (b'{"text": "\xff"}\n', "line 1: not UTF-8"),
-        (b'{"text": "fine"}\n{"messages": [{"role": "king", "content": ""}]}\n', "line 2: the chat template"),
+        (
+            b'{"text": "fine"}\n{"messages": [{"role": "king", "content": ""}]}\n',
+            "line 2: the chat cannot be rendered .Unknown role: king",
+        ),
         (b'{"text": " "}\n\n', "no text in it; put some there"),
         (b"", "no text in it; put some there"),
     ],

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slimqwen.text import prompts
+from slimqwen.text.files import CorpusError
 
 
 def words(text):
@@ -34,7 +35,7 @@ def test_a_prompt_is_never_given_twice_even_if_the_text_repeats():
 
 
 def test_text_that_does_not_last_is_an_error():
-    with pytest.raises(prompts.DocumentsError, match="used up"):
+    with pytest.raises(CorpusError, match="used up"):
         prompts.PromptCutter(islice(numbered(), 3), words).cut(2, 20)
 
 
@@ -50,7 +51,7 @@ def test_passages_of_the_world_depend_on_the_seed_alone(tmp_path):
 def test_a_text_file_is_cut_at_its_empty_lines(tmp_path):
     (tmp_path / "book.txt").write_text("one\nline\n\n\ntwo\n\n", encoding="utf-8")
     assert list(prompts.documents("book.txt", 0, tmp_path)) == ["one\nline", "two"]
-    with pytest.raises(prompts.DocumentsError, match=r"gone\.txt"):
+    with pytest.raises(CorpusError, match=r"gone\.txt"):
         next(prompts.documents("gone.txt", 0, tmp_path))
 
 

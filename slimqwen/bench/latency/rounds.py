@@ -54,7 +54,7 @@ def measure(
     Raises:
         HostBusyError: the host was too busy in all attempts at a round; no record is written.
         ServerLostError: a server died; no record is written.
-        BenchError, DocumentsError: the workload does not fit the server, or its text is used up.
+        BenchError, CorpusError: the workload does not fit the server, or its text is used up.
     """
     rounds = workload.rounds if rounds is None else rounds
     if rounds < 1:

@@ -17,8 +17,8 @@ from slimqwen.errors import SlimqwenError
 from slimqwen.progress import Progress
 from slimqwen.records.journal import Journal
 
-THOUGHTS_END = "</think>"
-"""End of Qwen3.5's thoughts."""
+THOUGHTS_START, THOUGHTS_END = "<think>", "</think>"
+"""Marks of Qwen3.5's thoughts."""
 
 _TIMEOUT_S = 300
 _SLOWEST_TOKEN_S = 0.25  # a server slower than that counts as hung
@@ -52,7 +52,7 @@ class ServedCompletions(LocalCompletionsAPI):  # type: ignore[misc]  # lm_eval i
     No request is sent after one that failed, because the server is probably gone.
 
     Attributes:
-        thinking: enable_thinking of the chat template; None leaves it out.
+        thinking: enable_thinking of the chat template; None where prompts are rendered already.
         drops_thoughts: whether answers exclude the thoughts; an answer with unfinished thoughts is empty.
         task: name of the task that the requests belong to.
         activity: current activity, for progress and errors.
@@ -147,8 +147,9 @@ class ServedCompletions(LocalCompletionsAPI):  # type: ignore[misc]  # lm_eval i
 
     def _generation(self, outputs: Any, text: str, choice: Any) -> Generation:
         if self.drops_thoughts:
-            _, end, answer = text.rpartition(THOUGHTS_END)
-            text = answer if end or not self.thinking else ""
+            is_thinking = self.thinking is not False or text.lstrip().startswith(THOUGHTS_START)
+            _, end, response = text.rpartition(THOUGHTS_END)
+            text = response if end or not is_thinking else ""
         return Generation(text, choice["finish_reason"], outputs.get("usage", {}).get("completion_tokens"))
 
     def _all_or_nothing(

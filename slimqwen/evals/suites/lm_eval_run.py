@@ -19,6 +19,7 @@ from slimqwen.evals.suites.suite import ANSWER_MARGIN, BITS_PER_BYTE, DECIDING, 
 from slimqwen.progress import Progress, silent
 from slimqwen.records.journal import Journal
 from slimqwen.records.split import Split
+from slimqwen.serving.chat_template import served_templates
 from slimqwen.serving.shared_server import SharedServer, require_healthy, server_lost
 from slimqwen.vllm_plugin.api_key import authorization
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 SEED = 1234
 _DEFAULT_MAX_GEN_TOKS = 256  # lm-eval's, for tasks that state none
+_QUESTION = [{"role": "user", "content": "?"}]
 
 
 @dataclass(frozen=True)
@@ -138,11 +140,14 @@ def run(
         manager = _task_manager(suite, root)
         client = _client(suite, server, chat=chat, answers=answers, progress=progress)
         rendered = chat or suite.chat_template
-        if rendered and any(task.thinking is not None for task in suite.tasks):
-            _require_thinking_switch(client.tokenizer, server.server.weights)
+        if rendered:
+            _require_chat_template(suite, client.tokenizer, server.server.weights)
         runs: list[TaskRun] = []
         for task in suite.tasks:
             thinking = task.thinking if rendered else None
+            if rendered and thinking is None:
+                defaults = server.server.command.flags.get("default-chat-template-kwargs", {}) if chat else {}
+                thinking = thinks_by_default(client.tokenizer, defaults)
             lm_eval_tasks = _load(manager, suite, task, chat=chat, thinks=thinking is True)
             if chat and any(each.OUTPUT_TYPE != "generate_until" for each in lm_eval_tasks.values()):
                 continue
@@ -255,15 +260,20 @@ def _client(
         "seed": SEED,
         "header": authorization() or None,
     }
+    client: ServedChat | ServedCompletions
     if chat:
-        return ServedChat(base_url=f"{server.server.base_url}/v1/chat/completions", **arguments)
-    client = ServedCompletions(
-        base_url=f"{server.server.base_url}/v1/completions",
-        tokenizer_backend="huggingface",
-        tokenized_requests=True,
-        **arguments,
-    )
-    if suite.text_prefix is not None:
+        client = ServedChat(base_url=f"{server.server.base_url}/v1/chat/completions", **arguments)
+    else:
+        client = ServedCompletions(
+            base_url=f"{server.server.base_url}/v1/completions",
+            tokenizer_backend="huggingface",
+            tokenized_requests=True,
+            **arguments,
+        )
+    # The server's, which is another than the tokenizer's with --chat-template or with a processor.
+    templates = served_templates(server.variant, server.server.command.flags)
+    client.tokenizer.chat_template = {name: each.text for name, each in templates.items()} or None
+    if suite.text_prefix is not None and not chat:
         prefix_id = client.tokenizer.get_vocab().get(suite.text_prefix)
         if prefix_id is None:
             raise EvalError(
@@ -340,16 +350,33 @@ def _split_text(lm_eval_task: Any, doc: Mapping[str, Any]) -> str:
     return json.dumps(doc, sort_keys=True, ensure_ascii=False)
 
 
-def _require_thinking_switch(tokenizer: Any, weights: Path) -> None:
+def _require_chat_template(suite: Suite, tokenizer: Any, weights: Path) -> None:
+    """Raise an EvalError without a chat template, or without a thinking switch if a task sets it."""
     from slimqwen.evals.suites.lm_eval_client import render
 
     if tokenizer.chat_template is None:
         raise EvalError(f"weights/{weights.name} has no chat template, which this suite needs; add one")
-    messages = [{"role": "user", "content": "?"}]
-    if render(tokenizer, messages, True) == render(tokenizer, messages, False):
+    sets_thinking = any(task.thinking is not None for task in suite.tasks)
+    if sets_thinking and render(tokenizer, _QUESTION, True) == render(tokenizer, _QUESTION, False):
         raise EvalError(
             f"the chat template of weights/{weights.name} has no thinking switch: enable_thinking changes nothing"
         )
+
+
+def thinks_by_default(tokenizer: Any, defaults: Mapping[str, Any]) -> bool:
+    """Whether responses begin with thoughts where a request does not set enable_thinking.
+
+    Args:
+        defaults: template variables that the server sets where a request does not.
+    """
+    from slimqwen.evals.suites.lm_eval_client import THOUGHTS_END, THOUGHTS_START, render
+
+    if isinstance(switch := defaults.get("enable_thinking"), bool):
+        return switch
+    prompt = render(tokenizer, _QUESTION, None)
+    is_open = prompt.rfind(THOUGHTS_START) > prompt.rfind(THOUGHTS_END)
+    # Qwen3 opens its thoughts itself; its template only closes them where thinking is off.
+    return is_open or prompt != render(tokenizer, _QUESTION, False)
 
 
 def _item(task: SuiteTask, sample: Mapping[str, Any], offset: int, repeat: int) -> Item:

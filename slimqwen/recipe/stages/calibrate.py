@@ -26,7 +26,8 @@ from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, from_torch, list_
 from slimqwen.progress import Progress
 from slimqwen.recipe.schemes import BITS, Targets
 from slimqwen.recipe.stage import TORCH_ENVIRONMENT, Facts, Needs, Parameters, Stage, StageError
-from slimqwen.text.corpus import END_OF_TEXT, CorpusError, TextSource, digests, texts
+from slimqwen.text.corpus import END_OF_TEXT, TextSource, digests, texts
+from slimqwen.text.files import CorpusError
 
 _ARCHITECTURES = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
 _SCALED_WITH = {
@@ -392,6 +393,7 @@ STAGE = Stage(
         "slimqwen.checkpoint.tensors",
         "slimqwen.recipe.schemes",
         "slimqwen.text.corpus",
+        "slimqwen.text.files",
     ),
     packages=("torch", "transformers", "llmcompressor", "compressed-tensors", "tokenizers"),
     environment=TORCH_ENVIRONMENT,

@@ -43,7 +43,8 @@ from slimqwen.models import vocabulary
 from slimqwen.models.vocabulary import Ids, Vocabulary
 from slimqwen.progress import Progress
 from slimqwen.recipe.stage import Facts, Needs, Parameters, Stage, StageError
-from slimqwen.text.corpus import CorpusError, RecipePath, TextSource, digests, file_digest, file_texts, texts
+from slimqwen.text.corpus import RecipePath, TextSource, digests, file_digest, file_texts, texts
+from slimqwen.text.files import CorpusError
 
 ROW_MULTIPLE = 64
 """Engines and quantised kernels need a multiple of this many rows."""
@@ -321,6 +322,7 @@ STAGE = Stage(
         "slimqwen.checkpoint.draft_head",
         "slimqwen.checkpoint.tensors",
         "slimqwen.text.corpus",
+        "slimqwen.text.files",
     ),
     reshape=reshape,
     changes=lambda _: (_TABLE.pattern, re.escape(draft_head.PREFIX)),

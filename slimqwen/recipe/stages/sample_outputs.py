@@ -21,7 +21,8 @@ from pydantic import Field
 from slimqwen.checkpoint.files import bytes_on_disk, carry_all
 from slimqwen.progress import Progress
 from slimqwen.recipe.stage import TORCH_ENVIRONMENT, Facts, Needs, Parameters, Stage
-from slimqwen.text.corpus import CorpusError, TextFile, TextSource, digests, tinyworld_documents
+from slimqwen.text.corpus import TextSource, digests, tinyworld_documents
+from slimqwen.text.files import CorpusError, TextFile, read_json_lines
 
 OUTPUTS = "sampled_outputs.jsonl"
 
@@ -133,9 +134,8 @@ def read_outputs(folder: Path) -> Iterator[Output]:
     file = folder / OUTPUTS
     if not file.is_file():
         raise CorpusError(f"{folder} has no {OUTPUTS}; put the stage sample_outputs before this one")
-    with file.open(encoding="utf-8") as lines:
-        for line in lines:
-            row = json.loads(line)
+    with file.open("rb") as lines:
+        for _, row in read_json_lines(lines, file):
             yield Output(tuple(row["prompt"]), tuple(row["continuation"]), row["held_out"])
 
 
@@ -176,6 +176,8 @@ def _beginnings(prompts: Prompts) -> Iterator[tuple[str, bool]]:
         return
     file = TextFile(prompts.path)
     for document in file:
+        if document.is_blank:
+            continue
         text = document.text if document.prompt is None else document.prompt
         if text is None:
             raise CorpusError(
@@ -193,6 +195,7 @@ STAGE = Stage(
     code=(
         "slimqwen.serving.in_process",
         "slimqwen.text.corpus",
+        "slimqwen.text.files",
         # Products of the engine that are ours: other last bits are other outputs.
         "slimqwen.vllm_plugin.engine_fixes.torch_int4",
         "slimqwen.vllm_plugin.engine_fixes.torch_int8",

@@ -1,0 +1,154 @@
+"""Chats as text, rendered as vLLM's server renders the messages and tools of a request."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from slimqwen.text.files import CorpusError, without_nulls
+
+_TEXT_MODEL = SimpleNamespace(
+    enable_prompt_embeds=False,
+    multimodal_config=None,
+    revision=None,
+    code_revision=None,
+    trust_remote_code=False,
+)
+"""What vLLM's renderer reads of its ModelConfig when a chat is text alone."""
+
+
+class ChatTemplate(NamedTuple):
+    """A chat template, and the file that it is in."""
+
+    text: str
+    file: Path
+
+
+def read_chat_templates(weights: Path) -> dict[str, ChatTemplate]:
+    """The chat templates of a checkpoint by name, as vLLM's server finds them.
+
+    `default` renders chats and `tool_use`, if there is one, chats with tools. Others are chosen by requests alone.
+
+    Raises:
+        CorpusError: a file cannot be read.
+    """
+    file = weights / "tokenizer_config.json"
+    try:
+        named = json.loads(file.read_text(encoding="utf-8")).get("chat_template") or []
+        if isinstance(named, str):
+            named = [{"name": "default", "template": named}]
+        templates = {each["name"]: ChatTemplate(each["template"], file) for each in named}
+        additional = sorted((weights / "additional_chat_templates").glob("*.jinja"))
+        in_files: dict[str, ChatTemplate] = {}
+        for file in [*additional, weights / "chat_template.jinja"]:
+            if file.is_file():
+                name = file.stem if file in additional else "default"
+                in_files[name] = ChatTemplate(file.read_text(encoding="utf-8"), file)
+        templates = in_files or templates
+        file = weights / "chat_template.json"
+        if file.is_file() and not additional and (weights / "preprocessor_config.json").is_file():
+            # The processor's template, which vLLM takes for chats without tools; for the others, the tokenizer's.
+            own = templates.get("tool_use") or templates.get("default")
+            legacy = json.loads(file.read_text(encoding="utf-8"))["chat_template"]
+            templates = {"default": ChatTemplate(legacy, file)} | ({"tool_use": own} if own else {})
+    except (OSError, ValueError, AttributeError, LookupError, TypeError) as error:
+        raise CorpusError(f"{file} cannot be read ({error}); make or download the checkpoint anew") from None
+    return templates
+
+
+class ChatRenderer:
+    """Renders chats by the templates of a checkpoint.
+
+    Attributes:
+        templates: the chat templates by name.
+    """
+
+    def __init__(self, weights: Path, tokenizer: Any) -> None:
+        self.templates = read_chat_templates(weights)
+        self._tokenizer = tokenizer
+
+    def render(self, messages: list[Any], tools: list[Any] | None = None) -> str:
+        """The text of a chat; a null argument of a tool call is no argument.
+
+        Raises:
+            ValueError: the server would refuse the chat, or its template leaves out the tools or their calls.
+            Exception: the template fails.
+        """
+        template = (self.templates.get("tool_use") if tools else None) or self.templates.get("default")
+        if template is None:
+            raise ValueError("the checkpoint has no chat_template.jinja")
+        messages = [_checked_message(message) for message in messages]
+        tools = [_checked_tool(tool) for tool in tools] if tools else None
+        text = self._render(template.text, messages, tools)
+        without_calls = [{**message, "tool_calls": []} for message in messages]
+        if tools and self._render(template.text, messages, None) == text:
+            raise ValueError("the template leaves out the tools")
+        has_calls = any(message.get("tool_calls") for message in messages)
+        if has_calls and self._render(template.text, without_calls, tools) == text:
+            raise ValueError("the template leaves out the tool calls")
+        text.encode()
+        return text
+
+    def _render(self, template: str, messages: list[Any], tools: list[Any] | None) -> str:
+        # Slow to import, and needed for chats alone.
+        from vllm.renderers.chat_utils import parse_chat_messages
+        from vllm.renderers.hf import resolve_chat_template_content_format, safe_apply_chat_template
+
+        form = resolve_chat_template_content_format(
+            template, tools, "auto", self._tokenizer, model_config=_TEXT_MODEL
+        )
+        conversation, _, _ = parse_chat_messages(messages, _TEXT_MODEL, form)
+        return str(
+            safe_apply_chat_template(
+                _TEXT_MODEL,
+                self._tokenizer,
+                conversation,
+                tools=tools,
+                chat_template=template,
+                tokenize=False,
+                add_generation_prompt=False,
+            )
+        )
+
+
+def _checked_message(message: Any) -> dict[str, Any]:
+    """A message as vLLM's server takes it from a request."""
+    from vllm.renderers.chat_utils import has_non_text_content
+
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise ValueError(f"a message has no role: {str(message)[:80]}")
+    checked: dict[str, Any] = {
+        key: without_nulls(value) for key, value in message.items() if value is not None
+    }
+    if not isinstance(checked.get("content", ""), str | list) or has_non_text_content([checked]):
+        raise ValueError("content that is not text; calibration reads text alone")
+    thoughts = checked.pop("reasoning_content", None)
+    if thoughts is not None:
+        checked.setdefault("reasoning", thoughts)
+    if "tool_calls" in checked:
+        checked["tool_calls"] = [_checked_call(call) for call in checked["tool_calls"]]
+    return checked
+
+
+def _checked_call(call: Any) -> dict[str, Any]:
+    """A tool call with its arguments as an object."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError('a tool call without a function; write {"function": {"name": …, "arguments": {…}}}')
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError as error:
+            raise ValueError(f"arguments of {function['name']} that are not JSON: {error}") from None
+    if not isinstance(arguments, dict):
+        raise ValueError(f"arguments of {function['name']} that are no object")
+    return {**call, "function": {**function, "arguments": without_nulls(arguments)}}
+
+
+def _checked_tool(tool: Any) -> dict[str, Any]:
+    """A tool as vLLM's server gives it to the template."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionToolsParam
+
+    dumped: dict[str, Any] = ChatCompletionToolsParam.model_validate(tool).model_dump()
+    return dumped

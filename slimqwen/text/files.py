@@ -1,0 +1,239 @@
+"""Readers of the text files that a user names: .jsonl, .txt, and folders of parquet or JSON files.
+
+Lines end at a line feed alone, because JSON strings may hold every other character at which str.splitlines ends a line
+(U+2028, form feed). A byte order mark at the beginning is no text. What is not UTF-8 is refused with its line.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from slimqwen.errors import SlimqwenError
+
+_TXT_DOCUMENT_BYTES = 2**13
+_FORM = 'give {"text": …} or {"messages": […]}'
+
+
+class CorpusError(SlimqwenError):
+    """A text is missing, malformed or too short."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """One document of a file or a data set; the reader takes the field that it can use.
+
+    Attributes:
+        position: where the document begins, for `TextFile.at` or `DataSet.at`.
+        name: its "id".
+        text: plain text.
+        messages: a chat, in the form of chat templates.
+        tools: the tools of the chat.
+        prompt: text to be continued.
+    """
+
+    position: int
+    name: str | None = None
+    text: str | None = None
+    messages: list[Any] | None = None
+    tools: list[Any] | None = None
+    prompt: str | None = None
+
+    @property
+    def is_blank(self) -> bool:
+        """Whether it holds nothing but white space."""
+        return not (self.messages or (self.text or "").strip() or (self.prompt or "").strip())
+
+
+def read_json_lines(lines: Iterable[bytes], name: object) -> Iterator[tuple[int, Any]]:
+    """The byte position and the value of each line that is not blank.
+
+    Args:
+        lines: a stream opened in binary mode, or lines with their line feeds.
+        name: name of the file in errors.
+
+    Raises:
+        CorpusError: a line is not UTF-8 or not JSON.
+    """
+    position = 0
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                value = json.loads(line.decode("utf-8-sig" if position == 0 else "utf-8"))
+            except UnicodeDecodeError as error:
+                raise _not_utf8(name, number, error.reason) from None
+            except (ValueError, RecursionError) as error:
+                raise CorpusError(
+                    f"{name}, line {number}: not JSON ({error}); write one object a line"
+                ) from None
+            yield position, value
+        position += len(line)
+
+
+def read_text(path: Path) -> str:
+    """The content of a .txt file, with line feeds alone at the ends of its lines.
+
+    Raises:
+        CorpusError: it cannot be read, is not UTF-8, or its lines are JSON objects.
+    """
+    with _reading(path):
+        return _decode_text(path.read_bytes(), path, is_first=True, line=1)
+
+
+class TextFile:
+    """A .txt file (8 KiB a document, to the end of the line) or a .jsonl file (an object a line).
+
+    Iterating yields its documents, blank ones too.
+
+    Raises:
+        CorpusError: the file is neither, or while iterating: it cannot be read or a document is malformed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if path.suffix not in (".jsonl", ".txt"):
+            raise CorpusError(f"{path}: neither .txt nor .jsonl; decompress or convert it")
+        self._path = path
+
+    def __iter__(self) -> Iterator[Document]:
+        with _reading(self._path), self._path.open("rb") as stream:
+            yield from self._documents(stream, 0)
+
+    def at(self, position: int) -> Document:
+        """The document that begins at a byte."""
+        with _reading(self._path), self._path.open("rb") as stream:
+            stream.seek(position)
+            return next(self._documents(stream, position))
+
+    def location(self, position: int) -> str:
+        """File and line of a document, for an error message."""
+        with self._path.open("rb") as stream:
+            number = stream.read(position).count(b"\n") + 1
+        return f"{self._path}, line {number}"
+
+    def _documents(self, stream: IO[bytes], position: int) -> Iterator[Document]:
+        if self._path.suffix == ".jsonl":
+            for offset, content in read_json_lines(stream, self._path):
+                yield _checked(content, position + offset, self)
+            return
+        line = 1
+        while block := b"".join(stream.readlines(_TXT_DOCUMENT_BYTES)):
+            text = _decode_text(block, self._path, is_first=position == 0, line=line)
+            yield Document(position, text=text)
+            position += len(block)
+            line += block.count(b"\n")
+
+
+class DataSet:
+    """A folder of parquet or JSON files, read by the `datasets` library; the split `train` if the files name splits.
+
+    Iterating yields its documents, blank ones too.
+
+    Args:
+        path: the folder.
+        cache: folder for the library's cache, so that the user's own cache does not keep a second copy.
+
+    Raises:
+        CorpusError: the folder is not a data set, or while iterating: a row is malformed.
+    """
+
+    def __init__(self, path: Path, cache: Path) -> None:
+        import datasets
+
+        datasets.disable_progress_bars()
+        try:
+            rows = datasets.load_dataset(str(path), split="train", cache_dir=str(cache))
+        # The library raises whatever its readers raise.
+        except Exception as error:
+            reason = " ".join(str(error).split())[:300]
+            raise CorpusError(
+                f"{path}: not a data set ({reason}); put parquet or .jsonl files there"
+            ) from None
+        columns = [name for name in ("messages", "text") if name in rows.column_names][:1]
+        if not columns:
+            raise CorpusError(f"{path}: its columns are {', '.join(rows.column_names)}; {_FORM}")
+        if columns == ["messages"] and "tools" in rows.column_names:
+            columns.append("tools")
+        self._path = path
+        self._rows = rows.select_columns(columns)
+
+    def __iter__(self) -> Iterator[Document]:
+        for number, row in enumerate(self._rows):
+            yield _checked(without_nulls(row), number, self)
+
+    def at(self, position: int) -> Document:
+        """The document of a row."""
+        return _checked(without_nulls(self._rows[position]), position, self)
+
+    def location(self, position: int) -> str:
+        """Folder and row of a document, for an error message."""
+        return f"{self._path}, row {position}"
+
+
+def without_nulls(value: Any) -> Any:
+    """The same JSON without the keys whose value is null.
+
+    A parquet file has the same keys in every row, so that what a row lacks is null there: the arguments of other tools.
+    """
+    if isinstance(value, Mapping):
+        return {key: without_nulls(part) for key, part in value.items() if part is not None}
+    return [without_nulls(part) for part in value] if isinstance(value, list) else value
+
+
+def _checked(content: Any, position: int, reader: TextFile | DataSet) -> Document:
+    """The document of a JSON object or a row."""
+    fields: dict[str, Any] = {}
+    for name, kind in (("text", str), ("messages", list), ("prompt", str)):
+        if isinstance(content, dict) and isinstance(content.get(name), kind):
+            fields[name] = content[name]
+    if not fields:
+        raise CorpusError(f"{reader.location(position)}: no text in it; {_FORM}")
+    try:
+        "".join(value for value in fields.values() if isinstance(value, str)).encode()
+    except UnicodeEncodeError as error:
+        raise CorpusError(
+            f"{reader.location(position)}: not UTF-8 ({error.reason}); correct or remove it"
+        ) from None
+    tools = content.get("tools")
+    try:
+        # Data sets keep tools as text, because each has a schema of its own.
+        fields["tools"] = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools or None
+    except ValueError as error:
+        raise CorpusError(
+            f"{reader.location(position)}: its tools are not JSON ({error}); correct them"
+        ) from None
+    name = content.get("id")
+    return Document(position, name=None if name is None else str(name), **fields)
+
+
+def _decode_text(block: bytes, path: Path, *, is_first: bool, line: int) -> str:
+    """The text of a part of a .txt file that begins at a line."""
+    try:
+        text = block.decode("utf-8-sig" if is_first else "utf-8")
+        if (nul := block.find(b"\0")) >= 0:  # what UTF-16 without a byte order mark has
+            raise UnicodeDecodeError("utf-8", block, nul, nul + 1, "a NUL character")
+    except UnicodeDecodeError as error:
+        raise _not_utf8(path, line + block.count(b"\n", 0, error.start), error.reason) from None
+    if is_first and _is_json_object(text):
+        raise CorpusError(f"{path}, line 1: a JSON object, which is no text; name the file .jsonl")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _is_json_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text.lstrip().partition("\n")[0]), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _not_utf8(name: object, line: int, reason: str) -> CorpusError:
+    return CorpusError(f"{name}, line {line}: not UTF-8 ({reason}); decompress it or convert it to UTF-8")
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CorpusError(f"{path}: cannot be read ({error.strerror or error}); put the text there") from None

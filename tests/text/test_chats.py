@@ -1,0 +1,201 @@
+"""Chats are rendered as vLLM's server renders them, by the template that it chooses, or refused."""
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import transformers
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.renderers.chat_utils import parse_chat_messages
+from vllm.renderers.hf import (
+    resolve_chat_template,
+    resolve_chat_template_content_format,
+    safe_apply_chat_template,
+)
+
+from slimqwen.text.chats import ChatRenderer, read_chat_templates
+from slimqwen.text.files import CorpusError
+from slimqwen.variant import repository_root
+
+TINY = repository_root() / "weights" / "tiny"
+HEAD = (
+    "{%- for tool in tools or [] %}TOOL {{ tool | tojson }}\n{% endfor %}"
+    "{%- for message in messages %}[{{ message.role }}]"
+    "{%- if message.reasoning_content %}({{ message.reasoning_content }}){% endif %}"
+)
+TAIL = (
+    "{%- for call in message.tool_calls or [] %}CALL {{ call.function.name }}"
+    "{%- for key, value in call.function.arguments | items %} {{ key }}={{ value | tojson }}{% endfor %}{% endfor %}"
+    "\n{% endfor %}"
+)
+STRINGS = HEAD + "{{ message.content or '' }}" + TAIL
+PARTS = HEAD + "{%- for part in message.content %}<{{ part.text }}>{% endfor %}" + TAIL
+
+CALL = {
+    "id": "1",
+    "type": "function",
+    "function": {"name": "find_boat", "arguments": '{"colour": "red", "n": [1]}'},
+}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "find_boat",
+        "parameters": {"type": "object", "properties": {"colour": {"default": None}}},
+    },
+}
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {
+        "role": "user",
+        "content": [{"type": "text", "text": "Which boat"}, {"type": "text", "text": "is red?"}],
+    },
+    {"role": "assistant", "reasoning_content": "I look.", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": [{"type": "text", "text": "the third"}], "tool_call_id": "1"},
+    {"role": "assistant", "content": "The third.", "name": "captain"},
+]
+
+
+@pytest.fixture
+def weights(tmp_path) -> Path:
+    """The tokenizer of the embedded model, without a template."""
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY / name, folder / name)
+    return folder
+
+
+def renderer(weights, template=None):
+    if template:
+        (weights / "chat_template.jinja").write_text(template)
+    return ChatRenderer(weights, transformers.AutoTokenizer.from_pretrained(weights))
+
+
+def model_config(weights):
+    """What the server's renderer reads of its ModelConfig."""
+    return SimpleNamespace(
+        tokenizer=str(weights),
+        model=str(weights),
+        tokenizer_revision=None,
+        revision=None,
+        code_revision=None,
+        trust_remote_code=False,
+        hf_config=SimpleNamespace(model_type="qwen3_5"),
+        enable_prompt_embeds=False,
+        multimodal_config=None,
+    )
+
+
+def serve(weights, messages, tools=None):
+    """The prompt that vLLM's server makes of a request, without the beginning of a response."""
+    request = ChatCompletionRequest(messages=messages, **({"tools": tools} if tools else {}))
+    dumped = [tool.model_dump() for tool in request.tools] if request.tools else None
+    tokenizer, config = transformers.AutoTokenizer.from_pretrained(weights), model_config(weights)
+    form = resolve_chat_template_content_format(None, dumped, "auto", tokenizer, model_config=config)
+    conversation, _, _ = parse_chat_messages(request.messages, config, form)
+    return safe_apply_chat_template(
+        config, tokenizer, conversation, tools=dumped, tokenize=False, add_generation_prompt=False
+    )
+
+
+@pytest.mark.parametrize("template", [STRINGS, PARTS], ids=["content as text", "content as parts"])
+@pytest.mark.parametrize("tools", [None, [TOOL]], ids=["no tools", "tools"])
+def test_a_chat_is_rendered_as_the_server_renders_it(weights, template, tools):
+    rendered = renderer(weights, template).render(CHAT, tools)
+    assert rendered == serve(weights, json.loads(json.dumps(CHAT)), tools)
+    assert 'CALL find_boat colour="red" n=[1]' in rendered
+    assert "(I look.)" in rendered
+    assert ("TOOL" in rendered) == bool(tools)
+
+
+def test_arguments_are_an_object_or_its_json_and_null_is_none(weights):
+    render = renderer(weights, STRINGS).render
+    forms = [{"colour": "red", "unit": None}, '{"unit": null, "colour": "red"}', None, ""]
+    rendered = []
+    for arguments in forms:
+        call = {"function": {"name": "find_boat", "arguments": arguments}}
+        rendered.append(render([{"role": "assistant", "content": None, "tool_calls": [call]}]))
+    assert rendered == ['[assistant]CALL find_boat colour="red"'] * 2 + ["[assistant]CALL find_boat"] * 2
+
+
+@pytest.mark.parametrize(
+    ("template", "message", "tools", "reason"),
+    [
+        (STRINGS, {"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, None, "of f that are not JSON"),
+        (STRINGS, {"tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}, None, "of f that are no object"),
+        (STRINGS, {"tool_calls": [{"name": "f", "arguments": {}}]}, None, "a tool call without a function"),
+        (STRINGS, {"content": [{"type": "image_url", "image_url": {"url": "x"}}]}, None, "not text"),
+        (STRINGS, {"content": {"text": "a"}}, None, "not text"),
+        (STRINGS, {"role": None}, None, "has no role"),
+        (STRINGS, {}, [{"name": "f"}], "function"),
+        ("{{ messages[0].content }}", {}, [TOOL], "leaves out the tools"),
+        ("{{ messages[0].content }}", {"tool_calls": [CALL]}, None, "leaves out the tool calls"),
+        ("{{ raise_exception('never') }}", {}, None, "never"),
+        (None, {}, None, "has no chat_template"),
+    ],
+)  # fmt: skip
+def test_a_chat_that_the_server_would_refuse_or_cut_is_refused(weights, template, message, tools, reason):
+    with pytest.raises(Exception, match=reason):
+        renderer(weights, template).render([{"role": "assistant", "content": "a", **message}], tools)
+
+
+NAMED = [{"name": "default", "template": "config"}, {"name": "tool_use", "template": "config for tools"}]
+FORMS = {
+    "jinja": {"chat_template.jinja": "jinja"},
+    "config": {"tokenizer_config.json": "config"},
+    "named": {"tokenizer_config.json": NAMED},
+    "jinja and named": {"chat_template.jinja": "jinja", "tokenizer_config.json": NAMED},
+    "additional": {
+        "chat_template.jinja": "jinja",
+        "additional_chat_templates/tool_use.jinja": "jinja for tools",
+    },
+    "json": {"chat_template.json": "json"},
+    "json and jinja": {"chat_template.json": "json", "chat_template.jinja": "jinja"},
+    "json and named": {"chat_template.json": "json", "tokenizer_config.json": NAMED},
+    "none": {},
+}
+
+
+def write_templates(weights, files):
+    (weights / "additional_chat_templates").mkdir()
+    for name, template in files.items():
+        file = weights / name
+        if name == "tokenizer_config.json":
+            file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": template}))
+        else:
+            file.write_text(json.dumps({"chat_template": template}) if name.endswith(".json") else template)
+
+
+@pytest.mark.parametrize("with_processor", [False, True], ids=["text", "multimodal"])
+@pytest.mark.parametrize("form", FORMS)
+def test_the_template_is_the_one_that_the_server_chooses(weights, form, with_processor):
+    write_templates(weights, FORMS[form])
+    if with_processor:
+        transformers.Qwen3_5Config().save_pretrained(weights)
+        size = {"longest_edge": 16777216, "shortest_edge": 65536}
+        image = {"processor_class": "Qwen3VLProcessor", "size": size, "patch_size": 16}
+        for name, kind in (
+            ("preprocessor_config.json", {"image_processor_type": "Qwen2VLImageProcessorFast"}),
+            ("video_preprocessor_config.json", {"video_processor_type": "Qwen3VLVideoProcessor"}),
+        ):
+            (weights / name).write_text(json.dumps({**image, **kind}))
+    templates = {name: template.text for name, template in read_chat_templates(weights).items()}
+    tokenizer, config = transformers.AutoTokenizer.from_pretrained(weights), model_config(weights)
+    chosen = resolve_chat_template(tokenizer, None, None, model_config=config)
+    if isinstance(chosen, dict):  # of a processor; the server ends such a request with an error of its own
+        chosen = chosen["default"]
+    assert templates.get("default") == chosen
+    # Without a template for tools, vLLM has none for them where the processor has one for chats.
+    for_tools = resolve_chat_template(tokenizer, None, [TOOL], model_config=config) or chosen
+    assert templates.get("tool_use", templates.get("default")) == for_tools
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"chat_template": [{"name": "a"}]}', '{"chat_template": 5}']
+)
+def test_a_damaged_tokenizer_config_is_told(weights, content):
+    (weights / "tokenizer_config.json").write_text(content)
+    with pytest.raises(CorpusError, match=r"tokenizer_config\.json cannot be read"):
+        read_chat_templates(weights)
