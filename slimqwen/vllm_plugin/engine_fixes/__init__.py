@@ -25,10 +25,12 @@ logger = logging.getLogger(__name__)
 FIXES = (
     "forked_processes",
     "model_inspection",
+    "int4_activations",
     "w4a16_linear",
     "w8a16_linear",
     "mtp_rotary",
     "sampling_expansion",
+    "seeded_prompts",
     "synthetic_acceptance",
     "short_convolution",
     "lone_token",

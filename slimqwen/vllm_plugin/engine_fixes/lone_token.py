@@ -1,8 +1,9 @@
-"""The short convolution of a prompt of one token, on a CPU whose vector unit has bfloat16.
+"""The short convolution of a prompt of one token, on a CPU.
 
-vLLM's C++ kernel wants [channels, tokens] with a stride of all channels from token to token. A lone token keeps the
-stride of the tensor that it was cut from, for torch counts it as contiguous whatever its stride and copies nothing; a
-prompt of one token then ends the engine: "causal_conv1d_fwd_cpu: expect x to be transposed".
+vLLM's C++ kernel, which it takes where the vector unit has bfloat16, wants [channels, tokens] with a stride of all
+channels from token to token. A lone token keeps the stride of the tensor that it was cut from, for torch counts it as
+contiguous whatever its stride and copies nothing; a prompt of one token then ends the engine: "causal_conv1d_fwd_cpu:
+expect x to be transposed".
 
 Goes away when vLLM's kernel minds no stride of a dimension of one.
 """
@@ -21,13 +22,9 @@ _PARAMETERS = (
 )  # fmt: skip
 
 
-def reason() -> str | None:
-    """Why this machine needs the fix; None where vLLM convolves by torch."""
-    from vllm.model_executor.layers.mamba.ops.cpu.gdn_attention import is_arm_bf16
-
-    if torch.cpu._is_avx512_bf16_supported() or is_arm_bf16():
-        return "vLLM's convolution of prompts ends the engine at a prompt of one token"
-    return None
+def reason() -> str:
+    """Why this machine needs the fix: it does wherever vLLM calls its C++ kernel, and changes nothing elsewhere."""
+    return "vLLM's convolution of prompts ends the engine at a prompt of one token"
 
 
 def install() -> bool:

@@ -1,4 +1,4 @@
-"""4-bit weights with 16-bit activations on an x86 CPU without AVX-512, on torch's own int4 product.
+"""4-bit weights with 16-bit activations on torch's own int4 product, on a CPU for which vLLM has no kernel.
 
 vLLM's CPU kernel (`CPUWNA16LinearKernel` in `vllm/model_executor/kernels/linear/mixed_precision/cpu.py`) calls
 `cpu_gemm_wna16`, which only the AVX-512 library of vLLM contains. On AVX2 it accepts every layer while loading and
@@ -17,12 +17,12 @@ _PRODUCTS = ("_convert_weight_to_int4pack_for_cpu", "_weight_int4pack_mm_for_cpu
 
 
 def reason() -> str | None:
-    """Why this machine needs the fix; None where vLLM's own kernel runs."""
-    from vllm.platforms import CpuArchEnum, current_platform
+    """Why this machine needs the fix; None where the library that vLLM loads has the kernel."""
+    from vllm import _custom_ops  # noqa: F401 - loads the library for this CPU
 
-    if current_platform.get_cpu_architecture() != CpuArchEnum.X86 or torch.cpu._is_avx512_supported():
+    if hasattr(torch.ops._C, "cpu_gemm_wna16"):
         return None
-    return "this CPU has no AVX-512, and vLLM's W4A16 kernel exists only for it: torch's int4 product is used"
+    return "vLLM's library for this CPU has no W4A16 kernel: torch's int4 product is used"
 
 
 def install() -> bool:

@@ -68,6 +68,7 @@ def patched_places():
     from vllm.utils import cpu_triton_utils
     from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.executor.multiproc_executor import WorkerProc
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
     from vllm.v1.worker.mamba_utils import MambaSpecDecodeGPUContext
 
     return (
@@ -83,6 +84,7 @@ def patched_places():
         (cpu_triton_utils, "_rejection_random_sample_kernel_impl"),
         (EngineCoreProc, "run_engine_core"),
         (WorkerProc, "worker_main"),
+        (GPUModelRunner, "sample_tokens"),
         (MambaSpecDecodeGPUContext, "run_fused_precopy"),
         (MambaSpecDecodeGPUContext, "run_fused_postprocess"),
     )
@@ -122,3 +124,5 @@ def stock_vllm(monkeypatch):
         monkeypatch.setattr(module, "F", torch.nn.functional)
     monkeypatch.setattr(sampler, "batched_count_greater_than", logprobs.batched_count_greater_than)
     monkeypatch.delitem(sys.modules, "vllm.v1.sample.rejection_sampler", raising=False)
+    monkeypatch.setenv("VLLM_CPU_INT4_W4A8", "1")  # so that it is as before after the test
+    monkeypatch.delenv("VLLM_CPU_INT4_W4A8")

@@ -221,17 +221,13 @@ def test_the_products_shape_is_known_without_running_it(bits):
         assert kernel.apply_weights(layer, x).shape == (3, 64)
 
 
-def test_avx512_and_other_architectures_need_no_kernel_of_4_bits(monkeypatch):
-    from vllm.platforms import CpuArchEnum, current_platform
+def test_a_library_with_the_product_needs_no_kernel_of_4_bits(monkeypatch):
+    from vllm import _custom_ops  # noqa: F401 - loads the library for this CPU
 
-    monkeypatch.setattr("torch.cpu._is_avx512_supported", lambda: False)
-    monkeypatch.setattr(type(current_platform), "get_cpu_architecture", lambda *_: CpuArchEnum.X86)
-    assert "no AVX-512" in w4a16_linear.reason()
-    monkeypatch.setattr(type(current_platform), "get_cpu_architecture", lambda *_: CpuArchEnum.ARM)
+    monkeypatch.setattr(torch.ops._C, "cpu_gemm_wna16", "there", raising=False)
     assert w4a16_linear.reason() is None
-    monkeypatch.undo()
-    monkeypatch.setattr("torch.cpu._is_avx512_supported", lambda: True)
-    assert w4a16_linear.reason() is None
+    monkeypatch.setattr(torch.ops, "_C", object())
+    assert "no W4A16 kernel" in w4a16_linear.reason()
 
 
 @pytest.mark.skipif(torch.cpu._is_avx512_supported(), reason="vLLM loads its AVX-512 library here")

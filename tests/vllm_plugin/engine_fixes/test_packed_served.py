@@ -19,7 +19,8 @@ from tests.vllm_plugin.engine_fixes.packing import packed
 pytestmark = pytest.mark.engine
 
 GROUP = 32
-LARGEST_DIFFERENCE = 0.02
+NOISE_FACTOR = 1.5
+"""Packed weights may be this many times as far from transformers as the weights in 16 bits are on the same CPU."""
 
 FORMS = {"mlp": (8, None), "attention": (4, GROUP), "linear_attention": (4, GROUP), "mtp": (8, None)}
 """Bits and group size of each kind of linears; symmetric."""
@@ -87,13 +88,13 @@ def round_to_nearest(name, weight):
     }
 
 
-def in_transformers(checkpoint, texts):
-    """Log-probability of each token of each text after its first."""
+def in_transformers(folder, texts):
+    """Log-probability of each token of each text after its first, in float32."""
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-    model = AutoModelForCausalLM.from_pretrained(
-        checkpoint, dtype=torch.float32, quantization_config=CompressedTensorsConfig(run_compressed=False)
-    ).eval()
+    is_packed = "quantization_config" in checkpoint.read_config(folder)
+    unpacked = {"quantization_config": CompressedTensorsConfig(run_compressed=False)} if is_packed else {}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **unpacked).eval()
     scores = []
     for ids in texts:
         with torch.inference_mode():
@@ -102,16 +103,26 @@ def in_transformers(checkpoint, texts):
     return scores
 
 
-def in_vllm(checkpoint, texts):
+def in_vllm(folder, texts):
     from vllm import SamplingParams
 
     scored = SamplingParams(max_tokens=1, prompt_logprobs=0)
-    with engine(checkpoint) as llm:
+    with engine(folder) as llm:
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in texts], scored, use_tqdm=False)
     return [
         torch.tensor([at[token].logprob for at, token in zip(out.prompt_logprobs[1:], ids[1:], strict=True)])
         for out, ids in zip(outputs, texts, strict=True)
     ]
+
+
+def mean_difference(served, reference):
+    return torch.cat([a - b for a, b in zip(served, reference, strict=True)]).abs().mean().item()
+
+
+@pytest.fixture(scope="module")
+def noise(tiny, texts):
+    """How far vLLM is from transformers on this CPU where no weight is packed."""
+    return mean_difference(in_vllm(tiny, texts), in_transformers(tiny, texts))
 
 
 @pytest.mark.parametrize(
@@ -121,7 +132,7 @@ def in_vllm(checkpoint, texts):
         ("with_zero_points", {"TorchInt4LinearKernel"}),
     ],
 )
-def test_log_probabilities_are_those_of_transformers(form, kernels, texts, request):
+def test_log_probabilities_are_those_of_transformers(form, kernels, texts, noise, request):
     from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsWNA16
 
     folder = request.getfixturevalue(form)
@@ -132,9 +143,7 @@ def test_log_probabilities_are_those_of_transformers(form, kernels, texts, reque
         assert kernels - {"TorchInt4LinearKernel"} <= used
     else:
         assert used == kernels
-    reference = in_transformers(folder, texts)
-    differences = torch.cat([a - b for a, b in zip(served, reference, strict=True)]).abs()
-    assert differences.mean() < LARGEST_DIFFERENCE
+    assert mean_difference(served, in_transformers(folder, texts)) < NOISE_FACTOR * noise
 
 
 def test_a_packed_mtp_head_drafts(mixed, texts):

@@ -1,10 +1,11 @@
 import importlib
 import logging
+import os
 
 import pytest
 
 from slimqwen.vllm_plugin import engine_fixes
-from slimqwen.vllm_plugin.engine_fixes import FIXES, mtp_rotary
+from slimqwen.vllm_plugin.engine_fixes import FIXES, mtp_rotary, w4a16_linear
 from slimqwen.vllm_plugin.engine_fixes.upstream import EngineFixError, is_replaced
 from tests.vllm_plugin.engine_fixes.conftest import patched_places
 
@@ -24,6 +25,7 @@ def patched_values():
     from vllm.v1.sample import sampler
 
     return (
+        os.environ.get("VLLM_CPU_INT4_W4A8"),
         {platform: list(kernels) for platform, kernels in _POSSIBLE_KERNELS.items()},
         dict(MODELS_CONFIG_MAP),
         sampler.batched_count_greater_than,
@@ -69,14 +71,15 @@ def test_register_installs_and_logs_each_fix_once(caplog):
 
 @pytest.mark.usefixtures("stock_vllm")
 def test_register_leaves_out_a_fix_that_the_machine_does_not_need(monkeypatch):
-    monkeypatch.setattr("torch.cpu._is_avx512_supported", lambda: True)
+    monkeypatch.setattr(w4a16_linear, "reason", lambda: None)
     monkeypatch.setattr("vllm.triton_utils.HAS_TRITON", True)
+    from vllm.model_executor.kernels.linear import _POSSIBLE_KERNELS
     from vllm.platforms.interface import PlatformEnum
     from vllm.utils import cpu_triton_utils
 
-    kernels, *_ = patched_values()
+    kernels = list(_POSSIBLE_KERNELS[PlatformEnum.CPU])
     engine_fixes.register()
-    assert kernels[PlatformEnum.CPU] == patched_values()[0][PlatformEnum.CPU][:-1]
+    assert kernels == _POSSIBLE_KERNELS[PlatformEnum.CPU][:-1]
     assert not is_replaced(cpu_triton_utils, "_expand_kernel_impl")
 
 
