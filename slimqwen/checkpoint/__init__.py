@@ -9,6 +9,7 @@ from slimqwen.checkpoint.config import read_config as read_config
 from slimqwen.checkpoint.config import text_config as text_config
 from slimqwen.checkpoint.errors import CorruptCheckpointError as CorruptCheckpointError
 from slimqwen.checkpoint.errors import MissingCheckpointError as MissingCheckpointError
+from slimqwen.checkpoint.errors import UnsupportedFormatError as UnsupportedFormatError
 from slimqwen.checkpoint.files import Manifest as Manifest
 from slimqwen.checkpoint.files import check as check
 from slimqwen.checkpoint.files import digest as digest

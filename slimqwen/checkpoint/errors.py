@@ -9,3 +9,7 @@ class MissingCheckpointError(SlimqwenError):
 
 class CorruptCheckpointError(SlimqwenError):
     """The checkpoint's files contradict each other or its manifest."""
+
+
+class UnsupportedFormatError(SlimqwenError):
+    """The checkpoint is sound, in a format for which something is not possible."""

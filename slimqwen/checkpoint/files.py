@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from slimqwen.checkpoint.config import expected_tensors, read_config, read_json_object
+from slimqwen.checkpoint.config import read_config, read_json_object
 from slimqwen.checkpoint.errors import CorruptCheckpointError, MissingCheckpointError
+from slimqwen.checkpoint.promise import check_tensors
 from slimqwen.checkpoint.tensors import list_tensors
 from slimqwen.errors import SlimqwenError
 from slimqwen.file_lock import hold_lock, take_lock
@@ -33,21 +34,17 @@ VOCAB_MAP = "vocab_map.json"
 COMPILE_CACHE = ("compile_cache.tar.gz", "compile_cache.json")
 """A compile cache and its description: code for one kind of machine, never downloaded from a hub."""
 
-SIDE_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "generation_config.json",
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-    "processor_config.json",
-    VOCAB_MAP,
+_OWN_RESULTS = (
+    *COMPILE_CACHE,
+    "sampled_outputs.jsonl",
+    "trim_draft_vocab.json",
+    "redistill_mtp.json",
+    "training.json",
 )
-"""Files that a stage passes on unchanged if it alters neither tokens nor prompts."""
+"""What a stage or a training wrote about the checkpoint beside it: of this checkpoint alone, so not passed on."""
+
+_WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json")
+"""Ends of the names of files with weights, in any format, and of their indices."""
 
 _REQUIRED = ("tokenizer.json", "tokenizer_config.json")
 
@@ -151,7 +148,7 @@ def verify(folder: Path, cure: str, progress: Progress = silent) -> Manifest:
                 raise CorruptCheckpointError(f"{folder / name} is not listed in {MANIFEST}")
             if actual[name] != manifest.files[name]:
                 raise CorruptCheckpointError(f"{folder / name} is not the file that {MANIFEST} describes")
-        _check_tensors(folder)
+        check_tensors(folder)
     return manifest
 
 
@@ -209,18 +206,33 @@ def kept_token_ids(folder: Path) -> npt.NDArray[np.int64] | None:
         ) from None
 
 
+def side_files(folder: Path) -> dict[str, Path]:
+    """The files that a stage passes on if it alters neither tokens nor prompts, by their paths in the folder.
+
+    All but weights, config.json, manifest, model card, dot files and what a stage wrote for this checkpoint alone:
+    tokenizer, templates, settings of generation and images, licences, code.
+    """
+    return {
+        name: path
+        for name, path in _files(folder).items()
+        if name != "config.json" and name not in _OWN_RESULTS and not name.endswith(_WEIGHT_ENDINGS)
+    }
+
+
 def carry_side_files(source: Path, destination: Path) -> None:
-    """Copy those of SIDE_FILES that source has: tokenizer, chat template, generation and image settings."""
-    for name in SIDE_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, destination / name)
+    """Copy `side_files`."""
+    _copy(side_files(source), destination)
 
 
 def carry_all(source: Path, destination: Path, leave_out: Sequence[str] = ()) -> None:
     """Copy every file except the manifest, the model card, dot files and the names in `leave_out`."""
-    for file in source.iterdir():
-        if file.is_file() and file.name not in (MANIFEST, CARD, *leave_out) and not file.name.startswith("."):
-            shutil.copyfile(file, destination / file.name)
+    _copy({name: path for name, path in _files(source).items() if name not in leave_out}, destination)
+
+
+def _copy(files: Mapping[str, Path], destination: Path) -> None:
+    for name, path in files.items():
+        (destination / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, destination / name)
 
 
 @contextlib.contextmanager
@@ -285,26 +297,6 @@ def _cure(cure: str) -> Iterator[None]:
         yield
     except CorruptCheckpointError as error:
         raise CorruptCheckpointError(f"{error}; {cure}") from error
-
-
-def _check_tensors(folder: Path) -> None:
-    expected = expected_tensors(folder)
-    stored = list_tensors(folder)
-    for name, (shape, dtypes) in expected.items():
-        if name not in stored:
-            raise CorruptCheckpointError(f"{folder} lacks the tensor {name}, which its config.json promises")
-        if stored[name].shape != shape:
-            actual = list(stored[name].shape)
-            raise CorruptCheckpointError(
-                f"{folder}: {name} has shape {actual}, config.json says {list(shape)}"
-            )
-        if stored[name].dtype not in dtypes:
-            raise CorruptCheckpointError(
-                f"{folder}: {name} is {stored[name].dtype}, config.json says {' or '.join(dtypes)}"
-            )
-    for name in stored:
-        if name not in expected:
-            raise CorruptCheckpointError(f"{folder} holds the tensor {name}, unknown to its config.json")
 
 
 def _files(folder: Path) -> dict[str, Path]:

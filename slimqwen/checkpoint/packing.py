@@ -1,12 +1,14 @@
 """Packed linears of a checkpoint, compressed-tensors' `pack-quantized`: which ones, how wide, and how to pack one."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, PositiveInt
 
-from slimqwen.checkpoint.errors import CorruptCheckpointError
+from slimqwen.checkpoint.config import quantisation
+from slimqwen.checkpoint.errors import CorruptCheckpointError, UnsupportedFormatError
 from slimqwen.checkpoint.tensors import NewTensor, TensorInfo
 
 LINEARS: Mapping[str, str] = {
@@ -75,22 +77,25 @@ class Quantisation(BaseModel):
         Raises:
             CorruptCheckpointError: no group has the module.
         """
-        packings = [
-            (target, group.weights)
-            for group in self.config_groups.values()
-            if group.weights is not None
-            for target in group.targets
-        ]
-        for target, weights in packings:
-            if target == module or (target.startswith("re:") and re.match(target[3:], module)):
-                return weights
-        for target, weights in packings:
-            if target == "Linear":  # every one that is not ignored
-                return weights
+        groups = [group for group in self.config_groups.values() if group.weights is not None]
+        for group in sorted(groups, key=lambda group: "Linear" in group.targets):
+            if any(means(target, module) for target in group.targets):
+                assert group.weights is not None
+                return group.weights
         raise CorruptCheckpointError(
             f"config.json: no group of quantization_config has {module}, whose weight is packed; make the checkpoint "
             "anew"
         )
+
+
+def means(entry: str, module: str) -> bool:
+    """Whether an entry of compressed-tensors' `targets` or `ignore` (a name, class or pattern) means a linear.
+
+    The output head is no Linear to vLLM, which takes a name or a pattern for it.
+    """
+    if entry.startswith("re:"):
+        return re.match(entry[3:], module) is not None
+    return entry == module or (entry == "Linear" and module != "lm_head")
 
 
 def config_group(kind: str, bits: int, group_size: int | None) -> dict[str, Any]:
@@ -106,30 +111,60 @@ def config_group(kind: str, bits: int, group_size: int | None) -> dict[str, Any]
     return {"targets": [LINEARS[kind]], "weights": weights, "format": "pack-quantized"}
 
 
-def with_group(config: Mapping[str, Any], kind: str, group: Mapping[str, Any]) -> dict[str, Any]:
+def require_extensible(folder: Path, config: Mapping[str, Any]) -> None:
+    """Go on only if linears of a checkpoint can be packed beside what it has: vLLM reads one format a checkpoint.
+
+    Raises:
+        UnsupportedFormatError: it is quantised in another format than compressed-tensors.
+    """
+    method = quantisation(config).get("quant_method", "compressed-tensors")
+    if method != "compressed-tensors":
+        raise UnsupportedFormatError(
+            f"{folder} is quantised in the format {method}, to which no packed linears can be added; take the 16-bit "
+            "checkpoint or one in compressed-tensors as the base, or leave this stage out"
+        )
+
+
+def with_group(
+    config: Mapping[str, Any], kind: str, group: Mapping[str, Any], modules: Collection[str]
+) -> dict[str, Any]:
     """The quantization_config of a checkpoint whose `lm_head` or `mtp` linears have been packed too.
 
     Args:
         config: config.json before; it may have no quantization_config.
         group: config group of the packed linears, from `config_group`.
+        modules: names of the packed linears: no entry of `ignore` may mean one of them any longer.
     """
-    before = config.get("quantization_config") or {
+    before = quantisation(config) or {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": {},
         "ignore": [],
     }
-    groups = {**before["config_groups"], kind: dict(group)}
-    unpacked = {"lm_head": "lm_head", "mtp": UNPACKED_MTP}
-    if groups.keys() <= unpacked.keys():
+    others = before["config_groups"]
+    # The first target that names a linear counts: ours, where one of the base's would mean it too.
+    targets = [target for each in others.values() for target in each["targets"] if target != "Linear"]
+    takes_ours = any(means(target, module) for target in targets for module in modules)
+    groups = {kind: dict(group), **others} if takes_ours else {**others, kind: dict(group)}
+    if groups.keys() <= {"lm_head", "mtp"}:
         # An engine asks for every linear: whatever no target names is ignored. Not where a linear of the layers is
         # packed: vLLM takes a pattern that matches the name of a fused linear before the names of its parts.
-        targets = [target.removeprefix("re:") for each in groups.values() for target in each["targets"]]
-        ignore = [f"re:(?!{'|'.join(targets)}).*"]
+        patterns = [target.removeprefix("re:") for each in groups.values() for target in each["targets"]]
+        ignore = [f"re:(?!{'|'.join(patterns)}).*"]
     else:
-        ignore = [name for name in before.get("ignore", []) if name != unpacked[kind]]
+        entries = before.get("ignore") or []
+        ignore = [kept for entry in entries if (kept := _without(entry, kind, modules)) is not None]
     return {**before, "config_groups": groups, "ignore": ignore}
+
+
+def _without(entry: str, kind: str, modules: Collection[str]) -> str | None:
+    """An entry of `ignore` that no longer means any of these modules of a kind; None where nothing of it is left."""
+    if not any(means(entry, module) for module in modules):
+        return entry
+    if not entry.startswith("re:") or (kind in entry and "|" not in entry):
+        return None
+    return f"re:(?!{LINEARS[kind].removeprefix('re:')})(?:{entry.removeprefix('re:')})"
 
 
 def rounded_to_nearest(
@@ -138,7 +173,7 @@ def rounded_to_nearest(
     """The packed form of a 16-bit weight rounded to nearest; rows pass through in blocks of some MiB.
 
     Args:
-        weight: BF16 [rows, inputs].
+        weight: floating [rows, inputs].
         name: name of the weight in the new checkpoint, ending in `.weight`.
         group_size: weights of a row that share a scale; None for one scale per row.
     """

@@ -18,7 +18,7 @@ from slimqwen.checkpoint.config import read_json_object
 from slimqwen.checkpoint.errors import CorruptCheckpointError
 from slimqwen.progress import Progress, silent
 
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 _CHUNK_BYTES = 16 * 2**20
 _ROWS_BLOCK_BYTES = 2**20
 """Bytes read at a time to pick rows: new buffers of many MiB cost more in page faults than the reading itself."""
@@ -28,7 +28,10 @@ _BITS = {
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
     **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 8),
 }
-_TORCH_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I32": "int32", "I64": "int64"}
+_TORCH_DTYPES = {
+    **{"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn"},
+    **{"F8_E5M2": "float8_e5m2", "I8": "int8", "U8": "uint8", "I32": "int32", "I64": "int64"},
+}
 
 
 def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
@@ -118,14 +121,14 @@ def selected_rows(info: TensorInfo, rows: npt.NDArray[np.int64]) -> NewTensor:
 
 
 def torch_dtype(dtype: str) -> Any:
-    """The torch dtype of a safetensors dtype name (F32, F16, BF16, I32, I64)."""
+    """The torch dtype of a safetensors dtype name, one of those in which weights are stored."""
     import torch
 
     return getattr(torch, _TORCH_DTYPES[dtype])
 
 
 def from_torch(tensor: Any, floating_dtype: str) -> NewTensor:
-    """A torch tensor (floating, int32 or int64) to be written, converted to the dtype only when it is written."""
+    """A torch tensor to be written, one of floating numbers converted to the dtype only when it is written."""
     import torch
 
     dtype = floating_dtype
@@ -144,28 +147,46 @@ def from_ids(ids: npt.NDArray[np.int64]) -> NewTensor:
     return NewTensor("I64", ids.shape, lambda: [ids.astype("<i8").tobytes()])
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The files of weights that a loader reads: those that the index names, else the only one there is.
+
+    Raises:
+        CorruptCheckpointError: there is none, the index names a file that is missing, or several have no index.
+    """
+    index = folder / INDEX
+    if index.is_file():
+        names = sorted({str(name) for name in _weight_map(index).values()})
+        for name in names:
+            if not (folder / name).is_file():
+                raise CorruptCheckpointError(f"{folder / name} is missing, {index.name} names it")
+        return [folder / name for name in names]
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise CorruptCheckpointError(f"{folder} has no .safetensors file")
+    if len(files) > 1:
+        found = ", ".join(file.name for file in files[:3])
+        raise CorruptCheckpointError(
+            f"{index} is missing, yet there are {len(files)} shards ({found}); move files of no weights away"
+        )
+    return files
+
+
 def list_tensors(folder: Path) -> dict[str, TensorInfo]:
     """Every tensor of a checkpoint by name, from the headers alone, in the order of files and then of bytes.
 
     Raises:
-        CorruptCheckpointError: a header contradicts its file, or the index contradicts the shards.
+        CorruptCheckpointError: a header contradicts its file, the index contradicts the shards, or as `weight_files`.
     """
-    index = folder / _INDEX
-    shards = sorted(folder.glob("*.safetensors"))
-    if not shards:
-        raise CorruptCheckpointError(f"{folder} has no .safetensors file")
     tensors: dict[str, TensorInfo] = {}
-    for shard in shards:
-        for name, info in _read_header(shard).items():
+    for file in weight_files(folder):
+        for name, info in _read_header(file).items():
             if name in tensors:
                 raise CorruptCheckpointError(
-                    f"{name} is stored twice, in {tensors[name].file.name} and {shard}"
+                    f"{name} is stored twice, in {tensors[name].file.name} and {file}"
                 )
             tensors[name] = info
-    if index.is_file():
-        _check_index(index, tensors)
-    elif len(shards) > 1:
-        raise CorruptCheckpointError(f"{index} is missing, yet there are {len(shards)} shards")
+    if (folder / INDEX).is_file():
+        _check_index(folder / INDEX, tensors)
     return tensors
 
 
@@ -173,17 +194,16 @@ def output_head(folder: Path) -> tuple[str, TensorInfo]:
     """The output head, name and location: lm_head.weight or, with tied embeddings, the input embedding.
 
     Raises:
-        CorruptCheckpointError: the checkpoint has neither.
+        CorruptCheckpointError: the checkpoint has neither, or its lm_head is stored in packed parts.
     """
     tensors = list_tensors(folder)
     embeddings = [
         name for name in tensors if name.endswith("embed_tokens.weight") and not name.startswith("mtp.")
     ]
-    names = ["lm_head.weight"] if "lm_head.weight" in tensors else embeddings
+    names = [name for name in tensors if name.startswith("lm_head.")] or embeddings
     if len(names) != 1:
-        raise CorruptCheckpointError(
-            f"{folder} has neither lm_head nor embed_tokens; choose a language model"
-        )
+        what = f"its lm_head in {len(names)} parts" if "lm_head." in "".join(names) else "no output head"
+        raise CorruptCheckpointError(f"{folder} has {what}; choose a language model with a head in 16 bits")
     return names[0], tensors[names[0]]
 
 
@@ -216,9 +236,9 @@ def rewrite(
         weight_map |= dict.fromkeys(contents, shard.name)
         length += sum(tensor.bytes for tensor in contents.values())
         progress("writing tensors", done, total)
-    if (source / _INDEX).is_file():
+    if (source / INDEX).is_file():
         index = {"metadata": {"total_size": length}, "weight_map": dict(sorted(weight_map.items()))}
-        (destination / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        (destination / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def write_tensors(file: Path, contents: Mapping[str, NewTensor]) -> None:
@@ -277,10 +297,15 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
     return ordered
 
 
-def _check_index(index: Path, tensors: Mapping[str, TensorInfo]) -> None:
+def _weight_map(index: Path) -> dict[str, Any]:
     weight_map = read_json_object(index).get("weight_map")
-    if not isinstance(weight_map, dict):
+    if not isinstance(weight_map, dict) or not weight_map:
         raise CorruptCheckpointError(f"{index} has no weight_map")
+    return weight_map
+
+
+def _check_index(index: Path, tensors: Mapping[str, TensorInfo]) -> None:
+    weight_map = _weight_map(index)
     stored = {name: info.file.name for name, info in tensors.items()}
     for name in sorted(weight_map.keys() | stored.keys(), key=str):
         if weight_map.get(name) != stored.get(name):

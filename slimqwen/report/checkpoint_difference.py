@@ -7,7 +7,7 @@ from typing import Any
 from slimqwen import checkpoint
 from slimqwen.checkpoint import difference
 from slimqwen.checkpoint.difference import Change, TensorDifference
-from slimqwen.checkpoint.files import SIDE_FILES, sha256
+from slimqwen.checkpoint.files import sha256, side_files
 from slimqwen.progress import Progress, silent
 from slimqwen.recipe import variant_recipe
 from slimqwen.records.table import Table
@@ -115,6 +115,4 @@ def _flat(value: Any, prefix: str = "") -> dict[str, str]:
 
 
 def _side_files(variant: Variant) -> dict[str, str]:
-    return {
-        name: sha256(variant.weights / name)[:16] for name in SIDE_FILES if (variant.weights / name).is_file()
-    }
+    return {name: sha256(path)[:16] for name, path in side_files(variant.weights).items()}

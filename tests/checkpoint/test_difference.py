@@ -10,6 +10,7 @@ from compressed_tensors.compressors import pack_to_int32
 from safetensors.torch import save_file
 
 from slimqwen.checkpoint import CorruptCheckpointError
+from slimqwen.checkpoint.config import write_config
 from slimqwen.checkpoint.difference import Change, compare
 from slimqwen.checkpoint.rtn import quantise, round_to_nearest
 
@@ -22,6 +23,7 @@ EMBEDDING, LINEAR, NORM = (
 
 def written(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
     folder.mkdir()
+    write_config(folder, {"architectures": ["Qwen3_5ForCausalLM"]})
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
     return folder
 

@@ -9,7 +9,7 @@ from compressed_tensors.compressors import unpack_from_int32
 from safetensors.torch import save_file
 
 from slimqwen.checkpoint import packing
-from slimqwen.checkpoint.errors import CorruptCheckpointError
+from slimqwen.checkpoint.errors import CorruptCheckpointError, UnsupportedFormatError
 from slimqwen.checkpoint.packing import LINEARS, Quantisation
 from slimqwen.checkpoint.rtn import quantise
 from slimqwen.checkpoint.tensors import list_tensors
@@ -45,10 +45,9 @@ def test_a_target_that_names_a_module_goes_before_its_class():
             }
         }
     )
-    bits = [quantisation.of_module(name).num_bits for name in (f"{LAYER}.mlp.up_proj", "mtp.fc", "lm_head")]
-    assert bits == [4, 2, 8]
-    assert quantisation.of_module("mtp.fc").symmetric is False
-    assert quantisation.of_module("lm_head").symmetric is True
+    modules = (f"{LAYER}.mlp.up_proj", "mtp.fc", f"{LAYER}.self_attn.q_proj")
+    assert [quantisation.of_module(name).num_bits for name in modules] == [4, 2, 8]
+    assert [quantisation.of_module(name).symmetric for name in modules] == [True, False, True]
 
 
 def test_a_packed_module_of_no_group_is_an_error():
@@ -67,9 +66,13 @@ def test_a_group_says_how_its_weights_share_scales(group_size, strategy):
     }  # fmt: skip
 
 
+HEAD, MTP = packing.config_group("lm_head", 4, 32), packing.config_group("mtp", 8, None)
+MTP_LINEARS = ["mtp.fc", "mtp.layers.0.mlp.up_proj"]
+
+
 def test_where_only_heads_are_packed_everything_else_is_ignored():
-    one = {"quantization_config": packing.with_group({}, "lm_head", packing.config_group("lm_head", 4, 32))}
-    both = packing.with_group(one, "mtp", packing.config_group("mtp", 8, None))
+    one = {"quantization_config": packing.with_group({}, "lm_head", HEAD, ["lm_head"])}
+    both = packing.with_group(one, "mtp", MTP, MTP_LINEARS)
 
     assert both["quant_method"] == "compressed-tensors"
     assert set(both["config_groups"]) == {"lm_head", "mtp"}
@@ -81,18 +84,57 @@ def test_where_only_heads_are_packed_everything_else_is_ignored():
     assert ignored == {"lm_head": False, "mtp.fc": False, "mtp.norm": True, f"{LAYER}.mlp.up_proj": True}
 
 
-def test_where_layers_are_packed_the_head_leaves_the_list_of_the_ignored():
-    before = {
-        "format": "pack-quantized",
-        "config_groups": {"group_0": packing.config_group("mlp", 4, 32)},
-        "ignore": ["lm_head", packing.UNPACKED_MTP, "model.other"],
-    }
-    after = packing.with_group(
-        {"quantization_config": before}, "lm_head", packing.config_group("lm_head", 4, 32)
-    )
-    assert after["ignore"] == [packing.UNPACKED_MTP, "model.other"]
-    assert set(after["config_groups"]) == {"group_0", "lm_head"}
-    assert before["ignore"][0] == "lm_head"
+def base(*ignore, targets=("Linear",)):
+    """The config of a checkpoint whose layers are packed."""
+    group = {**packing.config_group("mlp", 4, 32), "targets": list(targets)}
+    return {"quantization_config": {"config_groups": {"group_0": group}, "ignore": list(ignore)}}
+
+
+@pytest.mark.parametrize(
+    ("ignore", "left"),
+    [
+        (["lm_head", "re:^mtp.*", "model.other"], ["re:^mtp.*", "model.other"]),
+        (["re:.*lm_head.*", "re:.*lm_head$", "re:^lm_head$"], []),
+        (
+            ["model.layers.0.mlp.down_proj", "re:.*visual.*"],
+            ["model.layers.0.mlp.down_proj", "re:.*visual.*"],
+        ),
+    ],
+)
+def test_no_spelling_of_the_head_stays_among_the_ignored(ignore, left):
+    before = base(*ignore)
+    after = packing.with_group(before, "lm_head", HEAD, ["lm_head"])
+    assert after["ignore"] == left
+    assert list(after["config_groups"]) == ["group_0", "lm_head"]
+    assert before["quantization_config"]["ignore"] == ignore
+
+
+@pytest.mark.parametrize("spelling", ["re:.*mtp.*", "re:^mtp.*", "re:mtp.fc"])
+def test_no_pattern_of_the_mtp_head_stays_among_the_ignored(spelling):
+    after = packing.with_group(base(spelling, *MTP_LINEARS), "mtp", MTP, MTP_LINEARS)
+    assert after["ignore"] == []
+
+
+def test_a_pattern_that_means_more_keeps_the_rest():
+    after = packing.with_group(base("re:.*(lm_head|mtp|linear_attn).*"), "mtp", MTP, MTP_LINEARS)
+    (pattern,) = after["ignore"]
+    modules = (*MTP_LINEARS, "mtp.layers.0.self_attn.qkv_proj", "lm_head", f"{LAYER}.linear_attn.in_proj_a")
+    assert [packing.means(pattern, module) for module in modules] == [False, False, False, True, True]
+
+
+@pytest.mark.parametrize(("targets", "first"), [(["re:.*_proj$"], "mtp"), (["Linear"], "group_0")])
+def test_a_target_of_the_base_does_not_take_the_linears(targets, first):
+    after = packing.with_group(base(targets=targets), "mtp", MTP, MTP_LINEARS)
+    assert next(iter(after["config_groups"])) == first
+    assert Quantisation.model_validate(after).of_module("mtp.layers.0.mlp.up_proj").num_bits == 8
+
+
+@pytest.mark.parametrize("method", ["fp8", "gptq", "awq", "auto-round", "modelopt"])
+def test_packed_linears_are_not_added_to_another_format(tmp_path, method):
+    with pytest.raises(UnsupportedFormatError, match=f"quantised in the format {method}, .*; take"):
+        packing.require_extensible(
+            tmp_path, {"text_config": {"quantization_config": {"quant_method": method}}}
+        )
 
 
 @pytest.fixture

@@ -55,7 +55,10 @@ def compressed_tensors(
             "kv_cache_scheme": None,
             "config_groups": {
                 f"group_{number}": {
-                    "targets": ["Linear"] if len(groups) == 1 else [f"re:{group['pattern']}$"],
+                    "targets": [
+                        *(["Linear"] if len(groups) == 1 else [f"re:{group['pattern']}$"]),
+                        *(["re:.*lm_head$"] if "lm_head" in packed else []),
+                    ],
                     "weights": group["weights"],
                     "input_activations": group.get("input_activations"),
                     "output_activations": None,
@@ -63,23 +66,21 @@ def compressed_tensors(
                 }
                 for number, group in enumerate(groups)
             },
-            "ignore": left if ignore == "names" else _ignore_patterns(left, anchored=ignore == "anchored"),
+            "ignore": left
+            if ignore == "names"
+            else _ignore_patterns(left, packed, anchored=ignore == "anchored"),
         }
 
     return edit
 
 
-def _ignore_patterns(left: Sequence[str], *, anchored: bool) -> list[str]:
+def _ignore_patterns(left: Sequence[str], packed: set[str], *, anchored: bool) -> list[str]:
     if anchored:
         return [rf"re:^{re.escape(module)}$" for module in left]
-    kinds = {
-        "lm_head": "re:.*lm_head.*",
-        "mtp.": "re:.*mtp.*",
-        "visual": "re:.*visual.*",
-        "linear_attn": "re:.*linear_attn.*",
-        "self_attn": "re:.*self_attn.*",
-    }
-    return [pattern for part, pattern in kinds.items() if any(part in module for module in left)]
+    wide = [part for part in ("mtp", "visual", "lm_head") if not any(part in module for module in packed)]
+    patterns = [f"re:.*{part}.*" for part in wide if any(part in module for module in left)]
+    rest = [module for module in left if not any(part in module for part in wide)]
+    return [*patterns, *dict.fromkeys(f"re:.*{module.split('.', 3)[-1]}$" for module in rest)]
 
 
 def integers(

@@ -118,7 +118,8 @@ def run(source: Path, destination: Path, parameters: CalibrateParameters, progre
         for name, info in head.items():
             changed[name] = packing.rounded_to_nearest(info, name, form.bits, form.group_size)
         group = packing.config_group("mtp", form.bits, form.group_size)
-        config = {**config, "quantization_config": packing.with_group(config, "mtp", group)}
+        modules = [name.removesuffix(".weight") for name in head]
+        config = {**config, "quantization_config": packing.with_group(config, "mtp", group, modules)}
     rewrite(source, destination, lambda name, info: changed.get(name), progress)
     carry_side_files(source, destination)
     write_config(destination, config)
@@ -166,6 +167,7 @@ def _target_tensors(source: Path, parameters: CalibrateParameters) -> dict[str, 
         )
     if "quantization_config" in config and parameters.targets.calibrated:
         raise StageError(f"{source} is quantised already; calibrate needs the 16-bit checkpoint as its base")
+    packing.require_extensible(source, config)
     stored = list_tensors(source)
     targets: dict[str, dict[str, TensorInfo]] = {}
     for kind, scheme in parameters.targets.schemes.items():

@@ -3,8 +3,7 @@
 `slimqwen.models.vocabulary` decides which tokens stay, so that every text can still be encoded. Pruned here are the
 rows of the embedding, of lm_head and of a draft head (`slimqwen.checkpoint.draft_head`), the vocabulary size, and the
 token ids in every settings file. All other tensors, the rest of `mtp.*` among them, pass through byte for byte. The
-checkpoint is read once, front to back, in blocks. vocab.json, merges.txt and added_tokens.json repeat tokenizer.json
-and are left out.
+checkpoint is read once, front to back, in blocks. Files that repeat tokenizer.json, as vocab.json does, are left out.
 
 vocab_map.json beside the checkpoint is for clients that send token ids:
 
@@ -29,7 +28,7 @@ from pydantic import Field
 from slimqwen import checkpoint
 from slimqwen.checkpoint import draft_head
 from slimqwen.checkpoint.config import write_config
-from slimqwen.checkpoint.files import VOCAB_MAP, bytes_on_disk, carry_side_files
+from slimqwen.checkpoint.files import VOCAB_MAP, bytes_on_disk, carry_side_files, side_files
 from slimqwen.checkpoint.shape import Shape
 from slimqwen.checkpoint.tensors import (
     NewTensor,
@@ -49,8 +48,16 @@ from slimqwen.text.files import CorpusError
 ROW_MULTIPLE = 64
 """Engines and quantised kernels need a multiple of this many rows."""
 
-_SETTINGS = ("generation_config.json", "tokenizer_config.json")
-_REPETITIONS = ("vocab.json", "merges.txt", "added_tokens.json")
+_REPETITIONS = (
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "vocab.txt",
+    "tokenizer.model",
+    "qwen.tiktoken",
+)
+"""Files that repeat tokenizer.json in older forms, with the ids from before."""
+
 _ID_KEY = re.compile(r"(token_ids?|suppress_tokens|bad_words_ids)$")
 _TABLE = re.compile(r"(?:^|\.)(?:embed_tokens|lm_head)\.(\w+)$")
 _BY_ROW = ("weight", "bias", "weight_packed", "weight_scale", "weight_zero_point")
@@ -258,7 +265,15 @@ def named_ids(source: Path) -> set[int]:
 
 
 def _settings(source: Path) -> dict[str, Any]:
-    return {name: json.loads((source / name).read_bytes()) for name in _SETTINGS if (source / name).is_file()}
+    """The JSON files beside the checkpoint that may name token ids: generation, tokenizer, images."""
+    settings = {}
+    for name, path in side_files(source).items():
+        if name.endswith(".json") and name not in (*_REPETITIONS, "tokenizer.json", VOCAB_MAP):
+            try:
+                settings[name] = json.loads(path.read_bytes())
+            except ValueError as error:
+                raise StageError(f"{path} is not JSON ({error}); correct or remove it") from None
+    return settings
 
 
 def _write_settings(source: Path, destination: Path, kept_ids: Ids, config: Mapping[str, Any]) -> None:
@@ -267,7 +282,8 @@ def _write_settings(source: Path, destination: Path, kept_ids: Ids, config: Mapp
         (destination / name).unlink(missing_ok=True)
     new_id = dict(zip(kept_ids.tolist(), range(len(kept_ids)), strict=True)).__getitem__
     for name, settings in _settings(source).items():
-        _write_json(destination / name, _renumbered(settings, new_id))
+        if (renumbered := _renumbered(settings, new_id)) != settings:
+            _write_json(destination / name, renumbered)
     resized = _renumbered(config, new_id)
     for part in (resized, resized.get("text_config", {})):
         if "vocab_size" in part:

@@ -39,7 +39,8 @@ def run(source: Path, destination: Path, parameters: QuantiseLmHeadParameters, p
     """Write source to destination with its output head packed.
 
     Raises:
-        StageError: the head is packed already, is not bfloat16, or its rows do not divide into groups.
+        UnsupportedFormatError: the checkpoint is quantised in another format than compressed-tensors.
+        StageError: the head is packed already, or its rows do not divide into groups.
         CorruptCheckpointError: the head is not finite.
     """
     config = checkpoint.read_config(source)
@@ -54,7 +55,7 @@ def run(source: Path, destination: Path, parameters: QuantiseLmHeadParameters, p
     rewrite(source, destination, change, progress)
     carry_side_files(source, destination)
     group = packing.config_group("lm_head", _BITS, parameters.group_size)
-    quantization = packing.with_group(config, "lm_head", group)
+    quantization = packing.with_group(config, "lm_head", group, ["lm_head"])
     write_config(destination, {**untied(config), "quantization_config": quantization})
     return {
         "head_bytes_before": info.end - info.start,
@@ -69,11 +70,12 @@ def needs(source: Path, parameters: QuantiseLmHeadParameters) -> Needs:
 
 
 def _checked_head(source: Path, parameters: QuantiseLmHeadParameters) -> tuple[str, TensorInfo]:
-    if any(name.startswith(f"{_HEAD}_") for name in list_tensors(source)):
+    packing.require_extensible(source, checkpoint.read_config(source))
+    if any(name.startswith("lm_head.") and name != _HEAD for name in list_tensors(source)):
         raise StageError(f"{source} has a packed lm_head already; take quantise_lm_head out of the recipe")
     name, info = output_head(source)
-    if info.dtype != "BF16":
-        raise StageError(f"{source}: {name} is {info.dtype}; quantise_lm_head reads BF16, convert it first")
+    if info.dtype not in ("BF16", "F16", "F32"):
+        raise StageError(f"{source}: {name} is {info.dtype}; take a base with its output head in 16 bits")
     if info.shape[1] % parameters.group_size:
         raise StageError(
             f"{source}: group_size {parameters.group_size} does not divide the {info.shape[1]} inputs of {name}; "

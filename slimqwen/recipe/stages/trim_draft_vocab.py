@@ -6,8 +6,8 @@ vocabulary as before, so no answer changes; a token without a row ends a draft. 
 continuations that the stage `sample_outputs` left beside the checkpoint (FR-Spec, arXiv 2502.14856, ranks the ids of a
 corpus the same way); added tokens and the ids that the settings name are always in.
 
-The rows are those of the output head, in its 16 bits. Of a head packed in 4 or 8 bits they are unpacked, so that
-vLLM computes the same scores as with the packed head. `sampled_outputs.jsonl` is passed on, as the target's outputs
+The rows are those of the output head, in its 16 bits. Of a quantised head they are unpacked, so that vLLM computes the
+same scores as with that head. `sampled_outputs.jsonl` is passed on, as the target's outputs
 stay the same. The file trim_draft_vocab.json beside the checkpoint says how much of the held-out continuations the ids
 cover, for this size and others.
 """
@@ -23,7 +23,7 @@ import numpy as np
 from pydantic import Field
 
 from slimqwen import checkpoint
-from slimqwen.checkpoint import draft_head, packing
+from slimqwen.checkpoint import draft_head
 from slimqwen.checkpoint.config import read_json_object, write_config
 from slimqwen.checkpoint.files import bytes_on_disk, carry_side_files
 from slimqwen.checkpoint.shape import Shape
@@ -32,11 +32,10 @@ from slimqwen.checkpoint.tensors import (
     TensorInfo,
     from_ids,
     from_torch,
-    list_tensors,
-    output_head,
     rewrite,
     selected_rows,
 )
+from slimqwen.checkpoint.weights import Weight, read_weights
 from slimqwen.models.vocabulary import Ids
 from slimqwen.progress import Progress
 from slimqwen.recipe.stage import Facts, Needs, Parameters, Stage, StageError
@@ -46,15 +45,10 @@ from slimqwen.recipe.stages.sample_outputs import OUTPUTS, Output, read_outputs
 REPORT = "trim_draft_vocab.json"
 """File beside the checkpoint: coverage of the held-out continuations, by size."""
 
-_CARRIERS = ("mtp.fc.weight", "mtp.fc.weight_packed")
-"""The tensors of an MTP head, of which one is stored; its shard takes the draft head."""
+_CARRIER = "mtp.norm.weight"
+"""A tensor of every MTP head, quantised or not; its shard takes the draft head."""
 
-_PACKED = "lm_head.weight_packed"
-_SCALE = "lm_head.weight_scale"
-_PACKED_PARTS = {_PACKED, _SCALE, "lm_head.weight_shape"}
-"""Tensors of a head that is packed symmetrically in groups or rows, as `quantise_lm_head` does it."""
-
-_BLOCK_ROWS = 4096
+_SIXTEEN_BITS = ("BF16", "F16")
 _IMPORTS_BYTES = 700 * 2**20
 """Resident size of torch and compressed-tensors."""
 
@@ -79,13 +73,12 @@ def run(source: Path, destination: Path, parameters: TrimDraftVocabParameters, p
     """
     progress("counting ids", 0, 0)
     config = checkpoint.read_config(source)
-    stored = list_tensors(source)
-    rows_of = _output_rows(source, stored)
+    rows_of = _output_rows(source)
     outputs = list(read_outputs(source))
     vocab_size: int = checkpoint.text_config(config)["vocab_size"]
     counts = _counts((output for output in outputs if not output.held_out), vocab_size)
     held_out = _counts((output for output in outputs if output.held_out), vocab_size)
-    required = _required_ids(source)
+    required = _required_ids(source, vocab_size)
     ranked = _ranked(counts, required)
     size = stored_rows(parameters.size)
     if not len(required) <= size < vocab_size:
@@ -96,7 +89,7 @@ def run(source: Path, destination: Path, parameters: TrimDraftVocabParameters, p
     ids = np.sort(ranked[:size])
 
     def change(name: str, info: TensorInfo) -> Mapping[str, NewTensor] | None:
-        if name not in _CARRIERS:
+        if name != _CARRIER:
             return None
         return {
             name: info.unchanged(),
@@ -129,8 +122,7 @@ def run(source: Path, destination: Path, parameters: TrimDraftVocabParameters, p
 
 def needs(source: Path, parameters: TrimDraftVocabParameters) -> Needs:
     """Disk: source and the new rows. Memory: libraries, the outputs, and the packed rows where the head is packed."""
-    stored = list_tensors(source)
-    _output_rows(source, stored)
+    _output_rows(source)
     hidden = checkpoint.text_config(checkpoint.read_config(source))["hidden_size"]
     head = 2 * hidden * (parameters.size + ROW_MULTIPLE)
     outputs = source / OUTPUTS
@@ -146,10 +138,11 @@ def _counts(outputs: Iterator[Output], vocab_size: int) -> Ids:
     return counts
 
 
-def _required_ids(source: Path) -> Ids:
+def _required_ids(source: Path, vocab_size: int) -> Ids:
     """Ids of the added tokens and of those that the settings name, such as the ends of a text; ascending."""
     added = read_json_object(source / "tokenizer.json").get("added_tokens", [])
-    return np.array(sorted({token["id"] for token in added} | named_ids(source)), dtype=np.int64)
+    ids = np.array(sorted({token["id"] for token in added} | named_ids(source)), dtype=np.int64)
+    return ids[ids < vocab_size]  # a tokenizer may have more ids than the model has rows
 
 
 def _ranked(counts: Ids, required: Ids) -> Ids:
@@ -162,52 +155,53 @@ def _share(counts: Ids, ids: Ids) -> float:
     return round(float(counts[ids].sum() / counts.sum()), 6)
 
 
-def _output_rows(source: Path, stored: Mapping[str, TensorInfo]) -> Callable[[Ids], NewTensor]:
+def _output_rows(source: Path) -> Callable[[Ids], NewTensor]:
     """Ids -> their rows of the output head in 16 bits.
 
     Raises:
-        StageError: a mixture of experts, no MTP head, a draft head already, or another form of the output head.
+        StageError: a mixture of experts, no MTP head, a draft head already, or no output head.
+        UnsupportedFormatError: the output head is in a format that is not unpacked here.
     """
     if "num_experts" in checkpoint.text_config(checkpoint.read_config(source)):
         raise StageError(
             f"{source} is a mixture of experts, whose MTP head vLLM builds from a class without a draft head; take "
             "trim_draft_vocab out of the recipe"
         )
-    if not any(carrier in stored for carrier in _CARRIERS):
+    weights = read_weights(source)
+    if _CARRIER not in weights:
         raise StageError(
-            f"{source} has no {_CARRIERS[0]}: nothing drafts; take trim_draft_vocab out of the recipe"
+            f"{source} has no {_CARRIER}: nothing drafts; take trim_draft_vocab out of the recipe"
         )
-    if draft_head.WEIGHT in stored:
+    if draft_head.WEIGHT in weights:
         raise StageError(f"{source} has a draft head already; take one trim_draft_vocab out of the recipe")
-    parts = {name for name in stored if name.startswith("lm_head.weight_")}
-    if not parts:
-        name, info = output_head(source)
-        if info.dtype not in ("BF16", "F16"):
-            raise StageError(
-                f"{source}: {name} is {info.dtype}; trim_draft_vocab reads 16 bits, put it before the stage that "
-                "quantises the output head"
-            )
-        return lambda ids: selected_rows(info, ids)
-    scale = stored.get(_SCALE)
-    if parts != _PACKED_PARTS or scale is None or scale.dtype not in ("BF16", "F16"):
+    heads = [name for name in weights if name.startswith("lm_head.")]
+    heads = heads or [name for name in weights if name.endswith("embed_tokens.weight") and "mtp." not in name]
+    if len(heads) != 1:
         raise StageError(
-            f"{source}: its output head is stored as {', '.join(sorted(parts))}, which is not unpacked here; put "
-            "trim_draft_vocab before the stage that quantises it"
+            f"{source}: its output head is stored as {', '.join(heads) or 'nothing'}; choose a language model"
         )
-    [hidden, *_] = next(stored[carrier].shape for carrier in _CARRIERS if carrier in stored)
-    return lambda ids: _unpacked_rows(stored[_PACKED], scale, hidden, ids)
+    head = weights[heads[0]]
+    if head.is_quantised:
+        next(head.blocks())  # raises where it cannot be unpacked
+    if head.carrier.dtype in _SIXTEEN_BITS:
+        return lambda ids: selected_rows(head.carrier, ids)
+    return lambda ids: _unpacked_rows(head, ids)
 
 
-def _unpacked_rows(packed: TensorInfo, scale: TensorInfo, hidden: int, ids: Ids) -> NewTensor:
-    """Rows of a packed head times their scales, in the scales' dtype."""
+def _unpacked_rows(head: Weight, ids: Ids) -> NewTensor:
+    """Rows of a quantised head times their scales, in the scales' dtype: what vLLM computes with."""
+    dtypes = (info.dtype for info in head.parts.values())
+    dtype = next((dtype for dtype in dtypes if dtype in _SIXTEEN_BITS), "BF16")
 
-    def blocks() -> Iterator[bytes | memoryview]:
-        for first in range(0, len(ids), _BLOCK_ROWS):
-            wanted = ids[first : first + _BLOCK_ROWS]
-            words, scales = (selected_rows(part, wanted).read() for part in (packed, scale))
-            yield from from_torch(packing.dequantised(words, scales, hidden), scale.dtype).chunks()
+    def chunks() -> Iterator[bytes | memoryview]:
+        first = 0
+        for block in head.blocks():
+            last = first + len(block)
+            wanted = ids[np.searchsorted(ids, first) : np.searchsorted(ids, last)] - first
+            yield from from_torch(block[wanted], dtype).chunks()
+            first = last
 
-    return NewTensor(scale.dtype, (len(ids), hidden), blocks)
+    return NewTensor(dtype, (len(ids), head.shape[1]), chunks)
 
 
 def reshape(shape: Shape, parameters: TrimDraftVocabParameters) -> Shape:
@@ -226,6 +220,7 @@ STAGE = Stage(
         "slimqwen.checkpoint.draft_head",
         "slimqwen.checkpoint.packing",
         "slimqwen.checkpoint.tensors",
+        "slimqwen.checkpoint.weights",
         "slimqwen.recipe.stages.prune_vocab",
         "slimqwen.recipe.stages.sample_outputs",
     ),

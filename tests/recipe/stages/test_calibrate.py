@@ -223,8 +223,8 @@ def halve_embedding(tensors: dict[str, torch.Tensor]) -> None:
     tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].half()
 
 
-def untie(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+def add_adapter(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.layers.0.mlp.up_proj.lora_A.weight"] = torch.zeros(2, 192, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -232,8 +232,8 @@ def untie(tensors: dict[str, torch.Tensor]) -> None:
     [
         (drop_mtp_norm, r"lacks the tensor mtp\.layers\.0\.input_layernorm\.weight"),
         (widen_scale, r"up_proj\.weight_scale has shape \[128, 4\], config\.json says \[128, 2\]"),
-        (halve_embedding, r"embed_tokens\.weight is F16, config\.json says BF16 or F32"),
-        (untie, r"holds the tensor lm_head\.weight, unknown to its config\.json"),
+        (halve_embedding, r"embed_tokens\.weight is F16, not BF16 or F32"),
+        (add_adapter, r"holds the tensor .*lora_A\.weight, unknown to its config\.json"),
     ],
 )
 def test_verification_holds_tensors_against_the_config(

@@ -9,7 +9,8 @@ from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_in
 
 from slimqwen import checkpoint
 from slimqwen.analysis.roofline.architecture import read_model
-from slimqwen.checkpoint.config import expected_tensors, write_config
+from slimqwen.checkpoint.config import write_config
+from slimqwen.checkpoint.promise import check_tensors, expected_tensors
 from slimqwen.checkpoint.tensors import list_tensors
 from slimqwen.recipe.stage import StageError
 from slimqwen.serving import in_process
@@ -63,12 +64,7 @@ def test_only_the_targets_change_and_the_mtp_head_is_none(tmp_path: Path, scheme
     ],
 )
 def test_the_checkpoint_is_what_its_config_promises(tmp_path: Path, parameters: dict[str, Any]) -> None:
-    folder = rounded(tmp_path / "rounded", **parameters)
-    expected, found = expected_tensors(folder), list_tensors(folder)
-    assert expected.keys() == found.keys()
-    for name, (shape, dtypes) in expected.items():
-        assert found[name].shape == shape, name
-        assert found[name].dtype in dtypes, name
+    check_tensors(rounded(tmp_path / "rounded", **parameters))
 
 
 def test_a_scale_per_row_may_be_stored_with_a_group_size_of_minus_one(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from compressed_tensors.compressors import unpack_from_int32
 from safetensors.torch import save_file
 
 from slimqwen import checkpoint
-from slimqwen.checkpoint import draft_head
+from slimqwen.checkpoint import UnsupportedFormatError, draft_head
 from slimqwen.checkpoint.config import write_config
 from slimqwen.errors import SlimqwenError
 from slimqwen.recipe import recipe_file, runner, variant_recipe
@@ -209,11 +209,13 @@ def _mixture_of_experts(folder: Path) -> None:
     write_config(folder, {**checkpoint.read_config(folder), "num_experts": 8})
 
 
-def _wide(tensors: Tensors) -> None:
-    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].float()
+def _four_bit_floats(tensors: Tensors) -> None:
+    tensors["lm_head.weight_packed"] = torch.ones(ROWS, 96, dtype=torch.uint8)
+    tensors["lm_head.weight_scale"] = torch.ones(ROWS, 12).to(torch.float8_e4m3fn)
+    tensors["lm_head.weight_global_scale"] = torch.ones(1)
 
 
-def _eight_bit_floats(tensors: Tensors) -> None:
+def _scale_alone(tensors: Tensors) -> None:
     tensors["lm_head.weight_scale"] = torch.ones(ROWS, 1).bfloat16()
     tensors["lm_head.weight_global_scale"] = torch.ones(1)
 
@@ -224,8 +226,8 @@ def _eight_bit_floats(tensors: Tensors) -> None:
         (_without_outputs, 128, CorpusError, "put the stage sample_outputs before this one"),
         (_changed(_no_head), 128, StageError, "nothing drafts; take trim_draft_vocab out"),
         (_mixture_of_experts, 128, StageError, "is a mixture of experts.*take trim_draft_vocab out"),
-        (_changed(_wide), 128, StageError, "is F32; trim_draft_vocab reads 16 bits"),
-        (_changed(_eight_bit_floats), 128, StageError, "put trim_draft_vocab before the stage that quantises it"),
+        (_changed(_four_bit_floats), 128, UnsupportedFormatError, "lm_head.weight is packed .* not unpacked here"),
+        (_changed(_scale_alone), 128, StageError, "its output head is stored as lm_head.weight_"),
         (lambda folder: None, ROWS, StageError, "size 8192 must lie between the 5 ids .* and 8192"),
     ],
 )  # fmt: skip

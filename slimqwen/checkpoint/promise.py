@@ -1,0 +1,242 @@
+"""The tensors that a config.json promises, and those that contradict it."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from slimqwen.checkpoint import draft_head, packing
+from slimqwen.checkpoint.config import quantisation, read_config, text_config
+from slimqwen.checkpoint.errors import CorruptCheckpointError
+from slimqwen.checkpoint.tensors import TensorInfo, list_tensors
+from slimqwen.checkpoint.weights import Weight, group_parts
+
+Shapes = dict[str, tuple[int, ...]]
+
+ExpectedTensors = dict[str, tuple[tuple[int, ...], tuple[str, ...]]]
+"""Tensor name -> its shape and the dtypes it may have."""
+
+_FLOATING = ("BF16", "F16", "F32")
+"""Dtypes of scales: engines convert between them as they load."""
+
+_FP8 = ("F8_E4M3", "F8_E5M2")
+_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<linear>gate_up_proj|down_proj)")
+
+
+def check_tensors(folder: Path) -> None:
+    """Compare every stored tensor with what config.json promises, quantised weights by the rules of their format.
+
+    Raises:
+        CorruptCheckpointError: a tensor is missing, unexpected or not as promised; or as `expected_tensors`.
+    """
+    expected, stored = expected_tensors(folder), list_tensors(folder)
+    for name, (shape, dtypes) in expected.items():
+        if name not in stored:
+            raise CorruptCheckpointError(f"{folder} lacks the tensor {name}, which its config.json promises")
+        if stored[name].shape != shape:
+            actual = list(stored[name].shape)
+            raise CorruptCheckpointError(
+                f"{folder}: {name} has shape {actual}, config.json says {list(shape)}"
+            )
+        if stored[name].dtype not in dtypes:
+            raise CorruptCheckpointError(
+                f"{folder}: {name} is {stored[name].dtype}, not {' or '.join(dtypes)} as its config.json and the other "
+                "tensors say"
+            )
+    for name in stored:
+        if name not in expected:
+            raise CorruptCheckpointError(f"{folder} holds the tensor {name}, unknown to its config.json")
+
+
+def expected_tensors(folder: Path) -> ExpectedTensors:
+    """The tensors that config.json promises, from the model class that it names, built on the meta device.
+
+    compressed-tensors' config says which linears are packed. In other formats a linear may be stored in either form,
+    and of a format that is not known here what is stored is taken as promised.
+
+    Raises:
+        CorruptCheckpointError: config.json is unusable, or transformers has no such model class.
+    """
+    # Slow to import, and only `checkpoint.verify` needs them.
+    import torch
+    import transformers
+
+    config, stored = read_config(folder), list_tensors(folder)
+    architecture = config["architectures"][0]
+    if not hasattr(transformers, architecture):
+        raise CorruptCheckpointError(f"{folder / 'config.json'}: transformers has no {architecture}")
+    settings = transformers.AutoConfig.from_pretrained(folder)
+    # The class is built without quantisation; the stored form of its linears is worked out below.
+    settings.__dict__.pop("quantization_config", None)
+    with torch.device("meta"):
+        model = getattr(transformers, architecture)(settings)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    text = text_config(config)
+    if text.get("tie_word_embeddings") and not any(name.startswith("lm_head.") for name in stored):
+        shapes.pop("lm_head.weight", None)
+    linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    shapes |= _mtp_shapes(text, shapes)
+    shapes = dict(_with_single_experts(shapes, stored))
+    linears += [
+        name.removesuffix(".weight")
+        for name, shape in shapes.items()
+        if len(shape) == 2 and (name.startswith("mtp.") or ".experts." in name)
+    ]
+    # All weights are of one 16-bit dtype, whatever config.json says: engines convert as they load.
+    dtypes = Counter(info.dtype for info in stored.values() if info.dtype in ("BF16", "F16"))
+    floating = (*(dtype for dtype, _ in dtypes.most_common(1)), "F32")
+    expected: ExpectedTensors = {name: (shape, floating) for name, shape in shapes.items()}
+    if rows := text.get(draft_head.SIZE_KEY):
+        expected[draft_head.WEIGHT] = ((rows, text["hidden_size"]), floating)
+        expected[draft_head.TOKEN_IDS] = ((rows,), ("I64",))
+    if form := quantisation(config):
+        weights = group_parts(stored, form)
+        for module in linears:
+            name = f"{module}.weight"
+            if name in expected and (parts := _parts(module, expected[name][0], form, weights.get(name))):
+                del expected[name]
+                expected |= {f"{module}.{part}": promise for part, promise in parts.items()}
+        expected |= {
+            name: (info.shape, _FLOATING)
+            for name, info in stored.items()
+            if name.endswith((".k_scale", ".v_scale"))  # of an 8-bit KV cache
+        }
+    return expected
+
+
+def _mtp_shapes(text: Mapping[str, Any], shapes: Shapes) -> Shapes:
+    count, hidden = text.get("mtp_num_hidden_layers", 0), text["hidden_size"]
+    if not count:
+        return {}
+    # An MTP layer has the shapes of the backbone's full-attention layers.
+    prefix = f"layers.{text['layer_types'].index('full_attention')}."
+    layer = {name.split(prefix)[1]: shape for name, shape in shapes.items() if prefix in name}
+    norms = ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")
+    return {
+        "mtp.fc.weight": (hidden, 2 * hidden),
+        **{f"mtp.{norm}.weight": (hidden,) for norm in norms},
+        **{f"mtp.layers.{i}.{name}": shape for i in range(count) for name, shape in layer.items()},
+    }
+
+
+def _with_single_experts(
+    shapes: Shapes, stored: Mapping[str, TensorInfo]
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The shapes with experts one by one where they are stored so, as quantised checkpoints have them."""
+    for name, shape in shapes.items():
+        match = _EXPERT.fullmatch(name)
+        if match is None or name in stored:
+            yield name, shape
+            continue
+        count, rows, columns = shape
+        split = ("gate_proj", "up_proj") if match["linear"] == "gate_up_proj" else ("down_proj",)
+        for expert in range(count):
+            for linear in split:
+                yield f"{match['experts']}.{expert}.{linear}.weight", (rows // len(split), columns)
+
+
+def _parts(
+    module: str, shape: tuple[int, ...], form: Mapping[str, Any], weight: Weight | None
+) -> ExpectedTensors:
+    """The parts that a linear has to be stored in; empty where it is to be stored as it is computed with."""
+    stored = {} if weight is None else weight.parts
+    as_stored: ExpectedTensors = {part: (info.shape, (info.dtype,)) for part, info in stored.items()}
+    match form.get("quant_method"):
+        case "compressed-tensors":
+            group = _group_of(module, form)
+            if group is None:
+                return {}
+            required = _compressed_parts(shape, group, str(group.get("format") or form.get("format")))
+            # Order of groups, scales of inputs: parts that a config does not promise by itself.
+            optional = {
+                part: promise
+                for part, promise in as_stored.items()
+                if part.startswith("input_") or part == "weight_g_idx"
+            }
+            return {**optional, **required} if required else as_stored
+        case "gptq" | "auto_gptq" | "awq" | "auto_awq" | "auto-round" | "inc" if "qweight" in stored:
+            return _qweight_parts(shape, form, stored)
+        case "fp8" if weight is not None and weight.carrier.dtype in _FP8:
+            return _fp8_parts(shape, weight, as_stored)
+        case "gptq" | "auto_gptq" | "awq" | "auto_awq" | "fp8":
+            return {}
+        case _:
+            return as_stored
+
+
+def _group_of(module: str, form: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The group of compressed-tensors' config that has a linear: a target that names it goes before its class."""
+    if any(packing.means(entry, module) for entry in form.get("ignore") or ()):
+        return None
+    groups = sorted(form.get("config_groups", {}).values(), key=lambda group: "Linear" in group["targets"])
+    return next(
+        (group for group in groups if any(packing.means(entry, module) for entry in group["targets"])), None
+    )
+
+
+def _compressed_parts(shape: tuple[int, ...], group: Mapping[str, Any], form: str) -> ExpectedTensors:
+    rows, columns = shape
+    weights = group["weights"]
+    bits, size = weights["num_bits"], weights.get("group_size") or -1
+    scale: tuple[int, ...] = (rows, -(-columns // size) if size > 0 else 1)
+    match weights.get("strategy"):
+        case "tensor":
+            scale = (1,)
+        case "channel":
+            scale = (rows, 1)
+        case "block":
+            height, width = weights["block_structure"]
+            scale = (-(-rows // height), -(-columns // width))
+    expected: ExpectedTensors = {"weight_scale": (scale, _FLOATING)}
+    match form:
+        case "int-quantized":
+            return {"weight": (shape, ("I8",)), **expected}
+        case "float-quantized":
+            return {"weight": (shape, _FP8), **expected}
+        case "naive-quantized":
+            return {"weight": (shape, ("I8",) if weights.get("type") == "int" else _FP8), **expected}
+        case "pack-quantized":
+            per_word = 32 // bits
+            expected["weight_packed"] = ((rows, -(-columns // per_word)), ("I32",))
+            expected["weight_shape"] = ((2,), ("I64", "I32"))
+            if not weights["symmetric"]:
+                expected["weight_zero_point"] = ((math.ceil(rows / per_word), scale[1]), ("I32",))
+            return expected
+        case "nvfp4-pack-quantized":
+            return {
+                "weight_packed": ((rows, columns // 2), ("U8",)),
+                "weight_scale": (scale, _FP8),
+                "weight_global_scale": ((1,), _FLOATING),
+            }
+    return {}
+
+
+def _qweight_parts(
+    shape: tuple[int, ...], form: Mapping[str, Any], stored: Mapping[str, TensorInfo]
+) -> ExpectedTensors:
+    """Parts of GPTQ's and AWQ's layouts. Bits and groups may differ from module to module: the stored ones count."""
+    rows, columns = shape
+    groups, words = (*stored["qzeros"].shape, 0, 0)[:2] if "qzeros" in stored else (1, rows // 8)
+    bits = max(1, 32 * words // rows)
+    packs_outputs = "awq" in f"{form['quant_method']} {form.get('packing_format')}"
+    numbers = (columns, words) if packs_outputs else (columns * bits // 32, rows)
+    order: ExpectedTensors = {"g_idx": ((columns,), ("I32",))} if "g_idx" in stored else {}
+    return {
+        "qweight": (numbers, ("I32",)),
+        "qzeros": ((groups, rows * bits // 32), ("I32",)),
+        "scales": ((groups, rows), _FLOATING),
+        **order,
+    }
+
+
+def _fp8_parts(shape: tuple[int, ...], weight: Weight, as_stored: ExpectedTensors) -> ExpectedTensors:
+    inputs = {
+        part: promise for part, promise in as_stored.items() if part in ("input_scale", "activation_scale")
+    }
+    if weight.block is None:
+        scale = as_stored.get("weight_scale", ((1,), _FLOATING))
+        return {"weight": (shape, _FP8), "weight_scale": scale, **inputs}
+    scales = tuple(-(-size // side) for size, side in zip(shape, weight.block, strict=True))
+    return {"weight": (shape, _FP8), "weight_scale_inv": (scales, _FLOATING), **inputs}

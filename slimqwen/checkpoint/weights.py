@@ -1,0 +1,209 @@
+"""Weights in every form in which they are published: the tensors that store one, and its numbers.
+
+| form | tensors of a module of [rows, columns] |
+|---|---|
+| plain | weight |
+| compressed-tensors | weight_packed [rows, words], weight_scale [rows, groups], weight_shape, weight_zero_point |
+| FP8 and INT8 | weight, with weight_scale of a tensor, row, group or block, or weight_scale_inv of a block |
+| GPTQ, AutoRound | qweight [words, rows], qzeros [groups, words], scales [groups, rows], g_idx [columns] |
+| AWQ | qweight [columns, words], qzeros [groups, words], scales [groups, rows]; words interleaved |
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from slimqwen.checkpoint import packing
+from slimqwen.checkpoint.config import quantisation, read_config
+from slimqwen.checkpoint.errors import UnsupportedFormatError
+from slimqwen.checkpoint.tensors import TensorInfo, list_tensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BLOCK_ROWS = 4096
+"""Rows that are read at a time; a multiple of the zero points in a word, which are packed along the rows."""
+
+_PART = re.compile(
+    r"(?P<module>.+)\.(?P<part>weight_(?:packed|scale_inv|scale_2|scale|shape|zero_point|g_idx|global_scale)"
+    r"|input_(?:scale|zero_point|global_scale)|activation_scale|qweight|qzeros|scales|g_idx|weight)"
+)
+_CARRIERS = ("weight", "weight_packed", "qweight")
+"""The part of a form that holds the numbers; a module has one of them."""
+
+_EIGHT_BITS = ("F8_E4M3", "F8_E5M2", "I8", "U8")
+
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Position in a word of each of eight outputs, as AutoAWQ's kernels want them."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight as stored.
+
+    Attributes:
+        name: of the weight when it is not quantised, `<module>.weight`; another tensor's own name.
+        parts: its tensors by the end of their names; another tensor has one part, "".
+        method: quant_method of its checkpoint; "" where that is not quantised.
+        block: rows and columns of a block of weights with one scale, if the checkpoint has such blocks.
+    """
+
+    name: str
+    parts: Mapping[str, TensorInfo]
+    method: str = ""
+    block: tuple[int, int] | None = None
+
+    @property
+    def carrier(self) -> TensorInfo:
+        """The tensor that holds the numbers."""
+        return next(self.parts[part] for part in ("", *_CARRIERS) if part in self.parts)
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether it is stored in fewer bits than it is computed with."""
+        return bool(self.parts.keys() & {"weight_packed", "qweight"}) or self.carrier.dtype in _EIGHT_BITS
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """Dimensions of the weight when it is not quantised."""
+        if "weight_shape" in self.parts:
+            rows, columns = np.frombuffer(b"".join(self.parts["weight_shape"].chunks()), "<i8").tolist()
+            return rows, columns
+        if "qweight" in self.parts:
+            first, rows = self.carrier.shape[0], self.parts["scales"].shape[1]
+            return rows, first if self._is_awq else first * 32 // self._gptq_bits
+        return self.carrier.shape
+
+    def has_bytes_of(self, other: "Weight") -> bool:
+        """Whether every part is stored with the same dtype, shape and bytes."""
+        return self.parts.keys() == other.parts.keys() and all(
+            (info.dtype, info.shape) == (other.parts[part].dtype, other.parts[part].shape)
+            and all(a == b for a, b in zip(info.chunks(), other.parts[part].chunks(), strict=True))
+            for part, info in self.parts.items()
+        )
+
+    def blocks(self) -> Iterator["Tensor"]:
+        """The weight as an engine computes with it: float32 [at most 4096, columns] at a time.
+
+        Raises:
+            UnsupportedFormatError: its form is not one of those above.
+        """
+        if "qweight" in self.parts:
+            yield from self._transposed().split(BLOCK_ROWS)
+            return
+        count = self.shape[0] if self.shape else 1
+        for first in range(0, count, BLOCK_ROWS):
+            yield self._rows(first, min(first + BLOCK_ROWS, count))
+
+    def _rows(self, first: int, last: int) -> "Tensor":
+        scale = self.parts.get("weight_scale") or self.parts.get("weight_scale_inv")
+        if "weight_packed" in self.parts:
+            return self._unpacked_rows(first, last)
+        if self.carrier.dtype == "U8":
+            raise self._unreadable("packed in bytes")
+        numbers = self.carrier.rows(first, last).read().float()
+        if scale is None or not self.is_quantised:
+            return numbers
+        if len(scale.shape) < 2 or scale.elements == 1:
+            return numbers * scale.unchanged().read().float()
+        return numbers * self._spread(scale, first, last)
+
+    def _spread(self, scale: TensorInfo, first: int, last: int) -> "Tensor":
+        """Scales of rows, groups or blocks, one for each number: float32 [rows, columns]."""
+        rows, columns = self.shape
+        height, width = self.block or (-(-rows // scale.shape[0]), -(-columns // scale.shape[1]))
+        if scale.shape != (-(-rows // height), -(-columns // width)):
+            raise self._unreadable(f"scaled by {list(scale.shape)} numbers")
+        part = scale.rows(first // height, -(-last // height)).read().float()
+        spread = part.repeat_interleave(height, 0)[first % height :][: last - first]
+        return spread.repeat_interleave(width, 1)[:, :columns]
+
+    def _unpacked_rows(self, first: int, last: int) -> "Tensor":
+        if self.carrier.dtype != "I32" or "weight_g_idx" in self.parts:
+            raise self._unreadable("packed in another way than groups of integers in order")
+        words, scales = (
+            self.parts[f"weight_{part}"].rows(first, last).read() for part in ("packed", "scale")
+        )
+        columns, points = self.shape[1], None
+        if "weight_zero_point" in self.parts:
+            per_word = 32 // (32 * words.shape[1] // columns)
+            points = self.parts["weight_zero_point"].rows(first // per_word, -(-last // per_word)).read()
+        return packing.dequantised(words, scales, columns, points)
+
+    @property
+    def _is_awq(self) -> bool:
+        return self.method == "awq"
+
+    @property
+    def _gptq_bits(self) -> int:
+        """Bits of a GPTQ weight, from its zero points: one for each row and group."""
+        return 32 * self.parts["qzeros"].shape[1] // self.parts["scales"].shape[1]
+
+    def _transposed(self) -> "Tensor":
+        """A weight of GPTQ or AWQ, which both store with its columns first: float32 [rows, columns]."""
+        import torch
+
+        bits = self._gptq_bits
+        if bits not in (2, 4, 8) or (self._is_awq and bits != 4):
+            raise self._unreadable(f"packed by {self.method} in {bits} bits")
+        words, zeros, scales = (
+            self.parts[part].unchanged().read() for part in ("qweight", "qzeros", "scales")
+        )
+        points, columns = _unpacked(zeros, bits), self.shape[1]
+        if self._is_awq:
+            levels = _unpacked(words, bits).unflatten(1, (-1, 8))[..., _AWQ_ORDER].flatten(1)
+            points = points.unflatten(1, (-1, 8))[..., _AWQ_ORDER].flatten(1)
+        else:
+            levels = _unpacked(words.T.contiguous(), bits).T
+            points = points + 1  # GPTQ's files hold the zero point less one
+        groups = torch.arange(columns) // (columns // len(scales))
+        if "g_idx" in self.parts:
+            groups = self.parts["g_idx"].unchanged().read().long()
+        return ((levels - points[groups]) * scales.float()[groups]).T.contiguous()
+
+    def _unreadable(self, fault: str) -> UnsupportedFormatError:
+        return UnsupportedFormatError(
+            f"{self.carrier.file}: {self.name} is {fault}, which is not unpacked here; take a checkpoint in another "
+            "format, or the 16-bit one"
+        )
+
+
+def read_weights(folder: Path) -> dict[str, Weight]:
+    """Every weight and other tensor of a checkpoint by its unquantised name, from the headers alone.
+
+    Raises:
+        CorruptCheckpointError: as `list_tensors`.
+    """
+    return group_parts(list_tensors(folder), quantisation(read_config(folder)))
+
+
+def group_parts(stored: Mapping[str, TensorInfo], settings: Mapping[str, Any]) -> dict[str, Weight]:
+    """The weights that stored tensors make up, in their order; `settings` is the quantization_config, or empty."""
+    parts: dict[str, dict[str, TensorInfo]] = defaultdict(dict)
+    for name, info in stored.items():
+        match = _PART.fullmatch(name)
+        if match and any(f"{match['module']}.{carrier}" in stored for carrier in _CARRIERS):
+            parts[f"{match['module']}.weight"][match["part"]] = info
+        else:
+            parts[name][""] = info
+    method = str(settings.get("quant_method", ""))
+    if "auto_awq" in str(settings.get("packing_format")):
+        method = "awq"
+    groups = settings.get("config_groups", {}).values()
+    sizes = (group.get("weights", {}).get("block_structure") for group in groups)
+    size = settings.get("weight_block_size") or next(filter(None, sizes), None)
+    block = (int(size[0]), int(size[1])) if size else None
+    return {name: Weight(name, part, method, block) for name, part in parts.items()}
+
+
+def _unpacked(words: "Tensor", bits: int) -> "Tensor":
+    """int32 [rows, words] as unsigned numbers, the lowest bits first: int64 [rows, numbers]."""
+    import torch
+
+    return ((words.long()[..., None] >> torch.arange(0, 32, bits)) & (2**bits - 1)).flatten(1)
