@@ -1,4 +1,4 @@
-"""Speed of served variants: latency, start-up, first requests, middleware, profiles, soaks."""
+"""Speed of served variants: latency, start-up, first requests, middleware, soaks."""
 
 from slimqwen.errors import SlimqwenError
 

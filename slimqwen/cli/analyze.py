@@ -1,6 +1,5 @@
 """`slimqwen analyze`: figures that are computed, or measured in process, without an HTTP server."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,72 +10,9 @@ from slimqwen.cli.options import EvenIfBusy, VariantOption
 from slimqwen.variant import Variant
 
 app = typer.Typer(
-    help="Compute or measure without an HTTP server: roofline, levers, output head, vocabulary.",
+    help="Compute or measure without an HTTP server: roofline, levers.",
     no_args_is_help=True,
 )
-
-
-@app.command("lm-head")
-def lm_head_(
-    variant: VariantOption,
-    text: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="held-out .txt or .jsonl (default for variants of tiny: its prose)"
-        ),
-    ] = None,
-    documents: Annotated[int, typer.Option(help="scored documents, each cut to 8,192 characters")] = 60,
-    fraction: Annotated[
-        list[float] | None, typer.Option(help="rank as a share of the hidden size; repeat it")
-    ] = None,
-) -> None:
-    """Measure smaller output heads: spectrum, low-rank and 4-bit heads, bits per byte."""
-    from slimqwen.analysis.lm_head import measurement
-
-    with progress_bar() as progress:
-        record = measurement.write(
-            variant,
-            text,
-            num_documents=documents,
-            fractions=tuple(fraction or measurement.FRACTIONS),
-            command=command(),
-            progress=progress,
-        )
-    show_record(record)
-
-
-@app.command()
-def vocab(
-    variant: VariantOption,
-    size: Annotated[list[int] | None, typer.Option(help="vocabulary size; repeat it")] = None,
-    corpus: Annotated[
-        Path | None, typer.Option(help="text to rank tokens by (default: the tiny world's)")
-    ] = None,
-    documents: Annotated[int, typer.Option(help="documents of the corpus")] = 20_000,
-    text: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=FILE", help="further text to measure on; repeat it")
-    ] = None,
-    held_out: Annotated[int, typer.Option(help="documents of each kind of the tiny world")] = 200,
-    scored: Annotated[int, typer.Option(help="documents per source for bits per byte, 0: none")] = 20,
-) -> None:
-    """Measure the coverage of smaller vocabularies."""
-    from slimqwen.analysis import vocab_coverage
-
-    with progress_bar() as progress:
-        record = vocab_coverage.write(
-            variant,
-            size or [2048, 3072, 4096, 6144],
-            corpus=corpus,
-            num_documents=documents,
-            texts={
-                name: Path(file) for name, _, file in (argument.partition("=") for argument in text or ())
-            },
-            num_held_out=held_out,
-            num_scored=scored,
-            command=command(),
-            progress=progress,
-        )
-    show_record(record)
 
 
 @app.command()

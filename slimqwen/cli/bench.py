@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from slimqwen import variant as variants
-from slimqwen.cli.console import EXIT_CODES, Judge, command, console, progress_bar, relative, say, show_record
+from slimqwen.cli.console import EXIT_CODES, Judge, command, console, progress_bar, show_record
 from slimqwen.cli.options import (
     EvenIfBusy,
     LengthSweepSettingsName,
@@ -19,7 +19,7 @@ from slimqwen.cli.options import (
 from slimqwen.variant import Variant
 
 app = typer.Typer(
-    help="Is a variant fast? Latency, start-up, first request, profile, soak, fuzz.", no_args_is_help=True
+    help="Is a variant fast? Latency, start-up, first request, soak, fuzz.", no_args_is_help=True
 )
 
 Minutes = Annotated[float, typer.Option(help="minutes of load")]
@@ -116,33 +116,6 @@ def middleware(
             progress=progress,
         )
     show_record(path)
-
-
-@app.command()
-def profile(
-    variant: VariantOption,
-    workload: WorkloadName = "classes",
-    requests: Annotated[int, typer.Option(min=1, help="timed requests per class")] = 8,
-    even_if_busy: EvenIfBusy = False,
-) -> None:
-    """Show where a request's time goes: phases, parts of a step, operators; write traces into logs/."""
-    from slimqwen.bench import profile
-    from slimqwen.bench.workload import Workload
-
-    traces = variant.root / "logs" / f"profile-{variant.name}"
-    classes = Workload.load(workload, variant.root)
-    with progress_bar() as progress:
-        path = profile.write(
-            variant,
-            classes,
-            requests,
-            traces,
-            command=command(),
-            even_if_busy=even_if_busy,
-            progress=progress,
-        )
-    show_record(path)
-    say(f"traces: {relative(traces)}/")
 
 
 @app.command(cls=Judge)

@@ -17,6 +17,9 @@ from slimqwen.records import store, withdrawals
 from slimqwen.records.record import Measurements, Record
 from slimqwen.records.split import Split, split_of
 
+_EXPLORATIONS = "explorations"
+"""Folder of results/ with the figures of scripts/, which are no records."""
+
 _VARIANT_FILES = frozenset({"README.md", "config.env", "recipe.yaml", "measurements.json"})
 """Files of a folder of experiments/ that are neither records nor their items."""
 
@@ -251,7 +254,7 @@ def _read_results(reader: _Reader, folder: Path, variants: set[str]) -> None:
     for path in sorted(reader.files(folder)):
         if _is_unfinished(path):
             reader.leave_out(path, "left by an interrupted run; delete it")
-        elif path == reader.root / withdrawals.LOCATION:
+        elif path == reader.root / withdrawals.LOCATION or path.parent == folder / _EXPLORATIONS:
             continue
         elif path.suffix != ".json":
             others.append(path)

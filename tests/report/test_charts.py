@@ -106,18 +106,20 @@ def test_quality_by_task_shows_changes_in_margins(records):
 
 
 def test_a_record_is_drawn_from_the_panels_of_its_kind(records):
-    [entry] = records.select(KINDS["vocab_coverage"], "tiny")[:1]
+    [entry, *_] = records.select(KINDS["start_up"], "tiny-best")
+    panels = entry.record.panels()
     chart = drawn(charts.of_record(entry.record))
 
-    for label in (*entry.record.sources, "share of old tokens kept", "tokens per byte, after / before"):
-        assert label in chart.svg
-    smallest = min(entry.record.sizes, key=lambda size: size.size)
-    assert chart.rows[0][0] == "prose"
-    assert chart.rows[0][2:] == (f"{smallest.size:,}", f"{smallest.sources['prose'].coverage:,.4g}")
+    for panel in panels:
+        for label in (panel.y, *(line.label for line in panel.lines)):
+            assert label in chart.svg
+    [line, *_] = panels[0].lines
+    assert chart.rows[0][0] == line.label
+    assert chart.rows[0][3].split()[0] == f"{line.y[0]:,.4g}"
 
 
 def test_a_chart_is_drawn_beside_a_record_and_again_with_the_same_bytes(tmp_path):
-    record = next((ROOT / "results").glob("vocab_coverage_*.json"))
+    record = next((ROOT / "results").glob("start_up_*.json"))
     copy = tmp_path / record.name
     copy.write_bytes(record.read_bytes())
 

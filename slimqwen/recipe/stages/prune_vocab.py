@@ -11,13 +11,14 @@ vocab_map.json beside the checkpoint is for clients that send token ids:
      "old_vocab_size": rows of the embedding before, "new_vocab_size": rows after,
      "new_to_old": [old id of new id 0, of new id 1, …]}   # ascending; an old id that is not listed has no row
 
-Old ids are those of the stage's input checkpoint.
+Old ids are those of the stage's input checkpoint. Every twentieth document of the corpus is held out, and
+prune_vocab.json beside the checkpoint says what share of their tokens stays.
 """
 
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -40,10 +41,16 @@ from slimqwen.checkpoint.tensors import (
 )
 from slimqwen.models import vocabulary
 from slimqwen.models.vocabulary import Ids, Vocabulary
-from slimqwen.progress import Progress
+from slimqwen.progress import Progress, silent
 from slimqwen.recipe.stage import Facts, Needs, Parameters, Stage, StageError
 from slimqwen.text.corpus import RecipePath, TextSource, digests, file_digest, file_texts, texts
 from slimqwen.text.files import CorpusError
+
+REPORT = "prune_vocab.json"
+"""File beside the checkpoint: what pruning does to the held-out documents."""
+
+HELD_OUT_EVERY = 20
+"""Of so many documents of the corpus the last one is held out."""
 
 ROW_MULTIPLE = 64
 """Engines and quantised kernels need a multiple of this many rows."""
@@ -115,8 +122,10 @@ def run(source: Path, destination: Path, parameters: PruneVocabParameters, progr
     words = vocabulary.read(source / "tokenizer.json")
     if words.rows > rows:
         raise StageError(f"{source} has {rows} rows for ids up to {words.rows - 1}; correct its config.json")
-    counts = _counts(words, parameters, progress)
+    held_out: list[str] = []
+    counts = _counts(words, parameters, held_out, progress)
     token_ids = kept_ids(source, words, counts, parameters.size)
+    tokenizer = vocabulary.prune(words, token_ids)
     if draft_ids is not None:
         draft_rows = np.flatnonzero(np.isin(draft_ids, token_ids))
         new_draft_ids = np.searchsorted(token_ids, draft_ids[draft_rows])
@@ -129,14 +138,40 @@ def run(source: Path, destination: Path, parameters: PruneVocabParameters, progr
 
     rewrite(source, destination, change, progress)
     _write_settings(source, destination, token_ids, config)
-    (destination / "tokenizer.json").write_text(vocabulary.prune(words, token_ids), encoding="utf-8")
+    (destination / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
     new_to_old = {"old_vocab_size": rows, "new_vocab_size": len(token_ids), "new_to_old": token_ids.tolist()}
     _write_json(destination / VOCAB_MAP, {"schema": "vocab_map/1", **new_to_old}, indent=None)
-    return {
+    facts: Facts = {
         "rows_before": rows,
         "rows_after": len(token_ids),
         "counted_tokens": int(counts.sum()),
-        "coverage": round(float(counts[token_ids].sum() / counts.sum()), 6),
+        "held_out_documents": len(held_out),
+    }
+    if held_out:
+        pruned = vocabulary.parse(tokenizer, f"{destination / 'tokenizer.json'}")
+        facts |= measure_coverage(words, pruned, token_ids, held_out)
+    _write_json(destination / REPORT, {"schema": "prune_vocab/1", **facts})
+    return facts
+
+
+def measure_coverage(
+    words: Vocabulary, pruned: Vocabulary, token_ids: Ids, texts: Sequence[str]
+) -> dict[str, int | float]:
+    """What pruning does to texts.
+
+    Args:
+        token_ids: ids of `words` that `pruned` keeps.
+
+    Returns:
+        held_out_tokens: tokens of the texts before; coverage: share of these whose ids are kept; inflation: tokens
+        after for each token before.
+    """
+    before, after = vocabulary.count(words, texts), vocabulary.count(pruned, texts)
+    total = int(before.sum())
+    return {
+        "held_out_tokens": total,
+        "coverage": round(float(before[token_ids].sum()) / total, 6),
+        "inflation": round(float(after.sum()) / total, 6),
     }
 
 
@@ -203,15 +238,11 @@ def _shape(info: TensorInfo, kept_ids: Ids) -> NewTensor:
     return from_ids(np.array([len(kept_ids), columns]))
 
 
-def _counts(words: Vocabulary, parameters: PruneVocabParameters, progress: Progress) -> Ids:
-    total = parameters.corpus.documents
-
-    def counted() -> Iterator[str]:
-        for done, document in enumerate(documents(parameters.corpus)):
-            progress("counting tokens", done, total)
-            yield document
-
-    counts = vocabulary.count(words, counted())
+def _counts(
+    words: Vocabulary, parameters: PruneVocabParameters, held_out: list[str], progress: Progress
+) -> Ids:
+    """Count the corpus without its held-out documents, which are added to `held_out`, and the outputs."""
+    counts = vocabulary.count(words, counted_documents(parameters.corpus, held_out, progress))
     outputs = parameters.outputs
     if outputs is not None:
         holds_counts = outputs.suffix == ".json"
@@ -222,9 +253,14 @@ def _counts(words: Vocabulary, parameters: PruneVocabParameters, progress: Progr
     return counts
 
 
-def documents(corpus: Corpus) -> Iterator[str]:
-    """The documents by which tokens are ranked."""
-    return itertools.islice(texts(corpus), corpus.documents)
+def counted_documents(corpus: Corpus, held_out: list[str], progress: Progress = silent) -> Iterator[str]:
+    """Yield the documents by which tokens are ranked; append the others to `held_out`."""
+    for number, document in enumerate(itertools.islice(texts(corpus), corpus.documents), 1):
+        progress("counting tokens", number, corpus.documents)
+        if number % HELD_OUT_EVERY:
+            yield document
+        else:
+            held_out.append(document)
 
 
 def _counts_file(path: Path, words: Vocabulary) -> Ids:

@@ -17,7 +17,6 @@ from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from slimqwen import checkpoint, progress
-from slimqwen.analysis import vocab_coverage
 from slimqwen.checkpoint.config import write_config
 from slimqwen.checkpoint.files import carry_side_files
 from slimqwen.models import vocabulary
@@ -297,24 +296,27 @@ def test_the_models_own_outputs_count_as_text_and_as_counts(source: Path, prune:
         }
 
 
-def test_measured_coverage_follows_the_size_and_agrees_with_a_pruned_checkpoint(source: Path, small: Path):
-    texts = {"world": documents(6, seed=5), "foreign": ["Ein Stück fremder Text."] * 3}
-    report = vocab_coverage.measure(source, FEW, [320, 448], texts, 3, progress.silent)
-    assert (report["tokens"], report["sources"]["foreign"]["documents"]) == (TOKENS, 3)
-    first, second = report["sizes"]
-    assert (first["size"], second["size"]) == (320, 448)
-    for name in texts:
-        assert first["sources"][name]["coverage"] <= second["sources"][name]["coverage"] <= 1
-        assert first["sources"][name]["inflation"] >= second["sources"][name]["inflation"] >= 1
-        whole = report["sources"][name]["bits_per_byte"]["value"]
-        change = first["sources"][name]["bits_per_byte_change"]["value"]
-        assert first["sources"][name]["bits_per_byte"]["value"] == pytest.approx(whole + change)
-    [same] = vocab_coverage.measure(source, FEW, [448], {"a": texts["world"][:2]}, 2, progress.silent)[
-        "sizes"
-    ]
-    written = vocab_coverage.measure(small, FEW, [448], {"a": texts["world"][:2]}, 2, progress.silent)
-    foretold = same["sources"]["a"]["bits_per_byte"]["value"]
-    assert written["sources"]["a"]["bits_per_byte"]["value"] == pytest.approx(foretold, rel=1e-5)
+def test_every_twentieth_document_is_held_out_and_says_what_pruning_costs(source: Path, tmp_path: Path):
+    words = vocabulary.read(source / "tokenizer.json")
+    unused = words.tokenizer.decode([595])
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in ["aaa"] * 19 + [f"aaa{unused}"]))
+    destination = tmp_path / "pruned"
+    destination.mkdir()
+    parameters = PruneVocabParameters(size=320, corpus=Corpus(source="file", path=corpus))
+    facts = prune_vocab.run(source, destination, parameters, progress.silent)
+    before = words.tokenizer.encode(f"aaa{unused}").ids
+    pruned = vocabulary.read(destination / "tokenizer.json")
+    kept = [token for token in before if token in new_to_old(destination)]
+    assert 595 in before
+    assert len(kept) == len(before) - 1
+    assert facts["counted_tokens"] == 19 * len(words.tokenizer.encode("aaa").ids)
+    assert (facts["held_out_documents"], facts["held_out_tokens"]) == (1, len(before))
+    assert facts["coverage"] == pytest.approx(len(kept) / len(before), abs=1e-6)
+    after = len(pruned.tokenizer.encode(f"aaa{unused}").ids)
+    assert facts["inflation"] == pytest.approx(after / len(before), abs=1e-6)
+    report = json.loads((destination / prune_vocab.REPORT).read_text())
+    assert report == {"schema": "prune_vocab/1", **facts}
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_written(source: Path, tmp_path: Path):

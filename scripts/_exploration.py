@@ -1,0 +1,38 @@
+"""Run an exploration of a variant's checkpoint: print its table, write results/explorations/<name>_<variant>.json."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from slimqwen import variant as variants
+from slimqwen.errors import SlimqwenError
+from slimqwen.records import provenance
+from slimqwen.records.table import Table
+from slimqwen.variant import Variant
+
+Explore = Callable[[Variant, argparse.Namespace], tuple[Table, dict[str, Any]]]
+"""A variant and the parsed options -> the table to print and the figures to write."""
+
+
+def run_exploration(
+    name: str, parser: argparse.ArgumentParser, explore: Explore, arguments: Sequence[str] | None = None
+) -> None:
+    """Explore the variant that --variant names; an expected error is one line on stderr and exit code 2."""
+    parser.add_argument("--variant", required=True, help="folder of experiments/ whose checkpoint is read")
+    options = parser.parse_args(arguments)
+    started = provenance.utc_now()
+    try:
+        variant = variants.load(options.variant)
+        variant.require_weights()
+        table, figures = explore(variant, options)
+        block = provenance.of_variant(variant, sys.argv, started).model_dump(mode="json", by_alias=True)
+    except SlimqwenError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    file = variant.root / "results" / "explorations" / f"{name}_{variant.name}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({"provenance": block, **figures}, indent=1) + "\n", encoding="utf-8")
+    print(table.as_markdown())
+    print(f"figures: {file.relative_to(variant.root)}")
