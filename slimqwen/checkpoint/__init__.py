@@ -5,6 +5,7 @@ The names that most callers need are here; the rest is in `files`, `tensors`, `c
 
 from slimqwen.checkpoint.config import RANDOM_WEIGHTS as RANDOM_WEIGHTS
 from slimqwen.checkpoint.config import has_random_weights as has_random_weights
+from slimqwen.checkpoint.config import quantisation as quantisation
 from slimqwen.checkpoint.config import read_config as read_config
 from slimqwen.checkpoint.config import text_config as text_config
 from slimqwen.checkpoint.errors import CorruptCheckpointError as CorruptCheckpointError

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from slimqwen.checkpoint.config import read_config, read_json_object
+from slimqwen.checkpoint.config import check_output_head, read_config, read_json_object
 from slimqwen.checkpoint.errors import CorruptCheckpointError, MissingCheckpointError
 from slimqwen.checkpoint.promise import check_tensors
 from slimqwen.checkpoint.tensors import list_tensors
@@ -120,11 +120,11 @@ def check(folder: Path, cure: str) -> None:
     if not folder.is_dir() or not any(folder.iterdir()):
         raise MissingCheckpointError(f"no checkpoint in {folder}; {cure}")
     with _cure(cure):
-        read_config(folder)
-        list_tensors(folder)
+        config, tensors = read_config(folder), list_tensors(folder)
         for name in _REQUIRED:
             if not (folder / name).is_file():
                 raise CorruptCheckpointError(f"{folder / name} is missing")
+    check_output_head(folder, config, tensors)
 
 
 def verify(folder: Path, cure: str, progress: Progress = silent) -> Manifest:

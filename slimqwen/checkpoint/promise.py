@@ -22,6 +22,9 @@ _FLOATING = ("BF16", "F16", "F32")
 """Dtypes of scales: engines convert between them as they load."""
 
 _FP8 = ("F8_E4M3", "F8_E5M2")
+_KNOWN_METHODS = {
+    *("", "compressed-tensors", "gptq", "auto_gptq", "awq", "auto_awq", "auto-round", "inc", "fp8"),
+}
 _EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<linear>gate_up_proj|down_proj)")
 
 
@@ -33,6 +36,12 @@ def check_tensors(folder: Path) -> None:
     """
     expected, stored = expected_tensors(folder), list_tensors(folder)
     for name, (shape, dtypes) in expected.items():
+        module = name.rpartition(".")[0]
+        if name not in stored and f"{module}.weight" in stored.keys() - expected.keys():
+            raise CorruptCheckpointError(
+                f"{folder} has {module} in {stored[f'{module}.weight'].dtype}, its config.json promises it quantised: "
+                "`ignore` does not name it so"
+            )
         if name not in stored:
             raise CorruptCheckpointError(f"{folder} lacks the tensor {name}, which its config.json promises")
         if stored[name].shape != shape:
@@ -48,6 +57,12 @@ def check_tensors(folder: Path) -> None:
     for name in stored:
         if name not in expected:
             raise CorruptCheckpointError(f"{folder} holds the tensor {name}, unknown to its config.json")
+
+
+def unknown_format(folder: Path) -> str | None:
+    """The quant_method of a checkpoint if the parts of its weights are taken as they are found; None otherwise."""
+    method = str(quantisation(read_config(folder)).get("quant_method", ""))
+    return None if method in _KNOWN_METHODS else method
 
 
 def expected_tensors(folder: Path) -> ExpectedTensors:

@@ -55,6 +55,7 @@ def verify(variant: VariantOption) -> None:
     """Re-hash the checkpoint, check its tensors against its config.json, load it in vLLM."""
     from slimqwen import checkpoint
     from slimqwen.captured_log import capture_output
+    from slimqwen.checkpoint import promise
     from slimqwen.serving import in_process
 
     log = variant.root / "logs" / f"verify-{variant.name}.log"
@@ -66,9 +67,11 @@ def verify(variant: VariantOption) -> None:
         with capture_output(log):
             in_process.try_out(variant.weights)
     size = sum(record.bytes for record in manifest.files.values())
+    unknown = promise.unknown_format(variant.weights)
+    exception = f" (the parts of weights in the format {unknown} are not checked)" if unknown else ""
     say(
         f"{relative(variant.weights)}: {len(manifest.files)} files, {size / 1e6:.1f} MB, as its manifest says; "
-        f"its tensors are those its config.json promises; vLLM loads it and answers (log: {relative(log)})"
+        f"its tensors are those its config.json promises{exception}; vLLM loads it and answers (log: {relative(log)})"
     )
 
 

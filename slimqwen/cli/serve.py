@@ -37,7 +37,7 @@ def serve(
 ) -> None:
     """Serve a variant with vLLM, under the name "default"."""
     from slimqwen.analysis import start_plan
-    from slimqwen.serving import cuda_toolkit
+    from slimqwen.serving import checks, cuda_toolkit
     from slimqwen.serving import platform as machine
     from slimqwen.serving.command import ServerCommand
     from slimqwen.serving.server import prepare
@@ -63,6 +63,8 @@ def serve(
     if command.cache is not None and command.cache.baked is not None:
         errors.print(f"Baked compile cache: {_fitness(command.cache)}.", markup=False)
     if dry_run:
+        if command.variant.weights.is_dir():  # the command can be shown without a checkpoint
+            checks.check_weights(command)
         say(command.as_shell())
         return
     plan, trouble = consult(command)
