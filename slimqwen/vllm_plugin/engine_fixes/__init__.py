@@ -31,6 +31,7 @@ FIXES = (
     "mtp_rotary",
     "sampling_expansion",
     "seeded_prompts",
+    "top_k_without_drafts",
     "synthetic_acceptance",
     "short_convolution",
     "lone_token",

@@ -68,6 +68,7 @@ def patched_places():
     from vllm.utils import cpu_triton_utils
     from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.executor.multiproc_executor import WorkerProc
+    from vllm.v1.sample.ops import topk_topp_sampler
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
     from vllm.v1.worker.mamba_utils import MambaSpecDecodeGPUContext
 
@@ -85,6 +86,7 @@ def patched_places():
         (EngineCoreProc, "run_engine_core"),
         (WorkerProc, "worker_main"),
         (GPUModelRunner, "sample_tokens"),
+        (topk_topp_sampler, "apply_top_k_only"),
         (MambaSpecDecodeGPUContext, "run_fused_precopy"),
         (MambaSpecDecodeGPUContext, "run_fused_postprocess"),
     )
