@@ -53,7 +53,7 @@ def _parameters(stage: str, base: Variant) -> dict[str, Any]:
     parameters: dict[str, Any] = {}
     if "size" in fields:
         checkpoint.check(base.weights, making_command(base.weights, base.root))
-        # Half, as tiny-v4k keeps; scripts/analyze_vocab.py shows what other sizes cost.
+        # A size to begin with: what other sizes cost depends on the texts.
         parameters["size"] = checkpoint.text_config(checkpoint.read_config(base.weights))["vocab_size"] // 2
     for name, field in fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, TextSource):

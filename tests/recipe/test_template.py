@@ -25,9 +25,9 @@ def large(tmp_path, add_variant):
 
 def test_a_recipe_of_every_stage_can_be_read(tmp_path):
     stages = sorted(STAGES, key=lambda name: STAGES[name].last)
-    recipe = read(tmp_path, template.render(variant.load("tiny-seq8"), stages))
+    recipe = read(tmp_path, template.render(variant.load("tiny-mtp4"), stages))
     assert [step.stage.name for step in recipe.steps] == stages
-    assert recipe.base == "tiny-seq8"
+    assert recipe.base == "tiny-mtp4"
     assert {step.stage.name: step.parameters for step in recipe.steps}["prune_vocab"].size == 4096
 
 

@@ -205,7 +205,7 @@ def test_a_record_holds_until_something_that_decides_its_figures_changes():
 
     assert still_holds(command)
     assert still_holds(ServerCommand.resolve(tiny, port=2))
-    assert not still_holds(ServerCommand.resolve(variant.load("tiny-seq8"), port=1))
+    assert not still_holds(ServerCommand.resolve(variant.load("tiny-mtp4"), port=1))
     for changed in (
         {"checkpoint": block["checkpoint"] | {"digest": "0" * 64}},
         {"packages": block["packages"] | {"vllm": "0"}},

@@ -121,7 +121,7 @@ def test_a_running_server_is_found_by_its_exact_command_only(served_by_script):
     assert result is not None
     assert result.pid == process.pid
 
-    other = ServerCommand.resolve(variant.load("tiny-seq8"), port=port, platform="cpu")
+    other = ServerCommand.resolve(variant.load("tiny-mtp4"), port=port, platform="cpu")
     assert find_running(other) is None
     nobody = ServerCommand.resolve(variant.load("tiny"), port=free_port(), platform="cpu")
     assert find_running(nobody) is None

@@ -321,7 +321,7 @@ def test_figures_of_a_busy_host_are_marked_and_compared_with_nothing(measure, ad
 
 def test_a_sweep_of_the_concurrency_covers_the_most_capable_variant():
     one = Workload.load("concurrency", repository_root())
-    assert rounds.max_num_seqs([load("tiny"), load("tiny-seq8")], one) == 8
+    assert rounds.max_num_seqs([load("tiny"), load("cyankiwi-seq8")], one) == 8
     assert rounds.max_num_seqs([load("tiny")], one) == 1
 
 
