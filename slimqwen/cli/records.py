@@ -20,8 +20,8 @@ def check(
         str | None,
         typer.Option(
             metavar="COMMIT",
-            help="records changed or removed since this commit must be named in results/withdrawn.yaml (default: "
-            "where this branch left the main branch, else the parent of HEAD)",
+            help="records may not differ from this commit's (default: where this branch left the main branch, else the "
+            "parent of HEAD)",
         ),
     ] = None,
 ) -> None:

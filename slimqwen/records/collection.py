@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
-from slimqwen.records import store, withdrawals
+from slimqwen.records import store
 from slimqwen.records.record import Measurements, Record
 from slimqwen.records.split import Split, split_of
 
@@ -254,7 +254,7 @@ def _read_results(reader: _Reader, folder: Path, variants: set[str]) -> None:
     for path in sorted(reader.files(folder)):
         if _is_unfinished(path):
             reader.leave_out(path, "left by an interrupted run; delete it")
-        elif path == reader.root / withdrawals.LOCATION or path.parent == folder / _EXPLORATIONS:
+        elif path.parent == folder / _EXPLORATIONS:
             continue
         elif path.suffix != ".json":
             others.append(path)

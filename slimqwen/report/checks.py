@@ -2,10 +2,11 @@
 
 `records.collection` reports unreadable files. Here every record is validated against the committed JSON Schema, items
 are compared with their digest, cited checkpoints with those on this machine, generated tables with their records, and
-records with those of an earlier commit.
+records with those of an earlier commit. git holds the records that something cites, and no others.
 """
 
 import hashlib
+import json
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from pathlib import Path
 from slimqwen import checkpoint
 from slimqwen import variant as variants
 from slimqwen.errors import SlimqwenError
-from slimqwen.records import schemas, store, withdrawals
+from slimqwen.records import schemas, store
 from slimqwen.records.collection import Collection, Problem, StoredRecord, collect
 from slimqwen.records.record import Record
 from slimqwen.report import markdown
@@ -56,7 +57,7 @@ def check(root: Path, base: str | None = None) -> CheckResult:
         faults += _item_faults(entry)
     checkpoint_faults, absent = _checkpoint_faults(collection)
     history_faults, notes = _history_faults(root, base)
-    faults += [*checkpoint_faults, *history_faults, *_table_faults(root)]
+    faults += [*checkpoint_faults, *history_faults, *_table_faults(root), *_uncited_records(collection)]
     if absent:
         names = ", ".join(absent[:_LISTED_NAMES])
         if len(absent) > _LISTED_NAMES:
@@ -143,35 +144,76 @@ def _table_faults(root: Path) -> Iterator[Problem]:
 
 
 def _history_faults(root: Path, base: str | None) -> tuple[list[Problem], list[str]]:
-    """Records changed, or removed without an entry in withdrawn.yaml, since a commit; withdrawn ones still present."""
-    try:
-        withdrawn = withdrawals.read(root)
-    except SlimqwenError as error:
-        return [Problem(withdrawals.LOCATION, str(error))], []
-    faults = [
-        Problem(
-            location,
-            f"listed in {withdrawals.LOCATION}, but present; `git rm {location}`, or delete the entry",
-        )
-        for location in withdrawn
-        if (root / location).exists()
-    ]
+    """Records whose content changed since a commit; one rewritten for a new version of its schema is none."""
     try:
         commit = base or _base(root)
         words = _git(
-            root, "diff", "--no-renames", "--relative", "--name-status", "-z", commit, "--", *_RECORDS
-        ).split("\0")
-    except (OSError, subprocess.CalledProcessError) as error:
+            root,
+            "diff",
+            "--no-renames",
+            "--relative",
+            "--name-only",
+            "--diff-filter=MT",
+            "-z",
+            commit,
+            "--",
+            *_RECORDS,
+        )
+        changed = [location for location in words.split("\0") if location]
+        faults = []
+        for location in changed:
+            before = _git(root, "show", f"{commit}:./{location}")
+            if _schema_names(before) == _schema_names((root / location).read_text(encoding="utf-8")):
+                cure = f"`git checkout {commit[:10]} -- {location}`, because a new run is a new file"
+                faults.append(
+                    Problem(location, f"changed since {commit[:10]}, and records never change; {cure}")
+                )
+    except (OSError, UnicodeError, subprocess.CalledProcessError) as error:
         output = (getattr(error, "stderr", "") or str(error)).strip().splitlines()
-        return faults, [f"Changes not checked, because git failed: {output[0] if output else error}."]
-    for status, location in zip(words[::2], words[1::2], strict=False):
-        if status == "D" and withdrawals.record_of(location) not in withdrawn:
-            cure = f"`git checkout {commit[:10]} -- {location}`, or list it in {withdrawals.LOCATION} with a reason"
-            faults.append(Problem(location, f"removed since {commit[:10]}; {cure}"))
-        elif status in ("M", "T"):
-            cure = f"`git checkout {commit[:10]} -- {location}`, because a new run is a new file"
-            faults.append(Problem(location, f"changed since {commit[:10]}, and records never change; {cure}"))
+        return [], [f"Changes not checked, because git failed: {output[0] if output else error}."]
     return faults, []
+
+
+def _schema_names(text: str) -> tuple[str, str] | None:
+    """The schemas of a record and of its provenance, each kind/version; None for text that is no record."""
+    try:
+        content = json.loads(text)
+        return content["schema"], content["provenance"]["schema"]
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def _uncited_records(collection: Collection) -> Iterator[Problem]:
+    """Records in git that no Markdown file, measurements.json or cited record names."""
+    root = collection.root
+    try:
+        tracked = set(_git(root, "ls-files", "-z", "--", *_RECORDS).split("\0"))
+    except (OSError, subprocess.CalledProcessError):
+        return  # `_history_faults` says that git failed
+    by_location = {entry.location: entry for entry in collection.records}
+    pages = [(file, file.read_text(encoding="utf-8", errors="replace")) for file in markdown.files(root)]
+    cited = {
+        f"experiments/{name}/{record}"
+        for name, claims in collection.measurements.items()
+        for record in claims.records
+    }
+    for location, entry in by_location.items():
+        for page, text in pages:
+            names = (
+                location.removeprefix("experiments/"),
+                *([entry.path.name] if page.parent == entry.path.parent else []),
+            )
+            if any(name in text for name in names):
+                cited.add(location)
+    waiting = list(cited)
+    while waiting:
+        entry = by_location.get(waiting.pop())
+        further = set(entry.record.cited()) - cited if entry else set()
+        cited |= further
+        waiting += further
+    for location in sorted(tracked & by_location.keys() - cited):
+        cure = "name it in a measurements.json or a page, or `git rm` it"
+        yield Problem(location, f"in git, and no table, measurements.json or page cites it; {cure}")
 
 
 def _base(root: Path) -> str:

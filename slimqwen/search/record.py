@@ -91,6 +91,7 @@ class Search(Record):
     """The candidates of a search for the fastest variant within a quality budget."""
 
     kind = "search"
+    version = 2
     verb = "search"
 
     gpu: str = Field(min_length=1, description="Name in eval/devices.yaml.")

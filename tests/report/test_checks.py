@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 
 from slimqwen import checkpoint, variant
 from slimqwen.cli.app import app
-from slimqwen.records import store, withdrawals
+from slimqwen.evals.quality import Quality
+from slimqwen.records import schemas, store
 from slimqwen.report import checks, markdown
 from tests import record_files
 from tests.record_files import example as example_of
@@ -55,7 +56,9 @@ def repository(tmp_path, add_variant, monkeypatch):
         measured(tmp_path, name, "latency", TIMES)
     started = store.read(ROOT / STARTS.replace("_a_", "_tiny-best_")).as_json()
     record_files.write(tmp_path / "results", started | {"variant": "a"})
-    (tmp_path / "README.md").write_text("# All\n\n<!-- table:comparison a b -->\n<!-- end -->\n\nText.\n")
+    (tmp_path / "README.md").write_text(
+        f"# All\n\n<!-- table:comparison a b -->\n<!-- end -->\n\nA start: {STARTS}.\n"
+    )
     markdown.update(tmp_path)
     git(tmp_path, "init")
     git(tmp_path, "add", "experiments", "results", "README.md")
@@ -134,7 +137,9 @@ def test_a_cited_record_of_another_checkpoint_is_a_fault_and_one_that_is_not_cit
     }
     assert all("checkpoint" in fault.fault and "measurements.json" in fault.cure for fault in result)
     claim("b", records=[])
-    assert checks.check(repository).faults == ()
+    assert all(
+        "no table, measurements.json or page" in fault.fault for fault in checks.check(repository).faults
+    )
 
 
 def test_absent_weights_are_a_note(repository):
@@ -171,42 +176,12 @@ def test_a_record_that_was_changed_since_its_commit_is_a_fault(repository, quali
     assert f"experiments/b/{quality.name}" in {location for location, _ in faults(repository)}
 
 
-def test_a_record_that_was_deleted_is_a_fault_even_when_the_deletion_was_committed(
-    repository, quality, claim
-):
-    claim("b", records=[])
-    (repository / "README.md").write_text("# All\n")
-    kept = quality.read_bytes(), quality.with_suffix(".items.jsonl").read_bytes()
-    for file in (quality, quality.with_suffix(".items.jsonl")):
-        file.unlink()
-    removed = {f"experiments/b/{quality.name}", f"experiments/b/quality_{STAMP}.items.jsonl"}
-    assert {location for location, fault in faults(repository) if "removed since" in fault} == removed
-    git(repository, "commit", "-a", "-m", "tidy")
-    result = checks.check(repository).faults
-    assert {fault.location for fault in result} == removed
-    assert all("removed since" in fault.fault for fault in result)
-    # The cure works, and what was brought back is no fault.
-    for fault in result:
-        subprocess.run(fault.cure.split("`")[1].split(), cwd=repository, check=True)
-    assert (quality.read_bytes(), quality.with_suffix(".items.jsonl").read_bytes()) == kept
-    git(repository, "commit", "-a", "-m", "back")
-    assert checks.check(repository).faults == ()
-
-
-def test_an_exploration_is_made_again_beside_itself_and_neither_edited_nor_deleted(repository):
+def test_an_exploration_that_was_edited_is_a_fault_since_the_commit_that_is_named(repository):
     file = repository / STARTS
-    committed = file.read_text()
-    again = json.loads(committed)
-    again["provenance"]["ended"] = "2027-01-01T00:00:00Z"
-    record_files.write(repository / "results", again)
-    assert checks.check(repository).faults == ()
-    file.write_text(committed.replace('"ready_seconds": 125.56', '"ready_seconds": 225.56'))
+    file.write_text(file.read_text().replace('"ready_seconds": 125.56', '"ready_seconds": 225.56'))
     assert (the_fault(repository).location, "never change" in the_fault(repository).fault) == (STARTS, True)
     git(repository, "commit", "-a", "-m", "better figures")
     assert "changed since" in the_fault(repository).fault
-    file.unlink()
-    git(repository, "commit", "-a", "-m", "none")
-    assert "removed since" in the_fault(repository).fault
     git(repository, "commit", "--allow-empty", "-m", "later")
     assert checks.check(repository).faults == ()
     for base, code in (("HEAD~2", 1), ("HEAD~1", 0)):
@@ -214,33 +189,31 @@ def test_an_exploration_is_made_again_beside_itself_and_neither_edited_nor_delet
         assert CliRunner().invoke(app, words).exit_code == code
 
 
-def test_a_new_record_is_no_fault_before_and_after_its_commit(repository, monkeypatch):
+def test_a_record_rewritten_for_a_new_schema_is_no_fault(repository, monkeypatch, quality):
+    monkeypatch.setattr(Quality, "version", Quality.version + 1)
+    monkeypatch.setattr(schemas, "faults", lambda *_: ())
+    for file in (quality, repository / "experiments" / "a" / quality.name):
+        file.write_text(
+            file.read_text().replace(f'"quality/{Quality.version - 1}"', f'"quality/{Quality.version}"')
+        )
+    assert checks.check(repository).faults == ()
+
+
+def test_git_holds_the_records_that_something_cites(repository, monkeypatch):
     monkeypatch.setattr(store, "_stamp", lambda: "2026-01-03T000000Z")
     measured(repository, "a", "latency", TIMES, workload="context")
     assert checks.check(repository).faults == ()
-    git(repository, "add", "experiments")
+    git(repository, "add", "-f", "experiments")
     git(repository, "commit", "-m", "more")
     assert checks.check(repository).faults == ()
-
-
-def test_a_record_may_be_gone_where_the_list_of_the_withdrawn_has_a_reason_for_it(repository, quality, claim):
-    claim("b", records=[])
-    (repository / "README.md").write_text("# All\n")
-    location = f"experiments/b/{quality.name}"
-    withdrawn = {location: "names a machine", STARTS: "of a machine that throttled"}
-    (repository / withdrawals.LOCATION).write_text(json.dumps(withdrawn))
-    reasons = {fault.location: fault for fault in checks.check(repository).faults}
-    assert reasons.keys() == {location, STARTS}
-    assert all("listed in results/withdrawn.yaml, but present" in each.fault for each in reasons.values())
-    for file in (quality, quality.with_suffix(".items.jsonl"), repository / STARTS):
-        file.unlink()
-    sound = 3, (), ()
-    result = checks.check(repository)
-    assert (result.records, result.faults, result.notes) == sound
-    git(repository, "add", "results")
-    git(repository, "commit", "-a", "-m", "withdrawn")
-    result = checks.check(repository)
-    assert (result.records, result.faults, result.notes) == sound
+    own = repository / "experiments" / "a" / "measurements.json"
+    own.write_text(json.dumps(json.loads(own.read_text()) | {"records": []}))
+    uncited = "experiments/a/latency_2026-01-03T000000Z.json"
+    assert (uncited, True) in {
+        (fault.location, "in git" in fault.fault) for fault in checks.check(repository).faults
+    }
+    git(repository, "rm", "--cached", "-q", uncited, uncited.replace(".json", ".items.jsonl"))
+    assert uncited not in {fault.location for fault in checks.check(repository).faults}
 
 
 def test_without_git_there_is_a_note(repository):
@@ -250,18 +223,8 @@ def test_without_git_there_is_a_note(repository):
     assert any("git failed" in note for note in result.notes)
 
 
-@pytest.mark.parametrize("reasons", [{STARTS: " "}, {STARTS: None}, [STARTS]])
-def test_a_list_of_the_withdrawn_without_reasons_is_a_fault(repository, reasons):
-    (repository / withdrawals.LOCATION).write_text(json.dumps(reasons))
-    fault = the_fault(repository)
-    assert (fault.location, "no mapping" in fault.fault) == (withdrawals.LOCATION, True)
-    (repository / withdrawals.LOCATION).write_text("# none\n")
-    assert checks.check(repository).faults == ()
-
-
 def test_a_branch_is_compared_with_where_it_left_the_main_branch(repository, quality):
     git(repository, "update-ref", "refs/remotes/origin/main", "HEAD")
-    (repository / "README.md").write_text("# All\n")
     quality.write_text(quality.read_text() + "\n")
     git(repository, "commit", "-a", "-m", "polish")
     git(repository, "commit", "--allow-empty", "-m", "more work")
