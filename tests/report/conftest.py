@@ -2,6 +2,7 @@ import hashlib
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +14,7 @@ from tests.records.conftest import latency, quality  # noqa: F401  (fixtures)
 
 ROOT = variant.repository_root()
 
-LATENCY = ROOT / "experiments" / "tiny" / "latency_2026-11-23T151649Z.json"
+LATENCY = Path(__file__).parent / "templates" / "latency_2026-11-23T151649Z.json"
 """Six rounds in turns: how much of a gain its intervals can tell depends on the record."""
 
 COPIED = ("quality", "latency", "fidelity", "acceptance", "engine")

@@ -1,11 +1,12 @@
+from pathlib import Path
+
 import pytest
 
-from slimqwen import variant
 from slimqwen.bench.latency import Latency
 from slimqwen.bench.latency.service_level import best, good_throughput
 from slimqwen.records import store
 
-PATH = variant.repository_root() / "experiments" / "tiny-best" / "latency_2026-11-22T063548Z.json"
+PATH = Path(__file__).parent / "data" / "latency_2026-11-22T063548Z.json"
 
 
 @pytest.fixture(scope="module")
