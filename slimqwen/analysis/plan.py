@@ -57,6 +57,7 @@ class PlanRecord(Record):
 
     kind = "plan"
     verb = "plan"
+    looked_up = True
 
     plans: tuple[Plan, ...] = Field(min_length=1)
     trouble: tuple[PlanTrouble, ...]

@@ -121,14 +121,6 @@ class StartUp(Record):
         middle, low, high = summary(starts)["ready"]
         return {**super().figures(), "ready_seconds": Figure(middle, "s", low=low, high=high)}
 
-    def trends(self) -> Mapping[tuple[str, str], Figure]:
-        """Seconds until ready of each kind of start: the median, the fastest and the slowest."""
-        ready = {kind: summary(starts)["ready"] for kind, starts in self.starts.items()}
-        return {
-            ("Start-up until ready, s", kind): Figure(middle, "s", low=low, high=high)
-            for kind, (middle, low, high) in ready.items()
-        }
-
     def tables(self, path: Path) -> list[Table]:
         """Seconds of each phase by kind of start."""
         meanings = {

@@ -17,9 +17,7 @@ from slimqwen.evals.depth_schedule import DepthRange, DepthSchedule, Speeds
 from slimqwen.evals.drafting import AcceptanceSettings, Item
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
-from slimqwen.records.collection import Collection
 from slimqwen.records.journal import journal_file, locked
-from slimqwen.records.pairing import NotComparableError, against_baseline
 from slimqwen.records.panel import Line, Panel
 from slimqwen.records.record import Block, Count, Estimate, Figure, NonNegative, Positive, Sha256, Table
 from slimqwen.records.settings import SettingsName
@@ -107,30 +105,6 @@ class Acceptance(SplitRecord):
         length = lengths[self.gate_depth if self.gate_depth in lengths else max(lengths)]
         figure = Figure(length.value, "tokens", length.standard_error, count=length.count)
         return {**super().figures(), "acceptance_length": figure}
-
-    def trends(self) -> Mapping[tuple[str, str], Figure]:
-        """The acceptance length at the gate's depth, else at the deepest."""
-        length = self.figures().get("acceptance_length")
-        return {("Acceptance length, tokens", ""): length} if length else {}
-
-    def finding(self, path: Path, records: Collection) -> str:
-        """The acceptance length as a share of the baseline's; without a baseline the greedy one at every depth."""
-
-        def compare(first: Path, second: Path) -> acceptance_share.Share:
-            if acceptance_share.basis(store.read(first, Acceptance)) != acceptance_share.basis(self):
-                raise NotComparableError("other prompts")
-            return acceptance_share.compare(first, second)
-
-        comparison = against_baseline(self, path, records, compare)
-        if comparison is None:
-            lengths = (f"K = {row.depth} {row.length:.3f}" for row in self.depths if row.length)
-            return f"acceptance length: {', '.join(lengths)}"
-        baseline, share = comparison
-        ratio = share.ratio
-        return (
-            f"{share.verdict}: acceptance length {share.second:.3f} at K = {share.depth}, {ratio.value:.1%} "
-            f"[{ratio.low:.1%}, {ratio.high:.1%}], of {baseline}"
-        )
 
     def panels(self) -> list[Panel]:
         """Acceptance length by depth, one line per class and temperature; greedy acceptance rates by position."""

@@ -33,7 +33,6 @@ from slimqwen.evals.fidelity_figures import (
 from slimqwen.progress import Progress, silent
 from slimqwen.recipe import variant_recipe
 from slimqwen.records import provenance, store
-from slimqwen.records.collection import Collection
 from slimqwen.records.panel import Line, Panel
 from slimqwen.records.record import Block, Estimate, Table, VariantName, Verdict
 from slimqwen.records.settings import SettingsName
@@ -93,18 +92,6 @@ class Fidelity(SplitRecord):
                 )
             )
         return tables
-
-    def finding(self, path: Path, records: Collection) -> str:
-        """The verdict and the largest divergence of all modes."""
-        figures = {mode: row.kl_nats for mode, row in self.modes.items() if row.kl_nats}
-        if not figures:
-            return str(self.verdict)
-        mode, kl = max(figures.items(), key=lambda each: each[1].value)
-        low, high = kl.interval
-        return (
-            f"{self.verdict}: KL {kl.value:.5f} nats a token [{low:.5f}, {high:.5f}], "
-            f"limit {self.limits.kl_nats:g} ({mode}), of {self.baseline}"
-        )
 
     def panels(self) -> list[Panel]:
         """KL divergence of the checkpoint after each stage of the recipe."""

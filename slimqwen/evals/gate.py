@@ -30,7 +30,6 @@ from slimqwen.evals.suites.suite import DECIDING, Suite
 from slimqwen.progress import Progress, silent
 from slimqwen.recipe import variant_recipe
 from slimqwen.records import provenance, store
-from slimqwen.records.collection import Collection
 from slimqwen.records.record import (
     Estimate,
     Finding,
@@ -97,17 +96,6 @@ class Gate(SplitRecord):
     def cited(self) -> Sequence[str]:
         """Locations of the records of its checks."""
         return [f"experiments/{name}" for name in self.records]
-
-    def finding(self, path: Path, records: Collection) -> str:
-        """The verdict; for each check that did not pass, also its first finding with that verdict."""
-        findings = _read_findings(path)
-        objections = []
-        for check, verdict in self.verdicts.items():
-            if verdict != Verdict.PASS:
-                causes = (each for each in findings if (each.gate, each.verdict) == (check, verdict))
-                cause = next(causes, None)
-                objections.append(f"{check} {verdict}{_figure_in_brackets(cause) if cause else ''}")
-        return f"{self.verdict}: {', '.join(objections or self.verdicts)}, of {self.baseline}"
 
     def tables(self, path: Path) -> list[Table]:
         """One row per finding."""

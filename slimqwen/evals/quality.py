@@ -12,25 +12,21 @@ from slimqwen.evals.suites import datasets, lm_eval_run
 from slimqwen.evals.suites.lm_eval_run import TaskRun
 from slimqwen.evals.suites.suite import ANSWER_MARGIN, BITS_PER_BYTE, Limit, Suite
 from slimqwen.progress import Progress, silent
-from slimqwen.records import pairing, provenance, store
-from slimqwen.records.collection import Collection
+from slimqwen.records import provenance, store
 from slimqwen.records.journal import journal_file, locked
 from slimqwen.records.record import (
     Block,
     Count,
-    Figure,
     NonNegative,
     Positive,
     ServedProvenance,
     Table,
     Verdict,
 )
-from slimqwen.records.replay import Outcome, Repeat
 from slimqwen.records.split import Split, SplitRecord
 from slimqwen.serving import speed_only
 from slimqwen.serving.shared_server import ServerLostError, serve
 from slimqwen.stats import intervals, non_inferiority
-from slimqwen.stats.verdict import overall
 from slimqwen.variant import Variant
 
 MEASURE_NAMES = {
@@ -132,16 +128,6 @@ class Quality(SplitRecord):
         """Its suite and the endpoint."""
         return f"{self.suite}, {self.endpoint}"
 
-    def trends(self) -> Mapping[tuple[str, str], Figure]:
-        """The score of each task."""
-        by_chat = ", by chat" if self.endpoint == "chat" else ""
-        return {
-            (f"Quality, {self.suite}{by_chat}", self.task_name(task)): Figure(
-                score.value, standard_error=score.standard_error
-            )
-            for task, score in self.tasks.items()
-        }
-
     def tables(self, path: Path) -> list[Table]:
         """Scores by task, with lengths of generations and floors where the record has them."""
         columns: dict[str, Callable[[tuple[str, TaskScore]], object]] = {
@@ -169,76 +155,6 @@ class Quality(SplitRecord):
                 text_columns=2,
             )
         ]
-
-    def finding(self, path: Path, records: Collection) -> str:
-        """The task that may have lost most of its margin, against the baseline; without a baseline the scores."""
-        from slimqwen.evals import quality_comparison
-
-        comparison = pairing.against_baseline(self, path, records, quality_comparison.compare)
-        if comparison is None:
-            return ", ".join(
-                f"{self.task_name(task)} {score.value:.3f} ± {score.standard_error:.3f}"
-                for task, score in self.tasks.items()
-            )
-        baseline, rows = comparison
-        severity = (Verdict.FAIL, Verdict.INCONCLUSIVE, Verdict.PASS)
-        # Measures differ in their units, so losses are compared as shares of their margins.
-        worst = min(
-            rows,
-            key=lambda row: (
-                severity.index(row.judgement.verdict),
-                row.judgement.low / (row.judgement.margin or 1),
-            ),
-        )
-        judgement = worst.judgement
-        return (
-            f"{overall([row.judgement.verdict for row in rows])}: {self.task_name(worst.task)} gains "
-            f"{worst.gain:+.3f} [{judgement.low:+.3f}, {judgement.high:+.3f}] where -{judgement.margin:g} is allowed, "
-            f"the worst of {len(rows)}, of {baseline}"
-        )
-
-    def replay(self, path: Path, repeat: Repeat) -> Outcome:
-        """Score the same items again: reproduced if every answer and score is equal."""
-        from slimqwen.evals import quality_comparison
-
-        items = _by_key(store.read_items(path))
-        (variant,) = repeat.variants([self.variant])
-        suite = Suite.load(self.suite, variant.root)
-        # A run may have switched thinking on or off for all tasks, whatever the suite says.
-        thinking = {task: score.settings.get("thinking") for task, score in self.tasks.items()}
-        tasks = (
-            task
-            if thinking.get(task.name) is None
-            else task.model_copy(update={"thinking": thinking[task.name]})
-            for task in suite.tasks
-        )
-        repetition = measure(
-            variant,
-            suite.model_copy(update={"tasks": tuple(tasks)}),
-            limit=self.limit,
-            chat=self.endpoint == "chat",
-            split=self.split,
-            records_folder=repeat.folder / variant.name,
-            **repeat.options,
-        )
-        repeated = store.read(repetition, Quality)
-        repeated_items = _by_key(store.read_items(repetition))
-        shared = [key for key in items if key in repeated_items]
-        unequal_count = sum(_answer(items[key]) != _answer(repeated_items[key]) for key in shared)
-        unmatched_count = len(items.keys() ^ repeated_items.keys())
-        summary = f"reproduced: all {len(shared):,} answers and their scores are equal"
-        if unequal_count or unmatched_count:
-            summary = f"{unequal_count:,} of {len(shared):,} answers or their scores differ"
-            summary += f", {unmatched_count:,} items are on one side alone" if unmatched_count else ""
-        rows = []
-        for task, score in self.tasks.items():
-            sides = [[side[key] for key in shared if key[0] == task] for side in (items, repeated_items)]
-            if len(sides[0]) > 1 and task in repeated.tasks:
-                value = repeated.tasks[task].value
-                rows.append(quality_comparison.compare_items(task, score, value, *sides))
-        title = f"Quality of {self.variant}, then and now"
-        table = quality_comparison.paired_table(title, self, ("then", "now"), rows)
-        return Outcome(repetition, not unequal_count and not unmatched_count, summary, (table,))
 
     def undecided(self) -> list[str]:
         """A line for each task with fewer items than its non-inferiority margin takes."""

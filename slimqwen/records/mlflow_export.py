@@ -1,10 +1,5 @@
-"""Export of records to an MLflow tracking store.
+"""Export of records to an MLflow tracking store: one experiment, a run for each record."""
 
-All variants are in one experiment, because MLflow compares the runs of one experiment. A run is one record; the SHA-256
-of the record's file says whether the store has it already. Exports from one machine to one store take turns.
-"""
-
-import hashlib
 import json
 import logging
 import os
@@ -12,30 +7,21 @@ import re
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from slimqwen import redaction
 from slimqwen.checkpoint.files import sha256
 from slimqwen.errors import SlimqwenError
-from slimqwen.file_lock import hold_lock
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance
 from slimqwen.records.collection import Problem, StoredRecord, collect
 from slimqwen.records.record import Record
 
-if TYPE_CHECKING:
-    from mlflow import MlflowClient
-
 EXPERIMENT = "slimqwen"
+_DIGEST = "slimqwen.sha256"
+"""Tag of a complete run: the SHA-256 of its record's file."""
 
-_TAG = "slimqwen."
-_DIGEST = f"{_TAG}sha256"
-"""The last tag of a complete run; a run without it was left by an interrupted export."""
-
-_RECORD = f"{_TAG}record"
-_SETTINGS = ("suite", "workload", "plan", "limit", "split", "endpoint", "rounds", "baseline")
-# The tracking API's own limits.
-_METRICS_AT_ONCE, _PARAMS_AT_ONCE, _LONGEST_PARAM, _RUNS_AT_ONCE = 1000, 100, 6000, 1000
+_LONGEST_PARAM, _RUNS_AT_ONCE, _METRICS_AT_ONCE = 6000, 1000, 1000  # limits of the tracking API
 
 
 class MlflowExportError(SlimqwenError):
@@ -44,14 +30,7 @@ class MlflowExportError(SlimqwenError):
 
 @dataclass(frozen=True)
 class ExportResult:
-    """What an export sent, and to which store.
-
-    Attributes:
-        uri: of the tracking store, without credentials.
-        added: locations of the records that became runs.
-        known: number of records that the store had already.
-        problems: files that were left out.
-    """
+    """What an export sent: the store's URI without credentials, new and known records, files that were left out."""
 
     uri: str
     added: tuple[str, ...]
@@ -59,19 +38,16 @@ class ExportResult:
     problems: tuple[Problem, ...]
 
 
-def export(root: Path, uri: str | None = None, progress: Progress = silent) -> ExportResult:
-    """Send every record that a tracking store does not have yet; a second export waits for the first to end.
+def export_records(root: Path, uri: str | None = None, progress: Progress = silent) -> ExportResult:
+    """Send every record that a tracking store lacks.
 
     Args:
-        uri: of the store, such as http://host:5000 or sqlite:////absolute/file.db; by default the SQLite file
-            mlruns/mlflow.db of the repository, with the artifacts beside it.
+        uri: of the store, such as http://host:5000; by default the SQLite file mlruns/mlflow.db of the repository.
 
     Raises:
-        MlflowExportError: MLflow is not installed, or the store cannot be reached or written; the records sent so far
-            are complete, and the next export sends the others.
+        MlflowExportError: MLflow is not installed, or the store cannot be used; the next export sends what is missing.
     """
-    # MLflow reads the variable when it is imported.
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read when MLflow is imported
     try:
         from mlflow import MlflowClient
         from mlflow.exceptions import MlflowException
@@ -84,134 +60,71 @@ def export(root: Path, uri: str | None = None, progress: Progress = silent) -> E
         uri = f"sqlite:///{root / 'mlruns' / 'mlflow.db'}"
     shown_uri, records = redaction.text(uri), collect(root)
     try:
-        with hold_lock(_lock_file(root, uri), reason="another export", progress=progress):
-            client = MlflowClient(tracking_uri=uri)
-            experiment = _experiment(client, uri)
-            known = _known_digests(client, experiment)
-            new = [
-                (entry, digest) for entry in records.records if (digest := sha256(entry.path)) not in known
-            ]
-            for number, (entry, digest) in enumerate(new):
-                progress("sending records", number, len(new))
-                _send(client, experiment, entry, digest)
+        client = MlflowClient(tracking_uri=uri)
+        experiment = client.get_experiment_by_name(EXPERIMENT)
+        experiment_id = experiment.experiment_id if experiment else _create_experiment(client, uri)
+        known, token = set(), None
+        while token != "":
+            page = client.search_runs([experiment_id], max_results=_RUNS_AT_ONCE, page_token=token)
+            known |= {run.data.tags.get(_DIGEST) for run in page}
+            token = page.token or ""
+        new = [(entry, digest) for entry in records.records if (digest := sha256(entry.path)) not in known]
+        for number, (entry, digest) in enumerate(new):
+            progress("sending records", number, len(new))
+            _send_record(client, experiment_id, entry, digest)
     except (MlflowException, OSError) as error:
         reason = redaction.text(" ".join(str(error).split()))[:300]
         raise MlflowExportError(
-            f"{shown_uri}: {reason}; check URI, and that the store runs and can be written"
+            f"{shown_uri}: {reason}; check URI, and that its store can be written"
         ) from error
-    progress("sending records", len(new), len(new))
     added = tuple(entry.location for entry, _ in new)
     return ExportResult(shown_uri, added, len(records.records) - len(added), records.problems)
 
 
-def _lock_file(root: Path, uri: str) -> Path:
-    """The lock of a store: a second export from this machine at the same time would delete unfinished runs."""
-    scheme, _, database = uri.partition(":///")
-    if scheme == "sqlite":
-        return Path(f"{database}.lock").absolute()
-    return root / ".cache" / f"mlflow_{hashlib.sha256(uri.encode()).hexdigest()[:16]}.lock"
-
-
-def _experiment(client: "MlflowClient", uri: str) -> str:
-    """The id of the experiment, created if missing; artifacts go beside a database file."""
-    experiment = client.get_experiment_by_name(EXPERIMENT)
-    if experiment is not None:
-        return str(experiment.experiment_id)
+def _create_experiment(client: Any, uri: str) -> str:
     scheme, _, file = uri.partition(":///")
     artifacts = (Path(file).parent / "artifacts").absolute().as_uri() if scheme == "sqlite" else None
     return str(client.create_experiment(EXPERIMENT, artifact_location=artifacts))
 
 
-def _known_digests(client: "MlflowClient", experiment: str) -> set[str]:
-    """The digests of the records that the store has; deletes incomplete runs of an interrupted export."""
-    digests: set[str] = set()
-    incomplete = []
-    token: str | None = None
-    while True:
-        page = client.search_runs([experiment], max_results=_RUNS_AT_ONCE, page_token=token)
-        for run in page:
-            if _DIGEST in run.data.tags:
-                digests.add(run.data.tags[_DIGEST])
-            elif _RECORD in run.data.tags:
-                incomplete.append(run.info.run_id)
-        token = page.token
-        if not token:
-            break
-    for run_id in incomplete:
-        client.delete_run(run_id)
-    return digests
-
-
-def _send(client: "MlflowClient", experiment: str, entry: StoredRecord[Record], digest: str) -> None:
-    from mlflow.entities import Metric, Param
+def _send_record(client: Any, experiment_id: str, entry: StoredRecord[Record], digest: str) -> None:
+    """Write a run with the record's figures, flags and files; an interrupted one is deleted."""
+    from mlflow.entities import Metric, Param, RunTag
 
     block = entry.record.provenance
-    started, ended = (_milliseconds(moment) for moment in (block.started, block.ended))
-    name = f"{entry.variant} {entry.path.stem}".strip()
-    run = client.create_run(experiment, start_time=started, run_name=name, tags=_tags(entry)).info.run_id
-    metrics = [Metric(key, value, ended, 0) for key, value in _metrics(entry).items()]
-    for start in range(0, len(metrics), _METRICS_AT_ONCE):
-        client.log_batch(run, metrics=metrics[start : start + _METRICS_AT_ONCE])
-    params = [Param(key, value) for key, value in _params(entry).items()]
-    for start in range(0, len(params), _PARAMS_AT_ONCE):
-        client.log_batch(run, params=params[start : start + _PARAMS_AT_ONCE])
-    client.log_artifact(run, str(entry.path))
-    if entry.record.items:
-        client.log_artifact(run, str(entry.path.with_name(entry.record.items.file)))
-    client.set_terminated(run, "FINISHED", end_time=ended)
-    client.set_tag(run, _DIGEST, digest)
-
-
-def _tags(entry: StoredRecord[Record]) -> dict[str, str]:
-    block = entry.record.provenance
-    values = {
-        "record": entry.location,
-        "variant": entry.variant,
-        "kind": entry.kind,
-        "verdict": entry.record.outcome,
-        "checkpoint": block.checkpoint_digest,
-        "hardware": provenance.hardware_name(block.hardware),
-        "commit": block.git.commit,
-        "dirty": block.git.dirty,
-        "command": block.command,
-        "vllm": block.packages.get("vllm"),
-    }
-    tags = {f"{_TAG}{name}": str(value) for name, value in values.items() if value not in (None, "")}
-    # MLflow's own name, which its pages link.
-    return tags | ({"mlflow.source.git.commit": block.git.commit} if block.git.commit else {})
-
-
-def _params(entry: StoredRecord[Record]) -> dict[str, str]:
-    """Settings of the measurement, and vLLM's flags."""
-    fields = entry.record.as_json()
-    settings = {name: fields[name] for name in _SETTINGS if name in fields}
-    return {
-        _key(name): (value if isinstance(value, str) else json.dumps(value))[:_LONGEST_PARAM]
-        for name, value in {**entry.record.provenance.flags, **settings}.items()
-    }
-
-
-def _metrics(entry: StoredRecord[Record]) -> dict[str, float]:
-    """The figures of a record by name, each with its error and interval where it has them."""
-    metrics: dict[str, float] = {}
-    for name, figure in entry.record.figures().items():
-        numbers = {
-            "": figure.value,
-            ".standard_error": figure.standard_error,
-            ".low": figure.low,
-            ".high": figure.high,
+    started, ended = (
+        int(datetime.fromisoformat(moment).timestamp() * 1000) for moment in (block.started, block.ended)
+    )
+    tags = {
+        "record": entry.location, "variant": entry.variant, "kind": entry.kind, "verdict": entry.record.outcome,
+        "checkpoint": block.checkpoint_digest, "hardware": provenance.hardware_name(block.hardware),
+        "commit": block.git.commit, "command": block.command, "sha256": digest,
+    }  # fmt: skip
+    run = client.create_run(
+        experiment_id, start_time=started, run_name=f"{entry.variant} {entry.path.stem}".strip()
+    )
+    try:
+        metrics = []
+        for name, figure in entry.record.figures().items():
+            for end in ("value", "standard_error", "low", "high"):
+                if (number := getattr(figure, end)) is not None:
+                    key = re.sub(r"[^\w\-. :/]", "_", name if end == "value" else f"{name}.{end}")
+                    metrics.append(Metric(key, float(number), ended, 0))
+        for first in range(0, len(metrics), _METRICS_AT_ONCE):
+            client.log_batch(run.info.run_id, metrics=metrics[first : first + _METRICS_AT_ONCE])
+        texts = {
+            name: value if isinstance(value, str) else json.dumps(value)
+            for name, value in block.flags.items()
         }
-        metrics |= {_key(name + end): float(number) for end, number in numbers.items() if number is not None}
-    checkpoint = entry.record.provenance.checkpoint
-    if checkpoint and checkpoint.size_bytes is not None:
-        metrics["size_bytes"] = float(checkpoint.size_bytes)
-    return metrics
-
-
-def _key(name: str) -> str:
-    """The name in the letters that MLflow takes."""
-    return re.sub(r"[^\w\-. :/]", "_", name)
-
-
-def _milliseconds(moment: str) -> int:
-    return int(datetime.fromisoformat(moment).timestamp() * 1000)
+        params = [Param(name, value[:_LONGEST_PARAM]) for name, value in texts.items()]
+        client.log_artifact(run.info.run_id, str(entry.path))
+        if entry.record.items:
+            client.log_artifact(run.info.run_id, str(entry.path.with_name(entry.record.items.file)))
+        run_tags = [
+            RunTag(f"slimqwen.{name}", str(value)) for name, value in tags.items() if value not in (None, "")
+        ]
+        client.log_batch(run.info.run_id, params=params, tags=run_tags)
+        client.set_terminated(run.info.run_id, "FINISHED", end_time=ended)
+    except BaseException:
+        client.delete_run(run.info.run_id)
+        raise

@@ -4,8 +4,7 @@ docs/contributing.md says what a kind consists of: its class variable `kind`, a 
 subclasses of `Block`, a function that hands the record to `store.write`, and the methods of `Record` whose defaults do
 not suffice. A field whose JSON name is a Python keyword:
 `class_: str = Field(validation_alias="class", serialization_alias="class")`. Imports of torch, vLLM and transformers
-stand in functions. A changed field needs a new `version` and a step in migrations.py; a new field with a default needs
-neither.
+stand in functions. A changed field needs a new `version`, and kept records are rewritten once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetJsonSchema
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from slimqwen.errors import SlimqwenError
 from slimqwen.host_load import HostLoad
 from slimqwen.records.figures import Figure as Figure
 from slimqwen.records.figures import figures_of
@@ -25,8 +23,6 @@ from slimqwen.records.table import Table as Table
 from slimqwen.stats.verdict import Verdict as Verdict
 
 if TYPE_CHECKING:
-    from slimqwen.records.collection import Collection
-    from slimqwen.records.replay import Outcome, Repeat
     from slimqwen.stats import intervals
 
 Utc = Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}Z$")]
@@ -332,12 +328,14 @@ class Record(VersionedFile):
     Attributes:
         folder: experiments for records of one variant with items beside them, results for others.
         verb: the `slimqwen` verb that makes one, such as "bench startup"; empty if none does.
+        looked_up: whether commands read the newest record of a kind, so that git holds it although no page cites it.
         units: unit by the ending of a field's name, for endings that figures.py lacks.
         leaderboard_columns: heading of a leaderboard column by the name of the figure that it shows.
     """
 
     folder: ClassVar[Literal["experiments", "results"]] = "results"
     verb: ClassVar[str] = ""
+    looked_up: ClassVar[bool] = False
     units: ClassVar[Mapping[str, str]] = {}
     leaderboard_columns: ClassVar[Mapping[str, str]] = {}
 
@@ -354,10 +352,6 @@ class Record(VersionedFile):
         """What a newer record must share to replace this one, such as its workload; empty: the kind alone."""
         return ""
 
-    def trends(self) -> Mapping[tuple[str, str], Figure]:
-        """Figures to plot over commits and engine versions, by name with unit and by series."""
-        return {}
-
     @property
     def outcome(self) -> str:
         """The verdict; pass or fail for a kind that has only `passed`; empty for a kind that has neither."""
@@ -367,30 +361,6 @@ class Record(VersionedFile):
     def cited(self) -> Sequence[str]:
         """Locations of the records that this one rests on, from the repository's root."""
         return ()
-
-    def finding(self, path: Path, records: "Collection") -> str:
-        """The result in a line of the log: by default the outcome, and the record's own figures with intervals.
-
-        Raises:
-            SlimqwenError: its items, or those of the baseline's record, are damaged.
-        """
-        figures = (
-            f"{name.replace('_', ' ')} {figure.value:.4g} {_interval(figure)}"
-            for name, figure in self.figures().items()
-            if "/" not in name and _interval(figure)
-        )
-        return ", ".join([*filter(None, [self.outcome]), *figures]) or "-"
-
-    def replay(self, path: Path, repeat: "Repeat") -> "Outcome":
-        """Repeat the measurement, and compare the results.
-
-        Raises:
-            SlimqwenError: records of this kind cannot be replayed, or the measurement failed.
-        """
-        raise SlimqwenError(
-            f"{path.parent.name}/{path.name} is a record of kind {self.kind}, which cannot be replayed; "
-            f"`{self.provenance.command}` made it"
-        )
 
     def tables(self, path: Path) -> list[Table]:
         """The tables in terminal, README and site; by default one with a row per figure."""

@@ -19,7 +19,7 @@ from typing import Any, TypeVar, overload
 from pydantic import ValidationError
 
 from slimqwen.errors import SlimqwenError
-from slimqwen.records import migrations, schemas
+from slimqwen.records import schemas
 from slimqwen.records.record import Items, Measurements, Record
 from slimqwen.records.split import split_of
 from slimqwen.text.files import CorpusError, read_json_lines
@@ -116,7 +116,7 @@ def parse(path: Path) -> dict[str, Any]:
 
 
 def validate(fields: Mapping[str, Any], location: str) -> Record | Measurements:
-    """Bring the fields of a record to the present version of the schema that they name, and check them.
+    """Check the fields of a record against the model of their schema.
 
     Args:
         fields: as JSON.
@@ -125,22 +125,22 @@ def validate(fields: Mapping[str, Any], location: str) -> Record | Measurements:
     Raises:
         RecordError: names the location, the field and the fault.
     """
-    present = in_present_form(fields, location)
-    kind, version = migrations.named(fields["schema"])
+    schema = fields.get("schema")
+    kind = schema.partition("/")[0] if isinstance(schema, str) else ""
     models = schemas.models()
     if kind not in models:
         raise RecordError(
-            f"{location}: unknown schema {fields['schema']!r}, this checkout knows {', '.join(models)}; "
-            "update it, or move the file elsewhere"
+            f"{location}: unknown schema {schema!r}, this checkout knows {', '.join(models)}; update it, or move the "
+            "file elsewhere"
         )
-    newest = models[kind].present_schema()
-    if version > migrations.named(newest)[1]:
+    if schema != models[kind].present_schema():
         raise RecordError(
-            f"{location}: schema {fields['schema']!r} is newer than {newest} of this checkout; update it"
+            f"{location}: schema {schema!r}, this checkout has {models[kind].present_schema()}; measure again, or "
+            "check out the commit of the record"
         )
     try:
         # JSON can spell half of a surrogate pair, which no file or page can hold.
-        text = json.dumps(present, ensure_ascii=False)
+        text = json.dumps(fields, ensure_ascii=False)
         record = models[kind].model_validate_json(text.encode(), strict=True)
     except UnicodeEncodeError as error:
         raise RecordError(f"{location}: a text that is not Unicode ({error}); measure again") from None
@@ -151,18 +151,6 @@ def validate(fields: Mapping[str, Any], location: str) -> Record | Measurements:
     if isinstance(record, Record) and record.folder == "experiments" and record.items is None:
         raise RecordError(f"{location}: items: missing")
     return record
-
-
-def in_present_form(fields: Mapping[str, Any], location: str) -> dict[str, Any]:
-    """The fields of a record in the present version of its schema, unchecked.
-
-    Raises:
-        RecordError: names the location; the schema has no version, or the fields do not fit that version.
-    """
-    try:
-        return migrations.to_present(fields)
-    except migrations.MigrationError as error:
-        raise RecordError(f"{location}: {error}") from error
 
 
 def write(folder: Path, record: Record, items: Iterable[Mapping[str, Any]] | None = None) -> Path:

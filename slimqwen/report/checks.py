@@ -69,8 +69,7 @@ def check(root: Path, base: str | None = None) -> CheckResult:
 
 def _schema_faults(entry: StoredRecord[Record]) -> Iterator[Problem]:
     """Breaches of the committed schema by the JSON of a record."""
-    present = store.in_present_form(store.parse(entry.path), entry.location)
-    for fault in schemas.faults(entry.kind, present):
+    for fault in schemas.faults(entry.kind, store.parse(entry.path)):
         cure = "`slimqwen record schemas` if the model changed, else measure again"
         yield Problem(entry.location, f"{fault}; {cure}")
 
@@ -207,11 +206,13 @@ def _uncited_records(collection: Collection) -> Iterator[Problem]:
                 cited.add(location)
     waiting = list(cited)
     while waiting:
-        entry = by_location.get(waiting.pop())
-        further = set(entry.record.cited()) - cited if entry else set()
+        citing = by_location.get(waiting.pop())
+        further = set(citing.record.cited()) - cited if citing else set()
         cited |= further
         waiting += further
     for location in sorted(tracked & by_location.keys() - cited):
+        if by_location[location].record.looked_up:
+            continue
         cure = "name it in a measurements.json or a page, or `git rm` it"
         yield Problem(location, f"in git, and no table, measurements.json or page cites it; {cure}")
 

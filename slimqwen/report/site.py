@@ -33,7 +33,6 @@ from slimqwen.report import (
     glossary,
     leaderboard,
     tables,
-    trends,
 )
 from slimqwen.report.charts import Chart
 from slimqwen.report.columns import Cell, Column
@@ -209,9 +208,7 @@ def _write_pages(source: Source, folder: Path, progress: Progress) -> None:
     pages = _environment(glossary.read(source.records.root))
     contents = {f"variants/{name}.html": _variant_page(source, name) for name in source.names}
     contents["index.html"] = _index_page(source)
-    drawn = [
-        chart for content in contents.values() for chart in (*content["charts"], *content.get("trends", ()))
-    ]
+    drawn = [chart for content in contents.values() for chart in content["charts"]]
     charts.draw(drawn, progress, source.records.root / ".cache" / "charts")
     for done, (path, content) in enumerate(contents.items()):
         progress("write the pages", done, len(contents))
@@ -305,7 +302,6 @@ def _variant_page(source: Source, name: str) -> dict[str, Any]:
         "sizes": family.stage_sizes(name) if member else [],
         "tables": _tables(source, rows),
         "charts": _charts(source, rows),
-        "trends": [trends.trend_chart(*trend) for trend in trends.trends(source.records, name).items()],
         "records": sorted(records, key=lambda entry: entry.ended, reverse=True),
         "describe": leaderboard.hardware,
         "problems": [

@@ -22,7 +22,7 @@ from slimqwen.records.table import Table
 from slimqwen.search.proof import Finalist, Proof
 
 if TYPE_CHECKING:
-    from slimqwen.records.collection import Collection
+    pass
 
 Rung = Literal["roofline", "fidelity", "acceptance", "speed"]
 RUNGS: tuple[Rung, ...] = ("roofline", "fidelity", "acceptance", "speed")
@@ -158,10 +158,6 @@ class Search(Record):
             f"Serve {proven.variant}, because it is the fastest that passed every check on items that the search had "
             f"not seen (adjusted p-value {proven.adjusted_p_value:.2g}, alpha {self.proof.alpha:g}): {facts}."
         )
-
-    def finding(self, path: Path, records: "Collection") -> str:
-        """The advice."""
-        return self.advice
 
     def tables(self, path: Path) -> list[Table]:
         """The front; the proof, where there is one; the trials by rung; all trials; what decides their speed."""

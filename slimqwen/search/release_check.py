@@ -134,7 +134,7 @@ def _part(check: str, variant: Variant, reusable: Path | None, measure: Callable
     return Part(
         check=check,
         verdict=Verdict(record.outcome),
-        finding=record.finding(path, Collection(variant.root, (), {}, ())),
+        finding=record.outcome,
         record=path.relative_to(variant.root).as_posix(),
         reused=reusable is not None,
     )

@@ -42,7 +42,6 @@ def run_here(monkeypatch, capfd):
         ("eval quality --variant nope", 2, UNKNOWN),
         ("bench latency --variant nope", 2, UNKNOWN),
         ("record compare tiny nope", 2, UNKNOWN),
-        ("record log --variant nope", 2, UNKNOWN),
         ("recipe run --variant nope --until calibrate", 2, UNKNOWN),
         ("variant promote --variant nope", 2, UNKNOWN),
         ("gate check --variant nope", 3, UNKNOWN),  # 2 is a verdict there: inconclusive
@@ -58,8 +57,6 @@ def run_here(monkeypatch, capfd):
         ("variant promote --variant tiny", 2, "tiny is a baseline"),
         (f"{NEW.replace('new --base', 'tiny --base')}", 2, "experiments/tiny exists"),
         (f"{NEW.replace('--base tiny', '--base tinny')}", 2, "did you mean tiny?"),
-        ("record replay experiments/tiny/quality_nope.json", 2, "no such record"),
-        (f"record replay {ENGINE}", 2, "which cannot be replayed"),
         ("bench latency --variant tiny --baseline", 2, "one that has a baseline"),
         ("bench prune-vocab", 2, "give --yes"),
         ("eval quality --variant tiny --full --limit 3", 2, "exclude each other"),

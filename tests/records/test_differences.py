@@ -4,14 +4,14 @@ import copy
 
 import pytest
 
-from slimqwen.records import differences, migrations
+from slimqwen.records import differences
 from slimqwen.records.differences import Circumstance
 from slimqwen.records.record import Provenance
 
 
 @pytest.fixture
 def block(quality):
-    return migrations.to_present(quality)["provenance"]
+    return quality["provenance"]
 
 
 def changed(block, *path, to):

@@ -1,7 +1,6 @@
 """Records sent to a real local tracking store, and read back with MLflow's own client."""
 
 import json
-import multiprocessing
 import shutil
 import sys
 
@@ -9,7 +8,7 @@ import mlflow
 import pytest
 
 from slimqwen.evals.quality import Quality
-from slimqwen.records import collection, frame, mlflow_export, store
+from slimqwen.records import collection, mlflow_export, store
 from slimqwen.records.mlflow_export import MlflowExportError
 from tests.record_files import write
 
@@ -53,17 +52,16 @@ def runs(exported):
 
 
 def test_every_record_becomes_a_run_that_says_what_the_record_says(repository, quality):
-    exported = mlflow_export.export(repository)
+    exported = mlflow_export.export_records(repository)
     assert exported.uri == f"sqlite:///{repository}/mlruns/mlflow.db"
     client, sent = runs(exported)
     everything = collection.collect(repository)
     assert set(exported.added) == set(sent) == {entry.location for entry in everything.records}
-    figures = frame.load(repository)
     for entry in everything.records:
         run = sent[entry.location]
-        rows = figures[figures.location == entry.location]
-        numbers = rows[["value", "standard_error", "low", "high"]].to_numpy().ravel()
-        assert sorted(run.data.metrics.values()) == sorted(float(n) for n in numbers if n == n)
+        figures = entry.record.figures().values()
+        numbers = [n for f in figures for n in (f.value, f.standard_error, f.low, f.high) if n is not None]
+        assert sorted(run.data.metrics.values()) == sorted(map(float, numbers))
         assert run.info.status == "FINISHED"
         assert run.info.start_time == 1767323045000
         assert run.data.tags["slimqwen.variant"] == entry.variant
@@ -81,64 +79,32 @@ def test_every_record_becomes_a_run_that_says_what_the_record_says(repository, q
     scored = next(run for run in sent.values() if run.data.tags["slimqwen.kind"] == "quality")
     assert scored.data.metrics["example_facts/exact_match"] == quality["tasks"]["example_facts"]["value"]
     assert scored.data.metrics["example_facts/exact_match.standard_error"] == 0.2
-    assert scored.data.params["suite"] == "example"
 
 
 def test_a_second_export_adds_nothing_and_a_third_adds_what_is_new(stored, quality):
-    mlflow_export.export(stored)
-    again = mlflow_export.export(stored)
+    mlflow_export.export_records(stored)
+    again = mlflow_export.export_records(stored)
     assert (again.added, again.known) == ((), 3)
     path = write(stored / "experiments" / "b", quality | {"variant": "b"}, ITEMS)
-    third = mlflow_export.export(stored)
+    third = mlflow_export.export_records(stored)
     assert third.added == (f"experiments/b/{path.name}",)
     assert len(runs(third)[1]) == 4
 
 
-def test_two_exports_at_once_send_every_record_once(repository):
-    # Forked, so that neither has to import MLflow again.
-    context = multiprocessing.get_context("fork")
-    together, queue = context.Barrier(2), context.Queue()
+def test_an_interrupted_export_leaves_no_half_of_a_run_and_the_next_sends_the_rest(stored, monkeypatch):
+    finish, finished = mlflow.MlflowClient.set_terminated, []
 
-    def export():
-        together.wait()
-        queue.put(mlflow_export.export(repository))
-
-    both = [context.Process(target=export) for _ in range(2)]
-    for process in both:
-        process.start()
-    exports = [queue.get(timeout=300) for _ in both]
-    for process in both:
-        process.join()
-    assert sorted((len(one.added), one.known) for one in exports) == [(0, 3), (3, 0)]
-    client, sent = runs(exports[0])
-    experiment = client.get_experiment_by_name("slimqwen").experiment_id
-    assert len(sent) == len(client.search_runs([experiment])) == 3
-
-
-def test_an_export_that_was_cut_off_is_taken_up_and_leaves_no_half_of_a_run(stored, monkeypatch):
-    send = mlflow_export._tags
-    calls = []
-
-    def dies(entry):
-        calls.append(entry)
-        if len(calls) == 2:
+    def dies_at_the_second(client, run_id, *words, **options):
+        finished.append(run_id)
+        if len(finished) == 2:
             raise KeyboardInterrupt
-        return send(entry)
+        finish(client, run_id, *words, **options)
 
-    finish = mlflow.MlflowClient.set_terminated
-    monkeypatch.setattr(mlflow_export, "_tags", dies)
+    monkeypatch.setattr(mlflow.MlflowClient, "set_terminated", dies_at_the_second)
     with pytest.raises(KeyboardInterrupt):
-        mlflow_export.export(stored)
-    monkeypatch.undo()
-
-    def dies_late(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(mlflow.MlflowClient, "set_terminated", dies_late)
-    with pytest.raises(KeyboardInterrupt):
-        mlflow_export.export(stored)
+        mlflow_export.export_records(stored)
     monkeypatch.setattr(mlflow.MlflowClient, "set_terminated", finish)
-    whole = mlflow_export.export(stored)
+    whole = mlflow_export.export_records(stored)
     assert (len(whole.added), whole.known) == (2, 1)
     client, sent = runs(whole)
     assert len(sent) == 3
@@ -150,7 +116,7 @@ def test_an_export_that_was_cut_off_is_taken_up_and_leaves_no_half_of_a_run(stor
 def test_damaged_records_are_named_and_the_rest_is_sent(stored):
     damaged = next(store.records(stored / "experiments" / "a", Quality))
     damaged.write_text("{")
-    exported = mlflow_export.export(stored)
+    exported = mlflow_export.export_records(stored)
     assert len(exported.added) == 2
     assert [problem.location for problem in exported.problems] == [f"experiments/a/{damaged.name}"]
 
@@ -159,7 +125,7 @@ def test_a_store_of_ones_own_has_its_artifacts_beside_it(repository, empty_store
     folder = tmp_path / "elsewhere"
     folder.mkdir()
     shutil.copy(empty_store, folder / "team.db")
-    exported = mlflow_export.export(repository, f"sqlite:///{folder}/team.db")
+    exported = mlflow_export.export_records(repository, f"sqlite:///{folder}/team.db")
     assert exported.uri == f"sqlite:///{folder}/team.db"
     assert not (repository / "mlruns").exists()
     assert len(list(folder.glob("artifacts/*/artifacts/*.json"))) == 3
@@ -179,7 +145,7 @@ def test_a_store_that_cannot_be_used_is_one_line(repository, uri, shown, monkeyp
     (repository / "file").write_text("")
     uri, shown = (said.format(file=repository / "file") for said in (uri, shown))
     with pytest.raises(MlflowExportError, match="check URI") as caught:
-        mlflow_export.export(repository, uri)
+        mlflow_export.export_records(repository, uri)
     assert str(caught.value).startswith(f"{shown}: ")
     assert "hunter2" not in str(caught.value)
 
@@ -187,10 +153,12 @@ def test_a_store_that_cannot_be_used_is_one_line(repository, uri, shown, monkeyp
 def test_without_mlflow_the_command_that_installs_it_is_named(repository, monkeypatch):
     monkeypatch.setitem(sys.modules, "mlflow", None)
     with pytest.raises(MlflowExportError, match="make install"):
-        mlflow_export.export(repository)
+        mlflow_export.export_records(repository)
     assert not (repository / "mlruns").exists()
 
 
 def test_an_empty_repository_sends_nothing(tmp_path, empty_store):
-    exported = mlflow_export.export(tmp_path, f"sqlite:///{shutil.copy(empty_store, tmp_path / 'x.db')}")
+    exported = mlflow_export.export_records(
+        tmp_path, f"sqlite:///{shutil.copy(empty_store, tmp_path / 'x.db')}"
+    )
     assert (exported.added, exported.known, exported.problems) == ((), 0, ())

@@ -13,11 +13,11 @@ from slimqwen.evals import acceptance_share, gate, quality_comparison
 from slimqwen.evals.acceptance import Acceptance
 from slimqwen.evals.fidelity import Fidelity
 from slimqwen.evals.quality import Quality
-from slimqwen.records import frame, pairing, store
+from slimqwen.records import pairing, store
 from slimqwen.records.collection import collect
 from slimqwen.records.pairing import NotComparableError
 from slimqwen.records.split import Split, split_of
-from slimqwen.report import leaderboard, log, trends
+from slimqwen.report import leaderboard
 from tests import record_files
 from tests.evals.gate_checks import Checks
 
@@ -112,10 +112,6 @@ def test_quality_records_of_different_splits_are_not_compared(repository: Path) 
     records = collect(repository)
     (row,), problems = leaderboard.rows_of(records, "small")
     assert (len(row.scores), [each.location for each in problems]) == (1, [])
-    # The log says of which side a finding is, and pairs it with the baseline's of that side.
-    entries = {entry.location: entry.finding for entry in log.entries(repository)[0]}
-    assert entries[f"experiments/small/{second[PROOF].name}"].startswith("proof split: pass:")
-    assert "split" not in entries[f"experiments/small/{second[None].name}"]
     for path in (first[None], second[None]):
         path.unlink()
     with pytest.raises(store.MissingRecordError):
@@ -143,18 +139,3 @@ def test_a_record_says_its_split_and_old_ones_have_none(repository: Path) -> Non
         repository / "experiments" / "small", record_files.example("quality", variant="small"), [{"x": 1}]
     )
     assert split_of(store.read(old)) is None
-
-
-def test_a_trend_has_no_record_of_a_split(repository: Path) -> None:
-    whole = [write(repository, "acceptance", "small", None) for _ in range(2)]
-    write(repository, "acceptance", "small", PROOF)
-    found = trends.trends(collect(repository), "small")
-    assert {len(rows) for trend in found.values() for rows in trend.values()} == {len(whole)}
-
-
-def test_a_data_frame_says_which_rows_are_of_a_split(repository: Path) -> None:
-    for split in (None, PROOF):
-        write(repository, "quality", "small", split)
-    rows = frame.load(repository)
-    assert set(rows.subject) == {"tinyworld", "tinyworld, proof split"}
-    assert "proof_share" not in set(rows.measure)

@@ -16,7 +16,6 @@ from slimqwen.analysis.roofline.gpu import Gpu
 from slimqwen.checkpoint.files import sha256
 from slimqwen.plan import shapes
 from slimqwen.records import provenance, store
-from slimqwen.records.collection import Collection
 from slimqwen.records.panel import Line, Panel
 from slimqwen.records.record import Block, Record
 from slimqwen.records.table import Table
@@ -58,14 +57,6 @@ class Waterfall(Record):
     def _unit(self) -> tuple[str, float]:
         """Unit of tables and charts with its bytes: GB, or MB for the embedded model."""
         return ("GB", 1e9) if max(step.bytes for step in self.steps) >= 1e8 else ("MB", 1e6)
-
-    def finding(self, path: Path, records: Collection) -> str:
-        """The first and the last step."""
-        first, last = self.steps[0], self.steps[-1]
-        return (
-            f"a decode step at K = {last.num_speculative_tokens} takes at least {1e3 * last.seconds:.3g} ms on "
-            f"{self.gpu.name}, {last.seconds / first.seconds:.2f} of one of {first.lever} without drafts"
-        )
 
     def tables(self, path: Path) -> list[Table]:
         """A row per lever."""

@@ -1,18 +1,15 @@
 """The record kind latency: figures of one variant for each prompt class of one workload."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from slimqwen.bench.workload import Column, ServiceLevel
-from slimqwen.records.collection import Collection
 from slimqwen.records.panel import Line, Panel
 from slimqwen.records.record import (
     Block,
     Count,
-    Figure,
     NonNegative,
     Positive,
     Ratio,
@@ -22,8 +19,6 @@ from slimqwen.records.record import (
     Table,
     VariantName,
 )
-from slimqwen.records.replay import Outcome, Repeat
-from slimqwen.stats.intervals import Z
 
 AboveZero = Annotated[float, Field(gt=0)]
 
@@ -158,20 +153,6 @@ class Latency(ServedRecord):
         """Its workload."""
         return self.workload
 
-    def trends(self) -> Mapping[tuple[str, str], Figure]:
-        """Decoding speed, TTFT and TPOT of each class."""
-        figures = {}
-        for name, row in self.classes.items():
-            workload = "" if self.workload == "classes" else f"{self.workload}: "
-            label = f"{workload}{name} {row.prompt_tokens} -> {row.output_tokens}"
-            for measure, time in (("TTFT, ms", row.ttft_ms), ("TPOT, ms", row.tpot_ms)):
-                figures[measure, label] = Figure(time.mean, "ms", time.standard_error)
-            longest, shortest = (row.tpot_ms.mean + sign * Z * row.tpot_ms.standard_error for sign in (1, -1))
-            if shortest > 0:
-                speed = Figure(1e3 / row.tpot_ms.mean, "tokens/s", low=1e3 / longest, high=1e3 / shortest)
-                figures["Decoding of one sequence, tokens/s", label] = speed
-        return figures
-
     def tables(self, path: Path) -> list[Table]:
         """Figures of each prompt class."""
         from slimqwen.bench.latency.tables import class_table
@@ -193,15 +174,3 @@ class Latency(ServedRecord):
             [time.standard_error for time in times],
         )
         return [Panel("prompt length, tokens", "TPOT, ms (bars: 1 SE)", [line])]
-
-    def finding(self, path: Path, records: Collection) -> str:
-        """How many times as fast as the baseline; without a baseline the E2EL of each class."""
-        from slimqwen.bench.latency import speedups
-
-        return speedups.finding(self, path, records)
-
-    def replay(self, path: Path, repeat: Repeat) -> Outcome:
-        """Time the same requests again: reproduced if 1 lies within the interval of the speed-up."""
-        from slimqwen.bench.latency import replay
-
-        return replay.replay(self, path, repeat)

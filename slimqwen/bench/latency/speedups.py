@@ -13,9 +13,7 @@ import numpy as np
 
 from slimqwen.bench.latency.record import ClassFigures, Latency
 from slimqwen.records import store
-from slimqwen.records.collection import Collection
 from slimqwen.records.pairing import (
-    against_baseline,
     hardware_basis,
     newest_pair,
     require_quiet,
@@ -130,20 +128,6 @@ def compare_latency(first: Path, second: Path) -> list[Speedup]:
     require_quiet(a, b)
     require_same(first, second, latency_basis(a), latency_basis(b), _command(b.variant, a))
     return class_speedups((a, b), [by_class_and_round(store.read_items(path)) for path in (first, second)])
-
-
-def finding(record: Latency, path: Path, records: Collection) -> str:
-    """The finding of a latency record, for a line of the log; arguments and errors as for `Record.finding`."""
-    workload = "" if record.workload == "classes" else f"{record.workload}: "
-    comparison = against_baseline(record, path, records, compare_latency)
-    if comparison is None:
-        times = (
-            f"{name} {row.e2el_ms.mean:,.0f} ± {row.e2el_ms.standard_error:,.0f}"
-            for name, row in record.classes.items()
-        )
-        return f"{workload}E2EL, ms: {', '.join(times)}"
-    baseline, rows = comparison
-    return f"{workload}speed in E2EL: {', '.join(map(str, end_to_end(rows)))}, of {baseline}"
 
 
 def end_to_end(rows: Sequence[Speedup]) -> list[Speedup]:

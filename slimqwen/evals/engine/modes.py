@@ -22,7 +22,6 @@ from slimqwen.evals.engine.isolation import Engines, server_here, titled
 from slimqwen.evals.engine.scenarios import Answer, EngineSettings, Run
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
-from slimqwen.records.collection import Collection
 from slimqwen.records.journal import journal_file, locked
 from slimqwen.records.record import Block, Count, NonNegative, ServedRecord, Table
 from slimqwen.serving import unsafe_engines
@@ -121,10 +120,6 @@ class EngineModes(ServedRecord):
             f"{self.unsafe} of {self.tried} combinations of engine modes are unsafe, {self.served_unsafe} of them "
             f"served by {self.variant}; a server does not start with an unsafe one"
         )
-
-    def finding(self, path: Path, records: Collection) -> str:
-        """The verdict and how many combinations are unsafe."""
-        return f"{self.verdict}: {self.summary()}"
 
     def tables(self, path: Path) -> list[Table]:
         """One row per combination; reasons and notes are numbered below."""

@@ -21,7 +21,7 @@ from slimqwen.evals.engine.modes import EngineModes
 from slimqwen.evals.gate import Gate, GateSettings
 from slimqwen.evals.quality_parts import PartAnswers
 from slimqwen.evals.suites.suite import Suite
-from slimqwen.records import migrations, provenance, registry, store
+from slimqwen.records import provenance, registry, store
 from slimqwen.records.journal import Journal, locked
 from slimqwen.records.record import Provenance
 from slimqwen.search import SearchError
@@ -298,7 +298,7 @@ class _Driver:
         )
 
     def _publish(self, unwritten: UnwrittenRecord, side: Variant) -> Path:
-        kind, _ = migrations.named(unwritten["record"]["schema"])
+        kind = unwritten["record"]["schema"].partition("/")[0]
         record = registry.kinds()[kind].model_validate(unwritten["record"])
         block = _with_present_files(record.provenance, side)
         record = record.model_copy(update={"provenance": block})
