@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import traceback
 import venv
 from pathlib import Path
 
@@ -20,9 +21,11 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "slimqwen-install.json"
 MADE_FOR = VENV / "slimqwen-made-for"
-"""Platform and Python of an environment, there from its first moment."""
+"""Platform, Python and folder of an environment, there from its first moment."""
 
 LOG = ROOT / "logs" / "install.log"
+
+DRIVER = Path("/proc/driver/nvidia/version")
 
 EXTRAS = ("ray",)
 """Lock files of requirements/ that are installed only where they are asked for."""
@@ -31,6 +34,12 @@ MINIMUM, BELOW = (3, 11), (3, 14)
 NEEDED_GB = {"cpu": 7, "cuda": 25}  # measured for cpu: 4.9 GB in .venv and 1.2 GB of downloads on the way
 PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 """Asked only where the machine's own index has no CPU build of torch (PyPI has the CUDA build alone)."""
+
+
+MISREAD_IN_PATHS = {
+    "cpu": re.compile(r"[^\w .+,=@~&'()/\x80-\U0010ffff-]"),  # any other sign was tried
+    "cuda": re.compile(r"[^\w.+,=@/-]", re.ASCII),  # kernels are compiled there by more tools
+}
 
 
 class InstallError(Exception):
@@ -47,8 +56,8 @@ def main() -> int:
         "--extras", nargs="*", default=[], choices=EXTRAS, help="optional parts; those installed already stay"
     )
     options = parser.parse_args()
-    platform = options.platform or ("cuda" if has_gpu() else "cpu")
     try:
+        platform = options.platform or ("cuda" if has_gpu() else "cpu")
         extras = sorted({*options.extras, *installed_extras()})
         locks = [ROOT / "requirements" / f"{name}.txt" for name in (platform, *extras)]
         stamp = {
@@ -56,6 +65,7 @@ def main() -> int:
             "python": sys.version.split()[0],
             "extras": extras,
             "ingredients": ingredients(locks),
+            "folder": str(ROOT),
         }
         if PYTHON.exists() and STAMP.exists() and json.loads(STAMP.read_text()) == stamp:
             print(f"environment is up to date ({platform}): .venv")
@@ -72,13 +82,30 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        LOG.parent.mkdir(exist_ok=True)
+        with LOG.open("a") as log:
+            log.write(traceback.format_exc())
+        print(
+            f"error: unexpected {type(error).__name__}: {error}; the traceback is in {LOG}", file=sys.stderr
+        )
+        return 1
     print(f"installed for {platform}: .venv (log: {LOG.relative_to(ROOT)})")
     return 0
 
 
 def has_gpu() -> bool:
-    """Whether the driver of an NVIDIA GPU is loaded."""
-    return Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
+    """Whether the driver of an NVIDIA GPU is loaded, or, as on WSL, its tool lists one."""
+    if DRIVER.exists():
+        return True
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return listed.returncode == 0 and listed.stdout.startswith("GPU ")
 
 
 def installed_extras() -> list[str]:
@@ -95,7 +122,12 @@ def ingredients(locks: list[Path]) -> str:
 
 
 def check_machine(platform: str) -> None:
-    """Refuse a machine on which the install could only fail later."""
+    """Refuse a machine or a folder in which something could only fail later."""
+    if misread := sorted(set(MISREAD_IN_PATHS[platform].findall(str(ROOT)))):
+        raise InstallError(
+            f"compilers or libraries misread {' '.join(map(repr, misread))} in the path of this checkout, "
+            f"{str(ROOT)!r}; move it to a path of letters, digits, '-' and '_'"
+        )
     if not MINIMUM <= sys.version_info[:2] < BELOW:
         have = ".".join(map(str, sys.version_info[:2]))
         raise InstallError(
@@ -145,12 +177,18 @@ def install(platform: str, locks: list[Path]) -> None:
 
 
 def make_environment(platform: str) -> None:
-    """Make an empty .venv, unless there is one of this platform and this Python: then what it holds is gone on with.
+    """Make an empty .venv, unless there is one of this platform, Python and folder: what that holds is kept.
 
-    pip would take the CPU's builds for CUDA's, as their versions are equal, and a venv keeps the Python that made it.
+    pip would take the CPU's builds for CUDA's, as their versions are equal, and a venv keeps the Python that made it
+    and the folder that it was made in.
     """
-    made_for = f"{platform} {sys.version.split()[0]}"
-    if PYTHON.exists() and MADE_FOR.exists() and MADE_FOR.read_text() == made_for:
+    made_for = [f"{platform} {sys.version.split()[0]}", str(ROOT)]
+    # An older environment does not say its folder.
+    if (
+        PYTHON.exists()
+        and MADE_FOR.exists()
+        and MADE_FOR.read_text().splitlines() in (made_for, made_for[:1])
+    ):
         return
     if Path(sys.prefix).resolve() == VENV:
         raise InstallError(".venv has to be made anew, and this is its own Python; run `deactivate` first")
@@ -160,7 +198,7 @@ def make_environment(platform: str) -> None:
         raise InstallError(
             "this Python cannot make environments; Debian: apt-get install python3-venv"
         ) from None
-    MADE_FOR.write_text(made_for)
+    MADE_FOR.write_text("\n".join(made_for))
 
 
 def pip(what: str, *arguments: str, total: int = 1) -> None:

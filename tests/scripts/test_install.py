@@ -15,7 +15,7 @@ from slimqwen import variant
 def bare_copy(tmp_path):
     """What scripts/install.py reads, in a repository without a .venv."""
     root = tmp_path / "copy"
-    for name in ("scripts/install.py", "requirements/cpu.txt", "pyproject.toml"):
+    for name in ("scripts/install.py", "requirements/cpu.txt", "requirements/cuda.txt", "pyproject.toml"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes((variant.repository_root() / name).read_bytes())
     return root
@@ -48,10 +48,14 @@ def test_an_environment_of_another_python_or_platform_is_made_anew(bare_copy, mo
     install.make_environment("cuda")
     install.make_environment("cuda")
     assert made == [False, True, True]
+    install.MADE_FOR.write_text(f"cuda {sys.version.split()[0]}\n/where/the/checkout/was/before")
+    install.make_environment("cuda")
+    install.make_environment("cuda")
+    assert made == [False, True, True, True]
     monkeypatch.setattr(install.sys, "prefix", str(install.VENV))
     with pytest.raises(install.InstallError, match="deactivate"):
         install.make_environment("cpu")
-    assert len(made) == 3
+    assert len(made) == 4
 
 
 @pytest.fixture
@@ -117,6 +121,71 @@ def test_an_unfit_python_is_refused_in_one_line(bare_copy):
     assert len(ended.stderr.splitlines()) == 1
     assert "does not fit" in ended.stderr
     assert not (bare_copy / ".venv").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "platform", "signs"),
+    [
+        ("50% done", "cpu", "'%'"),
+        ("a:b", "cpu", "':'"),
+        ('a "new" $HOME', "cpu", "'\"' '$'"),
+        ("two\nlines", "cpu", r"'\n'"),
+        ("my models", "cuda", "' '"),
+        ("modèles", "cuda", "'è'"),
+    ],
+)
+def test_a_path_that_a_tool_would_misread_is_refused_in_one_line(bare_copy, name, platform, signs):
+    root = bare_copy.rename(bare_copy.parent / name)
+    ended = subprocess.run(
+        [sys.executable, root / "scripts/install.py", "--platform", platform], capture_output=True, text=True
+    )
+    assert (ended.returncode, len(ended.stderr.splitlines())) == (2, 1)
+    assert f"misread {signs} in the path of this checkout" in ended.stderr
+    assert not (root / ".venv").exists()
+
+
+@pytest.mark.parametrize("name", ["Martha's (new) é e\u0301 & co~1,a=b+c@d", "plain-path_1.2"])
+def test_other_letters_of_a_path_are_no_obstacle(bare_copy, name, monkeypatch):
+    install = script_of(bare_copy.rename(bare_copy.parent / name))
+    monkeypatch.setattr(install.shutil, "which", lambda name: None)
+    with pytest.raises(install.InstallError, match="no C compiler"):
+        install.check_machine("cpu")
+
+
+def test_what_nobody_expected_is_one_line_and_a_log(bare_copy, monkeypatch, capsys):
+    install = script_of(bare_copy)
+    monkeypatch.setattr(sys, "argv", ["install.py", "--platform", "cpu"])
+    for error, code, said in (
+        (RuntimeError("odd"), 1, f"error: unexpected RuntimeError: odd; the traceback is in {install.LOG}\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+    ):
+
+        def fail(*_, error=error):
+            raise error
+
+        monkeypatch.setattr(install, "check_machine", fail)
+        assert install.main() == code
+        assert capsys.readouterr().err == said
+    assert "RuntimeError: odd" in install.LOG.read_text()
+
+
+@pytest.mark.parametrize(
+    ("script", "is_found"),
+    [
+        ("echo 'GPU 0: NVIDIA A40 (UUID: GPU-1)'", True),
+        ("echo 'NVIDIA-SMI has failed because it could not communicate with the driver'; exit 9", False),
+        ("echo 'No devices found.'", False),
+        (None, False),
+    ],
+)
+def test_a_tool_that_lists_no_gpu_is_no_gpu(bare_copy, tmp_path, monkeypatch, script, is_found):
+    install = script_of(bare_copy)
+    monkeypatch.setattr(install, "DRIVER", tmp_path / "no driver")
+    if script:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert install.has_gpu() is is_found
 
 
 def test_no_compiler_is_refused_in_one_line(bare_copy, tmp_path, monkeypatch):

@@ -40,6 +40,7 @@ FIXES = (
     "aligned_states",
     "notify_mailbox",
     "aot_load",
+    "quoted_paths",
     "eager_ranks",
 )
 """The modules of all fixes, in the order in which they are installed."""

@@ -60,6 +60,7 @@ def stock_expand():
 def patched_places():
     """(owner, name) of every attribute of vLLM or torch that a fix replaces, but those that `stock_vllm` names."""
     from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable
+    from torch._inductor.cpp_builder import CppBuilder
     from vllm import _custom_ops
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
@@ -74,6 +75,7 @@ def patched_places():
 
     return (
         (BundledAOTAutogradSerializableCallable, "deserialize_compile_artifacts"),
+        (CppBuilder, "__init__"),
         (_custom_ops, "fused_sigmoid_gating_delta_rule_update_cpu"),
         (SpinCondition, "record_read"),
         (gdn_attention, "_spec_forward"),

@@ -1,0 +1,51 @@
+"""Paths with a space or another sign of the shell's in torch.compile's calls of the C++ compiler.
+
+`CppBuilder` in torch/_inductor/cpp_builder.py makes one command line, which it splits again as a shell would, and
+quotes the folders of headers alone. In a checkout at "/home/me/my models" the compiler looks for files named
+"/home/me/my", and the start ends with a CppCompileError. Seen in torch 2.13.0.
+
+Goes away when torch quotes every path of that command, or keeps its words apart.
+"""
+
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from slimqwen.vllm_plugin.engine_fixes.upstream import replace
+
+_FIX = "quoted_paths"
+
+
+def reason() -> str | None:
+    """Why this machine needs the fix; None where every path is one word for a shell."""
+    paths = sys.prefix, os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""), tempfile.gettempdir()
+    strange = [path for path in paths if path and shlex.quote(path) != path]
+    return f"torch would not quote the path {strange[0]} for the compiler" if strange else None
+
+
+def install() -> bool:
+    """Have torch quote all paths; False if it does."""
+    from torch._inductor import cpp_builder
+
+    def build(
+        stock: Callable[..., None],
+        self: Any,
+        name: str,
+        sources: str | Sequence[str],
+        BuildOption: Any,  # noqa: N803  (torch's name)
+        output_dir: str = "",
+    ) -> None:
+        files = [sources] if isinstance(sources, str) else sources
+        stock(self, name, [shlex.quote(file) for file in files], BuildOption, output_dir)
+        self._output = self._output.replace(self._target_file, shlex.quote(self._target_file))
+        folders = BuildOption.get_libraries_dirs()
+        self._libraries_dirs_args = "".join(f"-L{shlex.quote(folder)} " for folder in folders)
+        if header := BuildOption.precompiled_header:
+            include = f"-include {header} "
+            quoted = f"-include {shlex.quote(header)} "
+            self._include_dirs_args = self._include_dirs_args.replace(include, quoted, 1)
+
+    return replace(_FIX, cpp_builder.CppBuilder, "__init__", build)
