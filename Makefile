@@ -75,8 +75,8 @@ search: | $(READY) ## find the fastest variant of BASE for a GPU within its qual
 compare: | $(READY) ## print the paired tables of two variants (A=tiny B=tiny-awq)
 	@$(RUN) record compare $(A) $(B)
 
-report: | $(READY) ## report/index.html: leaderboard, fronts, costs, a page per variant (PRICES=file; FIGURES=docs/figures: SVG files instead)
-	@$(RUN) report $(call option,FIGURES,--figures) $(call option,PRICES,--prices)
+report: | $(READY) ## report/index.html: what to serve, the leaderboard, each variant
+	@$(RUN) report
 
 build: | $(READY) ## VARIANT as a container image (BASE_IMAGE=name@sha256:…|debootstrap PLATFORM=cpu|cuda CONTAINER_TOOL=… TAG=… WHEELHOUSE=folder)
 	@$(RUN) image build --variant $(VARIANT) $(IMAGE) $(CONTEXT)

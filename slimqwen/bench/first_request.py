@@ -26,7 +26,6 @@ from slimqwen.bench.questions import KINDS, QUESTION_TOKENS, Kind, Questions
 from slimqwen.host_load import HostLoad, Watch
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
-from slimqwen.records.panel import Line, Panel
 from slimqwen.records.record import Block, Count, NonNegative, Positive, Ratio, Record
 from slimqwen.records.table import Table
 from slimqwen.serving.command import ServerCommand
@@ -188,25 +187,6 @@ class FirstRequest(Record):
             *provenance.source_notes(self, path),
         )
         return [Table(f"First requests of {self.variant}", headings, rows, notes)]
-
-    def panels(self) -> list[Panel]:
-        """Relative TTFT of the first request by start, and TTFT with a system prompt by start."""
-        numbers = range(1, len(self.servers.warmed) + 1)
-        firsts = [
-            Line(
-                f"first {kind}, {server}",
-                numbers,
-                [getattr(start, kind).relative_ttft for start in getattr(self.servers, server)],
-            )
-            for server, kind in itertools.product(SERVERS, KINDS)
-        ]
-        labels = ("first chat", "cached system prompt", "new system prompt")
-        series = _prefix_ttft_ms(self.system_prompt.rounds)
-        chats = [Line(label, numbers, ttft_ms) for label, ttft_ms in zip(labels, series, strict=True)]
-        return [
-            Panel("start", "first TTFT / median of later requests", firsts),
-            Panel("start", "TTFT with a system prompt (ms)", chats),
-        ]
 
     def _row(self, server: Server, kind: Kind) -> tuple[str, ...]:
         series: list[Series] = [getattr(start, kind) for start in getattr(self.servers, server)]

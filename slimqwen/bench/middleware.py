@@ -13,7 +13,6 @@ from slimqwen.bench.client import StreamingClient
 from slimqwen.host_load import HostLoad, Watch
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
-from slimqwen.records.panel import Line, Panel
 from slimqwen.records.record import Block, Count, NonNegative, Ratio, Record
 from slimqwen.records.table import Table
 from slimqwen.serving.command import ServerCommand
@@ -68,22 +67,6 @@ class Middleware(Record):
         )
         title = f"Cost of the middleware, {self.variant}"
         return [Table(title, headings, rows, provenance.source_notes(self, path))]
-
-    def panels(self) -> list[Panel]:
-        """TTFT and TPOT of each pair."""
-        numbers = range(1, len(self.pairs) + 1)
-
-        def panel(heading: str, milliseconds: Callable[[Times], float]) -> Panel:
-            lines = [
-                Line("with middleware", numbers, [milliseconds(pair.with_) for pair in self.pairs]),
-                Line("without middleware", numbers, [milliseconds(pair.without) for pair in self.pairs]),
-            ]
-            return Panel("pair", heading, lines)
-
-        return [
-            panel("TTFT (ms)", lambda times: times.ttft_ms),
-            panel("TPOT (ms)", lambda times: times.tpot_ms),
-        ]
 
 
 def write(

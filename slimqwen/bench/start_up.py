@@ -9,7 +9,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,6 @@ from slimqwen.bench.client import StreamingClient
 from slimqwen.host_load import HostLoad, Watch
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
-from slimqwen.records.panel import Line, Panel
 from slimqwen.records.record import Block, Figure, NonNegative, Ratio, Record
 from slimqwen.records.table import Table
 from slimqwen.serving import baked_cache
@@ -148,33 +147,6 @@ class StartUp(Record):
         headings = ("phase", "meaning", *(f"{kind}, s" for kind in columns))
         title = f"Start-up of {self.variant}"
         return [Table(title, headings, rows, (*notes, *provenance.source_notes(self, path)), text_columns=2)]
-
-    def panels(self) -> list[Panel]:
-        """Seconds until ready and in graphs by round, and the median of each phase, stacked."""
-
-        def lines(seconds: Callable[[Start], float]) -> list[Line]:
-            return [
-                Line(kind, range(1, len(starts) + 1), [seconds(start) for start in starts])
-                for kind, starts in self.starts.items()
-            ]
-
-        ready = lines(lambda start: start.ready_seconds)
-        compiling = lines(lambda start: sum(graph.seconds for graph in start.graphs))
-        panels = [
-            Panel("round", "until ready (s)", ready),
-            Panel("round", "compiling or loading (s)", compiling),
-        ]
-        if self.phases:
-            phases = [
-                Line(
-                    name.replace("_", " "),
-                    range(len(self.starts)),
-                    [median(start.phases[name] for start in starts) for starts in self.starts.values()],
-                )
-                for name in self.phases
-            ]
-            panels.append(Panel("start", "seconds by phase (medians)", phases, tuple(self.starts)))
-        return panels
 
 
 def write(

@@ -167,21 +167,19 @@ def relative(path: Path) -> Path:
 
 
 def show_record(path: Path, log: Path | None = None) -> Any:
-    """Print the tables of a new record, draw the chart of one in results/, print the paths; returns the record.
+    """Print the tables and the paths of a new record; returns the record.
 
     Args:
         log: log of the measurement, where there is one.
     """
     from slimqwen.records import store
-    from slimqwen.report import charts
 
     record = store.read(path)
-    chart = charts.draw_beside(path) if record.folder == "results" else None
     for shown in record.tables(path):
         console.print(shown.as_rich())
     if record.provenance.host_was_busy:
         say("the host was busy: this record is marked, and no comparison uses it")
-    files = {"record": path, "chart": chart, "log": log}
+    files = {"record": path, "log": log}
     say(", ".join(f"{name}: {relative(file)}" for name, file in files.items() if file))
     return record
 

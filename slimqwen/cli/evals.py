@@ -156,7 +156,6 @@ def acceptance(
     """Measure the acceptance length of drafts for each K by class and temperature; choose K, also by load."""
     from slimqwen.analysis.roofline.bounds import tokens_per_second_by_depth
     from slimqwen.evals import acceptance
-    from slimqwen.report import charts
 
     log = variant.root / "logs" / f"acceptance-{variant.name}.log"
     with measuring(log) as progress:
@@ -172,7 +171,6 @@ def acceptance(
         )
     record = show_record(path, log)
     if advice := acceptance.graph_sizes_advice(record, variant):
-        charts.draw_beside(path)
         say(advice)
     if line := acceptance.schedule_advice(record):
         say(line)

@@ -5,10 +5,9 @@ from typing import Annotated
 import typer
 
 from slimqwen import variant as variants
-from slimqwen.cli.console import console, progress_bar, relative, say
+from slimqwen.cli.console import console, relative, say
 from slimqwen.cli.options import VariantOption
 from slimqwen.cli.report import update_tables
-from slimqwen.variant import Variant
 
 app = typer.Typer(help="List, create and promote variants.", no_args_is_help=True)
 
@@ -62,20 +61,3 @@ def promote(variant: VariantOption) -> None:
     else:
         say(f"no model card: no recipe made {relative(variant.weights)}")
     update_tables(variant.root)
-
-
-def diff(
-    first: Annotated[
-        Variant, typer.Argument(metavar="FIRST", help="folder of experiments/", parser=variants.load)
-    ],
-    second: Annotated[
-        Variant, typer.Argument(metavar="SECOND", help="folder of experiments/", parser=variants.load)
-    ],
-) -> None:
-    """Show how two variants differ: tensors, config, tokenizer, flags; name the changes that no stage explains."""
-    from slimqwen.report import checkpoint_difference
-
-    with progress_bar() as progress:
-        tables = checkpoint_difference.tables(first, second, progress)
-    for table in tables:
-        console.print(table.as_rich())

@@ -18,7 +18,6 @@ from slimqwen.evals.drafting import AcceptanceSettings, Item
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
 from slimqwen.records.journal import journal_file, locked
-from slimqwen.records.panel import Line, Panel
 from slimqwen.records.record import Block, Count, Estimate, Figure, NonNegative, Positive, Sha256, Table
 from slimqwen.records.settings import SettingsName
 from slimqwen.records.split import Split, SplitRecord
@@ -105,34 +104,6 @@ class Acceptance(SplitRecord):
         length = lengths[self.gate_depth if self.gate_depth in lengths else max(lengths)]
         figure = Figure(length.value, "tokens", length.standard_error, count=length.count)
         return {**super().figures(), "acceptance_length": figure}
-
-    def panels(self) -> list[Panel]:
-        """Acceptance length by depth, one line per class and temperature; greedy acceptance rates by position."""
-        lines: dict[tuple[str, float], list[tuple[int, Setting]]] = {}
-        for row in self.depths:
-            for setting in row.settings:
-                lines.setdefault((setting.class_, setting.temperature), []).append((row.depth, setting))
-        if not lines:
-            return []
-        lengths = [
-            Line(
-                f"{name}, temperature {temperature:g}",
-                [depth for depth, _ in points],
-                [setting.length.value for _, setting in points],
-                [setting.length.standard_error for _, setting in points],
-            )
-            for (name, temperature), points in lines.items()
-        ]
-        (name, temperature), points = next(iter(lines.items()))
-        rates = [
-            Line(f"K = {depth}", range(1, depth + 1), [rate.value for rate in setting.rates])
-            for depth, setting in points
-        ]
-        position = f"position of the draft ({name}, temperature {temperature:g})"
-        return [
-            Panel("tokens drafted (K)", "acceptance length, tokens (bars: 1 SE)", lengths),
-            Panel(position, "share accepted up to it", rates),
-        ]
 
     def tables(self, path: Path) -> list[Table]:
         """One row per depth, class and temperature; then the speed of each depth, where there is a choice."""

@@ -33,7 +33,6 @@ from slimqwen.evals.fidelity_figures import (
 from slimqwen.progress import Progress, silent
 from slimqwen.recipe import variant_recipe
 from slimqwen.records import provenance, store
-from slimqwen.records.panel import Line, Panel
 from slimqwen.records.record import Block, Estimate, Table, VariantName, Verdict
 from slimqwen.records.settings import SettingsName
 from slimqwen.records.split import Split, SplitRecord
@@ -92,12 +91,6 @@ class Fidelity(SplitRecord):
                 )
             )
         return tables
-
-    def panels(self) -> list[Panel]:
-        """KL divergence of the checkpoint after each stage of the recipe."""
-        stages = [row for row in self.stages if row.kl_nats]
-        kl = Line("KL", range(len(stages)), [row.kl_nats.value for row in stages if row.kl_nats])
-        return [Panel("stage", "KL, nats a token", [kl], [row.stage for row in stages])] if stages else []
 
     def _figures_table(self, path: Path) -> Table:
         baseline_records = (

@@ -24,7 +24,6 @@ from slimqwen.evals.quality import Quality
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
 from slimqwen.records.journal import journal_file, locked
-from slimqwen.records.panel import Line, Panel
 from slimqwen.records.record import Block, Count, NonNegative, Positive, Record, Table
 from slimqwen.records.record import Share as ShareOfOne
 from slimqwen.serving.command import ServerCommand
@@ -112,19 +111,6 @@ class GatePower(Record):
         caught = all(row.caught == row.copies for row in self.damages)
         rare = all(row.verdict == Verdict.PASS for row in self.false_alarms)
         return Verdict.PASS if caught and rare else Verdict.FAIL
-
-    def panels(self) -> list[Panel]:
-        """Reading of the responsible check for each seed's damage, beside the undamaged checkpoint."""
-        panels = []
-        for check, label in gate.FIGURES_ON_CHARTS.items():
-            lines = [
-                Line(row.damage, self.seeds, [reading.value for reading in row.rows], joined=False)
-                for row in self.damages
-                if row.gate == check
-            ]
-            undamaged = [self.undamaged[check].value] * len(self.seeds)
-            panels.append(Panel("seed", label, [*lines, Line("undamaged", self.seeds, undamaged)]))
-        return panels
 
     def tables(self, path: Path) -> list[Table]:
         """One row per kind of damage; then one row per check with false alarms."""

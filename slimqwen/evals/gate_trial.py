@@ -18,7 +18,6 @@ from slimqwen.evals.damage import Damage
 from slimqwen.evals.gate import CHECKS, Gate
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
-from slimqwen.records.panel import Line, Panel
 from slimqwen.records.record import Block, Finding, Record, Table
 from slimqwen.stats.verdict import Verdict
 from slimqwen.variant import Variant
@@ -55,22 +54,6 @@ class GateTrial(Record):
         """Pass where the gate fails every damaged copy and does not fail the identical one."""
         correct = all((trial.verdict == Verdict.FAIL) == bool(trial.damage) for trial in self.trials)
         return Verdict.PASS if correct else Verdict.FAIL
-
-    def panels(self) -> list[Panel]:
-        """Mean KL and acceptance length of each copy beside the limits of the checks."""
-        copies = ", ".join(
-            f"{number} {trial.damage or 'identical'}" for number, trial in enumerate(self.trials)
-        )
-        numbers = range(len(self.trials))
-        panels = []
-        for check, label in gate.FIGURES_ON_CHARTS.items():
-            findings = [
-                next(finding for finding in trial.findings if finding.gate == check) for trial in self.trials
-            ]
-            measured = Line("measured", numbers, [finding.value or 0.0 for finding in findings], joined=False)
-            limit = Line("limit", numbers, [finding.limit for finding in findings])
-            panels.append(Panel(copies, label, [measured, limit]))
-        return panels
 
     def tables(self, path: Path) -> list[Table]:
         """One row per copy: the verdict of each check, and the gate's."""

@@ -11,7 +11,6 @@ from slimqwen.evals import EvalError
 from slimqwen.recipe.stages.redistill_mtp import CURVE
 from slimqwen.records import provenance, store
 from slimqwen.records.collection import Collection
-from slimqwen.records.panel import Line, Panel
 from slimqwen.records.record import Block, Count, NonNegative, Positive, Record, Share, Table
 from slimqwen.variant import Variant
 
@@ -54,26 +53,6 @@ class Redistillation(Record):
     acceptance_length_before_vllm: float = Field(ge=1, description="Counted by vLLM.")
     acceptance_length_kept_vllm: float = Field(ge=1, description="Counted by vLLM, of the kept head.")
     learning_curve: tuple[LearningPoint, ...] = Field(min_length=1)
-
-    def panels(self) -> list[Panel]:
-        """Learning curve, and acceptance by position before and after training."""
-        trained = [
-            (point.step, point.training_loss)
-            for point in self.learning_curve
-            if point.training_loss is not None
-        ]
-        training = Line("training", [step for step, _ in trained], [loss for _, loss in trained])
-        validation = Line(
-            "validation",
-            [point.step for point in self.learning_curve],
-            [point.validation_loss for point in self.learning_curve],
-        )
-        positions = range(1, self.before.depth + 1)
-        rates = [Line("before", positions, self.before.rates), Line("after", positions, self.after.rates)]
-        return [
-            Panel("step", "divergence from the target, nats a token", [training, validation]),
-            Panel("position of the draft", "share accepted up to it", rates),
-        ]
 
     def finding(self, path: Path, records: Collection) -> str:
         """The head that was kept, and the acceptance length of both."""

@@ -18,7 +18,6 @@ from pydantic_core import CoreSchema
 from slimqwen.host_load import HostLoad
 from slimqwen.records.figures import Figure as Figure
 from slimqwen.records.figures import figures_of
-from slimqwen.records.panel import Panel
 from slimqwen.records.table import Table as Table
 from slimqwen.stats.verdict import Verdict as Verdict
 
@@ -370,10 +369,6 @@ class Record(VersionedFile):
         )
         title = f"{self.kind.replace('_', ' ').capitalize()} of {self.variant}"
         return [Table(title, ("figure", "value", "95 % interval", "unit"), rows)]
-
-    def panels(self) -> list[Panel]:
-        """Panels of the record's chart, on the site and in the SVG beside a record of results/; none by default."""
-        return []
 
     @classmethod
     def __get_pydantic_json_schema__(

@@ -4,19 +4,16 @@ A cell shows a figure of one record, or a comparison of two paired records; noth
 shows up by itself: its verdict in the evidence, its `leaderboard_columns` as columns.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from slimqwen.bench.latency import Latency
-from slimqwen.bench.latency.record import ClassFigures
 from slimqwen.bench.latency.speedups import (
     ALL_CLASSES,
     Speedup,
-    by_class_and_round,
-    by_round,
     compare_latency,
     latency_basis,
 )
@@ -28,10 +25,8 @@ from slimqwen.evals.quality_comparison import TaskComparison
 from slimqwen.records import provenance, registry, store
 from slimqwen.records.collection import Collection, Problem, StoredRecord
 from slimqwen.records.record import Figure, Record
-from slimqwen.stats import intervals, verdict
-
-TIMES = {"e2el_ms": "E2EL", "ttft_ms": "TTFT", "tpot_ms": "TPOT"}
-"""Latency measures of the leaderboard and their headings."""
+from slimqwen.records.table import Table
+from slimqwen.stats import verdict
 
 DAMAGED = (SlimqwenError, ValueError, TypeError, KeyError)
 """Errors of items that are damaged or from another version."""
@@ -91,28 +86,16 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Timing:
-    """The newest latency record over the prompt classes on one hardware.
+    """A latency record of a variant, and the comparison with its baseline.
 
     Attributes:
-        baseline: the baseline's record of the same requests on the same hardware; None without one.
         comparison: paired ratios of both records; empty if they were not timed in turns.
         as_scored: whether it is of the same checkpoint as the newest quality record.
     """
 
     latency: StoredRecord[Latency]
-    baseline: StoredRecord[Latency] | None = None
     comparison: tuple[Speedup, ...] = ()
     as_scored: bool = True
-
-    @property
-    def classes(self) -> Mapping[str, ClassFigures]:
-        """The record's prompt classes by name."""
-        return self.latency.record.classes
-
-    @property
-    def in_turns(self) -> bool:
-        """Whether both records are of one run, in which the servers took turns."""
-        return self.baseline is not None and _is_one_run(self.latency, self.baseline)
 
     @cached_property
     def speed(self) -> Speedup | None:
@@ -140,7 +123,6 @@ class Row:
         figures: figures of the kinds' leaderboard columns by column heading, with their records.
         size_bytes: size of the checkpoint that was measured last.
         evidence: newest record of each kind in experiments/.
-        fronts: costs at which the row is on the Pareto front.
     """
 
     variant: str
@@ -155,8 +137,6 @@ class Row:
     figures: Mapping[str, tuple[Figure, StoredRecord[Record]]]
     size_bytes: int | None
     evidence: tuple[Evidence, ...]
-    newest: StoredRecord[Record] | None
-    fronts: tuple[str, ...] = ()
 
     @property
     def group(self) -> tuple[str, str]:
@@ -167,11 +147,6 @@ class Row:
     def is_measured(self) -> bool:
         """Whether there is evidence: a record in experiments/."""
         return any(evidence.verdict != "missing" for evidence in self.evidence)
-
-    @property
-    def suites(self) -> list[str]:
-        """Suites with a score."""
-        return sorted({suite for suite, _ in self.scores})
 
     @property
     def standing(self) -> str:
@@ -242,11 +217,9 @@ def rows_of(collection: Collection, variant: str) -> tuple[list[Row], list[Probl
     scores = _scores(collection, variant, baseline, problems)
     changes = [score.change.judgement.verdict for score in scores.values() if score.change]
     paired_verdicts = {Quality.kind: str(verdict.overall(changes))} if changes else {}
-    timed: dict[str, StoredRecord[Latency]] = {}
-    for entry in collection.select(Latency, variant):
-        if entry.record.workload == "classes":
-            timed.setdefault(hardware(entry), entry)
-    machines = list(timed) or [hardware(entry) for entry in (scored, *records) if entry][:1] or [""]
+    latencies = collection.select(Latency, variant)
+    machines = list(dict.fromkeys(map(hardware, latencies)))
+    machines = machines or [hardware(entry) for entry in (scored, *records) if entry][:1] or [""]
     checkpoints = (entry.record.provenance.checkpoint for entry in records)
     sizes = [checkpoint.size_bytes for checkpoint in checkpoints if checkpoint]
     rows = []
@@ -264,11 +237,16 @@ def rows_of(collection: Collection, variant: str) -> tuple[list[Row], list[Probl
                     for entry in records
                 ),
                 scores=scores,
-                timed=_timed(collection, timed.get(machine), baseline, digest, problems),
+                timed=_timing(
+                    collection,
+                    [each for each in latencies if hardware(each) == machine],
+                    baseline,
+                    digest,
+                    problems,
+                ),
                 figures=_figures(collection, variant, machine),
                 size_bytes=next(filter(None, sizes), None),
                 evidence=tuple(_evidence(collection, variant, digest, paired_verdicts)),
-                newest=next(iter(records), None),
             )
         )
     return rows, [Problem(location, reason) for location, reason in problems.items()]
@@ -277,26 +255,6 @@ def rows_of(collection: Collection, variant: str) -> tuple[list[Row], list[Probl
 def hardware(entry: StoredRecord[Record]) -> str:
     """Hardware that a record was measured on."""
     return provenance.hardware_name(entry.record.provenance.hardware)
-
-
-def median_interval(entry: StoredRecord[Record], prompt_class: str, measure: str) -> tuple[float, float]:
-    """95 % interval of a class's median in a latency record, from its items.
-
-    Raises:
-        RecordError: the items are damaged.
-        TooFewItemsError: no request succeeded.
-    """
-    rounds = by_class_and_round(requests(entry, prompt_class)).get(prompt_class, {})
-    return intervals.median_interval(by_round(rounds, measure))
-
-
-def requests(entry: StoredRecord[Record], prompt_class: str) -> list[Mapping[str, Any]]:
-    """Successful requests of a class in a latency record.
-
-    Raises:
-        RecordError: the items are damaged.
-    """
-    return [item for item in _items(entry.path) if item["class"] == prompt_class and item["error"] is None]
 
 
 def _has_items(entry: StoredRecord[Record], problems: _Problems) -> bool:
@@ -384,30 +342,108 @@ def _changes(
         return {}
 
 
-def _timed(
+def _timing(
     collection: Collection,
-    entry: StoredRecord[Latency] | None,
+    entries: Sequence[StoredRecord[Latency]],
     baseline: str | None,
     digest: str | None,
     problems: _Problems,
 ) -> Timing | None:
-    if entry is None:
+    """The newest latency record that was timed in turns with the baseline, over whatever workload; else the newest."""
+    if not entries:
         return None
-    basis = latency_basis(entry.record)
-    candidates = [
-        other
-        for other in (collection.select(Latency, baseline) if baseline else ())
-        if other.record.workload == "classes" and latency_basis(other.record) == basis
-    ]
-    # A record measured in turns with this one goes before a newer one.
-    baseline_entry = min(candidates, key=lambda other: not _is_one_run(entry, other), default=None)
-    timed = Timing(entry, baseline_entry, as_scored=digest is None or _digest(entry) == digest)
-    if baseline_entry is None or not timed.in_turns:
-        return timed
-    if not (_has_items(entry, problems) and _has_items(baseline_entry, problems)):
-        return timed
-    try:
-        return replace(timed, comparison=tuple(compare_latency(baseline_entry.path, entry.path)))
-    except DAMAGED as error:
-        problems[entry.location] = f"its items give no speed-up: {error!r}"
-        return timed
+    for entry in entries:
+        as_scored = digest is None or _digest(entry) == digest
+        for other in collection.select(Latency, baseline) if baseline else ():
+            if not _is_one_run(entry, other) or latency_basis(other.record) != latency_basis(entry.record):
+                continue
+            if not (_has_items(entry, problems) and _has_items(other, problems)):
+                continue
+            try:
+                return Timing(entry, tuple(compare_latency(other.path, entry.path)), as_scored)
+            except DAMAGED as error:
+                problems[entry.location] = f"its items give no speed-up: {error!r}"
+    return Timing(entries[0], as_scored=digest is None or _digest(entries[0]) == digest)
+
+
+_ORDER = {"promoted": 0, "pass": 1, "inconclusive": 2, "measured": 3, "fail": 4, "rejected": 5}
+
+
+def sort_rows(rows: Sequence[Row]) -> list[Row]:
+    """The rows, the most promising first."""
+    return sorted(
+        rows, key=lambda row: (_ORDER.get(row.standing, 6), -speed_up(row), row.variant, row.hardware)
+    )
+
+
+def speed_up(row: Row) -> float:
+    """Speed-up over all requests; 0 where it was not measured."""
+    return row.timed.speed.speedup or 0.0 if row.timed and row.timed.speed else 0.0
+
+
+def margins(gain: Margins) -> str:
+    """A gain in margins with its interval."""
+    return f"{gain.value:+.2f} [{gain.low:+.2f}, {gain.high:+.2f}]"
+
+
+def leaderboard_table(rows: Sequence[Row]) -> Table:
+    """One line a row: standing, evidence, speed, worst task, every score, size, the kinds' own figures."""
+    tasks = dict.fromkeys(key for row in rows for key in row.scores)
+    headings = dict.fromkeys(heading for row in rows for heading in row.figures)
+    has_suites = len({suite for suite, _ in tasks}) > 1
+    columns: dict[str, Callable[[Row], object]] = {
+        "variant": lambda row: row.variant,
+        "verdict": lambda row: "; ".join([row.standing, *row.doubts]),
+        "evidence": lambda row: ", ".join(
+            f"{each.kind.replace('_', ' ')} {each.verdict}{' (earlier checkpoint)' if each.is_stale else ''}"
+            for each in row.evidence
+            if each.verdict != "missing"
+        ),
+        "hardware": lambda row: row.hardware,
+        "speed-up [95 %]": _speed_text,
+        "worst task, in margins [95 %]": lambda row: (
+            margins(row.worst) + f" {row.worst.task}" if row.worst else None
+        ),
+    }
+    for suite, task in tasks:
+        columns[f"{task} ({suite})" if has_suites else task] = partial(_score_text, (suite, task))
+    columns["checkpoint, MB"] = lambda row: f"{row.size_bytes / 1e6:,.2f}" if row.size_bytes else None
+    for heading in headings:
+        columns[heading] = partial(_figure_text, heading)
+    notes = (
+        "Scores are ± one standard error, behind them the change against the baseline, paired by item. A margin is the "
+        "loss that still counts as equal; the worst task is the one whose interval reaches furthest down. A speed-up "
+        "is shown where both servers were timed in turns.",
+        provenance.CPU_NOTE,
+    )
+    return Table.from_rows("Leaderboard", rows, columns, *notes, text_columns=4)
+
+
+def _speed_text(row: Row) -> str | None:
+    if row.timed is None:
+        return None
+    if row.timed.speed is None:
+        return "not timed in turns" if row.baseline else None
+    return f"{row.timed.speed.ratio} ({row.timed.latency.record.workload})"
+
+
+def _score_text(key: tuple[str, str], row: Row) -> str | None:
+    if (score := row.scores.get(key)) is None:
+        return None
+    text = f"{score.row.value:.3f} ± {score.row.standard_error:.3f}"
+    if score.change:
+        difference = score.change.difference
+        text += (
+            f" ({difference.value:+.3f} ± {difference.standard_error:.3f}, {score.change.judgement.verdict})"
+        )
+    return text
+
+
+def _figure_text(heading: str, row: Row) -> str | None:
+    if heading not in row.figures:
+        return None
+    figure, entry = row.figures[heading]
+    text = f"{figure.value:,.4g}"
+    if figure.low is not None and figure.high is not None:
+        text += f" [{figure.low:,.4g}, {figure.high:,.4g}]"
+    return text if hardware(entry) == row.hardware else f"{text} on {hardware(entry)}"

@@ -148,7 +148,7 @@ def test_one_start_of_a_kind_is_refused_before_anything_starts(measure):
         measure(1)
 
 
-def test_a_record_has_a_table_and_panels(measure, tmp_path):
+def test_a_record_has_a_table(measure, tmp_path):
     path, _ = measure(5)
     record = store.read(path, StartUp)
     (table,) = record.tables(path)
@@ -157,7 +157,6 @@ def test_a_record_has_a_table_and_panels(measure, tmp_path):
     # Cold starts are numbers 1, 5, 7, 11 and 13 of all.
     assert table.rows[-1][2] == "97.0 [91.0, 103.0]"
     assert "94% interval" in table.notes[0]
-    assert record.panels()[-1].bars == ("cold", "warm", "baked")
     with pytest.raises(store.MissingRecordError, match="slimqwen bench startup --variant tiny-mtp4"):
         store.latest_result(tmp_path, StartUp, "tiny-mtp4")
 

@@ -73,10 +73,6 @@ def test_the_same_copy_and_one_of_each_damage_are_gated_and_nothing_is_left(
     assert len({digest for _, digest in gated}) == 3
     one = gated[1][0]
     assert (one.baseline, one.settings["VLLM_MAX_MODEL_LEN"].value) == ("tiny", "256")
-    assert [panel.y for panel in record.panels()] == [
-        "mean KL, nats a token",
-        "acceptance length / baseline's",
-    ]
     assert [file.name for file in (repository / "weights").iterdir()] == ["tiny"]
     assert (repository / "eval" / "unsafe_engines.json").read_text() == "{}"
     assert sorted(file.name for file in (repository / "experiments").iterdir()) == ["small", "tiny"]

@@ -113,7 +113,6 @@ def test_one_measurement_that_does_not_pass_decides(subject, measured, verdict):
     record = check(subject)
 
     assert record.verdict == verdict
-    assert record.finding(subject.root, None) == f"{verdict}: soak"
 
 
 def test_records_that_hold_are_used_again(subject, measured):

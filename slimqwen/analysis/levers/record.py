@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from pydantic import Field, PositiveFloat
 
 from slimqwen.analysis.roofline.gpu import Precision
-from slimqwen.records.panel import Line, Panel
 from slimqwen.records.provenance import source_notes
 from slimqwen.records.record import Block, Count, NonNegative, Positive, Ratio, Record, VariantName
 from slimqwen.records.table import Table
@@ -150,28 +149,6 @@ class Levers(Record):
         parts["sum, ms"] = lambda arm: f"{arm.predicted_ms:.1f}"
         parts["measured, ms"] = lambda arm: f"{mean(arm.step_ms):.1f}"
         return [steps, Table.from_rows("A decode step, term by term, as predicted", self.arms, parts)]
-
-    def panels(self) -> list[Panel]:
-        """The terms of a step, variant by variant, and what was measured."""
-        positions = list(range(len(self.arms)))
-        names = [arm.variant.removeprefix(f"{self.arms[0].variant}-") for arm in self.arms]
-        return [
-            Panel(
-                "predicted",
-                "ms of a decode step",
-                [
-                    Line(part, positions, [arm.predicted_parts_ms[part] for arm in self.arms])
-                    for part in self.arms[0].predicted_parts_ms
-                ],
-                names,
-            ),
-            Panel(
-                "measured (median of the rounds)",
-                "ms of a decode step",
-                [Line("step", positions, [median(arm.step_ms) for arm in self.arms])],
-                names,
-            ),
-        ]
 
     def _cpu_note(self) -> str:
         rates = ", ".join(f"{name} {rate:.1f}" for name, rate in self.cpu.weight_gb_per_s.items())

@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from slimqwen.analysis.roofline.gpu import Gpu
-from slimqwen.records.panel import Line, Panel
 from slimqwen.records.record import Block, Record
 from slimqwen.records.table import Table
 
@@ -169,25 +168,6 @@ class Roofline(Record):
             ),
         )
         return [table for table in tables if table.rows]
-
-    def panels(self) -> list[Panel]:
-        """Highest tokens per second against context length, one line per variant as served."""
-
-        def lines(batch: Literal["single", "batch"]) -> list[Line]:
-            return [
-                Line(
-                    _label(variant),
-                    [row.context_len for row in variant.as_served],
-                    [getattr(row, batch).tokens_per_second for row in variant.as_served],
-                )
-                for variant in self.variants
-            ]
-
-        rate = f"roofline on {self.gpu.name}, tokens/s"
-        return [
-            Panel("context length, tokens (batch 1)", rate, lines("single")),
-            Panel("context length, tokens (largest batch)", rate, lines("batch")),
-        ]
 
     def _decode_rows(self) -> Iterator[tuple[str, ...]]:
         for variant in self.variants:

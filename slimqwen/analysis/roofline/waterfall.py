@@ -16,7 +16,6 @@ from slimqwen.analysis.roofline.gpu import Gpu
 from slimqwen.checkpoint.files import sha256
 from slimqwen.plan import shapes
 from slimqwen.records import provenance, store
-from slimqwen.records.panel import Line, Panel
 from slimqwen.records.record import Block, Record
 from slimqwen.records.table import Table
 from slimqwen.serving import checked_lines
@@ -87,21 +86,6 @@ class Waterfall(Record):
                 f"Dimensions: {self.dimensions}.",
                 provenance.source_note(self, path),
             )
-        ]
-
-    def panels(self) -> list[Panel]:
-        """Bytes of each step, its parts stacked, and its duration."""
-        positions = list(range(len(self.steps)))
-        unit, size = self._unit
-        lines = [
-            Line(part, positions, [step.part_bytes[part] / size for step in self.steps])
-            for part in cost.PARTS
-        ]
-        duration = Line("whole step", positions, [1e3 * step.seconds for step in self.steps])
-        levers = [step.lever for step in self.steps]
-        return [
-            Panel("lever", f"{unit} of a decode step", lines, levers),
-            Panel("lever", f"ms of a decode step on {self.gpu.name}", [duration], levers),
         ]
 
 

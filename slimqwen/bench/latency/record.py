@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from slimqwen.bench.workload import Column, ServiceLevel
-from slimqwen.records.panel import Line, Panel
 from slimqwen.records.record import (
     Block,
     Count,
@@ -158,19 +157,3 @@ class Latency(ServedRecord):
         from slimqwen.bench.latency.tables import class_table
 
         return [class_table(self, path)]
-
-    def panels(self) -> list[Panel]:
-        """TPOT by prompt length, where there are several lengths of sequential requests."""
-        rows = sorted(
-            (row for row in self.classes.values() if row.concurrency == 1), key=lambda row: row.prompt_tokens
-        )
-        if len({row.prompt_tokens for row in rows}) < 2:
-            return []
-        times = [row.tpot_ms for row in rows]
-        line = Line(
-            self.variant,
-            [row.prompt_tokens for row in rows],
-            [time.mean for time in times],
-            [time.standard_error for time in times],
-        )
-        return [Panel("prompt length, tokens", "TPOT, ms (bars: 1 SE)", [line])]

@@ -3,8 +3,8 @@
 import pytest
 
 from slimqwen import variant
-from slimqwen.analysis.roofline import cost, waterfall
 from slimqwen.analysis.roofline import gpu as gpus
+from slimqwen.analysis.roofline import waterfall
 from slimqwen.records import store
 
 ROOT = variant.repository_root()
@@ -55,9 +55,6 @@ def test_the_record_shows_a_row_per_lever(written):
     path, record = written("cyankiwi-seq8-w4lm")
     (table,) = record.tables(path)
     assert [row[0] for row in table.rows] == [step.lever for step in record.steps]
-    assert [line.label for line in record.panels()[0].lines] == list(cost.PARTS)
-    assert "a decode step at K = " in record.finding(path, None)
-    assert [panel.y for panel in record.panels()] == ["GB of a decode step", "ms of a decode step on a10g"]
 
 
 def test_the_embedded_model_has_a_waterfall_in_megabytes(written):
@@ -65,4 +62,3 @@ def test_the_embedded_model_has_a_waterfall_in_megabytes(written):
     (table,) = record.tables(path)
     assert table.columns[2] == "layers, MB"
     assert float(table.rows[0][2]) == pytest.approx(record.steps[0].part_bytes["layers"] / 1e6, abs=0.01)
-    assert record.panels()[0].y == "MB of a decode step"

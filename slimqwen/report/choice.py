@@ -1,0 +1,92 @@
+"""Which variant to serve on each hardware, the reason, and what is missing to decide."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slimqwen.bench.latency import Latency
+from slimqwen.evals.quality import Quality
+from slimqwen.records import registry
+from slimqwen.report.leaderboard import Row, margins, sort_rows, speed_up
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which variant of a baseline to serve on one hardware.
+
+    Attributes:
+        serve: the row to serve; None if no variant passes, also in quality, and is faster by its whole interval.
+        candidate: the most promising other row; None where every measured variant failed or was rejected.
+    """
+
+    baseline: str
+    hardware: str
+    on_cpu: bool
+    serve: Row | None
+    candidate: Row | None
+
+    @property
+    def advice(self) -> list[str]:
+        """What to serve, the reason, and what is missing with the command that supplies it: a sentence each."""
+        where = f"on {self.hardware}{' (a CPU is no evidence about a GPU)' if self.on_cpu else ''}"
+        if self.serve is None:
+            sentences = [f"Serve {self.baseline} {where}: no variant is proven as good and faster."]
+        else:
+            row = self.serve
+            assert row.timed is not None
+            assert row.timed.speed is not None
+            worst = f"; worst task {row.worst.task} {margins(row.worst)} margins" if row.worst else ""
+            workload = row.timed.latency.record.workload
+            sentences = [
+                f"Serve {row.variant} {where}: {row.timed.speed.ratio} as fast over the workload {workload}{worst}."
+            ]
+        if (other := self.candidate) is not None:
+            doubts, missing = list(other.doubts), _missing_evidence(other)
+            if not doubts and not missing and other.timed and other.timed.speed:
+                doubts = [f"{other.timed.speed.ratio} as fast"]
+            if doubts:
+                sentences.append(f"{other.variant}: {'; '.join(doubts)}.")
+            if missing:
+                what, command = missing
+                sentences.append(f"{other.variant} lacks {what}: `{command}`.")
+        return sentences
+
+
+def _missing_evidence(row: Row) -> tuple[str, str] | None:
+    """The first evidence that a row lacks, and the command that measures it."""
+    for kind in row.missing:
+        if kind == Latency.kind:
+            break
+        suffix = f" --suite {next(iter(row.scores))[0]}" if kind == Quality.kind and row.scores else ""
+        return (
+            f"a current {kind} record",
+            f"slimqwen {registry.kinds()[kind].verb} --variant {row.variant}{suffix}",
+        )
+    if row.timed is None or row.timed.speed is None:
+        return (
+            "a timing in turns with its baseline",
+            f"slimqwen bench latency --variant {row.variant} --baseline",
+        )
+    return None
+
+
+def choose_variants(rows: Sequence[Row]) -> list[Choice]:
+    """What to serve, for every baseline and hardware with a measured variant."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in sort_rows(rows):
+        if row.baseline and row.is_measured:
+            groups.setdefault(row.group, []).append(row)
+    choices = []
+    for (baseline, machine), members in sorted(groups.items(), key=lambda group: (-len(group[1]), group[0])):
+        proven = [
+            row
+            for row in members
+            if row.standing in ("promoted", "pass")
+            and row.passed_quality
+            and row.timed
+            and row.timed.is_faster
+            and not row.doubts
+        ]
+        serve = min(proven, key=lambda row: (row.status != "promoted", -speed_up(row)), default=None)
+        others = (row for row in members if row is not serve and row.standing not in ("fail", "rejected"))
+        choices.append(Choice(baseline, machine, members[0].on_cpu, serve, next(others, None)))
+    return choices
