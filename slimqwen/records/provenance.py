@@ -5,7 +5,6 @@ import os
 import platform
 import re
 import shlex
-import shutil
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -21,6 +20,7 @@ from slimqwen.host_load import HostLoad
 from slimqwen.records.record import CheckpointFiles, Git, Gpu, Hardware, Provenance, Record, ServedProvenance
 from slimqwen.records.split import split_of
 from slimqwen.serving.command import ServerCommand
+from slimqwen.serving.gpu import all_gpus
 from slimqwen.serving.platform import allowed_cpus, total_memory
 from slimqwen.variant import Variant
 
@@ -47,6 +47,9 @@ _NOT_CODE = (
     ":(exclude)results",
     ":(exclude)*.md",
 )
+
+_DRIVER = Path("/proc/driver/nvidia/version")
+_DRIVER_TIMEOUT_S = 60.0
 
 CPU_NOTE = "Measured on a CPU: no CPU figure is evidence about a GPU."
 
@@ -246,11 +249,16 @@ def redacted(environment: Mapping[str, str]) -> dict[str, str]:
 
 def git_state(root: Path) -> Git:
     """The commit, and whether files other than records and Markdown differ from it; nulls outside a checkout."""
-    commit = _output(["git", "-C", str(root), "rev-parse", "HEAD"])
+    commit = _output([*git_in(root), "rev-parse", "HEAD"])
     if not commit:
         return Git(commit=None, dirty=None)
-    changes = _output(["git", "-C", str(root), "status", "--porcelain", "--", ".", *_NOT_CODE])
+    changes = _output([*git_in(root), "status", "--porcelain", "--", ".", *_NOT_CODE])
     return Git(commit=commit, dirty=bool(changes))
+
+
+def git_in(root: Path) -> list[str]:
+    """The words that run git in a checkout, in another user's too: its code runs here in any case."""
+    return ["git", "-c", f"safe.directory={root}", "-C", str(root)]
 
 
 def package_versions() -> dict[str, str]:
@@ -334,15 +342,36 @@ def commit_name(git: Git) -> str:
 
 
 def _gpus() -> tuple[Gpu, ...]:
-    if not shutil.which("nvidia-smi"):
-        return ()
-    listing = _output(
-        ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
-    )
-    rows = [line.split(", ") for line in listing.splitlines()]
+    """The GPUs that the driver's tool lists; those of torch where it is missing, or lists a whole GPU for a slice."""
+    listing = _ask_driver("--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits")
+    # A warning of the tool has fewer columns.
+    rows = [row for line in listing.splitlines() if len(row := line.rsplit(", ", 2)) == 3]
+    version = re.search(r"\d+\.\d+[.\d]*", _DRIVER.read_text()) if _DRIVER.exists() else None
+    if (version and not rows) or "UUID: MIG-" in _ask_driver("-L"):
+        import torch
+
+        seen = [torch.cuda.get_device_properties(gpu.index) for gpu in all_gpus()]
+        driver = version[0] if version else rows[0][2]
+        return tuple(Gpu(name=one.name, memory_bytes=one.total_memory, driver=driver) for one in seen)
     return tuple(
-        Gpu(name=name, memory_bytes=int(mebibytes) * 2**20, driver=driver) for name, mebibytes, driver in rows
+        # A GPU without a memory of its own uses the machine's, and the tool says "[N/A]".
+        Gpu(
+            name=name,
+            memory_bytes=int(mebibytes) * 2**20 if mebibytes.isdecimal() else total_memory(),
+            driver=driver,
+        )
+        for name, mebibytes, driver in rows
     )
+
+
+def _ask_driver(*options: str) -> str:
+    """Output of nvidia-smi, empty if it is missing or fails."""
+    try:
+        return _output(["nvidia-smi", *options], timeout_s=_DRIVER_TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise SlimqwenError(
+            f"nvidia-smi did not answer in {_DRIVER_TIMEOUT_S:g} s, so the GPU's driver hangs; restart this machine"
+        ) from error
 
 
 def _sha256(file: Path) -> str:
@@ -354,9 +383,11 @@ def _sha256(file: Path) -> str:
         ) from error
 
 
-def _output(command: list[str]) -> str:
+def _output(command: list[str], timeout_s: float | None = None) -> str:
     """Output of a command, empty if it cannot be run or fails."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=timeout_s
+        ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return ""

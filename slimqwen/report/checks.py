@@ -15,7 +15,7 @@ from pathlib import Path
 from slimqwen import checkpoint
 from slimqwen import variant as variants
 from slimqwen.errors import SlimqwenError
-from slimqwen.records import schemas, store
+from slimqwen.records import provenance, schemas, store
 from slimqwen.records.collection import Collection, Problem, StoredRecord, collect
 from slimqwen.records.record import Record
 from slimqwen.report import markdown
@@ -234,5 +234,5 @@ def _base(root: Path) -> str:
 
 
 def _git(root: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(root), *arguments]
+    command = [*provenance.git_in(root), *arguments]
     return subprocess.run(command, capture_output=True, text=True, errors="replace", check=True).stdout

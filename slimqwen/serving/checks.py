@@ -206,10 +206,8 @@ def _check_memory(command: ServerCommand) -> None:
         parts = f"weights {_gib(weights)}, KV cache {_gib(kv_cache)}, engine {_gib(_ENGINE_OVERHEAD_BYTES)}"
         cure = "free some memory or lower VLLM_CPU_KVCACHE_SPACE"
     else:
-        import torch
-
         device = gpu.first_visible(command.variables)
-        available, total = torch.cuda.mem_get_info(device.index if device else None)
+        available, total = gpu.free_and_total_memory(device.index if device else None)
         share = float(command.flags.get("gpu-memory-utilization", 0.92))
         for flag in ("tensor-parallel-size", "pipeline-parallel-size"):
             weights //= int(command.flags.get(flag, 1))

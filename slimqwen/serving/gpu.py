@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from slimqwen.serving.errors import ServingError
+from slimqwen.serving.platform import available_memory
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
 """The environment of a config.env that sets no variable."""
@@ -43,6 +44,17 @@ def all_gpus() -> list[Gpu]:
         bus = (facts.pci_domain_id, facts.pci_bus_id, facts.pci_device_id)
         gpus.append(Gpu(index, facts.name, f"GPU-{facts.uuid}", f"{facts.major}.{facts.minor}", bus))
     return gpus
+
+
+def free_and_total_memory(index: int | None) -> tuple[int, int]:
+    """Free and total memory, bytes, of the GPU with this index in torch, by default the first."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info(index)
+    if torch.cuda.is_available() and torch.cuda.get_device_properties(index or 0).is_integrated:
+        # CUDA counts the files that the kernel caches in the common memory as used; vLLM does not either.
+        free = min(total, available_memory())
+    return free, total
 
 
 def first_visible(environment: Mapping[str, str]) -> Gpu | None:

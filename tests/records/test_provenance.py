@@ -126,6 +126,14 @@ def test_a_fresh_record_does_not_make_the_tree_dirty(repository):
     assert provenance.git_state(repository) == clean
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a checkout to another user")
+def test_a_checkout_of_another_user_has_its_commit(repository):
+    mine = provenance.git_state(repository)
+    os.chown(repository, 54321, 54321)
+    os.chown(repository / ".git", 54321, 54321)
+    assert provenance.git_state(repository) == mine
+
+
 @pytest.mark.parametrize("change", ["code.py", "new.py", "experiments/tiny/config.env"])
 def test_changed_code_makes_the_tree_dirty(repository, change):
     (repository / change).parent.mkdir(parents=True, exist_ok=True)
@@ -143,6 +151,77 @@ def test_versions_and_hardware_of_this_machine_are_found():
     assert hardware.cpu_count >= 1
     assert hardware.memory_bytes > 2**30
     assert hardware.cpu_model
+
+
+@pytest.fixture
+def driver(tmp_path, monkeypatch):
+    """Makes a driver: its tool, and what torch sees (name, bytes)."""
+
+    def make(tool, seen=(), version=None):
+        if tool is not None:
+            (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{tool}\n")
+            (tmp_path / "nvidia-smi").chmod(0o755)
+        if version:
+            (tmp_path / "version").write_text(
+                f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {version}  Tue\n"
+            )
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+        monkeypatch.setattr(provenance, "_DRIVER", tmp_path / "version")
+        visible = [SimpleNamespace(name=name, total_memory=size) for name, size in seen]
+        monkeypatch.setattr(
+            provenance, "all_gpus", lambda: [SimpleNamespace(index=n) for n in range(len(seen))]
+        )
+        monkeypatch.setattr("torch.cuda.get_device_properties", visible.__getitem__)
+        monkeypatch.setattr(provenance, "total_memory", lambda: 128 * 2**30)
+        return [(gpu.name, gpu.memory_bytes >> 30, gpu.driver) for gpu in provenance._gpus()]
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("lines", "gpus"),
+    [
+        ("NVIDIA A40, 46068, 570.1", [("NVIDIA A40", 44, "570.1")]),
+        (
+            "NVIDIA A40, 46068, 570.1\nGPU, Tesla, 1024, 570.1",
+            [("NVIDIA A40", 44, "570.1"), ("GPU, Tesla", 1, "570.1")],
+        ),
+        ("NVIDIA GB10, [N/A], 580.95.05", [("NVIDIA GB10", 128, "580.95.05")]),
+        ("Orin (nvgpu), [Not Supported], [N/A]", [("Orin (nvgpu)", 128, "[N/A]")]),
+        (
+            "NVIDIA A40, 46068, 570.1\nWARNING: infoROM is corrupted at gpu 0000:1A:00.0",
+            [("NVIDIA A40", 44, "570.1")],
+        ),
+        ("", []),
+    ],
+)
+def test_gpus_are_read_whatever_their_driver_does_not_say(driver, lines, gpus):
+    assert driver(f"printf '{lines}'") == gpus
+
+
+def test_a_driver_that_fails_or_is_missing_has_no_gpus(driver):
+    assert driver(None) == []
+    assert driver("echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18") == []
+
+
+def test_a_container_without_the_drivers_tool_has_the_gpus_that_torch_sees(driver):
+    found = driver(None, seen=[("NVIDIA H100 80GB HBM3", 79 << 30)], version="570.133.20")
+    assert found == [("NVIDIA H100 80GB HBM3", 79, "570.133.20")]
+
+
+def test_a_slice_of_a_gpu_is_not_the_whole_gpu(driver):
+    tool = """case $1 in
+    -L) echo 'GPU 0: NVIDIA A100 (UUID: GPU-1)'; echo '  MIG 1g.5gb Device 0: (UUID: MIG-2)';;
+    *) echo 'NVIDIA A100, 40960, 570.1';; esac"""
+    assert driver(tool, seen=[("NVIDIA A100 MIG 1g.5gb", 5 << 30)]) == [
+        ("NVIDIA A100 MIG 1g.5gb", 5, "570.1")
+    ]
+
+
+def test_a_driver_that_hangs_is_named(driver, monkeypatch):
+    monkeypatch.setattr(provenance, "_DRIVER_TIMEOUT_S", 0.2)
+    with pytest.raises(SlimqwenError, match=r"nvidia-smi did not answer in 0\.2 s.*restart"):
+        driver("exec sleep 60")
 
 
 def describe(root, weights, datasets):

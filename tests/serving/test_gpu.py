@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 
 from slimqwen import variant
@@ -72,3 +74,15 @@ def test_cache_and_findings_are_those_of_the_first_visible_gpu(host):
     assert baked_cache.this_device("cuda", second) == "NVIDIA L4"
     assert unsafe_engines.build(variant.load("tiny").weights, "cuda", second).device == "8.9"
     assert baked_cache.this_device("cpu", second) == ""
+
+
+@pytest.mark.parametrize(("is_integrated", "free"), [(False, 3), (True, 90)])
+def test_files_that_the_kernel_caches_take_no_memory_of_a_gpu_that_shares_the_machines(
+    monkeypatch, is_integrated, free
+):
+    facts = SimpleNamespace(is_integrated=is_integrated)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda index: (3, 128))
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: facts)
+    monkeypatch.setattr(gpu, "available_memory", lambda: 90)
+    assert gpu.free_and_total_memory(0) == (free, 128)
