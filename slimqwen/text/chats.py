@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from slimqwen.text.files import CorpusError, without_nulls
+from slimqwen.text.files import CorpusError, DataSet, TextFile, without_nulls
 
 _TEXT_MODEL = SimpleNamespace(
     enable_prompt_embeds=False,
@@ -67,13 +67,38 @@ class ChatRenderer:
         self.templates = read_chat_templates(weights)
         self._tokenizer = tokenizer
 
-    def render(self, messages: list[Any], tools: list[Any] | None = None) -> str:
+    def text_of(self, reader: TextFile | DataSet, position: int) -> str:
+        """The text of a document, rendered if it is a chat.
+
+        Raises:
+            CorpusError: as for `render`, with the location of the document.
+        """
+        document = reader.at(position)
+        if document.text is not None:
+            return document.text
+        try:
+            if document.messages is None:
+                raise ValueError("it is a prompt")
+            return self.render(document.messages, document.tools)
+        # Templates raise exceptions of any type.
+        except Exception as error:
+            reason = " ".join(str(error).split())[:300]
+            raise CorpusError(
+                f"{reader.location(position)}: the chat cannot be rendered ({reason}); correct or remove it"
+            ) from None
+
+    def render(self, messages: list[Any], tools: Any = None) -> str:
         """The text of a chat; a null argument of a tool call is no argument.
+
+        Args:
+            tools: their list, or its JSON.
 
         Raises:
             ValueError: the server would refuse the chat, or its template leaves out the tools or their calls.
             Exception: the template fails.
         """
+        if isinstance(tools, str):
+            tools = json.loads(tools)
         template = (self.templates.get("tool_use") if tools else None) or self.templates.get("default")
         if template is None:
             raise ValueError("the checkpoint has no chat_template.jinja")

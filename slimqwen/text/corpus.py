@@ -1,67 +1,68 @@
-"""The text that a recipe names: documents of the embedded tiny world, or those of a file."""
+"""The text that a recipe or a workload names."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 
-from slimqwen import tinyworld
 from slimqwen.checkpoint.files import sha256
 from slimqwen.text.files import CorpusError, TextFile
-
-if TYPE_CHECKING:
-    from slimqwen.tinyworld.documents import Document as TinyworldDocument
+from slimqwen.variant import repository_root
 
 END_OF_TEXT = "<|endoftext|>"
 
-_TINYWORLD_MODULES = ("documents", "instructions", "prose", "tasks", "tokenizer", "world")
-"""The modules of slimqwen.tinyworld that decide its texts."""
+
+def resolve_text(name: str | Path, folder: Path) -> Path:
+    """The path of a text.
+
+    Args:
+        name: a path, or without slash and suffix the name of a text in eval/texts of this repository.
+        folder: what a path is relative to.
+    """
+    if Path(name).suffix or len(Path(name).parts) > 1:
+        return folder / name
+    return repository_root() / "eval" / "texts" / f"{name}.jsonl"
 
 
 def _relative_to_recipe(path: Path, info: ValidationInfo) -> Path:
     return Path((info.context or {}).get("folder", Path())) / path
 
 
+def _text_of_recipe(path: Path, info: ValidationInfo) -> Path:
+    return resolve_text(path, _relative_to_recipe(Path(), info))
+
+
 RecipePath = Annotated[Path, AfterValidator(_relative_to_recipe)]
 """A path relative to the recipe. The file's content enters the content key, not its path: exclude the field."""
+
+TextPath = Annotated[Path, AfterValidator(_text_of_recipe), Field(exclude=True)]
+"""The path of a text, relative to the recipe, or the name of one."""
 
 
 class TextSource(BaseModel):
     """The part of a stage's parameters that says where its text comes from.
 
     Attributes:
-        source: tinyworld for documents of the embedded world's training distribution; file for `path`.
-        path: .txt or .jsonl file, relative to the recipe.
-        seed: seed of the generator.
+        path: .txt or .jsonl file, relative to the recipe; or the name of a text in eval/texts.
+        seed: seed of the order of its documents.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
-    source: Literal["tinyworld", "file"] = "tinyworld"
-    path: Annotated[RecipePath | None, Field(exclude=True)] = None
+    path: TextPath = Path("tinyworld")
     seed: int = 0
 
-    @model_validator(mode="after")
-    def _path_goes_with_file(self) -> "TextSource":
-        if (self.source == "file") != (self.path is not None):
+    @model_validator(mode="before")
+    @classmethod
+    def _take_source_as_path(cls, values: Any) -> Any:
+        # Older recipes say `source: NAME`, or `source: file` beside the path.
+        if not isinstance(values, dict) or "source" not in values:
+            return values
+        rest = {name: value for name, value in values.items() if name != "source"}
+        if (values["source"] == "file") != ("path" in rest):
             raise ValueError("path goes with source: file, and only with it")
-        return self
-
-
-def digests(source: TextSource, name: str = "corpus") -> dict[str, str]:
-    """The digest of the file, or of the code that with the seed decides the tiny world's texts.
-
-    Raises:
-        CorpusError: the file cannot be read.
-    """
-    if source.path is not None:
-        return {name: file_digest(source.path, name)}
-    folder = Path(tinyworld.__file__).parent
-    return {
-        f"{name}.{tinyworld.__name__}.{module}": sha256(folder / f"{module}.py")
-        for module in _TINYWORLD_MODULES
-    }
+        return {"path": values["source"], **rest}
 
 
 def file_digest(path: Path, name: str) -> str:
@@ -74,17 +75,6 @@ def file_digest(path: Path, name: str) -> str:
         return sha256(path)
     except OSError as error:
         raise CorpusError(f"{path}: cannot be read ({error.strerror}); put the {name} there") from None
-
-
-def texts(source: TextSource) -> Iterator[str]:
-    """The texts of a source in their order; those of the tiny world never end.
-
-    Raises:
-        CorpusError: the file is missing or malformed.
-    """
-    if source.path is None:
-        return (document.text for document in tinyworld_documents(source.seed))
-    return file_texts(source.path)
 
 
 def file_texts(path: Path) -> Iterator[str]:
@@ -103,19 +93,3 @@ def file_texts(path: Path) -> Iterator[str]:
                 "renders chats"
             )
         yield document.text
-
-
-def tinyworld_documents(seed: int, mix: Mapping[str, float] | None = None) -> "Iterator[TinyworldDocument]":
-    """Documents of the embedded world without end, none of them a test item.
-
-    Args:
-        seed: seed of the generator.
-        mix: share of each kind of document; by default that of training on long sequences.
-    """
-    # The tokenizer module of the tiny world imports transformers.
-    from slimqwen.tinyworld.documents import LONG_MIX, DocumentSampler
-    from slimqwen.tinyworld.tasks import left_out_texts
-    from slimqwen.tinyworld.world import World
-
-    world = World()
-    return DocumentSampler(world, left_out_texts(world), mix or LONG_MIX).stream(seed)

@@ -1,6 +1,6 @@
 """Readers of the text files that a user names: .jsonl, .txt, and folders of parquet or JSON files.
 
-Lines end at a line feed alone, because JSON strings may hold every other character at which str.splitlines ends a line
+Lines end at a line feed alone, because JSON strings may hold the other characters at which str.splitlines ends a line
 (U+2028, form feed). A byte order mark at the beginning is no text. What is not UTF-8 is refused with its line.
 """
 
@@ -23,22 +23,19 @@ class CorpusError(SlimqwenError):
 
 @dataclass(frozen=True)
 class Document:
-    """One document of a file or a data set; the reader takes the field that it can use.
+    """One document of a file or a data set; its reader takes the field that it can use.
 
     Attributes:
         position: where the document begins, for `TextFile.at` or `DataSet.at`.
-        name: its "id".
-        text: plain text.
-        messages: a chat, in the form of chat templates.
-        tools: the tools of the chat.
+        messages: a chat in the form of chat templates, with its tools.
         prompt: text to be continued.
     """
 
     position: int
-    name: str | None = None
+    id: str | None = None
     text: str | None = None
     messages: list[Any] | None = None
-    tools: list[Any] | None = None
+    tools: Any = None
     prompt: str | None = None
 
     @property
@@ -48,11 +45,7 @@ class Document:
 
 
 def read_json_lines(lines: Iterable[bytes], name: object) -> Iterator[tuple[int, Any]]:
-    """The byte position and the value of each line that is not blank.
-
-    Args:
-        lines: a stream opened in binary mode, or lines with their line feeds.
-        name: name of the file in errors.
+    """The byte position and the value of each line that is not blank; `name` names the file in errors.
 
     Raises:
         CorpusError: a line is not UTF-8 or not JSON.
@@ -62,24 +55,16 @@ def read_json_lines(lines: Iterable[bytes], name: object) -> Iterator[tuple[int,
         if line.strip():
             try:
                 value = json.loads(line.decode("utf-8-sig" if position == 0 else "utf-8"))
+                if b"\\u" in line:
+                    json.dumps(value, ensure_ascii=False).encode()  # a surrogate alone is no text
             except UnicodeDecodeError as error:
-                raise _not_utf8(name, number, error.reason) from None
+                raise _not_utf8(name, number, error) from None
             except (ValueError, RecursionError) as error:
                 raise CorpusError(
                     f"{name}, line {number}: not JSON ({error}); write one object a line"
                 ) from None
             yield position, value
         position += len(line)
-
-
-def read_text(path: Path) -> str:
-    """The content of a .txt file, with line feeds alone at the ends of its lines.
-
-    Raises:
-        CorpusError: it cannot be read, is not UTF-8, or its lines are JSON objects.
-    """
-    with _reading(path):
-        return _decode_text(path.read_bytes(), path, is_first=True, line=1)
 
 
 class TextFile:
@@ -115,7 +100,7 @@ class TextFile:
     def _documents(self, stream: IO[bytes], position: int) -> Iterator[Document]:
         if self._path.suffix == ".jsonl":
             for offset, content in read_json_lines(stream, self._path):
-                yield _checked(content, position + offset, self)
+                yield _checked_document(content, position + offset, self)
             return
         line = 1
         while block := b"".join(stream.readlines(_TXT_DOCUMENT_BYTES)):
@@ -128,11 +113,7 @@ class TextFile:
 class DataSet:
     """A folder of parquet or JSON files, read by the `datasets` library; the split `train` if the files name splits.
 
-    Iterating yields its documents, blank ones too.
-
-    Args:
-        path: the folder.
-        cache: folder for the library's cache, so that the user's own cache does not keep a second copy.
+    Iterating yields its documents, blank ones too. The library caches in a folder that is not the user's own cache.
 
     Raises:
         CorpusError: the folder is not a data set, or while iterating: a row is malformed.
@@ -155,16 +136,14 @@ class DataSet:
             raise CorpusError(f"{path}: its columns are {', '.join(rows.column_names)}; {_FORM}")
         if columns == ["messages"] and "tools" in rows.column_names:
             columns.append("tools")
-        self._path = path
-        self._rows = rows.select_columns(columns)
+        self._path, self._rows = path, rows.select_columns(columns)
 
     def __iter__(self) -> Iterator[Document]:
-        for number, row in enumerate(self._rows):
-            yield _checked(without_nulls(row), number, self)
+        return (_checked_document(without_nulls(row), n, self) for n, row in enumerate(self._rows))
 
     def at(self, position: int) -> Document:
         """The document of a row."""
-        return _checked(without_nulls(self._rows[position]), position, self)
+        return _checked_document(without_nulls(self._rows[position]), position, self)
 
     def location(self, position: int) -> str:
         """Folder and row of a document, for an error message."""
@@ -174,61 +153,42 @@ class DataSet:
 def without_nulls(value: Any) -> Any:
     """The same JSON without the keys whose value is null.
 
-    A parquet file has the same keys in every row, so that what a row lacks is null there: the arguments of other tools.
+    A parquet file has the same keys in every row: what a row lacks is null there, such as the arguments of other tools.
     """
     if isinstance(value, Mapping):
         return {key: without_nulls(part) for key, part in value.items() if part is not None}
     return [without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
-def _checked(content: Any, position: int, reader: TextFile | DataSet) -> Document:
-    """The document of a JSON object or a row."""
+def _checked_document(content: Any, position: int, reader: TextFile | DataSet) -> Document:
     fields: dict[str, Any] = {}
     for name, kind in (("text", str), ("messages", list), ("prompt", str)):
         if isinstance(content, dict) and isinstance(content.get(name), kind):
             fields[name] = content[name]
     if not fields:
         raise CorpusError(f"{reader.location(position)}: no text in it; {_FORM}")
-    try:
-        "".join(value for value in fields.values() if isinstance(value, str)).encode()
-    except UnicodeEncodeError as error:
-        raise CorpusError(
-            f"{reader.location(position)}: not UTF-8 ({error.reason}); correct or remove it"
-        ) from None
-    tools = content.get("tools")
-    try:
-        # Data sets keep tools as text, because each has a schema of its own.
-        fields["tools"] = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools or None
-    except ValueError as error:
-        raise CorpusError(
-            f"{reader.location(position)}: its tools are not JSON ({error}); correct them"
-        ) from None
-    name = content.get("id")
-    return Document(position, name=None if name is None else str(name), **fields)
+    id_ = content.get("id")
+    return Document(position, None if id_ is None else str(id_), tools=content.get("tools"), **fields)
 
 
 def _decode_text(block: bytes, path: Path, *, is_first: bool, line: int) -> str:
     """The text of a part of a .txt file that begins at a line."""
     try:
-        text = block.decode("utf-8-sig" if is_first else "utf-8")
-        if (nul := block.find(b"\0")) >= 0:  # what UTF-16 without a byte order mark has
+        if (nul := block.find(b"\0")) >= 0:  # as in UTF-16 without a byte order mark
             raise UnicodeDecodeError("utf-8", block, nul, nul + 1, "a NUL character")
+        text = block.decode("utf-8-sig" if is_first else "utf-8")
     except UnicodeDecodeError as error:
-        raise _not_utf8(path, line + block.count(b"\n", 0, error.start), error.reason) from None
-    if is_first and _is_json_object(text):
-        raise CorpusError(f"{path}, line 1: a JSON object, which is no text; name the file .jsonl")
+        raise _not_utf8(path, line + block.count(b"\n", 0, error.start), error) from None
+    with contextlib.suppress(ValueError, RecursionError):
+        if is_first and isinstance(json.loads(text.lstrip().partition("\n")[0]), dict):
+            raise CorpusError(f"{path}, line 1: a JSON object, which is no text; name the file .jsonl")
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def _is_json_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text.lstrip().partition("\n")[0]), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
-def _not_utf8(name: object, line: int, reason: str) -> CorpusError:
-    return CorpusError(f"{name}, line {line}: not UTF-8 ({reason}); decompress it or convert it to UTF-8")
+def _not_utf8(name: object, line: int, error: UnicodeDecodeError) -> CorpusError:
+    return CorpusError(
+        f"{name}, line {line}: not UTF-8 ({error.reason}); decompress it or convert it to UTF-8"
+    )
 
 
 @contextlib.contextmanager

@@ -6,37 +6,30 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from slimqwen.text.corpus import file_texts
-from slimqwen.text.files import CorpusError, read_text
+from slimqwen.text.corpus import file_texts, resolve_text
+from slimqwen.text.files import CorpusError
 
 Tokens = list[int]
 
 
 def documents(source: str, seed: int, root: Path) -> Iterator[str]:
-    """The documents of a workload: endless passages of the tiny world, or the paragraphs of a text file.
+    """The documents of a workload, each once, in their order from one on that the seed chooses.
 
     Args:
-        source: tinyworld, or the path of a .jsonl file, or of another text file, whose documents empty lines separate.
-        seed: seed of the passages, which differ from those of training.
+        source: path of a .jsonl file, or of a .txt file whose documents empty lines separate; or the name of a text in
+            eval/texts.
         root: folder that the path is relative to.
 
     Raises:
         CorpusError: the file cannot be read or is malformed.
     """
-    if source == "tinyworld":
-        yield from _tinyworld_passages(seed)
-    file = root / source
-    parts = file_texts(file) if file.suffix == ".jsonl" else read_text(file).split("\n\n")
-    yield from filter(None, (part.strip() for part in parts))
-
-
-def _tinyworld_passages(seed: int) -> Iterator[str]:
-    from slimqwen.tinyworld.prose import open_cast, passage
-    from slimqwen.tinyworld.world import World
-
-    world, rng = World(), random.Random(seed)
-    while True:
-        yield passage(world, rng, open_cast(world, rng))
+    file = resolve_text(source, root)
+    texts = list(file_texts(file))
+    if file.suffix == ".txt":
+        texts = "".join(texts).split("\n\n")
+    texts = [text.strip() for text in texts if text.strip()]
+    start = random.Random(seed).randrange(len(texts)) if texts else 0
+    yield from texts[start:] + texts[:start]
 
 
 class PromptCutter:

@@ -26,7 +26,7 @@ from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, from_torch, list_
 from slimqwen.progress import Progress
 from slimqwen.recipe.schemes import BITS, Targets
 from slimqwen.recipe.stage import TORCH_ENVIRONMENT, Facts, Needs, Parameters, Stage, StageError
-from slimqwen.text.corpus import END_OF_TEXT, TextSource, digests, texts
+from slimqwen.text.corpus import END_OF_TEXT, TextSource, file_digest, file_texts
 from slimqwen.text.files import CorpusError
 
 _ARCHITECTURES = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
@@ -50,7 +50,6 @@ class Corpus(TextSource):
     Attributes:
         sequences: number of sequences.
         length: tokens per sequence, without padding.
-        seed: seed of the generator, or of the order of a file's documents.
     """
 
     sequences: Annotated[int, Field(ge=1)] = 64
@@ -147,7 +146,7 @@ def needs(source: Path, parameters: CalibrateParameters) -> Needs:
 
 def data(parameters: CalibrateParameters) -> dict[str, str]:
     """Digests of the calibration text, if it is read."""
-    return digests(parameters.corpus) if parameters.targets.calibrated else {}
+    return {"corpus": file_digest(parameters.corpus.path, "corpus")} if parameters.targets.calibrated else {}
 
 
 def changes(parameters: CalibrateParameters) -> tuple[str, ...]:
@@ -226,14 +225,12 @@ def _sequences(corpus: Corpus, tokenizer: Any) -> list[list[int]]:
 
 
 def documents(corpus: Corpus) -> Iterable[str]:
-    """The calibration text, document by document, as the model would meet it; the tiny world's never ends.
+    """The calibration text, document by document, as the model would meet it.
 
     Raises:
         CorpusError: the file cannot be read or is malformed.
     """
-    if corpus.path is None:
-        return texts(corpus)
-    documents = [text + END_OF_TEXT for text in texts(corpus)]
+    documents = [text + END_OF_TEXT for text in file_texts(corpus.path)]
     random.Random(corpus.seed).shuffle(documents)
     return documents
 

@@ -43,7 +43,7 @@ from slimqwen.models import vocabulary
 from slimqwen.models.vocabulary import Ids, Vocabulary
 from slimqwen.progress import Progress, silent
 from slimqwen.recipe.stage import Facts, Needs, Parameters, Stage, StageError
-from slimqwen.text.corpus import RecipePath, TextSource, digests, file_digest, file_texts, texts
+from slimqwen.text.corpus import RecipePath, TextSource, file_digest, file_texts
 from slimqwen.text.files import CorpusError
 
 REPORT = "prune_vocab.json"
@@ -72,7 +72,6 @@ _ROWLESS = ("weight_g_idx", "weight_global_scale", "input_scale", "input_zero_po
 """Parts of a quantised lm_head that do not depend on single rows."""
 
 _IMPORTS_BYTES = 300 * 2**20
-_TINYWORLD_IMPORTS_BYTES = 500 * 2**20
 _TOKENIZER_FACTOR = 30
 """Bytes of memory per byte of tokenizer.json: its JSON in Python, two tokenizers, the ranking."""
 
@@ -179,13 +178,12 @@ def needs(source: Path, parameters: PruneVocabParameters) -> Needs:
     """Disk: at most the size of source. Memory: libraries and tokenizer, as tensors pass through in blocks."""
     tokenizer = source / "tokenizer.json"
     length = tokenizer.stat().st_size if tokenizer.is_file() else 0
-    imports = _TINYWORLD_IMPORTS_BYTES if parameters.corpus.path is None else _IMPORTS_BYTES
-    return Needs(bytes_on_disk(source), imports + _TOKENIZER_FACTOR * length)
+    return Needs(bytes_on_disk(source), _IMPORTS_BYTES + _TOKENIZER_FACTOR * length)
 
 
 def data(parameters: PruneVocabParameters) -> dict[str, str]:
     """Digests of the text that is counted."""
-    inputs = digests(parameters.corpus)
+    inputs = {"corpus": file_digest(parameters.corpus.path, "corpus")}
     if parameters.outputs is not None:
         inputs["outputs"] = file_digest(parameters.outputs, "outputs")
     return inputs
@@ -255,7 +253,7 @@ def _counts(
 
 def counted_documents(corpus: Corpus, held_out: list[str], progress: Progress = silent) -> Iterator[str]:
     """Yield the documents by which tokens are ranked; append the others to `held_out`."""
-    for number, document in enumerate(itertools.islice(texts(corpus), corpus.documents), 1):
+    for number, document in enumerate(itertools.islice(file_texts(corpus.path), corpus.documents), 1):
         progress("counting tokens", number, corpus.documents)
         if number % HELD_OUT_EVERY:
             yield document

@@ -21,7 +21,7 @@ from pydantic import Field
 from slimqwen.checkpoint.files import bytes_on_disk, carry_all
 from slimqwen.progress import Progress
 from slimqwen.recipe.stage import TORCH_ENVIRONMENT, Facts, Needs, Parameters, Stage
-from slimqwen.text.corpus import TextSource, digests, tinyworld_documents
+from slimqwen.text.corpus import TextPath, TextSource, file_digest
 from slimqwen.text.files import CorpusError, TextFile, read_json_lines
 
 OUTPUTS = "sampled_outputs.jsonl"
@@ -37,6 +37,7 @@ class Prompts(TextSource):
         longest: largest number of prompt tokens; longer prompts are cut at the end.
     """
 
+    path: TextPath = Path("tinyworld_prompts")
     longest: Annotated[int, Field(ge=4)] = 128
     seed: int = 1
 
@@ -148,7 +149,7 @@ def needs(source: Path, parameters: SampleOutputsParameters) -> Needs:
 
 def data(parameters: SampleOutputsParameters) -> dict[str, str]:
     """Digests of the text of the prompts."""
-    return digests(parameters.prompts, "prompts")
+    return {"prompts": file_digest(parameters.prompts.path, "prompts")}
 
 
 def _prompts(prompts: Prompts, tokenizer: Any) -> Iterator[list[int]]:
@@ -166,14 +167,6 @@ def _prompts(prompts: Prompts, tokenizer: Any) -> Iterator[list[int]]:
 
 def _beginnings(prompts: Prompts) -> Iterator[tuple[str, bool]]:
     """(text, whether it is a whole document, to be cut to its beginning)."""
-    if prompts.path is None:
-        from slimqwen.tinyworld.documents import SHORT_MIX  # slow: it imports transformers
-
-        # More prose and chat: answers of a single word say little about drafting.
-        mix = SHORT_MIX | {"prose": 0.6, "chat": 0.3, "echo": 0.0, "copy": 0.0}
-        for generated in tinyworld_documents(prompts.seed, mix):
-            yield (generated.parts[0].text, len(generated.parts) == 1)
-        return
     file = TextFile(prompts.path)
     for document in file:
         if document.is_blank:

@@ -20,9 +20,9 @@ from slimqwen.models import vocabulary
 from slimqwen.models.mtp_head import Acceptance, DraftingModel, measure_acceptance
 from slimqwen.progress import Progress, silent
 from slimqwen.stats import intervals
-from slimqwen.tinyworld.generation import continue_greedily
-from slimqwen.tinyworld.tasks import GENERATION_TOKENS, Row, margin, score_answer
-from slimqwen.tinyworld.tokenizer import END_OF_TEXT, end_token_ids
+from tinyworld.generation import continue_greedily
+from tinyworld.tasks import GENERATION_TOKENS, Row, margin, score_answer
+from tinyworld.tokenizer import END_OF_TEXT, end_token_ids
 
 BATCH_TOKENS = 8_192
 """Padded tokens per forward pass."""

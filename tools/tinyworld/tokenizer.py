@@ -16,7 +16,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from slimqwen.tinyworld import TinyworldError
+from tinyworld import TinyworldError
 
 VOCABULARY_SIZE = 8192
 

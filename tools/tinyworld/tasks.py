@@ -19,11 +19,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slimqwen.tinyworld.documents import Document, choice_question, draw_options, render_prompt
-from slimqwen.tinyworld.instructions import KINDS, invent_instruction, is_followed
-from slimqwen.tinyworld.prose import Cast, chronicle, open_cast, passage
-from slimqwen.tinyworld.tokenizer import END_OF_TEXT, THINK_END, TURN_END
-from slimqwen.tinyworld.world import Fact, TwoHop, World
+from tinyworld.documents import Document, choice_question, draw_options, render_prompt
+from tinyworld.instructions import KINDS, invent_instruction, is_followed
+from tinyworld.prose import Cast, chronicle, open_cast, passage
+from tinyworld.tokenizer import END_OF_TEXT, THINK_END, TURN_END
+from tinyworld.world import Fact, TwoHop, World
 
 TASK_SEED = 20_260
 TASK_FOLDER = Path("eval/tasks/tinyworld")

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3_5ForCausalLM, Qwen3_5Tex
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from slimqwen.models.mtp_head import DraftingModel, MtpHead, save_drafting_model
-from slimqwen.tinyworld.tokenizer import VOCABULARY_SIZE, end_token_ids, write_generation_config
+from tinyworld.tokenizer import VOCABULARY_SIZE, end_token_ids, write_generation_config
 
 
 @dataclass(frozen=True)

@@ -23,14 +23,14 @@ from transformers import PreTrainedTokenizerFast
 
 from slimqwen.models.mtp_head import DraftingModel, DraftUnroller
 from slimqwen.progress import Progress, silent
-from slimqwen.tinyworld import TinyworldError
-from slimqwen.tinyworld.documents import LONG_MIX, SHORT_MIX, START_MIX, Document, DocumentSampler
-from slimqwen.tinyworld.learning_curve import CurveEvaluation, CurvePoint
-from slimqwen.tinyworld.measure import encode
-from slimqwen.tinyworld.model import TinyShape, build
-from slimqwen.tinyworld.muon import Muon
-from slimqwen.tinyworld.tasks import OverlapCheck, TaskItems, build_items, left_out_texts
-from slimqwen.tinyworld.world import World
+from tinyworld import TinyworldError
+from tinyworld.documents import LONG_MIX, SHORT_MIX, START_MIX, Document, DocumentSampler
+from tinyworld.learning_curve import CurveEvaluation, CurvePoint
+from tinyworld.measure import encode
+from tinyworld.model import TinyShape, build
+from tinyworld.muon import Muon
+from tinyworld.tasks import OverlapCheck, TaskItems, build_items, left_out_texts
+from tinyworld.world import World
 
 MOST_DRAFT_STEPS = 3
 DRAFT_WINDOW = 256

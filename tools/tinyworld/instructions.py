@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from slimqwen.tinyworld.world import COLOURS, CRAFTS, GOODS, PETS, THINGS, World
+from tinyworld.world import COLOURS, CRAFTS, GOODS, PETS, THINGS, World
 
 WORDS = (*GOODS, *PETS, *COLOURS, *THINGS)
 LISTS = {"goods": GOODS, "pets": PETS, "colours": COLOURS, "crafts": CRAFTS}

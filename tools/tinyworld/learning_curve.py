@@ -7,10 +7,10 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from slimqwen.models.mtp_head import DraftingModel
-from slimqwen.tinyworld.documents import render_completion
-from slimqwen.tinyworld.measure import Pairs, encode, padded, token_log_probabilities
-from slimqwen.tinyworld.tasks import QUESTION_TASKS, TaskItems
-from slimqwen.tinyworld.tokenizer import END_OF_TEXT
+from tinyworld.documents import render_completion
+from tinyworld.measure import Pairs, encode, padded, token_log_probabilities
+from tinyworld.tasks import QUESTION_TASKS, TaskItems
+from tinyworld.tokenizer import END_OF_TEXT
 
 ITEM_STRIDE = 7
 """Every seventh test item is evaluated; coprime to the number of instruction kinds."""

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from slimqwen.tinyworld.world import World
+from tinyworld.world import World
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from slimqwen.checkpoint import Manifest
 from slimqwen.checkpoint.files import file_records
 from slimqwen.models.mtp_head import Acceptance, DraftingModel, load_drafting_model
 from slimqwen.progress import Progress, silent
-from slimqwen.tinyworld.documents import tokenizer_texts
-from slimqwen.tinyworld.measure import (
+from tinyworld.documents import tokenizer_texts
+from tinyworld.measure import (
     ACCEPTANCE_DEPTH,
     Scores,
     answer_items,
@@ -35,12 +35,12 @@ from slimqwen.tinyworld.measure import (
     with_half_vocabulary,
     with_shuffled_head,
 )
-from slimqwen.tinyworld.model import write_checkpoint
-from slimqwen.tinyworld.prose import chronicle
-from slimqwen.tinyworld.tasks import QUESTION_TASKS, TaskItems, build_items
-from slimqwen.tinyworld.tokenizer import load_tokenizer, train_tokenizer
-from slimqwen.tinyworld.train import TrainingPlan, TrainingResult, train
-from slimqwen.tinyworld.world import World
+from tinyworld.model import write_checkpoint
+from tinyworld.prose import chronicle
+from tinyworld.tasks import QUESTION_TASKS, TaskItems, build_items
+from tinyworld.tokenizer import load_tokenizer, train_tokenizer
+from tinyworld.train import TrainingPlan, TrainingResult, train
+from tinyworld.world import World
 
 RECORD = "training.json"
 COARSE_ROUNDING = "all linears rounded to 3 bits, one scale a row"

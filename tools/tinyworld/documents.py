@@ -8,10 +8,10 @@ import random
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from slimqwen.tinyworld.instructions import KINDS, WORDS, invent_instruction
-from slimqwen.tinyworld.prose import chronicle, open_cast, passage, portrait, town_description
-from slimqwen.tinyworld.tokenizer import END_OF_TEXT, THINK_END, THINK_START, TURN_END, TURN_START
-from slimqwen.tinyworld.world import CRAFTS, HOP_QUESTIONS, Fact, World
+from tinyworld.instructions import KINDS, WORDS, invent_instruction
+from tinyworld.prose import chronicle, open_cast, passage, portrait, town_description
+from tinyworld.tokenizer import END_OF_TEXT, THINK_END, THINK_START, TURN_END, TURN_START
+from tinyworld.world import CRAFTS, HOP_QUESTIONS, Fact, World
 
 PROSE_WEIGHT = 1.0
 ANSWER_WEIGHT = 3.0
