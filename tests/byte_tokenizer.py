@@ -1,9 +1,8 @@
 """A tokenizer with a token a byte: made at once, where learning merges takes half a minute."""
 
 import transformers
+from tinyworld.tokenizer import ADDED_TOKENS, END_OF_TEXT
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-from slimqwen.tinyworld.tokenizer import ADDED_TOKENS, END_OF_TEXT
 
 
 def byte_tokenizer() -> transformers.PreTrainedTokenizerFast:

@@ -216,7 +216,7 @@ def copy(source: Path, destination: Path) -> None:
 
 def prune(source: Path, destination: Path) -> None:
     """Run `prune_vocab` with token counts from a file, so that no time goes into reading a corpus."""
-    corpus = prune_vocab.Corpus(source="file", path=source.parent / "corpus.txt")
+    corpus = prune_vocab.Corpus(path=source.parent / "corpus.txt")
     parameters = prune_vocab.PruneVocabParameters(
         size=KEPT, corpus=corpus, outputs=source.parent / "counts.json"
     )

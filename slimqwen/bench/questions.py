@@ -26,7 +26,7 @@ class Questions:
         from transformers import AutoTokenizer
 
         self._tokenizer = AutoTokenizer.from_pretrained(variant.weights, local_files_only=True)
-        self._cutter = PromptCutter.for_checkpoint(variant.weights, "tinyworld", _SEED, variant.root)
+        self._cutter = PromptCutter.for_checkpoint(variant.weights, "tinyworld_passages", _SEED, variant.root)
 
     def text(self, tokens: int) -> str:
         """New text of a length in tokens."""

@@ -143,8 +143,8 @@ class Workload(Settings):
     """One file of eval/workloads/.
 
     Attributes:
-        documents: text that prompts are cut from: tinyworld, or the path of a text file.
-        seed: seed of the documents, of drawn lengths and of arrivals.
+        documents: text that prompts are cut from, as `slimqwen.text.prompts.documents` takes it.
+        seed: seed of the first document, of drawn lengths and of arrivals.
         reference_context_tokens: context length that the lengths are written for; a shorter served context scales all
             of them by max_model_len / reference_context_tokens.
         min_tokens: shortest length after scaling.

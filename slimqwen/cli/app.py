@@ -18,7 +18,6 @@ from slimqwen.cli import (
     search,
     serve,
     variants,
-    world,
 )
 from slimqwen.cli.watch.display import watch
 
@@ -40,7 +39,6 @@ app.command(rich_help_panel=_START)(recipe.shape)
 app.command(rich_help_panel=_START)(downloads.datasets)
 app.add_typer(variants.app, name="variant", rich_help_panel=_MAKE)
 app.add_typer(recipe.app, name="recipe", rich_help_panel=_MAKE)
-app.add_typer(world.app, name="world", rich_help_panel=_MAKE)
 app.add_typer(plan.app, name="plan", rich_help_panel=_MEASURE)
 app.add_typer(evals.app, name="eval", rich_help_panel=_MEASURE)
 app.add_typer(gate.app, name="gate", rich_help_panel=_MEASURE)

@@ -91,7 +91,7 @@ def corpus(
         list[str],
         typer.Option(
             metavar="NAME=FILE[:WEIGHT]",
-            help="a .txt or .jsonl file or a folder of parquet or .jsonl files; or tinyworld[:WEIGHT]; repeat it",
+            help="a .txt or .jsonl file or a folder of parquet or .jsonl files; repeat it",
         ),
     ],
     tokens: Annotated[int, typer.Option(help="tokens of all sources together")],
@@ -108,9 +108,8 @@ def corpus(
         manifest = calibration_mix.build(variant.weights, sources, tokens, seed, output, progress)
     rows = table(["source"], ("weight", "documents", "duplicates", "near", "taken", "tokens"))
     for row in manifest["sources"]:
-        documents = "endless" if row["documents"] is None else str(row["documents"])
-        counts = (row[key] for key in ("duplicates", "near_duplicates", "taken", "tokens"))
-        rows.add_row(row["name"], f"{row['weight']:g}", documents, *map(str, counts))
+        counts = (row[key] for key in ("documents", "duplicates", "near_duplicates", "taken", "tokens"))
+        rows.add_row(row["name"], f"{row['weight']:g}", *map(str, counts))
     console.print(rows)
     for row in manifest["sources"]:
         if row["ran_out"]:

@@ -26,6 +26,7 @@ from slimqwen.serving import speed_only
 from slimqwen.serving.command import ServerCommand
 from slimqwen.stats import intervals
 from slimqwen.text import prompts
+from slimqwen.text.corpus import resolve_text
 from slimqwen.variant import Variant
 
 
@@ -203,7 +204,7 @@ def measure(
         rows = summarise(items)
         context = next(iter(longest.values()))
         choice, schedule = _choose(variant, settings.gpu, rows, context, speed_bound)
-        documents = [] if settings.documents == "tinyworld" else [variant.root / settings.documents]
+        documents = resolve_text(settings.documents, variant.root)
         record = Acceptance(
             variant=variant.name,
             settings_name=settings_name,
@@ -221,7 +222,7 @@ def measure(
                 ),
                 command,
                 started,
-                datasets=[settings.file(variant.root), *documents],
+                datasets=[settings.file(variant.root), documents],
                 seeds={"prompts": settings.seed},
             ),
         )

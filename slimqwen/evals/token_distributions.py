@@ -164,12 +164,12 @@ def read_texts(file: Path, split: Split | None = None) -> list[tuple[str, str]]:
     reader = TextFile(file)
     texts = []
     for document in reader:
-        if document.name is None or not document.text:
+        if document.id is None or not document.text:
             raise EvalError(
                 f'{reader.location(document.position)}: no id, or no text to read; write {{"id": …, "text": …}} or '
                 "remove it"
             )
-        texts.append((document.name, document.text))
+        texts.append((document.id, document.text))
     side_texts = [each for each in texts if split is None or split.has(each[1])]
     if len(side_texts) < 2:
         side = (

@@ -57,12 +57,12 @@ def _parameters(stage: str, base: Variant) -> dict[str, Any]:
         parameters["size"] = checkpoint.text_config(checkpoint.read_config(base.weights))["vocab_size"] // 2
     for name, field in fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, TextSource):
-            parameters[name] = _text(base)
+            parameters[name] = _text(base, field.annotation)
     return parameters
 
 
-def _text(base: Variant) -> dict[str, str]:
-    """The embedded world's text for its own models; for others a file of the family, mixed by its owner."""
+def _text(base: Variant, source: type[TextSource]) -> dict[str, str]:
+    """The text of the embedded model for its variants; for others a file of the family, mixed by its owner."""
     if _EMBEDDED in base.lineage:
-        return {"source": "tinyworld"}
-    return {"source": "file", "path": f"../../corpora/{base.lineage[-1]}.jsonl"}
+        return {"path": str(source.model_fields["path"].default)}
+    return {"path": f"../../corpora/{base.lineage[-1]}.jsonl"}

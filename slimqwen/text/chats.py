@@ -98,7 +98,7 @@ class ChatRenderer:
             Exception: the template fails.
         """
         if isinstance(tools, str):
-            tools = json.loads(tools)
+            tools = json.loads(tools or "null")
         template = (self.templates.get("tool_use") if tools else None) or self.templates.get("default")
         if template is None:
             raise ValueError("the checkpoint has no chat_template.jinja")

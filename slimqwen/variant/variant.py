@@ -121,7 +121,7 @@ def making_command(weights: Path, root: Path) -> str:
     """The command that makes a checkpoint folder, as the cure in the error for a missing one."""
     name = weights.relative_to(root / "weights").parts[0] if weights.is_relative_to(root / "weights") else ""
     if name == _COMMITTED_WEIGHTS:
-        return "`git checkout weights/tiny` restores it, `slimqwen world train` trains it anew"
+        return "`git checkout weights/tiny` restores it, `python tools/tinyworld train` trains it anew"
     config = config_env(name, root)
     if name.startswith(_RANDOM_WEIGHTS) and not (config.parent / "recipe.yaml").is_file():
         return f"`make shape SIZE={name.removeprefix(_RANDOM_WEIGHTS)}` writes it"

@@ -51,6 +51,6 @@ def test_a_packed_output_head_is_untied_from_the_embedding(shape: Shape) -> None
     ],
 )
 def test_sizes_are_rounded_up_to_what_the_stage_writes(shape: Shape, stage: str, name: str) -> None:
-    corpus = {"corpus": {"source": "tinyworld"}} if stage == "prune_vocab" else {}
+    corpus = {"corpus": {"path": "tinyworld"}} if stage == "prune_vocab" else {}
     parameters = STAGES[stage].parameters.model_validate({"size": 1000, **corpus})
     assert STAGES[stage].reshape(shape, parameters).tensors[name][1][0] == 1024

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tinyworld.model import TinyShape, build
 
 from slimqwen import progress, variant
 from slimqwen.checkpoint.files import carry_all
@@ -16,7 +17,6 @@ from slimqwen.evals.fidelity_figures import FidelitySettings, TextComparison
 from slimqwen.models.mtp_head import save_drafting_model
 from slimqwen.recipe.stages import calibrate
 from slimqwen.stats.verdict import Verdict
-from slimqwen.tinyworld.model import TinyShape, build
 
 ROOT = variant.repository_root()
 TINY = ROOT / "weights" / "tiny"

@@ -3,6 +3,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import save_file
+from tinyworld.model import TinyShape, build
 from transformers import Qwen3_5TextConfig
 
 from slimqwen.models import mtp_head
@@ -18,7 +19,6 @@ from slimqwen.models.mtp_head import (
     served_steps,
     summarise_acceptance,
 )
-from slimqwen.tinyworld.model import TinyShape, build
 from tests.checkpoints import TINY, edited_tensors, stored
 
 HEAD_NAMES = {

@@ -21,8 +21,8 @@ from tests.recipe.workshop import repository_of_v
 STAGES = ("calibrate", "prune_vocab", "sample_outputs", "redistill_mtp", "bake_cache")
 KILLS_A_STAGE = 4
 SHORT_STAGES = """
-  - calibrate: {targets: [mlp], corpus: {source: tinyworld, sequences: 8, length: 64}}
-  - prune_vocab: {size: 4096, corpus: {source: tinyworld, documents: 400}}
+  - calibrate: {targets: [mlp], corpus: {path: tinyworld, sequences: 8, length: 64}}
+  - prune_vocab: {size: 4096, corpus: {path: tinyworld, documents: 400}}
   - sample_outputs: {texts: 32, held_out: 16, tokens: 24, chunk: 16}
   - redistill_mtp: {depth: 2, steps: 8, validate_every: 2}
   - bake_cache: {prompt_tokens: [1, 64]}

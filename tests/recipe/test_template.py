@@ -28,7 +28,11 @@ def test_a_recipe_of_every_stage_can_be_read(tmp_path):
     recipe = read(tmp_path, template.render(variant.load("tiny-mtp4"), stages))
     assert [step.stage.name for step in recipe.steps] == stages
     assert recipe.base == "tiny-mtp4"
-    assert {step.stage.name: step.parameters for step in recipe.steps}["prune_vocab"].size == 4096
+    parameters = {step.stage.name: step.parameters for step in recipe.steps}
+    assert parameters["prune_vocab"].size == 4096
+    texts = variant.repository_root() / "eval" / "texts"
+    assert parameters["calibrate"].corpus.path == texts / "tinyworld.jsonl"
+    assert parameters["sample_outputs"].prompts.path == texts / "tinyworld_prompts.jsonl"
 
 
 def test_a_family_that_is_not_the_embedded_one_reads_a_file_of_its_own(tmp_path, large):

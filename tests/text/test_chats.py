@@ -108,6 +108,7 @@ def test_a_chat_is_rendered_as_the_server_renders_it(weights, template, tools):
     assert 'CALL find_boat colour="red" n=[1]' in rendered
     assert "(I look.)" in rendered
     assert ("TOOL" in rendered) == bool(tools)
+    assert rendered == renderer(weights).render(CHAT, json.dumps(tools) if tools else "")
 
 
 def test_arguments_are_an_object_or_its_json_and_null_is_none(weights):
@@ -130,6 +131,7 @@ def test_arguments_are_an_object_or_its_json_and_null_is_none(weights):
         (STRINGS, {"content": {"text": "a"}}, None, "not text"),
         (STRINGS, {"role": None}, None, "has no role"),
         (STRINGS, {}, [{"name": "f"}], "function"),
+        (STRINGS, {}, "[{", "Expecting"),
         ("{{ messages[0].content }}", {}, [TOOL], "leaves out the tools"),
         ("{{ messages[0].content }}", {"tool_calls": [CALL]}, None, "leaves out the tool calls"),
         ("{{ raise_exception('never') }}", {}, None, "never"),

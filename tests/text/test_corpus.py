@@ -5,8 +5,9 @@ import json
 import pytest
 
 from slimqwen.recipe.stages import calibrate, prune_vocab
-from slimqwen.text.corpus import file_texts
+from slimqwen.text.corpus import TextSource, file_texts, resolve_text
 from slimqwen.text.files import CorpusError
+from slimqwen.variant import repository_root
 
 
 def test_stages_read_the_same_documents_of_a_file(tmp_path):
@@ -15,9 +16,8 @@ def test_stages_read_the_same_documents_of_a_file(tmp_path):
     blank = json.dumps({"text": " "}) + "\n"
     lines = (json.dumps({"text": text}, ensure_ascii=False) + "\n\n" + blank for text in texts)
     file.write_text("".join(lines))
-    source = {"source": "file", "path": file}
-    assert list(prune_vocab.documents(prune_vocab.Corpus(**source))) == texts
-    calibration = calibrate.documents(calibrate.Corpus(**source))
+    assert list(prune_vocab.documents(prune_vocab.Corpus(path=file))) == texts
+    calibration = calibrate.documents(calibrate.Corpus(path=file))
     assert sorted(calibration) == [f"{text}<|endoftext|>" for text in texts]
 
 
@@ -26,3 +26,23 @@ def test_a_chat_is_refused_where_text_is_read(tmp_path):
     file.write_text('{"text": "a"}\n{"messages": [{"role": "user"}]}\n')
     with pytest.raises(CorpusError, match=r"line 2: no text in it.*`slimqwen recipe corpus` renders chats"):
         list(file_texts(file))
+
+
+def test_a_name_is_that_of_a_text_and_everything_else_a_path(tmp_path):
+    texts = repository_root() / "eval" / "texts"
+    assert resolve_text("tinyworld", tmp_path) == texts / "tinyworld.jsonl"
+    for path in ("text.jsonl", "./tinyworld.txt", "a/tinyworld", str(texts / "tinyworld.jsonl")):
+        assert resolve_text(path, tmp_path) == tmp_path / path
+
+
+def test_a_recipe_names_its_text_by_path_or_name_and_as_older_recipes_did(tmp_path):
+    def path(**values):
+        return TextSource.model_validate(values, context={"folder": tmp_path}).path
+
+    named = repository_root() / "eval" / "texts" / "tinyworld.jsonl"
+    assert path() == path(path="tinyworld") == path(source="tinyworld") == named
+    assert path(path="a.jsonl") == path(source="file", path="a.jsonl") == tmp_path / "a.jsonl"
+    assert "path" not in TextSource.model_validate({"path": "a.jsonl"}).model_dump()
+    for wrong in ({"source": "file"}, {"source": "tinyworld", "path": "a.jsonl"}):
+        with pytest.raises(ValueError, match="path goes with source: file"):
+            path(**wrong)

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from slimqwen.text.files import CorpusError, DataSet, TextFile, read_json_lines, read_text, without_nulls
+from slimqwen.text.files import CorpusError, DataSet, TextFile, read_json_lines, without_nulls
 
 SEPARATORS = "next\u0085line\u2028separator\u2029paragraph, form\x0cfeed and file\x1cseparator"
 
@@ -20,7 +20,7 @@ def test_strings_may_hold_every_line_separator(tmp_path):
     for ascii_only in (True, False):
         file.write_text("".join(json.dumps(row, ensure_ascii=ascii_only) + "\n" for row in rows))
         first, second = TextFile(file)
-        assert (first.name, first.text, second.name, second.text) == ("7", SEPARATORS, None, "the next")
+        assert (first.id, first.text, second.id, second.text) == ("7", SEPARATORS, None, "the next")
 
 
 @pytest.mark.parametrize("newline", [b"\n", b"\r\n"])
@@ -30,7 +30,7 @@ def test_a_byte_order_mark_and_carriage_returns_are_no_text(tmp_path, mark, newl
     lines.write_bytes(mark + newline.join([b'{"text": "one"}', b"", b'{"text": "two"}', b""]))
     assert texts(TextFile(lines)) == ["one", "two"]
     text.write_bytes(mark + newline.join([b"one", b"two", b""]))
-    assert texts(TextFile(text)) == ["one\ntwo\n"] == [read_text(text)]
+    assert texts(TextFile(text)) == ["one\ntwo\n"]
 
 
 def test_a_document_is_found_again_by_its_position(tmp_path):
@@ -49,7 +49,7 @@ def test_a_text_file_is_cut_into_documents_of_8_kib_at_ends_of_lines(tmp_path):
     lines = [f"{number} {'ä' * 500}\n" for number in range(40)]
     file.write_text("".join(lines), encoding="utf-8")
     documents = texts(TextFile(file))
-    assert "".join(documents) == "".join(lines) == read_text(file)
+    assert "".join(documents) == "".join(lines)
     assert all(text.endswith("\n") and len(text.encode()) >= 2**13 for text in documents[:-1])
 
 
@@ -62,8 +62,7 @@ def test_a_text_file_is_cut_into_documents_of_8_kib_at_ends_of_lines(tmp_path):
         ("a.jsonl", b'\r\n{"text": null}', "line 2: no text in it"),
         ("a.jsonl", b'{"messages": {}}', "line 1: no text in it"),
         ("a.jsonl", b"[1]", "line 1: no text in it"),
-        ("a.jsonl", b'{"text": "a"}\n{"text": "\\ud800"}\n', "line 2: not UTF-8"),
-        ("a.jsonl", b'{"messages": [{}], "tools": "[{"}', "line 1: its tools are not JSON"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\\ud800"}\n', "line 2: not JSON .*surrogates"),
         ("a.jsonl", '{"text": "Käse"}'.encode("latin-1"), "line 1: not UTF-8"),
         ("a.jsonl", '{"text": "a"}'.encode("utf-16"), "line 1: not UTF-8"),
         ("a.jsonl", gzip.compress(b'{"text": "a"}'), "line 1: not UTF-8 .*decompress it"),
@@ -85,9 +84,8 @@ def test_what_is_no_text_is_refused_with_its_line(tmp_path, name, content, messa
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
-    for read in (lambda file: list(TextFile(file)), read_text):
-        with pytest.raises(CorpusError, match=r"none\.txt: cannot be read"):
-            read(tmp_path / "none.txt")
+    with pytest.raises(CorpusError, match=r"none\.txt: cannot be read"):
+        list(TextFile(tmp_path / "none.txt"))
 
 
 def test_json_lines_are_given_with_the_byte_at_which_they_begin():

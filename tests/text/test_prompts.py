@@ -39,20 +39,28 @@ def test_text_that_does_not_last_is_an_error():
         prompts.PromptCutter(islice(numbered(), 3), words).cut(2, 20)
 
 
-def test_passages_of_the_world_depend_on_the_seed_alone(tmp_path):
-    first, again, other = (
-        list(islice(prompts.documents("tinyworld", seed, tmp_path), 20)) for seed in (1, 1, 2)
-    )
-    assert first == again
-    assert len(set(first)) > 15
-    assert not set(first) & set(other)
-
-
 def test_a_text_file_is_cut_at_its_empty_lines(tmp_path):
-    (tmp_path / "book.txt").write_text("one\nline\n\n\ntwo\n\n", encoding="utf-8")
-    assert list(prompts.documents("book.txt", 0, tmp_path)) == ["one\nline", "two"]
-    with pytest.raises(CorpusError, match=r"gone\.txt"):
-        next(prompts.documents("gone.txt", 0, tmp_path))
+    (tmp_path / "book.txt").write_bytes(b"\xef\xbb\xbfone\r\nline\r\n\r\n\r\ntwo\r\n\r\nthree")
+    parts = ["one\nline", "two", "three"]
+    found = {tuple(prompts.documents("book.txt", seed, tmp_path)) for seed in range(20)}
+    assert found == {tuple(parts[start:] + parts[:start]) for start in range(3)}
+
+
+def test_lines_of_a_jsonl_file_are_documents(tmp_path):
+    (tmp_path / "text.jsonl").write_text('{"text": "one\\n\\npart"}\n{"text": " "}\n')
+    assert list(prompts.documents("text.jsonl", 0, tmp_path)) == ["one\n\npart"]
+
+
+def test_a_text_that_is_missing_or_empty_is_told(tmp_path):
+    (tmp_path / "empty.txt").touch()
+    for name, message in (
+        ("gone.txt", r"gone\.txt: cannot be read"),
+        ("gone", r"eval/texts/gone\.jsonl: cannot"),
+    ):
+        with pytest.raises(CorpusError, match=message):
+            next(prompts.documents(name, 0, tmp_path))
+    with pytest.raises(CorpusError, match="used up"):
+        prompts.PromptCutter(prompts.documents("empty.txt", 0, tmp_path), words).cut(1, 2)
 
 
 def test_a_digest_tells_prompts_and_their_order_apart():

@@ -2,11 +2,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from tinyworld.tasks import build_items
+from tinyworld.tokenizer import load_tokenizer
+from tinyworld.world import World
 
 from slimqwen.models.mtp_head import load_drafting_model
-from slimqwen.tinyworld.tasks import build_items
-from slimqwen.tinyworld.tokenizer import load_tokenizer
-from slimqwen.tinyworld.world import World
 
 TINY = Path(__file__).parents[2] / "weights" / "tiny"
 

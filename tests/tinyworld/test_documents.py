@@ -1,7 +1,7 @@
 import itertools
 
-from slimqwen.tinyworld.documents import LONG_MIX, DocumentSampler
-from slimqwen.tinyworld.tasks import OverlapCheck, left_out_texts
+from tinyworld.documents import LONG_MIX, DocumentSampler
+from tinyworld.tasks import OverlapCheck, left_out_texts
 
 
 def documents(world, count, mix=LONG_MIX, seed=1):

@@ -3,10 +3,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from slimqwen.tinyworld import TinyworldError
-from slimqwen.tinyworld.documents import Turn, render_completion, render_prompt
-from slimqwen.tinyworld.tokenizer import (
+from tinyworld import TinyworldError
+from tinyworld.documents import Turn, render_completion, render_prompt
+from tinyworld.tokenizer import (
     ADDED_TOKENS,
     VOCABULARY_SIZE,
     chat_template,

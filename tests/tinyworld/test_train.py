@@ -2,13 +2,12 @@ import dataclasses
 
 import pytest
 import torch
-
-from slimqwen.tinyworld import TinyworldError
-from slimqwen.tinyworld import train as training
-from slimqwen.tinyworld.documents import SHORT_MIX, DocumentSampler
-from slimqwen.tinyworld.model import TinyShape, build
-from slimqwen.tinyworld.muon import orthogonalise
-from slimqwen.tinyworld.train import Phase, TrainingPlan, pack_documents, standard_plan, train
+from tinyworld import TinyworldError
+from tinyworld import train as training
+from tinyworld.documents import SHORT_MIX, DocumentSampler
+from tinyworld.model import TinyShape, build
+from tinyworld.muon import orthogonalise
+from tinyworld.train import Phase, TrainingPlan, pack_documents, standard_plan, train
 
 SMALL = TinyShape(
     hidden_size=64, intermediate_size=64, head_dim=32, linear_key_head_dim=32, linear_value_head_dim=32
@@ -47,7 +46,7 @@ def test_training_is_repeatable_bit_by_bit_and_continues_to_the_same_weights(tmp
     continued = train(PLAN, tokenizer, tmp_path / "three")
     assert_equal(whole, weights(continued))
     assert continued.interruptions == 1
-    assert [point.step for point in continued.curve] == [3]
+    assert [step for step, *_ in continued.curve] == [3]
 
 
 def test_another_seed_gives_other_weights_and_its_own_state(tmp_path, tokenizer):

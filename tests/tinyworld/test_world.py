@@ -1,4 +1,4 @@
-from slimqwen.tinyworld.world import HOP_QUESTIONS, World
+from tinyworld.world import HOP_QUESTIONS, World
 
 
 def test_one_seed_gives_one_world_and_another_seed_another():

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from scipy import stats
+from tinyworld.documents import DocumentSampler
+from tinyworld.tokenizer import load_tokenizer
+from tinyworld.world import World
 
 from slimqwen.models.mtp_head import load_drafting_model
-from slimqwen.tinyworld.documents import DocumentSampler
-from slimqwen.tinyworld.tokenizer import load_tokenizer
-from slimqwen.tinyworld.world import World
 
 Draws = list[list[tuple[int, ...]]]
 """Sampled continuations of each prompt."""

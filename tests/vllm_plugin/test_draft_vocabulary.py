@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tinyworld.documents import DocumentSampler
+from tinyworld.tokenizer import load_tokenizer
+from tinyworld.world import World
 
 from slimqwen import checkpoint, progress
 from slimqwen.checkpoint import draft_head
@@ -23,9 +26,6 @@ from slimqwen.recipe.stages.redistill_mtp import AGREEMENT
 from slimqwen.recipe.stages.sample_outputs import OUTPUTS
 from slimqwen.recipe.stages.trim_draft_vocab import TrimDraftVocabParameters
 from slimqwen.serving.in_process import counter, engine, vector
-from slimqwen.tinyworld.documents import DocumentSampler
-from slimqwen.tinyworld.tokenizer import load_tokenizer
-from slimqwen.tinyworld.world import World
 from slimqwen.vllm_plugin.errors import PluginError
 from tests.vllm_plugin.frequencies import DRAWS, LEVEL, Draws, draw, homogeneity
 

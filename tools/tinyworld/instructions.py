@@ -1,7 +1,6 @@
 """Instructions whose answers code can check: the tiny world's IFEval.
 
-One function per kind invents an instruction; `is_followed` checks a text against kind and arguments, so that these two
-are all that a test item has to store.
+One function per kind invents an instruction; eval/tasks/tinyworld/scoring.py checks an answer by kind and arguments.
 """
 
 import random
@@ -123,22 +122,3 @@ KINDS = tuple(_MAKERS)
 def invent_instruction(world: World, rng: random.Random, kind: str) -> Instruction:
     """A random instruction of one of the `KINDS`."""
     return _MAKERS[kind](world, rng)
-
-
-def is_followed(kind: str, arguments: Arguments, text: str) -> bool:
-    """Whether a text without end tokens follows an instruction; surrounding white space is ignored."""
-    answer = text.strip()
-    words = answer.split()
-    if kind == "list":
-        entries = answer.split(", ")
-        allowed = LISTS[arguments["list"]]
-        return (
-            len(entries) == len(set(entries)) == arguments["count"]
-            and arguments["banned"] not in entries
-            and all(entry in allowed for entry in entries)
-        )
-    if kind == "ends":
-        return arguments["person"] in words and len(words) > 3 and words[-1].strip(".") == arguments["word"]
-    if kind == "starts":
-        return arguments["person"] in words and len(words) > 3 and words[0] == arguments["word"]
-    return bool(answer == arguments["answer"])

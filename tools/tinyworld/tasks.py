@@ -1,4 +1,4 @@
-"""The test items of the tiny world and their scoring, the same for lm-eval and for measurements in this process.
+"""The test items of the tiny world, which eval/tasks/tinyworld/scoring.py scores.
 
 Five sets, written to `eval/tasks/tinyworld/*.jsonl` and committed:
 
@@ -15,14 +15,14 @@ Generation is greedy and ends at `<|im_end|>`.
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tinyworld.documents import Document, choice_question, draw_options, render_prompt
-from tinyworld.instructions import KINDS, invent_instruction, is_followed
+from tinyworld.instructions import KINDS, invent_instruction
 from tinyworld.prose import Cast, chronicle, open_cast, passage
-from tinyworld.tokenizer import END_OF_TEXT, THINK_END, TURN_END
+from tinyworld.tokenizer import END_OF_TEXT, TURN_END
 from tinyworld.world import Fact, TwoHop, World
 
 TASK_SEED = 20_260
@@ -34,9 +34,6 @@ TWO_HOP_ITEMS = 1_000
 FORMAT_ITEMS_PER_KIND = 60
 MARGIN_ITEMS = 50
 PROSE_TEXTS = {"plain": 24, "rare": 24, "long": 12}
-
-GENERATION_TOKENS = {"facts": 12, "format": 40, "twohop": 48}
-"""Longest generated answer of each task, tokens; the longest right answer is well below."""
 
 QUESTION_TASKS = ("facts", "format", "twohop")
 """Tasks whose items are questions with a generated answer."""
@@ -87,29 +84,6 @@ def write_items(items: TaskItems, folder: Path) -> None:
     for name, rows in items.items():
         lines = [json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n" for row in rows]
         (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
-
-
-def score_answer(task: str, row: Mapping[str, Any], text: str) -> bool:
-    """Whether a generated text answers an item.
-
-    Args:
-        task: one of `QUESTION_TASKS`.
-        text: generated text after the prompt, with or without an end token.
-    """
-    answer = text.split(TURN_END)[0].split(END_OF_TEXT)[0]
-    if task == "format":
-        return is_followed(row["kind"], json.loads(row["arguments"]), answer)
-    if task == "twohop":
-        # An answer counts only after the end of the thinking.
-        _, closed, answer = answer.partition(THINK_END)
-        if not closed:
-            return False
-    return answer.strip() == str(row["answer"])
-
-
-def margin(log_likelihoods: Sequence[float], gold: int) -> float:
-    """Answer log-probability gap: the right option's log-probability minus the best wrong one's, nats."""
-    return log_likelihoods[gold] - max(value for index, value in enumerate(log_likelihoods) if index != gold)
 
 
 def _drawn(rng: random.Random, candidates: Sequence[Any], count: int) -> list[Any]:

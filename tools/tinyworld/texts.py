@@ -46,7 +46,10 @@ def write_texts(folder: Path) -> None:
     _write(folder / "tinyworld_prompts.jsonl", beginnings)
     passages = list(islice(_passages(world, PASSAGES_SEED), 6_000))
     start = random.Random(PASSAGES_SEED).randrange(len(passages))  # as `slimqwen.text.prompts.documents` does
-    _write(folder / "tinyworld_passages.jsonl", ({"text": text} for text in passages[-start:] + passages[:-start]))
+    _write(
+        folder / "tinyworld_passages.jsonl",
+        ({"text": text} for text in passages[-start:] + passages[:-start]),
+    )
 
 
 def _passages(world: World, seed: int) -> Iterator[str]:

@@ -24,9 +24,8 @@ from transformers import PreTrainedTokenizerFast
 from slimqwen.models.mtp_head import DraftingModel, DraftUnroller
 from slimqwen.progress import Progress, silent
 from tinyworld import TinyworldError
+from tinyworld.context import encode
 from tinyworld.documents import LONG_MIX, SHORT_MIX, START_MIX, Document, DocumentSampler
-from tinyworld.learning_curve import CurveEvaluation, CurvePoint
-from tinyworld.measure import encode
 from tinyworld.model import TinyShape, build
 from tinyworld.muon import Muon
 from tinyworld.tasks import OverlapCheck, TaskItems, build_items, left_out_texts
@@ -114,9 +113,10 @@ class TrainingResult:
     """A trained model and its learning curve."""
 
     model: DraftingModel
-    curve: tuple[CurvePoint, ...]
+    curve: tuple[tuple[int, float, float], ...]
+    """Step, mean loss of the backbone and of the head's first draft since the point before, nats per token."""
     seconds: float
-    """Wall time of the steps over all runs, points of the learning curve included."""
+    """Wall time of the steps over all runs."""
     interruptions: int
 
 
@@ -186,7 +186,7 @@ def train(
         packed.append(pack_documents(_checked(documents, items), tokenizer, phase, progress))
     state_file = state_folder / f"{_fingerprint(plan, packed)}.pt"
     with _reproducible(plan.threads):
-        run = _Run(plan, packed, CurveEvaluation(items, tokenizer))
+        run = _Run(plan, packed)
         run.restore(state_file)
         while run.step < plan.steps:
             progress("training", run.step, plan.steps)
@@ -201,15 +201,14 @@ def train(
 class _Run:
     """The state of one training run."""
 
-    def __init__(self, plan: TrainingPlan, packed: list[PackedTokens], evaluation: CurveEvaluation) -> None:
+    def __init__(self, plan: TrainingPlan, packed: list[PackedTokens]) -> None:
         self.plan = plan
         self.model = build(plan.shape, plan.seed).train()
         self.step = 0
-        self.curve: list[CurvePoint] = []
+        self.curve: list[tuple[int, float, float]] = []
         self.seconds = 0.0
         self.interruptions = 0
         self._packed = packed
-        self._evaluation = evaluation
         self._losses: list[tuple[float, float]] = []
         named = list(self.model.named_parameters())
         matrices = [(name, parameter) for name, parameter in named if _is_matrix(name, parameter)]
@@ -257,7 +256,7 @@ class _Run:
             "head": self.model.head.state_dict(),
             "adam": self._adam.state_dict(),
             "muon": self._muon.state_dict(),
-            "curve": [dataclasses.asdict(point) for point in self.curve],
+            "curve": self.curve,
             "losses": self._losses,
             "seconds": self.seconds,
             "interruptions": self.interruptions,
@@ -276,7 +275,7 @@ class _Run:
         self._adam.load_state_dict(state["adam"])
         self._muon.load_state_dict(state["muon"])
         self.step = state["step"]
-        self.curve = [CurvePoint(**point) for point in state["curve"]]
+        self.curve = state["curve"]
         self._losses = [tuple(pair) for pair in state["losses"]]
         self.seconds = state["seconds"]
         # Loading the state of a finished run is no interruption.
@@ -335,9 +334,7 @@ class _Run:
     def _add_curve_point(self) -> None:
         main, draft = (sum(column) / len(self._losses) for column in zip(*self._losses, strict=True))
         self._losses = []
-        self.model.eval()
-        self.curve.append(self._evaluation.measure(self.model, self.step, main, draft))
-        self.model.train()
+        self.curve.append((self.step, main, draft))
 
 
 def _is_matrix(name: str, parameter: nn.Parameter) -> bool:

@@ -25,6 +25,7 @@ from slimqwen.serving import spawner
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.shared_server import ServerLostError, serve
 from slimqwen.stats import intervals
+from slimqwen.text.corpus import resolve_text
 from slimqwen.text.prompts import digest
 from slimqwen.variant import Variant
 
@@ -155,7 +156,7 @@ def _record(
     assert side.served is not None
     served, shared, workload = side.served, side.shared, side.shared.workload
     load = host_load.worst(shared.loads)
-    text_file = side.variant.root / workload.documents
+    text_file = resolve_text(workload.documents, side.variant.root)
     unscaled_classes = workload.expanded(shared.max_num_seqs)
     return Latency(
         variant=side.variant.name,
@@ -177,7 +178,7 @@ def _record(
             served.server.command,
             command,
             started,
-            datasets=[workload.file(side.variant.root), *([text_file] if text_file.is_file() else [])],
+            datasets=[workload.file(side.variant.root), text_file],
             seeds={"documents": workload.seed},
             already_running=served.already_running,
             host_load=load,

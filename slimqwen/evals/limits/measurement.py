@@ -28,6 +28,7 @@ from slimqwen.records.journal import journal_file, locked
 from slimqwen.serving import speed_only
 from slimqwen.serving.command import ServerCommand
 from slimqwen.stats.intervals import Ratio
+from slimqwen.text.corpus import resolve_text
 from slimqwen.variant import Variant
 
 _ROUNDED = "rounded"
@@ -242,6 +243,5 @@ def _digests(settings: LimitsSettings, baseline: Baseline, root: Path) -> Mappin
     folders = (FidelitySettings.folder, AcceptanceSettings.folder, EngineSettings.folder)
     inputs = [settings.file(root), root / baseline.fidelity.texts]
     inputs += [root / "eval" / folder / f"{settings.settings}.yaml" for folder in folders]
-    if baseline.acceptance.documents != "tinyworld":
-        inputs.append(root / baseline.acceptance.documents)
+    inputs.append(resolve_text(baseline.acceptance.documents, root))
     return {provenance.portable(str(file), root): sha256(file) for file in inputs}

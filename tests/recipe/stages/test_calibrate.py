@@ -15,6 +15,10 @@ import transformers
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from pydantic import ValidationError
 from safetensors.torch import save_file
+from tinyworld.model import TinyShape, build, write_checkpoint
+from tinyworld.tasks import left_out_texts
+from tinyworld.tokenizer import END_OF_TEXT
+from tinyworld.world import World
 
 from slimqwen import checkpoint
 from slimqwen.checkpoint import CorruptCheckpointError
@@ -28,10 +32,6 @@ from slimqwen.recipe.recipe_file import Step
 from slimqwen.recipe.stage import StageError
 from slimqwen.recipe.stages import calibrate
 from slimqwen.recipe.stages.calibrate import CalibrateParameters, Corpus, CorpusError
-from slimqwen.tinyworld.model import TinyShape, build, write_checkpoint
-from slimqwen.tinyworld.tasks import left_out_texts
-from slimqwen.tinyworld.tokenizer import END_OF_TEXT
-from slimqwen.tinyworld.world import World
 from tests.byte_tokenizer import byte_tokenizer
 from tests.checkpoints import edited_tensors, stage_output, stored, with_manifest
 
@@ -440,14 +440,12 @@ def test_too_little_text_is_refused_with_both_counts(source: Path, tmp_path: Pat
     text = tmp_path / "short.txt"
     text.write_text("short")
     with pytest.raises(CorpusError, match=r"has 6 tokens, 2 sequences of 16 need 32"):
-        calibrate_here(
-            source, tmp_path / "out", corpus=Corpus(source="file", path=text, sequences=2, length=16)
-        )
+        calibrate_here(source, tmp_path / "out", corpus=Corpus(path=text, sequences=2, length=16))
 
 
 def test_a_missing_text_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(CorpusError, match="put the corpus there"):
-        calibrate.data(CalibrateParameters(corpus=Corpus(source="file", path=tmp_path / "none.txt")))
+        calibrate.data(CalibrateParameters(corpus=Corpus(path=tmp_path / "none.txt")))
 
 
 @pytest.mark.parametrize(
@@ -481,7 +479,7 @@ def test_documents_of_a_file_come_in_an_order_that_the_seed_decides(tmp_path: Pa
     file.write_text("".join(json.dumps({"text": str(number)}) + "\n" for number in range(20)))
 
     def order(seed: int) -> list[str]:
-        return list(calibrate.documents(Corpus(source="file", path=file, seed=seed)))
+        return list(calibrate.documents(Corpus(path=file, seed=seed)))
 
     assert order(1) == order(1)
     assert order(1) != order(2)

@@ -14,6 +14,10 @@ import torch
 import transformers
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from safetensors.torch import save_file
+from tinyworld.documents import LONG_MIX, DocumentSampler
+from tinyworld.model import TinyShape, build, write_checkpoint
+from tinyworld.tokenizer import ADDED_TOKENS, SPLIT_PATTERN, TURN_END, TURN_START
+from tinyworld.world import World
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from slimqwen import checkpoint, progress
@@ -27,10 +31,6 @@ from slimqwen.recipe.stage import Facts, StageError
 from slimqwen.recipe.stages import prune_vocab
 from slimqwen.recipe.stages.prune_vocab import VOCAB_MAP, Corpus, CorpusError, PruneVocabParameters
 from slimqwen.serving.in_process import counter, engine
-from slimqwen.tinyworld.documents import LONG_MIX, DocumentSampler
-from slimqwen.tinyworld.model import TinyShape, build, write_checkpoint
-from slimqwen.tinyworld.tokenizer import ADDED_TOKENS, SPLIT_PATTERN, TURN_END, TURN_START
-from slimqwen.tinyworld.world import World
 from tests.checkpoints import stored
 
 TOKENS, ROWS, HIDDEN = 600, 640, 64
@@ -244,7 +244,7 @@ def test_the_runner_makes_it_verifies_it_and_repeats_it_to_the_byte(tmp_path: Pa
     file = tmp_path / "recipe.yaml"
     file.write_text(
         "description: a test\nbase: tiny\nstages:\n"
-        "  - prune_vocab:\n      size: 400\n      corpus: {source: file, path: text.jsonl}\n"
+        "  - prune_vocab:\n      size: 400\n      corpus: {path: text.jsonl}\n"
     )
     lines = [json.dumps({"text": text}) for text in documents(100, seed=3)]
     (tmp_path / "text.jsonl").write_text("\n".join(lines))
@@ -269,7 +269,7 @@ def test_memory_does_not_grow_with_the_checkpoint(by_hand: Callable[..., Path], 
     text = folder.parent / "text.txt"
     text.write_text("the wool")
     tracemalloc.start()
-    prune(folder, PruneVocabParameters(size=320, corpus=Corpus(source="file", path=text)))
+    prune(folder, PruneVocabParameters(size=320, corpus=Corpus(path=text)))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 60e6 < wide.nbytes
@@ -286,7 +286,7 @@ def test_the_models_own_outputs_count_as_text_and_as_counts(source: Path, prune:
     outputs.write_text(json.dumps({"text": text}))
     counts = tmp_path / "outputs.json"
     counts.write_text(json.dumps({"595": 3}))
-    parameters = {"size": 320, "corpus": Corpus(source="file", path=corpus)}
+    parameters = {"size": 320, "corpus": Corpus(path=corpus)}
     assert 595 not in new_to_old(prune(source, PruneVocabParameters(**parameters)))
     for file in (outputs, counts):
         assert 595 in new_to_old(prune(source, PruneVocabParameters(**parameters, outputs=file)))
@@ -332,13 +332,13 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(source: Path, t
 
     refused(VocabularyError, "has 600 tokens, not 640", source, PruneVocabParameters(size=601, corpus=FEW))
     refused(VocabularyError, "are 261 tokens", source, PruneVocabParameters(size=256, corpus=FEW))
-    missing = Corpus(source="file", path=tmp_path / "none.txt")
+    missing = Corpus(path=tmp_path / "none.txt")
     refused(CorpusError, "none.txt: cannot be read", source, PruneVocabParameters(size=320, corpus=missing))
     with pytest.raises(CorpusError, match="put the corpus there"):
         prune_vocab.data(PruneVocabParameters(size=320, corpus=missing))
     for content, name in (("", "empty.txt"), ('{"no": 1}', "a.jsonl"), ("\udce9", "latin.txt")):
         (tmp_path / name).write_bytes(content.encode("utf-8", "surrogateescape"))
-        corpus = Corpus(source="file", path=tmp_path / name)
+        corpus = Corpus(path=tmp_path / name)
         refused(CorpusError, name, source, PruneVocabParameters(size=320, corpus=corpus))
     for content in ("[]", '{"9999": 1}', '{"3": -1}'):
         (tmp_path / "counts.json").write_text(content)

@@ -234,7 +234,7 @@ def test_a_checkpoint_without_sampled_outputs_names_the_stage_that_is_missing(tm
 def test_a_corpus_that_is_no_use_is_refused(tmp_path: Path, content: str, message: str) -> None:
     file = tmp_path / "corpus.jsonl"
     file.write_text(content)
-    parameters = FEW.model_copy(update={"prompts": Prompts(source="file", path=file)})
+    parameters = FEW.model_copy(update={"prompts": Prompts(path=file)})
     with pytest.raises(CorpusError, match=message):
         sample_outputs.run(TINY, tmp_path, parameters, progress.silent)
 
@@ -246,5 +246,5 @@ def test_given_prompts_are_taken_whole_and_texts_by_their_first_third(tmp_path: 
     def words(text: str, add_special_tokens: bool) -> dict[str, list[int]]:
         return {"input_ids": list(range(2 * len(text.split())))}
 
-    taken = list(sample_outputs._prompts(Prompts(source="file", path=file), words))
+    taken = list(sample_outputs._prompts(Prompts(path=file), words))
     assert [len(ids) for ids in taken] == [12, 4]

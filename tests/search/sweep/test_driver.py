@@ -155,7 +155,7 @@ def test_a_missing_stage_is_a_task_by_its_content_key(repository: Path, add_reci
 def test_a_recipe_with_two_stages_of_one_name_is_made_to_its_end(
     repository: Path, add_recipe: AddRecipe
 ) -> None:
-    corpus = "corpus: {source: tinyworld, documents: 100}"
+    corpus = "corpus: {path: tinyworld, documents: 100}"
     stages = [f"prune_vocab: {{size: {size}, {corpus}}}" for size in (7936, 7872)]
     subject = add_recipe("twice", *stages)
     for _ in stages:

@@ -32,10 +32,9 @@ def tiny_with_mrope(tiny, tmp_path_factory):
 @pytest.fixture(scope="session")
 def texts(tiny):
     """Token IDs of twelve documents of the world, every second one prose, 32 to 200 tokens each."""
+    from tinyworld.documents import DocumentSampler
+    from tinyworld.world import World
     from tokenizers import Tokenizer
-
-    from slimqwen.tinyworld.documents import DocumentSampler
-    from slimqwen.tinyworld.world import World
 
     tokenizer = Tokenizer.from_file(str(tiny / "tokenizer.json"))
 

@@ -1,0 +1,35 @@
+"""The committed texts are what the world writes, and readers meet them in the order in which it made them."""
+
+from itertools import islice
+from pathlib import Path
+
+from tinyworld.documents import LONG_MIX, DocumentSampler
+from tinyworld.tasks import left_out_texts
+from tinyworld.texts import PASSAGES_SEED, write_texts
+
+from slimqwen.recipe.stages import calibrate
+from slimqwen.text import prompts
+from slimqwen.variant import repository_root
+
+FOLDER = repository_root() / "eval" / "texts"
+
+
+def test_committed_texts_equal_their_regeneration(tmp_path):
+    write_texts(tmp_path)
+    written = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    assert written == {file.name: file.read_bytes() for file in FOLDER.glob("*.jsonl")}
+
+
+def test_calibration_reads_what_training_read(world):
+    read = "".join(calibrate.documents(calibrate.Corpus(seed=0)))
+    documents = DocumentSampler(world, left_out_texts(world), LONG_MIX).stream(0)
+    assert read.startswith("".join(document.text for document in islice(documents, 1_000)))
+
+
+def test_workloads_read_every_passage_once_from_one_on_that_the_seed_chooses():
+    first = list(prompts.documents("tinyworld_passages", PASSAGES_SEED, Path()))
+    other = list(prompts.documents("tinyworld_passages", 1, Path()))
+    assert len(first) == 6_000
+    assert first != other
+    start = other.index(first[0])
+    assert other[start:] + other[:start] == first
