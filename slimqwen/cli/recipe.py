@@ -1,7 +1,8 @@
 """`slimqwen recipe` and `shape`: make a checkpoint by stages or of random weights, verify it, clean up."""
 
+import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -9,6 +10,9 @@ from slimqwen import variant as variants
 from slimqwen.cli.console import command, console, progress_bar, relative, say, show_record, table
 from slimqwen.cli.options import VariantOption
 from slimqwen.variant import Variant
+
+if TYPE_CHECKING:
+    from slimqwen.text.calibration_mix import Source
 
 app = typer.Typer(help="Make a variant's checkpoint stage by stage.", no_args_is_help=True)
 
@@ -103,7 +107,7 @@ def corpus(
     from slimqwen.text import calibration_mix
 
     checkpoint.check(variant.weights, variants.making_command(variant.weights, variant.root))
-    sources = [calibration_mix.parse_source(text) for text in source]
+    sources = [_parse_source(text) for text in source]
     with progress_bar() as progress:
         manifest = calibration_mix.build(variant.weights, sources, tokens, seed, output, progress)
     rows = table(["source"], ("weight", "documents", "duplicates", "near", "taken", "tokens"))
@@ -129,6 +133,20 @@ def shape(
     with progress_bar() as progress:
         folder = random_weights.make(size, root, progress=progress)
     say(f"weights/{folder.name}: random weights, seed 0, with the tokenizer of weights/tiny")
+
+
+def _parse_source(text: str) -> "Source":
+    """Parse NAME=FILE, or the NAME of a text in eval/texts, either with :WEIGHT at the end."""
+    from slimqwen.text.calibration_mix import Source
+    from slimqwen.text.corpus import resolve_text
+
+    match = re.fullmatch(r"([^=:]+)(?:=(.+?))?(?::(\d+(?:\.\d+)?))?", text)
+    weight = float(match[3] or 1) if match else 0.0
+    if match is None or not weight:
+        raise typer.BadParameter(
+            f"{text}: write NAME=FILE, or NAME=FILE:2 for twice the weight of the others"
+        )
+    return Source(match[1], Path(match[2]) if match[2] else resolve_text(match[1], Path()), weight)
 
 
 def _run(variant: Variant, until: str | None = None) -> None:

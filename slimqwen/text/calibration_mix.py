@@ -8,7 +8,6 @@ dropped if its words or more than half of its 13-word shingles were in documents
 import hashlib
 import json
 import random
-import re
 import tempfile
 from array import array
 from collections.abc import Sequence
@@ -19,11 +18,7 @@ from typing import Any
 from slimqwen.checkpoint.files import file_records, sha256
 from slimqwen.progress import Progress, silent
 from slimqwen.text.chats import ChatRenderer
-from slimqwen.text.corpus import resolve_text
 from slimqwen.text.files import CorpusError, DataSet, TextFile
-
-_SHINGLE_WORDS = 13
-_LARGEST_OVERLAP = 0.5
 
 
 @dataclass(frozen=True)
@@ -33,21 +28,6 @@ class Source:
     name: str
     path: Path
     weight: float = 1.0
-
-
-def parse_source(text: str) -> Source:
-    """Parse NAME=FILE, or the NAME of a text in eval/texts, either with :WEIGHT at the end.
-
-    Raises:
-        CorpusError: it is neither, or the weight is zero.
-    """
-    match = re.fullmatch(r"([^=:]+)(?:=(.+?))?(?::([\d.]+))?", text)
-    weight = float(match[3] or 1) if match else 0.0
-    if match is None or not weight:
-        raise CorpusError(
-            f"source {text}: write NAME=FILE, or NAME=FILE:2 for twice the weight of the others"
-        )
-    return Source(match[1], Path(match[2]) if match[2] else resolve_text(match[1], Path()), weight)
 
 
 def manifest_path(destination: Path) -> Path:
@@ -63,42 +43,38 @@ def build(
     destination: Path,
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Write a calibration text and its manifest; the same inputs give the same bytes.
+    """Write a calibration text and its manifest, which is returned; the same inputs give the same bytes.
 
     Args:
-        weights: checkpoint whose tokenizer counts tokens and whose chat templates render chats.
+        weights: checkpoint whose tokenizer counts tokens, and whose chat templates render chats.
         tokens: to take from all sources together: at most one document more, fewer if all sources run out.
-        destination: .jsonl file, replaced if it exists. It and its manifest, which is returned, appear when complete.
+        destination: .jsonl file, replaced if it exists.
 
     Raises:
-        CorpusError: a source is missing, malformed or empty, two have one name, tokens is not positive, or
-            destination is not a .jsonl file in an existing folder; nothing is written.
+        CorpusError: a source is missing, malformed or empty, or an argument is wrong; nothing is written.
     """
-    import transformers  # slow to import
-
-    names = [source.name for source in sources]
-    if not names or len(set(names)) < len(names):
-        raise CorpusError(f"sources {', '.join(names) or 'none'}: give at least one, each under its own name")
+    if not sources or len({source.name for source in sources}) < len(sources):
+        raise CorpusError("no source, or two of one name; give at least one, each under its own name")
     if tokens < 1:
         raise CorpusError(f"{tokens} tokens were asked for; ask for at least 1")
     if destination.suffix != ".jsonl" or not destination.parent.is_dir():
         raise CorpusError(f"{destination} is not a .jsonl file in an existing folder; choose one that is")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(weights)
-    chats = ChatRenderer(weights, tokenizer)
+    chats = ChatRenderer(weights)
     with tempfile.TemporaryDirectory(dir=destination.parent, prefix=f".{destination.name}.") as scratch:
         text, staged = Path(scratch) / "text", Path(scratch) / "manifest"
-        remaining = [_Supply(each, seed, chats, Path(scratch) / each.name, progress) for each in sources]
+        remaining = [
+            _Supply(source, seed, chats, Path(scratch) / f"cache-{number}", progress)
+            for number, source in enumerate(sources)
+        ]
         facts = [supply.facts for supply in remaining]
-        seen: set[bytes] = set()
-        total = 0
+        seen, total = set[bytes](), 0
         with text.open("w", encoding="utf-8") as stream:
             while remaining and total < tokens:
                 supply = min(remaining, key=lambda supply: supply.facts["tokens"] / supply.facts["weight"])
-                document = supply.take_new(seen)
-                if document is None:
+                if (document := supply.take_new(seen)) is None:
                     remaining.remove(supply)
                     continue
-                length = len(tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"])
+                length = len(chats.tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"])
                 supply.facts["tokens"] += length
                 total += length
                 stream.write(json.dumps({"text": document, "source": supply.facts["name"]}) + "\n")
@@ -121,20 +97,13 @@ def build(
 
 
 class _Supply:
-    """The documents of a source in a seeded order, of which 8 bytes each are held in memory.
-
-    Attributes:
-        facts: its part of the manifest.
-    """
-
-    facts: dict[str, Any]
+    """The documents of a source in a seeded order, of which 8 bytes each are held in memory."""
 
     def __init__(
         self, source: Source, seed: int, chats: ChatRenderer, cache: Path, progress: Progress
     ) -> None:
-        path = source.path
-        is_folder = path.is_dir()
-        self._reader = DataSet(path, cache) if is_folder else TextFile(path)
+        is_folder = source.path.is_dir()
+        self._reader = DataSet(source.path, cache) if is_folder else TextFile(source.path)
         self._chats = chats
         self._positions = array("Q")
         for number, document in enumerate(self._reader, start=1):
@@ -142,26 +111,26 @@ class _Supply:
                 self._positions.append(document.position)
             progress(f"reading {source.name}", number, 0)
         if not self._positions:
-            raise CorpusError(f"{path}: no text in it; put some there or remove the source")
-        files = {name: record.sha256 for name, record in file_records(path).items()} if is_folder else {}
-        digest = _digest(files) if is_folder else sha256(path)
-        self.facts = {"name": source.name, "file": path.name, "sha256": digest, "weight": source.weight}
-        self.facts |= {"documents": len(self._positions), "duplicates": 0, "near_duplicates": 0}
-        self.facts |= {"taken": 0, "tokens": 0, "ran_out": False}
-        # Seeded by name, so that another source does not change this one's order; taken from the end.
+            raise CorpusError(f"{source.path}: no text in it; put some there or remove the source")
+        files = (
+            {name: record.sha256 for name, record in file_records(source.path).items()} if is_folder else {}
+        )
+        digest = _digest(files) if is_folder else sha256(source.path)
+        self.facts: dict[str, Any] = {"name": source.name, "file": source.path.name, "sha256": digest}
+        self.facts |= {"weight": source.weight, "documents": len(self._positions), "ran_out": False}
+        self.facts |= dict.fromkeys(("duplicates", "near_duplicates", "taken", "tokens"), 0)
+        # Seeded by name, so that another source does not change this one's order.
         random.Random(f"{seed} {source.name}").shuffle(self._positions)
-        self._positions.reverse()
 
     def take_new(self, seen: set[bytes]) -> str | None:
         """The next document that is not a duplicate; its hashes are added to `seen`."""
         while self._positions:
             text = self._chats.text_of(self._reader, self._positions.pop())
             words = text.split()
-            starts = range(max(1, len(words) - _SHINGLE_WORDS + 1))
-            shingles = {_hash(words[start : start + _SHINGLE_WORDS]) for start in starts}
+            shingles = {_hash(words[start : start + 13]) for start in range(max(1, len(words) - 12))}
             if _hash(words) in seen:
                 self.facts["duplicates"] += 1
-            elif len(shingles & seen) > _LARGEST_OVERLAP * len(shingles):
+            elif 2 * len(shingles & seen) > len(shingles):
                 self.facts["near_duplicates"] += 1
             else:
                 self.facts["taken"] += 1

@@ -57,15 +57,13 @@ def read_chat_templates(weights: Path) -> dict[str, ChatTemplate]:
 
 
 class ChatRenderer:
-    """Renders chats by the templates of a checkpoint.
+    """Renders chats by the templates and with the tokenizer of a checkpoint."""
 
-    Attributes:
-        templates: the chat templates by name.
-    """
+    def __init__(self, weights: Path) -> None:
+        import transformers  # slow to import
 
-    def __init__(self, weights: Path, tokenizer: Any) -> None:
         self.templates = read_chat_templates(weights)
-        self._tokenizer = tokenizer
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(weights)
 
     def text_of(self, reader: TextFile | DataSet, position: int) -> str:
         """The text of a document, rendered if it is a chat.
@@ -120,13 +118,13 @@ class ChatRenderer:
         from vllm.renderers.hf import resolve_chat_template_content_format, safe_apply_chat_template
 
         form = resolve_chat_template_content_format(
-            template, tools, "auto", self._tokenizer, model_config=_TEXT_MODEL
+            template, tools, "auto", self.tokenizer, model_config=_TEXT_MODEL
         )
         conversation, _, _ = parse_chat_messages(messages, _TEXT_MODEL, form)
         return str(
             safe_apply_chat_template(
                 _TEXT_MODEL,
-                self._tokenizer,
+                self.tokenizer,
                 conversation,
                 tools=tools,
                 chat_template=template,

@@ -9,10 +9,12 @@ import pytest
 from tinyworld.tokenizer import END_OF_TEXT, chat_template
 
 from slimqwen.recipe.stages import calibrate
-from slimqwen.text.calibration_mix import Source, build, manifest_path, parse_source
+from slimqwen.text.calibration_mix import Source, build, manifest_path
 from slimqwen.text.files import CorpusError
 from slimqwen.variant import repository_root
 from tests.byte_tokenizer import byte_tokenizer
+
+WORLD = Source("tinyworld", repository_root() / "eval" / "texts" / "tinyworld.jsonl")
 
 
 @pytest.fixture(scope="session")
@@ -62,7 +64,7 @@ def test_tokens_are_split_by_weight_and_counted_by_the_checkpoints_tokenizer(wei
 
 
 def test_the_same_inputs_give_the_same_bytes_and_another_seed_does_not(weights: Path, tmp_path: Path):
-    sources = [Source("a", jsonl(tmp_path / "a.jsonl", sentences(50, 1))), parse_source("tinyworld")]
+    sources = [Source("a", jsonl(tmp_path / "a.jsonl", sentences(50, 1))), WORLD]
     one, two, three = (tmp_path / f"{name}.jsonl" for name in ("one", "two", "three"))
     first, second = build(weights, sources, 6_000, 0, one), build(weights, sources, 6_000, 0, two)
     assert one.read_bytes() == two.read_bytes()
@@ -162,24 +164,13 @@ def test_text_files_are_cut_at_ends_of_lines(weights: Path, tmp_path: Path):
 
 def test_calibrate_reads_it_and_every_document_is_whole(weights: Path, tmp_path: Path):
     texts = [*sentences(3, 1), "a line\u2028separator and an umlaut: Gänse"]
-    sources = [Source("a", jsonl(tmp_path / "a.jsonl", texts)), parse_source("tinyworld")]
+    sources = [Source("a", jsonl(tmp_path / "a.jsonl", texts)), WORLD]
     result = tmp_path / "out.jsonl"
     build(weights, sources, 20_000, 0, result)
     read = list(calibrate.documents(calibrate.Corpus(path=result)))
     assert sorted(read) == sorted(text + END_OF_TEXT for _, text in taken(result))
     assert not any(END_OF_TEXT in text for _, text in taken(result))
     assert {text for source, text in taken(result) if source == "a"} == set(texts)
-
-
-def test_sources_are_written_as_name_file_weight():
-    assert parse_source("code=data/code.jsonl:2.5") == Source("code", Path("data/code.jsonl"), 2.5)
-    assert parse_source("code=data/code.jsonl") == Source("code", Path("data/code.jsonl"))
-    assert parse_source("code=c:/code.jsonl") == Source("code", Path("c:/code.jsonl"))
-    text = repository_root() / "eval" / "texts" / "tinyworld.jsonl"
-    assert parse_source("tinyworld:2") == Source("tinyworld", text, 2.0)
-    for given in ("code=a.txt:0", "code=a.txt:0.0", "=a.txt", "code=", "", ":2"):
-        with pytest.raises(CorpusError, match="write NAME=FILE, or NAME=FILE:2"):
-            parse_source(given)
 
 
 @pytest.mark.parametrize(

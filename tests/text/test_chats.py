@@ -70,7 +70,7 @@ def weights(tmp_path) -> Path:
 def renderer(weights, template=None):
     if template:
         (weights / "chat_template.jinja").write_text(template)
-    return ChatRenderer(weights, transformers.AutoTokenizer.from_pretrained(weights))
+    return ChatRenderer(weights)
 
 
 def model_config(weights):
