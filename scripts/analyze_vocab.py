@@ -89,7 +89,7 @@ def measure_sizes(
 
 def explore_vocabulary(variant: Variant, options: argparse.Namespace) -> tuple[Table, dict[str, Any]]:
     """Measure the sizes of --size on the texts that the options name."""
-    corpus = Corpus(source="file", path=options.corpus, documents=options.documents)
+    corpus = Corpus(path=options.corpus, documents=options.documents)
     texts = {Path(file).stem: Path(file) for file in options.text}
     measured = measure_sizes(variant.weights, corpus, options.size, texts, options.scored)
     columns: dict[str, Callable[[Mapping[str, Any]], object]] = {

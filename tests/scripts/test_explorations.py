@@ -127,7 +127,7 @@ def test_the_head_of_a_checkpoint_is_scored_on_text(tiny: variant.Variant, tmp_p
 
 
 def test_a_smaller_vocabulary_is_measured_as_the_stage_prunes_it(tmp_path: Path):
-    corpus = Corpus(source="file", path=PROSE)
+    corpus = Corpus(path=PROSE)
     small, large = analyze_vocab.measure_sizes(TINY, corpus, [4096, 7936], {}, 2)
     assert small["coverage"] < large["coverage"] <= 1 <= large["inflation"] < small["inflation"]
     destination = tmp_path / "pruned"

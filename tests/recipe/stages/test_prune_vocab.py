@@ -303,7 +303,7 @@ def test_every_twentieth_document_is_held_out_and_says_what_pruning_costs(source
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in ["aaa"] * 19 + [f"aaa{unused}"]))
     destination = tmp_path / "pruned"
     destination.mkdir()
-    parameters = PruneVocabParameters(size=320, corpus=Corpus(source="file", path=corpus))
+    parameters = PruneVocabParameters(size=320, corpus=Corpus(path=corpus))
     facts = prune_vocab.run(source, destination, parameters, progress.silent)
     before = words.tokenizer.encode(f"aaa{unused}").ids
     pruned = vocabulary.read(destination / "tokenizer.json")
