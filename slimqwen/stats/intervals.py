@@ -261,7 +261,7 @@ def ratio_of_rounds(numerator: ArrayLike, denominator: ArrayLike, *, in_turns: b
     """Ratio of geometric means of one figure per round, with Student's t interval on the logarithms.
 
     Rounds are the restarts of Kalibera and Jones, Rigorous Benchmarking in Reasonable Time (ISMM 2013). With so few
-    a bootstrap interval covers less than 95 % (docs/log.md, 2026-11-22).
+    a bootstrap interval covers less than 95 %.
 
     Args:
         in_turns: whether rounds are paired by their order; otherwise the interval is Welch's.

@@ -23,7 +23,7 @@ PLACES = (
     "experiments/*/README.md",
     "eval/**/*.yaml",
 )
-HISTORY = ROOT / "docs" / "log.md"
+HISTORY = ROOT / "docs" / "CHANGELOG.md"
 RECORDED = (
     ROOT / "eval" / "acceptance" / "tinyworld.yaml"
 )  # records hold its digest: its comments stay as they are

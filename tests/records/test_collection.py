@@ -8,7 +8,7 @@ import pytest
 
 from slimqwen import variant
 from slimqwen.records import collection, registry, store
-from tests.record_files import record_of, write
+from tests.record_files import example, record_of, write
 
 ITEMS = [{"task": "example_facts", "index": n, "item": str(n), "value": float(n % 2)} for n in range(4)]
 ROOT = variant.repository_root()
@@ -31,10 +31,9 @@ def repository(tmp_path, add_variant, quality, latency, monkeypatch):
         write(tmp_path / "experiments" / "a", quality | {"variant": "a"}, ITEMS)
     write(tmp_path / "experiments" / "a", latency | {"variant": "a"}, ITEMS)
     write(tmp_path / "experiments" / "b", quality | {"variant": "b"}, ITEMS)
-    started = store.read(ROOT / STARTS.replace("_a_", "_tiny-best_"))
+    started = example("start_up")
     changed = record_of(started, variant="a")
     assert store.write(tmp_path / "results", changed) == tmp_path / STARTS
-    (tmp_path / STARTS).with_suffix(".svg").write_text("<svg/>")
     return tmp_path
 
 

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from slimqwen import variant
-from slimqwen.bench.start_up import StartUp
 from slimqwen.records import store
-from tests.record_files import record_of
+from tests.record_files import example, record_of
 from tests.records.conftest import latency, quality  # noqa: F401  (fixtures)
 
 ROOT = variant.repository_root()
@@ -83,7 +82,7 @@ def add_record(tmp_path, templates):
 @pytest.fixture
 def add_start_up(tmp_path, templates):
     """Write a start-up record of a variant into results/, a copy of a real one."""
-    template = store.read(store.latest_result(ROOT, StartUp, "tiny-best"))
+    template = record_of(example("start_up"))
 
     def add(name, edit=lambda record: None):
         record = json.loads(store.serialise(template, "template")) | {"variant": name}
