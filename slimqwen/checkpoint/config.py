@@ -1,7 +1,7 @@
 """config.json of a checkpoint, read and written."""
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,23 +41,6 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
             if part.get(key) is not None:
                 shared[key.removeprefix("torch_")] = part[key]
     return {**inner, **shared}
-
-
-def check_output_head(folder: Path, config: Mapping[str, Any], tensors: Collection[str]) -> None:
-    """Check that vLLM takes the output head that is stored: it builds the head by the inner flag of a nested config.
-
-    Raises:
-        CorruptCheckpointError: it would leave the head uninitialised, or drop a stored one, without an error.
-    """
-    inner = config.get("text_config", config)
-    stored = any(name.startswith("lm_head.") for name in tensors)
-    ties = bool(inner.get("tie_word_embeddings")) and not (stored and config.get("tie_word_embeddings"))
-    if ties is stored and any(name.endswith("embed_tokens.weight") for name in tensors):
-        flag = "false" if stored else "true"
-        raise CorruptCheckpointError(
-            f"{folder} {'has an' if stored else 'has no'} lm_head of its own, and its config.json says otherwise to "
-            f"vLLM; set tie_word_embeddings to {flag}{', in text_config too' if 'text_config' in config else ''}"
-        )
 
 
 def quantisation(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -15,10 +15,9 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from slimqwen.checkpoint.config import check_output_head, read_config, read_json_object
+from slimqwen.checkpoint.config import read_json_object
 from slimqwen.checkpoint.errors import CorruptCheckpointError, MissingCheckpointError
-from slimqwen.checkpoint.promise import check_tensors
-from slimqwen.checkpoint.tensors import list_tensors
+from slimqwen.checkpoint.promise import check_form, check_tensors
 from slimqwen.errors import SlimqwenError
 from slimqwen.file_lock import hold_lock, take_lock
 from slimqwen.progress import Progress, silent
@@ -116,15 +115,15 @@ def check(folder: Path, cure: str) -> None:
     Raises:
         MissingCheckpointError: the folder does not exist or is empty.
         CorruptCheckpointError: a file is missing, unreadable, too short, too long or not in the index.
+        CorruptCheckpointError, UnsupportedFormatError: as `check_form`.
     """
     if not folder.is_dir() or not any(folder.iterdir()):
         raise MissingCheckpointError(f"no checkpoint in {folder}; {cure}")
     with _cure(cure):
-        config, tensors = read_config(folder), list_tensors(folder)
         for name in _REQUIRED:
             if not (folder / name).is_file():
                 raise CorruptCheckpointError(f"{folder / name} is missing")
-    check_output_head(folder, config, tensors)
+        check_form(folder)
 
 
 def verify(folder: Path, cure: str, progress: Progress = silent) -> Manifest:

@@ -142,6 +142,9 @@ def with_group(
         "config_groups": {},
         "ignore": [],
     }
+    if kind == "mtp" and {module.split(".")[1] for module in modules} != {"fc", "layers"}:
+        # The rest of the head was packed before, in another way perhaps.
+        group = {**group, "targets": list(modules)}
     others = before["config_groups"]
     # The first target that names a linear counts: ours, where one of the base's would mean it too.
     targets = [target for each in others.values() for target in each["targets"] if target != "Linear"]

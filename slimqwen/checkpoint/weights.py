@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slimqwen.checkpoint import packing
-from slimqwen.checkpoint.config import quantisation, read_config
+from slimqwen.checkpoint.config import quantisation, read_config, text_config
 from slimqwen.checkpoint.errors import UnsupportedFormatError
 from slimqwen.checkpoint.tensors import TensorInfo, list_tensors
 
@@ -181,6 +181,12 @@ def read_weights(folder: Path) -> dict[str, Weight]:
         CorruptCheckpointError: as `list_tensors`.
     """
     return group_parts(list_tensors(folder), quantisation(read_config(folder)))
+
+
+def has_mtp_head(folder: Path) -> bool:
+    """Whether a checkpoint can draft: its config announces an MTP head, and the tensors are there."""
+    announced = text_config(read_config(folder)).get("mtp_num_hidden_layers")
+    return bool(announced) and any(name.startswith("mtp.") for name in list_tensors(folder))
 
 
 def group_parts(stored: Mapping[str, TensorInfo], settings: Mapping[str, Any]) -> dict[str, Weight]:

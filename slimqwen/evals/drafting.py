@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from slimqwen import checkpoint
+from slimqwen.checkpoint.weights import has_mtp_head
 from slimqwen.evals import EvalError
 from slimqwen.progress import Progress, silent
 from slimqwen.records.settings import LimitSettings
@@ -58,8 +58,7 @@ class AcceptanceSettings(LimitSettings):
 
 def require_mtp_head(variant: Variant) -> None:
     """Raise an EvalError if the checkpoint of a variant has nothing that drafts."""
-    config = checkpoint.text_config(checkpoint.read_config(variant.weights))
-    if not config.get("mtp_num_hidden_layers"):
+    if not has_mtp_head(variant.weights):
         raise EvalError(f"{variant.name} has no MTP head, so nothing is drafted; take a checkpoint with one")
 
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from slimqwen import checkpoint
-from slimqwen.checkpoint.tensors import list_tensors, weight_files
+from slimqwen.checkpoint.tensors import weight_files
+from slimqwen.checkpoint.weights import has_mtp_head
 from slimqwen.serving import chat_template, gpu, unsafe_engines
 from slimqwen.serving import platform as machine
 from slimqwen.serving.command import ServerCommand
@@ -66,26 +67,13 @@ def check_weights(command: ServerCommand) -> None:
     """Refuse a checkpoint that vLLM cannot serve with these flags; only headers are read.
 
     Raises:
-        ServingError: too long a context, drafts without an MTP head, or weights in an order that vLLM does not read.
+        ServingError: too long a context, or drafts without an MTP head.
         slimqwen.checkpoint.MissingCheckpointError, CorruptCheckpointError: no weights, or cut short or incomplete.
     """
     weights = command.variant.weights
     checkpoint.check(weights, cure=making_command(weights, command.variant.root))
-    _check_order(command)
     _check_drafts(command)
     _check_context(command)
-
-
-def _check_order(command: ServerCommand) -> None:
-    form = checkpoint.quantisation(checkpoint.read_config(command.variant.weights))
-    settings = [form, *(group.get("weights") or {} for group in form.get("config_groups", {}).values())]
-    for each in settings:
-        orders = each.get("desc_act") is True or each.get("actorder") in ("group", "dynamic", True)
-        if orders and each.get("group_size") != -1:
-            raise ServingError(
-                f"{command.variant.weights} has its weights in the order of their activations (desc_act), which vLLM "
-                "no longer serves; take a checkpoint with desc_act=false or static order"
-            )
 
 
 def _check_drafts(command: ServerCommand) -> None:
@@ -93,8 +81,7 @@ def _check_drafts(command: ServerCommand) -> None:
     weights = command.variant.weights
     if speculation.get("method") != "mtp" or speculation.get("model"):
         return
-    announced = checkpoint.text_config(checkpoint.read_config(weights)).get("mtp_num_hidden_layers")
-    if not announced or not any(name.startswith("mtp.") for name in list_tensors(weights)):
+    if not has_mtp_head(weights):
         raise ServingError(
             f"{command.variant.name} drafts with an MTP head, and {weights} has none; take VLLM_SPECULATIVE_CONFIG out "
             "of its config.env, or a checkpoint with mtp.* tensors"

@@ -1,7 +1,7 @@
 """The zoo: the small model in every form in which models are published, as a table."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.zoo import quantised
@@ -10,6 +10,7 @@ from tests.zoo.specimen import (
     Edit,
     Specimen,
     files,
+    half,
     inner,
     json_file,
     multimodal,
@@ -18,6 +19,7 @@ from tests.zoo.specimen import (
     qwen3_5_moe,
     rows,
     shards,
+    single_experts,
     tiny,
     unlisted,
     untied,
@@ -33,11 +35,14 @@ class Animal:
     Attributes:
         form: what is special about it, as a table says it.
         edits: what makes it from `start`.
+        refuses: verbs (of `tests.zoo.verbs`) that it is not meant for, with a regular expression of what they say; `*` is
+            every verb.
         start: makes the specimen to begin with.
     """
 
     form: str
     edits: tuple[Edit, ...] = ()
+    refuses: Mapping[str, str] = field(default_factory=dict)
     start: Callable[[], Specimen] = tiny
 
     def build(self, folder: Path) -> Path:
@@ -47,6 +52,20 @@ class Animal:
             edit(specimen)
         return specimen.write(folder)
 
+
+_PACKED = {"calibrate": "is quantised already"}
+_FOREIGN = _PACKED | dict.fromkeys(("calibrate mtp", "quantise_lm_head"), "in the format .*; take the 16-bit")
+_PACKED_MTP = {"redistill_mtp": "MTP head is quantised"}
+_NO_MTP = {
+    "serve, drafts": "has none; take VLLM_SPECULATIVE_CONFIG out",
+    "trim_draft_vocab": "nothing drafts; take trim_draft_vocab out",
+    "calibrate mtp": "no mtp layers; take mtp off",
+    "redistill_mtp": "has no MTP head; take redistill_mtp out",
+}
+_OTHER_MODEL = _NO_MTP | dict.fromkeys(
+    ("calibrate", "calibrate mtp"), "calibrate knows .*; choose another base"
+)
+_EXPERTS = _OTHER_MODEL | {"trim_draft_vocab": "is a mixture of experts"}
 
 _TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
@@ -58,17 +77,24 @@ ANIMALS: dict[str, Animal] = {
     "multimodal-w4a16": Animal(
         "multimodal, W4A16 group 32, MTP head in 16 bits",
         (multimodal(), shards(3), compressed_tensors(integers())),
+        refuses=_PACKED,
     ),
     "multimodal-w4a16-mtp": Animal(
         "multimodal, W4A16 group 32, MTP layer too",
         (multimodal(), compressed_tensors(integers(), integers(quantised.MTP_LAYER), ignore="patterns")),
+        refuses=_PACKED | _PACKED_MTP,
     ),
     "multimodal-bare-names": Animal(
         "multimodal, W4A16, `ignore` without the prefix language_model",
         (multimodal(), compressed_tensors(integers(), prefix="model.")),
+        refuses={"*": "in_proj_a in 16 bits, and .* want it quantised; take another"},
     ),
-    "multimodal-fp8": Animal("multimodal, official FP8 blocks", (multimodal(), shards(3), fp8_blocks())),
-    "multimodal-gptq": Animal("multimodal, GPTQ", (multimodal(), shards(3), gptq())),
+    "multimodal-fp8": Animal(
+        "multimodal, official FP8 blocks",
+        (multimodal(), shards(3), fp8_blocks()),
+        refuses=_FOREIGN | _PACKED_MTP,
+    ),
+    "multimodal-gptq": Animal("multimodal, GPTQ", (multimodal(), shards(3), gptq()), refuses=_FOREIGN),
     "torch-dtype": Animal("`torch_dtype` for `dtype`", (outer(dtype=..., torch_dtype="bfloat16"),)),
     "torch-dtype-inner": Animal(
         "multimodal, `torch_dtype` inside, none outside",
@@ -79,13 +105,17 @@ ANIMALS: dict[str, Animal] = {
     ),
     "dtype-absent": Animal("no dtype in config.json", (outer(dtype=...),)),
     "tie-outer": Animal(
-        "multimodal, tied by the outer flag alone", (multimodal(), inner(tie_word_embeddings=...))
+        "multimodal, tied by the outer flag alone",
+        (multimodal(), inner(tie_word_embeddings=...)),
+        refuses={"*": "set tie_word_embeddings to true, in text_config too"},
     ),
     "tie-inner": Animal(
         "multimodal, tied by the inner flag alone", (multimodal(), outer(tie_word_embeddings=...))
     ),
     "tie-differs": Animal(
-        "multimodal, untied outside, tied inside", (multimodal(), untied, inner(tie_word_embeddings=True))
+        "multimodal, untied outside, tied inside",
+        (multimodal(), untied, inner(tie_word_embeddings=True)),
+        refuses={"*": "set tie_word_embeddings to false, in text_config too"},
     ),
     "untied": Animal("untied output head", (untied,)),
     "eos-list": Animal(
@@ -98,7 +128,9 @@ ANIMALS: dict[str, Animal] = {
     ),
     "no-generation-config": Animal("no generation_config.json", (without_file("generation_config.json"),)),
     "more-rows": Animal("more rows than the tokenizer has ids", (rows(8320),)),
-    "more-ids": Animal("more ids than rows", (rows(8128),)),
+    "more-ids": Animal(
+        "more ids than rows", (rows(8128),), refuses={"prune_vocab": "8128 rows for ids up to 8191; correct"}
+    ),
     "side-files": Animal(
         "licence, chat_template.json, additional templates",
         (
@@ -122,31 +154,48 @@ ANIMALS: dict[str, Animal] = {
         "shards, a consolidated copy outside the index",
         (shards(2), unlisted("consolidated.safetensors", copy=True)),
     ),
-    "no-mtp": Animal("no MTP head", (without_mtp(),)),
-    "mtp-lost": Animal("the MTP head that config.json promises is lost", (without_mtp(announced=True),)),
-    "w4a16": Animal("W4A16 group 32, `ignore` by names", (compressed_tensors(integers()),)),
+    "no-mtp": Animal("no MTP head", (without_mtp(),), refuses=_NO_MTP),
+    "mtp-lost": Animal(
+        "the MTP head that config.json promises is lost",
+        (without_mtp(announced=True),),
+        refuses=_NO_MTP | {"verify": "lacks the tensor mtp.fc.weight"},
+    ),
+    "w4a16": Animal("W4A16 group 32, `ignore` by names", (compressed_tensors(integers()),), refuses=_PACKED),
     "w4a16-patterns": Animal(
-        "W4A16 group 32, `ignore` by patterns", (compressed_tensors(integers(), ignore="patterns"),)
+        "W4A16 group 32, `ignore` by patterns",
+        (compressed_tensors(integers(), ignore="patterns"),),
+        refuses=_PACKED,
     ),
     "w4a16-anchored": Animal(
-        "W4A16 group 32, `ignore` by anchored patterns", (compressed_tensors(integers(), ignore="anchored"),)
+        "W4A16 group 32, `ignore` by anchored patterns",
+        (compressed_tensors(integers(), ignore="anchored"),),
+        refuses=_PACKED,
     ),
     "w4a16-zero-points": Animal(
-        "W4A16 group 32 with zero points", (compressed_tensors(integers(symmetric=False)),)
+        "W4A16 group 32 with zero points", (compressed_tensors(integers(symmetric=False)),), refuses=_PACKED
     ),
     "w4a16-g128": Animal(
-        "W4A16 group 128, wide linears alone", (compressed_tensors(integers(quantised.WIDE, group_size=128)),)
+        "W4A16 group 128, wide linears alone",
+        (compressed_tensors(integers(quantised.WIDE, group_size=128)),),
+        refuses=_PACKED,
     ),
     "w4a16-mtp": Animal(
-        "W4A16, MTP layer too", (compressed_tensors(integers(f"{quantised.LINEARS}|{quantised.MTP_LAYER}")),)
+        "W4A16, MTP layer too",
+        (compressed_tensors(integers(f"{quantised.LINEARS}|{quantised.MTP_LAYER}")),),
+        refuses=_PACKED | _PACKED_MTP,
     ),
     "w4a16-head": Animal(
         "W4A16, output head too",
         (untied, compressed_tensors(integers(f"{quantised.LINEARS}|{quantised.HEAD}"))),
+        refuses=_PACKED | {"quantise_lm_head": "packed lm_head already"},
     ),
-    "w8a16": Animal("W8A16 by row", (compressed_tensors(integers(bits=8, group_size=None)),)),
-    "w8a8": Animal("int8 weights and inputs", (compressed_tensors(int8()),)),
-    "fp8-rows": Animal("compressed-tensors FP8 (float-quantized)", (compressed_tensors(floats()),)),
+    "w8a16": Animal(
+        "W8A16 by row", (compressed_tensors(integers(bits=8, group_size=None)),), refuses=_PACKED
+    ),
+    "w8a8": Animal("int8 weights and inputs", (compressed_tensors(int8()),), refuses=_PACKED),
+    "fp8-rows": Animal(
+        "compressed-tensors FP8 (float-quantized)", (compressed_tensors(floats()),), refuses=_PACKED
+    ),
     "mixed": Animal(
         "compressed-tensors mixed: W4A16 MLP, FP8 attention",
         (
@@ -156,13 +205,29 @@ ANIMALS: dict[str, Animal] = {
                 ignore="names",
             ),
         ),
+        refuses=_PACKED,
     ),
-    "fp8-blocks": Animal("official FP8 blocks, MTP layer too", (fp8_blocks(),)),
-    "fp8-blocks-mtp16": Animal("official FP8 blocks, MTP head in 16 bits", (fp8_blocks(mtp=False),)),
-    "gptq": Animal("GPTQ, 4 bits", (gptq(),)),
-    "gptq-act-order": Animal("GPTQ with activation order, MTP layer too", (gptq(mtp=True, act_order=True),)),
-    "auto-round": Animal("AutoRound in GPTQ's layout", (quantised.auto_round,)),
-    "awq": Animal("AWQ (gemm), zero points", (quantised.awq,)),
-    "qwen3": Animal("Qwen3ForCausalLM, random", start=qwen3),
-    "qwen3.5-moe": Animal("Qwen3_5MoeForCausalLM, random", start=qwen3_5_moe),
+    "fp8-blocks": Animal(
+        "official FP8 blocks, MTP layer too", (fp8_blocks(),), refuses=_FOREIGN | _PACKED_MTP
+    ),
+    "fp8-blocks-mtp16": Animal(
+        "official FP8 blocks, MTP head in 16 bits", (fp8_blocks(mtp=False),), refuses=_FOREIGN
+    ),
+    "gptq": Animal("GPTQ, 4 bits", (gptq(),), refuses=_FOREIGN),
+    "gptq-act-order": Animal(
+        "GPTQ with activation order, MTP layer too",
+        (gptq(mtp=True, act_order=True),),
+        refuses={"*": "desc_act.*; take a checkpoint with"},
+    ),
+    "auto-round": Animal("AutoRound in GPTQ's layout", (quantised.auto_round,), refuses=_FOREIGN),
+    "awq": Animal("AWQ (gemm), zero points", (quantised.awq,), refuses=_FOREIGN),
+    "qwen3": Animal("Qwen3ForCausalLM, random", start=qwen3, refuses=_OTHER_MODEL),
+    "qwen3.5-moe": Animal("Qwen3_5MoeForCausalLM, random", start=qwen3_5_moe, refuses=_EXPERTS),
+    "qwen3.5-moe-w4a16": Animal(
+        "Qwen3_5MoeForCausalLM, experts in W4A16 one by one",
+        (single_experts, compressed_tensors(integers(quantised.EXPERTS))),
+        refuses=_EXPERTS,
+        start=qwen3_5_moe,
+    ),
+    "float16": Animal("float16", (half,)),
 }

@@ -15,6 +15,7 @@ LINEARS = (
 )
 WIDE = rf"{BODY}(mlp\.down_proj|self_attn\.o_proj|linear_attn\.out_proj)"
 """Linears whose inputs are a multiple of 128."""
+EXPERTS = rf"{BODY}mlp\.experts\.\d+\.(gate|up|down)_proj"
 MTP_LAYER = r"mtp\.layers\.\d+\.(mlp|self_attn)\.\w+_proj"
 HEAD = r"lm_head"
 

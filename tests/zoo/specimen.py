@@ -301,6 +301,22 @@ def untied(specimen: Specimen) -> None:
         config["tie_word_embeddings"] = False
 
 
+def half(specimen: Specimen) -> None:
+    """Every tensor in float16."""
+    specimen.tensors = {name: tensor.half() for name, tensor in specimen.tensors.items()}
+    specimen.text["dtype"] = "float16"
+
+
+def single_experts(specimen: Specimen) -> None:
+    """The experts of a mixture one by one, as they are stored where they are quantised."""
+    for name in [name for name in specimen.tensors if ".experts." in name]:
+        joined, prefix = specimen.tensors.pop(name), name.rpartition(".")[0]
+        kinds = ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else ("down_proj",)
+        for expert, stacked in enumerate(joined):
+            for kind, weight in zip(kinds, stacked.chunk(len(kinds)), strict=True):
+                specimen.tensors[f"{prefix}.{expert}.{kind}.weight"] = weight.clone()
+
+
 def rows(count: int) -> Edit:
     """So many rows of embedding: more than the tokenizer has ids (padded), or fewer."""
 

@@ -198,7 +198,8 @@ def _unpacked_rows(head: Weight, ids: Ids) -> NewTensor:
         for block in head.blocks():
             last = first + len(block)
             wanted = ids[np.searchsorted(ids, first) : np.searchsorted(ids, last)] - first
-            yield from from_torch(block[wanted], dtype).chunks()
+            if len(wanted):
+                yield from from_torch(block[wanted], dtype).chunks()
             first = last
 
     return NewTensor(dtype, (len(ids), head.shape[1]), chunks)

@@ -1,0 +1,149 @@
+"""What is done with every animal: the stages and the checks, as functions of a checkpoint and an empty folder."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from slimqwen import checkpoint, progress
+from slimqwen import variant as variants
+from slimqwen.checkpoint import promise
+from slimqwen.checkpoint.files import side_files
+from slimqwen.errors import SlimqwenError
+from slimqwen.recipe import variant_recipe
+from slimqwen.recipe.recipe_file import Step
+from slimqwen.recipe.registry import STAGES
+from slimqwen.recipe.stages.sample_outputs import OUTPUTS
+from slimqwen.serving import checks
+from slimqwen.serving.command import ServerCommand
+from tests.checkpoints import TINY, with_manifest
+
+Verb = Callable[[Path, Path], None]
+"""(checkpoint, an empty folder); raises a SlimqwenError where the verb refuses the checkpoint."""
+
+WORKS = "works"
+_CONFIG = """VLLM_MODEL=weights/animal
+VLLM_SERVED_MODEL_NAME=default
+VLLM_HOST=127.0.0.1
+VLLM_MAX_MODEL_LEN=512
+VLLM_MAX_NUM_SEQS=4
+VLLM_ENABLE_PREFIX_CACHING=0
+VLLM_ENFORCE_EAGER=1
+VLLM_CPU_KVCACHE_SPACE=1
+VLLM_LANGUAGE_MODEL_ONLY=1
+"""
+_DRAFTS = """VLLM_SPECULATIVE_CONFIG='{"method": "mtp", "num_speculative_tokens": 2}'\n"""
+_BOTH_WAYS = {"group_size": 32, "targets": {"mtp": "W8A16"}}
+
+
+def repository(folder: Path, root: Path, *, drafts: bool, config: str = _CONFIG) -> variants.Variant:
+    """A repository whose variants are `animal`, with this checkpoint, and its baseline `tiny`."""
+    for name, lines, baseline in (
+        ("animal", config + (_DRAFTS if drafts else ""), "tiny"),
+        ("tiny", config.replace("weights/animal", "weights/tiny"), None),
+    ):
+        experiment = root / "experiments" / name
+        experiment.mkdir(parents=True)
+        (experiment / "config.env").write_text(lines)
+        content = {"hypothesis": "it is served", "baseline": baseline}
+        (experiment / "measurements.json").write_text(json.dumps(content))
+    (root / "weights").mkdir()
+    (root / "weights" / "animal").symlink_to(folder)
+    (root / "weights" / "tiny").symlink_to(TINY)
+    (root / "eval").symlink_to(TINY.parents[1] / "eval")
+    return variants.load("animal", root)
+
+
+def verify(folder: Path, empty: Path) -> None:
+    """`recipe verify` but for the engine."""
+    copy = shutil.copytree(folder, empty / "copy")
+    checkpoint.verify(with_manifest(copy), "download it anew")
+
+
+def serve(*, drafts: bool) -> Verb:
+    """`serve --dry-run`."""
+
+    def run(folder: Path, empty: Path) -> None:
+        variant = repository(folder, empty / "root", drafts=drafts)
+        command = ServerCommand.resolve(variant, platform="cpu")
+        checks.check_weights(command)
+        assert str(variant.weights) in command.as_shell()
+
+    return run
+
+
+def needs(stage: str, **parameters: Any) -> Verb:
+    """What a recipe asks of a stage and its base before anything is computed."""
+
+    def run(folder: Path, empty: Path) -> None:
+        checkpoint.check(folder, "download it anew")
+        kind = STAGES[stage]
+        kind.needs(folder, kind.parameters(**parameters))
+
+    return run
+
+
+def stage(name: str, *, outputs: bool = False, **parameters: Any) -> Verb:
+    """A stage from its needs to a result that is sound, explained by the stage, and has its base's other files.
+
+    Args:
+        outputs: whether the stage reads what the model has sampled.
+    """
+
+    def run(folder: Path, empty: Path) -> None:
+        needs(name, **parameters)(folder, empty)
+        base, out = shutil.copytree(folder, empty / "base"), empty / "out"
+        if outputs:
+            write_outputs(base)
+        out.mkdir()
+        kind = STAGES[name]
+        given = kind.parameters(**parameters)
+        unfinished = {"unfinished": empty} if kind.resumes else {}
+        kind.run(base, out, given, progress.silent, **unfinished)
+        checkpoint.check(out, "make it anew")
+        assert faults(out) == faults(folder)
+        assert variant_recipe.unexplained_by([Step(kind, given)], folder, out) == []
+        assert side_files(out).keys() >= side_files(folder).keys()
+
+    return run
+
+
+def faults(folder: Path) -> str:
+    """What config.json promises and the tensors do not keep."""
+    return outcome(lambda _, __: promise.check_tensors(folder), folder, folder)
+
+
+def write_outputs(folder: Path) -> None:
+    """Continuations as the stage sample_outputs leaves them."""
+    rows = [
+        {"prompt": [5] * 8, "continuation": list(range(first, first + 8)), "held_out": first < 100}
+        for first in (50, 200, 300)
+    ]
+    (folder / OUTPUTS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+QUICK: Mapping[str, Verb] = {
+    "verify": verify,
+    "serve": serve(drafts=False),
+    "serve, drafts": serve(drafts=True),
+    "quantise_lm_head": stage("quantise_lm_head"),
+    "prune_vocab": stage("prune_vocab", size=4096, corpus={"documents": 20}),
+    "trim_draft_vocab": stage("trim_draft_vocab", outputs=True, size=256),
+    "calibrate": needs("calibrate"),
+    "calibrate mtp": stage("calibrate", **_BOTH_WAYS),
+    "sample_outputs": needs("sample_outputs"),
+    "redistill_mtp": needs("redistill_mtp"),
+    "bake_cache": needs("bake_cache"),
+}
+"""Verbs of well under a second; of those that start an engine or train, what they ask beforehand."""
+
+
+def outcome(verb: Verb, folder: Path, empty: Path) -> str:
+    """`WORKS`, or the message with which a verb refuses a checkpoint, without its path."""
+    try:
+        verb(folder, empty)
+    except SlimqwenError as error:
+        return re.sub(r"/\S*/(animal|base|copy|out)\b", "CHECKPOINT", str(error))
+    return WORKS
