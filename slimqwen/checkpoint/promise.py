@@ -1,6 +1,5 @@
 """The tensors that a config.json promises, and those that contradict it."""
 
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -198,27 +197,26 @@ def _parts(
     """The parts that a linear has to be stored in; empty where it is to be stored as it is computed with."""
     stored = {} if weight is None else weight.parts
     as_stored: ExpectedTensors = {part: (info.shape, (info.dtype,)) for part, info in stored.items()}
-    match form.get("quant_method"):
-        case "compressed-tensors":
-            group = _group_of(module, form)
-            if group is None:
-                return {}
-            required = _compressed_parts(shape, group, str(group.get("format") or form.get("format")))
-            # Order of groups, scales of inputs: parts that a config does not promise by itself.
-            optional = {
-                part: promise
-                for part, promise in as_stored.items()
-                if part.startswith("input_") or part == "weight_g_idx"
-            }
-            return {**optional, **required} if required else as_stored
-        case "gptq" | "auto_gptq" | "awq" | "auto_awq" | "auto-round" | "inc" if "qweight" in stored:
-            return _qweight_parts(shape, form, stored)
-        case "fp8" if weight is not None and weight.carrier.dtype in _FP8:
-            return _fp8_parts(shape, weight, as_stored)
-        case "gptq" | "auto_gptq" | "awq" | "auto_awq" | "fp8":
+    if form.get("quant_method") == "compressed-tensors":
+        group = _group_of(module, form)
+        if group is None:
             return {}
-        case _:
-            return as_stored
+        required = _compressed_parts(shape, group, str(group.get("format") or form.get("format")))
+        # Order of groups, scales of inputs: parts that a config does not promise by itself.
+        optional = {part for part in stored if part.startswith("input_") or part == "weight_g_idx"}
+        return {part: as_stored[part] for part in optional} | required if required else as_stored
+    if weight is None or not weight.is_quantised:
+        return {}
+    if weight.shape != shape:
+        raise CorruptCheckpointError(
+            f"{weight.carrier.file}: {module} is quantised as {list(weight.shape)}, config.json says {list(shape)}"
+        )
+    if weight.block is not None:
+        scales = tuple(-(-size // side) for size, side in zip(shape, weight.block, strict=True))
+        as_stored["weight_scale_inv"] = (scales, _FLOATING)
+    elif "weight" in stored:
+        as_stored.setdefault("weight_scale", ((1,), _FLOATING))
+    return as_stored
 
 
 def _group_of(module: str, form: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -232,66 +230,26 @@ def _group_of(module: str, form: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _compressed_parts(shape: tuple[int, ...], group: Mapping[str, Any], form: str) -> ExpectedTensors:
+    """Parts in a format of compressed-tensors; none for a format that is not known."""
     rows, columns = shape
     weights = group["weights"]
     bits, size = weights["num_bits"], weights.get("group_size") or -1
     scale: tuple[int, ...] = (rows, -(-columns // size) if size > 0 else 1)
-    match weights.get("strategy"):
-        case "tensor":
-            scale = (1,)
-        case "channel":
-            scale = (rows, 1)
-        case "block":
-            height, width = weights["block_structure"]
-            scale = (-(-rows // height), -(-columns // width))
-    expected: ExpectedTensors = {"weight_scale": (scale, _FLOATING)}
-    match form:
-        case "int-quantized":
-            return {"weight": (shape, ("I8",)), **expected}
-        case "float-quantized":
-            return {"weight": (shape, _FP8), **expected}
-        case "naive-quantized":
-            return {"weight": (shape, ("I8",) if weights.get("type") == "int" else _FP8), **expected}
-        case "pack-quantized":
-            per_word = 32 // bits
-            expected["weight_packed"] = ((rows, -(-columns // per_word)), ("I32",))
-            expected["weight_shape"] = ((2,), ("I64", "I32"))
-            if not weights["symmetric"]:
-                expected["weight_zero_point"] = ((math.ceil(rows / per_word), scale[1]), ("I32",))
-            return expected
-        case "nvfp4-pack-quantized":
-            return {
-                "weight_packed": ((rows, columns // 2), ("U8",)),
-                "weight_scale": (scale, _FP8),
-                "weight_global_scale": ((1,), _FLOATING),
-            }
-    return {}
-
-
-def _qweight_parts(
-    shape: tuple[int, ...], form: Mapping[str, Any], stored: Mapping[str, TensorInfo]
-) -> ExpectedTensors:
-    """Parts of GPTQ's and AWQ's layouts. Bits and groups may differ from module to module: the stored ones count."""
-    rows, columns = shape
-    groups, words = (*stored["qzeros"].shape, 0, 0)[:2] if "qzeros" in stored else (1, rows // 8)
-    bits = max(1, 32 * words // rows)
-    packs_outputs = "awq" in f"{form['quant_method']} {form.get('packing_format')}"
-    numbers = (columns, words) if packs_outputs else (columns * bits // 32, rows)
-    order: ExpectedTensors = {"g_idx": ((columns,), ("I32",))} if "g_idx" in stored else {}
-    return {
-        "qweight": (numbers, ("I32",)),
-        "qzeros": ((groups, rows * bits // 32), ("I32",)),
-        "scales": ((groups, rows), _FLOATING),
-        **order,
-    }
-
-
-def _fp8_parts(shape: tuple[int, ...], weight: Weight, as_stored: ExpectedTensors) -> ExpectedTensors:
-    inputs = {
-        part: promise for part, promise in as_stored.items() if part in ("input_scale", "activation_scale")
-    }
-    if weight.block is None:
-        scale = as_stored.get("weight_scale", ((1,), _FLOATING))
-        return {"weight": (shape, _FP8), "weight_scale": scale, **inputs}
-    scales = tuple(-(-size // side) for size, side in zip(shape, weight.block, strict=True))
-    return {"weight": (shape, _FP8), "weight_scale_inv": (scales, _FLOATING), **inputs}
+    if weights.get("strategy") == "tensor":
+        scale = (1,)
+    elif weights.get("strategy") == "block":
+        scale = tuple(-(-side // part) for side, part in zip(shape, weights["block_structure"], strict=True))
+    scales: ExpectedTensors = {"weight_scale": (scale, _FLOATING)}
+    if form in ("int-quantized", "float-quantized", "naive-quantized"):
+        return {"weight": (shape, ("I8",) if weights.get("type") == "int" else _FP8), **scales}
+    if form == "nvfp4-pack-quantized":
+        words = {"weight_packed": ((rows, columns // 2), ("U8",)), "weight_global_scale": ((1,), _FLOATING)}
+        return {**words, "weight_scale": (scale, _FP8)}
+    if form != "pack-quantized":
+        return {}
+    per_word = 32 // bits
+    scales["weight_packed"] = ((rows, -(-columns // per_word)), ("I32",))
+    scales["weight_shape"] = ((2,), ("I64", "I32"))
+    if not weights["symmetric"]:
+        scales["weight_zero_point"] = ((-(-rows // per_word), scale[1]), ("I32",))
+    return scales

@@ -21,7 +21,7 @@ import numpy as np
 
 from slimqwen.checkpoint import packing
 from slimqwen.checkpoint.config import quantisation, read_config, text_config
-from slimqwen.checkpoint.errors import UnsupportedFormatError
+from slimqwen.checkpoint.errors import CorruptCheckpointError, UnsupportedFormatError
 from slimqwen.checkpoint.tensors import TensorInfo, list_tensors
 
 if TYPE_CHECKING:
@@ -73,9 +73,11 @@ class Weight:
     def shape(self) -> tuple[int, ...]:
         """Dimensions of the weight when it is not quantised."""
         if "weight_shape" in self.parts:
-            rows, columns = np.frombuffer(b"".join(self.parts["weight_shape"].chunks()), "<i8").tolist()
-            return rows, columns
+            stored = self.parts["weight_shape"]
+            numbers = np.frombuffer(b"".join(stored.chunks()), "<i8" if stored.dtype == "I64" else "<i4")
+            return tuple(numbers.tolist())
         if "qweight" in self.parts:
+            self._require("qzeros", "scales")
             first, rows = self.carrier.shape[0], self.parts["scales"].shape[1]
             return rows, first if self._is_awq else first * 32 // self._gptq_bits
         return self.carrier.shape
@@ -124,7 +126,14 @@ class Weight:
         spread = part.repeat_interleave(height, 0)[first % height :][: last - first]
         return spread.repeat_interleave(width, 1)[:, :columns]
 
+    def _require(self, *parts: str) -> None:
+        if missing := [part for part in parts if part not in self.parts]:
+            raise CorruptCheckpointError(
+                f"{self.carrier.file}: {self.name} is stored without {missing[0]}; download it anew"
+            )
+
     def _unpacked_rows(self, first: int, last: int) -> "Tensor":
+        self._require("weight_scale", "weight_shape")
         if self.carrier.dtype != "I32" or "weight_g_idx" in self.parts:
             raise self._unreadable("packed in another way than groups of integers in order")
         words, scales = (
@@ -161,7 +170,7 @@ class Weight:
             points = points.unflatten(1, (-1, 8))[..., _AWQ_ORDER].flatten(1)
         else:
             levels = _unpacked(words.T.contiguous(), bits).T
-            points = points + 1  # GPTQ's files hold the zero point less one
+            points = points + (self.method != "gptq_v2")  # GPTQ's first files hold the zero point less one
         groups = torch.arange(columns) // (columns // len(scales))
         if "g_idx" in self.parts:
             groups = self.parts["g_idx"].unchanged().read().long()
@@ -201,6 +210,8 @@ def group_parts(stored: Mapping[str, TensorInfo], settings: Mapping[str, Any]) -
     method = str(settings.get("quant_method", ""))
     if "auto_awq" in str(settings.get("packing_format")):
         method = "awq"
+    elif settings.get("checkpoint_format") == "gptq_v2":
+        method = "gptq_v2"
     groups = settings.get("config_groups", {}).values()
     sizes = (group.get("weights", {}).get("block_structure") for group in groups)
     size = settings.get("weight_block_size") or next(filter(None, sizes), None)

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from slimqwen import checkpoint
 from slimqwen.checkpoint import CorruptCheckpointError, Manifest, MissingCheckpointError
 from slimqwen.checkpoint.config import write_config
-from slimqwen.checkpoint.files import COMPILE_CACHE, MANIFEST, publish, withdraw
+from slimqwen.checkpoint.files import COMPILE_CACHE, MANIFEST, carry_side_files, publish, withdraw
 from slimqwen.checkpoint.tensors import NewTensor, list_tensors, rewrite, write_tensors
 from slimqwen.errors import SlimqwenError
 from tests.checkpoints import with_manifest
@@ -147,6 +147,71 @@ def test_several_shards_need_an_index(folder: Path) -> None:
     (folder / "model.safetensors.index.json").unlink()
     with pytest.raises(CorruptCheckpointError, match="2 shards"):
         checkpoint.check(folder, CURE)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [{"base_model.lora_A.weight": ("BF16", (1, 1), b"xx")}, {"a": ("BF16", (2, 3), b"a" * 12)}],
+    ids=["an adapter", "a copy"],
+)
+def test_a_file_that_the_index_does_not_name_is_not_read_and_not_passed_on(
+    folder: Path, tmp_path: Path, content: dict[str, tuple[str, tuple[int, ...], bytes]]
+) -> None:
+    before = list_tensors(folder)
+    write_tensors(folder / "other.safetensors", {name: tensor(*form) for name, form in content.items()})
+    checkpoint.check(folder, CURE)
+    assert list_tensors(folder) == before
+    (copy := tmp_path / "copy").mkdir()
+    rewrite(folder, copy, lambda name, info: None)
+    carry_side_files(folder, copy)
+    assert not (copy / "other.safetensors").exists()
+
+
+def test_a_file_that_the_index_names_is_missed_by_its_name(folder: Path) -> None:
+    (folder / "model-00002.safetensors").unlink()
+    with pytest.raises(
+        CorruptCheckpointError, match=r"model-00002\.safetensors is missing, .*index\.json names it"
+    ):
+        checkpoint.check(folder, CURE)
+
+
+def test_without_an_index_the_files_are_named_and_what_to_do_with_the_others(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").unlink()
+    with pytest.raises(
+        CorruptCheckpointError, match=r"model-00001\.safetensors, .*move files of no weights away"
+    ):
+        checkpoint.check(folder, CURE)
+
+
+def test_what_decides_prompts_and_the_licence_go_along_and_results_of_a_stage_do_not(
+    folder: Path, tmp_path: Path
+) -> None:
+    passed = {
+        *(
+            "LICENSE",
+            "NOTICE.md",
+            "chat_template.json",
+            "additional_chat_templates/tool_use.jinja",
+            "merges.txt",
+        ),
+        *("special_tokens_map.json", "added_tokens.json", "preprocessor_config.json", "modeling_custom.py"),
+    }
+    left = {
+        *("README.md", "manifest.json", ".gitattributes", ".cache/x", "model.gguf", "pytorch_model.bin"),
+        *(
+            "sampled_outputs.jsonl",
+            "redistill_mtp.json",
+            "compile_cache.json",
+            "pytorch_model.bin.index.json",
+        ),
+    }
+    for name in passed | left:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(name)
+    (copy := tmp_path / "copy").mkdir()
+    carry_side_files(folder, copy)
+    found = {path.relative_to(copy).as_posix() for path in copy.rglob("*") if path.is_file()}
+    assert found == passed | {"tokenizer.json", "tokenizer_config.json"}
 
 
 SIZES = {"F64": 8, "I64": 8, "F32": 4, "BF16": 2, "F16": 2, "I8": 1, "U8": 1}

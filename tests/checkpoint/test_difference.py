@@ -9,10 +9,12 @@ import torch
 from compressed_tensors.compressors import pack_to_int32
 from safetensors.torch import save_file
 
-from slimqwen.checkpoint import CorruptCheckpointError
+from slimqwen.checkpoint import CorruptCheckpointError, UnsupportedFormatError
 from slimqwen.checkpoint.config import write_config
 from slimqwen.checkpoint.difference import Change, compare
 from slimqwen.checkpoint.rtn import quantise, round_to_nearest
+from tests.checkpoints import TINY
+from tests.zoo.animals import ANIMALS
 
 EMBEDDING, LINEAR, NORM = (
     "model.embed_tokens.weight",
@@ -129,3 +131,32 @@ def test_a_broken_vocabulary_map_is_one_line(tmp_path, source, tensors):
     (folder / "vocab_map.json").write_text("{}")
     with pytest.raises(CorruptCheckpointError, match=r"new_to_old.*make the checkpoint anew"):
         compare(source, folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "rounded"),
+    [
+        ("w4a16", 25), ("w4a16-zero-points", 25), ("w4a16-g128", 8), ("w8a16", 25), ("w8a8", 25), ("fp8-rows", 25),
+        ("mixed", 16), ("fp8-blocks", 32), ("gptq", 12), ("gptq-act-order", 19), ("auto-round", 12), ("awq", 12),
+    ],
+)  # fmt: skip
+def test_weights_of_every_format_are_compared_as_what_they_decode_to(tmp_path, name, rounded):
+    differences = compare(TINY, ANIMALS[name].build(tmp_path / name))
+    changed = [each for each in differences if each.change is not Change.NONE]
+    assert [each.change for each in changed] == [Change.ROUNDED] * rounded
+    # A number out of place would leave nothing of a weight; four bits leave a tenth of it as error.
+    assert all(0 < each.deviation < 0.2 for each in changed)
+
+
+def test_names_of_a_multimodal_checkpoint_are_those_of_its_language_model(tmp_path):
+    differences = compare(TINY, ANIMALS["multimodal"].build(tmp_path / "multimodal"))
+    assert {each.kind for each in differences if each.change is not Change.NONE} == {"vision"}
+
+
+def test_a_form_that_is_not_read_is_an_error_that_names_the_weight(tmp_path, source, tensors):
+    bytes_alone = {name: tensor for name, tensor in tensors.items() if name != LINEAR}
+    bytes_alone |= {LINEAR: torch.ones(16, 16, dtype=torch.uint8), f"{LINEAR}_scale": torch.ones(16, 2)}
+    before = written(tmp_path / "bytes", bytes_alone)
+    after = written(tmp_path / "other", bytes_alone | {LINEAR: torch.zeros(16, 16, dtype=torch.uint8)})
+    with pytest.raises(UnsupportedFormatError, match=f"{LINEAR} is packed in bytes, .* take a checkpoint"):
+        compare(before, after)

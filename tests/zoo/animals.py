@@ -35,8 +35,8 @@ class Animal:
     Attributes:
         form: what is special about it, as a table says it.
         edits: what makes it from `start`.
-        refuses: verbs (of `tests.zoo.verbs`) that it is not meant for, with a regular expression of what they say; `*` is
-            every verb.
+        refuses: verbs (of `tests.zoo.verbs`) that it is not meant for, with a regular expression of what they say; `*`
+            is every verb.
         start: makes the specimen to begin with.
     """
 

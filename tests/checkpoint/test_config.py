@@ -1,0 +1,48 @@
+"""Values of config.json that stand at one of two places."""
+
+from typing import Any
+
+import pytest
+
+from slimqwen.checkpoint.config import quantisation, text_config
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        ({"dtype": "bfloat16"}, "bfloat16"),
+        ({"torch_dtype": "float16"}, "float16"),
+        ({"torch_dtype": "float16", "dtype": "bfloat16"}, "bfloat16"),
+        ({"dtype": "bfloat16", "text_config": {}}, "bfloat16"),
+        ({"text_config": {"torch_dtype": "float16"}}, "float16"),
+        ({"dtype": "bfloat16", "text_config": {"dtype": "float32"}}, "bfloat16"),
+        ({"dtype": None, "text_config": {"dtype": "float32"}}, "float32"),
+        ({"text_config": {}}, None),
+    ],
+)
+def test_the_dtype_is_found_where_it_stands(config: dict[str, Any], dtype: str | None) -> None:
+    assert text_config(config).get("dtype") == dtype
+
+
+def test_the_language_part_keeps_its_own_keys_and_the_config_is_not_changed() -> None:
+    config = {
+        "vocab_size": 1,
+        "tie_word_embeddings": True,
+        "text_config": {"vocab_size": 2, "eos_token_id": [2, 0]},
+    }
+    assert text_config(config) == {"vocab_size": 2, "eos_token_id": [2, 0], "tie_word_embeddings": True}
+    assert config["text_config"] == {"vocab_size": 2, "eos_token_id": [2, 0]}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"quantization_config": {"quant_method": "fp8"}},
+        {"compression_config": {"quant_method": "fp8"}},
+        {"text_config": {"quantization_config": {"quant_method": "fp8"}}},
+        {"quantization_config": None, "text_config": {"quantization_config": {"quant_method": "fp8"}}},
+    ],
+)
+def test_the_quantisation_is_found_where_it_stands(config: dict[str, Any]) -> None:
+    assert quantisation(config) == {"quant_method": "fp8"}
+    assert quantisation({"text_config": {}}) == {}

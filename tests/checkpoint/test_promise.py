@@ -1,0 +1,144 @@
+"""What config.json promises of a checkpoint in every format, and what vLLM would make of its flags."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slimqwen.checkpoint import CorruptCheckpointError, UnsupportedFormatError, read_config
+from slimqwen.checkpoint.config import write_config
+from slimqwen.checkpoint.promise import check_form, check_tensors, unknown_format
+from tests.checkpoints import TINY, edited_tensors
+from tests.zoo.animals import ANIMALS
+
+UP = "model.layers.0.mlp.up_proj"
+Tensors = dict[str, torch.Tensor]
+
+PARTS = {
+    "w4a16": ("weight_packed", "weight_scale", "weight_shape"),
+    "w4a16-zero-points": ("weight_packed", "weight_scale", "weight_zero_point"),
+    "w8a8": ("weight", "weight_scale"),
+    "fp8-rows": ("weight", "weight_scale"),
+    "fp8-blocks": ("weight", "weight_scale_inv"),
+    "gptq": ("qweight", "qzeros", "scales"),
+    "auto-round": ("qweight", "qzeros", "scales"),
+    "awq": ("qweight", "qzeros", "scales"),
+}
+"""Parts of a quantised linear, by animal."""
+
+
+@pytest.mark.parametrize(("name", "part"), [(name, part) for name, parts in PARTS.items() for part in parts])
+def test_a_part_of_a_quantised_weight_that_is_missing_is_noticed(
+    tmp_path: Path, name: str, part: str
+) -> None:
+    folder = ANIMALS[name].build(tmp_path / name)
+    check_tensors(folder)
+    with edited_tensors(folder) as tensors:
+        del tensors[f"{UP}.{part}"]
+    with pytest.raises(CorruptCheckpointError, match=r"up_proj|in_proj"):
+        check_tensors(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "message"),
+    [
+        ("w4a16", "weight_scale", r"weight_scale has shape \[512, 12\], config\.json says \[512, 6\]"),
+        (
+            "fp8-blocks",
+            "weight_scale_inv",
+            r"weight_scale_inv has shape \[4, 4\], config\.json says \[4, 2\]",
+        ),
+        ("gptq", "qweight", r"up_proj is quantised as \[512, 384\], config\.json says \[512, 192\]"),
+        ("awq", "scales", r"up_proj is quantised as \[1024, 192\], config\.json says \[512, 192\]"),
+    ],
+)
+def test_a_part_of_another_shape_is_noticed(tmp_path: Path, name: str, part: str, message: str) -> None:
+    folder = ANIMALS[name].build(tmp_path / name)
+    with edited_tensors(folder) as tensors:
+        dimension = 0 if part == "qweight" else 1
+        tensors[f"{UP}.{part}"] = torch.cat([tensors[f"{UP}.{part}"]] * 2, dimension)
+    with pytest.raises(CorruptCheckpointError, match=message):
+        check_tensors(folder)
+
+
+def test_parts_of_an_unknown_format_are_taken_as_they_are_and_named(tmp_path: Path) -> None:
+    folder = ANIMALS["fp8-rows"].build(tmp_path / "unknown")
+    write_config(folder, {**read_config(folder), "quantization_config": {"quant_method": "modelopt"}})
+    check_tensors(folder)
+    assert unknown_format(folder) == "modelopt"
+    assert unknown_format(ANIMALS["gptq"].build(tmp_path / "known")) is None
+
+
+def with_tie(inner: Any, outer: Any, *, head: bool) -> Callable[[dict[str, Any], Tensors], dict[str, Any]]:
+    """Edit a multimodal checkpoint: its flags (`...`: not there), and whether it has an output head of its own."""
+
+    def edit(config: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
+        for part, flag in ((config["text_config"], inner), (config, outer)):
+            part["tie_word_embeddings"] = flag
+            if flag is ...:
+                del part["tie_word_embeddings"]
+        if head:
+            tensors["lm_head.weight"] = tensors["model.language_model.embed_tokens.weight"] * 2
+        return config
+
+    return edit
+
+
+@pytest.mark.parametrize("outer", [True, False, ...])
+@pytest.mark.parametrize("inner", [True, False, ...])
+@pytest.mark.parametrize("head", [True, False])
+def test_flags_are_refused_by_which_vllm_would_take_another_head(
+    tmp_path: Path, inner: Any, outer: Any, head: bool
+) -> None:
+    folder = ANIMALS["multimodal-bare"].build(tmp_path / "animal")
+    with edited_tensors(folder) as tensors:
+        write_config(folder, with_tie(inner, outer, head=head)(read_config(folder), tensors))
+    # vLLM 0.32 reads the inner flag; a stored head unties both where the outer one ties.
+    vllm_has_a_head = inner is not True or (outer is True and head)
+    if vllm_has_a_head == head:
+        check_form(folder)
+    else:
+        with pytest.raises(
+            UnsupportedFormatError, match=f"set tie_word_embeddings to {str(not head).lower()}, in"
+        ):
+            check_form(folder)
+
+
+@pytest.mark.parametrize(
+    ("ignore", "found"),
+    [
+        (["re:.*"], "quantised, and .* want it left"),
+        (["lm_head", "re:^mtp.*", "re:.*visual.*"], "in 16 bits, and .* want it quantised"),
+    ],
+)
+def test_lists_that_contradict_the_stored_weights_are_refused(
+    tmp_path: Path, ignore: list[str], found: str
+) -> None:
+    folder = ANIMALS["w4a16"].build(tmp_path / "animal")
+    check_form(folder)
+    config = read_config(folder)
+    config["quantization_config"]["ignore"] = ignore
+    write_config(folder, config)
+    with pytest.raises(UnsupportedFormatError, match=found):
+        check_form(folder)
+
+
+@pytest.mark.parametrize("order", ["group", "dynamic"])
+def test_groups_in_the_order_of_activations_are_refused(tmp_path: Path, order: str) -> None:
+    folder = ANIMALS["w4a16"].build(tmp_path / "animal")
+    config = read_config(folder)
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["actorder"] = order
+    write_config(folder, config)
+    with pytest.raises(UnsupportedFormatError, match="which vLLM no longer reads; take"):
+        check_form(folder)
+
+
+def test_a_tied_checkpoint_may_hold_its_head_too(tmp_path: Path) -> None:
+    folder = shutil.copytree(TINY, tmp_path / "copy")
+    with edited_tensors(folder) as tensors:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    check_form(folder)
+    check_tensors(folder)
