@@ -120,10 +120,10 @@ def check(folder: Path, cure: str) -> None:
     if not folder.is_dir() or not any(folder.iterdir()):
         raise MissingCheckpointError(f"no checkpoint in {folder}; {cure}")
     with _cure(cure):
+        check_form(folder)
         for name in _REQUIRED:
             if not (folder / name).is_file():
                 raise CorruptCheckpointError(f"{folder / name} is missing")
-        check_form(folder)
 
 
 def verify(folder: Path, cure: str, progress: Progress = silent) -> Manifest:

@@ -133,9 +133,9 @@ class Weight:
             )
 
     def _unpacked_rows(self, first: int, last: int) -> "Tensor":
-        self._require("weight_scale", "weight_shape")
         if self.carrier.dtype != "I32" or "weight_g_idx" in self.parts:
             raise self._unreadable("packed in another way than groups of integers in order")
+        self._require("weight_scale", "weight_shape")
         words, scales = (
             self.parts[f"weight_{part}"].rows(first, last).read() for part in ("packed", "scale")
         )
