@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     pass
 
 Rung = Literal["roofline", "fidelity", "acceptance", "speed"]
-RUNGS: tuple[Rung, ...] = ("roofline", "fidelity", "acceptance", "speed")
 
 
 class SearchTrial(Block):
@@ -91,7 +90,7 @@ class Search(Record):
     """The candidates of a search for the fastest variant within a quality budget."""
 
     kind = "search"
-    version = 2
+    version = 3
     verb = "search"
 
     gpu: str = Field(min_length=1, description="Name in eval/devices.yaml.")
@@ -160,7 +159,7 @@ class Search(Record):
         )
 
     def tables(self, path: Path) -> list[Table]:
-        """The front; the proof, where there is one; the trials by rung; all trials; what decides their speed."""
+        """The front; the proof, where there is one; all trials; what decides their speed."""
         speed = "tokens/s" if self.timed else f"tokens/s (roofline of the {self.gpu})"
         least = self.incumbent.tokens_per_second
         front: dict[str, Callable[[SearchTrial], object]] = {
@@ -193,11 +192,11 @@ class Search(Record):
             "of a limit": lambda row: _formatted(row.worst_share, ".0%"),
             "s": lambda row: f"{row.seconds:.0f}",
         }
+        repeated = f"{self.repeated_suggestions} suggestions were of known candidates."
         tables = [
             Table.from_rows(f"Front of the search from {self.variant}", self.front, front, *notes),
             *([self._proof_table(self.proof)] if self.proof else []),
-            self._rungs_table(),
-            Table.from_rows("Trials", self.trials, all_trials, text_columns=4),
+            Table.from_rows("Trials", self.trials, all_trials, repeated, text_columns=4),
         ]
         if self.importance:
             tables.append(
@@ -210,19 +209,13 @@ class Search(Record):
         return tables
 
     def _proof_table(self, proof: Proof) -> Table:
-        """Both estimates of every finalist: on the search's items and on those that it never saw."""
-        rows = [(finalist, after) for finalist in proof.finalists for after in finalist.after]
-        before = {
-            (finalist.variant, each.gate, each.figure): each
-            for finalist in proof.finalists
-            for each in finalist.before
-        }
+        """Every figure of every finalist on the items that the search never saw."""
+        rows = [(finalist, finding) for finalist in proof.finalists for finding in finalist.findings]
         columns: dict[str, Callable[[tuple[Finalist, Finding]], object]] = {
             "finalist": lambda row: row[0].variant,
             "check": lambda row: row[1].gate,
             "figure": lambda row: row[1].figure,
-            "search's items": lambda row: _estimate(before.get((row[0].variant, row[1].gate, row[1].figure))),
-            "proof's items": lambda row: _estimate(row[1]),
+            "value [95 %]": lambda row: _estimate(row[1]),
             "limit": lambda row: f"{row[1].limit:g}",
             "verdict": lambda row: row[1].verdict,
         }
@@ -232,19 +225,6 @@ class Search(Record):
             for each in proof.finalists
         ]
         return Table.from_rows("Proof of the finalists", rows, columns, *notes, text_columns=3)
-
-    def _rungs_table(self) -> Table:
-        columns: dict[str, Callable[[Rung], object]] = {
-            "rung": lambda rung: rung,
-            "trials that ended there": lambda rung: sum(
-                row.rung == rung and not row.passed for row in self.trials
-            ),
-            "of them crashed": lambda rung: sum(row.rung == rung and row.crashed for row in self.trials),
-            "passed": lambda rung: sum(row.rung == rung and row.passed for row in self.trials),
-            "minutes": lambda rung: f"{sum(row.seconds for row in self.trials if row.rung == rung) / 60:.1f}",
-        }
-        note = f"{len(self.trials)} candidates; {self.repeated_suggestions} suggestions were of known ones."
-        return Table.from_rows("Rungs", RUNGS, columns, note)
 
 
 def _dominates(first: SearchTrial, second: SearchTrial) -> bool:
@@ -257,8 +237,8 @@ def _formatted(value: float | Estimate | Ratio | None, spec: str) -> str | None:
     return None if value is None else f"{value:{spec}}"
 
 
-def _estimate(finding: Finding | None) -> str | None:
-    if finding is None or finding.value is None:
+def _estimate(finding: Finding) -> str | None:
+    if finding.value is None:
         return None
     interval = "" if finding.low is None else f" [{finding.low:.4g}, {finding.high:.4g}]"
     return f"{finding.value:.4g}{interval}"

@@ -25,7 +25,7 @@ def proven(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
     def prove(names: Sequence[str], *_: Any, **__: Any) -> Proof:
         families.append(names)
         passed = {"verdict": Verdict.PASS, "reason": None, "p_value": 0.001, "adjusted_p_value": 0.002}
-        finalists = tuple(Finalist(variant=name, before=(), after=(), records=(), **passed) for name in names)
+        finalists = tuple(Finalist(variant=name, findings=(), record=None, **passed) for name in names)
         return Proof(alpha=0.025, proof_share=0.5, finalists=finalists)
 
     monkeypatch.setattr(driver, "prove", prove)

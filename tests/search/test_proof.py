@@ -15,6 +15,7 @@ from slimqwen.search.proof import Proof, prove
 from slimqwen.search.sweep import required_tasks, tasks
 from slimqwen.stats.non_inferiority import ALPHA
 from tests.evals.gate_checks import Checks
+from tests.search.conftest import QUESTIONS, question
 from tests.search.executors.tasks import crash
 from tests.search.in_process import InProcess
 
@@ -37,9 +38,7 @@ def test_what_is_best_on_the_search_s_items_alone_is_not_promoted(root: Path, ch
     checks.wrong = {("lucky", "search"): -40, ("lucky", "proof"): 120, ("small", "proof"): 2}
     proof = proof_of(["lucky", "small", "third"], root)
     lucky, small, third = proof.finalists
-    assert gain(lucky.before) > max(gain(small.before), gain(third.before))
-    assert {each.verdict for each in lucky.before} == {"pass"}
-    assert gain(lucky.after) < -0.04 < gain(small.after) < 0
+    assert gain(lucky.findings) < -0.04 < gain(small.findings) < 0
     assert proof.promoted == ["small", "third"]
     assert (lucky.verdict, lucky.p_value, lucky.adjusted_p_value) == ("fail", 1.0, 1.0)
     assert lucky.reason == "quality: tinyworld_facts: gain of exact_match fail"
@@ -53,7 +52,7 @@ def test_an_engine_that_crashes_is_not_promoted_and_says_why(root: Path, checks:
     proof = proof_of(["lucky", "small"], root, executor)
     lucky, small = proof.finalists
     assert (lucky.verdict, lucky.reason) == ("fail", "its process died (SIGSEGV)")
-    assert (lucky.p_value, lucky.before, lucky.after, lucky.records) == (1.0, (), (), ())
+    assert (lucky.p_value, lucky.findings, lucky.record) == (1.0, (), None)
     assert proof.promoted == ["small"]
     # It was a finalist: the family does not shrink because one of it died.
     assert small.adjusted_p_value == pytest.approx(2 * small.p_value)
@@ -83,29 +82,23 @@ def test_more_finalists_need_stronger_evidence(root: Path, checks: Checks) -> No
     assert (among.p_value, among.verdict) == (alone.p_value, "inconclusive")
     assert among.adjusted_p_value == pytest.approx(3 * alone.p_value)
     assert among.reason == f"adjusted p-value {among.adjusted_p_value:.3g} above 0.025"
-    assert {each.verdict for each in among.after} == {"pass"}
+    assert {each.verdict for each in among.findings} == {"pass"}
 
 
-def test_both_estimates_rest_on_records_of_disjoint_items(root: Path, checks: Checks) -> None:
+def test_a_proof_rests_on_all_items_of_its_side_and_on_no_others(root: Path, checks: Checks) -> None:
     proof = proof_of(["small"], root)
     (small,) = proof.finalists
     assert proof.proof_share == 0.75
-    items = {}
-    for name in small.records:
-        record = store.read(root / "experiments" / name, Gate)
-        split = split_of(record)
-        assert split is not None
-        evidence = [store.read(path) for path in record.evidence(root / "experiments")]
-        assert {split_of(each) for each in evidence if each.kind != "engine"} == {split}
-        (path,) = (
-            path for path in record.evidence(root / "experiments")[-3:] if path.parent.name == "small"
-            and path.name.startswith("quality_")
-        )  # fmt: skip
-        items[split.side] = {item["item"] for item in store.read_items(path)}
-        assert store.read(path, Quality).limit is None
-    assert len(items["search"] | items["proof"]) == len(items["search"]) + len(items["proof"]) == 1200
-    # The engine's tokens are no sample: both gates rest on one record of them.
-    assert len(list(root.glob("experiments/small/engine_*.json"))) == 1
+    record = store.read(root / "experiments" / str(small.record), Gate)
+    split = split_of(record)
+    assert split is not None
+    assert split.side == "proof"
+    evidence = record.evidence(root / "experiments")
+    assert {split_of(store.read(path)) for path in evidence if not path.name.startswith("engine_")} == {split}
+    (path,) = (each for each in evidence if each.parent.name == "small" and each.name.startswith("quality_"))
+    assert store.read(path, Quality).limit is None
+    items = {item["item"] for item in store.read_items(path)}
+    assert len(items) == sum(split.has(question(number)) for number in range(QUESTIONS))
 
 
 def test_a_proof_that_is_made_again_measures_nothing(root: Path, checks: Checks) -> None:
@@ -114,7 +107,7 @@ def test_a_proof_that_is_made_again_measures_nothing(root: Path, checks: Checks)
     again = proof_of(["third", "small", "third"], root, executor)
     assert executor.ran == []
     assert [each.variant for each in again.finalists] == ["third", "small"]
-    assert again.finalists[1].after == first.finalists[0].after
+    assert again.finalists[1].findings == first.finalists[0].findings
 
 
 def test_a_family_without_finalists_is_refused(root: Path) -> None:
