@@ -1,9 +1,9 @@
 """Proof: finalists of a search are gated on items that the search never saw.
 
-Whoever looks best of many on some items owes part of it to these items (the winner's curse), so each finalist is gated on
-the others alone. A finalist has to pass every check, so its p-value is the largest of them (Berger 1982); over finalists
-Holm's procedure (1979) keeps the probability that any finalist worse than a limit is promoted at or below
-`non_inferiority.ALPHA`.
+Whoever looks best of many on some items owes part of it to these items (the winner's curse), so each finalist is
+gated on the others alone. A finalist has to pass every check, so its p-value is the largest of them (Berger 1982);
+over finalists Holm's procedure (1979) keeps the probability that any finalist worse than a limit is promoted at or
+below `non_inferiority.ALPHA`.
 """
 
 from collections.abc import Sequence

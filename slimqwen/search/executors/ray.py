@@ -6,14 +6,12 @@ tasks to the others: Ray repeats a task whose node or worker died, never one tha
 """
 
 import contextlib
-import json
 import logging
 import os
 import platform
 import secrets
 import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,7 +32,6 @@ _THREADS = "OMP_NUM_THREADS"
 _POLL_S = 0.5
 _NO_NODE_S = 60
 _CONNECT_S = 5
-_REPORT_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -61,12 +58,12 @@ class RayExecutor:
 
         Args:
             address: address of the cluster, host:port; auto for the one that this machine belongs to.
-            progress: receives the progress of all nodes, node and title before the activity.
+            progress: receives the title of each ended task, ended tasks and submitted ones.
         """
         self._root, self._address, self._progress = root, address, progress
         self._folder = root / ".cache" / "cluster" / secrets.token_hex(8)
         self._tasks: dict[Any, Task] = {}
-        self._shown: dict[str, float] = {}
+        self._ended = 0
         self._cpus = self._gpus = self._width = 0
 
     def __enter__(self) -> Self:
@@ -150,13 +147,11 @@ class RayExecutor:
         }
         if needs.memory_bytes:
             options["memory"] = needs.memory_bytes
-        reference = remote.options(**options).remote(
-            task, str(self._root), str(self._folder), os.environ.get(_THREADS)
-        )
+        reference = remote.options(**options).remote(task, str(self._root), os.environ.get(_THREADS))
         self._tasks[reference] = task
 
     def wait(self) -> Outcome:
-        """The outcome of the next task that ends; meanwhile the progress of all nodes is passed on.
+        """The outcome of the next task that ends; its title is passed on as progress.
 
         Raises:
             SearchError: no task is pending, or the cluster has lost all its nodes.
@@ -168,7 +163,6 @@ class RayExecutor:
         no_node_since = None
         while True:
             ready, _ = ray.wait(list(self._tasks), timeout=_POLL_S)
-            self._show_progress()
             if ready:
                 break
             now = time.monotonic()
@@ -183,8 +177,8 @@ class RayExecutor:
         except ray.exceptions.RayError as error:
             cause = " ".join(str(error).split())[:300]
             return Failure(task.key, f"lost {1 + RETRIES} times with its node or worker ({cause})")
-        finally:
-            _progress_file(self._folder, task).unlink(missing_ok=True)
+        self._ended += 1
+        self._progress(f"{task.title}: ended", self._ended, self._ended + len(self._tasks))
         return outcome
 
     def _require_address(self) -> None:
@@ -249,44 +243,13 @@ class RayExecutor:
                 f"the cluster mixes kinds of hardware ({described}), whose figures cannot be paired; take one kind"
             )
 
-    def _show_progress(self) -> None:
-        for task in self._tasks.values():
-            file = _progress_file(self._folder, task)
-            try:
-                changed = file.stat().st_mtime
-                if self._shown.get(task.key) == changed:
-                    continue
-                report = json.loads(file.read_text(encoding="utf-8"))
-            except (OSError, ValueError):
-                continue
-            self._shown[task.key] = changed
-            self._progress(
-                f"{report['node']}: {task.title}: {report['activity']}", report["done"], report["total"]
-            )
 
-
-def _run(task: Task, root: str, folder: str, threads: str | None) -> Outcome:
+def _run(task: Task, root: str, threads: str | None) -> Outcome:
     """Run a task on a node with the driver's number of OpenMP threads; Ray calls it there."""
     os.environ.pop(_THREADS, None)  # Ray sets it to the task's number of CPUs
     if threads is not None:
         os.environ[_THREADS] = threads
-    node = _node_name()
-    file = _progress_file(Path(folder), task)
-    last = 0.0
-
-    def report(activity: str, done: float, total: float) -> None:
-        nonlocal last
-        if time.monotonic() - last < _REPORT_INTERVAL_S and last:
-            return
-        last = time.monotonic()
-        content = {"node": node, "activity": activity, "done": done, "total": total}
-        with contextlib.suppress(OSError):  # the driver has ended, or the folder is busy
-            descriptor, part_file = tempfile.mkstemp(dir=folder)
-            with os.fdopen(descriptor, "w") as stream:
-                json.dump(content, stream)
-            Path(part_file).replace(file)
-
-    return process.run(task, Path(root), report)
+    return process.run(task, Path(root), silent)
 
 
 def _look(folder: str, token: str, answer: str) -> Node:
@@ -310,7 +273,3 @@ def _worker_nodes() -> list[Mapping[str, Any]]:
     import ray
 
     return [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
-
-
-def _progress_file(folder: Path, task: Task) -> Path:
-    return folder / f"{task.key[:40]}.progress"
