@@ -130,7 +130,9 @@ class StreamingClient(AbstractContextManager["StreamingClient"]):
         import aiohttp
 
         # Without trust_env, which is off by default, aiohttp ignores the shell's proxy.
-        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S))
+        self._session = aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S), connector=aiohttp.TCPConnector(ssl=False)
+        )
         try:
             async with self._session.get(f"{self._server.base_url}/health") as answer:
                 await answer.read()
@@ -242,6 +244,7 @@ def send(
                 lora_modules=None,
                 extra_headers=authorization(),
                 extra_body=dict(sampling),
+                ssl_context=False,  # see `serving.http_client`
             )
             return answers
 

@@ -29,9 +29,9 @@ from slimqwen.evals.fidelity_figures import (
 from slimqwen.progress import Progress, silent
 from slimqwen.records.split import Split
 from slimqwen.serving import in_process
+from slimqwen.serving.http_client import open_client
 from slimqwen.serving.shared_server import ServerLostError, SharedServer
 from slimqwen.text.files import TextFile
-from slimqwen.vllm_plugin.api_key import authorization
 
 _LEAST_SHARE = 1e-12
 """Floor of the tail's probability, which rounding can make negative."""
@@ -303,9 +303,10 @@ def _top_log_probabilities(server: SharedServer, ids: Sequence[int]) -> list[dic
     }
     url = f"{server.server.base_url}/v1/completions"
     try:
-        answer = httpx.post(url, json=request, headers=authorization(), timeout=_TIMEOUT_S, trust_env=False)
-        answer.raise_for_status()
-        positions = answer.json()["choices"][0]["prompt_logprobs"][1:]
+        with open_client(_TIMEOUT_S) as client:
+            positions = (
+                client.post(url, json=request).raise_for_status().json()["choices"][0]["prompt_logprobs"][1:]
+            )
         return [{int(token): float(entry["logprob"]) for token, entry in row.items()} for row in positions]
     except httpx.HTTPStatusError as error:
         raise ServerLostError(

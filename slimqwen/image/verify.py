@@ -18,7 +18,7 @@ from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
 from slimqwen.records.table import Table
 from slimqwen.serving import baked_cache
-from slimqwen.vllm_plugin.api_key import authorization
+from slimqwen.serving.http_client import open_client
 
 QUESTION = "Hello! Who are you?"
 _TOKENS = 32
@@ -156,9 +156,7 @@ def try_out(image: container.ImageContainer, port: int, log: Path, progress: Pro
     began = time.monotonic()
     with (
         container.run_server(image, port, log) as server,
-        httpx.Client(
-            base_url=server.base_url, headers=authorization(), timeout=300, trust_env=False
-        ) as client,
+        open_client(timeout_s=300, base_url=server.base_url) as client,
     ):
         unready = _wait_until_ready(server, client, log, progress)
         ready_seconds = time.monotonic() - began

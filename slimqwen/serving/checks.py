@@ -3,6 +3,7 @@
 import itertools
 import os
 import socket
+import ssl
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -44,7 +45,7 @@ def check(command: ServerCommand, trouble: Iterable[Trouble] = ()) -> None:
     Raises:
         ServingError: no GPU, known trouble or unsafe engine modes, too long a context, a chat template that does not
             render, a required compile cache that does not fit, too little memory, a port in use, an API key that
-            protects nothing.
+            protects nothing, a certificate that cannot be read.
         slimqwen.checkpoint.MissingCheckpointError, CorruptCheckpointError: no weights, or cut short or incomplete.
         slimqwen.vllm_plugin.errors.PluginError: vLLM would serve without this package's limits and routes.
         ConfigError: VLLM_CPU_KVCACHE_SPACE is no whole number.
@@ -60,6 +61,7 @@ def check(command: ServerCommand, trouble: Iterable[Trouble] = ()) -> None:
     _check_requests(command)
     _check_cache(command)
     _check_memory(command)
+    _check_tls(command)
     _check_port(command)
 
 
@@ -221,7 +223,34 @@ def _kv_cache_gib(command: ServerCommand) -> int:
         raise ConfigError(f"{location}: {variable}={text}: vLLM takes whole GiB; write 4 for 4 GiB") from None
 
 
+def _check_tls(command: ServerCommand) -> None:
+    """Read certificate and key, which vLLM does after it has loaded the model."""
+    variant, flags = command.variant, command.flags
+    certificate, key, authority = (
+        variant.root / flags[flag] if flags.get(flag) else None
+        for flag in ("ssl-certfile", "ssl-keyfile", "ssl-ca-certs")
+    )
+    if certificate is None:
+        if key is not None:
+            location = variant.settings["VLLM_SSL_KEYFILE"].location
+            raise ServingError(f"{location}: a key without a certificate; add VLLM_SSL_CERTFILE")
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        # Without a password it would ask for that of a locked key on the terminal.
+        context.load_cert_chain(certificate, key, password=lambda: "")
+        if authority is not None:
+            context.load_verify_locations(authority)
+    except OSError as error:
+        raise ServingError(
+            f"{variant.settings['VLLM_SSL_CERTFILE'].location}: {variant.name} cannot serve TLS with these files "
+            f"({error.strerror or error}); correct VLLM_SSL_CERTFILE, VLLM_SSL_KEYFILE and VLLM_SSL_CA_CERTS"
+        ) from error
+
+
 def _check_port(command: ServerCommand) -> None:
+    if "uds" in command.flags:  # vLLM then listens on no port
+        return
     family = socket.AF_INET6 if ":" in command.host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

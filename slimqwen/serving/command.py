@@ -38,12 +38,6 @@ _PLUGINS = ("slimqwen_engine_fixes", compile_watch.PLUGIN, endpoints.PLUGIN)
 _CPU_KV_CACHE_GIB = 4  # where config.env sets no VLLM_CPU_KVCACHE_SPACE
 
 
-def client_url(host: str, port: int) -> str:
-    """Address for a client on the machine of a server that listens there, without a trailing slash."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
-
-
 @dataclasses.dataclass(frozen=True)
 class PlatformChange:
     """A line of a config.env that a CPU leaves out, or gives another value.
@@ -196,9 +190,16 @@ class ServerCommand:
         return int(self.flags["port"])
 
     @property
+    def client_host(self) -> str:
+        """Address at which a client on this machine reaches the server."""
+        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+
+    @property
     def url(self) -> str:
-        """Address for a client on this machine, without a trailing slash."""
-        return client_url(self.host, self.port)
+        """URL for a client on this machine, without a trailing slash."""
+        scheme = "https" if {"ssl-certfile", "ssl-keyfile"} & self.flags.keys() else "http"
+        host = f"[{self.client_host}]" if ":" in self.client_host else self.client_host
+        return f"{scheme}://{host}:{self.port}"
 
     @property
     def served_model_name(self) -> str:

@@ -5,6 +5,7 @@ import json
 import re
 import select
 import socket
+import ssl
 import subprocess
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from slimqwen.progress import Progress, silent
 from slimqwen.serving import baked_cache, checks, spawner
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
+from slimqwen.serving.http_client import bypass_proxy, open_client
 from slimqwen.vllm_plugin import api_server, compile_watch
 
 _POLL_S = 0.1
@@ -42,6 +44,10 @@ class RunningServer:
     command: ServerCommand
     pid: int
     log: Path | None
+
+    def __post_init__(self) -> None:
+        """Let every client that is going to measure it reach it."""
+        bypass_proxy(self.command.client_host)
 
     @property
     def base_url(self) -> str:
@@ -87,6 +93,7 @@ def run_server(
     Raises:
         ServingError: vLLM ended or was not ready in time, its log's last error quoted; or an error of `prepare`.
     """
+    _require_reachable(command)
     prepare(command)
     log.parent.mkdir(parents=True, exist_ok=True)
     environment, folder = command.process_environment(), command.variant.root
@@ -96,6 +103,20 @@ def run_server(
     ):
         _wait_until_ready(process, command, log, timeout_s, progress)
         yield RunningServer(command, process.pid, log)
+
+
+def _require_reachable(command: ServerCommand) -> None:
+    """Refuse to wait for a server that no measurement can ask."""
+    for flag, value, reason in (
+        ("uds", None, "listens on a socket file"),
+        ("ssl-cert-reqs", ssl.CERT_REQUIRED, "asks clients for a certificate"),
+    ):
+        if flag in command.flags and value in (None, command.flags[flag]):
+            location = command.variant.settings[f"VLLM_{flag.upper().replace('-', '_')}"].location
+            raise ServingError(
+                f"{location}: {command.variant.name} {reason}, which no measurement reaches; leave the line out of a "
+                "variant that inherits from this one, and measure that"
+            )
 
 
 @dataclass(frozen=True)
@@ -219,7 +240,8 @@ def find_running(command: ServerCommand) -> RunningServer | None:
             for process in (listener, *listener.parents()):
                 if not _runs(process, command, wanted):
                     continue
-                ready = httpx.get(f"{command.url}/health", timeout=5, trust_env=False)
+                with open_client(timeout_s=5) as client:
+                    ready = client.get(f"{command.url}/health")
                 return (
                     RunningServer(command, process.pid, None) if ready.status_code == httpx.codes.OK else None
                 )
@@ -246,7 +268,7 @@ def _wait_until_ready(
     started = time.monotonic()
     activity = f"start {command.variant.name}"
     # One client for all questions: each makes a TLS context, which takes longer than the question.
-    with httpx.Client(timeout=2, trust_env=False) as client:
+    with open_client(timeout_s=2) as client:
         while (elapsed := time.monotonic() - started) < timeout_s:
             progress(activity, elapsed, 0)
             if process.has_ended:

@@ -10,9 +10,9 @@ import httpx
 from slimqwen.errors import SlimqwenError
 from slimqwen.progress import Progress, silent
 from slimqwen.serving.command import ServerCommand
+from slimqwen.serving.http_client import open_client
 from slimqwen.serving.server import RunningServer, find_running, run_server
 from slimqwen.variant import Variant
-from slimqwen.vllm_plugin.api_key import authorization
 
 _TIMEOUT_S = 30
 _DEFAULT_MAX_NUM_SEQS = 16  # where the variant leaves --max-num-seqs to vLLM
@@ -105,8 +105,7 @@ def get(url: str) -> httpx.Response:
         ServerLostError: no answer, or an error status.
     """
     try:
-        # trust_env: a proxy of the shell must not stand between the client and the server it measures.
-        response = httpx.get(url, headers=authorization(), timeout=_TIMEOUT_S, trust_env=False)
-        return response.raise_for_status()
+        with open_client(_TIMEOUT_S) as client:
+            return client.get(url).raise_for_status()
     except httpx.HTTPError as error:
         raise ServerLostError(f"{url}: {error or type(error).__name__}") from error

@@ -13,6 +13,7 @@ from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
 from slimqwen.serving.server import free_port
 from slimqwen.variant import ConfigError
+from tests.serving.certificates import write_certificate
 from tests.serving.conftest import SERVABLE
 
 
@@ -178,3 +179,39 @@ def test_what_a_gpu_was_found_to_do_does_not_stop_a_cpu(found_unsafe):
 def test_unsafe_modes_are_allowed_by_a_1_only(servable):
     with pytest.raises(variant.ConfigError, match="ALLOW_UNSAFE=yes: write ALLOW_UNSAFE=1"):
         servable("ALLOW_UNSAFE=yes")
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (["VLLM_SSL_KEYFILE=key.pem"], r"config\.env:5: a key without a certificate; add VLLM_SSL_CERTFILE"),
+        (["VLLM_SSL_CERTFILE=cert.pem", "VLLM_SSL_KEYFILE=none.pem"], r"cannot serve TLS .*No such file"),
+        (
+            ["VLLM_SSL_CERTFILE=cert.pem", "VLLM_SSL_KEYFILE=locked.pem"],
+            r"cannot serve TLS .*correct VLLM_SSL_",
+        ),
+        (["VLLM_SSL_CERTFILE=cert.pem", "VLLM_SSL_KEYFILE=other.pem"], r"cannot serve TLS .*mismatch"),
+        (
+            ["VLLM_SSL_CERTFILE=cert.pem", "VLLM_SSL_KEYFILE=key.pem", "VLLM_SSL_CA_CERTS=key.pem"],
+            "cannot serve TLS",
+        ),
+    ],
+)
+def test_a_certificate_that_cannot_be_used_is_refused_before_the_model_is_loaded(
+    servable, tmp_path, lines, said
+):
+    write_certificate(tmp_path)
+    (tmp_path / "cert.pem").rename(tmp_path / "kept.pem")
+    (tmp_path / "key.pem").rename(tmp_path / "other.pem")
+    write_certificate(tmp_path, password=b"secret")
+    (tmp_path / "key.pem").rename(tmp_path / "locked.pem")
+    write_certificate(tmp_path)
+    with pytest.raises(ServingError, match=said):
+        checks.check(servable(*lines))
+
+
+def test_a_usable_certificate_is_accepted(servable, tmp_path):
+    write_certificate(tmp_path)
+    checks.check(
+        servable("VLLM_SSL_CERTFILE=cert.pem", "VLLM_SSL_KEYFILE=key.pem", "VLLM_SSL_CA_CERTS=cert.pem")
+    )

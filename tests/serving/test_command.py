@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import pytest
@@ -5,7 +6,7 @@ import pytest
 from slimqwen import variant
 from slimqwen.serving import baked_cache, checks, cuda_toolkit
 from slimqwen.serving import platform as machine
-from slimqwen.serving.command import ServerCommand, client_url
+from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
 from slimqwen.serving.server import free_port
 from slimqwen.vllm_plugin import compile_watch, engine_facts
@@ -95,8 +96,12 @@ def test_stray_vllm_variables_of_the_shell_do_not_reach_the_server_but_the_key_d
         ("10.0.0.7", "http://10.0.0.7:8000"),
     ],
 )
-def test_a_client_asks_where_the_server_listens(host, url):
-    assert client_url(host, 8000) == url
+def test_a_client_asks_where_the_server_listens(servable, host, url):
+    command = servable()
+    elsewhere = dataclasses.replace(command, flags={**command.flags, "host": host, "port": 8000})
+    assert elsewhere.url == url
+    encrypted = dataclasses.replace(elsewhere, flags={**elsewhere.flags, "ssl-certfile": "certificate.pem"})
+    assert encrypted.url == url.replace("http:", "https:")
 
 
 def resolved_again(command, **options):

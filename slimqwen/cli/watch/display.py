@@ -145,7 +145,6 @@ def _work(work: activity.Work) -> RenderableType:
 
 def _server(process: psutil.Process, words: Mapping[str, str], scrapes: Scrapes) -> RenderableType:
     from slimqwen.serving import metrics
-    from slimqwen.serving.command import client_url
     from slimqwen.vllm_plugin.api_key import authorization
 
     port = words.get("--port", "8000")
@@ -153,7 +152,7 @@ def _server(process: psutil.Process, words: Mapping[str, str], scrapes: Scrapes)
     try:
         # Without trust_env, httpx ignores the shell's proxy.
         with httpx.Client(trust_env=False, timeout=_TIMEOUT_S, headers=authorization()) as client:
-            url = client_url(words.get("--host", "0.0.0.0"), int(port))
+            url = f"http://{words.get('--host', '127.0.0.1')}:{int(port)}"
             values = metrics.read(client.get(f"{url}/metrics").raise_for_status().text)
     except (httpx.HTTPError, ValueError) as error:
         state = "starting" if isinstance(error, httpx.ConnectError) and not scrapes else "no answer"

@@ -30,12 +30,12 @@ from slimqwen.recipe.stage import Facts, Needs, Parameters, Stage
 from slimqwen.serving import baked_cache, gpu
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
+from slimqwen.serving.http_client import open_client
 from slimqwen.serving.platform import Platform
 from slimqwen.serving.server import RunningServer, free_port, run_server
 from slimqwen.text.corpus import RecipePath
 from slimqwen.variant import OWN_KEYS, Setting, Variant
 from slimqwen.vllm_plugin import compile_watch
-from slimqwen.vllm_plugin.api_key import authorization
 
 _ENGINE_BYTES = 4 * 2**30
 """Resident size of a server that compiles; measured: 2.6 GiB for a small model."""
@@ -244,9 +244,8 @@ def drive(server: RunningServer, prompt_tokens: Sequence[int]) -> None:
             "ignore_eos": True,
             "temperature": 0,
         }
-        # trust_env=False: a proxy set in the shell must not be used.
-        url = f"{server.base_url}/v1/completions"
-        answer = httpx.post(url, json=body, headers=authorization(), timeout=600, trust_env=False)
+        with open_client(timeout_s=600) as client:
+            answer = client.post(f"{server.base_url}/v1/completions", json=body)
         if answer.status_code != httpx.codes.OK:
             raise ServingError(
                 f"the server did not answer a prompt of {length} tokens ({json.dumps(answer.text)[:200]}); "
@@ -270,6 +269,7 @@ STAGE = Stage(
         "slimqwen.plan.jit_modules",
         "slimqwen.serving.baked_cache",
         "slimqwen.serving.command",
+        "slimqwen.serving.http_client",
         "slimqwen.serving.server",
         "slimqwen.vllm_plugin.compile_watch",
         "slimqwen.vllm_plugin.engine_fixes.torch_int4",
