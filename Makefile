@@ -33,8 +33,8 @@ lint: | $(READY) ## ruff (lint and format), mypy, import-linter
 download: | $(READY) ## get VARIANT's checkpoint from the model hub
 	@$(RUN) download --variant $(VARIANT)
 
-shape: | $(READY) ## write weights/shape-SIZE, Qwen3.5-SIZE's dimensions with random weights: for speed and memory (SIZE=0.8b|4b)
-	@$(RUN) shape $(call option,SIZE,--size)
+shape: | $(READY) ## write weights/shape-VARIANT: the dimensions that VARIANT will have, without weights, to time them (load_format=dummy)
+	@$(RUN) recipe run --variant $(VARIANT) --shape
 
 datasets: | $(READY) ## get the data sets of SUITE=core into data/ (HF_TOKEN for the gated GPQA)
 	@$(RUN) datasets --suite $(or $(SUITE),core)

@@ -7,8 +7,8 @@ from typing import Any
 
 from slimqwen.checkpoint.errors import CorruptCheckpointError
 
-RANDOM_WEIGHTS = "random_weights_seed"
-"""Key of config.json: the weights are random, drawn with this seed. They answer for speed and memory only."""
+RANDOM_WEIGHTS = "random_weights"
+"""Key of config.json: vLLM draws the weights at random. They answer for speed and memory only."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -63,8 +63,8 @@ def untied(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_random_weights(folder: Path) -> bool:
-    """Whether a checkpoint's weights were drawn at random, so that its answers mean nothing."""
-    return RANDOM_WEIGHTS in text_config(read_config(folder))
+    """Whether a checkpoint has no weights of its own, so that its responses mean nothing."""
+    return RANDOM_WEIGHTS in read_config(folder)
 
 
 def read_json_object(file: Path) -> dict[str, Any]:

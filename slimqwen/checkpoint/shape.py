@@ -11,8 +11,6 @@ from slimqwen.checkpoint.config import text_config, untied
 from slimqwen.checkpoint.packing import UNPACKED_MTP, config_group
 from slimqwen.errors import SlimqwenError
 
-_PREFIX = "model.language_model"
-
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
 """Name -> dtype as safetensors spells it, and shape."""
 
@@ -74,19 +72,25 @@ class Shape:
         return replace(self, config=config, quantised={**self.quantised, **kinds})
 
     @property
+    def _is_text_only(self) -> bool:
+        """Whether config.json describes a language model without a vision tower."""
+        return bool(self.config["architectures"][0].endswith("ForCausalLM"))
+
+    @property
     def tensors(self) -> Tensors:
         """Every tensor of the checkpoint but the vision tower's."""
         text, quantised = self.text, self.quantised
+        prefix = "model" if self._is_text_only else "model.language_model"
         hidden, rows = text["hidden_size"], text["vocab_size"]
-        stored: Tensors = {f"{_PREFIX}.embed_tokens.weight": ("BF16", (rows, hidden))}
+        stored: Tensors = {f"{prefix}.embed_tokens.weight": ("BF16", (rows, hidden))}
         for layer, kind in enumerate(text["layer_types"]):
-            name = f"{_PREFIX}.layers.{layer}"
+            name = f"{prefix}.layers.{layer}"
             stored |= _norms(name, hidden) | _mlp(f"{name}.mlp", text, quantised.get("mlp"))
             if kind == "full_attention":
                 stored |= _attention(f"{name}.self_attn", text, quantised.get("attention"))
             else:
                 stored |= _linear_attention(f"{name}.linear_attn", text, quantised.get("linear_attention"))
-        stored[f"{_PREFIX}.norm.weight"] = ("BF16", (hidden,))
+        stored[f"{prefix}.norm.weight"] = ("BF16", (hidden,))
         if not text["tie_word_embeddings"]:
             stored |= _linear("lm_head", rows, hidden, quantised.get("lm_head"))
         if text.get("mtp_num_hidden_layers"):
@@ -109,6 +113,9 @@ class Shape:
     def config_json(self) -> dict[str, Any]:
         """config.json of the checkpoint, with its quantisation."""
         packed = {"quantization_config": _quantization(self.quantised)} if self.quantised else {}
+        if self._is_text_only:
+            flat = {key: value for key, value in self.config.items() if key != "text_config"}
+            return {**flat, **self.text, **packed}
         return {**self.config, **packed}
 
 

@@ -1,50 +1,16 @@
-"""`slimqwen analyze`: figures that are computed, or measured in process, without an HTTP server."""
+"""`slimqwen analyze`: figures that are computed."""
 
 from typing import Annotated
 
 import typer
 
-from slimqwen import variant as variants
-from slimqwen.cli.console import command, progress_bar, show_record
-from slimqwen.cli.options import EvenIfBusy, VariantOption
-from slimqwen.variant import Variant
+from slimqwen.cli.console import command, show_record
+from slimqwen.cli.options import VariantOption
 
 app = typer.Typer(
-    help="Compute or measure without an HTTP server: roofline, levers.",
+    help="Compute the roofline of a variant.",
     no_args_is_help=True,
 )
-
-
-@app.command()
-def levers(
-    variant: VariantOption,
-    against: Annotated[
-        list[Variant],
-        typer.Option(
-            metavar="NAME",
-            help="variant whose step is timed in turns with it; repeat it",
-            parser=variants.load,
-        ),
-    ],
-    rounds: Annotated[int, typer.Option(help="turns of each variant")] = 6,
-    prompt_tokens: Annotated[int, typer.Option(help="length of the prompt")] = 32,
-    output_tokens: Annotated[int, typer.Option(help="length of the answer")] = 96,
-    even_if_busy: EvenIfBusy = False,
-) -> None:
-    """Time decode steps of variants on this CPU, in turns, beside the predictions of the cost model."""
-    from slimqwen.analysis.levers import measurement
-
-    with progress_bar() as progress:
-        record = measurement.write(
-            [variant, *against],
-            rounds=rounds,
-            prompt_tokens=prompt_tokens,
-            output_tokens=output_tokens,
-            command=command(),
-            even_if_busy=even_if_busy,
-            progress=progress,
-        )
-    show_record(record)
 
 
 @app.command("roofline")

@@ -1,8 +1,8 @@
-"""`slimqwen recipe` and `shape`: make a checkpoint by stages or of random weights, verify it, clean up."""
+"""`slimqwen recipe`: make a checkpoint by stages, verify it, clean up."""
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -23,9 +23,23 @@ def run_(
     until: Annotated[
         str | None, typer.Option(metavar="STAGE", help="last stage to run (the first of this name)")
     ] = None,
+    shape: Annotated[
+        bool,
+        typer.Option(help="run no stage: write its final dimensions to weights/shape-NAME, to time them"),
+    ] = False,
 ) -> None:
     """Run recipe.yaml into weights/NAME: resumes an interrupted run, reuses the stages that are up to date."""
-    _run(variant, until)
+    if not shape:
+        _run(variant, until)
+        return
+    from slimqwen.plan import shapes
+
+    with progress_bar() as progress:
+        folder = shapes.write_variant_shape(variant, progress)
+    say(
+        f"{relative(folder)}: the dimensions of {variant.name}, without weights. To time them, add a variant whose "
+        f"config.env says BASE={variant.name}, VLLM_MODEL={relative(folder)} and VLLM_LOAD_FORMAT=dummy."
+    )
 
 
 @app.command()
@@ -121,18 +135,6 @@ def corpus(
     if manifest["tokens"] < manifest["tokens_wanted"]:
         say(f"all sources ran out at {manifest['tokens']} of {manifest['tokens_wanted']} tokens")
     say(f"text: {output}, manifest: {calibration_mix.manifest_path(output)}")
-
-
-def shape(
-    size: Annotated[Literal["0.8b", "4b"], typer.Option(help="size of the published Qwen3.5 model")] = "0.8b",
-) -> None:
-    """Write a checkpoint of Qwen3.5's dimensions with random weights: for speed and memory, never for quality."""
-    from slimqwen.plan import random_weights
-
-    root = variants.repository_root()
-    with progress_bar() as progress:
-        folder = random_weights.make(size, root, progress=progress)
-    say(f"weights/{folder.name}: random weights, seed 0, with the tokenizer of weights/tiny")
 
 
 def _parse_source(text: str) -> "Source":

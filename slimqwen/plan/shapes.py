@@ -6,6 +6,7 @@ of a variant's recipe change them.
 
 import json
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,12 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from slimqwen import checkpoint
 from slimqwen import variant as variants
+from slimqwen.checkpoint import Manifest
+from slimqwen.checkpoint.config import write_config
+from slimqwen.checkpoint.files import file_records, publish, withdraw
 from slimqwen.checkpoint.shape import Packing, Shape, ShapeError
 from slimqwen.checkpoint.tensors import tensor_bytes
+from slimqwen.progress import Progress, silent
 from slimqwen.recipe import recipe_file
 from slimqwen.variant import Variant
 
@@ -133,14 +138,41 @@ def _local_shape(weights: Path) -> Shape:
     )
 
 
+def write_variant_shape(variant: Variant, progress: Progress = silent) -> Path:
+    """Write weights/shape-<variant> anew: what a variant will serve, with random weights under VLLM_LOAD_FORMAT=dummy.
+
+    config.json has the mark `checkpoint.RANDOM_WEIGHTS`, which evaluations of answers refuse.
+
+    Raises:
+        ShapeError: as for `variant_shape`.
+    """
+    started = time.monotonic()
+    shape = variant_shape(variant)
+    folder = variant.root / "weights" / f"{variants.SHAPE_PREFIX}{variant.name}"
+    if folder.exists():
+        withdraw(folder)
+    with publish(folder) as staging:
+        write(shape, staging, variant.root / "weights" / "tiny")
+        write_config(staging, {**shape.config_json, checkpoint.RANDOM_WEIGHTS: True})
+        Manifest(
+            stage="shape",
+            files=file_records(staging, progress),
+            wall_seconds=round(time.monotonic() - started, 3),
+            peak_memory_bytes=0,
+            versions={},
+            facts={"dimensions": shape.source},
+        ).write(staging)
+    return folder
+
+
 def write(shape: Shape, folder: Path, tokenizer: Path) -> None:
     """Write a checkpoint of these dimensions, all zeros in a sparse file that takes a few hundred kilobytes of disk.
 
     Args:
-        folder: is created; must not exist.
+        folder: empty, or does not exist.
         tokenizer: folder whose tokenizer files are copied; no request has ids above its size.
     """
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(shape.config_json, indent=1) + "\n")
     (folder / "preprocessor_config.json").write_text(json.dumps(_PREPROCESSOR) + "\n")
     for name in TOKENIZER_FILES:

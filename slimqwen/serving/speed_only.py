@@ -19,12 +19,18 @@ def refuse(variant: Variant, measurement: str) -> None:
         measurement: its name in the message, such as "quality".
 
     Raises:
-        ServingError: its weights are random, or its acceptance is synthetic.
+        ServingError: its weights are random or vLLM loads none, or its acceptance is synthetic.
     """
     if (variant.weights / "config.json").is_file() and checkpoint.has_random_weights(variant.weights):
         raise ServingError(
-            f"weights/{variant.weights.name} holds random weights, which serve to measure speed and memory only; "
+            f"weights/{variant.weights.name} has no weights of its own, so it serves to measure speed and memory only; "
             f"measure {measurement} on a trained checkpoint"
+        )
+    load_format = variant.settings.get("VLLM_LOAD_FORMAT")
+    if load_format is not None and load_format.value == "dummy":
+        raise ServingError(
+            f"{load_format.location}: dummy weights are random, which serve to measure speed and memory only; "
+            f"measure {measurement} without it"
         )
     setting = variant.settings.get("VLLM_SPECULATIVE_CONFIG")
     if setting is not None and is_synthetic(vllm_flags.parse(setting).value):

@@ -9,8 +9,8 @@ from typing import Literal
 from slimqwen.variant.config_env import ConfigError, Setting, config_env, inherit, read, repository_root
 
 _COMMITTED_WEIGHTS = "tiny"
-_RANDOM_WEIGHTS = "shape-"
-"""Prefix of checkpoints of published dimensions with random weights (`slimqwen.plan.random_weights`)."""
+SHAPE_PREFIX = "shape-"
+"""Prefix of a variant's name in folders of weights/ that have its dimensions and no weights (`make shape`)."""
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,8 @@ def making_command(weights: Path, root: Path) -> str:
     if name == _COMMITTED_WEIGHTS:
         return "`git checkout weights/tiny` restores it, `python tools/tinyworld train` trains it anew"
     config = config_env(name, root)
-    if name.startswith(_RANDOM_WEIGHTS) and not (config.parent / "recipe.yaml").is_file():
-        return f"`make shape SIZE={name.removeprefix(_RANDOM_WEIGHTS)}` writes it"
+    if name.startswith(SHAPE_PREFIX):
+        return f"`make shape VARIANT={name.removeprefix(SHAPE_PREFIX)}` writes it"
     if name and config.is_file() and "SOURCE" in read(config):
         return f"`make download VARIANT={name}` gets it"
     if name and (config.parent / "recipe.yaml").is_file():

@@ -5,9 +5,10 @@ import shutil
 
 import pytest
 
-from slimqwen import variant
+from slimqwen import checkpoint, variant
 from slimqwen.checkpoint.tensors import list_tensors
 from slimqwen.plan import shapes
+from slimqwen.serving import in_process
 
 ROOT = variant.repository_root()
 
@@ -116,3 +117,30 @@ def test_a_damaged_file_is_named_with_its_field(root, content, reason):
     (root / "eval" / "shapes" / "bad.json").write_text(content)
     with pytest.raises(shapes.ShapeError, match=reason):
         shapes.published_shape(root, "bad")
+
+
+@pytest.mark.engine
+def test_the_dimensions_that_a_recipe_ends_with_are_served_with_dummy_weights(root, add_variant):
+    from vllm import SamplingParams  # slow, and only this test needs it
+
+    (root / "weights").mkdir()
+    (root / "weights" / "tiny").symlink_to(ROOT / "weights" / "tiny")
+    add_variant("tiny", "VLLM_MODEL=weights/tiny\n")
+    config = add_variant("made", "BASE=tiny\nVLLM_MODEL=weights/made\n")
+    stages = [
+        {"calibrate": {"targets": {"mlp": "W4A16", "mtp": "W8A16"}}},
+        {"prune_vocab": {"size": 4096}},
+        {"trim_draft_vocab": {"size": 1024}},
+    ]
+    recipe = {"description": "a test", "base": "tiny", "stages": stages}
+    config.with_name("recipe.yaml").write_text(json.dumps(recipe))
+    for _ in range(2):  # the second call writes it anew
+        folder = shapes.write_variant_shape(variant.load("made", root))
+    assert folder == root / "weights" / "shape-made"
+    assert checkpoint.verify(folder, "no cure").facts["dimensions"].endswith("made/recipe.yaml")
+    assert checkpoint.has_random_weights(folder)
+    with in_process.engine(folder, load_format="dummy", num_speculative_tokens=2) as llm:
+        settings = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+        [output] = llm.generate([{"prompt_token_ids": [1, 2, 3]}], settings, use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 8
+        assert max(output.outputs[0].token_ids) < 4096

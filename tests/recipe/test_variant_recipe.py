@@ -49,11 +49,11 @@ def test_what_a_stage_changes_is_explained(repository):
 
 
 def test_a_stage_is_found_by_the_first_of_its_name(repository):
-    rounded = "{round_linears: {}}, {round_linears: {targets: [mtp]}}"
+    rounded = "{quantise_lm_head: {}}, {quantise_lm_head: {group_size: 64}}"
     twice = f"description: A test.\nbase: tiny\nstages: [{{sample_outputs: {{}}}}, {rounded}]\n"
     subject = changed_variant(repository, twice)
-    assert variant_recipe.stages_until(subject, "round_linears") == 2
+    assert variant_recipe.stages_until(subject, "quantise_lm_head") == 2
     with pytest.raises(
-        RecipeError, match="no stage nope; it has sample_outputs, round_linears, round_linears"
+        RecipeError, match="no stage nope; it has sample_outputs, quantise_lm_head, quantise_lm_head"
     ):
         variant_recipe.stages_until(subject, "nope")

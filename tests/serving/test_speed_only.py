@@ -24,6 +24,7 @@ def root(tmp_path: Path) -> Path:
     for name, lines in (
         ("tiny", []),
         ("random", ["VLLM_MODEL=weights/random"]),
+        ("dummy", ["VLLM_LOAD_FORMAT=dummy"]),
         ("synthetic", [f"VLLM_SPECULATIVE_CONFIG='{SYNTHETIC}'"]),
     ):
         folder = tmp_path / "experiments" / name
@@ -37,12 +38,17 @@ def root(tmp_path: Path) -> Path:
     random = tmp_path / "weights" / "random"
     shutil.copytree(ROOT / "weights" / "tiny", random)
     config = json.loads((random / "config.json").read_text())
-    (random / "config.json").write_text(json.dumps({**config, "random_weights_seed": 0}))
+    (random / "config.json").write_text(json.dumps({**config, "random_weights": True}))
     return tmp_path
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), [("random", "weights/random holds random weights"), ("synthetic", "is synthetic")]
+    ("name", "reason"),
+    [
+        ("random", "weights/random has no weights"),
+        ("synthetic", "is synthetic"),
+        ("dummy", "dummy weights are random"),
+    ],
 )
 def test_every_check_of_answers_refuses(root: Path, name: str, reason: str) -> None:
     subject = variant.load(name, root)

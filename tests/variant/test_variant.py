@@ -38,7 +38,7 @@ def test_the_command_that_makes_weights_follows_config_and_recipe(add_variant, t
     config.write_text("SOURCE=owner/name\nVLLM_MODEL=weights/v\n")
     assert command("v") == "`make download VARIANT=v` gets it"
     assert "git checkout weights/tiny" in command("tiny")
-    assert command("shape-0.8b") == "`make shape SIZE=0.8b` writes it"
+    assert command("shape-qwen3.5-4b") == "`make shape VARIANT=qwen3.5-4b` writes it"
 
 
 @pytest.mark.parametrize("name", variant.names())

@@ -63,7 +63,7 @@ def packed(name: str, rows: int, inputs: int, group: int = 8) -> dict[str, Tenso
 
 
 def test_four_bits_save_bytes_and_no_flops():
-    groups = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4}}}
+    groups = {"group_0": {"targets": ["Linear", "lm_head"], "weights": {"num_bits": 4}}}
     name = "model.layers.0.mlp.up_proj.weight"
     small = read_model(
         tensors(**{name: None, **packed(name, 16, 8), **packed("lm_head.weight", 32, 8)}),

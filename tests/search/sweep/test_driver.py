@@ -139,7 +139,7 @@ def test_a_baseline_alone_is_refused(repository: Path) -> None:
 
 
 def test_a_missing_stage_is_a_task_by_its_content_key(repository: Path, add_recipe: AddRecipe) -> None:
-    c, d = (add_recipe(name, "round_linears: {group_size: 32}") for name in ("c", "d"))
+    c, d = (add_recipe(name, "quantise_lm_head: {group_size: 32}") for name in ("c", "d"))
     stage = required_tasks.next_stage(c)
     assert stage.key == required_tasks.next_stage(d).key
     assert stage.resources.memory_bytes > 1 << 28
@@ -166,11 +166,11 @@ def test_a_recipe_with_two_stages_of_one_name_is_made_to_its_end(
 def test_a_stage_that_leaves_nothing_ends_the_variant(
     repository: Path, add_recipe: AddRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add_recipe("c", "round_linears: {}")
+    add_recipe("c", "quantise_lm_head: {}")
     monkeypatch.setattr("tests.search.sweep.test_driver.answers", lambda *_: None)
     [result] = sweep(["c"], OPTIONS, Nodes(repository), repository)
     assert result.failure is not None
-    assert "round_linears of c ended and left nothing" in result.failure
+    assert "quantise_lm_head of c ended and left nothing" in result.failure
 
 
 class BeforeTheCache(Nodes):
@@ -212,7 +212,7 @@ class Shares(Nodes):
 def test_a_variant_is_checked_while_a_cache_is_made_that_its_checks_cannot_use(
     repository: Path, add_recipe: AddRecipe, kind: type[Nodes]
 ) -> None:
-    subject = add_recipe("c", "round_linears: {}", "bake_cache: {}", lines="VLLM_ENFORCE_EAGER=0\n")
+    subject = add_recipe("c", "quantise_lm_head: {}", "bake_cache: {}", lines="VLLM_ENFORCE_EAGER=0\n")
     assert not required_tasks.answers_are_decided(subject)
     variant_recipe.run(subject, 1)
     assert required_tasks.answers_are_decided(subject)
