@@ -18,8 +18,8 @@ install: ## make .venv from the exact lock (PLATFORM=cpu|cuda; default: what thi
 demo: install ## the whole pipeline on the embedded model: calibrate, serve, score, time, compare
 	@$(RUN) demo
 
-test: install ## every test that takes minutes at most
-	@.venv/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+test: install ## every test that takes minutes at most (KINDS=1: those inside vLLM's processes, on each kind of CPU that this host can play)
+	@.venv/bin/python -m $(if $(KINDS),tests.cpu_kinds,pytest -n 2 --dist loadgroup --no-loadscope-reorder)
 
 test-image: install ## build a CPU image, look into it, start it, break it (root; 40 minutes, 25 GB)
 	@.venv/bin/python -m pytest -m image

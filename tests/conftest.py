@@ -31,6 +31,7 @@ from slimqwen.records import store
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.server import RunningServer, free_port, run_server
 from slimqwen.serving.shared_server import SharedServer, max_model_len
+from tests import cpu_kinds
 from tests.stand_in import add_served, stand_in, write_task  # noqa: F401  (fixtures)
 
 # A shell without job control starts what it puts in the background with SIGINT ignored, and every child inherits that.
@@ -48,6 +49,12 @@ AddVariant = Callable[..., Path]
 
 SHARED_BY_FILES = ("tiny_server", "undrafted_draws")
 """Fixtures of the session that take an engine to make: all files with one of them run in one process."""
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print on which kind of CPU the tests ran."""
+    cpu = cpu_kinds.describe_cpu(Path("/proc/cpuinfo").read_text(), os.environ)
+    terminalreporter.write_line(f"CPU: {cpu}")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -79,6 +79,20 @@ def homogeneity(some: Draws, others: Draws) -> tuple[float, int]:
     return stats.chi2.sf(statistic, freedom), freedom
 
 
+def accept_every_draft(draws: Draws, reference: Draws) -> Draws:
+    """What a fault would make of draws: each first token is followed by the likeliest ones, as drafts are."""
+    faulty: Draws = []
+    for sampled, correct in zip(draws, reference, strict=True):
+        counts = continuations(correct)
+        faulty.append([])
+        for tokens in sampled:
+            prefix = tokens[:1]
+            while len(prefix) < len(tokens) and prefix in counts:
+                prefix += (counts[prefix].most_common(1)[0][0],)
+            faulty[-1].append(prefix)
+    return faulty
+
+
 def uncertain_beginnings(checkpoint: Path) -> list[list[int]]:
     """Five short beginnings of prose after which the model is least certain: a certain one has nothing to compare.
 
