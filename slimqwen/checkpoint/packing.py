@@ -5,8 +5,6 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, PositiveInt
-
 from slimqwen.checkpoint.config import quantisation
 from slimqwen.checkpoint.errors import CorruptCheckpointError, UnsupportedFormatError
 from slimqwen.checkpoint.tensors import NewTensor, TensorInfo
@@ -46,46 +44,28 @@ def tensor_pattern(kind: str) -> str:
     return rf"{LINEARS[kind].removeprefix('re:').removesuffix('$')}\."
 
 
-class WeightPacking(BaseModel):
-    """Integers of a packed weight.
+def group_of(module: str, form: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The group of compressed-tensors' quantization_config that packs a linear: a target that names it goes first."""
+    if any(means(entry, module) for entry in form.get("ignore") or ()):
+        return None
+    groups = [group for group in form.get("config_groups", {}).values() if group.get("weights")]
+    groups.sort(key=lambda group: "Linear" in group["targets"])
+    return next((group for group in groups if any(means(entry, module) for entry in group["targets"])), None)
 
-    Attributes:
-        num_bits: bits per weight.
-        group_size: weights of a row that share a scale; None for one scale per row.
-        symmetric: whether there are no zero points.
+
+def packed_bits(module: str, form: Mapping[str, Any]) -> int:
+    """Bits of a packed weight, by its checkpoint's quantization_config.
+
+    Raises:
+        CorruptCheckpointError: no group has the module.
     """
-
-    num_bits: PositiveInt
-    group_size: int | None = None
-    symmetric: bool = True
-
-
-class _Group(BaseModel):
-    targets: tuple[str, ...] = ()
-    weights: WeightPacking | None = None
-
-
-class Quantisation(BaseModel):
-    """Fields of a compressed-tensors quantization_config that say how weights and KV cache are stored."""
-
-    config_groups: dict[str, _Group] = {}
-    kv_cache_scheme: WeightPacking | None = None
-
-    def of_module(self, module: str) -> WeightPacking:
-        """Packing of a module that has packed weights: a target that names it goes before one of its class.
-
-        Raises:
-            CorruptCheckpointError: no group has the module.
-        """
-        groups = [group for group in self.config_groups.values() if group.weights is not None]
-        for group in sorted(groups, key=lambda group: "Linear" in group.targets):
-            if any(means(target, module) for target in group.targets):
-                assert group.weights is not None
-                return group.weights
+    group = group_of(module, form)
+    if group is None:
         raise CorruptCheckpointError(
             f"config.json: no group of quantization_config has {module}, whose weight is packed; make the checkpoint "
             "anew"
         )
+    return int(group["weights"]["num_bits"])
 
 
 def means(entry: str, module: str) -> bool:

@@ -52,7 +52,7 @@ def check_form(folder: Path) -> None:
     for name, weight in group_parts(stored, form).items():
         module = name.removesuffix(".weight")
         is_linear = name.endswith(".weight") and _LINEAR.search(module)
-        if is_linear and (_group_of(module, form) is not None) != weight.is_quantised:
+        if is_linear and (packing.group_of(module, form) is not None) != weight.is_quantised:
             found, promised = ("quantised", "left") if weight.is_quantised else ("in 16 bits", "quantised")
             raise UnsupportedFormatError(
                 f"{folder} has {module} {found}, and targets and ignore of its quantization_config want it {promised}; "
@@ -198,7 +198,7 @@ def _parts(
     stored = {} if weight is None else weight.parts
     as_stored: ExpectedTensors = {part: (info.shape, (info.dtype,)) for part, info in stored.items()}
     if form.get("quant_method") == "compressed-tensors":
-        group = _group_of(module, form)
+        group = packing.group_of(module, form)
         if group is None:
             return {}
         required = _compressed_parts(shape, group, str(group.get("format") or form.get("format")))
@@ -217,16 +217,6 @@ def _parts(
     elif "weight" in stored:
         as_stored.setdefault("weight_scale", ((1,), _FLOATING))
     return as_stored
-
-
-def _group_of(module: str, form: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The group of compressed-tensors' config that has a linear: a target that names it goes before its class."""
-    if any(packing.means(entry, module) for entry in form.get("ignore") or ()):
-        return None
-    groups = sorted(form.get("config_groups", {}).values(), key=lambda group: "Linear" in group["targets"])
-    return next(
-        (group for group in groups if any(packing.means(entry, module) for entry in group["targets"])), None
-    )
 
 
 def _compressed_parts(shape: tuple[int, ...], group: Mapping[str, Any], form: str) -> ExpectedTensors:

@@ -20,7 +20,7 @@ import transformers
 from torch import Tensor, nn
 
 from slimqwen import checkpoint
-from slimqwen.checkpoint.packing import Quantisation
+from slimqwen.checkpoint.packing import packed_bits
 from slimqwen.checkpoint.rtn import round_to_nearest
 from slimqwen.checkpoint.tensors import list_tensors
 from slimqwen.evals import EvalError
@@ -138,14 +138,13 @@ class _Call:
 def _round_linears(model: Any, variant_weights: Path, baseline_weights: Path) -> None:
     """Round the baseline's weights that the variant has packed by compressed-tensors, in the same way."""
     tensors = list_tensors(variant_weights)
-    config = checkpoint.read_config(variant_weights).get("quantization_config", {})
-    quantisation = Quantisation.model_validate(config)
+    form = checkpoint.quantisation(checkpoint.read_config(variant_weights))
     for name, packed in tensors.items():
         match = _PACKED.fullmatch(name)
         if match is None:
             continue
         layer, linear, weight_name = int(match[1]), match[2], name.removesuffix("_packed")
-        bits = quantisation.of_module(weight_name.removesuffix(".weight")).num_bits
+        bits = packed_bits(weight_name.removesuffix(".weight"), form)
         shape = (packed.shape[0], packed.shape[1] * (_WORD_BITS // bits))
         try:
             weight = model.layers[layer].get_submodule(linear).weight

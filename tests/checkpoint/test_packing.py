@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from slimqwen.checkpoint import packing
 from slimqwen.checkpoint.errors import CorruptCheckpointError, UnsupportedFormatError
-from slimqwen.checkpoint.packing import LINEARS, Quantisation
+from slimqwen.checkpoint.packing import LINEARS
 from slimqwen.checkpoint.rtn import quantise
 from slimqwen.checkpoint.tensors import list_tensors
 
@@ -35,25 +35,24 @@ def test_a_module_is_of_one_kind_at_most(module, kinds):
 
 
 def test_a_target_that_names_a_module_goes_before_its_class():
-    quantisation = Quantisation.model_validate(
-        {
-            "config_groups": {
-                "all": {"targets": ["Linear"], "weights": {"num_bits": 8}},
-                "none": {"targets": ["lm_head"]},
-                "mlp": {"targets": [LINEARS["mlp"]], "weights": {"num_bits": 4, "group_size": 32}},
-                "one": {"targets": ["mtp.fc"], "weights": {"num_bits": 2, "symmetric": False}},
-            }
-        }
-    )
+    form = {
+        "config_groups": {
+            "all": {"targets": ["Linear"], "weights": {"num_bits": 8}},
+            "none": {"targets": ["lm_head"]},
+            "mlp": {"targets": [LINEARS["mlp"]], "weights": {"num_bits": 4}},
+            "one": {"targets": ["mtp.fc"], "weights": {"num_bits": 2}},
+        },
+        "ignore": ["re:.*k_proj"],
+    }
     modules = (f"{LAYER}.mlp.up_proj", "mtp.fc", f"{LAYER}.self_attn.q_proj")
-    assert [quantisation.of_module(name).num_bits for name in modules] == [4, 2, 8]
-    assert [quantisation.of_module(name).symmetric for name in modules] == [True, False, True]
+    assert [packing.packed_bits(name, form) for name in modules] == [4, 2, 8]
+    assert packing.group_of(f"{LAYER}.self_attn.k_proj", form) is None
 
 
 def test_a_packed_module_of_no_group_is_an_error():
     group = {"targets": [LINEARS["mlp"]], "weights": {"num_bits": 4}}
     with pytest.raises(CorruptCheckpointError, match="no group of quantization_config has lm_head"):
-        Quantisation.model_validate({"config_groups": {"a": group}}).of_module("lm_head")
+        packing.packed_bits("lm_head", {"config_groups": {"a": group}})
 
 
 @pytest.mark.parametrize(("group_size", "strategy"), [(32, "group"), (None, "channel")])
@@ -126,7 +125,7 @@ def test_a_pattern_that_means_more_keeps_the_rest():
 def test_a_target_of_the_base_does_not_take_the_linears(targets, first):
     after = packing.with_group(base(targets=targets), "mtp", MTP, MTP_LINEARS)
     assert next(iter(after["config_groups"])) == first
-    assert Quantisation.model_validate(after).of_module("mtp.layers.0.mlp.up_proj").num_bits == 8
+    assert packing.packed_bits("mtp.layers.0.mlp.up_proj", after) == 8
 
 
 @pytest.mark.parametrize("method", ["fp8", "gptq", "awq", "auto-round", "modelopt"])

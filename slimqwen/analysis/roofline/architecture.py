@@ -10,7 +10,7 @@ from pydantic import BaseModel, PositiveInt, ValidationError
 from slimqwen import checkpoint
 from slimqwen.analysis.roofline.gpu import Gpu, Precision, RooflineError
 from slimqwen.checkpoint import draft_head
-from slimqwen.checkpoint.packing import PACKED, Quantisation
+from slimqwen.checkpoint.packing import PACKED, packed_bits
 from slimqwen.checkpoint.shape import Shape
 from slimqwen.checkpoint.tensors import TensorInfo, list_tensors, tensor_bytes
 
@@ -168,17 +168,17 @@ def read_model(
         raise RooflineError("config.json has num_experts, and experts are not counted; use a dense model")
     try:
         shape = _Shape.model_validate(text)
-        quantisation = Quantisation.model_validate(config.get("quantization_config") or {})
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"]))
         raise RooflineError(f"config.json: {field}: {first['msg']}; use a Qwen3.5 model") from None
-    is_tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
+    form = checkpoint.quantisation(config)
+    is_tied = bool(text.get("tie_word_embeddings"))
     embedding, head = _embedding_and_head(tensors, is_tied)
     others = [name for name in tensors if name not in {embedding, *head} and not _is_unread(name)]
     drafter = [name for name in others if name.startswith("mtp.") and not name.startswith(draft_head.PREFIX)]
     body = [name for name in others if not name.startswith("mtp.")]
-    kv_bytes = _kv_bytes(kv_cache_dtype, quantisation)
+    kv_bytes = _kv_bytes(kv_cache_dtype, form)
     linear_layers = shape.layer_types.count("linear_attention")
     state_numbers = shape.linear_num_value_heads * shape.linear_value_head_dim * shape.linear_key_head_dim
     conv_channels = (
@@ -189,7 +189,7 @@ def read_model(
     embedding_bytes = _served_bytes(tensors[embedding])
 
     def weights(names: Iterable[str]) -> Weights:
-        return _weights({name: tensors[name] for name in names}, quantisation)
+        return _weights({name: tensors[name] for name in names}, form)
 
     return Model(
         body=weights(body),
@@ -257,7 +257,7 @@ def _served_bytes(info: TensorInfo) -> int:
     return info.elements * SIXTEEN_BIT if info.dtype in ("F32", "F64") else info.end - info.start
 
 
-def _weights(tensors: Mapping[str, TensorInfo], quantisation: Quantisation) -> Weights:
+def _weights(tensors: Mapping[str, TensorInfo], form: Mapping[str, Any]) -> Weights:
     bytes_by_dtype: dict[str, int] = {}
     flops: dict[Precision, int] = {}
     for name, info in tensors.items():
@@ -270,17 +270,17 @@ def _weights(tensors: Mapping[str, TensorInfo], quantisation: Quantisation) -> W
         if len(info.shape) > 1 and name.endswith((".weight", ".weight_packed")):
             numbers = info.elements
             if name.endswith("_packed"):
-                module = name.removesuffix(PACKED)
-                numbers = (info.end - info.start) * 8 // quantisation.of_module(module).num_bits
+                numbers = (info.end - info.start) * 8 // packed_bits(name.removesuffix(PACKED), form)
             precision = _PRECISIONS.get(info.dtype, "bf16")
             flops[precision] = flops.get(precision, 0) + 2 * numbers
     return Weights(bytes_by_dtype, flops)
 
 
-def _kv_bytes(dtype: str, quantisation: Quantisation) -> int:
+def _kv_bytes(dtype: str, form: Mapping[str, Any]) -> int:
     """Bytes per number in the KV cache."""
     if dtype == "auto":
-        return quantisation.kv_cache_scheme.num_bits // 8 if quantisation.kv_cache_scheme else SIXTEEN_BIT
+        scheme = form.get("kv_cache_scheme")
+        return int(scheme["num_bits"]) // 8 if scheme else SIXTEEN_BIT
     if dtype not in _KV_BYTES:
         raise RooflineError(f"VLLM_KV_CACHE_DTYPE={dtype} is not supported here; use {', '.join(_KV_BYTES)}")
     return _KV_BYTES[dtype]

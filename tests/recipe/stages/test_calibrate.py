@@ -24,7 +24,7 @@ from slimqwen import checkpoint
 from slimqwen.checkpoint import CorruptCheckpointError
 from slimqwen.checkpoint.config import write_config
 from slimqwen.checkpoint.files import carry_side_files
-from slimqwen.checkpoint.packing import PACKED, Quantisation
+from slimqwen.checkpoint.packing import PACKED, packed_bits
 from slimqwen.checkpoint.tensors import list_tensors
 from slimqwen.models.mtp_head import MtpHeadError, load_drafting_model
 from slimqwen.recipe import recipe_file, runner, variant_recipe
@@ -325,10 +325,8 @@ def test_every_kind_has_a_scheme_of_its_own(source: Path, mixed: Path) -> None:
     assert f"{layers}.0.linear_attn.in_proj_a.weight" in after
     head = {name for name in after if name.startswith("mtp.") and name.endswith(".weight_packed")}
     assert len(head) == 8
-    quantisation = Quantisation.model_validate(checkpoint.read_config(mixed)["quantization_config"])
-    widths = {
-        name: quantisation.of_module(name.removesuffix(PACKED)).num_bits for name in after if PACKED in name
-    }
+    form = checkpoint.quantisation(checkpoint.read_config(mixed))
+    widths = {name: packed_bits(name.removesuffix(PACKED), form) for name in after if PACKED in name}
     assert {name for name, bits in widths.items() if bits == 8} == {
         f"{layers}.3.self_attn.{module}_proj.weight_packed" for module in "qkvo"
     }
