@@ -3,7 +3,6 @@
 import typer
 
 from slimqwen.cli import (
-    analyze,
     bench,
     console,
     demo,
@@ -15,6 +14,7 @@ from slimqwen.cli import (
     recipe,
     records,
     report,
+    roofline,
     search,
     serve,
     variants,
@@ -46,7 +46,7 @@ app.command(rich_help_panel=_MEASURE, cls=search.Sweep)(search.sweep)
 app.command(rich_help_panel=_MEASURE)(search.search)
 app.add_typer(bench.app, name="bench", rich_help_panel=_MEASURE)
 app.command(rich_help_panel=_MEASURE, cls=console.Judge)(bench.release_check)
-app.add_typer(analyze.app, name="analyze", rich_help_panel=_MEASURE)
+app.command(rich_help_panel=_MEASURE)(roofline.roofline)
 app.add_typer(records.app, name="record", rich_help_panel=_READ)
 app.add_typer(report.app, name="report", rich_help_panel=_READ)
 app.add_typer(image.app, name="image", rich_help_panel=_READ)

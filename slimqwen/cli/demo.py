@@ -187,18 +187,20 @@ def _summary(evidence: Evidence) -> Iterator[str]:
 
 
 def _modelled_speed(acceptance_length: float) -> str:
-    """Decoding speed of the variant relative to the baseline, by the roofline of a GPU, and the gain of each lever.
+    """Decoding speed of the variant relative to the baseline, by a GPU's roofline, and the gain of each optimisation.
 
     Args:
         acceptance_length: acceptance length of the variant.
     """
-    from slimqwen.analysis.roofline import gpu, waterfall
+    from slimqwen.roofline.bounds import ServedModel
+    from slimqwen.roofline.gpu import read_gpu
 
     variant = variants.load(_VARIANT)
-    steps = list(waterfall.steps(variant, gpu.read(_GPU, variant.root), _CONTEXT_LEN))
+    gpu = read_gpu(_GPU, variant.root)
+    steps = list(ServedModel.load(variant).list_waterfall_steps(gpu, _CONTEXT_LEN))
     speeds = [(acceptance_length if step.num_speculative_tokens else 1) / step.seconds for step in steps]
     gains = (
-        f"{step.lever} {speed / before:.2f}x"
+        f"{step.optimisation} {speed / before:.2f}x"
         for step, before, speed in zip(steps[1:], speeds, speeds[1:], strict=False)
     )
     speed = f"{speeds[-1] / speeds[0]:.2f}x as fast by the roofline of that GPU, not measured"

@@ -154,8 +154,8 @@ def acceptance(
     records_dir: RecordsFolder = None,
 ) -> None:
     """Measure the acceptance length of drafts for each K by class and temperature; choose K, also by load."""
-    from slimqwen.analysis.roofline.bounds import tokens_per_second_by_depth
     from slimqwen.evals import acceptance
+    from slimqwen.roofline.bounds import bound_rates_by_depth
 
     log = variant.root / "logs" / f"acceptance-{variant.name}.log"
     with measuring(log) as progress:
@@ -165,7 +165,7 @@ def acceptance(
             sorted(set(depth or range(8))),
             command=command(),
             greedy_only=greedy,
-            speed_bound=tokens_per_second_by_depth,
+            speed_bound=bound_rates_by_depth,
             records_folder=records_dir and records_dir / variant.name,
             progress=progress,
         )

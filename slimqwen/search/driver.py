@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slimqwen import variant as variants
-from slimqwen.analysis.roofline import gpu as data_sheets
 from slimqwen.checkpoint.files import sha256
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
+from slimqwen.roofline import gpu as data_sheets
 from slimqwen.search.candidate import Candidate, make_overlay
 from slimqwen.search.executors import Executor
 from slimqwen.search.ladder import Ladder
@@ -57,7 +57,7 @@ def search(
     started = provenance.utc_now()
     root = base.root
     base.require_weights()
-    gpu = data_sheets.read(gpu_name, root)
+    gpu = data_sheets.read_gpu(gpu_name, root)
     space = Space.derive(base, gpu, settings)
     folder = root / ".cache" / "search" / base.name
     ladder = Ladder(base, make_overlay(base, folder / "overlay"), gpu, space, Budget.of_variant(base, budget))

@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from slimqwen import checkpoint
-from slimqwen.analysis.roofline import cost
-from slimqwen.analysis.roofline.architecture import shape_model
-from slimqwen.analysis.roofline.gpu import Gpu
 from slimqwen.checkpoint.shape import Shape
 from slimqwen.checkpoint.tensors import tensor_bytes
 from slimqwen.recipe.registry import STAGES
 from slimqwen.records import provenance
 from slimqwen.records.settings import Settings
+from slimqwen.roofline import cost
+from slimqwen.roofline.architecture import shape_model
+from slimqwen.roofline.gpu import GpuSheet
 from slimqwen.search import rungs
 from slimqwen.search.answers import Question
 from slimqwen.search.candidate import Candidate
@@ -49,7 +49,7 @@ class Ladder:
 
     base: Variant
     overlay: Path
-    gpu: Gpu
+    gpu: GpuSheet
     space: Space
     budget: Budget
 
@@ -89,7 +89,9 @@ class Ladder:
             candidate.max_sequences or decoding.sequences,
             model.fitting_batch(self.gpu, decoding.context_len, candidate.depth),
         )
-        step = cost.decode(model, self.gpu, batch, decoding.context_len, candidate.depth, acceptance_length)
+        step = cost.bound_decode_step(
+            model, self.gpu, batch, decoding.context_len, candidate.depth, acceptance_length
+        )
         return step.tokens_per_second
 
     def best_tokens_per_second(self, candidate: Candidate, base_rates: Sequence[float]) -> float:

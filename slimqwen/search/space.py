@@ -14,9 +14,9 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt
 
 from slimqwen import checkpoint
-from slimqwen.analysis.roofline.gpu import Gpu
 from slimqwen.checkpoint.shape import Shape
 from slimqwen.records.settings import Settings, read
+from slimqwen.roofline.gpu import GpuSheet
 from slimqwen.search import SearchError
 from slimqwen.variant import Variant
 
@@ -117,7 +117,7 @@ class Space:
     settings: SearchSettings
 
     @classmethod
-    def derive(cls, base: Variant, gpu: Gpu, settings: SearchSettings) -> "Space":
+    def derive(cls, base: Variant, gpu: GpuSheet, settings: SearchSettings) -> "Space":
         """The space of a base on a GPU.
 
         Raises:
@@ -167,7 +167,7 @@ class Space:
         return yaml.safe_dump(fields, sort_keys=True)
 
 
-def _derived_choices(base: Variant, gpu: Gpu) -> dict[str, tuple[Choice, ...]]:
+def _derived_choices(base: Variant, gpu: GpuSheet) -> dict[str, tuple[Choice, ...]]:
     """Values of every lever by its name; `slimqwen.search.candidate.Candidate` explains each."""
     config = checkpoint.read_config(base.weights)
     text = checkpoint.text_config(config)

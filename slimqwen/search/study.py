@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from slimqwen import variant as variants
-from slimqwen.analysis.roofline.gpu import RooflineError
 from slimqwen.captured_log import capture_logger
 from slimqwen.evals.acceptance import summarise
 from slimqwen.progress import Progress, silent
 from slimqwen.records.journal import locked
 from slimqwen.records.record import Estimate
+from slimqwen.roofline.gpu import RooflineError
 from slimqwen.search import SearchError
 from slimqwen.search.answers import Question, measure
 from slimqwen.search.candidate import Candidate, without_cache

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from slimqwen import variant
-from slimqwen.analysis.roofline.bounds import tokens_per_second_by_depth
 from slimqwen.evals import EvalError, acceptance, acceptance_share, drafting
 from slimqwen.evals.acceptance import Acceptance
 from slimqwen.evals.drafting import AcceptanceSettings
@@ -17,6 +16,7 @@ from slimqwen.records import store
 from slimqwen.records.pairing import NotComparableError
 from slimqwen.records.settings import SettingsError
 from slimqwen.records.split import Split
+from slimqwen.roofline.bounds import bound_rates_by_depth
 from slimqwen.stats.verdict import Verdict
 from tests import record_files
 
@@ -76,7 +76,7 @@ def test_deeper_drafts_are_accepted_for_longer_and_the_choice_says_what_it_is_by
         "small",
         [0, 1, 3],
         command=["x"],
-        speed_bound=tokens_per_second_by_depth,
+        speed_bound=bound_rates_by_depth,
         progress=lambda activity, done, total: progress.append((done, total)),
     )
     record = store.read(path, Acceptance)

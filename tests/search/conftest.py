@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from slimqwen import variant
-from slimqwen.analysis.roofline import gpu
 from slimqwen.checkpoint.files import carry_all
 from slimqwen.evals import acceptance, fidelity, quality_parts
 from slimqwen.evals.engine import modes
@@ -16,6 +15,7 @@ from slimqwen.evals.quality_parts import PartAnswers
 from slimqwen.evals.suites.lm_eval_run import Item, Part, TaskRun
 from slimqwen.evals.suites.suite import Suite
 from slimqwen.records.split import Split
+from slimqwen.roofline import gpu
 from slimqwen.search.candidate import make_overlay
 from slimqwen.search.ladder import Ladder
 from slimqwen.search.rungs import Budget
@@ -102,7 +102,7 @@ def small_root(tmp_path: Path) -> Path:
 @pytest.fixture
 def ladder(small_root: Path) -> Ladder:
     base = variant.load("tiny", small_root)
-    a10g = gpu.read("a10g", small_root)
+    a10g = gpu.read_gpu("a10g", small_root)
     space = Space.derive(base, a10g, SearchSettings.load("tinyworld", small_root))
     overlay = make_overlay(base, small_root / ".cache" / "search" / "tiny" / "overlay")
     return Ladder(base, overlay, a10g, space, Budget.of_variant(base, "tinyworld"))

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from slimqwen import checkpoint
-from slimqwen.analysis.roofline.architecture import read_model, shape_model
 from slimqwen.checkpoint.tensors import list_tensors
+from slimqwen.roofline.architecture import read_model, shape_model
 from slimqwen.search.candidate import Candidate
 from slimqwen.search.ladder import Ladder
 

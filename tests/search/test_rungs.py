@@ -8,10 +8,10 @@ import pytest
 import yaml
 
 from slimqwen import checkpoint, variant
-from slimqwen.analysis.roofline.architecture import read_model, shape_model
 from slimqwen.checkpoint.tensors import list_tensors
 from slimqwen.evals.acceptance import summarise
 from slimqwen.records.record import Estimate, Ratio
+from slimqwen.roofline.architecture import read_model, shape_model
 from slimqwen.search.candidate import Candidate
 from slimqwen.search.executors import Failure, LocalExecutor, Result
 from slimqwen.search.ladder import Ladder

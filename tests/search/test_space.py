@@ -7,14 +7,16 @@ from pathlib import Path
 import pytest
 
 from slimqwen import variant
-from slimqwen.analysis.roofline import gpu
 from slimqwen.records.settings import SettingsError
+from slimqwen.roofline import gpu
 from slimqwen.search import SearchError
 from slimqwen.search.space import SearchSettings, Space
 
 
 def derive(root: Path, gpu_name: str = "a10g", settings: SearchSettings | None = None) -> Space:
-    return Space.derive(variant.load("tiny", root), gpu.read(gpu_name, root), settings or SearchSettings())
+    return Space.derive(
+        variant.load("tiny", root), gpu.read_gpu(gpu_name, root), settings or SearchSettings()
+    )
 
 
 def with_config(root: Path, **changes: object) -> None:

@@ -8,11 +8,11 @@ import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 
 from slimqwen import checkpoint
-from slimqwen.analysis.roofline.architecture import read_model
 from slimqwen.checkpoint.config import write_config
 from slimqwen.checkpoint.promise import check_tensors, expected_tensors
 from slimqwen.checkpoint.tensors import list_tensors
 from slimqwen.recipe.stage import StageError
+from slimqwen.roofline.architecture import read_model
 from slimqwen.serving import in_process
 from tests.checkpoints import TINY, stage_output, stored
 

@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 
 from slimqwen import variant
-from slimqwen.analysis.roofline import gpu
-from slimqwen.analysis.roofline.gpu import RooflineError
 from slimqwen.records.settings import SettingsError
+from slimqwen.roofline import gpu
+from slimqwen.roofline.gpu import RooflineError
 
 ROOT = variant.repository_root()
 
 
 def test_every_gpu_of_the_file_is_read_and_names_only_itself():
-    known = gpu.read_all(ROOT)
+    known = gpu.read_gpus(ROOT)
     assert set(known) == {
         *("a10", "a10g", "a100-40gb", "a100", "h100", "h200"),
         *("l4", "l40s", "rtx-3090", "rtx-4090"),
@@ -31,19 +31,19 @@ def test_every_gpu_of_the_file_is_read_and_names_only_itself():
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("h1000", "did you mean h100?"),
-        ("rtx4090", "did you mean rtx-4090?"),
-        ("tpu-v5", "it has a10g, a10, a100-40gb"),
+        ("h1000", "choose h100,?"),
+        ("rtx4090", "choose rtx-4090,?"),
+        ("tpu-v5", "choose a10g, a10, a100-40gb"),
     ],
 )
 def test_an_unknown_gpu_names_the_nearest(name: str, said: str):
     with pytest.raises(RooflineError, match=rf"there is no GPU '{name}' in eval/devices\.yaml; {said[:-1]}"):
-        gpu.read(name, ROOT)
+        gpu.read_gpu(name, ROOT)
 
 
 def test_a_faulty_file_of_gpus_is_one_line(tmp_path: Path):
     with pytest.raises(SettingsError, match=r"devices\.yaml is missing"):
-        gpu.read_all(tmp_path)
+        gpu.read_gpus(tmp_path)
     file = tmp_path / "eval" / "devices.yaml"
     file.parent.mkdir()
     good = (ROOT / "eval" / "devices.yaml").read_text()
@@ -56,5 +56,5 @@ def test_a_faulty_file_of_gpus_is_one_line(tmp_path: Path):
     ):
         file.write_text(wrong)
         with pytest.raises(SettingsError, match=r"^eval/devices\.yaml: .*; correct it") as raised:
-            gpu.read_all(tmp_path)
+            gpu.read_gpus(tmp_path)
         assert said in str(raised.value)

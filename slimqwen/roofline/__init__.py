@@ -5,13 +5,10 @@ Waterman and Patterson (CACM 52, 2009). A decode step is one verify pass over K 
 and K drafts) and K sequential passes of the MTP head. The model counts
 
 - every weight once per pass, at its stored size (an embedding is gathered, but a tied one is also the output head and
-  is read whole);
+  is read whole); packed weights are computed in 16 bits: they save bytes, not FLOPs;
 - the KV cache of full-attention layers;
 - the states of Gated DeltaNet layers (Yang, Kautz and Hatamizadeh, arXiv:2412.06464), read and written once per step;
 - one multiply-add as two FLOPs.
 
 Activations, norms, sampling, kernel launches and the host are not counted, so a real server is slower.
-
-`gpu` reads data sheets, `architecture` reads a checkpoint's shapes, `cost` combines both, `bounds` analyses variants as
-they are served, `record` holds the record kind with its tables.
 """

@@ -2,7 +2,7 @@
 
 import difflib
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 from pydantic import Field, PositiveFloat
 
@@ -27,18 +27,7 @@ class Peaks(Block):
     int8: PositiveFloat | None = Field(None, description="both operands in 8-bit integers, TOP/s")
 
 
-class Device(Protocol):
-    """The rates of a bound: a GPU's data sheet, or a measured CPU."""
-
-    @property
-    def bandwidth(self) -> float:
-        """Memory bandwidth, bytes per second."""
-
-    def peak(self, precision: Precision) -> float:
-        """Peak FLOP/s."""
-
-
-class Gpu(Block):
+class GpuSheet(Block):
     """A GPU's data sheet; the first lines of eval/devices.yaml explain each field."""
 
     name: str
@@ -68,34 +57,20 @@ class Gpu(Block):
         return 1024 if is_large else 256
 
 
-def read_all(root: Path) -> dict[str, Gpu]:
-    """All GPUs of eval/devices.yaml by name.
-
-    Raises:
-        SettingsError: the file is missing, is not YAML, or breaks the schema.
-    """
+def read_gpus(root: Path) -> dict[str, GpuSheet]:
+    """All GPUs of eval/devices.yaml by name; a SettingsError where the file is missing or breaks the schema."""
     return settings.read(
         root / FILE,
         root,
-        lambda content: {str(name): Gpu(name=str(name), **fields) for name, fields in content.items()},
+        lambda content: {str(name): GpuSheet(name=str(name), **fields) for name, fields in content.items()},
         missing=f"is missing; `git checkout {FILE}` restores it",
     )
 
 
-def read(name: str, root: Path) -> Gpu:
-    """One GPU of eval/devices.yaml.
-
-    Args:
-        name: key in the file, such as a10g.
-
-    Raises:
-        SettingsError: as for `read_all`.
-        RooflineError: no such GPU; suggests similar names.
-    """
-    gpus = read_all(root)
+def read_gpu(name: str, root: Path) -> GpuSheet:
+    """One GPU of eval/devices.yaml by its key; a RooflineError where it has none, with similar names."""
+    gpus = read_gpus(root)
     if name in gpus:
         return gpus[name]
-    similar = [known for known in gpus if name and known.startswith(name)]
-    similar = similar or difflib.get_close_matches(name, gpus, n=1)
-    hint = f"did you mean {' or '.join(similar)}?" if similar else f"it has {', '.join(gpus)}"
-    raise RooflineError(f"there is no GPU {name!r} in {FILE}; {hint}")
+    hint = ", ".join(difflib.get_close_matches(name, gpus, cutoff=0.4)) or ", ".join(gpus)
+    raise RooflineError(f"there is no GPU {name!r} in {FILE}; choose {hint}")

@@ -4,9 +4,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from slimqwen.analysis.roofline.architecture import read_model
-from slimqwen.analysis.roofline.gpu import Gpu, Peaks
 from slimqwen.checkpoint.tensors import TensorInfo
+from slimqwen.roofline.architecture import read_model
+from slimqwen.roofline.gpu import GpuSheet, Peaks
 
 # One Gated DeltaNet layer, one layer with full attention, an MTP head: hidden 8, MLP 16, 32 tokens.
 CONFIG: dict[str, Any] = {
@@ -46,7 +46,7 @@ ATTENTION = 4 * 2 * 4  # QK and AV, two heads of 4
 STATE = 2 * 4 * 4 * 4 + 16 * 3 * 2  # two heads of 4 x 4 in float32; 16 channels, 3 earlier tokens, 16 bits
 STATE_FLOPS = 6 * 2 * 4 * 4
 
-SLOW = Gpu(
+SLOW = GpuSheet(
     name="slow",
     nvidia_smi=("NVIDIA Slow",),
     memory_bandwidth_gb_per_s=1e-6,  # 1,000 bytes a second

@@ -8,11 +8,11 @@ from typing import Any, Literal
 from pydantic import BaseModel, PositiveInt, ValidationError
 
 from slimqwen import checkpoint
-from slimqwen.analysis.roofline.gpu import Gpu, Precision, RooflineError
 from slimqwen.checkpoint import draft_head
 from slimqwen.checkpoint.packing import PACKED, packed_bits
 from slimqwen.checkpoint.shape import Shape
-from slimqwen.checkpoint.tensors import TensorInfo, list_tensors, tensor_bytes
+from slimqwen.checkpoint.tensors import TensorInfo, tensor_bytes
+from slimqwen.roofline.gpu import GpuSheet, Precision, RooflineError
 
 SIXTEEN_BIT = 2
 """Bytes per number in the dtype that vLLM computes in, float16 or bfloat16."""
@@ -30,67 +30,35 @@ _STATE_FLOPS = 6
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights that one pass reads whole.
+    """Weights that one pass reads whole: their bytes, and FLOPs per token by precision."""
 
-    Attributes:
-        bytes_by_dtype: bytes by stored dtype.
-        flops: FLOPs per token by precision.
-    """
-
-    bytes_by_dtype: Mapping[str, int]
+    bytes: int
     flops: Mapping[Precision, int]
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of all dtypes."""
-        return sum(self.bytes_by_dtype.values())
 
 
 @dataclass(frozen=True)
 class Model:
-    """Parts of a checkpoint that decide the cost of a pass.
+    """Parts of a checkpoint that decide the cost of a pass."""
 
-    Attributes:
-        body: every layer of the language model, without embedding and output head.
-        head: output head, `lm_head` or the tied embedding.
-        drafter: MTP head without output head and the parts it shares with the model; empty if there is none.
-        draft_head: output head of a trimmed draft vocabulary; None where drafts read `head`.
-        tied: whether the output head is the embedding.
-        embedding_bytes: bytes of the embedding.
-        embedding_row_bytes: bytes of one row of the embedding.
-        attention_layers: number of full-attention layers, which have a KV cache.
-        drafter_layers: number of layers of the MTP head.
-        kv_bytes: bytes of keys and values per token and layer.
-        attention_flops: FLOPs per query token, cached token and layer (QK and AV of all heads).
-        attention_precision: precision that the KV cache dtype allows.
-        state_bytes: bytes of recurrent and convolution states per sequence, all Gated DeltaNet layers.
-        state_flops: FLOPs per token on recurrent states, all Gated DeltaNet layers.
-    """
-
-    body: Weights
-    head: Weights
-    drafter: Weights
-    draft_head: Weights | None
-    tied: bool
+    body: Weights  # every layer, without embedding and output head
+    head: Weights  # lm_head or the tied embedding
+    drafter: Weights  # MTP head without what it shares with the model; empty without one
+    draft_head: Weights | None  # of a trimmed draft vocabulary; None where drafts read `head`
+    tied: bool  # whether the output head is the embedding
     embedding_bytes: int
     embedding_row_bytes: int
-    attention_layers: int
-    drafter_layers: int
-    kv_bytes: int
-    attention_flops: int
-    attention_precision: Precision
-    state_bytes: int
-    state_flops: int
+    attention_layers: int  # full attention, with a KV cache
+    drafter_layers: int  # of the MTP head
+    kv_bytes: int  # keys and values per token and layer
+    attention_flops: int  # per query token, cached token and layer: QK and AV of all heads
+    attention_precision: Precision  # that the dtype of the KV cache allows
+    state_bytes: int  # recurrent and convolution states per sequence, all Gated DeltaNet layers
+    state_flops: int  # per token on recurrent states, all Gated DeltaNet layers
 
     @property
     def draft_output(self) -> Weights:
         """The output head that a draft pass reads."""
         return self.draft_head or self.head
-
-    def weight_bytes_per_step(self, num_speculative_tokens: int) -> int:
-        """Bytes of weights that one decode step reads."""
-        drafting = num_speculative_tokens * (self.drafter.bytes + self.draft_output.bytes)
-        return self.body.bytes + self.head.bytes + drafting
 
     def resident_bytes(self, num_speculative_tokens: int) -> int:
         """Bytes of weights in GPU memory."""
@@ -107,16 +75,9 @@ class Model:
         return self.attention_layers + (self.drafter_layers if num_speculative_tokens else 0)
 
     def fitting_batch(
-        self, gpu: Gpu, context_len: int, num_speculative_tokens: int, share: float = MEMORY_UTILIZATION
+        self, gpu: GpuSheet, context_len: int, num_speculative_tokens: int, share: float = MEMORY_UTILIZATION
     ) -> int:
-        """Sequences that fit into GPU memory beside the weights.
-
-        Args:
-            share: of the GPU's memory that vLLM may use.
-
-        Raises:
-            RooflineError: not even one fits.
-        """
+        """Sequences that fit beside the weights into a share of GPU memory; a RooflineError where not even one does."""
         weights = self.resident_bytes(num_speculative_tokens)
         sequence = self.sequence_bytes(context_len, num_speculative_tokens)
         fitting = int((share * gpu.memory_gib * 2**30 - weights) // sequence)
@@ -128,7 +89,7 @@ class Model:
         return fitting
 
 
-class _Shape(BaseModel):
+class _TextShape(BaseModel):
     """Fields of a Qwen3.5 text config that give the size of KV cache and states."""
 
     layer_types: tuple[Literal["full_attention", "linear_attention"], ...]
@@ -167,7 +128,7 @@ def read_model(
     if "num_experts" in text:
         raise RooflineError("config.json has num_experts, and experts are not counted; use a dense model")
     try:
-        shape = _Shape.model_validate(text)
+        shape = _TextShape.model_validate(text)
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"]))
@@ -178,7 +139,13 @@ def read_model(
     others = [name for name in tensors if name not in {embedding, *head} and not _is_unread(name)]
     drafter = [name for name in others if name.startswith("mtp.") and not name.startswith(draft_head.PREFIX)]
     body = [name for name in others if not name.startswith("mtp.")]
-    kv_bytes = _kv_bytes(kv_cache_dtype, form)
+    if kv_cache_dtype == "auto":
+        scheme = form.get("kv_cache_scheme")
+        kv_cache_dtype = "fp8" if scheme and scheme["num_bits"] == 8 else "bfloat16"
+    kv_bytes = _number_bytes("a KV cache", kv_cache_dtype, _KV_BYTES)
+    if state_dtype == "auto":
+        state_dtype = shape.mamba_ssm_dtype or "bfloat16"
+    state_bytes = _number_bytes("a recurrent state", state_dtype, _STATE_BYTES)
     linear_layers = shape.layer_types.count("linear_attention")
     state_numbers = shape.linear_num_value_heads * shape.linear_value_head_dim * shape.linear_key_head_dim
     conv_channels = (
@@ -204,28 +171,24 @@ def read_model(
         kv_bytes=2 * shape.num_key_value_heads * shape.head_dim * kv_bytes,
         attention_flops=4 * shape.num_attention_heads * shape.head_dim,
         attention_precision="fp8" if kv_bytes == 1 else "bf16",
-        state_bytes=linear_layers * (state_numbers * _state_bytes(state_dtype, shape) + conv_bytes),
+        state_bytes=linear_layers * (state_numbers * state_bytes + conv_bytes),
         state_flops=linear_layers * _STATE_FLOPS * state_numbers,
     )
 
 
-def served_model(weights: Path, flags: Mapping[str, Any]) -> Model:
-    """The model of a checkpoint as vLLM's flags, by name, have it served; errors as for `read_model`."""
-    return read_model(
-        list_tensors(weights),
-        checkpoint.read_config(weights),
-        kv_cache_dtype=flags.get("kv-cache-dtype", "auto"),
-        state_dtype=flags.get("mamba-ssm-cache-dtype", "auto"),
-    )
+def shape_tensors(shape: Shape) -> dict[str, TensorInfo]:
+    """The tensors of a checkpoint that need not exist, from its dimensions; they have no bytes to read."""
+    return {
+        name: TensorInfo(dtype, size, Path(), 0, tensor_bytes(dtype, size))
+        for name, (dtype, size) in shape.tensors.items()
+    }
 
 
 def shape_model(shape: Shape, *, kv_cache_dtype: str = "auto", state_dtype: str = "auto") -> Model:
     """The model of a checkpoint that need not exist, from its dimensions; dtypes and errors as for `read_model`."""
-    tensors = {
-        name: TensorInfo(dtype, size, Path(), 0, tensor_bytes(dtype, size))
-        for name, (dtype, size) in shape.tensors.items()
-    }
-    return read_model(tensors, shape.config_json, kv_cache_dtype=kv_cache_dtype, state_dtype=state_dtype)
+    return read_model(
+        shape_tensors(shape), shape.config_json, kv_cache_dtype=kv_cache_dtype, state_dtype=state_dtype
+    )
 
 
 def _embedding_and_head(tensors: Mapping[str, TensorInfo], is_tied: bool) -> tuple[str, list[str]]:
@@ -258,14 +221,14 @@ def _served_bytes(info: TensorInfo) -> int:
 
 
 def _weights(tensors: Mapping[str, TensorInfo], form: Mapping[str, Any]) -> Weights:
-    bytes_by_dtype: dict[str, int] = {}
+    size = 0
     flops: dict[Precision, int] = {}
     for name, info in tensors.items():
         if name.endswith("qweight"):
             raise RooflineError(
                 f"{name} is packed in AutoAWQ's or GPTQ's layout; use a compressed-tensors checkpoint"
             )
-        bytes_by_dtype[info.dtype] = bytes_by_dtype.get(info.dtype, 0) + _served_bytes(info)
+        size += _served_bytes(info)
         # One-dimensional tensors are norms and gates; scales and zero points belong to their packed weights.
         if len(info.shape) > 1 and name.endswith((".weight", ".weight_packed")):
             numbers = info.elements
@@ -273,24 +236,10 @@ def _weights(tensors: Mapping[str, TensorInfo], form: Mapping[str, Any]) -> Weig
                 numbers = (info.end - info.start) * 8 // packed_bits(name.removesuffix(PACKED), form)
             precision = _PRECISIONS.get(info.dtype, "bf16")
             flops[precision] = flops.get(precision, 0) + 2 * numbers
-    return Weights(bytes_by_dtype, flops)
+    return Weights(size, flops)
 
 
-def _kv_bytes(dtype: str, form: Mapping[str, Any]) -> int:
-    """Bytes per number in the KV cache."""
-    if dtype == "auto":
-        scheme = form.get("kv_cache_scheme")
-        return int(scheme["num_bits"]) // 8 if scheme else SIXTEEN_BIT
-    if dtype not in _KV_BYTES:
-        raise RooflineError(f"VLLM_KV_CACHE_DTYPE={dtype} is not supported here; use {', '.join(_KV_BYTES)}")
-    return _KV_BYTES[dtype]
-
-
-def _state_bytes(dtype: str, shape: _Shape) -> int:
-    """Bytes per number in a recurrent state."""
-    resolved = shape.mamba_ssm_dtype or "bfloat16" if dtype == "auto" else dtype
-    if resolved not in _STATE_BYTES:
-        raise RooflineError(
-            f"recurrent states in {resolved} are not supported; mamba_ssm_dtype is one of {', '.join(_STATE_BYTES)}"
-        )
-    return _STATE_BYTES[resolved]
+def _number_bytes(what: str, dtype: str, known: Mapping[str, int]) -> int:
+    if dtype not in known:
+        raise RooflineError(f"{what} in {dtype} is not supported here; use {', '.join(known)}")
+    return known[dtype]

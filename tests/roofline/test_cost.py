@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slimqwen import variant
-from slimqwen.analysis.roofline import cost, gpu
-from slimqwen.analysis.roofline.architecture import read_model
-from slimqwen.analysis.roofline.gpu import Peaks, RooflineError
-from tests.analysis.roofline.shapes import (
+from slimqwen.roofline import cost, gpu
+from slimqwen.roofline.architecture import read_model
+from slimqwen.roofline.gpu import Peaks, RooflineError
+from tests.roofline.shapes import (
     ATTENTION,
     BODY_BYTES,
     BODY_FLOPS,
@@ -31,12 +31,12 @@ ROOT = variant.repository_root()
 
 
 def test_a_step_without_drafts_is_one_pass_by_hand():
-    work = cost.verify(SMALL, batch_size=3, context_len=10)
+    work = cost.count_verify_work(SMALL, batch_size=3, context_len=10)
 
     cache = 3 * 10 * KV + 3 * KV  # read, and written for the new token
     assert work.bytes == BODY_BYTES + HEAD_BYTES + 3 * ROW + cache + 3 * 2 * STATE
     assert work.flops == {"bf16": 3 * (BODY_FLOPS + HEAD_FLOPS + STATE_FLOPS + 10 * ATTENTION)}
-    bound = cost.decode(SMALL, SLOW, 3, 10)
+    bound = cost.bound_decode_step(SMALL, SLOW, 3, 10)
     by_memory, by_flops = work.bytes / 1000, work.flops["bf16"] / 2000
     assert bound.seconds == pytest.approx(max(by_memory, by_flops))
     assert bound.tokens_per_second == pytest.approx(3 / max(by_memory, by_flops))
@@ -46,7 +46,7 @@ def test_a_step_without_drafts_is_one_pass_by_hand():
 
 
 def test_four_drafts_are_a_pass_of_five_tokens_and_four_of_the_mtp_head():
-    bound = cost.decode(SMALL, SLOW, 1, 10, num_speculative_tokens=4, acceptance_length=3.5)
+    bound = cost.bound_decode_step(SMALL, SLOW, 1, 10, num_speculative_tokens=4, acceptance_length=3.5)
 
     verify_bytes = 1184 + 512 + 5 * 16 + (10 + 5) * 16 + 2 * 224
     draft_bytes = 512 + 512 + 16 + (10 + 1) * 16
@@ -60,18 +60,15 @@ def test_four_drafts_are_a_pass_of_five_tokens_and_four_of_the_mtp_head():
     assert bound.limited_by == "compute"
     assert bound.seconds == pytest.approx(verify_flops / 2000 + 4 * draft_bytes / 1000)
     assert bound.tokens_per_second == pytest.approx(3.5 / bound.seconds)
-    assert SMALL.weight_bytes_per_step(4) == 1184 + 512 + 4 * (512 + 512)
-    assert SMALL.weight_bytes_per_step(0) == 1184 + 512
 
 
 def test_drafts_of_a_trimmed_vocabulary_read_its_rows_and_the_verify_pass_reads_all():
     rows = {"mtp.draft_head.weight": info((4, 8)), "mtp.draft_head.token_ids": info((4,), "I64")}
     trimmed = read_model(tensors(**rows), CONFIG)
-    assert cost.verify(trimmed, 1, 10, 4) == cost.verify(SMALL, 1, 10, 4)
-    assert cost.prefill(trimmed, 10, 4) == cost.prefill(SMALL, 10, 4)
-    whole, few = cost.draft(SMALL, 1, 10), cost.draft(trimmed, 1, 10)
+    assert cost.count_verify_work(trimmed, 1, 10, 4) == cost.count_verify_work(SMALL, 1, 10, 4)
+    assert cost.count_prefill_work(trimmed, 10, 4) == cost.count_prefill_work(SMALL, 10, 4)
+    whole, few = cost.count_draft_work(SMALL, 1, 10), cost.count_draft_work(trimmed, 1, 10)
     assert (whole.bytes - few.bytes, whole.total_flops - few.total_flops) == (2 * 28 * 8, 2 * 28 * 8)
-    assert trimmed.weight_bytes_per_step(4) == 1184 + 512 + 4 * (512 + 2 * 4 * 8)
     # The rows are a copy: they take room beside the whole head, and only where there are drafts.
     assert trimmed.resident_bytes(4) == SMALL.resident_bytes(4) + 2 * 4 * 8
     assert trimmed.resident_bytes(0) == SMALL.resident_bytes(0)
@@ -79,17 +76,17 @@ def test_drafts_of_a_trimmed_vocabulary_read_its_rows_and_the_verify_pass_reads_
 
 def test_a_step_yields_between_one_token_and_those_that_it_verifies():
     for length in (1, 5):
-        cost.decode(SMALL, SLOW, 1, 10, 4, length)
+        cost.bound_decode_step(SMALL, SLOW, 1, 10, 4, length)
     for length in (0.9, 5.1):
         with pytest.raises(RooflineError, match="lies between 1 and 5"):
-            cost.decode(SMALL, SLOW, 1, 10, 4, length)
+            cost.bound_decode_step(SMALL, SLOW, 1, 10, 4, length)
 
 
 def test_a_prompt_is_one_pass_with_causal_attention_and_one_row_of_logits():
-    work = cost.prefill(SMALL, 5)
+    work = cost.count_prefill_work(SMALL, 5)
     assert work.bytes == BODY_BYTES + HEAD_BYTES + 5 * (ROW + KV) + STATE
     assert work.flops["bf16"] == 5 * (BODY_FLOPS + STATE_FLOPS) + HEAD_FLOPS + 15 * ATTENTION
-    drafting = cost.prefill(SMALL, 5, num_speculative_tokens=4)
+    drafting = cost.count_prefill_work(SMALL, 5, num_speculative_tokens=4)
     assert drafting.bytes - work.bytes == MTP_BYTES + 5 * KV
     assert drafting.flops["bf16"] - work.flops["bf16"] == 5 * MTP_FLOPS + 15 * ATTENTION
 
@@ -98,7 +95,7 @@ def test_eight_bit_weights_run_at_their_own_peak_where_the_gpu_has_one():
     name = "model.layers.0.mlp.up_proj.weight"
     eight = read_model(tensors(**{name: info((16, 8), "F8_E4M3")}), CONFIG)
     assert eight.body.flops == {"bf16": BODY_FLOPS - 256, "fp8": 256}
-    work = cost.verify(eight, 1, 10)
+    work = cost.count_verify_work(eight, 1, 10)
     sixteen = sum(work.flops.values()) / 2000
     assert work.compute_seconds(SLOW) == pytest.approx(sixteen)
     faster = SLOW.model_copy(update={"dense_peak_tflops": Peaks(bf16=2e-9, fp8=4e-9)})
@@ -106,13 +103,13 @@ def test_eight_bit_weights_run_at_their_own_peak_where_the_gpu_has_one():
 
 
 def test_the_cache_grows_with_context_and_shrinks_with_its_dtype():
-    assert cost.verify(SMALL, 2, 11).bytes - cost.verify(SMALL, 2, 10).bytes == 2 * KV
-    assert cost.draft(SMALL, 2, 11).bytes - cost.draft(SMALL, 2, 10).bytes == 2 * KV
+    assert cost.count_verify_work(SMALL, 2, 11).bytes - cost.count_verify_work(SMALL, 2, 10).bytes == 2 * KV
+    assert cost.count_draft_work(SMALL, 2, 11).bytes - cost.count_draft_work(SMALL, 2, 10).bytes == 2 * KV
     assert SMALL.sequence_bytes(10, 4) - SMALL.sequence_bytes(10, 0) == 10 * KV
     eight = read_model(tensors(), CONFIG, kv_cache_dtype="fp8")
     scheme = {**CONFIG, "quantization_config": {"kv_cache_scheme": {"num_bits": 8}}}
     assert eight.kv_bytes == read_model(tensors(), scheme).kv_bytes == KV // 2
-    with pytest.raises(RooflineError, match="VLLM_KV_CACHE_DTYPE=nvfp4"):
+    with pytest.raises(RooflineError, match="a KV cache in nvfp4"):
         read_model(tensors(), CONFIG, kv_cache_dtype="nvfp4")
 
 
@@ -126,7 +123,7 @@ def test_more_bandwidth_never_lowers_a_bound(
     context: int, sequences: int, depth: int, gb: float, factor: float
 ):
     rates = [
-        cost.decode(
+        cost.bound_decode_step(
             SMALL, SLOW.model_copy(update={"memory_bandwidth_gb_per_s": each}), sequences, context, depth
         ).tokens_per_second
         for each in (gb * 1e-9, gb * factor * 1e-9)
@@ -136,14 +133,17 @@ def test_more_bandwidth_never_lowers_a_bound(
 
 @given(contexts, contexts, batches, depths)
 def test_a_longer_context_never_raises_a_bound(context: int, more: int, sequences: int, depth: int):
-    short, long = (cost.decode(SMALL, SLOW, sequences, each, depth) for each in (context, context + more))
+    short, long = (
+        cost.bound_decode_step(SMALL, SLOW, sequences, each, depth) for each in (context, context + more)
+    )
     assert long.tokens_per_second <= short.tokens_per_second
 
 
 @given(contexts, batches, batches)
 def test_a_larger_batch_never_yields_less(context: int, sequences: int, more: int):
     few, many = (
-        cost.decode(SMALL, SLOW, each, context).tokens_per_second for each in (sequences, sequences + more)
+        cost.bound_decode_step(SMALL, SLOW, each, context).tokens_per_second
+        for each in (sequences, sequences + more)
     )
     assert many >= few * (1 - 1e-12)
 
@@ -185,7 +185,7 @@ def test_the_published_4b_shape_has_the_bound_of_its_size():
     assert found.attention_layers * found.kv_bytes == 32 * 1024
     assert found.state_bytes == 24 * (32 * 128 * 128 * 4 + 8192 * 3 * 2)
     # 4.2 billion weights in 16 bits at 600 GB/s: 14 ms a token.
-    bound = cost.decode(found, gpu.read("a10g", ROOT), 1, 128)
+    bound = cost.bound_decode_step(found, gpu.read_gpu("a10g", ROOT), 1, 128)
     assert bound.limited_by == "memory"
     assert 68 < bound.tokens_per_second < 72
 
@@ -193,7 +193,7 @@ def test_the_published_4b_shape_has_the_bound_of_its_size():
 def test_the_parts_of_a_step_add_up_to_its_bytes_by_hand():
     # Rows of the embedding, keys and values, states: of the verify pass, then of each draft pass.
     rest_of_verify, rest_of_draft = 5 * 16 + (10 + 5) * 16 + 2 * 224, 16 + (10 + 1) * 16
-    parts = cost.part_bytes(SMALL, 4, 10)
+    parts = cost.count_part_bytes(SMALL, 4, 10)
     assert parts == {
         "layers": 1184,
         "output head": 512,
@@ -201,13 +201,13 @@ def test_the_parts_of_a_step_add_up_to_its_bytes_by_hand():
         "draft head": 4 * 512,
         "states and KV cache": rest_of_verify + 4 * rest_of_draft,
     }
-    assert sum(parts.values()) == cost.decode(SMALL, SLOW, 1, 10, 4, 1.0).bytes
-    plain = cost.part_bytes(SMALL, 0, 10)
+    assert sum(parts.values()) == cost.bound_decode_step(SMALL, SLOW, 1, 10, 4, 1.0).bytes
+    plain = cost.count_part_bytes(SMALL, 0, 10)
     assert list(plain.values()) == [1184, 512, 0, 0, 16 + (10 + 1) * 16 + 2 * 224]
 
 
 def test_a_pass_whose_bytes_and_flops_take_equally_long_is_limited_by_memory():
-    even = cost.Work(SLOW.bandwidth, {"bf16": SLOW.peak("bf16")})
+    even = cost.PassWork(SLOW.bandwidth, {"bf16": SLOW.peak("bf16")})
     assert even.memory_seconds(SLOW) == even.compute_seconds(SLOW) == even.seconds(SLOW) == 1
     assert even.limit(SLOW) == "memory"
-    assert cost.Work(SLOW.bandwidth, {"bf16": 1.01 * SLOW.peak("bf16")}).limit(SLOW) == "compute"
+    assert cost.PassWork(SLOW.bandwidth, {"bf16": 1.01 * SLOW.peak("bf16")}).limit(SLOW) == "compute"

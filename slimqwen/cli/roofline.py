@@ -1,0 +1,57 @@
+"""`slimqwen roofline`: the fastest that a variant could run on a GPU, computed."""
+
+from typing import Annotated
+
+import typer
+
+from slimqwen.cli.console import command, show_record
+from slimqwen.cli.options import VariantOption
+from slimqwen.variant import Variant
+
+
+def roofline(
+    variant: VariantOption,
+    gpu: Annotated[str, typer.Option(metavar="NAME", help="name in eval/devices.yaml, such as a10g")],
+    context: Annotated[
+        list[int] | None, typer.Option(help="context length in tokens; repeat it (default: 128, 2048, 8192)")
+    ] = None,
+    acceptance_length: Annotated[
+        float | None, typer.Option(help="assumed where no record of `slimqwen eval acceptance` has one")
+    ] = None,
+) -> None:
+    """Bound a variant's speed on a GPU, optimisation by optimisation, from the dimensions of its tensors."""
+    from slimqwen.roofline import bounds
+
+    length, source = _newest_acceptance_length(variant)
+    if length is None and acceptance_length is not None:
+        length, source = acceptance_length, f"{acceptance_length:g}, assumed: {source}"
+    record = bounds.write_roofline(
+        variant,
+        gpu,
+        context_lens=tuple(context or bounds.CONTEXT_LENS),
+        acceptance_length=length,
+        acceptance_source=source,
+        command=command(),
+    )
+    show_record(record)
+
+
+def _newest_acceptance_length(variant: Variant) -> tuple[float | None, str]:
+    """The acceptance length of this checkpoint at the variant's K, and its record or why there is none."""
+    from slimqwen import checkpoint
+    from slimqwen.evals.acceptance import Acceptance
+    from slimqwen.records import store
+    from slimqwen.serving import checked_lines
+
+    flags = checked_lines.resolve(variant).flags
+    speculation = flags["speculative-config"].value if "speculative-config" in flags else None
+    depth = int((speculation or {}).get("num_speculative_tokens", 0))
+    digest = checkpoint.digest(variant.weights) if variant.weights.is_dir() else None
+    for path in store.records(variant.folder, Acceptance):
+        record = store.read(path, Acceptance)
+        if record.split or record.provenance.checkpoint_digest != digest:
+            continue
+        for row in record.depths:
+            if row.depth == depth and row.length is not None:
+                return row.length.value, f"{row.length.value:.3f} at K = {depth}, {variant.name}/{path.name}"
+    return None, f"no acceptance record of {variant.name} has this checkpoint and K = {depth}"

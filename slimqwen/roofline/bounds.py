@@ -1,0 +1,233 @@
+"""Rooflines of variants as they are served, from the checkpoint or from the dimensions that it will have."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slimqwen import checkpoint
+from slimqwen.checkpoint.files import sha256
+from slimqwen.checkpoint.shape import ShapeError
+from slimqwen.checkpoint.tensors import TensorInfo, list_tensors
+from slimqwen.plan import shapes
+from slimqwen.records import provenance, store
+from slimqwen.roofline import cost
+from slimqwen.roofline import gpu as data_sheets
+from slimqwen.roofline.architecture import MEMORY_UTILIZATION, Model, read_model, shape_tensors
+from slimqwen.roofline.gpu import GpuSheet, RooflineError
+from slimqwen.roofline.record import Roofline, WaterfallStep
+from slimqwen.serving import checked_lines
+from slimqwen.variant import Variant
+
+CONTEXT_LENS = (128, 2048, 8192)
+"""Cached tokens per sequence that bounds are given for."""
+
+
+CheckpointStage = tuple[str, Mapping[str, TensorInfo], Mapping[str, Any]]
+"""Name, tensors and config.json of the published checkpoint or after a stage of the recipe."""
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A variant's model and what its flags decide.
+
+    Attributes:
+        flags: vLLM's flags by name.
+        dimensions: where those of the last stage come from.
+        model: the last stage with the flags' dtypes of KV cache and states.
+        num_speculative_tokens: drafted tokens per step (K).
+    """
+
+    variant: Variant
+    flags: Mapping[str, Any]
+    stages: Sequence[CheckpointStage]
+    dimensions: str
+    model: Model
+    num_speculative_tokens: int
+
+    @classmethod
+    def load(cls, variant: Variant) -> "ServedModel":
+        """Read the flags of a variant, and its checkpoint or, where that is not here, the dimensions that it will have.
+
+        Raises:
+            RooflineError: an unsupported checkpoint, dtype or draft method.
+            ShapeError: no checkpoint is here, and its dimensions are not known.
+        """
+        flags = {name: flag.value for name, flag in checked_lines.resolve(variant).flags.items()}
+        if flags.get("dtype") in ("float32", "float"):
+            raise RooflineError(
+                f"{variant.name} is served in float32, which {data_sheets.FILE} has no peak for; "
+                "set VLLM_DTYPE=bfloat16"
+            )
+        stages, dimensions = _list_stages(variant)
+        _, tensors, config = stages[-1]
+        kv_dtype, state_dtype = _cache_dtypes(flags)
+        model = read_model(tensors, config, kv_cache_dtype=kv_dtype, state_dtype=state_dtype)
+        depth = _num_speculative_tokens(variant, flags, model)
+        return cls(variant, flags, stages, dimensions, model, depth)
+
+    def largest_batch(self, gpu: GpuSheet, context_len: int) -> int:
+        """Sequences served at once: --max-num-seqs, or as many as fit; a RooflineError where not even one does."""
+        share = float(self.flags.get("gpu-memory-utilization", MEMORY_UTILIZATION))
+        fitting = self.model.fitting_batch(gpu, context_len, self.num_speculative_tokens, share)
+        return min(int(self.flags.get("max-num-seqs") or gpu.default_max_num_seqs), fitting)
+
+    def list_waterfall_steps(self, gpu: GpuSheet, context_len: int) -> Iterator[WaterfallStep]:
+        """The step of the recipe's base without drafts, then one for each optimisation that changes its bytes."""
+        before: dict[str, int] = {}
+        for name, model, depth in self._optimisations():
+            parts = cost.count_part_bytes(model, depth, context_len)
+            if parts != before:
+                seconds = cost.bound_decode_step(model, gpu, 1, context_len, depth).seconds
+                yield WaterfallStep(
+                    optimisation=name, num_speculative_tokens=depth, part_bytes=parts, seconds=seconds
+                )
+                before = parts
+
+    def _optimisations(self) -> Iterator[tuple[str, Model, int]]:
+        """Optimisation, the model with it and all before, and K."""
+        depth = self.num_speculative_tokens
+        name, tensors, config = self.stages[0]
+        yield name, read_model(tensors, config), 0
+        yield f"drafts, K = {depth}", read_model(tensors, config), depth
+        names = [name for name, *_ in self.stages[1:]]
+        for number, (name, tensors, config) in enumerate(self.stages[1:]):
+            yield f"{name}{' again' if name in names[:number] else ''}", read_model(tensors, config), depth
+        kv_dtype, state_dtype = _cache_dtypes(self.flags)
+        yield f"states in {state_dtype}", read_model(tensors, config, state_dtype=state_dtype), depth
+        yield f"KV cache in {kv_dtype}", self.model, depth
+
+
+def write_roofline(
+    variant: Variant,
+    gpu_name: str,
+    *,
+    context_lens: Sequence[int] = CONTEXT_LENS,
+    acceptance_length: float | None = None,
+    acceptance_source: str = "unknown",
+    command: Sequence[str],
+) -> Path:
+    """Compute a variant's roofline and write its record.
+
+    Args:
+        gpu_name: name of a GPU in eval/devices.yaml.
+        context_lens: cached tokens per sequence; cut to --max-model-len. The waterfall is of the middle one.
+        acceptance_length: output tokens per step at the variant's K; without it drafts have no tokens per second.
+        acceptance_source: the record that has the length, or why it is assumed or unknown.
+
+    Raises:
+        RooflineError: no such GPU, weights and cache larger than its memory, a checkpoint or flags that are not
+            counted, or an impossible acceptance length.
+        ShapeError: the dimensions are not known.
+    """
+    started = provenance.utc_now()
+    gpu = data_sheets.read_gpu(gpu_name, variant.root)
+    served = ServedModel.load(variant)
+    model, depth = served.model, served.num_speculative_tokens
+    longest = int(
+        served.flags.get("max-model-len")
+        or checkpoint.text_config(served.stages[-1][2])["max_position_embeddings"]
+    )
+    lengths = sorted({min(context_len, longest) for context_len in context_lens})
+    if not lengths or lengths[0] < 1:
+        raise RooflineError(
+            "a roofline needs context lengths of at least one token; name them with --context"
+        )
+    drafting = [(depth, acceptance_length)] if depth and acceptance_length is not None else []
+    middle = lengths[len(lengths) // 2]
+    record = Roofline(
+        variant=variant.name,
+        provenance=provenance.circumstances(
+            variant.root, command, started, devices=sha256(variant.root / data_sheets.FILE)
+        ),
+        gpu=gpu,
+        dimensions=served.dimensions,
+        acceptance=acceptance_source if depth else "1, as there are no drafts",
+        context_len=middle,
+        waterfall=tuple(served.list_waterfall_steps(gpu, middle)),
+        l2_share=min(1.0, gpu.l2_cache_mb * 1e6 / model.resident_bytes(depth)),
+        decode=tuple(
+            cost.bound_decode_step(model, gpu, batch_size, context_len, k, length)
+            for context_len in lengths
+            for k, length in [(0, 1.0), *drafting]
+            for batch_size in sorted({1, served.largest_batch(gpu, context_len)})
+        ),
+        prefill_seconds={
+            str(context_len): cost.count_prefill_work(model, context_len, depth).seconds(gpu)
+            for context_len in lengths
+        },
+    )
+    return store.write(variant.root / "results", record)
+
+
+def bound_rates_by_depth(
+    variant: Variant,
+    gpu_name: str,
+    acceptance_lengths: Mapping[int, float],
+    context_len: int,
+    *,
+    always_drafts: bool = False,
+) -> dict[int, list[float]]:
+    """The highest output rate at several draft depths, by batch size from 1 to the largest that is served and fits.
+
+    Args:
+        acceptance_lengths: acceptance length by draft depth K, 1.0 at K = 0.
+        always_drafts: whether a step at K = 0 makes a draft pass, as vLLM's does where the depth varies.
+
+    Raises:
+        RooflineError, ShapeError: as `write_roofline`.
+    """
+    gpu = data_sheets.read_gpu(gpu_name, variant.root)
+    served = ServedModel.load(variant)
+    batch_sizes = range(1, served.largest_batch(gpu, context_len) + 1)
+
+    def rate(batch_size: int, depth: int, length: float) -> float:
+        step = cost.bound_decode_step(served.model, gpu, batch_size, context_len, depth, length)
+        if depth or not always_drafts:
+            return step.tokens_per_second
+        draft = cost.count_draft_work(served.model, batch_size, context_len)
+        return batch_size / (step.seconds + draft.seconds(gpu))
+
+    return {
+        depth: [rate(batch_size, depth, length) for batch_size in batch_sizes]
+        for depth, length in acceptance_lengths.items()
+    }
+
+
+def _list_stages(variant: Variant) -> tuple[list[CheckpointStage], str]:
+    """The stages of a `ServedModel`, the last as it is on this machine, and the source of its dimensions."""
+    is_here = (variant.weights / "config.json").is_file()
+    stages: list[CheckpointStage] = []
+    source = f"weights/{variant.weights.name}"
+    try:
+        by_stage = shapes.shape_by_stage(variant)
+        stages = [(name, shape_tensors(shape), shape.config_json) for name, shape in by_stage]
+        source = source if is_here else by_stage[-1][1].source
+    except ShapeError:
+        if not is_here:
+            raise
+    if is_here:
+        name = stages.pop()[0] if stages else variant.weights.name
+        stages.append((name, list_tensors(variant.weights), checkpoint.read_config(variant.weights)))
+    return stages, source
+
+
+def _cache_dtypes(flags: Mapping[str, Any]) -> tuple[str, str]:
+    """Dtypes of KV cache and recurrent states."""
+    return str(flags.get("kv-cache-dtype", "auto")), str(flags.get("mamba-ssm-cache-dtype", "auto"))
+
+
+def _num_speculative_tokens(variant: Variant, flags: Mapping[str, Any], model: Model) -> int:
+    speculation = flags.get("speculative-config")
+    if not speculation:
+        return 0
+    if "mtp" not in str(speculation.get("method")):
+        raise RooflineError(
+            f"{variant.name} drafts with {speculation.get('method')!r}, and only MTP heads are counted; "
+            "set method to mtp in VLLM_SPECULATIVE_CONFIG or unset it"
+        )
+    if not model.drafter.bytes:
+        raise RooflineError(
+            f"{variant.name} drafts with an MTP head that its checkpoint lacks; unset VLLM_SPECULATIVE_CONFIG"
+        )
+    return int(speculation["num_speculative_tokens"])
