@@ -30,7 +30,7 @@ from slimqwen.cli.unexpected import report_unexpected
 from slimqwen.cli.watch import activity as activities
 from slimqwen.errors import SlimqwenError
 from slimqwen.recipe.worker import GARBAGE_THRESHOLD
-from slimqwen.serving.platform import allowed_cpus, physical_cores
+from slimqwen.serving.platform import allowed_cpus, physical_cores, user_variables
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # for imports of vLLM in this process
 logging.getLogger("vllm").setLevel(logging.ERROR)  # vLLM warns before it reads that variable
@@ -103,6 +103,7 @@ def run(app: typer.Typer, name: str) -> None:
     if allowed_cpus() < len(os.sched_getaffinity(0)):
         # torch takes a thread for each CPU of the machine, and a container may have the time of a few.
         os.environ.setdefault("OMP_NUM_THREADS", str(physical_cores()))
+    os.environ.update(user_variables(os.environ, variant.repository_root()))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal may have no "…"

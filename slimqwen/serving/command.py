@@ -236,7 +236,8 @@ class ServerCommand:
 
         Stray VLLM_* and TORCHINDUCTOR_* variables would change what is measured (VLLM_PLUGINS even drops the engine
         fixes, an engine in this process sets some for its compiler), so only the API key passes. On CUDA a host
-        without nvcc gets the toolkit of this environment, and on a CPU every process has torch's OpenMP library.
+        without nvcc gets the toolkit of this environment, and on a CPU every process has torch's OpenMP library. A
+        user without a home or a name gets both.
 
         Raises:
             ServingError: that toolkit cannot be composed.
@@ -250,6 +251,7 @@ class ServerCommand:
             inherited |= machine.preloaded_libraries(inherited)
         else:
             inherited |= cuda_toolkit.variables(self.variant.root / ".cache", inherited)
+        inherited |= machine.user_variables(inherited, self.variant.root)
         return inherited | dict(self.environment) | {VARIANT_VARIABLE: self.variant.name}
 
     def with_cache_root(self, root: Path) -> "ServerCommand":

@@ -16,6 +16,7 @@ from typing import Any
 from slimqwen import checkpoint
 from slimqwen.serving import platform as machine
 from slimqwen.serving.errors import ServingError
+from slimqwen.variant import repository_root
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # without a process of its own the scheduler has no timing of its own
@@ -48,9 +49,6 @@ def engine(folder: Path | str, **arguments: Any) -> Iterator[Any]:
         arguments: of `LLM`, in addition to and instead of the ones for a small engine without compilation.
             `num_speculative_tokens=K` is short for MTP at that depth; 0 means without.
     """
-    from vllm import LLM, envs
-    from vllm.distributed import cleanup_dist_env_and_memory
-
     drafts = arguments.pop("num_speculative_tokens", 0)
     if drafts:
         arguments["speculative_config"] = {"method": "mtp", "num_speculative_tokens": drafts}
@@ -68,8 +66,12 @@ def engine(folder: Path | str, **arguments: Any) -> Iterator[Any]:
         "seed": 0,
     }
     with ExitStack() as stack:
+        stack.enter_context(environment(_ENVIRONMENT | machine.user_variables(os.environ, repository_root())))
+        # Only now: its modules read the environment.
+        from vllm import LLM, envs
+        from vllm.distributed import cleanup_dist_env_and_memory
+
         stack.callback(envs.disable_envs_cache)  # an engine freezes what vLLM reads of the environment
-        stack.enter_context(environment(_ENVIRONMENT))
         llm = None
         try:
             llm = LLM(str(folder), **{**small, **arguments})

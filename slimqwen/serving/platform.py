@@ -3,6 +3,7 @@
 import importlib.util
 import math
 import os
+import pwd
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -68,6 +69,28 @@ def total_memory() -> int:
 def available_memory() -> int:
     """Bytes that this process can still take, of the machine's memory and within its container's limit."""
     return int(min(psutil.virtual_memory().available, cgroup.available_memory()))
+
+
+def user_variables(environment: Mapping[str, str], root: Path) -> dict[str, str]:
+    """HOME and USER for libraries that ask for them, where the user has no home to write to, or no name.
+
+    Containers often run under a user id that nothing else knows of (`docker run --user`, OpenShift).
+
+    Args:
+        environment: variables that these are added to.
+        root: the repository, in which the home of such a user is.
+    """
+    variables = {}
+    try:
+        user = pwd.getpwuid(os.getuid())
+    except KeyError:
+        user = None
+        if not any(environment.get(name) for name in ("LOGNAME", "USER", "LNAME", "USERNAME")):
+            variables["USER"] = str(os.getuid())
+    home = environment.get("HOME") or (user.pw_dir if user else "")
+    if not home or not os.access(home, os.W_OK):
+        variables["HOME"] = str(root / ".cache" / "home")
+    return variables
 
 
 def preloaded_libraries(environment: Mapping[str, str]) -> dict[str, str]:

@@ -22,6 +22,7 @@ END_S = 6
 """How long a server may take to end by itself once its starter has ended."""
 
 _SOCKETS = "VLLM_RPC_BASE_PATH"
+_LONGEST_TEMPORARY_FOLDER = 50
 
 
 def main() -> NoReturn:
@@ -122,7 +123,10 @@ def _own_sockets() -> Iterator[None]:
     if _SOCKETS in os.environ:
         yield
         return
-    with tempfile.TemporaryDirectory(prefix="slimqwen.", ignore_cleanup_errors=True) as folder:
+    # A socket's path has at most 107 bytes, of which vLLM's name takes 37; a job's own TMPDIR can be long.
+    parent = tempfile.gettempdir()
+    parent = parent if len(os.fsencode(parent)) <= _LONGEST_TEMPORARY_FOLDER else "/tmp"
+    with tempfile.TemporaryDirectory(prefix="slimqwen.", dir=parent, ignore_cleanup_errors=True) as folder:
         os.environ[_SOCKETS] = folder
         yield
 

@@ -1,4 +1,6 @@
 from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -74,3 +76,38 @@ def test_nothing_is_preloaded_where_the_loader_would_split_the_path(torch_packag
     assert platform.preloaded_libraries({}) == {}
     monkeypatch.setattr("importlib.util.find_spec", {}.get)
     assert platform.preloaded_libraries({}) == {}
+
+
+@pytest.fixture
+def user(monkeypatch):
+    """The user that this process seems to run under: a name and home, or none."""
+
+    def make(home=None):
+        def look_up(uid):
+            if home is None:
+                raise KeyError(uid)
+            return SimpleNamespace(pw_dir=str(home))
+
+        monkeypatch.setattr(platform.pwd, "getpwuid", look_up)
+
+    return make
+
+
+def test_a_user_with_a_home_and_a_name_keeps_them(user, tmp_path):
+    user(tmp_path)
+    assert platform.user_variables({}, Path("/checkout")) == {}
+    user(None)
+    assert platform.user_variables({"HOME": str(tmp_path), "LOGNAME": "x"}, Path("/checkout")) == {}
+
+
+@pytest.mark.parametrize("home", [{}, {"HOME": ""}, {"HOME": "/nowhere"}, {"HOME": "/proc"}])
+def test_a_user_without_them_gets_both(user, home, monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    monkeypatch.setattr("os.getuid", lambda: 54321)
+    user(None)
+    assert platform.user_variables(home, Path("/checkout")) == {
+        "USER": "54321",
+        "HOME": "/checkout/.cache/home",
+    }
+    user(Path("/root"))
+    assert platform.user_variables(home, Path("/checkout")) == {"HOME": "/checkout/.cache/home"}

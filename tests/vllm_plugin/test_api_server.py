@@ -1,9 +1,15 @@
 """vLLM's entry is called with the garbage collector back on, its modules frozen and one OpenMP thread."""
 
+import os
+import socket
 import subprocess
 import sys
+import uuid
+from pathlib import Path
 
 import pytest
+
+from slimqwen.vllm_plugin import api_server
 
 PROBE = """
 import gc
@@ -67,7 +73,7 @@ def test_a_failure_of_the_engine_keeps_its_traceback():
     assert "Traceback" in probe.stderr
 
 
-def test_the_sockets_of_a_server_go_with_it(tmp_path):
+def test_the_sockets_of_a_server_go_with_it():
     code = """
 import os, pathlib
 from slimqwen.vllm_plugin import api_server
@@ -76,8 +82,8 @@ with api_server._own_sockets():
     (folder / "socket").touch()
 print(folder.parent, folder.exists())
 """
-    probe = run(code, env={"TMPDIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path)})
-    assert probe.stdout.split() == [str(tmp_path), "False"], probe.stderr
+    probe = run(code, env={"TMPDIR": "/var/tmp", "PYTHONPATH": ":".join(sys.path)})
+    assert probe.stdout.split() == ["/var/tmp", "False"], probe.stderr
 
 
 def test_to_name_the_module_imports_nothing_heavy():
@@ -85,3 +91,16 @@ def test_to_name_the_module_imports_nothing_heavy():
         "import sys, slimqwen.vllm_plugin.api_server; print('torch' in sys.modules, 'vllm' in sys.modules)"
     )
     assert named.stdout.split() == ["False", "False"]
+
+
+@pytest.mark.parametrize("folders", [1, 8])
+def test_sockets_have_short_paths_below_a_temporary_folder_of_any_length(tmp_path, monkeypatch, folders):
+    temporary = tmp_path.joinpath(*["a" * 20] * folders) if folders > 1 else Path("/var/tmp")
+    temporary.mkdir(parents=True, exist_ok=True)
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
+    with api_server._own_sockets(), socket.socket(socket.AF_UNIX) as listener:
+        folder = Path(os.environ["VLLM_RPC_BASE_PATH"])
+        listener.bind(f"{folder}/{uuid.uuid4()}")
+        assert (folder.parent == temporary) is (folders == 1)
+    assert not folder.exists()
