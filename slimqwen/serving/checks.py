@@ -135,14 +135,12 @@ def _unsafe_modes(command: ServerCommand) -> Iterator[Trouble]:
 
 
 def _check_context(command: ServerCommand) -> None:
-    config = checkpoint.text_config(checkpoint.read_config(command.variant.weights))
-    positions = config.get("max_position_embeddings")
-    length = command.flags.get("max-model-len")
-    if isinstance(positions, int) and isinstance(length, int) and length > positions:
-        raise ServingError(
-            f"{command.variant.settings['VLLM_MAX_MODEL_LEN'].location}: VLLM_MAX_MODEL_LEN={length}, "
-            f"but the checkpoint has {positions} positions; set at most {positions}"
-        )
+    try:
+        command.max_model_len  # noqa: B018  (resolved, and refused, by vLLM's rules)
+    except ServingError as error:
+        settings = command.variant.settings
+        setting = settings.get("VLLM_MAX_MODEL_LEN") or settings.get("VLLM_HF_OVERRIDES")
+        raise ServingError(f"{setting.location if setting else command.variant.name}: {error}") from None
 
 
 def _check_requests(command: ServerCommand) -> None:

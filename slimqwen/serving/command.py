@@ -15,10 +15,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from slimqwen import checkpoint
 from slimqwen.serving import baked_cache, checked_lines, cuda_toolkit
 from slimqwen.serving import flags as vllm_flags
 from slimqwen.serving import platform as machine
+from slimqwen.serving.context_length import resolve_context
 from slimqwen.serving.errors import ServingError
 from slimqwen.serving.platform import Platform
 from slimqwen.variant import Variant
@@ -209,11 +209,12 @@ class ServerCommand:
 
     @property
     def max_model_len(self) -> int:
-        """Context length in tokens, prompt and output together: the flag's, at most the checkpoint's positions."""
-        config = checkpoint.text_config(checkpoint.read_config(self.variant.weights))
-        positions = int(config["max_position_embeddings"])
-        limit = self.flags.get("max-model-len")
-        return min(limit, positions) if isinstance(limit, int) and limit > 0 else positions
+        """Context length in tokens, prompt and output together.
+
+        Raises:
+            ServingError: vLLM would refuse it.
+        """
+        return resolve_context(self.variant.weights, self.flags, self.variables)
 
     @property
     def has_middleware(self) -> bool:
