@@ -7,7 +7,7 @@ import typer
 from slimqwen import variant as variants
 from slimqwen.cli.console import EXIT_CODES, Judge, command, measuring, relative, say, show_record
 from slimqwen.cli.options import GateSettingsName, VariantOption
-from slimqwen.cli.plan import consult
+from slimqwen.cli.plan import find_recorded_plan
 from slimqwen.variant import Variant
 
 app = typer.Typer(help="Decide whether a variant is as good as its baseline.", no_args_is_help=True)
@@ -24,7 +24,7 @@ def check(variant: VariantOption, settings: GateSettingsName = None) -> None:
     from slimqwen.serving.command import ServerCommand
 
     server = ServerCommand.resolve(variant)
-    checks.refuse_trouble(server, consult(server)[1])
+    checks.refuse_trouble(server, find_recorded_plan(server)[1])
     log = variant.root / "logs" / f"gate-{variant.name}.log"
     with measuring(log) as progress:
         path = gate.measure(variant, settings or variant.evaluation, command=command(), progress=progress)

@@ -7,7 +7,7 @@ import typer
 
 from slimqwen.cli.console import command, console, progress_bar, relative, say
 from slimqwen.cli.options import PlatformName, VariantOption
-from slimqwen.cli.plan import consult_target
+from slimqwen.cli.plan import check_image_plans
 
 app = typer.Typer(help="Build and verify container images.", no_args_is_help=True)
 
@@ -42,7 +42,7 @@ def build(
     from slimqwen.image import build, context
     from slimqwen.serving.command import ServerCommand
 
-    consult_target(ServerCommand.resolve(variant, platform=platform))
+    check_image_plans(ServerCommand.resolve(variant, platform=platform))
     tool = build.find_tool(container_tool)
     log = variant.root / "logs" / f"image-{variant.name}.log"
     with progress_bar() as progress:

@@ -1,28 +1,22 @@
 """`slimqwen plan`: predicts how vLLM will be configured; other verbs look up its records to warn or to refuse."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from slimqwen import variant as variants
 from slimqwen.cli.console import command, console, errors, progress_bar, relative, say
-from slimqwen.cli.options import OptionalVariant, VariantOption
+from slimqwen.cli.options import OptionalVariant
+from slimqwen.variant import Variant
 
 if TYPE_CHECKING:
     from slimqwen.plan.facts import Plan
     from slimqwen.serving.checks import Trouble
     from slimqwen.serving.command import ServerCommand
 
-app = typer.Typer(
-    help="Predict how vLLM will be configured for a variant on a GPU; needs no GPU, loads no weights."
-)
 
-
-@app.callback(invoke_without_command=True)
 def plan(
-    context: typer.Context,
     variant: OptionalVariant = None,
     gpu: Annotated[
         list[str] | None,
@@ -41,13 +35,22 @@ def plan(
             help="compile the Triton kernels that a simulated GPU would run (a minute per GPU model)",
         ),
     ] = False,
+    compile_: Annotated[
+        bool,
+        typer.Option(
+            "--compile",
+            help="compile what a first start on the GPU compiles, and pack it in .cache/compiled/VARIANT-GPU",
+        ),
+    ] = False,
     record: Annotated[bool, typer.Option(help="write the plans into results/")] = True,
 ) -> None:
-    """Predict how vLLM will be configured for a variant on a GPU: backends, graphs, KV cache, known trouble."""
-    if context.invoked_subcommand:
-        return
-    from slimqwen.analysis import plan as plans
-    from slimqwen.records import store
+    """Predict how vLLM will be configured for a variant on a GPU: backends, graphs, KV cache, known trouble.
+
+    It needs no GPU and loads no weights. Exit code 1: the server would die on one of the GPUs.
+    """
+    from slimqwen.plan import record as plans
+    from slimqwen.plan import trouble
+    from slimqwen.records import provenance
 
     root = variants.repository_root()
     if (variant is None) != all_:
@@ -58,42 +61,40 @@ def plan(
         raise typer.BadParameter(
             "--all plans the variants with PLATFORM=cuda, and there is none; use --variant"
         )
+    if compile_:
+        if variant is None or len(gpu or ()) != 1:
+            raise typer.BadParameter("--compile takes one variant and one GPU: --variant and --gpu")
+        _compile_ahead(variant, (gpu or [""])[0])
+        return
     default = plans.DEFAULT_GPUS if subjects[0].platform == "cuda" else (plans.CPU,)
     chosen_gpus = tuple(gpu or default)
     if kernels and plans.CPU in chosen_gpus:
         raise typer.BadParameter(
             "a CPU runs no Triton kernels: name a GPU with --gpu, or leave --kernels out"
         )
+    started, known = provenance.utc_now(), trouble.read_known_trouble(root)
     with progress_bar() as progress:
-        records = plans.make(
+        made = plans.make_plans(
             subjects,
             chosen_gpus,
-            command=command(),
             hide_toolkit=not toolkit,
             kernels=kernels,
             log_folder=root / "logs",
             progress=progress,
         )
-    would_die = False
-    for plan_record in records:
-        path = store.write(root / "results", plan_record) if record else None
-        for table in plan_record.tables(path or root):
+    for subject in subjects:
+        found = plans.trouble_table(made[subject.name], known)
+        for table in (*plans.plan_tables(subject.name, made[subject.name]), *([found] if found.rows else [])):
             console.print(table.as_rich())
-        if path is not None:
+        if record:
+            path = plans.write_plans(subject, made[subject.name], command=command(), started=started)
             say(f"record: {relative(path)}")
-        would_die |= any(trouble.effect == "dies" for trouble in plan_record.trouble)
-    raise typer.Exit(1 if would_die else 0)
+    every_plan = [each for of_variant in made.values() for each in of_variant]
+    dies = any(entry.effect == "dies" for each in every_plan for entry in trouble.match_trouble(each, known))
+    raise typer.Exit(1 if dies else 0)
 
 
-@app.command("compile")
-def compile_ahead(
-    variant: VariantOption,
-    gpu: Annotated[str, typer.Option(metavar="GPU", help="GPU model of eval/simulated_gpus.yaml")],
-    folder: Annotated[
-        Path | None,
-        typer.Option(help="folder of the archive and its manifest (default: .cache/compiled/VARIANT-GPU)"),
-    ] = None,
-) -> None:
+def _compile_ahead(variant: Variant, gpu: str) -> None:
     """Compile the FlashInfer libraries and Triton kernels of a first start in advance, without a GPU, and pack them.
 
     `slimqwen image build --cache` takes the archive; beside the checkpoint, `slimqwen serve` finds it.
@@ -101,10 +102,10 @@ def compile_ahead(
     from slimqwen.plan import archive
     from slimqwen.serving import baked_cache
 
-    destination = folder or variant.root / ".cache" / "compiled" / f"{variant.name}-{gpu}"
+    destination = variant.root / ".cache" / "compiled" / f"{variant.name}-{gpu}"
     log = variant.root / "logs" / f"compile-{variant.name}-{gpu}.log"
     with progress_bar() as progress:
-        packed = archive.make(variant, gpu, destination, log=log, progress=progress)
+        packed = archive.make_archive(variant, gpu, destination, log=log, progress=progress)
     for name, seconds in packed.baked.libraries.items():
         say(f"{name}: compiled in {seconds:g} s")
     say(f"Triton kernels: {len(packed.baked.kernels)} forms")
@@ -114,36 +115,7 @@ def compile_ahead(
     say(f"packed: {destination / baked_cache.ARCHIVE}")
 
 
-@app.command()
-def compare(
-    first: Annotated[Path, typer.Argument(metavar="FIRST", help="record of plans in results/")],
-    second: Annotated[Path, typer.Argument(metavar="SECOND", help="another, or the same one")],
-    gpu: Annotated[
-        tuple[str, str] | None,
-        typer.Option(
-            metavar="GPU GPU", help="GPUs of the first and the second record (default: those that both have)"
-        ),
-    ] = None,
-) -> None:
-    """Compare the plans of two records, of two vLLM versions or two GPUs: changed flags, backends, graphs."""
-    from slimqwen.analysis import plan_comparison
-    from slimqwen.analysis.plan import PlanRecord
-    from slimqwen.records import store
-
-    records = store.read(first, PlanRecord), store.read(second, PlanRecord)
-    for pair in plan_comparison.pairs(*records, gpu):
-        console.print(plan_comparison.changes_table(*pair).as_rich())
-
-
-@app.command()
-def starts() -> None:
-    """List the server starts here that had a plan, and where the engine differed from it."""
-    from slimqwen.analysis import start_plan
-
-    console.print(start_plan.starts_table(variants.repository_root()).as_rich())
-
-
-def consult(server: "ServerCommand") -> "tuple[Plan | None, Sequence[Trouble]]":
+def find_recorded_plan(server: "ServerCommand") -> "tuple[Plan | None, Sequence[Trouble]]":
     """Look up the plan of a start on this machine.
 
     Prints one line for each known cost of the start, or one line where no plan fits a start on a GPU.
@@ -155,29 +127,27 @@ def consult(server: "ServerCommand") -> "tuple[Plan | None, Sequence[Trouble]]":
         ServingError: there is no plan, and REQUIRE_PLAN=1; or the plan names a module of FlashInfer that the compile
             cache lacks, and REQUIRE_BAKED=1.
     """
-    from slimqwen.analysis import start_plan
-    from slimqwen.analysis.plan import MissingPlanError
+    from slimqwen.plan import start
     from slimqwen.serving.errors import ServingError
 
     try:
-        plan = start_plan.find(
-            server, start_plan.gpu_here(server), toolkit=start_plan.has_toolkit_here(server)
-        )
-    except MissingPlanError as error:
+        toolkit = start.has_toolkit_here(server)
+        found = start.find_plan(server, start.name_gpu_here(server), toolkit=toolkit)
+    except start.MissingPlanError as error:
         if server.require_plan:
             raise ServingError(f"REQUIRE_PLAN=1, and {error}") from None
         # Known trouble concerns GPUs alone, so a plan would change nothing of a start on a CPU.
         if server.platform != "cpu":
             errors.print(f"{error}.", markup=False)
         return None, ()
-    start_plan.require_libraries(plan, server)
-    trouble = start_plan.start_trouble(plan, server)
+    start.require_libraries(found, server)
+    trouble = start.match_start_trouble(found, server)
     for line in trouble.costs:
         errors.print(f"Known trouble: {line}.", markup=False)
-    return plan, trouble.dies
+    return found, trouble.dies
 
 
-def consult_target(server: "ServerCommand") -> None:
+def check_image_plans(server: "ServerCommand") -> None:
     """Look up the plans of an image's server, on every device that has one.
 
     Prints one line for each known trouble.
@@ -185,14 +155,14 @@ def consult_target(server: "ServerCommand") -> None:
     Raises:
         ServingError: the plans predict that the server dies on all of these devices.
     """
-    from slimqwen.analysis import start_plan
+    from slimqwen.plan import start
     from slimqwen.serving import checks
 
     # A CUDA image holds a C++ compiler, nvcc and ninja.
-    plans = start_plan.find_all(server, toolkit=server.platform == "cuda")
-    trouble = [start_plan.start_trouble(plan, server) for plan in plans.values()]
-    for start in trouble:
-        for line in (*start.costs, *(f"{death.description}; {death.cure}" for death in start.dies)):
+    plans = start.find_plans(server, toolkit=server.platform == "cuda")
+    trouble = [start.match_start_trouble(each, server) for each in plans.values()]
+    for entry in trouble:
+        for line in (*entry.costs, *(f"{death.description}; {death.cure}" for death in entry.dies)):
             errors.print(f"Known trouble: {line}.", markup=False)
-    if trouble and all(start.dies for start in trouble):
+    if trouble and all(entry.dies for entry in trouble):
         checks.refuse_trouble(server, trouble[0].dies)

@@ -7,7 +7,7 @@ import typer
 
 from slimqwen.cli.console import errors, say
 from slimqwen.cli.options import PlatformName, VariantOption
-from slimqwen.cli.plan import consult
+from slimqwen.cli.plan import find_recorded_plan
 
 if TYPE_CHECKING:
     from slimqwen.serving.command import CompileCache
@@ -36,7 +36,7 @@ def serve(
     ] = None,
 ) -> None:
     """Serve a variant with vLLM, under the name "default"."""
-    from slimqwen.analysis import start_plan
+    from slimqwen.plan import start
     from slimqwen.serving import checks, cuda_toolkit
     from slimqwen.serving import platform as machine
     from slimqwen.serving.command import ServerCommand
@@ -67,10 +67,10 @@ def serve(
             checks.check_weights(command)
         say(command.as_shell())
         return
-    plan, trouble = consult(command)
+    plan, trouble = find_recorded_plan(command)
     prepare(command, trouble)
     if plan is not None:
-        command = command.compared_with_plan(start_plan.expectation(plan, required=command.require_plan))
+        command = command.compared_with_plan(start.expect_facts(plan, required=command.require_plan))
     os.chdir(command.variant.root)
     environment = command.process_environment()
     if command.platform == "cuda" and (missing := cuda_toolkit.missing(environment)):

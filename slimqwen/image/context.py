@@ -17,10 +17,10 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from slimqwen import checkpoint
-from slimqwen.analysis.plan import PlanRecord, has_toolkit
 from slimqwen.checkpoint.files import COMPILE_CACHE, MANIFEST, file_records, sha256
 from slimqwen.image import ImageError
 from slimqwen.plan import gpu_model, trouble
+from slimqwen.plan.record import PlanRecord
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
 from slimqwen.serving import baked_cache, unsafe_engines
@@ -206,7 +206,9 @@ def gather(
         served[_below_root(variant.root / template, variant.root, "VLLM_CHAT_TEMPLATE")] = (
             variant.root / template
         )
-    plans = [file.relative_to(variant.root) for file in _newest_plans(variant)]
+    plans = [
+        file.relative_to(variant.root) for file in store.results(variant.root, PlanRecord, variant.name)[:1]
+    ]
     for name in (unsafe_engines.FILE, trouble.FILE, gpu_model.FILE, *plans):
         if (variant.root / name).is_file():
             served[name.as_posix()] = variant.root / name
@@ -269,16 +271,6 @@ def lay_out(content: Content, description: Description, folder: Path) -> None:
             path.chmod(0o755)
         elif path.stat().st_nlink == 1:
             path.chmod(0o644)
-
-
-def _newest_plans(variant: Variant) -> Iterator[Path]:
-    """Records that hold the newest plan for a device, with or without a CUDA toolkit."""
-    hosts: set[tuple[str, bool]] = set()
-    for file in store.results(variant.root, PlanRecord, variant.name):
-        record_hosts = {(plan.gpu, has_toolkit(plan)) for plan in store.read(file, PlanRecord).plans}
-        if record_hosts - hosts:
-            yield file
-        hosts |= record_hosts
 
 
 def _replaced_texts(variant: Variant) -> dict[str, str]:

@@ -9,11 +9,10 @@ from typing import Any
 
 import httpx
 
-from slimqwen.analysis import start_plan
 from slimqwen.image import ImageError, container, context, contract
 from slimqwen.image.build import Tool
 from slimqwen.image.record import BytesByPart, Check, ImageCpu, Layer, Trial, tables
-from slimqwen.plan import gpu_model, jit_modules
+from slimqwen.plan import gpu_model, jit_modules, start
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
 from slimqwen.records.table import Table
@@ -232,15 +231,15 @@ def compiled_late(cache: baked_cache.BakedCache | None, content: context.Content
     """
     if cache is None or content.command.platform != "cuda":
         return
-    models = gpu_model.read(content.command.variant.root)
+    models = gpu_model.read_gpu_models(content.command.variant.root)
     capability = cache.machine.get("compute capability")
     # Which libraries a server loads does not depend on whether its host could compile them.
-    plans = start_plan.find_all(content.command, toolkit=False)
-    plans |= start_plan.find_all(content.command, toolkit=True)
+    plans = start.find_plans(content.command, toolkit=False)
+    plans |= start.find_plans(content.command, toolkit=True)
     for gpu, plan in plans.items():
         if models[gpu].compute_capability != capability:
             continue
-        for module in jit_modules.as_baked(plan.jit, cache.libraries):
+        for module in jit_modules.mark_baked(plan.jit, cache.libraries):
             if module.libraries and not module.baked:
                 yield f"{module.module} is compiled at its first use on {gpu}; bake the compile cache anew"
         if plan.kernels and plan.kernels.forms > len(cache.kernels):

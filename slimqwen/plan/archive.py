@@ -35,7 +35,7 @@ class Archive:
     baked: baked_cache.BakedCache
 
 
-def make(
+def make_archive(
     variant: Variant, gpu_name: str, destination: Path, *, log: Path, progress: Progress = silent
 ) -> Archive:
     """Compile what a first start would compile and pack it with a manifest of the variant's flags.
@@ -53,10 +53,10 @@ def make(
         RehearsalError: a compiler is missing or failed, vLLM refuses the variant, it compiles no graphs, or torch is
             a CPU build.
     """
-    model = gpu_model.load(variant.root, gpu_name)
+    model = gpu_model.load_gpu_model(variant.root, gpu_name)
     with tempfile.TemporaryDirectory(prefix="slimqwen-compile-") as folder:
         cache_root = Path(folder)
-        plan, build = rehearsal.build(
+        plan, build = rehearsal.compile_for_gpu(
             variant.root, variant.name, gpu_name, model, cache_root, log=log, kernels=True, progress=progress
         )
         if not any(cache_root.iterdir()):

@@ -93,11 +93,6 @@ class TritonKernel(Facts):
 
     kernel: str
     compiled: int = Field(description="signatures times choices")
-    shared_bytes: int = Field(description="the most that a block takes, of those that the GPU can run")
-    registers: int = Field(description="the most that a thread takes, of those that the GPU can run")
-    spilled_bytes: int = Field(
-        description="the most that a thread keeps in local memory because registers are full"
-    )
     lost: list[LostChoice]
     runs: bool = Field(description="whether every launch has a choice that the GPU can run")
 
@@ -106,15 +101,11 @@ class TritonKernels(Facts):
     """Triton kernels that vLLM's own warm-up launches, compiled without a GPU."""
 
     target: str = Field(description="such as sm_86")
-    shared_memory_bytes: int = Field(description="the most that a block may take on the GPU")
     kernels: list[TritonKernel]
-    operators: list[str] = Field(description="C++ operators that the warm-up called; they were not run")
     left_out: list[str] = Field(description="kernels that were not compiled, and why")
-    forms: int = Field(0, description="compiled kernels times signatures times choices; 0 in older plans")
-    compiled_at_start: int | None = Field(
-        None,
-        description="forms that a first start compiles because no archive beside the checkpoint holds them; null in "
-        "plans made before archives held kernels",
+    forms: int = Field(description="compiled kernels times signatures times choices")
+    compiled_at_start: int = Field(
+        description="forms that a first start compiles, as no archive beside the checkpoint holds them"
     )
 
 
@@ -130,7 +121,7 @@ class Plan(Facts):
 
     variant: str
     gpu: str = Field(description="short name of the GPU model; cpu for a CPU")
-    simulated: bool
+    planned: str = Field(description="UTC, to the second")
     vllm: str
     checkpoint: str = Field(description="where its dimensions come from")
     flags: dict[str, str] = Field(
@@ -146,9 +137,5 @@ class Plan(Facts):
     loading: WeightLoading | None = None
     jit: list[JitModule] = []
     kernels: TritonKernels | None = Field(None, description="null where they were not requested")
-    warnings: list[str] = Field([], description="warnings that vLLM printed")
-    outbound_hosts: list[str] = Field(
-        [], description="hosts that vLLM looked up; the rehearsal blocks all of them"
-    )
     failed_at: str | None = Field(None, description="the step that failed; null where none did")
     error: str | None = None

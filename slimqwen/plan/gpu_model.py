@@ -3,17 +3,17 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from slimqwen.errors import SlimqwenError
-from slimqwen.plan import yaml_file
+from slimqwen.records import settings
 
 FILE = Path("eval") / "simulated_gpus.yaml"
 """Relative to the repository."""
 
 
 class GpuModelError(SlimqwenError):
-    """A GPU model that is not listed, or a list that cannot be read."""
+    """A GPU model that is not listed."""
 
 
 class GpuModel(BaseModel):
@@ -39,22 +39,16 @@ class GpuModel(BaseModel):
         return int(self.memory_gib * 2**30)
 
 
-def read(root: Path) -> Mapping[str, GpuModel]:
-    """The GPU models of a repository, by short name such as a10g.
-
-    Raises:
-        GpuModelError: the file is missing, is not YAML, or breaks its schema.
-    """
-    return yaml_file.read(root, FILE, dict[str, GpuModel], GpuModelError)
+def read_gpu_models(root: Path) -> Mapping[str, GpuModel]:
+    """The GPU models of a repository, by short name such as a10g; a SettingsError where the file cannot be used."""
+    form = TypeAdapter(dict[str, GpuModel])
+    missing = f"is missing; `git checkout {FILE}` restores it"
+    return settings.read(root / FILE, root, form.validate_python, missing=missing)
 
 
-def load(root: Path, name: str) -> GpuModel:
-    """The GPU model with this short name.
-
-    Raises:
-        GpuModelError: the file does not list it; the message names the models that it lists.
-    """
-    models = read(root)
+def load_gpu_model(root: Path, name: str) -> GpuModel:
+    """The GPU model with this short name; a GpuModelError that names the listed ones where there is none."""
+    models = read_gpu_models(root)
     if name not in models:
         raise GpuModelError(
             f"no GPU model {name!r} in {FILE}, which lists {', '.join(sorted(models))}; choose one of them or add it"

@@ -24,7 +24,7 @@ _FLASHINFER_BACKEND = "FLASHINFER"
 _NO_POSITIONS = 0  # PosEncodingMode.NONE: vLLM rotates queries and keys itself
 
 
-def needed(
+def list_modules(
     attention: Sequence[AttentionLayers], linears: Sequence[LinearKernels], toolkit: Toolkit | None
 ) -> list[JitModule]:
     """The modules that a variant's layers and sampler need; `toolkit` is None for a CPU."""
@@ -47,7 +47,7 @@ def needed(
     return list(modules.values())
 
 
-def specifications(config: Any, layout: Any, modules: Sequence[JitModule]) -> dict[str, list[Any]]:
+def specify_libraries(config: Any, layout: Any, modules: Sequence[JitModule]) -> dict[str, list[Any]]:
     """FlashInfer's specifications of the libraries of each module that can be compiled ahead.
 
     Args:
@@ -132,7 +132,7 @@ def _recorded() -> Iterator[list[Any]]:
         yield specs
 
 
-def with_libraries(
+def name_libraries(
     modules: Sequence[JitModule], specs: Mapping[str, Sequence[Any]], baked: Collection[str]
 ) -> list[JitModule]:
     """Modules with the names of their libraries; `baked` are those that an archive beside the checkpoint holds."""
@@ -140,10 +140,10 @@ def with_libraries(
         module.model_copy(update={"libraries": sorted(spec.name for spec in specs.get(module.module, ()))})
         for module in modules
     ]
-    return as_baked(named, baked)
+    return mark_baked(named, baked)
 
 
-def as_baked(modules: Sequence[JitModule], libraries: Collection[str]) -> list[JitModule]:
+def mark_baked(modules: Sequence[JitModule], libraries: Collection[str]) -> list[JitModule]:
     """Modules, those marked as baked whose libraries were all compiled ahead."""
     return [
         module.model_copy(
@@ -153,7 +153,7 @@ def as_baked(modules: Sequence[JitModule], libraries: Collection[str]) -> list[J
     ]
 
 
-def build(specs: Sequence[Any], folder: Path) -> dict[str, float]:
+def build_libraries(specs: Sequence[Any], folder: Path) -> dict[str, float]:
     """Compile libraries for the compute capability that this process sees, and copy them into a folder.
 
     FlashInfer compiles below FLASHINFER_WORKSPACE_BASE, where a second build finds what is current.

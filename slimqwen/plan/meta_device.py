@@ -4,7 +4,6 @@ A meta tensor has shape, strides and dtype, but no content; code that reads its 
 """
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -19,13 +18,12 @@ def on_meta_device() -> Iterator[None]:
         yield
 
 
-def operators(calls: "Counter[str]", results: Mapping[str, Callable[[], Any]]) -> AbstractContextManager[Any]:
+def python_operators(results: Mapping[str, Callable[[], Any]]) -> AbstractContextManager[Any]:
     """Run the Python of vLLM's own operators on meta tensors, instead of their fake kernels, which only compute shapes.
 
     Other operators compute shapes by the fake kernel that they are registered with, or by `results`.
 
     Args:
-        calls: receives the number of calls of each other operator, by name.
         results: name of an operator that is registered without a fake kernel -> function that makes its result.
     """
     import torch
@@ -46,7 +44,6 @@ def operators(calls: "Counter[str]", results: Mapping[str, Callable[[], Any]]) -
                 with self, meta_for_cuda():
                     return operator.redispatch(cuda, *arguments, **keywords)
             name = operator.name()
-            calls[name] += 1
             if name in results:
                 return results[name]()
             return operator(*arguments, **keywords) if operator._schema.returns else None

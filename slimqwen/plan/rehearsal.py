@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -53,32 +54,25 @@ class _Request(BaseModel):
     cache_root: Path | None = None
 
 
-class Build(BaseModel):
-    """Libraries compiled for a server, and the facts about that server which the manifest of a compile cache states.
-
-    Attributes:
-        seconds: library of FlashInfer -> seconds of its compilation.
-        machine: versions and compute capability.
-        flags: decisive flags, values as JSON.
-        environment: variables of the config.env.
-    """
+class GpuBuild(BaseModel):
+    """Libraries compiled for a server, and the facts about that server which the manifest of a compile cache states."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    seconds: dict[str, float]
-    machine: dict[str, str]
-    flags: dict[str, str]
-    environment: dict[str, str]
+    seconds: dict[str, float]  # library of FlashInfer -> seconds of its compilation
+    machine: dict[str, str]  # versions and compute capability
+    flags: dict[str, str]  # decisive flags, values as JSON
+    environment: dict[str, str]  # variables of the config.env
 
 
 class _Answer(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     plan: Plan
-    build: Build | None
+    build: GpuBuild | None
 
 
-def run(
+def rehearse_variants(
     root: Path,
     names: Sequence[str],
     gpu_name: str,
@@ -89,19 +83,14 @@ def run(
     kernels: bool = False,
     progress: Progress = silent,
 ) -> list[Plan]:
-    """Rehearse variants on one device.
+    """Rehearse variants on one device; the plan of a variant that vLLM refuses has `error`.
 
     Args:
-        gpu_name: short name of the GPU model, or cpu.
         gpu: model to simulate; None rehearses on the CPU of this host.
         log: receives what vLLM prints.
         toolkit: False hides nvcc and ninja from a simulated host.
-        kernels: whether to compile the Triton kernels that a simulated GPU would run; takes about a minute for the
-            first variant, seconds for each other one with the same kernels.
+        kernels: whether to compile the Triton kernels that a simulated GPU would run, about a minute for each GPU.
         progress: receives (activity, variants done, variants).
-
-    Returns:
-        One plan per variant, in order; the plan of a variant that vLLM refuses has `error`.
 
     Raises:
         RehearsalError: the process ended without an answer, for instance because torch is a CPU build.
@@ -117,7 +106,7 @@ def run(
     return [answer.plan for answer in _ask(request, log, progress)]
 
 
-def build(
+def compile_for_gpu(
     root: Path,
     name: str,
     gpu_name: str,
@@ -128,19 +117,14 @@ def build(
     kernels: bool,
     settings: dict[str, str] | None = None,
     progress: Progress = silent,
-) -> tuple[Plan, Build]:
+) -> tuple[Plan, GpuBuild]:
     """Compile what a variant would compile at its first start on a GPU; this host needs none.
 
     Args:
-        gpu_name: short name of the GPU model.
         cache_root: receives the libraries of FlashInfer and the kernels, in the layout of a server's compile cache.
         log: receives what vLLM and the compilers print.
         kernels: whether to compile the Triton kernels too; a start on that GPU would also do it.
         settings: lines that replace those of the variant's config.env; an empty value unsets a key.
-        progress: receives (activity, variants done, variants).
-
-    Returns:
-        The variant's plan on that GPU, and the compiled libraries with the facts of their manifest.
 
     Raises:
         RehearsalError: a compiler is missing or failed, vLLM refuses the variant, it compiles no graphs, or torch is
@@ -218,7 +202,7 @@ def main() -> None:
         if not request.toolkit:
             simulated_gpu.hide_toolkit()
         if request.gpu is not None:
-            simulated_gpu.install(request.gpu)
+            simulated_gpu.simulate_gpu(request.gpu)
             simulated_gpu.inspect_models_in_process()
         from slimqwen.serving import flags
 
@@ -242,17 +226,13 @@ def _rehearse(request: _Request, name: str) -> _Answer:
     facts: dict[str, Any] = {
         "variant": name,
         "gpu": request.gpu_name,
-        "simulated": request.gpu is not None,
+        "planned": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "vllm": importlib.metadata.version("vllm"),
         "checkpoint": "",
         "toolkit": None,
     }
     step = "configuration"
-    with (
-        _captured_warnings() as warnings,
-        _blocked_network() as hosts,
-        tempfile.TemporaryDirectory(prefix="slimqwen-plan-") as folder,
-    ):
+    with _blocked_network(), tempfile.TemporaryDirectory(prefix="slimqwen-plan-") as folder:
         try:
             variant = _with_settings(variants.load(name, request.root), request.settings)
             variant, facts["checkpoint"] = _with_checkpoint(variant, Path(folder))
@@ -268,13 +248,15 @@ def _rehearse(request: _Request, name: str) -> _Answer:
                 missing = cuda_toolkit.missing()
                 facts["toolkit"] = Toolkit(nvcc="nvcc" not in missing, ninja="ninja" not in missing)
             config = resolution.engine_config(command.argv[3:])
+            if request.gpu is not None:
+                resolution.check_dtype(config)
             facts["engine"] = EngineConfig(**engine_facts.config_facts(config))
             step = "model"
             target, draft = resolution.build_models(config)
             facts["attention"] = engine_facts.attention_layers(config)
             facts["linears"] = resolution.linear_kernels(target, draft)
             facts["weight_bytes"] = resolution.weight_bytes(target, draft)
-            facts["jit"] = jit_modules.needed(facts["attention"], facts["linears"], facts["toolkit"])
+            facts["jit"] = jit_modules.list_modules(facts["attention"], facts["linears"], facts["toolkit"])
             step = "block size"
             resolution.align_blocks(config)
             step = "KV cache"
@@ -288,13 +270,12 @@ def _rehearse(request: _Request, name: str) -> _Answer:
             step = "weights"
             facts["loading"] = resolution.load_names(config, target, draft)
             step = "libraries of FlashInfer"
-            specs = jit_modules.specifications(config, layout, facts["jit"])
+            specs = jit_modules.specify_libraries(config, layout, facts["jit"])
             baked = command.cache.libraries if command.cache else ()
-            facts["jit"] = jit_modules.with_libraries(facts["jit"], specs, baked)
+            facts["jit"] = jit_modules.name_libraries(facts["jit"], specs, baked)
             folders: list[str] = []
             if request.kernels and request.gpu is not None:
                 step = "Triton kernels"
-                warning_count = len(warnings)
                 facts["kernels"], folders = warm_up_steps.compile_kernels(
                     config,
                     target,
@@ -304,7 +285,6 @@ def _rehearse(request: _Request, name: str) -> _Answer:
                     _triton_cache(request),
                     command.cache.kernels if command.cache else (),
                 )
-                del warnings[warning_count:]  # those of the warm-up concern torch's meta device
             if request.cache_root is not None:
                 step = "compilation"
                 build = _compile(request, request.cache_root, command, specs, folders)
@@ -312,8 +292,7 @@ def _rehearse(request: _Request, name: str) -> _Answer:
             facts["failed_at"] = step
             facts["error"] = " ".join(f"{type(error).__name__}: {error}".split())[:1000]
             logging.getLogger(__name__).exception("rehearsal of %s", name)
-    plan = Plan(**facts, warnings=list(dict.fromkeys(warnings)), outbound_hosts=sorted(hosts))
-    return _Answer(plan=plan, build=build)
+    return _Answer(plan=Plan(**facts), build=build)
 
 
 def _compile(
@@ -322,7 +301,7 @@ def _compile(
     command: ServerCommand,
     specs: Mapping[str, Sequence[Any]],
     folders: Sequence[str],
-) -> Build:
+) -> GpuBuild:
     """Fill a cache root with the libraries of FlashInfer and the compiled kernels, as a server's compile cache."""
     if command.cache is None:
         raise ServingError(
@@ -331,8 +310,8 @@ def _compile(
     for folder in folders:
         shutil.copytree(_triton_cache(request) / folder, cache_root / baked_cache.KERNELS / folder)
     libraries = [spec for module in specs.values() for spec in module]
-    return Build(
-        seconds=jit_modules.build(libraries, cache_root / baked_cache.LIBRARIES),
+    return GpuBuild(
+        seconds=jit_modules.build_libraries(libraries, cache_root / baked_cache.LIBRARIES),
         machine=baked_cache.this_machine(command.platform, command.variables),
         flags=baked_cache.decisive(command.flags),
         environment=dict(command.variables),
@@ -360,7 +339,7 @@ def _with_checkpoint(variant: Variant, folder: Path) -> tuple[Variant, str]:
     shape = shapes.variant_shape(variant)
     # vLLM infers the speculative method from odd words in a path: the folder keeps the checkpoint's own name.
     weights = folder / variant.weights.name
-    shapes.write(shape, weights, variant.root / "weights" / "tiny")
+    shapes.write_shape(shape, weights, variant.root / "weights" / "tiny")
     manifest = variant.weights / baked_cache.MANIFEST
     if manifest.is_file():
         shutil.copyfile(manifest, weights / manifest.name)
@@ -368,43 +347,17 @@ def _with_checkpoint(variant: Variant, folder: Path) -> tuple[Variant, str]:
 
 
 @contextlib.contextmanager
-def _captured_warnings() -> Iterator[list[str]]:
-    """Collect the warnings of vLLM's loggers, one line each, without paths of this machine."""
-    lines: list[str] = []
-    handle = logging.Logger.handle
-
-    def record_and_handle(logger: logging.Logger, record: logging.LogRecord) -> None:
-        if record.name.startswith("vllm") and record.levelno >= logging.WARNING:
-            lines.append(_without_paths(" ".join(record.getMessage().split())))
-        handle(logger, record)
-
-    # vLLM configures its loggers anew and drops the handlers of others.
-    with patch.object(logging.Logger, "handle", record_and_handle):
-        yield lines
-
-
-@contextlib.contextmanager
-def _blocked_network() -> Iterator[set[str]]:
-    """Collect the host names that are looked up; each look-up fails as on a host without a network."""
-    hosts: set[str] = set()
+def _blocked_network() -> Iterator[None]:
+    """Let every look-up of a host fail as on a machine without a network: a plan must not depend on a hub."""
     look_up = socket.getaddrinfo
 
     def refuse(host: Any, *arguments: Any, **keywords: Any) -> Any:
         if host in (None, "", "localhost", socket.gethostname()) or str(host)[:1].isdigit():
             return look_up(host, *arguments, **keywords)
-        hosts.add(str(host))
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     with patch.object(socket, "getaddrinfo", refuse):
-        yield hosts
-
-
-def _without_paths(line: str) -> str:
-    words = [f".../{Path(word).name}" if word.startswith("/") else word for word in line.split(" ")]
-    text = " ".join(words).partition(" C++ trace ")[0]
-    if text.startswith("Attempted to load weight"):  # one line for all tensors
-        return "Attempted to load weight <each> with dtype" + text.partition(" with dtype")[2]
-    return text
+        yield
 
 
 if __name__ == "__main__":

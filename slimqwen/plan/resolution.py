@@ -45,6 +45,13 @@ def engine_config(argv: Sequence[str]) -> Any:
     return AsyncEngineArgs.from_cli_args(arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
 
 
+def check_dtype(config: Any) -> None:
+    """Refuse a dtype that the GPU lacks, as vLLM's worker does when it starts: bfloat16 below capability 8.0."""
+    from vllm.platforms import current_platform
+
+    current_platform.check_if_supports_dtype(config.model_config.dtype)
+
+
 def build_models(config: Any) -> tuple[Any, Any]:
     """The target model and its MTP head (None without drafts), every parameter on the meta device."""
     from vllm.config import set_current_vllm_config
@@ -162,7 +169,7 @@ def kv_cache(config: Any, parameter_bytes: int, device_bytes: int | None) -> tup
     with set_current_vllm_config(config):
         specs = get_kv_cache_spec(config)
         _resolve_layout(config, specs)
-        layout = _kv_cache_config(config, specs, available)
+        (layout,) = kv_cache_utils.get_kv_cache_configs(config, [specs], [available])
         sequences = kv_cache_utils.get_max_concurrency_for_kv_cache_config(config, layout)
         scheduler_block, hash_block = kv_cache_utils.resolve_kv_cache_block_sizes(layout, config)
         alignment = kv_cache_utils.resolve_cache_hit_alignment_tokens(
@@ -182,20 +189,6 @@ def kv_cache(config: Any, parameter_bytes: int, device_bytes: int | None) -> tup
         else None,
     )
     return facts, layout
-
-
-def _kv_cache_config(config: Any, specs: Mapping[str, Any], available_bytes: int) -> Any:
-    """The KV cache layout of one worker, by vLLM."""
-    try:
-        from vllm.v1.core import kv_cache_planning as planning  # from 0.33 on
-    except ImportError:
-        from vllm.v1.core import kv_cache_utils
-
-        (layout,) = kv_cache_utils.get_kv_cache_configs(config, [specs], [available_bytes])
-        return layout
-    groups = planning.get_global_kv_cache_groups(config, [specs])
-    (layout,) = planning.get_kv_cache_configs(config, [specs], [available_bytes], groups)
-    return layout
 
 
 def _resolve_layout(config: Any, specs: Mapping[str, Any]) -> None:

@@ -152,7 +152,7 @@ def write_variant_shape(variant: Variant, progress: Progress = silent) -> Path:
     if folder.exists():
         withdraw(folder)
     with publish(folder) as staging:
-        write(shape, staging, variant.root / "weights" / "tiny")
+        write_shape(shape, staging, variant.root / "weights" / "tiny")
         write_config(staging, {**shape.config_json, checkpoint.RANDOM_WEIGHTS: True})
         Manifest(
             stage="shape",
@@ -165,7 +165,7 @@ def write_variant_shape(variant: Variant, progress: Progress = silent) -> Path:
     return folder
 
 
-def write(shape: Shape, folder: Path, tokenizer: Path) -> None:
+def write_shape(shape: Shape, folder: Path, tokenizer: Path) -> None:
     """Write a checkpoint of these dimensions, all zeros in a sparse file that takes a few hundred kilobytes of disk.
 
     Args:

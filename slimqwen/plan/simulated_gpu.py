@@ -1,6 +1,6 @@
 """A simulated GPU, which answers what vLLM asks of a driver before its first kernel.
 
-`install` makes a process see one GPU of a given model: a libcuda whose functions all fail (so that compiled operators
+`simulate_gpu` makes a process see one GPU of a model: a libcuda whose functions all fail (so that compiled operators
 import), an NVML and a `torch.cuda` that answer from the model's data, and a Triton driver that names its target.
 Nothing can be launched or allocated on it: models are built on torch's meta device (`slimqwen.plan.resolution`).
 
@@ -37,7 +37,7 @@ class SimulationError(SlimqwenError):
     """This environment cannot simulate a GPU."""
 
 
-def install(gpu: GpuModel) -> None:
+def simulate_gpu(gpu: GpuModel) -> None:
     """Make this process see one GPU of this model.
 
     Raises:
@@ -97,20 +97,12 @@ def _nvml(gpu: GpuModel) -> types.ModuleType:
     nvml.NVML_P2P_CAPS_INDEX_NVLINK, nvml.NVML_P2P_STATUS_OK = 2, 0
     memory = types.SimpleNamespace(total=gpu.memory_bytes, free=gpu.memory_bytes, used=0)
     answers: dict[str, Any] = {
-        "nvmlInit": None,
-        "nvmlShutdown": None,
-        "nvmlDeviceGetCount": 1,
-        "nvmlDeviceGetHandleByIndex": 0,
-        "nvmlDeviceGetIndex": 0,
-        "nvmlDeviceGetName": gpu.name,
-        "nvmlDeviceGetUUID": _UUID,
-        "nvmlDeviceGetCudaComputeCapability": gpu.capability,
-        "nvmlDeviceGetMemoryInfo": memory,
-        "nvmlDeviceGetNumaNodeId": 0,
-        "nvmlDeviceGetP2PStatus": 1,
-        "nvmlSystemGetDriverVersion": _DRIVER_VERSION,
+        "nvmlInit": None, "nvmlShutdown": None, "nvmlDeviceGetCount": 1, "nvmlDeviceGetHandleByIndex": 0,
+        "nvmlDeviceGetIndex": 0, "nvmlDeviceGetName": gpu.name, "nvmlDeviceGetUUID": _UUID,
+        "nvmlDeviceGetCudaComputeCapability": gpu.capability, "nvmlDeviceGetMemoryInfo": memory,
+        "nvmlDeviceGetNumaNodeId": 0, "nvmlDeviceGetP2PStatus": 1, "nvmlSystemGetDriverVersion": _DRIVER_VERSION,
         "nvmlDeviceGetPciInfo": types.SimpleNamespace(busId="00000000:00:1E.0"),
-    }
+    }  # fmt: skip
     _set_answers(nvml, answers)
     nvml.nvmlDeviceGetCpuAffinity = lambda handle, size: [1] * size
     return nvml  # type: ignore[no-any-return]
@@ -121,43 +113,20 @@ def _patch_torch(gpu: GpuModel) -> None:
 
     major, minor = gpu.capability
     properties = types.SimpleNamespace(
-        name=gpu.name,
-        major=major,
-        minor=minor,
-        total_memory=gpu.memory_bytes,
-        multi_processor_count=gpu.multiprocessors,
-        is_integrated=0,
-        L2_cache_size=6 * 2**20,
-        warp_size=32,
-        gcnArchName="",
+        name=gpu.name, major=major, minor=minor, total_memory=gpu.memory_bytes,
+        multi_processor_count=gpu.multiprocessors, is_integrated=0, L2_cache_size=6 * 2**20, warp_size=32,
+        gcnArchName="", regs_per_multiprocessor=65536, uuid="0", pci_domain_id=0, pci_bus_id=0, pci_device_id=30,
         max_threads_per_multi_processor=1536 if gpu.capability in ((8, 6), (8, 9), (12, 0)) else 2048,
-        regs_per_multiprocessor=65536,
-        shared_memory_per_block=48 * 2**10,
-        shared_memory_per_block_optin=gpu.shared_memory_kib * 2**10,
+        shared_memory_per_block=48 * 2**10, shared_memory_per_block_optin=gpu.shared_memory_kib * 2**10,
         shared_memory_per_multiprocessor=(gpu.shared_memory_kib + 1) * 2**10,
-        uuid="0",
-        pci_domain_id=0,
-        pci_bus_id=0,
-        pci_device_id=30,
-    )
+    )  # fmt: skip
     answers: dict[str, Any] = {
-        "is_available": True,
-        "device_count": 1,
-        "_device_count_nvml": 1,
-        "current_device": 0,
-        "set_device": None,
-        "init": None,
-        "_lazy_init": None,
-        "is_initialized": False,
-        "get_device_capability": gpu.capability,
-        "get_device_name": gpu.name,
-        "get_device_properties": properties,
-        "mem_get_info": (gpu.memory_bytes, gpu.memory_bytes),
-        "synchronize": None,
-        "empty_cache": None,
-        "is_bf16_supported": major >= 8,
+        "is_available": True, "device_count": 1, "_device_count_nvml": 1, "current_device": 0, "set_device": None,
+        "init": None, "_lazy_init": None, "is_initialized": False, "get_device_capability": gpu.capability,
+        "get_device_name": gpu.name, "get_device_properties": properties, "synchronize": None, "empty_cache": None,
+        "mem_get_info": (gpu.memory_bytes, gpu.memory_bytes), "is_bf16_supported": major >= 8,
         "get_arch_list": [f"sm_{major}{minor}"],
-    }
+    }  # fmt: skip
     _set_answers(torch.cuda, answers)
     for name in ("Stream", "Event"):
         setattr(torch.cuda, name, _Stream)
@@ -165,12 +134,9 @@ def _patch_torch(gpu: GpuModel) -> None:
         setattr(torch.cuda, name, lambda device=None: _Stream())
     # torch.accelerator asks the driver through C++, past torch.cuda.
     accelerator: dict[str, Any] = {
-        "is_available": True,
-        "device_count": 1,
-        "current_accelerator": torch.device("cuda"),
-        "current_device_index": 0,
-        "set_device_index": None,
-    }
+        "is_available": True, "device_count": 1, "current_accelerator": torch.device("cuda"),
+        "current_device_index": 0, "set_device_index": None,
+    }  # fmt: skip
     _set_answers(torch.accelerator, accelerator)
 
 
@@ -198,14 +164,10 @@ def _set_triton_driver(gpu: GpuModel) -> None:
 
     major, minor = gpu.capability
     properties = {
-        "max_shared_mem": gpu.shared_memory_kib * 2**10,
-        "multiprocessor_count": gpu.multiprocessors,
-        "max_num_regs": 65536,
-        "warpSize": 32,
-        "sm_clock_rate": 1_700_000,
-        "mem_clock_rate": 6_000_000,
+        "max_shared_mem": gpu.shared_memory_kib * 2**10, "multiprocessor_count": gpu.multiprocessors,
+        "max_num_regs": 65536, "warpSize": 32, "sm_clock_rate": 1_700_000, "mem_clock_rate": 6_000_000,
         "mem_bus_width": 384,
-    }
+    }  # fmt: skip
 
     class SimulatedDriver(CudaDriver):  # type: ignore[misc]
         def __init__(self) -> None:

@@ -24,35 +24,23 @@ _REGISTERS = 65536
 programming guide, technical specifications per compute capability)."""
 
 _TENSOR_MEMORY_COLUMNS = 512  # of compute capability 10.x, as in triton/compiler/compiler.py
-_USAGE = re.compile(r"REG:(?P<registers>\d+) STACK:(?P<stack>\d+)")
+_USAGE = re.compile(r"REG:(?P<registers>\d+)")
 
 
 @dataclass(frozen=True)
 class Compilation:
-    """One kernel, compiled for one signature with one choice of its autotuner.
+    """One kernel, compiled for one signature with one choice of its autotuner."""
 
-    Attributes:
-        kernel: module of vLLM and name.
-        choice: choice of the autotuner, such as "BV=64 num_warps=4"; empty without one.
-        launch: number of the launch that it was compiled for; an autotuner runs the fastest of a launch's choices.
-        threads: threads of a block.
-        shared_bytes: shared memory of a block.
-        registers: registers of a thread.
-        spilled_bytes: bytes that a thread keeps in local memory.
-        tensor_memory_columns: columns of tensor memory of a block.
-        folder: folder in Triton's cache, named by all that the machine code depends on; empty if compilation failed.
-        error: reason of a failed compilation; None without one.
-    """
-
-    kernel: str
-    choice: str
-    launch: int
-    threads: int = 0
-    shared_bytes: int = 0
-    registers: int = 0
-    spilled_bytes: int = 0
-    tensor_memory_columns: int = 0
-    folder: str = ""
+    kernel: str  # module of vLLM and name
+    choice: str  # of the autotuner, such as "BV=64 num_warps=4"; empty without one
+    launch: int  # number of the launch that it was compiled for; an autotuner runs the fastest of a launch's choices
+    threads: int = 0  # of a block
+    shared_bytes: int = 0  # of a block
+    registers: int = 0  # of a thread
+    tensor_memory_columns: int = 0  # of a block
+    folder: str = (
+        ""  # in Triton's cache, named by all that the machine code depends on; empty if compilation failed
+    )
     error: str | None = None
 
     def obstacle(self, shared_limit_bytes: int) -> str | None:
@@ -71,7 +59,7 @@ class Compilation:
         return None
 
 
-def summarise(compilations: Sequence[Compilation], gpu: GpuModel) -> list[TritonKernel]:
+def summarise_kernels(compilations: Sequence[Compilation], gpu: GpuModel) -> list[TritonKernel]:
     """The kernels, by name, with the choices that a GPU cannot run."""
     limit = gpu.shared_memory_kib * 2**10
     kernel_name = operator.attrgetter("kernel")
@@ -80,22 +68,18 @@ def summarise(compilations: Sequence[Compilation], gpu: GpuModel) -> list[Triton
 
 
 def _summary(kernel: str, compilations: Sequence[Compilation], shared_limit_bytes: int) -> TritonKernel:
-    runnable: list[Compilation] = []
+    runnable_launches: set[int] = set()
     lost: list[LostChoice] = []
     for compilation in compilations:
         reason = compilation.obstacle(shared_limit_bytes)
         if reason is None:
-            runnable.append(compilation)
+            runnable_launches.add(compilation.launch)
         else:
             lost.append(LostChoice(choice=compilation.choice, reason=reason))
     launches = {compilation.launch for compilation in compilations}
-    runnable_launches = {compilation.launch for compilation in runnable}
     return TritonKernel(
         kernel=kernel,
         compiled=len(compilations),
-        shared_bytes=max((compilation.shared_bytes for compilation in runnable), default=0),
-        registers=max((compilation.registers for compilation in runnable), default=0),
-        spilled_bytes=max((compilation.spilled_bytes for compilation in runnable), default=0),
         lost=list(dict.fromkeys(lost)),
         runs=launches == runnable_launches,
     )
@@ -158,22 +142,20 @@ def _compilation(name: str, choice: str, launch: int, kernel: Any) -> Compilatio
     from triton.runtime.cache import get_cache_manager
 
     metadata = kernel.metadata
-    registers, spilled = _register_use(kernel.asm["cubin"])
     return Compilation(
         name,
         choice,
         launch,
         threads=metadata.num_warps * 32,
         shared_bytes=metadata.shared,
-        registers=registers,
-        spilled_bytes=spilled,
+        registers=_count_registers(kernel.asm["cubin"]),
         tensor_memory_columns=getattr(metadata, "tmem_size", None) or 0,
         folder=Path(get_cache_manager(kernel.hash).cache_dir).name,
     )
 
 
-def _register_use(cubin: bytes) -> tuple[int, int]:
-    """Registers and bytes of stack of a thread, as Triton's own cuobjdump reads them from machine code."""
+def _count_registers(cubin: bytes) -> int:
+    """Registers of a thread, as Triton's own cuobjdump reads them from machine code."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -183,4 +165,4 @@ def _register_use(cubin: bytes) -> tuple[int, int]:
     use = _USAGE.search(text)
     if use is None:
         raise RuntimeError(f"cuobjdump names no registers: {text.strip()[-200:]}")
-    return int(use["registers"]), int(use["stack"])
+    return int(use["registers"])

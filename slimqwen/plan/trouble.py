@@ -9,11 +9,10 @@ from typing import Any, Literal
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import Version
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator
 
-from slimqwen.errors import SlimqwenError
-from slimqwen.plan import yaml_file
 from slimqwen.plan.facts import Plan
+from slimqwen.records import settings
 
 FILE = Path("eval") / "known_trouble.yaml"
 """Relative to the repository."""
@@ -23,11 +22,7 @@ _COMPARISON = re.compile(r"(<=|>=|<|>)\s*(-?[\d.]+)")
 _PATTERN = "~"
 
 
-class TroubleError(SlimqwenError):
-    """The list of known trouble cannot be read."""
-
-
-class Trouble(BaseModel):
+class KnownTrouble(BaseModel):
     """One kind of known trouble."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -158,16 +153,14 @@ def _holds(fact: Any, condition: Any) -> bool:
     )
 
 
-def read(root: Path) -> list[Trouble]:
-    """The known trouble of a repository.
-
-    Raises:
-        TroubleError: the file is missing, is not YAML, or breaks its schema.
-    """
-    return yaml_file.read(root, FILE, list[Trouble], TroubleError)
+def read_known_trouble(root: Path) -> list[KnownTrouble]:
+    """The known trouble of a repository; a SettingsError where the file cannot be used."""
+    form = TypeAdapter(list[KnownTrouble])
+    missing = f"is missing; `git checkout {FILE}` restores it"
+    return settings.read(root / FILE, root, form.validate_python, missing=missing)
 
 
-def matches(plan: Plan, known: Sequence[Trouble]) -> list[Trouble]:
+def match_trouble(plan: Plan, known: Sequence[KnownTrouble]) -> list[KnownTrouble]:
     """The known trouble whose conditions hold for a plan; trouble that ends the server comes first."""
     return sorted(
         (trouble for trouble in known if trouble.applies_to(plan)),

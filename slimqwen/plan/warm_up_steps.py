@@ -10,7 +10,6 @@ on that GPU, and each Triton kernel is launched with the dtypes, strides and con
 import contextlib
 import functools
 import os
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,12 +53,11 @@ def compile_kernels(
         Exception: vLLM's model runner cannot be made.
     """
     left_out = list(_NOT_COVERED)
-    operators: Counter[str] = Counter()
     compilations: list[triton_kernels.Compilation] = []
     if config.use_v2_model_runner:
         os.environ["TRITON_CACHE_DIR"] = str(cache)
         triton_cache.find_beside_group_file()
-        with _patched_driver(operators), triton_kernels.compiled_not_launched() as compilations:
+        with _patched_driver(), triton_kernels.compiled_not_launched() as compilations:
             _run_warm_up(config, target, draft, layout, left_out)
     else:
         left_out.append("all of them: this is not vLLM's V2 model runner")
@@ -67,9 +65,7 @@ def compile_kernels(
     folders = sorted({compilation.folder for compilation in compilations if compilation.folder})
     kernels = TritonKernels(
         target=f"sm_{major}{minor}",
-        shared_memory_bytes=gpu.shared_memory_kib * 2**10,
-        kernels=triton_kernels.summarise(compilations, gpu),
-        operators=sorted(operators),
+        kernels=triton_kernels.summarise_kernels(compilations, gpu),
         left_out=list(dict.fromkeys(left_out)),
         forms=len(folders),
         compiled_at_start=len(set(folders) - set(baked)),
@@ -188,7 +184,7 @@ def _output_buffer(
 
 
 @contextlib.contextmanager
-def _patched_driver(operators: Counter[str]) -> Iterator[None]:
+def _patched_driver() -> Iterator[None]:
     """Replace what asks the driver past `simulated_gpu` during steps; libraries of FlashInfer do nothing."""
     import torch
     from flashinfer.jit.core import JitSpec
@@ -218,7 +214,7 @@ def _patched_driver(operators: Counter[str]) -> Iterator[None]:
         view = functools.partial(torch.empty_like, device="meta")
         patches.enter_context(patch.object(buffer_utils, "get_accelerator_view_from_cpu_tensor", view))
         patches.enter_context(meta_device.meta_for_cuda())
-        patches.enter_context(meta_device.operators(operators, {_SCHEDULE_OPERATOR: _schedule}))
+        patches.enter_context(meta_device.python_operators({_SCHEDULE_OPERATOR: _schedule}))
         yield
 
 

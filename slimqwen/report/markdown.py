@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from slimqwen.analysis import plan
 from slimqwen.errors import SlimqwenError
+from slimqwen.plan.record import overview_table
 from slimqwen.records import registry, store
 from slimqwen.records.table import Table
 from slimqwen.report import tables
@@ -29,8 +29,7 @@ TABLES: Mapping[str, tuple[str, Callable[..., Sequence[Table]]]] = MappingProxyT
             "BASELINE VARIANT",
             lambda root, *names: tables.comparison_tables(*(root / "experiments" / name for name in names)),
         ),
-        "plans": ("", lambda root: [plan.overview_table(root)]),
-        "kernels": ("", lambda root: [plan.kernels_overview(root)]),
+        "plans": ("", lambda root: [overview_table(root)]),
         "summary": ("BASELINE VARIANT", lambda root, *names: [tables.summary_table(root, *names)]),
     }
 )

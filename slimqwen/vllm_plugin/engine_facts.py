@@ -13,8 +13,6 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from slimqwen.vllm_plugin import start_log
-
 logger = logging.getLogger(__name__)
 
 VARIABLE = "SLIMQWEN_PLAN"
@@ -65,20 +63,20 @@ class EngineFacts:
         return {**backend_facts(attention_layers(config)), **graph_facts(config, self.model_runner)}
 
 
-def read() -> PlanExpectation | None:
+def read_expectation() -> PlanExpectation | None:
     """The planned facts of the server in this process; None without a plan."""
     text = os.environ.get(VARIABLE)
     return PlanExpectation.model_validate_json(text) if text else None
 
 
-async def state(app: Any) -> dict[str, Any]:
+async def collect_facts(app: Any) -> dict[str, Any]:
     """Every fact of the engine of vLLM's started application."""
     config = app.state.vllm_config
     (worker, *_) = await app.state.engine_client.collective_rpc(EngineFacts.slimqwen_engine_facts.__name__)
     return {**config_facts(config), **cache_facts(config), **worker}
 
 
-def differences(expected: PlanExpectation, actual: Mapping[str, Any]) -> list[str]:
+def list_differences(expected: PlanExpectation, actual: Mapping[str, Any]) -> list[str]:
     """A line for each fact that is not as planned: its name, the planned value, the actual one."""
     return [
         f"{name}: planned {planned}, actual {actual.get(name, 'not stated')}"
@@ -181,22 +179,19 @@ def captured_sizes(manager: Any) -> dict[str, list[int]]:
     return {mode.name: sorted({graph.num_tokens for graph in graphs}) for mode, graphs in kinds.items()}
 
 
-async def hold_against_plan(app: Any) -> bool:
-    """Compare the started engine with its plan: log the differences, and record the start in .cache/starts.jsonl.
+async def compare_with_plan(app: Any) -> bool:
+    """Compare the started engine with its plan and log the differences.
 
     Returns:
         False if it differs although REQUIRE_PLAN=1.
     """
-    expected = read()
+    expected = read_expectation()
     if expected is None:
         return True
-    actual: dict[str, Any] = {}
     try:
-        actual = await state(app)
-        lines = differences(expected, actual)
+        lines = list_differences(expected, await collect_facts(app))
     except Exception as error:
         lines = [f"nothing could be compared: {error!r}"]
-    _record(expected, actual, lines)
     for line in lines:
         logger.warning("Not as planned (%s): %s", expected.plan, line)
     if not lines:
@@ -209,19 +204,3 @@ async def hold_against_plan(app: Any) -> bool:
             "; ".join(lines),
         )
     return not (lines and expected.required)
-
-
-def _record(expected: PlanExpectation, actual: Mapping[str, Any], lines: list[str]) -> None:
-    start = start_log.Start(
-        time=start_log.utc_now(),
-        variant=expected.variant,
-        plan=expected.plan,
-        required=expected.required,
-        planned=expected.facts,
-        actual={name: actual[name] for name in expected.facts if name in actual},
-        differences=lines,
-    )
-    try:
-        start_log.append(start)
-    except OSError as error:
-        logger.warning("This start is not in %s: %s", start_log.FILE, error)

@@ -133,7 +133,7 @@ class Readiness:
         engine.generate = cut_answers.cut_outputs(engine.generate, self._end_reason)
 
     async def _warm_up(self, app: Any) -> None:
-        if not await engine_facts.hold_against_plan(app) and not self._is_draining:
+        if not await engine_facts.compare_with_plan(app) and not self._is_draining:
             await self._fail()
         try:
             await self._warm(app)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from slimqwen import checkpoint, variant
-from slimqwen.analysis.plan import PlanRecord
 from slimqwen.checkpoint.files import file_records, sha256
 from slimqwen.image import ImageError, context
+from slimqwen.plan.record import PlanRecord
 from slimqwen.records import provenance
 from slimqwen.serving import baked_cache
 from slimqwen.serving.command import ServerCommand
@@ -152,7 +152,7 @@ def test_a_cache_of_another_checkpoint_flags_or_versions_is_refused_with_the_dif
     assert "copy it from the other host together with the archive" in refused()
 
 
-def test_an_image_holds_the_newest_plan_of_each_device_and_what_a_start_reads_with_it(repository):
+def test_an_image_holds_the_newest_record_of_its_plans_and_what_a_start_reads_with_it(repository):
     (repository / "eval").mkdir(exist_ok=True)
     (repository / "eval" / "known_trouble.yaml").write_text("[]")
     (repository / "results").mkdir()
@@ -166,8 +166,6 @@ def test_an_image_holds_the_newest_plan_of_each_device_and_what_a_start_reads_wi
         record = PlanRecord(
             variant=name,
             plans=(example.plan(gpu=gpu),),
-            trouble=(),
-            toolkit_hidden=False,
             provenance=provenance.circumstances(
                 variant.repository_root(), ["slimqwen"], "2026-11-22T20:00:00Z"
             ),
@@ -177,7 +175,7 @@ def test_an_image_holds_the_newest_plan_of_each_device_and_what_a_start_reads_wi
         written[day, name] = file
     served = context.gather(variant.load("child", repository), "cpu").served
     plans = {name for name in served if name.startswith("results/")}
-    assert plans == {written[22, "child"], written[20, "child"]}
+    assert plans == {written[22, "child"]}
     assert "eval/known_trouble.yaml" in served
 
 

@@ -64,13 +64,11 @@ def test_an_image_whose_cache_lacks_what_its_gpu_is_planned_to_compile_has_a_fau
     content, monkeypatch, capability, libraries, kernels, faults
 ):
     plan = example.plan(backend="FLASHINFER", libraries=("prefill",))
-    forms = TritonKernels(
-        target="sm_86", shared_memory_bytes=101_376, kernels=[], operators=[], left_out=[], forms=2
-    )
+    forms = TritonKernels(target="sm_86", kernels=[], left_out=[], forms=2, compiled_at_start=0)
     plan = plan.model_copy(update={"kernels": forms})
-    monkeypatch.setattr(verify.start_plan, "find_all", lambda command, toolkit: {"a10g": plan})
-    model = gpu_model.load(variant.repository_root(), "a10g")
-    monkeypatch.setattr(verify.gpu_model, "read", lambda root: {"a10g": model})
+    monkeypatch.setattr(verify.start, "find_plans", lambda command, toolkit: {"a10g": plan})
+    model = gpu_model.load_gpu_model(variant.repository_root(), "a10g")
+    monkeypatch.setattr(verify.gpu_model, "read_gpu_models", lambda root: {"a10g": model})
     cache = baked_cache.BakedCache(
         machine={"compute capability": capability}, device="", flags={}, environment={}, graphs={},
         files={f"triton/{number}/k.cubin": "ab" for number in range(kernels)},

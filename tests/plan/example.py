@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 
-from slimqwen.analysis.plan import PlanRecord
 from slimqwen.plan.facts import (
     EngineConfig,
     Graphs,
@@ -17,6 +16,7 @@ from slimqwen.plan.facts import (
     TritonKernel,
     TritonKernels,
 )
+from slimqwen.plan.record import PlanRecord
 from slimqwen.records import provenance
 from slimqwen.vllm_plugin.engine_facts import AttentionLayers
 
@@ -62,7 +62,7 @@ def plan(
     return Plan(
         variant="v",
         gpu=gpu,
-        simulated=True,
+        planned="2026-01-01T00:00:00Z",
         vllm=vllm,
         checkpoint="weights/v",
         flags={
@@ -118,32 +118,24 @@ def plan(
 def record(root, *plans, ended="2026-01-01T00:00:00Z"):
     """The record of plans of a variant."""
     circumstances = provenance.circumstances(root, ["slimqwen", "plan"], "2026-01-01T00:00:00Z")
-    return PlanRecord(
-        variant="v",
-        plans=plans,
-        trouble=(),
-        toolkit_hidden=True,
-        provenance=circumstances.model_copy(update={"ended": ended}),
-    )
+    return PlanRecord(variant="v", plans=plans, provenance=circumstances.model_copy(update={"ended": ended}))
 
 
 def kernels(*, runs=True, lost=("num_stages=4",)):
     """One kernel that loses choices of twelve on an A10G, and one that loses none."""
     reason = "needs 131852 bytes of shared memory, the GPU has 101376"
-    compiled = {"shared_bytes": 1024, "registers": 32, "spilled_bytes": 0}
     return TritonKernels(
         target="sm_86",
-        shared_memory_bytes=101_376,
         kernels=[
             TritonKernel(
                 kernel="vllm.gdn.prefill",
                 compiled=12,
                 lost=[LostChoice(choice=choice, reason=reason) for choice in lost],
                 runs=runs,
-                **compiled,
             ),
-            TritonKernel(kernel="vllm.sample", compiled=2, lost=[], runs=True, **compiled),
+            TritonKernel(kernel="vllm.sample", compiled=2, lost=[], runs=True),
         ],
-        operators=["_C::marlin_gemm"],
         left_out=["kernels of FLASH_ATTN, which are not Triton's"],
+        forms=14,
+        compiled_at_start=14,
     )

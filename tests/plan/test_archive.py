@@ -23,7 +23,7 @@ import json, sys
 from pathlib import Path
 from slimqwen.plan import gpu_model, simulated_gpu
 from slimqwen.vllm_plugin import compile_watch
-simulated_gpu.install(gpu_model.load(Path(sys.argv[1]), "a10g"))
+simulated_gpu.simulate_gpu(gpu_model.load_gpu_model(Path(sys.argv[1]), "a10g"))
 from flashinfer.jit.sampling import gen_sampling_module
 compile_watch.load_flashinfer_libraries(Path(sys.argv[2]))
 spec = gen_sampling_module()
@@ -49,15 +49,15 @@ def root(tmp_path_factory):
 @pytest.fixture(scope="module")
 def archive(root):
     subject = variant.load(NAME, root)
-    return archives.make(subject, "a10g", subject.weights, log=root / "build.log")
+    return archives.make_archive(subject, "a10g", subject.weights, log=root / "build.log")
 
 
 def plan(root):
-    (planned,) = rehearsal.run(
+    (planned,) = rehearsal.rehearse_variants(
         root,
         [NAME],
         "a10g",
-        gpu_model.load(root, "a10g"),
+        gpu_model.load_gpu_model(root, "a10g"),
         log=root / "plan.log",
         toolkit=False,
         kernels=True,
@@ -71,7 +71,11 @@ def test_the_plan_of_a_variant_with_the_archive_says_that_nothing_is_left_to_com
     assert archive.baked.machine["compute capability"] == "8.6"
     planned = plan(root)
     assert [(module.libraries, module.baked) for module in planned.jit] == [(["sampling"], True)]
-    assert not [entry for entry in trouble.matches(planned, trouble.read(ROOT)) if entry.effect == "dies"]
+    assert not [
+        entry
+        for entry in trouble.match_trouble(planned, trouble.read_known_trouble(ROOT))
+        if entry.effect == "dies"
+    ]
     assert planned.kernels.forms == len(archive.baked.kernels) > 100
     assert planned.kernels.compiled_at_start == 0
 

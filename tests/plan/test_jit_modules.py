@@ -18,7 +18,9 @@ from tests.plan import example
 )
 def test_a_module_is_baked_where_the_cache_holds_all_its_libraries(libraries, cache, baked):
     plan = example.plan(backend="FLASHINFER", libraries=libraries, compiler=False)
-    modules = jit_modules.as_baked(plan.jit, cache)
+    modules = jit_modules.mark_baked(plan.jit, cache)
     assert [module.baked for module in modules] == [baked]
-    met = trouble.matches(plan.model_copy(update={"jit": modules}), trouble.read(repository_root()))
+    met = trouble.match_trouble(
+        plan.model_copy(update={"jit": modules}), trouble.read_known_trouble(repository_root())
+    )
     assert ("flashinfer-without-compiler" not in {entry.name for entry in met}) is baked

@@ -20,7 +20,7 @@ needs_cpu_build = pytest.mark.skipif(torch.version.cuda is not None, reason="thi
 @pytest.fixture(scope="module")
 def cpu_plans(tmp_path_factory):
     log = tmp_path_factory.mktemp("plans") / "plan.log"
-    plans = rehearsal.run(ROOT, ["tiny", "tiny-mtp4"], "cpu", None, log=log)
+    plans = rehearsal.rehearse_variants(ROOT, ["tiny", "tiny-mtp4"], "cpu", None, log=log)
     return {plan.variant: plan for plan in plans}
 
 
@@ -29,7 +29,7 @@ def test_a_cpu_variant_is_resolved_to_its_end(cpu_plans):
     for plan in cpu_plans.values():
         assert (plan.failed_at, plan.error) == (None, None)
         assert plan.loading.not_loaded["target"] == []
-        assert not plan.simulated
+        assert plan.gpu == "cpu"
     assert cpu_plans["tiny-mtp4"].loading.not_loaded["draft"] == []
     assert [layers.drafts for layers in cpu_plans["tiny-mtp4"].attention].count(True) == 1
     assert cpu_plans["tiny-mtp4"].graphs.decode_query_len == 5
@@ -78,7 +78,9 @@ def test_the_real_server_states_what_was_planned(cpu_plans, tiny_server):
 @needs_cpu_build
 def test_a_cpu_build_of_torch_is_refused_in_one_line(tmp_path):
     with pytest.raises(rehearsal.RehearsalError, match="CPU build"):
-        rehearsal.run(ROOT, ["cyankiwi"], "a10g", gpu_model.load(ROOT, "a10g"), log=tmp_path / "plan.log")
+        rehearsal.rehearse_variants(
+            ROOT, ["cyankiwi"], "a10g", gpu_model.load_gpu_model(ROOT, "a10g"), log=tmp_path / "plan.log"
+        )
 
 
 @pytest.fixture(scope="module")
@@ -135,8 +137,8 @@ FAULTS = {
 def faulty_plans(faulty_root):
     """Plans of all of them for an A10G in a host without nvcc and ninja."""
     log = faulty_root / "plan.log"
-    plans = rehearsal.run(
-        faulty_root, list(FAULTS), "a10g", gpu_model.load(ROOT, "a10g"), log=log, toolkit=False
+    plans = rehearsal.rehearse_variants(
+        faulty_root, list(FAULTS), "a10g", gpu_model.load_gpu_model(ROOT, "a10g"), log=log, toolkit=False
     )
     return {plan.variant: plan for plan in plans}
 
@@ -161,7 +163,9 @@ def faulty_plans(faulty_root):
 )
 def test_a_planted_fault_is_known_trouble_before_a_start(faulty_plans, fault, trouble_names):
     plan = faulty_plans[fault]
-    assert [entry.name for entry in trouble.matches(plan, trouble.read(ROOT))] == trouble_names, plan.error
+    assert [
+        entry.name for entry in trouble.match_trouble(plan, trouble.read_known_trouble(ROOT))
+    ] == trouble_names, plan.error
 
 
 @needs_cuda_build

@@ -72,7 +72,7 @@ def test_each_kind_of_linears_has_the_scheme_that_its_recipe_says(tensors_after)
 
 def test_a_written_checkpoint_is_read_like_any_other_and_takes_no_disk(tmp_path):
     shape = shapes.published_shape(ROOT, "cyankiwi")
-    shapes.write(shape, tmp_path / "cyankiwi", ROOT / "weights" / "tiny")
+    shapes.write_shape(shape, tmp_path / "cyankiwi", ROOT / "weights" / "tiny")
     file = tmp_path / "cyankiwi" / "model.safetensors"
     stored = {name: (info.dtype, info.shape) for name, info in list_tensors(file.parent).items()}
     assert stored == shape.tensors

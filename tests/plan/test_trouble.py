@@ -4,10 +4,11 @@ import pytest
 
 from slimqwen import variant
 from slimqwen.plan import trouble
+from slimqwen.records.settings import SettingsError
 from tests.plan.example import kernels, plan
 
 ROOT = variant.repository_root()
-KNOWN = trouble.read(ROOT)
+KNOWN = trouble.read_known_trouble(ROOT)
 ENTRY = "- {{name: x, vllm: {vllm}, when: {when}, effect: dies, description: d, instead: i, evidence: e}}\n"
 NO_KERNEL = (
     "ValueError: Failed to find a kernel that can implement the WNA16 linear layer. Reasons: CutlassW4A8"
@@ -22,12 +23,12 @@ NO_FP8_BACKEND = (
 
 
 def names(plan, effect):
-    return [entry.name for entry in trouble.matches(plan, KNOWN) if entry.effect == effect]
+    return [entry.name for entry in trouble.match_trouble(plan, KNOWN) if entry.effect == effect]
 
 
 def test_a_plan_that_follows_every_cure_is_free_of_trouble():
-    assert trouble.matches(plan(), KNOWN) == []
-    assert trouble.matches(plan(kernels=kernels()), KNOWN) == []
+    assert trouble.match_trouble(plan(), KNOWN) == []
+    assert trouble.match_trouble(plan(kernels=kernels()), KNOWN) == []
 
 
 @pytest.mark.parametrize(
@@ -101,8 +102,8 @@ def test_trouble_of_other_versions_is_not_met():
 def test_a_damaged_list_is_one_line(tmp_path, entry, reason):
     (tmp_path / "eval").mkdir()
     (tmp_path / trouble.FILE).write_text(entry)
-    with pytest.raises(trouble.TroubleError, match=reason):
-        trouble.read(tmp_path)
+    with pytest.raises(SettingsError, match=reason):
+        trouble.read_known_trouble(tmp_path)
 
 
 def test_every_entry_says_what_to_do_and_how_it_is_known():

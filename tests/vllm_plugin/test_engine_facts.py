@@ -8,12 +8,11 @@ import httpx
 import pytest
 
 from slimqwen import variant
-from slimqwen.analysis import start_plan
-from slimqwen.plan import rehearsal
+from slimqwen.plan import rehearsal, start
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
 from slimqwen.serving.server import free_port, run_server
-from slimqwen.vllm_plugin import engine_facts, start_log
+from slimqwen.vllm_plugin import engine_facts
 from slimqwen.vllm_plugin.engine_facts import AttentionLayers, PlanExpectation
 
 PLAN = "vLLM 0.32.0 on a10g"
@@ -22,8 +21,8 @@ FACTS = {"block_size": 544, "graph_mode": "FULL_AND_PIECEWISE", "kv_tokens": 100
 
 def test_a_fact_that_differs_is_one_line_with_both_values():
     expected = PlanExpectation(variant="v", plan=PLAN, facts=FACTS)
-    assert engine_facts.differences(expected, FACTS | {"quantization": None}) == []
-    assert engine_facts.differences(expected, {"block_size": 1088, "kv_tokens": 1000}) == [
+    assert engine_facts.list_differences(expected, FACTS | {"quantization": None}) == []
+    assert engine_facts.list_differences(expected, {"block_size": 1088, "kv_tokens": 1000}) == [
         "block_size: planned 544, actual 1088",
         "graph_mode: planned FULL_AND_PIECEWISE, actual not stated",
     ]
@@ -32,7 +31,7 @@ def test_a_fact_that_differs_is_one_line_with_both_values():
 @pytest.mark.parametrize(("tokens", "agrees"), [(900, True), (1100, True), (899, False), (1101, False)])
 def test_a_number_that_a_plan_assumes_may_differ_by_its_tolerance(tokens, agrees):
     expected = PlanExpectation(variant="v", plan=PLAN, facts=FACTS, tolerances={"kv_tokens": 0.1})
-    assert (engine_facts.differences(expected, FACTS | {"kv_tokens": tokens}) == []) is agrees
+    assert (engine_facts.list_differences(expected, FACTS | {"kv_tokens": tokens}) == []) is agrees
 
 
 class Attention:
@@ -90,43 +89,24 @@ def test_layers_of_one_kind_and_backend_are_one_fact():
     ],
 )
 def test_a_start_that_differs_is_printed_and_fails_only_where_the_plan_is_required(
-    monkeypatch, caplog, tmp_path, block_size, required, holds, said
+    monkeypatch, caplog, block_size, required, holds, said
 ):
-    async def state(app):
+    async def collect(app):
         if block_size is None:
             raise RuntimeError("the engine is gone")
         return FACTS | {"block_size": block_size}
 
     expected = PlanExpectation(variant="v", plan=PLAN, facts=FACTS, required=required)
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(engine_facts.VARIABLE, expected.model_dump_json())
-    monkeypatch.setattr(engine_facts, "state", state)
+    monkeypatch.setattr(engine_facts, "collect_facts", collect)
     with caplog.at_level(logging.INFO, "slimqwen"):
-        assert asyncio.run(engine_facts.hold_against_plan(SimpleNamespace())) is holds
+        assert asyncio.run(engine_facts.compare_with_plan(SimpleNamespace())) is holds
     assert said in caplog.text
-    (start,) = start_log.read(tmp_path / start_log.FILE)
-    assert bool(start.differences) is (block_size != 544)
-    assert start.actual == ({} if block_size is None else FACTS | {"block_size": block_size})
-
-
-def test_a_start_whose_log_cannot_be_written_goes_on(monkeypatch, caplog, tmp_path):
-    async def state(app):
-        return FACTS
-
-    (tmp_path / ".cache").write_text("not a folder")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(
-        engine_facts.VARIABLE, PlanExpectation(variant="v", plan=PLAN, facts=FACTS).model_dump_json()
-    )
-    monkeypatch.setattr(engine_facts, "state", state)
-    with caplog.at_level(logging.WARNING, "slimqwen"):
-        assert asyncio.run(engine_facts.hold_against_plan(SimpleNamespace()))
-    assert "This start is not in .cache/starts.jsonl" in caplog.text
 
 
 def test_without_a_plan_nothing_is_asked_of_the_engine(monkeypatch):
     monkeypatch.delenv(engine_facts.VARIABLE, raising=False)
-    assert asyncio.run(engine_facts.hold_against_plan(SimpleNamespace()))
+    assert asyncio.run(engine_facts.compare_with_plan(SimpleNamespace()))
 
 
 @pytest.fixture(scope="module")
@@ -134,8 +114,8 @@ def planned_starts(tmp_path_factory):
     """The commands of a CPU server with and without drafts, and what its plan says of each."""
     log = tmp_path_factory.mktemp("plans") / "plan.log"
     names = ("tiny", "tiny-mtp4")
-    plans = rehearsal.run(variant.repository_root(), names, "cpu", None, log=log)
-    expected = [start_plan.expectation(plan, required=True) for plan in plans]
+    plans = rehearsal.rehearse_variants(variant.repository_root(), names, "cpu", None, log=log)
+    expected = [start.expect_facts(plan, required=True) for plan in plans]
     return {
         name: (ServerCommand.resolve(variant.load(name), port=free_port(), platform="cpu"), facts)
         for name, facts in zip(names, expected, strict=True)
@@ -152,9 +132,6 @@ def test_a_start_agrees_with_its_plan_in_every_fact(planned_starts, tmp_path):
     with run_server(command.compared_with_plan(expected), log=tmp_path / "vllm.log") as server:
         labels = httpx.get(f"{server.base_url}/metrics", trust_env=False).text
     assert f"all of {len(expected.facts)} facts" in (tmp_path / "vllm.log").read_text()
-    start = start_log.read(command.variant.root / start_log.FILE)[-1]
-    assert (start.variant, start.differences) == ("tiny-mtp4", [])
-    assert start.actual == start.planned == expected.facts
     # What the comparison reads is what /metrics states.
     assert f'num_gpu_blocks="{expected.facts["kv_blocks"]}"' in labels
     assert f'block_size="{expected.facts["block_size"]}"' in labels
@@ -176,6 +153,3 @@ def test_a_start_that_is_not_as_planned_never_becomes_ready_where_the_plan_is_re
         pass
     # Every other fact of this start agrees with its plan.
     assert (tmp_path / "vllm.log").read_text().count("Not as planned") == 1
-    start = start_log.read(command.variant.root / start_log.FILE)[-1]
-    assert start.differences == [f"block_size: planned 17, actual {actual}"]
-    assert (start.variant, start.required, start.actual["block_size"]) == ("tiny", True, actual)

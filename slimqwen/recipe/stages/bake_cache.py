@@ -166,18 +166,20 @@ def _build_libraries(command: ServerCommand, cache_root: Path, progress: Progres
     if device is None:
         raise ServingError(
             f"no GPU here to compile the graphs of {variant.name} on; bake it on a GPU host, or compile "
-            f"here what takes none: `slimqwen plan compile --variant {variant.name} --gpu NAME`"
+            f"here what takes none: `slimqwen plan --compile --variant {variant.name} --gpu NAME`"
         )
-    names = [name for name, model in gpu_model.read(variant.root).items() if model.name == device.name]
+    names = [
+        name for name, model in gpu_model.read_gpu_models(variant.root).items() if model.name == device.name
+    ]
     if not names:
         raise ServingError(f"{gpu_model.FILE} does not list {device.name}; add its data there")
     log = cache_root / "libraries.log"
     try:
-        _, build = rehearsal.build(
+        _, build = rehearsal.compile_for_gpu(
             variant.root,
             variant.name,
             names[0],
-            gpu_model.load(variant.root, names[0]),
+            gpu_model.load_gpu_model(variant.root, names[0]),
             cache_root,
             log=log,
             kernels=False,

@@ -10,11 +10,11 @@ from types import MappingProxyType
 import pytest
 
 from slimqwen import variant
-from slimqwen.analysis import start_plan
-from slimqwen.analysis.plan import MissingPlanError, PlanRecord
 from slimqwen.cli import serve
-from slimqwen.cli.plan import consult, consult_target
-from slimqwen.plan import gpu_model, rehearsal, trouble
+from slimqwen.cli.plan import check_image_plans, find_recorded_plan
+from slimqwen.plan import gpu_model, rehearsal, start, trouble
+from slimqwen.plan.record import has_toolkit, list_recorded_plans
+from slimqwen.plan.start import MissingPlanError
 from slimqwen.records import store
 from slimqwen.serving import baked_cache, checks, cuda_toolkit, gpu
 from slimqwen.serving.command import ServerCommand
@@ -54,7 +54,12 @@ def record(resolve, tmp_path):
     def write(command, second=0, changes=MappingProxyType({}), **kind):
         fields = {"flags": rehearsal.decisive_flags(command), **changes}
         plan = example.plan(**kind).model_copy(update=fields)
-        made = example.record(tmp_path, plan, ended=f"2026-11-22T20:00:0{second}Z")
+        others = [
+            each
+            for each in list_recorded_plans(tmp_path, "v")
+            if (each.gpu, has_toolkit(each)) != (plan.gpu, has_toolkit(plan))
+        ]
+        made = example.record(tmp_path, *others, plan, ended=f"2026-11-22T20:00:0{second}Z")
         store.write(tmp_path / "results", made)
         return plan
 
@@ -66,16 +71,16 @@ def test_the_newest_plan_that_fits_the_start_counts(resolve, record):
     record(command, 0, {"checkpoint": "first"})
     record(command, 1, {"checkpoint": "second"})
     record(command, 2, {"checkpoint": "third"}, gpu="l4")
-    assert start_plan.gpu_here(command) == "a10g"
-    assert start_plan.find(command, "a10g", toolkit=True).checkpoint == "second"
-    plans = start_plan.find_all(command, toolkit=True)
+    assert start.name_gpu_here(command) == "a10g"
+    assert start.find_plan(command, "a10g", toolkit=True).checkpoint == "second"
+    plans = start.find_plans(command, toolkit=True)
     assert [(name, plan.checkpoint) for name, plan in plans.items()] == [("a10g", "second"), ("l4", "third")]
 
 
 def test_without_a_plan_the_command_that_makes_one_is_named(resolve):
     command = resolve()
     with pytest.raises(MissingPlanError, match="`slimqwen plan --variant v --gpu a10g --toolkit` makes one"):
-        start_plan.find(command, "a10g", toolkit=True)
+        start.find_plan(command, "a10g", toolkit=True)
 
 
 @pytest.mark.parametrize(
@@ -88,28 +93,28 @@ def test_without_a_plan_the_command_that_makes_one_is_named(resolve):
 def test_a_plan_for_another_start_does_not_count(resolve, record, changes, reason):
     command = resolve()
     record(command, changes=changes)
-    with pytest.raises(MissingPlanError, match=rf"on a10g that fits: the newest was {reason}"):
-        start_plan.find(command, "a10g", toolkit=True)
+    with pytest.raises(MissingPlanError, match=rf"on a10g that fits: it was {reason}"):
+        start.find_plan(command, "a10g", toolkit=True)
 
 
 def test_a_line_written_into_the_config_env_takes_the_plan_away(resolve, record):
     record(resolve(), backend="FLASHINFER", kv_cache_dtype="fp8")
     cured = resolve(kv_cache_dtype="auto")
     with pytest.raises(MissingPlanError, match="made with other values of kv-cache-dtype;"):
-        start_plan.find(cured, "a10g", toolkit=True)
+        start.find_plan(cured, "a10g", toolkit=True)
 
 
 def test_a_gpu_that_is_not_listed_has_no_plan(resolve, monkeypatch):
     monkeypatch.setattr(gpu, "all_gpus", lambda: [dataclasses.replace(A10G, name="NVIDIA T4")])
     with pytest.raises(MissingPlanError, match=r"no plan on NVIDIA T4: eval/simulated_gpus\.yaml"):
-        start_plan.gpu_here(resolve())
+        start.name_gpu_here(resolve())
 
 
 @pytest.mark.parametrize("line", ["", "ALLOW_UNSAFE=1"])
 def test_a_plan_that_dies_is_refused_in_one_line_with_the_cure(resolve, record, line):
     command = resolve(line)
     plan = record(command, backend="FLASHINFER", kv_cache_dtype="fp8", compiler=False)
-    dies = start_plan.start_trouble(plan, command).dies
+    dies = start.match_start_trouble(plan, command).dies
     if command.allow_unsafe:
         checks.refuse_trouble(command, dies)
         return
@@ -124,16 +129,16 @@ def test_a_plan_for_a_host_with_another_toolkit_does_not_count(resolve, record, 
     command = resolve()
     record(command, 0, backend="FLASHINFER", compiler=not toolkit)
     with pytest.raises(MissingPlanError, match=r"was made for a host with(out)? nvcc and ninja"):
-        start_plan.find(command, "a10g", toolkit=toolkit)
+        start.find_plan(command, "a10g", toolkit=toolkit)
     record(command, 1, backend="FLASHINFER", compiler=toolkit)
-    plan = start_plan.find(command, "a10g", toolkit=toolkit)
-    assert bool(start_plan.start_trouble(plan, command).dies) is not toolkit
+    plan = start.find_plan(command, "a10g", toolkit=toolkit)
+    assert bool(start.match_start_trouble(plan, command).dies) is not toolkit
 
 
 def test_what_a_start_costs_is_one_line_each_with_the_cure(resolve, record, capfd):
     command = resolve()
     record(command, backend="FLASHINFER", kv_cache_dtype="fp8", full=())
-    plan, dies = consult(command)
+    plan, dies = find_recorded_plan(command)
     assert (plan.gpu, list(dies)) == ("a10g", [])
     said = " ".join(capfd.readouterr().err.split())
     assert "Known trouble: a10g: FP8 KV on this GPU means FlashInfer" in said
@@ -142,28 +147,28 @@ def test_what_a_start_costs_is_one_line_each_with_the_cure(resolve, record, capf
 
 def test_a_required_plan_that_is_missing_refuses_the_start(resolve):
     with pytest.raises(ServingError, match=r"REQUIRE_PLAN=1, and no plan of v on a10g"):
-        consult(resolve("REQUIRE_PLAN=1"))
+        find_recorded_plan(resolve("REQUIRE_PLAN=1"))
 
 
 def test_an_image_is_refused_where_its_server_dies_on_every_planned_gpu(resolve, record, capfd):
     command = resolve()
     record(command, 0, failed_at="KV cache", error="ValueError: too long")
     with pytest.raises(ServingError, match=r"die on a10g: The KV cache .*\(ValueError: too long\)"):
-        consult_target(command)
+        check_image_plans(command)
     record(command, 1, gpu="l4", kv_cache_dtype="fp8")
-    consult_target(command)
+    check_image_plans(command)
     assert "would die on a10g" in " ".join(capfd.readouterr().err.split())
 
 
 def test_what_a_gpu_start_measures_may_differ_by_the_overhead_that_its_plan_assumes(resolve, record):
     plan = record(resolve())
-    expected = start_plan.expectation(plan, required=False)
+    expected = start.expect_facts(plan, required=False)
     assert expected.facts["captured_graphs"] == plan.graphs.captured
     assert expected.facts["kv_tokens"] == plan.kv_cache.tokens
     assert set(expected.tolerances) == {"kv_blocks", "kv_tokens", "sequences_at_max_model_len"}
     assert expected.tolerances["kv_tokens"] == pytest.approx(1.5 * 2**30 / plan.kv_cache.available_bytes)
     pinned = plan.model_copy(update={"flags": {**plan.flags, "kv-cache-memory-bytes": "1"}})
-    assert not start_plan.expectation(pinned, required=False).tolerances
+    assert not start.expect_facts(pinned, required=False).tolerances
 
 
 def test_serve_hands_the_plan_of_the_start_to_vllm(resolve, record, tmp_path, monkeypatch):
@@ -173,13 +178,13 @@ def test_serve_hands_the_plan_of_the_start_to_vllm(resolve, record, tmp_path, mo
     started = []
     monkeypatch.setattr(os, "chdir", lambda folder: None)
     monkeypatch.setattr(os, "execve", lambda *words: started.append(words))
-    monkeypatch.setattr(start_plan, "find", lambda command, name, toolkit: plan)
+    monkeypatch.setattr(start, "find_plan", lambda command, name, toolkit: plan)
 
     serve.serve(one, port=free_port(), platform="cpu", require_plan="1")
 
     ((_, argv, environment),) = started
     expected = engine_facts.PlanExpectation.model_validate_json(environment[engine_facts.VARIABLE])
-    assert expected == start_plan.expectation(plan, required=True)
+    assert expected == start.expect_facts(plan, required=True)
     assert "slimqwen.vllm_plugin.engine_facts.EngineFacts" in argv
 
 
@@ -205,13 +210,6 @@ def test_require_plan_is_refused_before_anything_starts(resolve, tmp_path):
     assert ended.stderr.strip().splitlines()[-1].startswith("error: REQUIRE_PLAN=1, and no plan of v on cpu")
 
 
-def test_records_of_a_variant_are_listed_newest_first(resolve, record, tmp_path):
-    command = resolve()
-    for second in (1, 3, 2):
-        record(command, second)
-    assert [path.stem[-2] for path in store.results(tmp_path, PlanRecord, "v")] == ["3", "2", "1"]
-
-
 def with_libraries(command, *names, required=False):
     """The command with an archive that fits and holds these libraries of FlashInfer."""
     baked = baked_cache.BakedCache(
@@ -225,9 +223,9 @@ def with_libraries(command, *names, required=False):
 def test_a_module_whose_libraries_are_baked_needs_no_compiler(resolve, record):
     command = resolve()
     plan = record(command, backend="FLASHINFER", compiler=False, libraries=("prefill", "decode"))
-    (death,) = start_plan.start_trouble(plan, with_libraries(command, "prefill")).dies
+    (death,) = start.match_start_trouble(plan, with_libraries(command, "prefill")).dies
     assert "FlashInfer" in death.description
-    assert start_plan.start_trouble(plan, with_libraries(command, "prefill", "decode")).dies == ()
+    assert start.match_start_trouble(plan, with_libraries(command, "prefill", "decode")).dies == ()
 
 
 @pytest.mark.parametrize(
@@ -242,21 +240,21 @@ def test_a_start_that_requires_a_baked_cache_is_refused_for_a_module_that_it_lac
 ):
     command = resolve()
     plan = record(command, backend="FLASHINFER", libraries=planned)
-    start_plan.require_libraries(plan, with_libraries(command, *baked))
+    start.require_libraries(plan, with_libraries(command, *baked))
     with pytest.raises(
         ServingError, match=rf"^REQUIRE_BAKED=1 .* lacks FlashInfer attention \(chosen\).* on a10g; {cure}"
     ):
-        consult(with_libraries(command, *baked, required=True))
-    start_plan.require_libraries(plan, command)
+        find_recorded_plan(with_libraries(command, *baked, required=True))
+    start.require_libraries(plan, command)
     if planned:
-        consult(with_libraries(command, *planned, required=True))
+        find_recorded_plan(with_libraries(command, *planned, required=True))
 
 
 @pytest.mark.parametrize(("platform", "said"), [("cuda", "no plan of v on a10g"), ("cpu", "")])
 def test_a_start_without_a_plan_is_said_on_a_gpu_alone(resolve, tmp_path, capfd, platform, said):
     resolve("VLLM_CPU_KVCACHE_SPACE=1", kv_cache_dtype="auto")
     command = ServerCommand.resolve(variant.load("v", tmp_path), platform=platform)
-    assert consult(command) == (None, ())
+    assert find_recorded_plan(command) == (None, ())
     printed = " ".join(capfd.readouterr().err.split())
     assert said in printed
     assert bool(printed) is bool(said)

@@ -1,30 +1,27 @@
 """The plan of a start: the newest record that fits a server's command, its trouble, and the facts of a started engine.
 
-A plan takes twenty seconds, so a start makes none: it reads the newest record of results/ for this device, this version
+A plan takes twenty seconds, so a start makes none: it reads the plan of the newest record for this device, this version
 of vLLM and these flags, on a host with or without a CUDA toolkit like this one.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 
-from slimqwen.analysis.plan import (
-    CPU,
-    MissingPlanError,
-    has_toolkit,
-    is_of_installed_vllm,
-    recorded_plans,
-)
+from slimqwen.errors import SlimqwenError
 from slimqwen.plan import gpu_model, jit_modules, rehearsal, resolution, trouble
 from slimqwen.plan.facts import JitModule, Plan
-from slimqwen.records.table import Table
+from slimqwen.plan.record import CPU, has_toolkit, is_of_installed_vllm, list_recorded_plans
 from slimqwen.serving import checks, cuda_toolkit, gpu
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
-from slimqwen.vllm_plugin import engine_facts, start_log
+from slimqwen.vllm_plugin import engine_facts
 
 _LISTED_NAMES = 4
+
+
+class MissingPlanError(SlimqwenError):
+    """No plan of a variant on a device has been recorded."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,7 @@ class StartTrouble:
     costs: tuple[str, ...]
 
 
-def gpu_here(command: ServerCommand) -> str:
+def name_gpu_here(command: ServerCommand) -> str:
     """Short name of the device on which the command would serve here; cpu for a CPU.
 
     Raises:
@@ -51,7 +48,7 @@ def gpu_here(command: ServerCommand) -> str:
     device = gpu.first_visible(command.variables)
     if device is None:
         raise MissingPlanError("no GPU here to look up a plan for")
-    for name, model in gpu_model.read(command.variant.root).items():
+    for name, model in gpu_model.read_gpu_models(command.variant.root).items():
         if model.name == device.name:
             return name
     raise MissingPlanError(f"no plan on {device.name}: {gpu_model.FILE} does not list it; add its data there")
@@ -62,40 +59,41 @@ def has_toolkit_here(command: ServerCommand) -> bool:
     return command.platform == "cuda" and not cuda_toolkit.missing(command.process_environment())
 
 
-def find_all(command: ServerCommand, *, toolkit: bool) -> dict[str, Plan]:
-    """The newest recorded plan that fits a server's command, by device of its platform.
+def find_plans(command: ServerCommand, *, toolkit: bool) -> dict[str, Plan]:
+    """The recorded plans that fit a server's command, by device of its platform.
 
     Args:
         toolkit: whether the planned host has nvcc and ninja.
     """
     flags = rehearsal.decisive_flags(command)
-    plans: dict[str, Plan] = {}
-    for plan in recorded_plans(command.variant.root, command.variant.name):
-        of_platform = (plan.gpu == CPU) == (command.platform == "cpu")
-        if of_platform and plan.gpu not in plans and _misfit(plan, flags, toolkit) is None:
-            plans[plan.gpu] = plan
-    return dict(sorted(plans.items()))
+    recorded = list_recorded_plans(command.variant.root, command.variant.name)
+    return {
+        plan.gpu: plan
+        for plan in recorded
+        if (plan.gpu == CPU) == (command.platform == "cpu") and _misfit(plan, flags, toolkit) is None
+    }
 
 
-def find(command: ServerCommand, gpu_name: str, *, toolkit: bool) -> Plan:
-    """The newest recorded plan of a device for this version of vLLM, these flags and such a host.
+def find_plan(command: ServerCommand, gpu_name: str, *, toolkit: bool) -> Plan:
+    """The recorded plan of a device for this version of vLLM, these flags and such a host.
 
     Args:
         gpu_name: short name of the GPU model, or cpu.
         toolkit: whether the host has nvcc and ninja, which changes vLLM's choices.
 
     Raises:
-        MissingPlanError: there is none; names the misfit of the newest, and the command that makes one.
+        MissingPlanError: there is none; names the misfit of another, and the command that makes one.
     """
     flags = rehearsal.decisive_flags(command)
     name = command.variant.name
     misfits: list[str] = []
-    for plan in recorded_plans(command.variant.root, name):
+    for plan in list_recorded_plans(command.variant.root, name):
         if plan.gpu == gpu_name:
             misfit = _misfit(plan, flags, toolkit)
             if misfit is None:
                 return plan
-            misfits.append(misfit)
+            # Another value of a flag says more than another kind of host, which has a plan of its own.
+            misfits.insert(0 if has_toolkit(plan) == toolkit else len(misfits), misfit)
     reason = f" that fits: {misfits[0]}" if misfits else ""
     raise MissingPlanError(
         f"no plan of {name} on {gpu_name}{reason}; "
@@ -103,13 +101,13 @@ def find(command: ServerCommand, gpu_name: str, *, toolkit: bool) -> Plan:
     )
 
 
-def start_trouble(plan: Plan, command: ServerCommand) -> StartTrouble:
+def match_start_trouble(plan: Plan, command: ServerCommand) -> StartTrouble:
     """The known trouble of a start by its plan, given the libraries of its compile cache."""
     plan = plan.model_copy(update={"jit": _modules(plan, command)})
     error = f" ({plan.error})" if plan.error else ""
     dies: list[checks.Trouble] = []
     costs: list[str] = []
-    for entry in trouble.matches(plan, trouble.read(command.variant.root)):
+    for entry in trouble.match_trouble(plan, trouble.read_known_trouble(command.variant.root)):
         fact = f"{plan.gpu}: {entry.description.rstrip('.')}"
         if entry.effect == "dies":
             dies.append(checks.Trouble(f"would die on {fact}{error}", entry.instead, entry.evidence))
@@ -143,10 +141,10 @@ def require_libraries(plan: Plan, command: ServerCommand) -> None:
 
 def _modules(plan: Plan, command: ServerCommand) -> list[JitModule]:
     """Modules of a plan; those in this start's compile cache count as baked."""
-    return jit_modules.as_baked(plan.jit, command.cache.libraries if command.cache else ())
+    return jit_modules.mark_baked(plan.jit, command.cache.libraries if command.cache else ())
 
 
-def expectation(plan: Plan, *, required: bool) -> engine_facts.PlanExpectation:
+def expect_facts(plan: Plan, *, required: bool) -> engine_facts.PlanExpectation:
     """The facts expected of a started engine: those of its plan that the engine reports.
 
     Args:
@@ -183,22 +181,6 @@ def expectation(plan: Plan, *, required: bool) -> engine_facts.PlanExpectation:
     )
 
 
-def starts_table(root: Path) -> Table:
-    """Every start of this repository that was compared with a plan, the newest first, with the differences."""
-    return Table.from_rows(
-        "Starts compared with their plans",
-        reversed(start_log.read(root / start_log.FILE)),
-        {
-            "time": lambda start: start.time,
-            "variant": lambda start: start.variant,
-            "plan": lambda start: start.plan,
-            "differences": lambda start: "; ".join(start.differences) or None,
-            "facts": lambda start: len(start.planned),
-        },
-        text_columns=4,
-    )
-
-
 def _misfit(plan: Plan, flags: Mapping[str, str], toolkit: bool) -> str | None:
     """The reason why a plan does not fit this start; None if it fits.
 
@@ -207,13 +189,13 @@ def _misfit(plan: Plan, flags: Mapping[str, str], toolkit: bool) -> str | None:
         toolkit: whether the host of this start has nvcc and ninja.
     """
     if not is_of_installed_vllm(plan):
-        return f"the newest was made for vLLM {plan.vllm}, this environment has {version('vllm')}"
+        return f"it was made for vLLM {plan.vllm}, this environment has {version('vllm')}"
     if plan.toolkit is not None and has_toolkit(plan) != toolkit:
-        return f"the newest was made for a host {'without' if toolkit else 'with'} nvcc and ninja"
+        return f"it was made for a host {'without' if toolkit else 'with'} nvcc and ninja"
     changed = sorted(
         name for name in flags.keys() | plan.flags.keys() if flags.get(name) != plan.flags.get(name)
     )
     if not changed:
         return None
     others = f" and {len(changed) - _LISTED_NAMES} more" if len(changed) > _LISTED_NAMES else ""
-    return f"the newest was made with other values of {', '.join(changed[:_LISTED_NAMES])}{others}"
+    return f"it was made with other values of {', '.join(changed[:_LISTED_NAMES])}{others}"

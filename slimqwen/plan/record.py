@@ -1,0 +1,274 @@
+"""Plans of a variant as a record: for each device the newest predicted configuration of vLLM, with its tables."""
+
+from collections.abc import Iterable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from packaging.version import Version
+from pydantic import Field
+
+from slimqwen.plan import gpu_model, rehearsal, trouble
+from slimqwen.plan.facts import Plan, TritonKernels
+from slimqwen.progress import Progress, silent
+from slimqwen.records import provenance, store
+from slimqwen.records.figures import Figure
+from slimqwen.records.record import Record
+from slimqwen.records.table import Table
+from slimqwen.variant import Variant, names
+
+DEFAULT_GPUS = ("a10g", "rtx-3090", "l4", "h100", "b200", "rtx-5090")
+CPU = "cpu"
+
+_KERNEL_SUFFIX = "LinearKernel"
+"""Ending of the names of vLLM's quantised kernels, which tables leave out."""
+
+_OVERVIEW = (
+    "attention",
+    "graphs",
+    "4-bit kernel",
+    "Gated DeltaNet prefill",
+    "compiled at first use",
+)
+"""Facts of the overview of all plans."""
+
+
+class PlanRecord(Record):
+    """What one variant will be on each of several devices, on hosts with a CUDA toolkit and without."""
+
+    kind = "plan"
+    version = 2
+    verb = "plan"
+    looked_up = True
+
+    plans: tuple[Plan, ...] = Field(min_length=1, description="the newest of each device and kind of host")
+
+    def figures(self) -> dict[str, Figure]:
+        """None: a prediction measures nothing."""
+        return {}
+
+    def tables(self, path: Path) -> list[Table]:
+        """The devices side by side, and the Triton kernels that they cannot run."""
+        return plan_tables(self.variant, self.plans)
+
+
+def make_plans(
+    variants: Sequence[Variant],
+    gpus: Sequence[str],
+    *,
+    hide_toolkit: bool,
+    log_folder: Path,
+    kernels: bool = False,
+    progress: Progress = silent,
+) -> dict[str, list[Plan]]:
+    """Plan variants on GPUs that are simulated, or on this machine's CPU.
+
+    Args:
+        variants: of one repository.
+        gpus: short names of GPU models, or `CPU`.
+        hide_toolkit: whether to plan for a host without nvcc and ninja.
+        log_folder: folder for the output of vLLM, one file per GPU.
+        kernels: whether to compile the Triton kernels that simulated GPUs would run.
+        progress: receives (activity, variants done, variants).
+
+    Returns:
+        Plans by name of the variant, in the order of `gpus`.
+
+    Raises:
+        GpuModelError: a GPU that is not listed.
+        RehearsalError: this environment cannot simulate a GPU.
+    """
+    root = variants[0].root
+    by_variant: dict[str, list[Plan]] = {variant.name: [] for variant in variants}
+    models = {name: None if name == CPU else gpu_model.load_gpu_model(root, name) for name in gpus}
+    for name, model in models.items():
+        plans = rehearsal.rehearse_variants(
+            root,
+            list(by_variant),
+            name,
+            model,
+            log=log_folder / f"plan-{name}.log",
+            toolkit=not hide_toolkit,
+            kernels=kernels,
+            progress=progress,
+        )
+        for plan in plans:
+            by_variant[plan.variant].append(plan)
+    return by_variant
+
+
+def write_plans(variant: Variant, plans: Sequence[Plan], *, command: Sequence[str], started: str) -> Path:
+    """Write new plans of a variant, beside those of the last record for other devices and hosts.
+
+    A plan without Triton kernels keeps those of the plan that it replaces, if both are of one vLLM with the same flags.
+    """
+    by_host = {_host(plan): plan for plan in list_recorded_plans(variant.root, variant.name)}
+    for plan in plans:
+        before = by_host.get(_host(plan))
+        if before and plan.kernels is None and _decisive_facts(plan) == _decisive_facts(before):
+            plan = plan.model_copy(update={"kernels": before.kernels})
+        by_host[_host(plan)] = plan
+    record = PlanRecord(
+        variant=variant.name,
+        plans=tuple(by_host[host] for host in sorted(by_host)),
+        provenance=provenance.circumstances(variant.root, command, started),
+    )
+    return store.write(variant.root / "results", record)
+
+
+def _host(plan: Plan) -> tuple[str, bool]:
+    return plan.gpu, has_toolkit(plan)
+
+
+def _decisive_facts(plan: Plan) -> tuple[object, ...]:
+    return plan.vllm, plan.checkpoint, plan.flags
+
+
+def list_recorded_plans(root: Path, variant: str) -> Sequence[Plan]:
+    """The plans of a variant's newest record; none without a record."""
+    for path in store.results(root, PlanRecord, variant):
+        return store.read(path, PlanRecord).plans
+    return ()
+
+
+def find_gpu_plan(root: Path, variant: str, gpu: str, *, toolkit: bool = False) -> Plan | None:
+    """The recorded plan of a variant on a GPU by the installed version of vLLM; None if there is none.
+
+    Args:
+        gpu: short name of the GPU model.
+        toolkit: whether the plan is for a host with nvcc and ninja.
+    """
+    for plan in list_recorded_plans(root, variant):
+        if _host(plan) == (gpu, toolkit) and is_of_installed_vllm(plan):
+            return plan
+    return None
+
+
+def is_of_installed_vllm(plan: Plan) -> bool:
+    """Whether a plan is by the installed version: its CPU build plans the same for a GPU as its CUDA build."""
+    return Version(plan.vllm).public == Version(version("vllm")).public
+
+
+def has_toolkit(plan: Plan) -> bool:
+    """Whether a plan is for a host with nvcc and ninja."""
+    return plan.toolkit is not None and plan.toolkit.nvcc and plan.toolkit.ninja
+
+
+def overview_table(root: Path) -> Table:
+    """Plans of every variant on `DEFAULT_GPUS` without a toolkit; variants and GPUs with equal facts share a row."""
+    known = trouble.read_known_trouble(root)
+    plans = [plan for name in names(root) for gpu in DEFAULT_GPUS if (plan := find_gpu_plan(root, name, gpu))]
+    gpus: dict[tuple[str, ...], list[str]] = {}  # by variant and facts
+    for plan in plans:
+        gpus.setdefault((plan.variant, *_overview_cells(plan, known)), []).append(plan.gpu)
+    variants: dict[tuple[str, ...], list[str]] = {}  # by GPUs and facts
+    for (name, *cells), on in gpus.items():
+        variants.setdefault((", ".join(on), *cells), []).append(name)
+    rows = tuple((", ".join(same), *cells) for cells, same in variants.items())
+    columns = ("variants", "GPUs", *_OVERVIEW, "dies", "costs")
+    return Table("Plans", columns, rows, _notes(plans), text_columns=len(columns))
+
+
+def _overview_cells(plan: Plan, known: Sequence[trouble.KnownTrouble]) -> tuple[str, ...]:
+    facts, entries = list_facts(plan), trouble.match_trouble(plan, known)
+    effects = (
+        _words(entry.name for entry in entries if entry.effect == effect) for effect in ("dies", "costs")
+    )
+    return *(facts[name] for name in _OVERVIEW), *(effect or "-" for effect in effects)
+
+
+def plan_tables(variant: str, plans: Sequence[Plan]) -> list[Table]:
+    """Plans of a variant side by side; where Triton kernels were compiled, those that lose choices."""
+    hosts = [f"{plan.gpu}{', toolkit' if has_toolkit(plan) else ''}" for plan in plans]
+    facts = [list_facts(plan) for plan in plans]
+    rows = tuple((name, *(column[name] for column in facts)) for name in facts[0])
+    columns = ("fact", *hosts)
+    tables = [Table(f"Plan of {variant}", columns, rows, _notes(plans), text_columns=len(columns))]
+    lost = tuple(
+        (host, kernel.kernel.rpartition(".")[2], f"{len(kernel.lost)} of {kernel.compiled}", reasons)
+        for host, plan in zip(hosts, plans, strict=True)
+        for kernel in (plan.kernels.kernels if plan.kernels else ())
+        if (reasons := "; ".join(dict.fromkeys(choice.reason for choice in kernel.lost)))
+    )
+    left_out = dict.fromkeys(line for plan in plans if plan.kernels for line in plan.kernels.left_out)
+    if lost or left_out:
+        notes = (f"Not compiled: {'; '.join(left_out)}.",)
+        headings = ("GPU", "Triton kernel", "choices that cannot run", "why")
+        tables.append(Table("Triton kernels", headings, lost, notes, text_columns=len(headings)))
+    return tables
+
+
+def trouble_table(plans: Sequence[Plan], known: Sequence[trouble.KnownTrouble]) -> Table:
+    """What is known to go wrong with plans, and what to do instead."""
+    rows = tuple(
+        (plan.gpu, entry.effect, entry.description, entry.instead)
+        for plan in plans
+        for entry in trouble.match_trouble(plan, known)
+    )
+    return Table("Known trouble", ("GPU", "effect", "what happens", "instead"), rows, text_columns=4)
+
+
+def list_facts(plan: Plan) -> dict[str, str]:
+    """The facts of a plan as text, by name; a dash for an unresolved fact."""
+    engine, cache, graphs = plan.engine, plan.kv_cache, plan.graphs
+    values: dict[str, Any] = {
+        "attention": _words(layers.backend for layers in plan.attention if not layers.prefill),
+        "attention of drafts": _words(layers.backend for layers in plan.attention if layers.drafts),
+        "Gated DeltaNet prefill": _words(layers.prefill for layers in plan.attention if layers.prefill),
+        "4-bit kernel": _words(
+            group.kernel.removesuffix(_KERNEL_SUFFIX)
+            for group in plan.linears
+            if group.kernel.endswith(_KERNEL_SUFFIX)
+        ),
+        "graphs": graphs and graphs.mode,
+        "tokens of full graphs": graphs and _sizes(graphs.captured.get("FULL", [])),
+        "tokens of a verify step": graphs and graphs.decode_query_len,
+        "dtype": engine and engine.dtype,
+        "KV dtype": engine and engine.kv_cache_dtype,
+        "state dtype": engine and engine.state_dtype,
+        "block size": cache and cache.block_size,
+        "shortest prompt with a prefix hit": cache and cache.shortest_prompt_with_hit,
+        "KV tokens": cache and f"{cache.tokens:,}",
+        "sequences at full context": cache and f"{cache.sequences_at_max_model_len:.1f}",
+        "weights, GB": plan.weight_bytes and f"{sum(plan.weight_bytes.values()) / 1e9:.2f}",
+        "compiled at first use": _words(module.module for module in plan.jit if not module.baked),
+        "compiled ahead": _words(module.module for module in plan.jit if module.baked),
+        "Triton kernels": plan.kernels and _describe_kernels(plan.kernels),
+        "error": plan.error and f"{plan.failed_at}: {plan.error}",
+    }
+    return {name: str(value) if value else "-" for name, value in values.items()}
+
+
+def _describe_kernels(kernels: TritonKernels) -> str:
+    lost = sum(bool(kernel.lost) for kernel in kernels.kernels)
+    blocked = sum(not kernel.runs for kernel in kernels.kernels)
+    return (
+        f"{len(kernels.kernels)} for {kernels.target}, {lost} lose choices, {blocked} cannot run, "
+        f"a first start compiles {kernels.compiled_at_start or 'none'}"
+    )
+
+
+def _notes(plans: Sequence[Plan]) -> tuple[str, ...]:
+    """The versions of vLLM, the assumptions and the host of plans."""
+    from slimqwen.plan import resolution
+
+    notes = [
+        f"vLLM {' and '.join(sorted({plan.vllm for plan in plans}))} by its own code, without loading weights."
+    ]
+    if any(plan.gpu != CPU for plan in plans):
+        notes.append(
+            f"Simulated GPUs; {resolution.OVERHEAD_GIB:g} GiB assumed for activations, CUDA context and graphs."
+        )
+    if not any(map(has_toolkit, plans)):
+        notes.append("Hosts without nvcc and ninja.")
+    return (" ".join(notes),)
+
+
+def _words(names: Iterable[str]) -> str:
+    return ", ".join(sorted(set(names)))
+
+
+def _sizes(tokens: Sequence[int]) -> str:
+    if len(tokens) <= 8:
+        return " ".join(map(str, tokens))
+    return f"{tokens[0]} … {tokens[-1]} ({len(tokens)} sizes)"

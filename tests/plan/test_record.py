@@ -1,0 +1,173 @@
+"""Recorded plans: which one counts, the table of all, and what those of the committed variants have to show."""
+
+import re
+import shutil
+
+import pytest
+
+from slimqwen import variant
+from slimqwen.plan import gpu_model, trouble
+from slimqwen.plan import record as plans
+from slimqwen.plan.record import PlanRecord
+from slimqwen.records import store
+from slimqwen.report import markdown
+from tests.plan.example import kernels, plan
+
+ROOT = variant.repository_root()
+GPU_VARIANTS = [name for name in variant.names(ROOT) if variant.load(name, ROOT).platform == "cuda"]
+OWN_FAMILY = ("cyankiwi-best", "qwen3.5-4b-best")
+README_GPUS = re.compile(
+    r"^GPUs(?P<toolkit>, on a host with nvcc and ninja)?: (?P<names>[a-z0-9, -]+)\.$", re.MULTILINE
+)
+
+
+@pytest.fixture
+def root(tmp_path, add_variant):
+    shutil.copytree(ROOT / "eval", tmp_path / "eval")
+    add_variant("v", "PLATFORM=cuda\nVLLM_MODEL=weights/v\n")
+    return tmp_path
+
+
+def write(root, *made):
+    subject = variant.load("v", root)
+    path = plans.write_plans(subject, made, command=["x"], started="2026-01-01T00:00:00Z")
+    # A second record within the second would have its name.
+    earlier = path.with_name("plan_v_2025-01-01T00-00-00Z.json".replace("00-00-00Z", "000000Z"))
+    record = store.read(path, PlanRecord)
+    changed = record.provenance.model_copy(update={"ended": "2025-01-01T00:00:00Z"})
+    path.unlink()
+    earlier.unlink(missing_ok=True)
+    return store.write(root / "results", record.model_copy(update={"provenance": changed}))
+
+
+def test_the_newest_record_has_the_newest_plan_of_each_gpu_and_host(root):
+    write(root, plan(drafts=2, compiler=False), plan(gpu="h100", drafts=2, compiler=False))
+    path = write(root, plan(drafts=3, compiler=False))
+    path = write(root, plan(drafts=4, compiler=True))
+    found = {
+        (each.gpu, plans.has_toolkit(each)): each.engine.num_speculative_tokens
+        for each in store.read(path, PlanRecord).plans
+    }
+    assert found == {("a10g", False): 3, ("a10g", True): 4, ("h100", False): 2}
+    assert plans.find_gpu_plan(root, "v", "a10g", toolkit=True).engine.num_speculative_tokens == 4
+    assert plans.find_gpu_plan(root, "v", "a10g").engine.num_speculative_tokens == 3
+    assert plans.find_gpu_plan(root, "v", "l4") is None
+
+
+def test_a_plan_by_another_vllm_is_not_found(root):
+    write(root, plan(vllm="0.31.0", compiler=False))
+    assert plans.find_gpu_plan(root, "v", "a10g") is None
+
+
+@pytest.mark.parametrize(
+    ("change", "kept"), [({}, True), ({"flags": {}}, False), ({"vllm": "0.31.0"}, False)]
+)
+def test_a_plan_without_kernels_keeps_those_of_the_plan_that_it_replaces(root, change, kept):
+    write(root, plan(kernels=kernels()))
+    write(root, plan().model_copy(update=change))
+    [found] = plans.list_recorded_plans(root, "v")
+    assert (found.kernels is not None) == kept
+
+
+def test_gpus_and_variants_with_equal_facts_share_a_row_of_the_table(root, add_variant):
+    fp8 = plan(backend="FLASHINFER", kv_cache_dtype="fp8", full=(), compiler=False)
+    write(root, fp8, plan(gpu="h100", compiler=False), plan(gpu="l4", compiler=False))
+    table = plans.overview_table(root)
+    rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+    assert [(row["variants"], row["GPUs"], row["attention"], row["graphs"]) for row in rows] == [
+        ("v", "a10g", "FLASHINFER", "PIECEWISE"),
+        ("v", "l4, h100", "FLASH_ATTN", "FULL_AND_PIECEWISE"),
+    ]
+    assert [row["dies"] for row in rows] == ["flashinfer-without-compiler", "-"]
+    assert rows[0]["costs"] == "flashinfer-fp8-mtp-memory, fp8-kv-loses-full-graphs"
+    assert "without nvcc" in table.notes[0]
+
+
+def test_the_page_of_a_plan_has_its_facts_and_the_kernels_that_lose_choices():
+    made = [plan(kernels=kernels(), compiler=False), plan(gpu="l4", kernels=kernels(lost=()))]
+    facts, lost = plans.plan_tables("v", made)
+    assert facts.columns == ("fact", "a10g", "l4, toolkit")
+    by_name = {row[0]: row[1:] for row in facts.rows}
+    assert (
+        by_name["Triton kernels"][0] == "2 for sm_86, 1 lose choices, 0 cannot run, a first start compiles 14"
+    )
+    assert by_name["tokens of full graphs"][0] == "5 10 15 20 25 30 35 40"
+    reason = "needs 131852 bytes of shared memory, the GPU has 101376"
+    assert lost.rows == (("a10g", "prefill", "1 of 12", reason),)
+    assert lost.notes == ("Not compiled: kernels of FLASH_ATTN, which are not Triton's.",)
+    assert len(plans.plan_tables("v", [plan()])) == 1
+
+
+def test_known_trouble_is_listed_by_gpu_with_its_cure():
+    fp8 = plan(backend="FLASHINFER", kv_cache_dtype="fp8", compiler=False)
+    table = plans.trouble_table([fp8, plan(gpu="l4")], trouble.read_known_trouble(ROOT))
+    assert [row[:2] for row in table.rows] == [("a10g", "dies"), ("a10g", "costs")]
+    assert "VLLM_KV_CACHE_DTYPE=auto" in table.rows[0][3]
+
+
+def test_the_committed_table_is_made_of_the_records():
+    file = ROOT / "docs" / "plans.md"
+    assert markdown.fresh(ROOT, file) == file.read_text(encoding="utf-8")
+    _, _, table = file.read_text(encoding="utf-8").partition("<!-- table:plans -->")
+    rows = [line for line in table.splitlines() if line.startswith("| ")]
+    shown = [(row.split(" | ")[0].removeprefix("| "), row.split(" | ")[1]) for row in rows[1:]]
+    for name in GPU_VARIANTS:
+        for gpu in plans.DEFAULT_GPUS:
+            here = [row for row in shown if name in row[0].split(", ") and gpu in row[1].split(", ")]
+            assert len(here) == 1, (name, gpu)
+
+
+def named_gpus(name: str) -> tuple[list[str], bool]:
+    """GPUs that a variant's README names, and whether it asks for a CUDA toolkit there."""
+    match = README_GPUS.search((ROOT / "experiments" / name / "README.md").read_text(encoding="utf-8"))
+    assert match, f"experiments/{name}/README.md names no GPUs"
+    return match["names"].split(", "), match["toolkit"] is not None
+
+
+@pytest.mark.parametrize("name", GPU_VARIANTS)
+def test_a_gpu_variant_starts_on_each_gpu_of_its_readme(name):
+    """By plans of the vLLM of the lock, for the flags that it has now."""
+    from slimqwen.plan.rehearsal import decisive_flags
+    from slimqwen.serving.command import ServerCommand
+
+    gpus, toolkit = named_gpus(name)
+    flags = decisive_flags(ServerCommand.resolve(variant.load(name, ROOT), platform="cuda"))
+    assert set(gpus) <= set(gpu_model.read_gpu_models(ROOT))
+    for gpu in gpus:
+        recorded = plans.find_gpu_plan(ROOT, name, gpu, toolkit=toolkit)
+        entries = trouble.match_trouble(recorded, trouble.read_known_trouble(ROOT))
+        assert [entry.name for entry in entries if entry.effect == "dies"] == [], gpu
+        assert recorded.vllm == locked_vllm(), gpu
+        assert recorded.flags == flags, gpu
+
+
+def locked_vllm() -> str:
+    lock = (ROOT / "requirements" / "cuda.txt").read_text(encoding="utf-8")
+    return re.search(r"^vllm==([\w.]+)", lock, re.MULTILINE)[1]
+
+
+@pytest.mark.parametrize("name", OWN_FAMILY)
+def test_the_project_s_own_family_captures_each_verify_step_as_a_full_graph(name):
+    gpus, toolkit = named_gpus(name)
+    assert {"a10g", "rtx-3090", "l4", "h100"} <= set(gpus)
+    assert not toolkit
+    for gpu in gpus:
+        recorded = plans.find_gpu_plan(ROOT, name, gpu)
+        step = recorded.engine.num_speculative_tokens + 1
+        assert recorded.graphs.mode == "FULL_AND_PIECEWISE"
+        assert recorded.graphs.captured["FULL"] == [
+            step * count for count in range(1, recorded.engine.max_num_seqs + 1)
+        ]
+        assert trouble.match_trouble(recorded, trouble.read_known_trouble(ROOT)) == []
+        assert {layers.prefill for layers in recorded.attention} <= {"", "triton"}
+        assert {module.module for module in recorded.jit} <= {"Humming W4A16"}
+
+
+@pytest.mark.parametrize("page", ["cyankiwi", "cyankiwi-seq8-best", "cyankiwi-best"])
+def test_the_page_of_a_family_says_what_the_other_s_flags_cost(page):
+    text = (ROOT / "experiments" / page / "README.md").read_text(encoding="utf-8")
+    for name in ("cyankiwi-best", "cyankiwi-seq8-best"):
+        cache = plans.find_gpu_plan(ROOT, name, "a10g").kv_cache
+        assert f"{cache.sequences_at_max_model_len:.1f}" in text
+    reachable = plans.find_gpu_plan(ROOT, "cyankiwi-seq8-best", "a10g").kv_cache.shortest_prompt_with_hit
+    assert page != "cyankiwi-best" or f"{reachable:,} tokens" in text
