@@ -24,15 +24,10 @@ class NothingToCompileError(SlimqwenError):
 
 @dataclasses.dataclass(frozen=True)
 class Archive:
-    """A packed compile cache.
+    """A packed compile cache."""
 
-    Attributes:
-        plan: the variant's plan on the GPU model, which names the libraries and kernels.
-        baked: the archive's manifest, without graphs.
-    """
-
-    plan: Plan
-    baked: baked_cache.BakedCache
+    plan: Plan  # of the variant on the GPU model; names the libraries and kernels
+    baked: baked_cache.BakedCache  # the archive's manifest, without graphs
 
 
 def make_archive(
@@ -42,16 +37,13 @@ def make_archive(
 
     Args:
         variant: the variant; its checkpoint may be absent.
-        gpu_name: short name of the GPU model.
         destination: folder for the archive, its manifest, and a copy of the checkpoint's manifest if it exists.
         log: receives what vLLM and the compilers print.
-        progress: receives (activity, variants done, variants).
 
     Raises:
         GpuModelError: the GPU model is not listed.
         NothingToCompileError: there is nothing to compile ahead.
-        RehearsalError: a compiler is missing or failed, vLLM refuses the variant, it compiles no graphs, or torch is
-            a CPU build.
+        RehearsalError: as `rehearsal.compile_for_gpu`.
     """
     model = gpu_model.load_gpu_model(variant.root, gpu_name)
     with tempfile.TemporaryDirectory(prefix="slimqwen-compile-") as folder:

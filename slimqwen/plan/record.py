@@ -259,7 +259,7 @@ def _notes(plans: Sequence[Plan]) -> tuple[str, ...]:
         notes.append(
             f"Simulated GPUs; {resolution.OVERHEAD_GIB:g} GiB assumed for activations, CUDA context and graphs."
         )
-    if not any(map(has_toolkit, plans)):
+    if {has_toolkit(plan) for plan in plans if plan.toolkit is not None} == {False}:
         notes.append("Hosts without nvcc and ninja.")
     return (" ".join(notes),)
 

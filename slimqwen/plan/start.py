@@ -26,15 +26,10 @@ class MissingPlanError(SlimqwenError):
 
 @dataclass(frozen=True)
 class StartTrouble:
-    """Known trouble of a start, by its plan.
+    """Known trouble of a start, by its plan."""
 
-    Attributes:
-        dies: causes that would end the start.
-        costs: costs of the start, one line each, the cure last.
-    """
-
-    dies: tuple[checks.Trouble, ...]
-    costs: tuple[str, ...]
+    dies: tuple[checks.Trouble, ...]  # causes that would end the start
+    costs: tuple[str, ...]  # one line each, the cure last
 
 
 def name_gpu_here(command: ServerCommand) -> str:
@@ -60,11 +55,7 @@ def has_toolkit_here(command: ServerCommand) -> bool:
 
 
 def find_plans(command: ServerCommand, *, toolkit: bool) -> dict[str, Plan]:
-    """The recorded plans that fit a server's command, by device of its platform.
-
-    Args:
-        toolkit: whether the planned host has nvcc and ninja.
-    """
+    """The recorded plans that fit a server's command and such a host, by device of its platform."""
     flags = rehearsal.decisive_flags(command)
     recorded = list_recorded_plans(command.variant.root, command.variant.name)
     return {
@@ -145,11 +136,7 @@ def _modules(plan: Plan, command: ServerCommand) -> list[JitModule]:
 
 
 def expect_facts(plan: Plan, *, required: bool) -> engine_facts.PlanExpectation:
-    """The facts expected of a started engine: those of its plan that the engine reports.
-
-    Args:
-        required: whether the server ends if a fact differs.
-    """
+    """The facts of a plan that a started engine reports; `required`: the server ends if one differs."""
     facts: dict[str, object] = {}
     tolerances: dict[str, float] = {}
     if plan.engine is not None:

@@ -40,17 +40,13 @@ def compile_kernels(
 
     Args:
         config: vLLM's configuration, its blocks aligned and its graphs resolved.
-        target: the model on the meta device.
-        draft: its MTP head; None without drafts.
+        target: the model on the meta device; `draft` is its MTP head, None without drafts.
         layout: vLLM's layout of the KV cache.
         cache: Triton's cache.
         baked: folders of Triton's cache that an archive beside the checkpoint holds.
 
     Returns:
         The kernels, and the folders of Triton's cache that they are in.
-
-    Raises:
-        Exception: vLLM's model runner cannot be made.
     """
     left_out = list(_NOT_COVERED)
     compilations: list[triton_kernels.Compilation] = []
