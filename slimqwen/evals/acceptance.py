@@ -172,7 +172,7 @@ def measure(
     """
     speed_only.refuse(variant, "acceptance")
     started = provenance.utc_now()
-    settings = AcceptanceSettings.of_variant(variant, settings_name)
+    settings = AcceptanceSettings.load(settings_name, variant.root)
     baseline = variants.load(variant.baseline, variant.root) if variant.baseline else variant
     for side in (variant, baseline):
         side.require_weights()

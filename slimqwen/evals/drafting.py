@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from slimqwen.checkpoint.weights import has_mtp_head
 from slimqwen.evals import EvalError
 from slimqwen.progress import Progress, silent
-from slimqwen.records.settings import LimitSettings
+from slimqwen.records.settings import Settings
 from slimqwen.records.split import Split
 from slimqwen.serving import draft_counts, in_process
 from slimqwen.serving import platform as platforms
@@ -26,7 +26,7 @@ Item = Mapping[str, Any]
 "output_tokens", "seconds"}."""
 
 
-class AcceptanceSettings(LimitSettings):
+class AcceptanceSettings(Settings):
     """eval/acceptance/<name>.yaml, which explains each field."""
 
     folder: ClassVar[str] = "acceptance"

@@ -12,7 +12,7 @@ also compared layer by layer (`layer_error`).
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field
 
@@ -21,19 +21,22 @@ from slimqwen import variant as variants
 from slimqwen.evals import EvalError
 from slimqwen.evals.fidelity_figures import (
     FIGURE_NAMES,
+    PLAIN,
     FidelitySettings,
     Figures,
     LayerRow,
     Layers,
     Limits,
+    NoiseRatio,
     TextComparison,
     judge,
+    noise_ratios,
     summarise,
 )
 from slimqwen.progress import Progress, silent
 from slimqwen.recipe import variant_recipe
 from slimqwen.records import provenance, store
-from slimqwen.records.record import Block, Estimate, Table, VariantName, Verdict
+from slimqwen.records.record import Block, Estimate, NonNegative, Table, VariantName, Verdict
 from slimqwen.records.settings import SettingsName
 from slimqwen.records.split import Split, SplitRecord
 from slimqwen.serving import shared_server, speed_only
@@ -41,15 +44,15 @@ from slimqwen.serving.command import ServerCommand
 from slimqwen.stats.verdict import overall
 from slimqwen.variant import Variant
 
+_HEADINGS = {**FIGURE_NAMES, "joined_kl_nats": "KL of the texts joined, nats a token"}
 _WEIGHT_FLAGS = ("dtype", "kv-cache-dtype", "mamba-ssm-cache-dtype", "quantization")
 
 
-class AppliedLimits(Block, Limits):
-    """Limits of a record."""
+class Unchanged(Block):
+    """Distances of a variant with the baseline's checkpoint and dtypes, over those of the plain engine."""
 
-    weights: Literal["same_weights", "changed_weights"] = Field(
-        validation_alias="of", serialization_alias="of"
-    )
+    limit: NonNegative = Field(description="Largest ratio that passes.")
+    ratios: tuple[NoiseRatio, ...]
 
 
 class StageFigures(Figures):
@@ -62,11 +65,15 @@ class Fidelity(SplitRecord):
     """Distance of a variant's next-token distributions from its baseline's."""
 
     kind = "fidelity"
+    version = 2
     verb = "eval fidelity"
 
     baseline: VariantName = Field(description="The variant itself if it has none.")
     settings_name: SettingsName = Field(description="Settings: eval/fidelity/<plan>.yaml.")
-    limits: AppliedLimits
+    limits: Limits
+    unchanged: Unchanged | None = Field(
+        description="null where checkpoint or dtypes are not the baseline's, and in old records."
+    )
     modes: dict[str, Figures] = Field(min_length=1)
     verdicts: dict[str, dict[str, Verdict]] = Field(description="By mode and figure.")
     verdict: Verdict
@@ -76,8 +83,10 @@ class Fidelity(SplitRecord):
     stages: tuple[StageFigures, ...]
 
     def tables(self, path: Path) -> list[Table]:
-        """Figures beside the noise of the baseline against itself; quantised layers; figures of each stage."""
+        """Figures and limits; ratios of unchanged weights; quantised layers; figures of each stage."""
         tables = [self._figures_table(path)]
+        if self.unchanged:
+            tables.append(self._unchanged_table(self.unchanged))
         if self.layers:
             tables.append(self._layers_table(self.layers))
         if self.stages:
@@ -93,33 +102,23 @@ class Fidelity(SplitRecord):
         return tables
 
     def _figures_table(self, path: Path) -> Table:
-        baseline_records = (
-            (file, store.read(file, Fidelity))
-            for file in store.records(path.parent.parent / self.baseline, Fidelity)
-        )
-        noise_path, noise = next(
-            (each for each in baseline_records if each[1].split == self.split), (None, None)
-        )
-        noise_modes = noise.modes if noise else {}
         limits = {**self.limits.model_dump(), "joined_kl_nats": self.limits.kl_nats}
-        headings = {**FIGURE_NAMES, "joined_kl_nats": "KL of the texts joined, nats a token"}
         rows = [
             (
                 heading,
                 mode,
                 _cell(figures, name),
-                _cell(noise_modes.get(mode), name),
                 f"{limits[name]:g}",
                 str(self.verdicts[mode][name]),
             )
-            for name, heading in headings.items()
+            for name, heading in _HEADINGS.items()
             for mode, figures in self.modes.items()
             if name in self.verdicts[mode]
         ]
         first = next(iter(self.modes.values()))
         notes = [
             f"{first.positions_compared:,} positions of {first.texts_compared} of {first.texts} texts; bits per byte "
-            "of all texts. Noise: the baseline's weights in vLLM against themselves in transformers."
+            "of all texts."
         ]
         notes += [
             f"{mode}: over HTTP; KL of the likeliest {figures.top_k} tokens and of all others as one."
@@ -127,11 +126,23 @@ class Fidelity(SplitRecord):
             if figures.top_k is not None
         ]
         notes.append(provenance.source_note(self, path))
-        if noise and noise_path and noise_path != path:
-            notes.append(provenance.source_note(noise, noise_path))
         title = f"Fidelity of {self.variant} to {self.baseline}: {self.verdict}"
-        columns = ("figure", "mode", "value ± SE", "noise ± SE", "limit", "verdict")
-        return Table(title, columns, tuple(rows), tuple(notes), text_columns=2)
+        return Table(
+            title, ("figure", "mode", "value ± SE", "limit", "verdict"), tuple(rows), tuple(notes), 2
+        )
+
+    def _unchanged_table(self, unchanged: Unchanged) -> Table:
+        columns: dict[str, Callable[[NoiseRatio], object]] = {
+            "figure": lambda row: _HEADINGS[row.figure],
+            "mode": lambda row: row.mode,
+            "ratio": lambda row: f"{row.value:.2f}",
+            "95 % interval": lambda row: None if row.low is None else f"{row.low:.2f} to {row.high:.2f}",
+            "limit": lambda row: f"{unchanged.limit:g}",
+            "verdict": lambda row: row.verdict,
+        }
+        note = f"Distance from the baseline in float32, over that of the same weights in the mode {PLAIN}."
+        title = f"{self.variant} has the weights of {self.baseline}: distance over the noise of this machine"
+        return Table.from_rows(title, unchanged.ratios, columns, note, text_columns=2)
 
     def _layers_table(self, layers: Layers) -> Table:
         note = (
@@ -185,7 +196,7 @@ def measure(
     speed_only.refuse(variant, "fidelity")
     started = provenance.utc_now()
     root = variant.root
-    settings = FidelitySettings.of_variant(variant, settings_name)
+    settings = FidelitySettings.load(settings_name, variant.root)
     baseline = variants.load(variant.baseline, root) if variant.baseline else variant
     for side in (variant, baseline):
         side.require_weights()
@@ -218,20 +229,24 @@ def measure(
             progress=progress,
         )
     modes = summarise(texts)
-    is_same = checkpoint.digest(variant.weights) == checkpoint.digest(baseline.weights)
-    limits = settings.limits.same_weights if is_same else settings.limits.changed_weights
-    verdicts = {mode: judge(figures, limits) for mode, figures in modes.items()}
-    layer_verdicts = [layers.verdict] if layers else []
+    verdicts = {mode: judge(figures, settings.limits) for mode, figures in modes.items()}
+    other_verdicts = [layers.verdict] if layers else []
+    unchanged = None
+    if _has_same_model(variant, baseline):
+        limit = settings.unchanged_ratio
+        unchanged = Unchanged(limit=limit, ratios=tuple(noise_ratios(texts, limit)))
+        other_verdicts += [row.verdict for row in unchanged.ratios]
     record = Fidelity(
         variant=variant.name,
         baseline=baseline.name,
         settings_name=settings_name,
         split=split,
-        limits=AppliedLimits(weights="same_weights" if is_same else "changed_weights", **limits.model_dump()),
+        limits=settings.limits,
+        unchanged=unchanged,
         modes=modes,
         verdicts=verdicts,
         layers=layers,
-        verdict=overall([*(each for mode in verdicts.values() for each in mode.values()), *layer_verdicts]),
+        verdict=overall([*(each for mode in verdicts.values() for each in mode.values()), *other_verdicts]),
         stages=tuple(
             StageFigures(stage=stage, **summarise(compare(weights))["single"].as_json())
             for stage, weights in (_stage_outputs(variant) if stages else [])
@@ -245,6 +260,12 @@ def measure(
         ),
     )
     return store.write(records_folder or variant.folder, record, (each.as_item() for each in texts))
+
+
+def _has_same_model(variant: Variant, baseline: Variant) -> bool:
+    """Whether both have one checkpoint and the same dtypes, so that only roundings can differ."""
+    first, second = (weight_flags(ServerCommand.resolve(side).flags) for side in (variant, baseline))
+    return first == second and checkpoint.digest(variant.weights) == checkpoint.digest(baseline.weights)
 
 
 def _stage_outputs(variant: Variant) -> list[tuple[str, Path]]:

@@ -1,4 +1,10 @@
-"""Figures of fidelity: the comparison of each text, its summary over texts, the layers, and the limits for all."""
+"""Figures of fidelity: the comparison of each text, its summary over texts, the layers, and the limits for all.
+
+A person wrote the limits: what a change of weights may cost. A variant with its baseline's own checkpoint and dtypes
+may cost nothing, but two engines round differently, and by how much depends on the machine. Its distance from the
+baseline in float32 is therefore divided by that of the plainest engine (`PLAIN`: one text at a time, eager) on the same
+texts in the same run, and the ratio must lie below `unchanged_ratio`. The noise of a machine is in both and cancels.
+"""
 
 import math
 from collections.abc import Sequence
@@ -6,14 +12,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from slimqwen.records.record import Block, Count, Estimate, NonNegative, Positive, Verdict
-from slimqwen.records.settings import LimitSettings
+from slimqwen.records.record import Block, Count, Estimate, NonNegative, Positive, Share, Verdict
+from slimqwen.records.settings import Settings
 from slimqwen.stats import intervals
 
 MODES = ("single", "batched")
 """In-process modes: one text at a time; several at once with a token budget that splits their prefill into chunks."""
+
+PLAIN = "single"
+"""Mode whose distance from float32 is the noise of the machine."""
 
 SERVED = "served"
 """Mode over HTTP: several texts at once, by the variant's server with its whole config.env."""
@@ -27,6 +36,9 @@ HEAD_LOG_PROBABILITY = math.log(0.01)
 JOINED = "joined"
 """Name of the text that joins all texts up to the context's length; it repeats them, so every mean leaves it out."""
 
+_FLOAT32_NATS = 1e-6
+"""Divergence that float32 log-probabilities of a vocabulary resolve, nats a token."""
+
 FIGURE_NAMES = {
     "kl_nats": "KL, nats a token",
     "top1_disagreement": "top-1 disagreement",
@@ -37,8 +49,8 @@ FIGURE_NAMES = {
 }
 
 
-class Limits(BaseModel):
-    """Largest values that pass.
+class Limits(Block):
+    """Largest values that pass, whatever was changed.
 
     Attributes:
         kl_nats: mean KL(baseline || variant) in nats a token.
@@ -50,8 +62,6 @@ class Limits(BaseModel):
         bits_per_byte: growth in bits per byte.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
     kl_nats: float
     top1_disagreement: float
     regret_nats: float
@@ -60,16 +70,7 @@ class Limits(BaseModel):
     bits_per_byte: float
 
 
-class LimitsByChange(BaseModel):
-    """Limits for a variant with the baseline's weights, and for any other."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    same_weights: Limits
-    changed_weights: Limits
-
-
-class FidelitySettings(LimitSettings):
+class FidelitySettings(Settings):
     """eval/fidelity/<name>.yaml.
 
     Attributes:
@@ -78,6 +79,8 @@ class FidelitySettings(LimitSettings):
         batch: texts at once in the modes batched and served.
         layer_error_ratio: largest error of a quantised layer that passes, relative to round-to-nearest.
         limits: largest values that pass.
+        unchanged_ratio: most times that the distance from float32 of the plain engine may be reached in other modes by
+            a variant with the baseline's checkpoint and dtypes.
     """
 
     folder: ClassVar[str] = "fidelity"
@@ -86,7 +89,8 @@ class FidelitySettings(LimitSettings):
     prefix: str
     batch: int
     layer_error_ratio: float
-    limits: LimitsByChange
+    limits: Limits
+    unchanged_ratio: float = Field(gt=1)
 
 
 class Figures(Block):
@@ -111,6 +115,20 @@ class Figures(Block):
         default=None,
         description="Tokens of a position that are compared, the others as one; absent for all of them.",
     )
+
+
+class NoiseRatio(Block):
+    """A figure of unchanged weights in one mode, divided by the same figure of the plain engine."""
+
+    mode: str
+    figure: str
+    value: NonNegative
+    low: NonNegative | None = Field(description="Of its interval over texts; null for the joined text.")
+    high: NonNegative | None
+    p_value: Share | None = Field(
+        description="One-sided, that it is at least the limit; null for the joined text."
+    )
+    verdict: Verdict
 
 
 class LayerRow(Block):
@@ -186,6 +204,67 @@ def judge(figures: Figures, limits: Limits) -> dict[str, Verdict]:
         passed = figures.joined_kl_nats <= limits.kl_nats
         verdicts["joined_kl_nats"] = Verdict.PASS if passed else Verdict.FAIL
     return verdicts
+
+
+def noise_ratios(texts: Sequence[TextComparison], limit: float) -> list[NoiseRatio]:
+    """Compare the modes of one checkpoint with its `PLAIN` mode, text by text.
+
+    `_FLOAT32_NATS` is added on both sides, so that engines which are exact to float32 have the ratio 1. Over HTTP the
+    divergence counts the tail as one token, which makes its ratio smaller, never larger.
+
+    Args:
+        texts: of `PLAIN` and of other modes; no ratios follow from fewer than two.
+        limit: largest ratio that passes.
+    """
+    by_mode: dict[str, dict[str, TextComparison]] = {}
+    for each in texts:
+        by_mode.setdefault(each.mode, {})[each.name] = each
+    plain = by_mode.pop(PLAIN)
+    names = [name for name, each in plain.items() if name != JOINED and each.compared]
+    if len(names) < 2:
+        return []
+    rows = []
+    for mode, own in by_mode.items():
+        for figure in ("kl_nats", "head_delta_mean"):
+            sides = []
+            for side in (plain, own):
+                means, weights = zip(*(_nats(side[name], figure) for name in names), strict=True)
+                sides.append((means, weights))
+            (first, first_weights), (second, second_weights) = sides
+            values = first, second, first_weights, second_weights
+            ratio = intervals.paired_ratio(*values)
+            rows.append(
+                NoiseRatio(
+                    mode=mode,
+                    figure=figure,
+                    value=ratio.value,
+                    low=ratio.low,
+                    high=ratio.high,
+                    p_value=intervals.paired_ratio_p_value(*values, limit, higher_is_better=False),
+                    verdict=Verdict.from_interval(ratio.low, ratio.high, limit, higher_is_better=False),
+                )
+            )
+        joined = _nats(own[JOINED], "kl_nats")[0] / _nats(plain[JOINED], "kl_nats")[0]
+        passed = Verdict.PASS if joined <= limit else Verdict.FAIL
+        rows.append(
+            NoiseRatio(
+                mode=mode,
+                figure="joined_kl_nats",
+                value=joined,
+                low=None,
+                high=None,
+                p_value=None,
+                verdict=passed,
+            )
+        )
+    return rows
+
+
+def _nats(text: TextComparison, figure: str) -> tuple[float, int]:
+    """The mean of a figure over the positions of a text, at least `_FLOAT32_NATS`, and their number."""
+    deltas = text.head_deltas
+    total, count = (text.kl_nats, text.compared) if figure == "kl_nats" else (sum(deltas), len(deltas))
+    return max(total, 0.0) / count + _FLOAT32_NATS if count else _FLOAT32_NATS, count
 
 
 def _figures(texts_and_joined: Sequence[TextComparison]) -> Figures:

@@ -39,7 +39,7 @@ from slimqwen.records.record import (
     Table,
     VariantName,
 )
-from slimqwen.records.settings import LimitSettings, SettingsName
+from slimqwen.records.settings import Settings, SettingsName
 from slimqwen.records.split import Side, Split, SplitRecord, split_of
 from slimqwen.serving import spawner, speed_only
 from slimqwen.serving.command import ServerCommand
@@ -48,10 +48,9 @@ from slimqwen.stats.verdict import Verdict, overall
 from slimqwen.variant import Variant
 
 CHECKS = ("fidelity", "acceptance", "quality", "engine")
-FIGURES_ON_CHARTS = {"fidelity": "mean KL, nats a token", "acceptance": "acceptance length / baseline's"}
 
 
-class GateSettings(LimitSettings):
+class GateSettings(Settings):
     """eval/gates/<name>.yaml: the settings of each check, by the name of a file in the check's own folder of eval/."""
 
     folder: ClassVar[str] = "gates"
@@ -142,11 +141,11 @@ def measure(
     """
     speed_only.refuse(variant, "the gate's checks")
     started = provenance.utc_now()
-    settings = GateSettings.of_variant(variant, settings_name)
+    settings = GateSettings.load(settings_name, variant.root)
     baseline = baseline_of(variant)
     options: dict[str, Any] = {"command": command, "progress": progress}
     sides = (baseline, variant)
-    depth = AcceptanceSettings.of_variant(variant, settings.acceptance).gate_depth
+    depth = AcceptanceSettings.load(settings.acceptance, variant.root).gate_depth
     evidence = {
         "fidelity": [
             find_reusable(variant, Fidelity, settings_name=settings.fidelity)
@@ -184,7 +183,7 @@ def conclude(
     Raises:
         SlimqwenError: a record is damaged.
     """
-    settings = GateSettings.of_variant(variant, settings_name)
+    settings = GateSettings.load(settings_name, variant.root)
     fidelity_record = store.read(evidence["fidelity"][0], Fidelity)
     findings = [
         *_fidelity_findings(fidelity_record),
@@ -335,6 +334,14 @@ def _fidelity_findings(record: Fidelity) -> Iterator[Finding]:
                 [each.p_value(limit) if each else 1.0 for each in estimates]
             ),
         )
+    if unchanged := record.unchanged:
+        for row in unchanged.ratios:
+            yield Finding(
+                gate="fidelity",
+                figure=f"{row.figure} of the mode {row.mode}, over the noise of this machine",
+                limit=unchanged.limit,
+                **row.model_dump(include={"value", "low", "high", "verdict", "p_value"}),
+            )
     joined = [each.joined_kl_nats for each in record.modes.values() if each.joined_kl_nats is not None]
     if joined:
         verdict = overall([verdicts["joined_kl_nats"] for verdicts in record.verdicts.values()])

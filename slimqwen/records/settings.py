@@ -8,7 +8,6 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from slimqwen.errors import SlimqwenError
-from slimqwen.variant import Variant
 
 Content = TypeVar("Content")
 
@@ -31,12 +30,11 @@ class Settings(BaseModel):
     name: str = ""
 
     @classmethod
-    def load(cls, name: str, root: Path, cure: str | None = None) -> Self:
+    def load(cls, name: str, root: Path) -> Self:
         """Read eval/<folder>/<name>.yaml of a repository.
 
         Args:
             name: name of the file without its suffix.
-            cure: cure in the message for a missing file; by default the existing files.
 
         Raises:
             SettingsError: the file is missing, or a field is missing or wrong.
@@ -47,36 +45,12 @@ class Settings(BaseModel):
             file,
             root,
             lambda content: cls.model_validate({**content, "name": name}),
-            missing=f"does not exist; {cure or f'choose one of: {known}, or write that file'}",
+            missing=f"does not exist; choose one of: {known}, or write that file",
         )
 
     def file(self, root: Path) -> Path:
         """The file in a repository."""
         return root / "eval" / self.folder / f"{self.name}.yaml"
-
-
-class LimitSettings(Settings):
-    """Settings with limits that `slimqwen limits` measures and writes for the models of an EVALUATION.
-
-    Attributes:
-        record: the record that the limits come from, relative to the repository; empty for limits written by hand.
-    """
-
-    record: str = ""
-
-    @classmethod
-    def of_variant(cls, variant: Variant, name: str) -> Self:
-        """Read eval/<folder>/<name>.yaml for a variant.
-
-        Raises:
-            SettingsError: as for `load`; where the file of the variant's own EVALUATION is missing, the message names
-                the command that measures its limits.
-        """
-        own = variant.settings.get("EVALUATION")
-        cure = None
-        if own is not None and own.value == name:
-            cure = f"`slimqwen limits --variant {variant.baseline or variant.name}` measures its limits and writes it"
-        return cls.load(name, variant.root, cure)
 
 
 def read(file: Path, root: Path, build: Callable[[Any], Content], *, missing: str) -> Content:

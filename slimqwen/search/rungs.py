@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slimqwen import checkpoint
 from slimqwen import variant as variants
 from slimqwen.evals import acceptance_share, drafting, fidelity
 from slimqwen.evals.drafting import AcceptanceSettings, Item
-from slimqwen.evals.fidelity_figures import FidelitySettings, Figures, Limits, summarise
+from slimqwen.evals.fidelity_figures import FidelitySettings, Figures, summarise
 from slimqwen.evals.gate import GateSettings
 from slimqwen.progress import Progress
 from slimqwen.recipe import variant_recipe
@@ -41,11 +40,11 @@ class Budget:
         Raises:
             SettingsError: one of its files is missing or cannot be used; the error names the command that makes it.
         """
-        gate = GateSettings.of_variant(base, name)
+        gate = GateSettings.load(name, base.root)
         return cls(
             name,
-            FidelitySettings.of_variant(base, gate.fidelity),
-            AcceptanceSettings.of_variant(base, gate.acceptance),
+            FidelitySettings.load(gate.fidelity, base.root),
+            AcceptanceSettings.load(gate.acceptance, base.root),
             gate.split("search", base.root),
         )
 
@@ -59,7 +58,7 @@ class Budget:
         A rung passes a candidate whose interval merely reaches over the limit; few of these would pass a proof.
         """
         kl, share = trial.kl_nats, trial.acceptance_share
-        most, least = self.fidelity.limits.changed_weights.kl_nats, self.acceptance.least_share
+        most, least = self.fidelity.limits.kl_nats, self.acceptance.least_share
         return (
             trial.passed
             and (trial.worst_share or 0) <= 1
@@ -95,8 +94,7 @@ class Shares:
 
         The divergence over the joined texts has no interval, so its value counts.
         """
-        limits_by_change = budget.fidelity.limits
-        limits: Limits = limits_by_change.same_weights if answer["same"] else limits_by_change.changed_weights
+        limits = budget.fidelity.limits
         figures = Figures.model_validate(answer["figures"])
         values: dict[str, tuple[float, float]] = {}
         for name, limit in limits:
@@ -117,7 +115,7 @@ def compare_distributions(root: Path, argument: Mapping[str, Any], progress: Pro
         argument: {"overlay": folder, "base": name, "candidate": name, "budget": name, "deepest": K}.
 
     Returns:
-        {"figures": `Figures` as JSON, "same": whether the weights are the base's}.
+        {"figures": `Figures` as JSON}.
     """
     from slimqwen.evals import token_distributions
 
@@ -135,9 +133,7 @@ def compare_distributions(root: Path, argument: Mapping[str, Any], progress: Pro
         split=budget.split,
         progress=progress,
     )
-    figures = summarise(texts)["single"]
-    same = checkpoint.digest(variant.weights) == checkpoint.digest(base.weights)
-    return {"figures": figures.as_json(), "same": same}
+    return {"figures": summarise(texts)["single"].as_json()}
 
 
 def count_drafts(root: Path, argument: Mapping[str, Any], progress: Progress) -> list[dict[str, Any]]:

@@ -341,9 +341,15 @@ def p_value(
 
 
 def paired_ratio_p_value(
-    first: ArrayLike, second: ArrayLike, first_weights: ArrayLike, second_weights: ArrayLike, limit: float
+    first: ArrayLike,
+    second: ArrayLike,
+    first_weights: ArrayLike,
+    second_weights: ArrayLike,
+    limit: float,
+    *,
+    higher_is_better: bool = True,
 ) -> float:
-    """One-sided p-value of the hypothesis that the ratio of `paired_ratio` lies at a limit or below.
+    """One-sided p-value of the hypothesis that the ratio of `paired_ratio` lies at a limit or on its wrong side.
 
     It tests the mean of second - limit x first instead of their ratio, which needs no linearisation of the quotient
     (Fieller, J. R. Stat. Soc. B 16 (1954), 175-185); the variance is computed as in `mean`, from both sides of a unit.
@@ -353,7 +359,8 @@ def paired_ratio_p_value(
     first_mean, second_mean = np.average(a, weights=v), np.average(b, weights=w)
     residuals = w * (b - second_mean) / w.sum() - limit * v * (a - first_mean) / v.sum()
     error = math.sqrt(len(a) / (len(a) - 1) * float(np.sum(residuals**2)))
-    return p_value(float(second_mean - limit * first_mean), error, len(a), 0.0, higher_is_better=True)
+    distance = float(second_mean - limit * first_mean)
+    return p_value(distance, error, len(a), 0.0, higher_is_better=higher_is_better)
 
 
 def bootstrap_interval(

@@ -49,11 +49,6 @@ def run_here(monkeypatch, capfd):
         ("eval engine --variant nope", 3, UNKNOWN),
         ("bench soak --variant nope", 3, UNKNOWN),
         ("eval engine --variant nope --plan tinyworld", 3, UNKNOWN),  # former name of --settings
-        (
-            "gate sensitivity --variant nope --settings tinyworld --again tiny",
-            2,
-            UNKNOWN,
-        ),  # and of --rebatched
         ("variant promote --variant tiny", 2, "tiny is a baseline"),
         (f"{NEW.replace('new --base', 'tiny --base')}", 2, "experiments/tiny exists"),
         (f"{NEW.replace('--base tiny', '--base tinny')}", 2, "did you mean tiny?"),

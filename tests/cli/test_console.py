@@ -12,12 +12,10 @@ from slimqwen import variant
 from slimqwen.bench import soak
 from slimqwen.cli import app, bench, console, gate
 from slimqwen.evals import gate as evaluation
-from slimqwen.evals import gate_sensitivity
 from slimqwen.serving.errors import ServingError
 
 VERBS = {
     "gate check": (evaluation, "measure", gate),
-    "gate sensitivity": (gate_sensitivity, "measure", gate),
     "bench soak": (soak, "write", bench),
 }
 
@@ -42,7 +40,6 @@ def test_a_verdict_is_the_exit_code(monkeypatch, verb, outcome, code):
     ("error", "verb", "code", "message"),
     [
         (ServingError("no server; start one"), "gate check", 3, "error: no server; start one"),
-        (ServingError("no server; start one"), "gate sensitivity", 2, "error: no server; start one"),
         (KeyboardInterrupt(), "gate check", 130, "interrupted"),
     ],
 )
@@ -78,7 +75,6 @@ def test_sigterm_ends_a_command_as_ctrl_c_does(monkeypatch, capsys):
     [
         (["gate", "check"], 3, "Missing option '--variant'"),
         (["gate", "check", "--variant", "tiny-awq", "--no-such"], 3, "No such option"),
-        (["gate", "sensitivity", "--variant", "tiny-awq", "--seeds", "0"], 2, "greater than or equal to 1"),
         (["plan", "--gpu", "a10g"], 2, "name one variant with --variant, or take --all"),
         (
             ["sweep", "--variants", "a", "--measure", "gate", "--ray", "auto", "--width", "2"],

@@ -43,6 +43,7 @@ class Checks:
     def __init__(self) -> None:
         self.asked: list[tuple[str, str]] = []
         self.kl_nats = 0.001
+        self.noise_ratio: float | None = None
         self.layer_error_ratio = 1.0
         self.accepted = 8
         self.right = 200
@@ -71,11 +72,18 @@ class Checks:
             "rows": [{"layer": 0, "error": 0.1, "rounded_error": 0.1, "ratio": 1.0},
                      {"layer": 1, "error": 0.1 * ratio, "rounded_error": 0.1, "ratio": ratio}],
         }  # fmt: skip
+        unchanged, noise = None, Verdict.PASS
+        if value := self.noise_ratio:
+            noise = Verdict.PASS if value <= 2 else Verdict.FAIL
+            unchanged = {"limit": 2, "ratios": [{
+                "mode": "served", "figure": "kl_nats", "value": value, "low": value, "high": value, "p_value": 0.5,
+                "verdict": noise,
+            }]}  # fmt: skip
         record = {
-            "schema": "fidelity/1", "variant": one.name, "baseline": "tiny", "plan": settings_name,
-            "limits": {"of": "changed_weights", **dict(LIMITS)}, "modes": {"single": figures.as_json()},
+            "schema": "fidelity/2", "variant": one.name, "baseline": "tiny", "plan": settings_name,
+            "limits": LIMITS.as_json(), "unchanged": unchanged, "modes": {"single": figures.as_json()},
             "verdicts": {"single": verdicts},
-            "layers": layers, "verdict": overall([*verdicts.values(), layers["verdict"]]),
+            "layers": layers, "verdict": overall([*verdicts.values(), layers["verdict"], noise]),
             "stages": [], "provenance": self.described(one), "split": split_json(more),
         }  # fmt: skip
         return record_files.write(more.get("records_folder") or one.folder, record, [{"text": 1}])

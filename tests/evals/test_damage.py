@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from slimqwen import checkpoint
 from slimqwen.checkpoint.files import carry_all
 from slimqwen.evals import EvalError
-from slimqwen.evals.damage import SWAPPED_SHARE, Damage, damage
+from tests.evals.damage import SWAPPED_SHARE, Damage, damage
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "weights" / "tiny"

@@ -55,7 +55,7 @@ def _fidelity(stages: Mapping[str, Any]) -> dict[str, Any]:
         "head_delta_p99": estimate(kl * 20), "head_delta_max": kl * 30, "bits_per_byte": estimate(kl),
         "baseline_bits_per_byte": 0.25, "joined_kl_nats": kl, "joined_tokens": 900,
     }  # fmt: skip
-    return {"figures": figures, "same": False}
+    return {"figures": figures}
 
 
 def _items(candidate: Variant, depth: int) -> list[dict[str, Any]]:

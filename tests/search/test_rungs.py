@@ -63,7 +63,7 @@ def test_a_finalist_keeps_every_limit_with_its_whole_interval(ladder: Ladder) ->
     within = share(least + 3 * error, error)
     assert not budget.is_met_by(within.model_copy(update={"worst_share": 1.01}))
     assert not budget.is_met_by(within.model_copy(update={"reason": "its process died (SIGSEGV)"}))
-    most = budget.fidelity.limits.changed_weights.kl_nats
+    most = budget.fidelity.limits.kl_nats
     wide = Estimate(value=0.9 * most, standard_error=0.1 * most, count=30)
     assert not budget.is_met_by(within.model_copy(update={"kl_nats": wide}))
 

@@ -15,7 +15,7 @@ from pydantic import Field, ValidationError
 
 from slimqwen import checkpoint
 from slimqwen.evals.engine import scenarios
-from slimqwen.evals.engine.scenarios import Answer, EngineSettings, Mode, Request
+from slimqwen.evals.engine.scenarios import Answer, EngineSettings, Mode, Request, TieNoise
 from slimqwen.progress import Progress
 from slimqwen.serving import in_process, unsafe_engines
 from slimqwen.serving import platform as platforms
@@ -38,7 +38,9 @@ TestedBuild = Annotated[
 NearTie = Annotated[
     float,
     Field(
-        gt=0, description="Log-probability gap of the reference engine below which either token is correct."
+        ge=0,
+        description="Log-probability gap of the reference engine up to which either token is correct: a multiple of "
+        "the noise of such gaps in the same run.",
     ),
 ]
 
@@ -63,11 +65,12 @@ class Combination:
 
 @dataclass(frozen=True)
 class Reference:
-    """The combinations, their requests by group, and the reference engine's answers in the same order."""
+    """The combinations, their requests by group, the reference engine's answers in the same order, and its noise."""
 
     combinations: list[Combination]
     requests: Mapping[str, list[Request]]
     answers: Mapping[str, list[Answer]]
+    noise: TieNoise
 
 
 @dataclass(frozen=True)
@@ -209,7 +212,8 @@ def answer_by_reference(
             concurrency=served.concurrency if served.concurrency > 1 else settings.concurrency,
         )
         answers = scenarios.answer_singly(llm, requests, progress)
-    return Reference(combinations, requests, answers)
+        noise = scenarios.measure_tie_noise(llm, requests, answers, progress)
+    return Reference(combinations, requests, answers, noise)
 
 
 def _vllm_config(weights: Path, flags: Mapping[str, Any]) -> Any:

@@ -18,12 +18,12 @@ from slimqwen.evals import EvalError
 from slimqwen.evals.engine import combinations, modes, scenarios
 from slimqwen.evals.engine.combinations import REFERENCE_MODES, NearTie, ServedEngine, TestedBuild
 from slimqwen.evals.engine.isolation import Engines, server_here, titled
-from slimqwen.evals.engine.scenarios import Answer, Request
+from slimqwen.evals.engine.scenarios import Answer, Request, TieNoise
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
 from slimqwen.records.collection import Collection
 from slimqwen.records.record import Block, Count, NonNegative, ServedRecord, Table
-from slimqwen.records.settings import LimitSettings
+from slimqwen.records.settings import Settings
 from slimqwen.serving import in_process, unsafe_engines
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.unsafe_engines import Modes
@@ -38,16 +38,17 @@ REPORTED_PERIOD = 128
 
 _SHOWN_LENGTHS = 12
 
+_NOISE_LENGTHS = 64
 
-class LengthSweepSettings(LimitSettings):
+
+class LengthSweepSettings(Settings):
     """eval/length_sweep/<name>.yaml; tinyworld.yaml explains each field."""
 
     folder: ClassVar[str] = "length_sweep"
 
     text: str
     seed: int
-    near_tie_nats: float = Field(gt=0)
-    cached_tie_nats: float | None = Field(default=None, gt=0)
+    noise_factor: float = Field(ge=1)
     draft_tokens: int = Field(ge=1)
     lengths: int = Field(ge=2)
     output_tokens: int = Field(ge=1)
@@ -104,7 +105,7 @@ class LengthSweep(ServedRecord):
     near_tie_nats: NearTie
     cached_tie_nats: float | None = Field(
         default=None,
-        description="The same for an answer from the cache that is not the cold one; null: the same gap.",
+        description="The same for an answer from the cache that is not the cold one; only in old records.",
     )
     arms: tuple[Arm, ...] = Field(min_length=1)
 
@@ -180,7 +181,7 @@ def measure(
         ServingError: the variant needs a GPU and there is none.
     """
     started = provenance.utc_now()
-    settings = LengthSweepSettings.of_variant(variant, settings_name)
+    settings = LengthSweepSettings.load(settings_name, variant.root)
     variant.require_weights()
     server = server_here(variant, "sweep")
     log = log_file(variant)
@@ -215,13 +216,14 @@ def measure(
             raise EvalError(
                 f"{variant.name}: the reference engine fails ({reference}); its log says why: {log}"
             )
-    arm_results = [judge(arm, reference, settings.near_tie_nats, settings.cached_tie_nats) for arm in arms]
+    answers, noise = reference
+    near_tie_nats = noise.near_tie_nats(settings.noise_factor)
+    arm_results = [judge(arm, answers, near_tie_nats) for arm in arms]
     record = LengthSweep(
         variant=variant.name,
         settings_name=settings_name,
         build=unsafe_engines.build(variant.weights, server.platform),
-        near_tie_nats=settings.near_tie_nats,
-        cached_tie_nats=settings.cached_tie_nats,
+        near_tie_nats=near_tie_nats,
         arms=tuple(arm for arm, _ in arm_results),
         provenance=provenance.describe(
             server,
@@ -297,8 +299,12 @@ def answer_lengths(
     _: Path,
     task: tuple[LengthSweepSettings, Mapping[str, Any], Sequence[int], Path],
     progress: Progress,
-) -> dict[int, Answer]:
-    """Answer each prompt length with the reference engine; `Engines` calls it in a process of its own."""
+) -> tuple[dict[int, Answer], TieNoise]:
+    """Answer each prompt length with the reference engine; `Engines` calls it in a process of its own.
+
+    Returns:
+        Answers by prompt length, and the noise of their gaps on the first `_NOISE_LENGTHS` of them.
+    """
     settings, flags, lengths, root = task
     progress("starting", 0, 0)
     answers = {}
@@ -307,20 +313,25 @@ def answer_lengths(
         for done, length in enumerate(lengths):
             progress("answering", done, len(lengths))
             (answers[length],) = scenarios.replay(llm, [chat_request(length)], log_probabilities=True)
-    return answers
+        read = lengths[:_NOISE_LENGTHS]
+        noise = scenarios.measure_tie_noise(
+            llm,
+            {"lengths": [chat_request(length) for length in read]},
+            {"lengths": [answers[length] for length in read]},
+            progress,
+        )
+    return answers, noise
 
 
 def judge(
     run: _ArmRun,
     reference: Mapping[int, Answer],
     near_tie_nats: float,
-    cached_tie_nats: float | None = None,
 ) -> tuple[Arm, list[dict[str, Any]]]:
     """Compare an arm's answers with the reference engine's.
 
     Args:
         reference: answers by prompt length.
-        cached_tie_nats: near_tie_nats of an answer from the cache that is not the cold one; None for the same gap.
 
     Returns:
         The arm, and one item per answer.
@@ -328,10 +339,7 @@ def judge(
     broken: list[BrokenLength] = []
     items: list[dict[str, Any]] = []
     for (cache, length), tokens in run.answers.items():
-        tie_nats = near_tie_nats
-        if cached_tie_nats is not None and tokens != run.answers["cold", length]:
-            tie_nats = cached_tie_nats
-        comparison = modes.compare(reference[length], tokens, tie_nats)
+        comparison = modes.compare(reference[length], tokens, near_tie_nats)
         items.append({"cache": cache, "prompt_tokens": length, **asdict(comparison)})
         if comparison.differs and not comparison.near_tie:
             broken.append(

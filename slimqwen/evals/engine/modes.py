@@ -146,7 +146,7 @@ class EngineModes(ServedRecord):
         near_ties = sum(cell.near_ties for cell in self.cells)
         notes = (
             *(f"{number}: {remark}" for remark, number in numbers.items()),
-            f"{self.summary()}. {near_ties} near ties below {self.near_tie_nats} nats.",
+            f"{self.summary()}. {near_ties} near ties up to {self.near_tie_nats:.3g} nats.",
         )
         title = f"Engine modes of {self.variant}: {self.verdict}"
         return [Table.from_rows(title, self.cells, columns, *notes, text_columns=8)]
@@ -188,7 +188,7 @@ def measure(
         EvalError: the settings do not fit the variant, the reference engine fails, or a process was killed.
     """
     started = provenance.utc_now()
-    settings = EngineSettings.of_variant(variant, settings_name)
+    settings = EngineSettings.load(settings_name, variant.root)
     variant.require_weights()
     server = server_here(variant, "check")
     log = log_file(variant)
@@ -207,6 +207,7 @@ def measure(
             raise EvalError(
                 f"{variant.name}: the reference engine fails ({reference}); its log says why: {log}"
             )
+        near_tie_nats = reference.noise.near_tie_nats(settings.noise_factor)
         # The reference engine's own answers are those of cell 0.
         items: list[dict[str, Any]] = [
             {"cell": 0, "group": group, "request": number, "tokens": list(answer.tokens)}
@@ -219,7 +220,7 @@ def measure(
             if entry is None:
                 title = f"{number}/{len(reference.combinations)} {combination.modes}"
                 cell, compared = _run_combination(
-                    combination, reference, engines, settings.near_tie_nats, titled(title, progress)
+                    combination, reference, engines, near_tie_nats, titled(title, progress)
                 )
                 entry = (cell.as_json(), compared)
                 journal.add(key, entry)
@@ -229,7 +230,7 @@ def measure(
             variant=variant.name,
             settings_name=settings_name,
             build=build,
-            near_tie_nats=settings.near_tie_nats,
+            near_tie_nats=near_tie_nats,
             cells=tuple(cells),
             provenance=provenance.describe(
                 server,
@@ -347,7 +348,7 @@ def compare(answer: Answer, tokens: Sequence[int], near_tie_nats: float) -> Comp
     likeliest = answer.log_probabilities[first]
     log_probability = likeliest.get(tokens[first])
     gap = None if log_probability is None else likeliest[answer.tokens[first]] - log_probability
-    return Comparison(first, True, gap is not None and gap < near_tie_nats, gap)
+    return Comparison(first, True, gap is not None and gap <= near_tie_nats, gap)
 
 
 def update_unsafe_engines(record: EngineModes, path: Path, root: Path) -> None:

@@ -6,6 +6,7 @@ run gives the same tokens. Features of a server alone, such as asynchronous sche
 
 import contextlib
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from slimqwen.evals import EvalError
 from slimqwen.progress import Progress
-from slimqwen.records.settings import LimitSettings
+from slimqwen.records.settings import Settings
 from slimqwen.serving import in_process
 from slimqwen.serving.unsafe_engines import Modes
 from slimqwen.text import prompts
@@ -29,6 +30,12 @@ _TOP_LOGPROBS = 20
 
 _ENDING_TOKENS = 16
 """Tokens that follow a shared prefix."""
+
+_CLOSE_NATS = math.log(100)
+"""Largest gap of two tokens that noise is measured on; further apart, nothing ties."""
+
+_READ_TOKENS = 1024
+"""Longest prompt and answer that are read again: the log-probabilities of all its positions are in memory at once."""
 
 _PREEMPTION_BATCH = 16
 """Largest number of concurrent requests in the preemption scenario; the KV cache is sized to overflow with them."""
@@ -53,14 +60,14 @@ class MixedSettings(BaseModel):
     output_tokens: tuple[int, int]
 
 
-class EngineSettings(LimitSettings):
+class EngineSettings(Settings):
     """eval/engine/<name>.yaml; tinyworld.yaml explains each field."""
 
     folder: ClassVar[str] = "engine"
 
     text: str
     seed: int
-    near_tie_nats: float = Field(gt=0)
+    noise_factor: float = Field(ge=1)
     draft_tokens: int = Field(ge=1)
     concurrency: int = Field(ge=2)
     kv_cache_dtypes: list[str]
@@ -92,6 +99,28 @@ class Answer:
     tokens: Tokens
     log_probabilities: tuple[Mapping[int, float], ...]
     abort_count: int
+
+
+@dataclass(frozen=True)
+class TieNoise:
+    """How far the log-probability gap of the reference engine's two likeliest tokens moves without any change.
+
+    An engine computes a token step by step, several drafted tokens at once, or as part of a prompt that it reads again;
+    it rounds differently each time. The reference engine reads its own answers as prompts, which shows how much that
+    is for these weights on this machine. Compiled graphs and drafts move the gaps about as far (weights/tiny on AMX:
+    root mean square 0.027 nats read again, 0.031 compiled, 0.027 with drafts and four at a time; all at most 0.19).
+
+    Attributes:
+        largest_nats: largest shift.
+        positions: tokens of the answers at which two tokens were close enough to be compared.
+    """
+
+    largest_nats: float
+    positions: int
+
+    def near_tie_nats(self, factor: float) -> float:
+        """Gap below which either token is correct: a multiple of the largest shift."""
+        return factor * self.largest_nats
 
 
 @dataclass(frozen=True)
@@ -274,6 +303,49 @@ def answer_singly(
             done += 1
     progress("done", total, total)
     return answers
+
+
+def measure_tie_noise(
+    llm: Any,
+    requests: Mapping[str, Sequence[Request]],
+    answers: Mapping[str, Sequence[Answer]],
+    progress: Progress,
+) -> TieNoise:
+    """Have the engine that gave the answers read them again, each as the end of a prompt.
+
+    Args:
+        answers: with log-probabilities, by group, in the order of the requests.
+
+    Raises:
+        EvalError: no answer is short enough, or nowhere are two tokens close.
+    """
+    from vllm import SamplingParams
+
+    pairs = [
+        pair
+        for group, group_requests in requests.items()
+        for pair in zip(group_requests, answers[group], strict=True)
+        if len(pair[0].prompt) + len(pair[1].tokens) <= _READ_TOKENS
+    ]
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=_TOP_LOGPROBS, detokenize=False)
+    shifts: list[float] = []
+    for done, (request, answer) in enumerate(pairs):
+        progress("reading answers again", done, len(pairs))
+        prompt = {"prompt_token_ids": [*request.prompt, *answer.tokens]}
+        (output,) = llm.generate([prompt], sampling, use_tqdm=False)
+        for before, position in zip(
+            answer.log_probabilities, output.prompt_logprobs[len(request.prompt) :], strict=True
+        ):
+            first, second = sorted(before, key=lambda token: -before[token])[:2]
+            gap = before[first] - before[second]
+            if gap <= _CLOSE_NATS and first in position and second in position:
+                shifts.append(abs(gap - (position[first].logprob - position[second].logprob)))
+    if not shifts:
+        raise EvalError(
+            f"two likely tokens are nowhere close in {len(pairs)} answers, so the noise of a gap is unknown; ask for "
+            "more or shorter answers in eval/engine/"
+        )
+    return TieNoise(max(shifts), len(shifts))
 
 
 def play(

@@ -309,7 +309,7 @@ class _Driver:
 
     def _conclude(self, subject: _Subject, paths: Mapping[str, Sequence[Path]]) -> Path:
         variant = subject.variant
-        settings = GateSettings.of_variant(variant, variant.evaluation)
+        settings = GateSettings.load(variant.evaluation, variant.root)
         engine = store.read(paths["engine"][0], EngineModes).provenance
         block = provenance.describe_again(
             engine, self._options.command, subject.started, self._root, [settings.file(self._root)]

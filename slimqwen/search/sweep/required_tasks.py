@@ -24,7 +24,7 @@ from slimqwen.evals.suites.suite import DECIDING, Limit, Suite
 from slimqwen.recipe import variant_recipe
 from slimqwen.records import provenance
 from slimqwen.records.record import Record
-from slimqwen.records.settings import LimitSettings
+from slimqwen.records.settings import Settings
 from slimqwen.records.split import Side, Split
 from slimqwen.search.executors import ENGINE_BYTES, Resources, Task
 from slimqwen.search.sweep import tasks
@@ -37,7 +37,7 @@ Measure = Literal["gate", "fidelity", "acceptance", "quality", "engine", "latenc
 Pair = tuple[Variant, Variant]
 """A baseline and a variant."""
 
-_CHECKS: Mapping[str, tuple[type[Record], Callable[..., Any], type[LimitSettings]]] = {
+_CHECKS: Mapping[str, tuple[type[Record], Callable[..., Any], type[Settings]]] = {
     "fidelity": (Fidelity, tasks.check_fidelity, FidelitySettings),
     "acceptance": (Acceptance, tasks.check_acceptance, AcceptanceSettings),
     "engine": (EngineModes, tasks.check_engine, EngineSettings),
@@ -154,7 +154,7 @@ def checks(side: Variant, pair: Pair, options: Options) -> Checks:
     """
     variant = pair[1]
     has_gate = "gate" in options.measures
-    settings = GateSettings.of_variant(variant, variant.evaluation) if has_gate else None
+    settings = GateSettings.load(variant.evaluation, variant.root) if has_gate else None
     needed = Checks()
     for check in _LONGEST_FIRST:
         is_asked = has_gate or check in options.measures
@@ -171,7 +171,7 @@ def checks(side: Variant, pair: Pair, options: Options) -> Checks:
             needed.tasks[check] = _parts(side, name, split, options)
         else:
             _, function, model = _CHECKS[check]
-            fields = model.of_variant(side, name).model_dump(mode="json")
+            fields = model.load(name, side.root).model_dump(mode="json")
             argument = {"settings_name": name, "split": split}
             task = _task(check, [side], function, argument, [fields, str(split)], options, baseline=pair[0])
             needed.tasks[check] = [task]

@@ -12,7 +12,7 @@ FLAGS = {"max-num-batched-tokens": 256, "max-num-seqs": 1, "enforce-eager": True
 SETTINGS = {
     "text": "tinyworld",
     "seed": 5,
-    "near_tie_nats": 0.1,
+    "noise_factor": 3,
     "draft_tokens": 3,
     "concurrency": 4,
     "kv_cache_dtypes": ["auto", "fp8"],

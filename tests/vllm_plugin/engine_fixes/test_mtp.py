@@ -14,6 +14,7 @@ from scipy import stats
 from slimqwen.evals.engine.modes import compare
 from slimqwen.evals.engine.scenarios import Answer, Request, replay
 from slimqwen.serving.in_process import counter, engine
+from tests.noise import near_tie_nats
 from tests.vllm_plugin.frequencies import DRAWN_TOKENS, DRAWS, LEVEL, Draws, draw, homogeneity
 
 DEPTHS = (1, 2, 3, 4)
@@ -22,15 +23,13 @@ SAMPLED_DEPTH = 4
 drafts pass through all that one would.
 """
 
-NEAR_TIE_NATS = 0.1
-"""As in eval/engine/tinyworld.yaml."""
-
 
 @dataclass(frozen=True)
 class Run:
     """What one engine answered."""
 
     greedy: list[Answer]
+    tie_nats: float | None  # of the engine without speculation
     drafted: int
     accepted: int
     draws: Draws | None
@@ -53,15 +52,17 @@ def without_the_fix(stock_expand):
 
 def measure(checkpoint, texts, beginnings, depth, stock_expand):
     with engine(checkpoint, num_speculative_tokens=depth) as llm:
-        greedy = replay(llm, [Request(ids[:24], 48) for ids in texts], log_probabilities=not depth)
+        requests = [Request(ids[:24], 48) for ids in texts]
+        greedy = replay(llm, requests, log_probabilities=not depth)
         drafted = counter(llm, "vllm:spec_decode_num_draft_tokens")
         accepted = counter(llm, "vllm:spec_decode_num_accepted_tokens")
+        tie_nats = None if depth else near_tie_nats(llm, requests, greedy)
         draws = unfixed_draws = None
         if depth == SAMPLED_DEPTH:
             draws = draw(llm, beginnings, DRAWS, seed=10_000 * depth)
             with without_the_fix(stock_expand):
                 unfixed_draws = draw(llm, beginnings, DRAWS, seed=1)
-    return Run(greedy, drafted, accepted, draws, unfixed_draws)
+    return Run(greedy, tie_nats, drafted, accepted, draws, unfixed_draws)
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +116,7 @@ def test_homogeneity_rejects_another_temperature():
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_greedy_tokens_are_those_without_speculation(run, depth):
     for plain, speculated in zip(run(0).greedy, run(depth).greedy, strict=True):
-        comparison = compare(plain, speculated.tokens, NEAR_TIE_NATS)
+        comparison = compare(plain, speculated.tokens, run(0).tie_nats)
         assert comparison.near_tie or not comparison.differs, comparison
 
 

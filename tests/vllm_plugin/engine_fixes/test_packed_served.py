@@ -14,13 +14,12 @@ from slimqwen.checkpoint.files import carry_side_files
 from slimqwen.checkpoint.tensors import rewrite
 from slimqwen.serving.in_process import counter, engine
 from slimqwen.vllm_plugin.engine_fixes import w4a16_linear
+from tests.noise import NOISE_FACTOR
 from tests.vllm_plugin.engine_fixes.packing import packed
 
 pytestmark = pytest.mark.engine
 
 GROUP = 32
-NOISE_FACTOR = 1.5
-"""Packed weights may be this many times as far from transformers as the weights in 16 bits are on the same CPU."""
 
 FORMS = {"mlp": (8, None), "attention": (4, GROUP), "linear_attention": (4, GROUP), "mtp": (8, None)}
 """Bits and group size of each kind of linears; symmetric."""
