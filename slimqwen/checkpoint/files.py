@@ -81,7 +81,7 @@ class Manifest(BaseModel):
     wall_seconds: float
     peak_memory_bytes: int
     versions: dict[str, str]
-    facts: dict[str, str | int | float | bool] = {}
+    facts: dict[str, str | int | float | bool | list[int] | list[float]] = {}
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":

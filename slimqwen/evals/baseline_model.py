@@ -5,34 +5,21 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import CompressedTensorsConfig
 
 from slimqwen import checkpoint
 from slimqwen.evals import EvalError
+from slimqwen.models.float32 import load_in_float32
 
 KEPT_STATES = Path(".cache") / "baseline_states"
 """Folder of a repository with the hidden states of baselines; deleted states are computed again."""
 
 _STATES = "hidden_states"
-
-
-def load_in_float32(weights: Path) -> Any:
-    """A checkpoint in transformers, its packed weights dequantised, on the GPU if there is one."""
-    config = checkpoint.read_config(weights)
-    quantised = "quantization_config" in config
-    dequantise = {"quantization_config": CompressedTensorsConfig(run_compressed=False)} if quantised else {}
-    transformers.utils.logging.set_verbosity_error()
-    # A multimodal checkpoint's own class, because the text model's does not see that it is quantised.
-    architecture = getattr(transformers, config["architectures"][0])
-    model = architecture.from_pretrained(weights, dtype=torch.float32, **dequantise).eval()
-    return model.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class BaselineModel:

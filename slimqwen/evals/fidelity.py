@@ -5,8 +5,7 @@ texts the whole distributions are compared, not only the top k. One minute detec
 thousands of answers to detect.
 
 A pruned variant is compared on the texts whose tokens it kept, against the baseline's distribution over the kept
-tokens. Bits per byte are compared on every text, because they do not depend on the vocabulary. A quantised variant is
-also compared layer by layer (`layer_error`).
+tokens. Bits per byte are compared on every text, because they do not depend on the vocabulary.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,8 +23,6 @@ from slimqwen.evals.fidelity_figures import (
     PLAIN,
     FidelitySettings,
     Figures,
-    LayerRow,
-    Layers,
     Limits,
     NoiseRatio,
     TextComparison,
@@ -77,18 +74,13 @@ class Fidelity(SplitRecord):
     modes: dict[str, Figures] = Field(min_length=1)
     verdicts: dict[str, dict[str, Verdict]] = Field(description="By mode and figure.")
     verdict: Verdict
-    layers: Layers | None = Field(
-        default=None, description="null if no linear is packed by compressed-tensors; absent in old records."
-    )
     stages: tuple[StageFigures, ...]
 
     def tables(self, path: Path) -> list[Table]:
-        """Figures and limits; ratios of unchanged weights; quantised layers; figures of each stage."""
+        """Figures and limits; ratios of unchanged weights; figures of each stage."""
         tables = [self._figures_table(path)]
         if self.unchanged:
             tables.append(self._unchanged_table(self.unchanged))
-        if self.layers:
-            tables.append(self._layers_table(self.layers))
         if self.stages:
             columns = {heading: partial(_cell, name=name) for name, heading in FIGURE_NAMES.items()}
             tables.append(
@@ -144,23 +136,6 @@ class Fidelity(SplitRecord):
         title = f"{self.variant} has the weights of {self.baseline}: distance over the noise of this machine"
         return Table.from_rows(title, unchanged.ratios, columns, note, text_columns=2)
 
-    def _layers_table(self, layers: Layers) -> Table:
-        note = (
-            "Error: root mean square error of a layer's output on the baseline's own input, as a share of what the "
-            f"baseline's layer adds, over {layers.tokens:,} tokens. RTN: the baseline's weights rounded to nearest."
-        )
-        columns: dict[str, Callable[[LayerRow], object]] = {
-            "layer": lambda row: row.layer,
-            "error": lambda row: f"{row.error:.4f}",
-            "error of RTN": lambda row: f"{row.rounded_error:.4f}",
-            "ratio": lambda row: f"{row.ratio:.2f}",
-            "limit": lambda row: f"{layers.limit:g}",
-            "verdict": lambda row: Verdict.PASS if row.ratio <= layers.limit else Verdict.FAIL,
-        }
-        return Table.from_rows(
-            f"Quantised layers of {self.variant}: {layers.verdict}", layers.rows, columns, note
-        )
-
 
 def weight_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
     """The vLLM flags that decide the distributions of a prompt, as far as they are set."""
@@ -191,7 +166,7 @@ def measure(
         EvalError: the checkpoints, texts or settings allow no comparison.
         ServerLostError: the server died or refused a request; nothing is recorded.
     """
-    from slimqwen.evals import layer_error, token_distributions
+    from slimqwen.evals import token_distributions
 
     speed_only.refuse(variant, "fidelity")
     started = provenance.utc_now()
@@ -216,7 +191,6 @@ def measure(
         )
 
     texts = compare(variant.weights)
-    layers = layer_error.compare(variant.weights, baseline.weights, settings, root, progress, split)
     log = root / "logs" / f"fidelity-server-{variant.name}.log"
     with shared_server.serve(variant, port=port, log=log, progress=progress) as server:
         texts += token_distributions.compare_served(
@@ -230,12 +204,12 @@ def measure(
         )
     modes = summarise(texts)
     verdicts = {mode: judge(figures, settings.limits) for mode, figures in modes.items()}
-    other_verdicts = [layers.verdict] if layers else []
+    ratio_verdicts: list[Verdict] = []
     unchanged = None
     if _has_same_model(variant, baseline):
         limit = settings.unchanged_ratio
         unchanged = Unchanged(limit=limit, ratios=tuple(noise_ratios(texts, limit)))
-        other_verdicts += [row.verdict for row in unchanged.ratios]
+        ratio_verdicts = [row.verdict for row in unchanged.ratios]
     record = Fidelity(
         variant=variant.name,
         baseline=baseline.name,
@@ -245,8 +219,7 @@ def measure(
         unchanged=unchanged,
         modes=modes,
         verdicts=verdicts,
-        layers=layers,
-        verdict=overall([*(each for mode in verdicts.values() for each in mode.values()), *other_verdicts]),
+        verdict=overall([*(each for mode in verdicts.values() for each in mode.values()), *ratio_verdicts]),
         stages=tuple(
             StageFigures(stage=stage, **summarise(compare(weights))["single"].as_json())
             for stage, weights in (_stage_outputs(variant) if stages else [])

@@ -1,4 +1,4 @@
-"""Figures of fidelity: the comparison of each text, its summary over texts, the layers, and the limits for all.
+"""Figures of fidelity: the comparison of each text, its summary over texts, and the limits.
 
 A person wrote the limits: what a change of weights may cost. A variant with its baseline's own checkpoint and dtypes
 may cost nothing, but two engines round differently, and by how much depends on the machine. Its distance from the
@@ -77,7 +77,6 @@ class FidelitySettings(Settings):
         texts: path of a .jsonl file of {"id", "text"}, relative to the repository.
         prefix: token before every text, by name.
         batch: texts at once in the modes batched and served.
-        layer_error_ratio: largest error of a quantised layer that passes, relative to round-to-nearest.
         limits: largest values that pass.
         unchanged_ratio: most times that the distance from float32 of the plain engine may be reached in other modes by
             a variant with the baseline's checkpoint and dtypes.
@@ -88,7 +87,6 @@ class FidelitySettings(Settings):
     texts: Path
     prefix: str
     batch: int
-    layer_error_ratio: float
     limits: Limits
     unchanged_ratio: float = Field(gt=1)
 
@@ -129,26 +127,6 @@ class NoiseRatio(Block):
         description="One-sided, that it is at least the limit; null for the joined text."
     )
     verdict: Verdict
-
-
-class LayerRow(Block):
-    """A quantised layer on the baseline's own input."""
-
-    layer: Count
-    error: NonNegative = Field(
-        description="Root mean square error of its output, as a share of what the baseline's layer adds."
-    )
-    rounded_error: NonNegative = Field(description="The same of round-to-nearest (RTN).")
-    ratio: NonNegative = Field(description="error / rounded_error")
-
-
-class Layers(Block):
-    """Quantised layers, held against round-to-nearest (RTN)."""
-
-    limit: NonNegative = Field(description="Largest ratio that passes.")
-    verdict: Verdict
-    tokens: Count
-    rows: tuple[LayerRow, ...] = Field(min_length=1)
 
 
 @dataclass

@@ -348,11 +348,6 @@ def _fidelity_findings(record: Fidelity) -> Iterator[Finding]:
         yield _finding_without_interval(
             "fidelity", "joined_kl_nats", max(joined), record.limits.kl_nats, verdict
         )
-    if layers := record.layers:
-        worst_ratio = max(row.ratio for row in layers.rows)
-        yield _finding_without_interval(
-            "fidelity", "layer_error_ratio", worst_ratio, layers.limit, layers.verdict
-        )
 
 
 def _recipe_findings(variant: Variant) -> Iterator[Finding]:

@@ -12,7 +12,7 @@ from slimqwen.checkpoint.files import sha256
 from slimqwen.checkpoint.shape import Shape
 from slimqwen.errors import SlimqwenError
 
-Facts = dict[str, str | int | float | bool]
+Facts = dict[str, str | int | float | bool | list[int] | list[float]]
 """Results that a stage reports; they are kept in the manifest of its output."""
 
 

@@ -44,7 +44,6 @@ class Checks:
         self.asked: list[tuple[str, str]] = []
         self.kl_nats = 0.001
         self.noise_ratio: float | None = None
-        self.layer_error_ratio = 1.0
         self.accepted = 8
         self.right = 200
         self.wrong: dict[tuple[str, str | None], int] = {}
@@ -66,12 +65,6 @@ class Checks:
         estimate = Estimate(value=self.kl_nats, standard_error=1e-5, count=9)
         figures = figures_of(estimate, joined_kl_nats=self.kl_nats)
         verdicts = judge(figures, LIMITS)
-        ratio = self.layer_error_ratio
-        layers = {
-            "limit": 1.5, "verdict": Verdict.PASS if ratio <= 1.5 else Verdict.FAIL, "tokens": 9,
-            "rows": [{"layer": 0, "error": 0.1, "rounded_error": 0.1, "ratio": 1.0},
-                     {"layer": 1, "error": 0.1 * ratio, "rounded_error": 0.1, "ratio": ratio}],
-        }  # fmt: skip
         unchanged, noise = None, Verdict.PASS
         if value := self.noise_ratio:
             noise = Verdict.PASS if value <= 2 else Verdict.FAIL
@@ -83,7 +76,7 @@ class Checks:
             "schema": "fidelity/2", "variant": one.name, "baseline": "tiny", "plan": settings_name,
             "limits": LIMITS.as_json(), "unchanged": unchanged, "modes": {"single": figures.as_json()},
             "verdicts": {"single": verdicts},
-            "layers": layers, "verdict": overall([*verdicts.values(), layers["verdict"], noise]),
+            "verdict": overall([*verdicts.values(), noise]),
             "stages": [], "provenance": self.described(one), "split": split_json(more),
         }  # fmt: skip
         return record_files.write(more.get("records_folder") or one.folder, record, [{"text": 1}])

@@ -86,7 +86,6 @@ def test_unsafe_modes_that_are_not_served_do_not_count_against_the_limit(
     [
         ({"kl_nats": 0.5}, "fidelity", "fail"),
         ({"noise_ratio": 2.1}, "fidelity", "fail"),
-        ({"layer_error_ratio": 1.6}, "fidelity", "fail"),
         ({"accepted": 4}, "acceptance", "fail"),
         ({"right": 100}, "quality", "fail"),
         ({"right": 192}, "quality", "inconclusive"),

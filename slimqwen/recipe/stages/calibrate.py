@@ -11,7 +11,7 @@ needs no text, so a recipe can do it alone, after the stages that train the head
 
 import random
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -40,6 +40,9 @@ _SCALED_WITH = {
 _BATCH = 8
 """Sequences per forward pass."""
 
+_CHECKED_TOKENS = 2048
+"""Tokens on which layers are compared with rounded ones: few suffice, and their hidden states fill memory."""
+
 _IMPORTS_BYTES = 1500 * 2**20
 """Measured resident size of torch, transformers and llmcompressor."""
 
@@ -66,6 +69,8 @@ class CalibrateParameters(Parameters):
         rounding: nearest, or gptq (Frantar et al., arXiv 2210.17323), in which later columns compensate the error of
             earlier ones; after AWQ's scales, as in llm-compressor's own Qwen3.5 recipe.
         corpus: calibration text.
+        layer_error_ratio: largest error of a decoder layer's output that passes, over that of round-to-nearest. The
+            searches of AWQ and GPTQ start from rounding, so 1 is what a search that found nothing leaves.
         threads: CPU threads; a parameter because it decides the order of summation.
     """
 
@@ -73,6 +78,7 @@ class CalibrateParameters(Parameters):
     group_size: Literal[32, 64, 128] = 32
     rounding: Literal["nearest", "gptq"] = "nearest"
     corpus: Corpus = Corpus()
+    layer_error_ratio: Annotated[float, Field(gt=0)] = 1.5
     threads: Annotated[int, Field(ge=1)] = 2
 
     @model_validator(mode="before")
@@ -93,7 +99,7 @@ def run(source: Path, destination: Path, parameters: CalibrateParameters, progre
 
     Raises:
         StageError: another model family, an already quantised checkpoint, a group size that does not divide the inputs
-            of a target, or weights or activations that are not finite.
+            of a target, weights or activations that are not finite, or a layer with a larger error than allowed.
         CorpusError: the calibration text is missing, malformed or too short.
         CorruptCheckpointError: a weight of the MTP head is not finite.
     """
@@ -109,9 +115,11 @@ def run(source: Path, destination: Path, parameters: CalibrateParameters, progre
     head = targets.pop("mtp", {})
     changed: dict[str, Mapping[str, NewTensor]] = {}
     if names := {name for weights in targets.values() for name in weights}:
-        model, quantization, facts["calibration_tokens"] = _calibrated(source, names, parameters, progress)
+        model, quantization, sequences = _calibrated(source, names, parameters, progress)
+        facts["calibration_tokens"] = sum(map(len, sequences))
         config = {**config, "quantization_config": quantization}
         changed = _replacements(model, names, list_tensors(source))
+        del model
     if head:
         form = _packing(parameters.targets.mtp, parameters)
         for name, info in head.items():
@@ -122,6 +130,9 @@ def run(source: Path, destination: Path, parameters: CalibrateParameters, progre
     rewrite(source, destination, lambda name, info: changed.get(name), progress)
     carry_side_files(source, destination)
     write_config(destination, config)
+    if names:
+        changed.clear()
+        facts |= _checked_layers(source, destination, sequences, parameters.layer_error_ratio)
     facts["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     if torch.cuda.is_available():
         facts["peak_gpu_memory_bytes"] = torch.cuda.max_memory_allocated()
@@ -194,19 +205,44 @@ def _packing(scheme: str, parameters: CalibrateParameters) -> Packing:
 
 def _calibrated(
     source: Path, names: Collection[str], parameters: CalibrateParameters, progress: Progress
-) -> tuple[Any, dict[str, Any], int]:
-    """Calibrate and pack the named weights: the model, its quantization_config, and the tokens it read."""
+) -> tuple[Any, dict[str, Any], list[list[int]]]:
+    """Calibrate and pack the named weights: the model, its quantization_config, and the sequences that it read."""
     import torch
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(source)
-    sequences = torch.tensor(_sequences(parameters.corpus, tokenizer))
+    sequences = _sequences(parameters.corpus, tokenizer)
     config = checkpoint.read_config(source)
     model = getattr(transformers, config["architectures"][0]).from_pretrained(source, dtype=torch.float32)
     modules = {name.removesuffix(".weight") for name in names}
     with torch.no_grad():
-        _calibrate(model, tokenizer, modules, sequences, parameters, progress)
-    return model, _pack(model, config), sequences.numel()
+        _calibrate(model, tokenizer, modules, torch.tensor(sequences), parameters, progress)
+    return model, _pack(model, config), sequences
+
+
+def _checked_layers(
+    source: Path, destination: Path, sequences: Sequence[Sequence[int]], limit: float
+) -> Facts:
+    """The error of each quantised layer and that of RTN, on the first `_CHECKED_TOKENS` of the calibration text.
+
+    Raises:
+        StageError: a layer's error is more than `limit` times that of RTN.
+    """
+    from slimqwen.models.layer_error import measure_layer_errors
+
+    few = sequences[: max(1, _CHECKED_TOKENS // len(sequences[0]))]
+    layers = measure_layer_errors(destination, source, few)
+    worst = max(layers, key=lambda row: row.ratio)
+    if worst.ratio > limit:
+        raise StageError(
+            f"layer {worst.layer} was calibrated to {worst.ratio:.2f} times the error of round-to-nearest, "
+            f"{limit:g} is allowed; give it other calibration text, or raise layer_error_ratio"
+        )
+    return {
+        "layers": [row.layer for row in layers],
+        "layer_errors": [row.error for row in layers],
+        "rounded_layer_errors": [row.rounded_error for row in layers],
+    }
 
 
 def _sequences(corpus: Corpus, tokenizer: Any) -> list[list[int]]:
@@ -390,6 +426,8 @@ STAGE = Stage(
         "slimqwen.checkpoint.packing",
         "slimqwen.checkpoint.rtn",
         "slimqwen.checkpoint.tensors",
+        "slimqwen.models.float32",
+        "slimqwen.models.layer_error",
         "slimqwen.recipe.schemes",
         "slimqwen.text.corpus",
         "slimqwen.text.files",

@@ -196,6 +196,19 @@ def test_facts_and_memory_are_recorded_within_the_estimate(source: Path, calibra
     assert calibrated.outcome.bytes_after < needs.disk_bytes
 
 
+def test_the_error_of_each_layer_is_recorded_beside_that_of_rounding(calibrated: Calibrated) -> None:
+    facts = checkpoint.Manifest.read(calibrated.folder).facts
+    assert facts["layers"] == [0, 1, 2, 3]
+    errors, rounded = facts["layer_errors"], facts["rounded_layer_errors"]
+    assert all(0 < error < 1.5 * limit for error, limit in zip(errors, rounded, strict=True))
+
+
+def test_a_layer_that_is_worse_than_the_parameter_allows_ends_the_stage(source: Path, tmp_path: Path) -> None:
+    parameters = {"corpus": FEW.model_dump(exclude={"path"}), "layer_error_ratio": 0.5}
+    with pytest.raises(StageError, match=r"layer \d was calibrated to [01]\.\d\d times .*, 0\.5 is allowed"):
+        stage_output("calibrate", source, tmp_path / "out", **parameters)
+
+
 def test_the_same_input_and_parameters_give_the_same_bytes(
     source: Path, calibrated: Calibrated, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""Quantised layers against the baseline's and RTN, on the embedded model."""
+"""Quantised layers against the original ones and RTN, on the embedded model."""
 
 import json
 
@@ -10,16 +10,15 @@ from tinyworld.model import TinyShape, build
 
 from slimqwen import progress, variant
 from slimqwen.checkpoint.files import carry_all
-from slimqwen.evals import EvalError, layer_error
-from slimqwen.evals.fidelity_figures import FidelitySettings
+from slimqwen.models.layer_error import LayerErrorError, measure_layer_errors
 from slimqwen.models.mtp_head import save_drafting_model
 from slimqwen.recipe.stages import calibrate
-from slimqwen.stats.verdict import Verdict
 from tests.evals.damage import Damage, damage
 
 ROOT = variant.repository_root()
 TINY = ROOT / "weights" / "tiny"
 LAYERS = [0, 1, 2, 3]
+LIMIT = calibrate.CalibrateParameters().layer_error_ratio
 
 
 @pytest.fixture(scope="module")
@@ -33,37 +32,35 @@ def quantised(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def settings():
-    return FidelitySettings.load("tinyworld", ROOT)
+def texts():
+    tokenizer = transformers.AutoTokenizer.from_pretrained(TINY)
+    lines = (ROOT / "eval/tasks/tinyworld/prose.jsonl").read_text().splitlines()[:6]
+    return [tokenizer(json.loads(line)["text"])["input_ids"] for line in lines]
 
 
 @pytest.fixture(scope="module")
-def well_made(quantised, settings):
-    return layer_error.compare(quantised, TINY, settings, ROOT)
+def well_made(quantised, texts):
+    return measure_layer_errors(quantised, TINY, texts)
 
 
 def test_layers_that_were_made_well_are_about_as_far_off_as_rounded_ones(well_made):
-    assert [row.layer for row in well_made.rows] == LAYERS
-    assert all(0.9 < row.ratio < 1.1 for row in well_made.rows)
-    assert all(0.01 < row.rounded_error < 0.2 for row in well_made.rows)
-    assert well_made.verdict == Verdict.PASS
+    assert [row.layer for row in well_made] == LAYERS
+    assert all(0.9 < row.ratio < 1.1 for row in well_made)
+    assert all(0.01 < row.rounded_error < 0.2 for row in well_made)
 
 
-def test_a_layer_with_wrong_scales_fails_and_is_the_one_that_is_named(
-    quantised, settings, well_made, tmp_path
-):
+def test_a_layer_with_wrong_scales_stands_out_alone(quantised, texts, well_made, tmp_path):
     seen = set()
     for seed in range(6):
         folder = tmp_path / str(seed)
         folder.mkdir()
         place = int(damage(quantised, folder, Damage.SCALES, seed).rsplit(".", 1)[1])
-        result = layer_error.compare(folder, TINY, settings, ROOT)
-        assert result.verdict == Verdict.FAIL
-        assert [row.layer for row in result.rows if row.ratio > result.limit] == [place]
-        # Each layer is given the baseline's input: what is wrong before it does not reach it.
+        rows = measure_layer_errors(folder, TINY, texts)
+        assert [row.layer for row in rows if row.ratio > LIMIT] == [place]
+        # Each layer is given the original's input: what is wrong before it does not reach it.
         others = [
             (row.ratio, before.ratio)
-            for row, before in zip(result.rows, well_made.rows, strict=True)
+            for row, before in zip(rows, well_made, strict=True)
             if row.layer != place
         ]
         assert all(now == pytest.approx(before, rel=1e-3) for now, before in others)
@@ -76,7 +73,7 @@ def test_errors_are_what_the_definition_says(quantised):
     text = transformers.AutoTokenizer.from_pretrained(TINY)("The weaver of the town keeps a red boat.")[
         "input_ids"
     ]
-    first = layer_error.measure(quantised, TINY, [text])[0]
+    first = measure_layer_errors(quantised, TINY, [text])[0]
     given, made, ours = None, None, None
     for folder in (TINY, quantised):
         packed = (
@@ -122,25 +119,24 @@ def test_a_multimodal_checkpoint_has_the_same_layers(quantised, tmp_path):
     text = [[5, 600, 7000, 42, 3]]
     ours = multimodal(quantised, tmp_path / "quantised")
     theirs = multimodal(TINY, tmp_path / "baseline")
-    assert layer_error.measure(ours, theirs, text) == layer_error.measure(quantised, TINY, text)
+    assert measure_layer_errors(ours, theirs, text) == measure_layer_errors(quantised, TINY, text)
 
 
-def test_a_layer_without_numbers_is_an_error_and_no_verdict(quantised, settings, tmp_path):
+def test_a_layer_without_numbers_is_an_error(quantised, texts, tmp_path):
     carry_all(quantised, tmp_path, ["model.safetensors"])
     tensors = load_file(quantised / "model.safetensors")
     tensors["model.layers.2.mlp.up_proj.weight_scale"][3, 1] = float("nan")
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(EvalError, match="layer 2 has an error of nan"):
-        layer_error.compare(tmp_path, TINY, settings, ROOT)
+    with pytest.raises(LayerErrorError, match="layer 2 has an error of nan"):
+        measure_layer_errors(tmp_path, TINY, texts)
 
 
 def test_a_baseline_of_other_layers_is_told_in_one_line(quantised, tmp_path):
     shape = TinyShape(intermediate_size=256)
     save_drafting_model(build(shape, seed=0), tmp_path)
-    with pytest.raises(EvalError, match=r"name the baseline that the variant was made from"):
-        layer_error.measure(quantised, tmp_path, [[5, 6, 7]])
+    with pytest.raises(LayerErrorError, match="name the checkpoint that it was made from"):
+        measure_layer_errors(quantised, tmp_path, [[5, 6, 7]])
 
 
-def test_a_checkpoint_that_is_not_quantised_has_no_such_layers(settings):
-    assert layer_error.measure(TINY, TINY, [[5, 6, 7]]) == []
-    assert layer_error.compare(TINY, TINY, settings, ROOT) is None
+def test_a_checkpoint_that_is_not_quantised_has_no_such_layers():
+    assert measure_layer_errors(TINY, TINY, [[5, 6, 7]]) == []
