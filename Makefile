@@ -51,8 +51,8 @@ calibrate: | $(READY) ## run VARIANT's recipe up to its AWQ calibration
 prune-vocab: | $(READY) ## run VARIANT's recipe up to its vocabulary pruning
 	@$(RUN) recipe run --variant $(VARIANT) --until prune_vocab
 
-redistill: | $(READY) ## run VARIANT's recipe and record how its MTP head learned, into results/
-	@$(RUN) recipe redistill --variant $(VARIANT)
+redistill: | $(READY) ## run VARIANT's recipe up to the training of its MTP head
+	@$(RUN) recipe run --variant $(VARIANT) --until redistill_mtp
 
 bake-cache: | $(READY) ## run VARIANT's recipe up to the packing of its compile cache
 	@$(RUN) recipe run --variant $(VARIANT) --until bake_cache

@@ -153,9 +153,9 @@ def acceptance(
     ] = False,
     records_dir: RecordsFolder = None,
 ) -> None:
-    """Measure the acceptance length of drafts for each K by class and temperature; choose K, also by load."""
+    """Measure the acceptance length of drafts for each K by class and temperature; choose K."""
     from slimqwen.evals import acceptance
-    from slimqwen.roofline.bounds import bound_rates_by_depth
+    from slimqwen.roofline.bounds import bound_rate_by_depth
 
     log = variant.root / "logs" / f"acceptance-{variant.name}.log"
     with measuring(log) as progress:
@@ -165,12 +165,10 @@ def acceptance(
             sorted(set(depth or range(8))),
             command=command(),
             greedy_only=greedy,
-            speed_bound=bound_rates_by_depth,
+            speed_bound=bound_rate_by_depth,
             records_folder=records_dir and records_dir / variant.name,
             progress=progress,
         )
     record = show_record(path, log)
     if advice := acceptance.graph_sizes_advice(record, variant):
         say(advice)
-    if line := acceptance.schedule_advice(record):
-        say(line)

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from slimqwen import variant as variants
-from slimqwen.cli.console import command, console, progress_bar, relative, say, show_record, table
+from slimqwen.cli.console import console, progress_bar, relative, say, table
 from slimqwen.cli.options import VariantOption
-from slimqwen.variant import Variant
 
 if TYPE_CHECKING:
     from slimqwen.text.calibration_mix import Source
@@ -29,28 +28,38 @@ def run_(
     ] = False,
 ) -> None:
     """Run recipe.yaml into weights/NAME: resumes an interrupted run, reuses the stages that are up to date."""
-    if not shape:
-        _run(variant, until)
+    if shape:
+        from slimqwen.plan import shapes
+
+        with progress_bar() as progress:
+            folder = shapes.write_variant_shape(variant, progress)
+        say(
+            f"{relative(folder)}: the dimensions of {variant.name}, without weights. To time them, add a variant whose "
+            f"config.env says BASE={variant.name}, VLLM_MODEL={relative(folder)} and VLLM_LOAD_FORMAT=dummy."
+        )
         return
-    from slimqwen.plan import shapes
+    from slimqwen.recipe import variant_recipe
 
+    stages = None if until is None else variant_recipe.stages_until(variant, until)
     with progress_bar() as progress:
-        folder = shapes.write_variant_shape(variant, progress)
-    say(
-        f"{relative(folder)}: the dimensions of {variant.name}, without weights. To time them, add a variant whose "
-        f"config.env says BASE={variant.name}, VLLM_MODEL={relative(folder)} and VLLM_LOAD_FORMAT=dummy."
-    )
-
-
-@app.command()
-def redistill(variant: VariantOption) -> None:
-    """Run the recipe and record how its MTP head learned, into results/."""
-    from slimqwen.evals import redistillation
-    from slimqwen.records import provenance
-
-    started = provenance.utc_now()
-    _run(variant)
-    show_record(redistillation.write_record(variant, command=command(), started=started))
+        outcomes = variant_recipe.run(variant, stages, progress)
+    rows = table(["stage", ""], ("time", "peak memory", "size before", "after"))
+    for outcome in outcomes:
+        rows.add_row(
+            outcome.stage,
+            "reused" if outcome.reused else "done",
+            f"{outcome.manifest.wall_seconds:.0f} s",
+            f"{outcome.manifest.peak_memory_bytes / 1e9:.2f} GB",
+            f"{outcome.bytes_before / 1e6:.1f} MB",
+            f"{outcome.bytes_after / 1e6:.1f} MB",
+        )
+    console.print(rows)
+    is_complete = len(outcomes) == len(variant_recipe.read(variant).steps)
+    weights = variant.root / "weights" / variant.name
+    say(f"checkpoint: {relative(weights if is_complete else outcomes[-1].folder)}")
+    for outcome in outcomes:
+        if not outcome.reused:
+            say(f"log of {outcome.stage}: {relative(outcome.log)}")
 
 
 @app.command()
@@ -149,31 +158,6 @@ def _parse_source(text: str) -> "Source":
             f"{text}: write NAME=FILE, or NAME=FILE:2 for twice the weight of the others"
         )
     return Source(match[1], Path(match[2]) if match[2] else resolve_text(match[1], Path()), weight)
-
-
-def _run(variant: Variant, until: str | None = None) -> None:
-    from slimqwen.recipe import variant_recipe
-
-    stages = None if until is None else variant_recipe.stages_until(variant, until)
-    with progress_bar() as progress:
-        outcomes = variant_recipe.run(variant, stages, progress)
-    rows = table(["stage", ""], ("time", "peak memory", "size before", "after"))
-    for outcome in outcomes:
-        rows.add_row(
-            outcome.stage,
-            "reused" if outcome.reused else "done",
-            f"{outcome.manifest.wall_seconds:.0f} s",
-            f"{outcome.manifest.peak_memory_bytes / 1e9:.2f} GB",
-            f"{outcome.bytes_before / 1e6:.1f} MB",
-            f"{outcome.bytes_after / 1e6:.1f} MB",
-        )
-    console.print(rows)
-    is_complete = len(outcomes) == len(variant_recipe.read(variant).steps)
-    weights = variant.root / "weights" / variant.name
-    say(f"checkpoint: {relative(weights if is_complete else outcomes[-1].folder)}")
-    for outcome in outcomes:
-        if not outcome.reused:
-            say(f"log of {outcome.stage}: {relative(outcome.log)}")
 
 
 def _short(value: str | None) -> str:

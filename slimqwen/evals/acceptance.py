@@ -7,13 +7,12 @@ interval, because the tokens of one continuation are not independent.
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from pydantic import Field
 
 from slimqwen import variant as variants
-from slimqwen.evals import acceptance_share, depth_schedule, drafting, fidelity
-from slimqwen.evals.depth_schedule import DepthRange, DepthSchedule, Speeds
+from slimqwen.evals import acceptance_share, drafting, fidelity
 from slimqwen.evals.drafting import AcceptanceSettings, Item
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
@@ -29,20 +28,9 @@ from slimqwen.text import prompts
 from slimqwen.text.corpus import resolve_text
 from slimqwen.variant import Variant
 
-
-class SpeedBound(Protocol):
-    """The cost model of a GPU."""
-
-    def __call__(
-        self,
-        variant: Variant,
-        gpu_name: str,
-        acceptance_lengths: Mapping[int, float],
-        context_len: int,
-        *,
-        always_drafts: bool = False,
-    ) -> Speeds:
-        """Most tokens per second by depth and batch size, given the acceptance length by depth."""
+SpeedBound = Callable[[Variant, str, Mapping[int, float], int], Mapping[int, float]]
+"""The cost model of a GPU: (variant, name of the GPU, acceptance length by depth, cached tokens) -> most tokens per
+second of one sequence by depth."""
 
 
 class Setting(Block):
@@ -82,7 +70,7 @@ class Acceptance(SplitRecord):
     """How long a variant's drafts are accepted, by depth, prompt class and temperature."""
 
     kind = "acceptance"
-    version = 2
+    version = 3
     verb = "eval acceptance"
     leaderboard_columns: ClassVar[Mapping[str, str]] = {"acceptance_length": "acceptance length, tokens"}
 
@@ -93,9 +81,6 @@ class Acceptance(SplitRecord):
     prompts: Sha256 = Field(description="Digest of the prompts' token ids.")
     depths: tuple[Depth, ...] = Field(min_length=1)
     choice: Choice | None = Field(description="null with a single depth.")
-    schedule: DepthSchedule | None = Field(
-        description="null with a single depth, or where nothing predicts speed."
-    )
 
     def figures(self) -> Mapping[str, Figure]:
         """All numbers, and the acceptance length at the gate's depth (else the deepest) as `acceptance_length`."""
@@ -140,8 +125,6 @@ class Acceptance(SplitRecord):
             }
             title = f"Best depth for one sequence: K = {self.choice.depth}, {self.choice.method}"
             tables.append(Table.from_rows(title, self.depths, columns, source))
-        if self.schedule:
-            tables.append(self.schedule.table(source))
         return tables
 
 
@@ -203,7 +186,7 @@ def measure(
             items += journal.answer(depth, count)
         rows = summarise(items)
         context = next(iter(longest.values()))
-        choice, schedule = _choose(variant, settings.gpu, rows, context, speed_bound)
+        choice = _choose_depth(variant, settings.gpu, rows, context, speed_bound)
         documents = resolve_text(settings.documents, variant.root)
         record = Acceptance(
             variant=variant.name,
@@ -215,7 +198,6 @@ def measure(
             prompts=digest,
             depths=rows,
             choice=choice,
-            schedule=schedule,
             provenance=provenance.describe(
                 dataclasses.replace(
                     server, flags={**flags, "enforce-eager": platforms.detect() == "cpu"}, environment={}
@@ -261,31 +243,24 @@ def summarise(items: Sequence[Item]) -> tuple[Depth, ...]:
     return tuple(rows)
 
 
-def _choose(
+def _choose_depth(
     variant: Variant, gpu: str, rows: Sequence[Depth], context_len: int, speed_bound: SpeedBound | None
-) -> tuple[Choice | None, DepthSchedule | None]:
-    """The depth with most greedy tokens per second for one sequence, and the depth for each batch size.
+) -> Choice | None:
+    """The depth with most greedy tokens per second for one sequence.
 
-    On a GPU the measured speed decides for one sequence. A CPU's speed says nothing about a GPU; there the bound of the
-    given GPU decides, with the measured acceptance lengths. The bound counts bytes and FLOPs but no kernel launches, so
-    it favours deep drafts. It decides for the other batch sizes on any machine, because only one is measured.
+    On a GPU the measured speed decides. A CPU's speed says nothing about a GPU; there the bound of the given GPU
+    decides, with the measured acceptance lengths. The bound counts bytes and FLOPs but no kernel launches, so it
+    favours deep drafts.
     """
     if len(rows) < 2:
-        return None, None
-    choice = schedule = None
-    if speed_bound:
-        method = f"roofline of {gpu}"
-        lengths = {row.depth: row.length.value if row.length else 1.0 for row in rows}
-        bounds = speed_bound(variant, gpu, lengths, context_len)
-        always_drafting = speed_bound(variant, gpu, lengths, context_len, always_drafts=True)
-        schedule = depth_schedule.of_speeds(method, bounds, always_drafting)
-        choice = _fastest(method, {depth: rates[0] for depth, rates in bounds.items()})
+        return None
     if platforms.detect() == "cuda":
-        choice = _fastest("measured", {row.depth: row.tokens_per_second for row in rows})
-    return choice, schedule
-
-
-def _fastest(method: str, speeds: Mapping[int, float]) -> Choice:
+        method, speeds = "measured", {row.depth: row.tokens_per_second for row in rows}
+    elif speed_bound:
+        lengths = {row.depth: row.length.value if row.length else 1.0 for row in rows}
+        method, speeds = f"roofline of {gpu}", dict(speed_bound(variant, gpu, lengths, context_len))
+    else:
+        return None
     return Choice(
         depth=max(speeds, key=lambda depth: speeds[depth]),
         method=method,
@@ -298,26 +273,12 @@ def graph_sizes_advice(record: Acceptance, variant: Variant) -> str | None:
     if record.choice is None:
         return None
     flags = ServerCommand.resolve(variant, platform="cuda").flags
-    batch_sizes = DepthRange(first=1, last=int(flags.get("max-num-seqs") or 1), depth=record.choice.depth)
+    step = record.choice.depth + 1
+    sizes = range(step, step * int(flags.get("max-num-seqs") or 1) + 1, step)
     return (
         f"CUDA graphs for K = {record.choice.depth}: a step computes K + 1 tokens of each sequence, so "
-        f"VLLM_CUDAGRAPH_CAPTURE_SIZES={depth_schedule.graph_sizes([batch_sizes])} "
+        f"VLLM_CUDAGRAPH_CAPTURE_SIZES={','.join(map(str, sizes))} "
         f"(config.env: {flags.get('cudagraph-capture-sizes', 'not set')})"
-    )
-
-
-def schedule_advice(record: Acceptance) -> str | None:
-    """The lines of config.env for the draft depth at every batch size; None where the record has no schedule."""
-    if record.schedule is None:
-        return None
-    line = record.schedule.config_line()
-    if len(record.schedule.ranges) == 1:
-        return f"One draft depth for every batch size, by the {record.schedule.method}: {line}"
-    gain = max(load.gain for load in record.schedule.loads)
-    return (
-        f"Draft depth by batch size, by the {record.schedule.method}, up to {gain:+.1%} over K = "
-        f"{record.schedule.fixed_depth} fixed: {line}, with "
-        f"VLLM_CUDAGRAPH_CAPTURE_SIZES={depth_schedule.graph_sizes(record.schedule.ranges)}"
     )
 
 

@@ -160,36 +160,21 @@ def write_roofline(
     return store.write(variant.root / "results", record)
 
 
-def bound_rates_by_depth(
-    variant: Variant,
-    gpu_name: str,
-    acceptance_lengths: Mapping[int, float],
-    context_len: int,
-    *,
-    always_drafts: bool = False,
-) -> dict[int, list[float]]:
-    """The highest output rate at several draft depths, by batch size from 1 to the largest that is served and fits.
+def bound_rate_by_depth(
+    variant: Variant, gpu_name: str, acceptance_lengths: Mapping[int, float], context_len: int
+) -> dict[int, float]:
+    """The highest output rate of one sequence at several draft depths, tokens per second.
 
     Args:
         acceptance_lengths: acceptance length by draft depth K, 1.0 at K = 0.
-        always_drafts: whether a step at K = 0 makes a draft pass, as vLLM's does where the depth varies.
 
     Raises:
         RooflineError, ShapeError: as `write_roofline`.
     """
     gpu = data_sheets.read_gpu(gpu_name, variant.root)
-    served = ServedModel.load(variant)
-    batch_sizes = range(1, served.largest_batch(gpu, context_len) + 1)
-
-    def rate(batch_size: int, depth: int, length: float) -> float:
-        step = cost.bound_decode_step(served.model, gpu, batch_size, context_len, depth, length)
-        if depth or not always_drafts:
-            return step.tokens_per_second
-        draft = cost.count_draft_work(served.model, batch_size, context_len)
-        return batch_size / (step.seconds + draft.seconds(gpu))
-
+    model = ServedModel.load(variant).model
     return {
-        depth: [rate(batch_size, depth, length) for batch_size in batch_sizes]
+        depth: cost.bound_decode_step(model, gpu, 1, context_len, depth, length).tokens_per_second
         for depth, length in acceptance_lengths.items()
     }
 

@@ -16,7 +16,7 @@ from slimqwen.records import store
 from slimqwen.records.pairing import NotComparableError
 from slimqwen.records.settings import SettingsError
 from slimqwen.records.split import Split
-from slimqwen.roofline.bounds import bound_rates_by_depth
+from slimqwen.roofline.bounds import bound_rate_by_depth
 from slimqwen.stats.verdict import Verdict
 from tests import record_files
 
@@ -76,7 +76,7 @@ def test_deeper_drafts_are_accepted_for_longer_and_the_choice_says_what_it_is_by
         "small",
         [0, 1, 3],
         command=["x"],
-        speed_bound=bound_rates_by_depth,
+        speed_bound=bound_rate_by_depth,
         progress=lambda activity, done, total: progress.append((done, total)),
     )
     record = store.read(path, Acceptance)
