@@ -10,8 +10,6 @@ from slimqwen.evals.engine import length_sweep, scenarios
 from slimqwen.evals.engine.combinations import REFERENCE_MODES
 from slimqwen.evals.engine.length_sweep import LengthSweepSettings, Sweep, judge
 from slimqwen.progress import silent
-from slimqwen.records import store
-from slimqwen.serving import unsafe_engines
 from slimqwen.stats.verdict import Verdict
 from slimqwen.vllm_plugin.engine_fixes import aligned_states
 from tests.evals.engine.examples import FLAGS, ROOT, TINY, answer
@@ -72,19 +70,6 @@ def retentive(tmp_path):
             tensors[name] = torch.full_like(tensors[name], -9.0)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
-
-
-def test_a_combination_whose_prompts_break_whole_and_in_parts_is_unsafe_once(tmp_path):
-    path = store.latest(ROOT / "experiments" / "tiny-mtp4", length_sweep.LengthSweep)
-    made = store.read(path)
-    broken, _ = judged(CHANGED)
-    record = made.model_copy(update={"arms": (broken, broken, made.arms[0])})
-    (tmp_path / "eval").mkdir()
-    (tmp_path / "eval" / "unsafe_engines.json").write_text('{"findings": []}')
-    length_sweep._add_unsafe(record, path, tmp_path)
-
-    (finding,) = unsafe_engines.read(tmp_path)
-    assert (finding.modes, finding.reason) == (MODES, "1 of 16 answers of prompt lengths differ")
 
 
 @pytest.mark.engine
