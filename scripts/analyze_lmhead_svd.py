@@ -23,7 +23,7 @@ from torch import Tensor
 
 from slimqwen.checkpoint.rtn import round_to_nearest
 from slimqwen.checkpoint.tensors import output_head
-from slimqwen.models.float32 import load_in_float32
+from slimqwen.models.language_model import load_in_float32
 from slimqwen.records.table import Table
 from slimqwen.stats import intervals
 from slimqwen.text.corpus import file_texts

@@ -19,7 +19,7 @@ from _exploration import run_exploration
 
 from slimqwen import checkpoint
 from slimqwen.models import vocabulary
-from slimqwen.models.float32 import load_in_float32
+from slimqwen.models.language_model import load_in_float32
 from slimqwen.models.vocabulary import Ids, Vocabulary
 from slimqwen.recipe.stages import prune_vocab
 from slimqwen.recipe.stages.prune_vocab import Corpus

@@ -25,6 +25,9 @@ PACKED = ".weight_packed"
 UNPACKED_MTP = "re:^mtp.*"
 """Entry of `ignore` where the MTP head is not packed; an engine builds the head from the same config."""
 
+VISION_TOWER = "re:.*visual.*"
+"""Entry of `ignore` in a multimodal checkpoint, whose vision tower is never packed."""
+
 BLOCK_BYTES = 8 * 2**20
 """16-bit weights that are rounded at a time."""
 

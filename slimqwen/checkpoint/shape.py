@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict
 
 from slimqwen.checkpoint import draft_head
 from slimqwen.checkpoint.config import text_config, untied
-from slimqwen.checkpoint.packing import UNPACKED_MTP, config_group
+from slimqwen.checkpoint.packing import UNPACKED_MTP, VISION_TOWER, config_group
 from slimqwen.errors import SlimqwenError
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
@@ -130,7 +130,7 @@ def _quantization(quantised: Mapping[str, Packing]) -> dict[str, Any]:
         },
         "ignore": [
             *(() if "mtp" in quantised else (UNPACKED_MTP,)),
-            "re:.*visual.*",
+            VISION_TOWER,
             *(() if "lm_head" in quantised else ("lm_head",)),
         ],
     }

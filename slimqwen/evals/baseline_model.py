@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slimqwen import checkpoint
 from slimqwen.evals import EvalError
-from slimqwen.models.float32 import load_in_float32
+from slimqwen.models.language_model import load_in_float32
 
 KEPT_STATES = Path(".cache") / "baseline_states"
 """Folder of a repository with the hidden states of baselines; deleted states are computed again."""

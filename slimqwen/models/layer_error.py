@@ -23,7 +23,7 @@ from slimqwen.checkpoint.packing import packed_bits
 from slimqwen.checkpoint.rtn import round_to_nearest
 from slimqwen.checkpoint.tensors import list_tensors
 from slimqwen.errors import SlimqwenError
-from slimqwen.models.float32 import load_in_float32
+from slimqwen.models.language_model import load_in_float32
 
 _PACKED = re.compile(r"(?!mtp\.)(?:.*\.)?layers\.(\d+)\.(.+)\.weight_packed")
 _WORD_BITS = 32
@@ -124,8 +124,7 @@ def _round_linears(model: Any, quantised: Path, original: Path) -> None:
 
 def _load_decoder(weights: Path) -> Any:
     """The decoder alone."""
-    model = load_in_float32(weights).model
-    return getattr(model, "language_model", model)
+    return load_in_float32(weights).model
 
 
 def _free_memory() -> None:

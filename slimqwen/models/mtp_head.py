@@ -10,7 +10,6 @@ output goes through lm_head and predicts token i+2. To draft further it reads it
 hidden state.
 """
 
-import contextlib
 import copy
 import json
 import math
@@ -20,17 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import CompressedTensorsConfig, DynamicCache, Qwen3_5ForCausalLM
+from transformers import DynamicCache
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5RMSNorm
-from transformers.utils import logging as transformers_logging
 
 from slimqwen.checkpoint import draft_head
-from slimqwen.checkpoint.packing import PACKED
+from slimqwen.checkpoint.plain_weights import plain_weights
 from slimqwen.checkpoint.tensors import list_tensors
 from slimqwen.errors import SlimqwenError
+from slimqwen.models.language_model import load_language_model, quiet_loading
 
 PREFIX = "mtp."
 """Prefix of the head's tensor names in a checkpoint."""
@@ -312,22 +310,14 @@ def measure_acceptance(
 def load_drafting_model(folder: Path, dtype: torch.dtype = torch.float32) -> DraftingModel:
     """Load backbone, head and draft head of a text-only or multimodal checkpoint, in evaluation mode.
 
-    A quantised backbone (compressed-tensors) is unpacked.
+    Quantised weights are dequantised.
 
     Raises:
-        MtpHeadError: a file is missing, or `mtp.*` is absent, incomplete or of another shape.
-        CorruptCheckpointError: the draft head's ids do not fit its rows or the vocabulary.
+        MtpHeadError: `mtp.*` is absent, incomplete or of another shape.
+        CorruptCheckpointError: as `load_language_model`; or the draft head's ids do not fit its rows or the vocabulary.
     """
-    if not (folder / "config.json").is_file():
-        raise MtpHeadError(f"{folder}: no config.json; this is not a checkpoint folder")
     head_tensors = read_head_tensors(folder)
-    quantised = "quantization_config" in json.loads((folder / "config.json").read_text())
-    # Unpacked to 16 or 32 bits: the values that an engine computes with.
-    unpacked = {"quantization_config": CompressedTensorsConfig(run_compressed=False)} if quantised else {}
-    with _quiet_loading():
-        backbone = Qwen3_5ForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation="sdpa", **unpacked
-        )
+    backbone = load_language_model(folder, dtype)
     head = MtpHead(backbone.config)
     _check_head(folder, head, head_tensors)
     head.load_state_dict(head_tensors)
@@ -335,23 +325,20 @@ def load_drafting_model(folder: Path, dtype: torch.dtype = torch.float32) -> Dra
 
 
 def read_head_tensors(folder: Path) -> dict[str, Tensor]:
-    """The head's tensors in the checkpoint's own dtypes, by name without `mtp.`; the draft head is not among them.
+    """The head's tensors by name without `mtp.`, quantised ones in float32; the draft head is not among them.
 
     Raises:
-        MtpHeadError: the folder has no safetensors file, or none of its tensors belongs to a head.
+        MtpHeadError: the checkpoint has no head.
+        CorruptCheckpointError: as `plain_weights`.
     """
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise MtpHeadError(f"{folder}: no .safetensors file; build or download the weights first")
-    tensors: dict[str, Tensor] = {}
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 (a safetensors handle, not a dict)
-                if name.startswith(PREFIX) and not name.startswith(draft_head.PREFIX):
-                    tensors[name.removeprefix(PREFIX)] = opened.get_tensor(name)
+    tensors = {
+        name.removeprefix(PREFIX): read()
+        for name, read in plain_weights(folder).items()
+        if name.startswith(PREFIX) and not name.startswith(draft_head.PREFIX)
+    }
     if not tensors:
         raise MtpHeadError(
-            f"{folder}: no mtp.* tensor; the checkpoint has no MTP head (acceptance would be 1.0)"
+            f"{folder} has no MTP head, so nothing drafts; choose a checkpoint with mtp.* tensors"
         )
     return tensors
 
@@ -361,14 +348,13 @@ def _read_draft_head(folder: Path, config: Any, dtype: torch.dtype) -> DraftHead
     ids = draft_head.read_token_ids(stored, config.vocab_size)
     if ids is None:
         return None
-    with safe_open(stored[draft_head.WEIGHT].file, framework="pt") as opened:
-        return DraftHead(opened.get_tensor(draft_head.WEIGHT).to(dtype), torch.from_numpy(ids))
+    return DraftHead(stored[draft_head.WEIGHT].unchanged().read().to(dtype), torch.from_numpy(ids))
 
 
 def save_drafting_model(model: DraftingModel, folder: Path) -> None:
     """Write config.json and model.safetensors (bfloat16, backbone and `mtp.*` together) in the form vLLM reads."""
     folder.mkdir(parents=True, exist_ok=True)
-    with _quiet_loading():
+    with quiet_loading():
         copy.deepcopy(model.backbone).to(torch.bfloat16).save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in model.head.state_dict().items():
@@ -387,11 +373,6 @@ def save_drafting_model(model: DraftingModel, folder: Path) -> None:
 
 
 def _check_head(folder: Path, head: MtpHead, tensors: dict[str, Tensor]) -> None:
-    if f"fc{PACKED}" in tensors:
-        raise MtpHeadError(
-            f"{folder}: its MTP head is packed, which is not unpacked here; let calibrate pack `mtp` after the stages "
-            "that read the head"
-        )
     expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     for name in sorted(expected.keys() | shapes.keys()):
@@ -400,15 +381,3 @@ def _check_head(folder: Path, head: MtpHead, tensors: dict[str, Tensor]) -> None
                 f"{folder}: {PREFIX}{name} is {shapes.get(name, 'missing')}, "
                 f"the config asks for {expected.get(name, 'no such tensor')}; rebuild the checkpoint"
             )
-
-
-@contextlib.contextmanager
-def _quiet_loading() -> Iterator[None]:
-    """Disable transformers' own progress bars."""
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()

@@ -112,6 +112,12 @@ def read(file: Path, stages: Mapping[str, Stage] = STAGES) -> Recipe:
             raise RecipeError(
                 f"{_line(file, root, path)}: no stage may follow {steps[-1].stage.name}; put that one last"
             )
+        follows = stages[name].follows
+        if steps and follows and steps[-1].stage.name not in follows:
+            raise RecipeError(
+                f"{_line(file, root, path)}: {name} reads what {' or '.join(follows)} leaves beside the checkpoint; "
+                "put it right after"
+            )
         schema = stages[name].parameters
         try:
             parameters = schema.model_validate(values or {}, context={"folder": file.parent})

@@ -22,6 +22,7 @@ from typing import Any
 from slimqwen import checkpoint
 from slimqwen.checkpoint import Manifest
 from slimqwen.checkpoint.files import COMPILE_CACHE, MANIFEST, bytes_on_disk, file_records, publish, withdraw
+from slimqwen.checkpoint.shape import Shape
 from slimqwen.file_lock import hold_lock, take_lock
 from slimqwen.progress import Progress, silent
 from slimqwen.recipe import worker
@@ -105,7 +106,7 @@ def run(
     Raises:
         RecipeError: weights/<variant> is not or cannot be a link, or a stage failed or needs more disk or memory than
             there is; the store is then as it was before that stage.
-        SlimqwenError: a stage refuses its input or its parameters.
+        SlimqwenError: a stage refuses the base, before any stage starts, or its input or parameters.
     """
     link, store = weights / variant, weights / "store"
     if link.exists() and not link.is_symlink():
@@ -114,6 +115,7 @@ def run(
     steps = recipe.steps[:stages]
     outcomes: list[Outcome] = []
     source = resolve(recipe.base)
+    _check_steps(steps, source)
     with hold_lock(store / ".lock", shared=True, reason="the store is being cleaned", progress=progress):
         for step in steps:
             outcome = _ensure(step, source, store, progress)
@@ -199,6 +201,14 @@ def clean_store(weights: Path, keep: Iterable[str]) -> int:
             for log in (store / ".logs").glob(f"*-{name[:16]}.log"):
                 log.unlink()
         return freed
+
+
+def _check_steps(steps: Sequence[Step], base: Path) -> None:
+    """Raise what a stage would say of the base, before another has worked for hours."""
+    shape = Shape.of_config(checkpoint.read_config(base))
+    for step in steps:
+        step.stage.needs(base, step.parameters)
+        shape = step.stage.reshape(shape, step.parameters)
 
 
 def _ensure(step: Step, source: Path, store: Path, progress: Progress) -> Outcome:

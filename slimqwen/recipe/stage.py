@@ -61,6 +61,8 @@ class Stage:
         needs: (source, parameters) -> estimate; raises a SlimqwenError for an input that the stage cannot work on.
         changes: parameters -> regular expressions of the names of tensors that it may change, drop or add.
         reshape: (shape, parameters) -> dimensions of its output, for plans and rooflines; unchanged if left out.
+            Raises a SlimqwenError for dimensions that the stage cannot work on.
+        follows: stages that leave a file beside the checkpoint that it reads; one of them has to come right before it.
         data: parameters -> digest of every outside input by name.
         code: modules whose source decides the result, besides the module that defines `run`.
         packages: distributions whose versions decide the result.
@@ -73,6 +75,7 @@ class Stage:
     needs: Callable[[Path, Any], Needs]
     changes: Callable[[Any], tuple[str, ...]] = lambda parameters: ()
     reshape: Callable[[Shape, Any], Shape] = lambda shape, parameters: shape
+    follows: tuple[str, ...] = ()
     data: Callable[[Any], Mapping[str, str]] = lambda parameters: {}
     code: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()

@@ -42,7 +42,7 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def engine(folder: Path | str, **arguments: Any) -> Iterator[Any]:
-    """A `vllm.LLM` on a checkpoint folder, shut down at the end.
+    """A `vllm.LLM` on a checkpoint folder, shut down at the end; of a multimodal checkpoint the language model alone.
 
     Args:
         folder: a checkpoint that vLLM can load.
@@ -64,6 +64,7 @@ def engine(folder: Path | str, **arguments: Any) -> Iterator[Any]:
         "max_num_seqs": 32,
         "disable_log_stats": False,
         "seed": 0,
+        **({"language_model_only": True} if "vision_config" in checkpoint.read_config(Path(folder)) else {}),
     }
     with ExitStack() as stack:
         stack.enter_context(environment(_ENVIRONMENT | machine.user_variables(os.environ, repository_root())))
@@ -94,6 +95,7 @@ def served_arguments(flags: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "dtype": "auto",
         "enforce_eager": False,
+        "language_model_only": False,
         **{name: value for name, value in named.items() if name in known},
         "disable_log_stats": False,  # the counters
     }

@@ -71,6 +71,11 @@ def refuse(source: Path, destination: Path, parameters: Parameters, progress: Pr
     raise RefusedError("the input has no wings; choose one with wings")
 
 
+def refuse_by_its_needs(source: Path, parameters: Parameters) -> Needs:
+    """See by the headers alone that the input is unusable."""
+    raise RefusedError("the base has no wings; choose one with wings")
+
+
 def break_down(source: Path, destination: Path, parameters: Parameters, progress: Progress) -> Facts:
     """Have a defect, or a full disk."""
     (destination / "half").write_text("half")
@@ -113,6 +118,7 @@ STAGES = {
         replace(_ADD, name="endless_memory", needs=_needs(memory_bytes=2**60)),
         Stage("bake", BakeParameters, bake, _needs(), last=True),
         Stage("refuse", Parameters, refuse, _needs()),
+        Stage("refuse_by_its_needs", Parameters, refuse, refuse_by_its_needs),
         Stage("break_down", Parameters, break_down, _needs()),
         Stage("die", Parameters, die, _needs()),
         Stage("forget", Parameters, forget, _needs()),

@@ -101,6 +101,26 @@ def test_what_is_no_recipe_at_all_is_refused(tmp_path: Path, text: str) -> None:
         recipe_file.read(write(tmp_path, text))
 
 
+@pytest.mark.parametrize(
+    ("stages", "line", "message"),
+    [
+        (
+            ["sample_outputs", "prune_vocab: {size: 64}", "redistill_mtp"],
+            6,
+            "sample_outputs or trim_draft_vocab",
+        ),
+        (["calibrate", "trim_draft_vocab: {size: 64}"], 5, "sample_outputs"),
+    ],
+)
+def test_a_stage_whose_text_is_lost_on_the_way_is_refused(
+    tmp_path: Path, stages: list[str], line: int, message: str
+) -> None:
+    lines = "\n".join(f"  - {stage}" if ":" in stage else f"  - {stage}:" for stage in stages)
+    file = write(tmp_path, f"description: d\nbase: b\nstages:\n{lines}\n")
+    with pytest.raises(RecipeError, match=rf":{line}: .* reads what {message} leaves .*; put it right after"):
+        recipe_file.read(file)
+
+
 def test_a_missing_recipe_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="No such file"):
         recipe_file.read(tmp_path / "recipe.yaml")

@@ -202,6 +202,12 @@ def test_status_shows_the_change_against_the_nearest_entry(workshop: Workshop) -
 # --- failures
 
 
+def test_what_a_later_stage_says_of_the_base_is_said_before_an_earlier_one_works(workshop: Workshop) -> None:
+    with pytest.raises(RefusedError, match="the base has no wings"):
+        workshop.run(workshop.recipe(workshop.add(1), "refuse_by_its_needs"))
+    assert workshop.amounts_run() == []
+
+
 @pytest.mark.parametrize(
     ("stage", "error", "message"),
     [

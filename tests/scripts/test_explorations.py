@@ -17,7 +17,7 @@ import torch
 from slimqwen import variant
 from slimqwen.errors import SlimqwenError
 from slimqwen.models import vocabulary
-from slimqwen.models.float32 import load_in_float32
+from slimqwen.models.language_model import load_in_float32
 from slimqwen.recipe.stages.prune_vocab import Corpus
 from slimqwen.records.table import Table
 from tests.checkpoints import TINY, stage_output

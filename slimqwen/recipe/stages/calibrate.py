@@ -22,7 +22,7 @@ from slimqwen.checkpoint import packing
 from slimqwen.checkpoint.config import write_config
 from slimqwen.checkpoint.files import bytes_on_disk, carry_side_files
 from slimqwen.checkpoint.shape import Packing, Shape
-from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, from_torch, list_tensors, rewrite
+from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, from_torch, list_tensors, rewrite, torch_dtype
 from slimqwen.progress import Progress
 from slimqwen.recipe.schemes import BITS, Targets
 from slimqwen.recipe.stage import TORCH_ENVIRONMENT, Facts, Needs, Parameters, Stage, StageError
@@ -36,6 +36,9 @@ _SCALED_WITH = {
     "linear_attention": ("input_layernorm", "linear_attn.in_proj_a", "linear_attn.in_proj_b"),
 }
 """Modules of 16 bits that share an input scale with a target's linears."""
+
+_BESIDE = frozenset({"lm_head", "mtp"})
+"""Config groups of linears that other steps of a recipe pack, before or after the layers."""
 
 _BATCH = 8
 """Sequences per forward pass."""
@@ -117,7 +120,7 @@ def run(source: Path, destination: Path, parameters: CalibrateParameters, progre
     if names := {name for weights in targets.values() for name in weights}:
         model, quantization, sequences = _calibrated(source, names, parameters, progress)
         facts["calibration_tokens"] = sum(map(len, sequences))
-        config = {**config, "quantization_config": quantization}
+        config = _with_quantisation(config, quantization)
         changed = _replacements(model, names, list_tensors(source))
         del model
     if head:
@@ -175,7 +178,9 @@ def _target_tensors(source: Path, parameters: CalibrateParameters) -> dict[str, 
         raise StageError(
             f"{source} is a {architecture}, calibrate knows {' and '.join(_ARCHITECTURES)}; choose another base"
         )
-    if "quantization_config" in config and parameters.targets.calibrated:
+    quantisation = config.get("quantization_config")
+    packed_kinds = set(quantisation.get("config_groups", ["all"])) if quantisation else set()
+    if parameters.targets.calibrated and packed_kinds - _BESIDE:
         raise StageError(f"{source} is quantised already; calibrate needs the 16-bit checkpoint as its base")
     packing.require_extensible(source, config)
     stored = list_tensors(source)
@@ -210,14 +215,15 @@ def _calibrated(
     import torch
     import transformers
 
+    from slimqwen.models.language_model import load_language_model, text_name
+
     tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     sequences = _sequences(parameters.corpus, tokenizer)
-    config = checkpoint.read_config(source)
-    model = getattr(transformers, config["architectures"][0]).from_pretrained(source, dtype=torch.float32)
-    modules = {name.removesuffix(".weight") for name in names}
+    model = load_language_model(source)
+    modules = {text_name(name).removesuffix(".weight") for name in names}
     with torch.no_grad():
         _calibrate(model, tokenizer, modules, torch.tensor(sequences), parameters, progress)
-    return model, _pack(model, config), sequences
+    return model, _pack(model, list_tensors(source)), sequences
 
 
 def _checked_layers(
@@ -370,41 +376,55 @@ def _watch(model: Any, modules: set[str], batches: int, grid: int, progress: Pro
     return hooks
 
 
-def _pack(model: Any, config: dict[str, Any]) -> dict[str, Any]:
-    """Pack the rounded weights into integers in place; the quantization_config that describes them."""
-    import torch
+def _pack(model: Any, stored: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    """Pack the rounded weights into integers in place; the quantization_config that describes them as stored."""
     from compressed_tensors import ModelCompressor, __version__
 
-    dtype = getattr(torch, checkpoint.text_config(config).get("dtype") or config["dtype"])
-    for module in model.modules():
+    from slimqwen.models.language_model import TEXT_PART, text_name
+
+    infos = {text_name(name): info for name, info in stored.items()}
+    for name, module in model.named_modules():
         if hasattr(module, "weight_scale"):
             # The scale is rounded first, so that the integers are chosen for the scale that is stored.
+            dtype = torch_dtype(infos[f"{name}.weight"].dtype)
             module.weight_scale.data = module.weight_scale.data.to(dtype).float()
     compressor = ModelCompressor.from_pretrained_model(model)
     compressor.compress_model(model)
     quantization: dict[str, Any] = compressor.quantization_config.model_dump(
         mode="json", exclude={"quant_method"}
     )
-    quantization["ignore"] = [*quantization["ignore"], packing.UNPACKED_MTP]
-    return {"quant_method": "compressed-tensors", "version": __version__, **quantization}
+    ignore = [*quantization["ignore"], packing.UNPACKED_MTP]
+    if any(name.startswith(TEXT_PART) for name in stored):
+        ignore = [name.replace("model.", TEXT_PART, 1) for name in ignore] + [packing.VISION_TOWER]
+    return {"quant_method": "compressed-tensors", "version": __version__, **quantization, "ignore": ignore}
+
+
+def _with_quantisation(config: Mapping[str, Any], quantization: dict[str, Any]) -> dict[str, Any]:
+    """The config with the layers' quantisation, and with that of what was packed beside them before."""
+    changed = {**config, "quantization_config": quantization}
+    for kind, group in (config.get("quantization_config") or {}).get("config_groups", {}).items():
+        changed["quantization_config"] = packing.with_group(changed, kind, group)
+    return changed
 
 
 def _replacements(
     model: Any, targets: Collection[str], stored: Mapping[str, TensorInfo]
 ) -> dict[str, Mapping[str, NewTensor]]:
-    """What the calibrated model has in the stead of each stored tensor; nothing for those of the MTP head."""
+    """What the calibrated model has in the stead of each stored tensor; the others stay as they are."""
+    from slimqwen.models.language_model import text_name
+
     state = model.state_dict()
     replacements: dict[str, Mapping[str, NewTensor]] = {}
     for name, info in stored.items():
+        text = text_name(name)
         if name in targets:
-            parts = {part: tensor for part, tensor in state.items() if part.startswith(f"{name}_")}
-        elif name in state:
-            parts = {name: state[name]}
-        elif name.startswith("mtp."):
-            continue
+            parts = {part: tensor for part, tensor in state.items() if part.startswith(f"{text}_")}
         else:
-            raise StageError(f"{info.file}: the tensor {name} is not part of the model; choose another base")
-        replacements[name] = {part: from_torch(tensor, info.dtype) for part, tensor in parts.items()}
+            parts = {text: state[text]} if text in state else {}
+        if parts:
+            replacements[name] = {
+                part.replace(text, name): from_torch(tensor, info.dtype) for part, tensor in parts.items()
+            }
     return replacements
 
 
@@ -424,9 +444,10 @@ STAGE = Stage(
     changes=changes,
     code=(
         "slimqwen.checkpoint.packing",
+        "slimqwen.checkpoint.plain_weights",
         "slimqwen.checkpoint.rtn",
         "slimqwen.checkpoint.tensors",
-        "slimqwen.models.float32",
+        "slimqwen.models.language_model",
         "slimqwen.models.layer_error",
         "slimqwen.recipe.schemes",
         "slimqwen.text.corpus",

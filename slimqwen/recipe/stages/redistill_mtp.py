@@ -11,7 +11,7 @@ makes a checkpoint worse. Both are also measured in vLLM, and the two measuremen
 import gc
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,8 +19,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from slimqwen import checkpoint
+from slimqwen.checkpoint import draft_head
 from slimqwen.checkpoint.config import write_config
 from slimqwen.checkpoint.files import bytes_on_disk, carry_side_files
+from slimqwen.checkpoint.shape import Shape
 from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, from_torch, list_tensors, rewrite, torch_dtype
 from slimqwen.progress import Progress
 from slimqwen.recipe.stage import TORCH_ENVIRONMENT, Facts, Needs, Parameters, Stage, StageError
@@ -87,8 +89,9 @@ def run(
 
     Raises:
         CorpusError: source has no `OUTPUTS` beside it.
-        MtpHeadError: source has no complete MTP head.
-        StageError: a loss is not finite, or vLLM measures a different acceptance length.
+        MtpHeadError: the MTP head of source is incomplete.
+        StageError: source has no MTP head in 16 or 32 bits, or no draft head where `rows` asks for one; a loss is not
+            finite; or vLLM measures a different acceptance length.
     """
     # Slow to import, and needed only in the process that trains.
     import torch
@@ -99,15 +102,13 @@ def run(
     torch.set_num_threads(parameters.threads)
     torch.use_deterministic_algorithms(True)
     stored = list_tensors(source)
+    _check_head(source, stored)
+    reshape(Shape.of_config(checkpoint.read_config(source)), parameters)
     outputs = list(read_outputs(source))
     held_out = [output for output in outputs if output.held_out]
     sampled = [output for output in outputs if not output.held_out]
     cuda = torch.cuda.is_available()
     model = load_drafting_model(source, torch.bfloat16 if cuda else torch.float32)
-    if parameters.rows == "drafted" and model.draft_head is None:
-        raise StageError(
-            f"{source} has no draft head to train for; put trim_draft_vocab before redistill_mtp"
-        )
     model.backbone.requires_grad_(False)
     model.head.float()
     if cuda:
@@ -174,14 +175,51 @@ def needs(source: Path, parameters: RedistillParameters) -> Needs:
     """Disk: the size of source. Memory: unpacked weights, the head with its optimiser, logits of some positions."""
     config = checkpoint.text_config(checkpoint.read_config(source))
     stored = list_tensors(source)
-    # A packed weight holds eight 4-bit numbers in each of its integers.
-    elements = sum(info.elements * (8 if name.endswith("_packed") else 1) for name, info in stored.items())
+    _check_head(source, stored)
+    # An integer of a packed weight holds up to eight numbers.
+    elements = sum(info.elements * (8 if info.dtype == "I32" else 1) for info in stored.values())
     head = sum(info.elements for name, info in stored.items() if name.startswith("mtp."))
     logits = 6 * _POSITIONS * config["vocab_size"]
     return Needs(
         disk_bytes=bytes_on_disk(source),
         memory_bytes=_IMPORTS_BYTES + 4 * (elements + 5 * head + logits),
     )
+
+
+def reshape(shape: Shape, parameters: RedistillParameters) -> Shape:
+    """The same dimensions.
+
+    Raises:
+        StageError: it has no draft head to train for.
+    """
+    if parameters.rows == "drafted" and not shape.text.get(draft_head.SIZE_KEY):
+        raise StageError(
+            "redistill_mtp: rows is drafted, but there is no draft head to train for; put trim_draft_vocab before it"
+        )
+    return shape
+
+
+def _check_head(source: Path, stored: Mapping[str, TensorInfo]) -> None:
+    """Raise a StageError unless the checkpoint has an MTP head that is not quantised."""
+    head = {
+        name: info
+        for name, info in stored.items()
+        if name.startswith("mtp.") and not name.startswith(draft_head.PREFIX)
+    }
+    if not head:
+        raise StageError(
+            f"{source} has no MTP head; take redistill_mtp out of the recipe, or choose a base with mtp.* tensors"
+        )
+    quantised = [
+        f"{name} is {info.dtype}"
+        for name, info in head.items()
+        if not name.endswith(".weight") or info.dtype not in ("BF16", "F16", "F32")
+    ]
+    if quantised:
+        raise StageError(
+            f"{source}: its MTP head is quantised ({min(quantised)}); train it before calibrate packs `mtp`, or choose "
+            "a base whose head has 16 bits"
+        )
 
 
 class _Training:
@@ -408,10 +446,14 @@ STAGE = Stage(
     parameters=RedistillParameters,
     run=run,
     needs=needs,
+    reshape=reshape,
+    follows=("sample_outputs", "trim_draft_vocab"),
     changes=lambda _: (r"mtp\.(?!draft_head\.)",),
     code=(
         "slimqwen.checkpoint.draft_head",
+        "slimqwen.checkpoint.plain_weights",
         "slimqwen.checkpoint.tensors",
+        "slimqwen.models.language_model",
         "slimqwen.models.mtp_head",
         "slimqwen.recipe.stages.sample_outputs",
         "slimqwen.serving.draft_counts",

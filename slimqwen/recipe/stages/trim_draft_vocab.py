@@ -216,6 +216,7 @@ STAGE = Stage(
     run=run,
     needs=needs,
     reshape=reshape,
+    follows=("sample_outputs",),
     changes=lambda _: (re.escape(draft_head.PREFIX),),
     code=(
         "slimqwen.checkpoint.draft_head",

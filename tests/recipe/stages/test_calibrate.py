@@ -14,7 +14,7 @@ import torch
 import transformers
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from pydantic import ValidationError
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tinyworld.model import TinyShape, build, write_checkpoint
 from tinyworld.tasks import left_out_texts
 from tinyworld.tokenizer import END_OF_TEXT
@@ -23,10 +23,9 @@ from tinyworld.world import World
 from slimqwen import checkpoint
 from slimqwen.checkpoint import CorruptCheckpointError
 from slimqwen.checkpoint.config import write_config
-from slimqwen.checkpoint.files import carry_side_files
 from slimqwen.checkpoint.packing import PACKED, packed_bits
 from slimqwen.checkpoint.tensors import list_tensors
-from slimqwen.models.mtp_head import MtpHeadError, load_drafting_model
+from slimqwen.models.mtp_head import load_drafting_model
 from slimqwen.recipe import recipe_file, runner, variant_recipe
 from slimqwen.recipe.recipe_file import Step
 from slimqwen.recipe.stage import StageError
@@ -34,6 +33,7 @@ from slimqwen.recipe.stages import calibrate
 from slimqwen.recipe.stages.calibrate import CalibrateParameters, Corpus, CorpusError
 from tests.byte_tokenizer import byte_tokenizer
 from tests.checkpoints import edited_tensors, stage_output, stored, with_manifest
+from tests.zoo.specimen import Specimen, multimodal, outer
 
 SHAPE = TinyShape(
     vocab_size=512,
@@ -63,6 +63,14 @@ class Calibrated:
     folder: Path
     outcome: runner.Outcome
     messages: list[tuple[str, float, float]]
+
+
+def specimen(folder: Path) -> Specimen:
+    """A checkpoint of one file, to be edited into another form."""
+    names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+    return Specimen(
+        checkpoint.read_config(folder), stored(folder), {name: (folder / name).read_bytes() for name in names}
+    )
 
 
 def run_recipe(source: Path, root: Path) -> Calibrated:
@@ -360,8 +368,7 @@ def test_the_mtp_head_alone_is_packed_without_text_on_a_packed_checkpoint(
     assert calibrate.data(CalibrateParameters(**parameters)) == {}
     with pytest.raises(StageError, match="has a packed MTP head already; take mtp off the targets"):
         calibrate_here(out, tmp_path / "again", **parameters)
-    with pytest.raises(MtpHeadError, match="its MTP head is packed"):
-        load_drafting_model(out)
+    assert torch.equal(load_drafting_model(out).head.fc.weight, whole)
 
 
 @pytest.mark.parametrize(
@@ -391,37 +398,52 @@ def test_gptq_leaves_a_smaller_output_error_than_rounding_to_nearest(source: Pat
     assert (gptq - exact).square().mean() < (nearest - exact).square().mean()
 
 
-def test_a_model_that_sees_images_keeps_its_shards_its_vision_tower_and_its_names(
-    source: Path, tmp_path: Path
+def test_a_multimodal_checkpoint_is_calibrated_as_its_text_only_form(
+    source: Path, calibrated: Calibrated, tmp_path: Path
 ) -> None:
-    text = checkpoint.read_config(source)
-    vision = {
-        "depth": 1,
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_heads": 2,
-        "out_hidden_size": 64,
-        "num_position_embeddings": 16,
-    }
-    torch.manual_seed(0)
-    config = transformers.Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=True)
-    seeing = transformers.Qwen3_5ForConditionalGeneration(config).to(torch.bfloat16)
-    folder = tmp_path / "seeing"
-    seeing.save_pretrained(folder, max_shard_size="200KB")
-    carry_side_files(source, folder)
-    mtp = {name: tensor for name, tensor in stored(source).items() if name.startswith("mtp.")}
-    save_file(mtp, folder / "model-mtp.safetensors")
-    index = folder / "model.safetensors.index.json"
-    content = json.loads(index.read_text())
-    content["weight_map"] |= dict.fromkeys(mtp, "model-mtp.safetensors")
-    index.write_text(json.dumps(content))
-
-    out = calibrate_here(folder, tmp_path / "out")
+    seeing = specimen(source)
+    multimodal()(seeing)
+    seeing.shards = 3
+    folder = seeing.write(tmp_path / "seeing")
+    out = calibrate_here(folder, tmp_path / "out", corpus=FEW)
     checkpoint.verify(out, "cure")
-    assert {name.split(".layers.")[0] for name in changed(folder, out)} == {"model.language_model"}
-    assert {file.name for file in out.glob("*.safetensors")} == {
-        file.name for file in folder.glob("*.safetensors")
+    expected = {
+        name.replace("model.", "model.language_model.", 1): t for name, t in stored(calibrated.folder).items()
     }
+    tower = {name: tensor for name, tensor in seeing.tensors.items() if "visual" in name}
+    found = {name: tensor for file in out.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    assert found.keys() == expected.keys() | tower.keys()
+    assert all(torch.equal(tensor, found[name]) for name, tensor in (expected | tower).items())
+    files = {file.name for file in folder.iterdir()}
+    assert {file.name for file in out.iterdir()} == {*files, "manifest.json"}
+    ours, text_only = (
+        checkpoint.read_config(each)["quantization_config"] for each in (out, calibrated.folder)
+    )
+    below = [name.replace("model.", "model.language_model.", 1) for name in text_only["ignore"]]
+    assert ours == {**text_only, "ignore": [*below, "re:.*visual.*"]}
+
+
+@pytest.mark.parametrize("declared", [{"torch_dtype": "bfloat16"}, {}])
+def test_scales_have_the_dtype_of_the_weights_whatever_the_config_declares(
+    source: Path, declared: dict[str, str], tmp_path: Path
+) -> None:
+    animal = specimen(source)
+    outer(dtype=..., **declared)(animal)
+    out = calibrate_here(animal.write(tmp_path / "animal"), tmp_path / "out")
+    checkpoint.verify(out, "cure")
+    infos = list_tensors(out)
+    assert {infos[name].dtype for name in infos if name.endswith("weight_scale")} == {"BF16"}
+
+
+def test_the_layers_are_calibrated_before_or_after_the_output_head_is_packed(
+    source: Path, calibrated: Calibrated, tmp_path: Path
+) -> None:
+    head_first = stage_output("quantise_lm_head", source, tmp_path / "head")
+    head_first = calibrate_here(head_first, tmp_path / "head-first", corpus=FEW)
+    head_last = stage_output("quantise_lm_head", calibrated.folder, tmp_path / "head-last")
+    checkpoint.verify(head_first, "cure")
+    assert (head_first / "model.safetensors").read_bytes() == (head_last / "model.safetensors").read_bytes()
+    assert checkpoint.read_config(head_first) == checkpoint.read_config(head_last)
 
 
 # --- refusals
@@ -431,7 +453,7 @@ def test_a_model_that_sees_images_keeps_its_shards_its_vision_tower_and_its_name
     ("changes", "parameters", "message"),
     [
         ({"architectures": ["Llama"]}, {}, "is a Llama, calibrate knows Qwen3_5"),
-        ({"quantization_config": {}}, {}, "is quantised already"),
+        ({"quantization_config": {"quant_method": "fp8"}}, {}, "is quantised already"),
         ({}, {"group_size": 128}, "group_size 128 does not divide the 64 inputs of"),
         ({}, {"targets": ("mlp", "linear_attention")}, "has no linear_attention layers"),
     ],

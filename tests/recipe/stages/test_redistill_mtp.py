@@ -27,6 +27,7 @@ from slimqwen.recipe.stages.sample_outputs import (
     read_outputs,
 )
 from tests.checkpoints import TINY, edited_tensors, stage_output, stored
+from tests.zoo.animals import ANIMALS
 
 FEW = SampleOutputsParameters(texts=48, held_out=16, tokens=32, chunk=32)
 SHORT = RedistillParameters(steps=8, validate_every=2, learning_rate=1e-3)
@@ -75,9 +76,16 @@ def learned(damaged: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def one_step(sampled: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small model as 4-bit checkpoints are published, multimodal, and what it says."""
+    folder = tmp_path_factory.mktemp("published")
+    return sampled_from(ANIMALS["multimodal-w4a16"].build(folder / "animal"), folder / "sampled")
+
+
+@pytest.fixture(scope="module")
+def one_step(published: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The record of a training of one step, counted in vLLM too."""
-    return redistil(sampled, tmp_path_factory.mktemp("one-step"), SHORT.model_copy(update={"steps": 1}))
+    return redistil(published, tmp_path_factory.mktemp("one-step"), SHORT.model_copy(update={"steps": 1}))
 
 
 @pytest.fixture(autouse=True)
@@ -143,7 +151,7 @@ def test_a_head_learns_for_the_ids_that_it_may_draft_and_these_stay(
 
 
 def test_training_for_a_draft_head_needs_one(sampled: Path, tmp_path: Path) -> None:
-    with pytest.raises(StageError, match="has no draft head to train for; put trim_draft_vocab before"):
+    with pytest.raises(StageError, match="there is no draft head to train for; put trim_draft_vocab before"):
         redistil(sampled, tmp_path, SHORT.model_copy(update={"rows": "drafted"}))
 
 
@@ -197,9 +205,9 @@ def test_vllm_counts_the_acceptance_that_is_counted_here(one_step: dict[str, Any
     assert there > 2
 
 
-def test_drafts_across_the_end_of_a_text_are_counted(sampled: Path, one_step: dict[str, Any]) -> None:
+def test_drafts_across_the_end_of_a_text_are_counted(published: Path, one_step: dict[str, Any]) -> None:
     """A server's steps leave out no token of a text and end beyond it by less than a whole draft."""
-    held_out = [output for output in read_outputs(sampled) if output.held_out]
+    held_out = [output for output in read_outputs(published) if output.held_out]
     gained = one_step["before"]["drafts"] + sum(one_step["before"]["accepted_per_position"])
     # The first token of a text comes before any draft.
     written = sum(len(output.continuation) - 1 for output in held_out)
@@ -209,6 +217,30 @@ def test_drafts_across_the_end_of_a_text_are_counted(sampled: Path, one_step: di
 def test_a_count_that_vllm_does_not_share_is_an_error() -> None:
     with pytest.raises(StageError, match=r"4\.000 here and 1\.000 in vLLM"):
         redistill_mtp._check_agreement(4.0, 1.0, "before")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no-mtp", "has no MTP head; take redistill_mtp out"),
+        ("mtp-lost", "has no MTP head; take redistill_mtp out"),
+        ("multimodal-w4a16-mtp", r"MTP head is quantised \(mtp\.\S+weight_packed is I32\)"),
+        ("fp8-blocks", r"MTP head is quantised \(mtp\.\S+weight is F8_E4M3\)"),
+        ("gptq-act-order", r"MTP head is quantised \(mtp\.\S+g_idx is I32\)"),
+        ("fp8-blocks-mtp16", None),
+        ("multimodal-w4a16", None),
+        ("gptq", None),
+    ],
+)
+def test_a_head_that_cannot_be_trained_is_refused_before_anything_starts(
+    tmp_path: Path, name: str, message: str | None
+) -> None:
+    folder = ANIMALS[name].build(tmp_path / name)
+    if message is None:
+        assert redistill_mtp.needs(folder, SHORT).memory_bytes > 0
+        return
+    with pytest.raises(StageError, match=message):
+        redistill_mtp.needs(folder, SHORT)
 
 
 def test_a_loss_that_is_no_number_is_an_error(damaged: Path, tmp_path: Path, without_vllm: None) -> None:
