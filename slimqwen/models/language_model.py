@@ -1,7 +1,7 @@
 """The language model of a checkpoint in transformers, text-only whatever form the checkpoint has."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from slimqwen.checkpoint import CorruptCheckpointError
-from slimqwen.checkpoint.plain_weights import plain_weights
+from slimqwen.checkpoint.weights import Weight, read_weights
 
 TEXT_PART = "model.language_model."
 """What the names of the decoder's tensors begin with in a multimodal checkpoint; `model.` in a text-only one."""
@@ -31,8 +31,8 @@ def load_language_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any
     multimodal checkpoints say it in two places, which can differ.
 
     Raises:
-        CorruptCheckpointError: transformers has no such model, a tensor of it is missing or has another shape, or a
-            weight is quantised in a format that is not read.
+        CorruptCheckpointError: transformers has no such model, or a tensor of it is missing or has another shape.
+        UnsupportedFormatError: a weight is quantised in a form that `Weight` does not read.
     """
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
@@ -42,7 +42,7 @@ def load_language_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any
             f"{folder / 'config.json'}: transformers has no language model for it ({_one_line(error)}); choose another "
             "checkpoint"
         ) from None
-    weights = {text_name(name): _ReadWhenAsked(read) for name, read in plain_weights(folder).items()}
+    weights = {text_name(name): _ReadWhenAsked(weight) for name, weight in read_weights(folder).items()}
     config.tie_word_embeddings = "lm_head.weight" not in weights
     # transformers' own dequantisation does not find a multimodal checkpoint's `quantization_config`.
     config.__dict__.pop("quantization_config", None)
@@ -69,6 +69,14 @@ def load_in_float32(folder: Path) -> Any:
     return load_language_model(folder).to("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def read_plain(weight: Weight) -> Tensor:
+    """A whole weight in the dtype in which it is stored, in float32 where it is quantised."""
+    if weight.is_quantised:
+        return torch.cat(list(weight.blocks()))
+    tensor: Tensor = weight.carrier.unchanged().read()
+    return tensor
+
+
 @contextlib.contextmanager
 def quiet_loading() -> Iterator[None]:
     """Disable transformers' own progress bars and reports."""
@@ -85,12 +93,12 @@ def quiet_loading() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _ReadWhenAsked:
-    """A tensor as transformers takes one of a file: it is read when transformers takes `[...]` of it."""
+    """A weight as transformers takes a tensor of a file: it is read when transformers takes `[...]` of it."""
 
-    read: Callable[[], Tensor]
+    weight: Weight
 
     def __getitem__(self, _: Any) -> Tensor:
-        return self.read()
+        return read_plain(self.weight)
 
 
 def _one_line(error: Exception) -> str:

@@ -25,10 +25,10 @@ from transformers import DynamicCache
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5RMSNorm
 
 from slimqwen.checkpoint import draft_head
-from slimqwen.checkpoint.plain_weights import plain_weights
 from slimqwen.checkpoint.tensors import list_tensors
+from slimqwen.checkpoint.weights import read_weights
 from slimqwen.errors import SlimqwenError
-from slimqwen.models.language_model import load_language_model, quiet_loading
+from slimqwen.models.language_model import load_language_model, quiet_loading, read_plain
 
 PREFIX = "mtp."
 """Prefix of the head's tensor names in a checkpoint."""
@@ -329,11 +329,11 @@ def read_head_tensors(folder: Path) -> dict[str, Tensor]:
 
     Raises:
         MtpHeadError: the checkpoint has no head.
-        CorruptCheckpointError: as `plain_weights`.
+        UnsupportedFormatError: it is quantised in a form that `Weight` does not read.
     """
     tensors = {
-        name.removeprefix(PREFIX): read()
-        for name, read in plain_weights(folder).items()
+        name.removeprefix(PREFIX): read_plain(weight)
+        for name, weight in read_weights(folder).items()
         if name.startswith(PREFIX) and not name.startswith(draft_head.PREFIX)
     }
     if not tensors:

@@ -134,6 +134,7 @@ QUICK: Mapping[str, Verb] = {
     "calibrate": needs("calibrate"),
     "calibrate mtp": stage("calibrate", **_BOTH_WAYS),
     "sample_outputs": needs("sample_outputs"),
+    "redistill_mtp": needs("redistill_mtp"),
     "bake_cache": needs("bake_cache"),
 }
 """Verbs of well under a second; of those that start an engine or train, what they ask beforehand."""

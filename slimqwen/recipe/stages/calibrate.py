@@ -19,7 +19,7 @@ from pydantic import Field, model_validator
 
 from slimqwen import checkpoint
 from slimqwen.checkpoint import packing
-from slimqwen.checkpoint.config import write_config
+from slimqwen.checkpoint.config import quantisation, write_config
 from slimqwen.checkpoint.files import bytes_on_disk, carry_side_files
 from slimqwen.checkpoint.shape import Packing, Shape
 from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, from_torch, list_tensors, rewrite, torch_dtype
@@ -120,8 +120,9 @@ def run(source: Path, destination: Path, parameters: CalibrateParameters, progre
     if names := {name for weights in targets.values() for name in weights}:
         model, quantization, sequences = _calibrated(source, names, parameters, progress)
         facts["calibration_tokens"] = sum(map(len, sequences))
-        config = _with_quantisation(config, quantization)
-        changed = _replacements(model, names, list_tensors(source))
+        stored = list_tensors(source)
+        config = _with_quantisation(config, quantization, stored)
+        changed = _replacements(model, names, stored)
         del model
     if head:
         form = _packing(parameters.targets.mtp, parameters)
@@ -178,8 +179,7 @@ def _target_tensors(source: Path, parameters: CalibrateParameters) -> dict[str, 
         raise StageError(
             f"{source} is a {architecture}, calibrate knows {' and '.join(_ARCHITECTURES)}; choose another base"
         )
-    quantisation = config.get("quantization_config")
-    packed_kinds = set(quantisation.get("config_groups", ["all"])) if quantisation else set()
+    packed_kinds = set(quantisation(config).get("config_groups", ["all"])) if quantisation(config) else set()
     if parameters.targets.calibrated and packed_kinds - _BESIDE:
         raise StageError(f"{source} is quantised already; calibrate needs the 16-bit checkpoint as its base")
     packing.require_extensible(source, config)
@@ -399,11 +399,15 @@ def _pack(model: Any, stored: Mapping[str, TensorInfo]) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "version": __version__, **quantization, "ignore": ignore}
 
 
-def _with_quantisation(config: Mapping[str, Any], quantization: dict[str, Any]) -> dict[str, Any]:
+def _with_quantisation(
+    config: Mapping[str, Any], quantization: dict[str, Any], stored: Mapping[str, TensorInfo]
+) -> dict[str, Any]:
     """The config with the layers' quantisation, and with that of what was packed beside them before."""
+    packed = [name.removesuffix(packing.PACKED) for name in stored if name.endswith(packing.PACKED)]
     changed = {**config, "quantization_config": quantization}
-    for kind, group in (config.get("quantization_config") or {}).get("config_groups", {}).items():
-        changed["quantization_config"] = packing.with_group(changed, kind, group)
+    for kind, group in quantisation(config).get("config_groups", {}).items():
+        modules = [module for module in packed if module.startswith(kind)]
+        changed["quantization_config"] = packing.with_group(changed, kind, group, modules)
     return changed
 
 
@@ -444,9 +448,9 @@ STAGE = Stage(
     changes=changes,
     code=(
         "slimqwen.checkpoint.packing",
-        "slimqwen.checkpoint.plain_weights",
         "slimqwen.checkpoint.rtn",
         "slimqwen.checkpoint.tensors",
+        "slimqwen.checkpoint.weights",
         "slimqwen.models.language_model",
         "slimqwen.models.layer_error",
         "slimqwen.recipe.schemes",

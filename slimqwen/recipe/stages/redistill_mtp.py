@@ -451,8 +451,8 @@ STAGE = Stage(
     changes=lambda _: (r"mtp\.(?!draft_head\.)",),
     code=(
         "slimqwen.checkpoint.draft_head",
-        "slimqwen.checkpoint.plain_weights",
         "slimqwen.checkpoint.tensors",
+        "slimqwen.checkpoint.weights",
         "slimqwen.models.language_model",
         "slimqwen.models.mtp_head",
         "slimqwen.recipe.stages.sample_outputs",

@@ -219,30 +219,6 @@ def test_a_count_that_vllm_does_not_share_is_an_error() -> None:
         redistill_mtp._check_agreement(4.0, 1.0, "before")
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("no-mtp", "has no MTP head; take redistill_mtp out"),
-        ("mtp-lost", "has no MTP head; take redistill_mtp out"),
-        ("multimodal-w4a16-mtp", r"MTP head is quantised \(mtp\.\S+weight_packed is I32\)"),
-        ("fp8-blocks", r"MTP head is quantised \(mtp\.\S+weight is F8_E4M3\)"),
-        ("gptq-act-order", r"MTP head is quantised \(mtp\.\S+g_idx is I32\)"),
-        ("fp8-blocks-mtp16", None),
-        ("multimodal-w4a16", None),
-        ("gptq", None),
-    ],
-)
-def test_a_head_that_cannot_be_trained_is_refused_before_anything_starts(
-    tmp_path: Path, name: str, message: str | None
-) -> None:
-    folder = ANIMALS[name].build(tmp_path / name)
-    if message is None:
-        assert redistill_mtp.needs(folder, SHORT).memory_bytes > 0
-        return
-    with pytest.raises(StageError, match=message):
-        redistill_mtp.needs(folder, SHORT)
-
-
 def test_a_loss_that_is_no_number_is_an_error(damaged: Path, tmp_path: Path, without_vllm: None) -> None:
     source = shutil.copytree(damaged, tmp_path / "nan")
     with edited_tensors(source) as tensors:
