@@ -66,9 +66,6 @@ eval-latency: | $(READY) ## time VARIANT over WORKLOAD=classes|arrivals|poisson|
 gate: | $(READY) ## is VARIANT as good as its baseline? fidelity, acceptance, quality, engine modes: one verdict
 	@$(RUN) gate check --variant $(VARIANT)
 
-release-check: | $(READY) ## before a release of VARIANT: length sweep, malformed requests, soak; one verdict (MINUTES=15)
-	@$(RUN) release-check --variant $(VARIANT) $(call option,MINUTES,--minutes)
-
 search: | $(READY) ## find the fastest variant of BASE for a GPU within its quality budget, and prove it (BASE=tiny GPU=a10g TRIALS=n MINUTES=n)
 	@$(RUN) search --base $(or $(BASE),tiny) --gpu $(or $(GPU),a10g) $(call option,TRIALS,--trials) $(call option,MINUTES,--minutes)
 

@@ -1,7 +1,7 @@
 """Load of the host: the share of the machine that other work takes during a measurement, and delays of event loops.
 
-A measurement times its requests in sections of a `Watch`, in the process that waits for them. `undisturbed` repeats
-a measurement on a host busier than `LIMITS`, and gives up after `ATTEMPTS`.
+A measurement times its requests in sections of a `Watch`, in the process that waits for them. `retry_until_idle`
+repeats a round on a host busier than `LIMITS`, once.
 """
 
 import asyncio
@@ -19,8 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from slimqwen.errors import SlimqwenError
 
-ATTEMPTS = 3
-"""Times that a round is measured before the host counts as too busy."""
+_ATTEMPTS = 2
 
 SERVER_DELAYS = "slimqwen:event_loop_delay_seconds"
 """Metric of a server: delays of timers in its event loop, seconds."""
@@ -34,7 +33,13 @@ Result = TypeVar("Result")
 
 
 class HostBusyError(SlimqwenError):
-    """The host was too busy for a valid measurement of times."""
+    """The host was too busy for a valid measurement of times.
+
+    Attributes:
+        cause: how busy it was in the last attempt, in short.
+    """
+
+    cause = ""
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,7 @@ class HostLoad(BaseModel):
         reasons = []
         if self.other_share > LIMITS.other_share:
             reasons.append(
-                f"others took {self.other_share:.1%} of the CPU time (limit {LIMITS.other_share:.1%})"
+                f"other processes used {100 * self.other_share:.1f} % CPU (limit {100 * LIMITS.other_share:.1f} %)"
             )
         for side, delay, limit in (
             ("client", self.client_delay_ms, LIMITS.client_delay_ms),
@@ -91,7 +96,7 @@ class HostLoad(BaseModel):
         return reasons
 
 
-def worst(rounds: Sequence[HostLoad]) -> HostLoad:
+def highest_load(rounds: Sequence[HostLoad]) -> HostLoad:
     """The load of a run of several rounds: the highest of each figure."""
 
     def highest(name: str) -> float | None:
@@ -108,30 +113,34 @@ def worst(rounds: Sequence[HostLoad]) -> HostLoad:
     )
 
 
-def undisturbed(
-    measure: Callable[["Watch"], Result], activity: str, *, even_if_busy: bool = False
+def retry_until_idle(
+    measure_round: Callable[["Watch"], Result], name: str, *, even_if_busy: bool = False
 ) -> tuple[Result, HostLoad]:
-    """Repeat a measurement until the host is quiet; return its result, and the load meanwhile.
+    """Measure a round, and once more if the host was too busy; return its result and the load meanwhile.
 
     Args:
-        measure: times its work in sections of the watch.
-        activity: name of the measurement in the message.
+        measure_round: times its work in sections of the watch.
+        name: of the round in the message.
         even_if_busy: accept the first result on a busy host too; its load is marked.
 
     Raises:
-        HostBusyError: the host was too busy in every attempt.
+        HostBusyError: the host was too busy in both attempts.
     """
-    for attempt in range(ATTEMPTS):
+    for attempt in range(_ATTEMPTS):
         watch = Watch()
-        result = measure(watch)
+        result = measure_round(watch)
         load = watch.load()
-        excess = ", ".join([*watch.faults, *load.excess()])
+        excess = ", ".join([*load.excess(), *watch.faults])
         if not excess or even_if_busy:
             return result, load.model_copy(update={"repeated": attempt, "busy": bool(excess)})
-    raise HostBusyError(
-        f"the host is too busy to measure {activity}: {excess}, the last of {ATTEMPTS} attempts; end other work on "
-        "this machine and run again (with --even-if-busy a `bench` verb takes figures that no comparison uses)"
+    error = HostBusyError(
+        f"{name}: host too busy in both attempts: {excess}; end other work on this machine and run again "
+        "(--even-if-busy writes a record that no comparison uses)"
     )
+    error.cause = excess
+    if load.other_share > LIMITS.other_share:  # event loops are late because of them
+        error.cause = f"other processes used {100 * load.other_share:.0f} % of the CPU"
+    raise error
 
 
 async def timer_delays() -> AsyncIterator[float]:
@@ -277,13 +286,13 @@ class _Clocks:
             guests = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)
             machine_s += sum(times) - guests - idle
         own = 0.0
-        for process in _family(pid):
+        for process in _process_tree(pid):
             with contextlib.suppress(psutil.Error):
                 own += sum(process.cpu_times()[:4])
         return cls(time.perf_counter(), len(cpus), machine_s, own, _waited_s())
 
 
-def _family(pid: int | None) -> set[psutil.Process]:
+def _process_tree(pid: int | None) -> set[psutil.Process]:
     """This process, a server's, and all processes below them."""
     members: set[psutil.Process] = set()
     for root in {psutil.Process().pid, pid or psutil.Process().pid}:

@@ -170,7 +170,12 @@ def add_served(add_variant, tmp_path):
             variant=one, flags={"max-num-seqs": 4, "model": str(weights)}, environment={}
         )
         running = SimpleNamespace(
-            command=command, pid=os.getpid(), base_url=server.base_url, model="default", weights=weights
+            command=command,
+            pid=os.getpid(),
+            base_url=server.base_url,
+            model="default",
+            weights=weights,
+            log=None,
         )
         return SharedServer(one, running, False, MAX_MODEL_LEN)
 

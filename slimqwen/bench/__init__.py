@@ -1,4 +1,4 @@
-"""Speed of served variants: latency, start-up, first requests, middleware, soaks."""
+"""Speed of served variants: latency over workloads, and start-up."""
 
 from slimqwen.errors import SlimqwenError
 

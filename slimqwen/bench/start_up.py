@@ -17,11 +17,11 @@ from statistics import median
 from types import MappingProxyType
 from typing import ClassVar, Self
 
+import httpx
 from pydantic import Field, model_validator
 
 from slimqwen import host_load
 from slimqwen.bench import BenchError
-from slimqwen.bench.client import StreamingClient
 from slimqwen.host_load import HostLoad, Watch
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
@@ -29,7 +29,8 @@ from slimqwen.records.record import Block, Figure, NonNegative, Ratio, Record
 from slimqwen.records.table import Table
 from slimqwen.serving import baked_cache
 from slimqwen.serving.command import ServerCommand
-from slimqwen.serving.server import free_port, run_server
+from slimqwen.serving.http_client import open_client
+from slimqwen.serving.server import RunningServer, free_port, run_server
 from slimqwen.stats import intervals
 from slimqwen.variant import Variant
 from slimqwen.vllm_plugin import warm_up
@@ -47,6 +48,8 @@ PHASES: Mapping[str, str] = MappingProxyType(
     }
 )
 """Meaning of each phase; together they last from the start of the first process to the first token."""
+
+_TIMEOUT_S = 600
 
 _TOTAL_LOAD = re.compile(r"Model loading took \S+ GiB memory and ([\d.]+) seconds")
 _PARTS_OF_LOAD = re.compile(r"(?:Initializing model|Loading weights) took ([\d.]+) seconds")
@@ -188,7 +191,7 @@ def write(
             # A warm start needs the cold one's cache, so only the baked one changes its place in the order.
             for kind in kinds if number % 2 == 0 else [*kinds[2:], *kinds[:2]]:
                 progress("starts", len(loads), len(kinds) * rounds)
-                start, load = host_load.undisturbed(
+                start, load = host_load.retry_until_idle(
                     partial(_round, kind, server_command, Path(folder), number, log),
                     f"{kind} start {number + 1}",
                     even_if_busy=even_if_busy,
@@ -209,7 +212,7 @@ def write(
             **ratios,
             "phases": dict(PHASES),
             "provenance": provenance.of_served_variant(
-                variant, command, started, host_load=host_load.worst(loads)
+                variant, command, started, host_load=host_load.highest_load(loads)
             ),
         }
     )
@@ -300,8 +303,7 @@ def _start(command: ServerCommand, log: Path, all_logs: Path) -> Start:
         with run_server(command, log=log) as server:
             ready_seconds = time.monotonic() - started
             log_text = _text(log)
-            with StreamingClient(server, Watch()) as client:
-                first_token_seconds = client.ask("Once upon a time", 1).ttft_ms / 1e3
+            first_token_seconds = time_first_token(server)
         graphs = baked_cache.graphs(_text(log))
     finally:
         with all_logs.open("a", encoding="utf-8") as output:
@@ -311,6 +313,22 @@ def _start(command: ServerCommand, log: Path, all_logs: Path) -> Start:
         phases=phases(log_text, ready_seconds, first_token_seconds),
         graphs=tuple(Graph(**asdict(graph)) for graph in graphs),
     )
+
+
+def time_first_token(server: RunningServer) -> float:
+    """Seconds of a completion of one token.
+
+    Raises:
+        BenchError: the server did not answer.
+    """
+    body = {"model": server.model, "prompt": "Once upon a time", "max_tokens": 1, "temperature": 0}
+    with open_client(_TIMEOUT_S, server.base_url) as client:
+        began = time.monotonic()
+        try:
+            client.post("/v1/completions", json=body).raise_for_status()
+        except httpx.HTTPError as error:
+            raise BenchError(f"{server.base_url} did not answer ({error}); its log: {server.log}") from error
+        return time.monotonic() - began
 
 
 def _text(log: Path) -> str:

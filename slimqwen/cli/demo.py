@@ -1,9 +1,10 @@
 """`slimqwen demo`: the whole pipeline on the embedded model, and its verdict on the variant."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,10 +14,13 @@ from slimqwen.cli.console import command, console, progress_bar, relative, say
 
 if TYPE_CHECKING:
     from slimqwen.records.record import Record
+    from slimqwen.stats.verdict import Verdict
 
 _BASELINE, _VARIANT = "tiny", "tiny-best"
 _GPU, _CONTEXT_LEN = "a10g", 2048
 """The GPU of the roofline at the end, and its cached tokens."""
+
+_FAILED = "failed"
 
 
 def demo(
@@ -24,6 +28,7 @@ def demo(
 ) -> None:
     """Make a variant of the embedded model, judge its quality, time it, and say what to serve (6 to 10 minutes)."""
     from slimqwen.report import site
+    from slimqwen.search import SearchError
 
     root = variants.repository_root()
     started = time.monotonic()
@@ -37,39 +42,47 @@ def demo(
         "baked), check its quality beside its baseline's, then time both in turns, "
         f"{rounds} rounds with a fresh server each",
     )
-    evidence = _measure(root, rounds)
+    result = _measure(root, rounds)
     step(2, "build the report")
     with progress_bar() as progress:
         report = site.build(root, root / "report", progress)
     console.print(
         f"[bold]{_VARIANT} beside its baseline {_BASELINE}; this run took {_duration(started)}[/bold]"
     )
-    for line in _summary(evidence):
+    for line in _summary(result):
         say(line)
     say(f"records: {site.DEMO}/{_BASELINE}, {site.DEMO}/{_VARIANT}; all variants: {relative(report.index)}")
+    if broken := [name for name, reason in result.missing.items() if reason.startswith(_FAILED)]:
+        raise SearchError(
+            f"failed: {', '.join(broken)}; the lines above say why; run `slimqwen demo` again, which keeps the rest"
+        )
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """Records of the demo; of pairs the baseline's comes first."""
+    """The records of the demo.
 
-    fidelity: Path
-    acceptance: tuple[Path, Path]
-    quality: tuple[Path, Path]
-    latency: tuple[Path, Path]
+    Attributes:
+        records: by part of the summary, of pairs the baseline's first.
+        missing: why a part has none, by its name.
+    """
+
+    records: Mapping[str, Sequence[Path]]
+    missing: Mapping[str, str]
 
 
 def _measure(root: Path, rounds: int) -> Evidence:
     """Make, judge and time the variant; prints the age of stages and records that still hold and are reused.
 
     Raises:
-        SearchError: a stage or a measurement failed.
+        SearchError: a stage failed, or nothing could be measured.
     """
     from slimqwen.bench.latency import Latency
     from slimqwen.evals import gate
     from slimqwen.evals.acceptance import Acceptance
     from slimqwen.evals.fidelity import Fidelity
     from slimqwen.evals.quality import Quality
+    from slimqwen.host_load import HostBusyError
     from slimqwen.recipe import variant_recipe
     from slimqwen.records import store
     from slimqwen.report.site import DEMO
@@ -86,7 +99,7 @@ def _measure(root: Path, rounds: int) -> Evidence:
         "quality": (Quality, pair),
         "latency": (Latency, pair),
     }
-    missing = []
+    unmeasured = []
     for measure, (kind, sides) in kinds.items():
         fields: dict[str, Any] = {"rounds": rounds} if measure == "latency" else {}
         reusable = [
@@ -99,16 +112,16 @@ def _measure(root: Path, rounds: int) -> Evidence:
             for path in filter(None, reusable):
                 say(f"    reused: {relative(path)}, made {_age(path)} ago")
         else:
-            missing.append(measure)
+            unmeasured.append(measure)
     reused_keys = {forecast.key for forecast in variant_recipe.status(variant) if forecast.reused}
     width = default_width()
     # Quality takes longer than the other checks together: as many parts as tasks run at a time share it.
-    options = Options(tuple(missing), tuple(command()), rounds=rounds, parts=width, records=DEMO)
+    options = Options(tuple(unmeasured), tuple(command()), rounds=rounds, parts=width, records=DEMO)
     with progress_bar() as progress:
         executor = LocalExecutor(root, progress, warm=True, width=width)
         (result,) = sweep([_VARIANT], options, executor, root)
-    if result.failure:
-        raise SearchError(result.failure)
+    if result.failures.keys() - kinds:
+        raise SearchError(str(result.failure))
     if result.earlier:
         say(f"    finished by an interrupted run: {', '.join(result.earlier)}")
     for outcome in variant_recipe.run(variant):
@@ -117,73 +130,119 @@ def _measure(root: Path, rounds: int) -> Evidence:
         state = f"reused, made {_age(outcome.folder)} ago in {duration}" if is_reused else duration
         sizes = f"{outcome.bytes_before / 1e6:.1f} -> {outcome.bytes_after / 1e6:.1f} MB"
         say(f"    {outcome.stage}: {state}, {sizes}")
-    newest = {
-        measure: [next(iter(store.records(root / DEMO / side.name, kind))) for side in sides]
-        for measure, (kind, sides) in kinds.items()
+    missing = {
+        _title(measure): f"not decided: {failure.error.cause}"
+        if isinstance(failure.error, HostBusyError)
+        else f"{_FAILED}: {failure.reason}"
+        for measure, failure in result.failures.items()
     }
-    return Evidence(
-        newest["fidelity"][0],
-        (newest["acceptance"][0], newest["acceptance"][1]),
-        (newest["quality"][0], newest["quality"][1]),
-        (newest["latency"][0], newest["latency"][1]),
-    )
+    newest = {
+        _title(measure): [next(iter(store.records(root / DEMO / side.name, kind))) for side in sides]
+        for measure, (kind, sides) in kinds.items()
+        if measure not in result.failures
+    }
+    return Evidence(newest, missing)
+
+
+def _title(measure: str) -> str:
+    return "speed" if measure == "latency" else measure
 
 
 def _summary(evidence: Evidence) -> Iterator[str]:
     """Lines on size, speed, quality, and the variant to serve."""
-    from slimqwen.bench.latency import speedups
     from slimqwen.checkpoint.files import bytes_on_disk
-    from slimqwen.evals import acceptance_share, quality_comparison
-    from slimqwen.evals.fidelity import Fidelity
-    from slimqwen.records import store
     from slimqwen.stats.verdict import Verdict, overall
 
     sizes = [bytes_on_disk(variants.load(name).weights) / 1e6 for name in (_BASELINE, _VARIANT)]
-    yield f"  size        {sizes[0]:.1f} -> {sizes[1]:.1f} MB: {sizes[0] / sizes[1]:.2f}x smaller"
-    rows = speedups.compare_latency(*evidence.latency)
+    yield f"  {'size':<11} {sizes[0]:.1f} -> {sizes[1]:.1f} MB: {sizes[0] / sizes[1]:.2f}x smaller"
+    verdicts = {}
+    for part, describe in _PARTS.items():
+        if reason := evidence.missing.get(part):
+            yield f"  {part:<11} {reason}"
+        else:
+            lines, verdicts[part] = describe(*evidence.records[part])
+            yield from lines
+    is_faster = verdicts.pop("speed", None)
+    verdict = overall(list(verdicts.values()))
+    unchecked = [part for part in evidence.missing if part != "speed"]
+    if verdict == Verdict.FAIL:
+        answer = f"slimqwen serve --variant {_BASELINE}: {_VARIANT} lost more than a limit allows"
+    elif unchecked:
+        answer = f"not decided: no verdict on {', '.join(unchecked)}"
+    elif verdict == Verdict.INCONCLUSIVE:
+        answer = f"not decided: `slimqwen gate check --variant {_VARIANT}` goes on with all items"
+    elif is_faster is None:
+        answer = f"not decided: {_VARIANT} is as good; when nothing else runs, `slimqwen demo` times it again"
+    elif is_faster == Verdict.PASS:
+        answer = f"slimqwen serve --variant {_VARIANT}: faster; no check saw a loss beyond its limit"
+    else:
+        answer = f"slimqwen serve --variant {_BASELINE}: {_VARIANT} is as good, but not surely faster here"
+    yield f"  {'serve':<11} {answer}"
+
+
+def _speed(baseline: Path, variant: Path) -> tuple[list[str], "Verdict"]:
+    """The speed-ups; passes where the variant is surely faster over all requests."""
+    from slimqwen.bench.latency import speedups
+    from slimqwen.stats.verdict import Verdict
+
+    rows = speedups.compare_latency(baseline, variant)
     (total,) = (row for row in rows if row.prompt_class == speedups.ALL_CLASSES and row.measure == "wall_ms")
-    yield (
-        f"  speed       {total.ratio} as fast over all requests on this CPU [95 % interval]: weights, drafts and "
-        "compilation together"
-    )
-    first_tokens, requests = (
-        {row.prompt_class: row for row in rows if row.measure == measure}
-        for measure in ("ttft_ms", "e2el_ms")
-    )
+    late = [
+        row.prompt_class for row in rows if row.measure == "ttft_ms" and row.interval and row.interval[1] < 1
+    ]
+    lines = [
+        f"  {'speed':<11} {total.ratio} as fast over all requests on this CPU [95 % interval]: weights, drafts and "
+        "compilation together" + (f"; the first token comes later: {', '.join(late)}" if late else "")
+    ]
+    by_measure = {(row.prompt_class, row.measure): row for row in rows}
     for row in rows:
         if row.measure == "tpot_ms" and row.interval:
-            yield (
+            first_token, request = (by_measure[row.prompt_class, name] for name in ("ttft_ms", "e2el_ms"))
+            lines.append(
                 f"  {row.prompt_class:<11} {row.first:.2f} -> {row.second:.2f} ms a token after the first: "
-                f"{row.ratio} as fast; first token {first_tokens[row.prompt_class].ratio}; "
-                f"whole requests {requests[row.prompt_class].ratio}"
+                f"{row.ratio} as fast; first token {first_token.ratio}; whole requests {request.ratio}"
             )
-    fidelity = store.read(evidence.fidelity, Fidelity)
-    kl = max(figures.kl_nats.value for figures in fidelity.modes.values() if figures.kl_nats)
-    yield f"  fidelity    KL {kl:.5f} nats a token, limit {fidelity.limits.kl_nats:g}: {fidelity.verdict}"
-    share = acceptance_share.compare(*evidence.acceptance)
-    yield (
-        f"  acceptance  {share.first:.2f} -> {share.second:.2f} tokens a step, both drafting: "
+    is_faster = total.interval is not None and total.interval[0] > 1
+    return lines, Verdict.PASS if is_faster else Verdict.INCONCLUSIVE
+
+
+def _fidelity(path: Path) -> tuple[list[str], "Verdict"]:
+    from slimqwen.evals.fidelity import Fidelity
+    from slimqwen.records import store
+
+    record = store.read(path, Fidelity)
+    kl = max(figures.kl_nats.value for figures in record.modes.values() if figures.kl_nats)
+    limit = f"limit {record.limits.kl_nats:g}"
+    return [f"  {'fidelity':<11} KL {kl:.5f} nats a token, {limit}: {record.verdict}"], record.verdict
+
+
+def _acceptance(baseline: Path, variant: Path) -> tuple[list[str], "Verdict"]:
+    """The acceptance lengths, and the speed that they would give on a GPU."""
+    from slimqwen.evals import acceptance_share
+
+    share = acceptance_share.compare(baseline, variant)
+    line = (
+        f"  {'acceptance':<11} {share.first:.2f} -> {share.second:.2f} tokens a step, both drafting: "
         f"{100 * share.ratio.value:.1f} % [{100 * share.ratio.low:.1f}, {100 * share.ratio.high:.1f}] of the "
         f"baseline's: {share.verdict}"
     )
-    yield _modelled_speed(share.second)
-    tasks = quality_comparison.compare(*evidence.quality)
-    verdicts = [task.judgement.verdict for task in tasks]
-    task_verdicts = ", ".join(
-        f"{task.task.removeprefix('tinyworld_')} {task.judgement.verdict}" for task in tasks
-    )
-    yield f"  quality     {task_verdicts}"
-    verdict = overall([fidelity.verdict, share.verdict, *verdicts])
-    if verdict == Verdict.PASS and total.interval and total.interval[0] > 1:
-        late = [name for name, row in first_tokens.items() if row.interval and row.interval[1] < 1]
-        caveat = f", though the first token comes later ({', '.join(late)})" if late else ""
-        yield f"  serve       slimqwen serve --variant {_VARIANT}: faster{caveat}; no check saw a loss beyond its limit"
-    elif verdict == Verdict.PASS:
-        yield f"  serve       slimqwen serve --variant {_BASELINE}: {_VARIANT} is as good, but not surely faster here"
-    elif verdict == Verdict.FAIL:
-        yield f"  serve       slimqwen serve --variant {_BASELINE}: {_VARIANT} lost more than a limit allows"
-    else:
-        yield f"  serve       not decided: `slimqwen gate check --variant {_VARIANT}` goes on with all items"
+    return [line, _modelled_speed(share.second)], share.verdict
+
+
+def _quality(baseline: Path, variant: Path) -> tuple[list[str], "Verdict"]:
+    from slimqwen.evals import quality_comparison
+    from slimqwen.stats.verdict import overall
+
+    tasks = quality_comparison.compare(baseline, variant)
+    verdicts = [f"{task.task.removeprefix('tinyworld_')} {task.judgement.verdict}" for task in tasks]
+    line = f"  {'quality':<11} {', '.join(verdicts)}"
+    return [line], overall([task.judgement.verdict for task in tasks])
+
+
+_PARTS: Mapping[str, Callable[..., tuple[list[str], "Verdict"]]] = MappingProxyType(
+    {"speed": _speed, "fidelity": _fidelity, "acceptance": _acceptance, "quality": _quality}
+)
+"""The parts of the summary: lines and verdict from records, the baseline's first."""
 
 
 def _modelled_speed(acceptance_length: float) -> str:

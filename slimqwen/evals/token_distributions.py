@@ -30,7 +30,7 @@ from slimqwen.progress import Progress, silent
 from slimqwen.records.split import Split
 from slimqwen.serving import in_process
 from slimqwen.serving.http_client import open_client
-from slimqwen.serving.shared_server import ServerLostError, SharedServer
+from slimqwen.serving.shared_server import ServerLostError, SharedServer, server_lost
 from slimqwen.text.files import TextFile
 
 _LEAST_SHARE = 1e-12
@@ -313,9 +313,7 @@ def _top_log_probabilities(server: SharedServer, ids: Sequence[int]) -> list[dic
             f"{url} refused {TOP_K} log-probabilities a position: {error.response.text[:200]}"
         ) from None
     except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
-        raise ServerLostError(
-            f"the server failed while it read texts ({type(error).__name__}: {error}); nothing was recorded, run again"
-        ) from error
+        raise server_lost(server.server, "reading texts", error) from error
 
 
 def _tokenised(

@@ -18,6 +18,7 @@ from slimqwen.records import provenance, store
 from slimqwen.records.table import Table
 from slimqwen.serving import baked_cache
 from slimqwen.serving.http_client import open_client
+from slimqwen.serving.server_log import find_last_cause
 
 QUESTION = "Hello! Who are you?"
 _TOKENS = 32
@@ -257,7 +258,7 @@ def _wait_until_ready(
         progress("start the image", elapsed, 0)
         if server.has_ended():
             raise ImageError(
-                f"the image's server ended before it was ready: {_last_line(log)}; its log: {log}"
+                f"the image's server ended before it was ready: {find_last_cause(log)}; its log: {log}"
             )
         try:
             status = client.get("/ping", timeout=5).status_code
@@ -278,9 +279,3 @@ def _decoded(answer: httpx.Response, log: Path) -> Any:
             f"its log: {log}"
         )
     return answer.json()
-
-
-def _last_line(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    errors = [line for line in lines if "rror" in line]
-    return (errors or lines or ["it printed nothing"])[-1].strip()

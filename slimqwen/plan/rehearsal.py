@@ -33,6 +33,7 @@ from slimqwen.progress import Progress, silent
 from slimqwen.serving import baked_cache, cuda_toolkit
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
+from slimqwen.serving.server_log import find_last_cause
 from slimqwen.variant import Setting, Variant
 from slimqwen.vllm_plugin import engine_facts
 
@@ -180,7 +181,7 @@ def _ask(request: _Request, log: Path, progress: Progress) -> list[_Answer]:
                 process.kill()
             process.wait()
     if len(received) < total:
-        raise RehearsalError(_last_line(log) or f"the rehearsal ended without an answer; see {log}")
+        raise RehearsalError(find_last_cause(log) or f"the rehearsal ended without an answer; see {log}")
     progress(activity, len(received), total)
     return received
 
@@ -188,11 +189,6 @@ def _ask(request: _Request, log: Path, progress: Progress) -> list[_Answer]:
 def decisive_flags(command: ServerCommand) -> dict[str, str]:
     """The flags, values as JSON, and variables of a server that its plan depends on, by name."""
     return baked_cache.decisive(command.flags) | dict(command.variables)
-
-
-def _last_line(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return lines[-1].removeprefix("error: ") if lines else ""
 
 
 def main() -> None:

@@ -146,8 +146,7 @@ def _check_context(command: ServerCommand) -> None:
 def _check_requests(command: ServerCommand) -> None:
     """Check the plugins, the thinking budget and the chat template that every request goes through."""
     variant, flags = command.variant, command.flags
-    if command.has_middleware:
-        endpoints.require_registered(command.environment)
+    endpoints.require_registered(command.environment)
     budget = variant.settings.get("THINKING_TOKEN_BUDGET")
     if budget is not None and not {"reasoning-parser", "reasoning-config"} & flags.keys():
         raise ServingError(

@@ -216,11 +216,6 @@ class ServerCommand:
         """
         return resolve_context(self.variant.weights, self.flags, self.variables)
 
-    @property
-    def has_middleware(self) -> bool:
-        """Whether the server answers through this package's middleware."""
-        return self.argv[-len(_OWN_CODE) :] == _OWN_CODE
-
     def as_shell(self) -> str:
         """The command for a shell: one variable, or one flag with its value, per line."""
         lines = [f"{key}={shlex.quote(value)}" for key, value in sorted(self.environment.items())]
@@ -265,12 +260,6 @@ class ServerCommand:
     def compared_with_plan(self, expected: engine_facts.PlanExpectation) -> "ServerCommand":
         """The same command, whose server compares its engine with a plan when it starts."""
         return self._with({engine_facts.VARIABLE: expected.model_dump_json()})
-
-    def without_middleware(self) -> "ServerCommand":
-        """The command of bare vLLM, which is ready while cold: to time what this package adds."""
-        plugins = self.environment["VLLM_PLUGINS"].split(",")
-        others = ",".join(name for name in plugins if name != endpoints.PLUGIN)
-        return self._with({"VLLM_PLUGINS": others}, argv=self.argv[: -len(_OWN_CODE)])
 
     def _with(self, variables: Mapping[str, str], **changes: Any) -> "ServerCommand":
         environment = MappingProxyType({**self.environment, **variables})

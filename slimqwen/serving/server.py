@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import re
 import select
 import socket
 import ssl
@@ -22,6 +21,7 @@ from slimqwen.serving import baked_cache, checks, spawner
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
 from slimqwen.serving.http_client import bypass_proxy, open_client
+from slimqwen.serving.server_log import find_last_cause
 from slimqwen.vllm_plugin import api_server, compile_watch
 
 _POLL_S = 0.1
@@ -272,18 +272,15 @@ def _wait_until_ready(
         while (elapsed := time.monotonic() - started) < timeout_s:
             progress(activity, elapsed, 0)
             if process.has_ended:
-                raise ServingError(f"vLLM ended before it was ready: {_last_error(log)}; log: {log}")
+                raise ServingError(f"vLLM ended before it was ready: {_failure(log)}; log: {log}")
             with contextlib.suppress(httpx.HTTPError):
                 if client.get(f"{command.url}/health").status_code == httpx.codes.OK:
                     progress(activity, elapsed, elapsed)
                     return
             time.sleep(_POLL_S)
-    raise ServingError(f"vLLM was not ready after {timeout_s:.0f} s: {_last_error(log)}; log: {log}")
+    raise ServingError(f"vLLM was not ready after {timeout_s:.0f} s: {_failure(log)}; log: {log}")
 
 
-def _last_error(log: Path) -> str:
-    """The last line of a log that names an exception, else its last line."""
+def _failure(log: Path) -> str:
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    # What was under way when the event loop ended says nothing of why it did.
-    errors = [line for line in lines if re.search(r"(?<!Cancelled)Error", line) and "raise " not in line]
-    return (errors or lines or ["it printed nothing"])[-1].rpartition("] ")[2].strip()
+    return find_last_cause(log) or (lines or ["it printed nothing"])[-1].strip()

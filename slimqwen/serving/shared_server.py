@@ -12,6 +12,7 @@ from slimqwen.progress import Progress, silent
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.http_client import open_client
 from slimqwen.serving.server import RunningServer, find_running, run_server
+from slimqwen.serving.server_log import find_last_cause
 from slimqwen.variant import Variant
 
 _TIMEOUT_S = 30
@@ -78,23 +79,26 @@ def max_model_len(base_url: str) -> int:
         ) from error
 
 
-def require_healthy(base_url: str, activity: str, log: Path) -> None:
+def require_healthy(server: RunningServer, activity: str) -> None:
     """Check that a server still answers.
 
     Raises:
         ServerLostError: it does not.
     """
     try:
-        get(f"{base_url}/health")
+        get(f"{server.base_url}/health")
     except ServerLostError as error:
-        raise server_lost(activity, error, log) from error
+        raise server_lost(server, activity, error) from error
 
 
-def server_lost(activity: str, cause: BaseException, log: Path) -> ServerLostError:
-    """The error for a server that failed during a measurement."""
+def server_lost(server: RunningServer, activity: str, seen: BaseException | str) -> ServerLostError:
+    """The error for a server that failed during a measurement: the cause by its log, else what the client has seen."""
+    if isinstance(seen, BaseException):
+        seen = f"{type(seen).__name__}: {seen}"
+    cause = find_last_cause(server.log) if server.log else None
+    where = f"its log: {server.log}" if server.log else f"the log of process {server.pid} says why"
     return ServerLostError(
-        f"the server failed while {activity} ({type(cause).__name__}: {cause}); nothing was recorded, "
-        f"{log.parent.name}/{log.name} and the server's own log say more"
+        f"the server failed while {activity}: {cause or seen}; nothing was recorded; {where}"
     )
 
 

@@ -9,9 +9,7 @@ import pytest
 
 from slimqwen import variant
 from slimqwen.bench import BenchError, start_up
-from slimqwen.bench.client import StreamingClient
 from slimqwen.bench.start_up import StartUp
-from slimqwen.host_load import Watch
 from slimqwen.records import provenance, store
 from slimqwen.stats.intervals import TooFewItemsError
 
@@ -163,8 +161,7 @@ def test_a_record_has_a_table(measure, tmp_path):
 
 @pytest.mark.engine
 def test_a_real_server_answers_its_first_token_and_states_its_phases(tiny_server):
-    with StreamingClient(tiny_server, Watch()) as client:
-        first_token = client.ask("Once upon a time", 1).ttft_ms / 1e3
+    first_token = start_up.time_first_token(tiny_server)
     log = Path(tiny_server.log).read_text(encoding="utf-8", errors="replace")
     result = start_up.phases(log, 600.0, first_token)
     assert 0 < result["first_token"] + 0.01 < 30

@@ -47,13 +47,11 @@ def run_here(monkeypatch, capfd):
         ("gate check --variant nope", 3, UNKNOWN),  # 2 is a verdict there: inconclusive
         ("eval fidelity --variant nope", 3, UNKNOWN),
         ("eval engine --variant nope", 3, UNKNOWN),
-        ("bench soak --variant nope", 3, UNKNOWN),
         ("eval engine --variant nope --plan tinyworld", 3, UNKNOWN),  # former name of --settings
         ("variant promote --variant tiny", 2, "tiny is a baseline"),
         (f"{NEW.replace('new --base', 'tiny --base')}", 2, "experiments/tiny exists"),
         (f"{NEW.replace('--base tiny', '--base tinny')}", 2, "did you mean tiny?"),
         ("bench latency --variant tiny --baseline", 2, "one that has a baseline"),
-        ("bench prune-vocab", 2, "give --yes"),
         ("eval quality --variant tiny --full --limit 3", 2, "exclude each other"),
         ("eval quality --varian tiny", 2, "No such option: --varian"),
         ("evl quality", 2, "Did you mean 'eval'?"),

@@ -9,14 +9,12 @@ import pytest
 from rich.console import Console
 
 from slimqwen import variant
-from slimqwen.bench import soak
-from slimqwen.cli import app, bench, console, gate
+from slimqwen.cli import app, console, gate
 from slimqwen.evals import gate as evaluation
 from slimqwen.serving.errors import ServingError
 
 VERBS = {
     "gate check": (evaluation, "measure", gate),
-    "bench soak": (soak, "write", bench),
 }
 
 

@@ -140,9 +140,9 @@ def test_another_checkpoint_fails_over_http_as_it_does_in_process(served_tiny, r
 
 
 def test_a_dead_server_is_told_and_no_reading_comes(settings):
-    gone = SimpleNamespace(base_url=f"http://127.0.0.1:{free_port()}", model="default")
+    gone = SimpleNamespace(base_url=f"http://127.0.0.1:{free_port()}", model="default", log=None, pid=1)
     nobody = SharedServer(variant.load("tiny"), gone, True, CONTEXT)
-    with pytest.raises(ServerLostError, match="failed while it read texts"):
+    with pytest.raises(ServerLostError, match="failed while reading texts"):
         token_distributions.compare_served(nobody, TINY, settings, ROOT, max_model_len=CONTEXT)
 
 

@@ -14,16 +14,14 @@ from pathlib import Path
 import httpx
 import pytest
 
-from slimqwen.bench.fuzz import measurement, requests
-from slimqwen.bench.soak.load import load
-from tests.serving import real_server
+from tests.serving import malformed_requests, real_server
+from tests.serving.mixed_load import load
 from tests.serving.real_server import PATIENCE_S, QUEUE, RUNNING
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
 LONG = {"prompt": "The", "max_tokens": 2000, "ignore_eos": True}
 REQUESTS = 1000
-EXAMPLES = 2
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +100,7 @@ def test_of_a_thousand_mixed_requests_at_four_times_the_capacity_none_is_lost(se
     assert serves(server, client)
 
 
-@pytest.mark.parametrize("body", requests.UNSENDABLE, ids=json.dumps)
+@pytest.mark.parametrize("body", malformed_requests.UNSENDABLE, ids=json.dumps)
 def test_what_cannot_be_sent_to_the_engine_is_refused_and_takes_no_place_in_the_queue(server, client, body):
     for _ in range(2 * QUEUE):
         answer = client.post("/v1/completions", json={"prompt": "The", "max_tokens": 2, **body})
@@ -111,7 +109,7 @@ def test_what_cannot_be_sent_to_the_engine_is_refused_and_takes_no_place_in_the_
     assert serves(server, client)
 
 
-@pytest.mark.parametrize(("path", "body"), requests.CHOSEN_LOGPROBS, ids=lambda one: str(one)[:20])
+@pytest.mark.parametrize(("path", "body"), malformed_requests.CHOSEN_LOGPROBS, ids=lambda one: str(one)[:20])
 def test_what_drafts_have_no_log_probabilities_for_is_refused(server, client, path, body):
     answer = client.post(path, json=body)
     assert answer.status_code == 400, answer.text
@@ -120,11 +118,11 @@ def test_what_drafts_have_no_log_probabilities_for_is_refused(server, client, pa
 
 
 def test_malformed_requests_are_refused_with_a_reason_and_it_serves_as_before(server, client):
-    found = measurement.probe(server.url, server.process.pid, EXAMPLES)
-    assert (found["faults"], found["harm"], found["verdict"]) == ((), (), "pass")
-    assert found["requests"][measurement.KNOWN_ERROR] >= len(requests.KNOWN)
-    assert found["requests"][measurement.REFUSED] > len(requests.BODIES)
-    assert found["endpoints"] > 10
+    family = server.family()
+    outcomes = list(malformed_requests.sent(client))
+    assert not [f"{answer.status_code} {sent}" for sent, answer, is_right in outcomes if not is_right]
+    assert all(process.is_running() for process in family)
+    server.wait_for(running=0, waiting=0)
     assert serves(server, client)
 
 

@@ -61,12 +61,3 @@ def test_a_key_in_a_config_is_refused_and_every_variant_is_behind_the_gate(serva
     for name in variant.names():
         argv = ServerCommand.resolve(variant.load(name), platform="cpu").argv
         assert argv[-2:] == ("--middleware", "slimqwen.vllm_plugin.readiness.Readiness")
-
-
-def test_bare_vllm_has_the_same_flags_and_neither_middleware_nor_routes(servable):
-    command = servable()
-    bare = command.without_middleware()
-    assert "--middleware" not in bare.argv
-    assert bare.argv == command.argv[: len(bare.argv)]
-    assert bare.environment["VLLM_PLUGINS"] == "slimqwen_engine_fixes,slimqwen_compile_watch"
-    checks.check(bare)

@@ -150,7 +150,7 @@ class MeasuredVariant:
         answers = self._send(c, requests, number, answered, watch)
         rows = result.add(c, number, requests, answers)
         if any(row["error"] for row in result.rows):
-            require_healthy(url, f"measuring {c.name}", self.log)
+            require_healthy(served.server, f"measuring {self.variant.name}: {c.name}")
         after = counters(url)
         if fault := starvation.fault(rows, before, after):
             watch.faults.append(f"{self.variant.name}, class {c.name}: {fault}")

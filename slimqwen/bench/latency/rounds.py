@@ -74,9 +74,9 @@ def measure(
             try:
                 _take_round(shared, sides, number, port, even_if_busy)
             except (ServerLostError, HostBusyError) as error:
-                raise type(error)(
-                    f"{error}; {number} of {rounds} rounds are done; run the same command again for the others"
-                ) from error
+                if number:
+                    error.args = (f"{error}; rounds 1 to {number} of {rounds} are kept for the next run",)
+                raise
             if number < rounds - 1:
                 finished.add(number, _state(shared, sides))
         records = [_record(side, sides, finished.reused, started, command) for side in sides]
@@ -106,7 +106,7 @@ def _take_round(
             with serve(side.variant, port=port, log=log, progress=shared.progress) as served:
                 side.take_round(number, served, watch)
 
-    _, load = host_load.undisturbed(send, f"round {number + 1}", even_if_busy=even_if_busy)
+    _, load = host_load.retry_until_idle(send, f"round {number + 1}", even_if_busy=even_if_busy)
     shared.loads.append(load)
 
 
@@ -155,7 +155,7 @@ def _record(
 ) -> Latency:
     assert side.served is not None
     served, shared, workload = side.served, side.shared, side.shared.workload
-    load = host_load.worst(shared.loads)
+    load = host_load.highest_load(shared.loads)
     text_file = resolve_text(workload.documents, side.variant.root)
     unscaled_classes = workload.expanded(shared.max_num_seqs)
     return Latency(

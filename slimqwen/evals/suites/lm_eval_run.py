@@ -20,6 +20,7 @@ from slimqwen.progress import Progress, silent
 from slimqwen.records.journal import Journal
 from slimqwen.records.split import Split
 from slimqwen.serving.chat_template import served_templates
+from slimqwen.serving.server import RunningServer
 from slimqwen.serving.shared_server import SharedServer, require_healthy, server_lost
 from slimqwen.vllm_plugin.api_key import authorization
 
@@ -157,7 +158,9 @@ def run(
             client.drops_thoughts = rendered and not task.reads_thoughts
             repeats = range(task.repeats if item_numbers else 0)
             results = [
-                _evaluate(client, lm_eval_tasks, item_numbers, SEED + repeat, rendered=rendered, log=log)
+                _evaluate(
+                    client, server.server, lm_eval_tasks, item_numbers, SEED + repeat, rendered=rendered
+                )
                 for repeat in repeats
             ]
             sizes = {name: len(each.eval_docs) for name, each in lm_eval_tasks.items()}
@@ -169,7 +172,7 @@ def run(
         raise EvalError(
             f"suite {suite.name} has no task that generates, and --chat asks no others; leave out --chat"
         )
-    require_healthy(server.server.base_url, "finishing", log)
+    require_healthy(server.server, "finishing")
     return runs, sorted(files)
 
 
@@ -200,12 +203,12 @@ def parse(
 
 def _evaluate(
     client: "ServedCompletions",
+    server: RunningServer,
     lm_eval_tasks: Mapping[str, Any],
     item_numbers: Mapping[str, list[int]],
     seed: int,
     *,
     rendered: bool,
-    log: Path,
 ) -> Mapping[str, Any]:
     """lm-eval's results of one pass over the items to ask."""
     import aiohttp
@@ -224,7 +227,7 @@ def _evaluate(
             bootstrap_iters=0,  # standard errors are computed from the items
         )
     except (aiohttp.ClientError, OSError) as error:
-        raise server_lost(client.activity, error, log) from error
+        raise server_lost(server, client.activity, error) from error
     return results
 
 

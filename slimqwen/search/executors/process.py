@@ -6,10 +6,12 @@ A fresh process imports what its task needs. A forked one comes from a process t
 import os
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from slimqwen.errors import SlimqwenError
 from slimqwen.progress import Progress
 from slimqwen.recipe import warm_worker, worker
 from slimqwen.recipe.warm_worker import WarmWorker
@@ -115,7 +117,7 @@ class ForkedProcess(_Process):
         if kind == "ended":
             outcome = _outcome(self._task, self._kind, self._content)
             if isinstance(outcome, Failure) and content[0]:
-                return Failure(outcome.key, f"{outcome.reason} (exit code {content[0]})")
+                return replace(outcome, reason=f"{outcome.reason} (exit code {content[0]})")
             return outcome
         if kind == "progress":
             self._progress(*content)
@@ -167,4 +169,7 @@ def _call(root: Path, _: Path, job: tuple[Any, Any], progress: Progress) -> Any:
 
 
 def _outcome(task: Task, kind: str, content: Any) -> Outcome:
-    return Result(task.key, content) if kind == "done" else Failure(task.key, " ".join(str(content).split()))
+    if kind == "done":
+        return Result(task.key, content)
+    error = content if isinstance(content, SlimqwenError) else None
+    return Failure(task.key, " ".join(str(content).split()), error)

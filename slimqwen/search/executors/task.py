@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
 
+from slimqwen.errors import SlimqwenError
 from slimqwen.progress import Progress
 
 ENGINE_BYTES = 3 << 30
@@ -67,10 +68,11 @@ class Result:
 
 @dataclass(frozen=True)
 class Failure:
-    """The outcome of a task that raised or died, with the reason in one line."""
+    """The outcome of a task that raised or died, with the reason in one line, and the expected error that it raised."""
 
     key: str
     reason: str
+    error: SlimqwenError | None = None
 
 
 Outcome = Result | Failure

@@ -32,6 +32,7 @@ from slimqwen.search.sweep.tasks import UnwrittenRecord
 from slimqwen.variant import Variant
 
 _FURTHER_WRITES = 2
+_SETUP = "setup"
 
 _P = TypeVar("_P", bound=Provenance)
 
@@ -42,16 +43,21 @@ class SweepResult:
 
     Attributes:
         records: records that it rests on, in the order of their measurement; the gate's record last.
-        failure: why its measurement failed; None where it did not.
+        failures: failed measurements by name; `_SETUP` where there was nothing to measure.
         outcome: verdict of its gate; empty without one.
         earlier: titles of its tasks that an interrupted run had finished.
     """
 
     variant: str
     records: list[Path]
-    failure: str | None
-    outcome: str
+    failures: Mapping[str, Failure]
+    outcome: str = ""
     earlier: tuple[str, ...] = ()
+
+    @property
+    def failure(self) -> str | None:
+        """Why measurements failed; None where none did."""
+        return "; ".join(dict.fromkeys(each.reason for each in self.failures.values())) or None
 
 
 @dataclass
@@ -61,6 +67,7 @@ class _Subject:
     Attributes:
         started: start of the sweep, UTC.
         tasks: tasks that measure it and its baseline.
+        measures: name of the measurement of each of these tasks, by key.
         waiting_keys: keys of its tasks that have not ended.
         stage_keys: keys of the stages that were submitted for it.
         complete: names of the sides whose recipe is made to its end.
@@ -72,19 +79,20 @@ class _Subject:
     baseline: Variant
     started: str
     tasks: list[Task] = field(default_factory=list)
+    measures: dict[str, str] = field(default_factory=dict)
     waiting_keys: set[str] = field(default_factory=set)
     stage_keys: set[str] = field(default_factory=set)
     complete: set[str] = field(default_factory=set)
     checks: dict[str, Checks] = field(default_factory=dict)
     timing: Task | None = None
-    failure: str | None = None
+    failures: dict[str, Failure] = field(default_factory=dict)
     result: SweepResult | None = None
 
 
 def sweep(names: Sequence[str], options: Options, executor: Executor, root: Path) -> list[SweepResult]:
     """Measure variants against their baselines, and write their records.
 
-    A variant whose task fails ends there, with the reason; the others go on.
+    A variant of which a stage fails ends there, with the reason. Where a measurement fails, the others go on.
 
     Args:
         executor: entered here.
@@ -106,11 +114,9 @@ def sweep(names: Sequence[str], options: Options, executor: Executor, root: Path
         subjects.append(_Subject(subject, variants.load(subject.baseline, root), started))
     with locked(_journal(names, options, root)) as journal, executor:
         _Driver(subjects, options, executor, journal, root).run()
-        if not any(subject.failure for subject in subjects):
+        if not any(subject.failures for subject in subjects):
             journal.discard()
-    return [
-        subject.result or SweepResult(subject.variant.name, [], subject.failure, "") for subject in subjects
-    ]
+    return [subject.result or SweepResult(subject.variant.name, [], subject.failures) for subject in subjects]
 
 
 @dataclass
@@ -140,9 +146,8 @@ class _Driver:
                 continue
             subject.waiting_keys.discard(outcome.key)
             if isinstance(outcome, Failure):
-                subject.failure = subject.failure or outcome.reason
-            else:
-                self._advance(subject)
+                subject.failures.setdefault(subject.measures.get(outcome.key, _SETUP), outcome)
+            self._advance(subject)
 
     def _advance(self, subject: _Subject) -> None:
         """Submit the tasks that the variant can begin now, or write its records where none is missing.
@@ -150,7 +155,10 @@ class _Driver:
         The baseline is checked while the variant is made, the variant as soon as its answers are decided; both are
         timed at the end.
         """
-        if subject.failure or subject.result:
+        # Nothing follows from some checks of a gate.
+        if _SETUP in subject.failures or (subject.failures and "gate" in self._options.measures):
+            return
+        if subject.result:
             return
         try:
             if not self._is_made(subject, subject.baseline):
@@ -162,11 +170,11 @@ class _Driver:
             if subject.timing is None and "latency" in self._options.measures:
                 with self._executor.as_task():
                     subject.timing = required_tasks.timing(subject.variant, subject.baseline, self._options)
-                self._submit(subject, [subject.timing])
+                self._submit(subject, "latency", [subject.timing])
             if not subject.waiting_keys:
                 subject.result = self._finish(subject)
         except SlimqwenError as error:
-            subject.failure = str(error)
+            subject.failures[_SETUP] = Failure(subject.variant.name, str(error), error)
 
     def _is_made(self, subject: _Subject, side: Variant) -> bool:
         """Whether the recipe of a side is made to its end; submits the next stage where none is at work.
@@ -209,12 +217,13 @@ class _Driver:
         with self._executor.as_task():
             checks = required_tasks.checks(side, (subject.baseline, subject.variant), self._options)
         subject.checks[side.name] = checks
-        for tasks in checks.tasks.values():
-            self._submit(subject, tasks)
+        for check, tasks in checks.tasks.items():
+            self._submit(subject, check, tasks)
 
-    def _submit(self, subject: _Subject, tasks: Sequence[Task]) -> None:
-        """Submit the tasks whose values are not known, from this run or an earlier one."""
+    def _submit(self, subject: _Subject, measure: str, tasks: Sequence[Task]) -> None:
+        """Submit the tasks of a measurement whose values are not known, from this run or an earlier one."""
         subject.tasks += tasks
+        subject.measures |= {task.key: measure for task in tasks}
         for task in tasks:
             if task.key in self._values:
                 continue
@@ -227,13 +236,15 @@ class _Driver:
                 self._earlier_keys.add(task.key)
 
     def _finish(self, subject: _Subject) -> SweepResult:
-        """Write a variant's records."""
+        """Write a variant's records, but for those of failed measurements."""
         paths: dict[str, list[Path]] = {}
         for side in (subject.baseline, subject.variant):
             checks = subject.checks[side.name]
             for check, path in checks.records.items():
                 paths.setdefault(check, []).append(path)
             for check, tasks in checks.tasks.items():
+                if check in subject.failures:
+                    continue
                 keys = [task.key for task in tasks]
                 written = self._write_once(keys, partial(self._write_check, side, check, tasks))
                 paths.setdefault(check, []).extend(written)
@@ -246,7 +257,7 @@ class _Driver:
                 f"{subject.variant.name} and its baseline were scored on different hardware ({'; '.join(kinds)}); "
                 "run the sweep on nodes of one kind"
             )
-        if timing := subject.timing:
+        if (timing := subject.timing) and "latency" not in subject.failures:
             baseline, variant = self._values[timing.key]
             paths["latency"] = self._write_once(
                 [timing.key],
@@ -254,7 +265,7 @@ class _Driver:
                 partial(self._publish, variant, subject.variant),
             )
         outcome = ""
-        if "gate" in self._options.measures:
+        if "gate" in self._options.measures and not subject.failures:
             inputs = [str(path) for group in paths.values() for path in group]
             paths["gate"] = self._write_once(
                 ["gate", subject.variant.name, *inputs], partial(self._conclude, subject, paths)
@@ -262,7 +273,7 @@ class _Driver:
             outcome = store.read(paths["gate"][0], Gate).outcome
         records = [path for group in paths.values() for path in group]
         earlier = tuple(task.title for task in subject.tasks if task.key in self._earlier_keys)
-        return SweepResult(subject.variant.name, records, None, outcome, earlier)
+        return SweepResult(subject.variant.name, records, subject.failures, outcome, earlier)
 
     def _write_once(self, key: Sequence[str], *writes: Callable[[], Path]) -> list[Path]:
         """The paths that functions write; those of the first call for variants and runs with the same key."""

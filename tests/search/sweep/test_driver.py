@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from tests import record_files
 from tests.search.in_process import InProcess
 from tests.search.sweep import stand_in
 from tests.search.sweep.stand_in import ITEMS, OPTIONS, answers, contents
+
+ROOT = Path(__file__).parents[3]
 
 AddRecipe = Callable[..., Variant]
 
@@ -116,6 +119,17 @@ def test_a_variant_that_fails_says_why_and_the_others_go_on(repository: Path) ->
     results = sweep(["a", "b"], OPTIONS, again, repository)
     assert [task.title for task in again.ran] == ["quality 2/3 of a"]
     assert [each.failure for each in results] == [None, None]
+
+
+def test_beside_a_measurement_that_failed_another_is_recorded(repository: Path) -> None:
+    workloads = repository / "eval" / "workloads"
+    workloads.mkdir()
+    (workloads / "classes.yaml").write_text((ROOT / "eval" / "workloads" / "classes.yaml").read_text())
+    executor = Nodes(repository)
+    executor.broken = "latency of a"
+    (result,) = sweep(["a"], replace(OPTIONS, measures=("quality", "latency")), executor, repository)
+    assert (result.failures.keys(), result.failure) == ({"latency"}, "its process died (SIGSEGV)")
+    assert [store.read(path).kind for path in result.records] == ["quality", "quality"]
 
 
 def test_parts_of_another_kind_of_hardware_are_refused(repository: Path) -> None:

@@ -1,7 +1,10 @@
 """Malformed and extreme requests, written by hand."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+import httpx
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -146,3 +149,31 @@ KNOWN: tuple[tuple[str, dict[str, Any], int], ...] = (
     (COMPLETIONS, {"prompt": "a", "structured_outputs": {"json": {"$ref": "#"}}}, 500),
 )
 """Path, body and status of server errors of vLLM's own that the server survives."""
+
+
+def sent(client: httpx.Client) -> Iterator[tuple[str, httpx.Response, bool]]:
+    """Send every request: its beginning, the answer, and whether that is what it should be."""
+    known = {(path, _content(body)): status for path, body, status in KNOWN}
+    forbidden = [
+        *BODIES.values(),
+        *((COMPLETIONS, _content({"prompt": "The", **fields})) for fields in UNSENDABLE),
+    ]
+    allowed = [*((path, _content(body)) for path, body in (*REQUESTS, *CHOSEN_LOGPROBS)), *known]
+    for path, content in (*forbidden, *allowed):
+        answer = client.post(path, content=content, headers={"Content-Type": "application/json"})
+        is_right = _is_refusal(answer) or answer.status_code == known.get((path, content))
+        if (path, content) in allowed:
+            is_right |= answer.status_code == httpx.codes.OK
+        yield f"{path} {content[:300].decode(errors='replace')}", answer, is_right
+
+
+def _content(body: object) -> bytes:
+    return json.dumps(body).encode()
+
+
+def _is_refusal(answer: httpx.Response) -> bool:
+    """Whether an answer blames the request, with a reason."""
+    if not answer.is_client_error:
+        return False
+    said = answer.json()
+    return bool((said.get("error") or {}).get("message") or said.get("detail"))

@@ -1,10 +1,8 @@
-"""Mixed load of a soak: completions and chats, streamed or not, malformed ones among them, and streams left midway."""
+"""Mixed load: completions and chats, streamed or not, malformed ones among them."""
 
 import asyncio
 import contextlib
 import json
-import random
-import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -113,27 +111,3 @@ def _client(url: str) -> httpx.AsyncClient:
         limits=httpx.Limits(max_connections=None, keepalive_expiry=2),
         headers=authorization(),
     )
-
-
-async def leave_streams(url: str, until: float, tokens: int) -> int:
-    """Open streams of some tokens, leave each in the middle, and count them.
-
-    Args:
-        until: end on the monotonic clock, seconds.
-    """
-    rng = random.Random(0)
-    streams_left = 0
-    body = {"prompt": "The", "max_tokens": tokens, "ignore_eos": True, "stream": True}
-    async with _client(url) as http:
-        while time.monotonic() < until:
-            # The other clients report a lost server.
-            with contextlib.suppress(httpx.HTTPError):
-                async with http.stream("POST", PATHS[0], json=body) as answer:
-                    remaining_chunks = 1 + rng.randrange(8)
-                    async for _ in answer.aiter_bytes():
-                        remaining_chunks -= 1
-                        if not remaining_chunks:
-                            streams_left += answer.status_code == httpx.codes.OK
-                            break
-            await asyncio.sleep(0.2)
-    return streams_left
