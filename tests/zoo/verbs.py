@@ -16,43 +16,54 @@ from slimqwen.recipe import variant_recipe
 from slimqwen.recipe.recipe_file import Step
 from slimqwen.recipe.registry import STAGES
 from slimqwen.recipe.stages.sample_outputs import OUTPUTS
-from slimqwen.serving import checks
+from slimqwen.serving import checks, in_process
 from slimqwen.serving.command import ServerCommand
+from slimqwen.serving.server import free_port
 from tests.checkpoints import TINY, with_manifest
 
 Verb = Callable[[Path, Path], None]
 """(checkpoint, an empty folder); raises a SlimqwenError where the verb refuses the checkpoint."""
 
 WORKS = "works"
-_CONFIG = """VLLM_MODEL=weights/animal
-VLLM_SERVED_MODEL_NAME=default
-VLLM_HOST=127.0.0.1
-VLLM_MAX_MODEL_LEN=512
-VLLM_MAX_NUM_SEQS=4
-VLLM_ENABLE_PREFIX_CACHING=0
-VLLM_ENFORCE_EAGER=1
-VLLM_CPU_KVCACHE_SPACE=1
-VLLM_LANGUAGE_MODEL_ONLY=1
-"""
-_DRAFTS = """VLLM_SPECULATIVE_CONFIG='{"method": "mtp", "num_speculative_tokens": 2}'\n"""
-_BOTH_WAYS = {"group_size": 32, "targets": {"mtp": "W8A16"}}
+_CONFIG = {
+    "VLLM_SERVED_MODEL_NAME": "default",
+    "VLLM_HOST": "127.0.0.1",
+    "VLLM_MAX_MODEL_LEN": "512",
+    "VLLM_MAX_NUM_SEQS": "4",
+    "VLLM_ENABLE_PREFIX_CACHING": "0",
+    "VLLM_ENFORCE_EAGER": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LANGUAGE_MODEL_ONLY": "1",
+}
+_DRAFTS = {"VLLM_SPECULATIVE_CONFIG": """'{"method": "mtp", "num_speculative_tokens": 2}'"""}
+_MTP = {"group_size": 32, "targets": {"mtp": "W8A16"}}
+_SAMPLES = {"texts": 16, "held_out": 16, "tokens": 24, "prompts": {"longest": 16}}
 
 
-def repository(folder: Path, root: Path, *, drafts: bool, config: str = _CONFIG) -> variants.Variant:
-    """A repository whose variants are `animal`, with this checkpoint, and its baseline `tiny`."""
-    for name, lines, baseline in (
-        ("animal", config + (_DRAFTS if drafts else ""), "tiny"),
-        ("tiny", config.replace("weights/animal", "weights/tiny"), None),
-    ):
+def repository(
+    folder: Path, root: Path, *, drafts: bool, config: Mapping[str, str] = _CONFIG
+) -> variants.Variant:
+    """A repository whose variant `animal` has this checkpoint; its baseline is `tiny` if it is made from that."""
+    [architecture] = checkpoint.read_config(folder)["architectures"]
+    is_tiny = architecture in ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
+    for name, baseline in (("animal", "tiny" if is_tiny else None), ("tiny", None)):
         experiment = root / "experiments" / name
         experiment.mkdir(parents=True)
-        (experiment / "config.env").write_text(lines)
+        lines = {**config, "VLLM_MODEL": f"weights/{name}", **(_DRAFTS if drafts else {})}
+        (experiment / "config.env").write_text("".join(f"{key}={value}\n" for key, value in lines.items()))
         content = {"hypothesis": "it is served", "baseline": baseline}
         (experiment / "measurements.json").write_text(json.dumps(content))
     (root / "weights").mkdir()
     (root / "weights" / "animal").symlink_to(folder)
     (root / "weights" / "tiny").symlink_to(TINY)
-    (root / "eval").symlink_to(TINY.parents[1] / "eval")
+    shutil.copytree(TINY.parents[1] / "eval", root / "eval")
+    # A few texts and prompts, for what is seen here is whether a verb works.
+    prose = root / "eval" / "tasks" / "tinyworld" / "prose.jsonl"
+    prose.write_text("".join(prose.read_text().splitlines(keepends=True)[:4]))
+    for file in (root / "eval").rglob("*.yaml"):
+        file.write_text(
+            re.sub(r"^(\s*(?:proof_)?prompts): \d+", r"\1: 6", file.read_text(), flags=re.MULTILINE)
+        )
     return variants.load("animal", root)
 
 
@@ -132,12 +143,61 @@ QUICK: Mapping[str, Verb] = {
     "prune_vocab": stage("prune_vocab", size=4096, corpus={"documents": 20}),
     "trim_draft_vocab": stage("trim_draft_vocab", outputs=True, size=256),
     "calibrate": needs("calibrate"),
-    "calibrate mtp": stage("calibrate", **_BOTH_WAYS),
+    "calibrate mtp": stage("calibrate", **_MTP),
     "sample_outputs": needs("sample_outputs"),
     "redistill_mtp": needs("redistill_mtp"),
     "bake_cache": needs("bake_cache"),
 }
 """Verbs of well under a second; of those that start an engine or train, what they ask beforehand."""
+
+
+def verify_in_engine(folder: Path, empty: Path) -> None:
+    """`recipe verify`."""
+    verify(folder, empty)
+    in_process.try_out(folder)
+
+
+def redistill(folder: Path, empty: Path) -> None:
+    """The stage redistill_mtp on what the checkpoint itself has sampled."""
+    needs("redistill_mtp")(folder, empty)
+    (samples := empty / "samples").mkdir()
+    stage("sample_outputs", **_SAMPLES)(folder, samples)
+    stage("redistill_mtp", depth=2, steps=2, validate_every=1)(samples / "out", empty)
+
+
+def bake(folder: Path, empty: Path) -> None:
+    """The stage bake_cache with the animal's own config.env."""
+    config = {**_CONFIG, "VLLM_ENFORCE_EAGER": "0"}
+    variant = repository(folder, empty / "root", drafts=False, config=config)
+    stage("bake_cache", config=variant.folder / "config.env", prompt_tokens=[1])(folder, empty)
+
+
+def compare_distributions(folder: Path, empty: Path) -> None:
+    """`eval fidelity`."""
+    from slimqwen.evals import fidelity
+
+    variant = repository(folder, empty / "root", drafts=False)
+    fidelity.measure(variant, "tinyworld", stages=False, port=free_port(), command="a test")
+
+
+def accept_drafts(folder: Path, empty: Path) -> None:
+    """`eval acceptance`."""
+    from slimqwen.evals import acceptance
+
+    variant = repository(folder, empty / "root", drafts=False)
+    acceptance.measure(variant, "tinyworld", [2], command="a test", greedy_only=True)
+
+
+SLOW: Mapping[str, Verb] = {
+    "verify": verify_in_engine,
+    "calibrate": stage("calibrate", corpus={"sequences": 2, "length": 16}),
+    "sample_outputs": stage("sample_outputs", **_SAMPLES),
+    "redistill_mtp": redistill,
+    "fidelity": compare_distributions,
+    "acceptance": accept_drafts,
+    "bake_cache": bake,
+}
+"""Verbs that start an engine or train."""
 
 
 def outcome(verb: Verb, folder: Path, empty: Path) -> str:
