@@ -54,6 +54,16 @@ def quantisation(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return found or {}
 
 
+def quantised(config: Mapping[str, Any], form: Mapping[str, Any]) -> dict[str, Any]:
+    """A config with this quantization_config at the place that counts, and at no other."""
+    changed = {key: value for key, value in config.items() if key != "compression_config"}
+    changed["quantization_config"] = dict(form)
+    if "text_config" in config:
+        inner = {key: value for key, value in config["text_config"].items() if key != "quantization_config"}
+        changed["text_config"] = inner
+    return changed
+
+
 def untied(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config, its text part too, whose output head is not tied to the embedding."""
     changed = {**config, "tie_word_embeddings": False}

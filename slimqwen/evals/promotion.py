@@ -245,16 +245,19 @@ def _owner(variant: Variant) -> str:
 
 
 def _quantization(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    quantization = config.get("quantization_config") or {}
-    groups = list(quantization.get("config_groups", {}).values())
-    if not groups:
+    quantization = checkpoint.quantisation(config)
+    if not quantization:
         return None
-    weights = [group["weights"] for group in groups]
+    # Only compressed-tensors has groups; FP8 does not say its bits.
+    of_all = {"num_bits": quantization.get("bits", 8), "group_size": quantization.get("group_size")}
+    of_all["symmetric"] = quantization.get("sym", not quantization.get("zero_point"))
+    groups = quantization.get("config_groups", {}).values()
+    weights = [group["weights"] for group in groups] or [of_all]
     return {
         "method": quantization["quant_method"],
         "format": quantization.get("format"),
         "bits": sorted({each["num_bits"] for each in weights}),
-        "group_size": sorted({each["group_size"] for each in weights if each["group_size"]}),
+        "group_size": sorted({each["group_size"] for each in weights if each.get("group_size")}),
         "symmetric": all(each["symmetric"] for each in weights),
     }
 

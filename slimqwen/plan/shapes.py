@@ -129,7 +129,7 @@ def _local_shape(weights: Path) -> Shape:
     """
     if (weights / "config.json").is_file():
         config = checkpoint.read_config(weights)
-        if "quantization_config" not in config:
+        if not checkpoint.quantisation(config):
             dimensions = {**config, "text_config": checkpoint.text_config(config)}
             return Shape(dimensions, {}, f"weights/{weights.name}/config.json")
     raise ShapeError(

@@ -172,7 +172,7 @@ def _derived_choices(base: Variant, gpu: GpuSheet) -> dict[str, tuple[Choice, ..
     config = checkpoint.read_config(base.weights)
     text = checkpoint.text_config(config)
     layers = set(text.get("layer_types", ["full_attention"]))
-    is_packed = "quantization_config" in config
+    is_packed = bool(checkpoint.quantisation(config))
     has_drafts = bool(text.get("mtp_num_hidden_layers"))
 
     def schemes(present: bool) -> tuple[Choice, ...]:

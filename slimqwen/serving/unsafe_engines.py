@@ -159,9 +159,7 @@ def build(weights: Path, platform: machine.Platform, environment: Mapping[str, s
         environment: variables of the config.env, which may choose the GPU.
     """
     config = checkpoint.read_config(weights)
-    quantization = config.get("quantization_config") or checkpoint.text_config(config).get(
-        "quantization_config"
-    )
+    quantization = checkpoint.quantisation(config)
     if platform == "cpu":
         device = f"{system.machine()} {'with' if machine.has_avx512() else 'without'} AVX-512"
     else:

@@ -124,20 +124,24 @@ def test_the_card_has_the_hubs_metadata_and_the_figures_of_the_records(one):
     assert str(one.root) not in card.content
 
 
-def test_a_quantised_checkpoint_says_how(one):
-    config = checkpoint.read_config(one.weights)
-    group = {"weights": {"num_bits": 4, "group_size": 32, "symmetric": True}, "targets": ["Linear"]}
-    quantised = {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "config_groups": {"group_0": group},
-    }
-    write_config(one.weights, config | {"quantization_config": quantised})
+GROUP = {"weights": {"num_bits": 4, "group_size": 32, "symmetric": True}, "targets": ["Linear"]}
+
+
+@pytest.mark.parametrize(
+    ("form", "bits"),
+    [
+        ({"quant_method": "compressed-tensors", "config_groups": {"group_0": GROUP}, "ignore": ["re:.*"]}, 4),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}, 4),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 8),
+    ],
+)
+def test_a_quantised_checkpoint_says_how(one, form, bits):
+    write_config(one.weights, checkpoint.read_config(one.weights) | {"quantization_config": form})
     gated(one)
     data = promoted_card(one).data
-    assert data.quantization["bits"] == [4]
+    assert data.quantization["bits"] == [bits]
     assert data.base_model_relation == "quantized"
-    assert {"compressed-tensors", "4-bit"} <= set(data.tags)
+    assert {form["quant_method"], f"{bits}-bit"} <= set(data.tags)
 
 
 def test_a_base_from_the_hub_is_named_as_there(one, add_variant, tmp_path):

@@ -200,6 +200,13 @@ SLOW: Mapping[str, Verb] = {
 """Verbs that start an engine or train."""
 
 
+FORMATS = (
+    *("text", "multimodal", "w4a16", "w4a16-zero-points", "w8a16", "w8a8", "fp8-rows", "mixed"),
+    *("fp8-blocks", "gptq", "auto-round", "awq", "qwen3", "qwen3.5-moe"),
+)
+"""An animal of each format and class of model."""
+
+
 def outcome(verb: Verb, folder: Path, empty: Path) -> str:
     """`WORKS`, or the message with which a verb refuses a checkpoint, without its path."""
     try:

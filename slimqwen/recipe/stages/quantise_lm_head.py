@@ -12,7 +12,7 @@ from typing import Literal
 
 from slimqwen import checkpoint
 from slimqwen.checkpoint import packing
-from slimqwen.checkpoint.config import untied, write_config
+from slimqwen.checkpoint.config import quantised, untied, write_config
 from slimqwen.checkpoint.files import bytes_on_disk, carry_side_files
 from slimqwen.checkpoint.shape import Packing, Shape
 from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, list_tensors, output_head, rewrite
@@ -55,8 +55,8 @@ def run(source: Path, destination: Path, parameters: QuantiseLmHeadParameters, p
     rewrite(source, destination, change, progress)
     carry_side_files(source, destination)
     group = packing.config_group("lm_head", _BITS, parameters.group_size)
-    quantization = packing.with_group(config, "lm_head", group, ["lm_head"])
-    write_config(destination, {**untied(config), "quantization_config": quantization})
+    form = packing.with_group(config, "lm_head", group, ["lm_head"])
+    write_config(destination, quantised(untied(config), form))
     return {
         "head_bytes_before": info.end - info.start,
         "head_bytes_after": sum(tensor.bytes for tensor in packed.values()),

@@ -1,0 +1,55 @@
+"""What was seen of every animal and verb: kept in outcomes.json, shown as a table in docs/checkpoints.md."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from tests.zoo.animals import ANIMALS
+from tests.zoo.verbs import QUICK, SLOW, WORKS
+
+ROOT = Path(__file__).parents[2]
+SEEN = Path(__file__).with_name("outcomes.json")
+PAGE = ROOT / "docs" / "checkpoints.md"
+VERBS = tuple(dict.fromkeys([*QUICK, *SLOW]))
+_BEGIN, _END = "<!-- zoo: written by `pytest -m zoo tests/zoo` -->\n", "<!-- end of zoo -->\n"
+
+Outcomes = dict[str, dict[str, str]]
+"""Animal -> verb -> `WORKS` or the message of its refusal."""
+
+
+def read_outcomes() -> Outcomes:
+    """What has been seen so far."""
+    seen: Outcomes = json.loads(SEEN.read_text(encoding="utf-8")) if SEEN.is_file() else {}
+    return seen
+
+
+def note_outcomes(animal: str, outcomes: Mapping[str, str]) -> None:
+    """Keep what was seen of an animal, and write the table anew."""
+    seen = read_outcomes()
+    seen[animal] = {**seen.get(animal, {}), **outcomes}
+    ordered = {
+        name: {verb: seen[name][verb] for verb in VERBS if verb in seen[name]}
+        for name in ANIMALS
+        if name in seen
+    }
+    SEEN.write_text(json.dumps(ordered, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
+    before, _, rest = page.partition(_BEGIN)
+    PAGE.write_text(before + _BEGIN + as_markdown(ordered) + _END + rest.partition(_END)[2], encoding="utf-8")
+
+
+def as_markdown(outcomes: Outcomes) -> str:
+    """A table of animals and verbs; refusals are numbered and listed below it."""
+    messages = list(
+        dict.fromkeys(text for seen in outcomes.values() for text in seen.values() if text != WORKS)
+    )
+    lines = [f"| checkpoint | {' | '.join(VERBS)} |", f"|---|{'---|' * len(VERBS)}"]
+    for name, seen in outcomes.items():
+        cells = ("" if verb not in seen else _cell(seen[verb], messages) for verb in VERBS)
+        lines.append(f"| {ANIMALS[name].form} | {' | '.join(cells)} |")
+    refusals = (f"{number}. {message}" for number, message in enumerate(messages, 1))
+    return "\n".join([*lines, "", *refusals, ""])
+
+
+def _cell(outcome: str, messages: list[str]) -> str:
+    return WORKS if outcome == WORKS else f"refuses ({messages.index(outcome) + 1})"
