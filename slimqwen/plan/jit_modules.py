@@ -154,13 +154,9 @@ def mark_baked(modules: Sequence[JitModule], libraries: Collection[str]) -> list
 
 
 def build_libraries(specs: Sequence[Any], folder: Path) -> dict[str, float]:
-    """Compile libraries for the compute capability that this process sees, and copy them into a folder.
+    """Compile libraries for the compute capability that this process sees into <folder>/<name>/<name>.so.
 
     FlashInfer compiles below FLASHINFER_WORKSPACE_BASE, where a second build finds what is current.
-
-    Args:
-        specs: `JitSpec` of each.
-        folder: receives <name>/<name>.so.
 
     Returns:
         Library -> seconds of its compilation.

@@ -28,14 +28,7 @@ _SHARED_WITH_TARGET = ("embed_tokens", "lm_head")
 
 
 def engine_config(argv: Sequence[str]) -> Any:
-    """The engine configuration that vLLM derives from a server's flags.
-
-    Args:
-        argv: the flags, without the interpreter and the module.
-
-    Raises:
-        Exception: vLLM refuses the flags.
-    """
+    """The engine configuration that vLLM derives from a server's flags; raises what vLLM refuses them with."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -251,8 +244,7 @@ def _captured_sizes(config: Any) -> dict[str, list[int]]:
 def load_names(config: Any, target: Any, draft: Any) -> WeightLoading:
     """Pass every tensor of the checkpoint through vLLM's loaders, without content.
 
-    Raises:
-        Exception: a name that no parameter takes, or a shape that does not fit.
+    They raise for a name that no parameter takes, and for a shape that does not fit.
     """
     import torch
     from vllm.config import set_current_vllm_config
