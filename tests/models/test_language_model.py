@@ -8,6 +8,7 @@ import torch
 
 from slimqwen.checkpoint import CorruptCheckpointError
 from slimqwen.checkpoint.config import read_config, write_config
+from slimqwen.checkpoint.errors import UnsupportedFormatError
 from slimqwen.models.language_model import load_language_model
 from tests.checkpoints import TINY, edited_tensors
 from tests.zoo.animals import ANIMALS
@@ -69,7 +70,7 @@ def quantise_unreadably(tensors: dict[str, torch.Tensor]) -> None:
         (widen, r"its tensors do not fit its config\.json"),
         (
             quantise_unreadably,
-            r"layers\.0\.mlp\.up_proj is stored as weight .*choose a checkpoint in 16 bits",
+            r"layers\.0\.mlp\.up_proj\.weight is packed in bytes, .*; take a checkpoint",
         ),
     ],
 )
@@ -77,7 +78,7 @@ def test_tensors_that_are_not_the_model_s_are_refused(damage: Any, message: str,
     folder = ANIMALS["text"].build(tmp_path / "text")
     with edited_tensors(folder) as tensors:
         damage(tensors)
-    with pytest.raises(CorruptCheckpointError, match=message):
+    with pytest.raises((CorruptCheckpointError, UnsupportedFormatError), match=message):
         load_language_model(folder)
 
 

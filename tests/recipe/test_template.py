@@ -24,7 +24,13 @@ def large(tmp_path, add_variant):
 
 
 def test_a_recipe_of_every_stage_can_be_read(tmp_path):
-    stages = sorted(STAGES, key=lambda name: STAGES[name].last)
+    chain = [
+        "sample_outputs",
+        "trim_draft_vocab",
+        "redistill_mtp",
+    ]  # each reads what the one before it leaves
+    stages = sorted({*STAGES} - {*chain}) + chain
+    stages.sort(key=lambda name: STAGES[name].last)
     recipe = read(tmp_path, template.render(variant.load("tiny-mtp4"), stages))
     assert [step.stage.name for step in recipe.steps] == stages
     assert recipe.base == "tiny-mtp4"
