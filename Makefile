@@ -81,8 +81,8 @@ build: | $(READY) ## VARIANT as a container image (BASE_IMAGE=name@sha256:…|de
 build-import: | $(READY) ## as build, with the compile cache of another host (CACHE=compile_cache.tar.gz, its manifests beside it)
 	@$(RUN) image build --variant $(VARIANT) --cache '$(CACHE)' $(IMAGE) $(CONTEXT)
 
-verify-image: | $(READY) ## look into VARIANT's image without a GPU; one for a CPU is started and asked (RECORD=1: into results/)
-	@$(RUN) image verify --variant $(VARIANT) $(IMAGE) $(if $(filter 1,$(RECORD)),--record)
+verify-image: | $(READY) ## look into VARIANT's image without a GPU; one for a CPU is started and asked
+	@$(RUN) image verify --variant $(VARIANT) $(IMAGE)
 
 # Whatever needs .venv makes it where it is missing or unfinished.
 $(READY):

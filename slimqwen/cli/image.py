@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from slimqwen.cli.console import command, console, progress_bar, relative, say
+from slimqwen.cli.console import console, progress_bar, say
 from slimqwen.cli.options import PlatformName, VariantOption
 from slimqwen.cli.plan import check_image_plans
 
@@ -39,17 +39,17 @@ def build(
     ] = None,
 ) -> None:
     """Build the container image of a variant: library, environment, checkpoint, compile cache, flags."""
-    from slimqwen.image import build, context
+    from slimqwen.image import build, context, tools
     from slimqwen.serving.command import ServerCommand
 
     check_image_plans(ServerCommand.resolve(variant, platform=platform))
-    tool = build.find_tool(container_tool)
+    tool = tools.find_tool(container_tool)
     log = variant.root / "logs" / f"image-{variant.name}.log"
     with progress_bar() as progress:
         progress("read the variant", 0, 0)
         content = context.gather(variant, platform, cache)
         tag = tag or build.tag_of(variant.name, content.command.platform)
-        build.build(
+        build.build_image(
             content, tool=tool, base=base_image, tag=tag, log=log, wheelhouse=wheelhouse, progress=progress
         )
     say(f"built {tag}; `slimqwen image verify --variant {variant.name}` verifies it")
@@ -61,25 +61,19 @@ def verify(
     platform: PlatformName = None,
     container_tool: ToolName = None,
     tag: Tag = None,
-    record: Annotated[
-        bool, typer.Option("--record", help="record how a CPU image started and answered, into results/")
-    ] = False,
 ) -> None:
     """Check what a variant's image holds, without a GPU; start a CPU image and query it. Exit code 1: a check fails."""
-    from slimqwen.image import build, context, verify
-    from slimqwen.records import provenance
+    from slimqwen.image import build, context, tools, verify
+    from slimqwen.records.table import Table
 
-    tool, started = build.find_tool(container_tool), provenance.utc_now()
+    tool = tools.find_tool(container_tool)
     log = variant.root / "logs" / f"image-server-{variant.name}.log"
     with progress_bar() as progress:
         progress("read the variant", 0, 0)
         content = context.gather(variant, platform, needs_cache=False)
         tag = tag or build.tag_of(variant.name, content.command.platform)
-        result = verify.verify(content, tool=tool, tag=tag, log=log, progress=progress)
-    for table in result.tables():
-        console.print(table.as_rich())
-    if record and result.trial:
-        path = verify.write_record(result, content, tool, tag, command=command(), started=started)
-        say(f"record: {relative(path)}")
-    say(f"{tag} {'passes every check' if result.holds else 'fails a check'}")
-    raise typer.Exit(0 if result.holds else 1)
+        faults = verify.verify_image(content, tool=tool, tag=tag, log=log, progress=progress)
+    rows = tuple((name, "; ".join(found[:5]) or "holds") for name, found in faults.items())
+    console.print(Table(tag, ("check", "result"), rows).as_rich())
+    say(f"{tag} {'fails a check' if any(faults.values()) else 'passes every check'}")
+    raise typer.Exit(1 if any(faults.values()) else 0)

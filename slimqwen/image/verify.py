@@ -1,281 +1,202 @@
-"""Verification of a built image against its variant: its files, its command, and on a CPU the answers of its server."""
+"""Verification of a built image against its variant: files, settings, and on a CPU its command and its server."""
 
-import shlex
-import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+import hashlib
+import inspect
+import json
+import re
+import tarfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
 
-import httpx
-
-from slimqwen.image import ImageError, container, context, contract
-from slimqwen.image.build import Tool
-from slimqwen.image.record import BytesByPart, Check, ImageCpu, Layer, Trial, tables
-from slimqwen.plan import gpu_model, jit_modules, start
+from slimqwen import redaction
+from slimqwen.checkpoint.files import COMPILE_CACHE
+from slimqwen.image import trial
+from slimqwen.image.context import Content
+from slimqwen.image.tools import Image, Tool, open_image
 from slimqwen.progress import Progress, silent
-from slimqwen.records import provenance, store
-from slimqwen.records.table import Table
 from slimqwen.serving import baked_cache
-from slimqwen.serving.http_client import open_client
-from slimqwen.serving.server_log import find_last_cause
 
-QUESTION = "Hello! Who are you?"
-_TOKENS = 32
-_READY_TIMEOUT_S = 1800
-_END_TIMEOUT_S = 300
+_SECRET_NAMES = re.compile(
+    r"(^|/)(\.netrc|_netrc|\.pypirc|\.git-credentials|\.dockercfg|\.env|pip\.conf|\.pip|id_(rsa|dsa|ecdsa|ed25519)"
+    r"|\.ssh/[^/]+|\.aws/credentials|\.docker/config\.json|\.huggingface/token|huggingface/(token|stored_tokens))$"
+)
+_CACHE_FOLDER = re.compile(r"\.cache/[\w.-]+/(?=vllm|inductor|flashinfer|triton)")
 
 
-@dataclass(frozen=True)
-class Verification:
-    """The result of verifying an image.
+@dataclass
+class Contents:
+    """What is of interest in a root filesystem.
 
     Attributes:
-        checks: all checks; those without a fault hold.
-        layers: layers from the base up.
-        bytes_by_part: sizes of its files by what they belong to.
-        dry_run: output of its entry point's `--dry-run`; None for an image that is not for a CPU.
-        trial: one start of its server; None where it was not started.
-        history: commands of the build steps.
+        files: SHA-256 of every regular file below the root but for the environment, .cache and bytecode, by its path.
+        secrets: files whose names say that they hold credentials.
+        writable: what the server's user or anyone may write, outside .cache.
     """
 
-    checks: tuple[Check, ...]
-    layers: tuple[Layer, ...]
-    bytes_by_part: BytesByPart
-    dry_run: str | None
-    trial: Trial | None
-    history: tuple[str, ...]
+    files: dict[str, str] = field(default_factory=dict)
+    secrets: list[str] = field(default_factory=list)
+    writable: list[str] = field(default_factory=list)
 
     @property
-    def holds(self) -> bool:
-        """Whether no check found a fault."""
-        return not any(check.faults for check in self.checks)
-
-    def tables(self) -> list[Table]:
-        """Checks, layers and sizes, and the trial where there was one."""
-        return tables(self.checks, self.layers, self.bytes_by_part, self.trial)
+    def has_cache(self) -> bool:
+        """Whether there is a compile cache."""
+        return any(name.endswith(f"/{baked_cache.MANIFEST}") for name in self.files)
 
 
-def verify(
-    content: context.Content, *, tool: Tool, tag: str, log: Path, progress: Progress = silent
-) -> Verification:
-    """Check the content of an image and, if it is for a CPU, start its server.
+def verify_image(
+    content: Content, *, tool: Tool, tag: str, log: Path, progress: Progress = silent
+) -> dict[str, list[str]]:
+    """Check an image and, if it is for a CPU and nothing is wrong so far, start its server.
 
     Args:
         content: content that this checkout would build now.
-        tool: docker, podman or buildah.
-        tag: name of the image.
         log: receives the server's output.
 
+    Returns:
+        Faults by check; a check without a fault holds.
+
     Raises:
-        ImageError: there is no such image, its entry point fails, or its server, which is only started where no check
-            found a fault, does not come up or answer.
+        ImageError: there is no such image, or its entry point fails.
     """
-    expected = context.describe(content, progress)
-    with container.open_image(tool, tag) as image:
+    expected = content.digests(progress)
+    with open_image(tool, tag) as image:
         progress("read the image", 0, 0)
+        root = image.variables.get("HOME", "").removesuffix("/.cache") or content.root
         with image.file_system() as stream:
-            contents = contract.read(stream, _root_of(image.settings, expected), image.settings.user)
-        checks = contract.check(contents, image.settings, expected)
-        checks.append(_check("libraries and kernels compiled ahead", compiled_late(contents.cache, content)))
-        dry_run = trial = None
-        if expected.platform == "cpu" and contents.description is not None:
+            contents = read_contents(stream, root, image.user)
+        faults = {
+            "variant, code and checkpoint are those here": _file_faults(contents.files, expected),
+            "no secrets": [*contents.secrets, *filter(redaction.names_variable, image.variables)],
+            "nothing that its user may write": contents.writable,
+            "settings": list(_setting_faults(image, content)),
+        }
+        if content.command.platform == "cpu":
             progress("dry run", 0, 0)
-            dry_run = image.output("--dry-run")
-            root = contents.description.root
-            checks.append(_check("same dry run as here", differences(dry_run, root, content)))
-            checks.append(_check("compile cache fits there", _unused_cache(dry_run, contents.description)))
-            if not any(check.faults for check in checks):
-                trial = try_out(image, expected.port, log, progress)
-                output = log.read_text(encoding="utf-8", errors="replace")
-                compiled = compiled_anew(output, contents.description)
-                checks.append(_check("compiled graphs come from the cache", compiled))
-    layers = container.layers(tool, tag)
-    return Verification(
-        tuple(checks),
-        tuple(layers),
-        BytesByPart(**contents.bytes_by_part),
-        dry_run,
-        trial,
-        tuple(filter(None, image.settings.history)),
-    )
+            dry_run = image.run([*image.entrypoint, "--dry-run"])
+            faults["command is the one here"] = list(
+                command_faults(dry_run, root, content, has_cache=contents.has_cache)
+            )
+            if not any(faults.values()):
+                progress("start the image", 0, 0)
+                seen = _try_server(image, content.command.port, log)
+                text = log.read_text(encoding="utf-8", errors="replace")
+                found = server_faults(seen, text, has_cache=contents.has_cache)
+                faults["server"] = [f"{fault}; its log: {log}" for fault in found]
+    return faults
 
 
-def write_record(
-    result: Verification,
-    content: context.Content,
-    tool: Tool,
-    tag: str,
-    *,
-    command: Sequence[str],
-    started: str,
-) -> Path:
-    """Write the record of an image whose server was started.
+def read_contents(stream: IO[bytes], root: str, user: str) -> Contents:
+    """Read a root filesystem once, from beginning to end.
 
     Args:
-        content: content that this checkout would build.
-        command: the command line, for the provenance.
-        started: time at which the verification began, UTC.
+        stream: a tar archive, its names relative to `/`.
+        root: the folder that stands for the repository.
+        user: user id of the server.
     """
-    assert result.trial is not None
-    variant = content.command.variant
-    record = ImageCpu(
-        variant=variant.name,
-        tool=tool,
-        tag=tag,
-        checks=result.checks,
-        layers=result.layers,
-        bytes_by_part=result.bytes_by_part,
-        history=result.history,
-        dry_run=tuple((result.dry_run or "").splitlines()),
-        trial=result.trial,
-        provenance=provenance.of_variant(variant, command, started, **provenance.of_server(content.command)),
-    )
-    return store.write(variant.root / "results", record)
+    contents, base = Contents(), root.strip("/") + "/"
+    with tarfile.open(fileobj=stream, mode="r|") as archive:
+        for entry in archive:
+            name = str(PurePosixPath(entry.name)).removeprefix("/")
+            relative = name.removeprefix(base) if name.startswith(base) else ""
+            is_product = bool(relative) and not relative.startswith((".venv/", ".cache/"))
+            is_anyones = entry.mode & 0o002 and not (entry.isdir() and entry.mode & 0o1000)
+            is_own = relative and not relative.startswith(".cache") and str(entry.uid) == user
+            if (entry.isfile() or entry.isdir()) and (is_anyones or is_own):
+                contents.writable.append(f"{name} has mode {entry.mode:o} and belongs to uid {entry.uid}")
+            if entry.isfile() and _SECRET_NAMES.search(name):
+                contents.secrets.append(f"{name} is a file of credentials")
+            if entry.isfile() and is_product and not re.search(r"\.pyc$|\.egg-info/", relative):
+                digest, stored = hashlib.sha256(), archive.extractfile(entry)
+                while stored and (chunk := stored.read(2**20)):
+                    digest.update(chunk)
+                contents.files[relative] = digest.hexdigest()
+    return contents
 
 
-def differences(dry_run: str, root: str, content: context.Content) -> list[str]:
-    """Differences between the command of an image and `make serve`, without those of paths and of the address.
+def command_faults(dry_run: str, root: str, content: Content, *, has_cache: bool) -> Iterator[str]:
+    """Differences between the command of an image and `make serve`, without those of paths.
 
     Args:
         dry_run: output of the image's `--dry-run`.
         root: the folder in the image that stands for the repository.
-        content: content that this checkout would build.
     """
-    image_lines, local_lines = _lines(dry_run, root), _lines(content.dry_run(), content.root)
-    return list(contract.list_differences(image_lines, local_lines, "the image", "here"))
-
-
-def try_out(image: container.ImageContainer, port: int, log: Path, progress: Progress = silent) -> Trial:
-    """Start an image's server, wait for /ping, ask for its models and one chat answer, end it by SIGTERM.
-
-    Raises:
-        ImageError: it ended, was not ready in 30 minutes, did not answer, or did not end after SIGTERM.
-    """
-    log.parent.mkdir(parents=True, exist_ok=True)
-    began = time.monotonic()
-    with (
-        container.run_server(image, port, log) as server,
-        open_client(timeout_s=300, base_url=server.base_url) as client,
-    ):
-        unready = _wait_until_ready(server, client, log, progress)
-        ready_seconds = time.monotonic() - began
-        uids = server.uids()
-        models = [model["id"] for model in _decoded(client.get("/v1/models"), log)["data"]]
-        body = {
-            "model": models[0],
-            "messages": [{"role": "user", "content": QUESTION}],
-            "max_tokens": _TOKENS,
-            "temperature": 0,
-        }
-        answer = _decoded(client.post("/v1/chat/completions", json=body), log)
-        message = answer["choices"][0]["message"]
-        text = message.get("content") or message.get("reasoning") or ""
-        if not text:
-            raise ImageError(f"the image's server answered {QUESTION!r} with nothing; its log: {log}")
-        progress("SIGTERM", 0, 0)
-        end_seconds, exit_code = server.terminate(_END_TIMEOUT_S)
-    return Trial(
-        command=shlex.join(server.command),
-        ready_seconds=round(ready_seconds, 1),
-        unready_answers=unready,
-        uids=tuple(sorted(uids)),
-        models=tuple(models),
-        question=QUESTION,
-        answer=text,
-        completion_tokens=answer["usage"]["completion_tokens"],
-        end_seconds=round(end_seconds, 1),
-        exit_code=exit_code,
-    )
-
-
-def _check(name: str, faults: Iterable[str]) -> Check:
-    return Check(name=name, faults=tuple(faults))
-
-
-def _root_of(settings: contract.Settings, expected: context.Description) -> str:
-    home = settings.environment.get("HOME", "")
-    return home.removesuffix("/.cache") if home.endswith("/.cache") else expected.root
-
-
-def _lines(dry_run: str, root: str) -> list[str]:
-    return [line.strip().removesuffix(" \\") for line in context.without_paths(dry_run, root).splitlines()]
-
-
-def _unused_cache(dry_run: str, description: context.Description) -> Iterator[str]:
-    if description.cache and f"/baked-{description.cache[:16]}/" not in dry_run:
+    image, here = _lines(dry_run, root), _lines(content.dry_run(), content.root)
+    for lines, others, where in ((image, here, "only the image has"), (here, image, "only here:")):
+        if only := [line for line in lines if line not in others]:
+            yield f"{where} {' '.join(only)}"
+    if has_cache and "/.cache/baked-" not in dry_run:
         yield "the image would compile anew; `docker run IMAGE --dry-run` prints the differences to standard error"
 
 
-def compiled_anew(log: str, description: context.Description) -> Iterator[str]:
-    """Graphs that a start of an image with a compile cache did not load from it, a line each.
+def server_faults(seen: Mapping[str, Any], log: str, *, has_cache: bool) -> Iterator[str]:
+    """What was wrong with a start of an image's server.
 
     Args:
-        log: log of the image's server.
-        description: description of the image.
+        seen: what `trial` printed.
+        log: output of the server.
     """
-    graphs = baked_cache.graphs(log) if description.cache else []
-    if description.cache and not graphs:
-        yield "no graph was loaded"
+    pings = seen["answers_of_ping"]
+    if 200 not in pings:
+        yield f"it was not ready (/ping: {pings}, exit code {seen['exit_code']})"
+        return
+    if 503 not in pings:
+        yield "it was ready before its warm-up: /ping never said 503"
+    if not (seen["message"].get("content") or seen["message"].get("reasoning")):
+        yield "it did not answer a chat"
+    if seen["exit_code"] != 0:
+        yield f"after SIGTERM it ended with exit code {seen['exit_code']}"
+    graphs = baked_cache.graphs(log) if has_cache else []
+    if has_cache and not graphs:
+        yield "it loaded no compiled graph"
     for graph in graphs:
         if not graph.loaded:
-            reason = f": {graph.why_compiled}" if graph.why_compiled else ""
-            yield f"{graph.name} was compiled in {graph.seconds:g} s{reason}"
+            yield f"it compiled {graph.name} in {graph.seconds:g} s ({graph.why_compiled})"
 
 
-def compiled_late(cache: baked_cache.BakedCache | None, content: context.Content) -> Iterator[str]:
-    """Libraries and kernels that a compile cache lacks, by the plans for GPUs of its compute capability.
-
-    Args:
-        cache: manifest of the image's compile cache.
-        content: content that this checkout would build.
-    """
-    if cache is None or content.command.platform != "cuda":
-        return
-    models = gpu_model.read_gpu_models(content.command.variant.root)
-    capability = cache.machine.get("compute capability")
-    # Which libraries a server loads does not depend on whether its host could compile them.
-    plans = start.find_plans(content.command, toolkit=False)
-    plans |= start.find_plans(content.command, toolkit=True)
-    for gpu, plan in plans.items():
-        if models[gpu].compute_capability != capability:
-            continue
-        for module in jit_modules.mark_baked(plan.jit, cache.libraries):
-            if module.libraries and not module.baked:
-                yield f"{module.module} is compiled at its first use on {gpu}; bake the compile cache anew"
-        if plan.kernels and plan.kernels.forms > len(cache.kernels):
-            yield (
-                f"the plan for {gpu} has {plan.kernels.forms} forms of Triton kernels and the compile cache "
-                f"{len(cache.kernels)}; bake it anew"
-            )
+def _try_server(image: Image, port: int, log: Path) -> dict[str, Any]:
+    log.parent.mkdir(parents=True, exist_ok=True)
+    words = ["python", "-c", inspect.getsource(trial), str(port), *image.entrypoint]
+    with log.open("wb") as output:
+        seen: dict[str, Any] = json.loads(image.run(words, output).splitlines()[-1])
+    return seen
 
 
-def _wait_until_ready(
-    server: container.ContainerServer, client: httpx.Client, log: Path, progress: Progress
-) -> dict[str, int]:
-    began, unready = time.monotonic(), dict[str, int]()
-    while (elapsed := time.monotonic() - began) < _READY_TIMEOUT_S:
-        progress("start the image", elapsed, 0)
-        if server.has_ended():
-            raise ImageError(
-                f"the image's server ended before it was ready: {find_last_cause(log)}; its log: {log}"
-            )
-        try:
-            status = client.get("/ping", timeout=5).status_code
-            if status == httpx.codes.OK:
-                return unready
-            answer = str(status)
-        except httpx.HTTPError:
-            answer = "none"
-        unready[answer] = unready.get(answer, 0) + 1
-        time.sleep(0.25)
-    raise ImageError(f"the image's server was not ready after {_READY_TIMEOUT_S} s; its log: {log}")
+def _lines(dry_run: str, root: str) -> list[str]:
+    text = _CACHE_FOLDER.sub(".cache/CACHE/", dry_run.replace(root, "ROOT"))
+    return [line.strip().removesuffix(" \\") for line in text.splitlines()]
 
 
-def _decoded(answer: httpx.Response, log: Path) -> Any:
-    if answer.status_code != httpx.codes.OK:
-        raise ImageError(
-            f"the image's server answered {answer.request.url.path} with {answer.status_code}: {answer.text[:200]}; "
-            f"its log: {log}"
-        )
-    return answer.json()
+def _file_faults(files: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
+    """Files that differ; an imported compile cache is not part of this checkout, and a plan may be newer."""
+    names = sorted(
+        name
+        for name in files.keys() | expected.keys()
+        if PurePosixPath(name).name not in COMPILE_CACHE and not name.startswith("results/")
+    )
+    states = {name: (files.get(name), expected.get(name)) for name in names}
+    return [
+        f"{name} is {'missing' if there is None else 'not what it is here' if here else 'not here'}"
+        for name, (there, here) in states.items()
+        if there != here
+    ]
+
+
+def _setting_faults(image: Image, content: Content) -> Iterator[str]:
+    if not image.user.isdecimal() or int(image.user) == 0:
+        yield f"it runs as {image.user or 'root'}; Kubernetes can only tell of a number that it is not root"
+    expected = {
+        "SLIMQWEN_VARIANT": content.command.variant.name,
+        "SLIMQWEN_PLATFORM": content.command.platform,
+        "SLIMQWEN_PORT": str(content.command.port),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    for name, value in expected.items():
+        if image.variables.get(name) != value:
+            yield f"{name} is {image.variables.get(name, 'not set')}, not {value}"
+    if "/ping" not in str(image.settings.get("Healthcheck")):
+        yield "no HEALTHCHECK asks /ping"
+    if "scripts/serve.py" not in str(image.entrypoint):
+        yield f"the entry point is {json.dumps(image.entrypoint)}, not scripts/serve.py"

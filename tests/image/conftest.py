@@ -1,7 +1,6 @@
 """What the tests of images share: a repository with one small variant, and root filesystems made by hand."""
 
 import io
-import json
 import shutil
 import tarfile
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from slimqwen import variant
-from slimqwen.image import context, contract
+from slimqwen.image import context, tools
 
 CONFIG = """VLLM_MODEL=weights/small
 VLLM_HOST=127.0.0.1
@@ -38,35 +37,31 @@ def content(repository: Path) -> context.Content:
 
 
 @pytest.fixture
-def description(content: context.Content) -> context.Description:
-    return context.describe(content)
+def image(content: context.Content) -> tools.Image:
+    """As the Dockerfile sets it up."""
+    variables = {
+        "SLIMQWEN_VARIANT": "child",
+        "SLIMQWEN_PLATFORM": "cpu",
+        "SLIMQWEN_PORT": "8099",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HOME": f"{content.root}/.cache",
+    }
+    settings = {
+        "User": f"{USER}:{USER}",
+        "Env": [f"{name}={value}" for name, value in variables.items()],
+        "Entrypoint": ["/bin/sh", "-c", "exec python scripts/serve.py"],
+        "Healthcheck": {"Test": ["CMD", "python", "-c", "… /ping …"]},
+    }
+    return tools.Image("docker", "localhost/x", "container", settings)
 
 
 @pytest.fixture
-def settings(description: context.Description) -> contract.Settings:
-    """As the Dockerfile sets them."""
-    return contract.Settings(
-        user=f"{USER}:{USER}",
-        environment={"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "HOME": f"{description.root}/.cache"},
-        labels={
-            "org.opencontainers.image.revision": description.commit,
-            "slimqwen.variant": "child",
-            "slimqwen.platform": "cpu",
-            "slimqwen.checkpoint": description.checkpoint,
-            "slimqwen.dirty": str(description.dirty).lower(),
-        },
-        entrypoint=("/bin/sh", "-c", "exec python scripts/serve.py"),
-        healthcheck=("CMD", "python", "-c", "… /ping …"),
-        history=(),
-    )
-
-
-@pytest.fixture
-def archive(content: context.Content, description: context.Description, tmp_path: Path) -> Archive:
+def archive(content: context.Content, tmp_path: Path) -> Archive:
     """The root filesystem of a right image as a tar stream, with faults planted in it."""
     folder = tmp_path / "laid-out"
     folder.mkdir()
-    context.lay_out(content, description, folder)
+    context.lay_out(content, folder)
 
     def make(
         replaced: dict[str, bytes | None] | None = None,
@@ -76,7 +71,7 @@ def archive(content: context.Content, description: context.Description, tmp_path
     ) -> io.BytesIO:
         """Files below the root replaced (None: left out), files anywhere added with a mode and an owner."""
         stream = io.BytesIO()
-        base = description.root.strip("/")
+        base = content.root.strip("/")
         with tarfile.open(fileobj=stream, mode="w") as packed:
 
             def put(name: str, data: bytes, mode: int = 0o644, uid: int = 0) -> None:
@@ -100,12 +95,3 @@ def archive(content: context.Content, description: context.Description, tmp_path
         return stream
 
     return make
-
-
-def faults(checks: list[contract.Check]) -> dict[str, tuple[str, ...]]:
-    """What does not hold, by check."""
-    return {check.name: check.faults for check in checks if check.faults}
-
-
-def as_json(value: object) -> bytes:
-    return json.dumps(value).encode()

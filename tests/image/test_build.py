@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from slimqwen import variant
-from slimqwen.image import ImageError, build
+from slimqwen import checkpoint, variant
+from slimqwen.image import ImageError, build, tools
 
 ROOT = variant.repository_root()
 DIGEST = "sha256:" + "a" * 64
@@ -20,11 +20,11 @@ def arguments_of(words: list[str]) -> dict[str, str]:
     return dict(words[place + 1].split("=", 1) for place, word in enumerate(words) if word == "--build-arg")
 
 
-@pytest.mark.parametrize("tool", build.TOOLS)
-def test_every_argument_of_the_dockerfile_is_given_and_no_other(tool, description, tmp_path):
-    words = build.command(
+@pytest.mark.parametrize("tool", tools.TOOLS)
+def test_every_argument_of_the_dockerfile_is_given_and_no_other(tool, content, tmp_path):
+    words = build.build_command(
         tool,
-        description,
+        content,
         folder=tmp_path,
         base=f"debian@{DIGEST}",
         tag="localhost/x:y",
@@ -35,7 +35,7 @@ def test_every_argument_of_the_dockerfile_is_given_and_no_other(tool, descriptio
     assert given.keys() == declared
     assert given["BASE_IMAGE"] == f"debian@{DIGEST}"
     assert (given["VARIANT"], given["PLATFORM"], given["PORT"]) == ("child", "cpu", "8099")
-    assert given["CHECKPOINT"] == description.checkpoint
+    assert given["CHECKPOINT"] == checkpoint.digest(content.command.variant.weights)
     assert words[:2] == [tool, "build"]
     assert f"--build-context=wheelhouse={tmp_path / 'wheels'}" in words
     assert words[-1] == str(tmp_path)
@@ -62,14 +62,14 @@ def test_a_base_needs_its_digest_or_to_be_of_this_machine():
 def test_the_first_tool_that_is_there_is_taken_and_a_missing_one_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ImageError, match="neither docker, podman nor buildah is installed"):
-        build.find_tool()
+        tools.find_tool()
     for name in ("podman", "buildah"):
         (tmp_path / name).write_text("#!/bin/sh\n")
         (tmp_path / name).chmod(0o755)
-    assert build.find_tool() == "podman"
-    assert build.find_tool("buildah") == "buildah"
+    assert tools.find_tool() == "podman"
+    assert tools.find_tool("buildah") == "buildah"
     with pytest.raises(ImageError, match="docker is not installed"):
-        build.find_tool("docker")
+        tools.find_tool("docker")
 
 
 def test_a_tool_that_does_not_work_is_passed_over_and_named_where_there_is_no_other(tmp_path, monkeypatch):
@@ -77,16 +77,16 @@ def test_a_tool_that_does_not_work_is_passed_over_and_named_where_there_is_no_ot
     for name, code in (("docker", 1), ("buildah", 0)):
         (tmp_path / name).write_text(f"#!/bin/sh\nexit {code}\n")
         (tmp_path / name).chmod(0o755)
-    monkeypatch.setattr(build.shutil, "which", lambda tool: (tmp_path / tool).is_file() or None)
-    assert build.find_tool() == "buildah"
-    assert build.find_tool("docker") == "docker", "asked for by name, its own error says what is wrong"
+    monkeypatch.setattr(tools.shutil, "which", lambda tool: (tmp_path / tool).is_file() or None)
+    assert tools.find_tool() == "buildah"
+    assert tools.find_tool("docker") == "docker", "asked for by name, its own error says what is wrong"
     (tmp_path / "buildah").unlink()
     with pytest.raises(ImageError, match="no container tool works here: `docker info` failed; run it"):
-        build.find_tool()
+        tools.find_tool()
     (tmp_path / "podman").write_text("#!/bin/sh\nexit 125\n")
     (tmp_path / "podman").chmod(0o755)
     with pytest.raises(ImageError, match="works here: `docker info` and `podman info` failed; run it"):
-        build.find_tool()
+        tools.find_tool()
 
 
 def test_a_base_that_was_not_finished_leaves_no_container_in_the_way(tmp_path, monkeypatch):
@@ -99,7 +99,7 @@ def test_a_base_that_was_not_finished_leaves_no_container_in_the_way(tmp_path, m
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(build.os, "geteuid", lambda: 0)
     with pytest.raises(ImageError, match="base: "):
-        build.base_image("buildah", build.BOOTSTRAP, tmp_path / "log")
+        build.bootstrap_base("buildah", tmp_path / "log")
     made, *_, last = (tmp_path / "said").read_text().splitlines()[1:]
     assert last == f"rm {made.split()[2]}"
 
@@ -138,9 +138,10 @@ def test_a_step_that_fails_is_told_by_its_cause(line, cause, content, tmp_path, 
     tool.write_text(f"#!/bin/sh\necho 'STEP 2/9: RUN x'\necho '{line}'\necho bye\nexit 3\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("BUILDAH_ISOLATION", "chroot")
     messages = []
     with pytest.raises(ImageError, match=cause):
-        build.build(
+        build.build_image(
             content,
             tool="buildah",
             base="localhost/base",

