@@ -331,10 +331,11 @@ def measure_tie_noise(
     shifts: list[float] = []
     for done, (request, answer) in enumerate(pairs):
         progress("reading answers again", done, len(pairs))
-        prompt = {"prompt_token_ids": [*request.prompt, *answer.tokens]}
+        # Without the last token: vLLM wants room for one more.
+        prompt = {"prompt_token_ids": [*request.prompt, *answer.tokens[:-1]]}
         (output,) = llm.generate([prompt], sampling, use_tqdm=False)
         for before, position in zip(
-            answer.log_probabilities, output.prompt_logprobs[len(request.prompt) :], strict=True
+            answer.log_probabilities[:-1], output.prompt_logprobs[len(request.prompt) :], strict=True
         ):
             first, second = sorted(before, key=lambda token: -before[token])[:2]
             gap = before[first] - before[second]

@@ -190,7 +190,7 @@ def test_the_embedded_model_says_the_same_in_the_modes_that_it_is_served_in(repo
     assert "Chunked prefill is required" in whole.reason
     assert result.verdict == Verdict.PASS
     assert unsafe_engines.read(one.root) == []
-    assert messages[-1][0].startswith("1/3 no MTP, prefix caching")
+    assert messages[-1][0].startswith("3/3 MTP K=3, prefix caching")
     items = store.read_items(path)
     numbers = [0] * (4 + 2 + 6 + 6) + [1] * served.items + [3] * drafting.items
     assert [item["cell"] for item in items] == numbers

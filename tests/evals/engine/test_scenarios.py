@@ -40,7 +40,8 @@ class Rereading:
 
     def __init__(self, log_probabilities, moved):
         self.positions = [
-            {token: value + moved.get(token, 0) for token, value in row.items()} for row in log_probabilities
+            {token: value + moved.get(token, 0) for token, value in row.items()}
+            for row in log_probabilities[:-1]  # the last token is not read again
         ]
 
     def generate(self, prompts, sampling, use_tqdm):
@@ -53,8 +54,12 @@ class Rereading:
 
 
 def test_the_noise_of_a_tie_is_the_largest_shift_of_two_likely_tokens_on_a_second_reading():
-    log_ps = ({1: -0.5, 2: -1.0, 3: -9.0}, {4: -0.1, 5: -8.0})  # at the second position nothing ties
-    request, response = Request((7, 8, 9), 2), Answer((1, 4), log_ps, 0)
+    log_ps = (
+        {1: -0.5, 2: -1.0, 3: -9.0},
+        {4: -0.1, 5: -8.0},
+        {6: -0.1},
+    )  # at the second position nothing ties
+    request, response = Request((7, 8, 9), 3), Answer((1, 4, 6), log_ps, 0)
 
     def noise(moved):
         return scenarios.measure_tie_noise(
@@ -67,7 +72,7 @@ def test_the_noise_of_a_tie_is_the_largest_shift_of_two_likely_tokens_on_a_secon
 
 
 def test_without_two_likely_tokens_there_is_no_noise_to_measure():
-    response = Answer((4,), ({4: -0.1, 5: -8.0},), 0)
+    response = Answer((4, 6), ({4: -0.1, 5: -8.0}, {6: -0.1}), 0)
     llm = Rereading(response.log_probabilities, {})
     with pytest.raises(EvalError, match="nowhere close in 1 answers"):
         scenarios.measure_tie_noise(llm, {"a": [Request((7,), 1)]}, {"a": [response]}, silent)
