@@ -98,7 +98,9 @@ def test_an_unquantised_checkpoint_that_is_there_describes_itself_and_what_recip
 def test_a_quantised_checkpoint_without_a_recipe_does_not_describe_itself(root, add_variant):
     add_variant("own", "VLLM_MODEL=weights/own\n")
     (root / "weights" / "own").mkdir(parents=True)
-    config = json.loads((ROOT / "weights" / "tiny" / "config.json").read_text()) | {"quantization_config": {}}
+    config = json.loads((ROOT / "weights" / "tiny" / "config.json").read_text()) | {
+        "quantization_config": {"quant_method": "compressed-tensors"}
+    }
     (root / "weights" / "own" / "config.json").write_text(json.dumps(config))
     with pytest.raises(shapes.ShapeError, match="no unquantised checkpoint"):
         shapes.variant_shape(variant.load("own", root))
