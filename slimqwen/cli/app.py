@@ -19,7 +19,6 @@ from slimqwen.cli import (
     serve,
     variants,
 )
-from slimqwen.cli.watch.display import watch
 
 _START, _MAKE, _MEASURE, _READ = "Start here", "Make a variant", "Measure it", "Read and ship"
 
@@ -33,7 +32,6 @@ app = typer.Typer(
 )
 app.command(rich_help_panel=_START)(demo.demo)
 app.command(rich_help_panel=_START)(serve.serve)
-app.command(rich_help_panel=_START)(watch)
 app.command(rich_help_panel=_START)(downloads.download)
 app.command(rich_help_panel=_START)(downloads.datasets)
 app.add_typer(variants.app, name="variant", rich_help_panel=_MAKE)

@@ -27,7 +27,6 @@ from typer.core import TyperCommand
 
 from slimqwen import progress, variant
 from slimqwen.cli.unexpected import report_unexpected
-from slimqwen.cli.watch import activity as activities
 from slimqwen.errors import SlimqwenError
 from slimqwen.recipe.worker import GARBAGE_THRESHOLD
 from slimqwen.serving.platform import allowed_cpus, physical_cores, user_variables
@@ -204,18 +203,9 @@ def table(text: Sequence[str], figures: Sequence[str]) -> Table:
 
 @contextmanager
 def progress_bar() -> Iterator[progress.Progress]:
-    """A bar per activity with the time left; where output is a file, one line per activity.
-
-    Progress is also published for `slimqwen watch`.
-    """
-    published = activities.publish(variant.repository_root(), command())
-    with published as publish, _bars() if console.is_terminal else _lines() as show:
-
-        def report(activity: str, done: float, total: float) -> None:
-            publish(activity, done, total)
-            show(activity, done, total)
-
-        yield report
+    """A bar per activity with the time left; where output is a file, one line per activity."""
+    with _bars() if console.is_terminal else _lines() as show:
+        yield show
 
 
 @contextmanager

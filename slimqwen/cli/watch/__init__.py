@@ -1,1 +1,0 @@
-"""`slimqwen watch`: progress of running commands, figures of servers, and their display."""
