@@ -21,7 +21,9 @@ CHOICES = {
 ASK = """
 import json, subprocess, sys
 code = '''
-import json, torch
+import importlib.util, json
+importlib.util.find_spec("torch")  # as some libraries do before they import it
+import torch
 print(json.dumps([torch.cpu._is_amx_tile_supported(), torch.cpu._is_avx512_bf16_supported(),
                   torch.cpu._is_avx512_supported()]))
 '''

@@ -7,7 +7,6 @@ only as far as `tests/cpu_kinds.py` can tell them by environment variables.
 
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import os
 import sys
 from types import MappingProxyType, ModuleType
@@ -56,9 +55,8 @@ class PlayedTorch(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name != "torch":
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None:
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
             spec.loader = _PlayingLoader(spec.loader, self._kind)
         return spec
 
