@@ -351,11 +351,16 @@ def _fidelity_findings(record: Fidelity) -> Iterator[Finding]:
 
 
 def _recipe_findings(variant: Variant) -> Iterator[Finding]:
-    """Tensors that no stage of the recipe explains: no other limit detects damage to one norm or one decay."""
-    if variant.recipe is not None:
-        count = len(variant_recipe.unexplained_changes(variant))
-        figure = "tensors changed by no stage of the recipe"
-        yield _finding_without_interval("fidelity", figure, count, 0, Verdict.FAIL if count else Verdict.PASS)
+    """Tensors and settings that no stage of the recipe explains: no other limit detects damage to one norm or decay."""
+    if variant.recipe is None:
+        return
+    for what, changes in (
+        ("tensors", variant_recipe.unexplained_changes(variant)),
+        ("settings of config.json", variant_recipe.unexplained_settings(variant)),
+    ):
+        figure = f"{what} changed by no stage of the recipe"
+        verdict = Verdict.FAIL if changes else Verdict.PASS
+        yield _finding_without_interval("fidelity", figure, len(changes), 0, verdict)
 
 
 def _acceptance_finding(first: Path, second: Path) -> Finding:

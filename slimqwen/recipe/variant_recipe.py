@@ -7,7 +7,7 @@ from pathlib import Path
 
 from slimqwen import checkpoint
 from slimqwen import variant as variants
-from slimqwen.checkpoint import difference
+from slimqwen.checkpoint import difference, draft_head
 from slimqwen.checkpoint.difference import Change, TensorDifference
 from slimqwen.progress import Progress, silent
 from slimqwen.recipe import recipe_file, runner
@@ -114,3 +114,32 @@ def unexplained_by(steps: Sequence[Step], base: Path, weights: Path) -> list[Ten
 
     differences = difference.compare(base, weights, leave_out=is_explained)
     return [tensor for tensor in differences if tensor.change is not Change.NONE]
+
+
+_SETTINGS_OF_STAGES = {
+    "architectures", "dtype", "torch_dtype", "tie_word_embeddings", "transformers_version", "vocab_size",
+    "quantization_config", draft_head.SIZE_KEY,
+}  # fmt: skip
+"""Keys of config.json that stages write, or that say how the file was written; beside these, token ids."""
+
+
+def unexplained_settings(variant: Variant) -> list[str]:
+    """Keys of a checkpoint's text config that differ from its recipe's base, though no stage changes such a key.
+
+    Tensors alone do not show a wrong RoPE base or norm epsilon.
+
+    Raises:
+        RecipeError: its recipe cannot be used.
+        CorruptCheckpointError: a config.json cannot be read.
+    """
+    base = base_folder(read(variant).base, variant.root)
+    before, after = (
+        checkpoint.text_config(checkpoint.read_config(folder)) for folder in (base, variant.weights)
+    )
+    return sorted(
+        key
+        for key in before.keys() | after.keys()
+        if key not in _SETTINGS_OF_STAGES
+        and not key.endswith(("_token_id", "_token_ids"))
+        and before.get(key) != after.get(key)
+    )

@@ -1,5 +1,6 @@
 """The gate: which checks it runs, which records it uses again, and its verdict; each check has tests of its own."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from slimqwen.records import store
 from slimqwen.records.settings import SettingsError
 from slimqwen.variant import Variant
 from tests import record_files
+from tests.checkpoints import edited_tensors
 from tests.evals.gate_checks import Checks
 
 ROOT = Path(__file__).parents[2]
@@ -55,6 +57,47 @@ def test_four_checks_make_one_verdict_and_one_page(one: Variant, checks: Checks)
     page = record.tables(path)[0]
     assert page.title == "Gate of small against tiny: pass"
     assert {row[0] for row in page.rows} == set(record.verdicts)
+
+
+def swap_two_rows(tensors: dict[str, Any]) -> None:
+    rows = tensors["model.embed_tokens.weight"]
+    rows[[300, 301]] = rows[[301, 300]]
+
+
+def weaken_one_head(tensors: dict[str, Any]) -> None:
+    name = next(
+        name for name in tensors if name.endswith("self_attn.o_proj.weight") and not name.startswith("mtp.")
+    )
+    tensors[name][:, :64] *= 0.9
+
+
+def drop_a_draft_tensor(tensors: dict[str, Any]) -> None:
+    del tensors["mtp.fc.weight"]
+
+
+@pytest.mark.parametrize("plant", [None, swap_two_rows, weaken_one_head, drop_a_draft_tensor, "rope_theta"])
+def test_damage_that_every_measurement_misses_fails_the_gate_where_no_stage_may_touch_it(
+    one: Variant, checks: Checks, plant: Callable[[dict[str, Any]], None] | str | None
+) -> None:
+    """The stand-ins of the four measurements pass, as a real one may for a change this small."""
+    recipe = "description: A test.\nbase: tiny\nstages: [{quantise_lm_head: {group_size: 32}}]\n"
+    (one.folder / "recipe.yaml").write_text(recipe)
+    weights = one.weights
+    for file in weights.iterdir():
+        if file.is_symlink() or file.stat().st_nlink > 1:  # `carry_all` links what it can
+            content = file.read_bytes()
+            file.unlink()
+            file.write_bytes(content)
+    if callable(plant):
+        with edited_tensors(weights) as tensors:
+            plant(tensors)
+    elif plant:
+        config = json.loads((weights / "config.json").read_text())
+        config["rope_parameters"][plant] *= 1.5
+        (weights / "config.json").write_text(json.dumps(config))
+    record = store.read(gate.measure(variant.load("small", one.root), "tinyworld", command=["x"]), Gate)
+    assert record.verdict == ("fail" if plant else "pass")
+    assert record.verdicts["fidelity"] == record.verdict
 
 
 def test_unsafe_modes_that_are_not_served_do_not_count_against_the_limit(

@@ -1,5 +1,6 @@
 """Recipes of variants: how far they run, and which changes of a checkpoint no stage explains."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -46,6 +47,16 @@ def test_a_small_change_of_a_tensor_that_no_stage_touches_is_named(repository, n
 def test_what_a_stage_changes_is_explained(repository):
     distilled = changed_variant(repository, DISTILLING, DRAFT_FC, DECAY)
     assert [each.name for each in variant_recipe.unexplained_changes(distilled)] == [DECAY]
+
+
+def test_a_setting_that_no_stage_changes_is_named_and_one_of_a_stage_is_not(repository):
+    subject = changed_variant(repository, RECIPE)
+    file = subject.weights / "config.json"
+    config = json.loads(file.read_text())
+    assert variant_recipe.unexplained_settings(subject) == []
+    config["rope_parameters"]["rope_theta"] *= 1.5
+    file.write_text(json.dumps({**config, "tie_word_embeddings": False, "rms_norm_eps": 1e-3}))
+    assert variant_recipe.unexplained_settings(subject) == ["rms_norm_eps", "rope_parameters"]
 
 
 def test_a_stage_is_found_by_the_first_of_its_name(repository):
