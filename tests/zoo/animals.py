@@ -229,5 +229,5 @@ ANIMALS: dict[str, Animal] = {
         refuses=_EXPERTS,
         start=qwen3_5_moe,
     ),
-    "float16": Animal("float16", (half,), refuses={"calibrate mtp": "is packed from BF16"}),
+    "float16": Animal("float16", (half,)),
 }

@@ -19,7 +19,7 @@ from pydantic import Field, model_validator
 
 from slimqwen import checkpoint
 from slimqwen.checkpoint import packing
-from slimqwen.checkpoint.config import quantisation, write_config
+from slimqwen.checkpoint.config import quantisation, quantised, write_config
 from slimqwen.checkpoint.files import bytes_on_disk, carry_side_files
 from slimqwen.checkpoint.shape import Packing, Shape
 from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, from_torch, list_tensors, rewrite, torch_dtype
@@ -130,7 +130,7 @@ def run(source: Path, destination: Path, parameters: CalibrateParameters, progre
             changed[name] = packing.rounded_to_nearest(info, name, form.bits, form.group_size)
         group = packing.config_group("mtp", form.bits, form.group_size)
         modules = [name.removesuffix(".weight") for name in head]
-        config = {**config, "quantization_config": packing.with_group(config, "mtp", group, modules)}
+        config = quantised(config, packing.with_group(config, "mtp", group, modules))
     rewrite(source, destination, lambda name, info: changed.get(name), progress)
     carry_side_files(source, destination)
     write_config(destination, config)
@@ -166,9 +166,9 @@ def data(parameters: CalibrateParameters) -> dict[str, str]:
 
 def changes(parameters: CalibrateParameters) -> tuple[str, ...]:
     """Names of the quantised linears, and of the norms and linears that AWQ scales with them."""
-    quantised = map(packing.tensor_pattern, parameters.targets.schemes)
+    linears = map(packing.tensor_pattern, parameters.targets.schemes)
     scaled = [module for kind in parameters.targets.calibrated for module in _SCALED_WITH[kind]]
-    return (*quantised, *(rf"(?<!mtp\.)layers\.\d+\.{re.escape(module)}\." for module in scaled))
+    return (*linears, *(rf"(?<!mtp\.)layers\.\d+\.{re.escape(module)}\." for module in scaled))
 
 
 def _target_tensors(source: Path, parameters: CalibrateParameters) -> dict[str, dict[str, TensorInfo]]:
@@ -198,8 +198,8 @@ def _target_tensors(source: Path, parameters: CalibrateParameters) -> dict[str, 
                     f"group_size {group_size} does not divide the {info.shape[1]} inputs of {name}; "
                     "choose a smaller one"
                 )
-            if kind == "mtp" and info.dtype != "BF16":
-                raise StageError(f"{source}: {name} is {info.dtype}; the MTP head is packed from BF16")
+            if info.dtype not in ("BF16", "F16", "F32"):
+                raise StageError(f"{source}: {name} is {info.dtype} already; take {kind} off the targets")
     return targets
 
 
@@ -404,10 +404,10 @@ def _with_quantisation(
 ) -> dict[str, Any]:
     """The config with the layers' quantisation, and with that of what was packed beside them before."""
     packed = [name.removesuffix(packing.PACKED) for name in stored if name.endswith(packing.PACKED)]
-    changed = {**config, "quantization_config": quantization}
+    changed = quantised(config, quantization)
     for kind, group in quantisation(config).get("config_groups", {}).items():
         modules = [module for module in packed if module.startswith(kind)]
-        changed["quantization_config"] = packing.with_group(changed, kind, group, modules)
+        changed = quantised(config, packing.with_group(changed, kind, group, modules))
     return changed
 
 
