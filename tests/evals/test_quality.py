@@ -281,7 +281,7 @@ def test_a_run_whose_server_died_leaves_no_record_and_goes_on_where_it_broke_off
 ):
     first = stand_in(lives_for)
     one = add_served("tiny", first)
-    kept = f"nothing was recorded, .* its {lives_for} answers so far are kept: run the same command"
+    kept = f"nothing was recorded; .* its {lives_for} answers so far are kept: run the same command"
     with pytest.raises(shared_server.ServerLostError, match=kept):
         measure(one)
     assert [file.name for file in one.variant.folder.iterdir() if "quality" in file.name] == []
@@ -597,6 +597,7 @@ def test_core_is_scored_by_lm_evals_own_rules(add_served, stand_in, tmp_path, te
 def test_core_goes_the_whole_way_over_a_real_server(served_tiny, tmp_path):
     """Three items a task, which the tiny model knows nothing of; a rule of IFEval it may keep by chance."""
     core = write_core_data(tmp_path)
+    (tmp_path / "weights").symlink_to(repository_root() / "weights")  # the template is the checkpoint's
     tasks = tuple(task.model_copy(update={"repeats": min(task.repeats, 2)}) for task in core.tasks)
     core = core.model_copy(update={"tasks": tasks, "max_gen_toks": 24})
     elsewhere = dataclasses.replace(served_tiny, variant=dataclasses.replace(load("tiny"), root=tmp_path))

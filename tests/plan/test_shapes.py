@@ -132,6 +132,7 @@ def test_the_dimensions_that_a_recipe_ends_with_are_served_with_dummy_weights(ro
     stages = [
         {"calibrate": {"targets": {"mlp": "W4A16", "mtp": "W8A16"}}},
         {"prune_vocab": {"size": 4096}},
+        {"sample_outputs": {}},
         {"trim_draft_vocab": {"size": 1024}},
     ]
     recipe = {"description": "a test", "base": "tiny", "stages": stages}
