@@ -80,14 +80,6 @@ def test_a_process_ends_with_the_exit_code_and_the_one_line_of_its_error(words, 
     assert message in ended.stderr
 
 
-def test_the_log_shows_dates_and_findings():
-    ended = run("record", "log", "--variant", "tiny-awq", "--last", "2")
-    assert ended.returncode == 0
-    lines = ended.stdout.splitlines()
-    assert lines[0].split()[:2] == ["ended", "(UTC)"]
-    assert sum(line.startswith("20") for line in lines) == 2
-
-
 def test_the_script_that_serves_is_the_verb(run_here):
     script = subprocess.run(
         [sys.executable, ROOT / "scripts" / "serve.py", "--variant", "tiny", "--dry-run"],

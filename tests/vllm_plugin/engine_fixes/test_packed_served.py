@@ -11,7 +11,7 @@ from slimqwen import checkpoint
 from slimqwen.checkpoint import packing
 from slimqwen.checkpoint.config import write_config
 from slimqwen.checkpoint.files import carry_side_files
-from slimqwen.checkpoint.tensors import rewrite
+from slimqwen.checkpoint.tensors import list_tensors, rewrite
 from slimqwen.serving.in_process import counter, engine
 from slimqwen.vllm_plugin.engine_fixes import w4a16_linear
 from tests.noise import NOISE_FACTOR
@@ -48,7 +48,11 @@ def mixed(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     groups = {kind: packing.config_group(kind, *form) for kind, form in FORMS.items()}
     config = checkpoint.read_config(tiny)
     others = {**config, "quantization_config": {**_EMPTY, "config_groups": groups}}
-    config["quantization_config"] = packing.with_group(others, "mtp", groups["mtp"])
+    pattern = packing.LINEARS["mtp"].removeprefix("re:")
+    heads = [
+        module for name in list_tensors(tiny) if re.match(pattern, module := name.removesuffix(".weight"))
+    ]
+    config["quantization_config"] = packing.with_group(others, "mtp", groups["mtp"], heads)
     write_config(folder, config)
     return folder
 
