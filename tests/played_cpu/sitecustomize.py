@@ -30,8 +30,6 @@ def hide_capabilities(torch: ModuleType, kind: str) -> None:
         {name: value and not name.startswith(LACKS[kind]) for name, value in present.items()}
     )
     torch.cpu.get_capabilities = lambda: played
-    if kind == "avx2":
-        torch.ops.mkldnn._is_mkldnn_bf16_supported = lambda: False
 
 
 class _PlayingLoader(importlib.abc.Loader):
