@@ -50,7 +50,9 @@ def serve(folder: Path, _: Path, words: list[str], progress: Progress) -> None:
     executed = folder.name == "executed"
     module = __spec__.name if executed else api_server.__name__
     argv = [sys.executable, "-m", module, *(["server"] if executed else []), *words]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    # A server with variables that vLLM may read at its import, as other tests leave them, is no fork.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     with (
         (folder / "log").open("wb") as output,
         start_process(argv, environment=environment, folder=folder, output=output) as server,
