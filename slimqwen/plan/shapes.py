@@ -18,8 +18,8 @@ from slimqwen import variant as variants
 from slimqwen.checkpoint import Manifest
 from slimqwen.checkpoint.config import write_config
 from slimqwen.checkpoint.files import file_records, publish, withdraw
-from slimqwen.checkpoint.shape import Packing, Shape, ShapeError
 from slimqwen.checkpoint.tensors import tensor_bytes
+from slimqwen.models.shape import Packing, Shape, ShapeError
 from slimqwen.progress import Progress, silent
 from slimqwen.recipe import recipe_file
 from slimqwen.variant import Variant

@@ -22,8 +22,8 @@ from typing import Any
 from slimqwen import checkpoint
 from slimqwen.checkpoint import Manifest
 from slimqwen.checkpoint.files import COMPILE_CACHE, MANIFEST, bytes_on_disk, file_records, publish, withdraw
-from slimqwen.checkpoint.shape import Shape
 from slimqwen.file_lock import hold_lock, take_lock
+from slimqwen.models.shape import Shape
 from slimqwen.progress import Progress, silent
 from slimqwen.recipe import worker
 from slimqwen.recipe.recipe_file import Recipe, RecipeError, Step

@@ -9,8 +9,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from slimqwen.checkpoint.files import sha256
-from slimqwen.checkpoint.shape import Shape
 from slimqwen.errors import SlimqwenError
+from slimqwen.models.shape import Shape
 
 Facts = dict[str, str | int | float | bool | list[int] | list[float]]
 """Results that a stage reports; they are kept in the manifest of its output."""

@@ -10,8 +10,8 @@ from pydantic import BaseModel, PositiveInt, ValidationError
 from slimqwen import checkpoint
 from slimqwen.checkpoint import draft_head
 from slimqwen.checkpoint.packing import PACKED, packed_bits
-from slimqwen.checkpoint.shape import Shape
 from slimqwen.checkpoint.tensors import TensorInfo, tensor_bytes
+from slimqwen.models.shape import Shape
 from slimqwen.roofline.gpu import GpuSheet, Precision, RooflineError
 
 SIXTEEN_BIT = 2

@@ -7,8 +7,8 @@ from typing import Any
 
 from slimqwen import checkpoint
 from slimqwen.checkpoint.files import sha256
-from slimqwen.checkpoint.shape import ShapeError
 from slimqwen.checkpoint.tensors import TensorInfo, list_tensors
+from slimqwen.models.shape import ShapeError
 from slimqwen.plan import shapes
 from slimqwen.records import provenance, store
 from slimqwen.roofline import cost

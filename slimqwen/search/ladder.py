@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from slimqwen import checkpoint
-from slimqwen.checkpoint.shape import Shape
 from slimqwen.checkpoint.tensors import tensor_bytes
+from slimqwen.models.shape import Shape
 from slimqwen.recipe.registry import STAGES
 from slimqwen.records import provenance
 from slimqwen.records.settings import Settings

@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt
 
 from slimqwen import checkpoint
-from slimqwen.checkpoint.shape import Shape
+from slimqwen.models.shape import Shape
 from slimqwen.records.settings import Settings, read
 from slimqwen.roofline.gpu import GpuSheet
 from slimqwen.search import SearchError

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from slimqwen import checkpoint, variant
-from slimqwen.checkpoint.shape import ShapeError
 from slimqwen.checkpoint.tensors import list_tensors
+from slimqwen.models.shape import ShapeError
 from slimqwen.records import store
 from slimqwen.roofline import bounds, cost
 from slimqwen.roofline import gpu as gpus

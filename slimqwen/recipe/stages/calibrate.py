@@ -21,8 +21,8 @@ from slimqwen import checkpoint
 from slimqwen.checkpoint import packing
 from slimqwen.checkpoint.config import quantisation, quantised, write_config
 from slimqwen.checkpoint.files import bytes_on_disk, carry_side_files
-from slimqwen.checkpoint.shape import Packing, Shape
 from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, from_torch, list_tensors, rewrite, torch_dtype
+from slimqwen.models.shape import Packing, Shape
 from slimqwen.progress import Progress
 from slimqwen.recipe.schemes import BITS, Targets
 from slimqwen.recipe.stage import TORCH_ENVIRONMENT, Facts, Needs, Parameters, Stage, StageError

@@ -30,7 +30,6 @@ from slimqwen import checkpoint
 from slimqwen.checkpoint import draft_head
 from slimqwen.checkpoint.config import write_config
 from slimqwen.checkpoint.files import VOCAB_MAP, bytes_on_disk, carry_side_files, side_files
-from slimqwen.checkpoint.shape import Shape
 from slimqwen.checkpoint.tensors import (
     NewTensor,
     TensorInfo,
@@ -40,6 +39,7 @@ from slimqwen.checkpoint.tensors import (
     selected_rows,
 )
 from slimqwen.models import vocabulary
+from slimqwen.models.shape import Shape
 from slimqwen.models.vocabulary import Ids, Vocabulary
 from slimqwen.progress import Progress, silent
 from slimqwen.recipe.stage import Facts, Needs, Parameters, Stage, StageError

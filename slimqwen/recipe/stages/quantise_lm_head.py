@@ -14,8 +14,8 @@ from slimqwen import checkpoint
 from slimqwen.checkpoint import packing
 from slimqwen.checkpoint.config import quantised, untied, write_config
 from slimqwen.checkpoint.files import bytes_on_disk, carry_side_files
-from slimqwen.checkpoint.shape import Packing, Shape
 from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, list_tensors, output_head, rewrite
+from slimqwen.models.shape import Packing, Shape
 from slimqwen.progress import Progress
 from slimqwen.recipe.stage import Facts, Needs, Parameters, Stage, StageError
 

@@ -26,7 +26,6 @@ from slimqwen import checkpoint
 from slimqwen.checkpoint import draft_head
 from slimqwen.checkpoint.config import read_json_object, write_config
 from slimqwen.checkpoint.files import bytes_on_disk, carry_side_files
-from slimqwen.checkpoint.shape import Shape
 from slimqwen.checkpoint.tensors import (
     NewTensor,
     TensorInfo,
@@ -36,6 +35,7 @@ from slimqwen.checkpoint.tensors import (
     selected_rows,
 )
 from slimqwen.checkpoint.weights import Weight, read_weights
+from slimqwen.models.shape import Shape
 from slimqwen.models.vocabulary import Ids
 from slimqwen.progress import Progress
 from slimqwen.recipe.stage import Facts, Needs, Parameters, Stage, StageError

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from slimqwen import variant
-from slimqwen.checkpoint.shape import Packing, Shape
+from slimqwen.models.shape import Packing, Shape
 from slimqwen.plan import shapes
 from slimqwen.recipe.registry import STAGES
 
