@@ -64,9 +64,9 @@ def measure_sizes(
     Returns:
         For each size and text the figures of `prune_vocab.measure_coverage`, and the change of bits per byte.
     """
-    words = vocabulary.read(folder / "tokenizer.json")
+    words = vocabulary.read_vocabulary(folder / "tokenizer.json")
     held_out: list[str] = []
-    counts = vocabulary.count(words, prune_vocab.counted_documents(corpus, held_out))
+    counts = vocabulary.count_tokens(words, prune_vocab.counted_documents(corpus, held_out))
     documents = {"held out": held_out, **{name: list(file_texts(file)) for name, file in texts.items()}}
     samples = {name: [text[:SCORED_CHARACTERS] for text in part[:scored]] for name, part in documents.items()}
     score = load_scorer(folder) if scored else None
@@ -75,7 +75,9 @@ def measure_sizes(
     measured = []
     for size in sizes:
         kept_ids = prune_vocab.kept_ids(folder, words, counts, size)
-        pruned = vocabulary.parse(vocabulary.prune(words, kept_ids), "the pruned tokenizer")
+        pruned = vocabulary.parse_vocabulary(
+            vocabulary.prune_tokenizer(words, kept_ids), "the pruned tokenizer"
+        )
         for name, part in documents.items():
             coverage = prune_vocab.measure_coverage(words, pruned, kept_ids, part)
             figures: dict[str, Any] = {"size": len(kept_ids), "text": name, **coverage}

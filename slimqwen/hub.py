@@ -71,7 +71,7 @@ def download(variant: Variant, progress: Progress = silent) -> Copy:
     started = time.monotonic()
     select = partial(_checkpoint_files, source)
     with downloaded(repository, select, f"downloading {repository.name}", progress) as download:
-        checkpoint.check(
+        checkpoint.check_folder(
             download.folder,
             f"its files are those of {repository.name} at {download.revision}; name another repository in "
             f"{source.location}",
@@ -146,7 +146,7 @@ def _existing_copy(repository: Repository, source: Setting, pinned: Setting | No
             raise HubError(
                 f"{repository.shown}/{file_name} is no longer the file that was downloaded; {cure}"
             )
-    checkpoint.check(repository.target, cure)
+    checkpoint.check_folder(repository.target, cure)
     return Copy(source, revision, pinned is not None, repository.target, manifest, fetched=False)
 
 

@@ -158,7 +158,7 @@ def test_a_cut_connection_is_taken_up_again_where_it_broke(served: Hub, copy: va
 
     spans = [span for name, span in served.fetched() if name == "model.safetensors"]
     assert spans == [None, "bytes=100000-"]
-    checkpoint.check(got.folder, "")
+    checkpoint.check_folder(got.folder, "")
 
 
 def test_an_interrupted_download_goes_on_with_the_same_commit(

@@ -12,6 +12,6 @@ from slimqwen.checkpoint.errors import CorruptCheckpointError as CorruptCheckpoi
 from slimqwen.checkpoint.errors import MissingCheckpointError as MissingCheckpointError
 from slimqwen.checkpoint.errors import UnsupportedFormatError as UnsupportedFormatError
 from slimqwen.checkpoint.files import Manifest as Manifest
-from slimqwen.checkpoint.files import check as check
+from slimqwen.checkpoint.files import check_folder as check_folder
 from slimqwen.checkpoint.files import digest as digest
 from slimqwen.checkpoint.files import verify as verify

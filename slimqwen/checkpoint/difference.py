@@ -29,7 +29,7 @@ _KINDS = {
 }
 
 
-class Change(StrEnum):
+class TensorChange(StrEnum):
     """What became of a tensor."""
 
     NONE = "same bytes"
@@ -53,7 +53,7 @@ class TensorDifference:
     """
 
     name: str
-    change: Change
+    change: TensorChange
     deviation: float | None = None
 
     @property
@@ -62,7 +62,7 @@ class TensorDifference:
         return next((kind for part, kind in _KINDS.items() if part in self.name), "other")
 
 
-def compare(
+def compare_checkpoints(
     first: Path,
     second: Path,
     progress: Progress = silent,
@@ -101,16 +101,18 @@ def _difference(
     name: str, before: Weight | None, after: Weight | None, token_ids: npt.NDArray[np.int64] | None
 ) -> TensorDifference:
     if before is None:
-        return TensorDifference(name, Change.ADDED)
+        return TensorDifference(name, TensorChange.ADDED)
     if after is None:
-        return TensorDifference(name, Change.MISSING)
+        return TensorDifference(name, TensorChange.MISSING)
     if after.has_bytes_of(before):
-        return TensorDifference(name, Change.NONE, 0.0)
+        return TensorDifference(name, TensorChange.NONE, 0.0)
     if before.shape != after.shape:
         selected = token_ids is not None and _has_selected_rows(before, after, token_ids)
-        return TensorDifference(name, Change.SELECTED if selected else Change.REPLACED)
+        return TensorDifference(name, TensorChange.SELECTED if selected else TensorChange.REPLACED)
     rounded = after.is_quantised and not before.is_quantised
-    return TensorDifference(name, Change.ROUNDED if rounded else Change.REPLACED, _deviation(before, after))
+    return TensorDifference(
+        name, TensorChange.ROUNDED if rounded else TensorChange.REPLACED, _deviation(before, after)
+    )
 
 
 def _has_selected_rows(before: Weight, after: Weight, token_ids: npt.NDArray[np.int64]) -> bool:

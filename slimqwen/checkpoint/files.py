@@ -106,7 +106,7 @@ class Manifest(BaseModel):
         (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
 
-def check(folder: Path, cure: str) -> None:
+def check_folder(folder: Path, cure: str) -> None:
     """Check in milliseconds what a loader needs: config, headers, sizes, index and tokenizer files.
 
     Args:
@@ -133,10 +133,10 @@ def verify(folder: Path, cure: str, progress: Progress = silent) -> Manifest:
         progress: receives (activity, done, total) in bytes.
 
     Raises:
-        MissingCheckpointError: as `check`.
-        CorruptCheckpointError: as `check`; or a file or a tensor is missing, unexpected or not as described.
+        MissingCheckpointError: as `check_folder`.
+        CorruptCheckpointError: as `check_folder`; or a file or a tensor is missing, unexpected or not as described.
     """
-    check(folder, cure)
+    check_folder(folder, cure)
     with _cure(cure):
         manifest = Manifest.read(folder)
         actual = file_records(folder, progress)

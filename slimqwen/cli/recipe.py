@@ -129,10 +129,12 @@ def corpus(
     from slimqwen import checkpoint
     from slimqwen.text import calibration_mix
 
-    checkpoint.check(variant.weights, variants.making_command(variant.weights, variant.root))
+    checkpoint.check_folder(variant.weights, variants.making_command(variant.weights, variant.root))
     sources = [_parse_source(text) for text in source]
     with progress_bar() as progress:
-        manifest = calibration_mix.build(variant.weights, sources, tokens, seed, output, progress)
+        manifest = calibration_mix.build_calibration_text(
+            variant.weights, sources, tokens, seed, output, progress
+        )
     rows = table(["source"], ("weight", "documents", "duplicates", "near", "taken", "tokens"))
     for row in manifest["sources"]:
         counts = (row[key] for key in ("documents", "duplicates", "near_duplicates", "taken", "tokens"))

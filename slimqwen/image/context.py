@@ -99,7 +99,7 @@ def gather(
         raise ImageError(
             f"{variant.name} is served on {variant.platform} only; build it without PLATFORM={platform}"
         )
-    checkpoint.check(variant.weights, cure=making_command(variant.weights, root))
+    checkpoint.check_folder(variant.weights, cure=making_command(variant.weights, root))
     weights = _below_root(variant.weights, root, "VLLM_MODEL")
     command = ServerCommand.resolve(listening_everywhere(variant), platform=platform)
     cache, cache_folder = None, variant.weights

@@ -205,7 +205,7 @@ class DraftUnroller:
 
 
 @dataclass(frozen=True)
-class Acceptance:
+class DraftAcceptance:
     """Drafted tokens that the target accepts, counted as in a server."""
 
     depth: int
@@ -238,7 +238,7 @@ def served_steps(correct: Sequence[int]) -> list[int]:
     return steps
 
 
-def summarise_acceptance(texts: Sequence[Sequence[int]], depth: int) -> Acceptance:
+def summarise_acceptance(texts: Sequence[Sequence[int]], depth: int) -> DraftAcceptance:
     """Summarise several texts, each the accepted drafts of its verify steps (`served_steps`).
 
     Raises:
@@ -256,7 +256,7 @@ def summarise_acceptance(texts: Sequence[Sequence[int]], depth: int) -> Acceptan
     squares = sum((accepted - ratio * taken) ** 2 for accepted, taken in clusters)
     count = len(clusters)
     error = math.sqrt(count / (count - 1) * squares) / drafts if count > 1 else 0.0
-    return Acceptance(depth, drafts, per_position, 1 + ratio, error)
+    return DraftAcceptance(depth, drafts, per_position, 1 + ratio, error)
 
 
 def drafts_accepted(model: DraftingModel, text: Sequence[int], start: int, depth: int) -> list[int]:
@@ -290,7 +290,7 @@ def drafts_accepted(model: DraftingModel, text: Sequence[int], start: int, depth
 
 def measure_acceptance(
     model: DraftingModel, texts: Sequence[tuple[Sequence[int], Sequence[int]]], depth: int
-) -> Acceptance:
+) -> DraftAcceptance:
     """Measure the acceptance of greedy drafts on the target's own greedy continuations, without a server.
 
     Args:

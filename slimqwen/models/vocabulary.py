@@ -62,7 +62,7 @@ class Vocabulary:
         return max(self.ids.values()) + 1
 
 
-def read(file: Path) -> Vocabulary:
+def read_vocabulary(file: Path) -> Vocabulary:
     """Read a tokenizer.json.
 
     Raises:
@@ -72,14 +72,14 @@ def read(file: Path) -> Vocabulary:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise VocabularyError(f"{file}: cannot be read ({error}); a checkpoint needs it") from None
-    return parse(text, str(file))
+    return parse_vocabulary(text, str(file))
 
 
-def parse(text: str, name: str) -> Vocabulary:
+def parse_vocabulary(text: str, name: str) -> Vocabulary:
     """Read the content of a tokenizer.json; `name` stands for it in errors.
 
     Raises:
-        VocabularyError: as `read`.
+        VocabularyError: as `read_vocabulary`.
     """
     try:
         tokenizer = Tokenizer.from_str(text)
@@ -105,7 +105,7 @@ def parse(text: str, name: str) -> Vocabulary:
     return Vocabulary(state, tokenizer, ids, _parts(ids, model["merges"]), frozenset(needed))
 
 
-def count(vocabulary: Vocabulary, documents: Iterable[str]) -> Ids:
+def count_tokens(vocabulary: Vocabulary, documents: Iterable[str]) -> Ids:
     """Count the tokens of encoded documents.
 
     Returns:
@@ -119,11 +119,11 @@ def count(vocabulary: Vocabulary, documents: Iterable[str]) -> Ids:
     return counts
 
 
-def choose(vocabulary: Vocabulary, counts: Ids, size: int, needed: Iterable[int] = ()) -> Ids:
+def select_tokens(vocabulary: Vocabulary, counts: Ids, size: int, needed: Iterable[int] = ()) -> Ids:
     """The closed set of exactly `size` tokens that encodes the counted text in the fewest tokens.
 
     Args:
-        counts: occurrences by id, from `count`. Of tokens with equal counts the smaller ids are kept.
+        counts: occurrences by id, from `count_tokens`. Of tokens with equal counts the smaller ids are kept.
         needed: ids to keep in addition to `vocabulary.needed`.
 
     Returns:
@@ -154,8 +154,8 @@ def choose(vocabulary: Vocabulary, counts: Ids, size: int, needed: Iterable[int]
     return np.sort(ranked[:size])
 
 
-def prune(vocabulary: Vocabulary, kept_ids: Ids) -> str:
-    """The tokenizer.json of the kept tokens, from `choose`; everything else in it stays the same.
+def prune_tokenizer(vocabulary: Vocabulary, kept_ids: Ids) -> str:
+    """The tokenizer.json of the kept tokens, from `select_tokens`; everything else in it stays the same.
 
     Raises:
         VocabularyError: the tokenizers library would number the kept tokens differently.

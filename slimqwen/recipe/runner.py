@@ -229,7 +229,7 @@ def _ensure(step: Step, source: Path, store: Path, progress: Progress) -> Outcom
                 with publish(entry) as staging:
                     started = time.monotonic()
                     facts, peak = _run_in_process(step, source, staging, unfinished, log, progress)
-                    checkpoint.check(staging, f"the stage {stage.name} is defective, its log is {log}")
+                    checkpoint.check_folder(staging, f"the stage {stage.name} is defective, its log is {log}")
                     Manifest(
                         stage=stage.name,
                         key=key,
@@ -242,7 +242,7 @@ def _ensure(step: Step, source: Path, store: Path, progress: Progress) -> Outcom
                     ).write(staging)
                 shutil.rmtree(unfinished, ignore_errors=True)
     if reused:
-        checkpoint.check(entry, _REMOVE_AND_RERUN)
+        checkpoint.check_folder(entry, _REMOVE_AND_RERUN)
     manifest = Manifest.read(entry)
     before, after = bytes_on_disk(source), bytes_on_disk(entry)
     return Outcome(stage.name, entry, reused, manifest, before, after, log)

@@ -52,7 +52,7 @@ def _parameters(stage: str, base: Variant) -> dict[str, Any]:
     fields = STAGES[stage].parameters.model_fields
     parameters: dict[str, Any] = {}
     if "size" in fields:
-        checkpoint.check(base.weights, making_command(base.weights, base.root))
+        checkpoint.check_folder(base.weights, making_command(base.weights, base.root))
         # A size to begin with: what other sizes cost depends on the texts.
         parameters["size"] = checkpoint.text_config(checkpoint.read_config(base.weights))["vocab_size"] // 2
     for name, field in fields.items():

@@ -8,7 +8,7 @@ from pathlib import Path
 from slimqwen import checkpoint
 from slimqwen import variant as variants
 from slimqwen.checkpoint import difference, draft_head
-from slimqwen.checkpoint.difference import Change, TensorDifference
+from slimqwen.checkpoint.difference import TensorChange, TensorDifference
 from slimqwen.progress import Progress, silent
 from slimqwen.recipe import recipe_file, runner
 from slimqwen.recipe.recipe_file import Recipe, RecipeError, Step
@@ -75,7 +75,7 @@ def base_folder(base: str, root: Path) -> Path:
         MissingCheckpointError, CorruptCheckpointError: its weights are missing or damaged.
     """
     variant = variants.load(_copy_of(base, root) if "/" in base else base, root)
-    checkpoint.check(variant.weights, variants.making_command(variant.weights, root))
+    checkpoint.check_folder(variant.weights, variants.making_command(variant.weights, root))
     return variant.weights
 
 
@@ -112,8 +112,8 @@ def unexplained_by(steps: Sequence[Step], base: Path, weights: Path) -> list[Ten
     def is_explained(name: str) -> bool:
         return any(re.search(pattern, name) for pattern in patterns)
 
-    differences = difference.compare(base, weights, leave_out=is_explained)
-    return [tensor for tensor in differences if tensor.change is not Change.NONE]
+    differences = difference.compare_checkpoints(base, weights, leave_out=is_explained)
+    return [tensor for tensor in differences if tensor.change is not TensorChange.NONE]
 
 
 _SETTINGS_OF_STAGES = {

@@ -73,7 +73,7 @@ def check_weights(command: ServerCommand) -> None:
         slimqwen.checkpoint.MissingCheckpointError, CorruptCheckpointError: no weights, or cut short or incomplete.
     """
     weights = command.variant.weights
-    checkpoint.check(weights, cure=making_command(weights, command.variant.root))
+    checkpoint.check_folder(weights, cure=making_command(weights, command.variant.root))
     _check_drafts(command)
     _check_context(command)
 

@@ -35,7 +35,7 @@ def manifest_path(destination: Path) -> Path:
     return destination.with_suffix(".manifest.json")
 
 
-def build(
+def build_calibration_text(
     weights: Path,
     sources: Sequence[Source],
     tokens: int,

@@ -89,11 +89,11 @@ class Variant:
         """Check that the checkpoint is there and whole; the error names the command that makes it.
 
         Raises:
-            MissingCheckpointError, CorruptCheckpointError: as `checkpoint.check`.
+            MissingCheckpointError, CorruptCheckpointError: as `checkpoint.check_folder`.
         """
         from slimqwen import checkpoint  # vLLM's processes import this module and do not need it
 
-        checkpoint.check(self.weights, making_command(self.weights, self.root))
+        checkpoint.check_folder(self.weights, making_command(self.weights, self.root))
 
 
 def load(name: str, root: Path | None = None) -> Variant:

@@ -60,7 +60,7 @@ def make_old(folder: Path) -> None:
 
 
 def test_a_sound_checkpoint_passes(folder: Path) -> None:
-    checkpoint.check(folder, CURE)
+    checkpoint.check_folder(folder, CURE)
     assert {name: info.shape for name, info in list_tensors(folder).items()} == {
         "a": (2, 3),
         "b": (1,),
@@ -74,7 +74,7 @@ def test_a_missing_or_empty_folder_names_the_command_that_fills_it(tmp_path: Pat
     if exists:
         folder.mkdir()
     with pytest.raises(MissingCheckpointError, match=f"{folder}; {CURE}"):
-        checkpoint.check(folder, CURE)
+        checkpoint.check_folder(folder, CURE)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_a_missing_or_empty_folder_names_the_command_that_fills_it(tmp_path: Pat
 def test_a_missing_file_is_named_with_the_cure(folder: Path, name: str) -> None:
     (folder / name).unlink()
     with pytest.raises(CorruptCheckpointError, match=CURE) as caught:
-        checkpoint.check(folder, CURE)
+        checkpoint.check_folder(folder, CURE)
     assert name in str(caught.value) or "b is in" in str(caught.value)
 
 
@@ -96,7 +96,7 @@ def test_a_shard_cut_anywhere_is_noticed(folder: Path, data: st.DataObject) -> N
     shard.write_bytes(whole[: data.draw(st.integers(0, len(whole) - 1))])
     try:
         with pytest.raises(CorruptCheckpointError, match=shard.name):
-            checkpoint.check(folder, CURE)
+            checkpoint.check_folder(folder, CURE)
     finally:
         shard.write_bytes(whole)
 
@@ -110,7 +110,7 @@ def test_no_damage_to_a_header_ends_in_a_traceback(folder: Path, data: st.DataOb
     position, byte = data.draw(st.integers(0, header - 1)), data.draw(st.integers(0, 255))
     shard.write_bytes(whole[:position] + bytes([byte]) + whole[position + 1 :])
     try:
-        checkpoint.check(folder, CURE)
+        checkpoint.check_folder(folder, CURE)
     except CorruptCheckpointError as error:
         message = str(error)
     else:
@@ -124,14 +124,14 @@ def test_bytes_after_the_last_tensor_are_noticed(folder: Path) -> None:
     with (folder / "model-00001.safetensors").open("ab") as stream:
         stream.write(b"\0")
     with pytest.raises(CorruptCheckpointError, match="bytes too many"):
-        checkpoint.check(folder, CURE)
+        checkpoint.check_folder(folder, CURE)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"architectures": []}'])
 def test_a_config_that_names_no_architecture_is_corrupt(folder: Path, content: str) -> None:
     (folder / "config.json").write_text(content)
     with pytest.raises(CorruptCheckpointError, match=r"config\.json"):
-        checkpoint.check(folder, CURE)
+        checkpoint.check_folder(folder, CURE)
 
 
 def test_an_index_that_leaves_out_a_tensor_is_noticed(folder: Path) -> None:
@@ -140,13 +140,13 @@ def test_an_index_that_leaves_out_a_tensor_is_noticed(folder: Path) -> None:
     del content["weight_map"]["c"]
     index.write_text(json.dumps(content))
     with pytest.raises(CorruptCheckpointError, match=r"c is in no file, but model-00002\.safetensors"):
-        checkpoint.check(folder, CURE)
+        checkpoint.check_folder(folder, CURE)
 
 
 def test_several_shards_need_an_index(folder: Path) -> None:
     (folder / "model.safetensors.index.json").unlink()
     with pytest.raises(CorruptCheckpointError, match="2 shards"):
-        checkpoint.check(folder, CURE)
+        checkpoint.check_folder(folder, CURE)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_a_file_that_the_index_does_not_name_is_not_read_and_not_passed_on(
 ) -> None:
     before = list_tensors(folder)
     write_tensors(folder / "other.safetensors", {name: tensor(*form) for name, form in content.items()})
-    checkpoint.check(folder, CURE)
+    checkpoint.check_folder(folder, CURE)
     assert list_tensors(folder) == before
     (copy := tmp_path / "copy").mkdir()
     rewrite(folder, copy, lambda name, info: None)
@@ -172,7 +172,7 @@ def test_a_file_that_the_index_names_is_missed_by_its_name(folder: Path) -> None
     with pytest.raises(
         CorruptCheckpointError, match=r"model-00002\.safetensors is missing, .*index\.json names it"
     ):
-        checkpoint.check(folder, CURE)
+        checkpoint.check_folder(folder, CURE)
 
 
 def test_without_an_index_the_files_are_named_and_what_to_do_with_the_others(folder: Path) -> None:
@@ -180,7 +180,7 @@ def test_without_an_index_the_files_are_named_and_what_to_do_with_the_others(fol
     with pytest.raises(
         CorruptCheckpointError, match=r"model-00001\.safetensors, .*move files of no weights away"
     ):
-        checkpoint.check(folder, CURE)
+        checkpoint.check_folder(folder, CURE)
 
 
 def test_what_decides_prompts_and_the_licence_go_along_and_results_of_a_stage_do_not(

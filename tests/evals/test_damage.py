@@ -76,7 +76,7 @@ def test_a_head_is_shuffled_by_columns(tmp_path: Path) -> None:
     assert changed(TINY, tmp_path) == {"mtp.fc.weight"}
     before, after = (loaded(folder)["mtp.fc.weight"].float() for folder in (TINY, tmp_path))
     assert torch.equal(before.sum(0).sort().values, after.sum(0).sort().values)
-    checkpoint.check(tmp_path, "it should be whole")
+    checkpoint.check_folder(tmp_path, "it should be whole")
 
 
 def test_packed_columns_of_a_quantised_head_are_shuffled(quantised: Path, tmp_path: Path) -> None:

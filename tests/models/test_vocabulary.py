@@ -73,10 +73,10 @@ class Pruned:
     """A vocabulary beside its pruned form."""
 
     def __init__(self, text, size, corpus=CORPUS[:3]):
-        self.whole = vocabulary.parse(text, "whole")
-        self.kept = vocabulary.choose(self.whole, vocabulary.count(self.whole, corpus), size)
-        self.text = vocabulary.prune(self.whole, self.kept)
-        self.small = vocabulary.parse(self.text, "pruned")
+        self.whole = vocabulary.parse_vocabulary(text, "whole")
+        self.kept = vocabulary.select_tokens(self.whole, vocabulary.count_tokens(self.whole, corpus), size)
+        self.text = vocabulary.prune_tokenizer(self.whole, self.kept)
+        self.small = vocabulary.parse_vocabulary(self.text, "pruned")
 
 
 PRUNED = {(kind, size): Pruned(KINDS[kind], size) for kind, size in product(KINDS, (258, 300, 352, 400))}
@@ -135,31 +135,29 @@ def test_ids_are_dense_and_the_set_is_closed(kind, size):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_best_sets_are_nested_and_spell_the_text_shorter_than_the_worst(kind):
-    whole = vocabulary.parse(KINDS[kind], kind)
-    counts = vocabulary.count(whole, CORPUS)
+    whole = vocabulary.parse_vocabulary(KINDS[kind], kind)
+    counts = vocabulary.count_tokens(whole, CORPUS)
     before: set[int] = set()
     lengths = []
     for size in range(258, len(whole.ids) + 1, 37):
-        kept = vocabulary.choose(whole, counts, size)
+        kept = vocabulary.select_tokens(whole, counts, size)
         assert set(kept.tolist()) >= before
         before = set(kept.tolist())
-        small = vocabulary.parse(vocabulary.prune(whole, kept), kind)
-        lengths.append(int(vocabulary.count(small, CORPUS).sum()))
+        small = vocabulary.parse_vocabulary(vocabulary.prune_tokenizer(whole, kept), kind)
+        lengths.append(int(vocabulary.count_tokens(small, CORPUS).sum()))
     assert lengths == sorted(lengths, reverse=True)
-    rarest_first = vocabulary.choose(whole, counts.max() - counts, 340)
-    small = vocabulary.parse(vocabulary.prune(whole, rarest_first), kind)
-    assert (
-        vocabulary.count(small, CORPUS).sum()
-        > vocabulary.count(
-            vocabulary.parse(vocabulary.prune(whole, vocabulary.choose(whole, counts, 340)), kind), CORPUS
-        ).sum()
-    )
+    lengths = []
+    for values in (counts, counts.max() - counts):
+        kept = vocabulary.select_tokens(whole, values, 340)
+        small = vocabulary.parse_vocabulary(vocabulary.prune_tokenizer(whole, kept), kind)
+        lengths.append(vocabulary.count_tokens(small, CORPUS).sum())
+    assert lengths[1] > lengths[0]
 
 
 def test_keeping_all_changes_nothing():
-    whole = vocabulary.parse(KINDS["qwen"], "whole")
-    kept = vocabulary.choose(whole, np.zeros(whole.rows, dtype=np.int64), len(whole.ids))
-    assert json.loads(vocabulary.prune(whole, kept)) == whole.state
+    whole = vocabulary.parse_vocabulary(KINDS["qwen"], "whole")
+    kept = vocabulary.select_tokens(whole, np.zeros(whole.rows, dtype=np.int64), len(whole.ids))
+    assert json.loads(vocabulary.prune_tokenizer(whole, kept)) == whole.state
 
 
 def test_the_same_input_gives_the_same_bytes():
@@ -168,15 +166,15 @@ def test_the_same_input_gives_the_same_bytes():
 
 
 def test_unused_tokens_fill_up_in_the_order_of_ids():
-    whole = vocabulary.parse(KINDS["specials first"], "whole")
-    kept = vocabulary.choose(whole, np.zeros(whole.rows, dtype=np.int64), 300)
+    whole = vocabulary.parse_vocabulary(KINDS["specials first"], "whole")
+    kept = vocabulary.select_tokens(whole, np.zeros(whole.rows, dtype=np.int64), 300)
     assert kept.tolist() == list(range(300))
 
 
 def test_ids_named_from_outside_stay_with_their_parts():
-    whole = vocabulary.parse(KINDS["qwen"], "whole")
+    whole = vocabulary.parse_vocabulary(KINDS["qwen"], "whole")
     longest = max(whole.parts)
-    kept = vocabulary.choose(whole, np.zeros(whole.rows, dtype=np.int64), 300, [longest])
+    kept = vocabulary.select_tokens(whole, np.zeros(whole.rows, dtype=np.int64), 300, [longest])
     assert {longest, *whole.parts[longest]} <= set(kept.tolist())
 
 
@@ -210,7 +208,7 @@ def test_another_kind_of_model_is_refused(changes, message):
     state = json.loads(trained())
     state["model"] |= changes
     with pytest.raises(vocabulary.VocabularyError, match=f"here: .*{message}"):
-        vocabulary.parse(json.dumps(state), "here")
+        vocabulary.parse_vocabulary(json.dumps(state), "here")
 
 
 def test_a_model_without_all_bytes_is_refused():
@@ -218,28 +216,28 @@ def test_a_model_without_all_bytes_is_refused():
     state["model"]["merges"] = []
     state["model"]["vocab"] = {token: i for i, token in enumerate([END, START, *"abc"])}
     with pytest.raises(vocabulary.VocabularyError, match="253 of the 256 bytes have no token"):
-        vocabulary.parse(json.dumps(state), "here")
+        vocabulary.parse_vocabulary(json.dumps(state), "here")
 
 
 def test_a_model_on_characters_is_refused():
     tokenizer = Tokenizer.from_str(trained())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     with pytest.raises(vocabulary.VocabularyError, match="does not turn text into bytes"):
-        vocabulary.parse(tokenizer.to_str(), "here")
+        vocabulary.parse_vocabulary(tokenizer.to_str(), "here")
 
 
 def test_a_broken_or_missing_file_is_one_line(tmp_path: Path):
     with pytest.raises(vocabulary.VocabularyError, match=r"tokenizer.json: cannot be read"):
-        vocabulary.read(tmp_path / "tokenizer.json")
+        vocabulary.read_vocabulary(tmp_path / "tokenizer.json")
     (tmp_path / "tokenizer.json").write_text('{"model": ', encoding="utf-8")
     with pytest.raises(vocabulary.VocabularyError, match="not a usable"):
-        vocabulary.read(tmp_path / "tokenizer.json")
+        vocabulary.read_vocabulary(tmp_path / "tokenizer.json")
 
 
 @pytest.mark.parametrize(
     ("size", "message"), [(2**20, r"has \d+ tokens, not 1048576"), (257, "are 258 tokens")]
 )
 def test_a_size_that_cannot_be_met_is_refused(size, message):
-    whole = vocabulary.parse(KINDS["specials first"], "whole")
+    whole = vocabulary.parse_vocabulary(KINDS["specials first"], "whole")
     with pytest.raises(vocabulary.VocabularyError, match=message):
-        vocabulary.choose(whole, np.zeros(whole.rows, dtype=np.int64), size)
+        vocabulary.select_tokens(whole, np.zeros(whole.rows, dtype=np.int64), size)

@@ -138,7 +138,7 @@ def test_a_smaller_vocabulary_is_measured_as_the_stage_prunes_it(tmp_path: Path)
     ]
     text = ["The long roll: Dram of Zeava, baker."]
     kept = torch.tensor(json.loads((destination / "vocab_map.json").read_text())["new_to_old"]).numpy()
-    pruned = vocabulary.read(destination / "tokenizer.json")
+    pruned = vocabulary.read_vocabulary(destination / "tokenizer.json")
     foretold = analyze_vocab.load_scorer(TINY)(pruned, kept, text)
     assert analyze_vocab.load_scorer(destination)(pruned, range(4096), text) == pytest.approx(
         foretold, rel=1e-4

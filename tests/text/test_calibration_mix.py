@@ -9,7 +9,7 @@ import pytest
 from tinyworld.tokenizer import END_OF_TEXT, chat_template
 
 from slimqwen.recipe.stages import calibrate
-from slimqwen.text.calibration_mix import Source, build, manifest_path
+from slimqwen.text.calibration_mix import Source, build_calibration_text, manifest_path
 from slimqwen.text.files import CorpusError
 from slimqwen.variant import repository_root
 from tests.byte_tokenizer import byte_tokenizer
@@ -48,7 +48,7 @@ def test_tokens_are_split_by_weight_and_counted_by_the_checkpoints_tokenizer(wei
         Source("b", jsonl(tmp_path / "b.jsonl", sentences(300, 2)), 1.0),
     ]
     result = tmp_path / "mixed.jsonl"
-    manifest = build(weights, sources, 20_000, 0, result)
+    manifest = build_calibration_text(weights, sources, 20_000, 0, result)
     a, b = manifest["sources"]
     assert a["tokens"] / b["tokens"] == pytest.approx(3, rel=0.1)
     assert 20_000 <= manifest["tokens"] < 20_300
@@ -66,10 +66,13 @@ def test_tokens_are_split_by_weight_and_counted_by_the_checkpoints_tokenizer(wei
 def test_the_same_inputs_give_the_same_bytes_and_another_seed_does_not(weights: Path, tmp_path: Path):
     sources = [Source("a", jsonl(tmp_path / "a.jsonl", sentences(50, 1))), WORLD]
     one, two, three = (tmp_path / f"{name}.jsonl" for name in ("one", "two", "three"))
-    first, second = build(weights, sources, 6_000, 0, one), build(weights, sources, 6_000, 0, two)
+    first, second = (
+        build_calibration_text(weights, sources, 6_000, 0, one),
+        build_calibration_text(weights, sources, 6_000, 0, two),
+    )
     assert one.read_bytes() == two.read_bytes()
     assert first == second
-    build(weights, sources, 6_000, 1, three)
+    build_calibration_text(weights, sources, 6_000, 1, three)
     assert one.read_bytes() != three.read_bytes()
 
 
@@ -80,7 +83,9 @@ def test_repetitions_are_dropped_within_a_source_and_across(weights: Path, tmp_p
     short = "only five words in it"
     a = jsonl(tmp_path / "a.jsonl", [original, original.replace(" ", "\n  "), mostly_new, short])
     b = jsonl(tmp_path / "b.jsonl", [other, short])
-    manifest = build(weights, [Source("a", a), Source("b", b)], 10**6, 0, tmp_path / "out.jsonl")
+    manifest = build_calibration_text(
+        weights, [Source("a", a), Source("b", b)], 10**6, 0, tmp_path / "out.jsonl"
+    )
     assert manifest["documents"] == 4
     assert sum(source["duplicates"] for source in manifest["sources"]) == 2
     assert {" ".join(text.split()) for _, text in taken(tmp_path / "out.jsonl")} == {
@@ -98,7 +103,7 @@ def test_texts_that_share_more_than_half_of_their_shingles_are_repetitions(weigh
     for shared, dropped in ((26, 0), (27, 1)):
         changed = " ".join([*words[:shared], *sentences(1, 3, words=40 - shared)[0].split()])
         near = jsonl(tmp_path / "near.jsonl", [changed, original])
-        manifest = build(weights, [Source("near", near)], 10**6, 0, tmp_path / "out.jsonl")
+        manifest = build_calibration_text(weights, [Source("near", near)], 10**6, 0, tmp_path / "out.jsonl")
         assert manifest["sources"][0]["near_duplicates"] == dropped
 
 
@@ -107,11 +112,11 @@ def test_a_source_that_runs_out_gives_its_share_to_the_others(weights: Path, tmp
         Source("few", jsonl(tmp_path / "few.jsonl", sentences(2, 1)), 10.0),
         Source("many", jsonl(tmp_path / "many.jsonl", sentences(200, 2))),
     ]
-    manifest = build(weights, sources, 8_000, 0, tmp_path / "out.jsonl")
+    manifest = build_calibration_text(weights, sources, 8_000, 0, tmp_path / "out.jsonl")
     few, many = manifest["sources"]
     assert (few["taken"], few["ran_out"], many["ran_out"]) == (2, True, False)
     assert few["tokens"] + many["tokens"] == manifest["tokens"] >= 8_000
-    manifest = build(weights, sources, 10**6, 0, tmp_path / "out.jsonl")
+    manifest = build_calibration_text(weights, sources, 10**6, 0, tmp_path / "out.jsonl")
     assert manifest["tokens"] < manifest["tokens_wanted"]
     assert all(source["ran_out"] for source in manifest["sources"])
 
@@ -123,7 +128,7 @@ def test_chats_are_rendered_by_the_checkpoints_template(weights: Path, tmp_path:
         {"role": "assistant", "content": "Nula, since the flood."},
     ]
     file.write_text(json.dumps({"messages": messages}) + "\n\n")
-    build(weights, [Source("chat", file)], 100, 0, tmp_path / "out.jsonl")
+    build_calibration_text(weights, [Source("chat", file)], 100, 0, tmp_path / "out.jsonl")
     assert taken(tmp_path / "out.jsonl") == [
         (
             "chat",
@@ -145,7 +150,7 @@ def test_a_folder_of_parquet_is_read_as_a_data_set(weights: Path, tmp_path: Path
         parquet.write_table(table, folder / f"train-0000{part}.parquet")
     (tmp_path / "out").mkdir()
     result = tmp_path / "out" / "mixed.jsonl"
-    manifest = build(weights, [Source("set", folder.parent)], 10**6, 0, result)
+    manifest = build_calibration_text(weights, [Source("set", folder.parent)], 10**6, 0, result)
     assert sorted(text for _, text in taken(result)) == sorted(texts)
     assert manifest["sources"][0]["documents"] == 6
     assert sorted(file.name for file in result.parent.iterdir()) == ["mixed.jsonl", "mixed.manifest.json"]
@@ -155,7 +160,7 @@ def test_text_files_are_cut_at_ends_of_lines(weights: Path, tmp_path: Path):
     file = tmp_path / "book.txt"
     lines = [f"{text}\n" for text in sentences(120, 1)]
     file.write_text("".join(lines))
-    build(weights, [Source("book", file)], 10**6, 0, tmp_path / "out.jsonl")
+    build_calibration_text(weights, [Source("book", file)], 10**6, 0, tmp_path / "out.jsonl")
     texts = [text for _, text in taken(tmp_path / "out.jsonl")]
     assert len(texts) == 4
     assert all(text.endswith("\n") for text in texts)
@@ -166,7 +171,7 @@ def test_calibrate_reads_it_and_every_document_is_whole(weights: Path, tmp_path:
     texts = [*sentences(3, 1), "a line\u2028separator and an umlaut: Gänse"]
     sources = [Source("a", jsonl(tmp_path / "a.jsonl", texts)), WORLD]
     result = tmp_path / "out.jsonl"
-    build(weights, sources, 20_000, 0, result)
+    build_calibration_text(weights, sources, 20_000, 0, result)
     read = list(calibrate.documents(calibrate.Corpus(path=result)))
     assert sorted(read) == sorted(text + END_OF_TEXT for _, text in taken(result))
     assert not any(END_OF_TEXT in text for _, text in taken(result))
@@ -196,7 +201,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     file = tmp_path / "in.jsonl"
     file.write_bytes(content)
     with pytest.raises(CorpusError, match=message) as caught:
-        build(weights, [Source("a", file)], 10**6, 0, tmp_path / "out.jsonl")
+        build_calibration_text(weights, [Source("a", file)], 10**6, 0, tmp_path / "out.jsonl")
     assert len(str(caught.value).splitlines()) == 1
     assert list(tmp_path.iterdir()) == [file]
 
@@ -217,6 +222,6 @@ def test_what_cannot_be_built_is_refused(weights: Path, tmp_path: Path):
         ([a], 1, "none/out.jsonl", "is not a .jsonl file in an existing folder"),
     ):
         with pytest.raises(CorpusError, match=message) as caught:
-            build(weights, sources, tokens, 0, tmp_path / name)
+            build_calibration_text(weights, sources, tokens, 0, tmp_path / name)
         assert len(str(caught.value).splitlines()) == 1
     assert sorted(file.name for file in tmp_path.iterdir()) == ["a.csv", "a.jsonl", "empty"]

@@ -89,7 +89,7 @@ def needs(stage: str, **parameters: Any) -> Verb:
     """What a recipe asks of a stage and its base before anything is computed."""
 
     def run(folder: Path, empty: Path) -> None:
-        checkpoint.check(folder, "download it anew")
+        checkpoint.check_folder(folder, "download it anew")
         kind = STAGES[stage]
         kind.needs(folder, kind.parameters(**parameters))
 
@@ -113,7 +113,7 @@ def stage(name: str, *, outputs: bool = False, **parameters: Any) -> Verb:
         given = kind.parameters(**parameters)
         unfinished = {"unfinished": empty} if kind.resumes else {}
         kind.run(base, out, given, progress.silent, **unfinished)
-        checkpoint.check(out, "make it anew")
+        checkpoint.check_folder(out, "make it anew")
         assert faults(out) == faults(folder)
         assert variant_recipe.unexplained_by([Step(kind, given)], folder, out) == []
         assert side_files(out).keys() >= side_files(folder).keys()

@@ -118,13 +118,13 @@ def run(source: Path, destination: Path, parameters: PruneVocabParameters, progr
     stored = list_tensors(source)
     tables = _tables(source, stored, rows)
     draft_ids = draft_head.read_token_ids(stored, rows)
-    words = vocabulary.read(source / "tokenizer.json")
+    words = vocabulary.read_vocabulary(source / "tokenizer.json")
     if words.rows > rows:
         raise StageError(f"{source} has {rows} rows for ids up to {words.rows - 1}; correct its config.json")
     held_out: list[str] = []
     counts = _counts(words, parameters, held_out, progress)
     token_ids = kept_ids(source, words, counts, parameters.size)
-    tokenizer = vocabulary.prune(words, token_ids)
+    tokenizer = vocabulary.prune_tokenizer(words, token_ids)
     if draft_ids is not None:
         draft_rows = np.flatnonzero(np.isin(draft_ids, token_ids))
         new_draft_ids = np.searchsorted(token_ids, draft_ids[draft_rows])
@@ -147,7 +147,7 @@ def run(source: Path, destination: Path, parameters: PruneVocabParameters, progr
         "held_out_documents": len(held_out),
     }
     if held_out:
-        pruned = vocabulary.parse(tokenizer, f"{destination / 'tokenizer.json'}")
+        pruned = vocabulary.parse_vocabulary(tokenizer, f"{destination / 'tokenizer.json'}")
         facts |= measure_coverage(words, pruned, token_ids, held_out)
     _write_json(destination / REPORT, {"schema": "prune_vocab/1", **facts})
     return facts
@@ -165,7 +165,7 @@ def measure_coverage(
         held_out_tokens: tokens of the texts before; coverage: share of these whose ids are kept; inflation: tokens
         after for each token before.
     """
-    before, after = vocabulary.count(words, texts), vocabulary.count(pruned, texts)
+    before, after = vocabulary.count_tokens(words, texts), vocabulary.count_tokens(pruned, texts)
     total = int(before.sum())
     return {
         "held_out_tokens": total,
@@ -240,11 +240,15 @@ def _counts(
     words: Vocabulary, parameters: PruneVocabParameters, held_out: list[str], progress: Progress
 ) -> Ids:
     """Count the corpus without its held-out documents, which are added to `held_out`, and the outputs."""
-    counts = vocabulary.count(words, counted_documents(parameters.corpus, held_out, progress))
+    counts = vocabulary.count_tokens(words, counted_documents(parameters.corpus, held_out, progress))
     outputs = parameters.outputs
     if outputs is not None:
         holds_counts = outputs.suffix == ".json"
-        added = _counts_file(outputs, words) if holds_counts else vocabulary.count(words, file_texts(outputs))
+        added = (
+            _counts_file(outputs, words)
+            if holds_counts
+            else vocabulary.count_tokens(words, file_texts(outputs))
+        )
         counts += parameters.outputs_weight * added
     if not counts.any():
         raise CorpusError(f"{parameters.corpus.path}: no text in it; put some there")
@@ -276,14 +280,14 @@ def _counts_file(path: Path, words: Vocabulary) -> Ids:
 
 
 def kept_ids(source: Path, words: Vocabulary, counts: Ids, size: int) -> Ids:
-    """The ids to keep: `vocabulary.choose` for the rounded size, including every id that source's settings name."""
+    """The ids to keep: `select_tokens` for the rounded size, including every id that source's settings name."""
     named = named_ids(source)
     unknown = named - set(words.ids.values())
     if unknown:
         raise StageError(
             f"{source}: its settings name the token id {min(unknown)}, unknown to its tokenizer; correct the settings"
         )
-    return vocabulary.choose(words, counts, stored_rows(size), named)
+    return vocabulary.select_tokens(words, counts, stored_rows(size), named)
 
 
 def named_ids(source: Path) -> set[int]:

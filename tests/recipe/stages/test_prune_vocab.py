@@ -158,8 +158,8 @@ def test_map_sizes_and_named_ids_fit_together(small: Path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_of_kept_rows_are_those_of_the_whole_model(source: Path, small: Path, dtype: torch.dtype):
     kept = np.array(new_to_old(small))
-    words = vocabulary.read(small / "tokenizer.json")
-    whole_words = vocabulary.read(source / "tokenizer.json")
+    words = vocabulary.read_vocabulary(small / "tokenizer.json")
+    whole_words = vocabulary.read_vocabulary(source / "tokenizer.json")
     # The longest stretch without a token that had to go.
     ids = whole_words.tokenizer.encode("".join(documents(30, seed=1))).ids
     runs = "".join("x" if token in set(kept.tolist()) else " " for token in ids).split(" ")
@@ -276,7 +276,7 @@ def test_memory_does_not_grow_with_the_checkpoint(by_hand: Callable[..., Path], 
 
 
 def test_the_models_own_outputs_count_as_text_and_as_counts(source: Path, prune: Prune, tmp_path: Path):
-    words = vocabulary.read(source / "tokenizer.json")
+    words = vocabulary.read_vocabulary(source / "tokenizer.json")
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("aaa")
     unused = next(token for token, number in words.ids.items() if number == 595)
@@ -297,7 +297,7 @@ def test_the_models_own_outputs_count_as_text_and_as_counts(source: Path, prune:
 
 
 def test_every_twentieth_document_is_held_out_and_says_what_pruning_costs(source: Path, tmp_path: Path):
-    words = vocabulary.read(source / "tokenizer.json")
+    words = vocabulary.read_vocabulary(source / "tokenizer.json")
     unused = words.tokenizer.decode([595])
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in ["aaa"] * 19 + [f"aaa{unused}"]))
@@ -306,7 +306,7 @@ def test_every_twentieth_document_is_held_out_and_says_what_pruning_costs(source
     parameters = PruneVocabParameters(size=320, corpus=Corpus(path=corpus))
     facts = prune_vocab.run(source, destination, parameters, progress.silent)
     before = words.tokenizer.encode(f"aaa{unused}").ids
-    pruned = vocabulary.read(destination / "tokenizer.json")
+    pruned = vocabulary.read_vocabulary(destination / "tokenizer.json")
     kept = [token for token in before if token in new_to_old(destination)]
     assert 595 in before
     assert len(kept) == len(before) - 1
@@ -363,7 +363,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(source: Path, t
 def test_vllm_serves_it_and_drafts_with_its_mtp_head(small: Path):
     from vllm import SamplingParams
 
-    words = vocabulary.read(small / "tokenizer.json")
+    words = vocabulary.read_vocabulary(small / "tokenizer.json")
     model = transformers.Qwen3_5ForCausalLM.from_pretrained(small, dtype=torch.float32).eval()
     with engine(small, num_speculative_tokens=2) as llm:
         [answer] = llm.generate(
