@@ -220,7 +220,7 @@ def _acceptance(baseline: Path, variant: Path) -> tuple[list[str], "Verdict"]:
     """The acceptance lengths, and the speed that they would give on a GPU."""
     from slimqwen.evals import acceptance_share
 
-    share = acceptance_share.compare(baseline, variant)
+    share = acceptance_share.compare_acceptance(baseline, variant)
     line = (
         f"  {'acceptance':<11} {share.first:.2f} -> {share.second:.2f} tokens a step, both drafting: "
         f"{100 * share.ratio.value:.1f} % [{100 * share.ratio.low:.1f}, {100 * share.ratio.high:.1f}] of the "
@@ -233,7 +233,7 @@ def _quality(baseline: Path, variant: Path) -> tuple[list[str], "Verdict"]:
     from slimqwen.evals import quality_comparison
     from slimqwen.stats.verdict import overall
 
-    tasks = quality_comparison.compare(baseline, variant)
+    tasks = quality_comparison.compare_quality(baseline, variant)
     verdicts = [f"{task.task.removeprefix('tinyworld_')} {task.judgement.verdict}" for task in tasks]
     line = f"  {'quality':<11} {', '.join(verdicts)}"
     return [line], overall([task.judgement.verdict for task in tasks])

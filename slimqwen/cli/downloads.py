@@ -44,5 +44,5 @@ def datasets(
     if not (tasks.datasets or tasks.nltk):
         say(f"suite {tasks.name} needs nothing that is not in this repository")
     with progress_bar() as progress:
-        for line in datasets.fetch_all(tasks.datasets, tasks.nltk, root, progress):
+        for line in datasets.fetch_datasets(tasks.datasets, tasks.nltk, root, progress):
             say(line)

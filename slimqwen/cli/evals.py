@@ -65,7 +65,7 @@ def quality(
         return
     extent: Limit = None if full else DECIDING if limit is None else limit
     with progress_bar() as progress:
-        path = quality.measure(
+        path = quality.measure_quality(
             variant,
             tasks,
             command=command(),
@@ -97,7 +97,7 @@ def fidelity(
 
     log = variant.root / "logs" / f"fidelity-{variant.name}.log"
     with measuring(log) as progress:
-        path = fidelity.measure(
+        path = fidelity.measure_fidelity(
             variant,
             settings or variant.evaluation,
             command=command(),
@@ -159,7 +159,7 @@ def acceptance(
 
     log = variant.root / "logs" / f"acceptance-{variant.name}.log"
     with measuring(log) as progress:
-        path = acceptance.measure(
+        path = acceptance.measure_acceptance(
             variant,
             settings or variant.evaluation,
             sorted(set(depth or range(8))),

@@ -23,5 +23,7 @@ def check(variant: VariantOption, settings: GateSettingsName = None) -> None:
     checks.refuse_trouble(server, find_recorded_plan(server)[1])
     log = variant.root / "logs" / f"gate-{variant.name}.log"
     with measuring(log) as progress:
-        path = gate.measure(variant, settings or variant.evaluation, command=command(), progress=progress)
+        path = gate.measure_gate(
+            variant, settings or variant.evaluation, command=command(), progress=progress
+        )
     raise typer.Exit(EXIT_CODES[show_record(path, log).outcome])

@@ -50,7 +50,7 @@ def promote(variant: VariantOption) -> None:
     """Mark a variant as promoted and write its model card, if its gate passed on its present checkpoint."""
     from slimqwen.evals import promotion
 
-    promoted = promotion.promote(variant)
+    promoted = promotion.promote_variant(variant)
     gate = relative(promoted.gate)
     if not promoted.changed:
         say(f"{variant.name} is promoted already, by {gate}; nothing changed")

@@ -33,7 +33,7 @@ SpeedBound = Callable[[Variant, str, Mapping[int, float], int], Mapping[int, flo
 second of one sequence by depth."""
 
 
-class Setting(Block):
+class ClassAcceptance(Block):
     """Acceptance at one depth for one prompt class and temperature; estimates are over groups of prompts."""
 
     class_: str = Field(validation_alias="class", serialization_alias="class")
@@ -53,10 +53,10 @@ class Depth(Block):
     length: Estimate | None = Field(
         description="Acceptance length of all greedy continuations, tokens; null at depth 0."
     )
-    settings: tuple[Setting, ...]
+    settings: tuple[ClassAcceptance, ...]
 
 
-class Choice(Block):
+class DepthChoice(Block):
     """The depth that is fastest for one sequence."""
 
     depth: Count
@@ -80,7 +80,7 @@ class Acceptance(SplitRecord):
     classes: dict[str, Positive] = Field(min_length=1, description="Longest prompt of each class, tokens.")
     prompts: Sha256 = Field(description="Digest of the prompts' token ids.")
     depths: tuple[Depth, ...] = Field(min_length=1)
-    choice: Choice | None = Field(description="null with a single depth.")
+    choice: DepthChoice | None = Field(description="null with a single depth.")
 
     def figures(self) -> Mapping[str, Figure]:
         """All numbers, and the acceptance length at the gate's depth (else the deepest) as `acceptance_length`."""
@@ -128,7 +128,7 @@ class Acceptance(SplitRecord):
         return tables
 
 
-def measure(
+def measure_acceptance(
     variant: Variant,
     settings_name: str,
     depths: Sequence[int],
@@ -179,12 +179,12 @@ def measure(
                 def report(activity: str, done: float, total: float) -> None:
                     progress(activity, number * total + done, len(depths) * total)
 
-                return drafting.count(
+                return drafting.measure_drafts(
                     variant.weights, classes, settings, [depth], temperatures, flags, report
                 )
 
             items += journal.answer(depth, count)
-        rows = summarise(items)
+        rows = summarise_items(items)
         context = next(iter(longest.values()))
         choice = _choose_depth(variant, settings.gpu, rows, context, speed_bound)
         documents = resolve_text(settings.documents, variant.root)
@@ -213,7 +213,7 @@ def measure(
     return path
 
 
-def summarise(items: Sequence[Item]) -> tuple[Depth, ...]:
+def summarise_items(items: Sequence[Item]) -> tuple[Depth, ...]:
     """The figures of each depth, estimated over groups; depth 0 has speed alone."""
     rows = []
     for depth in dict.fromkeys(item["depth"] for item in items):
@@ -229,7 +229,7 @@ def summarise(items: Sequence[Item]) -> tuple[Depth, ...]:
                 / sum(item["seconds"] for item in greedy),
                 length=_length(greedy) if depth else None,
                 settings=tuple(
-                    Setting(
+                    ClassAcceptance(
                         class_=name,
                         temperature=temperature,
                         drafts=sum(item["drafts"] for item in group),
@@ -245,7 +245,7 @@ def summarise(items: Sequence[Item]) -> tuple[Depth, ...]:
 
 def _choose_depth(
     variant: Variant, gpu: str, rows: Sequence[Depth], context_len: int, speed_bound: SpeedBound | None
-) -> Choice | None:
+) -> DepthChoice | None:
     """The depth with most greedy tokens per second for one sequence.
 
     On a GPU the measured speed decides. A CPU's speed says nothing about a GPU; there the bound of the given GPU
@@ -261,7 +261,7 @@ def _choose_depth(
         method, speeds = f"roofline of {gpu}", dict(speed_bound(variant, gpu, lengths, context_len))
     else:
         return None
-    return Choice(
+    return DepthChoice(
         depth=max(speeds, key=lambda depth: speeds[depth]),
         method=method,
         tokens_per_second={str(depth): speed for depth, speed in speeds.items()},

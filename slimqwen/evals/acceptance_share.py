@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Share:
+class AcceptanceShare:
     """A variant's acceptance length as a share of its baseline's, on the same prompts at the same depth.
 
     Attributes:
@@ -38,7 +38,9 @@ class Share:
     p_value: float
 
 
-def pair(first: Path, second: Path, digests: Sequence[str] | None = None) -> tuple[Path, Path]:
+def pair_acceptance_records(
+    first: Path, second: Path, digests: Sequence[str] | None = None
+) -> tuple[Path, Path]:
     """Find the newest acceptance records of two variants that count the same prompts at the gate's depth.
 
     Args:
@@ -57,17 +59,17 @@ def pair(first: Path, second: Path, digests: Sequence[str] | None = None) -> tup
     def command(variant: str, like: Acceptance) -> str:
         return f"slimqwen eval acceptance --variant {variant}"
 
-    return newest_pair(first, second, Acceptance, basis, command, fits)
+    return newest_pair(first, second, Acceptance, comparison_key, command, fits)
 
 
-def basis(record: "Acceptance") -> dict[str, Any]:
+def comparison_key(record: "Acceptance") -> dict[str, Any]:
     """Properties that two acceptance records must share to be comparable, by name."""
     data = {f"data file {name}": digest for name, digest in record.provenance.datasets.items()}
     split = str(record.split or "of no split")
     return {"settings": record.settings_name, "gate depth": record.gate_depth, "split": split, **data}
 
 
-def compare(first: Path, second: Path) -> Share:
+def compare_acceptance(first: Path, second: Path) -> AcceptanceShare:
     """Compare two acceptance records, the baseline's first, at the gate's depth of the second.
 
     Raises:
@@ -77,13 +79,17 @@ def compare(first: Path, second: Path) -> Share:
     from slimqwen.evals.acceptance import Acceptance
 
     baseline_record, record = (store.read(path, Acceptance) for path in (first, second))
-    first_split, second_split = ({"split": basis(each)["split"]} for each in (baseline_record, record))
+    first_split, second_split = (
+        {"split": comparison_key(each)["split"]} for each in (baseline_record, record)
+    )
     require_same(first, second, first_split, second_split, "")
     items = (store.read_items(path) for path in (first, second))
-    return judge(*items, depth=record.gate_depth, least_share=record.least_share)
+    return compare_drafts(*items, depth=record.gate_depth, least_share=record.least_share)
 
 
-def judge(first: Sequence["Item"], second: Sequence["Item"], *, depth: int, least_share: float) -> Share:
+def compare_drafts(
+    first: Sequence["Item"], second: Sequence["Item"], *, depth: int, least_share: float
+) -> AcceptanceShare:
     """Compare the items of two acceptance records by the groups of greedy prompts that both have.
 
     Args:
@@ -105,7 +111,7 @@ def judge(first: Sequence["Item"], second: Sequence["Item"], *, depth: int, leas
     sides = first_lengths, second_lengths, first_drafts, second_drafts
     ratio = intervals.paired_ratio(*sides)
     verdict = Verdict.from_interval(ratio.low, ratio.high, least_share, higher_is_better=True)
-    return Share(
+    return AcceptanceShare(
         depth=depth,
         first=intervals.mean(first_lengths, first_drafts).value,
         second=intervals.mean(second_lengths, second_drafts).value,

@@ -111,7 +111,7 @@ def cut_prompts(
     return classes
 
 
-def count(
+def measure_drafts(
     weights: Path,
     classes: Mapping[str, Sequence[Sequence[int]]],
     settings: AcceptanceSettings,

@@ -21,14 +21,14 @@ from slimqwen.evals import EvalError
 from slimqwen.evals.fidelity_figures import (
     FIGURE_NAMES,
     PLAIN,
+    FidelityLimits,
     FidelitySettings,
     Figures,
-    Limits,
     NoiseRatio,
     TextComparison,
-    judge,
+    judge_figures,
     noise_ratios,
-    summarise,
+    summarise_texts,
 )
 from slimqwen.progress import Progress, silent
 from slimqwen.recipe import variant_recipe
@@ -67,7 +67,7 @@ class Fidelity(SplitRecord):
 
     baseline: VariantName = Field(description="The variant itself if it has none.")
     settings_name: SettingsName = Field(description="Settings: eval/fidelity/<plan>.yaml.")
-    limits: Limits
+    limits: FidelityLimits
     unchanged: Unchanged | None = Field(
         description="null where checkpoint or dtypes are not the baseline's, and in old records."
     )
@@ -142,7 +142,7 @@ def weight_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
     return {name: flags[name] for name in _WEIGHT_FLAGS if name in flags}
 
 
-def measure(
+def measure_fidelity(
     variant: Variant,
     settings_name: str,
     *,
@@ -179,7 +179,7 @@ def measure(
     context_len = min(server_command.max_model_len, ServerCommand.resolve(baseline).max_model_len)
 
     def compare(weights: Path) -> list[TextComparison]:
-        return token_distributions.compare(
+        return token_distributions.compare_checkpoints(
             weights,
             baseline.weights,
             settings,
@@ -193,7 +193,7 @@ def measure(
     texts = compare(variant.weights)
     log = root / "logs" / f"fidelity-server-{variant.name}.log"
     with shared_server.serve(variant, port=port, log=log, progress=progress) as server:
-        texts += token_distributions.compare_served(
+        texts += token_distributions.compare_with_server(
             server,
             baseline.weights,
             settings,
@@ -202,8 +202,8 @@ def measure(
             split=split,
             progress=progress,
         )
-    modes = summarise(texts)
-    verdicts = {mode: judge(figures, settings.limits) for mode, figures in modes.items()}
+    modes = summarise_texts(texts)
+    verdicts = {mode: judge_figures(figures, settings.limits) for mode, figures in modes.items()}
     ratio_verdicts: list[Verdict] = []
     unchanged = None
     if _has_same_model(variant, baseline):
@@ -221,7 +221,7 @@ def measure(
         verdicts=verdicts,
         verdict=overall([*(each for mode in verdicts.values() for each in mode.values()), *ratio_verdicts]),
         stages=tuple(
-            StageFigures(stage=stage, **summarise(compare(weights))["single"].as_json())
+            StageFigures(stage=stage, **summarise_texts(compare(weights))["single"].as_json())
             for stage, weights in (_stage_outputs(variant) if stages else [])
         ),
         provenance=provenance.describe(

@@ -49,7 +49,7 @@ FIGURE_NAMES = {
 }
 
 
-class Limits(Block):
+class FidelityLimits(Block):
     """Largest values that pass, whatever was changed.
 
     Attributes:
@@ -87,7 +87,7 @@ class FidelitySettings(Settings):
     texts: Path
     prefix: str
     batch: int
-    limits: Limits
+    limits: FidelityLimits
     unchanged_ratio: float = Field(gt=1)
 
 
@@ -161,13 +161,13 @@ class TextComparison:
         return {name: value for name, value in asdict(self).items() if name != "head_deltas"}
 
 
-def summarise(texts: Sequence[TextComparison]) -> dict[str, Figures]:
+def summarise_texts(texts: Sequence[TextComparison]) -> dict[str, Figures]:
     """Figures of each mode, with standard errors over texts."""
     modes = dict.fromkeys(each.mode for each in texts)
     return {mode: _figures([each for each in texts if each.mode == mode]) for mode in modes}
 
 
-def judge(figures: Figures, limits: Limits) -> dict[str, Verdict]:
+def judge_figures(figures: Figures, limits: FidelityLimits) -> dict[str, Verdict]:
     """A verdict for each limit: pass if the whole interval is within it, fail if all of it is beyond.
 
     The joined text is a single one: its divergence has no interval, so the value itself is compared with the limit.

@@ -130,7 +130,7 @@ def _figure_in_brackets(finding: Finding) -> str:
 
 
 @spawner.shared()
-def measure(
+def measure_gate(
     variant: Variant, settings_name: str, *, command: Sequence[str], progress: Progress = silent
 ) -> Path:
     """Run the four checks of a variant and write its gate record.
@@ -149,11 +149,11 @@ def measure(
     evidence = {
         "fidelity": [
             find_reusable(variant, Fidelity, settings_name=settings.fidelity)
-            or fidelity.measure(variant, settings.fidelity, stages=False, **options)
+            or fidelity.measure_fidelity(variant, settings.fidelity, stages=False, **options)
         ],
         "acceptance": [
             find_reusable(side, Acceptance, settings_name=settings.acceptance)
-            or acceptance.measure(side, settings.acceptance, [depth], greedy_only=True, **options)
+            or acceptance.measure_acceptance(side, settings.acceptance, [depth], greedy_only=True, **options)
             for side in sides
         ],
         "quality": _measure_quality(sides, settings.quality, options),
@@ -162,10 +162,10 @@ def measure(
             or modes.measure(variant, settings.engine, **options)
         ],
     }
-    return conclude(variant, settings_name, evidence, command=command, started=started)
+    return write_gate_record(variant, settings_name, evidence, command=command, started=started)
 
 
-def conclude(
+def write_gate_record(
     variant: Variant,
     settings_name: str,
     evidence: Mapping[str, Sequence[Path]],
@@ -211,7 +211,7 @@ def conclude(
     return store.write(variant.folder, record, (finding.as_json() for finding in findings))
 
 
-def p_value(path: Path) -> float:
+def gate_p_value(path: Path) -> float:
     """One-sided p-value of the hypothesis that a gated variant is worse than one of its limits.
 
     It is the largest p-value of all figures (`multiplicity.intersection_union`). A figure without an interval is not an
@@ -294,14 +294,14 @@ def _measure_quality(sides: Sequence[Variant], suite_name: str, options: dict[st
     suite = Suite.load(suite_name, sides[0].root)
     sample_paths = [
         find_reusable(side, quality.Quality, limit=DECIDING, **fields)
-        or quality.measure(side, suite, limit=DECIDING, **options)
+        or quality.measure_quality(side, suite, limit=DECIDING, **options)
         for side in sides
     ]
     verdicts = [finding.verdict for finding in _quality_findings(*sample_paths)]
     if overall(verdicts) != Verdict.INCONCLUSIVE:
         return sample_paths
     return [
-        path or quality.measure(side, suite, limit=None, **options)
+        path or quality.measure_quality(side, suite, limit=None, **options)
         for side, path in zip(sides, full_paths, strict=True)
     ]
 
@@ -364,7 +364,7 @@ def _recipe_findings(variant: Variant) -> Iterator[Finding]:
 
 
 def _acceptance_finding(first: Path, second: Path) -> Finding:
-    share = acceptance_share.compare(first, second)
+    share = acceptance_share.compare_acceptance(first, second)
     return Finding(
         gate="acceptance",
         figure=f"acceptance length at K = {share.depth}, share of the baseline's",
@@ -378,7 +378,7 @@ def _acceptance_finding(first: Path, second: Path) -> Finding:
 
 
 def _quality_findings(first: Path, second: Path) -> Iterator[Finding]:
-    for row in quality_comparison.compare(first, second):
+    for row in quality_comparison.compare_quality(first, second):
         yield Finding(
             gate="quality",
             figure=f"{row.task}: gain of {row.measure}",

@@ -58,7 +58,7 @@ class Promotion:
     changed: bool
 
 
-def promote(variant: Variant) -> Promotion:
+def promote_variant(variant: Variant) -> Promotion:
     """Set a variant's status and write its checkpoint's card, if its gate passed in its present state.
 
     Raises:

@@ -166,7 +166,7 @@ class Quality(SplitRecord):
         ]
 
 
-def measure(
+def measure_quality(
     variant: Variant,
     suite: Suite,
     *,
@@ -198,7 +198,7 @@ def measure(
     if isinstance(limit, int) and limit < 2:
         raise EvalError(f"a limit of {limit} gives no standard error; take 2 items or more")
     speed_only.refuse(variant, "quality")
-    datasets.require(suite.datasets, suite.nltk, variant.root)
+    datasets.require_datasets(suite.datasets, suite.nltk, variant.root)
     logs = variant.root / "logs"
     started = provenance.utc_now()
     key_parts = suite.model_dump(mode="json"), limit, chat, str(split)
@@ -208,7 +208,7 @@ def measure(
     ):
         log = logs / f"quality-{variant.name}.log"
         try:
-            runs, files = lm_eval_run.run(
+            runs, files = lm_eval_run.run_suite(
                 suite,
                 server,
                 limit=limit,
@@ -230,7 +230,7 @@ def measure(
             seeds={"lm_eval": lm_eval_run.SEED},
             already_running=server.already_running,
         )
-        path = write(
+        path = write_quality_record(
             records_folder or variant.folder,
             runs,
             block,
@@ -245,7 +245,9 @@ def measure(
     return path
 
 
-def write(folder: Path, runs: Sequence[TaskRun], block: ServedProvenance, **fields: Any) -> Path:
+def write_quality_record(
+    folder: Path, runs: Sequence[TaskRun], block: ServedProvenance, **fields: Any
+) -> Path:
     """Write the quality record of all answers to a suite, and its items."""
     record = Quality(tasks=task_scores(runs), provenance=block, **fields)
     return store.write(folder, record, (vars(item) for run in runs for item in run.items))
@@ -301,7 +303,7 @@ def smoke(
     """Ask a variant a few items of each task, with short answers; nothing is recorded."""
     logs = variant.root / "logs"
     with serve(variant, port=port, log=logs / f"serve-{variant.name}.log", progress=progress) as server:
-        runs, _ = lm_eval_run.run(
+        runs, _ = lm_eval_run.run_suite(
             suite.shortened(SMOKE_MAX_GEN_TOKS),
             server,
             limit=SMOKE_ITEMS,

@@ -54,7 +54,7 @@ class TaskComparison:
         return intervals.p_value(self.gain, error, count, -margin, higher_is_better=True)
 
 
-def pair(first: Path, second: Path) -> tuple[Path, Path]:
+def pair_quality_records(first: Path, second: Path) -> tuple[Path, Path]:
     """The quality records of two variants on the same items, each of the checkpoint that was scored last.
 
     Of several pairs the one with the most items is chosen, so that a sample does not hide a full run; of these one
@@ -67,14 +67,14 @@ def pair(first: Path, second: Path) -> tuple[Path, Path]:
     chosen = best_pair(*(current_records(folder) for folder in (first, second)))
     if chosen:
         return chosen[0].path, chosen[1].path
-    return pairing.newest_pair(first, second, Quality, basis, _command)
+    return pairing.newest_pair(first, second, Quality, comparison_key, _command)
 
 
 def best_pair(
     first: Iterable[StoredRecord[Quality]], second: Iterable[StoredRecord[Quality]]
 ) -> tuple[StoredRecord[Quality], StoredRecord[Quality]] | None:
-    """The two records that `pair` chooses of those of two variants; None if no two are on the same items."""
-    pairs = [(a, b) for a in first for b in second if basis(a.record) == basis(b.record)]
+    """The records of two variants that `pair_quality_records` chooses; None if no two are on the same items."""
+    pairs = [(a, b) for a in first for b in second if comparison_key(a.record) == comparison_key(b.record)]
     return max(pairs, key=_pair_order, default=None)
 
 
@@ -103,7 +103,7 @@ def of_newest_checkpoint(records: Sequence[StoredRecord[Quality]]) -> list[Store
     return [entry for entry, digest in zip(records, digests, strict=True) if digest == digests[0]]
 
 
-def widest(records: Iterable[StoredRecord[Quality]]) -> StoredRecord[Quality] | None:
+def largest_record(records: Iterable[StoredRecord[Quality]]) -> StoredRecord[Quality] | None:
     """The most informative record: completions before chat, then most items, then the newest."""
     return max(
         records,
@@ -112,7 +112,7 @@ def widest(records: Iterable[StoredRecord[Quality]]) -> StoredRecord[Quality] | 
     )
 
 
-def basis(record: Quality) -> dict[str, Any]:
+def comparison_key(record: Quality) -> dict[str, Any]:
     """Properties that two quality records must share to be comparable, by name."""
     return {
         "suite": record.suite,
@@ -125,7 +125,7 @@ def basis(record: Quality) -> dict[str, Any]:
     }
 
 
-def compare(first: Path, second: Path) -> list[TaskComparison]:
+def compare_quality(first: Path, second: Path) -> list[TaskComparison]:
     """Compare two quality records item by item.
 
     Raises:
@@ -134,7 +134,7 @@ def compare(first: Path, second: Path) -> list[TaskComparison]:
     """
     first_record, second_record = store.read(first, Quality), store.read(second, Quality)
     cure = _command(second_record.variant, first_record)
-    pairing.require_same(first, second, basis(first_record), basis(second_record), cure)
+    pairing.require_same(first, second, comparison_key(first_record), comparison_key(second_record), cure)
     first_items, second_items = items_by_task(first), items_by_task(second)
     rows = []
     for task, score in first_record.tasks.items():
@@ -175,7 +175,7 @@ def compare_items(
         second=second_value,
         difference=difference,
         discordance=discordance,
-        judgement=non_inferiority.judge(
+        judgement=non_inferiority.judge_loss(
             difference,
             discordance,
             margin=score.non_inferiority_margin,
@@ -192,7 +192,7 @@ def items_by_task(path: Path) -> dict[str, list[dict[str, Any]]]:
     return tasks
 
 
-def table(first: Path, second: Path) -> Table:
+def comparison_table(first: Path, second: Path) -> Table:
     """Paired differences of two quality records.
 
     Raises:
@@ -210,7 +210,7 @@ def table(first: Path, second: Path) -> Table:
     )
     names = first_record.variant, second_record.variant
     title = f"Quality: {names[0]} and {names[1]}, paired by item"
-    return paired_table(title, first_record, names, compare(first, second), notes)
+    return paired_table(title, first_record, names, compare_quality(first, second), notes)
 
 
 def paired_table(

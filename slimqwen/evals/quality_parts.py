@@ -56,7 +56,7 @@ class PartAnswers:
         return cls(runs, ServedProvenance.model_validate(fields["provenance"]))
 
 
-def ask(
+def score_part(
     variant: Variant,
     suite: Suite,
     part: Part,
@@ -69,14 +69,14 @@ def ask(
     """Score a variant on a part of a suite, served on a free port by a server of its own; nothing is recorded.
 
     Raises:
-        ServerLostError, ServingError, EvalError, PromptTooLongError: as for `quality.measure`.
+        ServerLostError, ServingError, EvalError, PromptTooLongError: as for `quality.measure_quality`.
     """
     speed_only.refuse(variant, "quality")
-    datasets.require(suite.datasets, suite.nltk, variant.root)
+    datasets.require_datasets(suite.datasets, suite.nltk, variant.root)
     started = provenance.utc_now()
     logs, ending = variant.root / "logs", f"{variant.name}-{part.number + 1}of{part.count}.log"
     with serve(variant, port=free_port(), log=logs / f"serve-{ending}", progress=progress) as server:
-        runs, files = lm_eval_run.run(
+        runs, files = lm_eval_run.run_suite(
             suite,
             server,
             limit=limit,
@@ -96,7 +96,7 @@ def ask(
     return PartAnswers(runs, block)
 
 
-def write(
+def write_parts(
     variant: Variant,
     suite: Suite,
     parts: Sequence[PartAnswers],
@@ -127,7 +127,7 @@ def write(
         )
         for runs in zip(*(part.runs for part in parts), strict=True)
     ]
-    return quality.write(
+    return quality.write_quality_record(
         folder or variant.folder,
         runs,
         block,

@@ -60,7 +60,7 @@ class TokenisedText:
     kept_ids: npt.NDArray[np.int64] | None = None
 
 
-def compare(
+def compare_checkpoints(
     variant_weights: Path,
     baseline_weights: Path,
     settings: FidelitySettings,
@@ -113,7 +113,7 @@ def compare(
     return comparisons
 
 
-def compare_served(
+def compare_with_server(
     server: SharedServer,
     baseline_weights: Path,
     settings: FidelitySettings,
@@ -133,7 +133,7 @@ def compare_served(
         One comparison for each text, in the mode `SERVED`.
 
     Raises:
-        EvalError: as for `compare`.
+        EvalError: as for `compare_checkpoints`.
         ServerLostError: the server died, or refused `TOP_K` log-probabilities.
     """
     texts = _tokenised(server.variant.weights, baseline_weights, settings, root, split, max_model_len)

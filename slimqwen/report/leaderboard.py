@@ -322,7 +322,7 @@ def _scores(
         suite_records = [entry for entry in variant_records if entry.record.suite == suite]
         pair = quality_comparison.best_pair(baseline_records, suite_records)
         changes = _changes(*pair, problems) if pair else {}
-        shown = pair[1] if pair else quality_comparison.widest(suite_records)
+        shown = pair[1] if pair else quality_comparison.largest_record(suite_records)
         for task, row in shown.record.tasks.items() if shown else ():
             name = task.removeprefix(f"{suite}_")
             scores[suite, name] = Score(suite, name, row, changes.get(task))
@@ -336,7 +336,7 @@ def _changes(
     if not (_has_items(first, problems) and _has_items(second, problems)):
         return {}
     try:
-        return {row.task: row for row in quality_comparison.compare(first.path, second.path)}
+        return {row.task: row for row in quality_comparison.compare_quality(first.path, second.path)}
     except DAMAGED as error:
         problems[second.location] = f"not paired with {first.location}: {error}"
         return {}

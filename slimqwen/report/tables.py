@@ -59,7 +59,7 @@ def results_tables(folder: Path) -> list[Table]:
     Raises:
         MissingRecordError: nothing has been measured.
     """
-    scored = quality_comparison.widest(quality_comparison.current_records(folder))
+    scored = quality_comparison.largest_record(quality_comparison.current_records(folder))
     newest = [*([scored.path] if scored else []), *_newest_by_workload(folder)]
     if not newest:
         store.latest(folder, Quality)  # raises, and names the command
@@ -111,7 +111,7 @@ def summary_table(root: Path, baseline: str, name: str, folder: str = "experimen
         NotComparableError: quality records exist but do not fit.
     """
     folders = (root / folder / baseline, root / folder / name)
-    paths = quality_comparison.pair(*folders)
+    paths = quality_comparison.pair_quality_records(*folders)
     records = [store.read(path, Quality) for path in paths]
     first, second = (record.provenance.checkpoint.size_bytes / 1e6 for record in records)
     digests = [record.provenance.checkpoint.digest for record in records]
@@ -125,7 +125,7 @@ def summary_table(root: Path, baseline: str, name: str, folder: str = "experimen
     )
     sources += zip(records, paths, strict=True)
     prefix = f"{records[0].suite}_"
-    for row in quality_comparison.compare(*paths):
+    for row in quality_comparison.compare_quality(*paths):
         rows.append(
             (
                 f"{row.task.removeprefix(prefix)}, {quality.MEASURE_NAMES.get(row.measure, row.measure)}",
@@ -147,7 +147,7 @@ def summary_table(root: Path, baseline: str, name: str, folder: str = "experimen
 
 
 def _quality_comparison(first: Path, second: Path) -> list[Table]:
-    return [quality_comparison.table(*quality_comparison.pair(first, second))]
+    return [quality_comparison.comparison_table(*quality_comparison.pair_quality_records(first, second))]
 
 
 def _newest_by_workload(folder: Path) -> list[Path]:
@@ -159,7 +159,7 @@ def _newest_by_workload(folder: Path) -> list[Path]:
 
 
 def _latest_quality(folder: Path) -> str:
-    scored = quality_comparison.widest(quality_comparison.current_records(folder))
+    scored = quality_comparison.largest_record(quality_comparison.current_records(folder))
     if scored is None:
         return "-"
     record = scored.record
@@ -204,10 +204,10 @@ def _acceptance_rows(
 ) -> Iterator[tuple[str, ...]]:
     """Both acceptance lengths at the gate's K."""
     try:
-        paths = acceptance_share.pair(*folders, digests)
+        paths = acceptance_share.pair_acceptance_records(*folders, digests)
     except (store.MissingRecordError, pairing.NotComparableError):
         return
-    share = acceptance_share.compare(*paths)
+    share = acceptance_share.compare_acceptance(*paths)
     records = [store.read(path, Acceptance) for path in paths]
     sources += zip(records, paths, strict=True)
     yield (

@@ -82,7 +82,7 @@ def prove(names: Sequence[str], executor: Executor, root: Path, *, command: Sequ
     options = Options(("gate",), tuple(command), limit=None, split="proof")
     results = {each.variant: each for each in sweep(names, options, executor, root)}
     records = {name: each.records[-1] for name, each in results.items() if not each.failure}
-    p_values = [gate.p_value(records[name]) if name in records else 1.0 for name in names]
+    p_values = [gate.gate_p_value(records[name]) if name in records else 1.0 for name in names]
     adjusted = multiplicity.holm(p_values)
     shares = [split_of(store.read(path)) for path in records.values()]
     return Proof(

@@ -8,7 +8,7 @@ from typing import Any
 from slimqwen import variant as variants
 from slimqwen.evals import acceptance_share, drafting, fidelity
 from slimqwen.evals.drafting import AcceptanceSettings, Item
-from slimqwen.evals.fidelity_figures import FidelitySettings, Figures, summarise
+from slimqwen.evals.fidelity_figures import FidelitySettings, Figures, summarise_texts
 from slimqwen.evals.gate import GateSettings
 from slimqwen.progress import Progress
 from slimqwen.recipe import variant_recipe
@@ -69,7 +69,9 @@ class Budget:
     def acceptance_share(self, base: Sequence[Item], own: Sequence[Item]) -> Ratio:
         """Acceptance length of a candidate / the base's, at the gate's depth, from the items of their records."""
         depth, least = self.acceptance.gate_depth, self.acceptance.least_share
-        return Ratio.from_ratio(acceptance_share.judge(base, own, depth=depth, least_share=least).ratio)
+        return Ratio.from_ratio(
+            acceptance_share.compare_drafts(base, own, depth=depth, least_share=least).ratio
+        )
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ def compare_distributions(root: Path, argument: Mapping[str, Any], progress: Pro
     base, variant, budget = _load(root, argument)
     _make(variant, progress)
     command = ServerCommand.resolve(variant)
-    texts = token_distributions.compare(
+    texts = token_distributions.compare_checkpoints(
         variant.weights,
         base.weights,
         budget.fidelity,
@@ -133,7 +135,7 @@ def compare_distributions(root: Path, argument: Mapping[str, Any], progress: Pro
         split=budget.split,
         progress=progress,
     )
-    return {"figures": summarise(texts)["single"].as_json()}
+    return {"figures": summarise_texts(texts)["single"].as_json()}
 
 
 def count_drafts(root: Path, argument: Mapping[str, Any], progress: Progress) -> list[dict[str, Any]]:
@@ -154,7 +156,9 @@ def count_drafts(root: Path, argument: Mapping[str, Any], progress: Progress) ->
     longest = command.max_model_len - settings.tokens - argument["deepest"] - 1
     classes = drafting.cut_prompts(settings, variant, base, longest, budget.split)
     flags = fidelity.weight_flags(command.flags)
-    return drafting.count(variant.weights, classes, settings, argument["depths"], [0.0], flags, progress)
+    return drafting.measure_drafts(
+        variant.weights, classes, settings, argument["depths"], [0.0], flags, progress
+    )
 
 
 def _load(root: Path, argument: Mapping[str, Any]) -> tuple[Variant, Variant, Budget]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from slimqwen import variant as variants
 from slimqwen.captured_log import capture_logger
-from slimqwen.evals.acceptance import summarise
+from slimqwen.evals.acceptance import summarise_items
 from slimqwen.progress import Progress, silent
 from slimqwen.records.journal import locked
 from slimqwen.records.record import Estimate
@@ -383,6 +383,6 @@ def _sampler(seed: int) -> Any:
 
 
 def _length(items: Sequence[Mapping[str, Any]], depth: int) -> Estimate:
-    (length,) = (row.length for row in summarise(items) if row.depth == depth)
+    (length,) = (row.length for row in summarise_items(items) if row.depth == depth)
     assert length is not None
     return length

@@ -47,7 +47,7 @@ class Judgement:
     items_needed: int | None
 
 
-def judge(
+def judge_loss(
     difference: Difference, discordance: Discordance | None, *, margin: float, higher_is_better: bool
 ) -> Judgement:
     """Judge second minus first on the same items.
@@ -119,7 +119,7 @@ def judge_floor(estimate: Estimate, floor: float, *, right: int | None) -> Verdi
 def items_to_decide(margin: float, discordance: float) -> int:
     """Number of right-or-wrong items with which an equally good variant passes with probability `POWER`.
 
-    It uses the interval of `judge`: it adds up the probabilities of all numbers of gained and lost items that pass; an
+    It adds up the probabilities of all numbers of gained and lost items that pass by the interval of `judge_loss`; an
     item is gained, and lost, with half the discordance as probability.
 
     Args:

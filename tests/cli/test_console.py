@@ -14,7 +14,7 @@ from slimqwen.evals import gate as evaluation
 from slimqwen.serving.errors import ServingError
 
 VERBS = {
-    "gate check": (evaluation, "measure", gate),
+    "gate check": (evaluation, "measure_gate", gate),
 }
 
 
@@ -61,7 +61,7 @@ def test_sigterm_ends_a_command_as_ctrl_c_does(monkeypatch, capsys):
         finally:
             removed.append("what it had made")
 
-    monkeypatch.setattr(evaluation, "measure", measure)
+    monkeypatch.setattr(evaluation, "measure_gate", measure)
     assert ended(monkeypatch, "gate check") == 143
     assert "terminated" in capsys.readouterr().err
     assert removed

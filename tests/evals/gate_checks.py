@@ -6,7 +6,7 @@ from typing import Any
 
 from slimqwen.evals import acceptance
 from slimqwen.evals.engine.combinations import REFERENCE_MODES
-from slimqwen.evals.fidelity_figures import FIGURE_NAMES, Figures, Limits, judge
+from slimqwen.evals.fidelity_figures import FIGURE_NAMES, FidelityLimits, Figures, judge_figures
 from slimqwen.evals.suites.suite import Suite
 from slimqwen.records import provenance
 from slimqwen.records.record import Estimate
@@ -15,7 +15,7 @@ from slimqwen.stats.verdict import Verdict, overall
 from slimqwen.variant import Variant
 from tests import record_files
 
-LIMITS = Limits(**dict.fromkeys(FIGURE_NAMES, 0.003))
+LIMITS = FidelityLimits(**dict.fromkeys(FIGURE_NAMES, 0.003))
 MODES = REFERENCE_MODES.model_dump()
 
 
@@ -64,7 +64,7 @@ class Checks:
         self.asked.append(("fidelity", one.name))
         estimate = Estimate(value=self.kl_nats, standard_error=1e-5, count=9)
         figures = figures_of(estimate, joined_kl_nats=self.kl_nats)
-        verdicts = judge(figures, LIMITS)
+        verdicts = judge_figures(figures, LIMITS)
         unchanged, noise = None, Verdict.PASS
         if value := self.noise_ratio:
             noise = Verdict.PASS if value <= 2 else Verdict.FAIL
@@ -85,7 +85,7 @@ class Checks:
         self.asked.append(("acceptance", one.name))
         accepted = self.accepted if one.name != "tiny" else 8
         items = [item for depth in depths for item in record_files.draft_items(*[[accepted] * depth] * 3)]
-        rows = [row.as_json() for row in acceptance.summarise(items)]
+        rows = [row.as_json() for row in acceptance.summarise_items(items)]
         record = self.example("acceptance", one, plan=settings_name, gate_depth=depths[0], depths=rows)
         record["provenance"] = self.described(one, {"enforce-eager": True})
         record["split"] = split_json(more)

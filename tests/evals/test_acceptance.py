@@ -71,7 +71,7 @@ def test_a_context_that_holds_no_prompt_is_told(repository: Path) -> None:
 @pytest.mark.engine
 def test_deeper_drafts_are_accepted_for_longer_and_the_choice_says_what_it_is_by(repository: Path) -> None:
     progress: list[tuple[float, float]] = []
-    path = acceptance.measure(
+    path = acceptance.measure_acceptance(
         variant.load("tiny", repository),
         "small",
         [0, 1, 3],
@@ -108,7 +108,7 @@ def test_deeper_drafts_are_accepted_for_longer_and_the_choice_says_what_it_is_by
     # Greedy continuations end where they end, whatever drafts them; a near tie may move one end.
     assert max(greedy) - min(greedy) <= 24
     assert [row[0] for row in record.tables(path)[1].rows] == ["0", "1", "3"]
-    same = acceptance_share.compare(path, path)
+    same = acceptance_share.compare_acceptance(path, path)
     assert (same.ratio.value, same.ratio.low, same.ratio.high, same.verdict) == (1, 1, 1, Verdict.PASS)
 
 
@@ -123,15 +123,15 @@ def test_depths_of_an_interrupted_run_are_not_counted_again(
             raise KeyboardInterrupt
         return record_files.draft_items(*([4 - group] * depths[0] for group in range(2)))
 
-    monkeypatch.setattr(drafting, "count", count)
+    monkeypatch.setattr(drafting, "measure_drafts", count)
     with pytest.raises(KeyboardInterrupt):
-        acceptance.measure(one, "small", [1, 2, 3], command=["x"])
+        acceptance.measure_acceptance(one, "small", [1, 2, 3], command=["x"])
     assert not list(one.folder.glob("acceptance_*"))
-    path = acceptance.measure(one, "small", [1, 2, 3], command=["x"])
+    path = acceptance.measure_acceptance(one, "small", [1, 2, 3], command=["x"])
     assert asked == [1, 2, 3, 3]
     assert [row.depth for row in store.read(path).depths] == [1, 2, 3]
     monkeypatch.setattr(store, "_stamp", lambda: "2026-01-01T000000Z")
-    acceptance.measure(one, "small", [1], command=["x"])
+    acceptance.measure_acceptance(one, "small", [1], command=["x"])
     assert asked == [1, 2, 3, 3, 1]
 
 
@@ -143,7 +143,7 @@ def test_a_checkpoint_without_a_head_is_refused(repository: Path) -> None:
     (bare / "config.json").write_text(json.dumps(config))
     (repository / "experiments" / "tiny" / "config.env").write_text("VLLM_MODEL=weights/bare\n")
     with pytest.raises(EvalError, match="tiny has no MTP head"):
-        acceptance.measure(variant.load("tiny", repository), "small", [1], command=["x"])
+        acceptance.measure_acceptance(variant.load("tiny", repository), "small", [1], command=["x"])
 
 
 def test_more_groups_than_prompts_are_an_error(repository: Path) -> None:
@@ -155,7 +155,7 @@ def test_more_groups_than_prompts_are_an_error(repository: Path) -> None:
 def counted(folder: Path, accepted: Sequence[int], **changes: Any) -> Path:
     """A record of 10 drafts of 2 tokens a group, so many of each group accepted at each position."""
     items = record_files.draft_items(*([number, number] for number in accepted))
-    depths = [row.as_json() for row in acceptance.summarise(items)]
+    depths = [row.as_json() for row in acceptance.summarise_items(items)]
     body = EXAMPLE | {"variant": folder.name, "depths": depths} | changes
     return record_files.write(folder, body, items)
 
@@ -168,8 +168,8 @@ def test_the_share_of_the_baselines_length_decides(
     tmp_path: Path, accepted: Sequence[int], verdict: str
 ) -> None:
     first, second = counted(tmp_path / "a", (8, 8, 8, 8)), counted(tmp_path / "b", accepted)
-    assert acceptance_share.pair(tmp_path / "a", tmp_path / "b") == (first, second)
-    share = acceptance_share.compare(first, second)
+    assert acceptance_share.pair_acceptance_records(tmp_path / "a", tmp_path / "b") == (first, second)
+    share = acceptance_share.compare_acceptance(first, second)
     assert (share.depth, share.groups, share.verdict) == (2, 4, verdict)
     assert share.first == pytest.approx(2.6)
     assert share.second == pytest.approx(1 + 2 * sum(accepted) / 40)
@@ -180,9 +180,9 @@ def test_records_of_other_settings_or_another_checkpoint_are_no_pair(tmp_path: P
     counted(tmp_path / "a", (8, 8))
     counted(tmp_path / "b", (8, 8), plan="another")
     with pytest.raises(NotComparableError, match=r"differ in settings \(\w+ and another\)"):
-        acceptance_share.pair(tmp_path / "a", tmp_path / "b")
+        acceptance_share.pair_acceptance_records(tmp_path / "a", tmp_path / "b")
     with pytest.raises(store.MissingRecordError, match="slimqwen eval acceptance --variant a"):
-        acceptance_share.pair(tmp_path / "a", tmp_path / "b", ["0" * 64, "0" * 64])
+        acceptance_share.pair_acceptance_records(tmp_path / "a", tmp_path / "b", ["0" * 64, "0" * 64])
 
 
 def test_a_proof_counts_more_prompts_than_a_search() -> None:

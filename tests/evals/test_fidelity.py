@@ -20,12 +20,12 @@ from slimqwen.evals.fidelity_figures import (
     PLAIN,
     SERVED,
     TOP_K,
+    FidelityLimits,
     FidelitySettings,
-    Limits,
     TextComparison,
-    judge,
+    judge_figures,
     noise_ratios,
-    summarise,
+    summarise_texts,
 )
 from slimqwen.evals.token_distributions import TokenisedText
 from slimqwen.progress import silent
@@ -77,7 +77,9 @@ def read(settings):
 
     def once(folder):
         if folder not in done:
-            done[folder] = token_distributions.compare(folder, TINY, settings, ROOT, max_model_len=CONTEXT)
+            done[folder] = token_distributions.compare_checkpoints(
+                folder, TINY, settings, ROOT, max_model_len=CONTEXT
+            )
         return done[folder]
 
     return once
@@ -110,9 +112,9 @@ def swapped(tmp_path_factory):
 
 @pytest.mark.engine
 def test_a_checkpoint_is_faithful_to_itself_in_every_mode(read, settings):
-    summary = summarise(read(TINY))
+    summary = summarise_texts(read(TINY))
     for mode in MODES:
-        assert set(judge(summary[mode], settings.limits).values()) == {Verdict.PASS}
+        assert set(judge_figures(summary[mode], settings.limits).values()) == {Verdict.PASS}
         assert summary[mode].texts_compared == summary[mode].texts == 12
         assert summary[mode].kl_nats.value > 0
         assert summary[mode].joined_kl_nats > 0
@@ -123,10 +125,12 @@ def test_a_checkpoint_is_faithful_to_itself_in_every_mode(read, settings):
 
 @pytest.mark.engine
 def test_a_served_checkpoint_is_compared_over_http_as_it_is_in_process(served_tiny, read, settings):
-    readings = token_distributions.compare_served(served_tiny, TINY, settings, ROOT, max_model_len=CONTEXT)
-    figures = summarise(readings)[SERVED]
-    assert set(judge(figures, settings.limits).values()) == {Verdict.PASS}
-    assert figures.positions_compared == summarise(read(TINY))[PLAIN].positions_compared
+    readings = token_distributions.compare_with_server(
+        served_tiny, TINY, settings, ROOT, max_model_len=CONTEXT
+    )
+    figures = summarise_texts(readings)[SERVED]
+    assert set(judge_figures(figures, settings.limits).values()) == {Verdict.PASS}
+    assert figures.positions_compared == summarise_texts(read(TINY))[PLAIN].positions_compared
     ratios = noise_ratios([*in_mode(read(TINY), PLAIN), *readings], settings.unchanged_ratio)
     assert {row.mode for row in ratios} == {SERVED}
     assert {row.verdict for row in ratios} == {Verdict.PASS}
@@ -134,16 +138,18 @@ def test_a_served_checkpoint_is_compared_over_http_as_it_is_in_process(served_ti
 
 @pytest.mark.engine
 def test_another_checkpoint_fails_over_http_as_it_does_in_process(served_tiny, read, settings, swapped):
-    readings = token_distributions.compare_served(served_tiny, swapped, settings, ROOT, max_model_len=CONTEXT)
-    figures = summarise(readings)[SERVED]
-    assert judge(figures, settings.limits)["kl_nats"] == Verdict.FAIL
+    readings = token_distributions.compare_with_server(
+        served_tiny, swapped, settings, ROOT, max_model_len=CONTEXT
+    )
+    figures = summarise_texts(readings)[SERVED]
+    assert judge_figures(figures, settings.limits)["kl_nats"] == Verdict.FAIL
 
 
 def test_a_dead_server_is_told_and_no_reading_comes(settings):
     gone = SimpleNamespace(base_url=f"http://127.0.0.1:{free_port()}", model="default", log=None, pid=1)
     nobody = SharedServer(variant.load("tiny"), gone, True, CONTEXT)
     with pytest.raises(ServerLostError, match="failed while reading texts"):
-        token_distributions.compare_served(nobody, TINY, settings, ROOT, max_model_len=CONTEXT)
+        token_distributions.compare_with_server(nobody, TINY, settings, ROOT, max_model_len=CONTEXT)
 
 
 def test_the_tail_as_one_never_raises_divergence_and_changes_no_other_figure():
@@ -189,8 +195,8 @@ def test_a_layer_with_some_noise_is_not_the_same(read, settings, noisy):
 
 @pytest.mark.engine
 def test_swapped_embedding_rows_fail_and_are_measured_as_transformers_measures_them(read, settings, swapped):
-    for figures in summarise(read(swapped)).values():
-        assert Verdict.FAIL in judge(figures, settings.limits).values()
+    for figures in summarise_texts(read(swapped)).values():
+        assert Verdict.FAIL in judge_figures(figures, settings.limits).values()
 
     readings = [one for one in read(swapped) if one.mode == "single"]
     first = json.loads(settings.texts.read_text().splitlines()[0])
@@ -216,7 +222,7 @@ def test_a_pruned_checkpoint_is_compared_over_the_tokens_that_it_kept(read, sett
     pruned.mkdir()
     corpus = prune_vocab.Corpus(documents=400)
     prune_vocab.run(TINY, pruned, prune_vocab.PruneVocabParameters(size=6144, corpus=corpus), silent)
-    figures = summarise(read(pruned))[PLAIN]
+    figures = summarise_texts(read(pruned))[PLAIN]
     assert 2 <= figures.texts_compared < figures.texts
     # Over the kept tokens the weights are the baseline's: what is left is the noise of the engine.
     kept = {each.name: dataclasses.replace(each, mode="pruned") for each in in_mode(read(pruned), PLAIN)}
@@ -239,7 +245,7 @@ def test_unrelated_vocabularies_are_refused(settings, tmp_path):
     tokenizer["model"]["merges"] = merges[:100]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(EvalError, match=r"differently and there is no vocab_map\.json; name the baseline"):
-        token_distributions.compare(other, TINY, settings, ROOT, max_model_len=CONTEXT)
+        token_distributions.compare_checkpoints(other, TINY, settings, ROOT, max_model_len=CONTEXT)
 
 
 @pytest.mark.parametrize(
@@ -266,7 +272,7 @@ def test_texts_that_cannot_be_compared_are_told_before_an_engine_starts(
     (tmp_path / "texts.jsonl").write_text("\n".join(lines))
     bad = settings.model_copy(update={"texts": tmp_path / "texts.jsonl"})
     with pytest.raises(SlimqwenError, match=message):
-        token_distributions.compare(TINY, TINY, bad, ROOT, max_model_len=CONTEXT)
+        token_distributions.compare_checkpoints(TINY, TINY, bad, ROOT, max_model_len=CONTEXT)
 
 
 def test_a_text_with_a_line_separator_is_one_text(tmp_path):
@@ -290,7 +296,7 @@ def test_stages_are_those_of_a_recipe_whose_base_may_be_a_hub_repository(tmp_pat
         fidelity._stage_outputs(variant.load("small", tmp_path))
 
 
-LIMITS = Limits(**dict.fromkeys(Limits.model_fields, 0.05))
+LIMITS = FidelityLimits(**dict.fromkeys(FidelityLimits.model_fields, 0.05))
 
 
 @pytest.mark.parametrize(
@@ -305,7 +311,7 @@ LIMITS = Limits(**dict.fromkeys(Limits.model_fields, 0.05))
 )
 def test_the_whole_interval_decides_and_a_missing_figure_is_inconclusive(value, verdict):
     estimate = None if value is None else Estimate(value=value, standard_error=0.001, count=9)
-    assert set(judge(figures_of(estimate), LIMITS).values()) == {verdict}
+    assert set(judge_figures(figures_of(estimate), LIMITS).values()) == {verdict}
 
 
 def noisy_texts(mode, factor, joined=1.0):

@@ -27,7 +27,8 @@ ROOT = Path(__file__).parents[2]
 def checks(monkeypatch: pytest.MonkeyPatch, stamps: None) -> Checks:
     made = Checks()
     for module in (fidelity, acceptance, quality):
-        monkeypatch.setattr(module, "measure", getattr(made, module.__name__.rpartition(".")[2]))
+        name = module.__name__.rpartition(".")[2]
+        monkeypatch.setattr(module, f"measure_{name}", getattr(made, name))
     monkeypatch.setattr(modes, "measure", made.engine)
     return made
 
@@ -44,7 +45,7 @@ def one(tmp_path: Path, add_variant: Callable[..., Path]) -> Variant:
 
 
 def test_four_checks_make_one_verdict_and_one_page(one: Variant, checks: Checks) -> None:
-    path = gate.measure(one, "tinyworld", command=["x"])
+    path = gate.measure_gate(one, "tinyworld", command=["x"])
     record = store.read(path, Gate)
     assert record.verdict == "pass"
     assert record.verdicts == dict.fromkeys(("fidelity", "acceptance", "quality", "engine"), "pass")
@@ -95,7 +96,7 @@ def test_damage_that_every_measurement_misses_fails_the_gate_where_no_stage_may_
         config = json.loads((weights / "config.json").read_text())
         config["rope_parameters"][plant] *= 1.5
         (weights / "config.json").write_text(json.dumps(config))
-    record = store.read(gate.measure(variant.load("small", one.root), "tinyworld", command=["x"]), Gate)
+    record = store.read(gate.measure_gate(variant.load("small", one.root), "tinyworld", command=["x"]), Gate)
     assert record.verdict == ("fail" if plant else "pass")
     assert record.verdicts["fidelity"] == record.verdict
 
@@ -105,7 +106,7 @@ def test_unsafe_modes_that_are_not_served_do_not_count_against_the_limit(
 ) -> None:
     """The row once said 3 unsafe, limit 0, pass."""
     checks.unsafe_elsewhere = 3
-    path = gate.measure(one, "tinyworld", command=["x"])
+    path = gate.measure_gate(one, "tinyworld", command=["x"])
     expected = ("engine", "unsafe engine modes, of 1 served", "0", "-", "0", "pass")
     page = store.read(path, Gate).tables(path)[0]
     assert page.rows[-1] == expected
@@ -140,41 +141,41 @@ def test_one_check_decides(
     one: Variant, checks: Checks, damage: dict[str, Any], check: str, verdict: str
 ) -> None:
     vars(checks).update(damage)
-    record = store.read(gate.measure(one, "tinyworld", command=["x"]), Gate)
+    record = store.read(gate.measure_gate(one, "tinyworld", command=["x"]), Gate)
     assert record.verdict == verdict
     assert {name: each for name, each in record.verdicts.items() if each != "pass"} == {check: verdict}
 
 
 def test_where_a_sample_cannot_tell_the_gate_goes_on_with_all_items(one: Variant, checks: Checks) -> None:
     checks.right = 192
-    record = store.read(gate.measure(one, "tinyworld", command=["x"]), Gate)
+    record = store.read(gate.measure_gate(one, "tinyworld", command=["x"]), Gate)
     assert [name for check, name in checks.asked if check == "quality"] == ["tiny", "small", "tiny", "small"]
     scores = [path for path in record.evidence(one.root / "experiments") if path.name.startswith("quality_")]
     assert [store.read(path, quality.Quality).limit for path in scores] == [None, None]
     checks.asked.clear()
-    gate.measure(one, "tinyworld", command=["x"])
+    gate.measure_gate(one, "tinyworld", command=["x"])
     assert checks.asked == []
 
 
 def test_where_a_sample_fails_the_other_items_are_not_asked(one: Variant, checks: Checks) -> None:
     checks.right = 100
-    gate.measure(one, "tinyworld", command=["x"])
+    gate.measure_gate(one, "tinyworld", command=["x"])
     assert [name for check, name in checks.asked if check == "quality"] == ["tiny", "small"]
 
 
 def test_what_holds_is_not_measured_again(one: Variant, checks: Checks) -> None:
-    gate.measure(one, "tinyworld", command=["x"])
+    gate.measure_gate(one, "tinyworld", command=["x"])
     checks.asked.clear()
-    gate.measure(one, "tinyworld", command=["x"])
+    gate.measure_gate(one, "tinyworld", command=["x"])
     assert checks.asked == []
     config = one.weights / "config.json"
     config.write_text(config.read_text() + "\n")
-    gate.measure(one, "tinyworld", command=["x"])
+    gate.measure_gate(one, "tinyworld", command=["x"])
     assert checks.asked == [(name, "small") for name in ("fidelity", "acceptance", "quality", "engine")]
     checks.asked.clear()
     settings = one.folder / "config.env"
     settings.write_text(settings.read_text() + "VLLM_MAX_NUM_SEQS=3\n")
-    gate.measure(variant.load("small", one.root), "tinyworld", command=["x"])
+    gate.measure_gate(variant.load("small", one.root), "tinyworld", command=["x"])
     # Acceptance is of the weights; how many requests are served at once is for the other three.
     assert checks.asked == [("fidelity", "small"), ("quality", "small"), ("engine", "small")]
 
@@ -182,7 +183,7 @@ def test_what_holds_is_not_measured_again(one: Variant, checks: Checks) -> None:
 def test_a_sample_by_other_assumptions_is_taken_anew(
     one: Variant, checks: Checks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate.measure(one, "tinyworld", command=["x"])
+    gate.measure_gate(one, "tinyworld", command=["x"])
     checks.asked.clear()
     load = Suite.load
 
@@ -193,14 +194,14 @@ def test_a_sample_by_other_assumptions_is_taken_anew(
         return suite.model_copy(update={"tasks": [renamed]})
 
     monkeypatch.setattr(Suite, "load", staticmethod(stricter))
-    gate.measure(one, "tinyworld", command=["x"])
+    gate.measure_gate(one, "tinyworld", command=["x"])
     assert checks.asked == [("quality", "tiny"), ("quality", "small")]
 
 
 def test_all_items_speak_before_a_sample_where_both_have_them(one: Variant, checks: Checks) -> None:
     suite = Suite.load("tinyworld", one.root)
     whole = [checks.quality(side, suite, limit=None) for side in (variant.load("tiny", one.root), one)]
-    record = store.read(gate.measure(one, "tinyworld", command=["x"]))
+    record = store.read(gate.measure_gate(one, "tinyworld", command=["x"]))
     assert {f"{path.parent.name}/{path.name}" for path in whole} <= set(record.records)
     assert [asked for asked in checks.asked if asked[0] == "quality"] == [
         ("quality", "tiny"),
@@ -210,6 +211,6 @@ def test_all_items_speak_before_a_sample_where_both_have_them(one: Variant, chec
 
 def test_a_variant_without_a_baseline_is_refused(one: Variant) -> None:
     with pytest.raises(EvalError, match="tiny has no baseline"):
-        gate.measure(variant.load("tiny", one.root), "tinyworld", command=["x"])
+        gate.measure_gate(variant.load("tiny", one.root), "tinyworld", command=["x"])
     with pytest.raises(SettingsError, match=r"eval/gates/nope.yaml"):
-        gate.measure(one, "nope", command=["x"])
+        gate.measure_gate(one, "nope", command=["x"])

@@ -84,7 +84,7 @@ def gated(one, verdict="pass", data=None, **changes):
 
 
 def promoted_card(one):
-    return ModelCard.load(promotion.promote(one).card)
+    return ModelCard.load(promotion.promote_variant(one).card)
 
 
 def state(root):
@@ -98,7 +98,7 @@ def state(root):
 
 def test_a_variant_whose_gate_passed_is_promoted_with_the_record_cited(one):
     gate = gated(one)
-    promoted = promotion.promote(one)
+    promoted = promotion.promote_variant(one)
     claimed = store.read_measurements(one.folder)
     assert promoted.changed
     assert promoted.gate == gate
@@ -156,7 +156,7 @@ def test_a_base_from_the_hub_is_named_as_there(one, add_variant, tmp_path):
 def test_a_card_is_no_part_of_the_checkpoint(one, tmp_path):
     before = checkpoint.digest(one.weights), bytes_on_disk(one.weights)
     gate = gated(one)
-    card = promotion.promote(one).card
+    card = promotion.promote_variant(one).card
     assert card.is_file()
     assert (checkpoint.digest(one.weights), bytes_on_disk(one.weights)) == before
     assert checkpoint.verify(one.weights, "cure").stage == "calibrate"
@@ -169,9 +169,9 @@ def test_a_card_is_no_part_of_the_checkpoint(one, tmp_path):
 
 def test_a_second_promotion_changes_nothing(one):
     gated(one)
-    promotion.promote(one)
+    promotion.promote_variant(one)
     before = state(one.root)
-    assert not promotion.promote(one).changed
+    assert not promotion.promote_variant(one).changed
     assert state(one.root) == before
 
 
@@ -179,30 +179,30 @@ def test_a_promotion_that_was_cut_off_is_finished(one, monkeypatch):
     gated(one)
     monkeypatch.setattr(store, "validate", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        promotion.promote(one)
+        promotion.promote_variant(one)
     monkeypatch.undo()
-    promotion.promote(one)
+    promotion.promote_variant(one)
     assert store.read_measurements(one.folder).status == "promoted"
     assert not list(one.folder.glob(".*"))
 
 
 def test_variants_that_share_a_checkpoint_share_a_card_that_speaks_of_both(one, fast):
     gated(one)
-    alone = promotion.promote(one).card.read_text()
+    alone = promotion.promote_variant(one).card.read_text()
     assert "fast" not in alone
     gated(fast)
-    both = promotion.promote(fast).card.read_text()
+    both = promotion.promote_variant(fast).card.read_text()
     for text in ("## Served as small", "## Served as fast", "max-num-seqs: 7"):
         assert text in both
     names = {result.metric_name for result in ModelCard(both).data.eval_results}
     assert {"exact_match of small", "exact_match of fast"} <= names
-    assert not promotion.promote(one).changed
+    assert not promotion.promote_variant(one).changed
 
 
 def test_one_that_was_never_promoted_is_not_in_the_card(one, fast):
     gated(fast)
     gated(one)
-    assert "fast" not in promotion.promote(one).card.read_text()
+    assert "fast" not in promotion.promote_variant(one).card.read_text()
 
 
 def test_the_committed_checkpoint_and_others_that_no_recipe_made_get_no_card(one, add_variant):
@@ -210,7 +210,7 @@ def test_the_committed_checkpoint_and_others_that_no_recipe_made_get_no_card(one
     flags = variant.load("flags", one.root)
     gated(flags)
     before = sorted((ROOT / "weights" / "tiny").iterdir())
-    promoted = promotion.promote(flags)
+    promoted = promotion.promote_variant(flags)
     assert promoted.changed
     assert promoted.card is None
     assert sorted((ROOT / "weights" / "tiny").iterdir()) == before
@@ -220,7 +220,7 @@ def test_the_committed_checkpoint_and_others_that_no_recipe_made_get_no_card(one
 def refused(one, message):
     before = state(one.root)
     with pytest.raises(EvalError, match=message):
-        promotion.promote(one)
+        promotion.promote_variant(one)
     assert state(one.root) == before
 
 
@@ -239,7 +239,7 @@ def test_a_later_failure_stands_against_an_earlier_pass(one):
     gated(one, "fail")
     refused(one, "says fail")
     gated(one)
-    assert promotion.promote(one).changed
+    assert promotion.promote_variant(one).changed
 
 
 @pytest.mark.parametrize(
@@ -264,14 +264,14 @@ def test_another_vllm_is_not_the_one_that_passed(one):
 def test_a_pass_elsewhere_counts(one):
     hardware = provenance.hardware().as_json() | {"memory_bytes": 1}
     gated(one, hardware=hardware, git={"commit": "c" * 40, "dirty": False})
-    assert promotion.promote(one).changed
+    assert promotion.promote_variant(one).changed
 
 
 def test_a_failure_of_another_checkpoint_does_not_stand_against_this_one(one):
     gated(one)
     other = described(one)["checkpoint"] | {"digest": "ef" * 32}
     gated(one, "fail", checkpoint=other)
-    assert promotion.promote(one).changed
+    assert promotion.promote_variant(one).changed
 
 
 def test_evidence_that_is_gone_is_named(one):
@@ -302,7 +302,7 @@ def test_a_missing_checkpoint_names_what_makes_it(one):
     gated(one)
     one.weights.unlink()
     with pytest.raises(MissingCheckpointError, match="small"):
-        promotion.promote(one)
+        promotion.promote_variant(one)
 
 
 @pytest.mark.parametrize("side", ["search", "proof"])

@@ -23,7 +23,9 @@ from tests.byte_tokenizer import byte_tokenizer
 
 def score(suite, server, **how):
     """The scores of a running server by task, and their items; no record."""
-    runs, files = lm_eval_run.run(suite, server, log=server.variant.root / "logs" / "quality.log", **how)
+    runs, files = lm_eval_run.run_suite(
+        suite, server, log=server.variant.root / "logs" / "quality.log", **how
+    )
     items = [item for run in runs for item in run.items]
     return SimpleNamespace(tasks=quality.task_scores(runs), items=items, datasets=files)
 
@@ -82,7 +84,7 @@ def parse(recorded):
         task = task.model_copy(update={"repeats": repeats, **changes})
         results = {name: recorded["samples"][name]}
         available = recorded["n-samples"][name]["original"]
-        items = lm_eval_run.parse(task, {name: available}, [results] * repeats)
+        items = lm_eval_run.parse_samples(task, {name: available}, [results] * repeats)
         return quality.task_score(TaskRun(task, items, available, False)), items
 
     return one
@@ -152,7 +154,9 @@ def test_items_that_share_a_passage_are_one_observation(recorded, parse):
 
 def test_several_parts_of_a_task_are_numbered_one_after_the_other(recorded):
     samples = recorded["samples"]["small_facts"]
-    items = lm_eval_run.parse(SMALL.tasks[0], {"a": 10, "b": 5}, [{"b": samples[:1], "a": samples[1:]}])
+    items = lm_eval_run.parse_samples(
+        SMALL.tasks[0], {"a": 10, "b": 5}, [{"b": samples[:1], "a": samples[1:]}]
+    )
     assert [item.index for item in items] == [1, 2, 10]
 
 
@@ -207,7 +211,7 @@ def measure(monkeypatch, small_suite):
 
     def run(served_variant, limit=4, suite=small_suite, **arguments):
         monkeypatch.setattr(quality, "serve", lambda *_, **__: contextlib.nullcontext(served_variant))
-        return quality.measure(served_variant.variant, suite, command=["x"], limit=limit, **arguments)
+        return quality.measure_quality(served_variant.variant, suite, command=["x"], limit=limit, **arguments)
 
     return run
 
@@ -402,7 +406,7 @@ def test_data_that_were_not_fetched_are_named_before_a_server_starts(add_served,
     monkeypatch.setattr(quality, "serve", lambda *_, **__: pytest.fail("a server starts"))
     core = Suite.load("core", repository_root())
     with pytest.raises(EvalError, match=r"data/mmlu_pro, data/ifeval, data/gpqa, .*`make datasets`"):
-        quality.measure(one.variant, core, command=[], limit=2)
+        quality.measure_quality(one.variant, core, command=[], limit=2)
 
 
 class Client(ServedChat):

@@ -35,7 +35,7 @@ def provenance(**changes):
 
 
 def test_scores_are_paired_item_by_item(write):
-    rows = quality_comparison.compare(write("a", facts=(1, 0, 1, 1)), write("b", facts=(0, 1, 0, 1)))
+    rows = quality_comparison.compare_quality(write("a", facts=(1, 0, 1, 1)), write("b", facts=(0, 1, 0, 1)))
     facts, prose = rows
     assert (facts.first, facts.second) == (0.75, 0.5)
     assert facts.difference.value == pytest.approx(-0.25)
@@ -52,7 +52,7 @@ def test_of_scores_on_as_many_items_those_of_one_kind_of_machine_are_paired(writ
     first, newer = write("a", provenance=with_cpu("avx2", "avx512f")), write("a")
 
     def paired_with(name, **changes):
-        return quality_comparison.pair(first.parent, write(name, **changes).parent)[0]
+        return quality_comparison.pair_quality_records(first.parent, write(name, **changes).parent)[0]
 
     assert paired_with("b", provenance=with_cpu("avx2", "avx512f")) == first
     assert paired_with("c") == newer
@@ -60,7 +60,7 @@ def test_of_scores_on_as_many_items_those_of_one_kind_of_machine_are_paired(writ
 
 
 def test_texts_are_weighted_in_the_difference(write):
-    rows = quality_comparison.compare(write("a", prose=(1.0, 2.0)), write("b", prose=(1.0, 2.4)))
+    rows = quality_comparison.compare_quality(write("a", prose=(1.0, 2.0)), write("b", prose=(1.0, 2.4)))
     assert rows[1].difference.value == pytest.approx(0.4 * 30 / 40)
 
 
@@ -80,14 +80,14 @@ def test_texts_are_weighted_in_the_difference(write):
 )
 def test_scores_of_other_items_or_asked_for_otherwise_are_refused(write, changes, named):
     with pytest.raises(pairing.NotComparableError, match=named):
-        quality_comparison.compare(write("a"), write("b", **changes))
-    quality_comparison.compare(write("a", **changes), write("b", **changes))
+        quality_comparison.compare_quality(write("a"), write("b", **changes))
+    quality_comparison.compare_quality(write("a", **changes), write("b", **changes))
 
 
 def test_the_newest_records_that_fit_are_taken(write):
     a_full, a_sample = write("a", limit=None), write("a")
     b_sample, b_smoke = write("b"), write("b", limit=2)
-    assert quality_comparison.pair(*write.folders) == (a_sample, b_sample)
+    assert quality_comparison.pair_quality_records(*write.folders) == (a_sample, b_sample)
     assert b_smoke > b_sample > a_sample > a_full
 
 
@@ -99,24 +99,24 @@ def test_all_items_are_taken_before_a_sample_but_not_of_a_checkpoint_that_is_gon
             row["item_count"] *= 10
         items.write_text(json.dumps(record))
         write(name)
-    assert quality_comparison.pair(*write.folders) == full
+    assert quality_comparison.pair_quality_records(*write.folders) == full
     other_checkpoint = provenance()["checkpoint"] | {"digest": "ef" * 32}
     anew = write("b", provenance=provenance(checkpoint=other_checkpoint))
-    assert quality_comparison.pair(*write.folders)[1] == anew
+    assert quality_comparison.pair_quality_records(*write.folders)[1] == anew
 
 
 def test_records_that_do_not_fit_name_the_command_that_makes_one(write):
     write("a", limit=150)
     write("b", limit=None)
     with pytest.raises(pairing.NotComparableError, match=r"limit \(150 and all items\)") as error:
-        quality_comparison.pair(*write.folders)
+        quality_comparison.pair_quality_records(*write.folders)
     assert "`slimqwen eval quality --variant b --suite example --limit 150`" in str(error.value)
 
 
 def test_a_variant_that_was_never_measured_is_named(write):
     write("a")
     with pytest.raises(store.MissingRecordError, match="slimqwen eval quality --variant b"):
-        quality_comparison.pair(*write.folders)
+        quality_comparison.pair_quality_records(*write.folders)
 
 
 def test_repeats_of_an_item_are_one_observation(tmp_path):
@@ -138,10 +138,10 @@ def test_repeats_of_an_item_are_one_observation(tmp_path):
         return record_files.write(tmp_path / variant, body, items)
 
     base = write("a", [(1, 1), (0, 0), (1, 1), (1, 1)])
-    (row,) = quality_comparison.compare(base, write("b", [(1, 1), (1, 1), (1, 1), (0, 0)]))
+    (row,) = quality_comparison.compare_quality(base, write("b", [(1, 1), (1, 1), (1, 1), (0, 0)]))
     assert row.difference.count == 4
     assert (row.discordance.only_first, row.discordance.only_second) == (1, 1)
     # An item that is right now and then is neither right nor wrong.
-    (row,) = quality_comparison.compare(base, write("c", [(1, 0), (1, 1), (1, 1), (0, 0)]))
+    (row,) = quality_comparison.compare_quality(base, write("c", [(1, 0), (1, 1), (1, 1), (0, 0)]))
     assert row.discordance is None
     assert row.difference.value == pytest.approx(-0.125)

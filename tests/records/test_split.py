@@ -105,27 +105,27 @@ def test_quality_records_of_different_splits_are_not_compared(repository: Path) 
     second = {split: write(repository, "quality", "small", split) for split in (None, SEARCH, PROOF)}
     for a, b in ((None, PROOF), (PROOF, None), (SEARCH, PROOF)):
         with pytest.raises(NotComparableError, match="differ in split"):
-            quality_comparison.compare(first[a], second[b])
-    assert quality_comparison.compare(first[PROOF], second[PROOF])
+            quality_comparison.compare_quality(first[a], second[b])
+    assert quality_comparison.compare_quality(first[PROOF], second[PROOF])
     folders = [repository / "experiments" / name for name in ("tiny", "small")]
-    assert quality_comparison.pair(*folders) == (first[None], second[None])
+    assert quality_comparison.pair_quality_records(*folders) == (first[None], second[None])
     records = collect(repository)
     (row,), problems = leaderboard.rows_of(records, "small")
     assert (len(row.scores), [each.location for each in problems]) == (1, [])
     for path in (first[None], second[None]):
         path.unlink()
     with pytest.raises(store.MissingRecordError):
-        quality_comparison.pair(*folders)
+        quality_comparison.pair_quality_records(*folders)
 
 
 def test_acceptance_records_of_different_splits_are_not_compared(repository: Path) -> None:
     first = {split: write(repository, "acceptance", "tiny", split) for split in (None, PROOF)}
     second = {split: write(repository, "acceptance", "small", split) for split in (None, PROOF)}
     with pytest.raises(NotComparableError, match="differ in split"):
-        acceptance_share.compare(first[None], second[PROOF])
-    assert acceptance_share.compare(first[PROOF], second[PROOF]).verdict == "pass"
+        acceptance_share.compare_acceptance(first[None], second[PROOF])
+    assert acceptance_share.compare_acceptance(first[PROOF], second[PROOF]).verdict == "pass"
     folders = [repository / "experiments" / name for name in ("tiny", "small")]
-    assert acceptance_share.pair(*folders) == (first[None], second[None])
+    assert acceptance_share.pair_acceptance_records(*folders) == (first[None], second[None])
     record = store.read(second[PROOF], Acceptance)
     found = pairing.against_baseline(record, second[PROOF], collect(repository), lambda a, b: (a, b))
     assert found == ("tiny", (first[PROOF], second[PROOF]))

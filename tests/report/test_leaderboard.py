@@ -114,8 +114,8 @@ def test_paired_changes_are_those_of_the_items_and_of_the_readme(committed):
     assert changed
     for row in changed:
         folders = [ROOT / "experiments" / name for name in (row.baseline, row.variant)]
-        paths = quality_comparison.pair(*folders)
-        for expected in quality_comparison.compare(*paths):
+        paths = quality_comparison.pair_quality_records(*folders)
+        for expected in quality_comparison.compare_quality(*paths):
             score = next(one for one in row.scores.values() if expected.task == f"{one.suite}_{one.task}")
             change = score.change
             items = [

@@ -287,7 +287,7 @@ def drafted(repository, one, accepted, digest="ab" * 32, **changes):
     ]  # fmt: skip
     body = (
         example("acceptance")
-        | {"variant": one, "depths": [row.as_json() for row in acceptance.summarise(items)]}
+        | {"variant": one, "depths": [row.as_json() for row in acceptance.summarise_items(items)]}
         | changes
     )
     body["provenance"]["checkpoint"]["digest"] = digest

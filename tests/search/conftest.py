@@ -38,7 +38,8 @@ def checks(monkeypatch: pytest.MonkeyPatch, stamps: None) -> Checks:
     """The four measurements as stand-ins; `wrong` says which questions a variant gets wrong on a side."""
     made = Checks()
     for module in (fidelity, acceptance):
-        monkeypatch.setattr(module, "measure", getattr(made, module.__name__.rpartition(".")[2]))
+        name = module.__name__.rpartition(".")[2]
+        monkeypatch.setattr(module, f"measure_{name}", getattr(made, name))
     monkeypatch.setattr(modes, "measure", made.engine)
 
     def ask(one: Variant, suite: Suite, part: Part, *, split: Split | None = None, **_: Any) -> PartAnswers:
@@ -62,7 +63,7 @@ def checks(monkeypatch: pytest.MonkeyPatch, stamps: None) -> Checks:
         ]
         return PartAnswers(runs, made.described(one))
 
-    monkeypatch.setattr(quality_parts, "ask", ask)
+    monkeypatch.setattr(quality_parts, "score_part", ask)
     return made
 
 

@@ -9,7 +9,7 @@ import yaml
 
 from slimqwen import checkpoint, variant
 from slimqwen.checkpoint.tensors import list_tensors
-from slimqwen.evals.acceptance import summarise
+from slimqwen.evals.acceptance import summarise_items
 from slimqwen.records.record import Estimate, Ratio
 from slimqwen.roofline.architecture import read_model, shape_model
 from slimqwen.search.candidate import Candidate
@@ -87,7 +87,7 @@ def test_a_candidate_is_made_compared_and_counted(small_ladder: Ladder) -> None:
     assert 0 < answers["fidelity"]["figures"]["texts"] < TEXTS  # those of the search's side alone
     gate_depth = small_ladder.budget.acceptance.gate_depth
     for side, depths in {"acceptance": [2, gate_depth], "base_acceptance": [gate_depth]}.items():
-        rows = summarise(answers[side])
+        rows = summarise_items(answers[side])
         assert [row.depth for row in rows] == depths
         for row in rows:
             assert row.length is not None

@@ -79,7 +79,7 @@ def test_every_client_reaches_a_server_with_tls_behind_a_proxy(add_variant, tmp_
             sample="first",
             tasks=(SuiteTask(task="tinyworld_facts", measure="exact_match", non_inferiority_margin=0.05),),
         )
-        runs, _ = lm_eval_run.run(suite, shared, limit=2, log=log)
+        runs, _ = lm_eval_run.run_suite(suite, shared, limit=2, log=log)
         assert len(runs[0].items) == 2
 
 

@@ -53,10 +53,10 @@ def root(tmp_path: Path) -> Path:
 def test_every_check_of_answers_refuses(root: Path, name: str, reason: str) -> None:
     subject = variant.load(name, root)
     for measure in (
-        lambda: quality.measure(subject, None, command=["x"], limit=None),  # type: ignore[arg-type]
-        lambda: fidelity.measure(subject, "tinyworld", command=["x"], stages=False),
-        lambda: acceptance.measure(subject, "tinyworld", [4], command=["x"]),
-        lambda: gate.measure(subject, "tinyworld", command=["x"]),
+        lambda: quality.measure_quality(subject, None, command=["x"], limit=None),  # type: ignore[arg-type]
+        lambda: fidelity.measure_fidelity(subject, "tinyworld", command=["x"], stages=False),
+        lambda: acceptance.measure_acceptance(subject, "tinyworld", [4], command=["x"]),
+        lambda: gate.measure_gate(subject, "tinyworld", command=["x"]),
     ):
         with pytest.raises(ServingError, match=reason):
             measure()

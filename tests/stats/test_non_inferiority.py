@@ -11,12 +11,12 @@ from slimqwen.stats.verdict import Verdict
 
 def judged(value, low, high, *, higher_is_better=True):
     difference = Difference(value, (high - low) / 4, low, high, 100)
-    return non_inferiority.judge(difference, None, margin=0.04, higher_is_better=higher_is_better)
+    return non_inferiority.judge_loss(difference, None, margin=0.04, higher_is_better=higher_is_better)
 
 
 def judged_answers(first, second):
     difference, discordance = intervals.paired_difference(first, second), intervals.mcnemar(first, second)
-    return non_inferiority.judge(difference, discordance, margin=0.04, higher_is_better=True)
+    return non_inferiority.judge_loss(difference, discordance, margin=0.04, higher_is_better=True)
 
 
 @pytest.mark.parametrize(

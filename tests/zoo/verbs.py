@@ -177,7 +177,7 @@ def compare_distributions(folder: Path, empty: Path) -> None:
     from slimqwen.evals import fidelity
 
     variant = repository(folder, empty / "root", drafts=False)
-    fidelity.measure(variant, "tinyworld", stages=False, port=free_port(), command="a test")
+    fidelity.measure_fidelity(variant, "tinyworld", stages=False, port=free_port(), command="a test")
 
 
 def accept_drafts(folder: Path, empty: Path) -> None:
@@ -185,7 +185,7 @@ def accept_drafts(folder: Path, empty: Path) -> None:
     from slimqwen.evals import acceptance
 
     variant = repository(folder, empty / "root", drafts=False)
-    acceptance.measure(variant, "tinyworld", [2], command="a test", greedy_only=True)
+    acceptance.measure_acceptance(variant, "tinyworld", [2], command="a test", greedy_only=True)
 
 
 SLOW: Mapping[str, Verb] = {

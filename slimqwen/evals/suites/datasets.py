@@ -40,7 +40,7 @@ class HubDataset(BaseModel):
     files: tuple[str, ...] = Field(min_length=1)
 
 
-def fetch_all(
+def fetch_datasets(
     datasets: Iterable[HubDataset], resources: Iterable[str], root: Path, progress: Progress = silent
 ) -> list[str]:
     """Fetch the data of a suite; check those that are present.
@@ -49,14 +49,14 @@ def fetch_all(
         A line for each dataset and resource.
 
     Raises:
-        HubError: as for `fetch` and `fetch_nltk`.
-        EvalError: as for `fetch`.
+        HubError: as for `fetch_dataset` and `fetch_nltk`.
+        EvalError: as for `fetch_dataset`.
     """
-    lines = [fetch(dataset, root, progress) for dataset in datasets]
+    lines = [fetch_dataset(dataset, root, progress) for dataset in datasets]
     return lines + [f"{archive.relative_to(root)} is present" for archive in fetch_nltk(resources, root)]
 
 
-def fetch(dataset: HubDataset, root: Path, progress: Progress = silent) -> str:
+def fetch_dataset(dataset: HubDataset, root: Path, progress: Progress = silent) -> str:
     """Fetch a dataset at its pinned commit, or hash it if it is present; one line says which.
 
     An interrupted call leaves its files in data/.download-<name>/<commit>, where the next call continues. HF_TOKEN in
@@ -131,7 +131,7 @@ def fetch_nltk(resources: Iterable[str], root: Path) -> list[Path]:
     return archives
 
 
-def require(datasets: Sequence[HubDataset], resources: Iterable[str], root: Path) -> list[Path]:
+def require_datasets(datasets: Sequence[HubDataset], resources: Iterable[str], root: Path) -> list[Path]:
     """Check that all data of a suite are present.
 
     Returns:

@@ -91,7 +91,7 @@ class TaskRun:
     rendered: bool
 
 
-def run(
+def run_suite(
     suite: Suite,
     server: SharedServer,
     *,
@@ -122,7 +122,7 @@ def run(
     """
     root = server.variant.root
     # Data, task files and the Python that these call decide the scores.
-    files = set(datasets.require(suite.datasets, suite.nltk, root))
+    files = set(datasets.require_datasets(suite.datasets, suite.nltk, root))
     for pattern in ("*.yaml", "*.py"):
         files.update((root / suite.tasks_folder).glob(pattern) if suite.tasks_folder else ())
     progress("loading lm-eval", 0, 0)
@@ -164,7 +164,7 @@ def run(
                 for repeat in repeats
             ]
             sizes = {name: len(each.eval_docs) for name, each in lm_eval_tasks.items()}
-            items = parse(task, sizes, [each["samples"] for each in results])
+            items = parse_samples(task, sizes, [each["samples"] for each in results])
             runs.append(TaskRun(task, items, sum(sizes.values()), rendered))
             for name in item_numbers:
                 files.update(_data_files(lm_eval_tasks[name].dump_config(), root))
@@ -176,7 +176,7 @@ def run(
     return runs, sorted(files)
 
 
-def parse(
+def parse_samples(
     task: SuiteTask, sizes: Mapping[str, int], runs: Sequence[Mapping[str, Sequence[Mapping[str, Any]]]]
 ) -> list[Item]:
     """Convert lm-eval's samples of one task to items.

@@ -298,7 +298,7 @@ class _Driver:
         for task in parts:
             part = PartAnswers.from_json(self._values[task.key][side.name], suite)
             answers.append(replace(part, block=_with_present_files(part.block, side)))
-        return quality_parts.write(
+        return quality_parts.write_parts(
             side,
             suite,
             answers,
@@ -325,7 +325,7 @@ class _Driver:
         block = provenance.describe_again(
             engine, self._options.command, subject.started, self._root, [settings.file(self._root)]
         )
-        return gate.conclude(
+        return gate.write_gate_record(
             variant,
             variant.evaluation,
             paths,

@@ -42,7 +42,7 @@ def check_fidelity(root: Path, argument: Mapping[str, Any], progress: Progress) 
         root,
         argument,
         progress,
-        partial(fidelity.measure, stages=False, split=argument["split"], port=free_port()),
+        partial(fidelity.measure_fidelity, stages=False, split=argument["split"], port=free_port()),
     )
 
 
@@ -53,7 +53,7 @@ def check_acceptance(root: Path, argument: Mapping[str, Any], progress: Progress
         root,
         argument,
         progress,
-        partial(acceptance.measure, depths=[depth], greedy_only=True, split=argument["split"]),
+        partial(acceptance.measure_acceptance, depths=[depth], greedy_only=True, split=argument["split"]),
     )
 
 
@@ -100,7 +100,7 @@ def ask_part(root: Path, argument: Mapping[str, Any], progress: Progress) -> dic
     """
     suite = Suite.load(argument["suite"], root)
     return {
-        name: quality_parts.ask(
+        name: quality_parts.score_part(
             variants.load(name, root),
             suite,
             Part(*argument["part"]),

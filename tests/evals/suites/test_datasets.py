@@ -41,13 +41,13 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 def refusal(kind: type[SlimqwenError], message: str, root: Path, wanted: HubDataset = WANTED) -> None:
     with pytest.raises(kind, match=message):
-        datasets.fetch(wanted, root)
+        datasets.fetch_dataset(wanted, root)
 
 
 def test_a_dataset_is_fetched_at_one_commit_with_a_manifest(served: Hub, tmp_path: Path) -> None:
     """What interrupts, damages or forbids a download is shown by tests/test_hub.py: the code is the same."""
     heard: list[tuple[str, float, float]] = []
-    line = datasets.fetch(WANTED, tmp_path, lambda *step: heard.append(step))
+    line = datasets.fetch_dataset(WANTED, tmp_path, lambda *step: heard.append(step))
 
     assert line == (
         f"data/items is complete, as the hub lists it: owner/name at {COMMIT}, 0.0 MB; "
@@ -69,9 +69,9 @@ def test_a_dataset_is_fetched_at_one_commit_with_a_manifest(served: Hub, tmp_pat
 
 
 def test_a_second_run_asks_nobody_and_hashes(served: Hub, tmp_path: Path) -> None:
-    datasets.fetch(WANTED, tmp_path)
+    datasets.fetch_dataset(WANTED, tmp_path)
     served.requests.clear()
-    again = datasets.fetch(WANTED, tmp_path)
+    again = datasets.fetch_dataset(WANTED, tmp_path)
     assert again.startswith(f"data/items is present, every file as it was fetched: owner/name at {COMMIT}")
     assert served.requests == []
 
@@ -79,12 +79,12 @@ def test_a_second_run_asks_nobody_and_hashes(served: Hub, tmp_path: Path) -> Non
     changed = r"^data/items/rules.jsonl is no longer the file .*; delete data/items and run `make datasets`$"
     refusal(EvalError, changed, tmp_path)
     with pytest.raises(EvalError, match=changed):
-        datasets.require([WANTED], (), tmp_path)
+        datasets.require_datasets([WANTED], (), tmp_path)
 
 
 def test_a_pinned_commit_is_the_one_that_is_asked_for_and_kept(served: Hub, tmp_path: Path) -> None:
     pinned = WANTED.model_copy(update={"revision": COMMIT})
-    assert "to pin it" not in datasets.fetch(pinned, tmp_path)
+    assert "to pin it" not in datasets.fetch_dataset(pinned, tmp_path)
     assert served.requests[0][1].endswith(f"/revision/{COMMIT}")
     other = WANTED.model_copy(update={"revision": OTHER})
     kept = f"is owner/name at {COMMIT}, the suite needs owner/name at {OTHER}; delete"
@@ -110,7 +110,7 @@ def test_what_the_hub_does_not_have_is_named(changes: dict[str, Any], message: s
 
 def test_what_is_missing_is_named_all_at_once(tmp_path: Path) -> None:
     with pytest.raises(EvalError, match=r"^missing data: data/items, data/nltk/punkt_tab; `make datasets`"):
-        datasets.require([WANTED], ["punkt_tab"], tmp_path)
+        datasets.require_datasets([WANTED], ["punkt_tab"], tmp_path)
 
 
 def test_nltk_resources_are_fetched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,4 +145,4 @@ def test_nltk_resources_are_fetched_once(tmp_path: Path, monkeypatch: pytest.Mon
     assert (tmp_path / "data/nltk/tokenizers/words/english").read_text() == "salt\n"
     # The server is gone: what is there is not asked for again.
     assert datasets.fetch_nltk(["words"], tmp_path) == [got]
-    assert datasets.require((), ["words"], tmp_path) == [got]
+    assert datasets.require_datasets((), ["words"], tmp_path) == [got]

@@ -143,7 +143,7 @@ def test_parts_of_another_kind_of_hardware_are_refused(repository: Path) -> None
     other = values[1].block.hardware.model_copy(update={"cpu_model": "another"})
     mixed = [values[0], PartAnswers(values[1].runs, values[1].block.model_copy(update={"hardware": other}))]
     with pytest.raises(EvalError, match="a: parts of one measurement differ in hardware"):
-        quality_parts.write(side, suite, mixed, limit=ITEMS)
+        quality_parts.write_parts(side, suite, mixed, limit=ITEMS)
     assert not list(side.folder.glob("quality_*"))
 
 
@@ -259,7 +259,7 @@ def test_a_measurement_comes_back_as_it_was_and_the_driver_records_it(
         example = record_files.example("acceptance") | {"variant": subject.name}
         return record_files.write(records_folder, example, [{"depth": 4}])
 
-    monkeypatch.setattr(tasks.acceptance, "measure", measure)
+    monkeypatch.setattr(tasks.acceptance, "measure_acceptance", measure)
     monkeypatch.setattr(
         tasks,
         "AcceptanceSettings",
