@@ -22,7 +22,7 @@ from slimqwen.models import vocabulary
 from slimqwen.models.language_model import load_in_float32
 from slimqwen.models.vocabulary import Ids, Vocabulary
 from slimqwen.recipe.stages import prune_vocab
-from slimqwen.recipe.stages.prune_vocab import Corpus
+from slimqwen.recipe.stages.prune_vocab import CountedText
 from slimqwen.records.table import Table
 from slimqwen.stats import intervals
 from slimqwen.text.corpus import file_texts
@@ -53,7 +53,7 @@ def load_scorer(folder: Path) -> ScoreTexts:
 
 
 def measure_sizes(
-    folder: Path, corpus: Corpus, sizes: Sequence[int], texts: Mapping[str, Path], scored: int
+    folder: Path, corpus: CountedText, sizes: Sequence[int], texts: Mapping[str, Path], scored: int
 ) -> list[dict[str, Any]]:
     """Measure smaller vocabularies of a checkpoint on the held-out part of a corpus and on other texts.
 
@@ -91,7 +91,7 @@ def measure_sizes(
 
 def explore_vocabulary(variant: Variant, options: argparse.Namespace) -> tuple[Table, dict[str, Any]]:
     """Measure the sizes of --size on the texts that the options name."""
-    corpus = Corpus(path=options.corpus, documents=options.documents)
+    corpus = CountedText(path=options.corpus, documents=options.documents)
     texts = {Path(file).stem: Path(file) for file in options.text}
     measured = measure_sizes(variant.weights, corpus, options.size, texts, options.scored)
     columns: dict[str, Callable[[Mapping[str, Any]], object]] = {

@@ -124,7 +124,7 @@ def _measure(root: Path, rounds: int) -> Evidence:
         raise SearchError(str(result.failure))
     if result.earlier:
         say(f"    finished by an interrupted run: {', '.join(result.earlier)}")
-    for outcome in variant_recipe.run(variant):
+    for outcome in variant_recipe.run_recipe(variant):
         duration = f"{outcome.manifest.wall_seconds:.0f} s"
         is_reused = outcome.manifest.key in reused_keys
         state = f"reused, made {_age(outcome.folder)} ago in {duration}" if is_reused else duration

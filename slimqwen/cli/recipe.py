@@ -42,7 +42,7 @@ def run_(
 
     stages = None if until is None else variant_recipe.stages_until(variant, until)
     with progress_bar() as progress:
-        outcomes = variant_recipe.run(variant, stages, progress)
+        outcomes = variant_recipe.run_recipe(variant, stages, progress)
     rows = table(["stage", ""], ("time", "peak memory", "size before", "after"))
     for outcome in outcomes:
         rows.add_row(
@@ -54,7 +54,7 @@ def run_(
             f"{outcome.bytes_after / 1e6:.1f} MB",
         )
     console.print(rows)
-    is_complete = len(outcomes) == len(variant_recipe.read(variant).steps)
+    is_complete = len(outcomes) == len(variant_recipe.read_recipe(variant).steps)
     weights = variant.root / "weights" / variant.name
     say(f"checkpoint: {relative(weights if is_complete else outcomes[-1].folder)}")
     for outcome in outcomes:

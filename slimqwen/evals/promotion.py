@@ -211,7 +211,9 @@ def _render_card(gated: Sequence[GatedVariant]) -> str:
         eval_results=[EvalResult(**result) for each in gated for result in _results(each)],
     )
     files = gated[0].record.provenance.checkpoint
-    description = recipe_file.read(gated[0].variant.root / "experiments" / owner / "recipe.yaml").description
+    description = recipe_file.read_recipe(
+        gated[0].variant.root / "experiments" / owner / "recipe.yaml"
+    ).description
     lines = [
         f"# {owner}",
         f"Made from {base} by Slimqwen: {description}",
@@ -232,7 +234,7 @@ def _origin(variant: Variant) -> tuple[str, str]:
         if not file.is_file():
             source = variants.load(name, variant.root).settings.get("SOURCE")
             return owner, source.value if source and source.file.parent.name == name else name
-        base = recipe_file.read(file).base
+        base = recipe_file.read_recipe(file).base
         if "/" in base:
             return owner, base
         name = _owner(variants.load(base, variant.root))

@@ -103,7 +103,7 @@ def shape_by_stage(variant: Variant) -> list[tuple[str, Shape]]:
     if maker is None:
         return [(name, _local_shape(variant.weights))]
     assert maker.recipe is not None
-    recipe = recipe_file.read(maker.recipe)
+    recipe = recipe_file.read_recipe(maker.recipe)
     by_stage = shape_by_stage(variants.load(recipe.base, variant.root))
     shape = by_stage[-1][1]
     for step in recipe.steps:

@@ -70,7 +70,7 @@ class _UniqueKeysLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def read(file: Path, stages: Mapping[str, Stage] = STAGES) -> Recipe:
+def read_recipe(file: Path, stages: Mapping[str, Stage] = STAGES) -> Recipe:
     """Read and validate a recipe.yaml; paths in it are relative to its folder.
 
     Raises:

@@ -56,7 +56,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Change:
+class IngredientChange:
     """An ingredient of a content key that differs; None where one side has no such ingredient."""
 
     ingredient: str
@@ -79,10 +79,10 @@ class Forecast:
     key: str | None
     reused: bool
     reason: str
-    changes: tuple[Change, ...] = ()
+    changes: tuple[IngredientChange, ...] = ()
 
 
-def run(
+def run_recipe(
     recipe: Recipe,
     variant: str,
     weights: Path,
@@ -286,10 +286,10 @@ def _nearest_entry(stage: str, ingredients: Mapping[str, str], store: Path) -> M
     return min(entries, key=lambda manifest: len(_changes(manifest.ingredients, ingredients)), default=None)
 
 
-def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[Change, ...]:
+def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[IngredientChange, ...]:
     names = sorted(before.keys() | after.keys())
     return tuple(
-        Change(name, before.get(name), after.get(name))
+        IngredientChange(name, before.get(name), after.get(name))
         for name in names
         if before.get(name) != after.get(name)
     )

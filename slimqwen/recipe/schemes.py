@@ -1,13 +1,14 @@
 """Quantisation schemes of a model's linears, by their kind: what the stage `calibrate` takes as its targets."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import model_validator
 
+from slimqwen.checkpoint import packing
+from slimqwen.models.shape import Packing
 from slimqwen.recipe.stage import Parameters
 
-BITS = {"W4A16": 4, "W4A16_ASYM": 4, "W8A16": 8}
-"""Bits per weight of each scheme."""
+_BITS = {"W4A16": 4, "W4A16_ASYM": 4, "W8A16": 8}
 
 Scheme = Literal["none", "W4A16", "W4A16_ASYM", "W8A16"]
 
@@ -44,3 +45,31 @@ class Targets(Parameters):
     def calibrated(self) -> dict[str, str]:
         """Those of the language model, which need text."""
         return {kind: scheme for kind, scheme in self.schemes.items() if kind != "mtp"}
+
+
+def packing_of(scheme: str, group_size: int) -> Packing:
+    """Bits and groups of a scheme: W8A16 has one scale per row."""
+    bits = _BITS[scheme]
+    return Packing(bits=bits, group_size=None if bits == 8 else group_size)
+
+
+def config_groups(targets: Targets, group_size: int) -> dict[str, Any]:
+    """Schemes for llmcompressor: one for every linear that is not ignored, or one for each kind if they differ."""
+    from compressed_tensors.quantization import QuantizationArgs, preset_name_to_scheme
+
+    schemes = targets.calibrated
+    if len(set(schemes.values())) == 1:
+        names = {"Linear": next(iter(schemes.values()))}
+    else:
+        names = {packing.LINEARS[kind]: scheme for kind, scheme in schemes.items()}
+    groups = {}
+    for number, (target, name) in enumerate(names.items()):
+        scheme = preset_name_to_scheme(name, [target])
+        size = packing_of(name, group_size).group_size
+        if size is None:
+            per_row = {**scheme.weights.model_dump(), "strategy": "channel", "group_size": None}
+            scheme.weights = QuantizationArgs(**per_row)
+        else:
+            scheme.weights.group_size = size
+        groups[f"group_{number}"] = scheme
+    return groups

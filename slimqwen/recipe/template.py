@@ -38,7 +38,7 @@ def render(base: Variant, stages: Sequence[str]) -> str:
         file = Path(folder) / "recipe.yaml"
         file.write_text(text, encoding="utf-8")
         try:
-            recipe_file.read(file)
+            recipe_file.read_recipe(file)
         except recipe_file.RecipeError as error:
             # The temporary file's path would mislead: only the fault is reported.
             raise recipe_file.RecipeError(f"stages: {str(error).partition(': ')[2]}") from None
@@ -48,7 +48,7 @@ def render(base: Variant, stages: Sequence[str]) -> str:
 def _parameters(stage: str, base: Variant) -> dict[str, Any]:
     """Parameters that need a value: the text that the stage reads, and the size of a vocabulary."""
     if stage not in STAGES:
-        return {}  # recipe_file.read names the nearest stage
+        return {}  # recipe_file.read_recipe names the nearest stage
     fields = STAGES[stage].parameters.model_fields
     parameters: dict[str, Any] = {}
     if "size" in fields:

@@ -15,20 +15,22 @@ from slimqwen.recipe.recipe_file import Recipe, RecipeError, Step
 from slimqwen.variant import Variant
 
 
-def read(variant: Variant) -> Recipe:
+def read_recipe(variant: Variant) -> Recipe:
     """Read a variant's recipe.yaml.
 
     Raises:
         RecipeError: it is missing or cannot be used.
     """
-    return recipe_file.read(variant.folder / "recipe.yaml")
+    return recipe_file.read_recipe(variant.folder / "recipe.yaml")
 
 
-def run(variant: Variant, stages: int | None = None, progress: Progress = silent) -> list[runner.Outcome]:
-    """Run a variant's recipe, or only its first stages; raises as `runner.run`."""
+def run_recipe(
+    variant: Variant, stages: int | None = None, progress: Progress = silent
+) -> list[runner.Outcome]:
+    """Run a variant's recipe, or only its first stages; raises as `runner.run_recipe`."""
     weights = variant.root / "weights"
     resolve = partial(base_folder, root=variant.root)
-    return runner.run(read(variant), variant.name, weights, resolve, stages, progress)
+    return runner.run_recipe(read_recipe(variant), variant.name, weights, resolve, stages, progress)
 
 
 def stages_until(variant: Variant, name: str) -> int:
@@ -37,7 +39,7 @@ def stages_until(variant: Variant, name: str) -> int:
     Raises:
         RecipeError: the recipe cannot be used, or has no such stage.
     """
-    recipe = read(variant)
+    recipe = read_recipe(variant)
     names = [step.stage.name for step in recipe.steps]
     if name not in names:
         raise RecipeError(f"{recipe.file} has no stage {name}; it has {', '.join(names)}")
@@ -46,7 +48,9 @@ def stages_until(variant: Variant, name: str) -> int:
 
 def status(variant: Variant) -> list[runner.Forecast]:
     """Whether a run of a variant's recipe would reuse or run each stage; raises as `runner.status`."""
-    return runner.status(read(variant), variant.root / "weights", partial(base_folder, root=variant.root))
+    return runner.status(
+        read_recipe(variant), variant.root / "weights", partial(base_folder, root=variant.root)
+    )
 
 
 def clean(root: Path) -> int:
@@ -96,7 +100,7 @@ def unexplained_changes(variant: Variant) -> list[TensorDifference]:
         RecipeError: its recipe cannot be used.
         MissingCheckpointError, CorruptCheckpointError: a checkpoint is missing or damaged.
     """
-    recipe = read(variant)
+    recipe = read_recipe(variant)
     base = base_folder(recipe.base, variant.root)
     return unexplained_by(recipe.steps, base, variant.weights)
 
@@ -132,7 +136,7 @@ def unexplained_settings(variant: Variant) -> list[str]:
         RecipeError: its recipe cannot be used.
         CorruptCheckpointError: a config.json cannot be read.
     """
-    base = base_folder(read(variant).base, variant.root)
+    base = base_folder(read_recipe(variant).base, variant.root)
     before, after = (
         checkpoint.text_config(checkpoint.read_config(folder)) for folder in (base, variant.weights)
     )

@@ -120,6 +120,8 @@ def _has_recipe_and_lines(folder: Path, candidate: Candidate, ladder: Ladder) ->
     written_recipe = recipe.read_text(encoding="utf-8") if recipe.is_file() else None
     if written_recipe != candidate.recipe(ladder.base, ladder.space):
         return False
-    folder_lines = {key: setting.value for key, setting in config_env.read(folder / "config.env").items()}
+    folder_lines = {
+        key: setting.value for key, setting in config_env.read_config_env(folder / "config.env").items()
+    }
     lines = {key: value.strip("'") for key, value in candidate.lines(ladder.base).items()}
     return {key: value for key, value in folder_lines.items() if key not in ("BASE", "VLLM_MODEL")} == lines

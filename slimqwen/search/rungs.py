@@ -169,5 +169,5 @@ def _load(root: Path, argument: Mapping[str, Any]) -> tuple[Variant, Variant, Bu
 
 def _make(variant: Variant, progress: Progress) -> None:
     if variant.recipe is not None:
-        variant_recipe.run(variant, progress=progress)
+        variant_recipe.run_recipe(variant, progress=progress)
     variant.require_weights()

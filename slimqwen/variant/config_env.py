@@ -111,7 +111,7 @@ def inherit(name: str, root: Path) -> tuple[tuple[str, ...], Mapping[str, Settin
     return tuple(chain), MappingProxyType(settings), tuple(unset)
 
 
-def read(file: Path) -> dict[str, Setting]:
+def read_config_env(file: Path) -> dict[str, Setting]:
     """Read the lines of one config.env by key.
 
     Raises:
@@ -161,7 +161,7 @@ def _lineage(name: str, root: Path) -> dict[str, dict[str, Setting]]:
             raise ConfigError(f"{base.location}: BASE forms a cycle: {cycle}; change one BASE")
         if name not in names(root):
             raise ConfigError(_unknown_variant(name, base, root))
-        chain[name] = read(config_env(name, root))
+        chain[name] = read_config_env(config_env(name, root))
         base = chain[name].get("BASE")
         if base is None or not base.value:
             return chain

@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from slimqwen.variant.config_env import ConfigError, Setting, config_env, inherit, read, repository_root
+from slimqwen.variant.config_env import (
+    ConfigError,
+    Setting,
+    config_env,
+    inherit,
+    read_config_env,
+    repository_root,
+)
 
 _COMMITTED_WEIGHTS = "tiny"
 SHAPE_PREFIX = "shape-"
@@ -125,7 +132,7 @@ def making_command(weights: Path, root: Path) -> str:
     config = config_env(name, root)
     if name.startswith(SHAPE_PREFIX):
         return f"`make shape VARIANT={name.removeprefix(SHAPE_PREFIX)}` writes it"
-    if name and config.is_file() and "SOURCE" in read(config):
+    if name and config.is_file() and "SOURCE" in read_config_env(config):
         return f"`make download VARIANT={name}` gets it"
     if name and (config.parent / "recipe.yaml").is_file():
         return f"`make recipe VARIANT={name}` makes it"

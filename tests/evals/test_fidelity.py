@@ -220,8 +220,10 @@ def test_swapped_embedding_rows_fail_and_are_measured_as_transformers_measures_t
 def test_a_pruned_checkpoint_is_compared_over_the_tokens_that_it_kept(read, settings, tmp_path):
     pruned = tmp_path / "pruned"
     pruned.mkdir()
-    corpus = prune_vocab.Corpus(documents=400)
-    prune_vocab.run(TINY, pruned, prune_vocab.PruneVocabParameters(size=6144, corpus=corpus), silent)
+    corpus = prune_vocab.CountedText(documents=400)
+    prune_vocab.prune_vocabulary(
+        TINY, pruned, prune_vocab.PruneVocabParameters(size=6144, corpus=corpus), silent
+    )
     figures = summarise_texts(read(pruned))[PLAIN]
     assert 2 <= figures.texts_compared < figures.texts
     # Over the kept tokens the weights are the baseline's: what is left is the noise of the engine.

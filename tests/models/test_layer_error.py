@@ -25,9 +25,9 @@ LIMIT = calibrate.CalibrateParameters().layer_error_ratio
 def quantised(tmp_path_factory):
     """tiny with 4-bit MLPs, calibrated on little text."""
     folder = tmp_path_factory.mktemp("quantised")
-    corpus = calibrate.Corpus(sequences=8, length=64)
+    corpus = calibrate.CalibrationText(sequences=8, length=64)
     parameters = calibrate.CalibrateParameters(group_size=32, corpus=corpus)
-    calibrate.run(TINY, folder, parameters, progress.silent)
+    calibrate.calibrate_weights(TINY, folder, parameters, progress.silent)
     return folder
 
 

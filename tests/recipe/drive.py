@@ -8,5 +8,5 @@ from tests.recipe.fake_stages import STAGES
 
 if __name__ == "__main__":
     recipe, variant, weights, base = sys.argv[1:]
-    read = recipe_file.read(Path(recipe), STAGES)
-    runner.run(read, variant, Path(weights), lambda name: Path(base))
+    read = recipe_file.read_recipe(Path(recipe), STAGES)
+    runner.run_recipe(read, variant, Path(weights), lambda name: Path(base))

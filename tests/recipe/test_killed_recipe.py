@@ -33,8 +33,8 @@ from pathlib import Path
 from slimqwen.recipe import recipe_file, runner
 
 root = Path(sys.argv[1])
-recipe = recipe_file.read(root / "experiments" / "v" / "recipe.yaml")
-runner.run(recipe, "v", root / "weights", lambda base: root / "weights" / base)
+recipe = recipe_file.read_recipe(root / "experiments" / "v" / "recipe.yaml")
+runner.run_recipe(recipe, "v", root / "weights", lambda base: root / "weights" / base)
 """
 
 pytestmark = [pytest.mark.soak, pytest.mark.engine, pytest.mark.timeout(3600)]

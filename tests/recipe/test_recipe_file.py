@@ -31,7 +31,7 @@ def write(folder: Path, text: str) -> Path:
 
 
 def test_a_recipe_is_read_with_defaults_filled_in(tmp_path: Path) -> None:
-    recipe = recipe_file.read(write(tmp_path, GOOD))
+    recipe = recipe_file.read_recipe(write(tmp_path, GOOD))
     assert (recipe.description, recipe.base) == ("four bits", "tiny")
     [step] = recipe.steps
     assert step.stage.name == "calibrate"
@@ -43,7 +43,7 @@ def test_a_recipe_is_read_with_defaults_filled_in(tmp_path: Path) -> None:
 
 
 def test_a_stage_may_have_no_parameters_of_its_own(tmp_path: Path) -> None:
-    recipe = recipe_file.read(write(tmp_path, "description: d\nbase: o/n\nstages:\n  - calibrate:\n"))
+    recipe = recipe_file.read_recipe(write(tmp_path, "description: d\nbase: o/n\nstages:\n  - calibrate:\n"))
     assert recipe.steps[0].parameters == CalibrateParameters()
     assert recipe.base == "o/n"
 
@@ -80,7 +80,7 @@ def test_a_mistake_is_an_error_with_its_line(
     assert old in GOOD
     file = write(tmp_path, GOOD.replace(old, new))
     with pytest.raises(RecipeError) as caught:
-        recipe_file.read(file)
+        recipe_file.read_recipe(file)
     message = str(caught.value)
     assert message.startswith(f"{file}:{line}: ")
     assert expected in message
@@ -92,13 +92,13 @@ def test_a_missing_part_is_named(tmp_path: Path, key: str) -> None:
     parts = {"description": "description: d\n", "base": "base: b\n", "stages": "stages:\n  - calibrate:\n"}
     del parts[key]
     with pytest.raises(RecipeError, match=f"{key} is missing; add it"):
-        recipe_file.read(write(tmp_path, "".join(parts.values())))
+        recipe_file.read_recipe(write(tmp_path, "".join(parts.values())))
 
 
 @pytest.mark.parametrize("text", ["", "- a\n", "description: d\nbase: b\nstages: []\n"])
 def test_what_is_no_recipe_at_all_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(RecipeError, match=r"recipe\.yaml:"):
-        recipe_file.read(write(tmp_path, text))
+        recipe_file.read_recipe(write(tmp_path, text))
 
 
 @pytest.mark.parametrize(
@@ -118,16 +118,16 @@ def test_a_stage_whose_text_is_lost_on_the_way_is_refused(
     lines = "\n".join(f"  - {stage}" if ":" in stage else f"  - {stage}:" for stage in stages)
     file = write(tmp_path, f"description: d\nbase: b\nstages:\n{lines}\n")
     with pytest.raises(RecipeError, match=rf":{line}: .* reads what {message} leaves .*; put it right after"):
-        recipe_file.read(file)
+        recipe_file.read_recipe(file)
 
 
 def test_a_missing_recipe_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="No such file"):
-        recipe_file.read(tmp_path / "recipe.yaml")
+        recipe_file.read_recipe(tmp_path / "recipe.yaml")
 
 
 @pytest.mark.parametrize("name", [name for name in variant.names() if variant.load(name).recipe])
 def test_every_recipe_of_this_repository_can_be_read(name: str) -> None:
     file = variant.load(name).recipe
     assert file is not None
-    assert recipe_file.read(file).steps
+    assert recipe_file.read_recipe(file).steps

@@ -121,7 +121,7 @@ def test_a_missing_base_leaves_nothing_behind(workshop: Workshop) -> None:
 
     before = workshop.visible()
     with pytest.raises(MissingCheckpointError, match="no checkpoint in base; make it"):
-        runner.run(recipe, "v", workshop.weights, resolve)
+        runner.run_recipe(recipe, "v", workshop.weights, resolve)
     assert workshop.visible() == before
     assert not (workshop.weights / "store").exists()
 
@@ -196,7 +196,7 @@ def test_status_shows_the_change_against_the_nearest_entry(workshop: Workshop) -
     workshop.run(workshop.recipe(workshop.add(1, limit=100)))
     workshop.run(workshop.recipe(workshop.add(2, limit=200)))
     [forecast] = workshop.status(workshop.recipe(workshop.add(3, limit=200)))
-    assert forecast.changes == (runner.Change("parameters.amount", "2", "3"),)
+    assert forecast.changes == (runner.IngredientChange("parameters.amount", "2", "3"),)
 
 
 # --- failures

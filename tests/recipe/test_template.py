@@ -13,7 +13,7 @@ def read(tmp_path, text):
     file = tmp_path / "experiments" / "new" / "recipe.yaml"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text)
-    return recipe_file.read(file)
+    return recipe_file.read_recipe(file)
 
 
 @pytest.fixture

@@ -71,7 +71,7 @@ class Workshop:
         listed = [{stage: {}} if isinstance(stage, str) else stage for stage in stages]
         content = {"description": "a test", "base": "base", "stages": listed}
         file.write_text(json.dumps(content))
-        return recipe_file.read(file, STAGES)
+        return recipe_file.read_recipe(file, STAGES)
 
     def add(self, amount: int, **more: Any) -> dict[str, dict[str, Any]]:
         """The stage add, its runs recorded."""
@@ -79,7 +79,7 @@ class Workshop:
 
     def run(self, recipe: Recipe, variant: str = "v", **more: Any) -> list[runner.Outcome]:
         """Run a recipe on this store."""
-        return runner.run(recipe, variant, self.weights, self.resolve, **more)
+        return runner.run_recipe(recipe, variant, self.weights, self.resolve, **more)
 
     def status(self, recipe: Recipe) -> list[runner.Forecast]:
         """Ask what a run would do."""

@@ -18,7 +18,7 @@ from slimqwen import variant
 from slimqwen.errors import SlimqwenError
 from slimqwen.models import vocabulary
 from slimqwen.models.language_model import load_in_float32
-from slimqwen.recipe.stages.prune_vocab import Corpus
+from slimqwen.recipe.stages.prune_vocab import CountedText
 from slimqwen.records.table import Table
 from tests.checkpoints import TINY, stage_output
 
@@ -127,7 +127,7 @@ def test_the_head_of_a_checkpoint_is_scored_on_text(tiny: variant.Variant, tmp_p
 
 
 def test_a_smaller_vocabulary_is_measured_as_the_stage_prunes_it(tmp_path: Path):
-    corpus = Corpus(path=PROSE)
+    corpus = CountedText(path=PROSE)
     small, large = analyze_vocab.measure_sizes(TINY, corpus, [4096, 7936], {}, 2)
     assert small["coverage"] < large["coverage"] <= 1 <= large["inflation"] < small["inflation"]
     destination = tmp_path / "pruned"

@@ -34,7 +34,7 @@ class RecordedRungs(InProcess):
 def _stages(candidate: Variant) -> dict[str, Any]:
     if candidate.recipe is None:
         return {}
-    steps = recipe_file.read(candidate.recipe).steps
+    steps = recipe_file.read_recipe(candidate.recipe).steps
     return {step.stage.name: step.parameters.model_dump(mode="json") for step in reversed(steps)}
 
 

@@ -53,7 +53,7 @@ def test_every_lever_gives_a_recipe_and_a_configuration_that_can_be_read(ladder:
         made = ladder.in_overlay(candidate)
         assert made.baseline == "tiny"
         assert made.recipe is not None
-        names = [step.stage.name for step in recipe_file.read(made.recipe).steps]
+        names = [step.stage.name for step in recipe_file.read_recipe(made.recipe).steps]
         assert names == [stage for stage, _ in candidate.steps(ladder.space, 8192)]
         drafts = made.settings["VLLM_SPECULATIVE_CONFIG"].value
         assert f'"num_speculative_tokens": {candidate.depth}' in drafts
@@ -66,7 +66,7 @@ def test_an_overlay_shares_the_store_and_leaves_the_experiments_alone(small_root
     make_overlay(base, small_root / "overlay")  # again, as a run that goes on does
     assert (overlay / "weights" / "store").resolve() == (small_root / "weights" / "store").resolve()
     incumbent = without_cache(variant.load("tiny-classic", small_root), overlay)
-    assert [step.stage.name for step in recipe_file.read(incumbent.recipe or Path()).steps] == [
+    assert [step.stage.name for step in recipe_file.read_recipe(incumbent.recipe or Path()).steps] == [
         "calibrate", "prune_vocab", "sample_outputs", "redistill_mtp",
     ]  # fmt: skip
     assert without_cache(base, overlay).weights == overlay / "weights" / "tiny"

@@ -62,8 +62,10 @@ def served(tmp_path_factory):
         (root / "weights/v").symlink_to(tried.weights)
     else:
         (root / "weights/v").mkdir()
-        parameters = prune_vocab.PruneVocabParameters(size=4096, corpus=prune_vocab.Corpus(documents=500))
-        prune_vocab.run(tried.weights, root / "weights/v", parameters, progress.silent)
+        parameters = prune_vocab.PruneVocabParameters(
+            size=4096, corpus=prune_vocab.CountedText(documents=500)
+        )
+        prune_vocab.prune_vocabulary(tried.weights, root / "weights/v", parameters, progress.silent)
     template = (tried.weights / "chat_template.jinja").read_text()
     (folder / "chat.jinja").write_text(f"<|im_start|>system\n{RULES}<|im_end|>\n" + template)
     command = ServerCommand.resolve(variant.load("v", root), port=free_port(), platform="cpu")

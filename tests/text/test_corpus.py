@@ -16,8 +16,8 @@ def test_stages_read_the_same_documents_of_a_file(tmp_path):
     blank = json.dumps({"text": " "}) + "\n"
     lines = (json.dumps({"text": text}, ensure_ascii=False) + "\n\n" + blank for text in texts)
     file.write_text("".join(lines))
-    assert list(prune_vocab.counted_documents(prune_vocab.Corpus(path=file), [])) == texts
-    calibration = calibrate.documents(calibrate.Corpus(path=file))
+    assert list(prune_vocab.counted_documents(prune_vocab.CountedText(path=file), [])) == texts
+    calibration = calibrate.documents(calibrate.CalibrationText(path=file))
     assert sorted(calibration) == [f"{text}<|endoftext|>" for text in texts]
 
 

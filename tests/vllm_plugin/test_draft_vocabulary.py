@@ -87,7 +87,9 @@ def trimmed(answers: list[Answer], tmp_path_factory: pytest.TempPathFactory) -> 
         folder = root / f"{source.name}-{size}"
         if not folder.exists():
             folder.mkdir()
-            trim_draft_vocab.run(source, folder, TrimDraftVocabParameters(size=size), progress.silent)
+            trim_draft_vocab.trim_draft_vocabulary(
+                source, folder, TrimDraftVocabParameters(size=size), progress.silent
+            )
         return folder
 
     return make
@@ -222,7 +224,7 @@ def test_drafts_of_a_packed_output_head_are_accepted_as_long(
 ) -> None:
     packed = tmp_path / "packed"
     packed.mkdir()
-    quantise_lm_head.run(TINY, packed, QuantiseLmHeadParameters(), progress.silent)
+    quantise_lm_head.quantise_output_head(TINY, packed, QuantiseLmHeadParameters(), progress.silent)
     shutil.copyfile(trimmed(4096) / OUTPUTS, packed / OUTPUTS)
     # At half of the ids nearly every draft of the whole head has a row.
     assert serve(trimmed(4096, packed)).length == pytest.approx(serve(packed).length, rel=AGREEMENT)

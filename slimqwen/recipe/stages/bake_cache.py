@@ -74,7 +74,9 @@ class BakeCacheParameters(Parameters):
         return path
 
 
-def run(source: Path, destination: Path, parameters: BakeCacheParameters, progress: Progress) -> Facts:
+def bake_compile_cache(
+    source: Path, destination: Path, parameters: BakeCacheParameters, progress: Progress
+) -> Facts:
     """Copy source to destination and put the compile cache of its server beside it.
 
     Raises:
@@ -263,7 +265,7 @@ def drive(server: RunningServer, prompt_tokens: Sequence[int]) -> None:
 STAGE = Stage(
     name="bake_cache",
     parameters=BakeCacheParameters,
-    run=run,
+    run=bake_compile_cache,
     needs=needs,
     data=data,
     last=True,

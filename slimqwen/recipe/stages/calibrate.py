@@ -22,9 +22,9 @@ from slimqwen.checkpoint import packing
 from slimqwen.checkpoint.config import quantisation, quantised, write_config
 from slimqwen.checkpoint.files import bytes_on_disk, carry_side_files
 from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, from_torch, list_tensors, rewrite, torch_dtype
-from slimqwen.models.shape import Packing, Shape
+from slimqwen.models.shape import Shape
 from slimqwen.progress import Progress
-from slimqwen.recipe.schemes import BITS, Targets
+from slimqwen.recipe.schemes import Targets, config_groups, packing_of
 from slimqwen.recipe.stage import TORCH_ENVIRONMENT, Facts, Needs, Parameters, Stage, StageError
 from slimqwen.text.corpus import END_OF_TEXT, TextSource, file_digest, file_texts
 from slimqwen.text.files import CorpusError
@@ -50,7 +50,7 @@ _IMPORTS_BYTES = 1500 * 2**20
 """Measured resident size of torch, transformers and llmcompressor."""
 
 
-class Corpus(TextSource):
+class CalibrationText(TextSource):
     """The text that activations are measured on.
 
     Attributes:
@@ -80,7 +80,7 @@ class CalibrateParameters(Parameters):
     targets: Targets = Targets(mlp="W4A16")
     group_size: Literal[32, 64, 128] = 32
     rounding: Literal["nearest", "gptq"] = "nearest"
-    corpus: Corpus = Corpus()
+    corpus: CalibrationText = CalibrationText()
     layer_error_ratio: Annotated[float, Field(gt=0)] = 1.5
     threads: Annotated[int, Field(ge=1)] = 2
 
@@ -97,7 +97,9 @@ class CalibrateParameters(Parameters):
         return {**rest, "targets": dict.fromkeys(kinds, scheme)}
 
 
-def run(source: Path, destination: Path, parameters: CalibrateParameters, progress: Progress) -> Facts:
+def calibrate_weights(
+    source: Path, destination: Path, parameters: CalibrateParameters, progress: Progress
+) -> Facts:
     """Calibrate source in float32 and write it to destination in its own dtype, the targets packed.
 
     Raises:
@@ -125,7 +127,7 @@ def run(source: Path, destination: Path, parameters: CalibrateParameters, progre
         changed = _replacements(model, names, stored)
         del model
     if head:
-        form = _packing(parameters.targets.mtp, parameters)
+        form = packing_of(parameters.targets.mtp, parameters.group_size)
         for name, info in head.items():
             changed[name] = packing.rounded_to_nearest(info, name, form.bits, form.group_size)
         group = packing.config_group("mtp", form.bits, form.group_size)
@@ -191,7 +193,7 @@ def _target_tensors(source: Path, parameters: CalibrateParameters) -> dict[str, 
             packed = kind == "mtp" and f"mtp.fc{packing.PACKED}" in stored
             fault = "a packed MTP head already" if packed else f"no {kind} layers"
             raise StageError(f"{source} has {fault}; take {kind} off the targets")
-        group_size = _packing(scheme, parameters).group_size
+        group_size = packing_of(scheme, parameters.group_size).group_size
         for name, info in targets[kind].items():
             if group_size and info.shape[1] % group_size:
                 raise StageError(
@@ -201,11 +203,6 @@ def _target_tensors(source: Path, parameters: CalibrateParameters) -> dict[str, 
             if info.dtype not in ("BF16", "F16", "F32"):
                 raise StageError(f"{source}: {name} is {info.dtype} already; take {kind} off the targets")
     return targets
-
-
-def _packing(scheme: str, parameters: CalibrateParameters) -> Packing:
-    bits = BITS[scheme]
-    return Packing(bits=bits, group_size=None if bits == 8 else parameters.group_size)
 
 
 def _calibrated(
@@ -251,7 +248,7 @@ def _checked_layers(
     }
 
 
-def _sequences(corpus: Corpus, tokenizer: Any) -> list[list[int]]:
+def _sequences(corpus: CalibrationText, tokenizer: Any) -> list[list[int]]:
     """The documents joined and cut into sequences of equal length."""
     needed = corpus.sequences * corpus.length
     tokens: list[int] = []
@@ -266,7 +263,7 @@ def _sequences(corpus: Corpus, tokenizer: Any) -> list[list[int]]:
     )
 
 
-def documents(corpus: Corpus) -> Iterable[str]:
+def documents(corpus: CalibrationText) -> Iterable[str]:
     """The calibration text, document by document, as the model would meet it.
 
     Raises:
@@ -304,7 +301,7 @@ def _calibrate(
     hooks = _watch(model, modules, len(batches), awq.n_grid, progress)
     linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     options = {
-        "config_groups": _config_groups(parameters),
+        "config_groups": config_groups(parameters.targets, parameters.group_size),
         "ignore": [name for name in linears if name not in modules],
     }
     gptq = parameters.rounding == "gptq"
@@ -314,28 +311,6 @@ def _calibrate(
     oneshot(model=model, processor=tokenizer, recipe=[awq, quantise], dataset=loader, pipeline="sequential")
     for hook in hooks:
         hook.remove()
-
-
-def _config_groups(parameters: CalibrateParameters) -> dict[str, Any]:
-    """Schemes for llmcompressor: one for every linear that is not ignored, or one for each kind if they differ."""
-    from compressed_tensors.quantization import QuantizationArgs, preset_name_to_scheme
-
-    schemes = parameters.targets.calibrated
-    if len(set(schemes.values())) == 1:
-        targets = {"Linear": next(iter(schemes.values()))}
-    else:
-        targets = {packing.LINEARS[kind]: scheme for kind, scheme in schemes.items()}
-    groups = {}
-    for number, (target, name) in enumerate(targets.items()):
-        scheme = preset_name_to_scheme(name, [target])
-        group_size = _packing(name, parameters).group_size
-        if group_size is None:
-            per_row = {**scheme.weights.model_dump(), "strategy": "channel", "group_size": None}
-            scheme.weights = QuantizationArgs(**per_row)
-        else:
-            scheme.weights.group_size = group_size
-        groups[f"group_{number}"] = scheme
-    return groups
 
 
 def _watch(model: Any, modules: set[str], batches: int, grid: int, progress: Progress) -> list[Any]:
@@ -435,13 +410,15 @@ def _replacements(
 def reshape(shape: Shape, parameters: CalibrateParameters) -> Shape:
     """The targets packed."""
     schemes = parameters.targets.schemes
-    return shape.with_packing({kind: _packing(scheme, parameters) for kind, scheme in schemes.items()})
+    return shape.with_packing(
+        {kind: packing_of(scheme, parameters.group_size) for kind, scheme in schemes.items()}
+    )
 
 
 STAGE = Stage(
     name="calibrate",
     parameters=CalibrateParameters,
-    run=run,
+    run=calibrate_weights,
     needs=needs,
     data=data,
     reshape=reshape,

@@ -76,7 +76,7 @@ _TOKENIZER_FACTOR = 30
 """Bytes of memory per byte of tokenizer.json: its JSON in Python, two tokenizers, the ranking."""
 
 
-class Corpus(TextSource):
+class CountedText(TextSource):
     """The text that decides which tokens stay.
 
     Attributes:
@@ -98,12 +98,14 @@ class PruneVocabParameters(Parameters):
     """
 
     size: Annotated[int, Field(ge=ROW_MULTIPLE)]
-    corpus: Corpus = Corpus()
+    corpus: CountedText = CountedText()
     outputs: Annotated[RecipePath | None, Field(exclude=True)] = None
     outputs_weight: Annotated[int, Field(ge=1)] = 1
 
 
-def run(source: Path, destination: Path, parameters: PruneVocabParameters, progress: Progress) -> Facts:
+def prune_vocabulary(
+    source: Path, destination: Path, parameters: PruneVocabParameters, progress: Progress
+) -> Facts:
     """Write source to destination with a smaller vocabulary.
 
     Raises:
@@ -255,7 +257,7 @@ def _counts(
     return counts
 
 
-def counted_documents(corpus: Corpus, held_out: list[str], progress: Progress = silent) -> Iterator[str]:
+def counted_documents(corpus: CountedText, held_out: list[str], progress: Progress = silent) -> Iterator[str]:
     """Yield the documents by which tokens are ranked; append the others to `held_out`."""
     for number, document in enumerate(itertools.islice(file_texts(corpus.path), corpus.documents), 1):
         progress("counting tokens", number, corpus.documents)
@@ -368,7 +370,7 @@ def reshape(shape: Shape, parameters: PruneVocabParameters) -> Shape:
 STAGE = Stage(
     name="prune_vocab",
     parameters=PruneVocabParameters,
-    run=run,
+    run=prune_vocabulary,
     needs=needs,
     data=data,
     code=(

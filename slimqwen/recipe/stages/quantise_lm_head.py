@@ -35,7 +35,9 @@ class QuantiseLmHeadParameters(Parameters):
     group_size: Literal[32, 64, 128] = 32
 
 
-def run(source: Path, destination: Path, parameters: QuantiseLmHeadParameters, progress: Progress) -> Facts:
+def quantise_output_head(
+    source: Path, destination: Path, parameters: QuantiseLmHeadParameters, progress: Progress
+) -> Facts:
     """Write source to destination with its output head packed.
 
     Raises:
@@ -92,7 +94,7 @@ def reshape(shape: Shape, parameters: QuantiseLmHeadParameters) -> Shape:
 STAGE = Stage(
     name="quantise_lm_head",
     parameters=QuantiseLmHeadParameters,
-    run=run,
+    run=quantise_output_head,
     needs=needs,
     reshape=reshape,
     changes=lambda _: (re.escape(_HEAD),),

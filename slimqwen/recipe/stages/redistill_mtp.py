@@ -10,11 +10,10 @@ makes a checkpoint worse. Both are also measured in vLLM, and the two measuremen
 
 import gc
 import json
-import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -25,7 +24,8 @@ from slimqwen.checkpoint.files import bytes_on_disk, carry_side_files
 from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, from_torch, list_tensors, rewrite, torch_dtype
 from slimqwen.models.shape import Shape
 from slimqwen.progress import Progress
-from slimqwen.recipe.stage import TORCH_ENVIRONMENT, Facts, Needs, Parameters, Stage, StageError
+from slimqwen.recipe.head_training import POSITIONS, HeadTraining, Training
+from slimqwen.recipe.stage import TORCH_ENVIRONMENT, Facts, Needs, Stage, StageError
 from slimqwen.recipe.stages.sample_outputs import Output, read_outputs
 
 CURVE = "redistill_mtp.json"
@@ -35,54 +35,19 @@ AGREEMENT = 0.05
 """Largest relative difference between the acceptance length measured here and in vLLM."""
 
 _IMPORTS_BYTES = 3 * 2**30
-_POSITIONS = 512
-"""Positions whose logits are in memory at the same time."""
 
 
-class RedistillParameters(Parameters):
-    """Parameters of the stage.
+class RedistillParameters(HeadTraining):
+    """Parameters of the stage: those of the training, and the CPU threads.
 
     Attributes:
-        depth: number of tokens that the head learns to draft (K).
-        trainable: fc+norms freezes the head's attention and MLP; all trains them too.
-        rows: all learns the target's distribution over the whole vocabulary; drafted over the ids of the draft head
-            (`trim_draft_vocab`) alone, so that nothing is spent on tokens that cannot be drafted.
-        head: checkpoint starts from the checkpoint's head, fresh from a random one.
-        steps: largest number of optimiser steps.
-        batch: texts per step.
-        learning_rate: peak rate of AdamW, reached after 1/20 of the steps, then falling linearly to 1/10.
-        step_decay: loss weight of a draft step relative to the step before.
-        validate_every: steps between two points of the learning curve; a killed run resumes from the last point.
-        patience: points without an improvement after which training ends.
-        seed: seed of the order of texts, and of a fresh head.
         threads: CPU threads; a parameter because it decides the order of summation.
     """
 
-    depth: Annotated[int, Field(ge=1, le=8)] = 4
-    trainable: Literal["fc+norms", "all"] = "fc+norms"
-    rows: Literal["all", "drafted"] = "all"
-    head: Literal["checkpoint", "fresh"] = "checkpoint"
-    steps: Annotated[int, Field(ge=1)] = 400
-    batch: Annotated[int, Field(ge=1)] = 8
-    learning_rate: Annotated[float, Field(gt=0)] = 5e-4
-    step_decay: Annotated[float, Field(gt=0, le=1)] = 0.8
-    validate_every: Annotated[int, Field(ge=1)] = 50
-    patience: Annotated[int, Field(ge=1)] = 4
-    seed: int = 0
     threads: Annotated[int, Field(ge=1)] = 2
 
 
-@dataclass(frozen=True)
-class Point:
-    """One point of the learning curve. Losses: weighted mean divergence from the target, nats per token."""
-
-    step: int
-    training_loss: float | None
-    """Mean since the previous point; None before the first step."""
-    validation_loss: float
-
-
-def run(
+def redistill_head(
     source: Path, destination: Path, parameters: RedistillParameters, progress: Progress, *, unfinished: Path
 ) -> Facts:
     """Write source to destination with the trained head, or with the original one if training improved nothing.
@@ -125,7 +90,7 @@ def run(
         if parameters.head == "fresh":
             torch.manual_seed(parameters.seed)
             model.head.load_state_dict(MtpHead(model.backbone.config).state_dict())
-        training = _Training(model, sampled, parameters, unfinished / "state.pt")
+        training = Training(model, sampled, parameters, unfinished / "state.pt")
         training.run(progress)
         for name, parameter in model.head.named_parameters():
             # The stored precision is measured, not the float32 weights of training.
@@ -179,7 +144,7 @@ def needs(source: Path, parameters: RedistillParameters) -> Needs:
     # An integer of a packed weight holds up to eight numbers.
     elements = sum(info.elements * (8 if info.dtype == "I32" else 1) for info in stored.values())
     head = sum(info.elements for name, info in stored.items() if name.startswith("mtp."))
-    logits = 6 * _POSITIONS * config["vocab_size"]
+    logits = 6 * POSITIONS * config["vocab_size"]
     return Needs(
         disk_bytes=bytes_on_disk(source),
         memory_bytes=_IMPORTS_BYTES + 4 * (elements + 5 * head + logits),
@@ -222,192 +187,6 @@ def _check_head(source: Path, stored: Mapping[str, TensorInfo]) -> None:
         )
 
 
-class _Training:
-    """State of one training run, saved at every point of its learning curve."""
-
-    def __init__(
-        self, model: Any, outputs: Sequence[Output], parameters: RedistillParameters, state: Path
-    ) -> None:
-        import torch
-
-        self.step = 0
-        self.curve: list[Point] = []
-        self._model = model
-        self._parameters = parameters
-        self._state = state
-        # Every tenth text decides when to stop; the held-out texts that judge the result are others.
-        self._validation = list(outputs[::10])
-        self._texts = [output for number, output in enumerate(outputs) if number % 10]
-        self._trainable = {
-            name: parameter
-            for name, parameter in model.head.named_parameters()
-            if parameters.trainable == "all" or not name.startswith("layers.") or "norm" in name
-        }
-        for name, parameter in model.head.named_parameters():
-            parameter.requires_grad_(name in self._trainable)
-        self._optimiser = torch.optim.AdamW(
-            self._trainable.values(), lr=parameters.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
-        )
-        self._best: dict[str, Any] = {}
-        self._best_loss = float("inf")
-        self._stale = 0
-        self._losses: list[float] = []
-        self._restore()
-
-    def run(self, progress: Progress) -> None:
-        """Train to the end, resuming a killed run; leaves the best weights in the model."""
-        parameters = self._parameters
-        if not self.curve:
-            self._validate()
-        while self.step < parameters.steps and self._stale < parameters.patience:
-            progress("training the head", self.step, parameters.steps)
-            self._advance()
-            if self.step % parameters.validate_every == 0 or self.step == parameters.steps:
-                self._validate()
-        progress("training the head", parameters.steps, parameters.steps)
-        self._model.head.load_state_dict(self._best, strict=False)
-
-    def _advance(self) -> None:
-        import torch
-
-        parameters = self._parameters
-        self._model.head.train()
-        loss = self._loss(self._batch())
-        if not torch.isfinite(loss):
-            raise StageError(f"the loss is {loss.item()} at step {self.step}; lower learning_rate")
-        for group in self._optimiser.param_groups:
-            group["lr"] = parameters.learning_rate * self._rate_scale()
-        self._optimiser.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self._trainable.values(), 1.0)
-        self._optimiser.step()
-        self._losses.append(loss.item())
-        self.step += 1
-
-    def _rate_scale(self) -> float:
-        steps = self._parameters.steps
-        return min((self.step + 1) / max(1, steps // 20), 1 - 0.9 * self.step / steps)
-
-    def _batch(self) -> list[Output]:
-        """The texts of a step: each epoch reads all of them in a new random order."""
-        batch, count = self._parameters.batch, len(self._texts)
-        numbers = range(self.step * batch, (self.step + 1) * batch)
-        return [self._texts[self._order(number // count)[number % count]] for number in numbers]
-
-    def _order(self, epoch: int) -> list[int]:
-        order = list(range(len(self._texts)))
-        random.Random(f"{self._parameters.seed} {epoch}").shuffle(order)
-        return order
-
-    def _loss(self, outputs: Sequence[Output]) -> Any:
-        """Weighted mean divergence of the head's distributions from the target's, nats per token."""
-        import torch
-        from torch.nn.utils.rnn import pad_sequence
-
-        from slimqwen.models.mtp_head import DraftUnroller
-
-        model, depth, decay = self._model, self._parameters.depth, self._parameters.step_decay
-        # Padding comes after the text, where a causal model cannot see it.
-        rows = [torch.tensor([*output.prompt, *output.continuation]) for output in outputs]
-        tokens = pad_sequence(rows, batch_first=True).to(model.device)
-        positions = torch.arange(tokens.shape[1], device=model.device)
-        begins = torch.tensor([len(output.prompt) - 1 for output in outputs], device=model.device)[:, None]
-        ends = torch.tensor([len(row) for row in rows], device=model.device)[:, None]
-        with torch.no_grad():
-            hidden = model.hidden_states(tokens)
-        length = tokens.shape[1] - depth
-        unroller = DraftUnroller(model, hidden[:, :length])
-        total, weights = 0.0, 0.0
-        for step in range(1, depth + 1):
-            drafted = unroller.step(tokens[:, step : step + length])
-            # Step k of position i learns the target's distribution at position i + k.
-            scored = (positions[:length] >= begins) & (positions[:length] + step < ends)
-            students, targets = drafted[scored], hidden[:, step : step + length][scored]
-            divergence = _divergence(model, students, targets, self._parameters.rows == "drafted")
-            total = total + decay ** (step - 1) * divergence
-            weights += decay ** (step - 1)
-        return total / weights
-
-    def _validate(self) -> None:
-        import torch
-
-        self._model.head.eval()
-        batch = self._parameters.batch
-        chunks = [self._validation[at : at + batch] for at in range(0, len(self._validation), batch)]
-        with torch.no_grad():
-            losses = [(self._loss(chunk).item(), len(chunk)) for chunk in chunks]
-        loss = sum(value * size for value, size in losses) / len(self._validation)
-        trained = sum(self._losses) / len(self._losses) if self._losses else None
-        self._losses = []
-        self.curve.append(Point(self.step, trained, loss))
-        self._stale += 1
-        if loss < self._best_loss:
-            self._best_loss, self._stale = loss, 0
-            self._best = {
-                name: parameter.detach().cpu().clone() for name, parameter in self._trainable.items()
-            }
-        self._save()
-
-    def _save(self) -> None:
-        import torch
-
-        state = {
-            "step": self.step,
-            "stale": self._stale,
-            "best_loss": self._best_loss,
-            "best": self._best,
-            "head": self._model.head.state_dict(),
-            "optimiser": self._optimiser.state_dict(),
-            "curve": [asdict(point) for point in self.curve],
-        }
-        partial = self._state.with_suffix(".partial")
-        torch.save(state, partial)
-        partial.replace(self._state)
-
-    def _restore(self) -> None:
-        import torch
-
-        if not self._state.is_file():
-            return
-        state = torch.load(self._state, weights_only=True)
-        self.step, self._stale = state["step"], state["stale"]
-        self._best_loss, self._best = state["best_loss"], state["best"]
-        self._model.head.load_state_dict(state["head"])
-        self._optimiser.load_state_dict(state["optimiser"])
-        self.curve = [Point(**point) for point in state["curve"]]
-
-
-def _divergence(model: Any, students: Any, targets: Any, drafted: bool) -> Any:
-    """Mean Kullback-Leibler divergence of the student's next-token distribution from the target's.
-
-    Over the drafted ids alone, the target's probabilities are not scaled up: a position counts as much as the target
-    gives to ids that can be drafted there.
-
-    Args:
-        students: [positions, hidden], states of the head.
-        targets: [positions, hidden], states of the backbone for the same tokens.
-        drafted: whether to compare the ids of the draft head alone.
-    """
-    import torch
-    import torch.nn.functional as F  # noqa: N812 (customary name)
-    from torch.utils.checkpoint import checkpoint as recomputed
-
-    def summed(student: Any, target: Any) -> Any:
-        with torch.no_grad():
-            target_logs = model.logits(target).float().log_softmax(-1)
-            if drafted:
-                target_logs = target_logs[..., model.draft_head.token_ids]
-        student_scores = model.draft_head(student) if drafted else model.logits(student)
-        student_logs = student_scores.float().log_softmax(-1)
-        return F.kl_div(student_logs, target_logs, reduction="sum", log_target=True)
-
-    if not len(students):
-        return students.sum() * 0.0
-    # Logits of a large vocabulary do not fit for all positions at once: the backward pass computes them again.
-    parts = zip(students.split(_POSITIONS), targets.split(_POSITIONS), strict=True)
-    return sum(recomputed(summed, *part, use_reentrant=False) for part in parts) / len(students)
-
-
 def _extended_continuation(model: Any, output: Output, tokens: int) -> list[int]:
     """A continuation and the target's next greedy tokens after it.
 
@@ -444,7 +223,7 @@ def _check_agreement(measured: float, served: float, when: str) -> None:
 STAGE = Stage(
     name="redistill_mtp",
     parameters=RedistillParameters,
-    run=run,
+    run=redistill_head,
     needs=needs,
     reshape=reshape,
     follows=("sample_outputs", "trim_draft_vocab"),
@@ -455,6 +234,7 @@ STAGE = Stage(
         "slimqwen.checkpoint.weights",
         "slimqwen.models.language_model",
         "slimqwen.models.mtp_head",
+        "slimqwen.recipe.head_training",
         "slimqwen.recipe.stages.sample_outputs",
         "slimqwen.serving.draft_counts",
         "slimqwen.serving.in_process",

@@ -73,7 +73,9 @@ class Output:
     held_out: bool
 
 
-def run(source: Path, destination: Path, parameters: SampleOutputsParameters, progress: Progress) -> Facts:
+def write_sampled_outputs(
+    source: Path, destination: Path, parameters: SampleOutputsParameters, progress: Progress
+) -> Facts:
     """Copy source to destination and write its outputs to `OUTPUTS` there.
 
     Raises:
@@ -182,7 +184,7 @@ def _beginnings(prompts: Prompts) -> Iterator[tuple[str, bool]]:
 STAGE = Stage(
     name="sample_outputs",
     parameters=SampleOutputsParameters,
-    run=run,
+    run=write_sampled_outputs,
     needs=needs,
     data=data,
     code=(

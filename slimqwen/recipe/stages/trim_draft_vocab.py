@@ -63,7 +63,9 @@ class TrimDraftVocabParameters(Parameters):
     size: Annotated[int, Field(ge=ROW_MULTIPLE)]
 
 
-def run(source: Path, destination: Path, parameters: TrimDraftVocabParameters, progress: Progress) -> Facts:
+def trim_draft_vocabulary(
+    source: Path, destination: Path, parameters: TrimDraftVocabParameters, progress: Progress
+) -> Facts:
     """Write source to destination with a draft head.
 
     Raises:
@@ -213,7 +215,7 @@ def reshape(shape: Shape, parameters: TrimDraftVocabParameters) -> Shape:
 STAGE = Stage(
     name="trim_draft_vocab",
     parameters=TrimDraftVocabParameters,
-    run=run,
+    run=trim_draft_vocabulary,
     needs=needs,
     reshape=reshape,
     follows=("sample_outputs",),

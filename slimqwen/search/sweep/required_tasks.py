@@ -99,7 +99,7 @@ def next_stage(variant: Variant) -> Task | None:
     """
     if variant.recipe is None:
         return None
-    recipe = variant_recipe.read(variant)
+    recipe = variant_recipe.read_recipe(variant)
     source = variant_recipe.base_folder(recipe.base, variant.root)
     forecasts = variant_recipe.status(variant)
     for number, (step, forecast) in enumerate(zip(recipe.steps, forecasts, strict=True), 1):
@@ -133,7 +133,7 @@ def next_stage(variant: Variant) -> Task | None:
 
 def answers_are_decided(variant: Variant) -> bool:
     """Whether weights/<variant> answers as its recipe's result will: the stages that are left add a cache alone."""
-    recipe = variant_recipe.read(variant)
+    recipe = variant_recipe.read_recipe(variant)
     made = variant.root / "weights"
     for step, forecast in zip(recipe.steps, variant_recipe.status(variant), strict=True):
         if forecast.reused:

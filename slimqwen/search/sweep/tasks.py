@@ -33,7 +33,7 @@ def make_stage(root: Path, argument: Mapping[str, Any], progress: Progress) -> N
         argument: {"variant": name, "stages": number of stages}.
     """
     subject = variants.load(argument["variant"], root)
-    variant_recipe.run(subject, argument["stages"], progress=progress)
+    variant_recipe.run_recipe(subject, argument["stages"], progress=progress)
 
 
 def check_fidelity(root: Path, argument: Mapping[str, Any], progress: Progress) -> list[UnwrittenRecord]:

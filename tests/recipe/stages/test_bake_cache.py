@@ -28,7 +28,7 @@ def a_repository(root: Path, config: str = CONFIG) -> Path:
 
 
 def recipe_of(root: Path) -> Recipe:
-    return recipe_file.read(root / "experiments" / "v" / "recipe.yaml")
+    return recipe_file.read_recipe(root / "experiments" / "v" / "recipe.yaml")
 
 
 def append(root: Path, lines: str) -> None:
@@ -43,7 +43,9 @@ def parameters(root: Path) -> BakeCacheParameters:
 
 
 def run(root: Path) -> runner.Outcome:
-    (outcome,) = runner.run(recipe_of(root), "v", root / "weights", lambda base: root / "weights" / base)
+    (outcome,) = runner.run_recipe(
+        recipe_of(root), "v", root / "weights", lambda base: root / "weights" / base
+    )
     return outcome
 
 
@@ -158,7 +160,9 @@ def test_a_variant_that_compiles_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ServingError, match="v compiles nothing, so there is nothing to bake; set VLLM_ENFORCE"
     ):
-        bake_cache.run(root / "weights" / "tiny", destination, parameters(root), lambda *heard: None)
+        bake_cache.bake_compile_cache(
+            root / "weights" / "tiny", destination, parameters(root), lambda *heard: None
+        )
 
 
 def test_a_config_of_another_name_is_refused(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from slimqwen.recipe import recipe_file, runner, variant_recipe
 from slimqwen.recipe.recipe_file import Step
 from slimqwen.recipe.stage import StageError
 from slimqwen.recipe.stages import calibrate
-from slimqwen.recipe.stages.calibrate import CalibrateParameters, Corpus, CorpusError
+from slimqwen.recipe.stages.calibrate import CalibrateParameters, CalibrationText, CorpusError
 from tests.byte_tokenizer import byte_tokenizer
 from tests.checkpoints import edited_tensors, stage_output, stored, with_manifest
 from tests.zoo.specimen import Specimen, multimodal, outer
@@ -43,7 +43,7 @@ SHAPE = TinyShape(
     linear_key_head_dim=32,
     linear_value_head_dim=32,
 )
-FEW = Corpus(sequences=12, length=32)
+FEW = CalibrationText(sequences=12, length=32)
 MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
 
@@ -79,8 +79,8 @@ def run_recipe(source: Path, root: Path) -> Calibrated:
     content = {"description": "d", "base": "source", "stages": [{"calibrate": {"corpus": corpus}}]}
     file.write_text(json.dumps(content))
     messages: list[tuple[str, float, float]] = []
-    [outcome] = runner.run(
-        recipe_file.read(file),
+    [outcome] = runner.run_recipe(
+        recipe_file.read_recipe(file),
         "v",
         root / "weights",
         lambda base: source,
@@ -271,7 +271,7 @@ def test_verification_holds_tensors_against_the_config(
 
 
 def calibrate_here(source: Path, folder: Path, **parameters: Any) -> Path:
-    given = {"corpus": Corpus(sequences=2, length=16), **parameters}
+    given = {"corpus": CalibrationText(sequences=2, length=16), **parameters}
     return with_manifest(stage_output("calibrate", source, folder, **given))
 
 
@@ -282,9 +282,11 @@ def test_all_targets_with_zero_points(source: Path, tmp_path: Path) -> None:
     given = CalibrateParameters(
         scheme="W4A16_ASYM",
         targets=("mlp", "attention", "linear_attention"),
-        corpus=Corpus(sequences=2, length=16),
+        corpus=CalibrationText(sequences=2, length=16),
     )
-    calibrate.run(source, folder, given, lambda activity, done, total: heard.append((done, total)))
+    calibrate.calibrate_weights(
+        source, folder, given, lambda activity, done, total: heard.append((done, total))
+    )
     checkpoint.verify(with_manifest(folder), "cure")
     after = list_tensors(folder)
     assert after["model.layers.0.linear_attn.in_proj_qkv.weight_zero_point"].dtype == "I32"
@@ -356,7 +358,7 @@ def test_every_kind_has_a_scheme_of_its_own(source: Path, mixed: Path) -> None:
 def test_the_mtp_head_alone_is_packed_without_text_on_a_packed_checkpoint(
     source: Path, calibrated: Calibrated, tmp_path: Path
 ) -> None:
-    parameters = {"targets": {"mtp": "W8A16"}, "corpus": Corpus(sequences=10**9)}
+    parameters = {"targets": {"mtp": "W8A16"}, "corpus": CalibrationText(sequences=10**9)}
     out = calibrate_here(calibrated.folder, tmp_path / "out", **parameters)
     checkpoint.verify(out, "cure")
     linears = {name for name in stored(source) if name.startswith("mtp.") and "norm" not in name}
@@ -385,7 +387,7 @@ def test_targets_that_cannot_be_are_refused(targets: Any, message: str) -> None:
 
 
 def test_gptq_leaves_a_smaller_output_error_than_rounding_to_nearest(source: Path, tmp_path: Path) -> None:
-    corpus = Corpus(sequences=32, length=64)
+    corpus = CalibrationText(sequences=32, length=64)
     tokens = torch.tensor(calibrate._sequences(corpus, transformers.AutoTokenizer.from_pretrained(source)))
     exact = log_probabilities(source, tokens)
     nearest, gptq = (
@@ -473,12 +475,12 @@ def test_too_little_text_is_refused_with_both_counts(source: Path, tmp_path: Pat
     text = tmp_path / "short.txt"
     text.write_text("short")
     with pytest.raises(CorpusError, match=r"has 6 tokens, 2 sequences of 16 need 32"):
-        calibrate_here(source, tmp_path / "out", corpus=Corpus(path=text, sequences=2, length=16))
+        calibrate_here(source, tmp_path / "out", corpus=CalibrationText(path=text, sequences=2, length=16))
 
 
 def test_a_missing_text_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(CorpusError, match="put the corpus there"):
-        calibrate.data(CalibrateParameters(corpus=Corpus(path=tmp_path / "none.txt")))
+        calibrate.data(CalibrateParameters(corpus=CalibrationText(path=tmp_path / "none.txt")))
 
 
 @pytest.mark.parametrize(
@@ -501,7 +503,7 @@ def test_weights_or_activations_that_are_not_finite_are_refused(
 
 def test_the_text_of_the_tiny_world_holds_no_test_item() -> None:
     items = left_out_texts(World())
-    texts = list(islice(calibrate.documents(Corpus()), 300))
+    texts = list(islice(calibrate.documents(CalibrationText()), 300))
     prompts = {text.split("<|im_end|>")[0].removeprefix("<|im_start|>user\n") for text in texts}
     assert not items & prompts
     assert not items & {text.removesuffix(END_OF_TEXT) for text in texts}
@@ -512,7 +514,7 @@ def test_documents_of_a_file_come_in_an_order_that_the_seed_decides(tmp_path: Pa
     file.write_text("".join(json.dumps({"text": str(number)}) + "\n" for number in range(20)))
 
     def order(seed: int) -> list[str]:
-        return list(calibrate.documents(Corpus(path=file, seed=seed)))
+        return list(calibrate.documents(CalibrationText(path=file, seed=seed)))
 
     assert order(1) == order(1)
     assert order(1) != order(2)

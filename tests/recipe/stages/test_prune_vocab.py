@@ -29,13 +29,13 @@ from slimqwen.recipe import recipe_file, runner, variant_recipe
 from slimqwen.recipe.recipe_file import Step
 from slimqwen.recipe.stage import Facts, StageError
 from slimqwen.recipe.stages import prune_vocab
-from slimqwen.recipe.stages.prune_vocab import VOCAB_MAP, Corpus, CorpusError, PruneVocabParameters
+from slimqwen.recipe.stages.prune_vocab import VOCAB_MAP, CorpusError, CountedText, PruneVocabParameters
 from slimqwen.serving.in_process import counter, engine
 from tests.checkpoints import stored
 
 TOKENS, ROWS, HIDDEN = 600, 640, 64
 SHAPE = TinyShape(vocab_size=ROWS, hidden_size=HIDDEN, intermediate_size=128)
-FEW = Corpus(documents=200)
+FEW = CountedText(documents=200)
 SMALL = PruneVocabParameters(size=448, corpus=FEW)
 TALK = f"{TURN_START}user\nWhere does the weaver live?{TURN_END}\n"
 
@@ -86,7 +86,7 @@ Prune = Callable[..., Path]
 def prune(tmp_path_factory: pytest.TempPathFactory) -> Prune:
     def run(source: Path, parameters: PruneVocabParameters = SMALL) -> Path:
         destination = tmp_path_factory.mktemp("pruned")
-        facts: Facts = prune_vocab.run(source, destination, parameters, progress.silent)
+        facts: Facts = prune_vocab.prune_vocabulary(source, destination, parameters, progress.silent)
         assert facts["rows_after"] == len(new_to_old(destination))
         return destination
 
@@ -248,18 +248,18 @@ def test_the_runner_makes_it_verifies_it_and_repeats_it_to_the_byte(tmp_path: Pa
     )
     lines = [json.dumps({"text": text}) for text in documents(100, seed=3)]
     (tmp_path / "text.jsonl").write_text("\n".join(lines))
-    recipe = recipe_file.read(file, {"prune_vocab": prune_vocab.STAGE})
+    recipe = recipe_file.read_recipe(file, {"prune_vocab": prune_vocab.STAGE})
     digests = []
     for name in ("first", "second"):
         weights = tmp_path / name
-        [outcome] = runner.run(recipe, "v", weights, lambda base: source)
+        [outcome] = runner.run_recipe(recipe, "v", weights, lambda base: source)
         manifest = checkpoint.verify(weights / "v", "no cure")
         assert manifest.facts["rows_after"] == 448
         assert 0.5 < float(manifest.facts["coverage"]) < 1
         assert outcome.manifest.peak_memory_bytes < prune_vocab.needs(source, SMALL).memory_bytes
         digests.append(checkpoint.digest(weights / "v"))
     assert digests[0] == digests[1]
-    [again] = runner.run(recipe, "v", weights, lambda base: source)
+    [again] = runner.run_recipe(recipe, "v", weights, lambda base: source)
     assert again.reused
 
 
@@ -269,7 +269,7 @@ def test_memory_does_not_grow_with_the_checkpoint(by_hand: Callable[..., Path], 
     text = folder.parent / "text.txt"
     text.write_text("the wool")
     tracemalloc.start()
-    prune(folder, PruneVocabParameters(size=320, corpus=Corpus(path=text)))
+    prune(folder, PruneVocabParameters(size=320, corpus=CountedText(path=text)))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 60e6 < wide.nbytes
@@ -286,7 +286,7 @@ def test_the_models_own_outputs_count_as_text_and_as_counts(source: Path, prune:
     outputs.write_text(json.dumps({"text": text}))
     counts = tmp_path / "outputs.json"
     counts.write_text(json.dumps({"595": 3}))
-    parameters = {"size": 320, "corpus": Corpus(path=corpus)}
+    parameters = {"size": 320, "corpus": CountedText(path=corpus)}
     assert 595 not in new_to_old(prune(source, PruneVocabParameters(**parameters)))
     for file in (outputs, counts):
         assert 595 in new_to_old(prune(source, PruneVocabParameters(**parameters, outputs=file)))
@@ -303,8 +303,8 @@ def test_every_twentieth_document_is_held_out_and_says_what_pruning_costs(source
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in ["aaa"] * 19 + [f"aaa{unused}"]))
     destination = tmp_path / "pruned"
     destination.mkdir()
-    parameters = PruneVocabParameters(size=320, corpus=Corpus(path=corpus))
-    facts = prune_vocab.run(source, destination, parameters, progress.silent)
+    parameters = PruneVocabParameters(size=320, corpus=CountedText(path=corpus))
+    facts = prune_vocab.prune_vocabulary(source, destination, parameters, progress.silent)
     before = words.tokenizer.encode(f"aaa{unused}").ids
     pruned = vocabulary.read_vocabulary(destination / "tokenizer.json")
     kept = [token for token in before if token in new_to_old(destination)]
@@ -326,19 +326,19 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(source: Path, t
         destination = tmp_path / "destination"
         destination.mkdir()
         with pytest.raises(error, match=message):
-            prune_vocab.run(folder, destination, parameters, progress.silent)
+            prune_vocab.prune_vocabulary(folder, destination, parameters, progress.silent)
         assert not list(destination.iterdir())
         destination.rmdir()
 
     refused(VocabularyError, "has 600 tokens, not 640", source, PruneVocabParameters(size=601, corpus=FEW))
     refused(VocabularyError, "are 261 tokens", source, PruneVocabParameters(size=256, corpus=FEW))
-    missing = Corpus(path=tmp_path / "none.txt")
+    missing = CountedText(path=tmp_path / "none.txt")
     refused(CorpusError, "none.txt: cannot be read", source, PruneVocabParameters(size=320, corpus=missing))
     with pytest.raises(CorpusError, match="put the corpus there"):
         prune_vocab.data(PruneVocabParameters(size=320, corpus=missing))
     for content, name in (("", "empty.txt"), ('{"no": 1}', "a.jsonl"), ("\udce9", "latin.txt")):
         (tmp_path / name).write_bytes(content.encode("utf-8", "surrogateescape"))
-        corpus = Corpus(path=tmp_path / name)
+        corpus = CountedText(path=tmp_path / name)
         refused(CorpusError, name, source, PruneVocabParameters(size=320, corpus=corpus))
     for content in ("[]", '{"9999": 1}', '{"3": -1}'):
         (tmp_path / "counts.json").write_text(content)

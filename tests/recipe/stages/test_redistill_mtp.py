@@ -14,7 +14,7 @@ from slimqwen import checkpoint, progress
 from slimqwen.checkpoint import draft_head
 from slimqwen.checkpoint.files import file_records
 from slimqwen.models.mtp_head import DraftHead
-from slimqwen.recipe import variant_recipe
+from slimqwen.recipe import head_training, variant_recipe
 from slimqwen.recipe.recipe_file import Step
 from slimqwen.recipe.stage import StageError
 from slimqwen.recipe.stages import redistill_mtp, sample_outputs
@@ -60,7 +60,9 @@ def redistil(source: Path, folder: Path, parameters: RedistillParameters = SHORT
     """Run the stage without its vLLM measurements, which one test below has."""
     (folder / "out").mkdir(parents=True)
     (folder / "unfinished").mkdir(exist_ok=True)
-    redistill_mtp.run(source, folder / "out", parameters, progress.silent, unfinished=folder / "unfinished")
+    redistill_mtp.redistill_head(
+        source, folder / "out", parameters, progress.silent, unfinished=folder / "unfinished"
+    )
     record: dict[str, Any] = json.loads((folder / "out" / CURVE).read_text())
     return record
 
@@ -163,7 +165,7 @@ def test_the_divergence_over_drafted_ids_is_the_sum_over_them_by_hand() -> None:
         draft_head=DraftHead(torch.eye(4)[ids], ids),
     )
     students = scores.flip(0).clone().requires_grad_()
-    found = redistill_mtp._divergence(model, students, scores, True)
+    found = head_training.divergence_from_target(model, students, scores, True)
     target = scores.softmax(-1)[:, ids]
     student = scores.flip(0)[:, ids].softmax(-1)
     assert found.item() == pytest.approx((target * (target / student).log()).sum().item() / 2)
@@ -172,7 +174,7 @@ def test_the_divergence_over_drafted_ids_is_the_sum_over_them_by_hand() -> None:
 def test_a_killed_run_goes_on_to_the_same_bytes(
     damaged: Path, learned: Path, tmp_path: Path, without_vllm: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    advance = redistill_mtp._Training._advance
+    advance = head_training.Training._advance
     steps = []
 
     def killed_at_five(training: Any) -> None:
@@ -181,7 +183,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(
         steps.append(training.step)
         advance(training)
 
-    monkeypatch.setattr(redistill_mtp._Training, "_advance", killed_at_five)
+    monkeypatch.setattr(head_training.Training, "_advance", killed_at_five)
     with pytest.raises(KeyboardInterrupt):
         redistil(damaged, tmp_path / "cut")
     shutil.rmtree(tmp_path / "cut" / "out")
@@ -244,7 +246,7 @@ def test_a_corpus_that_is_no_use_is_refused(tmp_path: Path, content: str, messag
     file.write_text(content)
     parameters = FEW.model_copy(update={"prompts": Prompts(path=file)})
     with pytest.raises(CorpusError, match=message):
-        sample_outputs.run(TINY, tmp_path, parameters, progress.silent)
+        sample_outputs.write_sampled_outputs(TINY, tmp_path, parameters, progress.silent)
 
 
 def test_given_prompts_are_taken_whole_and_texts_by_their_first_third(tmp_path: Path) -> None:

@@ -164,10 +164,10 @@ def test_a_pruned_checkpoint_can_be_trimmed(source: Path) -> None:
 def test_the_runner_makes_it_verifies_it_and_repeats_it_to_the_byte(source: Path, tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text(RECIPE)
-    recipe = recipe_file.read(file)
+    recipe = recipe_file.read_recipe(file)
     digests = set()
     for name in ("first", "second"):
-        [outcome] = runner.run(recipe, "v", tmp_path / name, lambda base: source)
+        [outcome] = runner.run_recipe(recipe, "v", tmp_path / name, lambda base: source)
         manifest = checkpoint.verify(tmp_path / name / "v", "no cure")
         assert manifest.facts["rows"] == 128
         assert manifest.facts["coverage"] == 0.75
@@ -257,7 +257,7 @@ def test_a_recipe_with_an_impossible_size_is_refused_at_its_line(tmp_path: Path)
     with pytest.raises(
         RecipeError, match=r"recipe\.yaml:5: size: .* greater than or equal to 64, here is 32"
     ):
-        recipe_file.read(file)
+        recipe_file.read_recipe(file)
 
 
 @pytest.mark.parametrize(

@@ -228,7 +228,7 @@ def test_a_variant_is_checked_while_a_cache_is_made_that_its_checks_cannot_use(
 ) -> None:
     subject = add_recipe("c", "quantise_lm_head: {}", "bake_cache: {}", lines="VLLM_ENFORCE_EAGER=0\n")
     assert not required_tasks.answers_are_decided(subject)
-    variant_recipe.run(subject, 1)
+    variant_recipe.run_recipe(subject, 1)
     assert required_tasks.answers_are_decided(subject)
     stage = required_tasks.next_stage(subject)
     assert stage is not None
