@@ -15,10 +15,7 @@ from slimqwen.cli.console import (
     show_record,
 )
 from slimqwen.cli.options import (
-    AcceptanceSettingsName,
-    EngineSettingsName,
-    FidelitySettingsName,
-    LengthSweepSettingsName,
+    GateSettingsName,
     Port,
     RecordsFolder,
     SuiteName,
@@ -83,7 +80,7 @@ def quality(
 @app.command(cls=Judge)
 def fidelity(
     variant: VariantOption,
-    settings: FidelitySettingsName = None,
+    settings: GateSettingsName = None,
     each_stage: Annotated[
         bool, typer.Option("--each-stage", help="compare the output of every stage of its recipe too")
     ] = False,
@@ -110,7 +107,7 @@ def fidelity(
 
 
 @app.command(cls=Judge)
-def engine(variant: VariantOption, settings: EngineSettingsName = None) -> None:
+def engine(variant: VariantOption, settings: GateSettingsName = None) -> None:
     """Compare greedy tokens in every combination of engine modes with the reference engine's.
 
     Exit code 0: all safe, 1: a combination is unsafe, 3: error.
@@ -124,27 +121,10 @@ def engine(variant: VariantOption, settings: EngineSettingsName = None) -> None:
     raise typer.Exit(1 if record.unsafe else 0)
 
 
-@app.command(cls=Judge)
-def lengths(variant: VariantOption, settings: LengthSweepSettingsName = None) -> None:
-    """Compare greedy tokens of consecutive prompt lengths, cold and from the prefix cache, with the reference engine's.
-
-    Exit code 0: all equal, 1: a length is broken, 2: a length without a cache hit, 3: error.
-    """
-    from slimqwen.evals.engine import length_sweep
-
-    log = length_sweep.log_file(variant)
-    with measuring(log) as progress:
-        path = length_sweep.measure(
-            variant, settings or variant.evaluation, command=command(), progress=progress
-        )
-    record = show_record(path, log)
-    raise typer.Exit(EXIT_CODES[record.outcome])
-
-
 @app.command()
 def acceptance(
     variant: VariantOption,
-    settings: AcceptanceSettingsName = None,
+    settings: GateSettingsName = None,
     depth: Annotated[
         list[int] | None, typer.Option(help="num_speculative_tokens K; repeat it (default: 0 to 7)")
     ] = None,

@@ -48,11 +48,7 @@ _VARIANT = typer.Option(
 VariantOption = Annotated[variant.Variant, _VARIANT]
 OptionalVariant = Annotated[variant.Variant | None, _VARIANT]
 SuiteName = Annotated[str | None, _settings_file("suites", _OWN)]
-FidelitySettingsName = Annotated[str | None, _settings_file("fidelity", _OWN, *_SETTINGS)]
 GateSettingsName = Annotated[str | None, _settings_file("gates", _OWN, *_SETTINGS)]
-AcceptanceSettingsName = Annotated[str | None, _settings_file("acceptance", _OWN, *_SETTINGS)]
-EngineSettingsName = Annotated[str | None, _settings_file("engine", _OWN, *_SETTINGS)]
-LengthSweepSettingsName = Annotated[str | None, _settings_file("length_sweep", _OWN, *_SETTINGS)]
 WorkloadName = Annotated[str, _settings_file("workloads", "")]
 RecordsFolder = Annotated[
     Path | None,

@@ -74,7 +74,7 @@ class Acceptance(SplitRecord):
     verb = "eval acceptance"
     leaderboard_columns: ClassVar[Mapping[str, str]] = {"acceptance_length": "acceptance length, tokens"}
 
-    settings_name: SettingsName = Field(description="Name of the settings in eval/acceptance/.")
+    settings_name: SettingsName = Field(description="Name of the settings in eval/gates/.")
     gate_depth: Positive = Field(description="The K at which the gate compares variant and baseline.")
     least_share: float = Field(description="Smallest share of the baseline's acceptance length that passes.")
     classes: dict[str, Positive] = Field(min_length=1, description="Longest prompt of each class, tokens.")

@@ -27,9 +27,10 @@ Item = Mapping[str, Any]
 
 
 class AcceptanceSettings(Settings):
-    """eval/acceptance/<name>.yaml, which explains each field."""
+    """Section acceptance of eval/gates/<name>.yaml; tinyworld.yaml explains each field."""
 
-    folder: ClassVar[str] = "acceptance"
+    folder: ClassVar[str] = "gates"
+    section: ClassVar[str] = "acceptance"
 
     documents: str
     seed: int
@@ -158,7 +159,7 @@ def measure_drafts(
                 )
                 if depth and not counts.drafts:
                     raise EvalError(
-                        f"vLLM drafted nothing for the class {name}; raise `tokens` in eval/acceptance/"
+                        f"vLLM drafted nothing for the class {name}; raise `tokens` of acceptance in eval/gates/"
                     )
                 labels = {"depth": depth, "class": name, "temperature": temperature, "group": group}
                 items.append(labels | dataclasses.asdict(counts))

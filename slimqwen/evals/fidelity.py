@@ -66,7 +66,7 @@ class Fidelity(SplitRecord):
     verb = "eval fidelity"
 
     baseline: VariantName = Field(description="The variant itself if it has none.")
-    settings_name: SettingsName = Field(description="Settings: eval/fidelity/<plan>.yaml.")
+    settings_name: SettingsName = Field(description="Name of the settings in eval/gates/.")
     limits: FidelityLimits
     unchanged: Unchanged | None = Field(
         description="null where checkpoint or dtypes are not the baseline's, and in old records."

@@ -71,7 +71,7 @@ class FidelityLimits(Block):
 
 
 class FidelitySettings(Settings):
-    """eval/fidelity/<name>.yaml.
+    """Section fidelity of eval/gates/<name>.yaml.
 
     Attributes:
         texts: path of a .jsonl file of {"id", "text"}, relative to the repository.
@@ -82,7 +82,8 @@ class FidelitySettings(Settings):
             a variant with the baseline's checkpoint and dtypes.
     """
 
-    folder: ClassVar[str] = "fidelity"
+    folder: ClassVar[str] = "gates"
+    section: ClassVar[str] = "fidelity"
 
     texts: Path
     prefix: str

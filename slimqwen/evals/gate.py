@@ -24,8 +24,9 @@ from slimqwen.evals.acceptance import Acceptance
 from slimqwen.evals.drafting import AcceptanceSettings
 from slimqwen.evals.engine import modes
 from slimqwen.evals.engine.modes import EngineModes
+from slimqwen.evals.engine.scenarios import EngineSettings
 from slimqwen.evals.fidelity import Fidelity
-from slimqwen.evals.fidelity_figures import FIGURE_NAMES
+from slimqwen.evals.fidelity_figures import FIGURE_NAMES, FidelitySettings
 from slimqwen.evals.suites.suite import DECIDING, Suite
 from slimqwen.progress import Progress, silent
 from slimqwen.recipe import variant_recipe
@@ -51,14 +52,14 @@ CHECKS = ("fidelity", "acceptance", "quality", "engine")
 
 
 class GateSettings(Settings):
-    """eval/gates/<name>.yaml: the settings of each check, by the name of a file in the check's own folder of eval/."""
+    """eval/gates/<name>.yaml: a section of settings for each check; `quality` names a suite of eval/suites/."""
 
     folder: ClassVar[str] = "gates"
 
-    fidelity: str
-    acceptance: str
+    fidelity: FidelitySettings
+    acceptance: AcceptanceSettings
+    engine: EngineSettings
     quality: str
-    engine: str
 
     def split(self, side: Side | None, root: Path) -> Split | None:
         """A side of the suite's split; None for all items."""
@@ -145,21 +146,21 @@ def measure_gate(
     baseline = baseline_of(variant)
     options: dict[str, Any] = {"command": command, "progress": progress}
     sides = (baseline, variant)
-    depth = AcceptanceSettings.load(settings.acceptance, variant.root).gate_depth
+    depth = settings.acceptance.gate_depth
     evidence = {
         "fidelity": [
-            find_reusable(variant, Fidelity, settings_name=settings.fidelity)
-            or fidelity.measure_fidelity(variant, settings.fidelity, stages=False, **options)
+            find_reusable(variant, Fidelity, settings_name=settings_name)
+            or fidelity.measure_fidelity(variant, settings_name, stages=False, **options)
         ],
         "acceptance": [
-            find_reusable(side, Acceptance, settings_name=settings.acceptance)
-            or acceptance.measure_acceptance(side, settings.acceptance, [depth], greedy_only=True, **options)
+            find_reusable(side, Acceptance, settings_name=settings_name)
+            or acceptance.measure_acceptance(side, settings_name, [depth], greedy_only=True, **options)
             for side in sides
         ],
         "quality": _measure_quality(sides, settings.quality, options),
         "engine": [
-            find_reusable(variant, EngineModes, settings_name=settings.engine)
-            or modes.measure(variant, settings.engine, **options)
+            find_reusable(variant, EngineModes, settings_name=settings_name)
+            or modes.measure(variant, settings_name, **options)
         ],
     }
     return write_gate_record(variant, settings_name, evidence, command=command, started=started)

@@ -21,11 +21,17 @@ class SettingsError(SlimqwenError):
 
 
 class Settings(BaseModel):
-    """Base of the settings of all measurements; a subclass is one folder of eval/."""
+    """Base of the settings of all measurements.
+
+    Attributes:
+        folder: folder of eval/.
+        section: top-level key of a file that holds them; empty for the whole file.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     folder: ClassVar[str]
+    section: ClassVar[str] = ""
 
     name: str = ""
 
@@ -37,16 +43,24 @@ class Settings(BaseModel):
             name: name of the file without its suffix.
 
         Raises:
-            SettingsError: the file is missing, or a field is missing or wrong.
+            SettingsError: the file or its section is missing, or a field is missing or wrong.
         """
         file = root / "eval" / cls.folder / f"{name}.yaml"
         known = ", ".join(sorted(path.stem for path in file.parent.glob("*.yaml"))) or "none"
         return read(
             file,
             root,
-            lambda content: cls.model_validate({**content, "name": name}),
+            lambda content: cls._from_content(content, name),
             missing=f"does not exist; choose one of: {known}, or write that file",
         )
+
+    @classmethod
+    def _from_content(cls, content: Any, name: str) -> Self:
+        if not cls.section:
+            return cls.model_validate({**content, "name": name})
+        if cls.section not in content:
+            raise ValueError(f"no section {cls.section}")
+        return cls.model_validate({**content[cls.section], "name": name})
 
     def file(self, root: Path) -> Path:
         """The file in a repository."""

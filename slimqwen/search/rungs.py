@@ -38,15 +38,10 @@ class Budget:
         """The budget that eval/gates/<name>.yaml names.
 
         Raises:
-            SettingsError: one of its files is missing or cannot be used; the error names the command that makes it.
+            SettingsError: the file is missing or cannot be used.
         """
         gate = GateSettings.load(name, base.root)
-        return cls(
-            name,
-            FidelitySettings.load(gate.fidelity, base.root),
-            AcceptanceSettings.load(gate.acceptance, base.root),
-            gate.split("search", base.root),
-        )
+        return cls(name, gate.fidelity, gate.acceptance, gate.split("search", base.root))
 
     def counted_depths(self, depth: int) -> list[int]:
         """Depths that a candidate's drafts are counted at: its own, for its speed, and the gate's, for the limit."""

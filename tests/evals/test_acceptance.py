@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,14 +37,19 @@ least_share: 0.97
 """
 
 
+def write_gate(root: Path, name: str, acceptance: str) -> None:
+    """A file of eval/gates/ with one section."""
+    (root / "eval" / "gates" / f"{name}.yaml").write_text("acceptance:\n" + textwrap.indent(acceptance, "  "))
+
+
 @pytest.fixture
 def repository(tmp_path: Path, add_variant: Callable[..., Path]) -> Path:
     add_variant("tiny", "VLLM_MODEL=weights/tiny\nVLLM_DTYPE=bfloat16\nVLLM_MAX_MODEL_LEN=256\n")
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights" / "tiny").symlink_to(ROOT / "weights" / "tiny")
-    (tmp_path / "eval" / "acceptance").mkdir(parents=True)
+    (tmp_path / "eval" / "gates").mkdir(parents=True)
     shutil.copy(ROOT / "eval" / "devices.yaml", tmp_path / "eval")
-    (tmp_path / "eval" / "acceptance" / "small.yaml").write_text(PLAN)
+    write_gate(tmp_path, "small", PLAN)
     return tmp_path
 
 
@@ -147,8 +153,8 @@ def test_a_checkpoint_without_a_head_is_refused(repository: Path) -> None:
 
 
 def test_more_groups_than_prompts_are_an_error(repository: Path) -> None:
-    (repository / "eval" / "acceptance" / "bad.yaml").write_text(PLAN.replace("groups: 2", "groups: 9"))
-    with pytest.raises(SettingsError, match=r"eval/acceptance/bad.yaml: .*4 prompts do not make 9 groups"):
+    write_gate(repository, "bad", PLAN.replace("groups: 2", "groups: 9"))
+    with pytest.raises(SettingsError, match=r"eval/gates/bad.yaml: .*4 prompts do not make 9 groups"):
         AcceptanceSettings.load("bad", repository)
 
 

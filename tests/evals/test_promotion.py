@@ -282,8 +282,8 @@ def test_evidence_that_is_gone_is_named(one):
 
 
 def test_evidence_that_rests_on_other_data_than_there_is_now_is_named(one):
-    gated(one, data={"eval/fidelity/tinyworld.yaml": "0" * 64})
-    changed = r"eval/fidelity/tinyworld\.yaml has changed since small/quality_\S+, which small/gate_\S+ cites"
+    gated(one, data={"eval/gates/tinyworld.yaml": "0" * 64})
+    changed = r"eval/gates/tinyworld\.yaml has changed since small/quality_\S+, which small/gate_\S+ cites"
     refused(one, changed)
 
 

@@ -15,6 +15,10 @@ class Limits(Settings):
     most: float = Field(gt=0)
 
 
+class Part(Limits):
+    section: ClassVar[str] = "part"
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     made = tmp_path / "eval" / "limits"
@@ -25,6 +29,14 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_file_is_read_by_its_name(folder: Path, tmp_path: Path) -> None:
     assert Limits.load("good", tmp_path).most == 2
+
+
+def test_a_section_of_a_file_is_read_by_its_name(folder: Path, tmp_path: Path) -> None:
+    (folder / "parts.yaml").write_text("part: {most: 3}\nother: {most: 4}\n")
+    part = Part.load("parts", tmp_path)
+    assert (part.most, part.name, part.file(tmp_path)) == (3, "parts", folder / "parts.yaml")
+    with pytest.raises(SettingsError, match=r"eval/limits/good\.yaml: unusable \(no section part\)"):
+        Part.load("good", tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -25,17 +25,15 @@ TEXTS = 12
 @pytest.fixture
 def small_ladder(ladder: Ladder, small_root: Path) -> Ladder:
     """A ladder with a few texts and prompts."""
-    settings = {}
-    for folder in ("gates", "fidelity", "acceptance"):
-        settings[folder] = yaml.safe_load((small_root / "eval" / folder / "tinyworld.yaml").read_text())
-        (small_root / "eval" / folder).unlink()
-        (small_root / "eval" / folder).mkdir()
+    gates = small_root / "eval" / "gates"
+    settings = yaml.safe_load((gates / "tinyworld.yaml").read_text())
+    gates.unlink()
+    gates.mkdir()
     lines = (small_root / settings["fidelity"]["texts"]).read_text().splitlines()[:TEXTS]
     (small_root / "texts.jsonl").write_text("\n".join(lines))
     settings["fidelity"]["texts"] = str(small_root / "texts.jsonl")
     settings["acceptance"] |= {"prompts": 2, "groups": 2, "tokens": 16, "classes": {"short": 16}}
-    for folder, content in settings.items():
-        (small_root / "eval" / folder / "tinyworld.yaml").write_text(json.dumps(content))
+    (gates / "tinyworld.yaml").write_text(json.dumps(settings))
     return dataclasses.replace(ladder, budget=Budget.of_variant(ladder.base, "tinyworld"))
 
 

@@ -22,7 +22,7 @@ from tinyworld.world import World
 CALIBRATION_SEED = 0
 PROMPTS_SEED = 1
 PASSAGES_SEED = 20261121
-"""Of eval/acceptance/tinyworld.yaml."""
+"""Of the section acceptance in eval/gates/tinyworld.yaml."""
 
 PROMPTS_MIX = SHORT_MIX | {"prose": 0.6, "chat": 0.3, "echo": 0.0, "copy": 0.0}
 """More prose and chat: answers of a single word say little about drafting."""

@@ -71,7 +71,7 @@ class EngineModes(ServedRecord):
 
     settings_name: str = Field(
         min_length=1,
-        description="Name of the settings in eval/engine/.",
+        description="Name of the settings in eval/gates/.",
         validation_alias="plan",
         serialization_alias="plan",
     )

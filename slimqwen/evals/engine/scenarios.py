@@ -61,9 +61,10 @@ class MixedSettings(BaseModel):
 
 
 class EngineSettings(Settings):
-    """eval/engine/<name>.yaml; tinyworld.yaml explains each field."""
+    """Section engine of eval/gates/<name>.yaml; tinyworld.yaml explains each field."""
 
-    folder: ClassVar[str] = "engine"
+    folder: ClassVar[str] = "gates"
+    section: ClassVar[str] = "engine"
 
     text: str
     seed: int
@@ -253,7 +254,7 @@ def cut_requests(
         if length + output_tokens + draft_tokens > context_len:
             raise EvalError(
                 f"a prompt of {length} tokens and {output_tokens} more do not fit into a context of {context_len}; "
-                "shorten the prompts in eval/engine/"
+                "shorten the prompts of engine in eval/gates/"
             )
         return Request(tuple(cutter.cut(1, length)[0]), output_tokens)
 
@@ -344,7 +345,7 @@ def measure_tie_noise(
     if not shifts:
         raise EvalError(
             f"two likely tokens are nowhere close in {len(pairs)} answers, so the noise of a gap is unknown; ask for "
-            "more or shorter answers in eval/engine/"
+            "more or shorter answers in eval/gates/"
         )
     return TieNoise(max(shifts), len(shifts))
 

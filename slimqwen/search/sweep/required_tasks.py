@@ -161,7 +161,7 @@ def checks(side: Variant, pair: Pair, options: Options) -> Checks:
         if not is_asked or (side.name != variant.name and check not in _OF_BOTH_SIDES):
             continue
         # A check without a gate takes the settings of the variant's EVALUATION, and all items.
-        name = getattr(settings, check) if settings else variant.evaluation
+        name = settings.quality if settings and check == "quality" else variant.evaluation
         # The engine's tokens are no sample: they have no sides.
         split = settings.split(options.split, variant.root) if settings and check != "engine" else None
         record = _reusable_record(check, side, name, split, options) if settings else None

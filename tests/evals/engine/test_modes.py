@@ -112,8 +112,8 @@ def repository(add_variant, tmp_path):
             f"VLLM_PORT={free_port()}\n",
         )
         shutil.copytree(TINY, tmp_path / "weights" / "v")
-        (tmp_path / "eval" / "engine").mkdir(parents=True)
-        (tmp_path / "eval" / "engine" / "p.yaml").write_text(json.dumps(SETTINGS | changes))
+        (tmp_path / "eval" / "gates").mkdir(parents=True)
+        (tmp_path / "eval" / "gates" / "p.yaml").write_text(json.dumps({"engine": SETTINGS | changes}))
         return variant.load("v", tmp_path)
 
     return make
