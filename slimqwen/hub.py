@@ -1,168 +1,262 @@
-"""Copies of hub checkpoints: weights/<name>, downloaded at one commit for the variant whose config.env has a SOURCE."""
+"""Files of hub repositories at one commit: checkpoints for weights/, data sets for suites.
 
-import fnmatch
+They arrive in .download-<name>/<commit>/ beside their destination, where an interrupted download continues, also within
+a file; they are compared with the hub's hashes and become visible by one rename.
+"""
+
+import contextlib
 import importlib.metadata
 import os
 import resource
+import shutil
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 from slimqwen import checkpoint
 from slimqwen.checkpoint import Manifest
-from slimqwen.checkpoint.files import COMPILE_CACHE, MANIFEST, flush, sha256
-from slimqwen.hub_repository import HubError, Repository, downloaded
+from slimqwen.checkpoint.files import COMPILE_CACHE, MANIFEST, FileRecord, file_records, flush
+from slimqwen.errors import SlimqwenError
+from slimqwen.file_lock import take_lock
 from slimqwen.progress import Progress, silent
-from slimqwen.variant import Setting, Variant, making_command
+from slimqwen.variant import Variant, making_command
 
-# A server never opens pickles, other engines' formats or pictures.
-_CHECKPOINT_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
-_STAGE = "download"
+_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+"""Files of a checkpoint: a server never opens pickles, other engines' formats or pictures."""
+
+_COMMIT = "[0-9a-f]" * 40
 
 
-@dataclass(frozen=True)
-class Copy:
-    """A hub repository's checkpoint under weights/.
+class HubError(SlimqwenError):
+    """A download that the hub or local files prevent, or whose files differ from the hub's listing."""
+
+
+class Repository(NamedTuple):
+    """A repository of the hub, with texts for error messages.
 
     Attributes:
-        source: SOURCE line of the config.env.
-        revision: commit, 40 hexadecimal digits.
-        pinned: whether that config.env sets REVISION.
-        folder: weights/<variant that sets SOURCE>.
-        fetched: whether this call downloaded it.
+        name: owner/name.
+        revision: commit of 40 hexadecimal digits; None for that of an interrupted download, else the newest of main.
+        command: command that starts the download again, or continues it.
+        place: where name and revision are written down.
     """
 
-    source: Setting
-    revision: str
-    pinned: bool
-    folder: Path
-    manifest: Manifest
-    fetched: bool
+    name: str
+    kind: Literal["model", "dataset"]
+    revision: str | None
+    command: str
+    place: str
 
 
-def download(variant: Variant, progress: Progress = silent) -> Copy:
+def download_checkpoint(variant: Variant, progress: Progress = silent) -> Manifest:
     """Download the checkpoint that a variant, or the variant from which it inherits SOURCE, is a copy of.
 
     An existing copy is checked in milliseconds, without asking the hub. HF_TOKEN in the environment gives access to
     repositories that are not public.
 
-    Args:
-        variant: variant; REVISION beside its SOURCE is the commit, by default the newest of main, or that of an
-            interrupted download.
-        progress: receives (activity, done, total) in bytes.
+    Returns:
+        The copy's manifest; `repository` and `revision` (the commit) are among its facts.
 
     Raises:
-        HubError: no SOURCE; offline mode, no network, no such repository or commit, no permission, or no checkpoint in
-            it; the target exists or was changed, the disk is too small, another process is downloading, or files are
-            not as listed (those are deleted).
+        HubError: as `download_files`; or there is no SOURCE, or weights/<name> is something else.
         CorruptCheckpointError: the files are as listed, but are not a checkpoint.
     """
-    source = variant.settings.get("SOURCE")
+    source, revision = variant.settings.get("SOURCE"), variant.settings.get("REVISION")
     if source is None:
         raise HubError(
             f"{variant.name} is not a copy of a hub repository (its config.env sets or inherits no SOURCE); "
             f"{making_command(variant.weights, variant.root)}"
         )
-    repository, pinned = _repository(variant, source)
-    if os.path.lexists(repository.target):
-        return _existing_copy(repository, source, pinned)
+    name = source.file.parent.name
+    target, command = variant.root / "weights" / name, f"`make download VARIANT={name}`"
+    place = f"SOURCE and REVISION at {source.location}"
+    repository = Repository(source.value, "model", revision.value if revision else None, command, place)
+    if os.path.lexists(target):
+        return _check_copy(target, repository, f"move weights/{name} away and run {command}")
     started = time.monotonic()
-    select = partial(_checkpoint_files, source)
-    with downloaded(repository, select, f"downloading {repository.name}", progress) as download:
-        checkpoint.check_folder(
-            download.folder,
-            f"its files are those of {repository.name} at {download.revision}; name another repository in "
-            f"{source.location}",
-        )
+    with download_files(repository, target, _select_checkpoint, progress) as (folder, commit, files):
+        checkpoint.check_folder(folder, f"{source.value} is so at {commit}; correct {place}")
         manifest = Manifest(
-            stage=_STAGE,
-            files=download.files,
+            stage="download",
+            files=files,
             wall_seconds=time.monotonic() - started,
             peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             versions={"huggingface_hub": importlib.metadata.version("huggingface_hub")},
-            facts={"repository": repository.name, "revision": download.revision},
+            facts={"repository": source.value, "revision": commit},
         )
-        manifest.write(download.folder)
-        flush(download.folder / MANIFEST)
-        flush(download.folder)
-        download.folder.rename(repository.target)
-        flush(repository.target.parent)
-    return Copy(source, download.revision, pinned is not None, repository.target, manifest, fetched=True)
+        manifest.write(folder)
+    return manifest
 
 
-def _repository(variant: Variant, source: Setting) -> tuple[Repository, Setting | None]:
-    """The repository that a SOURCE names, and the REVISION beside it if there is one."""
-    name, pinned = source.file.parent.name, variant.settings.get("REVISION")
-    target = variant.root / "weights" / name
-    repository = Repository(
-        name=source.value,
-        kind="model",
-        revision=pinned.value if pinned else None,
-        endpoint=None,
-        target=target,
-        shown=f"weights/{name}",
-        command=f"`make download VARIANT={name}`",
-        name_cure="correct SOURCE",
-        revision_cure="correct REVISION" if pinned else f"correct SOURCE, or delete weights/.download-{name}",
-        name_at=f"{source.location}: SOURCE={source.value}: ",
-        revision_at=f"{pinned.location if pinned else source.location}: ",
-    )
-    return repository, pinned
+def _check_copy(folder: Path, repository: Repository, cure: str) -> Manifest:
+    manifest = Manifest.read(folder) if (folder / MANIFEST).is_file() else None
+    if manifest is None or manifest.stage != "download":
+        raise HubError(f"{folder} was not downloaded by this command; {cure}")
+    name, revision = manifest.facts["repository"], manifest.facts["revision"]
+    if (name, revision) != (repository.name, repository.revision or revision):
+        raise HubError(f"{folder} is {name} at {revision}, not what {repository.place} ask for; {cure}")
+    checkpoint.check_folder(folder, cure)
+    return manifest
 
 
-def _existing_copy(repository: Repository, source: Setting, pinned: Setting | None) -> Copy:
-    """The existing copy, if it is the requested one and unchanged."""
-    cure = f"delete {repository.shown} and run {repository.command}"
-    if not (repository.target / MANIFEST).is_file():
-        raise HubError(
-            f"{repository.shown} exists and was not downloaded by this command (it has no {MANIFEST}); "
-            f"move it away and run {repository.command}"
-        )
-    manifest = Manifest.read(repository.target)
-    name, revision = (str(manifest.facts.get(fact, "")) for fact in ("repository", "revision"))
-    if manifest.stage != _STAGE or name != repository.name:
-        origin = f"of {name}" if manifest.stage == _STAGE else f"made by the stage {manifest.stage}"
-        raise HubError(
-            f"{repository.shown} is {origin}, {source.location} says SOURCE={repository.name}; "
-            f"move it away and run {repository.command}"
-        )
-    if pinned is not None and pinned.value != revision:
-        raise HubError(
-            f"{repository.shown} is {name} at {revision}, {pinned.location} says "
-            f"REVISION={pinned.value}; {cure}"
-        )
-    manifest_time = (repository.target / MANIFEST).stat().st_mtime_ns
-    for file_name, record in manifest.files.items():
-        file = repository.target / file_name
-        stat = file.stat() if file.is_file() else None
-        # Only a file newer than the manifest can have changed at the same length.
-        if (
-            stat is None
-            or stat.st_size != record.bytes
-            or (stat.st_mtime_ns >= manifest_time and sha256(file) != record.sha256)
-        ):
-            raise HubError(
-                f"{repository.shown}/{file_name} is no longer the file that was downloaded; {cure}"
-            )
-    checkpoint.check_folder(repository.target, cure)
-    return Copy(source, revision, pinned is not None, repository.target, manifest, fetched=False)
-
-
-def _checkpoint_files(source: Setting, names: Sequence[str], revision: str) -> list[str]:
-    """The files of a checkpoint among those of a repository."""
-    # Folders of a repository hold other formats, and a name with a slash could lead out of the folder.
-    checkpoint_files = [
+def _select_checkpoint(names: Sequence[str]) -> list[str]:
+    # Folders of a repository hold other formats.
+    return [
         name
         for name in names
-        if not name.startswith(".")
-        and "/" not in name
-        and name not in (MANIFEST, *COMPILE_CACHE)
-        and any(fnmatch.fnmatch(name, pattern) for pattern in _CHECKPOINT_PATTERNS)
+        if any(fnmatch(name, pattern) for pattern in _PATTERNS)
+        and not (name.startswith(".") or "/" in name or name in (MANIFEST, *COMPILE_CACHE))
     ]
-    if not any(name.endswith(".safetensors") for name in checkpoint_files):
-        raise HubError(
-            f"{source.value} has no .safetensors file at {revision}; correct SOURCE in {source.location}"
+
+
+@contextlib.contextmanager
+def download_files(
+    repository: Repository, target: Path, select: Callable[[Sequence[str]], Sequence[str]], progress: Progress
+) -> Iterator[tuple[Path, str, dict[str, FileRecord]]]:
+    """Download files of a repository; the `with` block may add others before their folder becomes `target`.
+
+    Args:
+        target: does not exist.
+        select: paths in the repository -> the paths to download.
+        progress: receives (activity, done, total) in bytes.
+
+    Yields:
+        The folder, the commit, and the downloaded files by their paths in the folder.
+
+    Raises:
+        HubError: as `explained_errors`; or the disk is too small, another process is downloading, or files are not as
+            listed (those are deleted).
+    """
+    from huggingface_hub.utils.sha import git_hash
+
+    staging = target.with_name(f".download-{target.name}")
+    interrupted = next((path.name for path in staging.glob(_COMMIT)), None)
+    commit, listed = _list_files(repository, repository.revision or interrupted)
+    files = sorted((listed[name] for name in select(list(listed))), key=lambda file: file.size)
+    folder = staging / commit
+    folder.mkdir(parents=True, exist_ok=True)
+    with (staging / "lock").open("a+b") as lock:
+        if not take_lock(lock, staging / "lock") or os.path.lexists(target):
+            raise HubError(f"another process is downloading {target}; wait for its end")
+        for other in staging.glob(_COMMIT):
+            if other != folder:
+                shutil.rmtree(other)
+        _fetch_files(repository, commit, files, folder, progress)
+        records = file_records(folder, progress)
+        for file in files:
+            path, is_lfs = folder / file.rfilename, file.lfs is not None
+            found = records[file.rfilename].sha256 if is_lfs else git_hash(path.read_bytes())
+            if found != (file.lfs.sha256 if is_lfs else file.blob_id):
+                path.unlink()
+                raise HubError(
+                    f"{path} differed from the hub's and was deleted; run {repository.command} again"
+                )
+        yield folder, commit, records
+        for path in (*folder.rglob("*"), folder):
+            flush(path)
+        folder.rename(target)
+        flush(target.parent)
+        shutil.rmtree(staging)
+
+
+def _list_files(repository: Repository, revision: str | None) -> tuple[str, dict[str, Any]]:
+    """The commit and its files by path, from a single response of the hub, so that they agree."""
+    from huggingface_hub import HfApi
+
+    with explained_errors(repository):
+        info = HfApi().repo_info(
+            repository.name, repo_type=repository.kind, revision=revision, files_metadata=True, timeout=10
         )
-    return checkpoint_files
+    return str(info.sha), {file.rfilename: file for file in info.siblings}
+
+
+def _fetch_files(
+    repository: Repository, commit: str, files: Sequence[Any], folder: Path, progress: Progress
+) -> None:
+    """Download every file, continuing at its present length."""
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils import build_hf_headers
+
+    total = sum(file.size for file in files)
+    done = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    missing, free = total - done, shutil.disk_usage(folder).free
+    if missing > free:
+        raise HubError(
+            f"{repository.name} needs {missing / 1e9:.2f} GB more, {free / 1e9:.2f} GB of disk are free; "
+            f"free {(missing - free) / 1e9:.2f} GB and run {repository.command}"
+        )
+
+    def report(received: int) -> None:
+        nonlocal done
+        done += received
+        progress(f"downloading {repository.name}", done, total)
+
+    report(0)
+    for file in files:
+        (folder / file.rfilename).parent.mkdir(parents=True, exist_ok=True)
+        # Not snapshot_download: it deletes a partial file, and its threads go on for a whole file after Ctrl-C.
+        with explained_errors(repository), (folder / file.rfilename).open("ab") as stream:
+            http_get(
+                hf_hub_url(repository.name, file.rfilename, repo_type=repository.kind, revision=commit),
+                stream,
+                resume_size=stream.tell(),
+                headers=build_hf_headers(headers={"Accept-Encoding": "identity"}),
+                expected_size=file.size,
+                tqdm_class=partial(_Bar, report),
+            )
+
+
+class _Bar(contextlib.AbstractContextManager["_Bar"]):
+    """Stands in for a progress bar of the hub's client: passes on the bytes that arrive."""
+
+    def __init__(self, report: Callable[[int], None], **_: object) -> None:
+        self.update = report
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def explained_errors(repository: Repository) -> Iterator[None]:
+    """Turn the exceptions of the hub's client into a HubError of one line.
+
+    Raises:
+        HubError: offline mode, no network, no such repository or commit, no permission, or no hub at HF_ENDPOINT.
+    """
+    import httpx
+    from huggingface_hub import constants, errors
+
+    name, hub, command = repository.name, constants.ENDPOINT, repository.command
+    token = f"put a token that may read it into the environment's HF_TOKEN and run {command}"
+    try:
+        yield
+    except errors.OfflineModeIsEnabled:
+        message = f"HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE forbids asking the hub; unset it and run {command}"
+    except errors.GatedRepoError:
+        page = f"{hub}/{'datasets/' if repository.kind == 'dataset' else ''}{name}"
+        message = f"{name} is gated: accept its terms at {page}, then {token}"
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError):
+        revision = repository.revision or "main"
+        message = f"{hub} has no {name} at {revision}, or hides it; correct {repository.place}, or {token}"
+    except errors.HfHubHTTPError as error:
+        message = f"{hub} answers {error.response.status_code} for {name}; run {command} later, it continues"
+    except (OSError, httpx.HTTPError, httpx.InvalidURL) as error:
+        message = (
+            f"{name}: {one_line(error)}; check network, HTTPS_PROXY, HF_ENDPOINT and disk, then run {command}"
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        message = (
+            f"{hub} does not answer as a model hub ({one_line(error)}); check HF_ENDPOINT and HTTPS_PROXY"
+        )
+    else:
+        return
+    raise HubError(message)
+
+
+def one_line(error: Exception) -> str:
+    """Name and message of an exception on one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())

@@ -15,20 +15,15 @@ def download(variant: VariantOption) -> None:
     from slimqwen import hub
 
     with progress_bar() as progress:
-        copy = hub.download(variant, progress)
-    name = copy.folder.name
-    size = sum(record.bytes for record in copy.manifest.files.values())
-    end = (
-        "every file as the hub lists it"
-        if copy.fetched
-        else f"`slimqwen recipe verify --variant {name}` re-hashes it"
-    )
+        manifest = hub.download_checkpoint(variant, progress)
+    source, revision = variant.settings["SOURCE"], manifest.facts["revision"]
+    name, size = source.file.parent.name, sum(file.bytes for file in manifest.files.values())
     say(
-        f"weights/{name} {'is complete' if copy.fetched else 'is there already'}: {copy.source.value} at "
-        f"{copy.revision}, {len(copy.manifest.files)} files, {size / 1e6:.1f} MB; {end}"
+        f"weights/{name} is {source.value} at {revision}: {len(manifest.files)} files, {size / 1e6:.1f} MB; "
+        f"`slimqwen recipe verify --variant {name}` re-hashes them"
     )
-    if not copy.pinned:
-        say(f"To pin it, write below {copy.source.location}:\nREVISION={copy.revision}")
+    if "REVISION" not in variant.settings:
+        say(f"To pin it, write below {source.location}:\nREVISION={revision}")
 
 
 def datasets(

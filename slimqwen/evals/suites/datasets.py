@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from slimqwen.checkpoint.files import sha256
 from slimqwen.evals import EvalError
-from slimqwen.hub_repository import HubError, Repository, downloaded, one_line
+from slimqwen.hub import HubError, Repository, download_files, one_line
 from slimqwen.progress import Progress, silent
 
 MANIFEST = "manifest.json"
@@ -78,34 +78,20 @@ def fetch_dataset(dataset: HubDataset, root: Path, progress: Progress = silent) 
 
 
 def _download(dataset: HubDataset, root: Path, progress: Progress) -> None:
-    folder = root / dataset.folder
-    repository = Repository(
-        name=dataset.repository,
-        kind="dataset",
-        revision=dataset.revision,
-        endpoint=None,
-        target=folder,
-        shown=str(dataset.folder),
-        command=_CURE,
-        name_cure="correct the suite",
-        revision_cure="correct the suite's revision",
-    )
+    repository = Repository(dataset.repository, "dataset", dataset.revision, _CURE, "the suite")
 
-    def select(names: Sequence[str], revision: str) -> Sequence[str]:
+    def select(names: Sequence[str]) -> Sequence[str]:
         if absent := [name for name in dataset.files if name not in names]:
-            raise HubError(
-                f"{dataset.repository} has no {', '.join(absent)} at {revision}; correct the suite's files"
-            )
+            raise HubError(f"{dataset.repository} has no {', '.join(absent)}; correct the suite's files")
         return dataset.files
 
-    with downloaded(repository, select, f"fetching {dataset.repository}", progress) as download:
+    with download_files(repository, root / dataset.folder, select, progress) as (folder, commit, files):
         manifest = {
             "repository": dataset.repository,
-            "revision": download.revision,
-            "files": {name: record.sha256 for name, record in download.files.items()},
+            "revision": commit,
+            "files": {name: record.sha256 for name, record in files.items()},
         }
-        (download.folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-        download.folder.rename(folder)
+        (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 
 
 def fetch_nltk(resources: Iterable[str], root: Path) -> list[Path]:

@@ -16,7 +16,7 @@ from slimqwen.errors import SlimqwenError
 from slimqwen.evals import EvalError
 from slimqwen.evals.suites import datasets
 from slimqwen.evals.suites.datasets import HubDataset
-from slimqwen.hub_repository import HubError, Repository
+from slimqwen.hub import HubError
 from tests import hub_server
 from tests.hub_server import COMMIT, Hub
 
@@ -34,9 +34,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     (folder / "data" / "test.parquet").write_bytes(bytes(range(256)) * 40)
     (folder / "rules.jsonl").write_text('{"rule": "no comma"}\n')
     (folder / "README.md").write_text("not needed\n")
-    for hub in hub_server.running(folder, monkeypatch):
-        monkeypatch.setattr(Repository, "address", hub.endpoint)
-        yield hub
+    yield from hub_server.running(folder, monkeypatch)
 
 
 def refusal(kind: type[SlimqwenError], message: str, root: Path, wanted: HubDataset = WANTED) -> None:
@@ -63,7 +61,7 @@ def test_a_dataset_is_fetched_at_one_commit_with_a_manifest(served: Hub, tmp_pat
         assert (folder / name).read_bytes() == (served.folder / name).read_bytes()
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["items"]
     sizes = sum((folder / name).stat().st_size for name in WANTED.files)
-    assert ("fetching owner/name", sizes, sizes) in heard
+    assert ("downloading owner/name", sizes, sizes) in heard
     facts = json.loads((folder / "manifest.json").read_text())
     assert facts["files"]["rules.jsonl"] == hashlib.sha256((folder / "rules.jsonl").read_bytes()).hexdigest()
 
@@ -90,16 +88,16 @@ def test_a_pinned_commit_is_the_one_that_is_asked_for_and_kept(served: Hub, tmp_
     kept = f"is owner/name at {COMMIT}, the suite needs owner/name at {OTHER}; delete"
     refusal(EvalError, kept, tmp_path, other)
     elsewhere = other.model_copy(update={"folder": Path("data/elsewhere")})
-    refusal(HubError, f"owner/name has no commit {OTHER} .*correct the suite", tmp_path, elsewhere)
+    refusal(HubError, f"has no owner/name at {OTHER}, .*correct the suite", tmp_path, elsewhere)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"files": ("train.csv",)}, f"owner/name has no train.csv at {COMMIT}; correct"),
+        ({"files": ("train.csv",)}, "owner/name has no train.csv; correct"),
         (
             {"repository": "owner/other"},
-            "/datasets/ has no repository owner/other, or hides it; .*HF_TOKEN",
+            "has no owner/other at main, or hides it; .*HF_TOKEN",
         ),
     ],
 )
