@@ -7,11 +7,9 @@ repeats a round on a host busier than `LIMITS`, once.
 import asyncio
 import contextlib
 import os
-import statistics
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 import psutil
@@ -27,8 +25,6 @@ SERVER_DELAYS = "slimqwen:event_loop_delay_seconds"
 TIMER_S = 0.02
 """Interval of the timers whose delay is measured, seconds."""
 
-_PRESSURE = Path("/proc/pressure/cpu")
-
 Result = TypeVar("Result")
 
 
@@ -43,7 +39,7 @@ class HostBusyError(SlimqwenError):
 
 
 @dataclass(frozen=True)
-class Limits:
+class LoadLimits:
     """Largest load of a host at which measured times are valid, in the terms of `HostLoad`."""
 
     other_share: float
@@ -51,7 +47,7 @@ class Limits:
     server_delay_ms: float
 
 
-LIMITS = Limits(other_share=0.075, client_delay_ms=5.0, server_delay_ms=5.0)
+LIMITS = LoadLimits(other_share=0.075, client_delay_ms=5.0, server_delay_ms=5.0)
 """Limits of every timed command."""
 
 
@@ -65,11 +61,6 @@ class HostLoad(BaseModel):
         ge=0,
         description="Share of the time of the CPUs that this process may use which other processes took, or a "
         "hypervisor withheld.",
-    )
-    pressure: float | None = Field(
-        ge=0,
-        description="Share of the time in which a task waited for a CPU, the measurement's own tasks among them; null "
-        "where the kernel does not say.",
     )
     client_delay_ms: float | None = Field(
         ge=0, description="Mean delay of a timer in the client's event loop; null without one."
@@ -87,10 +78,8 @@ class HostLoad(BaseModel):
             reasons.append(
                 f"other processes used {100 * self.other_share:.1f} % CPU (limit {100 * LIMITS.other_share:.1f} %)"
             )
-        for side, delay, limit in (
-            ("client", self.client_delay_ms, LIMITS.client_delay_ms),
-            ("server", self.server_delay_ms, LIMITS.server_delay_ms),
-        ):
+        for side in ("client", "server"):
+            delay, limit = getattr(self, f"{side}_delay_ms"), getattr(LIMITS, f"{side}_delay_ms")
             if delay is not None and delay > limit:
                 reasons.append(f"the {side}'s event loop was {delay:.1f} ms late (limit {limit:g})")
         return reasons
@@ -105,7 +94,6 @@ def highest_load(rounds: Sequence[HostLoad]) -> HostLoad:
     return HostLoad(
         seconds=sum(load.seconds for load in rounds),
         other_share=max(load.other_share for load in rounds),
-        pressure=highest("pressure"),
         client_delay_ms=highest("client_delay_ms"),
         server_delay_ms=highest("server_delay_ms"),
         repeated=sum(load.repeated for load in rounds),
@@ -157,8 +145,8 @@ class Watch:
 
     def __init__(self) -> None:
         self.faults: list[str] = []
-        """Signs of a too busy host in the answers themselves."""
-        self._sections: list[HostLoad] = []
+        """Signs of a too busy host in the responses themselves."""
+        self._seconds = self._cpu_s = self._others_s = 0.0
         self._client, self._server = _Delays(), _Delays()
 
     @contextlib.contextmanager
@@ -171,38 +159,29 @@ class Watch:
             pid: process of a server that another process started; it and its children count as the measurement's own.
             counters: reads the server's metrics, empty for a lost server; None without a server.
         """
-        delays = _server_delays(counters)
-        before = _Clocks.read(pid)
+        delays_before, before = _server_delays(counters), _Clocks.now(pid)
         yield
-        after = _Clocks.read(pid)
+        after = _Clocks.now(pid)
         seconds = after.wall_s - before.wall_s
+        self._seconds += seconds
+        self._cpu_s += seconds * after.cpus
         # Over a short section, clock ticks can make the difference negative.
-        others_s = max(0.0, after.machine_s - before.machine_s - (after.own_s - before.own_s))
-        pressure = None
-        if before.waited_s is not None and after.waited_s is not None:
-            pressure = (after.waited_s - before.waited_s) / seconds
-        self.add(
-            HostLoad(
-                seconds=seconds,
-                other_share=others_s / (seconds * after.cpus),
-                pressure=pressure,
-                client_delay_ms=None,
-                server_delay_ms=None,
+        self._others_s += max(0.0, after.machine_s - before.machine_s - (after.own_s - before.own_s))
+        delays_after = _server_delays(counters)
+        if delays_after.count > delays_before.count:  # not for a server that was lost
+            self._server.add(
+                delays_after.total_s - delays_before.total_s, delays_after.count - delays_before.count
             )
-        )
-        if delays and (delays_now := _server_delays(counters)):
-            self._server.add(delays_now, delays)
 
     @contextlib.asynccontextmanager
     async def client(self) -> AsyncIterator[None]:
         """Measure how late the running event loop is, for the length of an `async with` block."""
 
-        async def measure() -> None:
+        async def observe() -> None:
             async for delay in timer_delays():
-                self._client.total_s += delay
-                self._client.count += 1
+                self._client.add(delay, 1)
 
-        task = asyncio.create_task(measure())
+        task = asyncio.create_task(observe())
         try:
             yield
         finally:
@@ -210,24 +189,11 @@ class Watch:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
 
-    def add(self, load: HostLoad) -> None:
-        """Add the sections of another watch, such as one of another process, without its delays of event loops."""
-        self._sections.append(load)
-
     def load(self) -> HostLoad:
         """Load over all sections so far."""
-        seconds = [section.seconds for section in self._sections]
-
-        def mean(name: str) -> float | None:
-            values = [getattr(section, name) for section in self._sections]
-            if not sum(seconds) or None in values:
-                return None
-            return statistics.fmean(values, seconds)
-
         return HostLoad(
-            seconds=sum(seconds),
-            other_share=mean("other_share") or 0.0,
-            pressure=mean("pressure"),
+            seconds=self._seconds,
+            other_share=self._others_s / self._cpu_s if self._cpu_s else 0.0,
             client_delay_ms=self._client.mean_ms,
             server_delay_ms=self._server.mean_ms,
         )
@@ -244,16 +210,15 @@ class _Delays:
     def mean_ms(self) -> float | None:
         return 1e3 * self.total_s / self.count if self.count else None
 
-    def add(self, after: "_Delays", before: "_Delays") -> None:
-        self.total_s += after.total_s - before.total_s
-        self.count += after.count - before.count
+    def add(self, seconds: float, count: float) -> None:
+        self.total_s += seconds
+        self.count += count
 
 
-def _server_delays(counters: Callable[[], Mapping[str, float]] | None) -> _Delays | None:
-    """Delays of a server's timers since its start; None where it counts none."""
+def _server_delays(counters: Callable[[], Mapping[str, float]] | None) -> _Delays:
+    """Delays of a server's timers since its start; 0 where it counts none."""
     values = counters() if counters is not None else {}
-    names = f"{SERVER_DELAYS}_sum", f"{SERVER_DELAYS}_count"
-    return _Delays(*(values[name] for name in names)) if names[1] in values else None
+    return _Delays(*(values.get(f"{SERVER_DELAYS}_{name}", 0.0) for name in ("sum", "count")))
 
 
 @dataclass(frozen=True)
@@ -264,47 +229,33 @@ class _Clocks:
         cpus: number of CPUs that this process may use.
         machine_s: CPU time that these CPUs spent on any process or lost to other machines.
         own_s: CPU time of the measurement's own processes, ended children included.
-        waited_s: time in which a task waited for a CPU; None where the kernel does not say.
     """
 
     wall_s: float
     cpus: int
     machine_s: float
     own_s: float
-    waited_s: float | None
 
     @classmethod
-    def read(cls, pid: int | None) -> "_Clocks":
+    def now(cls, pid: int | None) -> "_Clocks":
         cpus = psutil.cpu_times(percpu=True)
         # A job may have a few of the machine's CPUs to itself while others use the rest.
-        allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+        allowed = os.sched_getaffinity(0)
         cpus = [times for cpu, times in enumerate(cpus) if cpu in allowed] or cpus
-        machine_s = 0.0
-        for times in cpus:
-            idle = times.idle + getattr(times, "iowait", 0.0)
-            # `guest` is part of `user` already.
-            guests = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)
-            machine_s += sum(times) - guests - idle
-        own = 0.0
+        # `guest` is part of `user` already.
+        machine_s = sum(sum(each) - each.guest - each.guest_nice - each.idle - each.iowait for each in cpus)
+        own_s = 0.0
         for process in _process_tree(pid):
             with contextlib.suppress(psutil.Error):
-                own += sum(process.cpu_times()[:4])
-        return cls(time.perf_counter(), len(cpus), machine_s, own, _waited_s())
+                own_s += sum(process.cpu_times()[:4])
+        return cls(time.perf_counter(), len(cpus), machine_s, own_s)
 
 
 def _process_tree(pid: int | None) -> set[psutil.Process]:
     """This process, a server's, and all processes below them."""
     members: set[psutil.Process] = set()
-    for root in {psutil.Process().pid, pid or psutil.Process().pid}:
+    for root in {os.getpid(), pid or os.getpid()}:
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(root)
             members |= {process, *process.children(recursive=True)}
     return members
-
-
-def _waited_s() -> float | None:
-    try:
-        line = _PRESSURE.read_text(encoding="ascii").splitlines()[0]
-    except OSError:
-        return None
-    return int(line.rpartition("total=")[2]) / 1e6

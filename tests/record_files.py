@@ -19,7 +19,7 @@ def example(kind: str, **changes: Any) -> dict[str, Any]:
 
 def host_load(*, busy: bool) -> dict[str, Any]:
     """The load of a host as provenance holds it."""
-    delays = {"pressure": None, "client_delay_ms": None, "server_delay_ms": None}
+    delays = {"client_delay_ms": None, "server_delay_ms": None}
     return {"busy": busy, "seconds": 1.0, "other_share": 0.6, **delays}
 
 

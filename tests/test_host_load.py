@@ -9,57 +9,41 @@ import psutil
 import pytest
 
 from slimqwen import host_load
-from slimqwen.host_load import SERVER_DELAYS, HostBusyError, HostLoad, Limits, Watch
+from slimqwen.host_load import SERVER_DELAYS, HostBusyError, HostLoad, LoadLimits, Watch
 
-LIMITS = Limits(other_share=0.1, client_delay_ms=5.0, server_delay_ms=5.0)
+LIMITS = LoadLimits(other_share=0.1, client_delay_ms=5.0, server_delay_ms=5.0)
 
 
 def quiet(**changed: float | bool | None) -> HostLoad:
-    figures = {"other_share": 0.02, "pressure": 0.1, "client_delay_ms": 0.5, "server_delay_ms": 1.0}
+    figures = {"other_share": 0.02, "client_delay_ms": 0.5, "server_delay_ms": 1.0}
     return HostLoad(seconds=10.0, **figures | changed)
 
 
-def clocks(monkeypatch: pytest.MonkeyPatch, *readings: tuple[float, int, float, float, float | None]) -> None:
-    """Inject wall seconds, CPUs, and (machine, own, waited) seconds of the next readings."""
+def clocks(monkeypatch: pytest.MonkeyPatch, *readings: tuple[float, int, float, float]) -> None:
+    """Inject wall seconds, CPUs, and (machine, own) seconds of the next readings."""
     following = iter(readings)
-    monkeypatch.setattr(host_load._Clocks, "read", lambda pid: host_load._Clocks(*next(following)))
+    monkeypatch.setattr(host_load._Clocks, "now", lambda pid: host_load._Clocks(*next(following)))
 
 
 def test_what_the_measurement_takes_itself_is_no_other_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    clocks(monkeypatch, (0, 2, 100, 40, 7), (10, 2, 115, 52, 9), (20, 2, 200, 60, 9), (30, 2, 205, 65, 12))
+    clocks(monkeypatch, (0, 2, 100, 40), (10, 2, 115, 52), (20, 2, 200, 60), (30, 2, 215, 65))
     watch = Watch()
     for _ in range(2):
         with watch.section():
             pass
     load = watch.load()
     assert load.seconds == 20
-    assert load.other_share == pytest.approx((15 - 12) / (2 * 20))
-    assert load.pressure == pytest.approx((2 + 3) / 20)
+    assert load.other_share == pytest.approx((15 - 12 + 15 - 5) / (2 * 20))
     assert load.client_delay_ms is load.server_delay_ms is None
 
 
-def test_ticks_of_a_short_section_are_no_negative_load_and_a_kernel_may_know_no_pressure(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clocks(monkeypatch, (0, 2, 1.0, 1.0, None), (0.01, 2, 1.0, 1.01, None))
+def test_ticks_of_a_short_section_are_no_negative_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks(monkeypatch, (0, 2, 1.0, 1.0), (0.01, 2, 1.0, 1.01))
     watch = Watch()
+    assert watch.load() == HostLoad(seconds=0, other_share=0, client_delay_ms=None, server_delay_ms=None)
     with watch.section():
         pass
-    assert (watch.load().other_share, watch.load().pressure) == (0.0, None)
-
-
-def test_sections_of_another_process_count_by_their_length() -> None:
-    watch = Watch()
-    watch.add(quiet(other_share=0.0, pressure=0.4))
-    watch.add(quiet(other_share=0.3, pressure=0.0).model_copy(update={"seconds": 5.0}))
-    assert watch.load().other_share == pytest.approx(0.1)
-    assert watch.load().pressure == pytest.approx(4 / 15)
-
-
-def test_another_process_that_timed_nothing_is_no_load() -> None:
-    watch = Watch()
-    watch.add(Watch().load())
-    assert (watch.load().seconds, watch.load().other_share, watch.load().pressure) == (0, 0, None)
+    assert (watch.load().seconds, watch.load().other_share) == (0.01, 0.0)
 
 
 def test_a_server_says_how_late_its_event_loop_was_meanwhile() -> None:
@@ -161,11 +145,10 @@ def test_answers_that_show_a_busy_host_count_as_much_as_its_load() -> None:
 
 
 def test_a_run_has_the_highest_figures_of_its_rounds() -> None:
-    loads = [quiet(repeated=1, pressure=None), quiet(other_share=0.05, client_delay_ms=2.0, busy=True)]
+    loads = [quiet(repeated=1), quiet(other_share=0.05, client_delay_ms=2.0, busy=True)]
     assert host_load.highest_load(loads) == HostLoad(
         seconds=20.0,
         other_share=0.05,
-        pressure=0.1,
         client_delay_ms=2.0,
         server_delay_ms=1.0,
         repeated=1,
@@ -185,5 +168,5 @@ def test_cpus_that_this_process_may_not_use_are_another_job_of_the_machine(
     monkeypatch.setattr(
         psutil, "cpu_times", lambda percpu: [times(9, 1), times(2, 8), times(7, 3), times(1, 9)]
     )
-    clock = host_load._Clocks.read(None)
+    clock = host_load._Clocks.now(None)
     assert (clock.cpus, clock.machine_s) == (2, 3)
