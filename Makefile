@@ -37,7 +37,7 @@ shape: | $(READY) ## write weights/shape-VARIANT: the dimensions that VARIANT wi
 	@$(RUN) recipe run --variant $(VARIANT) --shape
 
 datasets: | $(READY) ## get the data sets of SUITE=core into data/ (HF_TOKEN for the gated GPQA)
-	@$(RUN) datasets --suite $(or $(SUITE),core)
+	@$(RUN) download --suite $(or $(SUITE),core)
 
 serve: | $(READY) ## serve VARIANT with vLLM (PORT=8080, PLATFORM=cpu|cuda, REQUIRE_BAKED=1, REQUIRE_PLAN=1, ALLOW_UNSAFE=1)
 	@exec $(RUN) serve --variant $(VARIANT) $(call option,PORT,--port) $(call option,PLATFORM,--platform) $(call option,REQUIRE_BAKED,--require-baked) $(call option,REQUIRE_PLAN,--require-plan) $(call option,ALLOW_UNSAFE,--allow-unsafe)
@@ -64,13 +64,13 @@ eval-latency: | $(READY) ## time VARIANT over WORKLOAD=classes|arrivals|poisson|
 	@$(RUN) bench latency --variant $(VARIANT) $(call option,WORKLOAD,--workload) $(if $(filter 1,$(BASELINE)),--baseline) $(call option,ROUNDS,--rounds) $(call option,PORT,--port)
 
 gate: | $(READY) ## is VARIANT as good as its baseline? fidelity, acceptance, quality, engine modes: one verdict
-	@$(RUN) gate check --variant $(VARIANT)
+	@$(RUN) gate --variant $(VARIANT)
 
 search: | $(READY) ## find the fastest variant of BASE for a GPU within its quality budget, and prove it (BASE=tiny GPU=a10g TRIALS=n MINUTES=n)
 	@$(RUN) search --base $(or $(BASE),tiny) --gpu $(or $(GPU),a10g) $(call option,TRIALS,--trials) $(call option,MINUTES,--minutes)
 
 compare: | $(READY) ## print the paired tables of two variants (A=tiny B=tiny-awq)
-	@$(RUN) record compare $(A) $(B)
+	@$(RUN) compare $(A) $(B)
 
 report: | $(READY) ## report/index.html: what to serve, the leaderboard, each variant
 	@$(RUN) report

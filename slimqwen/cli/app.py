@@ -4,6 +4,7 @@ import typer
 
 from slimqwen.cli import (
     bench,
+    compare,
     console,
     demo,
     downloads,
@@ -12,7 +13,6 @@ from slimqwen.cli import (
     image,
     plan,
     recipe,
-    records,
     report,
     roofline,
     search,
@@ -33,18 +33,17 @@ app = typer.Typer(
 app.command(rich_help_panel=_START)(demo.demo)
 app.command(rich_help_panel=_START)(serve.serve)
 app.command(rich_help_panel=_START)(downloads.download)
-app.command(rich_help_panel=_START)(downloads.datasets)
 app.add_typer(variants.app, name="variant", rich_help_panel=_MAKE)
 app.add_typer(recipe.app, name="recipe", rich_help_panel=_MAKE)
 app.command(rich_help_panel=_MEASURE)(plan.plan)
 app.add_typer(evals.app, name="eval", rich_help_panel=_MEASURE)
-app.add_typer(gate.app, name="gate", rich_help_panel=_MEASURE)
+app.command(rich_help_panel=_MEASURE, cls=console.Judge)(gate.gate)
 app.command(rich_help_panel=_MEASURE, cls=search.Sweep)(search.sweep)
 app.command(rich_help_panel=_MEASURE)(search.search)
 app.add_typer(bench.app, name="bench", rich_help_panel=_MEASURE)
 app.command(rich_help_panel=_MEASURE)(roofline.roofline)
-app.add_typer(records.app, name="record", rich_help_panel=_READ)
-app.add_typer(report.app, name="report", rich_help_panel=_READ)
+app.command(rich_help_panel=_READ)(compare.compare)
+app.command(rich_help_panel=_READ)(report.report)
 app.add_typer(image.app, name="image", rich_help_panel=_READ)
 
 

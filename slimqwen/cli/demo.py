@@ -170,7 +170,7 @@ def _summary(evidence: Evidence) -> Iterator[str]:
     elif unchecked:
         answer = f"not decided: no verdict on {', '.join(unchecked)}"
     elif verdict == Verdict.INCONCLUSIVE:
-        answer = f"not decided: `slimqwen gate check --variant {_VARIANT}` goes on with all items"
+        answer = f"not decided: `slimqwen gate --variant {_VARIANT}` goes on with all items"
     elif is_faster is None:
         answer = f"not decided: {_VARIANT} is as good; when nothing else runs, `slimqwen demo` times it again"
     elif is_faster == Verdict.PASS:

@@ -1,17 +1,25 @@
-"""`slimqwen download` and `datasets`: checkpoints of the model hub, data sets of a suite."""
-
-from typing import Annotated
+"""`slimqwen download`: checkpoints of the model hub, data sets of a suite."""
 
 import typer
 
 from slimqwen import variant as variants
 from slimqwen.cli.console import progress_bar, say, silence_hub_client
-from slimqwen.cli.options import VariantOption
+from slimqwen.cli.options import OptionalVariant, SuiteName
+from slimqwen.variant import Variant
 
 
-def download(variant: VariantOption) -> None:
-    """Download a variant's checkpoint from the model hub."""
+def download(variant: OptionalVariant = None, suite: SuiteName = None) -> None:
+    """Download a variant's checkpoint from the model hub, or the data sets of a suite (gated ones need HF_TOKEN)."""
+    if (variant is None) == (suite is None):
+        raise typer.BadParameter("name a variant with --variant, or a suite with --suite")
     silence_hub_client()
+    if variant:
+        _download_checkpoint(variant)
+    if suite:
+        _download_datasets(suite)
+
+
+def _download_checkpoint(variant: Variant) -> None:
     from slimqwen import hub
 
     with progress_bar() as progress:
@@ -26,11 +34,7 @@ def download(variant: VariantOption) -> None:
         say(f"To pin it, write below {source.location}:\nREVISION={revision}")
 
 
-def datasets(
-    suite: Annotated[str, typer.Option(metavar="NAME", help="file of eval/suites/")] = "core",
-) -> None:
-    """Download the data sets of a suite, or check those that are here; gated ones need HF_TOKEN."""
-    silence_hub_client()
+def _download_datasets(suite: str) -> None:
     from slimqwen.evals.suites import datasets
     from slimqwen.evals.suites.suite import Suite
 

@@ -2,15 +2,12 @@
 
 import typer
 
-from slimqwen.cli.console import EXIT_CODES, Judge, command, measuring, show_record
+from slimqwen.cli.console import EXIT_CODES, command, measuring, show_record
 from slimqwen.cli.options import GateSettingsName, VariantOption
 from slimqwen.cli.plan import find_recorded_plan
 
-app = typer.Typer(help="Decide whether a variant is as good as its baseline.", no_args_is_help=True)
 
-
-@app.command(cls=Judge)
-def check(variant: VariantOption, settings: GateSettingsName = None) -> None:
+def gate(variant: VariantOption, settings: GateSettingsName = None) -> None:
     """Gate a variant by fidelity, acceptance, quality and engine modes: one page, one verdict.
 
     Exit code 0: pass, 1: fail, 2: inconclusive, 3: error.

@@ -9,6 +9,7 @@ import typer
 from slimqwen import variant as variants
 from slimqwen.cli.console import console, progress_bar, relative, say, table
 from slimqwen.cli.options import VariantOption
+from slimqwen.variant import Variant
 
 if TYPE_CHECKING:
     from slimqwen.text.calibration_mix import Source
@@ -26,8 +27,14 @@ def run_(
         bool,
         typer.Option(help="run no stage: write its final dimensions to weights/shape-NAME, to time them"),
     ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="run no stage: show which a run would reuse, and why")
+    ] = False,
 ) -> None:
     """Run recipe.yaml into weights/NAME: resumes an interrupted run, reuses the stages that are up to date."""
+    if dry_run:
+        _show_forecasts(variant)
+        return
     if shape:
         from slimqwen.plan import shapes
 
@@ -60,21 +67,6 @@ def run_(
     for outcome in outcomes:
         if not outcome.reused:
             say(f"log of {outcome.stage}: {relative(outcome.log)}")
-
-
-@app.command()
-def status(variant: VariantOption) -> None:
-    """Show for every stage whether a run would reuse its output, and why."""
-    from slimqwen.recipe import variant_recipe
-
-    forecasts = table(["stage", "would be", "why"], [])
-    for forecast in variant_recipe.status(variant):
-        forecasts.add_row(forecast.stage, "reused" if forecast.reused else "run", forecast.reason)
-        for change in forecast.changes:
-            forecasts.add_row(
-                "", "", f"{change.ingredient}: {_short(change.before)} -> {_short(change.after)}"
-            )
-    console.print(forecasts)
 
 
 @app.command()
@@ -146,6 +138,20 @@ def corpus(
     if manifest["tokens"] < manifest["tokens_wanted"]:
         say(f"all sources ran out at {manifest['tokens']} of {manifest['tokens_wanted']} tokens")
     say(f"text: {output}, manifest: {calibration_mix.manifest_path(output)}")
+
+
+def _show_forecasts(variant: Variant) -> None:
+    """Show for every stage whether a run would reuse its output, and why."""
+    from slimqwen.recipe import variant_recipe
+
+    forecasts = table(["stage", "would be", "why"], [])
+    for forecast in variant_recipe.status(variant):
+        forecasts.add_row(forecast.stage, "reused" if forecast.reused else "run", forecast.reason)
+        for change in forecast.changes:
+            forecasts.add_row(
+                "", "", f"{change.ingredient}: {_short(change.before)} -> {_short(change.after)}"
+            )
+    console.print(forecasts)
 
 
 def _parse_source(text: str) -> "Source":

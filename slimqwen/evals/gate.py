@@ -70,7 +70,7 @@ class Gate(SplitRecord):
     """Whether a variant is as good as its baseline: four checks and one verdict. Its items are findings."""
 
     kind = "gate"
-    verb = "gate check"
+    verb = "gate"
 
     baseline: VariantName
     settings_name: SettingsName = Field(description="Name of the settings in eval/gates/.")

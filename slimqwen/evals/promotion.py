@@ -109,7 +109,7 @@ def promote_variant(variant: Variant) -> Promotion:
 
 def _passing_gate(variant: Variant) -> GatedVariant:
     """The newest gate record that fits the variant's present state, if it passed."""
-    command = f"`slimqwen gate check --variant {variant.name}`"
+    command = f"`slimqwen gate --variant {variant.name}`"
     newest_difference = None
     for path in store.records(variant.folder, Gate):
         record = store.read(path, Gate)
@@ -172,7 +172,7 @@ def _other_promoted(variant: Variant) -> Iterator[GatedVariant]:
                 continue
             other = variants.load(name, variant.root)
         except SlimqwenError:
-            continue  # `slimqwen record check` reports it
+            continue  # `slimqwen report --check` reports it
         if other.weights.resolve() != variant.weights.resolve():
             continue
         for path in store.records(folder, Gate):

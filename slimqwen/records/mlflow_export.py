@@ -38,11 +38,11 @@ class ExportResult:
     problems: tuple[Problem, ...]
 
 
-def export_records(root: Path, uri: str | None = None, progress: Progress = silent) -> ExportResult:
+def export_records(root: Path, uri: str, progress: Progress = silent) -> ExportResult:
     """Send every record that a tracking store lacks.
 
     Args:
-        uri: of the store, such as http://host:5000; by default the SQLite file mlruns/mlflow.db of the repository.
+        uri: of the store, such as http://host:5000; the folder of an SQLite file is created.
 
     Raises:
         MlflowExportError: MLflow is not installed, or the store cannot be used; the next export sends what is missing.
@@ -55,9 +55,6 @@ def export_records(root: Path, uri: str | None = None, progress: Progress = sile
         raise MlflowExportError(f"MLflow is not installed ({error}); `make install` installs it") from error
     for name in ("mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    if uri is None:
-        (root / "mlruns").mkdir(exist_ok=True)
-        uri = f"sqlite:///{root / 'mlruns' / 'mlflow.db'}"
     shown_uri, records = redaction.text(uri), collect(root)
     try:
         client = MlflowClient(tracking_uri=uri)

@@ -53,7 +53,7 @@ def faults(kind: str, record: Mapping[str, Any]) -> list[str]:
         record: as JSON, in the present version of its schema.
     """
     if kind not in _document(FILE)["kinds"]:
-        return [f"no schema of kind {kind} in {FILE.name}; `slimqwen record schemas` writes it"]
+        return [f"no schema of kind {kind} in {FILE.name}; `slimqwen report --schemas` writes it"]
     errors = _validator(FILE, kind).iter_errors(record)
     return sorted(f"{'/'.join(map(str, e.instance_path)) or 'the record'}: {e.message}" for e in errors)
 

@@ -70,7 +70,7 @@ def check(root: Path, base: str | None = None) -> CheckResult:
 def _schema_faults(entry: StoredRecord[Record]) -> Iterator[Problem]:
     """Breaches of the committed schema by the JSON of a record."""
     for fault in schemas.faults(entry.kind, store.parse(entry.path)):
-        cure = "`slimqwen record schemas` if the model changed, else measure again"
+        cure = "`slimqwen report --schemas` if the model changed, else measure again"
         yield Problem(entry.location, f"{fault}; {cure}")
 
 
@@ -134,11 +134,11 @@ def _table_faults(root: Path) -> Iterator[Problem]:
         location = file.relative_to(root).as_posix()
         try:
             if markdown.fresh(root, file) != file.read_text(encoding="utf-8"):
-                yield Problem(location, "a table differs from its records; `slimqwen report tables`")
+                yield Problem(location, "a table differs from its records; `slimqwen report --tables`")
         except UnicodeDecodeError as error:
             yield Problem(location, f"not UTF-8 text ({error.reason}); write it again")
         except SlimqwenError as error:
-            reason = f"a table cannot be generated: {error}; mend that, then `slimqwen report tables`"
+            reason = f"a table cannot be generated: {error}; mend that, then `slimqwen report --tables`"
             yield Problem(location, reason)
 
 

@@ -41,10 +41,10 @@ def run_here(monkeypatch, capfd):
         ("serve --variant nope", 2, UNKNOWN),
         ("eval quality --variant nope", 2, UNKNOWN),
         ("bench latency --variant nope", 2, UNKNOWN),
-        ("record compare tiny nope", 2, UNKNOWN),
+        ("compare tiny nope", 2, UNKNOWN),
         ("recipe run --variant nope --until calibrate", 2, UNKNOWN),
         ("variant promote --variant nope", 2, UNKNOWN),
-        ("gate check --variant nope", 3, UNKNOWN),  # 2 is a verdict there: inconclusive
+        ("gate --variant nope", 3, UNKNOWN),  # 2 is a verdict there: inconclusive
         ("eval fidelity --variant nope", 3, UNKNOWN),
         ("eval engine --variant nope", 3, UNKNOWN),
         ("eval engine --variant nope --plan tinyworld", 3, UNKNOWN),  # former name of --settings
@@ -56,6 +56,8 @@ def run_here(monkeypatch, capfd):
         ("eval quality --varian tiny", 2, "No such option: --varian"),
         ("evl quality", 2, "Did you mean 'eval'?"),
         ("serve", 2, "Missing option '--variant'"),
+        ("download", 2, "name a variant with --variant, or a suite with --suite"),
+        ("download --variant tiny --suite core", 2, "name a variant with --variant, or a suite with --suite"),
     ],
 )
 def test_what_cannot_be_is_one_line_and_an_exit_code(run_here, command, code, message):
@@ -70,7 +72,7 @@ def test_what_cannot_be_is_one_line_and_an_exit_code(run_here, command, code, me
     ("words", "message"),
     [
         (("variant", "new", "--name", "new", "--base", "tiny", "--hypothesis", ""), "needs a hypothesis"),
-        (("record", "mlflow", "--uri", "nonsense://x"), "check URI"),
+        (("report", "--mlflow", "nonsense://x"), "check URI"),
     ],
 )
 def test_a_process_ends_with_the_exit_code_and_the_one_line_of_its_error(words, message):

@@ -14,7 +14,7 @@ from slimqwen.evals import gate as evaluation
 from slimqwen.serving.errors import ServingError
 
 VERBS = {
-    "gate check": (evaluation, "measure_gate", gate),
+    "gate": (evaluation, "measure_gate", gate),
 }
 
 
@@ -37,8 +37,8 @@ def test_a_verdict_is_the_exit_code(monkeypatch, verb, outcome, code):
 @pytest.mark.parametrize(
     ("error", "verb", "code", "message"),
     [
-        (ServingError("no server; start one"), "gate check", 3, "error: no server; start one"),
-        (KeyboardInterrupt(), "gate check", 130, "interrupted"),
+        (ServingError("no server; start one"), "gate", 3, "error: no server; start one"),
+        (KeyboardInterrupt(), "gate", 130, "interrupted"),
     ],
 )
 def test_an_error_is_no_verdict(monkeypatch, capsys, error, verb, code, message):
@@ -62,7 +62,7 @@ def test_sigterm_ends_a_command_as_ctrl_c_does(monkeypatch, capsys):
             removed.append("what it had made")
 
     monkeypatch.setattr(evaluation, "measure_gate", measure)
-    assert ended(monkeypatch, "gate check") == 143
+    assert ended(monkeypatch, "gate") == 143
     assert "terminated" in capsys.readouterr().err
     assert removed
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
@@ -71,8 +71,8 @@ def test_sigterm_ends_a_command_as_ctrl_c_does(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (["gate", "check"], 3, "Missing option '--variant'"),
-        (["gate", "check", "--variant", "tiny-awq", "--no-such"], 3, "No such option"),
+        (["gate"], 3, "Missing option '--variant'"),
+        (["gate", "--variant", "tiny-awq", "--no-such"], 3, "No such option"),
         (["plan", "--gpu", "a10g"], 2, "name one variant with --variant, or take --all"),
         (
             ["sweep", "--variants", "a", "--measure", "gate", "--ray", "auto", "--width", "2"],

@@ -69,7 +69,7 @@ def test_a_failed_part_is_named_beside_the_others_with_its_cause(
         ({}, {"speed": Verdict.INCONCLUSIVE}, "slimqwen serve --variant tiny: tiny-best is as good"),
         ({}, {"quality": Verdict.FAIL}, "slimqwen serve --variant tiny: tiny-best lost more"),
         ({"speed": BUSY}, {"quality": Verdict.FAIL}, "slimqwen serve --variant tiny: tiny-best lost more"),
-        ({}, {"fidelity": Verdict.INCONCLUSIVE}, "not decided: `slimqwen gate check --variant tiny-best`"),
+        ({}, {"fidelity": Verdict.INCONCLUSIVE}, "not decided: `slimqwen gate --variant tiny-best`"),
         ({"acceptance": BUSY}, {}, "not decided: no verdict on acceptance"),
     ],
 )

@@ -9,12 +9,12 @@ from typer.main import get_command
 
 from slimqwen import variant
 from slimqwen.cli.app import app
-from slimqwen.cli.report import render, verbs
+from slimqwen.cli.command_list import list_verbs, render_commands
 from slimqwen.records import registry
 
 ROOT = variant.repository_root()
 TARGETS = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
-VERBS = dict(verbs(get_command(app), "slimqwen"))
+VERBS = dict(list_verbs(get_command(app), "slimqwen"))
 PLACES = (
     "*.md",
     "docs/*.md",
@@ -124,4 +124,4 @@ def test_what_does_not_parse_is_seen(command, wrong):
 
 
 def test_the_list_of_commands_is_up_to_date():
-    assert (ROOT / "docs" / "commands.md").read_text(encoding="utf-8") == render(get_command(app))
+    assert (ROOT / "docs" / "commands.md").read_text(encoding="utf-8") == render_commands(get_command(app))

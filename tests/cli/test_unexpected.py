@@ -73,7 +73,7 @@ def test_any_exception_is_one_line_with_its_cause_and_a_log(monkeypatch, capsys,
 
 def test_an_exception_is_no_verdict(monkeypatch, capsys):
     monkeypatch.setattr(evaluation, "measure_gate", fail_with(ZeroDivisionError("division by zero")))
-    assert end_of(monkeypatch, "gate", "check", "--variant", "tiny-awq") == 3
+    assert end_of(monkeypatch, "gate", "--variant", "tiny-awq") == 3
     assert (
         LINE.fullmatch(capsys.readouterr().err)["cause"] == "unexpected ZeroDivisionError: division by zero"
     )

@@ -225,13 +225,13 @@ def refused(one, message):
 
 
 def test_without_a_gate_record_nobody_is_promoted(one):
-    refused(one, r"no gate record fits small in its present state; `slimqwen gate check --variant small`")
+    refused(one, r"no gate record fits small in its present state; `slimqwen gate --variant small`")
 
 
 @pytest.mark.parametrize("verdict", ["fail", "inconclusive"])
 def test_a_gate_that_did_not_pass_is_named(one, verdict):
     path = gated(one, verdict)
-    refused(one, rf"says {verdict} \(quality: {verdict}; small/{path.name}\).*gate check --variant small")
+    refused(one, rf"says {verdict} \(quality: {verdict}; small/{path.name}\).*gate --variant small")
 
 
 def test_a_later_failure_stands_against_an_earlier_pass(one):

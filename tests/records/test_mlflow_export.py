@@ -43,6 +43,10 @@ def stored(repository, empty_store):
     return repository
 
 
+def database(repository):
+    return f"sqlite:///{repository}/mlruns/mlflow.db"
+
+
 def runs(exported):
     client = mlflow.MlflowClient(exported.uri)
     experiment = client.get_experiment_by_name("slimqwen")
@@ -52,8 +56,7 @@ def runs(exported):
 
 
 def test_every_record_becomes_a_run_that_says_what_the_record_says(repository, quality):
-    exported = mlflow_export.export_records(repository)
-    assert exported.uri == f"sqlite:///{repository}/mlruns/mlflow.db"
+    exported = mlflow_export.export_records(repository, database(repository))
     client, sent = runs(exported)
     everything = collection.collect(repository)
     assert set(exported.added) == set(sent) == {entry.location for entry in everything.records}
@@ -82,11 +85,11 @@ def test_every_record_becomes_a_run_that_says_what_the_record_says(repository, q
 
 
 def test_a_second_export_adds_nothing_and_a_third_adds_what_is_new(stored, quality):
-    mlflow_export.export_records(stored)
-    again = mlflow_export.export_records(stored)
+    mlflow_export.export_records(stored, database(stored))
+    again = mlflow_export.export_records(stored, database(stored))
     assert (again.added, again.known) == ((), 3)
     path = write(stored / "experiments" / "b", quality | {"variant": "b"}, ITEMS)
-    third = mlflow_export.export_records(stored)
+    third = mlflow_export.export_records(stored, database(stored))
     assert third.added == (f"experiments/b/{path.name}",)
     assert len(runs(third)[1]) == 4
 
@@ -102,9 +105,9 @@ def test_an_interrupted_export_leaves_no_half_of_a_run_and_the_next_sends_the_re
 
     monkeypatch.setattr(mlflow.MlflowClient, "set_terminated", dies_at_the_second)
     with pytest.raises(KeyboardInterrupt):
-        mlflow_export.export_records(stored)
+        mlflow_export.export_records(stored, database(stored))
     monkeypatch.setattr(mlflow.MlflowClient, "set_terminated", finish)
-    whole = mlflow_export.export_records(stored)
+    whole = mlflow_export.export_records(stored, database(stored))
     assert (len(whole.added), whole.known) == (2, 1)
     client, sent = runs(whole)
     assert len(sent) == 3
@@ -116,7 +119,7 @@ def test_an_interrupted_export_leaves_no_half_of_a_run_and_the_next_sends_the_re
 def test_damaged_records_are_named_and_the_rest_is_sent(stored):
     damaged = next(store.records(stored / "experiments" / "a", Quality))
     damaged.write_text("{")
-    exported = mlflow_export.export_records(stored)
+    exported = mlflow_export.export_records(stored, database(stored))
     assert len(exported.added) == 2
     assert [problem.location for problem in exported.problems] == [f"experiments/a/{damaged.name}"]
 
@@ -153,7 +156,7 @@ def test_a_store_that_cannot_be_used_is_one_line(repository, uri, shown, monkeyp
 def test_without_mlflow_the_command_that_installs_it_is_named(repository, monkeypatch):
     monkeypatch.setitem(sys.modules, "mlflow", None)
     with pytest.raises(MlflowExportError, match="make install"):
-        mlflow_export.export_records(repository)
+        mlflow_export.export_records(repository, database(repository))
     assert not (repository / "mlruns").exists()
 
 

@@ -96,7 +96,7 @@ def test_threads_are_the_engine_s_or_else_this_process_s(monkeypatch, given, own
 def test_a_command_is_what_a_shell_takes(words):
     line = provenance.shell_command([f"{ROOT}/scripts/x.py", *words], ROOT)
     assert shlex.split(line) == ["python", "scripts/x.py", *words]
-    assert provenance.shell_command(["slimqwen", "gate", "check"], ROOT) == "slimqwen gate check"
+    assert provenance.shell_command(["slimqwen", "report", "--check"], ROOT) == "slimqwen report --check"
 
 
 @pytest.fixture

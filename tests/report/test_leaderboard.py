@@ -169,7 +169,7 @@ def test_the_command_that_supplies_what_is_missing_is_named(pair, board, tmp_pat
     leaders, _ = board()
     [found] = leaders.choices
     assert found.advice[0].startswith("Serve base on ")
-    assert found.advice[1] == "quick lacks a current gate record: `slimqwen gate check --variant quick`."
+    assert found.advice[1] == "quick lacks a current gate record: `slimqwen gate --variant quick`."
 
 
 def test_a_speed_of_another_checkpoint_than_was_scored_is_none_to_serve_for(pair, board):

@@ -105,7 +105,7 @@ class Suite(Settings):
         text_prefix: token before each text to be scored, as in training; a name, because ids differ.
         sample: items of a limited run: the first of the file, or those chosen by their hashes.
         max_gen_toks: longest generation in tokens, whatever a task says.
-        datasets: hub datasets, fetched by `slimqwen datasets`.
+        datasets: hub datasets, fetched by `slimqwen download --suite`.
         nltk: nltk resources for scoring, fetched by the same command.
         tasks: tasks in the order of the file.
         proof_share: share of the items that a search never sees, because its proof is made on them; it also splits the

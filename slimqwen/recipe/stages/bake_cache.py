@@ -143,7 +143,7 @@ def data(parameters: BakeCacheParameters) -> dict[str, str]:
     """
     settings = _variant(parameters).settings
     lines = {f"config.{key}": settings[key].value for key in sorted(settings.keys() - _IRRELEVANT_KEYS)}
-    # Asking torch would take seconds, and every `recipe status` asks this.
+    # Asking torch would take seconds, and every `recipe run --dry-run` asks this.
     platform: Platform = "cuda" if Path("/proc/driver/nvidia/version").exists() else "cpu"
     environment = {key: setting.value for key, setting in settings.items()}
     facts = baked_cache.this_machine(platform, environment)
