@@ -53,7 +53,9 @@ def without(record, path):
 
 
 def test_the_committed_schemas_are_those_of_the_models():
-    assert schemas.FILE.read_text() == schemas.text(), "run `slimqwen report --schemas` and commit schemas.json"
+    assert schemas.FILE.read_text() == schemas.text(), (
+        "run `slimqwen report --schemas` and commit schemas.json"
+    )
 
 
 def test_every_schema_is_one_of_its_draft_and_fits_lines():
