@@ -1,6 +1,6 @@
 """`slimqwen eval`: is a variant's output right?"""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -8,7 +8,6 @@ from slimqwen.cli.console import (
     EXIT_CODES,
     Judge,
     command,
-    console,
     measuring,
     progress_bar,
     say,
@@ -35,39 +34,22 @@ def quality(
         int | None, typer.Option(help="items per task (default: as many as decide at the margins)")
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="every item")] = False,
-    chat: Annotated[bool, typer.Option("--chat", help="ask through /v1/chat/completions")] = False,
-    thinking: Annotated[
-        Literal["on", "off"] | None,
-        typer.Option(help="thinking of every task that goes through a chat template"),
-    ] = None,
-    smoke: Annotated[
-        bool, typer.Option("--smoke", help="five items per task and no record: does it answer at all?")
-    ] = False,
     records_dir: RecordsFolder = None,
     port: Port = None,
 ) -> None:
     """Score a variant over a suite of tasks, served by vLLM."""
     from slimqwen.evals import quality
-    from slimqwen.evals.suites.suite import DECIDING, Limit, Suite
+    from slimqwen.evals.suites.suite import AUTO, Limit, Suite
 
     if full and limit is not None:
         raise typer.BadParameter("--full and --limit exclude each other; give one")
-    tasks = Suite.load(suite or variant.evaluation, variant.root)
-    if thinking:
-        tasks = tasks.with_thinking(thinking == "on", chat=chat)
-    if smoke:
-        with progress_bar() as progress:
-            shown = quality.smoke(variant, tasks, chat=chat, port=port, progress=progress)
-        console.print(shown.as_rich())
-        return
-    extent: Limit = None if full else DECIDING if limit is None else limit
+    extent: Limit = None if full else AUTO if limit is None else limit
     with progress_bar() as progress:
         path = quality.measure_quality(
             variant,
-            tasks,
+            Suite.load(suite or variant.evaluation, variant.root),
             command=command(),
             limit=extent,
-            chat=chat,
             port=port,
             records_folder=records_dir and records_dir / variant.name,
             progress=progress,

@@ -141,7 +141,7 @@ def sweep(
 
     Exit code 0: all gates pass, 1: a gate or a variant fails, 2: inconclusive, 3: error.
     """
-    from slimqwen.evals.suites.suite import DECIDING
+    from slimqwen.evals.suites.suite import AUTO
     from slimqwen.search.sweep.driver import sweep as run_sweep
     from slimqwen.search.sweep.required_tasks import Options
 
@@ -156,7 +156,7 @@ def sweep(
         workload=workload,
         rounds=rounds,
         parts=parts,
-        limit=limit or DECIDING,
+        limit=limit or AUTO,
     )
     with progress_bar() as progress:
         results = run_sweep(variant, options, _executor(ray, root, progress, width), root)

@@ -27,7 +27,7 @@ from slimqwen.evals.engine.modes import EngineModes
 from slimqwen.evals.engine.scenarios import EngineSettings
 from slimqwen.evals.fidelity import Fidelity
 from slimqwen.evals.fidelity_figures import FIGURE_NAMES, FidelitySettings
-from slimqwen.evals.suites.suite import DECIDING, Suite
+from slimqwen.evals.suites.suite import AUTO, Suite
 from slimqwen.progress import Progress, silent
 from slimqwen.recipe import variant_recipe
 from slimqwen.records import provenance, store
@@ -288,14 +288,14 @@ def _measure_quality(sides: Sequence[Variant], suite_name: str, options: dict[st
     task's interval passes a variant that is worse by exactly the margin in at most 2.5 % of runs. The sample and then
     all items are two looks, either of which can pass it: together in at most 5 % of runs (Bonferroni's bound).
     """
-    fields: dict[str, Any] = {"suite": suite_name, "endpoint": "completions"}
+    fields: dict[str, Any] = {"suite": suite_name}
     full_paths = [find_reusable(side, quality.Quality, limit=None, **fields) for side in sides]
     if all(full_paths):
         return [path for path in full_paths if path]
     suite = Suite.load(suite_name, sides[0].root)
     sample_paths = [
-        find_reusable(side, quality.Quality, limit=DECIDING, **fields)
-        or quality.measure_quality(side, suite, limit=DECIDING, **options)
+        find_reusable(side, quality.Quality, limit=AUTO, **fields)
+        or quality.measure_quality(side, suite, limit=AUTO, **options)
         for side in sides
     ]
     verdicts = [finding.verdict for finding in _quality_findings(*sample_paths)]
@@ -309,7 +309,7 @@ def _measure_quality(sides: Sequence[Variant], suite_name: str, options: dict[st
 
 def _has_current_sample_size(record: quality.Quality, variant: Variant) -> bool:
     """Whether a deciding sample still has the size that the suite's present assumptions require."""
-    return record.limit != DECIDING or all(
+    return record.limit != AUTO or all(
         record.tasks[task.name].items_to_decide == task.items_to_decide
         for task in Suite.load(record.suite, variant.root).tasks
         if task.name in record.tasks

@@ -1,19 +1,20 @@
 """Quality: scores of a served variant on the tasks of a suite, with standard errors and every item."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, TypeAdapter, model_validator
 
 from slimqwen.evals import EvalError
 from slimqwen.evals.suites import datasets, lm_eval_run
-from slimqwen.evals.suites.lm_eval_run import TaskRun
+from slimqwen.evals.suites.lm_eval_run import WHOLE, Part, TaskRun
 from slimqwen.evals.suites.suite import ANSWER_MARGIN, BITS_PER_BYTE, Limit, Suite
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
-from slimqwen.records.journal import journal_file, locked
+from slimqwen.records.journal import Journal, journal_file, locked
 from slimqwen.records.record import (
     Block,
     Count,
@@ -25,7 +26,8 @@ from slimqwen.records.record import (
 )
 from slimqwen.records.split import Split, SplitRecord
 from slimqwen.serving import speed_only
-from slimqwen.serving.shared_server import ServerLostError, serve
+from slimqwen.serving.server import free_port
+from slimqwen.serving.shared_server import ServerLostError, SharedServer, serve
 from slimqwen.stats import intervals, non_inferiority
 from slimqwen.variant import Variant
 
@@ -37,9 +39,6 @@ MEASURE_NAMES = {
 """Table headings of measures; any other is called by its lm-eval name."""
 
 TABLE_NOTE = "SE: standard error. Bits per byte: less is better."
-
-SMOKE_ITEMS = 5
-SMOKE_MAX_GEN_TOKS = 1024
 
 
 class OutputTokens(Block):
@@ -72,7 +71,7 @@ class TaskScore(Block):
         description="Items that decide at the margin under the suite's assumption; null without one."
     )
     output_count: Count | None = Field(
-        description="Generations, repeats included; null if nothing is generated, and in old records."
+        description="Generations, repeats included; null if nothing is generated."
     )
     truncated_count: Count | None = Field(
         description="Generations that the token limit cut; null if nothing is generated."
@@ -91,6 +90,10 @@ class TaskScore(Block):
         description="pass: the whole 95 % interval of the score is above the floor; fail: all of it is below.",
     )
 
+    def share_of_outputs(self, count: int | None) -> str | None:
+        """How many of the generations; None if nothing is generated."""
+        return None if count is None else f"{count} of {self.output_count}"
+
     @model_validator(mode="after")
     def _floor_has_a_verdict(self) -> "TaskScore":
         if (self.floor is None) != (self.floor_verdict is None):
@@ -102,16 +105,14 @@ class Quality(SplitRecord):
     """Scores of one variant over one suite."""
 
     kind = "quality"
-    version = 2
+    version = 3
     verb = "eval quality"
 
     suite: str = Field(min_length=1)
-    limit: Positive | Literal["deciding"] | None = Field(
-        description="Items of each task, the first or drawn ones as the suite says; null: all of them; deciding: as "
-        "many as decide at the non-inferiority margin."
+    limit: Positive | Literal["auto"] | None = Field(
+        description="Items of each task, the first or drawn ones as the suite says; null: all of them; auto: sample "
+        "size by power analysis for the non-inferiority margin."
     )
-    endpoint: Literal["completions", "chat"]
-    answers_of_earlier_run: Count = Field(description="Answers taken over from an interrupted run.")
     tasks: dict[str, TaskScore] = Field(min_length=1)
 
     @property
@@ -125,8 +126,8 @@ class Quality(SplitRecord):
 
     @property
     def topic(self) -> str:
-        """Its suite and the endpoint."""
-        return f"{self.suite}, {self.endpoint}"
+        """Its suite."""
+        return self.suite
 
     def tables(self, path: Path) -> list[Table]:
         """Scores by task, with lengths of generations and floors where the record has them."""
@@ -135,8 +136,8 @@ class Quality(SplitRecord):
             "measure": lambda row: MEASURE_NAMES.get(row[1].measure, row[1].measure),
             "score ± SE": lambda row: f"{row[1].value:.3f} ± {row[1].standard_error:.3f}",
             "items": lambda row: f"{row[1].item_count} of {row[1].available_count}",
-            "truncated": lambda row: _count_of_outputs(row[1].truncated_count, row[1].output_count),
-            "empty": lambda row: _count_of_outputs(row[1].empty_count, row[1].output_count),
+            "truncated": lambda row: row[1].share_of_outputs(row[1].truncated_count),
+            "empty": lambda row: row[1].share_of_outputs(row[1].empty_count),
         }
         if any(score.output_tokens for score in self.tasks.values()):
             columns["output tokens: mean, p50, max"] = lambda row: row[1].output_tokens
@@ -144,17 +145,8 @@ class Quality(SplitRecord):
             columns["floor"] = lambda row: (
                 None if row[1].floor is None else f"{row[1].floor:g}: {row[1].floor_verdict}"
             )
-        title = f"Quality of {self.variant}" + (", by chat" if self.endpoint == "chat" else "")
-        return [
-            Table.from_rows(
-                title,
-                self.tasks.items(),
-                columns,
-                TABLE_NOTE,
-                provenance.source_note(self, path),
-                text_columns=2,
-            )
-        ]
+        title, notes = f"Quality of {self.variant}", (TABLE_NOTE, provenance.source_note(self, path))
+        return [Table.from_rows(title, self.tasks.items(), columns, *notes, text_columns=2)]
 
     def undecided(self) -> list[str]:
         """A line for each task with fewer items than its non-inferiority margin takes."""
@@ -166,13 +158,33 @@ class Quality(SplitRecord):
         ]
 
 
+@dataclass(frozen=True)
+class ScoredPart:
+    """A variant's scored responses to a part of a suite, and their circumstances; a task may have no item in it."""
+
+    runs: list[TaskRun]
+    block: ServedProvenance
+
+    def as_json(self) -> dict[str, Any]:
+        """Fields for a journal or another process."""
+        fields: dict[str, Any] = _PART.dump_python(self, mode="json", by_alias=True, exclude_unset=True)
+        return fields
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> "ScoredPart":
+        """The part that `as_json` wrote."""
+        return _PART.validate_python(fields)
+
+
+_PART = TypeAdapter(ScoredPart)
+
+
 def measure_quality(
     variant: Variant,
     suite: Suite,
     *,
     command: Sequence[str],
     limit: Limit,
-    chat: bool = False,
     split: Split | None = None,
     port: int | None = None,
     records_folder: Path | None = None,
@@ -180,16 +192,16 @@ def measure_quality(
 ) -> Path:
     """Score a variant and write its quality record.
 
-    The server's answers are kept in .cache/quality/ until the record is written: after an interruption the same call
+    The server's responses are kept in .cache/quality/ until the record is written: after an interruption the same call
     continues with them.
 
     Args:
         variant: a server that already runs it is used; else one is started and stopped.
-        limit: items of each task, DECIDING, or None for all.
+        limit: items of each task, AUTO, or None for all.
         split: side of the split that the items are on; None for both.
 
     Raises:
-        ServerLostError: the server died or refused a request; no record is written, its answers are kept.
+        ServerLostError: the server died or refused a request; no record is written, its responses are kept.
         ServingError: the variant is measured for speed and memory only.
         EvalError: a task is missing or broken, the chat template has no switch that the suite needs, the suite's data
             are not fetched, or the limit is below 2.
@@ -197,69 +209,146 @@ def measure_quality(
     """
     if isinstance(limit, int) and limit < 2:
         raise EvalError(f"a limit of {limit} gives no standard error; take 2 items or more")
-    speed_only.refuse(variant, "quality")
-    datasets.require_datasets(suite.datasets, suite.nltk, variant.root)
-    logs = variant.root / "logs"
-    started = provenance.utc_now()
-    key_parts = suite.model_dump(mode="json"), limit, chat, str(split)
+    _require_measurable(variant, suite)
+    log = variant.root / "logs" / f"serve-{variant.name}.log"
+    key_parts = suite.model_dump(mode="json"), limit, str(split)
     with (
-        serve(variant, port=port, log=logs / f"serve-{variant.name}.log", progress=progress) as server,
+        serve(variant, port=port, log=log, progress=progress) as server,
         locked(journal_file("quality", server.server.command, *key_parts)) as answers,
     ):
-        log = logs / f"quality-{variant.name}.log"
         try:
-            runs, files = lm_eval_run.run_suite(
-                suite,
-                server,
-                limit=limit,
-                chat=chat,
-                split=split,
-                answers=answers,
-                log=log,
-                progress=progress,
+            part = _score(
+                server, suite, WHOLE, command, limit=limit, split=split, answers=answers, progress=progress
             )
         except ServerLostError as error:
             raise ServerLostError(
-                f"{error}; its {len(answers)} answers so far are kept: run the same command again to continue"
+                f"{error}; its {len(answers)} responses so far are kept: run the same command again to continue"
             ) from error
-        block = provenance.describe(
-            server.server.command,
-            command,
-            started,
-            datasets=files,
-            seeds={"lm_eval": lm_eval_run.SEED},
-            already_running=server.already_running,
-        )
-        path = write_quality_record(
-            records_folder or variant.folder,
-            runs,
-            block,
-            variant=variant.name,
-            suite=suite.name,
-            limit=limit,
-            split=split,
-            endpoint="chat" if chat else "completions",
-            answers_of_earlier_run=answers.reused,
-        )
+        path = write_quality_record(variant, suite, [part], limit=limit, split=split, folder=records_folder)
         answers.discard()
     return path
 
 
+def score_part(
+    variant: Variant,
+    suite: Suite,
+    part: Part,
+    *,
+    command: Sequence[str],
+    limit: Limit,
+    split: Split | None = None,
+    progress: Progress = silent,
+) -> ScoredPart:
+    """Score a variant on a part of a suite, served on a free port by a server of its own; nothing is recorded.
+
+    Raises:
+        ServerLostError, ServingError, EvalError, PromptTooLongError: as for `measure_quality`.
+    """
+    _require_measurable(variant, suite)
+    log = variant.root / "logs" / f"serve-{variant.name}-{part}.log"
+    with serve(variant, port=free_port(), log=log, progress=progress) as server:
+        return _score(server, suite, part, command, limit=limit, split=split, progress=progress)
+
+
+def _require_measurable(variant: Variant, suite: Suite) -> None:
+    speed_only.refuse(variant, "quality")
+    datasets.require_datasets(suite.datasets, suite.nltk, variant.root)
+
+
+def _score(
+    server: SharedServer,
+    suite: Suite,
+    part: Part,
+    command: Sequence[str],
+    *,
+    limit: Limit,
+    split: Split | None,
+    answers: Journal | None = None,
+    progress: Progress,
+) -> ScoredPart:
+    started = provenance.utc_now()
+    runs, files = lm_eval_run.run_suite(
+        suite,
+        server,
+        limit=limit,
+        answers=answers,
+        log=server.variant.root / "logs" / f"quality-{server.variant.name}-{part}.log",
+        part=part,
+        split=split,
+        progress=progress,
+    )
+    block = provenance.describe(
+        server.server.command,
+        command,
+        started,
+        datasets=files,
+        seeds={"lm_eval": lm_eval_run.SEED},
+        already_running=server.already_running,
+    )
+    return ScoredPart(runs, block)
+
+
 def write_quality_record(
-    folder: Path, runs: Sequence[TaskRun], block: ServedProvenance, **fields: Any
+    variant: Variant,
+    suite: Suite,
+    parts: Sequence[ScoredPart],
+    *,
+    limit: Limit,
+    split: Split | None = None,
+    folder: Path | None = None,
 ) -> Path:
-    """Write the quality record of all answers to a suite, and its items."""
-    record = Quality(tasks=task_scores(runs), provenance=block, **fields)
-    return store.write(folder, record, (vars(item) for run in runs for item in run.items))
+    """Write the quality record of all parts of a suite, and its items.
+
+    Args:
+        parts: every part, in order.
+        limit: items of each task that the parts make together.
+        folder: folder of the record instead of the variant's.
+
+    Raises:
+        EvalError: the parts were scored with different checkpoints, flags, versions or hardware.
+    """
+    runs = [
+        TaskRun(
+            runs[0].task,
+            sorted((item for run in runs for item in run.items), key=lambda item: (item.index, item.repeat)),
+            runs[0].available_count,
+            runs[0].rendered,
+        )
+        for runs in zip(*(part.runs for part in parts), strict=True)
+    ]
+    record = Quality(
+        variant=variant.name,
+        suite=suite.name,
+        limit=limit,
+        split=split,
+        tasks={run.task.name: score_task(run) for run in runs},
+        provenance=_joined_provenance([part.block for part in parts], variant.name),
+    )
+    return store.write(folder or variant.folder, record, (vars(item) for run in runs for item in run.items))
 
 
-def task_scores(runs: Sequence[TaskRun]) -> dict[str, TaskScore]:
-    """Scores by task."""
-    return {run.task.name: task_score(run) for run in runs}
+def _joined_provenance(blocks: Sequence[ServedProvenance], name: str) -> ServedProvenance:
+    """One provenance for parts that were measured under the same circumstances."""
+    first = blocks[0]
+    for field in ("hardware", "packages", "flags", "environment", "checkpoint", "threads", "git"):
+        values = [getattr(block, field) for block in blocks]
+        if field == "flags":
+            values = [provenance.deciding(flags) for flags in values]  # each server has a port of its own
+        if any(value != values[0] for value in values):
+            raise EvalError(
+                f"{name}: parts of one measurement differ in {field}; measure all of them on nodes of one kind"
+            )
+    return first.model_copy(
+        update={
+            "started": min(block.started for block in blocks),
+            "ended": max(block.ended for block in blocks),
+            "datasets": dict(sorted({k: v for block in blocks for k, v in block.datasets.items()}.items())),
+        }
+    )
 
 
-def task_score(run: TaskRun) -> TaskScore:
-    """Score of a task from its items."""
+def score_task(run: TaskRun) -> TaskScore:
+    """Score a task from its items."""
     task, items = run.task, run.items
     values, weights = [item.value for item in items], [item.weight for item in items]
     clusters = [item.cluster or (item.index, item.repeat) for item in items]
@@ -292,61 +381,8 @@ def task_score(run: TaskRun) -> TaskScore:
     )
 
 
-def smoke(
-    variant: Variant,
-    suite: Suite,
-    *,
-    chat: bool = False,
-    port: int | None = None,
-    progress: Progress = silent,
-) -> Table:
-    """Ask a variant a few items of each task, with short answers; nothing is recorded."""
-    logs = variant.root / "logs"
-    with serve(variant, port=port, log=logs / f"serve-{variant.name}.log", progress=progress) as server:
-        runs, _ = lm_eval_run.run_suite(
-            suite.shortened(SMOKE_MAX_GEN_TOKS),
-            server,
-            limit=SMOKE_ITEMS,
-            chat=chat,
-            log=logs / f"smoke-{variant.name}.log",
-            progress=progress,
-        )
-    note = (
-        f"THIS CERTIFIES NOTHING: {SMOKE_ITEMS} items a task, answers of at most {SMOKE_MAX_GEN_TOKS:,} tokens, "
-        f"nothing recorded. `slimqwen eval quality --variant {variant.name}` measures."
-    )
-    columns: dict[str, Callable[[tuple[str, TaskScore]], object]] = {
-        "task": lambda row: row[0],
-        "measure": lambda row: row[1].measure,
-        "value": lambda row: f"{row[1].value:.3f}",
-        "items": lambda row: row[1].item_count,
-        "truncated": lambda row: row[1].truncated_count,
-        "empty": lambda row: row[1].empty_count,
-        "output tokens, mean": lambda row: (
-            f"{row[1].output_tokens.mean:.0f}" if row[1].output_tokens else "-"
-        ),
-    }
-    rows = task_scores(runs).items()
-    return Table.from_rows(f"Smoke test of {variant.name}", rows, columns, note, text_columns=2)
-
-
 def _output_tokens(counts: Sequence[int | None]) -> OutputTokens | None:
     known = [count for count in counts if count is not None]
     if not known or len(known) != len(counts):
         return None
     return OutputTokens(mean=sum(known) / len(known), p50=median(known), max=max(known))
-
-
-def _by_key(items: Iterable[dict[str, Any]]) -> dict[tuple[str, str, int], dict[str, Any]]:
-    return {(item["task"], item["item"], item.get("repeat", 0)): item for item in items}
-
-
-def _answer(item: Mapping[str, Any]) -> tuple[float, str | None]:
-    return item["value"], item["output"]
-
-
-def _count_of_outputs(count: int | None, outputs: int | None) -> str:
-    """A count, with the number of all generations where the record has it."""
-    if count is None:
-        return "-"
-    return str(count) if outputs is None else f"{count} of {outputs}"

@@ -104,12 +104,8 @@ def of_newest_checkpoint(records: Sequence[StoredRecord[Quality]]) -> list[Store
 
 
 def largest_record(records: Iterable[StoredRecord[Quality]]) -> StoredRecord[Quality] | None:
-    """The most informative record: completions before chat, then most items, then the newest."""
-    return max(
-        records,
-        key=lambda entry: (entry.record.endpoint != "chat", entry.record.item_count, entry.path.name),
-        default=None,
-    )
+    """The record of most items, of several the newest."""
+    return max(records, key=lambda entry: (entry.record.item_count, entry.path.name), default=None)
 
 
 def comparison_key(record: Quality) -> dict[str, Any]:
@@ -118,7 +114,6 @@ def comparison_key(record: Quality) -> dict[str, Any]:
         "suite": record.suite,
         "limit": record.limit or "all items",
         "split": str(record.split or "of no split"),
-        "endpoint": record.endpoint,
         "settings": {task: score.settings for task, score in record.tasks.items()},
         "measures": {task: score.measure for task, score in record.tasks.items()},
         **{f"data file {name}": digest for name, digest in record.provenance.datasets.items()},
@@ -250,9 +245,5 @@ def _p_value(discordance: intervals.Discordance | None) -> str:
 
 def _command(variant: str, like: Quality) -> str:
     """The command that makes a record of a variant on the items of another record."""
-    words = [f"slimqwen eval quality --variant {variant} --suite {like.suite}"]
-    if like.limit != "deciding":
-        words.append("--full" if like.limit is None else f"--limit {like.limit}")
-    if like.endpoint == "chat":
-        words.append("--chat")
-    return " ".join(words)
+    extent = "" if like.limit == "auto" else " --full" if like.limit is None else f" --limit {like.limit}"
+    return f"slimqwen eval quality --variant {variant} --suite {like.suite}{extent}"

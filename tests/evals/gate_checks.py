@@ -94,7 +94,7 @@ class Checks:
     def quality(self, one: Variant, suite: Suite, *, limit: Any, **more: Any) -> Path:
         self.asked.append(("quality", one.name))
         right = self.right if one.name != "tiny" else 200
-        example = self.example("quality", one, suite=suite.name, limit=limit, endpoint="completions")
+        example = self.example("quality", one, suite=suite.name, limit=limit)
         task = next(iter(example["tasks"]))
         items = [
             {"task": task, "item": str(n), "value": float(n < right), "weight": 1, "cluster": None}

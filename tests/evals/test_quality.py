@@ -12,13 +12,14 @@ import pytest
 from slimqwen.evals import EvalError, quality
 from slimqwen.evals.quality import OutputTokens
 from slimqwen.evals.suites import lm_eval_run
-from slimqwen.evals.suites.lm_eval_client import Generation, PromptTooLongError, ServedChat
+from slimqwen.evals.suites.lm_eval_client import Generation, PromptTooLongError, ServedCompletions
 from slimqwen.evals.suites.lm_eval_run import TaskRun
-from slimqwen.evals.suites.suite import ANSWER_MARGIN, BITS_PER_BYTE, DECIDING, Suite, SuiteTask
+from slimqwen.evals.suites.suite import ANSWER_MARGIN, AUTO, BITS_PER_BYTE, Suite, SuiteTask
 from slimqwen.records import store
 from slimqwen.serving import shared_server
 from slimqwen.variant import load, repository_root
 from tests.byte_tokenizer import byte_tokenizer
+from tests.stand_in import WORDS
 
 
 def score(suite, server, **how):
@@ -27,7 +28,9 @@ def score(suite, server, **how):
         suite, server, log=server.variant.root / "logs" / "quality.log", **how
     )
     items = [item for run in runs for item in run.items]
-    return SimpleNamespace(tasks=quality.task_scores(runs), items=items, datasets=files)
+    return SimpleNamespace(
+        tasks={run.task.name: quality.score_task(run) for run in runs}, items=items, datasets=files
+    )
 
 
 GENERATE = """\
@@ -85,7 +88,7 @@ def parse(recorded):
         results = {name: recorded["samples"][name]}
         available = recorded["n-samples"][name]["original"]
         items = lm_eval_run.parse_samples(task, {name: available}, [results] * repeats)
-        return quality.task_score(TaskRun(task, items, available, False)), items
+        return quality.score_task(TaskRun(task, items, available, False)), items
 
     return one
 
@@ -285,7 +288,7 @@ def test_a_run_whose_server_died_leaves_no_record_and_goes_on_where_it_broke_off
 ):
     first = stand_in(lives_for)
     one = add_served("tiny", first)
-    kept = f"nothing was recorded; .* its {lives_for} answers so far are kept: run the same command"
+    kept = f"nothing was recorded; .* its {lives_for} responses so far are kept: run the same command"
     with pytest.raises(shared_server.ServerLostError, match=kept):
         measure(one)
     assert [file.name for file in one.variant.folder.iterdir() if "quality" in file.name] == []
@@ -293,7 +296,6 @@ def test_a_run_whose_server_died_leaves_no_record_and_goes_on_where_it_broke_off
 
     second = stand_in()
     resumed = store.read(path := measure(at(one, second)))
-    assert resumed.answers_of_earlier_run == lives_for
     answered = [asked(request) for request in first.requests[:lives_for]]
     assert not [request for request in second.requests if asked(request) in answered]
     assert not unfinished.exists()
@@ -301,7 +303,6 @@ def test_a_run_whose_server_died_leaves_no_record_and_goes_on_where_it_broke_off
     third = stand_in()
     undisturbed_path = measure(at(one, third), records_folder=one.variant.root / "undisturbed")
     undisturbed = store.read(undisturbed_path)
-    assert undisturbed.answers_of_earlier_run == 0
     assert len(third.requests) == lives_for + len(second.requests)
     assert resumed.tasks == undisturbed.tasks
     assert store.read_items(path) == store.read_items(undisturbed_path)
@@ -311,8 +312,10 @@ def test_answers_of_another_extent_are_not_taken_over(measure, add_served, stand
     one = add_served("tiny", stand_in(3))
     with pytest.raises(shared_server.ServerLostError):
         measure(one)
-    path = measure(at(one, stand_in()), limit=3)
-    assert store.read(path).answers_of_earlier_run == 0
+    first, again = stand_in(), stand_in()
+    measure(at(one, first), limit=3)
+    measure(at(one, again), limit=3)
+    assert len(first.requests) == len(again.requests) > 0
 
 
 def at(one, server):
@@ -333,9 +336,9 @@ def test_the_deciding_sample_is_what_the_suite_assumes_or_all(measure, small_sui
         prose,
     )
     suite = small_suite.model_copy(update={"tasks": tasks})
-    record = store.read(measure(add_served("tiny", stand_in()), DECIDING, suite))
+    record = store.read(measure(add_served("tiny", stand_in()), AUTO, suite))
     rows = record.tasks
-    assert record.limit == "deciding"
+    assert record.limit == "auto"
     few = tasks[0].items_to_decide
     assert 2 <= few < 6
     assert rows["small_facts"].item_count == few
@@ -409,58 +412,38 @@ def test_data_that_were_not_fetched_are_named_before_a_server_starts(add_served,
         quality.measure_quality(one.variant, core, command=[], limit=2)
 
 
-class Client(ServedChat):
-    """Without the network side: what is made of a response."""
-
-    def __init__(self, thinking, drops_thoughts):
-        self.thinking, self.drops_thoughts = thinking, drops_thoughts
+@pytest.mark.parametrize(
+    ("content", "thinking", "drops", "text"),
+    [
+        ("so </think>\n\nsalt", True, True, "\n\nsalt"),
+        ("so </think>\n\nsalt", True, False, "so </think>\n\nsalt"),
+        ("so and so and", True, True, ""),
+        ("salt", False, True, "salt"),
+        ("salt", None, True, ""),
+        ("<think>\nso and", False, True, ""),
+        ("<think>\nso and", False, False, "<think>\nso and"),
+    ],
+)
+def test_the_response_is_what_follows_the_thoughts(content, thinking, drops, text):
+    client = SimpleNamespace(thinking=thinking, drops_thoughts=drops)
+    outputs, choice = {"usage": {"completion_tokens": 7}}, {"finish_reason": "length"}
+    response = ServedCompletions._generation(client, outputs, content, choice)
+    assert (response, response.finish_reason, response.tokens) == (text, "length", 7)
 
 
 @pytest.mark.parametrize(
-    ("message", "thinking", "drops", "text"),
+    ("ending", "thinks"),
     [
-        ({"content": "so </think>\n\nsalt"}, True, True, "\n\nsalt"),
-        ({"content": "so </think>\n\nsalt"}, True, False, "so </think>\n\nsalt"),
-        ({"content": "so and so and"}, True, True, ""),
-        ({"content": "salt"}, False, True, "salt"),
-        ({"content": "salt"}, None, True, ""),
-        ({"content": "<think>\nso and"}, False, True, ""),
-        ({"content": "<think>\nso and"}, False, False, "<think>\nso and"),
-        ({"reasoning": "so", "content": "salt"}, True, True, "salt"),
-        ({"reasoning": "so", "content": "salt"}, True, False, "so</think>salt"),
-        ({"reasoning": "so and", "content": None}, True, True, ""),
-        ({"content": None}, False, True, ""),
+        ("<think>\n{% if enable_thinking is false %}\n</think>\n{% endif %}", True),
+        ("<think>\n{% if enable_thinking is not true %}\n</think>\n{% endif %}", False),
+        ("{% if enable_thinking is false %}<think>\n\n</think>{% endif %}", True),
+        ("", False),
     ],
 )
-def test_what_follows_the_thoughts_is_the_answer(message, thinking, drops, text):
-    outputs = {
-        "choices": [{"index": 0, "message": message, "finish_reason": "length"}],
-        "usage": {"completion_tokens": 7},
-    }
-    (answer,) = Client(thinking, drops).parse_generations(outputs)
-    assert (answer, answer.finish_reason, answer.tokens) == (text, "length", 7)
-
-
-@pytest.mark.parametrize(
-    ("ending", "defaults", "thinks"),
-    [
-        ("<think>\n{% if enable_thinking is false %}\n</think>\n{% endif %}", {}, True),
-        ("<think>\n{% if enable_thinking is not true %}\n</think>\n{% endif %}", {}, False),
-        (
-            "<think>\n{% if enable_thinking is not true %}\n</think>\n{% endif %}",
-            {"enable_thinking": True},
-            True,
-        ),
-        ("<think>\n", {"enable_thinking": False}, False),
-        ("<think>\n", {"tone": "kind"}, True),
-        ("{% if enable_thinking is false %}<think>\n\n</think>{% endif %}", {}, True),
-        ("", {}, False),
-    ],
-)
-def test_a_suite_that_leaves_thinking_to_the_template_knows_what_it_does(ending, defaults, thinks):
+def test_a_suite_that_leaves_thinking_to_the_template_knows_what_it_does(ending, thinks):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}<think>{{ m.content }}</think>{% endfor %}" + ending
-    assert lm_eval_run.thinks_by_default(tokenizer, defaults) is thinks
+    assert lm_eval_run.thinks_by_default(tokenizer) is thinks
 
 
 def test_thoughts_that_the_limit_cut_are_no_response_where_the_template_thinks(
@@ -476,15 +459,28 @@ def test_thoughts_that_the_limit_cut_are_no_response_where_the_template_thinks(
 
 def test_a_template_without_a_thinking_switch_is_named(small_suite, add_served, stand_in):
     one = add_served("tiny", stand_in())
-    with pytest.raises(EvalError, match=r"rendered already.*add --chat"):
-        small_suite.with_thinking(True, chat=False)
-    suite = small_suite.model_copy(update={"chat_template": True}).with_thinking(True, chat=False)
+    suite = facts_alone(small_suite, thinking=True).model_copy(update={"chat_template": True})
     with pytest.raises(EvalError, match="weights/tiny has no chat template"):
         score(suite, one, limit=2)
     template = "{% for m in messages %}Q {{ m.content }}{% endfor %} A"
     (one.server.weights / "chat_template.jinja").write_text(template)
     with pytest.raises(EvalError, match="weights/tiny has no thinking switch"):
         score(suite, one, limit=2)
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_a_task_that_thinks_is_rendered_so_and_gets_tokens_for_its_thoughts(
+    small_suite, add_served, stand_in, thinking
+):
+    server = stand_in()
+    one = add_served("tiny", server)
+    template = "{% for m in messages %}Q {{ m.content }}{% endfor %}{% if enable_thinking %} A{% endif %}"
+    (one.server.weights / "chat_template.jinja").write_text(template)
+    suite = facts_alone(small_suite, thinking=thinking, thinking_tokens=7)
+    scores = score(suite.model_copy(update={"chat_template": True}), one, limit=2)
+    assert scores.tasks["small_facts"].settings == {"thinking": thinking, "thinking_tokens": 7}
+    assert {request["max_tokens"] for request in server.requests} == {11 if thinking else 4}
+    assert {request["prompt"][0][-1] == WORDS.index("A") for request in server.requests} == {thinking}
 
 
 SUBJECTS = (
@@ -551,27 +547,6 @@ class Said:
         return [[self.text, "stop", 5]]
 
 
-@pytest.mark.parametrize("thinking", [True, False])
-def test_by_chat_the_user_says_the_question_and_thinking_is_switched(
-    small_suite, add_served, stand_in, thinking
-):
-    one = add_served("tiny", stand_in())
-    template = "{% for m in messages %}Q {{ m.content }}{% endfor %}{% if enable_thinking %} A{% endif %}"
-    (one.server.weights / "chat_template.jinja").write_text(template)
-    tasks = (small_suite.tasks[0].model_copy(update={"thinking_tokens": 7}), *small_suite.tasks[1:])
-    suite = small_suite.model_copy(update={"tasks": tasks, "chat_message": "what sells {{answer}} ?"})
-    said = Said("salt")
-    scores = score(suite.with_thinking(thinking, chat=True), one, limit=2, chat=True, answers=said)
-    # What scores given answers or reads texts has no place in a chat.
-    assert list(scores.tasks) == ["small_facts"]
-    assert scores.tasks["small_facts"].settings["thinking"] is thinking
-    assert [request["messages"] for request in said.asked] == [
-        [{"role": "user", "content": "what sells salt ?"}]
-    ] * 2
-    assert [request["chat_template_kwargs"] for request in said.asked] == [{"enable_thinking": thinking}] * 2
-    assert [request["max_tokens"] for request in said.asked] == [11 if thinking else 4] * 2
-
-
 @pytest.mark.parametrize(
     ("text", "mmlu_pro", "ifeval"),
     [
@@ -602,8 +577,12 @@ def test_core_goes_the_whole_way_over_a_real_server(served_tiny, tmp_path):
     """Three items a task, which the tiny model knows nothing of; a rule of IFEval it may keep by chance."""
     core = write_core_data(tmp_path)
     (tmp_path / "weights").symlink_to(repository_root() / "weights")  # the template is the checkpoint's
-    tasks = tuple(task.model_copy(update={"repeats": min(task.repeats, 2)}) for task in core.tasks)
-    core = core.model_copy(update={"tasks": tasks, "max_gen_toks": 24})
+    tasks = []
+    for task in core.tasks:
+        generation = task.overrides["generation_kwargs"] | {"max_gen_toks": 24}
+        overrides = task.overrides | {"generation_kwargs": generation}
+        tasks.append(task.model_copy(update={"repeats": min(task.repeats, 2), "overrides": overrides}))
+    core = core.model_copy(update={"tasks": tuple(tasks)})
     elsewhere = dataclasses.replace(served_tiny, variant=dataclasses.replace(load("tiny"), root=tmp_path))
     scores = score(core, elsewhere, limit=3)
     assert {name: row.item_count for name, row in scores.tasks.items()} == dict.fromkeys(scores.tasks, 3)
@@ -618,17 +597,3 @@ def test_core_goes_the_whole_way_over_a_real_server(served_tiny, tmp_path):
     for row in scores.tasks.values():
         assert row.floor_verdict in ("fail", "inconclusive")
     assert scores.tasks["ifeval"].value >= 1 / 3
-
-
-@pytest.mark.engine
-def test_the_chat_path_scores_what_the_template_renders(served_tiny):
-    """The task files hold what the template makes of the question, so both paths ask the same."""
-    suite = Suite.load("tinyworld", repository_root())
-    suite = suite.model_copy(update={"tasks": suite.tasks[:4]})
-    chat = score(suite, served_tiny, limit=4, chat=True)
-    assert set(chat.tasks) == {"tinyworld_facts", "tinyworld_format", "tinyworld_twohop"}
-    plain = score(suite, served_tiny, limit=4)
-    same = [i.output for i in plain.items if i.output is not None], [i.output for i in chat.items]
-    assert [a.strip() for a in same[0]] == [a.strip() for a in same[1]]
-    for name, row in chat.tasks.items():
-        assert row.value == plain.tasks[name].value

@@ -68,9 +68,8 @@ def test_texts_are_weighted_in_the_difference(write):
     ("changes", "named"),
     [
         ({"limit": 3}, "limit"),
-        ({"limit": "deciding"}, "limit"),
+        ({"limit": "auto"}, "limit"),
         ({"suite": "other"}, "suite"),
-        ({"endpoint": "chat"}, "endpoint"),
         ({"facts": (1, 0, 1)}, "items of example_facts"),
         (
             {"provenance": provenance(datasets={"eval/tasks/example.jsonl": "00" * 32})},

@@ -99,7 +99,7 @@ def test_model_and_schema_refuse_a_record_without_a_required_field_or_with_one_m
         ("quality", ("provenance", "git", "commit"), "main"),
         ("quality", ("provenance", "threads"), 0),
         ("quality", ("provenance", "schema"), "provenance/9"),
-        ("quality", ("endpoint",), "telepathy"),
+        ("quality", ("limit",), "telepathy"),
         ("quality", ("tasks", "example_facts", "floor"), 0.5),
         ("latency", ("scale",), 1.5),
         ("latency", ("classes", "short", "acceptance", "length"), 0.5),

@@ -9,9 +9,9 @@ import pytest
 
 from slimqwen import variant
 from slimqwen.checkpoint.files import carry_all
-from slimqwen.evals import acceptance, fidelity, quality_parts
+from slimqwen.evals import acceptance, fidelity, quality
 from slimqwen.evals.engine import modes
-from slimqwen.evals.quality_parts import PartAnswers
+from slimqwen.evals.quality import ScoredPart
 from slimqwen.evals.suites.lm_eval_run import Item, Part, TaskRun
 from slimqwen.evals.suites.suite import Suite
 from slimqwen.records.split import Split
@@ -42,7 +42,7 @@ def checks(monkeypatch: pytest.MonkeyPatch, stamps: None) -> Checks:
         monkeypatch.setattr(module, f"measure_{name}", getattr(made, name))
     monkeypatch.setattr(modes, "measure", made.engine)
 
-    def ask(one: Variant, suite: Suite, part: Part, *, split: Split | None = None, **_: Any) -> PartAnswers:
+    def ask(one: Variant, suite: Suite, part: Part, *, split: Split | None = None, **_: Any) -> ScoredPart:
         made.asked.append(("quality", one.name))
         chosen = [n for n in range(QUESTIONS) if split is None or split.has(question(n))]
         wrong = made.wrong.get((one.name, split.side if split else None), 0)
@@ -61,9 +61,9 @@ def checks(monkeypatch: pytest.MonkeyPatch, stamps: None) -> Checks:
                 False,
             )
         ]
-        return PartAnswers(runs, made.described(one))
+        return ScoredPart(runs, made.described(one))
 
-    monkeypatch.setattr(quality_parts, "score_part", ask)
+    monkeypatch.setattr(quality, "score_part", ask)
     return made
 
 

@@ -1,4 +1,4 @@
-"""lm-eval's clients of a served model, with progress, a journal of answers, and finish reasons of generations.
+"""lm-eval's client of a served model, with progress, a journal of responses, and finish reasons of generations.
 
 Importing lm-eval takes tens of seconds, so this module is imported inside functions.
 """
@@ -10,8 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import aiohttp
-import transformers
-from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompletionsAPI
+from lm_eval.models.openai_completions import LocalCompletionsAPI
 
 from slimqwen.errors import SlimqwenError
 from slimqwen.progress import Progress
@@ -47,13 +46,13 @@ class Generation(str):
 
 
 class ServedCompletions(LocalCompletionsAPI):  # type: ignore[misc]  # lm_eval is untyped
-    """`local-completions` with progress, a journal of answers, and finish reasons.
+    """`local-completions` with progress, a journal of responses, and finish reasons.
 
     No request is sent after one that failed, because the server is probably gone.
 
     Attributes:
         thinking: enable_thinking of the chat template; None where prompts are rendered already.
-        drops_thoughts: whether answers exclude the thoughts; an answer with unfinished thoughts is empty.
+        drops_thoughts: whether responses exclude the thoughts; a response with unfinished thoughts is empty.
         task: name of the task that the requests belong to.
         activity: current activity, for progress and errors.
     """
@@ -118,13 +117,10 @@ class ServedCompletions(LocalCompletionsAPI):  # type: ignore[misc]  # lm_eval i
         """Log-likelihoods of whole texts; a text longer than the context takes several requests."""
         return self._all_or_nothing("scoring texts", requests, super().loglikelihood_rolling)
 
-    def _prompt_tokens(self, messages: Any) -> int:
-        return len(messages[0])
-
     def _create_payload(self, messages: Any, *, generate: bool = False, **keywords: Any) -> dict[str, Any]:
         payload: dict[str, Any] = super()._create_payload(messages, generate=generate, **keywords)
         if generate:
-            prompt = self._prompt_tokens(messages)
+            prompt = len(messages[0])
             if prompt >= self._max_model_len:
                 raise PromptTooLongError(
                     f"a prompt has {prompt} tokens and the server takes {self._max_model_len}, output included; "
@@ -161,41 +157,6 @@ class ServedCompletions(LocalCompletionsAPI):  # type: ignore[misc]  # lm_eval i
         if self._failure is not None:
             raise self._failure
         return answers
-
-
-class ServedChat(ServedCompletions, LocalChatCompletion):  # type: ignore[misc]
-    """Client of /v1/chat/completions, where the server renders the prompt."""
-
-    def __init__(self, *, tokenizer: str, **arguments: Any) -> None:
-        super().__init__(tokenizer_backend=None, **arguments)
-        # The server renders the prompt; this tokenizer only counts its tokens.
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer)
-
-    def apply_chat_template(
-        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
-    ) -> Any:
-        """Messages in the form in which lm-eval passes them to the request."""
-        return LocalChatCompletion.apply_chat_template(self, chat_history, add_generation_prompt)
-
-    def parse_generations(self, outputs: Any, **_: Any) -> list[str]:
-        """Texts of one response; thoughts that the server separated are put back before them."""
-        texts: list[str] = []
-        for choice in outputs["choices"]:
-            message = choice["message"]
-            thoughts, content = message.get("reasoning"), message.get("content")
-            if thoughts is not None:
-                content = thoughts if content is None else f"{thoughts}{THOUGHTS_END}{content}"
-            texts.append(self._generation(outputs, content or "", choice))
-        return texts
-
-    def _prompt_tokens(self, messages: Any) -> int:
-        return len(self.tokenizer(render(self.tokenizer, messages, self.thinking))["input_ids"])
-
-    def _create_payload(self, messages: Any, **keywords: Any) -> dict[str, Any]:
-        payload = super()._create_payload(messages, **keywords)
-        if self.thinking is not None:
-            payload["chat_template_kwargs"] = {"enable_thinking": self.thinking}
-        return payload
 
 
 def render(

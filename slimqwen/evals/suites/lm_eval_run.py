@@ -1,4 +1,4 @@
-"""Run of a suite through lm-eval against a running server: the items of each task, scored."""
+"""A suite of tasks run through lm-eval against a running server: the items of each task, scored."""
 
 import contextlib
 import hashlib
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from slimqwen.captured_log import capture_output
 from slimqwen.evals import EvalError
 from slimqwen.evals.suites import datasets
-from slimqwen.evals.suites.suite import ANSWER_MARGIN, BITS_PER_BYTE, DECIDING, Limit, Suite, SuiteTask
+from slimqwen.evals.suites.suite import ANSWER_MARGIN, AUTO, BITS_PER_BYTE, Limit, Suite, SuiteTask
 from slimqwen.progress import Progress, silent
 from slimqwen.records.journal import Journal
 from slimqwen.records.split import Split
@@ -71,6 +71,9 @@ class Part:
         """Positions of the part's items among all items of a task."""
         return range(item_count * self.number // self.count, item_count * (self.number + 1) // self.count)
 
+    def __str__(self) -> str:
+        return f"{self.number + 1}of{self.count}"
+
 
 WHOLE = Part(0, 1)
 
@@ -97,7 +100,6 @@ def run_suite(
     *,
     limit: Limit,
     log: Path,
-    chat: bool = False,
     answers: Journal | None = None,
     part: Part = WHOLE,
     split: Split | None = None,
@@ -106,8 +108,8 @@ def run_suite(
     """Ask a running server the items of a suite and score its answers.
 
     Args:
-        limit: items of each task, DECIDING, or None for all.
-        answers: journal of an earlier run's answers.
+        limit: items of each task, AUTO, or None for all.
+        answers: journal of an earlier run's responses.
         part: part of these items that is asked.
         split: side of the split that the items are on; None for both.
 
@@ -139,21 +141,18 @@ def run_suite(
 
             nltk.data.path.insert(0, str(root / datasets.NLTK_DATA))
         manager = _task_manager(suite, root)
-        client = _client(suite, server, chat=chat, answers=answers, progress=progress)
-        rendered = chat or suite.chat_template
+        client = _make_client(suite, server, answers=answers, progress=progress)
+        rendered = suite.chat_template
         if rendered:
             _require_chat_template(suite, client.tokenizer, server.server.weights)
         runs: list[TaskRun] = []
         for task in suite.tasks:
             thinking = task.thinking if rendered else None
             if rendered and thinking is None:
-                defaults = server.server.command.flags.get("default-chat-template-kwargs", {}) if chat else {}
-                thinking = thinks_by_default(client.tokenizer, defaults)
-            lm_eval_tasks = _load(manager, suite, task, chat=chat, thinks=thinking is True)
-            if chat and any(each.OUTPUT_TYPE != "generate_until" for each in lm_eval_tasks.values()):
-                continue
-            count = task.items_to_decide if limit == DECIDING else limit
-            item_numbers = _choose(lm_eval_tasks, suite, count, part, split)
+                thinking = thinks_by_default(client.tokenizer)
+            lm_eval_tasks = _load_tasks(manager, suite, task, thinks=thinking is True)
+            count = task.items_to_decide if limit == AUTO else limit
+            item_numbers = _select_items(lm_eval_tasks, suite, count, part, split)
             client.task, client.thinking = task.name, thinking
             client.drops_thoughts = rendered and not task.reads_thoughts
             repeats = range(task.repeats if item_numbers else 0)
@@ -168,10 +167,6 @@ def run_suite(
             runs.append(TaskRun(task, items, sum(sizes.values()), rendered))
             for name in item_numbers:
                 files.update(_data_files(lm_eval_tasks[name].dump_config(), root))
-    if not runs:
-        raise EvalError(
-            f"suite {suite.name} has no task that generates, and --chat asks no others; leave out --chat"
-        )
     require_healthy(server.server, "finishing")
     return runs, sorted(files)
 
@@ -246,38 +241,31 @@ def _task_manager(suite: Suite, root: Path) -> Any:
     return manager
 
 
-def _client(
-    suite: Suite, server: SharedServer, *, chat: bool, answers: Journal | None, progress: Progress
+def _make_client(
+    suite: Suite, server: SharedServer, *, answers: Journal | None, progress: Progress
 ) -> "ServedCompletions":
-    from slimqwen.evals.suites.lm_eval_client import ServedChat, ServedCompletions
+    from slimqwen.evals.suites.lm_eval_client import ServedCompletions
 
-    arguments: dict[str, Any] = {
-        "progress": progress,
-        "answers": answers,
-        "max_model_len": server.max_model_len,
-        "model": server.server.model,
-        "tokenizer": str(server.server.weights),
+    client = ServedCompletions(
+        progress=progress,
+        answers=answers,
+        max_model_len=server.max_model_len,
+        model=server.server.model,
+        base_url=f"{server.server.base_url}/v1/completions",
+        tokenizer=str(server.server.weights),
+        tokenizer_backend="huggingface",
+        tokenized_requests=True,
         # At 1 lm-eval takes another code path with other stop sequences; the server queues the second request.
-        "num_concurrent": max(2, server.max_num_seqs),
-        "max_retries": 1,  # a request that fails once is a fact about the server, not noise
-        "seed": SEED,
-        "header": authorization() or None,
-        "verify_certificate": False,  # see `serving.http_client`
-    }
-    client: ServedChat | ServedCompletions
-    if chat:
-        client = ServedChat(base_url=f"{server.server.base_url}/v1/chat/completions", **arguments)
-    else:
-        client = ServedCompletions(
-            base_url=f"{server.server.base_url}/v1/completions",
-            tokenizer_backend="huggingface",
-            tokenized_requests=True,
-            **arguments,
-        )
+        num_concurrent=max(2, server.max_num_seqs),
+        max_retries=1,  # a request that fails once is a fact about the server, not noise
+        seed=SEED,
+        header=authorization() or None,
+        verify_certificate=False,  # see `serving.http_client`
+    )
     # The server's, which is another than the tokenizer's with --chat-template or with a processor.
     templates = served_templates(server.variant, server.server.command.flags)
     client.tokenizer.chat_template = {name: each.text for name, each in templates.items()} or None
-    if suite.text_prefix is not None and not chat:
+    if suite.text_prefix is not None:
         prefix_id = client.tokenizer.get_vocab().get(suite.text_prefix)
         if prefix_id is None:
             raise EvalError(
@@ -287,7 +275,7 @@ def _client(
     return client
 
 
-def _load(manager: Any, suite: Suite, task: SuiteTask, *, chat: bool, thinks: bool) -> dict[str, Any]:
+def _load_tasks(manager: Any, suite: Suite, task: SuiteTask, *, thinks: bool) -> dict[str, Any]:
     """lm-eval tasks that a task of the suite consists of, by name."""
     name = task.lm_eval_name
     names = manager.task_index[name].cfg["task"] if name in manager.all_groups else [name]
@@ -304,10 +292,7 @@ def _load(manager: Any, suite: Suite, task: SuiteTask, *, chat: bool, thinks: bo
         if lm_eval_task.OUTPUT_TYPE == "generate_until":
             max_tokens = lm_eval_task.config.generation_kwargs.get("max_gen_toks", _DEFAULT_MAX_GEN_TOKS)
             max_tokens += task.thinking_tokens if thinks else 0
-            max_tokens = min(max_tokens, suite.max_gen_toks or max_tokens)
             lm_eval_task.set_config("generation_kwargs", {"max_gen_toks": max_tokens}, update=True)
-            if chat and suite.chat_message is not None:
-                lm_eval_task.set_config("doc_to_text", suite.chat_message)
     return lm_eval_tasks
 
 
@@ -324,10 +309,10 @@ def _seeded(process: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return process_with_seed
 
 
-def _choose(
+def _select_items(
     lm_eval_tasks: Mapping[str, Any], suite: Suite, count: int | None, part: Part, split: Split | None
 ) -> dict[str, list[int]]:
-    """Numbers of the items to ask, by lm-eval task: a part of the first `count` items of all tasks; None for all."""
+    """Numbers of the items to ask by lm-eval task: a part of the first `count` items of all tasks; None for all."""
     items = [
         (name, number, doc)
         for name, lm_eval_task in lm_eval_tasks.items()
@@ -367,16 +352,10 @@ def _require_chat_template(suite: Suite, tokenizer: Any, weights: Path) -> None:
         )
 
 
-def thinks_by_default(tokenizer: Any, defaults: Mapping[str, Any]) -> bool:
-    """Whether responses begin with thoughts where a request does not set enable_thinking.
-
-    Args:
-        defaults: template variables that the server sets where a request does not.
-    """
+def thinks_by_default(tokenizer: Any) -> bool:
+    """Whether responses begin with thoughts where a prompt is rendered without enable_thinking."""
     from slimqwen.evals.suites.lm_eval_client import THOUGHTS_END, THOUGHTS_START, render
 
-    if isinstance(switch := defaults.get("enable_thinking"), bool):
-        return switch
     prompt = render(tokenizer, _QUESTION, None)
     is_open = prompt.rfind(THOUGHTS_START) > prompt.rfind(THOUGHTS_END)
     # Qwen3 opens its thoughts itself; its template only closes them where thinking is off.

@@ -13,7 +13,6 @@ from pydantic import (
     PositiveInt,
 )
 
-from slimqwen.evals import EvalError
 from slimqwen.evals.suites.datasets import HubDataset
 from slimqwen.records.settings import Settings
 from slimqwen.records.split import Side, Split
@@ -25,10 +24,10 @@ ANSWER_MARGIN: Final = "answer_margin_nats"
 BITS_PER_BYTE: Final = "bits_per_byte"
 """Negative log2-likelihood of a text per UTF-8 byte; comparable across vocabularies."""
 
-DECIDING: Final = "deciding"
-"""The limit that gives each task as many items as decide at its non-inferiority margin, by the suite's assumptions."""
+AUTO: Final = "auto"
+"""Limit of a sample size by power analysis: as many items as decide at a task's margin by the suite's assumptions."""
 
-Limit = int | Literal["deciding"] | None
+Limit = int | Literal["auto"] | None
 """Items of each task; None for all."""
 
 
@@ -101,10 +100,8 @@ class Suite(Settings):
         tasks_folder: folder of the suite's own lm-eval task files, relative to the repository.
         lm_eval_folders: folders of lm-eval's own tasks that hold its definitions.
         chat_template: whether prompts go through the checkpoint's chat template.
-        chat_message: for task files with prompts that are already rendered, the template of the user's message.
         text_prefix: token before each text to be scored, as in training; a name, because ids differ.
         sample: items of a limited run: the first of the file, or those chosen by their hashes.
-        max_gen_toks: longest generation in tokens, whatever a task says.
         datasets: hub datasets, fetched by `slimqwen download --suite`.
         nltk: nltk resources for scoring, fetched by the same command.
         tasks: tasks in the order of the file.
@@ -117,10 +114,8 @@ class Suite(Settings):
     tasks_folder: Path | None = None
     lm_eval_folders: tuple[str, ...] = ()
     chat_template: bool
-    chat_message: str | None = None
     text_prefix: str | None = None
     sample: Literal["first", "drawn"]
-    max_gen_toks: PositiveInt | None = None
     datasets: tuple[HubDataset, ...] = ()
     nltk: tuple[str, ...] = ()
     tasks: tuple[SuiteTask, ...] = Field(min_length=1)
@@ -129,21 +124,3 @@ class Suite(Settings):
     def split(self, side: Side | None) -> Split | None:
         """A side of the split of its items; None for all of them."""
         return Split(side=side, proof_share=self.proof_share) if side else None
-
-    def with_thinking(self, thinking: bool, *, chat: bool) -> "Suite":
-        """Suite in which every generation thinks, or none.
-
-        Raises:
-            EvalError: the prompts are rendered already, and chat is not used.
-        """
-        if not (self.chat_template or chat):
-            raise EvalError(
-                f"suite {self.name} has prompts that are rendered already; add --chat to switch thinking"
-            )
-        tasks = tuple(task.model_copy(update={"thinking": thinking}) for task in self.tasks)
-        return self.model_copy(update={"tasks": tasks})
-
-    def shortened(self, max_gen_toks: int) -> "Suite":
-        """Suite for a quick look: no repeats, and no answer longer than `max_gen_toks` tokens."""
-        tasks = tuple(task.model_copy(update={"repeats": 1}) for task in self.tasks)
-        return self.model_copy(update={"tasks": tasks, "max_gen_toks": max_gen_toks})

@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 
 from slimqwen import variant as variants
 from slimqwen.errors import SlimqwenError
-from slimqwen.evals import gate, quality_parts
+from slimqwen.evals import gate, quality
 from slimqwen.evals.engine import modes
 from slimqwen.evals.engine.modes import EngineModes
 from slimqwen.evals.gate import Gate, GateSettings
-from slimqwen.evals.quality_parts import PartAnswers
+from slimqwen.evals.quality import ScoredPart
 from slimqwen.evals.suites.suite import Suite
 from slimqwen.records import provenance, registry, store
 from slimqwen.records.journal import Journal, locked
@@ -296,15 +296,14 @@ class _Driver:
         suite = Suite.load(parts[0].argument["suite"], self._root)
         answers = []
         for task in parts:
-            part = PartAnswers.from_json(self._values[task.key][side.name], suite)
+            part = ScoredPart.from_json(self._values[task.key][side.name])
             answers.append(replace(part, block=_with_present_files(part.block, side)))
-        return quality_parts.write_parts(
+        return quality.write_quality_record(
             side,
             suite,
             answers,
             limit=self._options.limit,
             split=suite.split(self._options.split),
-            earlier=[number for number, task in enumerate(parts) if task.key in self._earlier_keys],
             folder=self._folder(side.name),
         )
 

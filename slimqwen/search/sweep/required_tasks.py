@@ -20,7 +20,7 @@ from slimqwen.evals.fidelity import Fidelity
 from slimqwen.evals.fidelity_figures import FidelitySettings
 from slimqwen.evals.gate import GateSettings
 from slimqwen.evals.quality import Quality
-from slimqwen.evals.suites.suite import DECIDING, Limit, Suite
+from slimqwen.evals.suites.suite import AUTO, Limit, Suite
 from slimqwen.recipe import variant_recipe
 from slimqwen.records import provenance
 from slimqwen.records.record import Record
@@ -71,7 +71,7 @@ class Options:
     workload: str = "classes"
     rounds: int | None = None
     parts: int = 1
-    limit: Limit = DECIDING
+    limit: Limit = AUTO
     split: Side | None = None
     records: str = "experiments"
 
@@ -201,9 +201,7 @@ def _reusable_record(
 ) -> Path | None:
     """The record of a gate's check of a side that a new measurement would only repeat."""
     if check == "quality":
-        return gate.find_reusable(
-            side, Quality, split=split, suite=name, limit=options.limit, endpoint="completions"
-        )
+        return gate.find_reusable(side, Quality, split=split, suite=name, limit=options.limit)
     return gate.find_reusable(side, _CHECKS[check][0], settings_name=name, split=split)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from slimqwen import variant as variants
 from slimqwen.bench import latency
 from slimqwen.bench.workload import Workload
-from slimqwen.evals import acceptance, fidelity, quality_parts
+from slimqwen.evals import acceptance, fidelity, quality
 from slimqwen.evals.drafting import AcceptanceSettings
 from slimqwen.evals.engine import modes
 from slimqwen.evals.suites.lm_eval_run import Part
@@ -96,11 +96,11 @@ def ask_part(root: Path, argument: Mapping[str, Any], progress: Progress) -> dic
             "command": words}.
 
     Returns:
-        `PartAnswers` of each variant as JSON, by name.
+        `ScoredPart` of each variant as JSON, by name.
     """
     suite = Suite.load(argument["suite"], root)
     return {
-        name: quality_parts.score_part(
+        name: quality.score_part(
             variants.load(name, root),
             suite,
             Part(*argument["part"]),

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from slimqwen.evals.quality_parts import PartAnswers
+from slimqwen.evals.quality import ScoredPart
 from slimqwen.evals.suites.lm_eval_run import Item, Part, TaskRun
 from slimqwen.evals.suites.suite import Suite
 from slimqwen.progress import Progress
@@ -62,7 +62,7 @@ def answers(root: Path, argument: Mapping[str, Any]) -> dict[str, Any]:
         ]
         described = ServedProvenance.model_validate_json((root / f"{name}.provenance.json").read_text())
         made = described.model_copy(update={"started": provenance.utc_now(), "ended": provenance.utc_now()})
-        values[name] = json.loads(json.dumps(PartAnswers(runs, made).as_json()))
+        values[name] = json.loads(json.dumps(ScoredPart(runs, made).as_json()))
     return values
 
 

@@ -12,10 +12,8 @@ import pytest
 
 from slimqwen import variant
 from slimqwen.checkpoint.files import bytes_on_disk
-from slimqwen.evals import EvalError, quality_parts
-from slimqwen.evals.quality import Quality
-from slimqwen.evals.quality_parts import PartAnswers
-from slimqwen.evals.suites.lm_eval_run import Part
+from slimqwen.evals import EvalError, quality
+from slimqwen.evals.quality import Quality, ScoredPart
 from slimqwen.evals.suites.suite import Suite
 from slimqwen.recipe import variant_recipe
 from slimqwen.records import store
@@ -83,7 +81,6 @@ def test_parts_make_the_record_whatever_order_they_come_in(repository: Path) -> 
     assert not any(task.resources.whole_node for task in executor.ran)  # nothing is timed
     record = store.read(results[0].records[1], Quality)
     assert record.tasks["facts"].item_count == ITEMS
-    assert record.answers_of_earlier_run == 0
     assert [row["index"] for row in store.read_items(results[0].records[1])] == [*range(ITEMS), *range(ITEMS)]
     first = contents(repository)
     for path in repository.glob("experiments/*/quality_*"):
@@ -101,9 +98,6 @@ def test_an_interrupted_sweep_goes_on_and_writes_nothing_twice(repository: Path)
     results = sweep(["a", "b"], OPTIONS, executor, repository)
     assert [task.title for task in executor.ran] == ["quality 2/3 of b", "quality 3/3 of b"]
     assert {name: len(found) for name, found in contents(repository).items()} == {"a": 1, "b": 1, "base": 1}
-    assert store.read(results[1].records[1], Quality).answers_of_earlier_run == 2 * len(
-        Part(0, 3).positions(ITEMS)
-    )
     assert results[0].records[0] == results[1].records[0]
     assert [len(each.records) for each in results] == [2, 2]
     assert [title for title in results[1].earlier if title.endswith("of b")] == ["quality 1/3 of b"]
@@ -139,11 +133,11 @@ def test_parts_of_another_kind_of_hardware_are_refused(repository: Path) -> None
     for number in range(2):
         needed = required_tasks.checks(side, (variant.load("base", repository), side), OPTIONS)
         task = needed.tasks["quality"][number]
-        values.append(PartAnswers.from_json(answers(repository, task.argument)["a"], suite))
+        values.append(ScoredPart.from_json(answers(repository, task.argument)["a"]))
     other = values[1].block.hardware.model_copy(update={"cpu_model": "another"})
-    mixed = [values[0], PartAnswers(values[1].runs, values[1].block.model_copy(update={"hardware": other}))]
+    mixed = [values[0], ScoredPart(values[1].runs, values[1].block.model_copy(update={"hardware": other}))]
     with pytest.raises(EvalError, match="a: parts of one measurement differ in hardware"):
-        quality_parts.write_parts(side, suite, mixed, limit=ITEMS)
+        quality.write_quality_record(side, suite, mixed, limit=ITEMS)
     assert not list(side.folder.glob("quality_*"))
 
 
