@@ -12,14 +12,7 @@ from typing import Any, ClassVar
 from pydantic import Field, field_validator
 
 from slimqwen import variant as variants
-from slimqwen.evals import (
-    EvalError,
-    acceptance,
-    acceptance_share,
-    fidelity,
-    quality,
-    quality_comparison,
-)
+from slimqwen.evals import EvalError, acceptance, acceptance_share, fidelity, quality, quality_comparison
 from slimqwen.evals.acceptance import Acceptance
 from slimqwen.evals.drafting import AcceptanceSettings
 from slimqwen.evals.engine import modes
@@ -27,6 +20,7 @@ from slimqwen.evals.engine.modes import EngineModes
 from slimqwen.evals.engine.scenarios import EngineSettings
 from slimqwen.evals.fidelity import Fidelity
 from slimqwen.evals.fidelity_figures import FIGURE_NAMES, FidelitySettings
+from slimqwen.evals.quality import Quality
 from slimqwen.evals.suites.suite import AUTO, Suite
 from slimqwen.progress import Progress, silent
 from slimqwen.recipe import variant_recipe
@@ -44,7 +38,6 @@ from slimqwen.records.settings import Settings, SettingsName
 from slimqwen.records.split import Side, Split, SplitRecord, split_of
 from slimqwen.serving import spawner, speed_only
 from slimqwen.serving.command import ServerCommand
-from slimqwen.stats import multiplicity
 from slimqwen.stats.verdict import Verdict, overall
 from slimqwen.variant import Variant
 
@@ -99,15 +92,6 @@ class Gate(SplitRecord):
 
     def tables(self, path: Path) -> list[Table]:
         """One row per finding."""
-        findings = _read_findings(path)
-        notes = [f"{', '.join(f'{check}: {verdict}' for check, verdict in self.verdicts.items())}."]
-        for file in self.evidence(path.parent.parent):
-            if file.name.startswith("engine_") and file.is_file():
-                engine = store.read(file, EngineModes)
-                # Gate records of 2026-11-22 and before count every unsafe combination, served or not.
-                findings = [*(each for each in findings if each.gate != "engine"), _engine_finding(engine)]
-                notes.append(f"{engine.summary()}.")
-        notes += [f"Records: {', '.join(self.records)}.", provenance.source_note(self, path)]
         columns: dict[str, Callable[[Finding], object]] = {
             "check": lambda row: row.gate,
             "figure": lambda row: row.figure,
@@ -117,17 +101,16 @@ class Gate(SplitRecord):
             "verdict": lambda row: row.verdict,
         }
         title = f"Gate of {self.variant} against {self.baseline}: {self.verdict}"
-        return [Table.from_rows(title, findings, columns, *notes, text_columns=2)]
+        notes = (
+            f"{', '.join(f'{check}: {verdict}' for check, verdict in self.verdicts.items())}.",
+            f"Records: {', '.join(self.records)}.",
+            provenance.source_note(self, path),
+        )
+        return [Table.from_rows(title, _read_findings(path), columns, *notes, text_columns=2)]
 
 
 def _read_findings(path: Path) -> list[Finding]:
     return [Finding.model_validate(item) for item in store.read_items(path)]
-
-
-def _figure_in_brackets(finding: Finding) -> str:
-    interval = "" if finding.low is None else f" [{finding.low:+.3f}, {finding.high:+.3f}]"
-    value = "" if finding.value is None else f" {finding.value:.4g}"
-    return f" ({finding.figure}{value}{interval}, limit {finding.limit:g})"
 
 
 @spawner.shared()
@@ -215,16 +198,16 @@ def write_gate_record(
 def gate_p_value(path: Path) -> float:
     """One-sided p-value of the hypothesis that a gated variant is worse than one of its limits.
 
-    It is the largest p-value of all figures (`multiplicity.intersection_union`). A figure without an interval is not an
+    It is the largest p-value of all figures: rejecting "at least one is true" means rejecting each at the full level
+    (intersection-union test; Berger, Technometrics 24 (1982), 295-300). A figure without an interval is not an
     estimate: its p-value is 0 where it passes, else 1.
     """
-    return multiplicity.intersection_union([_p_value(each) for each in _read_findings(path)])
-
-
-def _p_value(finding: Finding) -> float:
-    if finding.p_value is not None:
-        return finding.p_value
-    return 0.0 if finding.low is None and finding.verdict == Verdict.PASS else 1.0
+    return max(
+        finding.p_value
+        if finding.p_value is not None
+        else float(finding.low is not None or finding.verdict != Verdict.PASS)
+        for finding in _read_findings(path)
+    )
 
 
 def baseline_of(variant: Variant) -> Variant:
@@ -269,7 +252,7 @@ def find_reusable(
 
 
 def _is_still_valid(record: Record, variant: Variant) -> bool:
-    if isinstance(record, quality.Quality) and not _has_current_sample_size(record, variant):
+    if isinstance(record, Quality) and not _has_current_sample_size(record, variant):
         return False
     server = ServerCommand.resolve(variant)
     if not isinstance(record, Acceptance):
@@ -282,19 +265,18 @@ def _is_still_valid(record: Record, variant: Variant) -> bool:
 
 
 def _measure_quality(sides: Sequence[Variant], suite_name: str, options: dict[str, Any]) -> list[Path]:
-    """Quality records of both sides, measured where none can be reused: of the deciding sample, or of all items.
+    """Quality records of both sides, measured where none can be reused: of the automatic sample size, or of all items.
 
     All items are used if both sides have such a record, or if the sample leaves a task inconclusive. One look at a
     task's interval passes a variant that is worse by exactly the margin in at most 2.5 % of runs. The sample and then
     all items are two looks, either of which can pass it: together in at most 5 % of runs (Bonferroni's bound).
     """
-    fields: dict[str, Any] = {"suite": suite_name}
-    full_paths = [find_reusable(side, quality.Quality, limit=None, **fields) for side in sides]
+    full_paths = [find_reusable(side, Quality, suite=suite_name, limit=None) for side in sides]
     if all(full_paths):
         return [path for path in full_paths if path]
     suite = Suite.load(suite_name, sides[0].root)
     sample_paths = [
-        find_reusable(side, quality.Quality, limit=AUTO, **fields)
+        find_reusable(side, Quality, suite=suite_name, limit=AUTO)
         or quality.measure_quality(side, suite, limit=AUTO, **options)
         for side in sides
     ]
@@ -307,8 +289,8 @@ def _measure_quality(sides: Sequence[Variant], suite_name: str, options: dict[st
     ]
 
 
-def _has_current_sample_size(record: quality.Quality, variant: Variant) -> bool:
-    """Whether a deciding sample still has the size that the suite's present assumptions require."""
+def _has_current_sample_size(record: Quality, variant: Variant) -> bool:
+    """Whether a sample of automatic size still has the size that the suite's present assumptions require."""
     return record.limit != AUTO or all(
         record.tasks[task.name].items_to_decide == task.items_to_decide
         for task in Suite.load(record.suite, variant.root).tasks
@@ -331,9 +313,7 @@ def _fidelity_findings(record: Fidelity) -> Iterator[Finding]:
             high=high,
             limit=limit,
             verdict=overall([verdicts[figure] for verdicts in record.verdicts.values()]),
-            p_value=multiplicity.intersection_union(
-                [each.p_value(limit) if each else 1.0 for each in estimates]
-            ),
+            p_value=max(each.p_value(limit) if each else 1.0 for each in estimates),
         )
     if unchanged := record.unchanged:
         for row in unchanged.ratios:
@@ -393,7 +373,7 @@ def _quality_findings(first: Path, second: Path) -> Iterator[Finding]:
 
 
 def _engine_finding(record: EngineModes) -> Finding:
-    """Only the combinations that the variant is served with decide; a server does not start with other unsafe ones."""
+    """Unsafe combinations of engine modes among those that the variant is served with; others do not decide."""
     figure = f"unsafe engine modes, of {len(record.served_cells)} served"
     return _finding_without_interval("engine", figure, record.served_unsafe, 0, record.verdict)
 

@@ -3,18 +3,6 @@
 from collections.abc import Sequence
 
 
-def intersection_union(p_values: Sequence[float]) -> float:
-    """The p-value of "at least one of these hypotheses is true": the largest.
-
-    Rejecting it means rejecting every hypothesis, each at the full level; no correction is needed (Berger,
-    Multiparameter hypothesis testing and acceptance sampling, Technometrics 24 (1982), 295-300).
-
-    Args:
-        p_values: at least one.
-    """
-    return max(p_values)
-
-
 def holm(p_values: Sequence[float]) -> list[float]:
     """Adjusted p-values: rejecting those up to alpha bounds the probability of any false rejection by alpha.
 

@@ -16,7 +16,6 @@ from slimqwen.evals.suites.suite import Suite
 from slimqwen.records import store
 from slimqwen.records.settings import SettingsError
 from slimqwen.variant import Variant
-from tests import record_files
 from tests.checkpoints import edited_tensors
 from tests.evals.gate_checks import Checks
 
@@ -104,25 +103,10 @@ def test_damage_that_every_measurement_misses_fails_the_gate_where_no_stage_may_
 def test_unsafe_modes_that_are_not_served_do_not_count_against_the_limit(
     one: Variant, checks: Checks
 ) -> None:
-    """The row once said 3 unsafe, limit 0, pass."""
     checks.unsafe_elsewhere = 3
     path = gate.measure_gate(one, "tinyworld", command=["x"])
-    expected = ("engine", "unsafe engine modes, of 1 served", "0", "-", "0", "pass")
     page = store.read(path, Gate).tables(path)[0]
-    assert page.rows[-1] == expected
-    assert (
-        "3 of 4 combinations of engine modes are unsafe, 0 of them served by small; a server does not start with an "
-        "unsafe one." in page.notes
-    )
-    # As gate records of 2026-11-22 and before have it.
-    items = store.read_items(path)
-    items[-1] |= {
-        "figure": "unsafe combinations of 4 tried; the verdict is that of the one served",
-        "value": 3,
-    }
-    fields = {name: value for name, value in store.read(path).as_json().items() if name != "items"}
-    earlier = record_files.write(one.folder, fields, items)
-    assert store.read(earlier, Gate).tables(earlier)[0].rows[-1] == expected
+    assert page.rows[-1] == ("engine", "unsafe engine modes, of 1 served", "0", "-", "0", "pass")
 
 
 @pytest.mark.parametrize(
@@ -144,6 +128,17 @@ def test_one_check_decides(
     record = store.read(gate.measure_gate(one, "tinyworld", command=["x"]), Gate)
     assert record.verdict == verdict
     assert {name: each for name, each in record.verdicts.items() if each != "pass"} == {check: verdict}
+
+
+def test_the_p_value_of_a_gate_is_that_of_its_weakest_figure(one: Variant, checks: Checks) -> None:
+    path = gate.measure_gate(one, "tinyworld", command=["x"])
+    p_values = [item["p_value"] for item in store.read_items(path) if item.get("p_value") is not None]
+    assert 0 < gate.gate_p_value(path) == max(p_values) < 0.025
+    checks.state = "unsafe"
+    settings = one.folder / "config.env"
+    settings.write_text(settings.read_text() + "VLLM_MAX_NUM_SEQS=3\n")
+    failed = gate.measure_gate(variant.load("small", one.root), "tinyworld", command=["x"])
+    assert gate.gate_p_value(failed) == 1
 
 
 def test_where_a_sample_cannot_tell_the_gate_goes_on_with_all_items(one: Variant, checks: Checks) -> None:

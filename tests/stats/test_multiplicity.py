@@ -23,10 +23,6 @@ def test_holm_multiplies_the_smallest_by_the_number_that_is_left() -> None:
     assert multiplicity.holm([]) == []
 
 
-def test_every_check_has_to_reject() -> None:
-    assert multiplicity.intersection_union([0.001, 0.2, 0.01]) == 0.2
-
-
 @pytest.mark.parametrize(("only_first", "only_second"), [(0, 0), (5, 5), (10, 8), (30, 12), (60, 20)])
 def test_a_p_value_is_the_level_at_which_the_interval_ends_at_the_margin(
     only_first: int, only_second: int
