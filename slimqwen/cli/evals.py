@@ -63,9 +63,6 @@ def quality(
 def fidelity(
     variant: VariantOption,
     settings: GateSettingsName = None,
-    each_stage: Annotated[
-        bool, typer.Option("--each-stage", help="compare the output of every stage of its recipe too")
-    ] = False,
     records_dir: RecordsFolder = None,
 ) -> None:
     """Compare a variant's next-token distributions with its baseline's.
@@ -80,7 +77,6 @@ def fidelity(
             variant,
             settings or variant.evaluation,
             command=command(),
-            stages=each_stage,
             records_folder=records_dir and records_dir / variant.name,
             progress=progress,
         )

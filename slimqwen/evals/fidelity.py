@@ -9,7 +9,6 @@ tokens. Bits per byte are compared on every text, because they do not depend on 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from pydantic import Field
 
 from slimqwen import checkpoint
 from slimqwen import variant as variants
-from slimqwen.evals import EvalError
 from slimqwen.evals.fidelity_figures import (
     FIGURE_NAMES,
     PLAIN,
@@ -25,13 +23,11 @@ from slimqwen.evals.fidelity_figures import (
     FidelitySettings,
     Figures,
     NoiseRatio,
-    TextComparison,
     judge_figures,
     noise_ratios,
     summarise_texts,
 )
 from slimqwen.progress import Progress, silent
-from slimqwen.recipe import variant_recipe
 from slimqwen.records import provenance, store
 from slimqwen.records.record import Block, Estimate, NonNegative, Table, VariantName, Verdict
 from slimqwen.records.settings import SettingsName
@@ -52,46 +48,25 @@ class Unchanged(Block):
     ratios: tuple[NoiseRatio, ...]
 
 
-class StageFigures(Figures):
-    """Comparison of the checkpoint that a stage of the recipe made."""
-
-    stage: str
-
-
 class Fidelity(SplitRecord):
     """Distance of a variant's next-token distributions from its baseline's."""
 
     kind = "fidelity"
-    version = 2
+    version = 3
     verb = "eval fidelity"
 
     baseline: VariantName = Field(description="The variant itself if it has none.")
     settings_name: SettingsName = Field(description="Name of the settings in eval/gates/.")
     limits: FidelityLimits
-    unchanged: Unchanged | None = Field(
-        description="null where checkpoint or dtypes are not the baseline's, and in old records."
-    )
+    unchanged: Unchanged | None = Field(description="null where checkpoint or dtypes are not the baseline's.")
     modes: dict[str, Figures] = Field(min_length=1)
     verdicts: dict[str, dict[str, Verdict]] = Field(description="By mode and figure.")
     verdict: Verdict
-    stages: tuple[StageFigures, ...]
 
     def tables(self, path: Path) -> list[Table]:
-        """Figures and limits; ratios of unchanged weights; figures of each stage."""
-        tables = [self._figures_table(path)]
-        if self.unchanged:
-            tables.append(self._unchanged_table(self.unchanged))
-        if self.stages:
-            columns = {heading: partial(_cell, name=name) for name, heading in FIGURE_NAMES.items()}
-            tables.append(
-                Table.from_rows(
-                    f"Fidelity of {self.variant} after each stage of its recipe",
-                    self.stages,
-                    {"stage": lambda row: row.stage, **columns},
-                    provenance.source_note(self, path),
-                )
-            )
-        return tables
+        """Figures and limits; ratios of unchanged weights."""
+        unchanged = [self._unchanged_table(self.unchanged)] if self.unchanged else []
+        return [self._figures_table(path), *unchanged]
 
     def _figures_table(self, path: Path) -> Table:
         limits = {**self.limits.model_dump(), "joined_kl_nats": self.limits.kl_nats}
@@ -147,7 +122,6 @@ def measure_fidelity(
     settings_name: str,
     *,
     command: Sequence[str],
-    stages: bool,
     split: Split | None = None,
     port: int | None = None,
     records_folder: Path | None = None,
@@ -158,7 +132,6 @@ def measure_fidelity(
     Args:
         variant: compared twice: its weights, dtype and KV cache in an engine without compilation, then all of its
             config.env by its server.
-        stages: also compare the output of each stage of its recipe, from the store.
         port: TCP port of the server instead of the variant's own.
 
     Raises:
@@ -171,45 +144,32 @@ def measure_fidelity(
     speed_only.refuse(variant, "fidelity")
     started = provenance.utc_now()
     root = variant.root
-    settings = FidelitySettings.load(settings_name, variant.root)
+    settings = FidelitySettings.load(settings_name, root)
     baseline = variants.load(variant.baseline, root) if variant.baseline else variant
     for side in (variant, baseline):
         side.require_weights()
     server_command = ServerCommand.resolve(variant)
-    context_len = min(server_command.max_model_len, ServerCommand.resolve(baseline).max_model_len)
-
-    def compare(weights: Path) -> list[TextComparison]:
-        return token_distributions.compare_checkpoints(
-            weights,
-            baseline.weights,
-            settings,
-            root,
-            flags=weight_flags(server_command.flags),
-            max_model_len=context_len,
-            split=split,
-            progress=progress,
-        )
-
-    texts = compare(variant.weights)
+    reference = token_distributions.ReferenceTexts.load(
+        variant.weights,
+        baseline.weights,
+        settings,
+        root,
+        max_model_len=min(server_command.max_model_len, ServerCommand.resolve(baseline).max_model_len),
+        split=split,
+    )
+    texts = token_distributions.compare_in_process(
+        reference, variant.weights, flags=weight_flags(server_command.flags), progress=progress
+    )
     log = root / "logs" / f"fidelity-server-{variant.name}.log"
     with shared_server.serve(variant, port=port, log=log, progress=progress) as server:
-        texts += token_distributions.compare_with_server(
-            server,
-            baseline.weights,
-            settings,
-            root,
-            max_model_len=context_len,
-            split=split,
-            progress=progress,
-        )
+        texts += token_distributions.compare_served(reference, server, progress=progress)
     modes = summarise_texts(texts)
     verdicts = {mode: judge_figures(figures, settings.limits) for mode, figures in modes.items()}
-    ratio_verdicts: list[Verdict] = []
     unchanged = None
     if _has_same_model(variant, baseline):
         limit = settings.unchanged_ratio
         unchanged = Unchanged(limit=limit, ratios=tuple(noise_ratios(texts, limit)))
-        ratio_verdicts = [row.verdict for row in unchanged.ratios]
+    ratios = unchanged.ratios if unchanged else ()
     record = Fidelity(
         variant=variant.name,
         baseline=baseline.name,
@@ -219,10 +179,11 @@ def measure_fidelity(
         unchanged=unchanged,
         modes=modes,
         verdicts=verdicts,
-        verdict=overall([*(each for mode in verdicts.values() for each in mode.values()), *ratio_verdicts]),
-        stages=tuple(
-            StageFigures(stage=stage, **summarise_texts(compare(weights))["single"].as_json())
-            for stage, weights in (_stage_outputs(variant) if stages else [])
+        verdict=overall(
+            [
+                *(verdict for of_mode in verdicts.values() for verdict in of_mode.values()),
+                *(row.verdict for row in ratios),
+            ]
         ),
         provenance=provenance.describe(
             server.server.command,
@@ -239,28 +200,6 @@ def _has_same_model(variant: Variant, baseline: Variant) -> bool:
     """Whether both have one checkpoint and the same dtypes, so that only roundings can differ."""
     first, second = (weight_flags(ServerCommand.resolve(side).flags) for side in (variant, baseline))
     return first == second and checkpoint.digest(variant.weights) == checkpoint.digest(baseline.weights)
-
-
-def _stage_outputs(variant: Variant) -> list[tuple[str, Path]]:
-    """Outputs of the stages of a variant's recipe, without those that changed neither tensors nor tokens."""
-    if variant.recipe is None:
-        raise EvalError(f"{variant.name} has no recipe, so it has no stages; leave out --each-stage")
-    outputs: list[tuple[str, Path]] = []
-    previous: list[str] = []
-    for forecast in variant_recipe.status(variant):
-        if not forecast.reused or forecast.key is None:
-            raise EvalError(
-                f"the store has no output of {forecast.stage}; run `slimqwen recipe run --variant {variant.name}`"
-            )
-        folder = variant.root / "weights" / "store" / forecast.key
-        files = checkpoint.Manifest.read(folder).files
-        digests = [
-            file.sha256 for name, file in files.items() if name.endswith((".safetensors", "tokenizer.json"))
-        ]
-        if digests != previous:
-            outputs.append((forecast.stage, folder))
-        previous = digests
-    return outputs
 
 
 def _cell(figures: Figures | None, name: str) -> str:

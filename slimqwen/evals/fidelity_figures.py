@@ -117,16 +117,17 @@ class Figures(Block):
 
 
 class NoiseRatio(Block):
-    """A figure of unchanged weights in one mode, divided by the same figure of the plain engine."""
+    """A figure of unchanged weights in one mode, divided by the same figure of the plain engine.
+
+    The joined text is a single one: its ratio has neither an interval over texts nor a p-value.
+    """
 
     mode: str
     figure: str
     value: NonNegative
-    low: NonNegative | None = Field(description="Of its interval over texts; null for the joined text.")
-    high: NonNegative | None
-    p_value: Share | None = Field(
-        description="One-sided, that it is at least the limit; null for the joined text."
-    )
+    low: NonNegative | None = None
+    high: NonNegative | None = None
+    p_value: Share | None = Field(default=None, description="One-sided, that it is at least the limit.")
     verdict: Verdict
 
 
@@ -205,11 +206,8 @@ def noise_ratios(texts: Sequence[TextComparison], limit: float) -> list[NoiseRat
     rows = []
     for mode, own in by_mode.items():
         for figure in ("kl_nats", "head_delta_mean"):
-            sides = []
-            for side in (plain, own):
-                means, weights = zip(*(_nats(side[name], figure) for name in names), strict=True)
-                sides.append((means, weights))
-            (first, first_weights), (second, second_weights) = sides
+            first, first_weights = zip(*(_nats(plain[name], figure) for name in names), strict=True)
+            second, second_weights = zip(*(_nats(own[name], figure) for name in names), strict=True)
             values = first, second, first_weights, second_weights
             ratio = intervals.paired_ratio(*values)
             rows.append(
@@ -224,18 +222,8 @@ def noise_ratios(texts: Sequence[TextComparison], limit: float) -> list[NoiseRat
                 )
             )
         joined = _nats(own[JOINED], "kl_nats")[0] / _nats(plain[JOINED], "kl_nats")[0]
-        passed = Verdict.PASS if joined <= limit else Verdict.FAIL
-        rows.append(
-            NoiseRatio(
-                mode=mode,
-                figure="joined_kl_nats",
-                value=joined,
-                low=None,
-                high=None,
-                p_value=None,
-                verdict=passed,
-            )
-        )
+        verdict = Verdict.PASS if joined <= limit else Verdict.FAIL
+        rows.append(NoiseRatio(mode=mode, figure="joined_kl_nats", value=joined, verdict=verdict))
     return rows
 
 

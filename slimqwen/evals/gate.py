@@ -133,7 +133,7 @@ def measure_gate(
     evidence = {
         "fidelity": [
             find_reusable(variant, Fidelity, settings_name=settings_name)
-            or fidelity.measure_fidelity(variant, settings_name, stages=False, **options)
+            or fidelity.measure_fidelity(variant, settings_name, **options)
         ],
         "acceptance": [
             find_reusable(side, Acceptance, settings_name=settings_name)

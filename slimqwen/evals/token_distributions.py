@@ -1,11 +1,11 @@
 """Comparison of two checkpoints' next-token distributions: the baseline in transformers, the variant in vLLM."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import numpy as np
@@ -60,70 +60,93 @@ class TokenisedText:
     kept_ids: npt.NDArray[np.int64] | None = None
 
 
-def compare_checkpoints(
-    variant_weights: Path,
-    baseline_weights: Path,
-    settings: FidelitySettings,
-    root: Path,
+@dataclass(frozen=True)
+class ReferenceTexts:
+    """Texts in the token ids of a variant and its baseline, and the baseline that reads them.
+
+    Attributes:
+        texts: those of the settings, then all of them joined to the context's length.
+        batch: texts that are read at once.
+    """
+
+    texts: list[TokenisedText]
+    batch: int
+    baseline: BaselineModel
+
+    @classmethod
+    def load(
+        cls,
+        variant_weights: Path,
+        baseline_weights: Path,
+        settings: FidelitySettings,
+        root: Path,
+        *,
+        max_model_len: int,
+        split: Split | None = None,
+    ) -> Self:
+        """Tokenise the settings' texts for two checkpoints, and load the baseline.
+
+        Args:
+            variant_weights: checkpoint with the baseline's tokenizer or one pruned from it.
+            max_model_len: longest joined text in tokens; both sides' context must hold it.
+            split: side of the split that the texts are on; None for both.
+
+        Raises:
+            EvalError: a text or the prefix is missing, or the vocabularies are unrelated.
+        """
+        texts = _tokenise_texts(variant_weights, baseline_weights, settings, root, split, max_model_len)
+        return cls(texts, settings.batch, BaselineModel(baseline_weights, root / KEPT_STATES))
+
+    def read_batches(self, progress: Progress) -> Iterator[list[tuple[TokenisedText, Tensor]]]:
+        """Texts in batches, each with the baseline's log-probabilities, [positions, vocabulary]."""
+        for first in range(0, len(self.texts), self.batch):
+            progress("reading texts", first, len(self.texts))
+            group = self.texts[first : first + self.batch]
+            yield [(text, self.baseline.log_probabilities(text.baseline_ids)) for text in group]
+        progress("reading texts", len(self.texts), len(self.texts))
+
+
+def compare_in_process(
+    reference: ReferenceTexts,
+    weights: Path,
     *,
-    max_model_len: int,
     flags: Mapping[str, Any] | None = None,
     modes: Sequence[str] = MODES,
-    split: Split | None = None,
     progress: Progress = silent,
 ) -> list[TextComparison]:
-    """Compare two checkpoints on the settings' texts, and on all of them joined to the context's length.
+    """Compare a checkpoint's distributions with the baseline's, in an engine of this process.
 
     Args:
-        variant_weights: checkpoint that vLLM serves, with the baseline's tokenizer or pruned from it.
-        max_model_len: longest joined text in tokens; both sides' context must hold it.
         flags: vLLM flags by name without dashes.
-        split: side of the split that the texts are on; None for both.
 
     Returns:
         One comparison for each text and mode.
-
-    Raises:
-        EvalError: a text or the prefix is missing, or the vocabularies are unrelated.
     """
-    texts = _tokenised(variant_weights, baseline_weights, settings, root, split, max_model_len)
-    baseline = BaselineModel(baseline_weights, root / KEPT_STATES)
     comparisons: list[TextComparison] = []
-    longest = max(len(text.variant_ids) for text in texts)
+    longest = max(len(text.variant_ids) for text in reference.texts)
     with in_process.engine(
-        variant_weights,
+        weights,
         max_model_len=16 * math.ceil((longest + 1) / 16),
         **{
-            "max_num_seqs": settings.batch,
+            "max_num_seqs": reference.batch,
             # Fewer tokens than a batch of texts, so that prefills are chunked and mixed.
-            "max_num_batched_tokens": max(1024, settings.batch),
+            "max_num_batched_tokens": max(1024, reference.batch),
             **{name.replace("-", "_"): value for name, value in (flags or {}).items()},
         },
     ) as llm:
-        for first in range(0, len(texts), settings.batch):
-            progress("reading texts", first, len(texts))
-            group = texts[first : first + settings.batch]
-            log_ps = [baseline.log_probabilities(text.baseline_ids) for text in group]
+        for group in reference.read_batches(progress):
             for mode in modes:
-                comparers = [_Comparer(text, mode, log_p) for text, log_p in zip(group, log_ps, strict=True)]
+                comparers = [_Comparer(text, mode, log_p) for text, log_p in group]
                 for batch in [comparers] if mode == "batched" else [[each] for each in comparers]:
                     _prefill(llm, batch)
                 comparisons += [comparer.comparison for comparer in comparers]
-        progress("reading texts", len(texts), len(texts))
     return comparisons
 
 
-def compare_with_server(
-    server: SharedServer,
-    baseline_weights: Path,
-    settings: FidelitySettings,
-    root: Path,
-    *,
-    max_model_len: int,
-    split: Split | None = None,
-    progress: Progress = silent,
+def compare_served(
+    reference: ReferenceTexts, server: SharedServer, *, progress: Progress = silent
 ) -> list[TextComparison]:
-    """Compare a server's distributions with the baseline's on the settings' texts.
+    """Compare a server's distributions with the baseline's.
 
     A server gives the likeliest `TOP_K` tokens of a position and the text's own token. The divergence counts all other
     tokens as one, so it is never larger than the divergence of the whole distributions (Kullback, Information Theory
@@ -133,24 +156,17 @@ def compare_with_server(
         One comparison for each text, in the mode `SERVED`.
 
     Raises:
-        EvalError: as for `compare_checkpoints`.
         ServerLostError: the server died, or refused `TOP_K` log-probabilities.
     """
-    texts = _tokenised(server.variant.weights, baseline_weights, settings, root, split, max_model_len)
-    baseline = BaselineModel(baseline_weights, root / KEPT_STATES)
     comparisons = []
-    with ThreadPoolExecutor(settings.batch) as pool:
-        for first in range(0, len(texts), settings.batch):
-            progress("reading served texts", first, len(texts))
-            group = texts[first : first + settings.batch]
-            answers = pool.map(lambda text: _top_log_probabilities(server, text.variant_ids), group)
-            log_ps = [baseline.log_probabilities(text.baseline_ids) for text in group]
-            for text, log_p, positions in zip(group, log_ps, answers, strict=True):
+    with ThreadPoolExecutor(reference.batch) as pool:
+        for group in reference.read_batches(progress):
+            responses = pool.map(lambda pair: _top_log_probabilities(server, pair[0].variant_ids), group)
+            for (text, log_p), positions in zip(group, responses, strict=True):
                 comparer = _Comparer(text, SERVED, log_p)
                 comparer.add_top(positions)
                 comparer.require_complete()
                 comparisons.append(comparer.comparison)
-    progress("reading served texts", len(texts), len(texts))
     return comparisons
 
 
@@ -316,7 +332,7 @@ def _top_log_probabilities(server: SharedServer, ids: Sequence[int]) -> list[dic
         raise server_lost(server.server, "reading texts", error) from error
 
 
-def _tokenised(
+def _tokenise_texts(
     variant_weights: Path,
     baseline_weights: Path,
     settings: FidelitySettings,

@@ -119,15 +119,19 @@ def compare_distributions(root: Path, argument: Mapping[str, Any], progress: Pro
     base, variant, budget = _load(root, argument)
     _make(variant, progress)
     command = ServerCommand.resolve(variant)
-    texts = token_distributions.compare_checkpoints(
+    reference = token_distributions.ReferenceTexts.load(
         variant.weights,
         base.weights,
         budget.fidelity,
         base.root,
-        flags=fidelity.weight_flags(command.flags),
         max_model_len=command.max_model_len,
-        modes=("single",),
         split=budget.split,
+    )
+    texts = token_distributions.compare_in_process(
+        reference,
+        variant.weights,
+        flags=fidelity.weight_flags(command.flags),
+        modes=("single",),
         progress=progress,
     )
     return {"figures": summarise_texts(texts)["single"].as_json()}

@@ -73,11 +73,11 @@ class Checks:
                 "verdict": noise,
             }]}  # fmt: skip
         record = {
-            "schema": "fidelity/2", "variant": one.name, "baseline": "tiny", "plan": settings_name,
+            "schema": "fidelity/3", "variant": one.name, "baseline": "tiny", "plan": settings_name,
             "limits": LIMITS.as_json(), "unchanged": unchanged, "modes": {"single": figures.as_json()},
             "verdicts": {"single": verdicts},
             "verdict": overall([*verdicts.values(), noise]),
-            "stages": [], "provenance": self.described(one), "split": split_json(more),
+            "provenance": self.described(one), "split": split_json(more),
         }  # fmt: skip
         return record_files.write(more.get("records_folder") or one.folder, record, [{"text": 1}])
 

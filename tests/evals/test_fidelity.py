@@ -27,7 +27,7 @@ from slimqwen.evals.fidelity_figures import (
     noise_ratios,
     summarise_texts,
 )
-from slimqwen.evals.token_distributions import TokenisedText
+from slimqwen.evals.token_distributions import ReferenceTexts, TokenisedText
 from slimqwen.progress import silent
 from slimqwen.recipe.stages import prune_vocab
 from slimqwen.records.record import Estimate
@@ -77,12 +77,16 @@ def read(settings):
 
     def once(folder):
         if folder not in done:
-            done[folder] = token_distributions.compare_checkpoints(
-                folder, TINY, settings, ROOT, max_model_len=CONTEXT
+            done[folder] = token_distributions.compare_in_process(
+                reference_of(folder, TINY, settings), folder
             )
         return done[folder]
 
     return once
+
+
+def reference_of(weights, baseline, settings):
+    return ReferenceTexts.load(weights, baseline, settings, ROOT, max_model_len=CONTEXT)
 
 
 def in_mode(texts, mode):
@@ -125,9 +129,7 @@ def test_a_checkpoint_is_faithful_to_itself_in_every_mode(read, settings):
 
 @pytest.mark.engine
 def test_a_served_checkpoint_is_compared_over_http_as_it_is_in_process(served_tiny, read, settings):
-    readings = token_distributions.compare_with_server(
-        served_tiny, TINY, settings, ROOT, max_model_len=CONTEXT
-    )
+    readings = token_distributions.compare_served(reference_of(TINY, TINY, settings), served_tiny)
     figures = summarise_texts(readings)[SERVED]
     assert set(judge_figures(figures, settings.limits).values()) == {Verdict.PASS}
     assert figures.positions_compared == summarise_texts(read(TINY))[PLAIN].positions_compared
@@ -138,9 +140,7 @@ def test_a_served_checkpoint_is_compared_over_http_as_it_is_in_process(served_ti
 
 @pytest.mark.engine
 def test_another_checkpoint_fails_over_http_as_it_does_in_process(served_tiny, read, settings, swapped):
-    readings = token_distributions.compare_with_server(
-        served_tiny, swapped, settings, ROOT, max_model_len=CONTEXT
-    )
+    readings = token_distributions.compare_served(reference_of(TINY, swapped, settings), served_tiny)
     figures = summarise_texts(readings)[SERVED]
     assert judge_figures(figures, settings.limits)["kl_nats"] == Verdict.FAIL
 
@@ -149,7 +149,7 @@ def test_a_dead_server_is_told_and_no_reading_comes(settings):
     gone = SimpleNamespace(base_url=f"http://127.0.0.1:{free_port()}", model="default", log=None, pid=1)
     nobody = SharedServer(variant.load("tiny"), gone, True, CONTEXT)
     with pytest.raises(ServerLostError, match="failed while reading texts"):
-        token_distributions.compare_with_server(nobody, TINY, settings, ROOT, max_model_len=CONTEXT)
+        token_distributions.compare_served(reference_of(TINY, TINY, settings), nobody)
 
 
 def test_the_tail_as_one_never_raises_divergence_and_changes_no_other_figure():
@@ -247,7 +247,7 @@ def test_unrelated_vocabularies_are_refused(settings, tmp_path):
     tokenizer["model"]["merges"] = merges[:100]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(EvalError, match=r"differently and there is no vocab_map\.json; name the baseline"):
-        token_distributions.compare_checkpoints(other, TINY, settings, ROOT, max_model_len=CONTEXT)
+        reference_of(other, TINY, settings)
 
 
 @pytest.mark.parametrize(
@@ -265,16 +265,11 @@ def test_unrelated_vocabularies_are_refused(settings, tmp_path):
         ),
     ],
 )
-def test_texts_that_cannot_be_compared_are_told_before_an_engine_starts(
-    settings, tmp_path, monkeypatch, lines, message
-):
-    monkeypatch.setattr(
-        token_distributions.in_process, "engine", lambda *_, **__: pytest.fail("an engine starts")
-    )
+def test_texts_that_cannot_be_compared_are_told(settings, tmp_path, lines, message):
     (tmp_path / "texts.jsonl").write_text("\n".join(lines))
     bad = settings.model_copy(update={"texts": tmp_path / "texts.jsonl"})
     with pytest.raises(SlimqwenError, match=message):
-        token_distributions.compare_checkpoints(TINY, TINY, bad, ROOT, max_model_len=CONTEXT)
+        reference_of(TINY, TINY, bad)
 
 
 def test_a_text_with_a_line_separator_is_one_text(tmp_path):
@@ -282,20 +277,6 @@ def test_a_text_with_a_line_separator_is_one_text(tmp_path):
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     read = token_distributions.read_texts(tmp_path / "texts.jsonl")
     assert read == [(row["id"], row["text"]) for row in rows]
-
-
-def test_stages_are_those_of_a_recipe_whose_base_may_be_a_hub_repository(tmp_path, add_variant):
-    add_variant("tiny", "VLLM_MODEL=weights/tiny\nSOURCE=Qwen/Tiny\n")
-    config = add_variant("small", "BASE=tiny\nVLLM_MODEL=weights/small\n", baseline="tiny")
-    (tmp_path / "weights").mkdir()
-    (tmp_path / "weights" / "tiny").symlink_to(TINY)
-    with pytest.raises(EvalError, match="small has no recipe"):
-        fidelity._stage_outputs(variant.load("small", tmp_path))
-    config.with_name("recipe.yaml").write_text(
-        "description: x\nbase: Qwen/Tiny\nstages:\n  - quantise_lm_head: {}\n"
-    )
-    with pytest.raises(EvalError, match="the store has no output of quantise_lm_head"):
-        fidelity._stage_outputs(variant.load("small", tmp_path))
 
 
 LIMITS = FidelityLimits(**dict.fromkeys(FidelityLimits.model_fields, 0.05))

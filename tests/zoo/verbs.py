@@ -177,7 +177,7 @@ def compare_distributions(folder: Path, empty: Path) -> None:
     from slimqwen.evals import fidelity
 
     variant = repository(folder, empty / "root", drafts=False)
-    fidelity.measure_fidelity(variant, "tinyworld", stages=False, port=free_port(), command="a test")
+    fidelity.measure_fidelity(variant, "tinyworld", port=free_port(), command="a test")
 
 
 def accept_drafts(folder: Path, empty: Path) -> None:

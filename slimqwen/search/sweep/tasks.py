@@ -42,7 +42,7 @@ def check_fidelity(root: Path, argument: Mapping[str, Any], progress: Progress) 
         root,
         argument,
         progress,
-        partial(fidelity.measure_fidelity, stages=False, split=argument["split"], port=free_port()),
+        partial(fidelity.measure_fidelity, split=argument["split"], port=free_port()),
     )
 
 
