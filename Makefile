@@ -57,8 +57,11 @@ redistill: | $(READY) ## run VARIANT's recipe up to the training of its MTP head
 bake-cache: | $(READY) ## run VARIANT's recipe up to the packing of its compile cache
 	@$(RUN) recipe run --variant $(VARIANT) --until bake_cache
 
-eval-quality: | $(READY) ## score VARIANT on the items that decide at the margins (SUITE=core LIMIT=150 PORT=8080; FULL=1: on every item)
-	@$(RUN) eval quality --variant $(VARIANT) $(call option,SUITE,--suite) $(call option,LIMIT,--limit) $(call option,PORT,--port) $(if $(filter 1,$(FULL)),--full)
+eval-quality: | $(READY) ## score VARIANT on the items that decide at the margins (SUITE=core LIMIT=150 PORT=8080)
+	@$(RUN) eval quality --variant $(VARIANT) $(call option,SUITE,--suite) $(call option,LIMIT,--limit) $(call option,PORT,--port)
+
+eval-quality-full: | $(READY) ## score VARIANT on every item (SUITE=core PORT=8080)
+	@$(RUN) eval quality --variant $(VARIANT) --full $(call option,SUITE,--suite) $(call option,PORT,--port)
 
 eval-latency: | $(READY) ## time VARIANT over WORKLOAD=classes|arrivals|poisson|… (BASELINE=1: in turns with its baseline)
 	@$(RUN) bench latency --variant $(VARIANT) $(call option,WORKLOAD,--workload) $(if $(filter 1,$(BASELINE)),--baseline) $(call option,ROUNDS,--rounds) $(call option,PORT,--port)
