@@ -6,13 +6,14 @@ interval, because the tokens of one continuation are not independent.
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pydantic import Field
 
 from slimqwen import variant as variants
-from slimqwen.evals import acceptance_share, drafting, fidelity
+from slimqwen.evals import drafting, fidelity
 from slimqwen.evals.drafting import AcceptanceSettings, Item
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
@@ -94,37 +95,28 @@ class Acceptance(SplitRecord):
     def tables(self, path: Path) -> list[Table]:
         """One row per depth, class and temperature; then the speed of each depth, where there is a choice."""
         source = provenance.source_note(self, path)
-        tables = [
-            Table.from_rows(
-                f"Acceptance of {self.variant}'s drafts",
-                [(row.depth, setting) for row in self.depths for setting in row.settings],
-                {
-                    "K": lambda row: row[0],
-                    "class": lambda row: row[1].class_,
-                    "temperature": lambda row: f"{row[1].temperature:g}",
-                    "acceptance length ± SE": lambda row: f"{row[1].length:.3f}",
-                    "accepted up to each position": lambda row: " ".join(
-                        f"{r.value:.2f}" for r in row[1].rates
-                    ),
-                    "SE, at most": lambda row: f"{max(rate.standard_error for rate in row[1].rates):.2f}",
-                    "drafts": lambda row: row[1].drafts,
-                },
-                source,
-                text_columns=2,
-            )
-        ]
+        rows = [(row.depth, setting) for row in self.depths for setting in row.settings]
+        columns: dict[str, Callable[[tuple[int, ClassAcceptance]], object]] = {
+            "K": lambda row: row[0],
+            "class": lambda row: row[1].class_,
+            "temperature": lambda row: f"{row[1].temperature:g}",
+            "acceptance length ± SE": lambda row: f"{row[1].length:.3f}",
+            "accepted up to each position": lambda row: " ".join(f"{r.value:.2f}" for r in row[1].rates),
+            "SE, at most": lambda row: f"{max(rate.standard_error for rate in row[1].rates):.2f}",
+            "drafts": lambda row: row[1].drafts,
+        }
+        title = f"Acceptance of {self.variant}'s drafts"
+        tables = [Table.from_rows(title, rows, columns, source, text_columns=2)]
         if self.choice:
             speeds = self.choice.tokens_per_second
-            measured = self.choice.method == "measured"
-            method = "measured in this process" if measured else f"bound, {self.choice.method}"
-            columns: dict[str, Callable[[Depth], object]] = {
+            by_depth: dict[str, Callable[[Depth], object]] = {
                 "K": lambda row: row.depth,
                 "acceptance length ± SE": lambda row: f"{row.length:.3f}" if row.length else "1",
-                f"tokens/s ({method})": lambda row: f"{speeds[str(row.depth)]:,.0f}",
+                "tokens/s": lambda row: f"{speeds[str(row.depth)]:,.0f}",
                 "share of the best": lambda row: f"{speeds[str(row.depth)] / max(speeds.values()):.1%}",
             }
             title = f"Best depth for one sequence: K = {self.choice.depth}, {self.choice.method}"
-            tables.append(Table.from_rows(title, self.depths, columns, source))
+            tables.append(Table.from_rows(title, self.depths, by_depth, source))
         return tables
 
 
@@ -140,9 +132,9 @@ def measure_acceptance(
     records_folder: Path | None = None,
     progress: Progress = silent,
 ) -> Path:
-    """Count a variant's drafts at several depths and write its acceptance record.
+    """Measure the acceptance of a variant's drafts at several depths and write its acceptance record.
 
-    Depths that an interrupted run has counted are not counted again.
+    Depths that an interrupted run has measured are not measured again.
 
     Args:
         depths: tokens drafted at a time (K); 0 measures the speed without drafts.
@@ -169,21 +161,15 @@ def measure_acceptance(
     )
     longest = {name: max(map(len, class_prompts)) for name, class_prompts in classes.items()}
     digest = prompts.digest([ids for class_prompts in classes.values() for ids in class_prompts])
-    items: list[dict[str, Any]] = []
     with locked(
         journal_file("acceptance", server, settings.model_dump(mode="json"), digest, temperatures)
     ) as journal:
-        for number, depth in enumerate(depths):
-
-            def count(number: int = number, depth: int = depth) -> list[dict[str, Any]]:
-                def report(activity: str, done: float, total: float) -> None:
-                    progress(activity, number * total + done, len(depths) * total)
-
-                return drafting.measure_drafts(
-                    variant.weights, classes, settings, [depth], temperatures, flags, report
-                )
-
-            items += journal.answer(depth, count)
+        measure = partial(drafting.measure_drafts, variant.weights, classes, settings)
+        items = [
+            item
+            for depth in depths
+            for item in journal.answer(depth, partial(measure, depth, temperatures, flags, progress))
+        ]
         rows = summarise_items(items)
         context = next(iter(longest.values()))
         choice = _choose_depth(variant, settings.gpu, rows, context, speed_bound)
@@ -283,7 +269,7 @@ def graph_sizes_advice(record: Acceptance, variant: Variant) -> str | None:
 
 
 def _length(items: Sequence[Item]) -> Estimate:
-    return Estimate.from_estimate(intervals.mean(*acceptance_share.lengths(items)))
+    return Estimate.from_estimate(intervals.mean(*drafting.acceptance_lengths(items)))
 
 
 def _rate(items: Sequence[Item], position: int) -> Estimate:

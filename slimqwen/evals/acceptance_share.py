@@ -3,16 +3,14 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from slimqwen.evals.acceptance import Acceptance
+from slimqwen.evals.drafting import Item, acceptance_lengths
 from slimqwen.records import store
 from slimqwen.records.pairing import NotComparableError, newest_pair, require_same
 from slimqwen.stats import intervals
 from slimqwen.stats.verdict import Verdict
-
-if TYPE_CHECKING:
-    from slimqwen.evals.acceptance import Acceptance
-    from slimqwen.evals.drafting import Item
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,6 @@ def pair_acceptance_records(
         MissingRecordError: a variant has no such record.
         NotComparableError: no two of their records have the same settings.
     """
-    from slimqwen.evals.acceptance import Acceptance
 
     def fits(record: Acceptance) -> bool:
         has_gate_depth = record.gate_depth in [row.depth for row in record.depths]
@@ -62,7 +59,7 @@ def pair_acceptance_records(
     return newest_pair(first, second, Acceptance, comparison_key, command, fits)
 
 
-def comparison_key(record: "Acceptance") -> dict[str, Any]:
+def comparison_key(record: Acceptance) -> dict[str, Any]:
     """Properties that two acceptance records must share to be comparable, by name."""
     data = {f"data file {name}": digest for name, digest in record.provenance.datasets.items()}
     split = str(record.split or "of no split")
@@ -76,8 +73,6 @@ def compare_acceptance(first: Path, second: Path) -> AcceptanceShare:
         NotComparableError: they are of different splits, or share too few groups of prompts at that depth.
         RecordError: a record or its items are damaged.
     """
-    from slimqwen.evals.acceptance import Acceptance
-
     baseline_record, record = (store.read(path, Acceptance) for path in (first, second))
     first_split, second_split = (
         {"split": comparison_key(each)["split"]} for each in (baseline_record, record)
@@ -88,7 +83,7 @@ def compare_acceptance(first: Path, second: Path) -> AcceptanceShare:
 
 
 def compare_drafts(
-    first: Sequence["Item"], second: Sequence["Item"], *, depth: int, least_share: float
+    first: Sequence[Item], second: Sequence[Item], *, depth: int, least_share: float
 ) -> AcceptanceShare:
     """Compare the items of two acceptance records by the groups of greedy prompts that both have.
 
@@ -106,7 +101,7 @@ def compare_drafts(
             f"fewer than two groups of greedy prompts were counted for both at K = {depth}; count both again"
         )
     (first_lengths, first_drafts), (second_lengths, second_drafts) = (
-        lengths([side[key] for key in shared]) for side in groups
+        acceptance_lengths([side[key] for key in shared]) for side in groups
     )
     sides = first_lengths, second_lengths, first_drafts, second_drafts
     ratio = intervals.paired_ratio(*sides)
@@ -123,13 +118,7 @@ def compare_drafts(
     )
 
 
-def lengths(items: Sequence["Item"]) -> tuple[list[float], list[int]]:
-    """The acceptance length of each group, and its weight: the number of drafts."""
-    drafts = [item["drafts"] for item in items]
-    return [1 + sum(item["accepted_per_position"]) / item["drafts"] for item in items], drafts
-
-
-def _greedy_groups(items: Sequence["Item"], depth: int) -> Mapping[tuple[str, int], "Item"]:
+def _greedy_groups(items: Sequence[Item], depth: int) -> Mapping[tuple[str, int], Item]:
     return {
         (item["class"], item["group"]): item
         for item in items

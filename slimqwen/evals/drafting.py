@@ -1,4 +1,4 @@
-"""Draft runs: the prompts of each class, and the drafts that vLLM counts while it continues them.
+"""Drafts of vLLM's MTP head, measured: settings, prompts of each class, and counts of accepted drafts.
 
 `slimqwen.evals.acceptance` makes estimates and a record of the counts.
 """
@@ -116,16 +116,16 @@ def measure_drafts(
     weights: Path,
     classes: Mapping[str, Sequence[Sequence[int]]],
     settings: AcceptanceSettings,
-    depths: Sequence[int],
+    depth: int,
     temperatures: Sequence[float],
-    flags: Mapping[str, Any] | None = None,
+    flags: Mapping[str, Any],
     progress: Progress = silent,
 ) -> list[dict[str, Any]]:
-    """Have vLLM continue the prompts of each class, group by group, at each depth in an engine of its own.
+    """Have vLLM continue the prompts of each class, group by group, in an engine that drafts.
 
     Args:
         classes: class name -> prompts in token ids.
-        depths: tokens drafted at a time (K).
+        depth: tokens drafted at a time (K).
         flags: vLLM's flags, by name without dashes.
 
     Returns:
@@ -135,33 +135,38 @@ def measure_drafts(
         EvalError: the engine drafts nothing.
     """
     items: list[dict[str, Any]] = []
-    total = len(depths) * len(classes) * len(temperatures) * settings.groups
+    cells = list(itertools.product(classes, temperatures, range(settings.groups)))
     longest = max(len(ids) for class_prompts in classes.values() for ids in class_prompts) + settings.tokens
-    for depth in depths:
-        with in_process.engine(
-            weights,
-            num_speculative_tokens=depth,
-            max_model_len=draft_counts.context_len(longest, depth),
-            # CUDA graphs decide a GPU's speed. On a CPU only counts matter, and compiling costs minutes.
-            enforce_eager=platforms.detect() == "cpu",
-            **{name.replace("-", "_"): value for name, value in (flags or {}).items()},
-        ) as llm:
-            # The first requests run cold code; their time must not count for the first group.
-            draft_counts.count(llm, [next(iter(classes.values()))[0]], tokens=8)
-            for name, temperature, group in itertools.product(classes, temperatures, range(settings.groups)):
-                progress(f"K = {depth}: {name}, temperature {temperature:g}", len(items), total)
-                counts = draft_counts.count(
-                    llm,
-                    classes[name][group :: settings.groups],
-                    tokens=settings.tokens,
-                    temperature=temperature,
-                    seed=settings.seed,
+    with in_process.engine(
+        weights,
+        num_speculative_tokens=depth,
+        max_model_len=draft_counts.context_len(longest, depth),
+        # CUDA graphs decide a GPU's speed. On a CPU only counts matter, and compiling costs minutes.
+        enforce_eager=platforms.detect() == "cpu",
+        **{name.replace("-", "_"): value for name, value in flags.items()},
+    ) as llm:
+        # The first requests run cold code; their time must not count for the first group.
+        draft_counts.count(llm, [next(iter(classes.values()))[0]], tokens=8)
+        for name, temperature, group in cells:
+            progress(f"K = {depth}: {name}, temperature {temperature:g}", len(items), len(cells))
+            counts = draft_counts.count(
+                llm,
+                classes[name][group :: settings.groups],
+                tokens=settings.tokens,
+                temperature=temperature,
+                seed=settings.seed,
+            )
+            if depth and not counts.drafts:
+                raise EvalError(
+                    f"vLLM drafted nothing for the class {name}; raise `tokens` in section acceptance of eval/gates/"
                 )
-                if depth and not counts.drafts:
-                    raise EvalError(
-                        f"vLLM drafted nothing for the class {name}; raise `tokens` of acceptance in eval/gates/"
-                    )
-                labels = {"depth": depth, "class": name, "temperature": temperature, "group": group}
-                items.append(labels | dataclasses.asdict(counts))
-    progress("drafts counted", total, total)
+            labels = {"depth": depth, "class": name, "temperature": temperature, "group": group}
+            items.append(labels | dataclasses.asdict(counts))
+    progress(f"K = {depth}", len(cells), len(cells))
     return items
+
+
+def acceptance_lengths(items: Sequence[Item]) -> tuple[list[float], list[int]]:
+    """The acceptance length of each group, and its weight: the number of drafts."""
+    drafts = [item["drafts"] for item in items]
+    return [1 + sum(item["accepted_per_position"]) / item["drafts"] for item in items], drafts

@@ -1,6 +1,6 @@
 """Comparison of two quality records by item: paired differences and non-inferiority verdicts."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ VERDICT_NOTE = (
     "margin, which the suite's authors wrote into its file before any variant was measured; in brackets, the items "
     "that an inconclusive verdict lacks."
 )
+
+_Items = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -130,58 +132,51 @@ def compare_quality(first: Path, second: Path) -> list[TaskComparison]:
     first_record, second_record = store.read(first, Quality), store.read(second, Quality)
     cure = _command(second_record.variant, first_record)
     pairing.require_same(first, second, comparison_key(first_record), comparison_key(second_record), cure)
-    first_items, second_items = items_by_task(first), items_by_task(second)
+    first_items, second_items = _items_by_task(first), _items_by_task(second)
     rows = []
     for task, score in first_record.tasks.items():
         sides = first_items[task], second_items[task]
         first_ids, second_ids = ({f"items of {task}": [item["item"] for item in items]} for items in sides)
         pairing.require_same(first, second, first_ids, second_ids, "")
-        rows.append(compare_items(task, score, second_record.tasks[task].value, *sides))
+        rows.append(_compare_items(task, score, second_record.tasks[task].value, *sides))
     return rows
 
 
-def compare_items(
-    task: str,
-    score: TaskScore,
-    second_value: float,
-    first_items: Sequence[Mapping[str, Any]],
-    second_items: Sequence[Mapping[str, Any]],
+def _compare_items(
+    task: str, score: TaskScore, second_value: float, first_items: _Items, second_items: _Items
 ) -> TaskComparison:
     """Compare one task, `score` being that of the first side; both have the same items in the same order."""
     values_a, values_b = ([item["value"] for item in items] for items in (first_items, second_items))
     weights = [item["weight"] for item in first_items]
     clusters = [item.get("cluster") or number for number, item in enumerate(first_items)]
-    answers_a, totals = intervals.by_cluster(values_a, weights, clusters)
-    answers_b, _ = intervals.by_cluster(values_b, weights, clusters)
+    means_a, totals = intervals.by_cluster(values_a, weights, clusters)
+    means_b, _ = intervals.by_cluster(values_b, weights, clusters)
     discordance = None
-    if set(answers_a) | set(answers_b) <= {0.0, 1.0}:
-        discordance = intervals.mcnemar([v == 1 for v in answers_a], [v == 1 for v in answers_b])
-        estimate = intervals.mean(answers_b - answers_a, totals)
+    if set(means_a) | set(means_b) <= {0.0, 1.0}:
+        discordance = intervals.mcnemar([v == 1 for v in means_a], [v == 1 for v in means_b])
+        estimate = intervals.mean(means_b - means_a, totals)
         # Verdict and table use the exact interval, so the bootstrap, a third of a second, is left out.
         interval = non_inferiority.paired_proportion_interval(discordance, estimate.count)
         difference = intervals.Difference(estimate.value, estimate.standard_error, *interval, estimate.count)
     else:
         difference = intervals.paired_difference(values_a, values_b, weights, clusters)
+    margin, higher_is_better = score.non_inferiority_margin, score.higher_is_better
     return TaskComparison(
         task=task,
         measure=score.measure,
-        higher_is_better=score.higher_is_better,
+        higher_is_better=higher_is_better,
         first=score.value,
         second=second_value,
         difference=difference,
         discordance=discordance,
         judgement=non_inferiority.judge_loss(
-            difference,
-            discordance,
-            margin=score.non_inferiority_margin,
-            higher_is_better=score.higher_is_better,
+            difference, discordance, margin=margin, higher_is_better=higher_is_better
         ),
     )
 
 
-def items_by_task(path: Path) -> dict[str, list[dict[str, Any]]]:
-    """Items of the quality record at `path`, by task."""
-    tasks: dict[str, list[dict[str, Any]]] = {}
+def _items_by_task(path: Path) -> dict[str, _Items]:
+    tasks: dict[str, _Items] = {}
     for item in store.read_items(path):
         tasks.setdefault(item["task"], []).append(item)
     return tasks
@@ -203,44 +198,26 @@ def comparison_table(first: Path, second: Path) -> Table:
         source_note(first_record, first),
         source_note(second_record, second),
     )
-    names = first_record.variant, second_record.variant
-    title = f"Quality: {names[0]} and {names[1]}, paired by item"
-    return paired_table(title, first_record, names, compare_quality(first, second), notes)
-
-
-def paired_table(
-    title: str,
-    record: Quality,
-    sides: tuple[str, str],
-    rows: Sequence[TaskComparison],
-    notes: tuple[str, ...] = (VERDICT_NOTE,),
-) -> Table:
-    """Paired differences, a row per task; `record` is one of the two, `sides` are their names."""
-    first, second = sides if sides[0] != sides[1] else (sides[0], f"{sides[1]} again")
+    first_name, second_name = first_record.variant, second_record.variant
     columns: dict[str, Callable[[TaskComparison], object]] = {
-        "task": lambda row: record.task_name(row.task),
+        "task": lambda row: first_record.task_name(row.task),
         "measure": lambda row: MEASURE_NAMES.get(row.measure, row.measure),
-        first: lambda row: f"{row.first:.3f}",
-        second: lambda row: f"{row.second:.3f}",
+        first_name: lambda row: f"{row.first:.3f}",
+        f"{second_name} again" if first_name == second_name else second_name: lambda row: f"{row.second:.3f}",
         "change ± SE": lambda row: f"{row.difference.value:+.3f} ± {row.difference.standard_error:.3f}",
         "95 % interval": lambda row: f"{row.difference.low:+.3f} to {row.difference.high:+.3f}",
-        "p": lambda row: _p_value(row.discordance),
+        "p": lambda row: f"{row.discordance.p_value:.3f}" if row.discordance else None,
         "margin": lambda row: f"{row.judgement.margin:g}",
         "verdict": lambda row: row.judgement.verdict,
         "items (need)": lambda row: f"{row.difference.count}{items_needed(row)}",
     }
-    return Table.from_rows(title, rows, columns, *notes, text_columns=2)
+    title = f"Quality: {first_name} and {second_name}, paired by item"
+    return Table.from_rows(title, compare_quality(first, second), columns, *notes, text_columns=2)
 
 
 def items_needed(row: TaskComparison) -> str:
     """The items that an inconclusive verdict lacks, in brackets."""
     return f" ({row.judgement.items_needed:,})" if row.judgement.items_needed else ""
-
-
-def _p_value(discordance: intervals.Discordance | None) -> str:
-    if discordance is None:
-        return "-"
-    return "<0.001" if discordance.p_value < 0.001 else f"{discordance.p_value:.3f}"
 
 
 def _command(variant: str, like: Quality) -> str:

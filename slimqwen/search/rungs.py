@@ -155,9 +155,11 @@ def count_drafts(root: Path, argument: Mapping[str, Any], progress: Progress) ->
     longest = command.max_model_len - settings.tokens - argument["deepest"] - 1
     classes = drafting.cut_prompts(settings, variant, base, longest, budget.split)
     flags = fidelity.weight_flags(command.flags)
-    return drafting.measure_drafts(
-        variant.weights, classes, settings, argument["depths"], [0.0], flags, progress
-    )
+    return [
+        item
+        for depth in argument["depths"]
+        for item in drafting.measure_drafts(variant.weights, classes, settings, depth, [0.0], flags, progress)
+    ]
 
 
 def _load(root: Path, argument: Mapping[str, Any]) -> tuple[Variant, Variant, Budget]:

@@ -7,7 +7,6 @@ Over a few rounds they are Student's t intervals.
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -183,43 +182,6 @@ def ratio_of_medians(numerator: ArrayLike, denominator: ArrayLike) -> Ratio:
     return Ratio(float(np.median(a) / np.median(b)), low, high)
 
 
-def median_interval(rounds: Mapping[int, Sequence[float]]) -> tuple[float, float]:
-    """The interval of the median of observations that were made in rounds.
-
-    Over several rounds: Student's t on the logarithms of their medians, about the median of all observations. Over one
-    round: order statistics, which assume only independent observations; with fewer than six of these the whole range,
-    whose coverage is below 95 %.
-
-    Args:
-        rounds: positive observations by the number of their round.
-
-    Raises:
-        TooFewItemsError: there are none.
-    """
-    values = sorted(value for observations in rounds.values() for value in observations)
-    if not values:
-        raise TooFewItemsError("there are no observations, so no median; measure at least 1")
-    if len(rounds) == 1:
-        rank = _median_rank(len(values))
-        return values[rank], values[-1 - rank]
-    medians = np.log([np.median(values) for values in rounds.values()])
-    standard_error = float(medians.std(ddof=1)) / math.sqrt(len(medians))
-    half_width = student_half_width(standard_error, len(medians) - 1)
-    median = float(np.median(values))
-    return median / math.exp(half_width), median * math.exp(half_width)
-
-
-@cache
-def _median_rank(count: int) -> int:
-    """The rank, from either end, at which the interval of the median of `count` values ends."""
-    tail = (1 - CONFIDENCE_LEVEL) / 2
-    # The number of values below the median has a binomial distribution.
-    rank = int(stats.binom.ppf(tail, count, 0.5))
-    if stats.binom.cdf(rank, count, 0.5) > tail:
-        rank -= 1
-    return max(rank, 0)
-
-
 def student_half_width(standard_error: float, degrees_of_freedom: float) -> float:
     """Half the width of Student's t interval at `CONFIDENCE_LEVEL`."""
     return float(stats.t.ppf((1 + CONFIDENCE_LEVEL) / 2, degrees_of_freedom)) * standard_error
@@ -276,29 +238,12 @@ def ratio_of_rounds(numerator: ArrayLike, denominator: ArrayLike, *, in_turns: b
         raise ValueError("a ratio over rounds needs positive figures")
     a, b = np.log(a), np.log(b)
     if in_turns:
-        differences = np.subtract(*_paired_arrays(a, b))
-        variance, degrees_of_freedom = float(differences.var(ddof=1)) / len(a), float(len(a) - 1)
-    else:
-        parts = a.var(ddof=1) / len(a), b.var(ddof=1) / len(b)
-        variance = float(sum(parts))
-        spread = parts[0] ** 2 / (len(a) - 1) + parts[1] ** 2 / (len(b) - 1)
-        degrees_of_freedom = float(variance**2 / spread) if spread else float(len(a) + len(b) - 2)
-    log_ratio = float(a.mean() - b.mean())
-    half_width = student_half_width(math.sqrt(variance), degrees_of_freedom)
-    return Ratio(math.exp(log_ratio), math.exp(log_ratio - half_width), math.exp(log_ratio + half_width))
-
-
-def rate_over_rounds(amounts: ArrayLike, durations: ArrayLike) -> Ratio:
-    """Sum of amounts / sum of durations, with Student's t interval over rounds.
-
-    Raises:
-        TooFewItemsError: fewer than two rounds.
-        ValueError: they differ in number.
-    """
-    a, d = _paired_arrays(amounts, durations)
-    estimate = mean(a / d, d)
-    half_width = student_half_width(estimate.standard_error, estimate.count - 1)
-    return Ratio(estimate.value, estimate.value - half_width, estimate.value + half_width)
+        a, b = np.subtract(*_paired_arrays(a, b)), np.zeros(1)
+    log_ratio = low = high = float(a.mean() - b.mean())
+    if a.std() or b.std():  # rounds that agree have a ratio without width
+        test = stats.ttest_1samp(a, 0) if in_turns else stats.ttest_ind(a, b, equal_var=False)
+        low, high = map(float, test.confidence_interval(CONFIDENCE_LEVEL))
+    return Ratio(math.exp(log_ratio), math.exp(low), math.exp(high))
 
 
 def paired_ratio(

@@ -193,49 +193,6 @@ def test_a_cluster_weighs_what_its_items_weigh_wherever_they_stand():
         intervals.mean([1.0, 2.0], clusters=["a", "a"])
 
 
-@pytest.mark.parametrize(
-    ("count", "places"), [(2, (0, 1)), (6, (0, 5)), (10, (1, 8)), (100, (39, 60)), (3000, (1445, 1554))]
-)
-def test_the_interval_of_a_median_of_one_round_is_the_exact_one(count, places):
-    low, high = intervals.median_interval({0: range(count)})
-    # Places from tables of the sign test, such as Conover, Practical Nonparametric Statistics, table A3.
-    assert low == pytest.approx(places[0], abs=1 if count > 100 else 0)
-    assert high == pytest.approx(places[1], abs=1 if count > 100 else 0)
-
-
-def test_the_interval_of_a_median_knows_what_a_round_has_in_common():
-    """Order statistics of all requests together would cover 60 %."""
-    rng = np.random.default_rng(4)
-    inside = 0
-    for _ in range(400):
-        rounds = {n: np.exp(rng.normal(0, 0.03) + rng.normal(0, 0.03, 16)) for n in range(6)}
-        low, high = intervals.median_interval({n: [float(x) for x in one] for n, one in rounds.items()})
-        inside += low <= 1 <= high
-    assert 0.9 <= inside / 400 <= 0.99
-
-
-def test_the_interval_of_a_median_over_rounds_is_students_on_the_logarithms():
-    # Logarithms of the medians are 0, ln 2 and ln 4: a standard error of ln 2 / sqrt(3), two degrees of freedom.
-    reach = float(stats.t.ppf(0.975, 2)) * math.log(2) / math.sqrt(3)
-    interval = intervals.median_interval({0: [1, 1, 1], 1: [2, 2, 2, 3, 1], 2: [4, 4, 9]})
-    assert interval == pytest.approx((2 / math.exp(reach), 2 * math.exp(reach)))
-
-
-def test_no_observation_has_no_median():
-    with pytest.raises(intervals.TooFewItemsError):
-        intervals.median_interval({})
-
-
-def test_a_rate_over_rounds_has_students_interval():
-    rate = intervals.rate_over_rounds([10, 20, 30], [1, 1, 1])
-    assert rate.value == 20
-    # Student's t of 0.975 with two degrees of freedom is 4.303; the standard error is 10 / sqrt(3).
-    assert (rate.low, rate.high) == pytest.approx((20 - 24.84, 20 + 24.84), abs=0.01)
-    assert intervals.rate_over_rounds([10, 60], [1, 3]).value == pytest.approx(17.5)
-    with pytest.raises(intervals.TooFewItemsError):
-        intervals.rate_over_rounds([1], [1])
-
-
 @pytest.mark.parametrize(("higher_is_better", "side"), [(True, "greater"), (False, "less")])
 def test_a_p_value_is_that_of_students_test_of_one_sample(higher_is_better, side):
     values = np.random.default_rng(5).normal(0.3, 1, 25)
