@@ -145,16 +145,6 @@ def test_repeats_of_one_item_count_as_one_observation(parse):
     assert row.settings == {"repeats": 3}
 
 
-def test_items_that_share_a_passage_are_one_observation(recorded, parse):
-    for sample, passage in zip(recorded["samples"]["small_facts"], ("a", "b", "b"), strict=True):
-        sample["doc"]["passage"] = passage
-    row, items = parse("small_facts", cluster_by="passage")
-    assert (row.item_count, row.cluster_count) == (3, 2)
-    assert items[1].cluster == items[2].cluster != items[0].cluster
-    with pytest.raises(EvalError, match="no chapter"):
-        parse("small_facts", cluster_by="chapter")
-
-
 def test_several_parts_of_a_task_are_numbered_one_after_the_other(recorded):
     samples = recorded["samples"]["small_facts"]
     items = lm_eval_run.parse_samples(
@@ -413,19 +403,18 @@ def test_data_that_were_not_fetched_are_named_before_a_server_starts(add_served,
 
 
 @pytest.mark.parametrize(
-    ("content", "thinking", "drops", "text"),
+    ("content", "thinking", "text"),
     [
-        ("so </think>\n\nsalt", True, True, "\n\nsalt"),
-        ("so </think>\n\nsalt", True, False, "so </think>\n\nsalt"),
-        ("so and so and", True, True, ""),
-        ("salt", False, True, "salt"),
-        ("salt", None, True, ""),
-        ("<think>\nso and", False, True, ""),
-        ("<think>\nso and", False, False, "<think>\nso and"),
+        ("so </think>\n\nsalt", True, "\n\nsalt"),
+        ("so and so and", True, ""),
+        ("salt", False, "salt"),
+        ("<think>\nso and", False, ""),
+        ("<think>\nso </think>salt", False, "salt"),
+        ("<think>\nso and", None, "<think>\nso and"),
     ],
 )
-def test_the_response_is_what_follows_the_thoughts(content, thinking, drops, text):
-    client = SimpleNamespace(thinking=thinking, drops_thoughts=drops)
+def test_the_response_is_what_follows_the_thoughts(content, thinking, text):
+    client = SimpleNamespace(thinking=thinking)
     outputs, choice = {"usage": {"completion_tokens": 7}}, {"finish_reason": "length"}
     response = ServedCompletions._generation(client, outputs, content, choice)
     assert (response, response.finish_reason, response.tokens) == (text, "length", 7)
@@ -469,17 +458,14 @@ def test_a_template_without_a_thinking_switch_is_named(small_suite, add_served, 
 
 
 @pytest.mark.parametrize("thinking", [True, False])
-def test_a_task_that_thinks_is_rendered_so_and_gets_tokens_for_its_thoughts(
-    small_suite, add_served, stand_in, thinking
-):
+def test_a_task_that_switches_thinking_is_rendered_so(small_suite, add_served, stand_in, thinking):
     server = stand_in()
     one = add_served("tiny", server)
     template = "{% for m in messages %}Q {{ m.content }}{% endfor %}{% if enable_thinking %} A{% endif %}"
     (one.server.weights / "chat_template.jinja").write_text(template)
-    suite = facts_alone(small_suite, thinking=thinking, thinking_tokens=7)
-    scores = score(suite.model_copy(update={"chat_template": True}), one, limit=2)
-    assert scores.tasks["small_facts"].settings == {"thinking": thinking, "thinking_tokens": 7}
-    assert {request["max_tokens"] for request in server.requests} == {11 if thinking else 4}
+    suite = facts_alone(small_suite, thinking=thinking).model_copy(update={"chat_template": True})
+    scores = score(suite, one, limit=2)
+    assert scores.tasks["small_facts"].settings == {"thinking": thinking}
     assert {request["prompt"][0][-1] == WORDS.index("A") for request in server.requests} == {thinking}
 
 

@@ -51,8 +51,8 @@ class ServedCompletions(LocalCompletionsAPI):  # type: ignore[misc]  # lm_eval i
     No request is sent after one that failed, because the server is probably gone.
 
     Attributes:
-        thinking: enable_thinking of the chat template; None where prompts are rendered already.
-        drops_thoughts: whether responses exclude the thoughts; a response with unfinished thoughts is empty.
+        thinking: enable_thinking of the chat template; responses then exclude the thoughts, and one with unfinished
+            thoughts is empty. None where prompts are rendered already: responses stay as they are.
         task: name of the task that the requests belong to.
         activity: current activity, for progress and errors.
     """
@@ -62,7 +62,6 @@ class ServedCompletions(LocalCompletionsAPI):  # type: ignore[misc]  # lm_eval i
     ) -> None:
         super().__init__(max_length=max_model_len, timeout=_TIMEOUT_S, **arguments)
         self.thinking: bool | None = None
-        self.drops_thoughts = False
         self.task = ""
         self._progress, self._answers, self._max_model_len = progress, answers, max_model_len
         self._failure: Exception | None = None
@@ -139,11 +138,11 @@ class ServedCompletions(LocalCompletionsAPI):  # type: ignore[misc]  # lm_eval i
             gen_kwargs=copy.deepcopy(gen_kwargs),
             seed=self._seed,
         )
-        return {"payload": payload, "context_tokens": ctxlens, "drops_thoughts": self.drops_thoughts}
+        return {"payload": payload, "context_tokens": ctxlens, "thinking": self.thinking}
 
     def _generation(self, outputs: Any, text: str, choice: Any) -> Generation:
-        if self.drops_thoughts:
-            is_thinking = self.thinking is not False or text.lstrip().startswith(THOUGHTS_START)
+        if self.thinking is not None:
+            is_thinking = self.thinking or text.lstrip().startswith(THOUGHTS_START)
             _, end, response = text.rpartition(THOUGHTS_END)
             text = response if end or not is_thinking else ""
         return Generation(text, choice["finish_reason"], outputs.get("usage", {}).get("completion_tokens"))

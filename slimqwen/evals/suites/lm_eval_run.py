@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from slimqwen.evals.suites.lm_eval_client import ServedCompletions
 
 SEED = 1234
-_DEFAULT_MAX_GEN_TOKS = 256  # lm-eval's, for tasks that state none
 _QUESTION = [{"role": "user", "content": "?"}]
 
 
@@ -44,7 +43,7 @@ class Item:
         output: text that was scored; None if nothing is generated.
         truncated: whether the token limit cut the output; None if nothing is generated.
         repeat: number of the generation of this item, from 0.
-        cluster: hash shared by items that are not independent observations; None for an item of its own.
+        cluster: hash shared by the generations of one item; None where each item has a single one.
         output_tokens: generated tokens with thoughts; None if nothing is generated or the server does not say.
     """
 
@@ -150,11 +149,10 @@ def run_suite(
             thinking = task.thinking if rendered else None
             if rendered and thinking is None:
                 thinking = thinks_by_default(client.tokenizer)
-            lm_eval_tasks = _load_tasks(manager, suite, task, thinks=thinking is True)
+            lm_eval_tasks = _load_tasks(manager, suite, task)
             count = task.items_to_decide if limit == AUTO else limit
             item_numbers = _select_items(lm_eval_tasks, suite, count, part, split)
             client.task, client.thinking = task.name, thinking
-            client.drops_thoughts = rendered and not task.reads_thoughts
             repeats = range(task.repeats if item_numbers else 0)
             results = [
                 _evaluate(
@@ -275,7 +273,7 @@ def _make_client(
     return client
 
 
-def _load_tasks(manager: Any, suite: Suite, task: SuiteTask, *, thinks: bool) -> dict[str, Any]:
+def _load_tasks(manager: Any, suite: Suite, task: SuiteTask) -> dict[str, Any]:
     """lm-eval tasks that a task of the suite consists of, by name."""
     name = task.lm_eval_name
     names = manager.task_index[name].cfg["task"] if name in manager.all_groups else [name]
@@ -289,10 +287,6 @@ def _load_tasks(manager: Any, suite: Suite, task: SuiteTask, *, thinks: bool) ->
         lm_eval_task.set_fewshot_seed(SEED)
         if (process := lm_eval_task.config.process_docs) is not None:
             lm_eval_task.set_config("process_docs", _seeded(process))
-        if lm_eval_task.OUTPUT_TYPE == "generate_until":
-            max_tokens = lm_eval_task.config.generation_kwargs.get("max_gen_toks", _DEFAULT_MAX_GEN_TOKS)
-            max_tokens += task.thinking_tokens if thinks else 0
-            lm_eval_task.set_config("generation_kwargs", {"max_gen_toks": max_tokens}, update=True)
     return lm_eval_tasks
 
 
@@ -376,13 +370,6 @@ def _item(task: SuiteTask, sample: Mapping[str, Any], offset: int, repeat: int) 
     output = sample["resps"][0][0]
     is_text = isinstance(output, str)
     item = _hash([task.name, sample["doc"]])
-    cluster = item if task.repeats > 1 else None
-    if task.cluster_by is not None:
-        if task.cluster_by not in sample["doc"]:
-            raise EvalError(
-                f"{task.name}: the items have no {task.cluster_by}; correct cluster_by in the suite"
-            )
-        cluster = _hash([task.name, sample["doc"][task.cluster_by]])
     return Item(
         task=task.name,
         index=offset + int(sample["doc_id"]),
@@ -392,7 +379,7 @@ def _item(task: SuiteTask, sample: Mapping[str, Any], offset: int, repeat: int) 
         output=str(output) if is_text else None,
         truncated=getattr(output, "finish_reason", None) == "length" if is_text else None,
         repeat=repeat,
-        cluster=cluster,
+        cluster=item if task.repeats > 1 else None,
         output_tokens=getattr(output, "tokens", None),
     )
 

@@ -8,7 +8,6 @@ from pydantic import (
     ConfigDict,
     Field,
     NonNegativeFloat,
-    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
 )
@@ -44,11 +43,8 @@ class SuiteTask(BaseModel):
         assumed_deviation: for other measures, the standard deviation of the paired differences.
         definition: lm-eval task, or group of tasks whose items are pooled; the name by default.
         overrides: fields of that definition to replace.
-        thinking: enable_thinking of the chat template; None leaves the default.
-        thinking_tokens: tokens added to the limit of a generation that thinks.
-        reads_thoughts: whether scoring sees the thoughts; otherwise only the text after them.
+        thinking: enable_thinking of the chat template; None leaves the default. Thoughts are not scored.
         repeats: generations of each item, each with its own seed.
-        cluster_by: field of an item that names the passage it shares with other items.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -62,10 +58,7 @@ class SuiteTask(BaseModel):
     definition: str | None = None
     overrides: dict[str, Any] = {}
     thinking: bool | None = None
-    thinking_tokens: NonNegativeInt = 0
-    reads_thoughts: bool = False
     repeats: PositiveInt = 1
-    cluster_by: str | None = None
 
     @property
     def lm_eval_name(self) -> str:
@@ -87,9 +80,7 @@ class SuiteTask(BaseModel):
         Args:
             rendered: whether prompts go through a chat template.
         """
-        names = {"definition", "overrides", "repeats", "cluster_by"}
-        if rendered:
-            names |= {"thinking", "thinking_tokens", "reads_thoughts"}
+        names = {"definition", "overrides", "repeats", *(["thinking"] if rendered else [])}
         return self.model_dump(include=names, exclude_defaults=True)
 
 
