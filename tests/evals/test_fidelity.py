@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 
 from slimqwen import variant
 from slimqwen.errors import SlimqwenError
@@ -35,7 +34,7 @@ from slimqwen.records.split import Split
 from slimqwen.serving.server import free_port
 from slimqwen.serving.shared_server import ServerLostError, SharedServer
 from slimqwen.stats.verdict import Verdict
-from tests.evals.damage import Damage, damage
+from tests.checkpoints import edited_tensors
 from tests.evals.gate_checks import figures_of
 
 ROOT = variant.repository_root()
@@ -97,20 +96,22 @@ def in_mode(texts, mode):
 def noisy(tmp_path_factory):
     """One layer's down projection with noise of a quarter of its size."""
     folder = shutil.copytree(TINY, tmp_path_factory.mktemp("damaged") / "noisy")
-    tensors = load_file(folder / "model.safetensors")
-    name = "model.layers.1.mlp.down_proj.weight"
-    weight = tensors[name].float()
-    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)) * weight.std() / 4
-    tensors[name] = (weight + noise).bfloat16()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with edited_tensors(folder) as tensors:
+        name = "model.layers.1.mlp.down_proj.weight"
+        weight = tensors[name].float()
+        noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)) * weight.std() / 4
+        tensors[name] = (weight + noise).bfloat16()
     return folder
 
 
 @pytest.fixture(scope="module")
 def swapped(tmp_path_factory):
     """Five per cent of the embedding's rows in each other's places."""
-    folder = tmp_path_factory.mktemp("swapped")
-    damage(TINY, folder, Damage.ROWS, seed=0)
+    folder = shutil.copytree(TINY, tmp_path_factory.mktemp("damaged") / "swapped")
+    with edited_tensors(folder) as tensors:
+        table = tensors["model.embed_tokens.weight"]
+        rows = torch.randperm(len(table), generator=torch.Generator().manual_seed(0))[: len(table) // 20]
+        table[rows] = table[rows.roll(1)]
     return folder
 
 
