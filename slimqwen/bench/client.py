@@ -16,7 +16,7 @@ from slimqwen.captured_log import capture_output
 from slimqwen.host_load import Watch
 from slimqwen.serving import metrics
 from slimqwen.serving.server import RunningServer
-from slimqwen.serving.shared_server import ServerLostError, get, server_lost
+from slimqwen.serving.shared_server import ServerLostError, get_response, server_lost
 from slimqwen.text.prompts import Tokens
 from slimqwen.vllm_plugin.api_key import authorization
 
@@ -30,7 +30,7 @@ def counters(base_url: str) -> Mapping[str, float]:
     Raises:
         ServerLostError: the server does not answer.
     """
-    return metrics.read(get(f"{base_url}/metrics").text)
+    return metrics.read_metrics(get_response(f"{base_url}/metrics").text)
 
 
 def send(

@@ -254,7 +254,7 @@ def phases(log: str, ready_seconds: float, first_token_seconds: float) -> dict[s
         )
     # On a GPU each worker logs the total, draft model included; on a CPU vLLM logs the two parts of every model.
     loading = max(total_load_s) if total_load_s else sum(part_loads_s)
-    compiling = sum(graph.seconds for graph in baked_cache.graphs(log))
+    compiling = sum(graph.seconds for graph in baked_cache.read_graphs(log))
     if warm_up.FAILED in log:
         raise BenchError("the server's warm-up failed, so its start is no measurement; its log says why")
     requests_line = _REQUESTS.search(log)
@@ -304,7 +304,7 @@ def _start(command: ServerCommand, log: Path, all_logs: Path) -> Start:
             ready_seconds = time.monotonic() - started
             log_text = _text(log)
             first_token_seconds = time_first_token(server)
-        graphs = baked_cache.graphs(_text(log))
+        graphs = baked_cache.read_graphs(_text(log))
     finally:
         with all_logs.open("a", encoding="utf-8") as output:
             output.write(_text(log))

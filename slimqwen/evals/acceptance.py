@@ -145,7 +145,7 @@ def measure_acceptance(
         ServingError: the variant is measured for speed and memory only.
         EvalError: the checkpoint has no MTP head, or the engine drafts nothing.
     """
-    speed_only.refuse(variant, "acceptance")
+    speed_only.refuse_speed_only(variant, "acceptance")
     started = provenance.utc_now()
     settings = AcceptanceSettings.load(settings_name, variant.root)
     baseline = variants.load(variant.baseline, variant.root) if variant.baseline else variant

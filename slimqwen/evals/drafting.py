@@ -140,16 +140,16 @@ def measure_drafts(
     with in_process.engine(
         weights,
         num_speculative_tokens=depth,
-        max_model_len=draft_counts.context_len(longest, depth),
+        max_model_len=draft_counts.needed_context(longest, depth),
         # CUDA graphs decide a GPU's speed. On a CPU only counts matter, and compiling costs minutes.
         enforce_eager=platforms.detect() == "cpu",
         **{name.replace("-", "_"): value for name, value in flags.items()},
     ) as llm:
         # The first requests run cold code; their time must not count for the first group.
-        draft_counts.count(llm, [next(iter(classes.values()))[0]], tokens=8)
+        draft_counts.count_drafts(llm, [next(iter(classes.values()))[0]], tokens=8)
         for name, temperature, group in cells:
             progress(f"K = {depth}: {name}, temperature {temperature:g}", len(items), len(cells))
-            counts = draft_counts.count(
+            counts = draft_counts.count_drafts(
                 llm,
                 classes[name][group :: settings.groups],
                 tokens=settings.tokens,

@@ -141,7 +141,7 @@ def measure_fidelity(
     """
     from slimqwen.evals import token_distributions
 
-    speed_only.refuse(variant, "fidelity")
+    speed_only.refuse_speed_only(variant, "fidelity")
     started = provenance.utc_now()
     root = variant.root
     settings = FidelitySettings.load(settings_name, root)
@@ -161,7 +161,7 @@ def measure_fidelity(
         reference, variant.weights, flags=weight_flags(server_command.flags), progress=progress
     )
     log = root / "logs" / f"fidelity-server-{variant.name}.log"
-    with shared_server.serve(variant, port=port, log=log, progress=progress) as server:
+    with shared_server.share_server(variant, port=port, log=log, progress=progress) as server:
         texts += token_distributions.compare_served(reference, server, progress=progress)
     modes = summarise_texts(texts)
     verdicts = {mode: judge_figures(figures, settings.limits) for mode, figures in modes.items()}

@@ -113,7 +113,7 @@ def _read_findings(path: Path) -> list[Finding]:
     return [Finding.model_validate(item) for item in store.read_items(path)]
 
 
-@spawner.shared()
+@spawner.share_spawner()
 def measure_gate(
     variant: Variant, settings_name: str, *, command: Sequence[str], progress: Progress = silent
 ) -> Path:
@@ -123,7 +123,7 @@ def measure_gate(
         ServingError: the variant is measured for speed and memory only.
         EvalError: the variant has no baseline.
     """
-    speed_only.refuse(variant, "the gate's checks")
+    speed_only.refuse_speed_only(variant, "the gate's checks")
     started = provenance.utc_now()
     settings = GateSettings.load(settings_name, variant.root)
     baseline = baseline_of(variant)

@@ -27,7 +27,7 @@ from slimqwen.records.record import (
 from slimqwen.records.split import Split, SplitRecord
 from slimqwen.serving import speed_only
 from slimqwen.serving.server import free_port
-from slimqwen.serving.shared_server import ServerLostError, SharedServer, serve
+from slimqwen.serving.shared_server import ServerLostError, SharedServer, share_server
 from slimqwen.stats import intervals, non_inferiority
 from slimqwen.variant import Variant
 
@@ -213,7 +213,7 @@ def measure_quality(
     log = variant.root / "logs" / f"serve-{variant.name}.log"
     key_parts = suite.model_dump(mode="json"), limit, str(split)
     with (
-        serve(variant, port=port, log=log, progress=progress) as server,
+        share_server(variant, port=port, log=log, progress=progress) as server,
         locked(journal_file("quality", server.server.command, *key_parts)) as answers,
     ):
         try:
@@ -246,12 +246,12 @@ def score_part(
     """
     _require_measurable(variant, suite)
     log = variant.root / "logs" / f"serve-{variant.name}-{part}.log"
-    with serve(variant, port=free_port(), log=log, progress=progress) as server:
+    with share_server(variant, port=free_port(), log=log, progress=progress) as server:
         return _score(server, suite, part, command, limit=limit, split=split, progress=progress)
 
 
 def _require_measurable(variant: Variant, suite: Suite) -> None:
-    speed_only.refuse(variant, "quality")
+    speed_only.refuse_speed_only(variant, "quality")
     datasets.require_datasets(suite.datasets, suite.nltk, variant.root)
 
 

@@ -12,7 +12,7 @@ from slimqwen.serving import baked_cache
 from slimqwen.serving.command import ServerCommand
 from slimqwen.variant import repository_root
 
-_HOST_FACTS = ("instruction set", "cores", "compute capability", "CUDA", "python", "environment")
+_HOST_FACTS = ("instruction set", "cores", "GPU", "compute capability", "CUDA", "python", "environment")
 """What the serving host is compared with when it starts, and what the image is built to be."""
 
 
@@ -50,7 +50,7 @@ def read_imported_cache(command: ServerCommand, archive: Path) -> baked_cache.Ba
     differences = [
         f"{name} of its checkpoint differs" for name in names if listed.get(name) != present.get(name)
     ]
-    differences += baked_cache.differences(
+    differences += baked_cache.list_differences(
         baked, _facts_of_image(baked, command), command.flags, command.variables
     )
     if differences:
@@ -69,7 +69,10 @@ def _facts_of_image(baked: baked_cache.BakedCache, command: ServerCommand) -> di
         "flashinfer": pins.get("flashinfer-python", "none"),
     }
     facts = {name: fact for name, fact in baked.machine.items() if name in _HOST_FACTS}
-    facts |= {"platform": command.platform, "engine fixes": baked_cache.this_machine("cpu")["engine fixes"]}
+    facts |= {
+        "platform": command.platform,
+        "engine fixes": baked_cache.describe_machine("cpu")["engine fixes"],
+    }
     for name in {"vllm", "torch", "triton", "flashinfer"} & baked.machine.keys():
         # torch's own build tag is not in the lock of a CUDA host.
         is_same = baked.machine[name].partition("+")[0] == pins[name].partition("+")[0]

@@ -147,7 +147,7 @@ def server_faults(seen: Mapping[str, Any], log: str, *, has_cache: bool) -> Iter
         yield "it did not answer a chat"
     if seen["exit_code"] != 0:
         yield f"after SIGTERM it ended with exit code {seen['exit_code']}"
-    graphs = baked_cache.graphs(log) if has_cache else []
+    graphs = baked_cache.read_graphs(log) if has_cache else []
     if has_cache and not graphs:
         yield "it loaded no compiled graph"
     for graph in graphs:

@@ -58,11 +58,10 @@ def make_archive(
             )
         destination.mkdir(parents=True, exist_ok=True)
         progress("packing", 0, 0)
-        baked = baked_cache.pack(
+        baked = baked_cache.pack_cache(
             cache_root,
             destination,
             machine=build.machine,
-            device=model.name,
             flags=build.flags,
             environment=build.environment,
             graphs={},

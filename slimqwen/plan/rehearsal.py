@@ -188,7 +188,7 @@ def _ask(request: _Request, log: Path, progress: Progress) -> list[_Answer]:
 
 def decisive_flags(command: ServerCommand) -> dict[str, str]:
     """The flags, values as JSON, and variables of a server that its plan depends on, by name."""
-    return baked_cache.decisive(command.flags) | dict(command.variables)
+    return baked_cache.decisive_flags(command.flags) | dict(command.variables)
 
 
 def main() -> None:
@@ -308,8 +308,8 @@ def _compile(
     libraries = [spec for module in specs.values() for spec in module]
     return GpuBuild(
         seconds=jit_modules.build_libraries(libraries, cache_root / baked_cache.LIBRARIES),
-        machine=baked_cache.this_machine(command.platform, command.variables),
-        flags=baked_cache.decisive(command.flags),
+        machine=baked_cache.describe_machine(command.platform),
+        flags=baked_cache.decisive_flags(command.flags),
         environment=dict(command.variables),
     )
 

@@ -40,7 +40,7 @@ def name_gpu_here(command: ServerCommand) -> str:
     """
     if command.platform == "cpu":
         return CPU
-    device = gpu.first_visible(command.variables)
+    device = gpu.first_gpu()
     if device is None:
         raise MissingPlanError("no GPU here to look up a plan for")
     for name, model in gpu_model.read_gpu_models(command.variant.root).items():

@@ -85,7 +85,7 @@ def main() -> None:
         api_server.import_server()
     api_server.freeze()
     if options:
-        spawner.fork(spawner.new_variables(before), int(descriptor))
+        spawner.fork_spawner(spawner.new_variables(before), int(descriptor))
     with Connection(int(descriptor), readable=False) as runner, suppress(EOFError):
         while True:
             environment, job = pickle.load(sys.stdin.buffer)

@@ -29,7 +29,6 @@ from slimqwen.file_lock import hold_lock
 from slimqwen.serving import gpu
 from slimqwen.serving import platform as machine
 from slimqwen.serving.errors import ServingError
-from slimqwen.serving.gpu import NOTHING
 
 ARCHIVE, MANIFEST = COMPILE_CACHE
 
@@ -77,8 +76,7 @@ class BakedCache(BaseModel):
     """compile_cache.json.
 
     Attributes:
-        machine: what has to be equal to use it, by name: versions, platform, compute capability or instruction set.
-        device: the name of the GPU it was made on; another of the same compute capability may use it. Empty on a CPU.
+        machine: what has to be equal to use it, by name: versions, platform, GPU or instruction set.
         flags: vLLM's flags by name, each value as JSON.
         environment: the variables a config.env gave.
         graphs: compiled graph -> seconds that its compilation took.
@@ -91,7 +89,6 @@ class BakedCache(BaseModel):
 
     schema_version: Literal[1] = 1
     machine: dict[str, str]
-    device: str
     flags: dict[str, str]
     environment: dict[str, str]
     graphs: dict[str, float]
@@ -107,7 +104,7 @@ class BakedCache(BaseModel):
 
 
 @dataclass(frozen=True)
-class Graph:
+class CompiledGraph:
     """How a start came to one compiled graph.
 
     Attributes:
@@ -123,12 +120,8 @@ class Graph:
     why_compiled: str
 
 
-def this_machine(platform: machine.Platform, environment: Mapping[str, str] = NOTHING) -> dict[str, str]:
-    """What decides whether compiled code runs here and is what vLLM would compile here, by name.
-
-    Args:
-        environment: variables of the config.env, which may choose the GPU.
-    """
+def describe_machine(platform: machine.Platform) -> dict[str, str]:
+    """What decides whether compiled code runs here and is what vLLM would compile here, by name."""
     facts = {
         "platform": platform,
         "vllm": _version("vllm"),
@@ -144,22 +137,17 @@ def this_machine(platform: machine.Platform, environment: Mapping[str, str] = NO
     # Heavy, and not needed on a CPU.
     import torch
 
-    device = gpu.first_visible(environment)
+    device = gpu.first_gpu()
     return facts | {
         "CUDA": str(torch.version.cuda),
         "triton": _version("triton"),
         "flashinfer": _version("flashinfer-python"),
+        "GPU": device.name if device else "none",
         "compute capability": device.capability if device else "none",
     }
 
 
-def this_device(platform: machine.Platform, environment: Mapping[str, str] = NOTHING) -> str:
-    """Name of the server's first GPU, empty on a CPU."""
-    device = gpu.first_visible(environment) if platform == "cuda" else None
-    return device.name if device else ""
-
-
-def decisive(flags: Mapping[str, Any]) -> dict[str, str]:
+def decisive_flags(flags: Mapping[str, Any]) -> dict[str, str]:
     """The flags that a compiled graph may depend on, each value as JSON."""
     return {
         name: json.dumps(value, sort_keys=True, default=str)
@@ -168,7 +156,7 @@ def decisive(flags: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def read(folder: Path) -> BakedCache | None:
+def read_manifest(folder: Path) -> BakedCache | None:
     """The manifest beside a checkpoint, None where no cache was baked.
 
     Raises:
@@ -184,7 +172,7 @@ def read(folder: Path) -> BakedCache | None:
         ) from None
 
 
-def differences(
+def list_differences(
     baked: BakedCache,
     facts: Mapping[str, str],
     flags: Mapping[str, Any],
@@ -193,7 +181,7 @@ def differences(
     """What forbids the cache here, each in words; empty where nothing does."""
     pairs = (
         ("", baked.machine, facts),
-        ("--", baked.flags, decisive(flags)),
+        ("--", baked.flags, decisive_flags(flags)),
         ("", baked.environment, environment),
     )
     return [
@@ -204,13 +192,13 @@ def differences(
     ]
 
 
-def pack(root: Path, destination: Path, **made_by: Any) -> BakedCache:
+def pack_cache(root: Path, destination: Path, **made_by: Any) -> BakedCache:
     """Pack what lies under a cache root into an archive and its manifest.
 
     Args:
         root: the cache root, nobody writing to it any more.
         destination: the folder for both.
-        made_by: the manifest's machine, device, flags, environment, graphs and libraries.
+        made_by: the manifest's machine, flags, environment, graphs and libraries.
 
     Raises:
         ServingError: no compiled graph is there although the manifest names one, or nothing is there at all.
@@ -239,7 +227,7 @@ def _is_packed(path: Path, root: Path) -> bool:
     return (root / KERNELS) not in path.parents or path.suffix in _READ_OF_KERNELS
 
 
-def restore(folder: Path, baked: BakedCache, root: Path) -> None:
+def restore_cache(folder: Path, baked: BakedCache, root: Path) -> None:
     """Bring a cache root to what the archive beside a checkpoint holds; what is there and whole is left alone.
 
     Of two starts at once one restores and the other waits for it.
@@ -291,10 +279,10 @@ LINE = re.compile(
 """How `compile_watch` says it in vLLM's log."""
 
 
-def graphs(log: str) -> list[Graph]:
+def read_graphs(log: str) -> list[CompiledGraph]:
     """What a start's log says of each graph, in order."""
     return [
-        Graph(match["name"], match["how"] != "compiled", float(match["seconds"]), match["why"] or "")
+        CompiledGraph(match["name"], match["how"] != "compiled", float(match["seconds"]), match["why"] or "")
         for match in LINE.finditer(log)
     ]
 

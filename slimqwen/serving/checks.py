@@ -15,7 +15,7 @@ from slimqwen.serving import platform as machine
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
 from slimqwen.variant import ConfigError, making_command
-from slimqwen.vllm_plugin import compile_watch, endpoints
+from slimqwen.vllm_plugin import registration
 
 _ENGINE_OVERHEAD_BYTES = 1536 * 2**20
 """Imports and activations of vLLM on a CPU: 1.1 GiB resident were measured, the rest is a margin."""
@@ -36,7 +36,7 @@ class Trouble:
     evidence: str
 
 
-def check(command: ServerCommand, trouble: Iterable[Trouble] = ()) -> None:
+def check_command(command: ServerCommand, trouble: Iterable[Trouble] = ()) -> None:
     """Refuse a command that cannot serve.
 
     Args:
@@ -146,7 +146,7 @@ def _check_context(command: ServerCommand) -> None:
 def _check_requests(command: ServerCommand) -> None:
     """Check the plugins, the thinking budget and the chat template that every request goes through."""
     variant, flags = command.variant, command.flags
-    endpoints.require_registered(command.environment)
+    registration.require_plugins(command.environment)
     budget = variant.settings.get("THINKING_TOKEN_BUDGET")
     if budget is not None and not {"reasoning-parser", "reasoning-config"} & flags.keys():
         raise ServingError(
@@ -163,7 +163,6 @@ def _check_cache(command: ServerCommand) -> None:
     cache = command.cache
     if cache is None or not cache.required:
         return
-    compile_watch.require_registered(command.environment)
     name = command.variant.name
     if cache.usable and not cache.usable.graphs:
         raise ServingError(
@@ -192,8 +191,7 @@ def _check_memory(command: ServerCommand) -> None:
         parts = f"weights {_gib(weights)}, KV cache {_gib(kv_cache)}, engine {_gib(_ENGINE_OVERHEAD_BYTES)}"
         cure = "free some memory or lower VLLM_CPU_KVCACHE_SPACE"
     else:
-        device = gpu.first_visible(command.variables)
-        available, total = gpu.free_and_total_memory(device.index if device else None)
+        available, total = gpu.free_and_total_memory()
         share = float(command.flags.get("gpu-memory-utilization", 0.92))
         for flag in ("tensor-parallel-size", "pipeline-parallel-size"):
             weights //= int(command.flags.get(flag, 1))

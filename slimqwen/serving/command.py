@@ -22,7 +22,7 @@ from slimqwen.serving.context_length import resolve_context
 from slimqwen.serving.errors import ServingError
 from slimqwen.serving.platform import Platform
 from slimqwen.variant import Variant
-from slimqwen.vllm_plugin import api_server, compile_watch, endpoints, engine_facts, policy
+from slimqwen.vllm_plugin import api_server, compile_watch, engine_facts, policy, registration
 
 VARIANT_VARIABLE = "SLIMQWEN_VARIANT"
 """Variable of a server's environment that names the variant it serves."""
@@ -34,7 +34,6 @@ _OWN_CODE = (
     "--middleware",
     "slimqwen.vllm_plugin.readiness.Readiness",
 )
-_PLUGINS = ("slimqwen_engine_fixes", compile_watch.PLUGIN, endpoints.PLUGIN)
 _CPU_KV_CACHE_GIB = 4  # where config.env sets no VLLM_CPU_KVCACHE_SPACE
 
 
@@ -149,7 +148,7 @@ class ServerCommand:
         flags["port"] = port if port is not None else flags.get("port", 8000)
         argv["port"] = ("--port", str(flags["port"]))
         # Unset, vLLM loads no plugin that adds routes; set, its compile key holds the list.
-        variables = {"VLLM_PLUGINS": ",".join(_PLUGINS), **resolved.environment}
+        variables = {"VLLM_PLUGINS": ",".join(registration.PLUGINS), **resolved.environment}
         required = require_baked or variant.require_baked
         cache = None
         if not flags.get("enforce-eager"):
@@ -254,8 +253,7 @@ class ServerCommand:
         """The same command with an unbaked compile cache in another folder: for baking, and to time a cold start."""
         assert self.cache is not None
         cache = CompileCache(root, None, (), required=False)
-        variables = _cache_environment(cache, self.platform, self.variables)
-        return self._with(variables, cache=cache)
+        return self._with(_cache_environment(cache, self.platform), cache=cache)
 
     def compared_with_plan(self, expected: engine_facts.PlanExpectation) -> "ServerCommand":
         """The same command, whose server compares its engine with a plan when it starts."""
@@ -289,14 +287,14 @@ def _compile_cache(
     variables: Mapping[str, str],
     required: bool,
 ) -> CompileCache:
-    baked = baked_cache.read(variant.weights)
+    baked = baked_cache.read_manifest(variant.weights)
     differences: tuple[str, ...] = ()
     # vLLM's own cache key has left flags out before (num_speculative_tokens), so each set of flags has its own root.
-    key = json.dumps({"model": str(variant.weights), **baked_cache.decisive(flags)}, sort_keys=True)
+    key = json.dumps({"model": str(variant.weights), **baked_cache.decisive_flags(flags)}, sort_keys=True)
     name = f"{variant.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     if baked is not None:
-        facts = baked_cache.this_machine(platform, variables)
-        differences = tuple(baked_cache.differences(baked, facts, flags, variables))
+        facts = baked_cache.describe_machine(platform)
+        differences = tuple(baked_cache.list_differences(baked, facts, flags, variables))
         if not differences:
             name = f"baked-{baked.archive_sha256[:16]}"
     return CompileCache(variant.root / ".cache" / name, baked, differences, required)
@@ -314,7 +312,7 @@ def _environment(
         policy.VARIABLE: policy.variant_policy(variant).model_dump_json(),
     }
     if cache is not None:
-        environment |= _cache_environment(cache, platform, variables)
+        environment |= _cache_environment(cache, platform)
     if platform == "cpu":
         environment["OMP_NUM_THREADS"] = str(machine.physical_cores())
         # Without it vLLM takes 0.92 of the machine's memory.
@@ -322,24 +320,13 @@ def _environment(
     return environment | dict(variables)
 
 
-def _cache_environment(
-    cache: CompileCache, platform: Platform, variables: Mapping[str, str]
-) -> dict[str, str]:
+def _cache_environment(cache: CompileCache, platform: Platform) -> dict[str, str]:
     kernels = {"TRITON_CACHE_DIR": str(cache.root / baked_cache.KERNELS)} if platform == "cuda" else {}
     cache_policy = compile_watch.CachePolicy(
         required=cache.required,
         libraries=str(cache.root / baked_cache.LIBRARIES),
         kernels=kernels.get("TRITON_CACHE_DIR", ""),
     )
-    baked = cache.usable
-    if (
-        baked is not None
-        and baked.graphs
-        and baked.device
-        and baked.device != baked_cache.this_device("cuda", variables)
-    ):
-        capability = baked.machine["compute capability"]
-        cache_policy = cache_policy.model_copy(update={"device": baked.device, "capability": capability})
     return {
         "VLLM_CACHE_ROOT": str(cache.root / "vllm"),
         "TORCHINDUCTOR_CACHE_DIR": str(cache.root / "inductor"),

@@ -40,7 +40,9 @@ class DraftCounts:
         return tuple(accepted / self.drafts for accepted in self.accepted_per_position)
 
 
-def in_vllm(weights: Path, prompts: Sequence[Sequence[int]], tokens: int, depth: int) -> DraftCounts:
+def count_drafts_in_vllm(
+    weights: Path, prompts: Sequence[Sequence[int]], tokens: int, depth: int
+) -> DraftCounts:
     """Have vLLM continue prompts, token ids, greedily, drafting with the checkpoint's MTP head.
 
     Args:
@@ -52,20 +54,20 @@ def in_vllm(weights: Path, prompts: Sequence[Sequence[int]], tokens: int, depth:
     """
     longest = max(map(len, prompts)) + tokens
     with in_process.engine(
-        weights, num_speculative_tokens=depth, max_model_len=context_len(longest, depth)
+        weights, num_speculative_tokens=depth, max_model_len=needed_context(longest, depth)
     ) as llm:
-        counts = count(llm, prompts, tokens=tokens)
+        counts = count_drafts(llm, prompts, tokens=tokens)
     if not counts.drafts:
         raise ServingError(f"vLLM drafted nothing with {weights}; give longer prompts or more tokens")
     return counts
 
 
-def context_len(tokens: int, depth: int) -> int:
+def needed_context(tokens: int, depth: int) -> int:
     """The context length, tokens, that holds so many and one more draft; a multiple of 16 keeps cache blocks whole."""
     return 16 * math.ceil((tokens + depth + 1) / 16)
 
 
-def count(
+def count_drafts(
     llm: Any, prompts: Sequence[Sequence[int]], *, tokens: int, temperature: float = 0.0, seed: int = 0
 ) -> DraftCounts:
     """Have an engine continue prompts, as many at a time as it takes, and count its drafts.

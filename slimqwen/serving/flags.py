@@ -25,6 +25,7 @@ from slimqwen.serving.errors import ServingError
 from slimqwen.variant import OWN_KEYS, ConfigError, Setting, Variant
 
 _SECRET = re.compile(r"(API_KEY|ACCESS_KEY|TOKEN|SECRET|PASSWORD)$")
+_DEVICE_CHOICE = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
 
 _FIELD_NAMES: Mapping[str, str] = MappingProxyType({"kv_cache_dtype": "cache_dtype"})
 """Where the parser's name of a flag differs from the field of vLLM's config class."""
@@ -44,8 +45,6 @@ _TORCH_VARIABLES = frozenset(
     {
         "OMP_NUM_THREADS",
         "MKL_NUM_THREADS",
-        "CUDA_VISIBLE_DEVICES",
-        "CUDA_DEVICE_ORDER",
         "PYTORCH_ALLOC_CONF",
         "PYTORCH_CUDA_ALLOC_CONF",
         "TORCHINDUCTOR_CACHE_DIR",
@@ -173,6 +172,10 @@ def _require_known(setting: Setting) -> None:
     if _SECRET.search(key):
         raise ConfigError(
             f"{setting.location}: {key} is a secret; export it in the shell that serves, never in a file"
+        )
+    if key in _DEVICE_CHOICE:
+        raise ConfigError(
+            f"{setting.location}: {key} chooses a GPU of one machine; export it in the shell that serves"
         )
     if key in OWN_KEYS or key in options() or key in environment_variables():
         return

@@ -5,7 +5,7 @@ from prometheus_client.parser import text_string_to_metric_families
 _KV_CACHE_USAGE = "vllm:kv_cache_usage_perc"
 
 
-def read(text: str) -> dict[str, float]:
+def read_metrics(text: str) -> dict[str, float]:
     """Read metrics in Prometheus' text format.
 
     Returns:

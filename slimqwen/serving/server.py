@@ -72,11 +72,11 @@ def prepare(command: ServerCommand, trouble: Iterable[checks.Trouble] = ()) -> N
         trouble: what the plan of this start dies of.
 
     Raises:
-        ServingError: the archive is damaged, or one of the errors of `checks.check`.
+        ServingError: the archive is damaged, or one of the errors of `checks.check_command`.
     """
-    checks.check(command, trouble)
+    checks.check_command(command, trouble)
     if command.cache is not None and command.cache.usable:
-        baked_cache.restore(command.variant.weights, command.cache.usable, command.cache.root)
+        baked_cache.restore_cache(command.variant.weights, command.cache.usable, command.cache.root)
 
 
 @contextlib.contextmanager
@@ -171,7 +171,7 @@ def start_process(
     with contextlib.ExitStack() as stack:
         stack.enter_context(ours)
         with theirs:
-            if requests := spawner.find(argv, environment):
+            if requests := spawner.find_spawner(argv, environment):
                 with contextlib.suppress(OSError):  # then no line comes back either
                     socket.send_fds(requests, [b"."], [theirs.fileno(), output.fileno()])
             else:

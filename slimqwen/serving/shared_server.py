@@ -44,7 +44,7 @@ class SharedServer:
 
 
 @contextlib.contextmanager
-def serve(
+def share_server(
     variant: Variant, *, port: int | None = None, log: Path, progress: Progress = silent
 ) -> Iterator[SharedServer]:
     """Use the server on the port if it runs exactly this variant, else start one and stop it afterwards.
@@ -72,7 +72,7 @@ def max_model_len(base_url: str) -> int:
         ServerLostError: the server does not answer, or is no vLLM.
     """
     try:
-        return int(get(f"{base_url}/v1/models").json()["data"][0]["max_model_len"])
+        return int(get_response(f"{base_url}/v1/models").json()["data"][0]["max_model_len"])
     except (ValueError, LookupError, TypeError) as error:
         raise ServerLostError(
             f"{base_url}/v1/models states no max_model_len, so no vLLM answers there; check what listens on that port"
@@ -86,7 +86,7 @@ def require_healthy(server: RunningServer, activity: str) -> None:
         ServerLostError: it does not.
     """
     try:
-        get(f"{server.base_url}/health")
+        get_response(f"{server.base_url}/health")
     except ServerLostError as error:
         raise server_lost(server, activity, error) from error
 
@@ -102,7 +102,7 @@ def server_lost(server: RunningServer, activity: str, seen: BaseException | str)
     )
 
 
-def get(url: str) -> httpx.Response:
+def get_response(url: str) -> httpx.Response:
     """GET from a served model, with its API key.
 
     Raises:

@@ -1,8 +1,8 @@
 """The spawner: a process that has imported vLLM's API server and forks a server for every request, on a CPU.
 
 Half of a start on a CPU is imports. Here each server is a fork of a process in which vLLM has run nothing yet, so it
-is as fresh as one of its own, without them. `shared` starts a spawner for the servers of a block (`python -m` this
-module, its requests on standard input), `slimqwen.recipe.warm_worker` forks one for those of its jobs.
+is as fresh as one of its own, without them. `share_spawner` starts a spawner for the servers of a block (`python -m`
+this module, its requests on standard input), `slimqwen.recipe.warm_worker` forks one for those of its jobs.
 
 A request is two descriptors: the server's end of a socket, on which its job comes, and its output. Forks inherit the
 socket for requests, other processes do not.
@@ -30,12 +30,12 @@ _READ_AT_USE = frozenset(
 )
 """Variables of vLLM that it does not read while it is imported."""
 
-_block: ExitStack | None = None  # of `shared`
+_block: ExitStack | None = None  # of `share_spawner`
 _requests: socket.socket | None = None  # to the spawner of this process
 
 
 @contextmanager
-def shared() -> Iterator[None]:
+def share_spawner() -> Iterator[None]:
     """Fork the servers of a block from one process, started for the first of them; on a GPU nothing changes.
 
     Inside a job or a block that has a spawner, servers are forks of that one.
@@ -51,7 +51,7 @@ def shared() -> Iterator[None]:
         _block = None
 
 
-def find(argv: Sequence[str], environment: Mapping[str, str]) -> socket.socket | None:
+def find_spawner(argv: Sequence[str], environment: Mapping[str, str]) -> socket.socket | None:
     """The socket for the request of a server; None where the server needs a process of its own.
 
     Args:
@@ -112,7 +112,7 @@ def new_variables(before: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if before.get(name) != value}
 
 
-def fork(variables: Mapping[str, str], descriptor: int) -> None:
+def fork_spawner(variables: Mapping[str, str], descriptor: int) -> None:
     """Fork a spawner for this process and its forks; it ends with the last of them.
 
     This process has imported vLLM's API server, and nothing has computed in it.
@@ -171,7 +171,7 @@ def _serve(starter: int, spawner: int, output: int, variables: Mapping[str, str]
         os.environ.clear()
         os.environ.update({**variables, **job["environment"]})
         sys.argv = job["argv"][2:]
-        api_server.run(starter, spawner)
+        api_server.run_fork(starter, spawner)
     finally:  # not into the spawner's own code
         sys.excepthook(*sys.exc_info())
         sys.stderr.flush()

@@ -3,16 +3,13 @@
 Their weights are random, or their flags set the acceptance length (synthetic acceptance).
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from slimqwen import checkpoint
 from slimqwen.serving import flags as vllm_flags
 from slimqwen.serving.errors import ServingError
 from slimqwen.variant import Variant
 
 
-def refuse(variant: Variant, measurement: str) -> None:
+def refuse_speed_only(variant: Variant, measurement: str) -> None:
     """Refuse to evaluate the answers of such a variant.
 
     Args:
@@ -33,23 +30,9 @@ def refuse(variant: Variant, measurement: str) -> None:
             f"measure {measurement} without it"
         )
     setting = variant.settings.get("VLLM_SPECULATIVE_CONFIG")
-    if setting is not None and is_synthetic(vllm_flags.parse(setting).value):
+    speculation = vllm_flags.parse(setting).value if setting is not None else None
+    if setting is not None and (speculation or {}).get("rejection_sample_method") == "synthetic":
         raise ServingError(
             f"{setting.location}: rejection_sample_method is synthetic, which accepts drafts regardless of their "
             f"content; measure {measurement} without it"
         )
-
-
-def is_synthetic(speculation: Mapping[str, Any] | None) -> bool:
-    """Whether a speculative config accepts drafts by a rate instead of by their content."""
-    return (speculation or {}).get("rejection_sample_method") == "synthetic"
-
-
-def synthetic_acceptance_length(flags: Mapping[str, Any]) -> float | None:
-    """The acceptance length that a variant's flags set; None where the target model verifies drafts."""
-    speculation = flags.get("speculative-config") or {}
-    if not is_synthetic(speculation):
-        return None
-    if (length := speculation.get("synthetic_acceptance_length")) is not None:
-        return float(length)
-    return 1 + float(sum(speculation.get("synthetic_acceptance_rates") or ()))

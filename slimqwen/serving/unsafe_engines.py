@@ -152,7 +152,7 @@ def update(
     new.replace(root / FILE)
 
 
-def build(weights: Path, platform: machine.Platform, environment: Mapping[str, str] = gpu.NOTHING) -> Build:
+def build(weights: Path, platform: machine.Platform, environment: Mapping[str, str] | None = None) -> Build:
     """The build that would serve a checkpoint on this machine.
 
     Args:
@@ -163,7 +163,7 @@ def build(weights: Path, platform: machine.Platform, environment: Mapping[str, s
     if platform == "cpu":
         device = f"{system.machine()} {'with' if machine.has_avx512() else 'without'} AVX-512"
     else:
-        first = gpu.first_visible(environment)
+        first = gpu.first_gpu()
         device = first.capability if first else "none"
     return Build(
         platform=platform,
@@ -196,7 +196,7 @@ def find(
     weights: Path,
     flags: Mapping[str, Any],
     platform: machine.Platform,
-    environment: Mapping[str, str] = gpu.NOTHING,
+    environment: Mapping[str, str] | None = None,
 ) -> Finding | None:
     """The first finding against serving a checkpoint with these flags on this machine.
 

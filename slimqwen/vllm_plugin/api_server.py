@@ -56,7 +56,7 @@ def freeze() -> None:
     gc.enable()
 
 
-def run(*lifelines: int) -> NoReturn:
+def run_fork(*lifelines: int) -> NoReturn:
     """Run the API server with the flags of sys.argv, and exit; end it when one of the lifelines does."""
     lifeline.watch(*lifelines, end=_end)
     _exit_after(_serve)

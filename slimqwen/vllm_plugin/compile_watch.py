@@ -4,27 +4,23 @@ A second entry of `vllm.general_plugins`, so that it reaches the engine's and th
 nothing unless `slimqwen.serving.command` sets `VARIABLE`, a `CachePolicy`.
 """
 
-import functools
-import inspect
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from pydantic import BaseModel, ConfigDict
 
-from slimqwen.vllm_plugin import registration, triton_cache, vllm_log
+from slimqwen.vllm_plugin import triton_cache, vllm_log
 from slimqwen.vllm_plugin.engine_fixes.upstream import expect, replace
 from slimqwen.vllm_plugin.errors import PluginError
 
 VARIABLE = "SLIMQWEN_COMPILE_CACHE"
 
 _NAME = "compile_watch"
-PLUGIN = "slimqwen_compile_watch"
 logger = logging.getLogger(__name__)
 
 
@@ -33,8 +29,6 @@ class CachePolicy(BaseModel):
 
     Attributes:
         required: end the engine instead of compiling.
-        device: name of the GPU that the cache was made on, if this one has another name; else empty.
-        capability: compute capability of that GPU, "8.6".
         libraries: folder of FlashInfer's libraries that were compiled ahead; it may be missing.
         kernels: Triton's cache folder; it may be missing, and is empty on a CPU.
     """
@@ -42,8 +36,6 @@ class CachePolicy(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     required: bool = False
-    device: str = ""
-    capability: str = ""
     libraries: str = ""
     kernels: str = ""
 
@@ -60,7 +52,7 @@ def register() -> None:
     cache_policy = CachePolicy.model_validate_json(text)
     vllm_log.join()
     leave_checkpoint_path_out_of_key()
-    watch(required=cache_policy.required)
+    watch_compilations(required=cache_policy.required)
     if cache_policy.libraries and Path(cache_policy.libraries).is_dir():
         load_flashinfer_libraries(Path(cache_policy.libraries))
     if cache_policy.kernels:
@@ -70,8 +62,6 @@ def register() -> None:
     if cache_policy.required:
         # FlashInfer asks for it before each compilation.
         os.environ["FLASHINFER_DISABLE_JIT"] = "1"
-    if cache_policy.device:
-        name_device_in_keys(cache_policy.device, cache_policy.capability)
 
 
 def load_flashinfer_libraries(folder: Path) -> None:
@@ -91,17 +81,7 @@ def load_flashinfer_libraries(folder: Path) -> None:
     logger.info("FlashInfer libraries from the compile cache: %s", names or "none")
 
 
-def require_registered(environment: Mapping[str, str]) -> None:
-    """Check that a vLLM process will load this plugin: without it nothing would be watched or refused.
-
-    Raises:
-        PluginError: it is not installed, or VLLM_PLUGINS leaves it out.
-    """
-    # Unset, it allows every plugin of this group.
-    registration.require(PLUGIN, "vllm.general_plugins", environment.get("VLLM_PLUGINS", PLUGIN))
-
-
-def watch(required: bool) -> None:
+def watch_compilations(required: bool) -> None:
     """Log for every graph whether it was loaded or compiled, and in how many seconds.
 
     Args:
@@ -157,53 +137,3 @@ def leave_checkpoint_path_out_of_key() -> None:
             object.__setattr__(self, "model", path)
 
     replace(_NAME, upstream.ModelConfig, "compute_hash", compute_hash)
-
-
-def name_device_in_keys(name: str, capability: str) -> None:
-    """Let torch's compile keys take this GPU for another of the same compute capability.
-
-    Only the two places that key compiled code hear the other name. What asks the device itself, vLLM's memory plan
-    above all, hears its own.
-
-    Args:
-        name: what torch calls the other GPU, "NVIDIA A40".
-        capability: its compute capability, "8.6"; compared when a key is first asked for, because a plugin must
-            not touch the GPU before vLLM does.
-    """
-    import torch
-    from torch._dynamo.package import SystemInfo
-    from torch._inductor.codecache import CacheBase
-
-    properties = torch.cuda.get_device_properties
-
-    def check() -> None:
-        here = properties(torch.cuda.current_device())
-        actual_capability = f"{here.major}.{here.minor}"
-        if actual_capability != capability:
-            raise PluginError(
-                f"the compile cache was baked on {name} of compute capability {capability} and {here.name} has "
-                f"{actual_capability}; bake it on a GPU of that capability"
-            )
-
-    @functools.cache
-    def get_system(stock: Any) -> Any:
-        check()
-
-        class Alias:
-            def __init__(self, device: Any) -> None:
-                self._stock = properties(device)
-                self.name = name
-
-            def __getattr__(self, attribute: str) -> Any:
-                return getattr(self._stock, attribute)
-
-        with patch.object(torch.cuda, "get_device_properties", Alias):
-            return inspect.unwrap(stock)()  # past torch's own cache
-
-    def current(stock: Callable[[type], Any], cls: type) -> Any:
-        check()
-        with patch.object(torch.cuda, "get_device_name", lambda device=None: name):
-            return stock(cls)
-
-    replace(_NAME, CacheBase, "get_system", get_system)
-    replace(_NAME, SystemInfo, "current", current)

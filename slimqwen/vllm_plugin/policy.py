@@ -32,6 +32,6 @@ def variant_policy(variant: Variant) -> Policy:
     return Policy.model_validate(fields)
 
 
-def read() -> Policy:
+def read_policy() -> Policy:
     """The policy of the server in this process."""
     return Policy.model_validate_json(os.environ.get(VARIABLE, "{}"))

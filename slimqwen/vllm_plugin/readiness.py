@@ -54,7 +54,7 @@ class Readiness:
     `timeout_graceful_shutdown`.
     """
 
-    def __init__(self, app: ASGIApp, warm: Callable[[Any], Awaitable[None]] = warm_up.run) -> None:
+    def __init__(self, app: ASGIApp, warm: Callable[[Any], Awaitable[None]] = warm_up.send_warm_up) -> None:
         vllm_log.join()
         api_key.guard_engine_paths()
         self._app = app
@@ -140,7 +140,7 @@ class Readiness:
         except Exception as error:
             if self._is_draining:
                 return
-            if policy.read().require_warmup:
+            if policy.read_policy().require_warmup:
                 logger.error("%s, and REQUIRE_WARMUP=1: %s", warm_up.FAILED, error)
                 await self._fail()
             logger.error("%s, the first requests will be slow: %s", warm_up.FAILED, error)

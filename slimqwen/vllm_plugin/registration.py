@@ -1,22 +1,27 @@
-"""Whether vLLM will load a plugin of this package."""
+"""Whether vLLM will load the plugins of this package."""
 
+from collections.abc import Mapping
 from importlib.metadata import entry_points
 
 from slimqwen.vllm_plugin.errors import PluginError
 
+PLUGINS: Mapping[str, str] = {
+    "slimqwen_engine_fixes": "vllm.general_plugins",
+    "slimqwen_compile_watch": "vllm.general_plugins",
+    "slimqwen_endpoints": "vllm.endpoint_plugins",
+}
+"""Name of each plugin -> the group of its entry point."""
 
-def require(plugin: str, group: str, allowed: str) -> None:
-    """Check that a plugin is installed and allowed.
 
-    Args:
-        plugin: name of its entry point.
-        group: group of the entry point.
-        allowed: value of VLLM_PLUGINS.
+def require_plugins(environment: Mapping[str, str]) -> None:
+    """Check that a vLLM process with this environment will load every plugin.
 
     Raises:
-        PluginError: it is not.
+        PluginError: one is not installed, or VLLM_PLUGINS leaves it out.
     """
-    if plugin not in {point.name for point in entry_points(group=group)}:
-        raise PluginError(f"vLLM's plugin {plugin} is not installed; `make install` installs it")
-    if plugin not in allowed.split(","):
-        raise PluginError(f"VLLM_PLUGINS={allowed} leaves out {plugin}; add it, or unset VLLM_PLUGINS=")
+    allowed = environment.get("VLLM_PLUGINS", "")
+    for plugin, group in PLUGINS.items():
+        if plugin not in {point.name for point in entry_points(group=group)}:
+            raise PluginError(f"vLLM's plugin {plugin} is not installed; `make install` installs it")
+        if plugin not in allowed.split(","):
+            raise PluginError(f"VLLM_PLUGINS={allowed} leaves out {plugin}; add it, or unset VLLM_PLUGINS=")

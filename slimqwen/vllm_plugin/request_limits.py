@@ -2,7 +2,7 @@
 
 vLLM limits its queue (`--max-num-queued-reqs`, `--max-num-queued-tokens`) and refuses prompts and answers that exceed
 the context. This module adds a limit of bodies, an error instead of a silently shortened answer, and 429 with
-Retry-After instead of a bare 503 under overload.
+Retry-After instead of a bare 503 under overload; and a thinking budget for requests that set none.
 """
 
 import functools
@@ -39,7 +39,7 @@ class BodyLimit:
 
     def __init__(self, app: ASGIApp, max_bytes: int | None = None) -> None:
         self._app = app
-        self._max_bytes = policy.read().max_body_bytes if max_bytes is None else max_bytes
+        self._max_bytes = policy.read_policy().max_body_bytes if max_bytes is None else max_bytes
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         """Answer, or let the application answer."""
@@ -64,23 +64,20 @@ class BodyLimit:
                 return
             if not message.get("more_body", False):
                 break
-        await self._app(scope, body_receiver(bytes(body), receive), send)
+        messages: Iterator[Message] = iter(
+            [{"type": "http.request", "body": bytes(body), "more_body": False}]
+        )
+
+        async def receive_again() -> Message:
+            return next(messages, None) or await receive()
+
+        await self._app(scope, receive_again, send)
 
     def _too_large(self) -> Response:
         return refusal(
             HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
             f"the body is larger than {self._max_bytes} bytes, the limit here",
         )
-
-
-def body_receiver(body: bytes, receive: Receive) -> Receive:
-    """A receiver for a request whose body was read already: it gives the body first, then what `receive` gives."""
-    messages: Iterator[Message] = iter([{"type": "http.request", "body": body, "more_body": False}])
-
-    async def receive_again() -> Message:
-        return next(messages, None) or await receive()
-
-    return receive_again
 
 
 class RefusedStreams:
@@ -264,3 +261,31 @@ def refuse_chosen_logprobs_of_drafts() -> None:
             )
 
     replace(_NAME, SamplingParams, "_validate_spec_decode", validate)
+
+
+def limit_thinking(budget: int) -> None:
+    """Give a thinking budget to every chat, completion and response without one.
+
+    Args:
+        budget: tokens between `<think>` and `</think>`.
+
+    Raises:
+        EngineFixError: this vLLM is not the one it was written for.
+    """
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+
+    def with_budget(to_sampling_params: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        parameters = to_sampling_params(*arguments, **keywords)
+        if parameters.thinking_token_budget is None:
+            parameters.thinking_token_budget = budget
+        return parameters
+
+    for request, length_parameter in (
+        (ChatCompletionRequest, "max_tokens"),
+        (CompletionRequest, "max_tokens"),
+        (ResponsesRequest, "default_max_tokens"),
+    ):
+        names = ("self", length_parameter, "default_sampling_params")
+        replace(_NAME, request, "to_sampling_params", with_budget, names)

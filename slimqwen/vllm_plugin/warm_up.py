@@ -25,7 +25,7 @@ _TOKENS = 16
 """Output tokens of each warm-up request: a few decode steps."""
 
 
-async def run(app: Any) -> None:
+async def send_warm_up(app: Any) -> None:
     """Send the warm-up requests to vLLM's started application; log what they covered and how long they took.
 
     Raises:

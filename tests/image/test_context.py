@@ -99,13 +99,12 @@ def imported(repository: Path, add_variant, tmp_path) -> Path:
     graph = place / "vllm" / "torch_compile_cache" / "x" / "model"
     graph.parent.mkdir(parents=True)
     graph.write_bytes(b"compiled")
-    baked_cache.pack(
+    baked_cache.pack_cache(
         place,
         other,
-        machine=baked_cache.this_machine("cpu")
+        machine=baked_cache.describe_machine("cpu")
         | {"python": "3.12.1", "environment": "/home/one/.venv", "cores": "64"},
-        device="",
-        flags=baked_cache.decisive(command.flags),
+        flags=baked_cache.decisive_flags(command.flags),
         environment=dict(command.variables),
         graphs={"backbone": 1.0},
     )

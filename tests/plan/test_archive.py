@@ -83,7 +83,7 @@ def test_the_plan_of_a_variant_with_the_archive_says_that_nothing_is_left_to_com
 def test_triton_compiles_no_kernel_anew_from_the_restored_archive(root, archive, tmp_path):
     checkout = tmp_path / "checkout"
     shutil.copytree(root, checkout, ignore=shutil.ignore_patterns(".cache"))
-    baked_cache.restore(variant.load(NAME, root).weights, archive.baked, tmp_path / "cache")
+    baked_cache.restore_cache(variant.load(NAME, root).weights, archive.baked, tmp_path / "cache")
     kernels = checkout / ".cache" / "triton"
     kernels.parent.mkdir()
     (tmp_path / "cache" / baked_cache.KERNELS).rename(kernels)
@@ -106,7 +106,7 @@ def test_without_the_archive_a_first_start_compiles_every_form(root, archive):
 
 
 def test_flashinfer_loads_the_restored_library_where_it_may_compile_nothing(root, archive, tmp_path):
-    baked_cache.restore(variant.load(NAME, root).weights, archive.baked, tmp_path / "cache")
+    baked_cache.restore_cache(variant.load(NAME, root).weights, archive.baked, tmp_path / "cache")
     folder = tmp_path / "cache" / baked_cache.LIBRARIES
     forbidden = {"FLASHINFER_DISABLE_JIT": "1", "FLASHINFER_WORKSPACE_BASE": str(tmp_path)}
     ended = subprocess.run(

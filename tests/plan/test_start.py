@@ -24,7 +24,7 @@ from slimqwen.vllm_plugin import engine_facts
 from tests.plan import example
 
 ROOT = variant.repository_root()
-A10G = gpu.Gpu(0, "NVIDIA A10G", "GPU-1", "8.6", (0, 0, 0))
+A10G = gpu.CudaDevice(0, "NVIDIA A10G", "8.6")
 
 
 @pytest.fixture
@@ -213,7 +213,7 @@ def test_require_plan_is_refused_before_anything_starts(resolve, tmp_path):
 def with_libraries(command, *names, required=False):
     """The command with an archive that fits and holds these libraries of FlashInfer."""
     baked = baked_cache.BakedCache(
-        machine={}, device="", flags={}, environment={}, graphs={}, files={}, archive_sha256="ab",
+        machine={}, flags={}, environment={}, graphs={}, files={}, archive_sha256="ab",
         libraries=dict.fromkeys(names, 1.0),
     )  # fmt: skip
     cache = dataclasses.replace(command.cache, baked=baked, differences=(), required=required)

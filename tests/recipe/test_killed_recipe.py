@@ -96,9 +96,9 @@ def test_real_stages_killed_at_any_instant_end_in_the_same_checkpoint(tmp_path: 
     assert content(killed / "weights" / "v") == content(whole / "weights" / "v")
     facts = Manifest.read(killed / "weights" / "v").facts
     assert facts["graphs"] == 2
-    baked = baked_cache.read(killed / "weights" / "v")
+    baked = baked_cache.read_manifest(killed / "weights" / "v")
     assert baked is not None
     cache = tmp_path / "cache"
-    baked_cache.restore(killed / "weights" / "v", baked, cache)
+    baked_cache.restore_cache(killed / "weights" / "v", baked, cache)
     assert (cache / "vllm").is_dir()
     assert variant.load("v", killed).weights.is_dir()

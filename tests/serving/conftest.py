@@ -29,12 +29,11 @@ def servable(add_variant, tmp_path):
 def baked_for(monkeypatch, servable, tmp_path):
     """The variant with a manifest beside its weights that says it was baked for this machine, or another."""
 
-    def make(machine=None, device="", flags=None, libraries=None):
+    def make(machine=None, flags=None, libraries=None):
         command = servable("VLLM_ENFORCE_EAGER=0")
         manifest = baked_cache.BakedCache(
-            machine=baked_cache.this_machine("cpu") | (machine or {}),
-            device=device,
-            flags=baked_cache.decisive({**command.flags, **(flags or {})}),
+            machine=baked_cache.describe_machine("cpu") | (machine or {}),
+            flags=baked_cache.decisive_flags({**command.flags, **(flags or {})}),
             environment=dict(command.variables),
             graphs={} if libraries else {"backbone": 1.0},
             libraries=libraries or {},

@@ -75,7 +75,7 @@ class RealServer:
     def metrics(self) -> dict[str, float]:
         """Gauges and counters by name."""
         text = httpx.get(self.url + "/metrics", timeout=PATIENCE_S, trust_env=False, verify=False).text
-        return metrics.read(text)
+        return metrics.read_metrics(text)
 
     def wait_for(self, running: float, waiting: float) -> dict[str, float]:
         """The metrics, once so many requests run and wait."""

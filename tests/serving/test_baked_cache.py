@@ -29,15 +29,15 @@ def root(tmp_path):
 
 def pack(root, folder, **made_by):
     folder.mkdir(exist_ok=True)
-    facts = {"machine": MACHINE, "device": "", "flags": {}, "environment": {}, "graphs": {"backbone": 30.5}}
-    return baked_cache.pack(root, folder, **facts | made_by)
+    facts = {"machine": MACHINE, "flags": {}, "environment": {}, "graphs": {"backbone": 30.5}}
+    return baked_cache.pack_cache(root, folder, **facts | made_by)
 
 
 @pytest.fixture
 def packed(root, tmp_path):
     folder = tmp_path / "checkpoint"
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1"}
-    return folder, pack(root, folder, flags=baked_cache.decisive(FLAGS), environment=environment)
+    return folder, pack(root, folder, flags=baked_cache.decisive_flags(FLAGS), environment=environment)
 
 
 def contents(root):
@@ -48,8 +48,8 @@ def contents(root):
 
 def test_graphs_come_back_whole_in_another_place(packed, tmp_path):
     folder, baked = packed
-    assert baked_cache.read(folder) == baked
-    baked_cache.restore(folder, baked, tmp_path / "caches" / "elsewhere")
+    assert baked_cache.read_manifest(folder) == baked
+    baked_cache.restore_cache(folder, baked, tmp_path / "caches" / "elsewhere")
     assert contents(tmp_path / "caches" / "elsewhere") == GRAPHS
     assert {path.name for path in (tmp_path / "caches").iterdir()} == {"elsewhere", ".elsewhere.lock"}
 
@@ -57,10 +57,10 @@ def test_graphs_come_back_whole_in_another_place(packed, tmp_path):
 def test_a_whole_cache_is_left_alone_with_what_vllm_added(packed, tmp_path):
     folder, baked = packed
     place = tmp_path / "place"
-    baked_cache.restore(folder, baked, place)
+    baked_cache.restore_cache(folder, baked, place)
     (place / "vllm" / "later").write_bytes(b"by vLLM")
     (folder / baked_cache.ARCHIVE).unlink()
-    baked_cache.restore(folder, baked, place)
+    baked_cache.restore_cache(folder, baked, place)
     assert contents(place) == {**GRAPHS, "vllm/later": b"by vLLM"}
 
 
@@ -68,9 +68,9 @@ def test_a_whole_cache_is_left_alone_with_what_vllm_added(packed, tmp_path):
 def test_a_file_that_changed_is_restored(packed, tmp_path, name):
     folder, baked = packed
     place = tmp_path / "place"
-    baked_cache.restore(folder, baked, place)
+    baked_cache.restore_cache(folder, baked, place)
     (place / name).write_bytes(b"compiled anew")
-    baked_cache.restore(folder, baked, place)
+    baked_cache.restore_cache(folder, baked, place)
     assert contents(place) == GRAPHS
 
 
@@ -87,7 +87,7 @@ def test_a_damaged_archive_is_refused_and_nothing_is_left(packed, tmp_path, dama
         content[len(content) // 2] ^= 1
         archive.write_bytes(content)
     with pytest.raises(ServingError, match=r"compile_cache\.tar\.gz is missing or not what"):
-        baked_cache.restore(folder, baked, tmp_path / "caches" / "place")
+        baked_cache.restore_cache(folder, baked, tmp_path / "caches" / "place")
     assert not (tmp_path / "caches").exists()
 
 
@@ -100,7 +100,7 @@ def test_an_archive_that_holds_something_else_than_it_lists_is_refused(packed, t
             packing.add(tmp_path / "other", name)
     lying = baked.model_copy(update={"archive_sha256": baked_cache.sha256(archive)})
     with pytest.raises(ServingError, match="holds another"):
-        baked_cache.restore(folder, lying, tmp_path / "caches" / "place")
+        baked_cache.restore_cache(folder, lying, tmp_path / "caches" / "place")
     assert [path.name for path in (tmp_path / "caches").iterdir()] == [".place.lock"]
 
 
@@ -115,14 +115,14 @@ def test_nothing_but_what_the_manifest_names_is_unpacked_and_that_lies_in_the_ca
             entry.size = len(data)
             packing.addfile(entry, io.BytesIO(data))
     more = baked.model_copy(update={"archive_sha256": baked_cache.sha256(archive)})
-    baked_cache.restore(folder, more, tmp_path / "caches" / "place")
+    baked_cache.restore_cache(folder, more, tmp_path / "caches" / "place")
     assert contents(tmp_path / "caches" / "place") == GRAPHS
     assert not list(tmp_path.rglob("outside"))
     for name in ("../../outside", "/outside"):
         manifest = more.model_dump() | {"files": {name: "0"}}
         (folder / baked_cache.MANIFEST).write_text(json.dumps(manifest))
         with pytest.raises(ServingError, match=f"{name} lies outside the cache"):
-            baked_cache.read(folder)
+            baked_cache.read_manifest(folder)
 
 
 def test_starts_at_once_restore_once_and_never_take_a_file_from_each_other(packed, tmp_path):
@@ -131,7 +131,7 @@ def test_starts_at_once_restore_once_and_never_take_a_file_from_each_other(packe
         place = tmp_path / "caches" / f"place-{attempt}"
 
         def restored(place=place):
-            baked_cache.restore(folder, baked, place)
+            baked_cache.restore_cache(folder, baked, place)
             return contents(place)
 
         with ThreadPoolExecutor(4) as starts:
@@ -150,7 +150,7 @@ def test_a_start_that_saved_no_graph_is_not_packed(root, tmp_path):
 def test_the_same_machine_and_flags_differ_in_nothing(packed):
     _, baked = packed
     moved = FLAGS | {"model": "/elsewhere", "port": 9, "host": "::", "served-model-name": ["x"]}
-    assert baked_cache.differences(baked, MACHINE, moved, {"VLLM_CPU_KVCACHE_SPACE": "1"}) == []
+    assert baked_cache.list_differences(baked, MACHINE, moved, {"VLLM_CPU_KVCACHE_SPACE": "1"}) == []
 
 
 @pytest.mark.parametrize(
@@ -173,22 +173,22 @@ def test_the_same_machine_and_flags_differ_in_nothing(packed):
 def test_whatever_else_differs_is_said_in_words(packed, machine, flags, environment, said):
     _, baked = packed
     here = {"VLLM_CPU_KVCACHE_SPACE": "1"} | environment
-    assert baked_cache.differences(baked, MACHINE | machine, FLAGS | flags, here) == [said]
+    assert baked_cache.list_differences(baked, MACHINE | machine, FLAGS | flags, here) == [said]
 
 
 def test_a_checkpoint_without_a_cache_has_none(tmp_path):
-    assert baked_cache.read(tmp_path) is None
-    assert baked_cache.read(tmp_path / "nowhere") is None
+    assert baked_cache.read_manifest(tmp_path) is None
+    assert baked_cache.read_manifest(tmp_path / "nowhere") is None
 
 
 def test_a_manifest_that_is_none_is_refused(tmp_path):
     (tmp_path / baked_cache.MANIFEST).write_text('{"machine": {}}')
     with pytest.raises(ServingError, match="no manifest of a compile cache"):
-        baked_cache.read(tmp_path)
+        baked_cache.read_manifest(tmp_path)
 
 
 def test_this_machine_is_told_without_importing_torch():
-    facts = baked_cache.this_machine("cpu")
+    facts = baked_cache.describe_machine("cpu")
     assert facts["platform"] == "cpu"
     assert all(facts.values())
     assert facts["vllm"] != "none"
@@ -201,11 +201,11 @@ def test_a_log_says_of_every_graph_how_it_was_come_by():
         "(Worker pid=7) INFO Loading weights took 0.01 seconds\n"
         "(Worker pid=7) INFO [compile_watch.py:95] Graph eagle_head compiled in 12.50 s (not in the cache)\n"
     )
-    first, second = baked_cache.graphs(log)
+    first, second = baked_cache.read_graphs(log)
     assert (first.name, first.loaded, first.seconds, first.why_compiled) == ("backbone", True, 0.41, "")
     assert (second.name, second.loaded, second.seconds) == ("eagle_head", False, 12.5)
     assert second.why_compiled == "not in the cache"
-    assert baked_cache.graphs("vLLM said nothing of it") == []
+    assert baked_cache.read_graphs("vLLM said nothing of it") == []
 
 
 LIBRARY = "flashinfer/sampling/sampling.so"
@@ -222,12 +222,12 @@ def with_library(root):
 def test_libraries_are_packed_beside_graphs_and_either_part_is_restored(with_library, tmp_path):
     folder, place = tmp_path / "checkpoint", tmp_path / "place"
     baked = pack(with_library, folder, libraries={"sampling": 122.3})
-    assert baked_cache.read(folder).libraries == {"sampling": 122.3}
+    assert baked_cache.read_manifest(folder).libraries == {"sampling": 122.3}
     for damaged in (LIBRARY, next(iter(GRAPHS))):
-        baked_cache.restore(folder, baked, place)
+        baked_cache.restore_cache(folder, baked, place)
         assert contents(place) == {**GRAPHS, LIBRARY: b"a library"}
         (place / damaged).unlink()
-    baked_cache.restore(folder, baked, place)
+    baked_cache.restore_cache(folder, baked, place)
     assert contents(place) == {**GRAPHS, LIBRARY: b"a library"}
 
 
@@ -247,10 +247,10 @@ def test_libraries_alone_are_an_archive_and_leave_the_graphs_of_later_starts_alo
     folder, place = tmp_path / "checkpoint", tmp_path / "place"
     baked = pack(with_library, folder, graphs={}, libraries={"sampling": 122.3})
     assert list(baked.files) == [LIBRARY]
-    baked_cache.restore(folder, baked, place)
+    baked_cache.restore_cache(folder, baked, place)
     graph = place / "vllm" / "graph"
     graph.parent.mkdir()
     graph.write_bytes(b"of a start")
     (place / LIBRARY).write_bytes(b"damaged")
-    baked_cache.restore(folder, baked, place)
+    baked_cache.restore_cache(folder, baked, place)
     assert contents(place) == {LIBRARY: b"a library", "vllm/graph": b"of a start"}

@@ -23,20 +23,20 @@ def test_missing_weights_name_the_command_that_makes_them(add_variant, tmp_path)
     command = ServerCommand.resolve(variant.load("v", tmp_path), platform="cpu")
 
     with pytest.raises(MissingCheckpointError, match="make recipe VARIANT=v"):
-        checks.check(command)
+        checks.check_command(command)
     (tmp_path / "weights/v").mkdir(parents=True)
     with pytest.raises(MissingCheckpointError, match="make recipe VARIANT=v"):
-        checks.check(command)
+        checks.check_command(command)
 
 
 def test_a_truncated_checkpoint_is_refused_before_vllm_starts(servable, tmp_path):
     command = servable()
-    checks.check(command)
+    checks.check_command(command)
     tensors = tmp_path / "weights/v/model.safetensors"
     os.truncate(tensors, tensors.stat().st_size - 1000)
 
     with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors"):
-        checks.check(command)
+        checks.check_command(command)
 
 
 def test_a_port_in_use_is_refused(servable):
@@ -46,12 +46,12 @@ def test_a_port_in_use_is_refused(servable):
         command = servable(port=taken.getsockname()[1])
 
         with pytest.raises(ServingError, match=rf"127\.0\.0\.1:{command.port}.*--port 8081"):
-            checks.check(command)
+            checks.check_command(command)
 
 
 def test_an_impossible_port_is_refused(servable):
     with pytest.raises(ServingError, match="99999"):
-        checks.check(servable(port=99999))
+        checks.check_command(servable(port=99999))
 
 
 def test_too_little_memory_is_refused_with_what_is_needed(servable):
@@ -61,7 +61,7 @@ def test_too_little_memory_is_refused_with_what_is_needed(servable):
     )
 
     with pytest.raises(ServingError, match=r"needs 1000\d\.\d GiB .*lower VLLM_CPU_KVCACHE_SPACE"):
-        checks.check(greedy)
+        checks.check_command(greedy)
 
 
 def test_space_for_the_kv_cache_is_whole_gib_and_never_what_vllm_would_take_of_the_machine(servable):
@@ -70,15 +70,13 @@ def test_space_for_the_kv_cache_is_whole_gib_and_never_what_vllm_would_take_of_t
     for text in ("1GiB", "0.5", ""):
         said = dict(command.environment) | {"VLLM_CPU_KVCACHE_SPACE": text}
         with pytest.raises(ConfigError, match=rf"config\.env:4: VLLM_CPU_KVCACHE_SPACE={text}: .*whole GiB"):
-            checks.check(dataclasses.replace(command, environment=said))
+            checks.check_command(dataclasses.replace(command, environment=said))
     unsaid = ServerCommand.resolve(variant.load("qwen3.5-4b"), platform="cpu")
     assert unsaid.environment["VLLM_CPU_KVCACHE_SPACE"] == "4"
 
 
 def test_weights_are_shared_among_the_gpus_that_split_them(servable, monkeypatch):
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**6, 10**6))
+    monkeypatch.setattr(gpu, "free_and_total_memory", lambda: (10**6, 10**6))
     one = dataclasses.replace(servable(), platform="cuda")
     with pytest.raises(ServingError, match="take a smaller variant or a larger GPU"):
         checks._check_memory(one)
@@ -87,50 +85,35 @@ def test_weights_are_shared_among_the_gpus_that_split_them(servable, monkeypatch
     checks._check_memory(dataclasses.replace(one, flags={**one.flags, **half}))
 
 
-def test_the_memory_that_counts_is_that_of_the_first_visible_gpu(servable, monkeypatch):
-    import torch
-
-    free = {0: (10**6, 10**6), 1: (10**12, 10**12)}
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: free[device])
-    gpus = [gpu.Gpu(index, "NVIDIA A40", f"GPU-{index}", "8.6", (0, index, 0)) for index in free]
-    monkeypatch.setattr(gpu, "all_gpus", lambda: gpus)
-    command = dataclasses.replace(servable(), platform="cuda")
-    with pytest.raises(ServingError, match="take a smaller variant or a larger GPU"):
-        checks._check_memory(command)
-    for name in ("1", "GPU-1,0"):
-        checks._check_memory(dataclasses.replace(command, variables={"CUDA_VISIBLE_DEVICES": name}))
-
-
 @pytest.mark.parametrize(
     ("key", "said"), [("", "set and empty"), (" ", "set and empty"), ("a\n", "white space")]
 )
 def test_a_key_that_would_protect_nothing_is_refused(servable, monkeypatch, key, said):
     monkeypatch.setenv("VLLM_API_KEY", key)
     with pytest.raises(ServingError, match=said):
-        checks.check(servable())
+        checks.check_command(servable())
     monkeypatch.setenv("VLLM_API_KEY", "a")
-    checks.check(servable())
+    checks.check_command(servable())
 
 
 def test_more_context_than_the_checkpoint_has_is_refused(servable, tmp_path):
     command = servable("VLLM_MAX_MODEL_LEN=1000000")
 
     with pytest.raises(ServingError, match=r"config.env:5: VLLM_MAX_MODEL_LEN=1000000.*set at most"):
-        checks.check(command)
+        checks.check_command(command)
 
 
 def test_a_variant_for_a_gpu_is_refused_on_a_cpu(monkeypatch):
     monkeypatch.setattr(machine, "detect", lambda: "cpu")
 
     with pytest.raises(ServingError, match="needs a GPU and there is none here"):
-        checks.check(ServerCommand.resolve(variant.load("cyankiwi")))
+        checks.check_command(ServerCommand.resolve(variant.load("cyankiwi")))
 
 
 def test_a_required_cache_that_was_never_baked_is_told_with_the_command_that_bakes_it(servable):
     command = servable("VLLM_ENFORCE_EAGER=0", "REQUIRE_BAKED=1")
     with pytest.raises(ServingError, match=r"has no baked compile cache; .*recipe run --variant v"):
-        checks.check(command)
+        checks.check_command(command)
 
 
 def test_a_required_cache_of_a_variant_that_compiles_nothing_is_refused(servable):
@@ -160,20 +143,20 @@ def test_modes_that_were_found_unsafe_are_refused_with_the_record_and_the_cure(f
         ServingError,
         match=r"no MTP, no prefix caching, .*2 answers differ; experiments/v/engine_2026.*ALLOW_UNSAFE=1",
     ):
-        checks.check(found_unsafe())
+        checks.check_command(found_unsafe())
 
 
 def test_modes_that_were_found_unsafe_are_served_where_that_is_allowed(found_unsafe):
-    checks.check(found_unsafe("ALLOW_UNSAFE=1"))
+    checks.check_command(found_unsafe("ALLOW_UNSAFE=1"))
 
 
 def test_unsafe_modes_can_be_allowed_for_one_start(found_unsafe):
     one = found_unsafe().variant
-    checks.check(ServerCommand.resolve(one, port=free_port(), platform="cpu", allow_unsafe=True))
+    checks.check_command(ServerCommand.resolve(one, port=free_port(), platform="cpu", allow_unsafe=True))
 
 
 def test_what_a_gpu_was_found_to_do_does_not_stop_a_cpu(found_unsafe):
-    checks.check(found_unsafe(platform="cuda"))
+    checks.check_command(found_unsafe(platform="cuda"))
 
 
 def test_unsafe_modes_are_allowed_by_a_1_only(servable):
@@ -207,11 +190,11 @@ def test_a_certificate_that_cannot_be_used_is_refused_before_the_model_is_loaded
     (tmp_path / "key.pem").rename(tmp_path / "locked.pem")
     write_certificate(tmp_path)
     with pytest.raises(ServingError, match=said):
-        checks.check(servable(*lines))
+        checks.check_command(servable(*lines))
 
 
 def test_a_usable_certificate_is_accepted(servable, tmp_path):
     write_certificate(tmp_path)
-    checks.check(
+    checks.check_command(
         servable("VLLM_SSL_CERTFILE=cert.pem", "VLLM_SSL_KEYFILE=key.pem", "VLLM_SSL_CA_CERTS=cert.pem")
     )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from slimqwen.serving.draft_counts import DraftCounts, context_len
+from slimqwen.serving.draft_counts import DraftCounts, needed_context
 
 
 def test_length_and_rates_follow_from_the_counters() -> None:
@@ -15,4 +15,4 @@ def test_length_and_rates_follow_from_the_counters() -> None:
     ("tokens", "depth", "context"), [(100, 0, 112), (100, 7, 112), (104, 7, 112), (105, 7, 128)]
 )
 def test_a_whole_draft_has_room_after_the_last_token(tokens: int, depth: int, context: int) -> None:
-    assert context_len(tokens, depth) == context
+    assert needed_context(tokens, depth) == context

@@ -95,6 +95,8 @@ def test_draft_depths_by_batch_size_are_passed_on(resolve):
         ("SOMETHING_ELSE=1", r"SOMETHING_ELSE is neither a flag nor an environment variable of vLLM"),
         ("VLLM_API_KEY=abc", r"VLLM_API_KEY is a secret; export it"),
         ("HF_TOKEN=abc", r"HF_TOKEN is a secret"),
+        ("CUDA_VISIBLE_DEVICES=1", r"chooses a GPU of one machine; export it in the shell"),
+        ("CUDA_DEVICE_ORDER=PCI_BUS_ID", r"chooses a GPU of one machine"),
         ("VLLM_ENFORCE_EAGER=yes", r"a switch takes 1 or 0"),
         ("VLLM_PORT=99999", r"VLLM_PORT=99999: a port is 1 to 65535"),
         ("VLLM_CPU_KVCACHE_SPACE=abc", r"VLLM_CPU_KVCACHE_SPACE=abc: vLLM refuses it: invalid literal"),

@@ -11,7 +11,7 @@ REAL = (Path(__file__).parent / "data" / "metrics.txt").read_text(encoding="utf-
 
 
 def test_counters_gauges_and_buckets_are_read_from_the_real_text():
-    values = metrics.read(REAL)
+    values = metrics.read_metrics(REAL)
     assert values["vllm:prompt_tokens_total"] == 40
     assert values["vllm:generation_tokens_total"] == 407
     assert values["vllm:num_requests_waiting"] == 0
@@ -24,10 +24,10 @@ def test_engines_are_summed_but_for_the_share_of_the_kv_cache():
         for name in ("vllm:kv_cache_usage_perc", "vllm:num_requests_running")
         for engine, value in ((0, 0.25), (1, 0.5))
     )
-    values = metrics.read(text)
+    values = metrics.read_metrics(text)
     assert values == {"vllm:kv_cache_usage_perc": 0.5, "vllm:num_requests_running": 0.75}
 
 
 def test_another_format_is_a_value_error():
     with pytest.raises(ValueError, match=r"."):
-        metrics.read("<html>not metrics</html>")
+        metrics.read_metrics("<html>not metrics</html>")

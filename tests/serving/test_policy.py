@@ -6,7 +6,7 @@ from slimqwen import variant
 from slimqwen.serving import checks
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
-from slimqwen.vllm_plugin import policy
+from slimqwen.vllm_plugin import policy, registration
 from slimqwen.vllm_plugin.errors import PluginError
 
 
@@ -14,7 +14,9 @@ def test_a_variants_policy_reaches_the_server_and_nothing_said_is_the_default(se
     lines = ("MAX_BODY_BYTES=1000", "THINKING_TOKEN_BUDGET=0", "REQUIRE_WARMUP=1")
     command = servable(*lines)
     monkeypatch.setenv(policy.VARIABLE, command.process_environment()[policy.VARIABLE])
-    assert policy.read() == policy.Policy(require_warmup=True, max_body_bytes=1000, thinking_token_budget=0)
+    assert policy.read_policy() == policy.Policy(
+        require_warmup=True, max_body_bytes=1000, thinking_token_budget=0
+    )
     assert policy.variant_policy(variant.load("tiny")) == policy.Policy()
 
 
@@ -35,24 +37,31 @@ def test_a_warm_up_is_required_by_a_1_only(servable):
 def test_a_thinking_budget_needs_to_be_told_what_thinking_looks_like(servable):
     command = servable("THINKING_TOKEN_BUDGET=8")
     with pytest.raises(ServingError, match=r"config\.env:5: .*VLLM_REASONING_PARSER=qwen3"):
-        checks.check(command)
+        checks.check_command(command)
 
 
 def test_a_thinking_budget_with_a_parser_is_taken(servable):
-    checks.check(servable("THINKING_TOKEN_BUDGET=8", "VLLM_REASONING_PARSER=qwen3"))
+    checks.check_command(servable("THINKING_TOKEN_BUDGET=8", "VLLM_REASONING_PARSER=qwen3"))
 
 
 def test_a_broken_chat_template_is_refused_before_vllm_starts(servable, tmp_path):
     command = servable("VLLM_CHAT_TEMPLATE=experiments/v/chat.jinja")
     (tmp_path / "experiments/v/chat.jinja").write_text("{{ messages")
     with pytest.raises(ServingError, match=r"chat\.jinja, line 1"):
-        checks.check(command)
+        checks.check_command(command)
 
 
-def test_a_list_of_plugins_that_leaves_out_the_limits_is_refused(servable):
-    command = servable("VLLM_PLUGINS=slimqwen_engine_fixes")
-    with pytest.raises(PluginError, match="leaves out slimqwen_endpoints"):
-        checks.check(command)
+@pytest.mark.parametrize("plugin", registration.PLUGINS)
+def test_a_list_that_leaves_out_one_of_the_plugins_is_refused(servable, plugin):
+    others = ",".join(name for name in registration.PLUGINS if name != plugin)
+    with pytest.raises(PluginError, match=f"VLLM_PLUGINS={others} leaves out {plugin}; add it"):
+        checks.check_command(servable(f"VLLM_PLUGINS={others}"))
+
+
+def test_a_plugin_that_is_not_installed_is_refused(servable, monkeypatch):
+    monkeypatch.setattr(registration, "entry_points", lambda group: ())
+    with pytest.raises(PluginError, match="slimqwen_engine_fixes is not installed; `make install`"):
+        checks.check_command(servable())
 
 
 def test_a_key_in_a_config_is_refused_and_every_variant_is_behind_the_gate(servable):

@@ -1,7 +1,7 @@
 """What a variant's config.env says about serving, seen on one real server that follows all of it.
 
-The last test ends the server. Prefix caching is on and the chat template begins with more than a block of tokens; the
-vocabulary is pruned: tiny's here; `make test-serving` takes the checkpoint of a variant, compiled if that one is.
+The last test ends the server. Prefix caching is on and the chat template begins with more than a block of tokens;
+`make test-serving` takes the checkpoint of a variant, compiled if that one is.
 """
 
 import json
@@ -14,8 +14,7 @@ import httpx
 import psutil
 import pytest
 
-from slimqwen import progress, variant
-from slimqwen.recipe.stages import prune_vocab
+from slimqwen import variant
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.server import free_port, run_server
 from slimqwen.vllm_plugin.api_key import authorization
@@ -24,7 +23,6 @@ from tests.serving import real_server
 pytestmark = pytest.mark.engine
 
 KEY = "sesame-open"
-OLD_IDS = {"X-Slimqwen-Token-Ids": "old"}
 RULES = "Answer in one short sentence and name the person, the place and the year. " * 24
 CONFIG = """\
 REQUIRE_WARMUP=1
@@ -58,14 +56,7 @@ def served(tmp_path_factory):
     (folder / "config.env").write_text(CONFIG + (f"VLLM_ENFORCE_EAGER={graphs.value}\n" if graphs else ""))
     (folder / "measurements.json").write_text('{"hypothesis": "policy is followed", "baseline": null}')
     (root / "weights").mkdir()
-    if (tried.weights / "vocab_map.json").is_file():
-        (root / "weights/v").symlink_to(tried.weights)
-    else:
-        (root / "weights/v").mkdir()
-        parameters = prune_vocab.PruneVocabParameters(
-            size=4096, corpus=prune_vocab.CountedText(documents=500)
-        )
-        prune_vocab.prune_vocabulary(tried.weights, root / "weights/v", parameters, progress.silent)
+    (root / "weights/v").symlink_to(tried.weights)
     template = (tried.weights / "chat_template.jinja").read_text()
     (folder / "chat.jinja").write_text(f"<|im_start|>system\n{RULES}<|im_end|>\n" + template)
     command = ServerCommand.resolve(variant.load("v", root), port=free_port(), platform="cpu")
@@ -206,34 +197,6 @@ def test_a_request_without_a_thinking_budget_gets_the_variants(served):
     assert _thoughts(served) == 5
     assert _thoughts(served, thinking_token_budget=None) == 5
     assert _thoughts(served, thinking_token_budget=3) == 2
-
-
-def test_the_map_of_a_pruned_vocabulary_is_served_behind_the_key(served):
-    route = "/v1/slimqwen/vocab"
-    assert httpx.get(served.server.base_url + route, trust_env=False).status_code == 401
-    said = served.client.get(route).json()
-    assert said == json.loads((served.server.weights / "vocab_map.json").read_text())
-    assert said["new_vocab_size"] == len(said["new_to_old"]) < 8192
-
-
-def test_old_token_ids_are_answered_as_the_new_ones_are_and_never_as_another_token(served):
-    new_to_old = served.client.get("/v1/slimqwen/vocab").json()["new_to_old"]
-    moved = [token for token, of_old in enumerate(new_to_old) if of_old != token]
-    new = [5, moved[0], moved[len(moved) // 2], moved[-1]]
-    old = [new_to_old[token] for token in new]
-    assert old[1:] != new[1:]
-    body = {"max_tokens": 8, "return_token_ids": True}
-    by_new = _answered(served, "/v1/completions", {"prompt": new, **body})["choices"][0]
-    by_old = _answered(served, "/v1/completions", {"prompt": old, **body}, headers=OLD_IDS)["choices"][0]
-    assert (by_old["text"], by_old["prompt_token_ids"]) == (by_new["text"], new)
-    gone = next(number for number in range(8192) if number not in set(new_to_old))
-    said = _refused(served, "/v1/completions", {"prompt": [*old, gone]}, headers=OLD_IDS)
-    assert f"token id {gone} in prompt has no row" in said
-    # Without the key nothing is read: an error would tell which ids there are.
-    for token in (old[1], gone):
-        url = served.server.base_url + "/v1/completions"
-        stranger = httpx.post(url, json={"prompt": [token]}, headers=OLD_IDS, trust_env=False)
-        assert stranger.status_code == 401
 
 
 def test_told_to_stop_it_is_ready_no_more_refuses_what_is_new_and_ends_what_it_began(served):

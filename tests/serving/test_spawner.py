@@ -33,12 +33,12 @@ def test_a_server_with_a_variable_that_an_import_may_read_has_a_process_of_its_o
     with socket.socket() as requests:
         monkeypatch.setattr(spawner, "_requests", requests)
         command = ServerCommand.resolve(variant.load("tiny"), platform="cpu")
-        assert spawner.find(command.argv, command.process_environment()) is requests
-        assert spawner.find(API_SERVER, {"VLLM_USE_MODELSCOPE": "1"}) is None
-        assert spawner.find(("python", "-c", "pass"), {}) is None
+        assert spawner.find_spawner(command.argv, command.process_environment()) is requests
+        assert spawner.find_spawner(API_SERVER, {"VLLM_USE_MODELSCOPE": "1"}) is None
+        assert spawner.find_spawner(("python", "-c", "pass"), {}) is None
         monkeypatch.setattr(spawner, "_requests", None)
         monkeypatch.setattr(spawner, "_block", None)
-        assert spawner.find(API_SERVER, {}) is None
+        assert spawner.find_spawner(API_SERVER, {}) is None
 
 
 def ask(log: Path, _: Path, seconds: float, progress: Progress) -> dict[str, Any]:
@@ -103,12 +103,12 @@ import json, pathlib, psutil
 from slimqwen.serving import spawner
 from tests.serving.test_spawner import API_SERVER, ask
 
-with spawner.shared():
+with spawner.share_spawner():
     made_before = len(psutil.Process().children())
     log = pathlib.Path({str(tmp_path / "log")!r})
     facts = ask(log, log, 0, lambda *_: None)
-    with spawner.shared():
-        same = spawner.find(API_SERVER, {{}}) is spawner._requests
+    with spawner.share_spawner():
+        same = spawner.find_spawner(API_SERVER, {{}}) is spawner._requests
     (process,) = psutil.Process().children()
     facts |= {{"spawner": process.cmdline(), "same": same, "made_before": made_before}}
 print(json.dumps(facts | {{"runs": process.is_running(), "requests": spawner._requests}}))

@@ -63,20 +63,5 @@ def test_every_check_of_answers_refuses(root: Path, name: str, reason: str) -> N
 
 
 def test_a_trained_checkpoint_whose_drafts_are_judged_is_let_through(root: Path) -> None:
-    speed_only.refuse(variant.load("tiny", root), "quality")
-    speed_only.refuse(variant.load("tiny-mtp4"), "quality")
-
-
-@pytest.mark.parametrize(
-    ("speculation", "length"),
-    [
-        (None, None),
-        ({"method": "mtp", "num_speculative_tokens": 4}, None),
-        ({"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 3.4}, 3.4),
-        ({"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.5, 0.25]}, 1.75),
-    ],
-)
-def test_the_acceptance_length_that_flags_set(
-    speculation: dict[str, object] | None, length: float | None
-) -> None:
-    assert speed_only.synthetic_acceptance_length({"speculative-config": speculation}) == length
+    speed_only.refuse_speed_only(variant.load("tiny", root), "quality")
+    speed_only.refuse_speed_only(variant.load("tiny-mtp4"), "quality")

@@ -6,102 +6,11 @@ from types import ModuleType, SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
-import torch
-from torch._dynamo.package import SystemInfo
-from torch._inductor.codecache import CacheBase
 
 from slimqwen.serving import baked_cache
-from slimqwen.vllm_plugin import compile_watch, registration
+from slimqwen.vllm_plugin import compile_watch
 from slimqwen.vllm_plugin.engine_fixes.upstream import EngineFixError
 from slimqwen.vllm_plugin.errors import PluginError
-
-
-@pytest.fixture
-def an_a10g(monkeypatch):
-    """A machine with one A10G, as far as torch tells."""
-    bus = {"pci_domain_id": 0, "pci_bus_id": 1, "pci_device_id": 0}
-    properties = SimpleNamespace(
-        name="NVIDIA A10G", major=8, minor=6, total_memory=24 << 30, uuid="ab", **bus
-    )
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: properties.name)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    # As they come, and put back whatever a test makes of them.
-    stock = CacheBase.__dict__["get_system"].__func__
-    monkeypatch.setattr(CacheBase, "get_system", staticmethod(getattr(stock, "__wrapped__", stock)))
-    monkeypatch.setattr(SystemInfo, "current", classmethod(SystemInfo.__dict__["current"].__func__))
-    return properties
-
-
-def keys():
-    return CacheBase.get_system()["hash"], SystemInfo.current().gpu_name
-
-
-def test_an_a10g_called_a40_has_the_compile_keys_of_an_a40(an_a10g):
-    of_an_a10g = keys()
-    an_a10g.name = "NVIDIA A40"
-    of_an_a40 = keys()
-    an_a10g.name = "NVIDIA A10G"
-    compile_watch.name_device_in_keys("NVIDIA A40", "8.6")
-    assert keys() == of_an_a40
-    assert of_an_a40 != of_an_a10g
-
-
-def test_what_asks_the_device_itself_hears_its_own_name(an_a10g):
-    compile_watch.name_device_in_keys("NVIDIA A40", "8.6")
-    keys()
-    assert torch.cuda.get_device_properties(0).name == "NVIDIA A10G"
-    assert torch.cuda.get_device_name() == "NVIDIA A10G"
-    assert baked_cache.this_device("cuda") == "NVIDIA A10G"
-
-
-def test_vllms_memory_plan_is_still_the_devices_own(an_a10g, monkeypatch):
-    from vllm.v1.worker import startup_plan
-
-    a_gpu = SimpleNamespace(
-        get_device_name=lambda: torch.cuda.get_device_name(0),
-        get_device_total_memory=lambda: torch.cuda.get_device_properties(0).total_memory,
-        get_device_capability=lambda: (8, 6),
-    )
-    monkeypatch.setattr(startup_plan, "current_platform", a_gpu)
-
-    def plan():
-        return startup_plan.compute_plan_fingerprint(SimpleNamespace(compute_hash=lambda: "same"), 0, 1)
-
-    of_an_a10g = plan()
-    compile_watch.name_device_in_keys("NVIDIA A40", "8.6")
-    keys()
-    assert plan() == of_an_a10g
-    an_a10g.name = "NVIDIA A40"
-    assert plan() != of_an_a10g
-
-
-@pytest.mark.usefixtures("an_a10g")
-@pytest.mark.parametrize("ask", [lambda: CacheBase.get_system(), lambda: SystemInfo.current()])
-def test_another_compute_capability_is_refused_in_words(ask):
-    compile_watch.name_device_in_keys("NVIDIA L4", "8.9")
-    with pytest.raises(PluginError, match=r"NVIDIA L4 of compute capability 8\.9 and NVIDIA A10G has 8\.6"):
-        ask()
-
-
-@pytest.mark.usefixtures("an_a10g")
-def test_the_device_is_not_asked_before_vllm_asks_for_a_key(monkeypatch):
-    def too_early(device=None):
-        raise AssertionError("a plugin that touches the GPU breaks vLLM's forks")
-
-    monkeypatch.setattr(torch.cuda, "get_device_properties", too_early)
-    monkeypatch.setattr(torch.cuda, "current_device", too_early)
-    compile_watch.name_device_in_keys("NVIDIA A40", "8.6")
-
-
-@pytest.mark.usefixtures("an_a10g")
-def test_a_torch_without_these_keys_is_refused(monkeypatch):
-    monkeypatch.setattr(SystemInfo, "current", lambda: None)
-    with pytest.raises(EngineFixError, match=r"compile_watch: .* takes \(\), not \(cls\)"):
-        compile_watch.name_device_in_keys("NVIDIA A40", "8.6")
 
 
 @pytest.fixture
@@ -129,25 +38,25 @@ def log(caplog):
 
 
 def test_a_graph_that_is_loaded_is_said_to_be(compilations, log):
-    compile_watch.watch(required=True)
+    compile_watch.watch_compilations(required=True)
     with compilations(announce_start=False):
         pass
-    (graph,) = baked_cache.graphs(log.text)
+    (graph,) = baked_cache.read_graphs(log.text)
     assert (graph.name, graph.loaded) == ("backbone", True)
 
 
 def test_a_graph_that_is_not_there_is_compiled_and_said_to_be_with_the_reason(compilations, log):
-    compile_watch.watch(required=False)
+    compile_watch.watch_compilations(required=False)
     with pytest.raises(FileNotFoundError), compilations(announce_start=False):
         raise FileNotFoundError
     with compilations():
         pass
-    (graph,) = baked_cache.graphs(log.text)
+    (graph,) = baked_cache.read_graphs(log.text)
     assert (graph.name, graph.loaded, graph.why_compiled) == ("backbone", False, "not in the cache")
 
 
 def test_a_required_graph_that_cannot_be_loaded_is_not_compiled(compilations):
-    compile_watch.watch(required=True)
+    compile_watch.watch_compilations(required=True)
     with pytest.raises(RuntimeError), compilations(announce_start=False):
         raise RuntimeError("Source code has changed\nsince")
     with (
@@ -158,11 +67,11 @@ def test_a_required_graph_that_cannot_be_loaded_is_not_compiled(compilations):
 
 
 def test_watching_twice_tells_once(compilations, log):
-    compile_watch.watch(required=False)
-    compile_watch.watch(required=False)
+    compile_watch.watch_compilations(required=False)
+    compile_watch.watch_compilations(required=False)
     with compilations():
         pass
-    assert len(baked_cache.graphs(log.text)) == 1
+    assert len(baked_cache.read_graphs(log.text)) == 1
 
 
 def test_the_compile_key_does_not_depend_on_where_a_checkpoint_lies(monkeypatch, tmp_path):
@@ -182,18 +91,6 @@ def test_the_compile_key_does_not_depend_on_where_a_checkpoint_lies(monkeypatch,
     assert first.model == str(here)
     longer = ModelConfig(model=str(here), dtype="bfloat16", max_model_len=64)
     assert longer.compute_hash() != first.compute_hash()
-
-
-def test_a_start_that_would_not_load_the_plugin_is_refused(monkeypatch):
-    compile_watch.require_registered({})
-    compile_watch.require_registered({"VLLM_PLUGINS": "slimqwen_engine_fixes,slimqwen_compile_watch"})
-    with pytest.raises(
-        PluginError, match="VLLM_PLUGINS=slimqwen_engine_fixes leaves out slimqwen_compile_watch"
-    ):
-        compile_watch.require_registered({"VLLM_PLUGINS": "slimqwen_engine_fixes"})
-    monkeypatch.setattr(registration, "entry_points", lambda group: ())
-    with pytest.raises(PluginError, match="is not installed; `make install` installs it"):
-        compile_watch.require_registered({})
 
 
 def test_without_the_variable_nothing_is_changed(monkeypatch):
@@ -227,7 +124,7 @@ def flashinfer(monkeypatch, tmp_path):
 def register(monkeypatch):
     """Register the plugin with these wishes, as far as FlashInfer is concerned."""
     monkeypatch.delenv("FLASHINFER_DISABLE_JIT", raising=False)
-    for name in ("vllm_log", "leave_checkpoint_path_out_of_key", "watch"):
+    for name in ("vllm_log", "leave_checkpoint_path_out_of_key", "watch_compilations"):
         monkeypatch.setattr(compile_watch, name, MagicMock())
 
     def register(**wishes):

@@ -89,7 +89,7 @@ class Vllm:
 
 
 def run(vllm):
-    asyncio.run(warm_up.run(vllm.app))
+    asyncio.run(warm_up.send_warm_up(vllm.app))
 
 
 def test_every_batch_and_chats_with_thinking_on_and_off_are_asked_with_the_key(monkeypatch, caplog):

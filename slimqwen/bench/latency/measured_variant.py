@@ -12,7 +12,7 @@ from slimqwen.bench.client import counters, last_line, send
 from slimqwen.bench.workload import PromptClass, Workload
 from slimqwen.host_load import HostLoad, Watch
 from slimqwen.progress import Progress
-from slimqwen.serving.shared_server import SharedServer, get, require_healthy
+from slimqwen.serving.shared_server import SharedServer, get_response, require_healthy
 from slimqwen.text.prompts import PromptCutter, Tokens
 from slimqwen.variant import Variant
 
@@ -222,7 +222,7 @@ def block_tokens(served: SharedServer) -> int:
     Raises:
         BenchError: the server has no prefix cache.
     """
-    families = text_string_to_metric_families(get(f"{served.server.base_url}/metrics").text)
+    families = text_string_to_metric_families(get_response(f"{served.server.base_url}/metrics").text)
     samples = itertools.chain.from_iterable(family.samples for family in families)
     config = next((sample.labels for sample in samples if sample.name == "vllm:cache_config_info"), {})
     block = config.get("effective_attention_block_size", "None")

@@ -23,14 +23,14 @@ from slimqwen.records.journal import journal_file, locked
 from slimqwen.records.record import Ratio
 from slimqwen.serving import spawner
 from slimqwen.serving.command import ServerCommand
-from slimqwen.serving.shared_server import ServerLostError, serve
+from slimqwen.serving.shared_server import ServerLostError, share_server
 from slimqwen.stats import intervals
 from slimqwen.text.corpus import resolve_text
 from slimqwen.text.prompts import digest
 from slimqwen.variant import Variant
 
 
-@spawner.shared()
+@spawner.share_spawner()
 def measure(
     variants: Sequence[Variant],
     workload: Workload,
@@ -103,7 +103,7 @@ def _take_round(
             _resume(shared, sides, {**before, "sides": states})
         for side in sides:
             log = side.logs / f"serve-{side.variant.name}.log"
-            with serve(side.variant, port=port, log=log, progress=shared.progress) as served:
+            with share_server(side.variant, port=port, log=log, progress=shared.progress) as served:
                 side.take_round(number, served, watch)
 
     _, load = host_load.retry_until_idle(send, f"round {number + 1}", even_if_busy=even_if_busy)

@@ -35,7 +35,6 @@ from slimqwen.serving.platform import Platform
 from slimqwen.serving.server import RunningServer, free_port, run_server
 from slimqwen.text.corpus import RecipePath
 from slimqwen.variant import OWN_KEYS, Setting, Variant
-from slimqwen.vllm_plugin import compile_watch
 
 _ENGINE_BYTES = 4 * 2**30
 """Resident size of a server that compiles; measured: 2.6 GiB for a small model."""
@@ -86,7 +85,6 @@ def bake_compile_cache(
     variant = _variant(parameters)
     carry_all(source, destination)
     command = ServerCommand.resolve(_with_weights(variant, destination), port=free_port())
-    compile_watch.require_registered(command.environment)
     if command.cache is None:
         raise ServingError(
             f"{variant.name} compiles nothing, so there is nothing to bake; set VLLM_ENFORCE_EAGER=0 in its config.env "
@@ -99,12 +97,11 @@ def bake_compile_cache(
         if not compiled:
             raise ServingError("vLLM compiled no graph; the stage's log may say why")
         progress("packing", 0, 0)
-        baked_cache.pack(
+        baked_cache.pack_cache(
             Path(folder),
             destination,
-            machine=baked_cache.this_machine(command.platform, command.variables),
-            device=baked_cache.this_device(command.platform, command.variables),
-            flags=baked_cache.decisive(command.flags),
+            machine=baked_cache.describe_machine(command.platform),
+            flags=baked_cache.decisive_flags(command.flags),
             environment=dict(command.variables),
             graphs={graph.name: graph.seconds for graph in compiled},
             libraries=libraries,
@@ -145,8 +142,7 @@ def data(parameters: BakeCacheParameters) -> dict[str, str]:
     lines = {f"config.{key}": settings[key].value for key in sorted(settings.keys() - _IRRELEVANT_KEYS)}
     # Asking torch would take seconds, and every `recipe run --dry-run` asks this.
     platform: Platform = "cuda" if Path("/proc/driver/nvidia/version").exists() else "cpu"
-    environment = {key: setting.value for key, setting in settings.items()}
-    facts = baked_cache.this_machine(platform, environment)
+    facts = baked_cache.describe_machine(platform)
     return lines | {f"machine.{name}": fact for name, fact in facts.items()}
 
 
@@ -164,7 +160,7 @@ def _build_libraries(command: ServerCommand, cache_root: Path, progress: Progres
     """
     if command.platform == "cpu":
         return {}
-    variant, device = command.variant, gpu.first_visible(command.variables)
+    variant, device = command.variant, gpu.first_gpu()
     if device is None:
         raise ServingError(
             f"no GPU here to compile the graphs of {variant.name} on; bake it on a GPU host, or compile "
@@ -201,7 +197,7 @@ def _with_weights(variant: Variant, weights: Path) -> Variant:
 
 def _start(
     command: ServerCommand, prompt_tokens: Sequence[int], log: Path, progress: Progress
-) -> tuple[list[baked_cache.Graph], float]:
+) -> tuple[list[baked_cache.CompiledGraph], float]:
     """Start a server, let it answer prompts and end it: the log's graphs, and the seconds until it was ready."""
     started = time.monotonic()
     try:
@@ -211,7 +207,7 @@ def _start(
             drive(server, prompt_tokens)
     finally:
         _keep(log)
-    return baked_cache.graphs(log.read_text(encoding="utf-8", errors="replace")), seconds
+    return baked_cache.read_graphs(log.read_text(encoding="utf-8", errors="replace")), seconds
 
 
 def _keep(log: Path) -> None:

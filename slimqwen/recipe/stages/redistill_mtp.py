@@ -205,11 +205,11 @@ def _extended_continuation(model: Any, output: Output, tokens: int) -> list[int]
 
 def _served(folder: Path, held_out: Sequence[Output], depth: int, progress: Progress) -> float:
     """Acceptance length in vLLM on the held-out prompts, greedy."""
-    from slimqwen.serving.draft_counts import in_vllm
+    from slimqwen.serving.draft_counts import count_drafts_in_vllm
 
     progress("measuring in vLLM", 0, 0)
     longest = max(len(output.continuation) for output in held_out)
-    return in_vllm(folder, [output.prompt for output in held_out], longest, depth).mean_length
+    return count_drafts_in_vllm(folder, [output.prompt for output in held_out], longest, depth).mean_length
 
 
 def _check_agreement(measured: float, served: float, when: str) -> None:

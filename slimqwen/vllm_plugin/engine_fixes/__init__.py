@@ -32,7 +32,6 @@ FIXES = (
     "sampling_expansion",
     "seeded_prompts",
     "top_k_without_drafts",
-    "synthetic_acceptance",
     "short_convolution",
     "lone_token",
     "lone_sequence",

@@ -150,9 +150,9 @@ def test_a_crash_blocks_serving_until_the_same_combination_is_fine_again(measure
     broken = measure(reference, "greedy: the process died (SIGSEGV)")
     assert store.read(broken).verdict == Verdict.FAIL
     with pytest.raises(ServingError, match=rf"SIGSEGV.*experiments/v/{broken.stem}"):
-        checks.check(command)
+        checks.check_command(command)
     assert store.read(measure(reference, FINE)).verdict == Verdict.PASS
-    checks.check(command)
+    checks.check_command(command)
 
 
 def test_combinations_that_an_interrupted_run_has_tried_are_not_tried_again(measure):

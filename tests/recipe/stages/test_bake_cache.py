@@ -63,7 +63,7 @@ def test_the_stage_publishes_the_checkpoint_with_a_cache_that_hit(repository: Pa
     facts = checkpoint.verify(folder, "").facts
     assert facts["graphs"] == 2
     assert 0 < float(facts["load_seconds"]) < float(facts["compile_seconds"])
-    baked = baked_cache.read(folder)
+    baked = baked_cache.read_manifest(folder)
     assert baked is not None
     assert set(baked.graphs) == {"backbone", "eagle_head"}
     # What a start would import vLLM for in a process of its own, once for each model.
@@ -96,7 +96,7 @@ def test_a_graph_that_is_not_in_the_cache_ends_a_start_that_requires_it(moved: P
     assert command.cache is not None
     assert command.cache.baked is not None
     place = tmp_path / "place"
-    baked_cache.restore(folder, command.cache.baked, place)
+    baked_cache.restore_cache(folder, command.cache.baked, place)
     for model in place.rglob("rank_0_0/model"):
         model.unlink()
         break
@@ -122,12 +122,12 @@ def test_other_flags_are_refused_or_compiled_for(moved: Path) -> None:
     assert command.cache is not None
     assert command.cache.differences == ("--max-num-seqs was 2 and is 3",)
     assert "baked-" not in command.environment["VLLM_CACHE_ROOT"]
-    checks.check(command)
+    checks.check_command(command)
     required = ServerCommand.resolve(one, port=free_port(), require_baked=True)
     with pytest.raises(
         ServingError, match=r"for something else: --max-num-seqs was 2 and is 3; `slimqwen recipe run"
     ):
-        checks.check(required)
+        checks.check_command(required)
 
 
 @pytest.mark.engine
