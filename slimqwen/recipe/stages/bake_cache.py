@@ -272,8 +272,8 @@ STAGE = Stage(
         "slimqwen.serving.http_client",
         "slimqwen.serving.server",
         "slimqwen.vllm_plugin.compile_watch",
-        "slimqwen.vllm_plugin.engine_fixes.torch_int4",
-        "slimqwen.vllm_plugin.engine_fixes.torch_int8",
+        "slimqwen.vllm_plugin.engine_fixes.w4a16_linear",
+        "slimqwen.vllm_plugin.engine_fixes.w8a16_linear",
     ),
     packages=("vllm", "torch"),
 )

@@ -192,8 +192,8 @@ STAGE = Stage(
         "slimqwen.text.corpus",
         "slimqwen.text.files",
         # Products of the engine that are ours: other last bits are other outputs.
-        "slimqwen.vllm_plugin.engine_fixes.torch_int4",
-        "slimqwen.vllm_plugin.engine_fixes.torch_int8",
+        "slimqwen.vllm_plugin.engine_fixes.w4a16_linear",
+        "slimqwen.vllm_plugin.engine_fixes.w8a16_linear",
     ),
     packages=("vllm", "torch", "transformers", "tokenizers"),
     environment=TORCH_ENVIRONMENT,

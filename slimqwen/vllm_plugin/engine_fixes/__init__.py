@@ -1,13 +1,14 @@
-"""What vLLM gets wrong on a CPU, or needlessly slow, mended in its own processes through `vllm.general_plugins`.
+"""CPU-only fixes of vLLM's faults and slow paths, loaded through its entry points `vllm.general_plugins`.
 
 vLLM calls `register` in each process that it spawns (API server, engine, workers), before the model is built; a forked
 process has what its parent has. It also registers the model class of trimmed draft vocabularies, on every device. That
 is no plugin of its own, because its name would enter VLLM_PLUGINS and so vLLM's compile key.
 
-Each fix is a module of this package with two functions:
+Each fix is a module of this package:
 
-    reason() -> str | None   why this machine needs the fix, or None where it does not
-    install() -> bool        put it in place; False where it already is; EngineFixError where it cannot be
+    WHY: str              what goes wrong without it, for the log
+    install() -> bool     put it in place; False where it already is; EngineFixError where it cannot be
+    is_needed() -> bool   whether this machine needs it; left out where every CPU does
 
 Most put a function in the place of one of vLLM's, by `upstream.replace`.
 
@@ -69,10 +70,10 @@ def register() -> None:
     vllm_log.join()
     for name in FIXES:
         fix = importlib.import_module(f"{__name__}.{name}")
-        reason = fix.reason()
+        is_needed = getattr(fix, "is_needed", lambda: True)
         try:
-            active = reason is not None and fix.install()
+            active = is_needed() and fix.install()
         except ImportError as error:
             raise EngineFixError(name, str(error)) from error
         if active:
-            logger.info("Engine fix %s is active: %s", name, reason)
+            logger.info("Engine fix %s is active: %s", name, fix.WHY)

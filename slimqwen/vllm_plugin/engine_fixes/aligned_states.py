@@ -16,19 +16,12 @@ from typing import Any
 
 import torch
 
-from slimqwen.vllm_plugin.engine_fixes.upstream import expect, replace
+from slimqwen.vllm_plugin.engine_fixes.upstream import expect, lacks_triton, replace
 
 _FIX = "aligned_states"
+WHY = "without Triton, prefix caching beside MTP ends the engine at its first request"
+is_needed = lacks_triton
 _BLOCK_ID_BYTES = 4
-
-
-def reason() -> str | None:
-    """Why this machine needs the fix; None where Triton runs the kernels itself."""
-    from vllm.triton_utils import HAS_TRITON
-
-    if HAS_TRITON:
-        return None
-    return "without Triton, prefix caching beside MTP ends the engine at its first request"
 
 
 def install() -> bool:

@@ -14,11 +14,7 @@ from typing import Any
 from slimqwen.vllm_plugin.engine_fixes.upstream import expect, replace
 
 _FIX = "aot_load"
-
-
-def reason() -> str:
-    """Why this machine needs the fix: no CPU has another backend."""
-    return "vLLM cannot load the graphs that torch's inductor backend saved"
+WHY = "vLLM cannot load the graphs that torch's inductor backend saved"
 
 
 def install() -> bool:

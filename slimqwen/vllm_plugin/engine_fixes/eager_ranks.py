@@ -13,11 +13,7 @@ from typing import Any
 from slimqwen.vllm_plugin.engine_fixes.upstream import expect, replace
 
 _FIX = "eager_ranks"
-
-
-def reason() -> str | None:
-    """Why every CPU needs the fix."""
-    return "vLLM would compile a kernel at the first request with log-probabilities"
+WHY = "vLLM would compile a kernel at the first request with log-probabilities"
 
 
 def install() -> bool:

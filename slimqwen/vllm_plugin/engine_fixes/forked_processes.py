@@ -21,6 +21,7 @@ import torch
 from slimqwen.vllm_plugin.engine_fixes.upstream import replace
 
 _FIX = "forked_processes"
+WHY = "vLLM would be imported three times, one process after the other"
 
 # An engine in this process replaces torch's.
 set_num_threads = torch.set_num_threads
@@ -37,11 +38,9 @@ def allow() -> None:
     _allowed = True
 
 
-def reason() -> str | None:
-    """Why this process needs the fix; None where OpenMP threads may run, or another OpenMP than torch's."""
-    if not _allowed or "libgomp" not in os.environ.get("LD_PRELOAD", ""):
-        return None
-    return "vLLM would be imported three times, one process after the other"
+def is_needed() -> bool:
+    """Whether this process may be forked: it keeps to one thread of OpenMP, and OpenMP is torch's."""
+    return _allowed and "libgomp" in os.environ.get("LD_PRELOAD", "")
 
 
 def install() -> bool:

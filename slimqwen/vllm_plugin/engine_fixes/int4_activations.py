@@ -12,13 +12,12 @@ Goes away when vLLM's default for the variable is 0.
 import os
 
 _VARIABLE = "VLLM_CPU_INT4_W4A8"
+WHY = "vLLM would round the activations of W4A16 linears to 8 bits where the CPU has AMX"
 
 
-def reason() -> str | None:
-    """Why this process needs the fix; None where the variable is set."""
-    if _VARIABLE in os.environ:
-        return None
-    return "vLLM would round the activations of W4A16 linears to 8 bits where the CPU has AMX"
+def is_needed() -> bool:
+    """Whether the variable is unset."""
+    return _VARIABLE not in os.environ
 
 
 def install() -> bool:

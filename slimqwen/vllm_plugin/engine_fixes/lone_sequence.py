@@ -16,16 +16,12 @@ import torch
 from slimqwen.vllm_plugin.engine_fixes.upstream import replace
 
 _FIX = "lone_sequence"
+WHY = "beside drafts a prompt whose last part has one token ends the engine"
 _KERNEL = "fused_sigmoid_gating_delta_rule_update_cpu"
 _PARAMETERS = (
     "A_log", "dt_bias", "q", "k", "v", "a", "b", "initial_state_source", "initial_state_indices", "cu_seqlens",
     "use_qk_l2norm_in_kernel", "softplus_beta", "softplus_threshold",
 )  # fmt: skip
-
-
-def reason() -> str | None:
-    """Why every CPU needs the fix."""
-    return "beside drafts a prompt whose last part has one token ends the engine"
 
 
 def install() -> bool:

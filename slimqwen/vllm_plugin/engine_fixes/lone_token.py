@@ -16,15 +16,11 @@ import torch
 from slimqwen.vllm_plugin.engine_fixes.upstream import replace
 
 _FIX = "lone_token"
+WHY = "vLLM's convolution of prompts ends the engine at a prompt of one token"
 _PARAMETERS = (
     "x", "weight", "bias", "conv_states", "query_start_loc", "cache_indices", "has_initial_state",
     "silu_activation", "is_weight_packed",
 )  # fmt: skip
-
-
-def reason() -> str:
-    """Why this machine needs the fix: it does wherever vLLM calls its C++ kernel, and changes nothing elsewhere."""
-    return "vLLM's convolution of prompts ends the engine at a prompt of one token"
 
 
 def install() -> bool:

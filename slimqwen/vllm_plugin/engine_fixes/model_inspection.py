@@ -10,11 +10,7 @@ Goes away when vLLM does so only on a GPU.
 from slimqwen.vllm_plugin.engine_fixes.upstream import replace
 
 _FIX = "model_inspection"
-
-
-def reason() -> str | None:
-    """Why every CPU needs the fix."""
-    return "vLLM would be imported once more to look at the model's class"
+WHY = "vLLM would be imported once more to look at the model's class"
 
 
 def install() -> bool:

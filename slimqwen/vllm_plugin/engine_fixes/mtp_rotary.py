@@ -16,6 +16,7 @@ from typing import Any
 from slimqwen.vllm_plugin.engine_fixes.upstream import expect, expect_parameters
 
 _FIX = "mtp_rotary"
+WHY = "vLLM prepares M-RoPE positions for the MTP head of a text-only Qwen3.5, which has plain RoPE"
 _ARCHITECTURES = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 _FIELDS = ("mrope_section", "mrope_interleaved")
 
@@ -26,11 +27,6 @@ def without_mrope(model_config: Any) -> None:
         rope = getattr(config, "rope_parameters", None) or {}
         for field in _FIELDS:
             rope.pop(field, None)
-
-
-def reason() -> str:
-    """Why this machine needs the fix: the fault does not depend on the kind of CPU."""
-    return "vLLM prepares M-RoPE positions for the MTP head of a text-only Qwen3.5, which has plain RoPE"
 
 
 def install() -> bool:

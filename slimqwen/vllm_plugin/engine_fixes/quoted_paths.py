@@ -17,13 +17,13 @@ from typing import Any
 from slimqwen.vllm_plugin.engine_fixes.upstream import replace
 
 _FIX = "quoted_paths"
+WHY = "torch would not quote a path for the compiler"
 
 
-def reason() -> str | None:
-    """Why this machine needs the fix; None where every path is one word for a shell."""
+def is_needed() -> bool:
+    """Whether a path of the compiler's is more than one word for a shell."""
     paths = sys.prefix, os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""), tempfile.gettempdir()
-    strange = [path for path in paths if path and shlex.quote(path) != path]
-    return f"torch would not quote the path {strange[0]} for the compiler" if strange else None
+    return any(path and shlex.quote(path) != path for path in paths)
 
 
 def install() -> bool:

@@ -11,11 +11,15 @@ Goes away when `_expand_kernel_impl` writes to the `output` it was given, as its
 (`copy_` after the C++ call).
 """
 
+import sys
+
 import torch
 
-from slimqwen.vllm_plugin.engine_fixes.upstream import is_replaced, replace, require_unbound
+from slimqwen.vllm_plugin.engine_fixes.upstream import expect, is_replaced, lacks_triton, replace
 
 _FIX = "sampling_expansion"
+WHY = "without Triton, vLLM leaves the temperature, top-k and top-p of draft tokens unset"
+is_needed = lacks_triton
 _FUNCTION = "_expand_kernel_impl"
 
 
@@ -45,20 +49,15 @@ def expand(
     output[: repeated.numel()].copy_(repeated)
 
 
-def reason() -> str | None:
-    """Why this machine needs the fix; None where Triton runs the kernel itself."""
-    from vllm.triton_utils import HAS_TRITON
-
-    if HAS_TRITON:
-        return None
-    return "without Triton, vLLM leaves the temperature, top-k and top-p of draft tokens unset"
-
-
 def install() -> bool:
     """Put `expand` where the CPU platform takes its kernels from; False if it is there already."""
+    from vllm.triton_utils.dispatcher import KernelOverride
     from vllm.utils import cpu_triton_utils
 
     if is_replaced(cpu_triton_utils, _FUNCTION):
         return False
-    require_unbound(_FIX, "expand_kernel")
+    # A worker copies the kernel into its sampler, where a replacement would not be seen.
+    bound = getattr(sys.modules.get("vllm.v1.sample.rejection_sampler"), "expand_kernel", None)
+    difference = "an engine of this process already uses the stock kernel"
+    expect(_FIX, not isinstance(bound, KernelOverride), difference)
     return replace(_FIX, cpu_triton_utils, _FUNCTION, expand)

@@ -16,11 +16,7 @@ from typing import Any
 from slimqwen.vllm_plugin.engine_fixes.upstream import replace
 
 _FIX = "seeded_prompts"
-
-
-def reason() -> str:
-    """Why this machine needs the fix: the generators of no CPU have an offset."""
-    return "a seed beside a prompt longer than max_num_batched_tokens ends the engine"
+WHY = "a seed beside a prompt longer than max_num_batched_tokens ends the engine"
 
 
 def install() -> bool:

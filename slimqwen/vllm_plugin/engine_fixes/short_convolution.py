@@ -18,6 +18,7 @@ import torch.nn.functional as F  # noqa: N812 - as everybody calls it
 from slimqwen.vllm_plugin.engine_fixes.upstream import expect
 
 _FIX = "short_convolution"
+WHY = "without bfloat16 in oneDNN, torch's convolution of it takes a hundred times as long as of float32"
 
 
 def conv1d(
@@ -50,11 +51,9 @@ class _Functional(ModuleType):
         return getattr(F, name)
 
 
-def reason() -> str | None:
-    """Why this machine needs the fix; None where torch convolves bfloat16 by oneDNN."""
-    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return None
-    return "without bfloat16 in oneDNN, torch's convolution of it takes a hundred times as long as of float32"
+def is_needed() -> bool:
+    """Whether torch convolves bfloat16 without oneDNN."""
+    return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def install() -> bool:

@@ -26,11 +26,7 @@ import torch
 from slimqwen.vllm_plugin.engine_fixes.upstream import expect, replace
 
 _FIX = "short_drafts"
-
-
-def reason() -> str:
-    """Why this machine needs the fix: every CPU does."""
-    return "vLLM takes it that every sequence always has K drafts, which is not so near the end of a context"
+WHY = "vLLM takes it that every sequence always has K drafts, which is not so near the end of a context"
 
 
 def roll(row: torch.Tensor, new: torch.Tensor, accepted: int, width: int) -> torch.Tensor:

@@ -13,18 +13,11 @@ from collections.abc import Callable
 
 import torch
 
-from slimqwen.vllm_plugin.engine_fixes.upstream import replace
+from slimqwen.vllm_plugin.engine_fixes.upstream import lacks_triton, replace
 
 _FIX = "top_k_without_drafts"
-
-
-def reason() -> str | None:
-    """Why this machine needs the fix; None where Triton applies top-k."""
-    from vllm.triton_utils import HAS_TRITON
-
-    if HAS_TRITON:
-        return None
-    return "a request with top_k alone ends an engine that speculates"
+WHY = "a request with top_k alone ends an engine that speculates"
+is_needed = lacks_triton
 
 
 def install() -> bool:

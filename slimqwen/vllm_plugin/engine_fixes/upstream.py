@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +27,13 @@ class EngineFixError(SlimqwenError):
             f"engine fix {fix}: {difference}. It was written for vLLM {WRITTEN_FOR} and this is {__version__}: "
             f"install that version, or bring the module {fix} up to date"
         )
+
+
+def lacks_triton() -> bool:
+    """Whether vLLM replaces the kernels of Triton here, as it does on a CPU without it."""
+    from vllm.triton_utils import HAS_TRITON
+
+    return not HAS_TRITON
 
 
 def expect(fix: str, holds: bool, difference: str) -> None:
@@ -91,19 +97,6 @@ def replace(
     call.replaces_stock = True  # type: ignore[attr-defined]
     setattr(owner, name, method(call) if method else call)
     return True
-
-
-def require_unbound(fix: str, kernel: str) -> None:
-    """Go on only if no worker of this process has copied a kernel of vLLM's CPU platform into its sampler yet.
-
-    Raises:
-        EngineFixError: one has; a replacement would not be seen.
-    """
-    from vllm.triton_utils.dispatcher import KernelOverride
-
-    bound = getattr(sys.modules.get("vllm.v1.sample.rejection_sampler"), kernel, None)
-    difference = "an engine of this process already uses the stock kernel"
-    expect(fix, not isinstance(bound, KernelOverride), difference)
 
 
 def mixed_precision_kernels(fix: str, products: Sequence[str]) -> list[Any]:

@@ -82,8 +82,6 @@ def patched_places():
         (registry, "_run_in_subprocess"),
         (CpuPlatform, "check_and_update_config"),
         (cpu_triton_utils, "_expand_kernel_impl"),
-        (cpu_triton_utils, "_rejection_greedy_sample_kernel_impl"),
-        (cpu_triton_utils, "_rejection_random_sample_kernel_impl"),
         (EngineCoreProc, "run_engine_core"),
         (WorkerProc, "worker_main"),
         (GPUModelRunner, "sample_tokens"),

@@ -16,7 +16,7 @@ COMPILE = """
 import sys, torch
 if sys.argv[1] == "fixed":
     from slimqwen.vllm_plugin.engine_fixes import quoted_paths
-    assert quoted_paths.reason() and quoted_paths.install() and not quoted_paths.install()
+    assert quoted_paths.is_needed() and quoted_paths.install() and not quoted_paths.install()
 print(torch.compile(lambda x: x * 2 + 1)(torch.arange(3.0)).tolist())
 """
 
@@ -54,4 +54,4 @@ def test_ordinary_paths_need_no_fix(monkeypatch: pytest.MonkeyPatch, folder: str
     monkeypatch.setattr(sys, "prefix", "/usr")
     monkeypatch.setattr("tempfile.tempdir", "/tmp")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", f"/{folder}")
-    assert bool(quoted_paths.reason()) is is_needed
+    assert quoted_paths.is_needed() is is_needed

@@ -40,7 +40,7 @@ def needed(monkeypatch):
     """Every fix needed, whatever the machine of the test has."""
     for name in FIXES:
         fix = importlib.import_module(f"{engine_fixes.__name__}.{name}")
-        monkeypatch.setattr(fix, "reason", lambda: "the test says so")
+        monkeypatch.setattr(fix, "is_needed", lambda: True, raising=False)
 
 
 @pytest.mark.usefixtures("stock_vllm", "needed")
@@ -61,7 +61,8 @@ def test_register_installs_and_logs_each_fix_once(caplog):
     after = patched_values()
     assert all(was != now for was, now in zip(before, after, strict=True))
     assert [record.getMessage() for record in caplog.records] == [
-        f"Engine fix {name} is active: the test says so" for name in FIXES
+        f"Engine fix {name} is active: {importlib.import_module(f'{engine_fixes.__name__}.{name}').WHY}"
+        for name in FIXES
     ]
     caplog.clear()
     engine_fixes.register()
@@ -71,7 +72,7 @@ def test_register_installs_and_logs_each_fix_once(caplog):
 
 @pytest.mark.usefixtures("stock_vllm")
 def test_register_leaves_out_a_fix_that_the_machine_does_not_need(monkeypatch):
-    monkeypatch.setattr(w4a16_linear, "reason", lambda: None)
+    monkeypatch.setattr(w4a16_linear, "is_needed", lambda: False)
     monkeypatch.setattr("vllm.triton_utils.HAS_TRITON", True)
     from vllm.model_executor.kernels.linear import _POSSIBLE_KERNELS
     from vllm.platforms.interface import PlatformEnum

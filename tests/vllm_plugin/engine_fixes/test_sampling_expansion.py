@@ -58,9 +58,10 @@ def test_the_fix_is_still_needed(dtype):
     assert output.tolist() == [9, 9, 9]
 
 
-def test_reason_is_none_with_triton(monkeypatch):
-    monkeypatch.setattr("vllm.triton_utils.HAS_TRITON", True)
-    assert sampling_expansion.reason() is None
+@pytest.mark.parametrize("has_triton", [True, False])
+def test_triton_needs_no_kernel_in_place_of_its_own(monkeypatch, has_triton):
+    monkeypatch.setattr("vllm.triton_utils.HAS_TRITON", has_triton)
+    assert sampling_expansion.is_needed() is not has_triton
 
 
 @pytest.mark.usefixtures("stock_vllm")

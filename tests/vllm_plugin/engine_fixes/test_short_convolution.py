@@ -34,7 +34,7 @@ def operators(function):
     return {event.key for event in seen.key_averages()}
 
 
-@pytest.mark.skipif(short_convolution.reason() is None, reason="oneDNN has bfloat16 here")
+@pytest.mark.skipif(not short_convolution.is_needed(), reason="oneDNN has bfloat16 here")
 def test_torch_still_leaves_bfloat16_to_its_fallback():
     """Fails when torch no longer does, and the fix can go."""
     read, weight, _ = parts(5, 0)
