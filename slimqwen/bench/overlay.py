@@ -1,23 +1,13 @@
 """Settings that replace lines of a variant's config.env for one measurement."""
 
-import dataclasses
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from slimqwen.bench import BenchError
 from slimqwen.serving import unsafe_engines
 from slimqwen.serving.command import ServerCommand
-from slimqwen.variant import Setting, Variant
+from slimqwen.variant import Variant
 
 _MTP = "VLLM_SPECULATIVE_CONFIG"
-
-
-def with_lines(variant: Variant, lines: Mapping[str, str]) -> Variant:
-    """The variant with other settings: values by key, an empty one unsets the key."""
-    file = variant.folder / "config.env"
-    overlaid = {**variant.settings, **{key: Setting(key, value, file, 0) for key, value in lines.items()}}
-    remaining = {key: setting for key, setting in overlaid.items() if setting.value}
-    return dataclasses.replace(variant, settings=MappingProxyType(remaining))
 
 
 def servable(variant: Variant, lines: Mapping[str, str], name: str) -> tuple[Variant, Mapping[str, str]]:
@@ -37,7 +27,7 @@ def servable(variant: Variant, lines: Mapping[str, str], name: str) -> tuple[Var
         return variant, {}
     choices = [lines, {**lines, _MTP: ""}] if _MTP in variant.settings else [lines]
     for choice in choices:
-        changed_variant = with_lines(variant, choice)
+        changed_variant = variant.with_lines(choice)
         conflict = _conflict(ServerCommand.resolve(changed_variant), choice)
         if conflict is None:
             return changed_variant, choice
@@ -55,6 +45,6 @@ def _conflict(command: ServerCommand, lines: Mapping[str, str]) -> str | None:
     unsafe = unsafe_engines.find(
         variant.root, variant.weights, command.flags, command.platform, command.variables
     )
-    if unsafe is None or command.allow_unsafe:
+    if unsafe is None or variant.allow_unsafe:
         return None
     return f"{unsafe.modes}: {unsafe.reason} ({unsafe.record})"

@@ -181,7 +181,9 @@ def write(
         kinds = ["cold", "warm"]
         if server_command.cache.baked is not None:
             kinds.append("baked")
-            server_command = ServerCommand.resolve(variant, port=server_command.port, require_baked=True)
+            server_command = ServerCommand.resolve(
+                variant.with_lines({"REQUIRE_BAKED": "1"}), port=server_command.port
+            )
     log.parent.mkdir(parents=True, exist_ok=True)
     log.unlink(missing_ok=True)
     starts: dict[str, list[Start]] = {kind: [] for kind in kinds}

@@ -134,7 +134,7 @@ def find_recorded_plan(server: "ServerCommand") -> "tuple[Plan | None, Sequence[
         toolkit = start.has_toolkit_here(server)
         found = start.find_plan(server, start.name_gpu_here(server), toolkit=toolkit)
     except start.MissingPlanError as error:
-        if server.require_plan:
+        if server.variant.require_plan:
             raise ServingError(f"REQUIRE_PLAN=1, and {error}") from None
         # Known trouble concerns GPUs alone, so a plan would change nothing of a start on a CPU.
         if server.platform != "cpu":

@@ -42,15 +42,14 @@ def serve(
     from slimqwen.serving.command import ServerCommand
     from slimqwen.serving.server import prepare
 
+    options = {
+        "REQUIRE_BAKED": require_baked,
+        "REQUIRE_PLAN": require_plan,
+        "ALLOW_UNSAFE": allow_unsafe,
+    }
+    variant = variant.with_lines({key: value for key, value in options.items() if value})
     with errors.status("reading vLLM's flags"):
-        command = ServerCommand.resolve(
-            variant,
-            port=port,
-            platform=platform,
-            require_baked=require_baked is not None,
-            require_plan=require_plan is not None,
-            allow_unsafe=allow_unsafe is not None,
-        )
+        command = ServerCommand.resolve(variant, port=port, platform=platform)
     if command.platform != machine.detect():
         errors.print(
             f"This is the command for platform {command.platform}; this machine is {machine.detect()}."
@@ -70,7 +69,7 @@ def serve(
     plan, trouble = find_recorded_plan(command)
     prepare(command, trouble)
     if plan is not None:
-        command = command.compared_with_plan(start.expect_facts(plan, required=command.require_plan))
+        command = command.compared_with_plan(start.expect_facts(plan, required=variant.require_plan))
     os.chdir(command.variant.root)
     environment = command.process_environment()
     if command.platform == "cuda" and (missing := cuda_toolkit.missing(environment)):

@@ -10,10 +10,6 @@ from slimqwen.text.chats import ChatTemplate, read_chat_templates
 from slimqwen.variant import Variant
 
 _MESSAGES = ("What is the first?", "It is this.", "And the second?")
-_TOOL = {
-    "type": "function",
-    "function": {"name": "count", "parameters": {"type": "object", "properties": {}}},
-}
 
 
 def served_templates(variant: Variant, flags: Mapping[str, Any]) -> dict[str, ChatTemplate]:
@@ -35,7 +31,7 @@ def served_templates(variant: Variant, flags: Mapping[str, Any]) -> dict[str, Ch
 def check_templates(
     templates: Mapping[str, ChatTemplate], weights: Path, arguments: Mapping[str, Any]
 ) -> None:
-    """Render a chat of three turns by each template that vLLM chooses by itself, with thinking on and off.
+    """Render a chat of three turns, with thinking on and off, by the template that vLLM takes without tools.
 
     Args:
         weights: the checkpoint folder, whose tokenizer_config.json names the special tokens.
@@ -50,13 +46,12 @@ def check_templates(
         tokens = {name: value for name, value in settings.items() if name.endswith("_token")}
     except (OSError, ValueError, AttributeError) as error:
         raise ServingError(f"{file} cannot be read ({error}); make or download the checkpoint anew") from None
-    for name, tools in (("default", None), ("tool_use", [_TOOL])):
-        if name in templates:
-            for thinking in (True, False):
-                _check_template(templates[name], tools, {**tokens, "enable_thinking": thinking, **arguments})
+    if template := templates.get("default"):
+        for thinking in (True, False):
+            _check_template(template, {**tokens, "enable_thinking": thinking, **arguments})
 
 
-def _check_template(template: ChatTemplate, tools: list[Any] | None, variables: Mapping[str, Any]) -> None:
+def _check_template(template: ChatTemplate, variables: Mapping[str, Any]) -> None:
     # Heavy, and only needed here.
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -64,7 +59,7 @@ def _check_template(template: ChatTemplate, tools: list[Any] | None, variables: 
     chat = [{"role": role, "content": message} for role, message in zip(roles, _MESSAGES, strict=True)]
     try:
         (text,), _ = render_jinja_template(
-            [chat], tools=tools, chat_template=template.text, add_generation_prompt=True, **variables
+            [chat], chat_template=template.text, add_generation_prompt=True, **variables
         )
     # Templates raise exceptions of any type.
     except Exception as error:

@@ -72,7 +72,7 @@ def _write(file: Path, content: str) -> None:
 def _digest(variant: Variant) -> str:
     """SHA-256 of the lines, the platform and the check, as hexadecimal digits."""
     facts = [
-        [(setting.key, setting.value) for setting in variant.settings.values()],
+        [(each.key, each.value) for each in variant.settings.values() if each.key not in OWN_KEYS],
         [setting.key for setting in variant.unset],
         platform.detect(),
         _check(),

@@ -109,7 +109,7 @@ def refuse_trouble(command: ServerCommand, trouble: Iterable[Trouble]) -> None:
     Raises:
         ServingError: names the first trouble, its evidence and its cure.
     """
-    if command.allow_unsafe:
+    if command.variant.allow_unsafe:
         return
     first = next(iter(trouble), None)
     if first is not None:

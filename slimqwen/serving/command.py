@@ -96,8 +96,6 @@ class ServerCommand:
         platform_changes: lines of the config.env that the platform changed.
         variables: part of environment that compiled graphs may depend on: the config.env's, and vLLM's plugins.
         cache: cache of compiled graphs, None where nothing is compiled.
-        allow_unsafe: whether to serve in spite of known trouble or engine modes that were found unsafe.
-        require_plan: whether the server must not start without a plan, nor serve otherwise than planned.
     """
 
     variant: Variant
@@ -108,28 +106,16 @@ class ServerCommand:
     platform_changes: tuple[PlatformChange, ...]
     variables: Mapping[str, str]
     cache: CompileCache | None
-    allow_unsafe: bool
-    require_plan: bool = False
 
     @classmethod
     def resolve(
-        cls,
-        variant: Variant,
-        *,
-        port: int | None = None,
-        platform: Platform | None = None,
-        require_baked: bool = False,
-        allow_unsafe: bool = False,
-        require_plan: bool = False,
+        cls, variant: Variant, *, port: int | None = None, platform: Platform | None = None
     ) -> "ServerCommand":
         """Build the command that serves a variant.
 
         Args:
             port: TCP port instead of VLLM_PORT.
             platform: cpu or cuda; by default the variant's PLATFORM, else this machine's.
-            require_baked: refuse to serve without the baked compile cache, as REQUIRE_BAKED=1 does.
-            allow_unsafe: serve in spite of known trouble or unsafe engine modes, as ALLOW_UNSAFE=1 does.
-            require_plan: refuse a start without a plan, or other than planned, as REQUIRE_PLAN=1 does.
 
         Raises:
             ConfigError: a line that vLLM would not take.
@@ -149,33 +135,24 @@ class ServerCommand:
         argv["port"] = ("--port", str(flags["port"]))
         # Unset, vLLM loads no plugin that adds routes; set, its compile key holds the list.
         variables = {"VLLM_PLUGINS": ",".join(registration.PLUGINS), **resolved.environment}
-        required = require_baked or variant.require_baked
         cache = None
         if not flags.get("enforce-eager"):
-            cache = _compile_cache(variant, platform, flags, variables, required)
-        elif required:
+            cache = _compile_cache(variant, platform, flags, variables)
+        elif variant.require_baked:
             raise ServingError(
                 f"{variant.name} compiles nothing and a baked compile cache is required; set VLLM_ENFORCE_EAGER=0 in "
                 "its config.env, or do without REQUIRE_BAKED"
             )
-        environment = _environment(variant, platform, cache, variables)
+        words = (word for of_flag in argv.values() for word in of_flag)
         return cls(
             variant=variant,
             platform=platform,
-            argv=(
-                sys.executable,
-                "-m",
-                api_server.__name__,
-                *(word for words in argv.values() for word in words),
-                *_OWN_CODE,
-            ),
-            environment=MappingProxyType(environment),
+            argv=(sys.executable, "-m", api_server.__name__, *words, *_OWN_CODE),
+            environment=MappingProxyType(_environment(variant, platform, cache, variables)),
             flags=MappingProxyType(flags),
             platform_changes=tuple(platform_changes),
             variables=MappingProxyType(variables),
             cache=cache,
-            allow_unsafe=allow_unsafe or variant.allow_unsafe,
-            require_plan=require_plan or variant.require_plan,
         )
 
     @property
@@ -253,15 +230,13 @@ class ServerCommand:
         """The same command with an unbaked compile cache in another folder: for baking, and to time a cold start."""
         assert self.cache is not None
         cache = CompileCache(root, None, (), required=False)
-        return self._with(_cache_environment(cache, self.platform), cache=cache)
+        environment = MappingProxyType({**self.environment, **_cache_environment(cache, self.platform)})
+        return dataclasses.replace(self, environment=environment, cache=cache)
 
     def compared_with_plan(self, expected: engine_facts.PlanExpectation) -> "ServerCommand":
         """The same command, whose server compares its engine with a plan when it starts."""
-        return self._with({engine_facts.VARIABLE: expected.model_dump_json()})
-
-    def _with(self, variables: Mapping[str, str], **changes: Any) -> "ServerCommand":
-        environment = MappingProxyType({**self.environment, **variables})
-        return dataclasses.replace(self, environment=environment, **changes)
+        plan = {engine_facts.VARIABLE: expected.model_dump_json()}
+        return dataclasses.replace(self, environment=MappingProxyType({**self.environment, **plan}))
 
 
 def _fit_to_cpu(
@@ -281,11 +256,7 @@ def _fit_to_cpu(
 
 
 def _compile_cache(
-    variant: Variant,
-    platform: Platform,
-    flags: Mapping[str, Any],
-    variables: Mapping[str, str],
-    required: bool,
+    variant: Variant, platform: Platform, flags: Mapping[str, Any], variables: Mapping[str, str]
 ) -> CompileCache:
     baked = baked_cache.read_manifest(variant.weights)
     differences: tuple[str, ...] = ()
@@ -297,7 +268,7 @@ def _compile_cache(
         differences = tuple(baked_cache.list_differences(baked, facts, flags, variables))
         if not differences:
             name = f"baked-{baked.archive_sha256[:16]}"
-    return CompileCache(variant.root / ".cache" / name, baked, differences, required)
+    return CompileCache(variant.root / ".cache" / name, baked, differences, variant.require_baked)
 
 
 def _environment(

@@ -13,8 +13,7 @@ import functools
 import io
 import json
 import re
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -39,19 +38,10 @@ _OBJECTS: Mapping[str, str | None] = MappingProxyType(
 )
 """Flags that take a JSON object, and the class of vllm.config that has its keys."""
 
-_SCHEDULE = "num_speculative_tokens_per_batch_size"
-
-_TORCH_VARIABLES = frozenset(
-    {
-        "OMP_NUM_THREADS",
-        "MKL_NUM_THREADS",
-        "PYTORCH_ALLOC_CONF",
-        "PYTORCH_CUDA_ALLOC_CONF",
-        "TORCHINDUCTOR_CACHE_DIR",
-        "TRITON_CACHE_DIR",
-    }
+_TORCH_VARIABLE = re.compile(
+    r"(OMP|MKL)_NUM_THREADS|(TORCH|TORCHINDUCTOR|TORCHDYNAMO|PYTORCH|TRITON)_[A-Z0-9_]+"
 )
-"""Variables that torch reads outside the three config modules that `torch_variables` scans."""
+"""Variables that torch and Triton read; vLLM lists its own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +96,7 @@ def resolve(variant: Variant) -> Resolved:
             )
         flags[flag.name] = flag
     _check_port(flags)
-    _check_ranges(flags, variant.lineage)
+    _check_ranges(flags)
     return Resolved(MappingProxyType(flags), MappingProxyType(environment))
 
 
@@ -120,27 +110,6 @@ def options() -> Mapping[str, argparse.Action]:
             if option.startswith("--") and option != "--help" and not is_negation:
                 actions["VLLM_" + option.removeprefix("--").upper().replace("-", "_")] = action
     return MappingProxyType(actions)
-
-
-@functools.cache
-def environment_variables() -> frozenset[str]:
-    """The environment variables that the installed vLLM and torch read."""
-    import vllm.envs
-
-    return frozenset(vllm.envs.environment_variables) | torch_variables()
-
-
-@functools.cache
-def torch_variables() -> frozenset[str]:
-    """The variables named in torch's inductor, dynamo and functorch config modules, and a few it reads elsewhere."""
-    import torch
-
-    names: set[str] = set()
-    for module in ("_inductor", "_dynamo", "_functorch"):
-        text = (Path(torch.__file__).parent / module / "config.py").read_text(encoding="utf-8")
-        names.update(re.findall(r"(?:environ(?:\.get)?|getenv)[(\[]\s*\"([A-Z][A-Z0-9_]+)\"", text))
-        names.update(re.findall(r"env_name_(?:force|default)=\"([A-Z][A-Z0-9_]+)\"", text))
-    return frozenset(names) | _TORCH_VARIABLES
 
 
 def cli_arguments() -> Any:
@@ -177,9 +146,12 @@ def _require_known(setting: Setting) -> None:
         raise ConfigError(
             f"{setting.location}: {key} chooses a GPU of one machine; export it in the shell that serves"
         )
-    if key in OWN_KEYS or key in options() or key in environment_variables():
+    import vllm.envs
+
+    known = (*OWN_KEYS, *options(), *vllm.envs.environment_variables)
+    if key in known or _TORCH_VARIABLE.fullmatch(key):
         return
-    matches = difflib.get_close_matches(key, [*OWN_KEYS, *options(), *environment_variables()], n=1)
+    matches = difflib.get_close_matches(key, known, n=1)
     hint = (
         f"did you mean {matches[0]}?"
         if matches
@@ -263,25 +235,6 @@ def _check_object(setting: Setting, config_class: str | None, value: Any) -> Non
             first = error.errors()[0]
             field = ".".join(map(str, (key, *first["loc"][1:])))
             raise _refusal(setting, f"{field}: {first['msg']}") from None
-    if value.get(_SCHEDULE) is not None:
-        _check_depth_schedule(setting, value)
-
-
-def _check_depth_schedule(setting: Setting, speculation: Mapping[str, Any]) -> None:
-    """Check the draft depths by batch size, which vLLM itself checks only after loading the weights."""
-    from vllm.v1.spec_decode.dynamic.utils import validate_and_normalize_dynamic_sd_schedule
-
-    try:
-        schedule = validate_and_normalize_dynamic_sd_schedule(speculation[_SCHEDULE])
-    except ValueError as error:
-        raise _refusal(setting, f"{_SCHEDULE}: {error}") from None
-    drafts = speculation.get("num_speculative_tokens")
-    deepest = max(depth for _, _, depth in schedule)
-    if drafts is not None and deepest > drafts:
-        raise ConfigError(
-            f"{setting.location}: {setting.key}={setting.value}: {_SCHEDULE} asks for {deepest} drafts, but vLLM would "
-            f"silently draft {drafts}; raise num_speculative_tokens to {deepest}"
-        )
 
 
 def _check_variable(setting: Setting) -> None:
@@ -304,8 +257,8 @@ def _check_port(flags: Mapping[str, Flag]) -> None:
         raise ConfigError(f"{port.setting.location}: {port.setting.key}={port.value}: a port is 1 to 65535")
 
 
-def _check_ranges(flags: Mapping[str, Flag], lineage: Sequence[str]) -> None:
-    """Validate each value by its field in vLLM's config classes, then the values of the scheduler together."""
+def _check_ranges(flags: Mapping[str, Flag]) -> None:
+    """Validate each value by its field in vLLM's config classes; vLLM validates them together when it starts."""
     from vllm import config
 
     classes = (
@@ -327,7 +280,6 @@ def _check_ranges(flags: Mapping[str, Flag], lineage: Sequence[str]) -> None:
             _validator(owner, name)(value=flag.value)
         except ValidationError as error:
             raise _refusal(flag.setting, error.errors()[0]["msg"]) from None
-    _check_scheduler(flags, lineage)
 
 
 @functools.cache
@@ -335,29 +287,6 @@ def _validator(owner: Any, name: str) -> type[BaseModel]:
     """A model of one field alone: most of vLLM's config classes cannot be built without a model."""
     annotation = owner.__pydantic_fields__[name].rebuild_annotation()
     return create_model("Field", __config__=ConfigDict(arbitrary_types_allowed=True), value=(annotation, ...))
-
-
-def _check_scheduler(flags: Mapping[str, Flag], lineage: Sequence[str]) -> None:
-    """Validate the values of the scheduler together.
-
-    Args:
-        lineage: names from the variant to its oldest base; the line that is blamed is one that the reason names, of
-            the variant before one that it inherits.
-    """
-    from vllm.config import SchedulerConfig
-
-    names = ("max-num-batched-tokens", "max-num-seqs", "enable-chunked-prefill", "max-model-len")
-    values = {name.replace("-", "_"): flags[name].value for name in names if name in flags}
-    if "max_model_len" not in values:
-        return
-    try:
-        SchedulerConfig(is_encoder_decoder=False, **values)
-    except (ValidationError, ValueError) as error:
-        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-        named = [name for name in values if name in reason] or list(values)
-        settings = [flags[name.replace("_", "-")].setting for name in named]
-        own_first = min(settings, key=lambda each: (lineage.index(each.file.parent.name), -each.line))
-        raise _refusal(own_first, reason) from None
 
 
 def _refusal(setting: Setting, reason: str) -> ConfigError:

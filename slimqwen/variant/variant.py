@@ -2,8 +2,9 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 from slimqwen.variant.config_env import (
@@ -91,6 +92,13 @@ class Variant:
     def allow_unsafe(self) -> bool:
         """Whether ALLOW_UNSAFE=1 is set."""
         return "ALLOW_UNSAFE" in self.settings
+
+    def with_lines(self, lines: Mapping[str, str]) -> "Variant":
+        """The variant with other lines in its config.env: values by key, an empty one unsets the key."""
+        file = self.folder / "config.env"
+        changed = {**self.settings, **{key: Setting(key, value, file, 0) for key, value in lines.items()}}
+        settings = {key: setting for key, setting in changed.items() if setting.value}
+        return replace(self, settings=MappingProxyType(settings))
 
     def require_weights(self) -> None:
         """Check that the checkpoint is there and whole; the error names the command that makes it.

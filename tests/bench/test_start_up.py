@@ -92,12 +92,12 @@ def measure(monkeypatch, tmp_path):
                 graphs=(graph,) if kind != "eager" else (),
             )
 
-        def resolve(_, *, port, require_baked=False):
+        def resolve(variant, *, port):
             class Command(str):
                 cache = SimpleNamespace(baked=object() if baked else None) if compiles else None
                 with_cache_root = staticmethod(lambda root: root.name)
 
-            one = Command("baked" if require_baked else "eager" if not compiles else "not required")
+            one = Command("baked" if variant.require_baked else "eager" if not compiles else "not required")
             one.port = port
             return one
 

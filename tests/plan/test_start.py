@@ -115,7 +115,7 @@ def test_a_plan_that_dies_is_refused_in_one_line_with_the_cure(resolve, record, 
     command = resolve(line)
     plan = record(command, backend="FLASHINFER", kv_cache_dtype="fp8", compiler=False)
     dies = start.match_start_trouble(plan, command).dies
-    if command.allow_unsafe:
+    if command.variant.allow_unsafe:
         checks.refuse_trouble(command, dies)
         return
     with pytest.raises(

@@ -5,7 +5,6 @@ import pytest
 from slimqwen import variant
 from slimqwen.serving import chat_template
 from slimqwen.serving.errors import ServingError
-from slimqwen.text.chats import ChatTemplate
 
 VARIANT = variant.load("tiny")
 TINY = VARIANT.weights
@@ -22,18 +21,6 @@ def test_the_embedded_models_template_renders():
     templates = chat_template.served_templates(VARIANT, {})
     assert templates["default"].file == TINY / "chat_template.jinja"
     chat_template.check_templates(templates, TINY, {})
-
-
-def test_the_template_for_chats_with_tools_is_tried_with_a_tool():
-    whole = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    templates = {
-        "default": ChatTemplate(whole + "{{ raise_exception('tools') if tools }}", TINY / "a.jinja"),
-        "tool_use": ChatTemplate(whole + "{{ tools[0].function.name }}", TINY / "b.jinja"),
-        "rag": ChatTemplate("{{ documents[0] }}", TINY / "c.jinja"),
-    }
-    chat_template.check_templates(templates, TINY, {})
-    with pytest.raises(ServingError, match=r"a\.jinja does not render: tools"):
-        chat_template.check_templates({"tool_use": templates["default"]}, TINY, {})
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,9 @@ def test_modes_that_were_found_unsafe_are_served_where_that_is_allowed(found_uns
 
 def test_unsafe_modes_can_be_allowed_for_one_start(found_unsafe):
     one = found_unsafe().variant
-    checks.check_command(ServerCommand.resolve(one, port=free_port(), platform="cpu", allow_unsafe=True))
+    checks.check_command(
+        ServerCommand.resolve(one.with_lines({"ALLOW_UNSAFE": "1"}), port=free_port(), platform="cpu")
+    )
 
 
 def test_what_a_gpu_was_found_to_do_does_not_stop_a_cpu(found_unsafe):

@@ -104,8 +104,8 @@ def test_a_client_asks_where_the_server_listens(servable, host, url):
     assert encrypted.url == url.replace("http:", "https:")
 
 
-def resolved_again(command, **options):
-    return ServerCommand.resolve(command.variant, port=free_port(), platform="cpu", **options)
+def resolved_again(command, **lines):
+    return ServerCommand.resolve(command.variant.with_lines(lines), port=free_port(), platform="cpu")
 
 
 def cache_policy(command):
@@ -127,7 +127,7 @@ def test_a_baked_cache_for_something_else_is_not_used_and_refused_where_required
     assert "--max-num-seqs was 99 and is not set" in command.cache.differences
     assert "baked-" not in command.environment["VLLM_CACHE_ROOT"]
     checks.check_command(command)
-    required = resolved_again(command, require_baked=True)
+    required = resolved_again(command, REQUIRE_BAKED="1")
     with pytest.raises(ServingError, match=r"compile cache of v is for something else: torch was"):
         checks.check_command(required)
 
@@ -146,7 +146,7 @@ def test_a_cache_of_libraries_alone_is_used_and_refused_where_graphs_are_require
     wanted = cache_policy(command)
     assert wanted.libraries == str(command.cache.root / "flashinfer")
     checks.check_command(command)
-    required = resolved_again(command, require_baked=True)
+    required = resolved_again(command, REQUIRE_BAKED="1")
     with pytest.raises(ServingError, match=r"compile cache of v holds no compiled graph.*bakes both$"):
         checks.check_command(required)
 

@@ -20,7 +20,7 @@ from tests.serving import real_server
 
 def test_a_server_that_dies_at_start_is_an_error_that_quotes_its_log(servable, tmp_path, monkeypatch):
     command = servable()
-    monkeypatch.setattr(checks, "check", lambda *_: None)
+    monkeypatch.setattr(checks, "check_command", lambda *_: None)
     (tmp_path / "weights/v/config.json").write_text("{}")
     log = tmp_path / "vllm.log"
 

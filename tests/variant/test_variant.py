@@ -50,3 +50,13 @@ def test_every_committed_variant_loads_with_a_baseline_and_a_suite_that_exist(na
     assert loaded.baseline != name
     assert (loaded.root / "eval" / "suites" / f"{loaded.evaluation}.yaml").is_file()
     assert (loaded.evaluation == "tinyworld") == name.startswith("tiny")
+
+
+def test_other_lines_replace_or_unset_those_of_the_config_env(add_variant, tmp_path):
+    add_variant("v", "VLLM_MODEL=weights/v\nEVALUATION=core\n")
+    one = variant.load("v", tmp_path)
+    changed = one.with_lines({"EVALUATION": "", "VLLM_MODEL": "weights/w", "REQUIRE_PLAN": "1"})
+    assert (changed.weights, changed.require_plan) == (tmp_path / "weights/w", True)
+    assert "EVALUATION" not in changed.settings
+    assert changed.settings["VLLM_MODEL"].location.startswith("experiments/v/config.env")
+    assert (one.weights, one.evaluation) == (tmp_path / "weights/v", "core")

@@ -8,7 +8,6 @@ code as for `make serve`. The stage ends with a second start from the packed arc
 compile anything: an archive that does not hit is not published.
 """
 
-import dataclasses
 import json
 import sys
 import tempfile
@@ -34,7 +33,7 @@ from slimqwen.serving.http_client import open_client
 from slimqwen.serving.platform import Platform
 from slimqwen.serving.server import RunningServer, free_port, run_server
 from slimqwen.text.corpus import RecipePath
-from slimqwen.variant import OWN_KEYS, Setting, Variant
+from slimqwen.variant import OWN_KEYS, Variant
 
 _ENGINE_BYTES = 4 * 2**30
 """Resident size of a server that compiles; measured: 2.6 GiB for a small model."""
@@ -82,9 +81,10 @@ def bake_compile_cache(
         ServingError: the variant compiles nothing, vLLM saved nothing or did not start, or a start from the archive
             compiled.
     """
-    variant = _variant(parameters)
+    # Its own weights are not linked yet.
+    variant = _variant(parameters).with_lines({"VLLM_MODEL": str(destination)})
     carry_all(source, destination)
-    command = ServerCommand.resolve(_with_weights(variant, destination), port=free_port())
+    command = ServerCommand.resolve(variant, port=free_port())
     if command.cache is None:
         raise ServingError(
             f"{variant.name} compiles nothing, so there is nothing to bake; set VLLM_ENFORCE_EAGER=0 in its config.env "
@@ -106,7 +106,7 @@ def bake_compile_cache(
             graphs={graph.name: graph.seconds for graph in compiled},
             libraries=libraries,
         )
-    proof = ServerCommand.resolve(_with_weights(variant, destination), port=free_port(), require_baked=True)
+    proof = ServerCommand.resolve(variant.with_lines({"REQUIRE_BAKED": "1"}), port=free_port())
     with tempfile.TemporaryDirectory(prefix=".proof.", dir=destination) as folder:
         loaded, warm_seconds = _start(
             proof, parameters.prompt_tokens[:1], Path(folder) / "vllm.log", progress
@@ -187,12 +187,6 @@ def _build_libraries(command: ServerCommand, cache_root: Path, progress: Progres
     finally:
         _keep(log)
     return build.seconds
-
-
-def _with_weights(variant: Variant, weights: Path) -> Variant:
-    """The variant with this checkpoint: its own weights are not linked yet."""
-    model = Setting("VLLM_MODEL", str(weights), variant.folder / "config.env", 0)
-    return dataclasses.replace(variant, settings={**variant.settings, "VLLM_MODEL": model})
 
 
 def _start(

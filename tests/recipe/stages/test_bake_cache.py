@@ -92,7 +92,9 @@ def moved(repository: Path, tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.engine
 def test_a_graph_that_is_not_in_the_cache_ends_a_start_that_requires_it(moved: Path, tmp_path: Path) -> None:
     folder = moved / "weights" / "v"
-    command = ServerCommand.resolve(variant.load("v", moved), port=free_port(), require_baked=True)
+    command = ServerCommand.resolve(
+        variant.load("v", moved).with_lines({"REQUIRE_BAKED": "1"}), port=free_port()
+    )
     assert command.cache is not None
     assert command.cache.baked is not None
     place = tmp_path / "place"
@@ -123,7 +125,7 @@ def test_other_flags_are_refused_or_compiled_for(moved: Path) -> None:
     assert command.cache.differences == ("--max-num-seqs was 2 and is 3",)
     assert "baked-" not in command.environment["VLLM_CACHE_ROOT"]
     checks.check_command(command)
-    required = ServerCommand.resolve(one, port=free_port(), require_baked=True)
+    required = ServerCommand.resolve(one.with_lines({"REQUIRE_BAKED": "1"}), port=free_port())
     with pytest.raises(
         ServingError, match=r"for something else: --max-num-seqs was 2 and is 3; `slimqwen recipe run"
     ):
