@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slimqwen import variant as variants
 from slimqwen.cli.console import command, console, errors, progress_bar, relative, say
-from slimqwen.cli.options import OptionalVariant
+from slimqwen.cli.options import VariantOption
 from slimqwen.variant import Variant
 
 if TYPE_CHECKING:
@@ -17,17 +16,13 @@ if TYPE_CHECKING:
 
 
 def plan(
-    variant: OptionalVariant = None,
+    variant: VariantOption,
     gpu: Annotated[
         list[str] | None,
         typer.Option(
             metavar="GPU", help="GPU model of eval/simulated_gpus.yaml; repeat it (default: six of them)"
         ),
     ] = None,
-    all_: Annotated[bool, typer.Option("--all", help="every variant that needs a GPU")] = False,
-    toolkit: Annotated[
-        bool, typer.Option(help="assume that the target host has nvcc and ninja as this one does")
-    ] = False,
     kernels: Annotated[
         bool,
         typer.Option(
@@ -52,45 +47,25 @@ def plan(
     from slimqwen.plan import trouble
     from slimqwen.records import provenance
 
-    root = variants.repository_root()
-    if (variant is None) != all_:
-        raise typer.BadParameter("name one variant with --variant, or take --all")
-    loaded = [variant] if variant else [variants.load(name, root) for name in variants.names(root)]
-    subjects = [each for each in loaded if each is variant or each.platform == "cuda"]
-    if not subjects:
-        raise typer.BadParameter(
-            "--all plans the variants with PLATFORM=cuda, and there is none; use --variant"
-        )
+    default = plans.DEFAULT_GPUS if variant.platform == "cuda" else (plans.CPU,)
+    gpus = tuple(gpu or default)
     if compile_:
-        if variant is None or len(gpu or ()) != 1:
-            raise typer.BadParameter("--compile takes one variant and one GPU: --variant and --gpu")
-        _compile_ahead(variant, (gpu or [""])[0])
+        if len(gpus) != 1 or gpus == (plans.CPU,):
+            raise typer.BadParameter("--compile takes one GPU: name it with --gpu")
+        _compile_ahead(variant, gpus[0])
         return
-    default = plans.DEFAULT_GPUS if subjects[0].platform == "cuda" else (plans.CPU,)
-    chosen_gpus = tuple(gpu or default)
-    if kernels and plans.CPU in chosen_gpus:
-        raise typer.BadParameter(
-            "a CPU runs no Triton kernels: name a GPU with --gpu, or leave --kernels out"
-        )
-    started, known = provenance.utc_now(), trouble.read_known_trouble(root)
+    if kernels and plans.CPU in gpus:
+        raise typer.BadParameter("a CPU runs no Triton kernels: name a GPU, or leave --kernels out")
+    started, known = provenance.utc_now(), trouble.read_known_trouble(variant.root)
     with progress_bar() as progress:
-        made = plans.make_plans(
-            subjects,
-            chosen_gpus,
-            hide_toolkit=not toolkit,
-            kernels=kernels,
-            log_folder=root / "logs",
-            progress=progress,
-        )
-    for subject in subjects:
-        found = plans.trouble_table(made[subject.name], known)
-        for table in (*plans.plan_tables(subject.name, made[subject.name]), *([found] if found.rows else [])):
-            console.print(table.as_rich())
-        if record:
-            path = plans.write_plans(subject, made[subject.name], command=command(), started=started)
-            say(f"record: {relative(path)}")
-    every_plan = [each for of_variant in made.values() for each in of_variant]
-    dies = any(entry.effect == "dies" for each in every_plan for entry in trouble.match_trouble(each, known))
+        made = plans.make_plans(variant, gpus, kernels=kernels, progress=progress)
+    found = plans.trouble_table(made, known)
+    for table in (*plans.plan_tables(variant.name, made), *([found] if found.rows else [])):
+        console.print(table.as_rich())
+    if record:
+        path = plans.write_plans(variant, made, command=command(), started=started)
+        say(f"record: {relative(path)}")
+    dies = any(entry.effect == "dies" for each in made for entry in trouble.match_trouble(each, known))
     raise typer.Exit(1 if dies else 0)
 
 
@@ -131,8 +106,7 @@ def find_recorded_plan(server: "ServerCommand") -> "tuple[Plan | None, Sequence[
     from slimqwen.serving.errors import ServingError
 
     try:
-        toolkit = start.has_toolkit_here(server)
-        found = start.find_plan(server, start.name_gpu_here(server), toolkit=toolkit)
+        found = start.find_plan(server, start.name_gpu_here(server))
     except start.MissingPlanError as error:
         if server.variant.require_plan:
             raise ServingError(f"REQUIRE_PLAN=1, and {error}") from None
@@ -141,7 +115,7 @@ def find_recorded_plan(server: "ServerCommand") -> "tuple[Plan | None, Sequence[
             errors.print(f"{error}.", markup=False)
         return None, ()
     start.require_libraries(found, server)
-    trouble = start.match_start_trouble(found, server)
+    trouble = start.match_start_trouble(found, server, compiles=start.compiles_here(server))
     for line in trouble.costs:
         errors.print(f"Known trouble: {line}.", markup=False)
     return found, trouble.dies
@@ -159,8 +133,7 @@ def check_image_plans(server: "ServerCommand") -> None:
     from slimqwen.serving import checks
 
     # A CUDA image holds a C++ compiler, nvcc and ninja.
-    plans = start.find_plans(server, toolkit=server.platform == "cuda")
-    trouble = [start.match_start_trouble(each, server) for each in plans.values()]
+    trouble = [start.match_start_trouble(each, server, compiles=True) for each in start.find_plans(server)]
     for entry in trouble:
         for line in (*entry.costs, *(f"{death.description}; {death.cure}" for death in entry.dies)):
             errors.print(f"Known trouble: {line}.", markup=False)

@@ -48,9 +48,8 @@ def make_archive(
     model = gpu_model.load_gpu_model(variant.root, gpu_name)
     with tempfile.TemporaryDirectory(prefix="slimqwen-compile-") as folder:
         cache_root = Path(folder)
-        plan, build = rehearsal.compile_for_gpu(
-            variant.root, variant.name, gpu_name, model, cache_root, log=log, kernels=True, progress=progress
-        )
+        progress(f"compiling for {gpu_name}", 0, 0)
+        plan, build = rehearsal.compile_for_gpu(variant, gpu_name, model, cache_root, log=log, kernels=True)
         if not any(cache_root.iterdir()):
             raise NothingToCompileError(
                 f"{variant.name} compiles nothing on {gpu_name} that can be compiled ahead; its plan lists what it "

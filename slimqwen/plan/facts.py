@@ -71,7 +71,7 @@ class JitModule(Facts):
 
     module: str
     reason: str
-    possible: bool = Field(description="whether the host has their compiler")
+    possible: bool = Field(description="whether the host of the plan has their compiler")
     libraries: list[str] = Field(
         default=[], description="names in FlashInfer; empty where they cannot be compiled ahead"
     )
@@ -109,13 +109,6 @@ class TritonKernels(Facts):
     )
 
 
-class Toolkit(Facts):
-    """Build tools of FlashInfer on the host."""
-
-    nvcc: bool
-    ninja: bool
-
-
 class Plan(Facts):
     """Predicted configuration of vLLM for one variant on one device; after a failed step fields are null or empty."""
 
@@ -127,7 +120,6 @@ class Plan(Facts):
     flags: dict[str, str] = Field(
         {}, description="vLLM's flags, values as JSON, and variables of the server, by name"
     )
-    toolkit: Toolkit | None
     engine: EngineConfig | None = None
     attention: list[AttentionLayers] = []
     linears: list[LinearKernels] = []

@@ -14,7 +14,8 @@ from typing import Any
 from unittest.mock import patch
 
 from slimqwen.plan import resolution
-from slimqwen.plan.facts import JitModule, LinearKernels, Toolkit
+from slimqwen.plan.facts import JitModule, LinearKernels
+from slimqwen.serving import cuda_toolkit
 from slimqwen.vllm_plugin.engine_facts import AttentionLayers
 
 ATTENTION, SAMPLING = "FlashInfer attention", "FlashInfer sampling"
@@ -24,11 +25,10 @@ _FLASHINFER_BACKEND = "FLASHINFER"
 _NO_POSITIONS = 0  # PosEncodingMode.NONE: vLLM rotates queries and keys itself
 
 
-def list_modules(
-    attention: Sequence[AttentionLayers], linears: Sequence[LinearKernels], toolkit: Toolkit | None
-) -> list[JitModule]:
-    """The modules that a variant's layers and sampler need; `toolkit` is None for a CPU."""
-    has_nvcc = toolkit is not None and toolkit.nvcc and toolkit.ninja
+def list_modules(attention: Sequence[AttentionLayers], linears: Sequence[LinearKernels]) -> list[JitModule]:
+    """The modules that a variant's layers and sampler need."""
+    # The compilers that FlashInfer would find, those of this Python environment included.
+    compiles = not cuda_toolkit.missing()
     modules: dict[str, JitModule] = {}
 
     def add(module: str, reason: str, possible: bool) -> None:
@@ -36,11 +36,11 @@ def list_modules(
 
     for layers in attention:
         if layers.backend == _FLASHINFER_BACKEND:
-            add(ATTENTION, f"{layers.layer} uses {layers.backend}", has_nvcc)
+            add(ATTENTION, f"{layers.layer} uses {layers.backend}", compiles)
         if "flashinfer" in layers.prefill.lower():
-            add(GDN_PREFILL, f"{layers.layer} prefills with {layers.prefill}", has_nvcc)
+            add(GDN_PREFILL, f"{layers.layer} prefills with {layers.prefill}", compiles)
     if resolution.samples_with_flashinfer():
-        add(SAMPLING, "requests with top-k or top-p and no seed", has_nvcc)
+        add(SAMPLING, "requests with top-k or top-p and no seed", compiles)
     for group in linears:
         if "Humming" in group.kernel:
             add(HUMMING, f"linears use {group.kernel}", resolution.humming_compiles())

@@ -8,7 +8,7 @@ from typing import Any
 from packaging.version import Version
 from pydantic import Field
 
-from slimqwen.plan import gpu_model, rehearsal, trouble
+from slimqwen.plan import gpu_model, rehearsal, resolution, trouble
 from slimqwen.plan.facts import Plan, TritonKernels
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
@@ -34,14 +34,14 @@ _OVERVIEW = (
 
 
 class PlanRecord(Record):
-    """What one variant will be on each of several devices, on hosts with a CUDA toolkit and without."""
+    """What one variant will be on each of several devices."""
 
     kind = "plan"
-    version = 2
+    version = 3
     verb = "plan"
     looked_up = True
 
-    plans: tuple[Plan, ...] = Field(min_length=1, description="the newest of each device and kind of host")
+    plans: tuple[Plan, ...] = Field(min_length=1, description="the newest of each device")
 
     def figures(self) -> dict[str, Figure]:
         """None: a prediction measures nothing."""
@@ -53,71 +53,45 @@ class PlanRecord(Record):
 
 
 def make_plans(
-    variants: Sequence[Variant],
-    gpus: Sequence[str],
-    *,
-    hide_toolkit: bool,
-    log_folder: Path,
-    kernels: bool = False,
-    progress: Progress = silent,
-) -> dict[str, list[Plan]]:
-    """Plan variants on GPUs that are simulated, or on this machine's CPU.
+    variant: Variant, gpus: Sequence[str], *, kernels: bool = False, progress: Progress = silent
+) -> list[Plan]:
+    """Plan a variant on GPUs that are simulated, or on this machine's CPU.
 
     Args:
-        variants: of one repository.
         gpus: short names of GPU models, or `CPU`.
-        hide_toolkit: whether to plan for a host without nvcc and ninja.
-        log_folder: folder for the output of vLLM, one file per GPU.
         kernels: whether to compile the Triton kernels that simulated GPUs would run.
-        progress: receives (activity, variants done, variants).
-
-    Returns:
-        Plans by name of the variant, in the order of `gpus`.
+        progress: receives (activity, devices done, devices).
 
     Raises:
         GpuModelError: a GPU that is not listed.
         RehearsalError: this environment cannot simulate a GPU.
     """
-    root = variants[0].root
-    by_variant: dict[str, list[Plan]] = {variant.name: [] for variant in variants}
-    models = {name: None if name == CPU else gpu_model.load_gpu_model(root, name) for name in gpus}
+    models = {name: None if name == CPU else gpu_model.load_gpu_model(variant.root, name) for name in gpus}
+    plans: list[Plan] = []
     for name, model in models.items():
-        plans = rehearsal.rehearse_variants(
-            root,
-            list(by_variant),
-            name,
-            model,
-            log=log_folder / f"plan-{name}.log",
-            toolkit=not hide_toolkit,
-            kernels=kernels,
-            progress=progress,
-        )
-        for plan in plans:
-            by_variant[plan.variant].append(plan)
-    return by_variant
+        progress(f"plan of {variant.name} on {name}", len(plans), len(models))
+        log = variant.root / "logs" / f"plan-{variant.name}-{name}.log"
+        plans.append(rehearsal.rehearse_variant(variant, name, model, log=log, kernels=kernels))
+    return plans
 
 
 def write_plans(variant: Variant, plans: Sequence[Plan], *, command: Sequence[str], started: str) -> Path:
-    """Write new plans of a variant, beside those of the last record for other devices and hosts.
+    """Write new plans of a variant, beside those of the last record for other devices.
 
     A plan without Triton kernels keeps those of the plan that it replaces, if both are of one vLLM with the same flags.
     """
-    by_host = {_host(plan): plan for plan in list_recorded_plans(variant.root, variant.name)}
+    by_gpu = {plan.gpu: plan for plan in list_recorded_plans(variant.root, variant.name)}
     for plan in plans:
-        before = by_host.get(_host(plan))
+        before = by_gpu.get(plan.gpu)
         if before and plan.kernels is None and _decisive_facts(plan) == _decisive_facts(before):
             plan = plan.model_copy(update={"kernels": before.kernels})
-        by_host[_host(plan)] = plan
+        by_gpu[plan.gpu] = plan
     record = PlanRecord(
         variant=variant.name,
-        plans=tuple(by_host[host] for host in sorted(by_host)),
+        plans=tuple(by_gpu[gpu] for gpu in sorted(by_gpu)),
         provenance=provenance.circumstances(variant.root, command, started),
     )
     return store.write(variant.root / "results", record)
-
-
-def _host(plan: Plan) -> tuple[str, bool]:
-    return plan.gpu, has_toolkit(plan)
 
 
 def _decisive_facts(plan: Plan) -> tuple[object, ...]:
@@ -131,15 +105,10 @@ def list_recorded_plans(root: Path, variant: str) -> Sequence[Plan]:
     return ()
 
 
-def find_gpu_plan(root: Path, variant: str, gpu: str, *, toolkit: bool = False) -> Plan | None:
-    """The recorded plan of a variant on a GPU by the installed version of vLLM; None if there is none.
-
-    Args:
-        gpu: short name of the GPU model.
-        toolkit: whether the plan is for a host with nvcc and ninja.
-    """
+def find_gpu_plan(root: Path, variant: str, gpu: str) -> Plan | None:
+    """The recorded plan of a variant on a GPU by the installed version of vLLM; None if there is none."""
     for plan in list_recorded_plans(root, variant):
-        if _host(plan) == (gpu, toolkit) and is_of_installed_vllm(plan):
+        if plan.gpu == gpu and is_of_installed_vllm(plan):
             return plan
     return None
 
@@ -149,13 +118,8 @@ def is_of_installed_vllm(plan: Plan) -> bool:
     return Version(plan.vllm).public == Version(version("vllm")).public
 
 
-def has_toolkit(plan: Plan) -> bool:
-    """Whether a plan is for a host with nvcc and ninja."""
-    return plan.toolkit is not None and plan.toolkit.nvcc and plan.toolkit.ninja
-
-
 def overview_table(root: Path) -> Table:
-    """Plans of every variant on `DEFAULT_GPUS` without a toolkit; variants and GPUs with equal facts share a row."""
+    """Plans of every variant on `DEFAULT_GPUS`; variants and GPUs with equal facts share a row."""
     known = trouble.read_known_trouble(root)
     plans = [plan for name in names(root) for gpu in DEFAULT_GPUS if (plan := find_gpu_plan(root, name, gpu))]
     gpus: dict[tuple[str, ...], list[str]] = {}  # by variant and facts
@@ -179,14 +143,13 @@ def _overview_cells(plan: Plan, known: Sequence[trouble.KnownTrouble]) -> tuple[
 
 def plan_tables(variant: str, plans: Sequence[Plan]) -> list[Table]:
     """Plans of a variant side by side; where Triton kernels were compiled, those that lose choices."""
-    hosts = [f"{plan.gpu}{', toolkit' if has_toolkit(plan) else ''}" for plan in plans]
     facts = [list_facts(plan) for plan in plans]
     rows = tuple((name, *(column[name] for column in facts)) for name in facts[0])
-    columns = ("fact", *hosts)
+    columns = ("fact", *(plan.gpu for plan in plans))
     tables = [Table(f"Plan of {variant}", columns, rows, _notes(plans), text_columns=len(columns))]
     lost = tuple(
-        (host, kernel.kernel.rpartition(".")[2], f"{len(kernel.lost)} of {kernel.compiled}", reasons)
-        for host, plan in zip(hosts, plans, strict=True)
+        (plan.gpu, kernel.kernel.rpartition(".")[2], f"{len(kernel.lost)} of {kernel.compiled}", reasons)
+        for plan in plans
         for kernel in (plan.kernels.kernels if plan.kernels else ())
         if (reasons := "; ".join(dict.fromkeys(choice.reason for choice in kernel.lost)))
     )
@@ -249,19 +212,12 @@ def _describe_kernels(kernels: TritonKernels) -> str:
 
 
 def _notes(plans: Sequence[Plan]) -> tuple[str, ...]:
-    """The versions of vLLM, the assumptions and the host of plans."""
-    from slimqwen.plan import resolution
-
-    notes = [
-        f"vLLM {' and '.join(sorted({plan.vllm for plan in plans}))} by its own code, without loading weights."
-    ]
+    """The versions of vLLM and the assumptions of plans."""
+    versions = " and ".join(sorted({plan.vllm for plan in plans}))
+    note = f"vLLM {versions} by its own code, without loading weights."
     if any(plan.gpu != CPU for plan in plans):
-        notes.append(
-            f"Simulated GPUs; {resolution.OVERHEAD_GIB:g} GiB assumed for activations, CUDA context and graphs."
-        )
-    if {has_toolkit(plan) for plan in plans if plan.toolkit is not None} == {False}:
-        notes.append("Hosts without nvcc and ninja.")
-    return (" ".join(notes),)
+        note += f" Simulated GPUs; {resolution.OVERHEAD_GIB:g} GiB assumed for activations, CUDA context and graphs."
+    return (note,)
 
 
 def _words(names: Iterable[str]) -> str:

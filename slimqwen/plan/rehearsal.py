@@ -1,8 +1,7 @@
 """Rehearsals: vLLM's start-up of variants on one device, as far as its first kernel.
 
-`python -m slimqwen.plan.rehearsal` is a process that sees the device. It imports vLLM once and forks for each variant,
-so that no state passes from one variant to the next. It reads a request, a JSON object, from standard input, and writes
-answers, a JSON object per line, to the file descriptor that its argument names.
+`python -m slimqwen.plan.rehearsal FILE` is a process that sees the device. It reads a request, a JSON object, from
+standard input, and writes its answer, another, into the file.
 """
 
 import contextlib
@@ -15,10 +14,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
 
@@ -27,14 +24,13 @@ from pydantic import BaseModel, ConfigDict
 from slimqwen import variant as variants
 from slimqwen.errors import SlimqwenError
 from slimqwen.plan import jit_modules, resolution, shapes, simulated_gpu, warm_up_steps
-from slimqwen.plan.facts import EngineConfig, Plan, Toolkit
+from slimqwen.plan.facts import EngineConfig, Plan
 from slimqwen.plan.gpu_model import GpuModel
-from slimqwen.progress import Progress, silent
-from slimqwen.serving import baked_cache, cuda_toolkit
+from slimqwen.serving import baked_cache
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
 from slimqwen.serving.server_log import find_last_cause
-from slimqwen.variant import Setting, Variant
+from slimqwen.variant import Variant
 from slimqwen.vllm_plugin import engine_facts
 
 
@@ -46,13 +42,12 @@ class _Request(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     root: Path
+    variant: str
+    model: str  # value of VLLM_MODEL
     gpu_name: str
     gpu: GpuModel | None
-    variants: list[str]
-    settings: dict[str, str] = {}
-    toolkit: bool = True
     kernels: bool
-    cache_root: Path | None = None
+    cache_root: Path | None
 
 
 class GpuBuild(BaseModel):
@@ -73,51 +68,24 @@ class _Answer(BaseModel):
     build: GpuBuild | None
 
 
-def rehearse_variants(
-    root: Path,
-    names: Sequence[str],
-    gpu_name: str,
-    gpu: GpuModel | None,
-    *,
-    log: Path,
-    toolkit: bool = True,
-    kernels: bool = False,
-    progress: Progress = silent,
-) -> list[Plan]:
-    """Rehearse variants on one device; the plan of a variant that vLLM refuses has `error`.
+def rehearse_variant(
+    variant: Variant, gpu_name: str, gpu: GpuModel | None, *, log: Path, kernels: bool = False
+) -> Plan:
+    """Rehearse a variant on a device; the plan of a variant that vLLM refuses has `error`.
 
     Args:
         gpu: model to simulate; None rehearses on the CPU of this host.
         log: receives what vLLM prints.
-        toolkit: False hides nvcc and ninja from a simulated host.
-        kernels: whether to compile the Triton kernels that a simulated GPU would run, about a minute for each GPU.
-        progress: receives (activity, variants done, variants).
+        kernels: whether to compile the Triton kernels that a simulated GPU would run, about a minute.
 
     Raises:
         RehearsalError: the process ended without an answer, for instance because torch is a CPU build.
     """
-    request = _Request(
-        root=root,
-        gpu_name=gpu_name,
-        gpu=gpu,
-        variants=list(names),
-        toolkit=toolkit,
-        kernels=kernels and gpu is not None,
-    )
-    return [answer.plan for answer in _ask(request, log, progress)]
+    return _ask_process(variant, gpu_name, gpu, log, kernels=kernels and gpu is not None).plan
 
 
 def compile_for_gpu(
-    root: Path,
-    name: str,
-    gpu_name: str,
-    gpu: GpuModel,
-    cache_root: Path,
-    *,
-    log: Path,
-    kernels: bool,
-    settings: dict[str, str] | None = None,
-    progress: Progress = silent,
+    variant: Variant, gpu_name: str, gpu: GpuModel, cache_root: Path, *, log: Path, kernels: bool
 ) -> tuple[Plan, GpuBuild]:
     """Compile what a variant would compile at its first start on a GPU; this host needs none.
 
@@ -125,65 +93,54 @@ def compile_for_gpu(
         cache_root: receives the libraries of FlashInfer and the kernels, in the layout of a server's compile cache.
         log: receives what vLLM and the compilers print.
         kernels: whether to compile the Triton kernels too; a start on that GPU would also do it.
-        settings: lines that replace those of the variant's config.env; an empty value unsets a key.
 
     Raises:
         RehearsalError: a compiler is missing or failed, vLLM refuses the variant, it compiles no graphs, or torch is
             a CPU build.
     """
-    # `toolkit` is true on every host: the process composes a toolkit where the host has none.
-    request = _Request(
-        root=root,
-        gpu_name=gpu_name,
-        gpu=gpu,
-        variants=[name],
-        settings=settings or {},
-        kernels=kernels,
-        cache_root=cache_root,
-    )
-    (answer,) = _ask(request, log, progress)
+    answer = _ask_process(variant, gpu_name, gpu, log, kernels=kernels, cache_root=cache_root)
     if answer.build is None:
-        raise RehearsalError(
-            f"{name} cannot be compiled for {gpu_name}: {answer.plan.failed_at}: {answer.plan.error}; log: {log}"
-        )
+        cause = f"{answer.plan.failed_at}: {answer.plan.error}"
+        raise RehearsalError(f"{variant.name} cannot be compiled for {gpu_name}: {cause}; log: {log}")
     return answer.plan, answer.build
 
 
-def _ask(request: _Request, log: Path, progress: Progress) -> list[_Answer]:
-    """The answers of a process for one device, in the order of its variants."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    receiving, sending = os.pipe()
-    received: list[_Answer] = []
-    total, activity = len(request.variants), f"plans for {request.gpu_name}"
+def _ask_process(
+    variant: Variant,
+    gpu_name: str,
+    gpu: GpuModel | None,
+    log: Path,
+    *,
+    kernels: bool,
+    cache_root: Path | None = None,
+) -> _Answer:
+    """The answer of a process that sees the device."""
+    request = _Request(
+        root=variant.root,
+        variant=variant.name,
+        model=variant.settings["VLLM_MODEL"].value,
+        gpu_name=gpu_name,
+        gpu=gpu,
+        kernels=kernels,
+        cache_root=cache_root,
+    )
     environment = dict(os.environ)
-    if request.cache_root is not None:
-        environment["FLASHINFER_WORKSPACE_BASE"] = str(request.root / ".cache" / "flashinfer-build")
-    with log.open("w") as output, os.fdopen(receiving) as answers:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "slimqwen.plan.rehearsal", str(sending)],
-            stdin=subprocess.PIPE,
+    if cache_root is not None:
+        environment["FLASHINFER_WORKSPACE_BASE"] = str(variant.root / ".cache" / "flashinfer-build")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("r", prefix="slimqwen-plan-") as answer, log.open("w") as output:
+        subprocess.run(
+            [sys.executable, "-m", "slimqwen.plan.rehearsal", answer.name],
+            input=request.model_dump_json(),
             stdout=output,
             stderr=subprocess.STDOUT,
-            pass_fds=[sending],
             env=environment,
             text=True,
         )
-        os.close(sending)
-        try:
-            assert process.stdin is not None
-            process.stdin.write(request.model_dump_json())
-            process.stdin.close()
-            for line in answers:
-                progress(activity, len(received), total)
-                received.append(_Answer.model_validate_json(line))
-        finally:
-            if len(received) < total:
-                process.kill()
-            process.wait()
-    if len(received) < total:
+        text = answer.read()
+    if not text:
         raise RehearsalError(find_last_cause(log) or f"the rehearsal ended without an answer; see {log}")
-    progress(activity, len(received), total)
-    return received
+    return _Answer.model_validate_json(text)
 
 
 def decisive_flags(command: ServerCommand) -> dict[str, str]:
@@ -192,45 +149,33 @@ def decisive_flags(command: ServerCommand) -> dict[str, str]:
 
 
 def main() -> None:
-    """Answer the request on standard input."""
-    request, answer_descriptor = _Request.model_validate_json(sys.stdin.read()), int(sys.argv[1])
+    """Answer the request on standard input in the file that the argument names."""
+    request = _Request.model_validate_json(sys.stdin.read())
     try:
-        if not request.toolkit:
-            simulated_gpu.hide_toolkit()
         if request.gpu is not None:
             simulated_gpu.simulate_gpu(request.gpu)
-            simulated_gpu.inspect_models_in_process()
-        from slimqwen.serving import flags
-
-        flags.options()  # the parser, which takes seconds, once for all variants
     except SlimqwenError as error:
         sys.exit(f"error: {error}")
-    for name in request.variants:
-        child = os.fork()
-        if child == 0:
-            answer = _rehearse(request, name)
-            os.write(answer_descriptor, (answer.model_dump_json() + "\n").encode())
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        if status != 0:
-            sys.exit(f"error: the rehearsal of {name} ended with wait status {status}")
+    Path(sys.argv[1]).write_text(_rehearse(request).model_dump_json())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # past the clean-up of a GPU that is not there
 
 
-def _rehearse(request: _Request, name: str) -> _Answer:
-    """Take one variant through vLLM's start-up as far as its first kernel."""
+def _rehearse(request: _Request) -> _Answer:
+    """Take the variant through vLLM's start-up as far as its first kernel."""
     build = None
     facts: dict[str, Any] = {
-        "variant": name,
+        "variant": request.variant,
         "gpu": request.gpu_name,
         "planned": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "vllm": importlib.metadata.version("vllm"),
         "checkpoint": "",
-        "toolkit": None,
     }
     step = "configuration"
     with _blocked_network(), tempfile.TemporaryDirectory(prefix="slimqwen-plan-") as folder:
         try:
-            variant = _with_settings(variants.load(name, request.root), request.settings)
+            variant = variants.load(request.variant, request.root).with_lines({"VLLM_MODEL": request.model})
             variant, facts["checkpoint"] = _with_checkpoint(variant, Path(folder))
             command = ServerCommand.resolve(variant, platform="cpu" if request.gpu is None else "cuda")
             facts["flags"] = decisive_flags(command)
@@ -239,10 +184,6 @@ def _rehearse(request: _Request, name: str) -> _Answer:
             os.environ.update(environment)
             # Importing Humming starts two builds in processes of their own, which outlive a rehearsal.
             os.environ["HUMMING_DISABLE_PARALLEL_BUILD"] = "1"
-            if request.gpu is not None:
-                # The compilers that FlashInfer's JIT would find, those of this Python environment included.
-                missing = cuda_toolkit.missing()
-                facts["toolkit"] = Toolkit(nvcc="nvcc" not in missing, ninja="ninja" not in missing)
             config = resolution.engine_config(command.argv[3:])
             if request.gpu is not None:
                 resolution.check_dtype(config)
@@ -252,7 +193,7 @@ def _rehearse(request: _Request, name: str) -> _Answer:
             facts["attention"] = engine_facts.attention_layers(config)
             facts["linears"] = resolution.linear_kernels(target, draft)
             facts["weight_bytes"] = resolution.weight_bytes(target, draft)
-            facts["jit"] = jit_modules.list_modules(facts["attention"], facts["linears"], facts["toolkit"])
+            facts["jit"] = jit_modules.list_modules(facts["attention"], facts["linears"])
             step = "block size"
             resolution.align_blocks(config)
             step = "KV cache"
@@ -287,7 +228,7 @@ def _rehearse(request: _Request, name: str) -> _Answer:
         except Exception as error:  # any refusal by vLLM is an answer
             facts["failed_at"] = step
             facts["error"] = " ".join(f"{type(error).__name__}: {error}".split())[:1000]
-            logging.getLogger(__name__).exception("rehearsal of %s", name)
+            logging.getLogger(__name__).exception("rehearsal of %s", request.variant)
     return _Answer(plan=Plan(**facts), build=build)
 
 
@@ -318,16 +259,6 @@ def _triton_cache(request: _Request) -> Path:
     return request.root / ".cache" / "triton"
 
 
-def _with_settings(variant: Variant, settings: dict[str, str]) -> Variant:
-    """The variant with lines of its config.env replaced."""
-    changed = dict(variant.settings)
-    for key, value in settings.items():
-        changed.pop(key, None)
-        if value:
-            changed[key] = Setting(key, value, variant.folder / "config.env", 0)
-    return replace(variant, settings=MappingProxyType(changed))
-
-
 def _with_checkpoint(variant: Variant, folder: Path) -> tuple[Variant, str]:
     """The variant with a checkpoint to build from, its own or one without weights; and the source of the dimensions."""
     if (variant.weights / "config.json").is_file():
@@ -339,7 +270,7 @@ def _with_checkpoint(variant: Variant, folder: Path) -> tuple[Variant, str]:
     manifest = variant.weights / baked_cache.MANIFEST
     if manifest.is_file():
         shutil.copyfile(manifest, weights / manifest.name)
-    return _with_settings(variant, {"VLLM_MODEL": str(weights)}), shape.source
+    return variant.with_lines({"VLLM_MODEL": str(weights)}), shape.source
 
 
 @contextlib.contextmanager

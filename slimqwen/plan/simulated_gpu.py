@@ -8,8 +8,6 @@ Call it before vLLM is imported, in a process of its own: its changes are not un
 """
 
 import ctypes
-import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -57,12 +55,9 @@ def simulate_gpu(gpu: GpuModel) -> None:
 
     vars(vllm_nvml).update({name: value for name, value in vars(_nvml(gpu)).items() if name[:2] != "__"})
     _set_triton_driver(gpu)
-
-
-def inspect_models_in_process() -> None:
-    """Let vLLM inspect model classes in this process: the subprocess that it would start sees no GPU."""
     from vllm.model_executor.models import registry
 
+    # vLLM inspects model classes in a subprocess, which would see no GPU.
     registry._run_in_subprocess = lambda function: function()
 
 
@@ -185,16 +180,3 @@ def _set_triton_driver(gpu: GpuModel) -> None:
             return True
 
     driver.set_active(SimulatedDriver())
-
-
-def hide_toolkit() -> None:
-    """Hide nvcc, ninja and CUDA_HOME from this process, as on a host with a driver and no CUDA toolkit."""
-    which = shutil.which
-
-    def without_compiler(command: Any, *arguments: Any, **keywords: Any) -> Any:
-        hidden = Path(str(command)).name in ("nvcc", "ninja")
-        return None if hidden else which(command, *arguments, **keywords)
-
-    shutil.which = without_compiler  # type: ignore[assignment]
-    for name in ("CUDA_HOME", "CUDA_PATH"):
-        os.environ.pop(name, None)

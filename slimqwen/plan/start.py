@@ -1,7 +1,7 @@
 """The plan of a start: the newest record that fits a server's command, its trouble, and the facts of a started engine.
 
 A plan takes twenty seconds, so a start makes none: it reads the plan of the newest record for this device, this version
-of vLLM and these flags, on a host with or without a CUDA toolkit like this one.
+of vLLM and these flags.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from importlib.metadata import version
 from slimqwen.errors import SlimqwenError
 from slimqwen.plan import gpu_model, jit_modules, rehearsal, resolution, trouble
 from slimqwen.plan.facts import JitModule, Plan
-from slimqwen.plan.record import CPU, has_toolkit, is_of_installed_vllm, list_recorded_plans
+from slimqwen.plan.record import CPU, is_of_installed_vllm, list_recorded_plans
 from slimqwen.serving import checks, cuda_toolkit, gpu
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
@@ -49,52 +49,53 @@ def name_gpu_here(command: ServerCommand) -> str:
     raise MissingPlanError(f"no plan on {device.name}: {gpu_model.FILE} does not list it; add its data there")
 
 
-def has_toolkit_here(command: ServerCommand) -> bool:
+def compiles_here(command: ServerCommand) -> bool:
     """Whether the command's server finds nvcc, ninja and a C++ compiler here, including those of this environment."""
     return command.platform == "cuda" and not cuda_toolkit.missing(command.process_environment())
 
 
-def find_plans(command: ServerCommand, *, toolkit: bool) -> dict[str, Plan]:
-    """The recorded plans that fit a server's command and such a host, by device of its platform."""
+def find_plans(command: ServerCommand) -> list[Plan]:
+    """The recorded plans that fit a server's command, one for each device of its platform."""
     flags = rehearsal.decisive_flags(command)
-    recorded = list_recorded_plans(command.variant.root, command.variant.name)
-    return {
-        plan.gpu: plan
-        for plan in recorded
-        if (plan.gpu == CPU) == (command.platform == "cpu") and _misfit(plan, flags, toolkit) is None
-    }
+    return [
+        plan
+        for plan in list_recorded_plans(command.variant.root, command.variant.name)
+        if (plan.gpu == CPU) == (command.platform == "cpu") and _misfit(plan, flags) is None
+    ]
 
 
-def find_plan(command: ServerCommand, gpu_name: str, *, toolkit: bool) -> Plan:
-    """The recorded plan of a device for this version of vLLM, these flags and such a host.
+def find_plan(command: ServerCommand, gpu_name: str) -> Plan:
+    """The recorded plan of a device for this version of vLLM and these flags.
 
     Args:
         gpu_name: short name of the GPU model, or cpu.
-        toolkit: whether the host has nvcc and ninja, which changes vLLM's choices.
 
     Raises:
         MissingPlanError: there is none; names the misfit of another, and the command that makes one.
     """
-    flags = rehearsal.decisive_flags(command)
-    name = command.variant.name
-    misfits: list[str] = []
+    name, reason = command.variant.name, ""
     for plan in list_recorded_plans(command.variant.root, name):
         if plan.gpu == gpu_name:
-            misfit = _misfit(plan, flags, toolkit)
+            misfit = _misfit(plan, rehearsal.decisive_flags(command))
             if misfit is None:
                 return plan
-            # Another value of a flag says more than another kind of host, which has a plan of its own.
-            misfits.insert(0 if has_toolkit(plan) == toolkit else len(misfits), misfit)
-    reason = f" that fits: {misfits[0]}" if misfits else ""
+            reason = f" that fits: {misfit}"
     raise MissingPlanError(
-        f"no plan of {name} on {gpu_name}{reason}; "
-        f"`slimqwen plan --variant {name} --gpu {gpu_name}{' --toolkit' if toolkit else ''}` makes one"
+        f"no plan of {name} on {gpu_name}{reason}; `slimqwen plan --variant {name} --gpu {gpu_name}` makes one"
     )
 
 
-def match_start_trouble(plan: Plan, command: ServerCommand) -> StartTrouble:
-    """The known trouble of a start by its plan, given the libraries of its compile cache."""
-    plan = plan.model_copy(update={"jit": _modules(plan, command)})
+def match_start_trouble(plan: Plan, command: ServerCommand, *, compiles: bool) -> StartTrouble:
+    """The known trouble of a start by its plan, given the libraries of its compile cache.
+
+    Args:
+        compiles: whether the start's host has nvcc, ninja and a C++ compiler.
+    """
+    modules = [
+        module.model_copy(update={"possible": compiles}) if _is_of_flashinfer(module) else module
+        for module in _list_modules(plan, command)
+    ]
+    plan = plan.model_copy(update={"jit": modules})
     error = f" ({plan.error})" if plan.error else ""
     dies: list[checks.Trouble] = []
     costs: list[str] = []
@@ -116,8 +117,8 @@ def require_libraries(plan: Plan, command: ServerCommand) -> None:
     if command.cache is None or not command.cache.required:
         return
     name = command.variant.name
-    for module in _modules(plan, command):
-        if module.baked or not module.module.startswith("FlashInfer"):
+    for module in _list_modules(plan, command):
+        if module.baked or not _is_of_flashinfer(module):
             continue
         cure = (
             "it cannot be compiled ahead: serve without REQUIRE_BAKED, or set another backend in config.env"
@@ -130,9 +131,14 @@ def require_libraries(plan: Plan, command: ServerCommand) -> None:
         )
 
 
-def _modules(plan: Plan, command: ServerCommand) -> list[JitModule]:
+def _list_modules(plan: Plan, command: ServerCommand) -> list[JitModule]:
     """Modules of a plan; those in this start's compile cache count as baked."""
     return jit_modules.mark_baked(plan.jit, command.cache.libraries if command.cache else ())
+
+
+def _is_of_flashinfer(module: JitModule) -> bool:
+    """Whether FlashInfer compiles a module, with nvcc; Humming takes NVRTC, which the lock brings."""
+    return module.module.startswith("FlashInfer")
 
 
 def expect_facts(plan: Plan, *, required: bool) -> engine_facts.PlanExpectation:
@@ -168,17 +174,10 @@ def expect_facts(plan: Plan, *, required: bool) -> engine_facts.PlanExpectation:
     )
 
 
-def _misfit(plan: Plan, flags: Mapping[str, str], toolkit: bool) -> str | None:
-    """The reason why a plan does not fit this start; None if it fits.
-
-    Args:
-        flags: decisive flags of this start.
-        toolkit: whether the host of this start has nvcc and ninja.
-    """
+def _misfit(plan: Plan, flags: Mapping[str, str]) -> str | None:
+    """The reason why a plan does not fit a start with these decisive flags; None if it fits."""
     if not is_of_installed_vllm(plan):
         return f"it was made for vLLM {plan.vllm}, this environment has {version('vllm')}"
-    if plan.toolkit is not None and has_toolkit(plan) != toolkit:
-        return f"it was made for a host {'without' if toolkit else 'with'} nvcc and ninja"
     changed = sorted(
         name for name in flags.keys() | plan.flags.keys() if flags.get(name) != plan.flags.get(name)
     )

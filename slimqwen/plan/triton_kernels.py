@@ -2,14 +2,12 @@
 
 Triton's own compiler and its ptxas make machine code for the target that the active driver names
 (`slimqwen.plan.simulated_gpu`); no GPU is needed. A kernel with an autotuner is compiled with each of its choices.
+Triton states the threads of a block, so ptxas keeps the registers within what the GPU has.
 """
 
 import contextlib
 import itertools
 import operator
-import re
-import subprocess
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +17,7 @@ from unittest.mock import patch
 from slimqwen.plan.facts import LostChoice, TritonKernel
 from slimqwen.plan.gpu_model import GpuModel
 
-_REGISTERS = 65536
-"""Registers of a multiprocessor, which one block may take; the same for every compute capability since 5.0 (CUDA's
-programming guide, technical specifications per compute capability)."""
-
 _TENSOR_MEMORY_COLUMNS = 512  # of compute capability 10.x, as in triton/compiler/compiler.py
-_USAGE = re.compile(r"REG:(?P<registers>\d+)")
 
 
 @dataclass(frozen=True)
@@ -34,9 +27,7 @@ class Compilation:
     kernel: str  # module of vLLM and name
     choice: str  # of the autotuner, such as "BV=64 num_warps=4"; empty without one
     launch: int  # number of the launch that it was compiled for; an autotuner runs the fastest of a launch's choices
-    threads: int = 0  # of a block
     shared_bytes: int = 0  # of a block
-    registers: int = 0  # of a thread
     tensor_memory_columns: int = 0  # of a block
     folder: str = (
         ""  # in Triton's cache, named by all that the machine code depends on; empty if compilation failed
@@ -49,8 +40,6 @@ class Compilation:
             return self.error
         if self.shared_bytes > shared_limit_bytes:
             return f"needs {self.shared_bytes} bytes of shared memory, the GPU has {shared_limit_bytes}"
-        if self.registers * self.threads > _REGISTERS:
-            return f"needs {self.registers * self.threads} registers, the GPU has {_REGISTERS}"
         if self.tensor_memory_columns > _TENSOR_MEMORY_COLUMNS:
             return (
                 f"needs {self.tensor_memory_columns} columns of tensor memory, "
@@ -146,23 +135,7 @@ def _compilation(name: str, choice: str, launch: int, kernel: Any) -> Compilatio
         name,
         choice,
         launch,
-        threads=metadata.num_warps * 32,
         shared_bytes=metadata.shared,
-        registers=_count_registers(kernel.asm["cubin"]),
         tensor_memory_columns=getattr(metadata, "tmem_size", None) or 0,
         folder=Path(get_cache_manager(kernel.hash).cache_dir).name,
     )
-
-
-def _count_registers(cubin: bytes) -> int:
-    """Registers of a thread, as Triton's own cuobjdump reads them from machine code."""
-    from triton import knobs
-
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        Path(file.name).write_bytes(cubin)
-        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    use = _USAGE.search(text)
-    if use is None:
-        raise RuntimeError(f"cuobjdump names no registers: {text.strip()[-200:]}")
-    return int(use["registers"])

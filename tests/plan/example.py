@@ -12,7 +12,6 @@ from slimqwen.plan.facts import (
     KvCache,
     LostChoice,
     Plan,
-    Toolkit,
     TritonKernel,
     TritonKernels,
 )
@@ -69,7 +68,6 @@ def plan(
             "cudagraph-capture-sizes": json.dumps(list(sizes)),
             "speculative-config": json.dumps({"num_speculative_tokens_per_batch_size": schedule}),
         },
-        toolkit=Toolkit(nvcc=compiler, ninja=compiler),
         engine=EngineConfig(
             architecture="Qwen3_5ForConditionalGeneration",
             dtype=dtype,

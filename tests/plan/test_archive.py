@@ -53,15 +53,8 @@ def archive(root):
 
 
 def plan(root):
-    (planned,) = rehearsal.rehearse_variants(
-        root,
-        [NAME],
-        "a10g",
-        gpu_model.load_gpu_model(root, "a10g"),
-        log=root / "plan.log",
-        toolkit=False,
-        kernels=True,
-    )
+    subject, model = variant.load(NAME, root), gpu_model.load_gpu_model(root, "a10g")
+    planned = rehearsal.rehearse_variant(subject, "a10g", model, log=root / "plan.log", kernels=True)
     assert planned.error is None, (root / "plan.log").read_text()[-2000:]
     return planned
 

@@ -20,8 +20,8 @@ needs_cpu_build = pytest.mark.skipif(torch.version.cuda is not None, reason="thi
 @pytest.fixture(scope="module")
 def cpu_plans(tmp_path_factory):
     log = tmp_path_factory.mktemp("plans") / "plan.log"
-    plans = rehearsal.rehearse_variants(ROOT, ["tiny", "tiny-mtp4"], "cpu", None, log=log)
-    return {plan.variant: plan for plan in plans}
+    variants = [variant.load(name) for name in ("tiny", "tiny-mtp4")]
+    return {each.name: rehearsal.rehearse_variant(each, "cpu", None, log=log) for each in variants}
 
 
 @needs_cpu_build
@@ -51,35 +51,13 @@ def test_weights_are_those_of_the_checkpoint(cpu_plans):
 
 
 @needs_cpu_build
-def test_the_real_server_states_what_was_planned(cpu_plans, tiny_server):
-    """Every field that vLLM's cache_config_info states of a start."""
-    import httpx
-
-    text = httpx.get(f"{tiny_server.base_url}/metrics", trust_env=False).text
-    line = next(line for line in text.splitlines() if line.startswith("vllm:cache_config_info{"))
-    stated = dict(field.split("=", 1) for field in line[line.index("{") + 1 : line.rindex("}")].split(","))
-    stated = {name: value.strip('"') for name, value in stated.items()}
-    plan = cpu_plans["tiny"]
-    planned = {
-        "block_size": plan.kv_cache.block_size,
-        "num_gpu_blocks": plan.kv_cache.blocks,
-        "kv_cache_size_tokens": plan.kv_cache.tokens,
-        "cache_dtype": plan.engine.kv_cache_dtype,
-        "enable_prefix_caching": plan.engine.prefix_caching,
-        "mamba_cache_mode": plan.engine.state_cache_mode,
-        "mamba_ssm_cache_dtype": plan.engine.state_dtype,
-    }
-    assert {name: stated[name] for name in planned} == {name: str(value) for name, value in planned.items()}
-    assert float(stated["kv_cache_max_concurrency"]) == pytest.approx(
-        plan.kv_cache.sequences_at_max_model_len, abs=0.01
-    )
-
-
-@needs_cpu_build
 def test_a_cpu_build_of_torch_is_refused_in_one_line(tmp_path):
     with pytest.raises(rehearsal.RehearsalError, match="CPU build"):
-        rehearsal.rehearse_variants(
-            ROOT, ["cyankiwi"], "a10g", gpu_model.load_gpu_model(ROOT, "a10g"), log=tmp_path / "plan.log"
+        rehearsal.rehearse_variant(
+            variant.load("cyankiwi"),
+            "a10g",
+            gpu_model.load_gpu_model(ROOT, "a10g"),
+            log=tmp_path / "plan.log",
         )
 
 
@@ -135,12 +113,10 @@ FAULTS = {
 
 @pytest.fixture(scope="module")
 def faulty_plans(faulty_root):
-    """Plans of all of them for an A10G in a host without nvcc and ninja."""
-    log = faulty_root / "plan.log"
-    plans = rehearsal.rehearse_variants(
-        faulty_root, list(FAULTS), "a10g", gpu_model.load_gpu_model(ROOT, "a10g"), log=log, toolkit=False
-    )
-    return {plan.variant: plan for plan in plans}
+    """Plans of all of them for an A10G."""
+    model, log = gpu_model.load_gpu_model(ROOT, "a10g"), faulty_root / "plan.log"
+    variants = [variant.load(name, faulty_root) for name in FAULTS]
+    return {each.name: rehearsal.rehearse_variant(each, "a10g", model, log=log) for each in variants}
 
 
 @needs_cuda_build
@@ -148,11 +124,8 @@ def faulty_plans(faulty_root):
     ("fault", "trouble_names"),
     [
         ("sound", []),
-        (
-            "fp8-kv-with-mtp",
-            ["flashinfer-without-compiler", "fp8-kv-loses-full-graphs", "flashinfer-fp8-mtp-memory"],
-        ),
-        ("sampler-of-flashinfer", ["sampling-without-compiler"]),
+        ("fp8-kv-with-mtp", ["fp8-kv-loses-full-graphs", "flashinfer-fp8-mtp-memory"]),
+        ("sampler-of-flashinfer", []),
         ("sizes-no-multiple-of-5", ["graphs-not-multiples"]),
         ("long-context", ["request-does-not-fit"]),
         ("groups-of-16", ["no-linear-kernel"]),

@@ -13,7 +13,7 @@ from slimqwen import variant
 from slimqwen.cli import serve
 from slimqwen.cli.plan import check_image_plans, find_recorded_plan
 from slimqwen.plan import gpu_model, rehearsal, start, trouble
-from slimqwen.plan.record import has_toolkit, list_recorded_plans
+from slimqwen.plan.record import list_recorded_plans
 from slimqwen.plan.start import MissingPlanError
 from slimqwen.records import store
 from slimqwen.serving import baked_cache, checks, cuda_toolkit, gpu
@@ -54,11 +54,7 @@ def record(resolve, tmp_path):
     def write(command, second=0, changes=MappingProxyType({}), **kind):
         fields = {"flags": rehearsal.decisive_flags(command), **changes}
         plan = example.plan(**kind).model_copy(update=fields)
-        others = [
-            each
-            for each in list_recorded_plans(tmp_path, "v")
-            if (each.gpu, has_toolkit(each)) != (plan.gpu, has_toolkit(plan))
-        ]
+        others = [each for each in list_recorded_plans(tmp_path, "v") if each.gpu != plan.gpu]
         made = example.record(tmp_path, *others, plan, ended=f"2026-11-22T20:00:0{second}Z")
         store.write(tmp_path / "results", made)
         return plan
@@ -72,15 +68,15 @@ def test_the_newest_plan_that_fits_the_start_counts(resolve, record):
     record(command, 1, {"checkpoint": "second"})
     record(command, 2, {"checkpoint": "third"}, gpu="l4")
     assert start.name_gpu_here(command) == "a10g"
-    assert start.find_plan(command, "a10g", toolkit=True).checkpoint == "second"
-    plans = start.find_plans(command, toolkit=True)
-    assert [(name, plan.checkpoint) for name, plan in plans.items()] == [("a10g", "second"), ("l4", "third")]
+    assert start.find_plan(command, "a10g").checkpoint == "second"
+    plans = [(plan.gpu, plan.checkpoint) for plan in start.find_plans(command)]
+    assert plans == [("a10g", "second"), ("l4", "third")]
 
 
 def test_without_a_plan_the_command_that_makes_one_is_named(resolve):
     command = resolve()
-    with pytest.raises(MissingPlanError, match="`slimqwen plan --variant v --gpu a10g --toolkit` makes one"):
-        start.find_plan(command, "a10g", toolkit=True)
+    with pytest.raises(MissingPlanError, match="`slimqwen plan --variant v --gpu a10g` makes one"):
+        start.find_plan(command, "a10g")
 
 
 @pytest.mark.parametrize(
@@ -94,14 +90,14 @@ def test_a_plan_for_another_start_does_not_count(resolve, record, changes, reaso
     command = resolve()
     record(command, changes=changes)
     with pytest.raises(MissingPlanError, match=rf"on a10g that fits: it was {reason}"):
-        start.find_plan(command, "a10g", toolkit=True)
+        start.find_plan(command, "a10g")
 
 
 def test_a_line_written_into_the_config_env_takes_the_plan_away(resolve, record):
     record(resolve(), backend="FLASHINFER", kv_cache_dtype="fp8")
     cured = resolve(kv_cache_dtype="auto")
     with pytest.raises(MissingPlanError, match="made with other values of kv-cache-dtype;"):
-        start.find_plan(cured, "a10g", toolkit=True)
+        start.find_plan(cured, "a10g")
 
 
 def test_a_gpu_that_is_not_listed_has_no_plan(resolve, monkeypatch):
@@ -113,8 +109,8 @@ def test_a_gpu_that_is_not_listed_has_no_plan(resolve, monkeypatch):
 @pytest.mark.parametrize("line", ["", "ALLOW_UNSAFE=1"])
 def test_a_plan_that_dies_is_refused_in_one_line_with_the_cure(resolve, record, line):
     command = resolve(line)
-    plan = record(command, backend="FLASHINFER", kv_cache_dtype="fp8", compiler=False)
-    dies = start.match_start_trouble(plan, command).dies
+    plan = record(command, backend="FLASHINFER", kv_cache_dtype="fp8")
+    dies = start.match_start_trouble(plan, command, compiles=False).dies
     if command.variant.allow_unsafe:
         checks.refuse_trouble(command, dies)
         return
@@ -124,15 +120,18 @@ def test_a_plan_that_dies_is_refused_in_one_line_with_the_cure(resolve, record, 
         checks.refuse_trouble(command, dies)
 
 
-@pytest.mark.parametrize("toolkit", [True, False])
-def test_a_plan_for_a_host_with_another_toolkit_does_not_count(resolve, record, toolkit):
+@pytest.mark.parametrize("missing", [(), ("nvcc",), ("a C++ compiler",)])
+@pytest.mark.parametrize("planned", [True, False])
+def test_a_start_that_cannot_compile_for_flashinfer_dies_wherever_it_was_planned(
+    resolve, record, monkeypatch, missing, planned
+):
     command = resolve()
-    record(command, 0, backend="FLASHINFER", compiler=not toolkit)
-    with pytest.raises(MissingPlanError, match=r"was made for a host with(out)? nvcc and ninja"):
-        start.find_plan(command, "a10g", toolkit=toolkit)
-    record(command, 1, backend="FLASHINFER", compiler=toolkit)
-    plan = start.find_plan(command, "a10g", toolkit=toolkit)
-    assert bool(start.match_start_trouble(plan, command).dies) is not toolkit
+    record(command, backend="FLASHINFER", compiler=planned)
+    monkeypatch.setattr(cuda_toolkit, "missing", lambda environment: missing)
+    _, dies = find_recorded_plan(command)
+    assert [death.description.partition(" was ")[0] for death in dies] == (
+        ["would die on a10g: FlashInfer"] if missing else []
+    )
 
 
 def test_what_a_start_costs_is_one_line_each_with_the_cure(resolve, record, capfd):
@@ -174,11 +173,11 @@ def test_what_a_gpu_start_measures_may_differ_by_the_overhead_that_its_plan_assu
 def test_serve_hands_the_plan_of_the_start_to_vllm(resolve, record, tmp_path, monkeypatch):
     resolve("VLLM_CPU_KVCACHE_SPACE=1", "VLLM_HOST=127.0.0.1", kv_cache_dtype="auto")
     one = variant.load("v", tmp_path)
-    plan = record(ServerCommand.resolve(one, platform="cpu"), gpu="cpu").model_copy(update={"toolkit": None})
+    plan = record(ServerCommand.resolve(one, platform="cpu"), gpu="cpu")
     started = []
     monkeypatch.setattr(os, "chdir", lambda folder: None)
     monkeypatch.setattr(os, "execve", lambda *words: started.append(words))
-    monkeypatch.setattr(start, "find_plan", lambda command, name, toolkit: plan)
+    monkeypatch.setattr(start, "find_plan", lambda command, name: plan)
 
     serve.serve(one, port=free_port(), platform="cpu", require_plan="1")
 
@@ -222,10 +221,11 @@ def with_libraries(command, *names, required=False):
 
 def test_a_module_whose_libraries_are_baked_needs_no_compiler(resolve, record):
     command = resolve()
-    plan = record(command, backend="FLASHINFER", compiler=False, libraries=("prefill", "decode"))
-    (death,) = start.match_start_trouble(plan, with_libraries(command, "prefill")).dies
+    plan = record(command, backend="FLASHINFER", libraries=("prefill", "decode"))
+    (death,) = start.match_start_trouble(plan, with_libraries(command, "prefill"), compiles=False).dies
     assert "FlashInfer" in death.description
-    assert start.match_start_trouble(plan, with_libraries(command, "prefill", "decode")).dies == ()
+    every = with_libraries(command, "prefill", "decode")
+    assert start.match_start_trouble(plan, every, compiles=False).dies == ()
 
 
 @pytest.mark.parametrize(

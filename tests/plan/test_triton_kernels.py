@@ -12,13 +12,13 @@ A10G, H100 = (gpu_model.load_gpu_model(ROOT, name) for name in ("a10g", "h100"))
 
 
 def compiled(kernel="k", choice="", launch=1, **measured):
-    return Compilation(kernel, choice, launch, threads=128, **measured)
+    return Compilation(kernel, choice, launch, **measured)
 
 
 def test_a_choice_with_more_shared_memory_than_the_gpu_has_is_lost_there_alone():
     choices = [
-        compiled(choice="num_stages=2", shared_bytes=50_000, registers=200),
-        compiled(choice="num_stages=4", shared_bytes=131_852, registers=255),
+        compiled(choice="num_stages=2", shared_bytes=50_000),
+        compiled(choice="num_stages=4", shared_bytes=131_852),
     ]
     (kernel,) = summarise_kernels(choices, A10G)
     assert [(lost.choice, lost.reason) for lost in kernel.lost] == [
@@ -40,12 +40,11 @@ def test_a_kernel_runs_only_if_every_launch_has_a_choice_that_fits():
 @pytest.mark.parametrize(
     ("measured", "reason"),
     [
-        ({"registers": 600}, "needs 76800 registers, the GPU has 65536"),
         ({"tensor_memory_columns": 1024}, "needs 1024 columns of tensor memory, the GPU has 512"),
         ({"error": "CompilationError: no such type"}, "CompilationError: no such type"),
     ],
 )
-def test_registers_tensor_memory_and_a_failed_compilation_lose_a_choice_too(measured, reason):
+def test_tensor_memory_and_a_failed_compilation_lose_a_choice_too(measured, reason):
     (kernel,) = summarise_kernels([compiled(**measured)], A10G)
     assert [lost.reason for lost in kernel.lost] == [reason]
     assert not kernel.runs
@@ -60,9 +59,8 @@ def test_kernels_are_listed_by_name():
 def plan(tmp_path_factory):
     """Of a variant with MTP and Marlin, its kernels compiled for an A10G."""
     log = tmp_path_factory.mktemp("kernels") / "plan.log"
-    (planned,) = rehearsal.rehearse_variants(
-        ROOT, ["cyankiwi-best"], "a10g", A10G, log=log, toolkit=False, kernels=True
-    )
+    subject = variant.load("cyankiwi-best")
+    planned = rehearsal.rehearse_variant(subject, "a10g", A10G, log=log, kernels=True)
     assert (planned.failed_at, planned.error) == (None, None), log.read_text()[-2000:]
     return planned
 

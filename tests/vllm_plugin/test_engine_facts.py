@@ -110,21 +110,18 @@ def test_without_a_plan_nothing_is_asked_of_the_engine(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def planned_starts(tmp_path_factory):
-    """The commands of a CPU server with and without drafts, and what its plan says of each."""
+def planned_start(tmp_path_factory):
+    """The command of a CPU server with drafts, and what its plan says of it."""
     log = tmp_path_factory.mktemp("plans") / "plan.log"
-    names = ("tiny", "tiny-mtp4")
-    plans = rehearsal.rehearse_variants(variant.repository_root(), names, "cpu", None, log=log)
-    expected = [start.expect_facts(plan, required=True) for plan in plans]
-    return {
-        name: (ServerCommand.resolve(variant.load(name), port=free_port(), platform="cpu"), facts)
-        for name, facts in zip(names, expected, strict=True)
-    }
+    drafting = variant.load("tiny-mtp4")
+    plan = rehearsal.rehearse_variant(drafting, "cpu", None, log=log)
+    command = ServerCommand.resolve(drafting, port=free_port(), platform="cpu")
+    return command, start.expect_facts(plan, required=True)
 
 
 @pytest.mark.engine
-def test_a_start_agrees_with_its_plan_in_every_fact(planned_starts, tmp_path):
-    command, expected = planned_starts["tiny-mtp4"]
+def test_a_start_agrees_with_its_plan_in_every_fact(planned_start, tmp_path):
+    command, expected = planned_start
     assert {"block_size", "kv_blocks", "kv_tokens", "graph_mode", "dtype", "max_num_seqs"} < set(
         expected.facts
     )
@@ -139,9 +136,9 @@ def test_a_start_agrees_with_its_plan_in_every_fact(planned_starts, tmp_path):
 
 @pytest.mark.engine
 def test_a_start_that_is_not_as_planned_never_becomes_ready_where_the_plan_is_required(
-    planned_starts, tmp_path
+    planned_start, tmp_path
 ):
-    command, expected = planned_starts["tiny"]
+    command, expected = planned_start
     tampered = expected.model_copy(update={"facts": expected.facts | {"block_size": 17}})
     actual = expected.facts["block_size"]
     with (

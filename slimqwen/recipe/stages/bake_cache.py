@@ -173,17 +173,9 @@ def _build_libraries(command: ServerCommand, cache_root: Path, progress: Progres
         raise ServingError(f"{gpu_model.FILE} does not list {device.name}; add its data there")
     log = cache_root / "libraries.log"
     try:
-        _, build = rehearsal.compile_for_gpu(
-            variant.root,
-            variant.name,
-            names[0],
-            gpu_model.load_gpu_model(variant.root, names[0]),
-            cache_root,
-            log=log,
-            kernels=False,
-            settings={"VLLM_MODEL": str(variant.weights)},
-            progress=progress,
-        )
+        model = gpu_model.load_gpu_model(variant.root, names[0])
+        progress(f"compiling for {names[0]}", 0, 0)
+        _, build = rehearsal.compile_for_gpu(variant, names[0], model, cache_root, log=log, kernels=False)
     finally:
         _keep(log)
     return build.seconds
