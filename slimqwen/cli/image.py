@@ -7,7 +7,6 @@ import typer
 
 from slimqwen.cli.console import console, progress_bar, say
 from slimqwen.cli.options import PlatformName, VariantOption
-from slimqwen.cli.plan import check_image_plans
 
 app = typer.Typer(help="Build and verify container images.", no_args_is_help=True)
 
@@ -40,9 +39,7 @@ def build(
 ) -> None:
     """Build the container image of a variant: library, environment, checkpoint, compile cache, flags."""
     from slimqwen.image import build, context, tools
-    from slimqwen.serving.command import ServerCommand
 
-    check_image_plans(ServerCommand.resolve(variant, platform=platform))
     tool = tools.find_tool(container_tool)
     log = variant.root / "logs" / f"image-{variant.name}.log"
     with progress_bar() as progress:

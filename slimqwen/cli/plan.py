@@ -99,8 +99,7 @@ def find_recorded_plan(server: "ServerCommand") -> "tuple[Plan | None, Sequence[
         The plan, and the known trouble by which the start would die.
 
     Raises:
-        ServingError: there is no plan, and REQUIRE_PLAN=1; or the plan names a module of FlashInfer that the compile
-            cache lacks, and REQUIRE_BAKED=1.
+        ServingError: there is no plan, and REQUIRE_PLAN=1.
     """
     from slimqwen.plan import start
     from slimqwen.serving.errors import ServingError
@@ -114,28 +113,7 @@ def find_recorded_plan(server: "ServerCommand") -> "tuple[Plan | None, Sequence[
         if server.platform != "cpu":
             errors.print(f"{error}.", markup=False)
         return None, ()
-    start.require_libraries(found, server)
     trouble = start.match_start_trouble(found, server, compiles=start.compiles_here(server))
     for line in trouble.costs:
         errors.print(f"Known trouble: {line}.", markup=False)
     return found, trouble.dies
-
-
-def check_image_plans(server: "ServerCommand") -> None:
-    """Look up the plans of an image's server, on every device that has one.
-
-    Prints one line for each known trouble.
-
-    Raises:
-        ServingError: the plans predict that the server dies on all of these devices.
-    """
-    from slimqwen.plan import start
-    from slimqwen.serving import checks
-
-    # A CUDA image holds a C++ compiler, nvcc and ninja.
-    trouble = [start.match_start_trouble(each, server, compiles=True) for each in start.find_plans(server)]
-    for entry in trouble:
-        for line in (*entry.costs, *(f"{death.description}; {death.cure}" for death in entry.dies)):
-            errors.print(f"Known trouble: {line}.", markup=False)
-    if trouble and all(entry.dies for entry in trouble):
-        checks.refuse_trouble(server, trouble[0].dies)

@@ -47,7 +47,6 @@ class KvCache(Facts):
     blocks: int
     tokens: int = Field(description="capacity for requests of max_model_len tokens")
     sequences_at_max_model_len: float
-    prefix_hit_multiple: int | None = Field(description="tokens; null without prefix caching")
     shortest_prompt_with_hit: int | None = Field(description="tokens; null without prefix caching")
 
 
@@ -55,15 +54,8 @@ class Graphs(Facts):
     """CUDA graphs, after vLLM's fallbacks."""
 
     mode: str
-    support: dict[str, str] = Field(description="backend -> level of support that it states")
     captured: dict[str, list[int]] = Field(description="mode -> tokens of each captured step")
     decode_query_len: int = Field(description="tokens of a request in a verify step, K+1")
-
-
-class WeightLoading(Facts):
-    """Outcome of passing the checkpoint's tensor names through vLLM's weight loaders."""
-
-    not_loaded: dict[str, list[str]] = Field(description="target, draft -> parameters without a tensor")
 
 
 class JitModule(Facts):
@@ -126,7 +118,6 @@ class Plan(Facts):
     weight_bytes: dict[str, int] = Field({}, description="by kind of weight")
     kv_cache: KvCache | None = None
     graphs: Graphs | None = None
-    loading: WeightLoading | None = None
     jit: list[JitModule] = []
     kernels: TritonKernels | None = Field(None, description="null where they were not requested")
     failed_at: str | None = Field(None, description="the step that failed; null where none did")

@@ -197,15 +197,13 @@ def _rehearse(request: _Request) -> _Answer:
             step = "block size"
             resolution.align_blocks(config)
             step = "KV cache"
-            facts["kv_cache"], layout = resolution.kv_cache(
-                config,
-                sum(facts["weight_bytes"].values()),
-                request.gpu.memory_bytes if request.gpu else None,
-            )
+            device_bytes = request.gpu.memory_bytes if request.gpu else None
+            parameter_bytes = sum(facts["weight_bytes"].values())
+            facts["kv_cache"], layout = resolution.kv_cache(config, parameter_bytes, device_bytes)
             step = "CUDA graphs"
             facts["graphs"] = resolution.graphs(config, layout)
             step = "weights"
-            facts["loading"] = resolution.load_names(config, target, draft)
+            resolution.load_names(config, target, draft)
             step = "libraries of FlashInfer"
             specs = jit_modules.specify_libraries(config, layout, facts["jit"])
             baked = command.cache.libraries if command.cache else ()
@@ -213,14 +211,9 @@ def _rehearse(request: _Request) -> _Answer:
             folders: list[str] = []
             if request.kernels and request.gpu is not None:
                 step = "Triton kernels"
+                baked_kernels = command.cache.kernels if command.cache else ()
                 facts["kernels"], folders = warm_up_steps.compile_kernels(
-                    config,
-                    target,
-                    draft,
-                    layout,
-                    request.gpu,
-                    _triton_cache(request),
-                    command.cache.kernels if command.cache else (),
+                    config, target, draft, layout, request.gpu, _triton_cache(request), baked_kernels
                 )
             if request.cache_root is not None:
                 step = "compilation"

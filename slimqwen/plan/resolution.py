@@ -8,7 +8,6 @@ a kernel launches, is right or is fast, nor the activations that vLLM's start-up
 assumed for them.
 """
 
-import importlib.util
 import tempfile
 import types
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slimqwen.checkpoint.tensors import list_tensors, torch_dtype
-from slimqwen.plan.facts import Graphs, KvCache, LinearKernels, WeightLoading
+from slimqwen.plan.facts import Graphs, KvCache, LinearKernels
 from slimqwen.plan.meta_device import on_meta_device
 from slimqwen.serving import flags
 from slimqwen.vllm_plugin import engine_facts
@@ -100,18 +99,6 @@ def samples_with_flashinfer() -> bool:
     return bool(flashinfer_sampler_supported())
 
 
-def humming_compiles() -> bool:
-    """Whether Humming finds NVRTC, its default compiler, which the CUDA packages of a Python environment bring."""
-    from humming.utils import cuda, nvrtc
-
-    try:
-        nvrtc.get_nvrtc_library_path()
-        cuda.filter_cuda_paths(required_headers=["cuda_runtime.h"])
-    except (RuntimeError, OSError):
-        return False
-    return importlib.util.find_spec("cuda.bindings.nvrtc") is not None
-
-
 def weight_bytes(target: Any, draft: Any) -> dict[str, int]:
     """Bytes of the parameters by kind; tensors that the MTP head shares with the target count once."""
     totals: dict[str, int] = {}
@@ -168,18 +155,17 @@ def kv_cache(config: Any, parameter_bytes: int, device_bytes: int | None) -> tup
         alignment = kv_cache_utils.resolve_cache_hit_alignment_tokens(
             layout, config, scheduler_block, hash_block
         )
-    has_drafts = config.speculative_config is not None
+    shortest_with_hit = None
+    if cache.enable_prefix_caching:
+        # The last token is always computed; with drafts vLLM gives up the last whole block of a hit as well.
+        shortest_with_hit = (2 if config.speculative_config else 1) * alignment + 1
     facts = KvCache(
         available_bytes=available,
         block_size=cache.block_size,
         blocks=layout.num_blocks,
         tokens=int(sequences * config.model_config.max_model_len),
         sequences_at_max_model_len=round(sequences, 2),
-        prefix_hit_multiple=alignment if cache.enable_prefix_caching else None,
-        # The last token is always computed; with drafts vLLM gives up the last whole block of a hit as well.
-        shortest_prompt_with_hit=(2 if has_drafts else 1) * alignment + 1
-        if cache.enable_prefix_caching
-        else None,
+        shortest_prompt_with_hit=shortest_with_hit,
     )
     return facts, layout
 
@@ -199,7 +185,6 @@ def graphs(config: Any, layout: Any) -> Graphs:
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.v1.attention.backend import AttentionCGSupport
 
-    support: dict[str, str] = {}
     weakest, weakest_backend = AttentionCGSupport.ALWAYS, None
     compilation = config.compilation_config
     with set_current_vllm_config(config):
@@ -209,7 +194,6 @@ def graphs(config: Any, layout: Any) -> Graphs:
                 backend = layers[name].get_attn_backend()
                 spec = getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
                 level = backend.get_builder_cls().get_cudagraph_support(config, spec)
-                support[backend.get_name()] = level.name
                 if level.value < weakest.value:
                     weakest, weakest_backend = level, backend.__name__
         mode = compilation.resolve_cudagraph_mode_and_sizes(
@@ -222,9 +206,7 @@ def graphs(config: Any, layout: Any) -> Graphs:
         )
         compilation.cudagraph_mode = mode
         captured = _captured_sizes(config) if config.use_v2_model_runner else {}
-    return Graphs(
-        mode=mode.name, support=support, captured=captured, decode_query_len=config.uniform_decode_query_len
-    )
+    return Graphs(mode=mode.name, captured=captured, decode_query_len=config.uniform_decode_query_len)
 
 
 def _captured_sizes(config: Any) -> dict[str, list[int]]:
@@ -241,34 +223,32 @@ def _captured_sizes(config: Any) -> dict[str, list[int]]:
     return engine_facts.captured_sizes(manager)
 
 
-def load_names(config: Any, target: Any, draft: Any) -> WeightLoading:
+def load_names(config: Any, target: Any, draft: Any) -> None:
     """Pass every tensor of the checkpoint through vLLM's loaders, without content.
 
     They raise for a name that no parameter takes, and for a shape that does not fit.
+
+    Raises:
+        ValueError: a parameter has no tensor.
     """
     import torch
     from vllm.config import set_current_vllm_config
 
     tensors = list_tensors(Path(config.model_config.model))
-    missing: dict[str, list[str]] = {}
     with set_current_vllm_config(config), on_meta_device():
-        for label, model in (("target", target), ("draft", draft)):
-            if model is None:
-                continue
+        for model in filter(None, (target, draft)):
             weights = (
                 (name, torch.empty(info.shape, dtype=torch_dtype(info.dtype), device="meta"))
                 for name, info in tensors.items()
             )
             loaded = set(model.load_weights(weights) or ())
             # Scales of a KV cache are filled in after loading where a checkpoint has none.
-            missing[label] = sorted(
-                name
-                for name, _ in model.named_parameters()
-                if name not in loaded
-                and ".attn." not in name
-                and not (model is draft and any(part in name for part in _SHARED_WITH_TARGET))
-            )
-    return WeightLoading(not_loaded=missing)
+            optional = (".attn.", *(_SHARED_WITH_TARGET if model is draft else ()))
+            names = {
+                name for name, _ in model.named_parameters() if not any(part in name for part in optional)
+            }
+            if missing := sorted(names - loaded):
+                raise ValueError(f"no tensor of the checkpoint is for {', '.join(missing[:3])}")
 
 
 def _draft_config(config: Any) -> Any:

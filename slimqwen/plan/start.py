@@ -10,11 +10,10 @@ from importlib.metadata import version
 
 from slimqwen.errors import SlimqwenError
 from slimqwen.plan import gpu_model, jit_modules, rehearsal, resolution, trouble
-from slimqwen.plan.facts import JitModule, Plan
+from slimqwen.plan.facts import Plan
 from slimqwen.plan.record import CPU, is_of_installed_vllm, list_recorded_plans
 from slimqwen.serving import checks, cuda_toolkit, gpu
 from slimqwen.serving.command import ServerCommand
-from slimqwen.serving.errors import ServingError
 from slimqwen.vllm_plugin import engine_facts
 
 _LISTED_NAMES = 4
@@ -54,16 +53,6 @@ def compiles_here(command: ServerCommand) -> bool:
     return command.platform == "cuda" and not cuda_toolkit.missing(command.process_environment())
 
 
-def find_plans(command: ServerCommand) -> list[Plan]:
-    """The recorded plans that fit a server's command, one for each device of its platform."""
-    flags = rehearsal.decisive_flags(command)
-    return [
-        plan
-        for plan in list_recorded_plans(command.variant.root, command.variant.name)
-        if (plan.gpu == CPU) == (command.platform == "cpu") and _misfit(plan, flags) is None
-    ]
-
-
 def find_plan(command: ServerCommand, gpu_name: str) -> Plan:
     """The recorded plan of a device for this version of vLLM and these flags.
 
@@ -91,9 +80,10 @@ def match_start_trouble(plan: Plan, command: ServerCommand, *, compiles: bool) -
     Args:
         compiles: whether the start's host has nvcc, ninja and a C++ compiler.
     """
+    # FlashInfer compiles with nvcc, Humming with the NVRTC of the lock.
     modules = [
-        module.model_copy(update={"possible": compiles}) if _is_of_flashinfer(module) else module
-        for module in _list_modules(plan, command)
+        module.model_copy(update={"possible": compiles or not module.module.startswith("FlashInfer")})
+        for module in jit_modules.mark_baked(plan.jit, command.cache.libraries if command.cache else ())
     ]
     plan = plan.model_copy(update={"jit": modules})
     error = f" ({plan.error})" if plan.error else ""
@@ -106,39 +96,6 @@ def match_start_trouble(plan: Plan, command: ServerCommand, *, compiles: bool) -
         else:
             costs.append(f"{fact}; {entry.instead}")
     return StartTrouble(tuple(dies), tuple(costs))
-
-
-def require_libraries(plan: Plan, command: ServerCommand) -> None:
-    """Refuse a start that requires a baked compile cache and would compile a module of FlashInfer.
-
-    Raises:
-        ServingError: names the module, and how to compile it ahead or avoid it.
-    """
-    if command.cache is None or not command.cache.required:
-        return
-    name = command.variant.name
-    for module in _list_modules(plan, command):
-        if module.baked or not _is_of_flashinfer(module):
-            continue
-        cure = (
-            "it cannot be compiled ahead: serve without REQUIRE_BAKED, or set another backend in config.env"
-        )
-        if module.libraries:
-            cure = f"`slimqwen recipe run --variant {name}` bakes it"
-        raise ServingError(
-            f"REQUIRE_BAKED=1 and the compile cache of {name} lacks {module.module} ({module.reason}), which is "
-            f"compiled at its first use on {plan.gpu}; {cure}"
-        )
-
-
-def _list_modules(plan: Plan, command: ServerCommand) -> list[JitModule]:
-    """Modules of a plan; those in this start's compile cache count as baked."""
-    return jit_modules.mark_baked(plan.jit, command.cache.libraries if command.cache else ())
-
-
-def _is_of_flashinfer(module: JitModule) -> bool:
-    """Whether FlashInfer compiles a module, with nvcc; Humming takes NVRTC, which the lock brings."""
-    return module.module.startswith("FlashInfer")
 
 
 def expect_facts(plan: Plan, *, required: bool) -> engine_facts.PlanExpectation:

@@ -160,23 +160,10 @@ def _skip_library_attention(runner: Any, left_out: list[str]) -> None:
     backends = {group.backend for groups in (*runner.attn_groups, *draft_groups) for group in groups}
     for backend in backends:
         if backend.get_name() in _LIBRARY_ATTENTION:
-            backend.get_impl_cls().forward = _output_buffer
+            backend.get_impl_cls().forward = (
+                lambda self, layer, q, k, v, cache, metadata, output, *rest, **named: output
+            )
             left_out.append(f"kernels of {backend.get_name()}, which are not Triton's")
-
-
-def _output_buffer(
-    self: Any,
-    layer: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    cache: Any,
-    metadata: Any,
-    output: Any,
-    *rest: Any,
-    **keywords: Any,
-) -> Any:
-    return output
 
 
 @contextlib.contextmanager

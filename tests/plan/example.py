@@ -93,12 +93,10 @@ def plan(
             blocks=100,
             tokens=100_000,
             sequences_at_max_model_len=17.0,
-            prefix_hit_multiple=None,
             shortest_prompt_with_hit=shortest_hit,
         ),
         graphs=Graphs(
             mode="FULL_AND_PIECEWISE" if full else "PIECEWISE",
-            support={},
             captured={"FULL": list(full)} if full else {},
             decode_query_len=drafts + 1,
         ),
