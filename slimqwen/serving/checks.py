@@ -92,15 +92,11 @@ def _check_drafts(command: ServerCommand) -> None:
 
 def _check_api_key() -> None:
     key = os.environ.get("VLLM_API_KEY")
-    if key is None:
-        return
-    if not key.strip():
-        # vLLM would ask nobody for it.
+    # vLLM asks nobody for an empty key, and no client sends white space around one.
+    if key is not None and (not key or key != key.strip()):
         raise ServingError(
-            "VLLM_API_KEY is set and empty; give it a value, or unset it to serve without a key"
+            "VLLM_API_KEY is empty or has white space around it; change it, or unset it to serve without a key"
         )
-    if key != key.strip():
-        raise ServingError("VLLM_API_KEY has white space around it, which no client sends; remove it")
 
 
 def refuse_trouble(command: ServerCommand, trouble: Iterable[Trouble]) -> None:
@@ -163,22 +159,17 @@ def _check_cache(command: ServerCommand) -> None:
     cache = command.cache
     if cache is None or not cache.required:
         return
-    name = command.variant.name
-    if cache.usable and not cache.usable.graphs:
-        raise ServingError(
-            f"REQUIRE_BAKED=1 and the compile cache of {name} holds no compiled graph; "
-            f"`slimqwen recipe run --variant {name}` on a GPU host bakes both"
-        )
-    if cache.usable:
-        return
     if cache.baked is None:
-        raise ServingError(
-            f"REQUIRE_BAKED=1 and {command.variant.weights} has no baked compile cache; end its recipe with the stage "
-            f"bake_cache and run `slimqwen recipe run --variant {name}`"
-        )
+        reason = f"{command.variant.weights} has no baked compile cache"
+    elif cache.differences:
+        reason = f"the baked compile cache is for something else: {'; '.join(cache.differences)}"
+    elif not cache.baked.graphs:
+        reason = "the baked compile cache holds no compiled graph"
+    else:
+        return
     raise ServingError(
-        f"REQUIRE_BAKED=1 and the compile cache of {name} is for something else: {'; '.join(cache.differences)}; "
-        f"`slimqwen recipe run --variant {name}` bakes it for this"
+        f"REQUIRE_BAKED=1 and {reason}; end the recipe with the stage bake_cache, and "
+        f"`slimqwen recipe run --variant {command.variant.name}` here bakes it"
     )
 
 
@@ -220,26 +211,22 @@ def _kv_cache_gib(command: ServerCommand) -> int:
 
 def _check_tls(command: ServerCommand) -> None:
     """Read certificate and key, which vLLM does after it has loaded the model."""
-    variant, flags = command.variant, command.flags
-    certificate, key, authority = (
-        variant.root / flags[flag] if flags.get(flag) else None
-        for flag in ("ssl-certfile", "ssl-keyfile", "ssl-ca-certs")
+    root, flags = command.variant.root, command.flags
+    certificate, key = (
+        root / flags[flag] if flags.get(flag) else None for flag in ("ssl-certfile", "ssl-keyfile")
     )
-    if certificate is None:
-        if key is not None:
-            location = variant.settings["VLLM_SSL_KEYFILE"].location
-            raise ServingError(f"{location}: a key without a certificate; add VLLM_SSL_CERTFILE")
+    if certificate is key is None:
         return
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         # Without a password it would ask for that of a locked key on the terminal.
-        context.load_cert_chain(certificate, key, password=lambda: "")
-        if authority is not None:
-            context.load_verify_locations(authority)
+        context.load_cert_chain(certificate or "", key, password=lambda: "")
+        if flags.get("ssl-ca-certs"):
+            context.load_verify_locations(root / flags["ssl-ca-certs"])
     except OSError as error:
         raise ServingError(
-            f"{variant.settings['VLLM_SSL_CERTFILE'].location}: {variant.name} cannot serve TLS with these files "
-            f"({error.strerror or error}); correct VLLM_SSL_CERTFILE, VLLM_SSL_KEYFILE and VLLM_SSL_CA_CERTS"
+            f"{command.variant.name} cannot serve TLS with the files of its config.env ({error}); correct "
+            "VLLM_SSL_CERTFILE, VLLM_SSL_KEYFILE and VLLM_SSL_CA_CERTS"
         ) from error
 
 

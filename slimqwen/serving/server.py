@@ -4,7 +4,6 @@ import contextlib
 import json
 import select
 import socket
-import ssl
 import subprocess
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -93,7 +92,6 @@ def run_server(
     Raises:
         ServingError: vLLM ended or was not ready in time, its log's last error quoted; or an error of `prepare`.
     """
-    _require_reachable(command)
     prepare(command)
     log.parent.mkdir(parents=True, exist_ok=True)
     environment, folder = command.process_environment(), command.variant.root
@@ -103,20 +101,6 @@ def run_server(
     ):
         _wait_until_ready(process, command, log, timeout_s, progress)
         yield RunningServer(command, process.pid, log)
-
-
-def _require_reachable(command: ServerCommand) -> None:
-    """Refuse to wait for a server that no measurement can ask."""
-    for flag, value, reason in (
-        ("uds", None, "listens on a socket file"),
-        ("ssl-cert-reqs", ssl.CERT_REQUIRED, "asks clients for a certificate"),
-    ):
-        if flag in command.flags and value in (None, command.flags[flag]):
-            location = command.variant.settings[f"VLLM_{flag.upper().replace('-', '_')}"].location
-            raise ServingError(
-                f"{location}: {command.variant.name} {reason}, which no measurement reaches; leave the line out of a "
-                "variant that inherits from this one, and measure that"
-            )
 
 
 @dataclass(frozen=True)

@@ -85,12 +85,10 @@ def test_weights_are_shared_among_the_gpus_that_split_them(servable, monkeypatch
     checks._check_memory(dataclasses.replace(one, flags={**one.flags, **half}))
 
 
-@pytest.mark.parametrize(
-    ("key", "said"), [("", "set and empty"), (" ", "set and empty"), ("a\n", "white space")]
-)
-def test_a_key_that_would_protect_nothing_is_refused(servable, monkeypatch, key, said):
+@pytest.mark.parametrize("key", ["", " ", "a\n"])
+def test_a_key_that_would_protect_nothing_is_refused(servable, monkeypatch, key):
     monkeypatch.setenv("VLLM_API_KEY", key)
-    with pytest.raises(ServingError, match=said):
+    with pytest.raises(ServingError, match="VLLM_API_KEY is empty or has white space around it"):
         checks.check_command(servable())
     monkeypatch.setenv("VLLM_API_KEY", "a")
     checks.check_command(servable())
@@ -169,17 +167,11 @@ def test_unsafe_modes_are_allowed_by_a_1_only(servable):
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        (["VLLM_SSL_KEYFILE=key.pem"], r"config\.env:5: a key without a certificate; add VLLM_SSL_CERTFILE"),
-        (["VLLM_SSL_CERTFILE=cert.pem", "VLLM_SSL_KEYFILE=none.pem"], r"cannot serve TLS .*No such file"),
-        (
-            ["VLLM_SSL_CERTFILE=cert.pem", "VLLM_SSL_KEYFILE=locked.pem"],
-            r"cannot serve TLS .*correct VLLM_SSL_",
-        ),
-        (["VLLM_SSL_CERTFILE=cert.pem", "VLLM_SSL_KEYFILE=other.pem"], r"cannot serve TLS .*mismatch"),
-        (
-            ["VLLM_SSL_CERTFILE=cert.pem", "VLLM_SSL_KEYFILE=key.pem", "VLLM_SSL_CA_CERTS=key.pem"],
-            "cannot serve TLS",
-        ),
+        (["VLLM_SSL_KEYFILE=key.pem"], "No such file"),
+        (["VLLM_SSL_CERTFILE=cert.pem", "VLLM_SSL_KEYFILE=none.pem"], "No such file"),
+        (["VLLM_SSL_CERTFILE=cert.pem", "VLLM_SSL_KEYFILE=locked.pem"], ""),
+        (["VLLM_SSL_CERTFILE=cert.pem", "VLLM_SSL_KEYFILE=other.pem"], "mismatch"),
+        (["VLLM_SSL_CERTFILE=cert.pem", "VLLM_SSL_KEYFILE=key.pem", "VLLM_SSL_CA_CERTS=key.pem"], ""),
     ],
 )
 def test_a_certificate_that_cannot_be_used_is_refused_before_the_model_is_loaded(
@@ -191,7 +183,7 @@ def test_a_certificate_that_cannot_be_used_is_refused_before_the_model_is_loaded
     write_certificate(tmp_path, password=b"secret")
     (tmp_path / "key.pem").rename(tmp_path / "locked.pem")
     write_certificate(tmp_path)
-    with pytest.raises(ServingError, match=said):
+    with pytest.raises(ServingError, match=rf"v cannot serve TLS .*{said}.*; correct VLLM_SSL_CERTFILE"):
         checks.check_command(servable(*lines))
 
 
