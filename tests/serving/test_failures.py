@@ -3,7 +3,6 @@
 The last test of each ends its server.
 """
 
-import asyncio
 import json
 import re
 import signal
@@ -15,13 +14,11 @@ import httpx
 import pytest
 
 from tests.serving import malformed_requests, real_server
-from tests.serving.mixed_load import load
 from tests.serving.real_server import PATIENCE_S, QUEUE, RUNNING
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
 LONG = {"prompt": "The", "max_tokens": 2000, "ignore_eos": True}
-REQUESTS = 1000
 
 
 @pytest.fixture(scope="module")
@@ -89,15 +86,6 @@ def test_clients_that_do_not_read_hold_up_nobody_and_lose_nothing(server, client
         answer = real_server.read_rest(stream)
         assert b'"finish_reason":"length"' in answer
         assert b"data: [DONE]" in answer
-
-
-def test_of_a_thousand_mixed_requests_at_four_times_the_capacity_none_is_lost(server, client):
-    outcomes = asyncio.run(load(server.url, range(REQUESTS), clients=4 * QUEUE))
-    assert outcomes.keys() == {"answered", "overload", "refused"}, outcomes
-    assert outcomes.total() == REQUESTS
-    assert outcomes["answered"] >= QUEUE, outcomes
-    assert 0 < outcomes["refused"] <= REQUESTS / 8, outcomes
-    assert serves(server, client)
 
 
 @pytest.mark.parametrize("body", malformed_requests.UNSENDABLE, ids=json.dumps)
