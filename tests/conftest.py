@@ -47,7 +47,7 @@ hypothesis.settings.load_profile("repeatable")
 
 AddVariant = Callable[..., Path]
 
-SHARED_BY_FILES = ("tiny_server", "undrafted_draws")
+SHARED_BY_FILES = ("tiny_server",)
 """Fixtures of the session that take an engine to make: all files with one of them run in one process."""
 
 
