@@ -184,24 +184,22 @@ def _rehearse(request: _Request) -> _Answer:
             os.environ.update(environment)
             # Importing Humming starts two builds in processes of their own, which outlive a rehearsal.
             os.environ["HUMMING_DISABLE_PARALLEL_BUILD"] = "1"
-            config = resolution.engine_config(command.argv[3:])
-            if request.gpu is not None:
-                resolution.check_dtype(config)
+            config = resolution.make_engine_config(command.argv[3:])
             facts["engine"] = EngineConfig(**engine_facts.config_facts(config))
             step = "model"
             target, draft = resolution.build_models(config)
             facts["attention"] = engine_facts.attention_layers(config)
-            facts["linears"] = resolution.linear_kernels(target, draft)
-            facts["weight_bytes"] = resolution.weight_bytes(target, draft)
+            facts["linears"] = resolution.list_linear_kernels(target, draft)
+            facts["weight_bytes"] = resolution.count_weight_bytes(target, draft)
             facts["jit"] = jit_modules.list_modules(facts["attention"], facts["linears"])
             step = "block size"
             resolution.align_blocks(config)
             step = "KV cache"
             device_bytes = request.gpu.memory_bytes if request.gpu else None
             parameter_bytes = sum(facts["weight_bytes"].values())
-            facts["kv_cache"], layout = resolution.kv_cache(config, parameter_bytes, device_bytes)
+            facts["kv_cache"], layout = resolution.lay_out_kv_cache(config, parameter_bytes, device_bytes)
             step = "CUDA graphs"
-            facts["graphs"] = resolution.graphs(config, layout)
+            facts["graphs"] = resolution.resolve_graphs(config, layout)
             step = "weights"
             resolution.load_names(config, target, draft)
             step = "libraries of FlashInfer"

@@ -26,22 +26,20 @@ OVERHEAD_GIB = 1.5
 _SHARED_WITH_TARGET = ("embed_tokens", "lm_head")
 
 
-def engine_config(argv: Sequence[str]) -> Any:
+def make_engine_config(argv: Sequence[str]) -> Any:
     """The engine configuration that vLLM derives from a server's flags; raises what vLLM refuses them with."""
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
     from vllm.usage.usage_lib import UsageContext
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     arguments = flags.cli_arguments().make_arg_parser(FlexibleArgumentParser()).parse_args(list(argv))
     flags.cli_arguments().validate_parsed_serve_args(arguments)
-    return AsyncEngineArgs.from_cli_args(arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
-
-
-def check_dtype(config: Any) -> None:
-    """Refuse a dtype that the GPU lacks, as vLLM's worker does when it starts: bfloat16 below capability 8.0."""
-    from vllm.platforms import current_platform
-
-    current_platform.check_if_supports_dtype(config.model_config.dtype)
+    config = AsyncEngineArgs.from_cli_args(arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
+    if current_platform.is_cuda():
+        # As its worker does when it starts: bfloat16 takes compute capability 8.0.
+        current_platform.check_if_supports_dtype(config.model_config.dtype)
+    return config
 
 
 def build_models(config: Any) -> tuple[Any, Any]:
@@ -61,9 +59,7 @@ def build_models(config: Any) -> tuple[Any, Any]:
             from vllm.compilation.backends import set_model_tag
 
             with set_model_tag("eagle_head"):
-                draft = initialize_model(
-                    _draft_config(config), model_config=config.speculative_config.draft_model_config
-                )
+                draft = initialize_model(config, model_config=config.speculative_config.draft_model_config)
     return target, draft
 
 
@@ -75,7 +71,7 @@ def align_blocks(config: Any) -> None:
     config.validate_block_size()
 
 
-def linear_kernels(target: Any, draft: Any) -> list[LinearKernels]:
+def list_linear_kernels(target: Any, draft: Any) -> list[LinearKernels]:
     """The kernel of every linear layer, grouped by kernel."""
     groups: dict[str, dict[str, int]] = {}
     for model in filter(None, (target, draft)):
@@ -99,7 +95,7 @@ def samples_with_flashinfer() -> bool:
     return bool(flashinfer_sampler_supported())
 
 
-def weight_bytes(target: Any, draft: Any) -> dict[str, int]:
+def count_weight_bytes(target: Any, draft: Any) -> dict[str, int]:
     """Bytes of the parameters by kind; tensors that the MTP head shares with the target count once."""
     totals: dict[str, int] = {}
     for model in filter(None, (target, draft)):
@@ -122,7 +118,7 @@ def _weight_kind(name: str) -> str:
     return next((kind for part, kind in kinds.items() if part in name), "norms and others")
 
 
-def kv_cache(config: Any, parameter_bytes: int, device_bytes: int | None) -> tuple[KvCache, Any]:
+def lay_out_kv_cache(config: Any, parameter_bytes: int, device_bytes: int | None) -> tuple[KvCache, Any]:
     """The KV cache that vLLM lays out in the memory that weights and the assumed overhead leave.
 
     Args:
@@ -130,7 +126,7 @@ def kv_cache(config: Any, parameter_bytes: int, device_bytes: int | None) -> tup
         device_bytes: total memory of the GPU; None for a CPU, whose pool config.env or vLLM's platform fixes.
 
     Returns:
-        The facts, and vLLM's own layout for `graphs`.
+        The facts, and vLLM's own layout for `resolve_graphs`.
 
     Raises:
         ValueError: one request of full length does not fit.
@@ -179,11 +175,13 @@ def _resolve_layout(config: Any, specs: Mapping[str, Any]) -> None:
     resolve_kv_cache_layout(config, [supported], list(specs.values()))
 
 
-def graphs(config: Any, layout: Any) -> Graphs:
-    """CUDA graphs of the model runner: the mode after its fallbacks, and the steps that it captures."""
+def resolve_graphs(config: Any, layout: Any) -> Graphs:
+    """CUDA graphs of the model runner: the mode after its fallbacks, and what runner V2 captures for the target."""
+    import torch
     from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.v1.attention.backend import AttentionCGSupport
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
     weakest, weakest_backend = AttentionCGSupport.ALWAYS, None
     compilation = config.compilation_config
@@ -205,22 +203,12 @@ def graphs(config: Any, layout: Any) -> Graphs:
             max_num_reqs=config.scheduler_config.max_num_seqs,
         )
         compilation.cudagraph_mode = mode
-        captured = _captured_sizes(config) if config.use_v2_model_runner else {}
+        captured = {}
+        if config.use_v2_model_runner:
+            depth = config.uniform_decode_query_len
+            manager = CudaGraphManager(config, torch.device("cpu"), mode, decode_query_len=depth)
+            captured = engine_facts.captured_sizes(manager)
     return Graphs(mode=mode.name, captured=captured, decode_query_len=config.uniform_decode_query_len)
-
-
-def _captured_sizes(config: Any) -> dict[str, list[int]]:
-    """Mode -> tokens of each graph that the V2 model runner would capture for the target."""
-    import torch
-    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
-
-    manager = CudaGraphManager(
-        config,
-        torch.device("cpu"),
-        config.compilation_config.cudagraph_mode,
-        decode_query_len=config.uniform_decode_query_len,
-    )
-    return engine_facts.captured_sizes(manager)
 
 
 def load_names(config: Any, target: Any, draft: Any) -> None:
@@ -249,11 +237,3 @@ def load_names(config: Any, target: Any, draft: Any) -> None:
             }
             if missing := sorted(names - loaded):
                 raise ValueError(f"no tensor of the checkpoint is for {', '.join(missing[:3])}")
-
-
-def _draft_config(config: Any) -> Any:
-    """The configuration that vLLM's speculator builds the MTP head with."""
-    from vllm.v1.worker.gpu.spec_decode.eagle import utils
-
-    create = getattr(utils, "create_vllm_config_for_draft_model", None)
-    return create(config) if create else config

@@ -123,7 +123,6 @@ def expect_facts(plan: Plan, *, required: bool) -> engine_facts.PlanExpectation:
             share = resolution.OVERHEAD_GIB * 2**30 / cache.available_bytes
             tolerances = dict.fromkeys(cache_facts, share)
     return engine_facts.PlanExpectation(
-        variant=plan.variant,
         plan=f"vLLM {plan.vllm} on {plan.gpu}",
         facts=facts,
         tolerances=tolerances,

@@ -22,7 +22,6 @@ class PlanExpectation(BaseModel):
     """Planned facts that a started engine is compared with.
 
     Attributes:
-        variant: name of the served variant.
         plan: vLLM and device of the plan, for the log.
         facts: planned values by name.
         tolerances: name -> largest difference as a share of the planned number; others have to be equal.
@@ -31,7 +30,6 @@ class PlanExpectation(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    variant: str
     plan: str
     facts: dict[str, Any]
     tolerances: dict[str, float] = {}
@@ -61,12 +59,6 @@ class EngineFacts:
         """Backends and CUDA graphs of this worker."""
         config = self.vllm_config
         return {**backend_facts(attention_layers(config)), **graph_facts(config, self.model_runner)}
-
-
-def read_expectation() -> PlanExpectation | None:
-    """The planned facts of the server in this process; None without a plan."""
-    text = os.environ.get(VARIABLE)
-    return PlanExpectation.model_validate_json(text) if text else None
 
 
 async def collect_facts(app: Any) -> dict[str, Any]:
@@ -185,9 +177,9 @@ async def compare_with_plan(app: Any) -> bool:
     Returns:
         False if it differs although REQUIRE_PLAN=1.
     """
-    expected = read_expectation()
-    if expected is None:
+    if VARIABLE not in os.environ:
         return True
+    expected = PlanExpectation.model_validate_json(os.environ[VARIABLE])
     try:
         lines = list_differences(expected, await collect_facts(app))
     except Exception as error:

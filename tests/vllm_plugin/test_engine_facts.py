@@ -20,7 +20,7 @@ FACTS = {"block_size": 544, "graph_mode": "FULL_AND_PIECEWISE", "kv_tokens": 100
 
 
 def test_a_fact_that_differs_is_one_line_with_both_values():
-    expected = PlanExpectation(variant="v", plan=PLAN, facts=FACTS)
+    expected = PlanExpectation(plan=PLAN, facts=FACTS)
     assert engine_facts.list_differences(expected, FACTS | {"quantization": None}) == []
     assert engine_facts.list_differences(expected, {"block_size": 1088, "kv_tokens": 1000}) == [
         "block_size: planned 544, actual 1088",
@@ -30,7 +30,7 @@ def test_a_fact_that_differs_is_one_line_with_both_values():
 
 @pytest.mark.parametrize(("tokens", "agrees"), [(900, True), (1100, True), (899, False), (1101, False)])
 def test_a_number_that_a_plan_assumes_may_differ_by_its_tolerance(tokens, agrees):
-    expected = PlanExpectation(variant="v", plan=PLAN, facts=FACTS, tolerances={"kv_tokens": 0.1})
+    expected = PlanExpectation(plan=PLAN, facts=FACTS, tolerances={"kv_tokens": 0.1})
     assert (engine_facts.list_differences(expected, FACTS | {"kv_tokens": tokens}) == []) is agrees
 
 
@@ -96,7 +96,7 @@ def test_a_start_that_differs_is_printed_and_fails_only_where_the_plan_is_requir
             raise RuntimeError("the engine is gone")
         return FACTS | {"block_size": block_size}
 
-    expected = PlanExpectation(variant="v", plan=PLAN, facts=FACTS, required=required)
+    expected = PlanExpectation(plan=PLAN, facts=FACTS, required=required)
     monkeypatch.setenv(engine_facts.VARIABLE, expected.model_dump_json())
     monkeypatch.setattr(engine_facts, "collect_facts", collect)
     with caplog.at_level(logging.INFO, "slimqwen"):
