@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from slimqwen import checkpoint
 from slimqwen.checkpoint import packing
@@ -15,7 +14,6 @@ from slimqwen.checkpoint.tensors import list_tensors, rewrite
 from slimqwen.serving.in_process import counter, engine
 from slimqwen.vllm_plugin.engine_fixes import w4a16_linear
 from tests.noise import NOISE_FACTOR
-from tests.vllm_plugin.engine_fixes.packing import packed
 
 pytestmark = pytest.mark.engine
 
@@ -57,40 +55,6 @@ def mixed(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def with_zero_points(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with its MLPs, those of the MTP head left out, in 4 bits with zero points."""
-    folder = tmp_path_factory.mktemp("with_zero_points")
-    tensors = {}
-    for name, tensor in load_file(tiny / "model.safetensors").items():
-        is_mlp = re.fullmatch(r"model\..*\.mlp\.(gate|up|down)_proj\.weight", name)
-        tensors |= round_to_nearest(name, tensor) if is_mlp else {name: tensor}
-    assert any(name.endswith("_zero_point") for name in tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    carry_side_files(tiny, folder)
-    group = packing.config_group("mlp", 4, GROUP)
-    group["weights"]["symmetric"] = False
-    settings = {"config_groups": {"mlp": group}, "ignore": ["lm_head", "re:.*attn.*", "re:.*mtp.*"]}
-    write_config(folder, {**checkpoint.read_config(tiny), "quantization_config": {**_EMPTY, **settings}})
-    return folder
-
-
-def round_to_nearest(name, weight):
-    """The tensors that stand for a weight in compressed-tensors' pack-quantized format."""
-    grouped = weight.float().unflatten(-1, (-1, GROUP))
-    low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
-    scale = (high - low) / 15
-    zero = (-low / scale).round()
-    scale = scale.to(torch.bfloat16)
-    integers = (grouped / scale.float().unsqueeze(-1) + zero.unsqueeze(-1)).round().clamp(0, 15)
-    return {
-        f"{name}_packed": packed(integers.flatten(-2), dim=1),
-        f"{name}_scale": scale,
-        f"{name}_shape": torch.tensor(weight.shape),
-        f"{name}_zero_point": packed(zero, dim=0),
-    }
-
-
 def in_transformers(folder, texts):
     """Log-probability of each token of each text after its first, in float32."""
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig
@@ -128,25 +92,14 @@ def noise(tiny, texts):
     return mean_difference(in_vllm(tiny, texts), in_transformers(tiny, texts))
 
 
-@pytest.mark.parametrize(
-    ("form", "kernels"),
-    [
-        ("mixed", {"TorchInt4LinearKernel", "TorchInt8LinearKernel"}),
-        ("with_zero_points", {"TorchInt4LinearKernel"}),
-    ],
-)
-def test_log_probabilities_are_those_of_transformers(form, kernels, texts, noise, request):
+def test_log_probabilities_are_those_of_transformers(mixed, texts, noise):
     from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsWNA16
 
-    folder = request.getfixturevalue(form)
     CompressedTensorsWNA16._kernel_backends_being_used.clear()
-    served = in_vllm(folder, texts)
-    used = CompressedTensorsWNA16._kernel_backends_being_used
-    if not w4a16_linear.is_needed():
-        assert kernels - {"TorchInt4LinearKernel"} <= used
-    else:
-        assert used == kernels
-    assert mean_difference(served, in_transformers(folder, texts)) < NOISE_FACTOR * noise
+    served = in_vllm(mixed, texts)
+    kernels = {"TorchInt8LinearKernel"} | ({"TorchInt4LinearKernel"} if w4a16_linear.is_needed() else set())
+    assert kernels <= CompressedTensorsWNA16._kernel_backends_being_used
+    assert mean_difference(served, in_transformers(mixed, texts)) < NOISE_FACTOR * noise
 
 
 def test_a_packed_mtp_head_drafts(mixed, texts):
