@@ -17,7 +17,6 @@ from typing import Any
 from slimqwen.checkpoint.tensors import list_tensors, torch_dtype
 from slimqwen.plan.facts import Graphs, KvCache, LinearKernels
 from slimqwen.plan.meta_device import on_meta_device
-from slimqwen.serving import flags
 from slimqwen.vllm_plugin import engine_facts
 
 OVERHEAD_GIB = 1.5
@@ -29,12 +28,13 @@ _SHARED_WITH_TARGET = ("embed_tokens", "lm_head")
 def make_engine_config(argv: Sequence[str]) -> Any:
     """The engine configuration that vLLM derives from a server's flags; raises what vLLM refuses them with."""
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers import cli_args
     from vllm.platforms import current_platform
     from vllm.usage.usage_lib import UsageContext
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    arguments = flags.cli_arguments().make_arg_parser(FlexibleArgumentParser()).parse_args(list(argv))
-    flags.cli_arguments().validate_parsed_serve_args(arguments)
+    arguments = cli_args.make_arg_parser(FlexibleArgumentParser()).parse_args(list(argv))
+    cli_args.validate_parsed_serve_args(arguments)
     config = AsyncEngineArgs.from_cli_args(arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
     if current_platform.is_cuda():
         # As its worker does when it starts: bfloat16 takes compute capability 8.0.

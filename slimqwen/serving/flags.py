@@ -112,17 +112,9 @@ def options() -> Mapping[str, argparse.Action]:
     return MappingProxyType(actions)
 
 
-def cli_arguments() -> Any:
-    """The module of vLLM that defines a server's arguments; vLLM 0.33 moved it."""
-    try:
-        from vllm.entrypoints.launchers import cli_args
-    except ImportError:
-        from vllm.entrypoints.common import cli_args
-    return cli_args
-
-
 @functools.cache
 def _parser() -> argparse.ArgumentParser:
+    from vllm.entrypoints.launchers import cli_args
     from vllm.platforms import current_platform
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -132,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
             "the installed vLLM is for GPUs and sees none; check with `nvidia-smi`, give a container its GPUs with "
             "`docker run --gpus all`, or without a GPU: make install PLATFORM=cpu"
         )
-    parser: argparse.ArgumentParser = cli_arguments().make_arg_parser(FlexibleArgumentParser())
+    parser: argparse.ArgumentParser = cli_args.make_arg_parser(FlexibleArgumentParser())
     return parser
 
 
