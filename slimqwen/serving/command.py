@@ -24,9 +24,6 @@ from slimqwen.serving.platform import Platform
 from slimqwen.variant import Variant
 from slimqwen.vllm_plugin import api_server, compile_watch, engine_facts, policy, registration
 
-VARIANT_VARIABLE = "SLIMQWEN_VARIANT"
-"""Variable of a server's environment that names the variant it serves."""
-
 # Passed to vLLM, but not in `ServerCommand.flags`: no compiled graph depends on them.
 _OWN_CODE = (
     "--worker-extension-cls",
@@ -224,7 +221,7 @@ class ServerCommand:
         else:
             inherited |= cuda_toolkit.variables(self.variant.root / ".cache", inherited)
         inherited |= machine.user_variables(inherited, self.variant.root)
-        return inherited | dict(self.environment) | {VARIANT_VARIABLE: self.variant.name}
+        return inherited | dict(self.environment)
 
     def with_cache_root(self, root: Path) -> "ServerCommand":
         """The same command with an unbaked compile cache in another folder: for baking, and to time a cold start."""

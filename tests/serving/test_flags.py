@@ -57,13 +57,17 @@ def test_switches_lists_json_and_numbers_become_the_words_that_vllm_expects(reso
 
 
 def test_names_that_vllm_or_torch_read_pass_into_the_environment(resolve):
-    resolved = resolve("VLLM_CPU_KVCACHE_SPACE=1", "OMP_NUM_THREADS=2", "TORCHINDUCTOR_COMPILE_THREADS=1")
-
-    assert dict(resolved.environment) == {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "OMP_NUM_THREADS": "2",
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
-    }
+    names = (
+        "VLLM_CPU_KVCACHE_SPACE",
+        "OMP_NUM_THREADS",
+        "MKL_NUM_THREADS",
+        "TORCHINDUCTOR_COMPILE_THREADS",
+        "TORCH_LOGS",
+        "PYTORCH_ALLOC_CONF",
+        "TRITON_CACHE_DIR",
+    )
+    resolved = resolve(*(f"{name}=1" for name in names))
+    assert dict(resolved.environment) == dict.fromkeys(names, "1")
 
 
 def test_a_flag_beats_the_environment_variable_of_the_same_name(resolve):
@@ -92,6 +96,8 @@ def test_draft_depths_by_batch_size_are_passed_on(resolve):
         ("VLLM_MAX_NUM_SEQ=8", r"VLLM_MAX_NUM_SEQ is neither.*did you mean VLLM_MAX_NUM_SEQS\?"),
         ("VLLM_MAX_NUM_SEQ=", r"VLLM_MAX_NUM_SEQ is neither.*did you mean VLLM_MAX_NUM_SEQS\?"),
         ("VLLM_NO_ENABLE_PREFIX_CACHING=1", r"did you mean VLLM_ENABLE_PREFIX_CACHING\?"),
+        ("OMP_NUM_THREAD=2", r"OMP_NUM_THREAD is neither a flag nor an environment variable"),
+        ("XTORCH_LOGS=1", r"XTORCH_LOGS is neither"),
         ("SOMETHING_ELSE=1", r"SOMETHING_ELSE is neither a flag nor an environment variable of vLLM"),
         ("VLLM_API_KEY=abc", r"VLLM_API_KEY is a secret; export it"),
         ("HF_TOKEN=abc", r"HF_TOKEN is a secret"),
