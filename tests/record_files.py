@@ -34,7 +34,7 @@ def write(
     folder: Path, fields: Mapping[str, Any] | Record, items: Iterable[Mapping[str, Any]] | None = None
 ) -> Path:
     """Write a record with these fields as JSON; returns its file."""
-    return store.write(folder, record_of(fields), items)
+    return store.write_record(folder, record_of(fields), items)
 
 
 def draft_items(*groups: Sequence[int]) -> list[dict[str, Any]]:

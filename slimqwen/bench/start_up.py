@@ -203,7 +203,7 @@ def write(
     progress("starts", len(kinds) * rounds, len(kinds) * rounds)
     ready = {kind: [start.ready_seconds for start in series] for kind, series in starts.items()}
     ratios = {
-        f"ready_cold_over_{kind}": Ratio.of_rounds(ready["cold"], ready[kind])
+        f"ready_cold_over_{kind}": intervals.ratio_of_rounds(ready["cold"], ready[kind], in_turns=True)
         for kind in ("warm", "baked")
         if kind in ready
     }
@@ -218,7 +218,7 @@ def write(
             ),
         }
     )
-    return store.write(variant.root / "results", record)
+    return store.write_record(variant.root / "results", record)
 
 
 def summary(starts: Starts) -> dict[str, tuple[float, float, float]]:

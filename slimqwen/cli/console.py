@@ -174,7 +174,7 @@ def show_record(path: Path, log: Path | None = None) -> Any:
     """
     from slimqwen.records import store
 
-    record = store.read(path)
+    record = store.read_record(path)
     for shown in record.tables(path):
         console.print(shown.as_rich())
     if record.provenance.host_was_busy:

@@ -45,7 +45,7 @@ def demo(
     result = _measure(root, rounds)
     step(2, "build the report")
     with progress_bar() as progress:
-        report = site.build(root, root / "report", progress)
+        report = site.build_page(root, root / "report", progress)
     console.print(
         f"[bold]{_VARIANT} beside its baseline {_BASELINE}; this run took {_duration(started)}[/bold]"
     )
@@ -210,7 +210,7 @@ def _fidelity(path: Path) -> tuple[list[str], "Verdict"]:
     from slimqwen.evals.fidelity import Fidelity
     from slimqwen.records import store
 
-    record = store.read(path, Fidelity)
+    record = store.read_record(path, Fidelity)
     kl = max(figures.kl_nats.value for figures in record.modes.values() if figures.kl_nats)
     limit = f"limit {record.limits.kl_nats:g}"
     return [f"  {'fidelity':<11} KL {kl:.5f} nats a token, {limit}: {record.verdict}"], record.verdict

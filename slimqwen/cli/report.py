@@ -70,7 +70,7 @@ def _build_page(root: Path, folder: Path) -> None:
     from slimqwen.report import site
 
     with progress_bar() as progress:
-        built = site.build(root, folder, progress)
+        built = site.build_page(root, folder, progress)
     for problem in built.problems[:_SHOWN_PROBLEMS]:
         errors.print(f"left out: {problem.location}: {problem.reason}", markup=False)
     if len(built.problems) > _SHOWN_PROBLEMS:
@@ -83,7 +83,7 @@ def _build_page(root: Path, folder: Path) -> None:
 def _check_records(root: Path) -> None:
     from slimqwen.report import checks
 
-    result = checks.check(root)
+    result = checks.check_records(root)
     if result.faults:
         shown = table(["file", "what is wrong", "what to do"], [])
         for fault in result.faults:
@@ -124,4 +124,4 @@ def _export_records(root: Path, uri: str) -> None:
 def _write_schemas() -> None:
     from slimqwen.records import schemas
 
-    say(f"written: {relative(schemas.write())}")
+    say(f"written: {relative(schemas.write_schemas())}")

@@ -48,7 +48,7 @@ def _newest_acceptance_length(variant: Variant) -> tuple[float | None, str]:
     depth = int((speculation or {}).get("num_speculative_tokens", 0))
     digest = checkpoint.digest(variant.weights) if variant.weights.is_dir() else None
     for path in store.records(variant.folder, Acceptance):
-        record = store.read(path, Acceptance)
+        record = store.read_record(path, Acceptance)
         if record.split or record.provenance.checkpoint_digest != digest:
             continue
         for row in record.depths:

@@ -194,7 +194,7 @@ def measure_acceptance(
                 seeds={"prompts": settings.seed},
             ),
         )
-        path = store.write(records_folder or variant.folder, record, items)
+        path = store.write_record(records_folder or variant.folder, record, items)
         journal.discard()
     return path
 
@@ -269,11 +269,11 @@ def graph_sizes_advice(record: Acceptance, variant: Variant) -> str | None:
 
 
 def _length(items: Sequence[Item]) -> Estimate:
-    return Estimate.from_estimate(intervals.mean(*drafting.acceptance_lengths(items)))
+    return intervals.mean(*drafting.acceptance_lengths(items))
 
 
 def _rate(items: Sequence[Item], position: int) -> Estimate:
     drafts = [item["drafts"] for item in items]
-    return Estimate.from_estimate(
-        intervals.mean([item["accepted_per_position"][position] / item["drafts"] for item in items], drafts)
+    return intervals.mean(
+        [item["accepted_per_position"][position] / item["drafts"] for item in items], drafts
     )

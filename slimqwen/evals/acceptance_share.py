@@ -10,6 +10,7 @@ from slimqwen.evals.drafting import Item, acceptance_lengths
 from slimqwen.records import store
 from slimqwen.records.pairing import NotComparableError, newest_pair, require_same
 from slimqwen.stats import intervals
+from slimqwen.stats.estimates import Ratio
 from slimqwen.stats.verdict import Verdict
 
 
@@ -29,7 +30,7 @@ class AcceptanceShare:
     depth: int
     first: float
     second: float
-    ratio: intervals.Ratio
+    ratio: Ratio
     groups: int
     least_share: float
     verdict: Verdict
@@ -73,7 +74,7 @@ def compare_acceptance(first: Path, second: Path) -> AcceptanceShare:
         NotComparableError: they are of different splits, or share too few groups of prompts at that depth.
         RecordError: a record or its items are damaged.
     """
-    baseline_record, record = (store.read(path, Acceptance) for path in (first, second))
+    baseline_record, record = (store.read_record(path, Acceptance) for path in (first, second))
     first_split, second_split = (
         {"split": comparison_key(each)["split"]} for each in (baseline_record, record)
     )

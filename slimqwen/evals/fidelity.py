@@ -193,7 +193,7 @@ def measure_fidelity(
             already_running=server.already_running,
         ),
     )
-    return store.write(records_folder or variant.folder, record, (each.as_item() for each in texts))
+    return store.write_record(records_folder or variant.folder, record, (each.as_item() for each in texts))
 
 
 def _has_same_model(variant: Variant, baseline: Variant) -> bool:

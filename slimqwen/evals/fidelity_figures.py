@@ -244,16 +244,14 @@ def _figures(texts_and_joined: Sequence[TextComparison]) -> Figures:
         if len(compared) < 2:
             return None
         means = [total / count for total, count in zip(sums, positions, strict=True)]
-        return Estimate.from_estimate(intervals.mean(means, positions))
+        return intervals.mean(means, positions)
 
     deltas = [each.head_deltas for each in compared if each.head_deltas]
     delta_mean = delta_p99 = None
     if len(deltas) >= 2:
         counts = [len(each) for each in deltas]
-        delta_mean = Estimate.from_estimate(
-            intervals.mean([sum(each) / len(each) for each in deltas], counts)
-        )
-        delta_p99 = Estimate.from_estimate(intervals.percentile_over_groups(deltas, 99))
+        delta_mean = intervals.mean([sum(each) / len(each) for each in deltas], counts)
+        delta_p99 = intervals.percentile_over_groups(deltas, 99)
     sizes = [each.bytes for each in texts]
     growth = intervals.paired_difference(
         [each.baseline_bits / each.bytes for each in texts],
@@ -271,7 +269,7 @@ def _figures(texts_and_joined: Sequence[TextComparison]) -> Figures:
         head_delta_mean=delta_mean,
         head_delta_p99=delta_p99,
         head_delta_max=max((delta for each in deltas for delta in each), default=None),
-        bits_per_byte=Estimate.from_estimate(growth),
+        bits_per_byte=Estimate(growth.value, growth.standard_error, growth.count),
         baseline_bits_per_byte=sum(each.baseline_bits for each in texts) / sum(sizes),
         joined_kl_nats=joined.kl_nats / joined.compared if joined and joined.compared else None,
         joined_tokens=joined.compared if joined else 0,

@@ -168,13 +168,13 @@ def write_gate_record(
         SlimqwenError: a record is damaged.
     """
     settings = GateSettings.load(settings_name, variant.root)
-    fidelity_record = store.read(evidence["fidelity"][0], Fidelity)
+    fidelity_record = store.read_record(evidence["fidelity"][0], Fidelity)
     findings = [
         *_fidelity_findings(fidelity_record),
         *_recipe_findings(variant),
         _acceptance_finding(*evidence["acceptance"]),
         *_quality_findings(*evidence["quality"]),
-        _engine_finding(store.read(evidence["engine"][0], EngineModes)),
+        _engine_finding(store.read_record(evidence["engine"][0], EngineModes)),
     ]
     verdicts = {
         check: overall([finding.verdict for finding in findings if finding.gate == check]) for check in CHECKS
@@ -192,7 +192,7 @@ def write_gate_record(
             ServerCommand.resolve(variant), command, started, datasets=[settings.file(variant.root)]
         ),
     )
-    return store.write(variant.folder, record, (finding.as_json() for finding in findings))
+    return store.write_record(variant.folder, record, (finding.as_json() for finding in findings))
 
 
 def gate_p_value(path: Path) -> float:
@@ -242,7 +242,7 @@ def find_reusable(
         fields: values that the record must have, by name.
     """
     for path in store.records(folder or variant.folder, kind):
-        record = store.read(path, kind)
+        record = store.read_record(path, kind)
         is_match = split_of(record) == split and all(
             getattr(record, name) == value for name, value in fields.items()
         )

@@ -64,7 +64,7 @@ def promote_variant(variant: Variant) -> Promotion:
     names = {
         name
         for name in claims.records
-        if store.read(variant.folder / name).provenance.checkpoint_digest == digest
+        if store.read_record(variant.folder / name).provenance.checkpoint_digest == digest
     }
     names |= {path.name for path in [gate, *_evidence(variant, record)] if path.parent == variant.folder}
     update = {"status": "promoted", "verdict": Verdict.PASS, "records": tuple(sorted(names))}
@@ -79,7 +79,7 @@ def _passing_gate(variant: Variant) -> tuple[Path, Gate]:
     command = f"`slimqwen gate --variant {variant.name}`"
     newest = ""
     for path in store.records(variant.folder, Gate):
-        record = store.read(path, Gate)
+        record = store.read_record(path, Gate)
         if record.split:
             continue  # a search or its proof measured only some of the items
         if changes := _changes(variant, record.provenance):
@@ -95,7 +95,9 @@ def _passing_gate(variant: Variant) -> tuple[Path, Gate]:
                 f"({checks}; {location}); fix the variant, and promote it after {command} passes"
             )
         for cited in _evidence(variant, record):
-            if not cited.is_file() or provenance.changed_data(store.read(cited).provenance, variant.root):
+            if not cited.is_file() or provenance.changed_data(
+                store.read_record(cited).provenance, variant.root
+            ):
                 raise EvalError(
                     f"{cited.parent.name}/{cited.name}, which {location} cites, is missing or its data files have "
                     f"changed; run {command} to measure again"

@@ -324,7 +324,9 @@ def write_quality_record(
         tasks={run.task.name: score_task(run) for run in runs},
         provenance=_joined_provenance([part.block for part in parts], variant.name),
     )
-    return store.write(folder or variant.folder, record, (vars(item) for run in runs for item in run.items))
+    return store.write_record(
+        folder or variant.folder, record, (vars(item) for run in runs for item in run.items)
+    )
 
 
 def _joined_provenance(blocks: Sequence[ServedProvenance], name: str) -> ServedProvenance:

@@ -11,6 +11,7 @@ from slimqwen.records.collection import StoredRecord
 from slimqwen.records.provenance import source_note
 from slimqwen.records.record import Table
 from slimqwen.stats import intervals, non_inferiority
+from slimqwen.stats.estimates import Difference
 
 VERDICT_NOTE = (
     "Verdict: pass if the interval (exact for right-or-wrong answers) rules out a loss beyond the non-inferiority "
@@ -37,7 +38,7 @@ class TaskComparison:
     higher_is_better: bool
     first: float
     second: float
-    difference: intervals.Difference
+    difference: Difference
     discordance: intervals.Discordance | None
     judgement: non_inferiority.Judgement
 
@@ -93,7 +94,7 @@ def current_records(folder: Path) -> list[StoredRecord[Quality]]:
         RecordError: one is damaged.
     """
     entries = [
-        StoredRecord(path, store.short_path(path), store.read(path, Quality))
+        StoredRecord(path, store.short_path(path), store.read_record(path, Quality))
         for path in store.records(folder, Quality)
     ]
     return of_newest_checkpoint([each for each in entries if each.record.split is None])
@@ -129,7 +130,7 @@ def compare_quality(first: Path, second: Path) -> list[TaskComparison]:
         NotComparableError: they were not made on the same items.
         RecordError: a record or its items are damaged.
     """
-    first_record, second_record = store.read(first, Quality), store.read(second, Quality)
+    first_record, second_record = store.read_record(first, Quality), store.read_record(second, Quality)
     cure = _command(second_record.variant, first_record)
     pairing.require_same(first, second, comparison_key(first_record), comparison_key(second_record), cure)
     first_items, second_items = _items_by_task(first), _items_by_task(second)
@@ -157,7 +158,7 @@ def _compare_items(
         estimate = intervals.mean(means_b - means_a, totals)
         # Verdict and table use the exact interval, so the bootstrap, a third of a second, is left out.
         interval = non_inferiority.paired_proportion_interval(discordance, estimate.count)
-        difference = intervals.Difference(estimate.value, estimate.standard_error, *interval, estimate.count)
+        difference = Difference(estimate.value, estimate.standard_error, *interval, estimate.count)
     else:
         difference = intervals.paired_difference(values_a, values_b, weights, clusters)
     margin, higher_is_better = score.non_inferiority_margin, score.higher_is_better
@@ -189,7 +190,7 @@ def comparison_table(first: Path, second: Path) -> Table:
         NotComparableError: they were not made on the same items.
         RecordError: a record or its items are damaged.
     """
-    first_record, second_record = store.read(first, Quality), store.read(second, Quality)
+    first_record, second_record = store.read_record(first, Quality), store.read_record(second, Quality)
     sizes = [record.provenance.checkpoint.size_bytes for record in (first_record, second_record)]
     notes = (
         f"Checkpoints on disk: {sizes[0] / 1e6:,.1f} MB and {sizes[1] / 1e6:,.1f} MB, {sizes[0] / sizes[1]:.2f}x.",

@@ -43,7 +43,7 @@ def read_gpu_models(root: Path) -> Mapping[str, GpuModel]:
     """The GPU models of a repository, by short name such as a10g; a SettingsError where the file cannot be used."""
     form = TypeAdapter(dict[str, GpuModel])
     missing = f"is missing; `git checkout {FILE}` restores it"
-    return settings.read(root / FILE, root, form.validate_python, missing=missing)
+    return settings.read_yaml(root / FILE, root, form.validate_python, missing=missing)
 
 
 def load_gpu_model(root: Path, name: str) -> GpuModel:

@@ -91,7 +91,7 @@ def write_plans(variant: Variant, plans: Sequence[Plan], *, command: Sequence[st
         plans=tuple(by_gpu[gpu] for gpu in sorted(by_gpu)),
         provenance=provenance.circumstances(variant.root, command, started),
     )
-    return store.write(variant.root / "results", record)
+    return store.write_record(variant.root / "results", record)
 
 
 def _decisive_facts(plan: Plan) -> tuple[object, ...]:
@@ -101,7 +101,7 @@ def _decisive_facts(plan: Plan) -> tuple[object, ...]:
 def list_recorded_plans(root: Path, variant: str) -> Sequence[Plan]:
     """The plans of a variant's newest record; none without a record."""
     for path in store.results(root, PlanRecord, variant):
-        return store.read(path, PlanRecord).plans
+        return store.read_record(path, PlanRecord).plans
     return ()
 
 

@@ -157,7 +157,7 @@ def read_known_trouble(root: Path) -> list[KnownTrouble]:
     """The known trouble of a repository; a SettingsError where the file cannot be used."""
     form = TypeAdapter(list[KnownTrouble])
     missing = f"is missing; `git checkout {FILE}` restores it"
-    return settings.read(root / FILE, root, form.validate_python, missing=missing)
+    return settings.read_yaml(root / FILE, root, form.validate_python, missing=missing)
 
 
 def match_trouble(plan: Plan, known: Sequence[KnownTrouble]) -> list[KnownTrouble]:

@@ -1,6 +1,6 @@
 """All records of a repository: the readable ones, and the unusable files with the reason.
 
-`store.read` raises on a bad record; a report over hundreds of records must not stop at the first damaged file.
+`store.read_record` raises on a bad record; a report over hundreds of records must not stop at the first damaged file.
 `report.checks` compares records with schemas, items and checkpoints.
 """
 

@@ -17,7 +17,15 @@ from slimqwen import checkpoint, redaction
 from slimqwen.checkpoint.files import bytes_on_disk, sha256
 from slimqwen.errors import SlimqwenError
 from slimqwen.host_load import HostLoad
-from slimqwen.records.record import CheckpointFiles, Git, Gpu, Hardware, Provenance, Record, ServedProvenance
+from slimqwen.records.record import (
+    Git,
+    Hardware,
+    InstalledGpu,
+    MeasuredCheckpoint,
+    Provenance,
+    Record,
+    ServedProvenance,
+)
 from slimqwen.records.split import split_of
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.gpu import all_gpus
@@ -140,9 +148,9 @@ def circumstances(root: Path, command: Sequence[str], started: str, **inputs: An
     return Provenance(**{**_circumstances(root, command, started), **inputs})
 
 
-def checkpoint_files(weights: Path, root: Path) -> CheckpointFiles:
+def checkpoint_files(weights: Path, root: Path) -> MeasuredCheckpoint:
     """The checkpoint in a folder, as provenance names it."""
-    return CheckpointFiles(
+    return MeasuredCheckpoint(
         path=portable(str(weights), root),
         digest=checkpoint.digest(weights),
         size_bytes=bytes_on_disk(weights),
@@ -341,7 +349,7 @@ def commit_name(git: Git) -> str:
     return f"{(git.commit or 'none')[:10]}{'+changes' if git.dirty else ''}"
 
 
-def _gpus() -> tuple[Gpu, ...]:
+def _gpus() -> tuple[InstalledGpu, ...]:
     """The GPUs that the driver's tool lists; those of torch where it is missing, or lists a whole GPU for a slice."""
     listing = _ask_driver("--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits")
     # A warning of the tool has fewer columns.
@@ -352,10 +360,12 @@ def _gpus() -> tuple[Gpu, ...]:
 
         seen = [torch.cuda.get_device_properties(gpu.index) for gpu in all_gpus()]
         driver = version[0] if version else rows[0][2]
-        return tuple(Gpu(name=one.name, memory_bytes=one.total_memory, driver=driver) for one in seen)
+        return tuple(
+            InstalledGpu(name=one.name, memory_bytes=one.total_memory, driver=driver) for one in seen
+        )
     return tuple(
         # A GPU without a memory of its own uses the machine's, and the tool says "[N/A]".
-        Gpu(
+        InstalledGpu(
             name=name,
             memory_bytes=int(mebibytes) * 2**20 if mebibytes.isdecimal() else total_memory(),
             driver=driver,

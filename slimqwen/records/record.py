@@ -1,15 +1,13 @@
 """The base of every record kind, and the field types that kinds share.
 
-docs/contributing.md says what a kind consists of: its class variable `kind`, a field for each figure, parts that are
-subclasses of `Block`, a function that hands the record to `store.write`, and the methods of `Record` whose defaults do
-not suffice. A field whose JSON name is a Python keyword:
+docs/contributing.md says what a kind consists of. A field whose JSON name is a Python keyword:
 `class_: str = Field(validation_alias="class", serialization_alias="class")`. Imports of torch, vLLM and transformers
-stand in functions. A changed field needs a new `version`, and kept records are rewritten once.
+stand in functions.
 """
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetJsonSchemaHandler, field_validator
 from pydantic.json_schema import JsonSchemaValue
@@ -19,10 +17,9 @@ from slimqwen.host_load import HostLoad
 from slimqwen.records.figures import Figure as Figure
 from slimqwen.records.figures import figures_of
 from slimqwen.records.table import Table as Table
+from slimqwen.stats.estimates import Estimate as Estimate
+from slimqwen.stats.estimates import Ratio as Ratio
 from slimqwen.stats.verdict import Verdict as Verdict
-
-if TYPE_CHECKING:
-    from slimqwen.stats import intervals
 
 Utc = Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}Z$")]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -47,72 +44,6 @@ class Block(BaseModel):
     def as_json(self) -> dict[str, Any]:
         """The fields as a file holds them; those that were never set are left out."""
         return self.model_dump(mode="json", by_alias=True, exclude_unset=True)
-
-
-class Estimate(Block):
-    """A mean over units of observation."""
-
-    value: float
-    standard_error: NonNegative
-    count: Positive
-
-    @classmethod
-    def from_estimate(cls, estimate: "intervals.Estimate | intervals.Difference") -> Self:
-        """The same estimate as a part of a record."""
-        return cls(value=estimate.value, standard_error=estimate.standard_error, count=estimate.count)
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """Its 95 % interval under the normal approximation."""
-        from slimqwen.stats.intervals import Z
-
-        return self.value - Z * self.standard_error, self.value + Z * self.standard_error
-
-    def p_value(self, limit: float) -> float:
-        """One-sided p-value of the hypothesis that it lies at a limit or above."""
-        from slimqwen.stats import intervals
-
-        return intervals.p_value(self.value, self.standard_error, self.count, limit, higher_is_better=False)
-
-    def __format__(self, spec: str) -> str:
-        return f"{self.value:{spec}} ± {self.standard_error:{spec}}"
-
-
-class Ratio(Block):
-    """A ratio of two figures with its 95 % interval."""
-
-    value: NonNegative
-    low: NonNegative
-    high: NonNegative
-
-    @classmethod
-    def from_ratio(cls, ratio: "intervals.Ratio") -> Self:
-        """The same ratio as a part of a record."""
-        return cls(value=ratio.value, low=ratio.low, high=ratio.high)
-
-    @classmethod
-    def of_rounds(cls, numerator: Sequence[float], denominator: Sequence[float]) -> Self:
-        """The ratio of figures of two sides, one per round, measured in turns (`intervals.ratio_of_rounds`).
-
-        Raises:
-            TooFewItemsError: fewer than two rounds.
-        """
-        from slimqwen.stats import intervals
-
-        return cls.from_ratio(intervals.ratio_of_rounds(numerator, denominator, in_turns=True))
-
-    def __format__(self, spec: str) -> str:
-        return f"{self.value:{spec}} [{self.low:{spec}}, {self.high:{spec}}]"
-
-
-class Difference(Block):
-    """Second minus first on the same units, with its 95 % interval."""
-
-    value: float
-    standard_error: NonNegative
-    low: float
-    high: float
-    count: Positive
 
 
 class Finding(Block):
@@ -149,8 +80,8 @@ class Git(Block):
     dirty: bool | None = Field(description="Anything but records and Markdown differed from the commit.")
 
 
-class Gpu(Block):
-    """One GPU."""
+class InstalledGpu(Block):
+    """A GPU of the machine that measured."""
 
     name: str
     memory_bytes: Count
@@ -164,31 +95,15 @@ class Hardware(Block):
     cpu_flags: tuple[str, ...] = Field(description="Only those that choose vLLM's kernels.")
     cpu_count: Positive = Field(description="Logical CPUs that the process may use.")
     memory_bytes: Count = Field(description="Of the machine, or the limit of the process's container.")
-    gpus: tuple[Gpu, ...]
+    gpus: tuple[InstalledGpu, ...]
 
 
-class Checkpoint(Block):
-    """The checkpoint that was measured, as far as the record says."""
+class MeasuredCheckpoint(Block):
+    """The checkpoint that was measured."""
 
-    path: RelativePath | None = Field(
-        default=None, description="From the root of the repository; null in old records."
-    )
+    path: RelativePath = Field(description="From the root of the repository.")
     digest: Annotated[str, Field(min_length=16)]
-    size_bytes: Count | None = Field(default=None, description="null in old records.")
-
-
-class CheckpointFiles(Checkpoint):
-    """The checkpoint that a server was given."""
-
-    path: RelativePath
     size_bytes: Count
-
-
-class ScoredText(Block):
-    """A text that was scored."""
-
-    file: RelativePath
-    sha256: Sha256
 
 
 class Provenance(Block):
@@ -213,7 +128,9 @@ class Provenance(Block):
     environment: dict[str, str] = Field(
         default={}, description="Variables that the server was given, secrets redacted."
     )
-    checkpoint: Checkpoint | None = Field(default=None, description="null where no checkpoint was measured.")
+    checkpoint: MeasuredCheckpoint | None = Field(
+        default=None, description="null where no checkpoint was measured."
+    )
     datasets: dict[RelativePath, Sha256] = Field(
         default={}, description="SHA-256 of every file that items came from."
     )
@@ -221,14 +138,7 @@ class Provenance(Block):
     server: Literal["started", "found"] | None = Field(
         default=None, description="started by this command, for it alone; or found running. null: no server."
     )
-    corpus: dict[str, Any] | None = Field(
-        default=None, description="The text that tokens were ranked by, with digests."
-    )
-    text: ScoredText | None = None
     devices: Sha256 | None = Field(default=None, description="Digest of eval/devices.yaml.")
-    load_average: tuple[float, ...] | None = Field(
-        default=None, description="Of the machine at the end, over 1, 5 and 15 minutes."
-    )
     host_load: HostLoad | None = Field(
         default=None,
         description="Load of the host while it was timed; null in old records and where nothing was.",
@@ -250,7 +160,7 @@ class ServedProvenance(Provenance):
 
     flags: dict[str, Any] = Field(description="Resolved vLLM flags.")
     environment: dict[str, str] = Field(description="Variables that the server was given, secrets redacted.")
-    checkpoint: CheckpointFiles
+    checkpoint: MeasuredCheckpoint
     datasets: dict[RelativePath, Sha256] = Field(description="SHA-256 of every file that items came from.")
     seeds: dict[str, int]
     server: Literal["started", "found"] = Field(
@@ -339,7 +249,9 @@ class Record(VersionedFile):
     leaderboard_columns: ClassVar[Mapping[str, str]] = {}
 
     variant: VariantName
-    items: Items | None = Field(default=None, description="Filled in by `store.write`; absent in results/.")
+    items: Items | None = Field(
+        default=None, description="Filled in by `store.write_record`; absent in results/."
+    )
     provenance: Provenance
 
     def figures(self) -> Mapping[str, Figure]:

@@ -40,7 +40,7 @@ def text() -> str:
     return _compact(generate(), 0, 0) + "\n"
 
 
-def write(file: Path = FILE) -> Path:
+def write_schemas(file: Path = FILE) -> Path:
     """Write the schemas of this checkout's models to a file, and return it."""
     file.write_text(text(), encoding="utf-8")
     return file

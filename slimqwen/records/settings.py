@@ -47,7 +47,7 @@ class Settings(BaseModel):
         """
         file = root / "eval" / cls.folder / f"{name}.yaml"
         known = ", ".join(sorted(path.stem for path in file.parent.glob("*.yaml"))) or "none"
-        return read(
+        return read_yaml(
             file,
             root,
             lambda content: cls._from_content(content, name),
@@ -67,7 +67,7 @@ class Settings(BaseModel):
         return root / "eval" / self.folder / f"{self.name}.yaml"
 
 
-def read(file: Path, root: Path, build: Callable[[Any], Content], *, missing: str) -> Content:
+def read_yaml(file: Path, root: Path, build: Callable[[Any], Content], *, missing: str) -> Content:
     """Read a YAML file.
 
     Args:

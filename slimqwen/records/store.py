@@ -40,10 +40,10 @@ class MissingRecordError(SlimqwenError):
 
 
 @overload
-def read(path: Path) -> Record: ...
+def read_record(path: Path) -> Record: ...
 @overload
-def read(path: Path, kind: type[AnyRecord]) -> AnyRecord: ...
-def read(path: Path, kind: type[Record] = Record) -> Record:
+def read_record(path: Path, kind: type[AnyRecord]) -> AnyRecord: ...
+def read_record(path: Path, kind: type[Record] = Record) -> Record:
     """Read and check one record, in the present version of its schema.
 
     Args:
@@ -78,7 +78,7 @@ def read_items(path: Path) -> list[dict[str, Any]]:
     Raises:
         RecordError: the record or its items are damaged or missing.
     """
-    items = read(path).items
+    items = read_record(path).items
     if items is None:
         raise RecordError(f"{short_path(path)}: a record without items")
     items_path = path.with_name(items.file)
@@ -153,7 +153,7 @@ def validate(fields: Mapping[str, Any], location: str) -> Record | Measurements:
     return record
 
 
-def write(folder: Path, record: Record, items: Iterable[Mapping[str, Any]] | None = None) -> Path:
+def write_record(folder: Path, record: Record, items: Iterable[Mapping[str, Any]] | None = None) -> Path:
     """Add a record to a folder; the record's file appears last.
 
     Args:
@@ -233,7 +233,7 @@ def comparable(
 ) -> Iterator[tuple[Path, AnyRecord]]:
     """The records that meet a condition, with their files; those of a busy host or of a split do not count."""
     for path in paths:
-        record = read(path, kind)
+        record = read_record(path, kind)
         if not record.provenance.host_was_busy and split_of(record) is None and condition(record):
             yield path, record
 

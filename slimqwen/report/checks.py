@@ -31,7 +31,7 @@ _MAIN_BRANCHES = ("origin/main", "origin/master")
 
 @dataclass(frozen=True)
 class CheckResult:
-    """Result of `check`.
+    """Result of `check_records`.
 
     Attributes:
         records: number of readable records.
@@ -43,7 +43,7 @@ class CheckResult:
     notes: tuple[str, ...]
 
 
-def check(root: Path, base: str | None = None) -> CheckResult:
+def check_records(root: Path, base: str | None = None) -> CheckResult:
     """Check all records of a repository and the tables made from them.
 
     Args:

@@ -116,4 +116,4 @@ def _newest(root: Path, name: str, variant: str) -> list[Table]:
         path = store.latest(root / "experiments" / variant, model)
     else:
         path = store.latest_result(root, model, variant)
-    return store.read(path).tables(path)
+    return store.read_record(path).tables(path)

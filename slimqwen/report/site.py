@@ -36,7 +36,7 @@ class Site:
     problems: tuple[Problem, ...]
 
 
-def build(root: Path, destination: Path, progress: Progress = silent) -> Site:
+def build_page(root: Path, destination: Path, progress: Progress = silent) -> Site:
     """Write index.html into a folder, replacing an older one by a rename.
 
     Args:

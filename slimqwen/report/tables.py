@@ -50,7 +50,7 @@ def results_table(path: Path) -> Table:
     Raises:
         RecordError: the record cannot be read.
     """
-    return store.read(path).tables(path)[0]
+    return store.read_record(path).tables(path)[0]
 
 
 def results_tables(folder: Path) -> list[Table]:
@@ -112,7 +112,7 @@ def summary_table(root: Path, baseline: str, name: str, folder: str = "experimen
     """
     folders = (root / folder / baseline, root / folder / name)
     paths = quality_comparison.pair_quality_records(*folders)
-    records = [store.read(path, Quality) for path in paths]
+    records = [store.read_record(path, Quality) for path in paths]
     first, second = (record.provenance.checkpoint.size_bytes / 1e6 for record in records)
     digests = [record.provenance.checkpoint.digest for record in records]
     sources: Sources = []
@@ -154,7 +154,7 @@ def _newest_by_workload(folder: Path) -> list[Path]:
     """The newest latency record of each workload, the prompt classes first."""
     newest: dict[str, Path] = {}
     for path in store.records(folder, Latency):
-        newest.setdefault(store.read(path, Latency).workload, path)
+        newest.setdefault(store.read_record(path, Latency).workload, path)
     return [newest[name] for name in sorted(newest, key=lambda name: (name != "classes", name))]
 
 
@@ -173,7 +173,7 @@ def _latest_latency(folder: Path) -> str:
     newest = _newest_by_workload(folder)
     if not newest:
         return "-"
-    record = store.read(newest[0], Latency)
+    record = store.read_record(newest[0], Latency)
     medians = ", ".join(f"{name} {figures.e2el_ms.median:,.0f}" for name, figures in record.classes.items())
     return f"{medians} ({provenance.hardware_name(record.provenance.hardware)})"
 
@@ -186,7 +186,7 @@ def _speed_rows(
         paths = speedups.latency_pair(*folders, "classes")
     except (store.MissingRecordError, pairing.NotComparableError):
         return
-    records = [store.read(path, Latency) for path in paths]
+    records = [store.read_record(path, Latency) for path in paths]
     if [record.provenance.checkpoint_digest for record in records] != digests:
         return
     sources += zip(records, paths, strict=True)
@@ -208,7 +208,7 @@ def _acceptance_rows(
     except (store.MissingRecordError, pairing.NotComparableError):
         return
     share = acceptance_share.compare_acceptance(*paths)
-    records = [store.read(path, Acceptance) for path in paths]
+    records = [store.read_record(path, Acceptance) for path in paths]
     sources += zip(records, paths, strict=True)
     yield (
         f"acceptance length, K={share.depth}",
@@ -230,7 +230,7 @@ def _start_up_rows(root: Path, name: str, digest: str, sources: Sources) -> Iter
         path = store.latest_result(root, StartUp, name, fits)
     except store.MissingRecordError:
         return
-    record = store.read(path, StartUp)
+    record = store.read_record(path, StartUp)
     sources.append((record, path))
     cold, baked = record.starts["cold"], record.starts["baked"]
     ratio = record.ready_cold_over_baked

@@ -157,7 +157,7 @@ def write_roofline(
             for context_len in lengths
         },
     )
-    return store.write(variant.root / "results", record)
+    return store.write_record(variant.root / "results", record)
 
 
 def bound_rate_by_depth(

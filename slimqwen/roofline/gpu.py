@@ -59,7 +59,7 @@ class GpuSheet(Block):
 
 def read_gpus(root: Path) -> dict[str, GpuSheet]:
     """All GPUs of eval/devices.yaml by name; a SettingsError where the file is missing or breaks the schema."""
-    return settings.read(
+    return settings.read_yaml(
         root / FILE,
         root,
         lambda content: {str(name): GpuSheet(name=str(name), **fields) for name, fields in content.items()},

@@ -93,10 +93,12 @@ def search(
     limit = settings.finalists if finalists is None else finalists
     within_budget = [trial for trial in record.faster if ladder.budget.is_met_by(trial)]
     if not limit or not within_budget:
-        return store.write(root / "results", record)
+        return store.write_record(root / "results", record)
     names = {_finalist(trial, ladder): trial.name for trial in within_budget[:limit]}
     proof = prove(list(names), executor, root, command=command)
-    return store.write(root / "results", record.model_copy(update={"proof": proof, "proof_names": names}))
+    return store.write_record(
+        root / "results", record.model_copy(update={"proof": proof, "proof_names": names})
+    )
 
 
 def _finalist(trial: SearchTrial, ladder: Ladder) -> str:

@@ -84,7 +84,7 @@ def prove(names: Sequence[str], executor: Executor, root: Path, *, command: Sequ
     records = {name: each.records[-1] for name, each in results.items() if not each.failure}
     p_values = [gate.gate_p_value(records[name]) if name in records else 1.0 for name in names]
     adjusted = multiplicity.holm(p_values)
-    shares = [split_of(store.read(path)) for path in records.values()]
+    shares = [split_of(store.read_record(path)) for path in records.values()]
     return Proof(
         alpha=ALPHA,
         proof_share=shares[0].proof_share if shares and shares[0] else None,
@@ -101,7 +101,7 @@ def _finalist(result: SweepResult, p_value: float, adjusted: float) -> Finalist:
     if result.failure:
         return Finalist(**common, verdict=Verdict.FAIL, reason=result.failure, findings=(), record=None)
     path = result.records[-1]
-    gate_verdict = store.read(path, Gate).verdict
+    gate_verdict = store.read_record(path, Gate).verdict
     findings = tuple(map(Finding.model_validate, store.read_items(path)))
     reasons = [
         f"{each.gate}: {each.figure} {each.verdict}" for each in findings if each.verdict != Verdict.PASS

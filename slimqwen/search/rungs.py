@@ -64,9 +64,7 @@ class Budget:
     def acceptance_share(self, base: Sequence[Item], own: Sequence[Item]) -> Ratio:
         """Acceptance length of a candidate / the base's, at the gate's depth, from the items of their records."""
         depth, least = self.acceptance.gate_depth, self.acceptance.least_share
-        return Ratio.from_ratio(
-            acceptance_share.compare_drafts(base, own, depth=depth, least_share=least).ratio
-        )
+        return acceptance_share.compare_drafts(base, own, depth=depth, least_share=least).ratio
 
 
 @dataclass(frozen=True)

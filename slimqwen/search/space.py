@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt
 
 from slimqwen import checkpoint
 from slimqwen.models.shape import Shape
-from slimqwen.records.settings import Settings, read
+from slimqwen.records.settings import Settings, read_yaml
 from slimqwen.roofline.gpu import GpuSheet
 from slimqwen.search import SearchError
 from slimqwen.variant import Variant
@@ -91,7 +91,7 @@ class SearchSettings(Settings):
             SettingsError: the file is missing, or a field is missing or wrong.
         """
         path = path.absolute()
-        settings = read(
+        settings = read_yaml(
             path,
             path.parent,
             lambda content: cls.model_validate({**content, "name": path.stem}),

@@ -14,10 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy import stats
 
 from slimqwen.errors import SlimqwenError
-
-CONFIDENCE_LEVEL = 0.95
-Z = float(stats.norm.ppf((1 + CONFIDENCE_LEVEL) / 2))
-"""Standard errors from a mean to the end of its interval, under the normal approximation."""
+from slimqwen.stats.estimates import CONFIDENCE_LEVEL, Difference, Estimate, Ratio
 
 BOOTSTRAP_SEED = 20260101
 BOOTSTRAP_RESAMPLES = 9_999
@@ -31,41 +28,12 @@ class TooFewItemsError(SlimqwenError):
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """A mean over `count` items or clusters, and its standard error, in the unit of the items."""
-
-    value: float
-    standard_error: float
-    count: int
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Second minus first on the same `count` items or clusters: mean, standard error and 95 % interval."""
-
-    value: float
-    standard_error: float
-    low: float
-    high: float
-    count: int
-
-
-@dataclass(frozen=True)
 class Discordance:
     """Numbers of items that only the first or only the second got right, with McNemar's exact two-sided p."""
 
     only_first: int
     only_second: int
     p_value: float
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """A ratio and its 95 % interval."""
-
-    value: float
-    low: float
-    high: float
 
 
 def by_cluster(

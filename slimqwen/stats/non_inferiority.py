@@ -8,14 +8,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy import optimize, stats
 
-from slimqwen.stats.intervals import (
-    CONFIDENCE_LEVEL,
-    Difference,
-    Discordance,
-    Estimate,
-    Floats,
-    student_half_width,
-)
+from slimqwen.stats.estimates import CONFIDENCE_LEVEL, Difference, Estimate
+from slimqwen.stats.intervals import Discordance, Floats, student_half_width
 from slimqwen.stats.verdict import Verdict
 
 ALPHA = (1 - CONFIDENCE_LEVEL) / 2

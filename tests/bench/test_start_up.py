@@ -73,7 +73,9 @@ def test_a_log_that_does_not_state_the_phases_of_the_start_is_an_error(log, read
 @pytest.fixture
 def measure(monkeypatch, tmp_path):
     """Write the record of starts that take `SECONDS` and one more each time; returns it with the kinds in order."""
-    committed = store.read(store.latest_result(variant.repository_root(), StartUp, "tiny-best"), StartUp)
+    committed = store.read_record(
+        store.latest_result(variant.repository_root(), StartUp, "tiny-best"), StartUp
+    )
 
     def run(rounds, *, compiles=True, baked=True, loads=lambda kind: kind in ("warm", "baked")):
         made, roots = [], []
@@ -114,7 +116,7 @@ def measure(monkeypatch, tmp_path):
 def test_starts_take_turns_and_the_warm_ones_follow_the_cold_ones(measure):
     path, made = measure(3)
     assert made == ["cold", "warm", "baked", "baked", "cold", "warm", "cold", "warm", "baked"]
-    record = store.read(path, StartUp)
+    record = store.read_record(path, StartUp)
     ready = {kind: [start.ready_seconds for start in starts] for kind, starts in record.starts.items()}
     assert ready["cold"] == [91, 95, 97]
     for kind in ("warm", "baked"):
@@ -129,7 +131,7 @@ def test_starts_take_turns_and_the_warm_ones_follow_the_cold_ones(measure):
 def test_a_variant_has_the_kinds_of_start_that_its_cache_allows(measure, facts, kinds):
     path, made = measure(2, **facts)
     assert made == kinds * 2
-    assert list(store.read(path, StartUp).starts) == kinds
+    assert list(store.read_record(path, StartUp).starts) == kinds
 
 
 @pytest.mark.parametrize(
@@ -148,7 +150,7 @@ def test_one_start_of_a_kind_is_refused_before_anything_starts(measure):
 
 def test_a_record_has_a_table(measure, tmp_path):
     path, _ = measure(5)
-    record = store.read(path, StartUp)
+    record = store.read_record(path, StartUp)
     (table,) = record.tables(path)
     assert table.columns == ("phase", "meaning", "cold, s", "warm, s", "baked, s")
     assert [row[0] for row in table.rows][-2:] == ["ready", "total"]

@@ -23,7 +23,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     lines: list[str] = []
     monkeypatch.setattr(demo, "say", lines.append)
     monkeypatch.setattr(files, "bytes_on_disk", lambda _: 8_000_000)
-    monkeypatch.setattr(site, "build", lambda *_: SimpleNamespace(index=Path("index.html")))
+    monkeypatch.setattr(site, "build_page", lambda *_: SimpleNamespace(index=Path("index.html")))
     return lines
 
 

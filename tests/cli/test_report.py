@@ -17,7 +17,7 @@ from slimqwen.report import checks, site
 def repository(tmp_path, monkeypatch):
     """A repository whose README says that nothing is measured, and whose list of commands is old."""
     monkeypatch.setattr(variant, "repository_root", lambda: tmp_path)
-    monkeypatch.setattr(site, "build", lambda *_: pytest.fail("the page was built"))
+    monkeypatch.setattr(site, "build_page", lambda *_: pytest.fail("the page was built"))
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "commands.md").write_text("old")
     (tmp_path / "README.md").write_text("<!-- table:variants -->\n<!-- end -->\n")
@@ -43,7 +43,7 @@ def test_tables_and_the_list_of_commands_are_rewritten_once(repository):
     [((), 0, "3 records, no fault"), ((Problem("README.md", "is old; renew it"),), 1, "3 records, 1 faults")],
 )
 def test_the_exit_code_of_a_check_says_whether_there_is_a_fault(repository, monkeypatch, faults, code, end):
-    monkeypatch.setattr(checks, "check", lambda root: checks.CheckResult(3, faults, ("A note.",)))
+    monkeypatch.setattr(checks, "check_records", lambda root: checks.CheckResult(3, faults, ("A note.",)))
     ended, said = run("--check")
     assert ended == code
     assert said.splitlines()[-2:] == ["A note.", end]
@@ -53,8 +53,8 @@ def test_the_exit_code_of_a_check_says_whether_there_is_a_fault(repository, monk
 
 
 def test_options_together_do_all_that_they_say(repository, monkeypatch):
-    monkeypatch.setattr(schemas, "write", lambda: repository / "schemas.json")
-    monkeypatch.setattr(checks, "check", lambda root: checks.CheckResult(0, (), ()))
+    monkeypatch.setattr(schemas, "write_schemas", lambda: repository / "schemas.json")
+    monkeypatch.setattr(checks, "check_records", lambda root: checks.CheckResult(0, (), ()))
     code, said = run("--check", "--schemas", "--tables")
     assert code == 0
     assert [line.partition(":")[0] for line in said.splitlines()] == [

@@ -85,7 +85,7 @@ def test_deeper_drafts_are_accepted_for_longer_and_the_choice_says_what_it_is_by
         speed_bound=bound_rate_by_depth,
         progress=lambda activity, done, total: progress.append((done, total)),
     )
-    record = store.read(path, Acceptance)
+    record = store.read_record(path, Acceptance)
     none, shallow, deep = record.depths
     assert (none.length, none.settings) == (None, ())
     for row in (shallow, deep):
@@ -136,7 +136,7 @@ def test_depths_of_an_interrupted_run_are_not_counted_again(
     assert not list(one.folder.glob("acceptance_*"))
     path = acceptance.measure_acceptance(one, "small", [1, 2, 3], command=["x"])
     assert asked == [1, 2, 3, 3]
-    assert [row.depth for row in store.read(path).depths] == [1, 2, 3]
+    assert [row.depth for row in store.read_record(path).depths] == [1, 2, 3]
     monkeypatch.setattr(store, "_stamp", lambda: "2026-01-01T000000Z")
     acceptance.measure_acceptance(one, "small", [1], command=["x"])
     assert asked == [1, 2, 3, 3, 1]

@@ -45,7 +45,7 @@ def one(tmp_path: Path, add_variant: Callable[..., Path]) -> Variant:
 
 def test_four_checks_make_one_verdict_and_one_page(one: Variant, checks: Checks) -> None:
     path = gate.measure_gate(one, "tinyworld", command=["x"])
-    record = store.read(path, Gate)
+    record = store.read_record(path, Gate)
     assert record.verdict == "pass"
     assert record.verdicts == dict.fromkeys(("fidelity", "acceptance", "quality", "engine"), "pass")
     assert checks.asked == [
@@ -95,7 +95,9 @@ def test_damage_that_every_measurement_misses_fails_the_gate_where_no_stage_may_
         config = json.loads((weights / "config.json").read_text())
         config["rope_parameters"][plant] *= 1.5
         (weights / "config.json").write_text(json.dumps(config))
-    record = store.read(gate.measure_gate(variant.load("small", one.root), "tinyworld", command=["x"]), Gate)
+    record = store.read_record(
+        gate.measure_gate(variant.load("small", one.root), "tinyworld", command=["x"]), Gate
+    )
     assert record.verdict == ("fail" if plant else "pass")
     assert record.verdicts["fidelity"] == record.verdict
 
@@ -105,7 +107,7 @@ def test_unsafe_modes_that_are_not_served_do_not_count_against_the_limit(
 ) -> None:
     checks.unsafe_elsewhere = 3
     path = gate.measure_gate(one, "tinyworld", command=["x"])
-    page = store.read(path, Gate).tables(path)[0]
+    page = store.read_record(path, Gate).tables(path)[0]
     assert page.rows[-1] == ("engine", "unsafe engine modes, of 1 served", "0", "-", "0", "pass")
 
 
@@ -125,7 +127,7 @@ def test_one_check_decides(
     one: Variant, checks: Checks, damage: dict[str, Any], check: str, verdict: str
 ) -> None:
     vars(checks).update(damage)
-    record = store.read(gate.measure_gate(one, "tinyworld", command=["x"]), Gate)
+    record = store.read_record(gate.measure_gate(one, "tinyworld", command=["x"]), Gate)
     assert record.verdict == verdict
     assert {name: each for name, each in record.verdicts.items() if each != "pass"} == {check: verdict}
 
@@ -143,10 +145,10 @@ def test_the_p_value_of_a_gate_is_that_of_its_weakest_figure(one: Variant, check
 
 def test_where_a_sample_cannot_tell_the_gate_goes_on_with_all_items(one: Variant, checks: Checks) -> None:
     checks.right = 192
-    record = store.read(gate.measure_gate(one, "tinyworld", command=["x"]), Gate)
+    record = store.read_record(gate.measure_gate(one, "tinyworld", command=["x"]), Gate)
     assert [name for check, name in checks.asked if check == "quality"] == ["tiny", "small", "tiny", "small"]
     scores = [path for path in record.evidence(one.root / "experiments") if path.name.startswith("quality_")]
-    assert [store.read(path, quality.Quality).limit for path in scores] == [None, None]
+    assert [store.read_record(path, quality.Quality).limit for path in scores] == [None, None]
     checks.asked.clear()
     gate.measure_gate(one, "tinyworld", command=["x"])
     assert checks.asked == []
@@ -184,7 +186,7 @@ def test_a_sample_by_other_assumptions_is_taken_anew(
 
     def stricter(name: str, root: Path) -> Suite:
         suite = load(name, root)
-        (task,) = store.read(store.latest(one.folder, quality.Quality), quality.Quality).tasks
+        (task,) = store.read_record(store.latest(one.folder, quality.Quality), quality.Quality).tasks
         renamed = suite.tasks[0].model_copy(update={"name": task, "assumed_discordance": 0.05})
         return suite.model_copy(update={"tasks": [renamed]})
 
@@ -196,7 +198,7 @@ def test_a_sample_by_other_assumptions_is_taken_anew(
 def test_all_items_speak_before_a_sample_where_both_have_them(one: Variant, checks: Checks) -> None:
     suite = Suite.load("tinyworld", one.root)
     whole = [checks.quality(side, suite, limit=None) for side in (variant.load("tiny", one.root), one)]
-    record = store.read(gate.measure_gate(one, "tinyworld", command=["x"]))
+    record = store.read_record(gate.measure_gate(one, "tinyworld", command=["x"]))
     assert {f"{path.parent.name}/{path.name}" for path in whole} <= set(record.records)
     assert [asked for asked in checks.asked if asked[0] == "quality"] == [
         ("quality", "tiny"),

@@ -145,7 +145,7 @@ def test_a_card_is_no_part_of_the_checkpoint(one, tmp_path):
     assert card.is_file()
     assert (checkpoint.digest(one.weights), bytes_on_disk(one.weights)) == before
     assert checkpoint.verify(one.weights, "cure").stage == "calibrate"
-    assert provenance.still_holds(store.read(gate).provenance, ServerCommand.resolve(one))
+    assert provenance.still_holds(store.read_record(gate).provenance, ServerCommand.resolve(one))
     further = tmp_path / "further"
     further.mkdir()
     carry_all(one.weights, further)

@@ -216,7 +216,7 @@ def test_a_measured_variant_has_a_valid_record_with_every_item(
     messages = []
     server = stand_in()
     path = measure(add_served("tiny", server), progress=lambda *step: messages.append(step))
-    record = store.read(path)
+    record = store.read_record(path)
     assert [row.item_count for row in record.tasks.values()] == [4, 4, 4]
     assert record.tasks["small_facts"].value == 1
     assert record.limit == 4
@@ -285,14 +285,14 @@ def test_a_run_whose_server_died_leaves_no_record_and_goes_on_where_it_broke_off
     (unfinished,) = (one.variant.root / ".cache" / "quality").iterdir()
 
     second = stand_in()
-    resumed = store.read(path := measure(at(one, second)))
+    resumed = store.read_record(path := measure(at(one, second)))
     answered = [asked(request) for request in first.requests[:lives_for]]
     assert not [request for request in second.requests if asked(request) in answered]
     assert not unfinished.exists()
 
     third = stand_in()
     undisturbed_path = measure(at(one, third), records_folder=one.variant.root / "undisturbed")
-    undisturbed = store.read(undisturbed_path)
+    undisturbed = store.read_record(undisturbed_path)
     assert len(third.requests) == lives_for + len(second.requests)
     assert resumed.tasks == undisturbed.tasks
     assert store.read_items(path) == store.read_items(undisturbed_path)
@@ -326,7 +326,7 @@ def test_the_deciding_sample_is_what_the_suite_assumes_or_all(measure, small_sui
         prose,
     )
     suite = small_suite.model_copy(update={"tasks": tasks})
-    record = store.read(measure(add_served("tiny", stand_in()), AUTO, suite))
+    record = store.read_record(measure(add_served("tiny", stand_in()), AUTO, suite))
     rows = record.tasks
     assert record.limit == "auto"
     few = tasks[0].items_to_decide

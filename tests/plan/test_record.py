@@ -31,17 +31,19 @@ def write(root, *made):
     path = plans.write_plans(subject, made, command=["x"], started="2026-01-01T00:00:00Z")
     # A second record within the second would have its name.
     earlier = path.with_name("plan_v_2025-01-01T00-00-00Z.json".replace("00-00-00Z", "000000Z"))
-    record = store.read(path, PlanRecord)
+    record = store.read_record(path, PlanRecord)
     changed = record.provenance.model_copy(update={"ended": "2025-01-01T00:00:00Z"})
     path.unlink()
     earlier.unlink(missing_ok=True)
-    return store.write(root / "results", record.model_copy(update={"provenance": changed}))
+    return store.write_record(root / "results", record.model_copy(update={"provenance": changed}))
 
 
 def test_the_newest_record_has_the_newest_plan_of_each_gpu(root):
     write(root, plan(drafts=2), plan(gpu="h100", drafts=2))
     path = write(root, plan(drafts=3))
-    found = {each.gpu: each.engine.num_speculative_tokens for each in store.read(path, PlanRecord).plans}
+    found = {
+        each.gpu: each.engine.num_speculative_tokens for each in store.read_record(path, PlanRecord).plans
+    }
     assert found == {"a10g": 3, "h100": 2}
     assert plans.find_gpu_plan(root, "v", "a10g").engine.num_speculative_tokens == 3
     assert plans.find_gpu_plan(root, "v", "l4") is None

@@ -33,7 +33,7 @@ def repository(tmp_path, add_variant, quality, latency, monkeypatch):
     write(tmp_path / "experiments" / "b", quality | {"variant": "b"}, ITEMS)
     started = example("start_up")
     changed = record_of(started, variant="a")
-    assert store.write(tmp_path / "results", changed) == tmp_path / STARTS
+    assert store.write_record(tmp_path / "results", changed) == tmp_path / STARTS
     return tmp_path
 
 
@@ -64,7 +64,7 @@ def test_all_records_are_found_newest_first_by_variant_and_kind(repository):
     assert len(result.select(KINDS["quality"])) == 3
     assert list(result.measurements) == ["a", "b"]
     assert result.measurements["a"].hypothesis == "what a shows"
-    assert result.select(KINDS["quality"], "b")[0].record == store.read(
+    assert result.select(KINDS["quality"], "b")[0].record == store.read_record(
         result.select(KINDS["quality"], "b")[0].path
     )
 

@@ -95,7 +95,7 @@ def against(keep, tmp_path):
         found = collection.collect(tmp_path)
         claims = {"second": SimpleNamespace(baseline=baseline)} if baseline else {}
         records = collection.Collection(tmp_path, found.records, claims, ())
-        return pairing.against_baseline(store.read(path, Latency), path, records, compare)
+        return pairing.against_baseline(store.read_record(path, Latency), path, records, compare)
 
     return find
 
@@ -131,7 +131,7 @@ def test_without_a_baseline_there_is_nothing_to_compare_with(keep, against):
 
 
 def test_records_of_a_busy_host_are_refused_by_name(keep):
-    quiet, busy = (store.read(keep("first", hour, is_busy=hour == 2), Latency) for hour in (1, 2))
+    quiet, busy = (store.read_record(keep("first", hour, is_busy=hour == 2), Latency) for hour in (1, 2))
     pairing.require_quiet(quiet, quiet)
     with pytest.raises(
         NotComparableError,

@@ -59,7 +59,7 @@ def room(tmp_path, monkeypatch):
 def energy(room, tmp_path, monkeypatch):
     """The model of the new kind, with its schema among the others."""
     (room / "energy.py").write_text(ENERGY.format(kind="energy"))
-    monkeypatch.setattr(schemas, "FILE", schemas.write(tmp_path / "schemas.json"))
+    monkeypatch.setattr(schemas, "FILE", schemas.write_schemas(tmp_path / "schemas.json"))
     return registry.kinds()["energy"]
 
 
@@ -73,9 +73,9 @@ def test_a_new_kind_is_in_every_report_without_a_change_elsewhere(energy, tmp_pa
     record = energy(variant="a", provenance=made, joules_per_token=0.25, ratio=ratio)
     with pytest.raises(store.MissingRecordError, match=r"no energy record of a in results$"):
         store.latest_result(repository, energy, "a")
-    path = store.write(repository / "results", record)
+    path = store.write_record(repository / "results", record)
     location = path.relative_to(repository).as_posix()
-    assert store.read(path, energy) == record
+    assert store.read_record(path, energy) == record
     assert "energy/1" in path.read_text()
 
     result = collection.collect(repository)
@@ -85,9 +85,9 @@ def test_a_new_kind_is_in_every_report_without_a_change_elsewhere(energy, tmp_pa
     [row], problems = leaderboard.rows_of(result, "a")
     assert (row.figures["energy (J/token)"][0].value, problems) == (0.25, [])
 
-    assert not [fault for fault in checks.check(repository).faults if fault.location == location]
+    assert not [fault for fault in checks.check_records(repository).faults if fault.location == location]
     path.write_text(path.read_text().replace("0.25", "-1"))
-    assert [fault.location for fault in checks.check(repository).faults if fault.location == location]
+    assert [fault.location for fault in checks.check_records(repository).faults if fault.location == location]
     path.write_text(path.read_text().replace("-1", "0.25"))
 
     assert mlflow_export.export_records(repository).added == (location,)
@@ -95,7 +95,7 @@ def test_a_new_kind_is_in_every_report_without_a_change_elsewhere(energy, tmp_pa
     [table] = record.tables(path)
     assert table.rows[0] == ("joules_per_token", "0.25", "", "J/token")
 
-    page = site.build(repository, repository / "report").index.read_text()
+    page = site.build_page(repository, repository / "report").index.read_text()
     assert "<h4>Energy of a</h4>" in page
     assert location in page
 

@@ -126,16 +126,18 @@ def test_acceptance_records_of_different_splits_are_not_compared(repository: Pat
     assert acceptance_share.compare_acceptance(first[PROOF], second[PROOF]).verdict == "pass"
     folders = [repository / "experiments" / name for name in ("tiny", "small")]
     assert acceptance_share.pair_acceptance_records(*folders) == (first[None], second[None])
-    record = store.read(second[PROOF], Acceptance)
+    record = store.read_record(second[PROOF], Acceptance)
     found = pairing.against_baseline(record, second[PROOF], collect(repository), lambda a, b: (a, b))
     assert found == ("tiny", (first[PROOF], second[PROOF]))
 
 
 def test_a_record_says_its_split_and_old_ones_have_none(repository: Path) -> None:
     path = write(repository, "quality", "small", PROOF)
-    assert split_of(store.read(path)) == PROOF
-    assert any("proof split, 75% of the items" in note for note in store.read(path).tables(path)[0].notes)
+    assert split_of(store.read_record(path)) == PROOF
+    assert any(
+        "proof split, 75% of the items" in note for note in store.read_record(path).tables(path)[0].notes
+    )
     old = record_files.write(
         repository / "experiments" / "small", record_files.example("quality", variant="small"), [{"x": 1}]
     )
-    assert split_of(store.read(old)) is None
+    assert split_of(store.read_record(old)) is None

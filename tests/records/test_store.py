@@ -25,7 +25,7 @@ def one_moment(monkeypatch):
 @pytest.fixture
 def result():
     """Variant, minute of the end and other changes -> a record of results/."""
-    template = store.read(store.latest_result(ROOT, StartUp, "tiny-best"))
+    template = store.read_record(store.latest_result(ROOT, StartUp, "tiny-best"))
 
     def make(name="tiny", minute=0, **changes):
         made = template.provenance.model_copy(update={"ended": f"2026-01-01T00:{minute:02}:00Z"})
@@ -44,7 +44,7 @@ def test_a_record_beside_items_is_named_by_its_kind_and_the_utc_time_of_writing(
 
 def test_a_record_comes_back_with_its_items(tmp_path, quality):
     path = write(tmp_path / "experiments" / "tiny", quality, ITEMS)
-    record = store.read(path, Quality)
+    record = store.read_record(path, Quality)
     assert {name: value for name, value in record.as_json().items() if name != "items"} == quality
     assert store.read_items(path) == ITEMS
     assert sorted(file.name for file in path.parent.iterdir()) == [record.items.file, path.name]
@@ -60,7 +60,7 @@ def test_items_that_are_none_or_no_json_leave_nothing(tmp_path, quality, items):
 def test_a_record_that_breaks_its_schema_is_not_written(tmp_path, quality):
     broken = record_of(quality).model_copy(update={"suite": ""})
     with pytest.raises(store.RecordError, match="suite"):
-        store.write(tmp_path / "tiny", broken, ITEMS)
+        store.write_record(tmp_path / "tiny", broken, ITEMS)
     assert not (tmp_path / "tiny").exists()
 
 
@@ -80,7 +80,7 @@ def test_a_record_is_never_overwritten(tmp_path, quality):
     with pytest.raises(store.RecordError, match="never overwritten"):
         write(tmp_path, {**quality, "limit": 3}, ITEMS[:3])
     assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
-    assert store.read(path, Quality).limit == 4
+    assert store.read_record(path, Quality).limit == 4
 
 
 @pytest.mark.usefixtures("one_moment", "file_system")
@@ -99,7 +99,7 @@ def test_of_two_writers_at_once_one_wins_whole(tmp_path, quality):
     for writer in writers:
         writer.join()
     [path] = [path for path in outcomes if not isinstance(path, Exception)]
-    assert len(store.read_items(path)) == store.read(path, Quality).limit
+    assert len(store.read_items(path)) == store.read_record(path, Quality).limit
     assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -136,7 +136,7 @@ def test_latest_is_the_newest_that_fits(tmp_path, quality, latency):
 
 
 def test_no_record_of_a_busy_host_is_the_latest(tmp_path, result):
-    path = store.write(tmp_path / "results", result())
+    path = store.write_record(tmp_path / "results", result())
     later = result(minute=1).as_json()
     later["provenance"]["host_load"] = host_load(busy=True)
     write(tmp_path / "results", later)
@@ -163,14 +163,14 @@ def test_a_missing_record_names_its_command(tmp_path):
 def test_a_result_made_again_is_another_file_and_the_latest(tmp_path, result):
     root = tmp_path / "repository"
     folder = root / "results"
-    first, second = (store.write(folder, result(minute=minute)) for minute in (0, 1))
+    first, second = (store.write_record(folder, result(minute=minute)) for minute in (0, 1))
     assert first.name == "start_up_tiny_2026-01-01T000000Z.json"
     assert store.latest_result(root, StartUp, "tiny") == second
     assert (
         store.latest_result(root, StartUp, "tiny", lambda r: r.provenance.ended < "2026-01-01T00:01") == first
     )
     # A name that begins like this one is another variant's.
-    other = store.write(folder, result("tiny_2", minute=2))
+    other = store.write_record(folder, result("tiny_2", minute=2))
     assert store.latest_result(root, StartUp, "tiny") == second
     assert store.latest_result(root, StartUp, "tiny_2") == other
     with pytest.raises(store.MissingRecordError):
@@ -178,17 +178,17 @@ def test_a_result_made_again_is_another_file_and_the_latest(tmp_path, result):
 
 
 def test_two_results_of_one_second_do_not_replace_each_other(tmp_path, result):
-    before = store.write(tmp_path, result()).read_bytes()
+    before = store.write_record(tmp_path, result()).read_bytes()
     with pytest.raises(store.RecordError, match="never overwritten"):
-        store.write(tmp_path, result())
+        store.write_record(tmp_path, result())
     [file] = tmp_path.iterdir()
     assert file.read_bytes() == before
 
 
 def test_a_record_of_another_kind_is_refused(tmp_path, result):
-    path = store.write(tmp_path, result())
+    path = store.write_record(tmp_path, result())
     with pytest.raises(store.RecordError, match="start_up/1 is not a record of kind quality"):
-        store.read(path, Quality)
+        store.read_record(path, Quality)
     with pytest.raises(store.RecordError, match="without items"):
         store.read_items(path)
 
@@ -213,7 +213,7 @@ def test_a_damaged_record_is_named_with_its_cause(tmp_path, quality, damage, cau
     path = write(tmp_path / "tiny", quality, ITEMS)
     damage(path)
     with pytest.raises(store.RecordError, match=cause) as error:
-        store.read(path)
+        store.read_record(path)
     assert f"tiny/{path.name}" in str(error.value)
 
 
@@ -222,9 +222,9 @@ def test_measurements_and_records_do_not_stand_for_each_other(tmp_path, quality,
     claims.write_text(json.dumps(example("measurements")))
     assert store.read_measurements(tmp_path).schema_ == example("measurements")["schema"]
     with pytest.raises(store.RecordError, match=r"measurements/1 is not a record$"):
-        store.read(claims)
+        store.read_record(claims)
     with pytest.raises(store.RecordError, match="is not a record of kind quality"):
-        store.read(claims, Quality)
+        store.read_record(claims, Quality)
     write(tmp_path, quality, ITEMS).replace(claims)
     with pytest.raises(store.RecordError, match="a record of kind quality, not measurements"):
         store.read_measurements(tmp_path)
@@ -268,7 +268,7 @@ def test_a_message_names_a_file_as_every_machine_does():
 
 def test_items_that_were_changed_are_refused(tmp_path, quality):
     path = write(tmp_path, quality, ITEMS)
-    items = path.with_name(store.read(path).items.file)
+    items = path.with_name(store.read_record(path).items.file)
     items.write_text(items.read_text().replace('"value": 0.0', '"value": 1.0'))
     with pytest.raises(store.RecordError, match="not the items"):
         store.read_items(path)
@@ -287,12 +287,12 @@ def test_items_that_were_changed_are_refused(tmp_path, quality):
 @pytest.mark.usefixtures("stamps")
 def test_items_have_one_text_whatever_the_order_of_their_fields(tmp_path, quality):
     turned = [dict(reversed(item.items())) for item in ITEMS]
-    one, other = (store.read(write(tmp_path, quality, items)).items for items in (ITEMS, turned))
+    one, other = (store.read_record(write(tmp_path, quality, items)).items for items in (ITEMS, turned))
     assert one.sha256 == other.sha256
 
 
 def test_texts_stay_readable_in_a_file(tmp_path, quality):
     made = quality["provenance"] | {"command": "slimqwen süß"}
     path = write(tmp_path, quality | {"provenance": made}, [{"answer": "süß"}])
-    for file in (path, path.with_name(store.read(path).items.file)):
+    for file in (path, path.with_name(store.read_record(path).items.file)):
         assert "süß" in file.read_text(encoding="utf-8")

@@ -35,10 +35,10 @@ def templates():
         ]
         if kind == "quality":
             # All items of a suite take half a megabyte a record.
-            paths = [path for path in paths if isinstance(store.read(path).limit, int)] or paths
+            paths = [path for path in paths if isinstance(store.read_record(path).limit, int)] or paths
         if kind == "latency":
             paths = [LATENCY]
-        newest[kind] = paths[-1], store.read(paths[-1])
+        newest[kind] = paths[-1], store.read_record(paths[-1])
     return newest
 
 
@@ -86,7 +86,7 @@ def add_start_up(tmp_path, templates):
 
     def add(name, edit=lambda record: None):
         record = json.loads(store.serialise(template, "template")) | {"variant": name}
-        record["provenance"]["checkpoint"] = {"digest": digest(name)}
+        record["provenance"]["checkpoint"]["digest"] = digest(name)
         record["provenance"]["hardware"] = templates["latency"][1].provenance.hardware.as_json()
         edit(record)
         path = tmp_path / "results" / f"{store.result_stem(record_of(record))}.json"

@@ -70,17 +70,17 @@ def quality(repository):
 
 
 def faults(root):
-    return {(fault.location, fault.fault) for fault in checks.check(root).faults}
+    return {(fault.location, fault.fault) for fault in checks.check_records(root).faults}
 
 
 def the_fault(root):
-    (fault,) = checks.check(root).faults
+    (fault,) = checks.check_records(root).faults
     assert fault.cure
     return fault
 
 
 def test_a_sound_repository_has_no_fault(repository):
-    result = checks.check(repository)
+    result = checks.check_records(repository)
     assert (result.faults, result.notes, result.records) == ((), (), 5)
 
 
@@ -88,7 +88,7 @@ def test_every_committed_record_and_table_of_this_repository_is_sound():
     # Weights that are not committed are this machine's own, and another kind of CPU makes other ones.
     committed = [
         fault
-        for fault in checks.check(ROOT).faults
+        for fault in checks.check_records(ROOT).faults
         if not fault.fault.startswith("measured with checkpoint")
         or fault.location.startswith("experiments/tiny/")
     ]
@@ -102,7 +102,7 @@ def test_each_bad_file_is_named_and_the_others_are_checked_all_the_same(reposito
     (quality.parent / "notes.txt").touch()
     items = repository / "experiments" / "a" / f"quality_{STAMP}.items.jsonl"
     items.write_text("{}\n")
-    result = checks.check(repository).faults
+    result = checks.check_records(repository).faults
     assert {fault.location for fault in result} == {
         "README.md",  # its table needs the damaged record
         "experiments/b/notes.txt",
@@ -129,20 +129,21 @@ def test_a_copied_record_is_named(repository, quality):
 
 def test_a_cited_record_of_another_checkpoint_is_a_fault_and_one_that_is_not_cited_is_none(repository, claim):
     (repository / "weights" / "b" / "config.json").write_text('{"of": "b, made anew"}')
-    result = checks.check(repository).faults
+    result = checks.check_records(repository).faults
     assert {fault.location for fault in result} == {
         f"experiments/b/{kind}_{STAMP}.json" for kind in ("quality", "latency")
     }
     assert all("checkpoint" in fault.fault and "measurements.json" in fault.cure for fault in result)
     claim("b", records=[])
     assert all(
-        "no table, measurements.json or page" in fault.fault for fault in checks.check(repository).faults
+        "no table, measurements.json or page" in fault.fault
+        for fault in checks.check_records(repository).faults
     )
 
 
 def test_absent_weights_are_a_note(repository):
     shutil.rmtree(repository / "weights" / "b")
-    result = checks.check(repository)
+    result = checks.check_records(repository)
     assert result.faults == ()
     assert any("not on this machine" in note and note.rstrip(".").endswith("b") for note in result.notes)
 
@@ -167,7 +168,7 @@ def test_a_table_that_differs_is_a_fault_and_a_bad_one_does_not_hide_the_next(re
 
 def test_a_record_that_was_changed_since_its_commit_is_a_fault(repository, quality):
     quality.write_text(quality.read_text().replace('"item_count": 4', '"item_count": 5'))
-    result = {fault.location: fault for fault in checks.check(repository).faults}
+    result = {fault.location: fault for fault in checks.check_records(repository).faults}
     assert "never change" in result[f"experiments/b/{quality.name}"].fault
     assert f" -- experiments/b/{quality.name}`" in result[f"experiments/b/{quality.name}"].cure
     git(repository, "commit", "-a", "-m", "polish")
@@ -181,9 +182,9 @@ def test_an_exploration_that_was_edited_is_a_fault_since_the_commit_that_is_name
     git(repository, "commit", "-a", "-m", "better figures")
     assert "changed since" in the_fault(repository).fault
     git(repository, "commit", "--allow-empty", "-m", "later")
-    assert checks.check(repository).faults == ()
-    assert checks.check(repository, "HEAD~2").faults
-    assert checks.check(repository, "HEAD~1").faults == ()
+    assert checks.check_records(repository).faults == ()
+    assert checks.check_records(repository, "HEAD~2").faults
+    assert checks.check_records(repository, "HEAD~1").faults == ()
 
 
 def test_a_record_rewritten_for_a_new_schema_is_no_fault(repository, monkeypatch, quality):
@@ -193,29 +194,29 @@ def test_a_record_rewritten_for_a_new_schema_is_no_fault(repository, monkeypatch
         file.write_text(
             file.read_text().replace(f'"quality/{Quality.version - 1}"', f'"quality/{Quality.version}"')
         )
-    assert checks.check(repository).faults == ()
+    assert checks.check_records(repository).faults == ()
 
 
 def test_git_holds_the_records_that_something_cites(repository, monkeypatch):
     monkeypatch.setattr(store, "_stamp", lambda: "2026-01-03T000000Z")
     measured(repository, "a", "latency", TIMES, workload="context")
-    assert checks.check(repository).faults == ()
+    assert checks.check_records(repository).faults == ()
     git(repository, "add", "-f", "experiments")
     git(repository, "commit", "-m", "more")
-    assert checks.check(repository).faults == ()
+    assert checks.check_records(repository).faults == ()
     own = repository / "experiments" / "a" / "measurements.json"
     own.write_text(json.dumps(json.loads(own.read_text()) | {"records": []}))
     uncited = "experiments/a/latency_2026-01-03T000000Z.json"
     assert (uncited, True) in {
-        (fault.location, "in git" in fault.fault) for fault in checks.check(repository).faults
+        (fault.location, "in git" in fault.fault) for fault in checks.check_records(repository).faults
     }
     git(repository, "rm", "--cached", "-q", uncited, uncited.replace(".json", ".items.jsonl"))
-    assert uncited not in {fault.location for fault in checks.check(repository).faults}
+    assert uncited not in {fault.location for fault in checks.check_records(repository).faults}
 
 
 def test_without_git_there_is_a_note(repository):
     shutil.rmtree(repository / ".git")
-    result = checks.check(repository)
+    result = checks.check_records(repository)
     assert result.faults == ()
     assert any("git failed" in note for note in result.notes)
 
@@ -227,4 +228,4 @@ def test_a_branch_is_compared_with_where_it_left_the_main_branch(repository, qua
     git(repository, "commit", "--allow-empty", "-m", "more work")
     fault = the_fault(repository)
     assert (fault.location, "changed since" in fault.fault) == (f"experiments/b/{quality.name}", True)
-    assert checks.check(repository, "HEAD").faults == ()
+    assert checks.check_records(repository, "HEAD").faults == ()

@@ -48,7 +48,7 @@ def small(add_variant, add_record, claim):
 
 
 def test_the_page_of_the_committed_records_has_every_variant_and_what_to_serve(tmp_path):
-    built = site.build(ROOT, tmp_path / "report")
+    built = site.build_page(ROOT, tmp_path / "report")
     page = Page(built.index)
     assert {attributes.get("id") for tag, attributes in page.elements if tag == "details"} == set(
         variant.names(ROOT)
@@ -60,7 +60,7 @@ def test_the_page_of_the_committed_records_has_every_variant_and_what_to_serve(t
 
 
 def test_the_page_loads_nothing_from_elsewhere(small, tmp_path):
-    page = Page(site.build(tmp_path, tmp_path / "report").index)
+    page = Page(site.build_page(tmp_path, tmp_path / "report").index)
     addresses = [
         value
         for _, attributes in page.elements
@@ -71,10 +71,10 @@ def test_the_page_loads_nothing_from_elsewhere(small, tmp_path):
 
 
 def test_the_page_begins_with_the_run_of_the_demo(small, tmp_path):
-    assert "Your run of the demo" not in Page(site.build(tmp_path, tmp_path / "report").index).words
+    assert "Your run of the demo" not in Page(site.build_page(tmp_path, tmp_path / "report").index).words
     for name in ("base", "quick"):
         shutil.copytree(tmp_path / "experiments" / name, tmp_path / "demo" / name)
-    built = site.build(tmp_path, tmp_path / "report")
+    built = site.build_page(tmp_path, tmp_path / "report")
     assert built.problems == ()
     words = Page(built.index).words
     assert (
@@ -84,26 +84,26 @@ def test_the_page_begins_with_the_run_of_the_demo(small, tmp_path):
     )
     for record in (tmp_path / "demo" / "quick").glob("quality_*.json"):
         record.write_text("{ half a rec")
-    assert [problem.location for problem in site.build(tmp_path, tmp_path / "report").problems] == [
+    assert [problem.location for problem in site.build_page(tmp_path, tmp_path / "report").problems] == [
         "demo/quick"
     ]
 
 
 def test_nothing_that_a_file_says_becomes_markup(small, tmp_path):
-    page = Page(site.build(tmp_path, tmp_path / "report").index)
+    page = Page(site.build_page(tmp_path, tmp_path / "report").index)
     assert "script" not in {tag for tag, _ in page.elements}
     assert "</td><script>alert(1)</script>" in page.words
 
 
 def test_files_that_are_left_out_are_named(small, tmp_path):
     (tmp_path / "experiments" / "quick" / "notes.txt").touch()
-    built = site.build(tmp_path, tmp_path / "report")
+    built = site.build_page(tmp_path, tmp_path / "report")
     assert [problem.location for problem in built.problems] == ["experiments/quick/notes.txt"]
     assert "experiments/quick/notes.txt" in Page(built.index).words
 
 
 def test_an_interrupted_build_leaves_the_old_page(small, tmp_path, monkeypatch):
-    built = site.build(tmp_path, tmp_path / "report")
+    built = site.build_page(tmp_path, tmp_path / "report")
     before = built.index.read_bytes()
 
     def interrupt(*_):
@@ -111,14 +111,14 @@ def test_an_interrupted_build_leaves_the_old_page(small, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "rename", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        site.build(tmp_path, tmp_path / "report")
+        site.build_page(tmp_path, tmp_path / "report")
     monkeypatch.undo()
     assert built.index.read_bytes() == before
     assert list((tmp_path / "report").iterdir()) == [built.index]
 
 
 def test_a_variant_names_the_command_of_each_missing_record(small, tmp_path):
-    words = Page(site.build(tmp_path, tmp_path / "report").index).words
+    words = Page(site.build_page(tmp_path, tmp_path / "report").index).words
     assert "No fidelity record: slimqwen eval fidelity --variant quick" in words
 
 

@@ -313,8 +313,8 @@ def test_a_summary_has_a_line_for_each_measure_that_has_a_record(repository, add
 
     def started(hour, cold_s, checkpoint="ab" * 32):
         def edit(record):
-            block = {"ended": f"2026-01-01T0{hour}:00:00Z", "checkpoint": {"digest": checkpoint}}
-            record["provenance"] |= block
+            record["provenance"]["ended"] = f"2026-01-01T0{hour}:00:00Z"
+            record["provenance"]["checkpoint"]["digest"] = checkpoint
             for kind, seconds in (("cold", cold_s), ("baked", 30.0)):
                 record[kind] = [{"ready_seconds": seconds + n, "graphs": []} for n in range(3)]
             record["ready_cold_over_baked"] = {"value": 2.94, "low": 2.8, "high": 3.1}

@@ -39,7 +39,9 @@ def served(name: str, root: Path = ROOT) -> ServedModel:
 
 
 def written(name: str, root: Path, **arguments) -> Roofline:
-    return store.read(write_roofline(variant.load(name, root), "a10g", command=["x"], **arguments), Roofline)
+    return store.read_record(
+        write_roofline(variant.load(name, root), "a10g", command=["x"], **arguments), Roofline
+    )
 
 
 def test_each_optimisation_saves_the_bytes_that_it_is_for():

@@ -38,7 +38,7 @@ def run(root: Path, file: Path | None = None, **changes: Any) -> Search:
     base, command = variant.load("tiny", root), ["slimqwen", "search", "--base", "tiny", "--gpu", "a10g"]
     path = driver.search(base, "a10g", "tinyworld", settings, RecordedRungs(root), command=command)
     assert path.parent == root / "results"
-    record = store.read(path, Search)
+    record = store.read_record(path, Search)
     path.unlink()  # a second run may end within the same second
     return record
 

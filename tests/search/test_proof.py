@@ -89,14 +89,16 @@ def test_a_proof_rests_on_all_items_of_its_side_and_on_no_others(root: Path, che
     proof = proof_of(["small"], root)
     (small,) = proof.finalists
     assert proof.proof_share == 0.75
-    record = store.read(root / "experiments" / str(small.record), Gate)
+    record = store.read_record(root / "experiments" / str(small.record), Gate)
     split = split_of(record)
     assert split is not None
     assert split.side == "proof"
     evidence = record.evidence(root / "experiments")
-    assert {split_of(store.read(path)) for path in evidence if not path.name.startswith("engine_")} == {split}
+    assert {
+        split_of(store.read_record(path)) for path in evidence if not path.name.startswith("engine_")
+    } == {split}
     (path,) = (each for each in evidence if each.parent.name == "small" and each.name.startswith("quality_"))
-    assert store.read(path, Quality).limit is None
+    assert store.read_record(path, Quality).limit is None
     items = {item["item"] for item in store.read_items(path)}
     assert len(items) == sum(split.has(question(number)) for number in range(QUESTIONS))
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from slimqwen.stats import intervals
+from slimqwen.stats.estimates import Z
 
 scores = st.lists(st.floats(-100, 100), min_size=2, max_size=40)
 answers = st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=60)
@@ -286,4 +287,4 @@ def test_a_bootstrap_interval_is_that_of_the_committed_records():
 
 
 def test_the_normal_interval_reaches_196_hundredths_of_a_standard_error():
-    assert pytest.approx(1.959964, abs=1e-6) == intervals.Z
+    assert pytest.approx(1.959964, abs=1e-6) == Z

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from slimqwen.records.record import Estimate
 from slimqwen.stats import intervals, multiplicity, non_inferiority
+from slimqwen.stats.estimates import Estimate, Z
 from slimqwen.stats.intervals import Discordance
 from slimqwen.stats.non_inferiority import ALPHA
 from slimqwen.stats.verdict import Verdict
@@ -49,7 +49,7 @@ def test_a_mean_at_its_limit_is_rejected_as_often_as_stated_and_its_interval_is_
     ]
     within = 3 * (ALPHA / FAMILIES) ** 0.5
     assert float(np.mean([each <= ALPHA for each in p_values])) == pytest.approx(ALPHA, abs=within)
-    assert float(np.mean(means - intervals.Z * errors > -0.15)) > ALPHA + within
+    assert float(np.mean(means - Z * errors > -0.15)) > ALPHA + within
     # The same test from the other side, in the unit of a loss.
     assert intervals.p_value(-means[0], errors[0], 37, 0.15, higher_is_better=False) == pytest.approx(
         p_values[0]

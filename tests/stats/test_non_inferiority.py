@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from slimqwen.stats import intervals, non_inferiority
-from slimqwen.stats.intervals import Difference, Discordance
+from slimqwen.stats.estimates import Difference, Estimate
+from slimqwen.stats.intervals import Discordance
 from slimqwen.stats.verdict import Verdict
 
 
@@ -153,11 +154,11 @@ def test_fewer_differences_and_wider_margins_take_fewer_items():
     ("estimate", "right", "said"),
     [
         # Clopper and Pearson of 70 of 100: 0.600 to 0.788.
-        (intervals.Estimate(0.7, 0.0, 100), 70, {0.59: "pass", 0.61: "inconclusive", 0.79: "fail"}),
+        (Estimate(0.7, 0.0, 100), 70, {0.59: "pass", 0.61: "inconclusive", 0.79: "fail"}),
         # All of five right tells little: 0.478 to 1.
-        (intervals.Estimate(1.0, 0.0, 5), 5, {0.47: "pass", 0.49: "inconclusive"}),
+        (Estimate(1.0, 0.0, 5), 5, {0.47: "pass", 0.49: "inconclusive"}),
         # Student's with 9 degrees of freedom: 2.262 standard errors to each side.
-        (intervals.Estimate(0.5, 0.1, 10), None, {0.27: "pass", 0.28: "inconclusive", 0.73: "fail"}),
+        (Estimate(0.5, 0.1, 10), None, {0.27: "pass", 0.28: "inconclusive", 0.73: "fail"}),
     ],
 )
 def test_a_score_is_above_its_floor_only_with_its_whole_interval(estimate, right, said):

@@ -9,6 +9,7 @@ from slimqwen.bench.latency.measured_variant import ClassResults
 from slimqwen.bench.latency.record import Acceptance, Distribution, Goodput
 from slimqwen.bench.workload import ServiceLevel
 from slimqwen.stats import intervals
+from slimqwen.stats.estimates import Estimate
 
 PERCENTILES = (90, 95, 99)
 
@@ -71,7 +72,7 @@ def _inter_token(rows: Sequence[Row]) -> Distribution:
     return _distribution([gap for each in gaps for gap in each], estimate, len(gaps))
 
 
-def _distribution(values: Sequence[float], estimate: intervals.Estimate, request_count: int) -> Distribution:
+def _distribution(values: Sequence[float], estimate: Estimate, request_count: int) -> Distribution:
     # Beyond a percentile at least one request has to be expected: the 99th of fewer than 100 is their maximum.
     percents = [percent for percent in PERCENTILES if request_count * (100 - percent) >= 100]
     return Distribution(

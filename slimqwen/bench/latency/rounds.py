@@ -82,7 +82,9 @@ def measure(
         records = [_record(side, sides, finished.reused, started, command) for side in sides]
         folders = records_folders or [variant.folder for variant in variants]
         paths = [
-            store.write(folder, record, (row for result in side.results.values() for row in result.rows))
+            store.write_record(
+                folder, record, (row for result in side.results.values() for row in result.rows)
+            )
             for folder, record, side in zip(folders, records, sides, strict=True)
         ]
         finished.discard()
@@ -232,4 +234,4 @@ def _repeat_speedup(side: MeasuredVariant, c: PromptClass) -> Ratio | None:
         )
     cold, warm = (by_round(rounds[name], "ttft_ms") for name in (first.name, c.name))
     ratio, _ = intervals.ratio_by_round(cold, warm, in_turns=True)
-    return Ratio.from_ratio(ratio)
+    return ratio

@@ -20,6 +20,7 @@ from slimqwen.records.pairing import (
     require_same,
 )
 from slimqwen.stats import intervals
+from slimqwen.stats.estimates import Ratio
 
 ALL_CLASSES = "all classes"
 LATENCY_MEASURES = ("ttft_ms", "tpot_ms", "e2el_ms")
@@ -92,13 +93,13 @@ def shared_workloads(first: Path, second: Path) -> list[str]:
         {
             record.workload
             for path in store.records(folder, Latency)
-            if not (record := store.read(path, Latency)).provenance.host_was_busy
+            if not (record := store.read_record(path, Latency)).provenance.host_was_busy
         }
         for folder in (first, second)
     ]
     shared = sorted(workloads[0] & workloads[1], key=lambda name: (name != "classes", name))
     if not shared:
-        a, b = (store.read(path, Latency) for path in newest)
+        a, b = (store.read_record(path, Latency) for path in newest)
         require_same(*newest, latency_basis(a), latency_basis(b), _command(b.variant, a))
     return shared
 
@@ -124,7 +125,7 @@ def compare_latency(first: Path, second: Path) -> list[Speedup]:
         NotComparableError: requests or hardware differ.
         RecordError: a record or its items are damaged.
     """
-    a, b = store.read(first, Latency), store.read(second, Latency)
+    a, b = store.read_record(first, Latency), store.read_record(second, Latency)
     require_quiet(a, b)
     require_same(first, second, latency_basis(a), latency_basis(b), _command(b.variant, a))
     return class_speedups((a, b), [by_class_and_round(store.read_items(path)) for path in (first, second)])
@@ -255,7 +256,7 @@ def _all_classes(records: tuple[Latency, Latency], sides: Sequence[Mapping[str, 
         low, high = intervals.bootstrap_interval(
             (*samples[0], *samples[1]), ratio_of_totals, batch=intervals.BOOTSTRAP_RESAMPLES
         )
-        ratio = intervals.Ratio(first / second, low, high)
+        ratio = Ratio(first / second, low, high)
     interval = ratio.low, ratio.high
     return [Speedup(ALL_CLASSES, None, None, "wall_ms", first, second, ratio.value, interval, count)]
 

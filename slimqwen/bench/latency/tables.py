@@ -67,7 +67,7 @@ def comparison(first: Path, second: Path) -> Table:
         NotComparableError: requests or hardware differ.
         RecordError: a record cannot be read.
     """
-    a, b = store.read(first, Latency), store.read(second, Latency)
+    a, b = store.read_record(first, Latency), store.read_record(second, Latency)
     return speedup_table(
         (a, b), (first, second), (a.variant, b.variant), speedups.compare_latency(first, second)
     )

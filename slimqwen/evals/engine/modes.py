@@ -240,7 +240,7 @@ def measure(
                 seeds={"prompts": settings.seed},
             ),
         )
-        path = store.write(records_folder or variant.folder, record, items)
+        path = store.write_record(records_folder or variant.folder, record, items)
         if records_folder is None:
             update_unsafe_engines(record, path, variant.root)
         journal.discard()

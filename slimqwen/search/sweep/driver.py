@@ -249,7 +249,7 @@ class _Driver:
                 written = self._write_once(keys, partial(self._write_check, side, check, tasks))
                 paths.setdefault(check, []).extend(written)
         kinds = {
-            provenance.hardware_name(store.read(path).provenance.hardware)
+            provenance.hardware_name(store.read_record(path).provenance.hardware)
             for path in paths.get("quality", ())
         }
         if len(kinds) > 1:
@@ -270,7 +270,7 @@ class _Driver:
             paths["gate"] = self._write_once(
                 ["gate", subject.variant.name, *inputs], partial(self._conclude, subject, paths)
             )
-            outcome = store.read(paths["gate"][0], Gate).outcome
+            outcome = store.read_record(paths["gate"][0], Gate).outcome
         records = [path for group in paths.values() for path in group]
         earlier = tuple(task.title for task in subject.tasks if task.key in self._earlier_keys)
         return SweepResult(subject.variant.name, records, subject.failures, outcome, earlier)
@@ -289,7 +289,7 @@ class _Driver:
         (unwritten,) = self._values[tasks[0].key]
         path = self._publish(unwritten, side)
         if check == "engine":
-            modes.update_unsafe_engines(store.read(path, EngineModes), path, self._root)
+            modes.update_unsafe_engines(store.read_record(path, EngineModes), path, self._root)
         return path
 
     def _write_quality(self, side: Variant, parts: Sequence[Task]) -> Path:
@@ -312,7 +312,7 @@ class _Driver:
         record = registry.kinds()[kind].model_validate(unwritten["record"])
         block = _with_present_files(record.provenance, side)
         record = record.model_copy(update={"provenance": block})
-        return store.write(self._folder(unwritten["variant"]), record, unwritten["items"])
+        return store.write_record(self._folder(unwritten["variant"]), record, unwritten["items"])
 
     def _folder(self, name: str) -> Path:
         return self._root / self._options.records / name
@@ -320,7 +320,7 @@ class _Driver:
     def _conclude(self, subject: _Subject, paths: Mapping[str, Sequence[Path]]) -> Path:
         variant = subject.variant
         settings = GateSettings.load(variant.evaluation, variant.root)
-        engine = store.read(paths["engine"][0], EngineModes).provenance
+        engine = store.read_record(paths["engine"][0], EngineModes).provenance
         block = provenance.describe_again(
             engine, self._options.command, subject.started, self._root, [settings.file(self._root)]
         )

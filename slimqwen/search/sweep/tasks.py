@@ -133,6 +133,6 @@ def time_pair(root: Path, argument: Mapping[str, Any], progress: Progress) -> li
 
 
 def _unwritten_record(path: Path) -> UnwrittenRecord:
-    record = store.read(path)
+    record = store.read_record(path)
     fields = {name: value for name, value in record.as_json().items() if name != "items"}
     return {"variant": record.variant, "record": fields, "items": store.read_items(path)}

@@ -81,7 +81,7 @@ def test_variants_take_turns_and_get_the_same_prompts(measure, add_served, stand
     first, second = map(prompts_of, servers)
     assert sorted(first) == sorted(second)
     assert len(set(first)) == len(first) == 2 * (2 * 1 + 3 + 2)
-    records = [store.read(path) for path in paths]
+    records = [store.read_record(path) for path in paths]
     assert records[0].run == records[1].run
     assert [record.interleaved_with for record in records] == [("b",), ("a",)]
     assert records[0].classes["long"].prompts_sha256 == records[1].classes["long"].prompts_sha256
@@ -93,7 +93,7 @@ def test_one_variant_has_a_fresh_server_a_round_and_its_record_says_what_was_sen
     server, messages = stand_in(), []
     (path,), order = measure(add_served("tiny", server), progress=lambda *step: messages.append(step))
     assert order == ["tiny", "tiny"]
-    record, items = store.read(path), store.read_items(path)
+    record, items = store.read_record(path), store.read_items(path)
     assert (record.scale, record.rounds) == (0.5, 2)
     short, long = record.classes["short"], record.classes["long"]
     assert (short.prompt_tokens, short.output_tokens, short.request_count) == (4, 5, 6)
@@ -128,7 +128,7 @@ def test_whole_rounds_of_an_interrupted_run_are_not_sent_again(measure, add_serv
     dying_server.requests.clear()
     paths, order = measure(whole, dying, rounds=3)
     assert order == ["whole", "dying"] * 2
-    records = [store.read(path) for path in paths]
+    records = [store.read_record(path) for path in paths]
     assert [record.rounds_of_earlier_run for record in records] == [1, 1]
     assert [record.rounds for record in records] == [3, 3]
     for path in paths:
@@ -187,7 +187,7 @@ def test_requests_come_as_their_class_says_and_variants_get_the_same_arrivals(
         THREE_WAYS, warmup_requests=0, rounds=1, service_level={"ttft_ms": 60_000, "tpot_ms": 60_000}
     )
     first, second = measure(add_served("a", stand_in()), add_served("b", stand_in()), workload=one)[0]
-    a, b = store.read(first).classes, store.read(second).classes
+    a, b = store.read_record(first).classes, store.read_record(second).classes
     saturation = a["upfront"].request_throughput_per_s
     assert asked[:3] == [(np.inf, 1.0, 1), (np.inf, 1.0, None), (200.0, np.inf, None)]
     assert [rate for rate, burstiness, _ in asked[3:5]] == pytest.approx([saturation / 2, saturation])
@@ -211,7 +211,7 @@ def test_lengths_with_a_spread_differ_and_are_what_is_asked_of_the_server(
     (path,), _ = measure(add_served("a", server), workload=one)
     asked = {(len(r["prompt"]), r["max_tokens"]) for r in server.requests}
     assert len(asked) > 6
-    assert store.read(path).classes["mixed"].failure_count == 0
+    assert store.read_record(path).classes["mixed"].failure_count == 0
     assert asked == {(i["prompt_tokens"], i["output_tokens"]) for i in store.read_items(path)}
 
 
@@ -233,7 +233,7 @@ def test_repeated_prefixes_are_whole_blocks_and_their_suffixes_are_new(
     assert {len(prompt) for prompt in prompts} == {4 * 16 + 6}
     assert [prompt[:64] for prompt in warm] == [cold[n % 2][:64] for n in range(4)]
     assert len({prompt[64:] for prompt in prompts}) == 6
-    warm = store.read(path).classes["warm"].prefix_cache
+    warm = store.read_record(path).classes["warm"].prefix_cache
     assert (warm.block_tokens, warm.prefix_tokens) == (16, 64)
     assert (warm.hit_tokens, warm.queried_tokens) == (4 * 64, 4 * 100)
     assert warm.repeat_speedup.value > 0
@@ -278,7 +278,7 @@ def test_a_round_of_a_starved_client_is_measured_again_by_all_variants(measure, 
     starved.gap_s = Busy(0, requests=4)
     paths, order = measure(add_served("fast", fast), add_served("starved", starved), rounds=2)
     assert order == ["fast", "starved"] * 3
-    records = [store.read(path) for path in paths]
+    records = [store.read_record(path) for path in paths]
     assert [(record.rounds, record.rounds_repeated) for record in records] == [(2, 1), (2, 1)]
     digests = [[figures.prompts_sha256 for figures in record.classes.values()] for record in records]
     assert digests[0] == digests[1]
@@ -305,14 +305,14 @@ def test_figures_of_a_busy_host_are_marked_and_compared_with_nothing(measure, ad
     subject, other = add_served("tiny", server), add_served("other", quiet)
     (path,), order = measure(subject, even_if_busy=True)
     assert order == ["tiny", "tiny"]
-    record = store.read(path)
+    record = store.read_record(path)
     assert record.provenance.host_was_busy
     assert record.provenance.host_load.seconds > 0
     assert record.rounds_repeated == 0
     with pytest.raises(store.MissingRecordError):
         store.latest(subject.variant.folder, latency.Latency)
     (fine,), _ = measure(other)
-    assert not store.read(fine).provenance.host_was_busy
+    assert not store.read_record(fine).provenance.host_was_busy
     with pytest.raises(NotComparableError, match="busy host; measure again without --even-if-busy"):
         latency.comparison(fine, path)
 
@@ -335,7 +335,7 @@ def test_a_real_server_is_timed(served_tiny, tmp_path, monkeypatch):
     (path,) = latency.measure(
         [load("tiny")], workload, command=["slimqwen bench latency"], records_folders=[tmp_path / "tiny"]
     )
-    record = store.read(path)
+    record = store.read_record(path)
     for c in record.classes.values():
         assert (c.request_count, c.failure_count) == (3, 0)
         assert 0 < c.ttft_ms.mean < c.e2el_ms.mean

@@ -108,7 +108,7 @@ def test_rounds_that_disagree_widen_the_interval(write):
 def without_round(path, number):
     """The record with a round in which no request succeeded."""
     items = [item | {"error": "died"} if item["round"] == number else item for item in store.read_items(path)]
-    return record_files.write(path.parent, store.read(path), items)
+    return record_files.write(path.parent, store.read_record(path), items)
 
 
 def test_a_round_in_which_nothing_succeeded_leaves_the_others_paired(write):

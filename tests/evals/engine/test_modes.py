@@ -148,10 +148,10 @@ def test_a_crash_blocks_serving_until_the_same_combination_is_fine_again(measure
     monkeypatch.setattr(checks, "_check_memory", lambda command: None)
     command = ServerCommand.resolve(measure.variant)
     broken = measure(reference, "greedy: the process died (SIGSEGV)")
-    assert store.read(broken).verdict == Verdict.FAIL
+    assert store.read_record(broken).verdict == Verdict.FAIL
     with pytest.raises(ServingError, match=rf"SIGSEGV.*experiments/v/{broken.stem}"):
         checks.check_command(command)
-    assert store.read(measure(reference, FINE)).verdict == Verdict.PASS
+    assert store.read_record(measure(reference, FINE)).verdict == Verdict.PASS
     checks.check_command(command)
 
 
@@ -161,7 +161,7 @@ def test_combinations_that_an_interrupted_run_has_tried_are_not_tried_again(meas
     with pytest.raises(EvalError, match="killed"):
         measure(reference, FINE, EvalError("killed"))
     path = measure(reference, FINE)
-    assert [cell.state for cell in store.read(path).cells] == ["fine", "fine"]
+    assert [cell.state for cell in store.read_record(path).cells] == ["fine", "fine"]
     assert [item["cell"] for item in store.read_items(path)] == [0, 1, 2]
 
 
@@ -178,7 +178,7 @@ def test_the_embedded_model_says_the_same_in_the_modes_that_it_is_served_in(repo
     messages = []
     one = repository(crossed=[["chunked_prefill"], ["draft_tokens"]])
     path = engine_modes.measure(one, "p", command=["check"], progress=lambda *heard: messages.append(heard))
-    result = store.read(path, EngineModes)
+    result = store.read_record(path, EngineModes)
     served, whole, drafting = result.cells
     assert (served.state, served.served) == ("fine", True), served.reason
     assert served.items == 4 + 2 * 2 + 4 + 6

@@ -79,7 +79,7 @@ def test_parts_make_the_record_whatever_order_they_come_in(repository: Path) -> 
     asked = sorted(task.argument["variants"] for task in executor.ran)
     assert asked == [["a"]] * 3 + [["b"]] * 3 + [["base"]] * 3  # the baseline of two variants is asked once
     assert not any(task.resources.whole_node for task in executor.ran)  # nothing is timed
-    record = store.read(results[0].records[1], Quality)
+    record = store.read_record(results[0].records[1], Quality)
     assert record.tasks["facts"].item_count == ITEMS
     assert [row["index"] for row in store.read_items(results[0].records[1])] == [*range(ITEMS), *range(ITEMS)]
     first = contents(repository)
@@ -123,7 +123,7 @@ def test_beside_a_measurement_that_failed_another_is_recorded(repository: Path) 
     executor.broken = "latency of a"
     (result,) = sweep(["a"], replace(OPTIONS, measures=("quality", "latency")), executor, repository)
     assert (result.failures.keys(), result.failure) == ({"latency"}, "its process died (SIGSEGV)")
-    assert [store.read(path).kind for path in result.records] == ["quality", "quality"]
+    assert [store.read_record(path).kind for path in result.records] == ["quality", "quality"]
 
 
 def test_parts_of_another_kind_of_hardware_are_refused(repository: Path) -> None:
@@ -195,7 +195,7 @@ class BeforeTheCache(Nodes):
 def test_a_record_has_the_checkpoint_with_a_cache_that_came_later(repository: Path) -> None:
     [result] = sweep(["a"], OPTIONS, BeforeTheCache(repository), repository)
     assert result.failure is None
-    sizes = [store.read(path, Quality).provenance.checkpoint.size_bytes for path in result.records]
+    sizes = [store.read_record(path, Quality).provenance.checkpoint.size_bytes for path in result.records]
     assert sizes == [bytes_on_disk(repository / "weights" / "tiny")] * 2
 
 

@@ -23,7 +23,7 @@ def test_the_gate_of_a_sweep_is_that_of_its_checks(root: Path, checks: Checks) -
         "quality 1/2 of tiny", "quality 2/2 of tiny", "acceptance of tiny",
         "engine of small", "quality 1/2 of small", "quality 2/2 of small", "fidelity of small", "acceptance of small",
     ]  # fmt: skip
-    record = store.read(result.records[-1], Gate)
+    record = store.read_record(result.records[-1], Gate)
     assert record.verdicts == dict.fromkeys(("fidelity", "acceptance", "quality", "engine"), "pass")
     assert len(record.records) == 6
     assert all((root / "experiments" / name).is_file() for name in record.records)

@@ -1,0 +1,68 @@
+"""Figures with their uncertainty, as records hold them: a mean, a paired difference, a ratio.
+
+Without NumPy and SciPy, because `slimqwen serve` reads records and takes a second to import both.
+"""
+
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Annotated, ClassVar
+
+from pydantic import ConfigDict, Field
+
+CONFIDENCE_LEVEL = 0.95
+Z = NormalDist().inv_cdf((1 + CONFIDENCE_LEVEL) / 2)
+"""Standard errors from a mean to the end of its interval, under the normal approximation."""
+
+_AS_IN_RECORDS = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+_NonNegative = Annotated[float, Field(ge=0)]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over units of observation."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _AS_IN_RECORDS
+
+    value: float
+    standard_error: _NonNegative
+    count: Annotated[int, Field(ge=1)]
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Its 95 % interval under the normal approximation."""
+        return self.value - Z * self.standard_error, self.value + Z * self.standard_error
+
+    def p_value(self, limit: float) -> float:
+        """One-sided p-value of the hypothesis that it lies at a limit or above."""
+        from slimqwen.stats import intervals
+
+        return intervals.p_value(self.value, self.standard_error, self.count, limit, higher_is_better=False)
+
+    def __format__(self, spec: str) -> str:
+        return f"{self.value:{spec}} ± {self.standard_error:{spec}}"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Second minus first on the same `count` items or clusters: mean, standard error and 95 % interval."""
+
+    value: float
+    standard_error: float
+    low: float
+    high: float
+    count: int
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A ratio of two figures with its 95 % interval."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _AS_IN_RECORDS
+
+    value: _NonNegative
+    low: _NonNegative
+    high: _NonNegative
+
+    def __format__(self, spec: str) -> str:
+        return f"{self.value:{spec}} [{self.low:{spec}}, {self.high:{spec}}]"
