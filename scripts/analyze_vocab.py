@@ -66,7 +66,7 @@ def measure_sizes(
     """
     words = vocabulary.read_vocabulary(folder / "tokenizer.json")
     held_out: list[str] = []
-    counts = vocabulary.count_tokens(words, prune_vocab.counted_documents(corpus, held_out))
+    counts = vocabulary.count_tokens(words, prune_vocab.counted_documents(corpus, folder, held_out))
     documents = {"held out": held_out, **{name: list(file_texts(file)) for name, file in texts.items()}}
     samples = {name: [text[:SCORED_CHARACTERS] for text in part[:scored]] for name, part in documents.items()}
     score = load_scorer(folder) if scored else None

@@ -113,7 +113,7 @@ def _measure(root: Path, rounds: int) -> Evidence:
                 say(f"    reused: {relative(path)}, made {_age(path)} ago")
         else:
             unmeasured.append(measure)
-    reused_keys = {forecast.key for forecast in variant_recipe.status(variant) if forecast.reused}
+    reused_keys = {forecast.key for forecast in variant_recipe.forecast_recipe(variant) if forecast.reused}
     width = default_width()
     # Quality takes longer than the other checks together: as many parts as tasks run at a time share it.
     options = Options(tuple(unmeasured), tuple(command()), rounds=rounds, parts=width, records=DEMO)

@@ -15,7 +15,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,12 @@ from slimqwen import checkpoint
 from slimqwen.checkpoint import Manifest
 from slimqwen.checkpoint.files import COMPILE_CACHE, MANIFEST, bytes_on_disk, file_records, publish, withdraw
 from slimqwen.file_lock import hold_lock, take_lock
-from slimqwen.models.shape import Shape
 from slimqwen.progress import Progress, silent
 from slimqwen.recipe import worker
+from slimqwen.recipe.inspection import OPERATIONS, inspect_steps, lacking_space
+from slimqwen.recipe.outline import Outline
 from slimqwen.recipe.recipe_file import Recipe, RecipeError, Step
 from slimqwen.recipe.stage import Facts, source_digest
-from slimqwen.serving import platform as machine
 
 _REMOVE_AND_RERUN = "delete that folder and run the recipe again"
 
@@ -89,6 +89,8 @@ def run_recipe(
     resolve: Callable[[str], Path],
     stages: int | None = None,
     progress: Progress = silent,
+    *,
+    is_embedded: bool = True,
 ) -> list[Outcome]:
     """Make a variant's checkpoint: reuse the stages whose output the store has, run the others.
 
@@ -99,14 +101,15 @@ def run_recipe(
         resolve: base of a recipe -> its checkpoint folder, checked.
         stages: number of stages to run, from the first; None for the whole recipe.
         progress: receives (activity, done, total) of each running stage.
+        is_embedded: whether the base comes from the embedded model (`Outline`).
 
     Returns:
         One outcome per stage, in order.
 
     Raises:
-        RecipeError: weights/<variant> is not or cannot be a link, or a stage failed or needs more disk or memory than
-            there is; the store is then as it was before that stage.
-        SlimqwenError: a stage refuses the base, before any stage starts, or its input or parameters.
+        RecipeError: weights/<variant> is not or cannot be a link; before any stage starts, all faults of the recipe on
+            this base, and more disk or memory than there is; or a stage failed, and the store is as before that stage.
+        SlimqwenError: a stage refuses its input or parameters.
     """
     link, store = weights / variant, weights / "store"
     if link.exists() and not link.is_symlink():
@@ -115,7 +118,7 @@ def run_recipe(
     steps = recipe.steps[:stages]
     outcomes: list[Outcome] = []
     source = resolve(recipe.base)
-    _check_steps(steps, source)
+    _require_sound(recipe, steps, Outline.read(source, is_embedded=is_embedded), weights)
     with hold_lock(store / ".lock", shared=True, reason="the store is being cleaned", progress=progress):
         for step in steps:
             outcome = _ensure(step, source, store, progress)
@@ -126,7 +129,7 @@ def run_recipe(
     return outcomes
 
 
-def status(recipe: Recipe, weights: Path, resolve: Callable[[str], Path]) -> list[Forecast]:
+def forecast_recipe(recipe: Recipe, weights: Path, resolve: Callable[[str], Path]) -> list[Forecast]:
     """Whether a run would reuse or run each stage, and which ingredient makes the difference.
 
     Raises:
@@ -150,7 +153,7 @@ def status(recipe: Recipe, weights: Path, resolve: Callable[[str], Path]) -> lis
         source = None
         nearest = _nearest_entry(name, ingredients, store)
         if nearest is None:
-            forecasts.append(Forecast(name, key, False, "not made yet"))
+            forecasts.append(Forecast(name, key, False, "never run"))
             continue
         changes = _changes(nearest.ingredients, ingredients)
         names = ", ".join(change.ingredient for change in changes)
@@ -203,12 +206,18 @@ def clean_store(weights: Path, keep: Iterable[str]) -> int:
         return freed
 
 
-def _check_steps(steps: Sequence[Step], base: Path) -> None:
-    """Raise what a stage would say of the base, before another has worked for hours."""
-    shape = Shape.of_config(checkpoint.read_config(base))
-    for step in steps:
-        step.stage.needs(base, step.parameters)
-        shape = step.stage.reshape(shape, step.parameters)
+def _require_sound(recipe: Recipe, steps: Sequence[Step], base: Outline, weights: Path) -> None:
+    """Raise every fault of the steps, before a stage has worked for hours."""
+    store = weights / "store"
+    faults, costs = inspect_steps(steps, base, store)
+    if faults:
+        raise RecipeError.of_faults(faults)
+    if lacking_space(costs, store):
+        # What is reused takes nothing.
+        forecasts = forecast_recipe(replace(recipe, steps=tuple(steps)), weights, lambda _: base.folder)
+        new = [cost for cost, forecast in zip(costs, forecasts, strict=True) if not forecast.reused]
+        if lines := lacking_space(new, store):
+            raise RecipeError.of_faults(lines)
 
 
 def _ensure(step: Step, source: Path, store: Path, progress: Progress) -> Outcome:
@@ -223,7 +232,7 @@ def _ensure(step: Step, source: Path, store: Path, progress: Progress) -> Outcom
         with hold_lock(store / ".locks" / key, reason=reason, progress=progress):
             reused = entry.is_dir()
             if not reused:
-                _check_space(step, source, store)
+                needs = stage.needs(Outline.read(source), step.parameters)
                 log.parent.mkdir(exist_ok=True)
                 unfinished = store / ".unfinished" / key
                 with publish(entry) as staging:
@@ -238,7 +247,7 @@ def _ensure(step: Step, source: Path, store: Path, progress: Progress) -> Outcom
                         wall_seconds=round(time.monotonic() - started, 3),
                         peak_memory_bytes=peak,
                         versions=_versions(stage.packages),
-                        facts=facts,
+                        facts=facts | ({OPERATIONS: needs.operations} if needs.operations else {}),
                     ).write(staging)
                 shutil.rmtree(unfinished, ignore_errors=True)
     if reused:
@@ -293,21 +302,6 @@ def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[Ingre
         for name in names
         if before.get(name) != after.get(name)
     )
-
-
-def _check_space(step: Step, source: Path, store: Path) -> None:
-    needs = step.stage.needs(source, step.parameters)
-    free = shutil.disk_usage(store).free
-    memory = machine.available_memory()
-    for resource, needed, available in (
-        ("disk", needs.disk_bytes, free),
-        ("memory", needs.memory_bytes, memory),
-    ):
-        if needed > available:
-            raise RecipeError(
-                f"{step.stage.name} needs about {needed / 2**30:.1f} GiB of {resource}, {available / 2**30:.1f} GiB "
-                f"are free; free some{', for instance with `slimqwen recipe clean`' if resource == 'disk' else ''}"
-            )
 
 
 def _run_in_process(

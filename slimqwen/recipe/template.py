@@ -1,39 +1,74 @@
-"""The recipe.yaml of a new variant: its stages in order, with the parameters that need a value."""
+"""The recipe.yaml of a new variant: its stages in order, with every parameter, its default and its meaning."""
 
+import json
 import tempfile
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-import yaml
-
-from slimqwen import checkpoint
 from slimqwen.recipe import recipe_file
+from slimqwen.recipe.parameters import Parameter, list_parameters
 from slimqwen.recipe.registry import STAGES
-from slimqwen.text.corpus import TextSource
-from slimqwen.variant import Variant, making_command
+from slimqwen.variant import EMBEDDED, Variant
 
-_EMBEDDED = "tiny"
+_WIDTH = 120
 
 
-def render(base: Variant, stages: Sequence[str]) -> str:
+def render_recipe(base: Variant, stages: Sequence[str]) -> str:
     """The text of a recipe.yaml that takes the checkpoint of a variant through stages.
+
+    The texts of the stages are left to be filled in, but for variants of the embedded model.
 
     Raises:
         slimqwen.recipe.recipe_file.RecipeError: an unknown stage, or an impossible order.
-        SlimqwenError: a stage needs the checkpoint of the base, which is missing.
     """
     lines = [
         f"description: The checkpoint of {base.name} through {', '.join(stages)}.",
         f"base: {base.name}",
         "stages:",
     ]
+    filled = [*lines]
     for stage in stages:
-        parameters = _parameters(stage, base)
-        entry = yaml.safe_dump({stage: parameters}, sort_keys=False) if parameters else f"{stage}:\n"
-        lines.append(f"  - {textwrap.indent(entry, '    ').strip()}")
-    text = "\n".join(lines) + "\n"
+        lines.append(f"  - {stage}:")
+        filled.append(f"  - {stage}:")
+        if stage in STAGES:
+            parameters = tuple(list_parameters(STAGES[stage].parameters))
+            lines += _render_parameters(parameters, 6, is_embedded=base.lineage[-1] == EMBEDDED)
+            filled += _render_parameters(parameters, 6, is_embedded=True)
+    _require_readable("\n".join(filled))
+    return "\n".join(lines) + "\n"
+
+
+def _render_parameters(parameters: Iterable[Parameter], indent: int, *, is_embedded: bool) -> Iterator[str]:
+    for parameter in parameters:
+        comment = "; ".join(part for part in (parameter.meaning, parameter.allowed) if part)
+        margin = " " * indent
+        yield from textwrap.wrap(
+            comment, _WIDTH, initial_indent=f"{margin}# ", subsequent_indent=f"{margin}#   "
+        )
+        if parameter.parts:
+            yield f"{margin}{parameter.name}:"
+            yield from _render_parameters(parameter.parts, indent + 2, is_embedded=is_embedded)
+        elif parameter.name in _TEXTS and not is_embedded:
+            yield f"{margin}{parameter.name}:  # fill in"
+        else:
+            value = parameter.value
+            shown = "" if value is None else f" {_written(value)}"
+            yield f"{margin}{parameter.name}:{shown}"
+
+
+_TEXTS = ("path",)
+"""Parameters (of a `TextSource`) whose defaults are texts of the embedded model."""
+
+
+def _written(value: object) -> str:
+    """A value in YAML."""
+    if isinstance(value, tuple):
+        return json.dumps(value)
+    return str(value).lower() if isinstance(value, bool) else f"{value}"
+
+
+def _require_readable(text: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "recipe.yaml"
         file.write_text(text, encoding="utf-8")
@@ -42,27 +77,3 @@ def render(base: Variant, stages: Sequence[str]) -> str:
         except recipe_file.RecipeError as error:
             # The temporary file's path would mislead: only the fault is reported.
             raise recipe_file.RecipeError(f"stages: {str(error).partition(': ')[2]}") from None
-    return text
-
-
-def _parameters(stage: str, base: Variant) -> dict[str, Any]:
-    """Parameters that need a value: the text that the stage reads, and the size of a vocabulary."""
-    if stage not in STAGES:
-        return {}  # recipe_file.read_recipe names the nearest stage
-    fields = STAGES[stage].parameters.model_fields
-    parameters: dict[str, Any] = {}
-    if "size" in fields:
-        checkpoint.check_folder(base.weights, making_command(base.weights, base.root))
-        # A size to begin with: what other sizes cost depends on the texts.
-        parameters["size"] = checkpoint.text_config(checkpoint.read_config(base.weights))["vocab_size"] // 2
-    for name, field in fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, TextSource):
-            parameters[name] = _text(base, field.annotation)
-    return parameters
-
-
-def _text(base: Variant, source: type[TextSource]) -> dict[str, str]:
-    """The text of the embedded model for its variants; for others a file of the family, mixed by its owner."""
-    if _EMBEDDED in base.lineage:
-        return {"path": str(source.model_fields["path"].default)}
-    return {"path": f"../../corpora/{base.lineage[-1]}.jsonl"}

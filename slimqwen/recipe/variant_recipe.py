@@ -9,8 +9,11 @@ from slimqwen import checkpoint
 from slimqwen import variant as variants
 from slimqwen.checkpoint import difference, draft_head
 from slimqwen.checkpoint.difference import TensorChange, TensorDifference
+from slimqwen.errors import SlimqwenError
 from slimqwen.progress import Progress, silent
 from slimqwen.recipe import recipe_file, runner
+from slimqwen.recipe.inspection import StageCost, inspect_steps
+from slimqwen.recipe.outline import Outline
 from slimqwen.recipe.recipe_file import Recipe, RecipeError, Step
 from slimqwen.variant import Variant
 
@@ -27,10 +30,68 @@ def read_recipe(variant: Variant) -> Recipe:
 def run_recipe(
     variant: Variant, stages: int | None = None, progress: Progress = silent
 ) -> list[runner.Outcome]:
-    """Run a variant's recipe, or only its first stages; raises as `runner.run_recipe`."""
+    """Run a variant's recipe, or only its first stages.
+
+    Raises:
+        RecipeError: every fault of the recipe, before anything runs; or as `runner.run_recipe`.
+    """
+    parsed = recipe_file.parse_recipe(variant.folder / "recipe.yaml")
     weights = variant.root / "weights"
     resolve = partial(base_folder, root=variant.root)
-    return runner.run_recipe(read_recipe(variant), variant.name, weights, resolve, stages, progress)
+    if parsed.faults:
+        raise RecipeError.of_faults(parsed.faults + _faults_on_base(parsed.recipe, variant.root))
+    assert parsed.recipe is not None
+    is_embedded = comes_from_embedded(parsed.recipe.base, variant.root)
+    return runner.run_recipe(
+        parsed.recipe, variant.name, weights, resolve, stages, progress, is_embedded=is_embedded
+    )
+
+
+def inspect_recipe(variant: Variant, base: Outline) -> tuple[StageCost, ...]:
+    """What each stage of a variant's recipe will take on the outline of its base; nothing runs.
+
+    Raises:
+        RecipeError: every fault of the recipe.
+    """
+    parsed = recipe_file.parse_recipe(variant.folder / "recipe.yaml")
+    steps = parsed.recipe.steps if parsed.recipe else ()
+    faults, costs = inspect_steps(steps, base, variant.root / "weights" / "store")
+    if parsed.faults or faults:
+        raise RecipeError.of_faults(parsed.faults + faults)
+    return costs
+
+
+def base_outline(variant: Variant) -> Outline | None:
+    """The outline of the base of a variant's recipe, from its headers or its index; None where it is not here.
+
+    Raises:
+        RecipeError: the recipe cannot be read.
+        CorruptCheckpointError: config.json, the index or a header cannot be read.
+    """
+    recipe = recipe_file.parse_recipe(variant.folder / "recipe.yaml").recipe
+    if recipe is None:
+        return None
+    base = variants.load(_variant_of(recipe.base, variant.root), variant.root)
+    if not (base.weights / "config.json").is_file():
+        return None
+    return Outline.read(base.weights, is_embedded=comes_from_embedded(recipe.base, variant.root))
+
+
+def comes_from_embedded(base: str, root: Path) -> bool:
+    """Whether a recipe's base is the embedded model or was made from it: the stages' default texts are its own."""
+    return variants.load(_variant_of(base, root), root).lineage[-1] == variants.EMBEDDED
+
+
+def _faults_on_base(recipe: Recipe | None, root: Path) -> tuple[str, ...]:
+    """What the stages say of the base, as far as both can be read."""
+    if recipe is None:
+        return ()
+    try:
+        base = base_folder(recipe.base, root)
+        outline = Outline.read(base, is_embedded=comes_from_embedded(recipe.base, root))
+        return inspect_steps(recipe.steps, outline, root / "weights" / "store")[0]
+    except SlimqwenError as error:
+        return (f"{recipe.file}: base: {error}",)
 
 
 def stages_until(variant: Variant, name: str) -> int:
@@ -46,9 +107,9 @@ def stages_until(variant: Variant, name: str) -> int:
     return names.index(name) + 1
 
 
-def status(variant: Variant) -> list[runner.Forecast]:
-    """Whether a run of a variant's recipe would reuse or run each stage; raises as `runner.status`."""
-    return runner.status(
+def forecast_recipe(variant: Variant) -> list[runner.Forecast]:
+    """Whether a run of a variant's recipe would reuse or run each stage; raises as `runner.forecast_recipe`."""
+    return runner.forecast_recipe(
         read_recipe(variant), variant.root / "weights", partial(base_folder, root=variant.root)
     )
 
@@ -65,7 +126,7 @@ def clean(root: Path) -> int:
         if variant.recipe is None:
             continue
         try:
-            keep += [forecast.key for forecast in status(variant) if forecast.key]
+            keep += [forecast.key for forecast in forecast_recipe(variant) if forecast.key]
         except checkpoint.MissingCheckpointError:
             continue
     return runner.clean_store(root / "weights", keep)
@@ -78,18 +139,21 @@ def base_folder(base: str, root: Path) -> Path:
         RecipeError: no variant is a copy of that repository.
         MissingCheckpointError, CorruptCheckpointError: its weights are missing or damaged.
     """
-    variant = variants.load(_copy_of(base, root) if "/" in base else base, root)
+    variant = variants.load(_variant_of(base, root), root)
     checkpoint.check_folder(variant.weights, variants.making_command(variant.weights, root))
     return variant.weights
 
 
-def _copy_of(repository: str, root: Path) -> str:
+def _variant_of(base: str, root: Path) -> str:
+    """The variant that a recipe's base means: itself, or the copy of that hub repository."""
+    if "/" not in base:
+        return base
     for name in variants.names(root):
         source = variants.load(name, root).settings.get("SOURCE")
-        if source and source.value == repository and source.file.parent.name == name:
+        if source and source.value == base and source.file.parent.name == name:
             return name
     raise RecipeError(
-        f"no variant is a copy of {repository}; add one whose config.env says SOURCE={repository}"
+        f"no variant is a copy of {base}; `slimqwen variant new --name NAME --checkpoint {base}` adds one"
     )
 
 

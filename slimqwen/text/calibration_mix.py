@@ -125,7 +125,7 @@ class _Supply:
     def take_new(self, seen: set[bytes]) -> str | None:
         """The next document that is not a duplicate; its hashes are added to `seen`."""
         while self._positions:
-            text = self._chats.text_of(self._reader, self._positions.pop())
+            text = self._chats.text_of(self._reader, self._reader.at(self._positions.pop()))
             words = text.split()
             shingles = {_hash(words[start : start + 13]) for start in range(max(1, len(words) - 12))}
             if _hash(words) in seen:

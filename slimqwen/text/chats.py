@@ -1,11 +1,12 @@
 """Chats as text, rendered as vLLM's server renders the messages and tools of a request."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from slimqwen.text.files import CorpusError, DataSet, TextFile, without_nulls
+from slimqwen.text.files import CorpusError, DataSet, Document, TextFile, without_nulls
 
 _TEXT_MODEL = SimpleNamespace(
     enable_prompt_embeds=False,
@@ -65,31 +66,38 @@ class ChatRenderer:
         self.templates = read_chat_templates(weights)
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(weights)
 
-    def text_of(self, reader: TextFile | DataSet, position: int) -> str:
+    def text_of(self, reader: TextFile | DataSet, document: Document, *, to_continue: bool = False) -> str:
         """The text of a document, rendered if it is a chat.
+
+        Args:
+            reader: what the document comes from, for its location in an error.
+            to_continue: whether a chat ends before its last response, where the model would begin one.
 
         Raises:
             CorpusError: as for `render`, with the location of the document.
         """
-        document = reader.at(position)
         if document.text is not None:
             return document.text
         try:
             if document.messages is None:
                 raise ValueError("it is a prompt")
-            return self.render(document.messages, document.tools)
+            messages = document.messages
+            while to_continue and messages and messages[-1].get("role") == "assistant":
+                messages = messages[:-1]
+            return self.render(messages, document.tools, to_continue=to_continue)
         # Templates raise exceptions of any type.
         except Exception as error:
             reason = " ".join(str(error).split())[:300]
             raise CorpusError(
-                f"{reader.location(position)}: the chat cannot be rendered ({reason}); correct or remove it"
+                f"{reader.location(document.position)}: the chat cannot be rendered ({reason}); correct or remove it"
             ) from None
 
-    def render(self, messages: list[Any], tools: Any = None) -> str:
+    def render(self, messages: list[Any], tools: Any = None, *, to_continue: bool = False) -> str:
         """The text of a chat; a null argument of a tool call is no argument.
 
         Args:
             tools: their list, or its JSON.
+            to_continue: whether the text ends where the model's next message begins.
 
         Raises:
             ValueError: the server would refuse the chat, or its template leaves out the tools or their calls.
@@ -102,17 +110,17 @@ class ChatRenderer:
             raise ValueError("the checkpoint has no chat_template.jinja")
         messages = [_checked_message(message) for message in messages]
         tools = [_checked_tool(tool) for tool in tools] if tools else None
-        text = self._render(template.text, messages, tools)
+        text = self._render(template.text, messages, tools, to_continue)
         without_calls = [{**message, "tool_calls": []} for message in messages]
-        if tools and self._render(template.text, messages, None) == text:
+        if tools and self._render(template.text, messages, None, to_continue) == text:
             raise ValueError("the template leaves out the tools")
         has_calls = any(message.get("tool_calls") for message in messages)
-        if has_calls and self._render(template.text, without_calls, tools) == text:
+        if has_calls and self._render(template.text, without_calls, tools, to_continue) == text:
             raise ValueError("the template leaves out the tool calls")
         text.encode()
         return text
 
-    def _render(self, template: str, messages: list[Any], tools: list[Any] | None) -> str:
+    def _render(self, template: str, messages: list[Any], tools: list[Any] | None, to_continue: bool) -> str:
         # Slow to import, and needed for chats alone.
         from vllm.renderers.chat_utils import parse_chat_messages
         from vllm.renderers.hf import resolve_chat_template_content_format, safe_apply_chat_template
@@ -129,9 +137,47 @@ class ChatRenderer:
                 tools=tools,
                 chat_template=template,
                 tokenize=False,
-                add_generation_prompt=False,
+                add_generation_prompt=to_continue,
             )
         )
+
+
+def read_texts(path: Path, weights: Path) -> Iterator[str]:
+    """The texts of a .txt or .jsonl file without blank ones, chats rendered by the templates of a checkpoint.
+
+    Raises:
+        CorpusError: the file cannot be read, a document is malformed or a prompt, or a chat cannot be rendered.
+    """
+    file, chats = TextFile(path), None
+    for document in file:
+        if document.is_blank:
+            continue
+        if document.text is None:
+            require_text_or_chat(file, document)
+            chats = chats or ChatRenderer(weights)
+            yield chats.text_of(file, document)
+        else:
+            yield document.text
+
+
+def require_text_or_chat(reader: TextFile | DataSet, document: Document, *, or_prompt: bool = False) -> None:
+    """Check what shows without a template: that a document is a text, or a chat of messages with roles.
+
+    Args:
+        or_prompt: whether a prompt is taken too.
+
+    Raises:
+        CorpusError: it is something else.
+    """
+    roles = [isinstance(each, dict) and isinstance(each.get("role"), str) for each in document.messages or ()]
+    if (
+        document.text is None
+        and not (or_prompt and document.prompt is not None)
+        and not all(roles or [False])
+    ):
+        form = 'give {"text": …} or {"messages": [{"role": …, "content": …}, …]}'
+        also = ', or {"prompt": …}' if or_prompt else ""
+        raise CorpusError(f"{reader.location(document.position)}: neither a text nor a chat; {form}{also}")
 
 
 def _checked_message(message: Any) -> dict[str, Any]:

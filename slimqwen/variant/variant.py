@@ -16,7 +16,9 @@ from slimqwen.variant.config_env import (
     repository_root,
 )
 
-_COMMITTED_WEIGHTS = "tiny"
+EMBEDDED = "tiny"
+"""The variant whose weights are committed, and whose world the texts of eval/ tell of."""
+
 SHAPE_PREFIX = "shape-"
 """Prefix of a variant's name in folders of weights/ that have its dimensions and no weights (`make shape`)."""
 
@@ -135,7 +137,7 @@ def load(name: str, root: Path | None = None) -> Variant:
 def making_command(weights: Path, root: Path) -> str:
     """The command that makes a checkpoint folder, as the cure in the error for a missing one."""
     name = weights.relative_to(root / "weights").parts[0] if weights.is_relative_to(root / "weights") else ""
-    if name == _COMMITTED_WEIGHTS:
+    if name == EMBEDDED:
         return "`git checkout weights/tiny` restores it, `python tools/tinyworld train` trains it anew"
     config = config_env(name, root)
     if name.startswith(SHAPE_PREFIX):

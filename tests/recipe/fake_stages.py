@@ -17,7 +17,8 @@ from slimqwen.checkpoint.files import COMPILE_CACHE, carry_all, carry_side_files
 from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, rewrite
 from slimqwen.errors import SlimqwenError
 from slimqwen.progress import Progress
-from slimqwen.recipe.stage import Facts, Needs, Parameters, Stage
+from slimqwen.recipe.outline import Outline
+from slimqwen.recipe.stage import Facts, Fault, Needs, Parameters, Stage
 
 
 class AddParameters(Parameters):
@@ -57,8 +58,8 @@ def _data(parameters: AddParameters) -> Mapping[str, str]:
     return {"file": sha256(parameters.data)} if parameters.data else {}
 
 
-def _needs(disk_bytes: int = 1, memory_bytes: int = 1) -> Callable[[Path, Parameters], Needs]:
-    return lambda source, parameters: Needs(disk_bytes, memory_bytes)
+def _needs(disk_bytes: int = 1, memory_bytes: int = 1) -> Callable[[Outline, Parameters], Needs]:
+    return lambda outline, parameters: Needs(disk_bytes, memory_bytes)
 
 
 class RefusedError(SlimqwenError):
@@ -71,9 +72,9 @@ def refuse(source: Path, destination: Path, parameters: Parameters, progress: Pr
     raise RefusedError("the input has no wings; choose one with wings")
 
 
-def refuse_by_its_needs(source: Path, parameters: Parameters) -> Needs:
+def find_no_wings(outline: Outline, parameters: Parameters) -> list[Fault]:
     """See by the headers alone that the input is unusable."""
-    raise RefusedError("the base has no wings; choose one with wings")
+    return [Fault(f"{outline.name} has no wings; choose one with wings")]
 
 
 def break_down(source: Path, destination: Path, parameters: Parameters, progress: Progress) -> Facts:
@@ -118,7 +119,7 @@ STAGES = {
         replace(_ADD, name="endless_memory", needs=_needs(memory_bytes=2**60)),
         Stage("bake", BakeParameters, bake, _needs(), last=True),
         Stage("refuse", Parameters, refuse, _needs()),
-        Stage("refuse_by_its_needs", Parameters, refuse, refuse_by_its_needs),
+        Stage("refuse_unseen", Parameters, refuse, _needs(), find_no_wings),
         Stage("break_down", Parameters, break_down, _needs()),
         Stage("die", Parameters, die, _needs()),
         Stage("forget", Parameters, forget, _needs()),

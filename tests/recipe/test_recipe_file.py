@@ -18,7 +18,6 @@ stages:
       group_size: 64
       targets: [mlp, linear_attention]
       corpus:
-        source: file
         path: text.txt
         sequences: 8
 """
@@ -52,7 +51,7 @@ def test_a_stage_may_have_no_parameters_of_its_own(tmp_path: Path) -> None:
     ("old", "new", "line", "expected"),
     [
         ("group_size: 64", "group_sise: 64", 6, "unknown key 'group_sise'; did you mean group_size?"),
-        ("sequences: 8", "sequence: 8", 11, "unknown key 'sequence'; did you mean sequences?"),
+        ("sequences: 8", "sequence: 8", 10, "unknown key 'sequence'; did you mean sequences?"),
         ("- calibrate", "- calibrat", 4, "no stage 'calibrat'; did you mean calibrate?"),
         ("- calibrate", "- xyz", 4, "no stage 'xyz'; known are bake_cache, calibrate"),
         ("base: tiny", "bas: tiny", 2, "unknown key 'bas'; did you mean base?"),
@@ -66,9 +65,8 @@ def test_a_stage_may_have_no_parameters_of_its_own(tmp_path: Path) -> None:
         ("base: tiny", "base: a/b/c", 2, "base: String should match"),
         ("base: tiny", "base: tiny\nbase: tiny", 3, "base is written twice"),
         ("base: tiny", "base: tiny\n[a]: b", 3, "not usable YAML"),
-        ("sequences: 8", "sequences: 0", 11, "greater than or equal to 1, here is 0"),
-        ("        path: text.txt\n", "", 8, "path goes with source: file"),
-        ("source: file", "source: tinyworld", 8, "path goes with source: file"),
+        ("sequences: 8", "sequences: 0", 10, "greater than or equal to 1, here is 0"),
+        ("path: text.txt", "path:", 9, "corpus.path is not filled in; write a value"),
         ("  - calibrate:", "  - other: {}\n    calibrate:", 4, "one stage per list entry, this one has 2"),
         ("description: four bits", "description: ''", 1, "description: String should have at least 1"),
         ("description: four bits", "description: [", 3, "not usable YAML"),

@@ -183,7 +183,7 @@ def test_status_foretells_what_a_run_then_does(workshop: Workshop) -> None:
     recipe = workshop.recipe(workshop.add(1), workshop.add(2))
     before = workshop.status(recipe)
     assert [(forecast.reused, forecast.reason) for forecast in before] == [
-        (False, "not made yet"),
+        (False, "never run"),
         (False, "its input will be made first"),
     ]
     outcomes = workshop.run(recipe)
@@ -203,8 +203,8 @@ def test_status_shows_the_change_against_the_nearest_entry(workshop: Workshop) -
 
 
 def test_what_a_later_stage_says_of_the_base_is_said_before_an_earlier_one_works(workshop: Workshop) -> None:
-    with pytest.raises(RefusedError, match="the base has no wings"):
-        workshop.run(workshop.recipe(workshop.add(1), "refuse_by_its_needs"))
+    with pytest.raises(RecipeError, match=r"v\.yaml:1: refuse_unseen: the output of add has no wings"):
+        workshop.run(workshop.recipe(workshop.add(1), "refuse_unseen"))
     assert workshop.amounts_run() == []
 
 

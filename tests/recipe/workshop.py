@@ -83,7 +83,7 @@ class Workshop:
 
     def status(self, recipe: Recipe) -> list[runner.Forecast]:
         """Ask what a run would do."""
-        return runner.status(recipe, self.weights, self.resolve)
+        return runner.forecast_recipe(recipe, self.weights, self.resolve)
 
     def resolve(self, base: str) -> Path:
         """Every base is a folder under weights/."""

@@ -16,8 +16,8 @@ def test_stages_read_the_same_documents_of_a_file(tmp_path):
     blank = json.dumps({"text": " "}) + "\n"
     lines = (json.dumps({"text": text}, ensure_ascii=False) + "\n\n" + blank for text in texts)
     file.write_text("".join(lines))
-    assert list(prune_vocab.counted_documents(prune_vocab.CountedText(path=file), [])) == texts
-    calibration = calibrate.documents(calibrate.CalibrationText(path=file))
+    assert list(prune_vocab.counted_documents(prune_vocab.CountedText(path=file), tmp_path, [])) == texts
+    calibration = calibrate.calibration_documents(calibrate.CalibrationText(path=file), tmp_path)
     assert sorted(calibration) == [f"{text}<|endoftext|>" for text in texts]
 
 
@@ -35,14 +35,10 @@ def test_a_name_is_that_of_a_text_and_everything_else_a_path(tmp_path):
         assert resolve_text(path, tmp_path) == tmp_path / path
 
 
-def test_a_recipe_names_its_text_by_path_or_name_and_as_older_recipes_did(tmp_path):
+def test_a_recipe_names_its_text_by_path_or_name(tmp_path):
     def path(**values):
         return TextSource.model_validate(values, context={"folder": tmp_path}).path
 
-    named = repository_root() / "eval" / "texts" / "tinyworld.jsonl"
-    assert path() == path(path="tinyworld") == path(source="tinyworld") == named
-    assert path(path="a.jsonl") == path(source="file", path="a.jsonl") == tmp_path / "a.jsonl"
+    assert path() == path(path="tinyworld") == repository_root() / "eval" / "texts" / "tinyworld.jsonl"
+    assert path(path="a.jsonl") == tmp_path / "a.jsonl"
     assert "path" not in TextSource.model_validate({"path": "a.jsonl"}).model_dump()
-    for wrong in ({"source": "file"}, {"source": "tinyworld", "path": "a.jsonl"}):
-        with pytest.raises(ValueError, match="path goes with source: file"):
-            path(**wrong)

@@ -13,8 +13,10 @@ from slimqwen.checkpoint import promise
 from slimqwen.checkpoint.files import side_files
 from slimqwen.errors import SlimqwenError
 from slimqwen.recipe import variant_recipe
+from slimqwen.recipe.outline import Outline
 from slimqwen.recipe.recipe_file import Step
 from slimqwen.recipe.registry import STAGES
+from slimqwen.recipe.stage import require_fit
 from slimqwen.recipe.stages.sample_outputs import OUTPUTS
 from slimqwen.serving import checks, in_process
 from slimqwen.serving.command import ServerCommand
@@ -91,7 +93,7 @@ def needs(stage: str, **parameters: Any) -> Verb:
     def run(folder: Path, empty: Path) -> None:
         checkpoint.check_folder(folder, "download it anew")
         kind = STAGES[stage]
-        kind.needs(folder, kind.parameters(**parameters))
+        require_fit(kind.inspect(Outline.read(folder), kind.parameters(**parameters)))
 
     return run
 

@@ -12,7 +12,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated
@@ -22,10 +22,12 @@ from pydantic import Field, field_validator
 
 from slimqwen import checkpoint
 from slimqwen import variant as variants
-from slimqwen.checkpoint.files import bytes_on_disk, carry_all
+from slimqwen.checkpoint.files import carry_all
+from slimqwen.errors import SlimqwenError
 from slimqwen.plan import gpu_model, rehearsal
 from slimqwen.progress import Progress
-from slimqwen.recipe.stage import Facts, Needs, Parameters, Stage
+from slimqwen.recipe.outline import Outline
+from slimqwen.recipe.stage import Facts, Fault, Needs, Parameters, Stage
 from slimqwen.serving import baked_cache, gpu
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
@@ -126,10 +128,18 @@ def bake_compile_cache(
     }
 
 
-def needs(source: Path, parameters: BakeCacheParameters) -> Needs:
+def needs(outline: Outline, parameters: BakeCacheParameters) -> Needs:
     """Disk: the checkpoint, and the cache packed and unpacked. Memory: a server with its weights."""
-    size = bytes_on_disk(source)
-    return Needs(disk_bytes=size + 2 * _ARCHIVE_BYTES, memory_bytes=_ENGINE_BYTES + size)
+    size = outline.disk_bytes
+    return Needs(size + 2 * _ARCHIVE_BYTES, _ENGINE_BYTES + size, fixed_seconds=120)
+
+
+def inspect_config(outline: Outline, parameters: BakeCacheParameters) -> Iterator[Fault]:
+    """Find a config.env that cannot be used."""
+    try:
+        _variant(parameters)
+    except SlimqwenError as error:
+        yield Fault(str(error), "config")
 
 
 def data(parameters: BakeCacheParameters) -> dict[str, str]:
@@ -249,6 +259,7 @@ STAGE = Stage(
     parameters=BakeCacheParameters,
     run=bake_compile_cache,
     needs=needs,
+    inspect=inspect_config,
     data=data,
     last=True,
     code=(

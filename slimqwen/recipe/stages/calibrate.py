@@ -11,7 +11,8 @@ needs no text, so a recipe can do it alone, after the stages that train the head
 
 import random
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,13 +21,26 @@ from pydantic import Field, model_validator
 from slimqwen import checkpoint
 from slimqwen.checkpoint import packing
 from slimqwen.checkpoint.config import quantisation, quantised, write_config
-from slimqwen.checkpoint.files import bytes_on_disk, carry_side_files
+from slimqwen.checkpoint.errors import UnsupportedFormatError
+from slimqwen.checkpoint.files import carry_side_files
 from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, from_torch, list_tensors, rewrite, torch_dtype
-from slimqwen.models.shape import Shape
 from slimqwen.progress import Progress
+from slimqwen.recipe.outline import Outline
 from slimqwen.recipe.schemes import Targets, config_groups, packing_of
-from slimqwen.recipe.stage import TORCH_ENVIRONMENT, Facts, Needs, Parameters, Stage, StageError
-from slimqwen.text.corpus import END_OF_TEXT, TextSource, file_digest, file_texts
+from slimqwen.recipe.stage import (
+    TORCH_ENVIRONMENT,
+    D,
+    Facts,
+    Fault,
+    Needs,
+    Parameters,
+    Stage,
+    StageError,
+    require_fit,
+)
+from slimqwen.recipe.text_check import inspect_text
+from slimqwen.text.chats import read_texts
+from slimqwen.text.corpus import END_OF_TEXT, TextSource, file_digest
 from slimqwen.text.files import CorpusError
 
 _ARCHITECTURES = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
@@ -45,6 +59,9 @@ _BATCH = 8
 
 _CHECKED_TOKENS = 2048
 """Tokens on which layers are compared with rounded ones: few suffice, and their hidden states fill memory."""
+
+_PASSES = 46
+"""Forward passes of a target: in each of about two searches of AWQ 20 grid points and the exact one, and 4 others."""
 
 _IMPORTS_BYTES = 1500 * 2**20
 """Measured resident size of torch, transformers and llmcompressor."""
@@ -114,7 +131,9 @@ def calibrate_weights(
     progress("loading", 0, 0)
     torch.set_num_threads(parameters.threads)
     torch.manual_seed(parameters.corpus.seed)
-    targets = _target_tensors(source, parameters)
+    outline = Outline.read(source)
+    require_fit(inspect_calibration(outline, parameters))
+    targets = _target_tensors(outline, parameters)
     config = checkpoint.read_config(source)
     facts: Facts = {"quantised_linears": sum(map(len, targets.values()))}
     head = targets.pop("mtp", {})
@@ -145,20 +164,69 @@ def calibrate_weights(
     return facts
 
 
-def needs(source: Path, parameters: CalibrateParameters) -> Needs:
+def needs(outline: Outline, parameters: CalibrateParameters) -> Needs:
     """Memory: weights in float32, activations of all sequences between two layers, and the libraries."""
-    targets = _target_tensors(source, parameters)
-    if targets.keys() == {"mtp"}:
-        return Needs(bytes_on_disk(source), _IMPORTS_BYTES + 8 * packing.BLOCK_BYTES)
-    stored = list_tensors(source)
-    text = checkpoint.text_config(checkpoint.read_config(source))
+    if not parameters.targets.calibrated:
+        memory = _IMPORTS_BYTES + 8 * packing.BLOCK_BYTES
+        return Needs(outline.disk_bytes, memory, 20 * outline.num_weights_of("mtp"))
+    text = outline.text
     tokens = parameters.corpus.sequences * parameters.corpus.length
     # In memory at a time: each sequence's input of a layer, and the exact and the rounded output of its MLP.
     activations = (
         4 * tokens * (2 * text["hidden_size"] + 2 * max(text["hidden_size"], text["intermediate_size"]))
     )
-    weights = sum(4 * info.elements for info in stored.values())
-    return Needs(bytes_on_disk(source), _IMPORTS_BYTES + weights + activations)
+    weights = 4 * sum(info.elements for info in outline.tensors.values())
+    searched = _PASSES * outline.num_weights_of(*parameters.targets.calibrated)
+    operations = 2 * tokens * (searched + 3 * outline.num_weights)
+    return Needs(outline.disk_bytes, _IMPORTS_BYTES + weights + activations, operations, fixed_seconds=25)
+
+
+def inspect_calibration(outline: Outline, parameters: CalibrateParameters) -> Iterator[Fault]:
+    """Find another model family, a quantised checkpoint, groups that do not divide, and what is wrong with the text."""
+    architecture = outline.config["architectures"][0]
+    if architecture not in _ARCHITECTURES:
+        yield Fault(
+            f"{outline.name} is a {architecture}, calibrate knows {' and '.join(_ARCHITECTURES)}; choose another base"
+        )
+        return
+    form = checkpoint.quantisation(outline.config)
+    if parameters.targets.calibrated and set(form.get("config_groups", ["all"] if form else [])) - _BESIDE:
+        yield Fault(
+            f"{outline.name} is quantised already; calibrate needs the 16-bit checkpoint as its base",
+            "targets",
+        )
+        return
+    try:
+        packing.require_extensible(outline.folder, outline.config)
+    except UnsupportedFormatError as error:
+        yield Fault(str(error))
+        return
+    for kind, linears in _target_tensors(outline, parameters).items():
+        if not linears:
+            packed = kind == "mtp" and f"mtp.fc{packing.PACKED}" in outline.tensors
+            fault = "a packed MTP head already" if packed else f"no {kind} layers"
+            yield Fault(f"{outline.name} has {fault}; take {kind} off the targets", f"targets.{kind}")
+        yield from islice(_inspect_linears(outline, kind, linears, parameters), 1)
+    if parameters.targets.calibrated:
+        tokens = parameters.corpus.sequences * parameters.corpus.length
+        yield from inspect_text(outline, "corpus", parameters.corpus, least_bytes=tokens)
+
+
+def _inspect_linears(
+    outline: Outline, kind: str, linears: Mapping[str, TensorInfo], parameters: CalibrateParameters
+) -> Iterator[Fault]:
+    group_size = packing_of(parameters.targets.schemes[kind], parameters.group_size).group_size
+    for name, info in linears.items():
+        if group_size and info.shape[1] % group_size:
+            yield Fault(
+                f"group_size {group_size} does not divide the {info.shape[1]} inputs of {name}; "
+                "choose a smaller one",
+                "group_size",
+            )
+        if info.dtype not in ("BF16", "F16", "F32"):
+            yield Fault(
+                f"{outline.name}: {name} is {info.dtype} already; take {kind} off the targets", "targets"
+            )
 
 
 def data(parameters: CalibrateParameters) -> dict[str, str]:
@@ -173,36 +241,9 @@ def changes(parameters: CalibrateParameters) -> tuple[str, ...]:
     return (*linears, *(rf"(?<!mtp\.)layers\.\d+\.{re.escape(module)}\." for module in scaled))
 
 
-def _target_tensors(source: Path, parameters: CalibrateParameters) -> dict[str, dict[str, TensorInfo]]:
-    """The weights to quantise, by kind and name; raises before the expensive part starts."""
-    config = checkpoint.read_config(source)
-    architecture = config["architectures"][0]
-    if architecture not in _ARCHITECTURES:
-        raise StageError(
-            f"{source} is a {architecture}, calibrate knows {' and '.join(_ARCHITECTURES)}; choose another base"
-        )
-    packed_kinds = set(quantisation(config).get("config_groups", ["all"])) if quantisation(config) else set()
-    if parameters.targets.calibrated and packed_kinds - _BESIDE:
-        raise StageError(f"{source} is quantised already; calibrate needs the 16-bit checkpoint as its base")
-    packing.require_extensible(source, config)
-    stored = list_tensors(source)
-    targets: dict[str, dict[str, TensorInfo]] = {}
-    for kind, scheme in parameters.targets.schemes.items():
-        targets[kind] = packing.linears(stored, kind)
-        if not targets[kind]:
-            packed = kind == "mtp" and f"mtp.fc{packing.PACKED}" in stored
-            fault = "a packed MTP head already" if packed else f"no {kind} layers"
-            raise StageError(f"{source} has {fault}; take {kind} off the targets")
-        group_size = packing_of(scheme, parameters.group_size).group_size
-        for name, info in targets[kind].items():
-            if group_size and info.shape[1] % group_size:
-                raise StageError(
-                    f"group_size {group_size} does not divide the {info.shape[1]} inputs of {name}; "
-                    "choose a smaller one"
-                )
-            if info.dtype not in ("BF16", "F16", "F32"):
-                raise StageError(f"{source}: {name} is {info.dtype} already; take {kind} off the targets")
-    return targets
+def _target_tensors(outline: Outline, parameters: CalibrateParameters) -> dict[str, dict[str, TensorInfo]]:
+    """The weights to quantise, by kind and name."""
+    return {kind: packing.linears(outline.tensors, kind) for kind in parameters.targets.schemes}
 
 
 def _calibrated(
@@ -215,7 +256,7 @@ def _calibrated(
     from slimqwen.models.language_model import load_language_model, text_name
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(source)
-    sequences = _sequences(parameters.corpus, tokenizer)
+    sequences = _sequences(parameters.corpus, source, tokenizer)
     model = load_language_model(source)
     modules = {text_name(name).removesuffix(".weight") for name in names}
     with torch.no_grad():
@@ -248,11 +289,11 @@ def _checked_layers(
     }
 
 
-def _sequences(corpus: CalibrationText, tokenizer: Any) -> list[list[int]]:
+def _sequences(corpus: CalibrationText, source: Path, tokenizer: Any) -> list[list[int]]:
     """The documents joined and cut into sequences of equal length."""
     needed = corpus.sequences * corpus.length
     tokens: list[int] = []
-    for document in documents(corpus):
+    for document in calibration_documents(corpus, source):
         tokens += tokenizer(document, add_special_tokens=False)["input_ids"]
         if len(tokens) >= needed:
             starts = range(0, needed, corpus.length)
@@ -263,13 +304,9 @@ def _sequences(corpus: CalibrationText, tokenizer: Any) -> list[list[int]]:
     )
 
 
-def documents(corpus: CalibrationText) -> Iterable[str]:
-    """The calibration text, document by document, as the model would meet it.
-
-    Raises:
-        CorpusError: the file cannot be read or is malformed.
-    """
-    documents = [text + END_OF_TEXT for text in file_texts(corpus.path)]
+def calibration_documents(corpus: CalibrationText, source: Path) -> list[str]:
+    """The calibration text, document by document in a seeded order; raises as `read_texts`."""
+    documents = [text + END_OF_TEXT for text in read_texts(corpus.path, source)]
     random.Random(corpus.seed).shuffle(documents)
     return documents
 
@@ -407,7 +444,7 @@ def _replacements(
     return replacements
 
 
-def reshape(shape: Shape, parameters: CalibrateParameters) -> Shape:
+def reshape(shape: D, parameters: CalibrateParameters, /) -> D:
     """The targets packed."""
     schemes = parameters.targets.schemes
     return shape.with_packing(
@@ -420,6 +457,7 @@ STAGE = Stage(
     parameters=CalibrateParameters,
     run=calibrate_weights,
     needs=needs,
+    inspect=inspect_calibration,
     data=data,
     reshape=reshape,
     changes=changes,
@@ -431,6 +469,7 @@ STAGE = Stage(
         "slimqwen.models.language_model",
         "slimqwen.models.layer_error",
         "slimqwen.recipe.schemes",
+        "slimqwen.text.chats",
         "slimqwen.text.corpus",
         "slimqwen.text.files",
     ),

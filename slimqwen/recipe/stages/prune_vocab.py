@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from slimqwen import checkpoint
 from slimqwen.checkpoint import draft_head
 from slimqwen.checkpoint.config import write_config
-from slimqwen.checkpoint.files import VOCAB_MAP, bytes_on_disk, carry_side_files, side_files
+from slimqwen.checkpoint.files import VOCAB_MAP, carry_side_files, side_files
 from slimqwen.checkpoint.tensors import (
     NewTensor,
     TensorInfo,
@@ -39,11 +39,13 @@ from slimqwen.checkpoint.tensors import (
     selected_rows,
 )
 from slimqwen.models import vocabulary
-from slimqwen.models.shape import Shape
 from slimqwen.models.vocabulary import Ids, Vocabulary
 from slimqwen.progress import Progress, silent
-from slimqwen.recipe.stage import Facts, Needs, Parameters, Stage, StageError
-from slimqwen.text.corpus import RecipePath, TextSource, file_digest, file_texts
+from slimqwen.recipe.outline import Outline
+from slimqwen.recipe.stage import D, Facts, Fault, Needs, Parameters, Stage, StageError
+from slimqwen.recipe.text_check import inspect_text
+from slimqwen.text.chats import read_texts
+from slimqwen.text.corpus import RecipePath, TextSource, file_digest
 from slimqwen.text.files import CorpusError
 
 REPORT = "prune_vocab.json"
@@ -72,8 +74,23 @@ _ROWLESS = ("weight_g_idx", "weight_global_scale", "input_scale", "input_zero_po
 """Parts of a quantised lm_head that do not depend on single rows."""
 
 _IMPORTS_BYTES = 300 * 2**20
+_PUBLISHED_TOKENIZER_BYTES = 12 * 2**20
+"""tokenizer.json of Qwen3.5, for an estimate where it is not here."""
+
+_COUNTED_BYTES_PER_SECOND = 2e6
 _TOKENIZER_FACTOR = 30
 """Bytes of memory per byte of tokenizer.json: its JSON in Python, two tokenizers, the ranking."""
+
+
+def _checked_size(size: object) -> object:
+    share = float(size[:-1]) if isinstance(size, str) and re.fullmatch(r"\d+(\.\d+)?%", size) else 0.0
+    if not 0 < share <= 100 and not (type(size) is int and size >= ROW_MULTIPLE):
+        raise ValueError(f"write a number of tokens, {ROW_MULTIPLE} or more, or a share such as 50%")
+    return size
+
+
+VocabularySize = Annotated[int | str, BeforeValidator(_checked_size)]
+"""Tokens, or a share of the vocabulary such as 50%."""
 
 
 class CountedText(TextSource):
@@ -90,14 +107,14 @@ class PruneVocabParameters(Parameters):
     """Parameters of the stage.
 
     Attributes:
-        size: tokens to keep, rounded up to a multiple of 64.
+        size: tokens to keep, or their share such as 50%; rounded up to a multiple of 64.
         corpus: text that decides which tokens stay.
         outputs: outputs of the model, counted in addition: a .txt or .jsonl file, or a .json file
             {"<token id>": count, …}; relative to the recipe.
         outputs_weight: weight of a token of outputs relative to one of corpus.
     """
 
-    size: Annotated[int, Field(ge=ROW_MULTIPLE)]
+    size: Annotated[VocabularySize, Field(examples=["50%"])]
     corpus: CountedText = CountedText()
     outputs: Annotated[RecipePath | None, Field(exclude=True)] = None
     outputs_weight: Annotated[int, Field(ge=1)] = 1
@@ -124,8 +141,8 @@ def prune_vocabulary(
     if words.rows > rows:
         raise StageError(f"{source} has {rows} rows for ids up to {words.rows - 1}; correct its config.json")
     held_out: list[str] = []
-    counts = _counts(words, parameters, held_out, progress)
-    token_ids = kept_ids(source, words, counts, parameters.size)
+    counts = _counts(words, source, parameters, held_out, progress)
+    token_ids = kept_ids(source, words, counts, rows_of(parameters.size, rows))
     tokenizer = vocabulary.prune_tokenizer(words, token_ids)
     if draft_ids is not None:
         draft_rows = np.flatnonzero(np.isin(draft_ids, token_ids))
@@ -176,11 +193,25 @@ def measure_coverage(
     }
 
 
-def needs(source: Path, parameters: PruneVocabParameters) -> Needs:
-    """Disk: at most the size of source. Memory: libraries and tokenizer, as tensors pass through in blocks."""
-    tokenizer = source / "tokenizer.json"
-    length = tokenizer.stat().st_size if tokenizer.is_file() else 0
-    return Needs(bytes_on_disk(source), _IMPORTS_BYTES + _TOKENIZER_FACTOR * length)
+def needs(outline: Outline, parameters: PruneVocabParameters) -> Needs:
+    """Disk: at most the size of the input. Memory: libraries and tokenizer, as tensors pass through in blocks."""
+    tokenizer, corpus = outline.folder / "tokenizer.json", parameters.corpus.path
+    length = tokenizer.stat().st_size if tokenizer.is_file() else _PUBLISHED_TOKENIZER_BYTES
+    counted = corpus.stat().st_size if corpus.is_file() else 0
+    memory = _IMPORTS_BYTES + _TOKENIZER_FACTOR * length
+    return Needs(outline.disk_bytes, memory, fixed_seconds=5 + counted / _COUNTED_BYTES_PER_SECOND)
+
+
+def inspect_pruning(outline: Outline, parameters: PruneVocabParameters) -> Iterator[Fault]:
+    """Find a size that leaves nothing to prune, and what is wrong with text and counts."""
+    tokens, size = outline.num_tokens, rows_of(parameters.size, outline.text["vocab_size"])
+    if tokens is not None and size > tokens:
+        yield Fault(
+            f"the vocabulary of {outline.name} has {tokens} tokens, not {size}; choose a smaller size", "size"
+        )
+    yield from inspect_text(outline, "corpus", parameters.corpus)
+    if parameters.outputs is not None and not parameters.outputs.is_file():
+        yield Fault(f"{parameters.outputs}: cannot be read (no such file); put the outputs there", "outputs")
 
 
 def data(parameters: PruneVocabParameters) -> dict[str, str]:
@@ -239,17 +270,17 @@ def _shape(info: TensorInfo, kept_ids: Ids) -> NewTensor:
 
 
 def _counts(
-    words: Vocabulary, parameters: PruneVocabParameters, held_out: list[str], progress: Progress
+    words: Vocabulary, source: Path, parameters: PruneVocabParameters, held_out: list[str], progress: Progress
 ) -> Ids:
     """Count the corpus without its held-out documents, which are added to `held_out`, and the outputs."""
-    counts = vocabulary.count_tokens(words, counted_documents(parameters.corpus, held_out, progress))
+    counts = vocabulary.count_tokens(words, counted_documents(parameters.corpus, source, held_out, progress))
     outputs = parameters.outputs
     if outputs is not None:
         holds_counts = outputs.suffix == ".json"
         added = (
             _counts_file(outputs, words)
             if holds_counts
-            else vocabulary.count_tokens(words, file_texts(outputs))
+            else vocabulary.count_tokens(words, read_texts(outputs, source))
         )
         counts += parameters.outputs_weight * added
     if not counts.any():
@@ -257,9 +288,11 @@ def _counts(
     return counts
 
 
-def counted_documents(corpus: CountedText, held_out: list[str], progress: Progress = silent) -> Iterator[str]:
+def counted_documents(
+    corpus: CountedText, source: Path, held_out: list[str], progress: Progress = silent
+) -> Iterator[str]:
     """Yield the documents by which tokens are ranked; append the others to `held_out`."""
-    for number, document in enumerate(itertools.islice(file_texts(corpus.path), corpus.documents), 1):
+    for number, document in enumerate(itertools.islice(read_texts(corpus.path, source), corpus.documents), 1):
         progress("counting tokens", number, corpus.documents)
         if number % HELD_OUT_EVERY:
             yield document
@@ -362,9 +395,14 @@ def stored_rows(size: int) -> int:
     return -(-size // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
-def reshape(shape: Shape, parameters: PruneVocabParameters) -> Shape:
+def rows_of(size: int | str, vocab_size: int) -> int:
+    """Rows that are kept for a `VocabularySize` of so many."""
+    return stored_rows(size if isinstance(size, int) else round(vocab_size * float(size[:-1]) / 100))
+
+
+def reshape(shape: D, parameters: PruneVocabParameters, /) -> D:
     """Fewer rows of embedding and output head."""
-    return shape.with_vocabulary(stored_rows(parameters.size))
+    return shape.with_vocabulary(rows_of(parameters.size, shape.text["vocab_size"]))
 
 
 STAGE = Stage(
@@ -372,11 +410,13 @@ STAGE = Stage(
     parameters=PruneVocabParameters,
     run=prune_vocabulary,
     needs=needs,
+    inspect=inspect_pruning,
     data=data,
     code=(
         "slimqwen.models.vocabulary",
         "slimqwen.checkpoint.draft_head",
         "slimqwen.checkpoint.tensors",
+        "slimqwen.text.chats",
         "slimqwen.text.corpus",
         "slimqwen.text.files",
     ),

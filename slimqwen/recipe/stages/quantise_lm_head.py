@@ -6,18 +6,20 @@ the same kernels as any W4A16 linear; the MTP head shares the packed head). Rows
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
 from slimqwen import checkpoint
 from slimqwen.checkpoint import packing
 from slimqwen.checkpoint.config import quantised, untied, write_config
-from slimqwen.checkpoint.files import bytes_on_disk, carry_side_files
-from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, list_tensors, output_head, rewrite
-from slimqwen.models.shape import Packing, Shape
+from slimqwen.checkpoint.errors import UnsupportedFormatError
+from slimqwen.checkpoint.files import carry_side_files
+from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, output_head, rewrite
+from slimqwen.models.shape import Packing
 from slimqwen.progress import Progress
-from slimqwen.recipe.stage import Facts, Needs, Parameters, Stage, StageError
+from slimqwen.recipe.outline import Outline
+from slimqwen.recipe.stage import D, Facts, Fault, Needs, Parameters, Stage, require_fit
 
 _HEAD = "lm_head.weight"
 _BITS = 4
@@ -41,12 +43,13 @@ def quantise_output_head(
     """Write source to destination with its output head packed.
 
     Raises:
-        UnsupportedFormatError: the checkpoint is quantised in another format than compressed-tensors.
-        StageError: the head is packed already, or its rows do not divide into groups.
+        StageError: the checkpoint is quantised in another format than compressed-tensors, the head is packed already,
+            or its rows do not divide into groups.
         CorruptCheckpointError: the head is not finite.
     """
     config = checkpoint.read_config(source)
-    head, info = _checked_head(source, parameters)
+    require_fit(inspect_output_head(Outline.read(source), parameters))
+    head, info = output_head(source)
     packed = packing.rounded_to_nearest(info, _HEAD, _BITS, parameters.group_size)
 
     def change(name: str, info: TensorInfo) -> Mapping[str, NewTensor] | None:
@@ -65,28 +68,39 @@ def quantise_output_head(
     }
 
 
-def needs(source: Path, parameters: QuantiseLmHeadParameters) -> Needs:
+def needs(outline: Outline, parameters: QuantiseLmHeadParameters) -> Needs:
     """Disk: a tied checkpoint grows by the packed head. Memory: some blocks of rows."""
-    _, info = _checked_head(source, parameters)
-    return Needs(bytes_on_disk(source) + info.elements, _IMPORTS_BYTES + 8 * packing.BLOCK_BYTES)
+    head = outline.text["vocab_size"] * outline.text["hidden_size"]
+    return Needs(outline.disk_bytes + head, _IMPORTS_BYTES + 8 * packing.BLOCK_BYTES, 20 * head)
 
 
-def _checked_head(source: Path, parameters: QuantiseLmHeadParameters) -> tuple[str, TensorInfo]:
-    packing.require_extensible(source, checkpoint.read_config(source))
-    if any(name.startswith("lm_head.") and name != _HEAD for name in list_tensors(source)):
-        raise StageError(f"{source} has a packed lm_head already; take quantise_lm_head out of the recipe")
-    name, info = output_head(source)
+def inspect_output_head(outline: Outline, parameters: QuantiseLmHeadParameters) -> Iterator[Fault]:
+    """Find a head that is packed already, or whose rows do not divide into groups."""
+    try:
+        packing.require_extensible(outline.folder, outline.config)
+    except UnsupportedFormatError as error:
+        yield Fault(str(error))
+        return
+    if any(name.startswith("lm_head.") and name != _HEAD for name in outline.tensors):
+        yield Fault(f"{outline.name} has a packed lm_head already; take quantise_lm_head out of the recipe")
+        return
+    tied = (name for name in outline.tensors if name.endswith("embed_tokens.weight"))
+    name = _HEAD if _HEAD in outline.tensors else next(tied, None)
+    if name is None:
+        yield Fault(f"{outline.name} has neither lm_head nor embed_tokens; choose a language model")
+        return
+    info = outline.tensors[name]
     if info.dtype not in ("BF16", "F16", "F32"):
-        raise StageError(f"{source}: {name} is {info.dtype}; take a base with its output head in 16 bits")
+        yield Fault(f"{outline.name}: {name} is {info.dtype}; take a base with its output head in 16 bits")
     if info.shape[1] % parameters.group_size:
-        raise StageError(
-            f"{source}: group_size {parameters.group_size} does not divide the {info.shape[1]} inputs of {name}; "
-            "choose a smaller one"
+        yield Fault(
+            f"{outline.name}: group_size {parameters.group_size} does not divide the {info.shape[1]} inputs of {name}; "
+            "choose a smaller one",
+            "group_size",
         )
-    return name, info
 
 
-def reshape(shape: Shape, parameters: QuantiseLmHeadParameters) -> Shape:
+def reshape(shape: D, parameters: QuantiseLmHeadParameters, /) -> D:
     """The output head packed, untied from the embedding."""
     return shape.with_packing({"lm_head": Packing(bits=_BITS, group_size=parameters.group_size)})
 
@@ -96,6 +110,7 @@ STAGE = Stage(
     parameters=QuantiseLmHeadParameters,
     run=quantise_output_head,
     needs=needs,
+    inspect=inspect_output_head,
     reshape=reshape,
     changes=lambda _: (re.escape(_HEAD),),
     code=("slimqwen.checkpoint.packing", "slimqwen.checkpoint.rtn", "slimqwen.checkpoint.tensors"),

@@ -10,7 +10,7 @@ makes a checkpoint worse. Both are also measured in vLLM, and the two measuremen
 
 import gc
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,12 +20,12 @@ from pydantic import Field
 from slimqwen import checkpoint
 from slimqwen.checkpoint import draft_head
 from slimqwen.checkpoint.config import write_config
-from slimqwen.checkpoint.files import bytes_on_disk, carry_side_files
+from slimqwen.checkpoint.files import carry_side_files
 from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, from_torch, list_tensors, rewrite, torch_dtype
-from slimqwen.models.shape import Shape
 from slimqwen.progress import Progress
 from slimqwen.recipe.head_training import POSITIONS, HeadTraining, Training
-from slimqwen.recipe.stage import TORCH_ENVIRONMENT, Facts, Needs, Stage, StageError
+from slimqwen.recipe.outline import Outline
+from slimqwen.recipe.stage import TORCH_ENVIRONMENT, Facts, Fault, Needs, Stage, StageError, require_fit
 from slimqwen.recipe.stages.sample_outputs import Output, read_outputs
 
 CURVE = "redistill_mtp.json"
@@ -35,6 +35,8 @@ AGREEMENT = 0.05
 """Largest relative difference between the acceptance length measured here and in vLLM."""
 
 _IMPORTS_BYTES = 3 * 2**30
+_TOKENS_PER_TEXT = 192
+"""Prompt and continuation, for an estimate of time."""
 
 
 class RedistillParameters(HeadTraining):
@@ -67,8 +69,7 @@ def redistill_head(
     torch.set_num_threads(parameters.threads)
     torch.use_deterministic_algorithms(True)
     stored = list_tensors(source)
-    _check_head(source, stored)
-    reshape(Shape.of_config(checkpoint.read_config(source)), parameters)
+    require_fit(inspect_head(Outline.read(source), parameters))
     outputs = list(read_outputs(source))
     held_out = [output for output in outputs if output.held_out]
     sampled = [output for output in outputs if not output.held_out]
@@ -136,44 +137,31 @@ def redistill_head(
     return {"kept": str(record["kept"]), "steps": steps, **lengths}
 
 
-def needs(source: Path, parameters: RedistillParameters) -> Needs:
-    """Disk: the size of source. Memory: unpacked weights, the head with its optimiser, logits of some positions."""
-    config = checkpoint.text_config(checkpoint.read_config(source))
-    stored = list_tensors(source)
-    _check_head(source, stored)
-    # An integer of a packed weight holds up to eight numbers.
-    elements = sum(info.elements * (8 if info.dtype == "I32" else 1) for info in stored.values())
-    head = sum(info.elements for name, info in stored.items() if name.startswith("mtp."))
-    logits = 6 * POSITIONS * config["vocab_size"]
+def needs(outline: Outline, parameters: RedistillParameters) -> Needs:
+    """Disk: the size of the input. Memory: unpacked weights, the head with its optimiser, logits of some positions."""
+    text = outline.text
+    head = sum(info.elements for name, info in outline.tensors.items() if name.startswith("mtp."))
+    logits = 6 * POSITIONS * text["vocab_size"]
+    scores = 4 * parameters.depth * text["hidden_size"] * text["vocab_size"]
+    tokens = parameters.steps * parameters.batch * _TOKENS_PER_TEXT
     return Needs(
-        disk_bytes=bytes_on_disk(source),
-        memory_bytes=_IMPORTS_BYTES + 4 * (elements + 5 * head + logits),
+        disk_bytes=outline.disk_bytes,
+        memory_bytes=_IMPORTS_BYTES + 4 * (outline.num_weights + 5 * head + logits),
+        operations=2 * tokens * (outline.num_weights + 3 * parameters.depth * head + scores),
+        fixed_seconds=90,
     )
 
 
-def reshape(shape: Shape, parameters: RedistillParameters) -> Shape:
-    """The same dimensions.
-
-    Raises:
-        StageError: it has no draft head to train for.
-    """
-    if parameters.rows == "drafted" and not shape.text.get(draft_head.SIZE_KEY):
-        raise StageError(
-            "redistill_mtp: rows is drafted, but there is no draft head to train for; put trim_draft_vocab before it"
-        )
-    return shape
-
-
-def _check_head(source: Path, stored: Mapping[str, TensorInfo]) -> None:
-    """Raise a StageError unless the checkpoint has an MTP head that is not quantised."""
+def inspect_head(outline: Outline, parameters: RedistillParameters) -> Iterator[Fault]:
+    """Find a checkpoint without an MTP head, with a quantised one, or without the draft head that `rows` asks for."""
     head = {
         name: info
-        for name, info in stored.items()
+        for name, info in outline.tensors.items()
         if name.startswith("mtp.") and not name.startswith(draft_head.PREFIX)
     }
     if not head:
-        raise StageError(
-            f"{source} has no MTP head; take redistill_mtp out of the recipe, or choose a base with mtp.* tensors"
+        yield Fault(
+            f"{outline.name} has no MTP head; take redistill_mtp out of the recipe, or choose a base with mtp.* tensors"
         )
     quantised = [
         f"{name} is {info.dtype}"
@@ -181,9 +169,14 @@ def _check_head(source: Path, stored: Mapping[str, TensorInfo]) -> None:
         if not name.endswith(".weight") or info.dtype not in ("BF16", "F16", "F32")
     ]
     if quantised:
-        raise StageError(
-            f"{source}: its MTP head is quantised ({min(quantised)}); train it before calibrate packs `mtp`, or choose "
-            "a base whose head has 16 bits"
+        yield Fault(
+            f"{outline.name}: its MTP head is quantised ({min(quantised)}); train it before calibrate packs `mtp`, or "
+            "choose a base whose head has 16 bits"
+        )
+    if parameters.rows == "drafted" and not outline.text.get(draft_head.SIZE_KEY):
+        yield Fault(
+            "redistill_mtp: rows is drafted, but there is no draft head to train for; put trim_draft_vocab before it",
+            "rows",
         )
 
 
@@ -225,7 +218,7 @@ STAGE = Stage(
     parameters=RedistillParameters,
     run=redistill_head,
     needs=needs,
-    reshape=reshape,
+    inspect=inspect_head,
     follows=("sample_outputs", "trim_draft_vocab"),
     changes=lambda _: (r"mtp\.(?!draft_head\.)",),
     code=(

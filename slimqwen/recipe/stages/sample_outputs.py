@@ -18,9 +18,12 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from slimqwen.checkpoint.files import bytes_on_disk, carry_all
+from slimqwen.checkpoint.files import carry_all
 from slimqwen.progress import Progress
-from slimqwen.recipe.stage import TORCH_ENVIRONMENT, Facts, Needs, Parameters, Stage
+from slimqwen.recipe.outline import Outline
+from slimqwen.recipe.stage import TORCH_ENVIRONMENT, Facts, Fault, Needs, Parameters, Stage
+from slimqwen.recipe.text_check import inspect_text
+from slimqwen.text.chats import ChatRenderer, require_text_or_chat
 from slimqwen.text.corpus import TextPath, TextSource, file_digest
 from slimqwen.text.files import CorpusError, TextFile, read_json_lines
 
@@ -31,7 +34,9 @@ _ENGINE_BYTES = 3 * 2**30
 
 
 class Prompts(TextSource):
-    """The text whose beginnings the target continues: a {"prompt": …} as a whole, of a text the first third.
+    """The text whose beginnings the target continues.
+
+    A {"prompt": …} is taken as a whole, of a text the first third, of a chat what comes before its last response.
 
     Attributes:
         longest: largest number of prompt tokens; longer prompts are cut at the end.
@@ -91,7 +96,7 @@ def write_sampled_outputs(
     progress("loading", 0, 0)
     tokenizer = AutoTokenizer.from_pretrained(source)
     total = parameters.texts + parameters.held_out
-    prompts = list(itertools.islice(_prompts(parameters.prompts, tokenizer), total))
+    prompts = list(itertools.islice(_prompts(parameters.prompts, source, tokenizer), total))
     if len(prompts) < total:
         raise CorpusError(
             f"{parameters.prompts.path} gives {len(prompts)} different prompts, {total} are needed; add text or ask "
@@ -142,11 +147,22 @@ def read_outputs(folder: Path) -> Iterator[Output]:
             yield Output(tuple(row["prompt"]), tuple(row["continuation"]), row["held_out"])
 
 
-def needs(source: Path, parameters: SampleOutputsParameters) -> Needs:
+def needs(outline: Outline, parameters: SampleOutputsParameters) -> Needs:
     """Disk: a copy of the checkpoint, and the texts. Memory: the engine with its weights."""
-    size = bytes_on_disk(source)
-    texts = 16 * (parameters.texts + parameters.held_out) * (parameters.prompts.longest + parameters.tokens)
-    return Needs(disk_bytes=size + texts, memory_bytes=_ENGINE_BYTES + size)
+    size = outline.disk_bytes
+    tokens = (parameters.texts + parameters.held_out) * (parameters.prompts.longest + parameters.tokens)
+    return Needs(size + 16 * tokens, _ENGINE_BYTES + size, 2 * tokens * outline.num_weights, fixed_seconds=45)
+
+
+def inspect_prompts(outline: Outline, parameters: SampleOutputsParameters) -> Iterator[Fault]:
+    """Find prompts that are too few or cannot be read, and texts longer than the model's context."""
+    longest = parameters.prompts.longest + parameters.tokens + 1
+    if longest > (context := outline.text.get("max_position_embeddings", longest)):
+        yield Fault(
+            f"{longest} tokens a text are more than the {context} of {outline.name}; ask for fewer", "tokens"
+        )
+    total = parameters.texts + parameters.held_out
+    yield from inspect_text(outline, "prompts", parameters.prompts, least_documents=total, or_prompt=True)
 
 
 def data(parameters: SampleOutputsParameters) -> dict[str, str]:
@@ -154,12 +170,12 @@ def data(parameters: SampleOutputsParameters) -> dict[str, str]:
     return {"prompts": file_digest(parameters.prompts.path, "prompts")}
 
 
-def _prompts(prompts: Prompts, tokenizer: Any) -> Iterator[list[int]]:
+def _prompts(prompts: Prompts, source: Path, tokenizer: Any) -> Iterator[list[int]]:
     """Beginnings of documents as token ids, all different."""
     seen: set[tuple[int, ...]] = set()
-    for beginning, whole in _beginnings(prompts):
+    for beginning, is_whole in _beginnings(prompts, source):
         ids = tokenizer(beginning, add_special_tokens=False)["input_ids"]
-        if whole:
+        if is_whole:
             ids = ids[: max(4, len(ids) // 3)]
         ids = ids[: prompts.longest]
         if len(ids) >= 4 and tuple(ids) not in seen:
@@ -167,18 +183,20 @@ def _prompts(prompts: Prompts, tokenizer: Any) -> Iterator[list[int]]:
             yield ids
 
 
-def _beginnings(prompts: Prompts) -> Iterator[tuple[str, bool]]:
+def _beginnings(prompts: Prompts, source: Path) -> Iterator[tuple[str, bool]]:
     """(text, whether it is a whole document, to be cut to its beginning)."""
-    file = TextFile(prompts.path)
+    file, chats = TextFile(prompts.path), None
     for document in file:
         if document.is_blank:
             continue
-        text = document.text if document.prompt is None else document.prompt
-        if text is None:
-            raise CorpusError(
-                f'{file.location(document.position)}: a chat; give {{"text": …}} or {{"prompt": …}}'
-            )
-        yield (text, document.prompt is None)
+        require_text_or_chat(file, document, or_prompt=True)
+        if document.prompt is not None:
+            yield document.prompt, False
+        elif document.text is not None:
+            yield document.text, True
+        else:
+            chats = chats or ChatRenderer(source)
+            yield chats.text_of(file, document, to_continue=True), False
 
 
 STAGE = Stage(
@@ -186,9 +204,11 @@ STAGE = Stage(
     parameters=SampleOutputsParameters,
     run=write_sampled_outputs,
     needs=needs,
+    inspect=inspect_prompts,
     data=data,
     code=(
         "slimqwen.serving.in_process",
+        "slimqwen.text.chats",
         "slimqwen.text.corpus",
         "slimqwen.text.files",
         # Products of the engine that are ours: other last bits are other outputs.

@@ -25,7 +25,7 @@ from pydantic import Field
 from slimqwen import checkpoint
 from slimqwen.checkpoint import draft_head
 from slimqwen.checkpoint.config import read_json_object, write_config
-from slimqwen.checkpoint.files import bytes_on_disk, carry_side_files
+from slimqwen.checkpoint.files import carry_side_files
 from slimqwen.checkpoint.tensors import (
     NewTensor,
     TensorInfo,
@@ -35,11 +35,11 @@ from slimqwen.checkpoint.tensors import (
     selected_rows,
 )
 from slimqwen.checkpoint.weights import Weight, read_weights
-from slimqwen.models.shape import Shape
 from slimqwen.models.vocabulary import Ids
 from slimqwen.progress import Progress
-from slimqwen.recipe.stage import Facts, Needs, Parameters, Stage, StageError
-from slimqwen.recipe.stages.prune_vocab import ROW_MULTIPLE, named_ids, stored_rows
+from slimqwen.recipe.outline import Outline
+from slimqwen.recipe.stage import D, Facts, Fault, Needs, Parameters, Stage, StageError, require_fit
+from slimqwen.recipe.stages.prune_vocab import VocabularySize, named_ids, rows_of
 from slimqwen.recipe.stages.sample_outputs import OUTPUTS, Output, read_outputs
 
 REPORT = "trim_draft_vocab.json"
@@ -49,6 +49,9 @@ _CARRIER = "mtp.norm.weight"
 """A tensor of every MTP head, quantised or not; its shard takes the draft head."""
 
 _SIXTEEN_BITS = ("BF16", "F16")
+_OUTPUTS_BYTES = 32 * 2**20
+"""Size of `OUTPUTS` where it does not exist yet: some thousand continuations."""
+
 _IMPORTS_BYTES = 700 * 2**20
 """Resident size of torch and compressed-tensors."""
 
@@ -57,10 +60,10 @@ class TrimDraftVocabParameters(Parameters):
     """Parameters of the stage.
 
     Attributes:
-        size: ids that may be drafted, rounded up to a multiple of 64.
+        size: ids that may be drafted, or their share such as 25%; rounded up to a multiple of 64.
     """
 
-    size: Annotated[int, Field(ge=ROW_MULTIPLE)]
+    size: Annotated[VocabularySize, Field(examples=["25%"])]
 
 
 def trim_draft_vocabulary(
@@ -75,18 +78,18 @@ def trim_draft_vocabulary(
     """
     progress("counting ids", 0, 0)
     config = checkpoint.read_config(source)
-    rows_of = _output_rows(source)
+    require_fit(inspect_trimming(Outline.read(source), parameters))
+    take_rows = _output_rows(source)
     outputs = list(read_outputs(source))
     vocab_size: int = checkpoint.text_config(config)["vocab_size"]
     counts = _counts((output for output in outputs if not output.held_out), vocab_size)
     held_out = _counts((output for output in outputs if output.held_out), vocab_size)
     required = _required_ids(source, vocab_size)
     ranked = _ranked(counts, required)
-    size = stored_rows(parameters.size)
-    if not len(required) <= size < vocab_size:
+    size = rows_of(parameters.size, vocab_size)
+    if size < len(required):
         raise StageError(
-            f"{source}: size {size} must lie between the {len(required)} ids that are always in and {vocab_size}, "
-            "the whole vocabulary; choose another"
+            f"{source}: size {size} is less than the {len(required)} ids that are always in; choose another"
         )
     ids = np.sort(ranked[:size])
 
@@ -95,7 +98,7 @@ def trim_draft_vocabulary(
             return None
         return {
             name: info.unchanged(),
-            draft_head.WEIGHT: rows_of(ids),
+            draft_head.WEIGHT: take_rows(ids),
             draft_head.TOKEN_IDS: from_ids(ids),
         }
 
@@ -122,14 +125,33 @@ def trim_draft_vocabulary(
     return {name: report[name] for name in facts}
 
 
-def needs(source: Path, parameters: TrimDraftVocabParameters) -> Needs:
-    """Disk: source and the new rows. Memory: libraries, the outputs, and the packed rows where the head is packed."""
-    _output_rows(source)
-    hidden = checkpoint.text_config(checkpoint.read_config(source))["hidden_size"]
-    head = 2 * hidden * (parameters.size + ROW_MULTIPLE)
-    outputs = source / OUTPUTS
-    texts = outputs.stat().st_size if outputs.is_file() else 0
-    return Needs(disk_bytes=bytes_on_disk(source) + head, memory_bytes=_IMPORTS_BYTES + 10 * texts + 2 * head)
+def needs(outline: Outline, parameters: TrimDraftVocabParameters) -> Needs:
+    """Disk: the input and the new rows. Memory: libraries, outputs, and the packed rows of a packed head."""
+    head = 2 * outline.text["hidden_size"] * rows_of(parameters.size, outline.text["vocab_size"])
+    outputs = outline.folder / OUTPUTS
+    texts = outputs.stat().st_size if outputs.is_file() else _OUTPUTS_BYTES
+    return Needs(outline.disk_bytes + head, _IMPORTS_BYTES + 10 * texts + 2 * head)
+
+
+def inspect_trimming(outline: Outline, parameters: TrimDraftVocabParameters) -> Iterator[Fault]:
+    """Find a model that vLLM gives no draft head, or drafts without one, and a size that trims nothing."""
+    if "num_experts" in outline.text:
+        yield Fault(
+            f"{outline.name} is a mixture of experts, whose MTP head vLLM builds from a class without a draft head; "
+            "take trim_draft_vocab out of the recipe"
+        )
+    elif _CARRIER not in outline.tensors:
+        yield Fault(
+            f"{outline.name} has no {_CARRIER}: nothing drafts; take trim_draft_vocab out of the recipe"
+        )
+    elif draft_head.WEIGHT in outline.tensors:
+        yield Fault(f"{outline.name} has a draft head already; take one trim_draft_vocab out of the recipe")
+    rows = outline.text["vocab_size"]
+    if (size := rows_of(parameters.size, rows)) >= rows:
+        yield Fault(
+            f"size {size} has to be less than {rows}, the whole vocabulary of {outline.name}; choose another",
+            "size",
+        )
 
 
 def _counts(outputs: Iterator[Output], vocab_size: int) -> Ids:
@@ -161,21 +183,10 @@ def _output_rows(source: Path) -> Callable[[Ids], NewTensor]:
     """Ids -> their rows of the output head in 16 bits.
 
     Raises:
-        StageError: a mixture of experts, no MTP head, a draft head already, or no output head.
+        StageError: no output head.
         UnsupportedFormatError: the output head is in a format that is not unpacked here.
     """
-    if "num_experts" in checkpoint.text_config(checkpoint.read_config(source)):
-        raise StageError(
-            f"{source} is a mixture of experts, whose MTP head vLLM builds from a class without a draft head; take "
-            "trim_draft_vocab out of the recipe"
-        )
     weights = read_weights(source)
-    if _CARRIER not in weights:
-        raise StageError(
-            f"{source} has no {_CARRIER}: nothing drafts; take trim_draft_vocab out of the recipe"
-        )
-    if draft_head.WEIGHT in weights:
-        raise StageError(f"{source} has a draft head already; take one trim_draft_vocab out of the recipe")
     heads = [name for name in weights if name.startswith("lm_head.")]
     heads = heads or [name for name in weights if name.endswith("embed_tokens.weight") and "mtp." not in name]
     if len(heads) != 1:
@@ -207,9 +218,9 @@ def _unpacked_rows(head: Weight, ids: Ids) -> NewTensor:
     return NewTensor(dtype, (len(ids), head.shape[1]), chunks)
 
 
-def reshape(shape: Shape, parameters: TrimDraftVocabParameters) -> Shape:
+def reshape(shape: D, parameters: TrimDraftVocabParameters, /) -> D:
     """A draft head more."""
-    return shape.with_draft_vocabulary(stored_rows(parameters.size))
+    return shape.with_draft_vocabulary(rows_of(parameters.size, shape.text["vocab_size"]))
 
 
 STAGE = Stage(
@@ -217,6 +228,7 @@ STAGE = Stage(
     parameters=TrimDraftVocabParameters,
     run=trim_draft_vocabulary,
     needs=needs,
+    inspect=inspect_trimming,
     reshape=reshape,
     follows=("sample_outputs",),
     changes=lambda _: (re.escape(draft_head.PREFIX),),

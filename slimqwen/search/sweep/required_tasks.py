@@ -22,6 +22,7 @@ from slimqwen.evals.gate import GateSettings
 from slimqwen.evals.quality import Quality
 from slimqwen.evals.suites.suite import AUTO, Limit, Suite
 from slimqwen.recipe import variant_recipe
+from slimqwen.recipe.outline import Outline
 from slimqwen.records import provenance
 from slimqwen.records.record import Record
 from slimqwen.records.settings import Settings
@@ -101,12 +102,12 @@ def next_stage(variant: Variant) -> Task | None:
         return None
     recipe = variant_recipe.read_recipe(variant)
     source = variant_recipe.base_folder(recipe.base, variant.root)
-    forecasts = variant_recipe.status(variant)
+    forecasts = variant_recipe.forecast_recipe(variant)
     for number, (step, forecast) in enumerate(zip(recipe.steps, forecasts, strict=True), 1):
         assert forecast.key is not None, "only stages after a missing one have no key"
         entry = variant.root / "weights" / "store" / forecast.key
         if not forecast.reused:
-            needs = step.stage.needs(source, step.parameters)
+            needs = step.stage.needs(Outline.read(source), step.parameters)
             return Task(
                 key=f"{forecast.key}-stage",
                 title=f"{forecast.stage} of {variant.name}",
@@ -135,7 +136,7 @@ def answers_are_decided(variant: Variant) -> bool:
     """Whether weights/<variant> answers as its recipe's result will: the stages that are left add a cache alone."""
     recipe = variant_recipe.read_recipe(variant)
     made = variant.root / "weights"
-    for step, forecast in zip(recipe.steps, variant_recipe.status(variant), strict=True):
+    for step, forecast in zip(recipe.steps, variant_recipe.forecast_recipe(variant), strict=True):
         if forecast.reused:
             made = variant.root / "weights" / "store" / str(forecast.key)
         elif not step.stage.only_caches(step.parameters):

@@ -27,8 +27,9 @@ from slimqwen.checkpoint.packing import PACKED, packed_bits
 from slimqwen.checkpoint.tensors import list_tensors
 from slimqwen.models.mtp_head import load_drafting_model
 from slimqwen.recipe import recipe_file, runner, variant_recipe
+from slimqwen.recipe.outline import Outline
 from slimqwen.recipe.recipe_file import Step
-from slimqwen.recipe.stage import StageError
+from slimqwen.recipe.stage import StageError, require_fit
 from slimqwen.recipe.stages import calibrate
 from slimqwen.recipe.stages.calibrate import CalibrateParameters, CalibrationText, CorpusError
 from tests.byte_tokenizer import byte_tokenizer
@@ -199,7 +200,7 @@ def test_facts_and_memory_are_recorded_within_the_estimate(source: Path, calibra
     manifest = calibrated.outcome.manifest
     assert manifest.facts["calibration_tokens"] == FEW.sequences * FEW.length
     assert manifest.facts["quantised_linears"] == 12
-    needs = calibrate.needs(source, CalibrateParameters(corpus=FEW))
+    needs = calibrate.needs(Outline.read(source), CalibrateParameters(corpus=FEW))
     assert manifest.peak_memory_bytes < needs.memory_bytes
     assert calibrated.outcome.bytes_after < needs.disk_bytes
 
@@ -467,8 +468,9 @@ def test_an_unsuitable_checkpoint_is_refused_before_the_stage_starts(
     write_config(folder, {**checkpoint.read_config(source), **changes})
     tensors = {name: tensor for name, tensor in stored(source).items() if "linear_attn" not in name}
     save_file(tensors, folder / "model.safetensors")
+    faults = calibrate.inspect_calibration(Outline.read(folder), CalibrateParameters(**parameters))
     with pytest.raises(StageError, match=message):
-        calibrate.needs(folder, CalibrateParameters(**parameters))
+        require_fit(faults)
 
 
 def test_too_little_text_is_refused_with_both_counts(source: Path, tmp_path: Path) -> None:
@@ -503,7 +505,7 @@ def test_weights_or_activations_that_are_not_finite_are_refused(
 
 def test_the_text_of_the_tiny_world_holds_no_test_item() -> None:
     items = left_out_texts(World())
-    texts = list(islice(calibrate.documents(CalibrationText()), 300))
+    texts = list(islice(calibrate.calibration_documents(CalibrationText(), Path()), 300))
     prompts = {text.split("<|im_end|>")[0].removeprefix("<|im_start|>user\n") for text in texts}
     assert not items & prompts
     assert not items & {text.removesuffix(END_OF_TEXT) for text in texts}
@@ -514,7 +516,7 @@ def test_documents_of_a_file_come_in_an_order_that_the_seed_decides(tmp_path: Pa
     file.write_text("".join(json.dumps({"text": str(number)}) + "\n" for number in range(20)))
 
     def order(seed: int) -> list[str]:
-        return list(calibrate.documents(CalibrationText(path=file, seed=seed)))
+        return list(calibrate.calibration_documents(CalibrationText(path=file, seed=seed), tmp_path))
 
     assert order(1) == order(1)
     assert order(1) != order(2)

@@ -26,6 +26,7 @@ from slimqwen.checkpoint.files import carry_side_files
 from slimqwen.models import vocabulary
 from slimqwen.models.vocabulary import VocabularyError
 from slimqwen.recipe import recipe_file, runner, variant_recipe
+from slimqwen.recipe.outline import Outline
 from slimqwen.recipe.recipe_file import Step
 from slimqwen.recipe.stage import Facts, StageError
 from slimqwen.recipe.stages import prune_vocab
@@ -256,7 +257,9 @@ def test_the_runner_makes_it_verifies_it_and_repeats_it_to_the_byte(tmp_path: Pa
         manifest = checkpoint.verify(weights / "v", "no cure")
         assert manifest.facts["rows_after"] == 448
         assert 0.5 < float(manifest.facts["coverage"]) < 1
-        assert outcome.manifest.peak_memory_bytes < prune_vocab.needs(source, SMALL).memory_bytes
+        assert (
+            outcome.manifest.peak_memory_bytes < prune_vocab.needs(Outline.read(source), SMALL).memory_bytes
+        )
         digests.append(checkpoint.digest(weights / "v"))
     assert digests[0] == digests[1]
     [again] = runner.run_recipe(recipe, "v", weights, lambda base: source)

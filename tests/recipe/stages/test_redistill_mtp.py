@@ -256,5 +256,5 @@ def test_given_prompts_are_taken_whole_and_texts_by_their_first_third(tmp_path: 
     def words(text: str, add_special_tokens: bool) -> dict[str, list[int]]:
         return {"input_ids": list(range(2 * len(text.split())))}
 
-    taken = list(sample_outputs._prompts(Prompts(path=file), words))
+    taken = list(sample_outputs._prompts(Prompts(path=file), TINY, words))
     assert [len(ids) for ids in taken] == [12, 4]

@@ -1,0 +1,135 @@
+"""A baseline variant of a checkpoint: what is found in the checkpoint, and the lines of config.env that follow."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slimqwen import checkpoint
+from slimqwen.checkpoint import packing
+from slimqwen.recipe.outline import Outline
+from slimqwen.text.chats import read_chat_templates
+
+_LONGEST_CONTEXT = 16_384
+"""Context length to begin with, tokens: a checkpoint's own may need more memory than a machine has."""
+
+_DEPTH = 3
+"""Tokens drafted at a time, to begin with."""
+
+
+@dataclass(frozen=True)
+class CheckpointFacts:
+    """What a checkpoint says of itself.
+
+    Attributes:
+        architecture: class of its model in config.json.
+        weights: weights of all tensors, those of packed ones at most.
+        disk_bytes: size of its files.
+        text: the language model's part of config.json.
+        is_multimodal: whether it has more than a language model.
+        form: how its weights are stored, in words.
+        mtp_head: `16 bits`, `packed` or None.
+        template_file: file of its chat template; None without one.
+        takes_tools: whether that template reads tools.
+        num_tokens: tokens of its tokenizer; None where that is of another kind than BPE.
+    """
+
+    architecture: str
+    weights: int
+    disk_bytes: int
+    text: Mapping[str, Any]
+    is_multimodal: bool
+    form: str
+    mtp_head: str | None
+    template_file: Path | None
+    takes_tools: bool
+    num_tokens: int | None
+
+    @classmethod
+    def read(cls, folder: Path) -> "CheckpointFacts":
+        """Read the facts from settings and headers.
+
+        Raises:
+            MissingCheckpointError, CorruptCheckpointError: as `checkpoint.check_folder`.
+        """
+        checkpoint.check_folder(folder, "give the folder of a checkpoint as a model hub holds it")
+        outline = Outline.read(folder)
+        template = read_chat_templates(folder).get("default")
+        return cls(
+            architecture=outline.config["architectures"][0],
+            weights=outline.num_weights,
+            disk_bytes=outline.disk_bytes,
+            text=outline.text,
+            is_multimodal="text_config" in outline.config,
+            form=_stored_form(outline),
+            mtp_head=_mtp_head(outline),
+            template_file=template.file if template else None,
+            takes_tools=bool(template and "tools" in template.text),
+            num_tokens=outline.num_tokens,
+        )
+
+    @property
+    def context(self) -> int:
+        """Context length to serve, tokens."""
+        return min(_LONGEST_CONTEXT, self.text.get("max_position_embeddings", _LONGEST_CONTEXT))
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """What was found, as (name, value) for a person."""
+        text = self.text
+        kind = "multimodal, of which the language model is served" if self.is_multimodal else "text only"
+        yield "architecture", f"{self.architecture}, {kind}"
+        yield (
+            "size",
+            f"{self.weights / 1e9:.3g} billion weights, {self.disk_bytes / 1e9:.3g} GB; "
+            f"{text['num_hidden_layers']} layers of width {text['hidden_size']}",
+        )
+        yield "vocabulary", f"{text['vocab_size']} rows, {self.num_tokens or 'unknown number of'} tokens"
+        yield (
+            "context",
+            f"{text.get('max_position_embeddings', 'not stated')} tokens, {self.context} to begin with",
+        )
+        yield "format", self.form
+        yield (
+            "MTP head",
+            f"{self.mtp_head}; drafts {_DEPTH} tokens" if self.mtp_head else "none, so no drafts",
+        )
+        tools = "takes tools" if self.takes_tools else "without tools"
+        yield "chat template", f"{self.template_file.name}, {tools}" if self.template_file else "none"
+
+    def settings(self) -> dict[str, str]:
+        """Lines of config.env."""
+        lines = {
+            "VLLM_SERVED_MODEL_NAME": "default",
+            "VLLM_HOST": "127.0.0.1",
+            "VLLM_PORT": "8080",
+            "VLLM_MAX_MODEL_LEN": str(self.context),
+            "VLLM_MAX_NUM_SEQS": "8",
+            "VLLM_ENABLE_PREFIX_CACHING": "0",
+            "VLLM_CPU_KVCACHE_SPACE": "2",
+        }
+        if self.is_multimodal:
+            lines["VLLM_LANGUAGE_MODEL_ONLY"] = "1"
+        if self.mtp_head:
+            drafts = json.dumps({"method": "mtp", "num_speculative_tokens": _DEPTH})
+            lines["VLLM_SPECULATIVE_CONFIG"] = f"'{drafts}'"
+        return lines
+
+
+def _stored_form(outline: Outline) -> str:
+    form = checkpoint.quantisation(outline.config)
+    if not form:
+        return ", ".join(sorted({info.dtype for info in outline.tensors.values() if len(info.shape) > 1}))
+    bits = {
+        group["weights"]["num_bits"] for group in form.get("config_groups", {}).values() if group["weights"]
+    }
+    bits |= {form[key] for key in ("bits", "w_bit") if key in form}
+    width = f", {' and '.join(map(str, sorted(bits)))} bits" if bits else ""
+    return f"quantised: {form.get('quant_method', 'unknown')}{width}; calibrate needs 16 bits"
+
+
+def _mtp_head(outline: Outline) -> str | None:
+    head = [name for name in outline.tensors if name.startswith("mtp.")]
+    if not head or "mtp.norm.weight" not in head:
+        return None
+    return "16 bits" if packing.linears(outline.tensors, "mtp") else "packed"

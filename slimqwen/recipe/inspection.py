@@ -1,0 +1,114 @@
+"""A recipe inspected whole before it runs: every fault at once, and by arithmetic what each stage takes.
+
+A stage's input does not exist yet: it is the outline of the base, changed by the stages before.
+"""
+
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from slimqwen.checkpoint import Manifest
+from slimqwen.checkpoint.files import MANIFEST
+from slimqwen.recipe.outline import Outline
+from slimqwen.recipe.recipe_file import Step
+from slimqwen.recipe.stage import Needs
+from slimqwen.serving import platform as machine
+
+OPERATIONS = "estimated_operations"
+"""Fact in a manifest: `Needs.operations` of the run that made the output."""
+
+_OPERATIONS_PER_CORE = 15e9
+_OPERATIONS_PER_GPU = 30e12
+_WRITTEN_BYTES_PER_SECOND = 200e6
+
+_COMPARABLE = 30
+"""A kept run predicts the time of one with so many times more or fewer operations; the stages' fixed costs and caches
+make others too different."""
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """What a stage of a recipe will take.
+
+    Attributes:
+        seconds: its time, about.
+        was_measured: whether the time is that of a run kept in the store, scaled by the operations.
+    """
+
+    step: Step
+    needs: Needs
+    seconds: float
+    was_measured: bool
+
+
+def inspect_steps(
+    steps: Iterable[Step], base: Outline, store: Path
+) -> tuple[tuple[str, ...], tuple[StageCost, ...]]:
+    """Every fault of the steps in one line each, and the cost of each step.
+
+    Args:
+        base: what the first step reads.
+        store: holds the outputs and the manifests of earlier runs.
+    """
+    manifests = [Manifest.read(file.parent) for file in _manifest_files(store)]
+    faults: list[str] = []
+    costs: list[StageCost] = []
+    outline = base
+    for step in steps:
+        found = [
+            fault
+            for fault in step.stage.inspect(outline, step.parameters)
+            # Of what is left of faulty parameters, the defaults are not the user's.
+            if step.is_whole or fault.field.partition(".")[0] in {"", *step.parameters.model_fields_set}
+        ]
+        faults += map(step.located, found)
+        fits_input = all(fault.field for fault in found)
+        if fits_input:
+            needs = step.stage.needs(outline, step.parameters)
+            costs.append(StageCost(step, needs, *_seconds(step.stage.name, needs, manifests)))
+            reshaped = step.stage.reshape(outline, step.parameters)
+            outline = replace(reshaped, name=f"the output of {step.stage.name}")
+    return tuple(faults), tuple(costs)
+
+
+def lacking_space(costs: Sequence[StageCost], store: Path) -> list[str]:
+    """A line for each stage that needs more main memory than is free, or with those before it more disk."""
+    existing = next(folder for folder in (store, *store.parents) if folder.exists())
+    memory, disk = machine.available_memory(), shutil.disk_usage(existing).free
+    lines = []
+    for cost in costs:
+        name, needed = cost.step.stage.name, cost.needs.memory_bytes
+        place = f"{cost.step.places['']}: " if cost.step.places else ""
+        if needed > memory:
+            lines.append(
+                f"{place}{name} needs about {needed / 2**30:.1f} GiB of memory, {memory / 2**30:.1f} GiB are free; "
+                "end other programs, or make the checkpoint on a machine with more"
+            )
+        disk -= cost.needs.disk_bytes
+        if disk < 0 <= disk + cost.needs.disk_bytes:
+            lines.append(
+                f"{place}{name} needs about {-disk / 2**30:.1f} GiB of disk more than are free; "
+                "`slimqwen recipe clean` deletes outputs that no variant uses"
+            )
+    return lines
+
+
+def _seconds(stage: str, needs: Needs, manifests: Iterable[Manifest]) -> tuple[float, bool]:
+    """The time of a stage, and whether it was measured: by the newest comparable run, else by nominal rates."""
+    for manifest in manifests:
+        operations = manifest.facts.get(OPERATIONS) if manifest.stage == stage else None
+        if isinstance(operations, int | float) and operations > 0:
+            ratio = needs.operations / operations
+            if 1 / _COMPARABLE < ratio < _COMPARABLE:
+                return manifest.wall_seconds * ratio, True
+    # Asking torch would take seconds.
+    has_gpu = Path("/proc/driver/nvidia/version").exists()
+    rate = _OPERATIONS_PER_GPU if has_gpu else _OPERATIONS_PER_CORE * machine.physical_cores()
+    written = needs.disk_bytes / _WRITTEN_BYTES_PER_SECOND
+    return needs.fixed_seconds + written + needs.operations / rate, False
+
+
+def _manifest_files(store: Path) -> list[Path]:
+    """The manifests of a store, the newest first."""
+    return sorted(store.glob(f"[!.]*/{MANIFEST}"), key=lambda file: file.stat().st_mtime_ns, reverse=True)

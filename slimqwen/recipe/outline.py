@@ -1,0 +1,149 @@
+"""The outline of a checkpoint: its settings, tensors and sizes, before it exists. A recipe is checked on outlines."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from slimqwen import checkpoint
+from slimqwen.checkpoint import draft_head, packing
+from slimqwen.checkpoint.config import quantised, read_json_object, untied
+from slimqwen.checkpoint.files import bytes_on_disk
+from slimqwen.checkpoint.tensors import INDEX, TensorInfo, list_tensors, tensor_bytes
+from slimqwen.models.shape import Packing, Shape
+
+_TABLES = ("embed_tokens.weight", "lm_head.weight", "lm_head.weight_packed", "lm_head.weight_scale")
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What is known of a checkpoint from its headers, or from the parameters of the stages that will make it.
+
+    Attributes:
+        name: the checkpoint in error messages.
+        folder: holds the tokenizer and the chat templates: the checkpoint itself, or the base of the recipe.
+        config: config.json.
+        tensors: by name; of a checkpoint that does not exist yet, only dtype and shape mean something.
+        other_bytes: size of everything else, bytes.
+        num_tokens: tokens of its tokenizer; None where the tokenizer is not here.
+        is_embedded: whether it comes from the embedded model, whose own texts are the defaults of the stages.
+    """
+
+    name: str
+    folder: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, TensorInfo] = field(repr=False)
+    other_bytes: int = 0
+    num_tokens: int | None = None
+    is_embedded: bool = True
+
+    @classmethod
+    def read(cls, folder: Path, *, is_embedded: bool = True) -> "Outline":
+        """The outline of a checkpoint folder; of one that has only config.json and an index, computed from these.
+
+        Raises:
+            CorruptCheckpointError: config.json, the index or a header cannot be read.
+        """
+        config = checkpoint.read_config(folder)
+        index = folder / INDEX
+        if index.is_file() and not any(folder.glob("*.safetensors")):
+            outline = cls.of_shape(Shape.of_config(config), folder, is_embedded=is_embedded)
+            total = int(read_json_object(index).get("metadata", {}).get("total_size", 0))
+            more = max(0, total - sum(map(_stored_bytes, outline.tensors.values())))
+            return replace(outline, config=config, other_bytes=more, num_tokens=_count_tokens(folder))
+        tensors = list_tensors(folder)
+        others = bytes_on_disk(folder) - sum(map(_stored_bytes, tensors.values()))
+        return cls(str(folder), folder, config, tensors, others, _count_tokens(folder), is_embedded)
+
+    @classmethod
+    def of_shape(cls, shape: Shape, folder: Path, *, is_embedded: bool = False) -> "Outline":
+        """The outline of a checkpoint of which only the dimensions are known; it is not in `folder`."""
+        tensors = {name: _predicted(dtype, size) for name, (dtype, size) in shape.tensors.items()}
+        return cls(str(folder), folder, shape.config_json, tensors, is_embedded=is_embedded)
+
+    @property
+    def text(self) -> Mapping[str, Any]:
+        """The language model's part of the config."""
+        return checkpoint.text_config(self.config)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Size of the checkpoint, bytes."""
+        return self.other_bytes + sum(map(_stored_bytes, self.tensors.values()))
+
+    @property
+    def num_weights(self) -> int:
+        """Weights of all tensors; an integer of a packed one holds eight at most."""
+        return sum(info.elements * (8 if info.dtype == "I32" else 1) for info in self.tensors.values())
+
+    def num_weights_of(self, *kinds: str) -> int:
+        """Weights of the unpacked linears of these kinds (`packing.LINEARS`)."""
+        return sum(info.elements for kind in kinds for info in packing.linears(self.tensors, kind).values())
+
+    def with_vocabulary(self, rows: int) -> "Outline":
+        """With another number of rows in its embedding and output head, and as many tokens."""
+        tensors = {
+            name: _predicted(info.dtype, (rows, *info.shape[1:])) if name.endswith(_TABLES) else info
+            for name, info in self.tensors.items()
+        }
+        config = self._with_text({"vocab_size": rows})
+        return replace(self, config=config, tensors=tensors, num_tokens=min(rows, self.num_tokens or rows))
+
+    def with_draft_vocabulary(self, rows: int) -> "Outline":
+        """With a draft head of so many rows."""
+        head = {
+            draft_head.WEIGHT: _predicted("BF16", (rows, self.text["hidden_size"])),
+            draft_head.TOKEN_IDS: _predicted("I64", (rows,)),
+        }
+        config = draft_head.announced(self.config, rows)
+        return replace(self, config=config, tensors={**self.tensors, **head})
+
+    def with_packing(self, kinds: Mapping[str, Packing]) -> "Outline":
+        """With kinds of its linears (`packing.LINEARS`) packed; a packed output head is untied."""
+        tensors, config = dict(self.tensors), dict(self.config)
+        form = dict(checkpoint.quantisation(config)) or {"quant_method": "compressed-tensors"}
+        for kind, packed in kinds.items():
+            group = packing.config_group(kind, packed.bits, packed.group_size)
+            form["config_groups"] = {**form.get("config_groups", {}), kind: group}
+            linears = packing.linears(tensors, kind)
+            if kind == "lm_head":
+                config = untied(config)
+                tied = [info for name, info in tensors.items() if name.endswith(_TABLES[0])]
+                linears = linears or dict.fromkeys(["lm_head.weight"], tied[0])
+            for name, info in linears.items():
+                tensors.pop(name, None)
+                tensors |= _packed_linear(name.removesuffix(".weight"), info, packed)
+        return replace(self, config=quantised(config, form), tensors=tensors)
+
+    def _with_text(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        if "text_config" in self.config:
+            return {**self.config, "text_config": {**self.config["text_config"], **changes}}
+        return {**self.config, **changes}
+
+
+def _packed_linear(module: str, info: TensorInfo, packed: Packing) -> dict[str, TensorInfo]:
+    rows, columns = info.shape
+    return {
+        f"{module}.weight_packed": _predicted("I32", (rows, columns * packed.bits // 32)),
+        f"{module}.weight_scale": _predicted("BF16", (rows, columns // (packed.group_size or columns))),
+        f"{module}.weight_shape": _predicted("I64", (2,)),
+    }
+
+
+def _predicted(dtype: str, shape: tuple[int, ...]) -> TensorInfo:
+    return TensorInfo(dtype, shape, Path(), 0, tensor_bytes(dtype, shape))
+
+
+def _stored_bytes(info: TensorInfo) -> int:
+    return info.end - info.start
+
+
+def _count_tokens(folder: Path) -> int | None:
+    """Tokens of a byte-level BPE, from its tokenizer.json; None where it is not here or of another kind."""
+    try:
+        content = json.loads((folder / "tokenizer.json").read_bytes())
+        added = {token["content"] for token in content.get("added_tokens", [])}
+        return len(content["model"]["vocab"].keys() | added)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None

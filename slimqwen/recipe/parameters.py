@@ -1,0 +1,82 @@
+"""The parameters of stages as a person reads them: meaning, default, allowed values. From the models themselves."""
+
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+_ENTRY = re.compile(r"^    (\w+): (.*?)(?=^    \w+: |\Z)", re.DOTALL | re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of a stage.
+
+    Attributes:
+        name: its last name.
+        meaning: from the docstring of its model, one line.
+        allowed: the values it takes, in words; empty where any value of its type is taken.
+        value: its default, or an example where it has none; None where it has to be filled in or is off.
+        parts: the parameters inside it.
+    """
+
+    name: str
+    meaning: str
+    allowed: str
+    value: Any
+    parts: tuple["Parameter", ...] = ()
+
+
+def list_parameters(model: type[BaseModel], default: BaseModel | None = None) -> Iterator[Parameter]:
+    """The parameters of a model, in their order.
+
+    Args:
+        default: values that the model has as the default of another's field.
+    """
+    meanings = _meanings(model)
+    for name, field in model.model_fields.items():
+        value = _value(name, field, default)
+        inner = field.annotation
+        meaning = meanings.get(name, "")
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            parts = tuple(list_parameters(inner, value))
+            yield Parameter(name, meaning, "", None, parts)
+        else:
+            yield Parameter(name, meaning, _allowed(field), value)
+
+
+def _value(name: str, field: FieldInfo, default: BaseModel | None) -> Any:
+    # A path is shown as it is written, not as it is resolved.
+    if default is not None and not field.exclude:
+        return getattr(default, name)
+    if field.is_required():
+        return field.examples[0] if field.examples else None
+    return field.default
+
+
+def _allowed(field: FieldInfo) -> str:
+    if get_origin(field.annotation) is Literal:
+        return " | ".join(map(str, get_args(field.annotation)))
+    signs = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+    bounds = [
+        f"{words} {getattr(limit, sign):g}"
+        for limit in field.metadata
+        for sign, words in signs.items()
+        if getattr(limit, sign, None) is not None
+    ]
+    return ", ".join(bounds)
+
+
+def _meanings(model: type[BaseModel]) -> dict[str, str]:
+    """Field -> its entry under `Attributes:` in the docstrings of a model and its bases."""
+    meanings: dict[str, str] = {}
+    for part in reversed(model.__mro__):
+        if issubclass(part, BaseModel) and part.__doc__:
+            attributes = inspect.cleandoc(part.__doc__).partition("Attributes:\n")[2]
+            found = _ENTRY.findall(attributes)
+            meanings |= {name: " ".join(text.split()).rstrip(".") for name, text in found}
+    return meanings
