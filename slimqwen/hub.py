@@ -74,18 +74,23 @@ def download_checkpoint(variant: Variant, progress: Progress = silent) -> Manife
     target, command = variant.root / "weights" / name, f"`make download VARIANT={name}`"
     place = f"SOURCE and REVISION at {source.location}"
     repository = Repository(source.value, "model", revision.value if revision else None, command, place)
+    return download_copy(repository, target, progress)
+
+
+def download_copy(repository: Repository, target: Path, progress: Progress = silent) -> Manifest:
+    """Download a checkpoint to a folder, or check the copy that is there; as `download_checkpoint` does."""
     if os.path.lexists(target):
-        return _check_copy(target, repository, f"move weights/{name} away and run {command}")
+        return _check_copy(target, repository, f"move {target} away and run {repository.command}")
     started = time.monotonic()
     with download_files(repository, target, _select_checkpoint, progress) as (folder, commit, files):
-        checkpoint.check_folder(folder, f"{source.value} is so at {commit}; correct {place}")
+        checkpoint.check_folder(folder, f"{repository.name} is so at {commit}; correct {repository.place}")
         manifest = Manifest(
             stage="download",
             files=files,
             wall_seconds=time.monotonic() - started,
             peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             versions={"huggingface_hub": importlib.metadata.version("huggingface_hub")},
-            facts={"repository": source.value, "revision": commit},
+            facts={"repository": repository.name, "revision": commit},
         )
         manifest.write(folder)
     return manifest

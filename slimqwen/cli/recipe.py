@@ -28,12 +28,16 @@ def run_(
         typer.Option(help="run no stage: write its final dimensions to weights/shape-NAME, to time them"),
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="run no stage: show which a run would reuse, and why")
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="run no stage: show memory, disk, time, and which would be reused",
+        ),
     ] = False,
 ) -> None:
     """Run recipe.yaml into weights/NAME: resumes an interrupted run, reuses the stages that are up to date."""
     if dry_run:
-        _show_forecasts(variant)
+        _show_dry_run(variant)
         return
     if shape:
         from slimqwen.plan import shapes
@@ -46,6 +50,7 @@ def run_(
         )
         return
     from slimqwen.recipe import variant_recipe
+    from slimqwen.recipe.registry import STAGES
 
     stages = None if until is None else variant_recipe.stages_until(variant, until)
     with progress_bar() as progress:
@@ -64,6 +69,9 @@ def run_(
     is_complete = len(outcomes) == len(variant_recipe.read_recipe(variant).steps)
     weights = variant.root / "weights" / variant.name
     say(f"checkpoint: {relative(weights if is_complete else outcomes[-1].folder)}")
+    for outcome in outcomes:
+        if decision := STAGES[outcome.stage].summarise(outcome.manifest.facts):
+            say(f"{outcome.stage}: {decision}")
     for outcome in outcomes:
         if not outcome.reused:
             say(f"log of {outcome.stage}: {relative(outcome.log)}")
@@ -122,6 +130,7 @@ def corpus(
     from slimqwen.text import calibration_mix
 
     checkpoint.check_folder(variant.weights, variants.making_command(variant.weights, variant.root))
+    output.parent.mkdir(parents=True, exist_ok=True)
     sources = [_parse_source(text) for text in source]
     with progress_bar() as progress:
         manifest = calibration_mix.build_calibration_text(
@@ -140,18 +149,47 @@ def corpus(
     say(f"text: {output}, manifest: {calibration_mix.manifest_path(output)}")
 
 
-def _show_forecasts(variant: Variant) -> None:
-    """Show for every stage whether a run would reuse its output, and why."""
+def _show_dry_run(variant: Variant) -> None:
+    """Show what each stage would take, and whether a run would reuse its output, and why."""
+    from slimqwen.plan import shapes
     from slimqwen.recipe import variant_recipe
+    from slimqwen.recipe.outline import Outline
+    from slimqwen.recipe.recipe_file import RecipeError
 
-    forecasts = table(["stage", "would be", "why"], [])
-    for forecast in variant_recipe.status(variant):
-        forecasts.add_row(forecast.stage, "reused" if forecast.reused else "run", forecast.reason)
-        for change in forecast.changes:
-            forecasts.add_row(
-                "", "", f"{change.ingredient}: {_short(change.before)} -> {_short(change.after)}"
-            )
-    console.print(forecasts)
+    base = variant_recipe.base_outline(variant)
+    is_here = base is not None and base.folder.joinpath("tokenizer.json").is_file()
+    if base is None:
+        # Before its download, the dimensions of a published checkpoint are known from eval/shapes/.
+        first = variants.load(variant_recipe.read_recipe(variant).base, variant.root)
+        base = Outline.of_shape(shapes.variant_shape(first), first.weights)
+    faults, costs = variant_recipe.inspect_recipe(variant, base)
+    forecasts = variant_recipe.forecast_recipe(variant) if is_here and not faults else [None] * len(costs)
+    rows = table(["stage", "would be"], ("memory", "disk", "time", ""))
+    rows.add_column("why")
+    for cost, forecast in zip(costs, forecasts, strict=True):
+        rows.add_row(
+            cost.step.stage.name,
+            "reused" if forecast and forecast.reused else "run",
+            f"{cost.needs.memory_bytes / 1e9:.1f} GB",
+            f"{cost.needs.disk_bytes / 1e9:.2f} GB",
+            _duration(cost.seconds),
+            "as measured here" if cost.was_measured else "by arithmetic",
+            forecast.reason if forecast else "" if faults else "its base is not here",
+        )
+        for change in forecast.changes if forecast else ():
+            rows.add_row(*[""] * 6, f"{change.ingredient}: {_short(change.before)} -> {_short(change.after)}")
+    console.print(rows)
+    say("Upper bounds of memory and disk. Times by arithmetic are right within a factor of about three.")
+    if faults:
+        raise RecipeError.of_faults(faults)
+    for line in variant_recipe.lacking_space(costs, variant.root / "weights" / "store"):
+        say(line)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def _parse_source(text: str) -> "Source":

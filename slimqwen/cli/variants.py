@@ -1,11 +1,13 @@
 """`slimqwen variant`: list, create and promote variants."""
 
+import re
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from slimqwen import variant as variants
-from slimqwen.cli.console import console, relative, say
+from slimqwen.cli.console import console, progress_bar, relative, say, silence_hub_client
 from slimqwen.cli.options import VariantOption
 from slimqwen.cli.report import update_tables
 
@@ -24,25 +26,91 @@ def list_() -> None:
 def new(
     name: Annotated[str, typer.Option(metavar="NAME", help="name of the new folder in experiments/")],
     base: Annotated[
-        str, typer.Option(metavar="NAME", help="variant whose flags and checkpoint it starts from")
-    ],
+        str | None, typer.Option(metavar="NAME", help="variant whose flags and checkpoint it starts from")
+    ] = None,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER|OWNER/NAME[@COMMIT]",
+            help="a baseline of this checkpoint instead: a folder, or a repository of the hub, which is downloaded",
+        ),
+    ] = None,
     hypothesis: Annotated[
-        str, typer.Option(help="what it is expected to show, one sentence that can be refuted")
-    ],
+        str | None,
+        typer.Option(help="what it is expected to show, one sentence that can be refuted"),
+    ] = None,
     stage: Annotated[
         list[str] | None,
         typer.Option(help="stage of its own recipe; repeat it in the order of the stages"),
     ] = None,
+    evaluation: Annotated[
+        str, typer.Option(metavar="NAME", help="with --checkpoint: its suite in eval/suites/")
+    ] = "core",
 ) -> None:
-    """Create experiments/NAME: a planned variant, ready for its flags or its recipe."""
+    """Create experiments/NAME: a baseline of a checkpoint, or a variant of another, ready for its flags or recipe."""
     from slimqwen.recipe import template
     from slimqwen.variant import scaffold
 
-    recipe = template.render(variants.load(base), stage) if stage else None
-    folder = scaffold.create(name, base, hypothesis, recipe=recipe)
+    if (base is None) == (checkpoint is None) or (checkpoint and stage):
+        raise typer.BadParameter(
+            "give --checkpoint FOLDER for a baseline, or --base NAME for a variant of it with its --stage"
+        )
+    if checkpoint:
+        folder = _create_baseline(name, checkpoint, hypothesis or _BASELINE, evaluation)
+    else:
+        assert base is not None
+        recipe = template.render_recipe(variants.load(base), stage) if stage else None
+        changes = f"with {', '.join(stage)}" if stage else "with its own flags"
+        expected = hypothesis or f"{base} {changes} is faster and keeps every score within its margin."
+        folder = scaffold.create(name, base, expected, recipe=recipe)
     for file in sorted(folder.iterdir()):
         say(f"written: {relative(file)}")
+    if stage:
+        (variants.repository_root() / "corpora").mkdir(exist_ok=True)
+        say(
+            f"next: fill in {relative(folder / 'recipe.yaml')}, then `slimqwen recipe run --variant {name} --dry-run`"
+        )
+    elif checkpoint:
+        say(
+            f"next: `slimqwen serve {name}`, or `slimqwen variant new --name NAME --base {name} --stage STAGE`"
+        )
     update_tables(variants.repository_root())
+
+
+_BASELINE = "The checkpoint as it is published: what every variant of it has to beat at equal quality."
+
+
+def _create_baseline(name: str, checkpoint: str, hypothesis: str, evaluation: str) -> Path:
+    """Write a baseline variant of a folder or of a hub repository, and say what is in the checkpoint."""
+    from slimqwen.recipe.base_variant import CheckpointFacts
+    from slimqwen.variant import scaffold
+
+    root = variants.repository_root()
+    scaffold.require_new(name, root)
+    source: dict[str, str] = {}
+    weights = Path(checkpoint).expanduser().resolve()
+    if not weights.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+(@[0-9a-f]{40})?", checkpoint):
+        weights, source = _download_copy(name, checkpoint)
+    facts = CheckpointFacts.read(weights)
+    for found, value in facts.lines():
+        say(f"{found + ':':<15}{value}")
+    shown = weights.relative_to(root) if weights.is_relative_to(root) else weights
+    lines = {**source, "EVALUATION": evaluation, "VLLM_MODEL": str(shown), **facts.settings()}
+    return scaffold.create(name, None, hypothesis, lines=lines, root=root)
+
+
+def _download_copy(name: str, checkpoint: str) -> tuple[Path, dict[str, str]]:
+    """Download a repository, owner/name[@commit], into weights/<name>: the folder, and its lines of config.env."""
+    silence_hub_client()
+    from slimqwen import hub
+
+    repository, _, revision = checkpoint.partition("@")
+    weights = variants.repository_root() / "weights" / name
+    command = f"`slimqwen variant new --name {name} --checkpoint {checkpoint}`"
+    with progress_bar() as progress:
+        asked = hub.Repository(repository, "model", revision or None, command, "--checkpoint")
+        manifest = hub.download_copy(asked, weights, progress)
+    return weights, {"SOURCE": repository, "REVISION": str(manifest.facts["revision"])}
 
 
 @app.command()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from slimqwen import checkpoint
-from slimqwen.checkpoint import packing
+from slimqwen.checkpoint import draft_head
 from slimqwen.recipe.outline import Outline
 from slimqwen.text.chats import read_chat_templates
 
@@ -29,7 +29,7 @@ class CheckpointFacts:
         text: the language model's part of config.json.
         is_multimodal: whether it has more than a language model.
         form: how its weights are stored, in words.
-        mtp_head: `16 bits`, `packed` or None.
+        mtp_head: `16 bits`, `quantised` or None.
         template_file: file of its chat template; None without one.
         takes_tools: whether that template reads tools.
         num_tokens: tokens of its tokenizer; None where that is of another kind than BPE.
@@ -72,7 +72,7 @@ class CheckpointFacts:
     @property
     def context(self) -> int:
         """Context length to serve, tokens."""
-        return min(_LONGEST_CONTEXT, self.text.get("max_position_embeddings", _LONGEST_CONTEXT))
+        return min(_LONGEST_CONTEXT, int(self.text.get("max_position_embeddings", _LONGEST_CONTEXT)))
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """What was found, as (name, value) for a person."""
@@ -129,7 +129,12 @@ def _stored_form(outline: Outline) -> str:
 
 
 def _mtp_head(outline: Outline) -> str | None:
-    head = [name for name in outline.tensors if name.startswith("mtp.")]
-    if not head or "mtp.norm.weight" not in head:
+    head = [
+        name for name in outline.tensors if name.startswith("mtp.") and not name.startswith(draft_head.PREFIX)
+    ]
+    if "mtp.norm.weight" not in head:
         return None
-    return "16 bits" if packing.linears(outline.tensors, "mtp") else "packed"
+    whole = all(
+        name.endswith(".weight") and outline.tensors[name].dtype in ("BF16", "F16", "F32") for name in head
+    )
+    return "16 bits" if whole else "quantised"

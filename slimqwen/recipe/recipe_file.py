@@ -31,10 +31,16 @@ class RecipeError(SlimqwenError):
 
     @classmethod
     def of_faults(cls, faults: Sequence[str]) -> "RecipeError":
-        """An error of one line, or of a line for each fault."""
+        """An error of one line for one fault, else with a line for each."""
         if len(faults) == 1:
             return cls(faults[0])
-        return cls("\n  ".join([f"{len(faults)} faults in the recipe, nothing has run:", *faults]))
+        return RecipeFaultsError(
+            "\n  ".join([f"{len(faults)} faults in the recipe, nothing has run:", *faults])
+        )
+
+
+class RecipeFaultsError(RecipeError):
+    """All faults of a recipe, each in a line with its place: the one expected error of more than one line."""
 
 
 @dataclass(frozen=True)

@@ -123,6 +123,7 @@ class Stage:
         code: modules whose source decides the result, besides the module that defines `run`.
         packages: distributions whose versions decide the result.
         last: whether no stage may follow, because a change of the checkpoint would invalidate the result.
+        summarise: facts -> what the stage decided, one sentence; None where it decides nothing.
     """
 
     name: str
@@ -139,6 +140,7 @@ class Stage:
     environment: Mapping[str, str] = field(default_factory=dict)
     resumes: bool = False
     last: bool = False
+    summarise: Callable[[Facts], str | None] = lambda facts: None
 
     def only_caches(self, parameters: Any) -> bool:
         """Whether its output answers as its input does: no stage may follow it, and it changes no tensor."""

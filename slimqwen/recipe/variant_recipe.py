@@ -13,6 +13,7 @@ from slimqwen.errors import SlimqwenError
 from slimqwen.progress import Progress, silent
 from slimqwen.recipe import recipe_file, runner
 from slimqwen.recipe.inspection import StageCost, inspect_steps
+from slimqwen.recipe.inspection import lacking_space as lacking_space
 from slimqwen.recipe.outline import Outline
 from slimqwen.recipe.recipe_file import Recipe, RecipeError, Step
 from slimqwen.variant import Variant
@@ -47,18 +48,16 @@ def run_recipe(
     )
 
 
-def inspect_recipe(variant: Variant, base: Outline) -> tuple[StageCost, ...]:
-    """What each stage of a variant's recipe will take on the outline of its base; nothing runs.
+def inspect_recipe(variant: Variant, base: Outline) -> tuple[tuple[str, ...], tuple[StageCost, ...]]:
+    """Every fault of a variant's recipe on the outline of its base, and the cost of each stage; nothing runs.
 
     Raises:
-        RecipeError: every fault of the recipe.
+        RecipeError: the recipe cannot be read.
     """
     parsed = recipe_file.parse_recipe(variant.folder / "recipe.yaml")
     steps = parsed.recipe.steps if parsed.recipe else ()
     faults, costs = inspect_steps(steps, base, variant.root / "weights" / "store")
-    if parsed.faults or faults:
-        raise RecipeError.of_faults(parsed.faults + faults)
-    return costs
+    return parsed.faults + faults, costs
 
 
 def base_outline(variant: Variant) -> Outline | None:

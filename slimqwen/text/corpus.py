@@ -1,5 +1,6 @@
 """The text that a recipe or a workload names."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -30,7 +31,7 @@ def _relative_to_recipe(path: Path, info: ValidationInfo) -> Path:
 
 
 def _text_of_recipe(path: Path, info: ValidationInfo) -> Path:
-    return resolve_text(path, _relative_to_recipe(Path(), info))
+    return Path(os.path.normpath(resolve_text(path, _relative_to_recipe(Path(), info))))
 
 
 RecipePath = Annotated[Path, AfterValidator(_relative_to_recipe)]

@@ -25,7 +25,7 @@ class ScaffoldError(SlimqwenError):
 
 def create(
     name: str,
-    base: str,
+    base: str | None,
     hypothesis: str,
     *,
     recipe: str | None = None,
@@ -36,7 +36,8 @@ def create(
 
     Args:
         name: name of the variant: letters, digits, `.`, `_`, `-`; 64 at most.
-        base: name of the variant that it inherits its flags from.
+        base: name of the variant that it inherits its flags from; None for a baseline of a checkpoint of its own,
+            whose `lines` are complete.
         hypothesis: expected result, one sentence that a measurement can refute.
         recipe: content of recipe.yaml; None for a variant that serves the checkpoint of its base.
         lines: values of config.env by key that differ from the base's.
@@ -51,17 +52,17 @@ def create(
     root = root or variants.repository_root()
     folder = root / "experiments" / name
     hypothesis = " ".join(hypothesis.split())
-    _require_name(name, folder, root, with_weights=recipe is not None)
+    require_new(name, root, with_weights=recipe is not None)
     if not hypothesis or "<!--" in hypothesis:
         raise ScaffoldError(
             f"{name} needs a hypothesis, one sentence that a measurement can refute and no comment: "
             '--hypothesis "4-bit MLPs keep every task score within two points"'
         )
-    base_variant = variants.load(base, root)
+    base_variant = variants.load(base, root) if base else None
     measurements: dict[str, object] = {
         "schema": "measurements/1",
         "hypothesis": hypothesis,
-        "baseline": base_variant.baseline or base_variant.name,
+        "baseline": (base_variant.baseline or base_variant.name) if base_variant else None,
         "status": "planned",
         "verdict": None,
         "records": [],
@@ -95,7 +96,13 @@ def create(
     return folder
 
 
-def _require_name(name: str, folder: Path, root: Path, *, with_weights: bool) -> None:
+def require_new(name: str, root: Path, *, with_weights: bool = False) -> None:
+    """Go on only if a variant can get this name.
+
+    Raises:
+        ScaffoldError: the name is bad or taken; or with weights of its own, the folder of its weights is.
+    """
+    folder = root / "experiments" / name
     if not _NAME.fullmatch(name) or name == _STORE:
         raise ScaffoldError(
             f"{name!r} cannot name a variant: use letters, digits, . _ - (64 at most), a letter or digit first; "
@@ -108,18 +115,23 @@ def _require_name(name: str, folder: Path, root: Path, *, with_weights: bool) ->
         raise ScaffoldError(f"weights/{name} exists and no recipe made it; choose another name")
 
 
-def _config(name: str, base: Variant, with_weights: bool, lines: Mapping[str, str]) -> str:
+def _config(name: str, base: Variant | None, with_weights: bool, lines: Mapping[str, str]) -> str:
     weights = f"VLLM_MODEL=weights/{name}\n" if with_weights else ""
+    written = "".join(f"{key}={value}\n" for key, value in lines.items())
+    if base is None:
+        return written
     if lines:
-        return f"BASE={base.name}\n{weights}" + "".join(f"{key}={value}\n" for key, value in lines.items())
+        return f"BASE={base.name}\n{weights}{written}"
     return (
         f"BASE={base.name}\n{weights}"
         f"# A line for each flag of vLLM that is to differ from {base.name}: VLLM_MAX_NUM_SEQS=8 is --max-num-seqs 8.\n"
     )
 
 
-def _readme(name: str, hypothesis: str, base: Variant, with_weights: bool) -> str:
-    if with_weights:
+def _readme(name: str, hypothesis: str, base: Variant | None, with_weights: bool) -> str:
+    if base is None:
+        content = "The baseline of its variants: `config.env` names the checkpoint and how it is served."
+    elif with_weights:
         content = (
             f"`recipe.yaml` makes its checkpoint from that of `{base.name}`; "
             f"`make recipe VARIANT={name}` runs it."

@@ -12,9 +12,9 @@ from slimqwen.models.mtp_head import (
     DraftUnroller,
     MtpHead,
     MtpHeadError,
+    count_served_steps,
     drafts_accepted,
     load_drafting_model,
-    measure_acceptance,
     save_drafting_model,
     served_steps,
     summarise_acceptance,
@@ -195,7 +195,7 @@ def test_accepted_drafts_are_counted_until_the_first_wrong_one(monkeypatch):
     text = [0, 1, 2, 3, 4, 5, 6, 7, 8]
     # From position i the drafts after token i+1 follow the successors; only 3 -> 9 is wrong (the text has 4).
     assert drafts_accepted(model, text, start=0, depth=2) == [2, 1, 0, 2, 2, 2]
-    acceptance = measure_acceptance(model, [(text[:1], text[1:])], depth=2)
+    acceptance = summarise_acceptance(count_served_steps(model, [(text[:1], text[1:])], 2), 2)
     assert acceptance.drafts == 2  # position 0 accepts 2, then position 3 accepts 2, then the text ends
     assert acceptance.mean_length == 3
 

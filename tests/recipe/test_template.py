@@ -1,19 +1,22 @@
-"""A recipe for a new variant can be read, and a mistake in its stages is one line."""
+"""A recipe for a new variant has every parameter, can be read, and asks for the texts that it cannot know."""
 
 import pytest
+import yaml
 
 from slimqwen import variant
-from slimqwen.checkpoint import MissingCheckpointError
 from slimqwen.recipe import recipe_file, template
+from slimqwen.recipe.parameters import list_parameters
 from slimqwen.recipe.recipe_file import RecipeError
 from slimqwen.recipe.registry import STAGES
 
+CHAIN = ["sample_outputs", "trim_draft_vocab", "redistill_mtp"]  # each reads what the one before it leaves
 
-def read(tmp_path, text):
+
+def write_recipe(tmp_path, text):
     file = tmp_path / "experiments" / "new" / "recipe.yaml"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text)
-    return recipe_file.read_recipe(file)
+    return file
 
 
 @pytest.fixture
@@ -23,28 +26,62 @@ def large(tmp_path, add_variant):
     return variant.load("large", tmp_path)
 
 
-def test_a_recipe_of_every_stage_can_be_read(tmp_path):
-    chain = [
-        "sample_outputs",
-        "trim_draft_vocab",
-        "redistill_mtp",
-    ]  # each reads what the one before it leaves
-    stages = sorted({*STAGES} - {*chain}) + chain
+def test_a_recipe_of_every_stage_can_be_read_and_says_all_defaults(tmp_path):
+    stages = sorted({*STAGES} - {*CHAIN}) + CHAIN
     stages.sort(key=lambda name: STAGES[name].last)
-    recipe = read(tmp_path, template.render(variant.load("tiny-mtp4"), stages))
+    text = template.render_recipe(variant.load("tiny-mtp4"), stages)
+    recipe = recipe_file.read_recipe(write_recipe(tmp_path, text))
     assert [step.stage.name for step in recipe.steps] == stages
     assert recipe.base == "tiny-mtp4"
-    parameters = {step.stage.name: step.parameters for step in recipe.steps}
-    assert parameters["prune_vocab"].size == 4096
+    for step, entry in zip(recipe.steps, yaml.safe_load(text)["stages"], strict=True):
+        schema = step.stage.parameters
+        assert list(entry[step.stage.name]) == list(schema.model_fields)
+        required = {name for name, field in schema.model_fields.items() if field.is_required()}
+        defaults = schema.model_validate(
+            {name: entry[step.stage.name][name] for name in required},
+            context={"folder": tmp_path / "experiments" / "new"},
+        )
+        assert step.parameters == defaults
     texts = variant.repository_root() / "eval" / "texts"
+    parameters = {step.stage.name: step.parameters for step in recipe.steps}
+    assert parameters["prune_vocab"].size == "50%"
     assert parameters["calibrate"].corpus.path == texts / "tinyworld.jsonl"
     assert parameters["sample_outputs"].prompts.path == texts / "tinyworld_prompts.jsonl"
 
 
-def test_a_family_that_is_not_the_embedded_one_reads_a_file_of_its_own(tmp_path, large):
-    recipe = read(tmp_path, template.render(large, ["calibrate"]))
-    path = recipe.steps[0].parameters.corpus.path
-    assert path.resolve() == (tmp_path / "corpora" / "large.jsonl").resolve()
+def test_the_text_of_a_model_of_ones_own_has_to_be_filled_in(tmp_path, large):
+    text = template.render_recipe(large, ["calibrate", "sample_outputs"])
+    file = write_recipe(tmp_path, text)
+    lines = text.splitlines()
+    faults = recipe_file.parse_recipe(file).faults
+    for fault, field in zip(faults, ("corpus", "prompts"), strict=True):
+        place, _, message = fault.removeprefix(f"{file}:").partition(": ")
+        assert lines[int(place) - 1].strip().startswith("path:  # fill in")
+        assert message == f"{field}.path is not filled in; write a value"
+
+
+def test_parameters_say_what_they_mean_and_allow():
+    calibrate = {each.name: each for each in list_parameters(STAGES["calibrate"].parameters)}
+    assert calibrate["group_size"].allowed == "32 | 64 | 128"
+    assert calibrate["group_size"].value == 32
+    assert calibrate["group_size"].meaning == "4-bit weights of a row that share a scale"
+    assert calibrate["layer_error_ratio"].allowed == "more than 0"
+    corpus = {each.name: each for each in calibrate["corpus"].parts}
+    assert list(corpus) == ["path", "seed", "sequences", "length"]
+    assert corpus["seed"].meaning == "seed of the order of its documents"
+    depth = next(list_parameters(STAGES["redistill_mtp"].parameters))
+    assert (depth.name, depth.allowed) == ("depth", "at least 1, at most 8")
+
+
+def test_every_parameter_of_every_stage_has_a_meaning():
+    def nameless(parameters):
+        for each in parameters:
+            yield from ([each.name] if not each.meaning else [])
+            yield from nameless(each.parts)
+
+    assert {name: [*nameless(list_parameters(stage.parameters))] for name, stage in STAGES.items()} == {
+        name: [] for name in STAGES
+    }
 
 
 @pytest.mark.parametrize(
@@ -56,10 +93,5 @@ def test_a_family_that_is_not_the_embedded_one_reads_a_file_of_its_own(tmp_path,
 )
 def test_stages_that_cannot_be_are_one_line(stages, message):
     with pytest.raises(RecipeError, match=message) as caught:
-        template.render(variant.load("tiny"), stages)
+        template.render_recipe(variant.load("tiny"), stages)
     assert "/tmp" not in str(caught.value)
-
-
-def test_a_stage_that_needs_the_checkpoint_says_how_to_get_it(large):
-    with pytest.raises(MissingCheckpointError, match="download"):
-        template.render(large, ["prune_vocab"])

@@ -19,7 +19,7 @@ from slimqwen.checkpoint import draft_head
 from slimqwen.checkpoint.config import write_config
 from slimqwen.evals.engine.modes import compare
 from slimqwen.evals.engine.scenarios import Answer, Request, replay
-from slimqwen.models.mtp_head import load_drafting_model, measure_acceptance
+from slimqwen.models.mtp_head import count_served_steps, load_drafting_model, summarise_acceptance
 from slimqwen.recipe.stages import quantise_lm_head, trim_draft_vocab
 from slimqwen.recipe.stages.quantise_lm_head import QuantiseLmHeadParameters
 from slimqwen.recipe.stages.redistill_mtp import AGREEMENT
@@ -173,7 +173,7 @@ def test_acceptance_counted_by_vllm_agrees_with_the_drafting_model_s(
     texts = [
         (request.prompt, answer.tokens) for request, answer in zip(requests(TOKENS), answers, strict=True)
     ]
-    offline = measure_acceptance(load_drafting_model(folder), texts, DEPTH)
+    offline = summarise_acceptance(count_served_steps(load_drafting_model(folder), texts, DEPTH), DEPTH)
     assert offline.mean_length == pytest.approx(serve(folder).length, rel=AGREEMENT)
 
 

@@ -411,6 +411,10 @@ STAGE = Stage(
     run=prune_vocabulary,
     needs=needs,
     inspect=inspect_pruning,
+    summarise=lambda facts: (
+        f"{facts['rows_after']} of {facts['rows_before']} rows kept"
+        + (f", which cover {facts['coverage']:.1%} of the held-out text" if "coverage" in facts else "")
+    ),
     data=data,
     code=(
         "slimqwen.models.vocabulary",

@@ -63,7 +63,14 @@ def redistill_head(
     # Slow to import, and needed only in the process that trains.
     import torch
 
-    from slimqwen.models.mtp_head import PREFIX, MtpHead, load_drafting_model, measure_acceptance
+    from slimqwen.models.mtp_head import (
+        PREFIX,
+        MtpHead,
+        count_served_steps,
+        gain_interval,
+        load_drafting_model,
+        summarise_acceptance,
+    )
 
     progress("loading", 0, 0)
     torch.set_num_threads(parameters.threads)
@@ -87,7 +94,7 @@ def redistill_head(
             (output.prompt, _extended_continuation(model, output, parameters.depth - 1))
             for output in held_out
         ]
-        before = measure_acceptance(model, texts, parameters.depth)
+        steps_before = count_served_steps(model, texts, parameters.depth)
         if parameters.head == "fresh":
             torch.manual_seed(parameters.seed)
             model.head.load_state_dict(MtpHead(model.backbone.config).state_dict())
@@ -96,7 +103,10 @@ def redistill_head(
         for name, parameter in model.head.named_parameters():
             # The stored precision is measured, not the float32 weights of training.
             parameter.data = parameter.data.to(torch_dtype(stored[PREFIX + name].dtype)).float()
-        after = measure_acceptance(model.eval(), texts, parameters.depth)
+        steps_after = count_served_steps(model.eval(), texts, parameters.depth)
+    before = summarise_acceptance(steps_before, parameters.depth)
+    after = summarise_acceptance(steps_after, parameters.depth)
+    low, high = gain_interval(steps_before, steps_after)
     improved = after.mean_length > before.mean_length
     trained = {PREFIX + name: tensor.detach().cpu() for name, tensor in model.head.state_dict().items()}
     if not improved:
@@ -134,7 +144,22 @@ def redistill_head(
         "learning_curve": [asdict(point) for point in curve],
     }
     (destination / CURVE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    return {"kept": str(record["kept"]), "steps": steps, **lengths}
+    # Facts alone: the file beside the checkpoint enters its digest.
+    gain = {"gain_low": round(low, 4), "gain_high": round(high, 4)}
+    return {"kept": str(record["kept"]), "steps": steps, **lengths, **gain}
+
+
+def summarise_head(facts: Facts) -> str | None:
+    """Say which head was kept, both acceptance lengths and the interval of their difference."""
+    before, after = float(facts["acceptance_length_before"]), float(facts["acceptance_length_after"])  # type: ignore[arg-type]
+    lengths = f"acceptance length {before:.2f} before and {after:.2f} after training, on held-out texts"
+    if "gain_low" not in facts:  # made by an older version
+        return f"{facts['kept']} head kept; {lengths}"
+    low, high = float(facts["gain_low"]), float(facts["gain_high"])  # type: ignore[arg-type]
+    proof = (
+        "" if facts["kept"] == "original" or low > 0 else "; the gain is within its noise: kept, not proven"
+    )
+    return f"{facts['kept']} head kept; {lengths}, difference {low:+.2f} to {high:+.2f} (95 %){proof}"
 
 
 def needs(outline: Outline, parameters: RedistillParameters) -> Needs:
@@ -219,6 +244,7 @@ STAGE = Stage(
     run=redistill_head,
     needs=needs,
     inspect=inspect_head,
+    summarise=summarise_head,
     follows=("sample_outputs", "trim_draft_vocab"),
     changes=lambda _: (r"mtp\.(?!draft_head\.)",),
     code=(

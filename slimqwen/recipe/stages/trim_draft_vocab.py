@@ -229,6 +229,10 @@ STAGE = Stage(
     run=trim_draft_vocabulary,
     needs=needs,
     inspect=inspect_trimming,
+    summarise=lambda facts: (
+        f"drafts come from {facts['rows']} of {facts['vocab_size']} ids, which cover {facts['coverage']:.1%} of the "
+        "held-out continuations"
+    ),
     reshape=reshape,
     follows=("sample_outputs",),
     changes=lambda _: (re.escape(draft_head.PREFIX),),

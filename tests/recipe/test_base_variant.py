@@ -1,0 +1,66 @@
+"""A baseline of a checkpoint: what is found in it, and how it is served."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from slimqwen import variant
+from slimqwen.checkpoint import MissingCheckpointError
+from slimqwen.recipe.base_variant import CheckpointFacts
+from slimqwen.serving import flags
+from slimqwen.variant import scaffold
+from tests.zoo.animals import ANIMALS
+
+
+@pytest.mark.parametrize(
+    ("animal", "found", "not_found"),
+    [
+        ("text", ["text only", "4 layers of width 192", "8192 rows, 8192 tokens", "BF16", "16 bits; drafts 3"], []),
+        ("multimodal", ["of which the language model is served", "16 bits; drafts 3 tokens"], []),
+        ("no-mtp", ["none, so no drafts"], ["16 bits; drafts"]),
+        ("w4a16-mtp", ["quantised: compressed-tensors, 4 bits; calibrate needs 16 bits", "quantised; drafts 3"], []),
+        ("gptq", ["quantised: gptq, 4 bits"], []),
+        ("more-rows", ["tokens"], []),
+    ],
+)  # fmt: skip
+def test_what_is_found_in_a_checkpoint(
+    tmp_path: Path, animal: str, found: list[str], not_found: list[str]
+) -> None:
+    facts = CheckpointFacts.read(ANIMALS[animal].build(tmp_path / animal))
+    said = "\n".join(f"{name}: {value}" for name, value in facts.lines())
+    assert [text for text in found if text not in said] == []
+    assert [text for text in not_found if text in said] == []
+    settings = facts.settings()
+    assert ("VLLM_LANGUAGE_MODEL_ONLY" in settings) == (animal == "multimodal")
+    assert ("VLLM_SPECULATIVE_CONFIG" in settings) == (animal != "no-mtp")
+
+
+def test_the_context_is_the_checkpoints_own_where_that_is_short_and_tools_are_those_of_its_template(
+    tmp_path: Path,
+) -> None:
+    folder = ANIMALS["text"].build(tmp_path / "text")
+    facts = CheckpointFacts.read(folder)
+    assert (facts.context, facts.takes_tools) == (4096, False)
+    (folder / "chat_template.jinja").write_text(
+        "{{ tools }}{% for message in messages %}{{ message }}{% endfor %}"
+    )
+    assert CheckpointFacts.read(folder).takes_tools
+    (folder / "chat_template.jinja").unlink()
+    assert ("chat template", "none") in CheckpointFacts.read(folder).lines()
+
+
+def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(MissingCheckpointError, match="give the folder of a checkpoint"):
+        CheckpointFacts.read(tmp_path)
+
+
+def test_vllm_takes_the_lines_of_a_baseline(tmp_path: Path) -> None:
+    folder = ANIMALS["multimodal"].build(tmp_path / "weights" / "mine")
+    (tmp_path / "experiments").mkdir()
+    lines = {"VLLM_MODEL": "weights/mine", **CheckpointFacts.read(folder).settings()}
+    scaffold.create("base", None, "It is as it is.", lines=lines, root=tmp_path)
+    base = variant.load("base", tmp_path)
+    assert (base.baseline, base.lineage, base.weights) == (None, ("base",), folder)
+    assert flags.resolve(base)
+    shutil.rmtree(folder)
