@@ -1,5 +1,7 @@
 """The command `slimqwen`: every verb, grouped in panels."""
 
+import sys
+
 import typer
 
 from slimqwen.cli import (
@@ -19,6 +21,7 @@ from slimqwen.cli import (
     serve,
     variants,
 )
+from slimqwen.cli.variant_argument import with_variant_option
 
 _START, _MAKE, _MEASURE, _READ = "Start here", "Make a variant", "Measure it", "Read and ship"
 
@@ -49,4 +52,5 @@ app.add_typer(image.app, name="image", rich_help_panel=_READ)
 
 def main() -> None:
     """Run the command line."""
+    sys.argv[1:] = with_variant_option(typer.main.get_command(app), sys.argv[1:])
     console.run(app, "slimqwen")

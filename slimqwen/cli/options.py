@@ -41,7 +41,7 @@ _OWN = " (default: the variant's EVALUATION in config.env)"
 _VARIANT = typer.Option(
     "--variant",
     metavar="NAME",
-    help="folder of experiments/",
+    help="folder of experiments/; its name alone will do",
     autocompletion=matching_variants,
     parser=variant.load,
 )
