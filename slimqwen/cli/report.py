@@ -9,6 +9,7 @@ from rich.markup import escape
 from slimqwen import variant
 from slimqwen.cli.command_list import commands_file, render_commands
 from slimqwen.cli.console import console, errors, progress_bar, relative, say, table
+from slimqwen.cli.stage_list import render_stages, stages_file
 from slimqwen.errors import SlimqwenError
 
 _SHOWN_PROBLEMS = 20
@@ -26,7 +27,10 @@ def report(
         ),
     ] = False,
     tables: Annotated[
-        bool, typer.Option("--tables", help="rewrite the tables of the Markdown files, and docs/commands.md")
+        bool,
+        typer.Option(
+            "--tables", help="rewrite the tables of the Markdown files, docs/commands.md and stages.md"
+        ),
     ] = False,
     mlflow: Annotated[
         str | None,
@@ -100,10 +104,13 @@ def _rewrite_tables(root: Path, command: Any) -> None:
     from slimqwen.report import markdown
 
     rewritten = markdown.update(root)
-    commands, content = commands_file(root), render_commands(command)
-    if not commands.is_file() or commands.read_text(encoding="utf-8") != content:
-        commands.write_text(content, encoding="utf-8")
-        rewritten.append(commands)
+    for file, content in (
+        (commands_file(root), render_commands(command)),
+        (stages_file(root), render_stages()),
+    ):
+        if not file.is_file() or file.read_text(encoding="utf-8") != content:
+            file.write_text(content, encoding="utf-8")
+            rewritten.append(file)
     for file in rewritten:
         say(f"rewritten: {relative(file)}")
 

@@ -10,6 +10,7 @@ from typer.main import get_command
 from slimqwen import variant
 from slimqwen.cli.app import app
 from slimqwen.cli.command_list import list_verbs, render_commands
+from slimqwen.cli.stage_list import render_stages
 from slimqwen.records import registry
 
 ROOT = variant.repository_root()
@@ -125,3 +126,4 @@ def test_what_does_not_parse_is_seen(command, wrong):
 
 def test_the_list_of_commands_is_up_to_date():
     assert (ROOT / "docs" / "commands.md").read_text(encoding="utf-8") == render_commands(get_command(app))
+    assert (ROOT / "docs" / "stages.md").read_text(encoding="utf-8") == render_stages()

@@ -32,7 +32,10 @@ def run(*options):
 
 def test_tables_and_the_list_of_commands_are_rewritten_once(repository):
     code, said = run("--tables")
-    assert (code, said.splitlines()) == (0, ["rewritten: README.md", "rewritten: docs/commands.md"])
+    assert (code, said.splitlines()) == (
+        0,
+        ["rewritten: README.md", "rewritten: docs/commands.md", "rewritten: docs/stages.md"],
+    )
     assert (repository / "docs" / "commands.md").read_text() == render_commands(get_command(app))
     assert "**Variants**" in (repository / "README.md").read_text()
     assert run("--tables") == (0, "")
