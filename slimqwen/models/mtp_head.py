@@ -30,7 +30,7 @@ from slimqwen.checkpoint.tensors import list_tensors
 from slimqwen.checkpoint.weights import read_weights
 from slimqwen.errors import SlimqwenError
 from slimqwen.models.language_model import load_language_model, quiet_loading, read_plain
-from slimqwen.stats.intervals import Z
+from slimqwen.stats.estimates import Z
 
 PREFIX = "mtp."
 """Prefix of the head's tensor names in a checkpoint."""
