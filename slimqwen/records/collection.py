@@ -5,7 +5,7 @@
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 from slimqwen.records import store
 from slimqwen.records.record import Measurements, Record
 from slimqwen.records.split import Split, split_of
+from slimqwen.variant import names
 
 _EXPLORATIONS = "explorations"
 """Folder of results/ with the figures of scripts/, which are no records."""
@@ -124,28 +125,20 @@ def collect(root: Path) -> Collection:
 
     Damaged, missing, foreign and dangling files become problems; nothing raises. Items are not read.
     """
-    reader = _Reader(root)
-    variants = set()
-    for path in reader.files(root / "experiments", deep=False):
-        reader.leave_out(path, "belongs to no variant; move it into a variant's folder")
-    for folder in _folders(root / "experiments"):
-        files = sorted(reader.files(folder))
-        if (folder / "config.env").is_file():
-            variants.add(folder.name)
-            _read_variant(reader, folder, files)
-        else:
-            reader.leave_out(
-                folder,
-                f"no config.env, so no variant: its {len(files)} files are left out; add config.env, or move the files",
-            )
-    _read_results(reader, root / "results", variants)
-    _require_baselines(reader, variants)
-    _require_cited(reader)
+    reader = _Reader(root, frozenset(names(root)))
+    for path in reader.list_files("experiments"):
+        reader.read_experiment(path)
+    for path in reader.list_files("results"):
+        if path.parent != root / "results" / _EXPLORATIONS:
+            reader.read_file(path)
+    for name in sorted(reader.variants):
+        reader.read_claims(name)
+    reader.require_cited()
     records = sorted(reader.records, key=lambda entry: (entry.ended, entry.location), reverse=True)
     return Collection(
         root,
         tuple(sorted(records, key=_group)),
-        MappingProxyType(dict(sorted(reader.measurements.items()))),
+        MappingProxyType(reader.measurements),
         tuple(Problem(location, reason) for location, reason in sorted(reader.problems.items())),
     )
 
@@ -155,6 +148,7 @@ class _Reader:
     """Records and problems so far."""
 
     root: Path
+    variants: Set[str]
     records: list[StoredRecord[Record]] = field(default_factory=list)
     measurements: dict[str, Measurements] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
@@ -165,7 +159,48 @@ class _Reader:
     def leave_out(self, path: Path, reason: str) -> None:
         self.problems.setdefault(self.location(path), " ".join(reason.split()))
 
-    def read(self, path: Path) -> Record | Measurements | None:
+    def list_files(self, folder: str) -> Iterator[Path]:
+        """All files below a folder of the repository; folders that cannot be read are problems."""
+
+        def note(error: OSError) -> None:
+            if not isinstance(error, FileNotFoundError):
+                self.leave_out(Path(error.filename), f"{error.strerror}; make it readable")
+
+        for parent, _, files in os.walk(self.root / folder, onerror=note):
+            yield from (Path(parent, name) for name in sorted(files))
+
+    def read_experiment(self, path: Path) -> None:
+        """Read a file below experiments/."""
+        variant, *rest = path.relative_to(self.root / "experiments").parts
+        if not rest:
+            self.leave_out(path, "belongs to no variant; move it into a variant's folder")
+        elif variant not in self.variants:
+            folder = self.root / "experiments" / variant
+            self.leave_out(folder, "no config.env, so no variant; add config.env, or move its files")
+        elif len(rest) > 1:
+            self.leave_out(path, "in a subfolder, which no variant has; move it away")
+        elif path.name not in _VARIANT_FILES:
+            self.read_file(path)
+
+    def read_file(self, path: Path) -> None:
+        """Read a record, or judge a file beside records."""
+        if path.name.startswith("."):
+            self.leave_out(path, "left by an interrupted run; delete it")  # the store's temporary name
+        elif path.suffix != ".json":
+            owner = f"{path.name.removesuffix('.items.jsonl').removesuffix('.svg')}.json"
+            if not os.path.lexists(path.with_name(owner)):
+                self.leave_out(path, "belongs to no record; restore the record, or delete this file")
+        elif isinstance(record := self.parse(path), Record):
+            if fault := self.misplacement(path, record):
+                self.leave_out(path, fault)
+            elif record.items and not path.with_name(record.items.file).is_file():
+                self.leave_out(
+                    path, f"its items {record.items.file} are missing; `git checkout` restores committed ones"
+                )
+            else:
+                self.records.append(StoredRecord(path, self.location(path), record))
+
+    def parse(self, path: Path) -> Record | Measurements | None:
         """A valid record; None for a bad one, whose fault becomes a problem."""
         if path.is_symlink() or not path.is_file():
             self.leave_out(path, "not a plain file; put the record itself there")
@@ -176,154 +211,57 @@ class _Reader:
             self.leave_out(path, str(error).removeprefix(f"{store.short_path(path)}: "))
             return None
 
-    def files(self, folder: Path, *, deep: bool = True) -> Iterator[Path]:
-        """All files below a folder; folders that cannot be read are problems."""
-
-        def note(error: OSError) -> None:
-            if not isinstance(error, FileNotFoundError):
-                self.leave_out(Path(error.filename), f"{error.strerror}; make it readable")
-
-        for parent, folders, names in os.walk(folder, onerror=note):
-            yield from (Path(parent, name) for name in names)
-            if not deep:
-                folders.clear()
-
-    def add(self, path: Path, record: Record) -> None:
-        self.records.append(StoredRecord(path, self.location(path), record))
-
-
-def _read_variant(reader: _Reader, folder: Path, files: Iterable[Path]) -> None:
-    expected = set()
-    others = []
-    for path in files:
-        if path.parent != folder:
-            reader.leave_out(path, "in a subfolder, which no variant has; move it away")
-        elif path.name in _VARIANT_FILES:
-            continue
-        elif _is_unfinished(path):
-            reader.leave_out(path, "left by an interrupted run; delete it")
-        elif path.suffix != ".json":
-            others.append(path)
+    def misplacement(self, path: Path, record: Record) -> str:
+        """What is wrong with the name or the folder of a record; empty where nothing is."""
+        if record.variant and record.variant not in self.variants:
+            return f"of variant {record.variant!r}, which experiments/ does not have"
+        if record.folder == "results":
+            right = self.root / "results" / f"{store.result_stem(record)}.json"
         else:
-            # Items and a plot beside a record that is left out are not dangling.
-            expected |= {f"{path.stem}.items.jsonl", f"{path.stem}.svg"}
-            record = reader.read(path)
-            if record is not None:
-                expected.add(_add_of_variant(reader, path, record, folder.name))
-    for path in others:
-        if path.name not in expected:
-            fault = (
-                "items without their record" if path.name.endswith(".items.jsonl") else "belongs to no record"
+            suffix = path.name.removeprefix(f"{record.kind}_")
+            right = self.root / "experiments" / record.variant / f"{record.kind}_{suffix}"
+        return (
+            ""
+            if path == right
+            else (
+                f"holds {record.kind} of {record.variant or 'no variant'}, which its name or its folder does not say; "
+                f"move it to {self.location(right)}"
             )
-            reader.leave_out(path, f"{fault}; restore the record, or delete this file")
-    _read_measurements(reader, folder)
-
-
-def _add_of_variant(reader: _Reader, path: Path, record: Record | Measurements, variant: str) -> str:
-    """Add a record, or say why not; returns the name of its items."""
-    items = "" if isinstance(record, Measurements) or record.items is None else record.items.file
-    if isinstance(record, Measurements) or not items or not path.name.startswith(f"{record.kind}_"):
-        reader.leave_out(
-            path, f"holds a record of kind {record.kind}, which its name or its folder does not say"
         )
-    elif record.variant != variant:
-        owner = record.variant
-        reader.leave_out(path, f"is of {owner}, in the folder of {variant}; move it to experiments/{owner}/")
-    elif not path.with_name(items).is_file():
-        reader.leave_out(path, f"its items {items} are missing; `git checkout` restores committed ones")
-    else:
-        reader.add(path, record)
-    return items
 
-
-def _read_measurements(reader: _Reader, folder: Path) -> None:
-    path = folder / "measurements.json"
-    if not path.exists():
-        reader.leave_out(path, "missing; write one with the variant's hypothesis and baseline")
-        return
-    claims = reader.read(path)
-    if isinstance(claims, Measurements):
-        reader.measurements[folder.name] = claims
-    elif claims is not None:
-        reader.leave_out(path, f"holds a record of kind {claims.kind}, not measurements")
-
-
-def _read_results(reader: _Reader, folder: Path, variants: set[str]) -> None:
-    stems = set()
-    others = []
-    for path in sorted(reader.files(folder)):
-        if _is_unfinished(path):
-            reader.leave_out(path, "left by an interrupted run; delete it")
-        elif path.parent == folder / _EXPLORATIONS:
-            continue
-        elif path.suffix != ".json":
-            others.append(path)
-        else:
-            stems.add(path.with_suffix(""))
-            record = reader.read(path)
-            if record is not None:
-                _add_result(reader, folder, path, record, variants)
-    for path in others:
-        if path.with_suffix("") not in stems:
-            reader.leave_out(path, "belongs to no record; restore the record, or delete this file")
-
-
-def _add_result(
-    reader: _Reader, folder: Path, path: Path, record: Record | Measurements, variants: set[str]
-) -> None:
-    if isinstance(record, Measurements) or record.folder != "results":
-        reader.leave_out(path, f"a record of kind {record.kind}: it belongs to experiments/, not results/")
-    elif path != folder / f"{store.result_stem(record)}.json":
-        reader.leave_out(
-            path,
-            f"holds {record.kind} of {record.variant or 'no variant'}, which its name does not say; "
-            f"name it results/{store.result_stem(record)}.json",
-        )
-    elif record.variant and record.variant not in variants:
-        reader.leave_out(path, f"of variant {record.variant!r}, which experiments/ does not have")
-    else:
-        reader.add(path, record)
-
-
-def _require_baselines(reader: _Reader, variants: set[str]) -> None:
-    """Leave out the measurements.json of variants whose baseline does not exist."""
-    for name, claims in list(reader.measurements.items()):
-        baseline = claims.baseline
-        if baseline is not None and (baseline == name or baseline not in variants):
-            del reader.measurements[name]
-            fault = "is itself" if baseline == name else f"{baseline!r} is no variant of experiments/"
-            reader.leave_out(
-                reader.root / "experiments" / name / "measurements.json",
-                f"its baseline {fault}; name an existing variant, or null",
+    def read_claims(self, variant: str) -> None:
+        """Read a variant's measurements.json."""
+        path = self.root / "experiments" / variant / "measurements.json"
+        if not path.exists():
+            self.leave_out(path, "missing; write one with the variant's hypothesis and baseline")
+            return
+        claims = self.parse(path)
+        if isinstance(claims, Record):
+            self.leave_out(path, f"holds a record of kind {claims.kind}, not measurements")
+        elif claims is not None and claims.baseline == variant:
+            self.leave_out(path, "its baseline is itself; name an existing variant, or null")
+        elif claims is not None and claims.baseline not in (None, *self.variants):
+            self.leave_out(
+                path,
+                f"its baseline {claims.baseline!r} is no variant of experiments/; name an existing variant, or null",
             )
+        elif claims is not None:
+            self.measurements[variant] = claims
 
-
-def _require_cited(reader: _Reader) -> None:
-    """Report cited records that are missing."""
-    citations = {entry.location: entry.record.cited() for entry in reader.records}
-    for variant, claims in reader.measurements.items():
-        folder = f"experiments/{variant}"
-        citations[f"{folder}/measurements.json"] = [f"{folder}/{name}" for name in claims.records]
-    for location, names in citations.items():
-        for name in names:
-            path = reader.root / name
-            if not path.is_file():
-                reader.leave_out(
-                    path, f"missing, but {location} cites it; restore the file, or remove the citation"
-                )
+    def require_cited(self) -> None:
+        """Report cited records that are missing."""
+        citations = {entry.location: entry.record.cited() for entry in self.records}
+        for variant, claims in self.measurements.items():
+            folder = f"experiments/{variant}"
+            citations[f"{folder}/measurements.json"] = [f"{folder}/{name}" for name in claims.records]
+        for location, cited in citations.items():
+            for name in cited:
+                path = self.root / name
+                if not path.is_file():
+                    self.leave_out(
+                        path, f"missing, but {location} cites it; restore the file, or remove the citation"
+                    )
 
 
 def _group(entry: StoredRecord[Record]) -> tuple[str, str]:
     return entry.variant, entry.kind
-
-
-def _folders(parent: Path) -> list[Path]:
-    try:
-        return sorted(path for path in parent.iterdir() if path.is_dir())
-    except OSError:
-        return []
-
-
-def _is_unfinished(path: Path) -> bool:
-    """Whether the store wrote the file under a temporary name."""
-    return path.name.startswith(".")

@@ -1,8 +1,8 @@
 """Checks of all records, and of the Markdown tables generated from them: one line per fault, with its cure.
 
-`records.collection` reports unreadable files. Here every record is validated against the committed JSON Schema, items
-are compared with their digest, cited checkpoints with those on this machine, generated tables with their records, and
-records with those of an earlier commit. git holds the records that something cites, and no others.
+`records.collection` reports files that cannot be read or that break their schema. Here items are compared with their
+digest, cited checkpoints with those on this machine, generated tables with their records, and records with those of an
+earlier commit. git holds the records that something cites, and no others.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from pathlib import Path
 from slimqwen import checkpoint
 from slimqwen import variant as variants
 from slimqwen.errors import SlimqwenError
-from slimqwen.records import provenance, schemas, store
+from slimqwen.records import provenance
 from slimqwen.records.collection import Collection, Problem, StoredRecord, collect
 from slimqwen.records.record import Record
 from slimqwen.report import markdown
@@ -53,7 +53,6 @@ def check_records(root: Path, base: str | None = None) -> CheckResult:
     collection = collect(root)
     faults = [*collection.problems]
     for entry in collection.records:
-        faults += _schema_faults(entry)
         faults += _item_faults(entry)
     checkpoint_faults, absent = _checkpoint_faults(collection)
     history_faults, notes = _history_faults(root, base)
@@ -65,13 +64,6 @@ def check_records(root: Path, base: str | None = None) -> CheckResult:
         notes = [f"Checkpoints not on this machine, so not checked: {names}.", *notes]
     ordered = sorted(dict.fromkeys(faults), key=lambda fault: (fault.location, fault.reason))
     return CheckResult(len(collection.records), tuple(ordered), tuple(notes))
-
-
-def _schema_faults(entry: StoredRecord[Record]) -> Iterator[Problem]:
-    """Breaches of the committed schema by the JSON of a record."""
-    for fault in schemas.faults(entry.kind, store.parse(entry.path)):
-        cure = "`slimqwen report --schemas` if the model changed, else measure again"
-        yield Problem(entry.location, f"{fault}; {cure}")
 
 
 def _item_faults(entry: StoredRecord[Record]) -> Iterator[Problem]:

@@ -3,7 +3,7 @@
 import copy
 import json
 
-import jsonschema_rs
+import jsonschema
 import pytest
 
 from slimqwen import variant
@@ -11,7 +11,11 @@ from slimqwen.records import registry, schemas, store
 
 ROOT = variant.repository_root()
 COMMITTED = sorted([*ROOT.glob("experiments/*/*.json"), *ROOT.glob("results/*.json")])
-DOCUMENT = schemas.generate()
+DOCUMENT = schemas.generate_schemas()
+VALIDATORS = {
+    kind: jsonschema.Draft202012Validator({"$defs": DOCUMENT["$defs"], **schema})
+    for kind, schema in DOCUMENT["kinds"].items()
+}
 
 
 def present(path):
@@ -53,22 +57,21 @@ def without(record, path):
 
 
 def test_the_committed_schemas_are_those_of_the_models():
-    assert schemas.FILE.read_text() == schemas.text(), (
+    assert schemas.FILE.read_text() == schemas.render_schemas(), (
         "run `slimqwen report --schemas` and commit schemas.json"
     )
 
 
-def test_every_schema_is_one_of_its_draft_and_fits_lines():
-    jsonschema_rs.meta.validate(DOCUMENT)
+def test_every_schema_is_one_of_its_draft():
+    jsonschema.Draft202012Validator.check_schema(DOCUMENT)
     assert set(DOCUMENT["kinds"]) == {*registry.kinds(), "measurements"}
-    assert len(schemas.text().splitlines()) <= 1500
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_a_committed_record_follows_the_schema_of_its_kind(path):
     kind, record = present(path)
     if kind in DOCUMENT["kinds"]:
-        assert schemas.faults(kind, record) == []
+        assert not [*VALIDATORS[kind].iter_errors(record)]
 
 
 @pytest.mark.parametrize("path", newest_of_each_kind())
@@ -80,7 +83,7 @@ def test_model_and_schema_refuse_a_record_without_a_required_field_or_with_one_m
     assert paths
     damaged = [without(record, path) for path in paths.values()] + [record | {"typed_by_hand": 1}]
     for changed in damaged:
-        assert schemas.faults(kind, changed)
+        assert not VALIDATORS[kind].is_valid(changed)
         with pytest.raises(store.RecordError, match=r"^example: "):
             store.validate(changed, "example")
 

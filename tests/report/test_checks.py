@@ -8,7 +8,7 @@ import pytest
 
 from slimqwen import checkpoint, variant
 from slimqwen.evals.quality import Quality
-from slimqwen.records import schemas, store
+from slimqwen.records import store
 from slimqwen.report import checks, markdown
 from tests import record_files
 from tests.record_files import example as example_of
@@ -189,7 +189,6 @@ def test_an_exploration_that_was_edited_is_a_fault_since_the_commit_that_is_name
 
 def test_a_record_rewritten_for_a_new_schema_is_no_fault(repository, monkeypatch, quality):
     monkeypatch.setattr(Quality, "version", Quality.version + 1)
-    monkeypatch.setattr(schemas, "faults", lambda *_: ())
     for file in (quality, repository / "experiments" / "a" / quality.name):
         file.write_text(
             file.read_text().replace(f'"quality/{Quality.version - 1}"', f'"quality/{Quality.version}"')
