@@ -254,20 +254,6 @@ def _choose_depth(
     )
 
 
-def graph_sizes_advice(record: Acceptance, variant: Variant) -> str | None:
-    """The CUDA graph sizes for the best depth, beside those of config.env; None where the record has no choice."""
-    if record.choice is None:
-        return None
-    flags = ServerCommand.resolve(variant, platform="cuda").flags
-    step = record.choice.depth + 1
-    sizes = range(step, step * int(flags.get("max-num-seqs") or 1) + 1, step)
-    return (
-        f"CUDA graphs for K = {record.choice.depth}: a step computes K + 1 tokens of each sequence, so "
-        f"VLLM_CUDAGRAPH_CAPTURE_SIZES={','.join(map(str, sizes))} "
-        f"(config.env: {flags.get('cudagraph-capture-sizes', 'not set')})"
-    )
-
-
 def _length(items: Sequence[Item]) -> Estimate:
     return intervals.mean(*drafting.acceptance_lengths(items))
 

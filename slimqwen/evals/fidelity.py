@@ -8,7 +8,7 @@ A pruned variant is compared on the texts whose tokens it kept, against the base
 tokens. Bits per byte are compared on every text, because they do not depend on the vocabulary.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,20 +64,10 @@ class Fidelity(SplitRecord):
     verdict: Verdict
 
     def tables(self, path: Path) -> list[Table]:
-        """Figures and limits; ratios of unchanged weights."""
-        unchanged = [self._unchanged_table(self.unchanged)] if self.unchanged else []
-        return [self._figures_table(path), *unchanged]
-
-    def _figures_table(self, path: Path) -> Table:
+        """One row per figure and mode, with its limit; then the ratios of unchanged weights."""
         limits = {**self.limits.model_dump(), "joined_kl_nats": self.limits.kl_nats}
         rows = [
-            (
-                heading,
-                mode,
-                _cell(figures, name),
-                f"{limits[name]:g}",
-                str(self.verdicts[mode][name]),
-            )
+            (heading, mode, _cell(figures, name), f"{limits[name]:g}", str(self.verdicts[mode][name]))
             for name, heading in _HEADINGS.items()
             for mode, figures in self.modes.items()
             if name in self.verdicts[mode]
@@ -92,24 +82,18 @@ class Fidelity(SplitRecord):
             for mode, figures in self.modes.items()
             if figures.top_k is not None
         ]
-        notes.append(provenance.source_note(self, path))
+        if self.unchanged:
+            notes.append(
+                f"Noise ratio: checkpoint and dtypes are those of {self.baseline}; distance from it in float32, over "
+                f"that of the mode {PLAIN}."
+            )
+            for ratio in self.unchanged.ratios:
+                interval = "" if ratio.low is None else f" [{ratio.low:.2f}, {ratio.high:.2f}]"
+                name, limit = f"noise ratio: {_HEADINGS[ratio.figure]}", f"{self.unchanged.limit:g}"
+                rows.append((name, ratio.mode, f"{ratio.value:.2f}{interval}", limit, str(ratio.verdict)))
         title = f"Fidelity of {self.variant} to {self.baseline}: {self.verdict}"
-        return Table(
-            title, ("figure", "mode", "value ± SE", "limit", "verdict"), tuple(rows), tuple(notes), 2
-        )
-
-    def _unchanged_table(self, unchanged: Unchanged) -> Table:
-        columns: dict[str, Callable[[NoiseRatio], object]] = {
-            "figure": lambda row: _HEADINGS[row.figure],
-            "mode": lambda row: row.mode,
-            "ratio": lambda row: f"{row.value:.2f}",
-            "95 % interval": lambda row: None if row.low is None else f"{row.low:.2f} to {row.high:.2f}",
-            "limit": lambda row: f"{unchanged.limit:g}",
-            "verdict": lambda row: row.verdict,
-        }
-        note = f"Distance from the baseline in float32, over that of the same weights in the mode {PLAIN}."
-        title = f"{self.variant} has the weights of {self.baseline}: distance over the noise of this machine"
-        return Table.from_rows(title, unchanged.ratios, columns, note, text_columns=2)
+        columns = "figure", "mode", "value ± SE", "limit", "verdict"
+        return [Table(title, columns, tuple(rows), (*notes, provenance.source_note(self, path)), 2)]
 
 
 def weight_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
