@@ -249,11 +249,12 @@ def test_evidence_that_is_gone_is_named(one):
     )
 
 
-def test_evidence_that_rests_on_other_data_than_there_is_now_is_named(one):
-    gated(one, data={"eval/gates/tinyworld.yaml": "0" * 64})
+def test_a_gate_or_evidence_of_other_data_than_there_is_now_is_named(one):
+    other = {"eval/gates/tinyworld.yaml": "0" * 64}
+    gated(one, datasets=other)
+    refused(one, r"the newest, gate_\S+, has other data files\)")
+    gated(one, data=other)
     refused(one, r"small/quality_\S+, which small/gate_\S+ cites, is missing or its data files have changed")
-    gated(one, datasets={"eval/gates/tinyworld.yaml": "0" * 64})
-    refused(one, "has other data files")
 
 
 def test_a_baseline_is_not_promoted(one):
