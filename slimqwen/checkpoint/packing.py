@@ -203,22 +203,3 @@ def quantised_blocks(weight: TensorInfo, group_size: int, bits: int) -> Iterator
                 f"{weight.file}: a weight to pack has NaN or infinity; make that checkpoint anew"
             )
         yield quantise(numbers, group_size, bits)
-
-
-def dequantised(words: Any, scales: Any, columns: int, zero_points: Any = None) -> Any:
-    """Rows of a packed weight: float32 [rows, columns].
-
-    Args:
-        words: int32 [rows, words of a row].
-        scales: floating [rows, groups].
-        zero_points: int32 [words of a column, groups]; None where the weight is symmetric.
-    """
-    import torch
-    from compressed_tensors.compressors import unpack_from_int32
-
-    bits, shape = 32 * words.shape[1] // columns, torch.Size((len(words), columns))
-    groups = unpack_from_int32(words, bits, shape).float().reshape(*scales.shape, -1)
-    if zero_points is not None:
-        points = unpack_from_int32(zero_points, bits, scales.shape, packed_dim=0)
-        groups = groups - points.float().unsqueeze(2)
-    return (groups * scales.float().unsqueeze(2)).reshape(shape)

@@ -121,7 +121,12 @@ def expected_tensors(folder: Path) -> ExpectedTensors:
     architecture = config["architectures"][0]
     if not hasattr(transformers, architecture):
         raise CorruptCheckpointError(f"{folder / 'config.json'}: transformers has no {architecture}")
-    settings = transformers.AutoConfig.from_pretrained(folder)
+    try:
+        settings = transformers.AutoConfig.from_pretrained(folder)
+    except (ValueError, KeyError, OSError) as error:
+        raise CorruptCheckpointError(
+            f"{folder / 'config.json'}: transformers cannot use it ({' '.join(str(error).split())[:200]})"
+        ) from None
     # The class is built without quantisation; the stored form of its linears is worked out below.
     settings.__dict__.pop("quantization_config", None)
     with torch.device("meta"):

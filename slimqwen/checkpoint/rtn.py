@@ -5,27 +5,26 @@ from torch import Tensor
 
 
 def round_to_nearest(weight: Tensor, group_size: int, bits: int, *, symmetric: bool = True) -> Tensor:
-    """Quantise and dequantise weights as compressed-tensors' min-max observer does.
+    """Quantise and dequantise weights as compressed-tensors' min-max observer does, with bfloat16 scales.
 
     Args:
         weight: float32 [rows, columns].
-        group_size: weights of a row that share a bfloat16 scale; divides the columns.
+        group_size: weights of a row that share a scale; divides the columns.
         symmetric: scale around zero; otherwise each group has a zero point.
 
     Returns:
         float32 [rows, columns].
     """
-    if symmetric:
-        integers, scales = quantise(weight, group_size, bits)
-        groups = integers.reshape(-1, group_size)
-        return (groups * scales.float().reshape(-1, 1)).reshape(weight.shape)
-    groups = weight.reshape(-1, group_size)
-    levels = 2**bits
-    low, high = groups.amin(1, keepdim=True).clamp_max(0), groups.amax(1, keepdim=True).clamp_min(0)
-    scales = ((high - low) / (levels - 1)).bfloat16().float().clamp_min(torch.finfo(torch.float32).tiny)
-    zero = (-low / scales).round().clamp(0, levels - 1)
-    steps = ((groups / scales).round() + zero).clamp(0, levels - 1) - zero
-    return (steps * scales).reshape(weight.shape)
+    # Slow to import.
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    form = QuantizationArgs(num_bits=bits, symmetric=symmetric, strategy="group", group_size=group_size)
+    groups = weight.reshape(len(weight), -1, group_size)
+    scales, zero_points = calculate_qparams(groups.amin(-1), groups.amax(-1), form)
+    rounded: Tensor = fake_quantize(weight, scales.bfloat16().float(), zero_points, form)
+    return rounded
 
 
 def quantise(weight: Tensor, group_size: int, bits: int) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,13 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slimqwen.checkpoint import packing
 from slimqwen.checkpoint.config import quantisation, read_config, text_config
 from slimqwen.checkpoint.errors import CorruptCheckpointError, UnsupportedFormatError
 from slimqwen.checkpoint.tensors import TensorInfo, list_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+TEXT_PART = "model.language_model."
+"""What the names of the decoder's tensors begin with in a multimodal checkpoint; `model.` in a text-only one."""
 
 BLOCK_ROWS = 4096
 """Rows that are read at a time; a multiple of the zero points in a word, which are packed along the rows."""
@@ -143,7 +145,7 @@ class Weight:
         if "weight_zero_point" in self.parts:
             per_word = 32 // (32 * words.shape[1] // columns)
             points = self.parts["weight_zero_point"].rows(first // per_word, -(-last // per_word)).read()
-        return packing.dequantised(words, scales, columns, points)
+        return _dequantised(words, scales, columns, points)
 
     @property
     def _is_awq(self) -> bool:
@@ -192,6 +194,32 @@ def read_weights(folder: Path) -> dict[str, Weight]:
     return group_parts(list_tensors(folder), quantisation(read_config(folder)))
 
 
+def text_name(name: str) -> str:
+    """The name that a tensor of a checkpoint has in the text-only class of its model."""
+    return f"model.{name.removeprefix(TEXT_PART)}" if name.startswith(TEXT_PART) else name
+
+
+def changed_weights(first: Path, second: Path, leave_out: Callable[[str], bool]) -> list[str]:
+    """Names of the weights that are stored otherwise in one checkpoint than in the other, or in one of them alone.
+
+    Args:
+        leave_out: whether a weight of this name in the text-only class is neither read nor named.
+
+    Raises:
+        CorruptCheckpointError: a checkpoint cannot be read.
+    """
+    before, after = (
+        {text_name(name): weight for name, weight in read_weights(folder).items()}
+        for folder in (first, second)
+    )
+    names = [name for name in dict.fromkeys([*before, *after]) if not leave_out(name)]
+    return [
+        name
+        for name in names
+        if name not in before or name not in after or not after[name].has_bytes_of(before[name])
+    ]
+
+
 def has_mtp_head(folder: Path) -> bool:
     """Whether a checkpoint can draft: its config announces an MTP head, and the tensors are there."""
     announced = text_config(read_config(folder)).get("mtp_num_hidden_layers")
@@ -224,3 +252,22 @@ def _unpacked(words: "Tensor", bits: int) -> "Tensor":
     import torch
 
     return ((words.long()[..., None] >> torch.arange(0, 32, bits)) & (2**bits - 1)).flatten(1)
+
+
+def _dequantised(words: "Tensor", scales: "Tensor", columns: int, zero_points: "Tensor | None") -> "Tensor":
+    """Rows of a packed weight: float32 [rows, columns].
+
+    Args:
+        words: int32 [rows, words of a row].
+        scales: floating [rows, groups].
+        zero_points: int32 [words of a column, groups]; None where the weight is symmetric.
+    """
+    import torch
+    from compressed_tensors.compressors import unpack_from_int32
+
+    bits, shape = 32 * words.shape[1] // columns, torch.Size((len(words), columns))
+    groups = unpack_from_int32(words, bits, shape).float().reshape(*scales.shape, -1)
+    if zero_points is not None:
+        points = unpack_from_int32(zero_points, bits, scales.shape, packed_dim=0)
+        groups = groups - points.float().unsqueeze(2)
+    return (groups * scales.float().unsqueeze(2)).reshape(shape)

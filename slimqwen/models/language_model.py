@@ -13,15 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from slimqwen.checkpoint import CorruptCheckpointError
-from slimqwen.checkpoint.weights import Weight, read_weights
-
-TEXT_PART = "model.language_model."
-"""What the names of the decoder's tensors begin with in a multimodal checkpoint; `model.` in a text-only one."""
-
-
-def text_name(name: str) -> str:
-    """The name that a tensor of a checkpoint has in the text-only class of its model."""
-    return f"model.{name.removeprefix(TEXT_PART)}" if name.startswith(TEXT_PART) else name
+from slimqwen.checkpoint.weights import Weight, read_weights, text_name
 
 
 def load_language_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:

@@ -11,16 +11,14 @@ hidden state.
 """
 
 import copy
-import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5RMSNorm
@@ -29,15 +27,11 @@ from slimqwen.checkpoint import draft_head
 from slimqwen.checkpoint.tensors import list_tensors
 from slimqwen.checkpoint.weights import read_weights
 from slimqwen.errors import SlimqwenError
-from slimqwen.models.language_model import load_language_model, quiet_loading, read_plain
+from slimqwen.models.language_model import load_language_model, read_plain
 from slimqwen.stats.estimates import Z
 
 PREFIX = "mtp."
 """Prefix of the head's tensor names in a checkpoint."""
-
-MROPE_KEYS = ("mrope_section", "mrope_interleaved")
-"""Multimodal rotary keys that a text-only checkpoint must not have: vLLM's draft model would apply them, its target
-would not."""
 
 
 class MtpHeadError(SlimqwenError):
@@ -108,33 +102,17 @@ class DraftHead(nn.Module):  # type: ignore[misc]  # torch is not followed by th
         return nn.functional.linear(hidden, self.weight)
 
 
-@dataclass
-class DraftingModel:
-    """The backbone and the MTP head of one checkpoint."""
+class DraftingModel(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
+    """The backbone and the MTP head of one checkpoint.
 
-    backbone: Any
-    """`Qwen3_5ForCausalLM`."""
-    head: MtpHead
-    draft_head: DraftHead | None = None
-    """The output head of the drafts; None where they have the backbone's."""
+    Args:
+        backbone: `Qwen3_5ForCausalLM`.
+        draft_head: the output head of the drafts; None where they have the backbone's.
+    """
 
-    def eval(self) -> "DraftingModel":
-        """Both parts in evaluation mode."""
-        self.backbone.eval()
-        self.head.eval()
-        return self
-
-    def train(self) -> "DraftingModel":
-        """Both parts in training mode."""
-        self.backbone.train()
-        self.head.train()
-        return self
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every parameter once, under its checkpoint name."""
-        yield from self.backbone.named_parameters()
-        for name, parameter in self.head.named_parameters():
-            yield PREFIX + name, parameter
+    def __init__(self, backbone: Any, head: MtpHead, draft_head: DraftHead | None = None) -> None:
+        super().__init__()
+        self.backbone, self.head, self.draft_head = backbone, head, draft_head
 
     @property
     def device(self) -> torch.device:
@@ -341,7 +319,9 @@ def load_drafting_model(folder: Path, dtype: torch.dtype = torch.float32) -> Dra
     head = MtpHead(backbone.config)
     _check_head(folder, head, head_tensors)
     head.load_state_dict(head_tensors)
-    return DraftingModel(backbone, head.to(dtype), _read_draft_head(folder, backbone.config, dtype)).eval()
+    model = DraftingModel(backbone, head.to(dtype), _read_draft_head(folder, backbone.config, dtype))
+    model.eval()
+    return model
 
 
 def read_head_tensors(folder: Path) -> dict[str, Tensor]:
@@ -369,27 +349,6 @@ def _read_draft_head(folder: Path, config: Any, dtype: torch.dtype) -> DraftHead
     if ids is None:
         return None
     return DraftHead(stored[draft_head.WEIGHT].unchanged().read().to(dtype), torch.from_numpy(ids))
-
-
-def save_drafting_model(model: DraftingModel, folder: Path) -> None:
-    """Write config.json and model.safetensors (bfloat16, backbone and `mtp.*` together) in the form vLLM reads."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with quiet_loading():
-        copy.deepcopy(model.backbone).to(torch.bfloat16).save_pretrained(folder)
-    tensors = load_file(folder / "model.safetensors")
-    for name, tensor in model.head.state_dict().items():
-        tensors[PREFIX + name] = tensor.detach().to(torch.bfloat16).contiguous()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    # Readable by the unprivileged user of a container.
-    (folder / "model.safetensors").chmod(0o644)
-    # generation_config.json is written by code that knows the tokenizer's end tokens.
-    (folder / "generation_config.json").unlink(missing_ok=True)
-    config_file = folder / "config.json"
-    config = json.loads(config_file.read_text())
-    config.update(mtp_num_hidden_layers=1, mtp_use_dedicated_embeddings=False)
-    for key in MROPE_KEYS:
-        config["rope_parameters"].pop(key, None)
-    config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def _check_head(folder: Path, head: MtpHead, tensors: dict[str, Tensor]) -> None:

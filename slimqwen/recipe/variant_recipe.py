@@ -7,8 +7,8 @@ from pathlib import Path
 
 from slimqwen import checkpoint
 from slimqwen import variant as variants
-from slimqwen.checkpoint import difference, draft_head
-from slimqwen.checkpoint.difference import TensorChange, TensorDifference
+from slimqwen.checkpoint import draft_head
+from slimqwen.checkpoint.weights import changed_weights
 from slimqwen.errors import SlimqwenError
 from slimqwen.progress import Progress, silent
 from slimqwen.recipe import recipe_file, runner
@@ -156,7 +156,7 @@ def _variant_of(base: str, root: Path) -> str:
     )
 
 
-def unexplained_changes(variant: Variant) -> list[TensorDifference]:
+def unexplained_changes(variant: Variant) -> list[str]:
     """Tensors of a variant's checkpoint that differ from its recipe's base, though no stage of the recipe changes them.
 
     Raises:
@@ -168,7 +168,7 @@ def unexplained_changes(variant: Variant) -> list[TensorDifference]:
     return unexplained_by(recipe.steps, base, variant.weights)
 
 
-def unexplained_by(steps: Sequence[Step], base: Path, weights: Path) -> list[TensorDifference]:
+def unexplained_by(steps: Sequence[Step], base: Path, weights: Path) -> list[str]:
     """Tensors of a checkpoint that differ from its base, though no step of a recipe changes them.
 
     Raises:
@@ -179,8 +179,7 @@ def unexplained_by(steps: Sequence[Step], base: Path, weights: Path) -> list[Ten
     def is_explained(name: str) -> bool:
         return any(re.search(pattern, name) for pattern in patterns)
 
-    differences = difference.compare_checkpoints(base, weights, leave_out=is_explained)
-    return [tensor for tensor in differences if tensor.change is not TensorChange.NONE]
+    return changed_weights(base, weights, leave_out=is_explained)
 
 
 _SETTINGS_OF_STAGES = {

@@ -18,7 +18,14 @@ from safetensors import safe_open
 from slimqwen import checkpoint
 from slimqwen.checkpoint import CorruptCheckpointError, Manifest, MissingCheckpointError
 from slimqwen.checkpoint.config import write_config
-from slimqwen.checkpoint.files import COMPILE_CACHE, MANIFEST, carry_side_files, publish, withdraw
+from slimqwen.checkpoint.files import (
+    COMPILE_CACHE,
+    MANIFEST,
+    carry_side_files,
+    kept_token_ids,
+    publish,
+    withdraw,
+)
 from slimqwen.checkpoint.tensors import NewTensor, list_tensors, rewrite, write_tensors
 from slimqwen.errors import SlimqwenError
 from tests.checkpoints import with_manifest
@@ -371,6 +378,13 @@ def test_verification_needs_a_readable_manifest(folder: Path, content: str | Non
         (folder / MANIFEST).write_text(content)
     with pytest.raises(CorruptCheckpointError, match=rf"manifest\.json.*{CURE}"):
         checkpoint.verify(folder, CURE)
+
+
+def test_a_vocabulary_map_without_its_list_is_one_line(folder: Path) -> None:
+    assert kept_token_ids(folder) is None
+    (folder / "vocab_map.json").write_text("{}")
+    with pytest.raises(CorruptCheckpointError, match=r"new_to_old.*make the checkpoint anew"):
+        kept_token_ids(folder)
 
 
 def test_a_published_folder_appears_whole(tmp_path: Path) -> None:

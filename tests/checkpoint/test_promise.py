@@ -72,6 +72,13 @@ def test_parts_of_an_unknown_format_are_taken_as_they_are_and_named(tmp_path: Pa
     assert unknown_format(ANIMALS["gptq"].build(tmp_path / "known")) is None
 
 
+def test_a_config_that_transformers_does_not_know_is_refused(tmp_path: Path) -> None:
+    folder = shutil.copytree(TINY, tmp_path / "copy")
+    write_config(folder, {**read_config(folder), "model_type": "qwen9"})
+    with pytest.raises(CorruptCheckpointError, match=r"config\.json: transformers cannot use it \(.*qwen9"):
+        check_tensors(folder)
+
+
 def with_tie(inner: Any, outer: Any, *, head: bool) -> Callable[[dict[str, Any], Tensors], dict[str, Any]]:
     """Edit a multimodal checkpoint: its flags (`...`: not there), and whether it has an output head of its own."""
 

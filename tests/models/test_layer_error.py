@@ -7,12 +7,11 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tinyworld.model import TinyShape, build
+from tinyworld.model import TinyShape, build, save_drafting_model
 
 from slimqwen import progress, variant
 from slimqwen.checkpoint.files import carry_all
 from slimqwen.models.layer_error import LayerErrorError, measure_layer_errors
-from slimqwen.models.mtp_head import save_drafting_model
 from slimqwen.recipe.stages import calibrate
 from tests.checkpoints import edited_tensors
 

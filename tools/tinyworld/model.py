@@ -4,16 +4,20 @@ Head dimensions are those of the real models (attention 256, Gated DeltaNet 128,
 that the engine's kernels get the shapes they were written for; hidden size and depth are for two CPU cores.
 """
 
+import copy
 import dataclasses
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
-from slimqwen.models.mtp_head import DraftingModel, MtpHead, save_drafting_model
+from slimqwen.models.language_model import quiet_loading
+from slimqwen.models.mtp_head import PREFIX, DraftingModel, MtpHead
 from tinyworld.tokenizer import VOCABULARY_SIZE, end_token_ids, write_generation_config
 
 
@@ -87,3 +91,25 @@ def write_checkpoint(model: DraftingModel, tokenizer: PreTrainedTokenizerFast, f
     save_drafting_model(model, folder)
     tokenizer.save_pretrained(folder)
     write_generation_config(folder)
+
+
+def save_drafting_model(model: DraftingModel, folder: Path) -> None:
+    """Write config.json and model.safetensors (bfloat16, backbone and `mtp.*` together) in the form vLLM reads."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with quiet_loading():
+        copy.deepcopy(model.backbone).to(torch.bfloat16).save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in model.head.state_dict().items():
+        tensors[PREFIX + name] = tensor.detach().to(torch.bfloat16).contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    # Readable by the unprivileged user of a container.
+    (folder / "model.safetensors").chmod(0o644)
+    # generation_config.json is written by code that knows the tokenizer's end tokens.
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    config_file = folder / "config.json"
+    config = json.loads(config_file.read_text())
+    config.update(mtp_num_hidden_layers=1, mtp_use_dedicated_embeddings=False)
+    # Multimodal rotary keys: vLLM's draft model would apply them, its target would not.
+    for key in ("mrope_section", "mrope_interleaved"):
+        config["rope_parameters"].pop(key, None)
+    config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

@@ -24,6 +24,7 @@ from slimqwen.checkpoint.config import quantisation, quantised, write_config
 from slimqwen.checkpoint.errors import UnsupportedFormatError
 from slimqwen.checkpoint.files import carry_side_files
 from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, from_torch, list_tensors, rewrite, torch_dtype
+from slimqwen.checkpoint.weights import TEXT_PART, text_name
 from slimqwen.progress import Progress
 from slimqwen.recipe.outline import Outline
 from slimqwen.recipe.schemes import Targets, config_groups, packing_of
@@ -253,7 +254,7 @@ def _calibrated(
     import torch
     import transformers
 
-    from slimqwen.models.language_model import load_language_model, text_name
+    from slimqwen.models.language_model import load_language_model
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     sequences = _sequences(parameters.corpus, source, tokenizer)
@@ -392,8 +393,6 @@ def _pack(model: Any, stored: Mapping[str, TensorInfo]) -> dict[str, Any]:
     """Pack the rounded weights into integers in place; the quantization_config that describes them as stored."""
     from compressed_tensors import ModelCompressor, __version__
 
-    from slimqwen.models.language_model import TEXT_PART, text_name
-
     infos = {text_name(name): info for name, info in stored.items()}
     for name, module in model.named_modules():
         if hasattr(module, "weight_scale"):
@@ -427,8 +426,6 @@ def _replacements(
     model: Any, targets: Collection[str], stored: Mapping[str, TensorInfo]
 ) -> dict[str, Mapping[str, NewTensor]]:
     """What the calibrated model has in the stead of each stored tensor; the others stay as they are."""
-    from slimqwen.models.language_model import text_name
-
     state = model.state_dict()
     replacements: dict[str, Mapping[str, NewTensor]] = {}
     for name, info in stored.items():
