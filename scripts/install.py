@@ -24,7 +24,6 @@ MADE_FOR = VENV / "slimqwen-made-for"
 """Platform, Python and folder of an environment, there from its first moment."""
 
 LOG = ROOT / "logs" / "install.log"
-
 DRIVER = Path("/proc/driver/nvidia/version")
 
 EXTRAS = ("ray",)
@@ -34,7 +33,6 @@ MINIMUM, BELOW = (3, 11), (3, 14)
 NEEDED_GB = {"cpu": 7, "cuda": 25}  # measured for cpu: 4.9 GB in .venv and 1.2 GB of downloads on the way
 PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 """Asked only where the machine's own index has no CPU build of torch (PyPI has the CUDA build alone)."""
-
 
 MISREAD_IN_PATHS = {
     "cpu": re.compile(r"[^\w .+,=@~&'()/\x80-\U0010ffff-]"),  # any other sign was tried
@@ -58,7 +56,8 @@ def main() -> int:
     options = parser.parse_args()
     try:
         platform = options.platform or ("cuda" if has_gpu() else "cpu")
-        extras = sorted({*options.extras, *installed_extras()})
+        installed = json.loads(STAMP.read_text()) if PYTHON.exists() and STAMP.exists() else {}
+        extras = sorted({*options.extras, *installed.get("extras", ())})
         locks = [ROOT / "requirements" / f"{name}.txt" for name in (platform, *extras)]
         stamp = {
             "platform": platform,
@@ -67,34 +66,29 @@ def main() -> int:
             "ingredients": ingredients(locks),
             "folder": str(ROOT),
         }
-        if PYTHON.exists() and STAMP.exists() and json.loads(STAMP.read_text()) == stamp:
+        if installed == stamp:
             print(f"environment is up to date ({platform}): .venv")
             return 0
         check_machine(platform)
         install(platform, locks)
         STAMP.write_text(json.dumps(stamp))
+        print(f"installed for {platform}: .venv (log: {LOG.relative_to(ROOT)})")
+        return 0
     except InstallError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        code, message = 2, f"error: {error}"
     except OSError as error:
-        print(
-            f"error: {error.strerror}: {error.filename}; free some disk or fix its permissions",
-            file=sys.stderr,
-        )
-        return 2
+        code = 2
+        message = f"error: {error.strerror}: {error.filename}; free some disk or fix its permissions"
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+        code, message = 130, "interrupted"
     except Exception as error:
         LOG.parent.mkdir(exist_ok=True)
         with LOG.open("a") as log:
             log.write(traceback.format_exc())
-        print(
-            f"error: unexpected {type(error).__name__}: {error}; the traceback is in {LOG}", file=sys.stderr
-        )
-        return 1
-    print(f"installed for {platform}: .venv (log: {LOG.relative_to(ROOT)})")
-    return 0
+        code = 1
+        message = f"error: unexpected {type(error).__name__}: {error}; the traceback is in {LOG}"
+    print(message, file=sys.stderr)
+    return code
 
 
 def has_gpu() -> bool:
@@ -106,11 +100,6 @@ def has_gpu() -> bool:
     except (OSError, subprocess.TimeoutExpired):
         return False
     return listed.returncode == 0 and listed.stdout.startswith("GPU ")
-
-
-def installed_extras() -> list[str]:
-    """Extras of the installed environment, or of one whose installation was interrupted."""
-    return [name for name in EXTRAS if (VENV / f"slimqwen-extra-{name}").exists()]
 
 
 def ingredients(locks: list[Path]) -> str:
@@ -154,8 +143,6 @@ def install(platform: str, locks: list[Path]) -> None:
     LOG.parent.mkdir(exist_ok=True)
     LOG.write_text("")
     make_environment(platform)
-    for extra in locks[1:]:
-        (VENV / f"slimqwen-extra-{extra.stem}").touch()
     pins = [line for line in locks[0].read_text().splitlines() if line and not line.startswith("#")]
     torch = next(pin for pin in pins if pin.startswith("torch=="))
     vision = next(pin for pin in pins if pin.startswith("torchvision=="))
@@ -183,12 +170,7 @@ def make_environment(platform: str) -> None:
     and the folder that it was made in.
     """
     made_for = [f"{platform} {sys.version.split()[0]}", str(ROOT)]
-    # An older environment does not say its folder.
-    if (
-        PYTHON.exists()
-        and MADE_FOR.exists()
-        and MADE_FOR.read_text().splitlines() in (made_for, made_for[:1])
-    ):
+    if PYTHON.exists() and MADE_FOR.exists() and MADE_FOR.read_text().splitlines() == made_for:
         return
     if Path(sys.prefix).resolve() == VENV:
         raise InstallError(".venv has to be made anew, and this is its own Python; run `deactivate` first")
@@ -213,10 +195,9 @@ def pip(what: str, *arguments: str, total: int = 1) -> None:
         done, said = 0, ""
         for line in process.stdout:
             log.write(line)
-            if line.startswith(("Collecting", "Requirement already", "Obtaining", "Looking in links")):
-                done = min(total, done + line.startswith(("Collecting", "Requirement already")))
-            if line.startswith(("Collecting", "Installing")):
-                show(f"{what}: {done}/{total}" + (", unpacking" if line.startswith("Installing") else ""))
+            if line.startswith(("Collecting", "Requirement already")):
+                done += 1
+                show(f"{what}: {done}/{total}")
             if line.startswith("ERROR"):
                 said = line.removeprefix("ERROR: ").strip()
     if process.wait() != 0:

@@ -4,9 +4,7 @@ import dataclasses
 import hashlib
 import json
 import os
-import re
 import shutil
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -56,13 +54,6 @@ class Content:
     served: Mapping[str, Path]
     replaced: Mapping[str, str]
     cache: baked_cache.BakedCache | None
-
-    def dry_run(self) -> str:
-        """The output that `serve.py --dry-run` must have in the image."""
-        # The environment may lie elsewhere than the checkout.
-        text = self.command.as_shell().replace(sys.executable, f"{self.root}/.venv/bin/python")
-        here = re.escape(str(self.command.variant.root))
-        return re.sub(rf"(?<![\w./-]){here}(?![\w-])", self.root, text)
 
     def digests(self, progress: Progress = silent) -> dict[str, str]:
         """SHA-256 of each file in the image, by its path below root."""

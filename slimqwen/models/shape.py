@@ -15,6 +15,19 @@ Tensors = dict[str, tuple[str, tuple[int, ...]]]
 """Name -> dtype as safetensors spells it, and shape."""
 
 
+IMAGE_PROCESSOR: Mapping[str, Any] = {
+    "size": {"longest_edge": 16777216, "shortest_edge": 65536},
+    "patch_size": 16,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": [0.5] * 3,
+    "image_std": [0.5] * 3,
+    "processor_class": "Qwen3VLProcessor",
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+}
+"""preprocessor_config.json of a multimodal Qwen3.5; vLLM's processor reads it even where images are off."""
+
+
 class ShapeError(SlimqwenError):
     """No dimensions are known for a variant's checkpoint."""
 

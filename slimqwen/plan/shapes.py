@@ -19,7 +19,7 @@ from slimqwen.checkpoint import Manifest
 from slimqwen.checkpoint.config import write_config
 from slimqwen.checkpoint.files import file_records, publish, withdraw
 from slimqwen.checkpoint.tensors import tensor_bytes
-from slimqwen.models.shape import Packing, Shape, ShapeError
+from slimqwen.models.shape import IMAGE_PROCESSOR, Packing, Shape, ShapeError
 from slimqwen.progress import Progress, silent
 from slimqwen.recipe import recipe_file
 from slimqwen.variant import Variant
@@ -33,17 +33,6 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-# vLLM's processor of a multimodal Qwen3.5 reads these even where images are off.
-_PREPROCESSOR = {
-    "size": {"longest_edge": 16777216, "shortest_edge": 65536},
-    "patch_size": 16,
-    "temporal_patch_size": 2,
-    "merge_size": 2,
-    "image_mean": [0.5] * 3,
-    "image_std": [0.5] * 3,
-    "processor_class": "Qwen3VLProcessor",
-    "image_processor_type": "Qwen2VLImageProcessorFast",
-}
 
 
 class _PublishedShape(BaseModel):
@@ -174,7 +163,7 @@ def write_shape(shape: Shape, folder: Path, tokenizer: Path) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(shape.config_json, indent=1) + "\n")
-    (folder / "preprocessor_config.json").write_text(json.dumps(_PREPROCESSOR) + "\n")
+    (folder / "preprocessor_config.json").write_text(json.dumps(IMAGE_PROCESSOR) + "\n")
     for name in TOKENIZER_FILES:
         shutil.copyfile(tokenizer / name, folder / name)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

@@ -1,6 +1,7 @@
-"""What the tests of images share: a repository with one small variant, and root filesystems made by hand."""
+"""What the tests of images share: a repository with one small variant, root filesystems, and tools made of scripts."""
 
 import io
+import os
 import shutil
 import tarfile
 from collections.abc import Callable
@@ -18,6 +19,23 @@ VLLM_DTYPE=bfloat16
 """
 USER = 10001
 Archive = Callable[..., io.BytesIO]
+
+
+@pytest.fixture
+def fake_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
+    """Makes a container tool of a shell script, found before any other; returns the file of its command lines."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.delenv("BUILDAH_ISOLATION", raising=False)
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+
+    def make(name: str, script: str) -> Path:
+        (folder / name).write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/said\n{script}\n')
+        (folder / name).chmod(0o755)
+        return tmp_path / "said"
+
+    return make
 
 
 @pytest.fixture

@@ -59,49 +59,14 @@ def test_a_base_needs_its_digest_or_to_be_of_this_machine():
             build.check_base(base)
 
 
-def test_the_first_tool_that_is_there_is_taken_and_a_missing_one_is_named(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ImageError, match="neither docker, podman nor buildah is installed"):
-        tools.find_tool()
-    for name in ("podman", "buildah"):
-        (tmp_path / name).write_text("#!/bin/sh\n")
-        (tmp_path / name).chmod(0o755)
-    assert tools.find_tool() == "podman"
-    assert tools.find_tool("buildah") == "buildah"
-    with pytest.raises(ImageError, match="docker is not installed"):
-        tools.find_tool("docker")
-
-
-def test_a_tool_that_does_not_work_is_passed_over_and_named_where_there_is_no_other(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
-    for name, code in (("docker", 1), ("buildah", 0)):
-        (tmp_path / name).write_text(f"#!/bin/sh\nexit {code}\n")
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setattr(tools.shutil, "which", lambda tool: (tmp_path / tool).is_file() or None)
-    assert tools.find_tool() == "buildah"
-    assert tools.find_tool("docker") == "docker", "asked for by name, its own error says what is wrong"
-    (tmp_path / "buildah").unlink()
-    with pytest.raises(ImageError, match="no container tool works here: `docker info` failed; run it"):
-        tools.find_tool()
-    (tmp_path / "podman").write_text("#!/bin/sh\nexit 125\n")
-    (tmp_path / "podman").chmod(0o755)
-    with pytest.raises(ImageError, match="works here: `docker info` and `podman info` failed; run it"):
-        tools.find_tool()
-
-
-def test_a_base_that_was_not_finished_leaves_no_container_in_the_way(tmp_path, monkeypatch):
-    for name, script in (
-        ("buildah", f'echo "$*" >> {tmp_path}/said; [ "$1" != inspect ] && [ "$1" != commit ]'),
-        ("debootstrap", 'mkdir -p "$3"'),
-    ):
-        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(build.os, "geteuid", lambda: 0)
+def test_a_base_that_was_not_finished_leaves_no_container_in_the_way(fake_tool, tmp_path):
+    said = fake_tool("buildah", '[ "$1" != inspect ] && [ "$1" != commit ]')
+    fake_tool("debootstrap", 'mkdir -p "$3"')
     with pytest.raises(ImageError, match="base: "):
         build.bootstrap_base("buildah", tmp_path / "log")
-    made, *_, last = (tmp_path / "said").read_text().splitlines()[1:]
-    assert last == f"rm {made.split()[2]}"
+    commands = [line.split() for line in said.read_text().splitlines()]
+    (made,) = (words[2] for words in commands if words[:2] == ["from", "--name"])
+    assert commands[-1] == ["rm", made]
 
 
 def test_a_whole_wheelhouse_is_left_alone_and_what_pip_says_is_told(tmp_path, monkeypatch):
@@ -132,12 +97,8 @@ def test_a_whole_wheelhouse_is_left_alone_and_what_pip_says_is_told(tmp_path, mo
         ),
     ],
 )
-def test_a_step_that_fails_is_told_by_its_cause(line, cause, content, tmp_path, monkeypatch):
-    tool = tmp_path / "bin" / "buildah"
-    tool.parent.mkdir()
-    tool.write_text(f"#!/bin/sh\necho 'STEP 2/9: RUN x'\necho '{line}'\necho bye\nexit 3\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
+def test_a_step_that_fails_is_told_by_its_cause(line, cause, content, fake_tool, tmp_path, monkeypatch):
+    fake_tool("buildah", f"echo 'STEP 2/9: RUN x'\necho '{line}'\necho bye\nexit 3")
     monkeypatch.setenv("BUILDAH_ISOLATION", "chroot")
     messages = []
     with pytest.raises(ImageError, match=cause):

@@ -1,27 +1,33 @@
 """What each container tool is asked, and what happens where one cannot make containers."""
 
 import os
+from pathlib import Path
 
 import pytest
 
 from slimqwen.image import ImageError, tools
 
 
-@pytest.fixture
-def fake_tool(tmp_path, monkeypatch):
-    """Makes a container tool of a shell script; returns the file of the command lines that it was given."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    monkeypatch.delenv("BUILDAH_ISOLATION", raising=False)
-    monkeypatch.setattr("os.geteuid", lambda: 0)
-
-    def make(name, script):
-        (folder / name).write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/said\n{script}\n')
-        (folder / name).chmod(0o755)
-        return tmp_path / "said"
-
-    return make
+def test_the_first_tool_that_works_is_taken_and_what_is_wrong_with_the_others_is_named(
+    fake_tool, monkeypatch
+):
+    monkeypatch.setenv("PATH", os.environ["PATH"].partition(":")[0])
+    with pytest.raises(ImageError, match="neither docker, podman nor buildah is installed"):
+        tools.find_tool()
+    fake_tool("docker", "exit 1")
+    with pytest.raises(ImageError, match="no container tool works here: `docker info` failed; run it"):
+        tools.find_tool()
+    assert tools.find_tool("docker") == "docker", "asked for by name, its own error says what is wrong"
+    fake_tool("podman", "exit 125")
+    with pytest.raises(ImageError, match="works here: `docker info` and `podman info` failed; run it"):
+        tools.find_tool()
+    fake_tool("buildah", "exit 0")
+    assert tools.find_tool() == "buildah"
+    fake_tool("podman", "exit 0")
+    assert tools.find_tool() == "podman"
+    Path(os.environ["PATH"], "docker").unlink()
+    with pytest.raises(ImageError, match="docker is not installed"):
+        tools.find_tool("docker")
 
 
 @pytest.mark.parametrize(

@@ -44,13 +44,10 @@ def test_an_environment_of_another_python_or_platform_is_made_anew(bare_copy, mo
     assert made == [False]
     install.make_environment("cuda")
     assert made == [False, True]
-    install.MADE_FOR.write_text("cuda 3.11.2")
-    install.make_environment("cuda")
-    install.make_environment("cuda")
-    assert made == [False, True, True]
-    install.MADE_FOR.write_text(f"cuda {sys.version.split()[0]}\n/where/the/checkout/was/before")
-    install.make_environment("cuda")
-    install.make_environment("cuda")
+    for made_for in (f"cuda 3.11.2\n{install.ROOT}", f"cuda {sys.version.split()[0]}\n/where/it/was/before"):
+        install.MADE_FOR.write_text(made_for)
+        install.make_environment("cuda")
+        install.make_environment("cuda")
     assert made == [False, True, True, True]
     monkeypatch.setattr(install.sys, "prefix", str(install.VENV))
     with pytest.raises(install.InstallError, match="deactivate"):
@@ -202,22 +199,29 @@ def test_no_compiler_is_refused_in_one_line(bare_copy, tmp_path, monkeypatch):
     assert not (bare_copy / ".venv").exists()
 
 
-def test_an_extra_stays_until_the_environment_is_made_anew(bare_copy, monkeypatch):
-    spec = importlib.util.spec_from_file_location("install", bare_copy / "scripts/install.py")
-    install = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(install)
+def test_an_extra_stays_installed_and_is_named_once(bare_copy, monkeypatch, capsys):
+    install = script_of(bare_copy)
+    (bare_copy / "requirements" / "ray.txt").write_text("ray==2.60.0\n")
+
+    def make_environment(_: str) -> None:
+        install.PYTHON.parent.mkdir(parents=True, exist_ok=True)
+        install.PYTHON.touch()
+
+    monkeypatch.setattr(install, "make_environment", make_environment)
+    for name in ("check_machine", "require_build", "name_vllm", "mend_torchvision", "try_import"):
+        monkeypatch.setattr(install, name, lambda *_: None)
     asked = []
-    for name in ("make_environment", "require_build", "name_vllm", "mend_torchvision", "try_import"):
-        monkeypatch.setattr(install, name, lambda *_: install.VENV.mkdir(exist_ok=True))
     monkeypatch.setattr(install, "pip", lambda what, *_, **__: asked.append(what))
-    locks = [bare_copy / "requirements" / f"{name}.txt" for name in ("cpu", "ray")]
-    install.install("cpu", locks[:1])
-    assert asked == ["torch (cpu)", "packages", "slimqwen"]
-    assert install.installed_extras() == []
-    asked.clear()
-    install.install("cpu", locks)
-    assert asked == ["torch (cpu)", "packages", "ray", "slimqwen"]
-    assert install.installed_extras() == ["ray"]
+    for options, packages in (
+        ([], ["torch (cpu)", "packages", "slimqwen"]),
+        (["--extras", "ray"], ["torch (cpu)", "packages", "ray", "slimqwen"]),
+        ([], []),
+    ):
+        asked.clear()
+        monkeypatch.setattr(sys, "argv", ["install.py", "--platform", "cpu", *options])
+        assert install.main() == 0
+        assert asked == packages
+    assert capsys.readouterr().out.splitlines()[-1] == "environment is up to date (cpu): .venv"
 
 
 def test_an_extra_adds_only_what_the_platforms_locks_lack():

@@ -18,6 +18,7 @@ from vllm.renderers.hf import (
 from slimqwen.text.chats import ChatRenderer, read_chat_templates
 from slimqwen.text.files import CorpusError
 from slimqwen.variant import repository_root
+from tests.zoo.specimen import PROCESSORS
 
 TINY = repository_root() / "weights" / "tiny"
 HEAD = (
@@ -176,13 +177,8 @@ def test_the_template_is_the_one_that_the_server_chooses(weights, form, with_pro
     write_templates(weights, FORMS[form])
     if with_processor:
         transformers.Qwen3_5Config().save_pretrained(weights)
-        size = {"longest_edge": 16777216, "shortest_edge": 65536}
-        image = {"processor_class": "Qwen3VLProcessor", "size": size, "patch_size": 16}
-        for name, kind in (
-            ("preprocessor_config.json", {"image_processor_type": "Qwen2VLImageProcessorFast"}),
-            ("video_preprocessor_config.json", {"video_processor_type": "Qwen3VLVideoProcessor"}),
-        ):
-            (weights / name).write_text(json.dumps({**image, **kind}))
+        for name, processor in PROCESSORS.items():
+            (weights / name).write_text(json.dumps(processor))
     templates = {name: template.text for name, template in read_chat_templates(weights).items()}
     tokenizer, config = transformers.AutoTokenizer.from_pretrained(weights), model_config(weights)
     chosen = resolve_chat_template(tokenizer, None, None, model_config=config)

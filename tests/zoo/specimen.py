@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from slimqwen.models.shape import IMAGE_PROCESSOR
 from tests.checkpoints import TINY
 
 Tensors = dict[str, torch.Tensor]
@@ -31,15 +32,14 @@ _TOWER = {
     "out_hidden_size": 192,
     "num_position_embeddings": 16,
 }
-_IMAGES = {
-    "size": {"longest_edge": 16777216, "shortest_edge": 65536},
-    "patch_size": 16,
-    "temporal_patch_size": 2,
-    "merge_size": 2,
-    "image_mean": [0.5] * 3,
-    "image_std": [0.5] * 3,
-    "processor_class": "Qwen3VLProcessor",
+PROCESSORS = {
+    "preprocessor_config.json": IMAGE_PROCESSOR,
+    "video_preprocessor_config.json": {
+        **{key: value for key, value in IMAGE_PROCESSOR.items() if key != "image_processor_type"},
+        "video_processor_type": "Qwen3VLVideoProcessor",
+    },
 }
+"""The files of a multimodal checkpoint that describe images and videos to a processor."""
 
 
 @dataclass
@@ -205,12 +205,7 @@ def multimodal(*, preprocessor: bool = True, sections: bool = False) -> Edit:
         if quantisation:
             specimen.config["quantization_config"] = quantisation
         if preprocessor:
-            kinds = {
-                "preprocessor_config.json": ("image_processor_type", "Qwen2VLImageProcessorFast"),
-                "video_preprocessor_config.json": ("video_processor_type", "Qwen3VLVideoProcessor"),
-            }
-            for file, (key, kind) in kinds.items():
-                specimen.files[file] = json.dumps({**_IMAGES, key: kind}).encode()
+            specimen.files |= {name: json.dumps(content).encode() for name, content in PROCESSORS.items()}
 
     return edit
 
