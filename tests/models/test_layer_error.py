@@ -14,6 +14,7 @@ from slimqwen.checkpoint.files import carry_all
 from slimqwen.models.layer_error import LayerErrorError, measure_layer_errors
 from slimqwen.recipe.stages import calibrate
 from tests.checkpoints import edited_tensors
+from tests.zoo.specimen import multimodal, read_specimen
 
 ROOT = variant.repository_root()
 TINY = ROOT / "weights" / "tiny"
@@ -92,35 +93,13 @@ def test_errors_are_what_the_definition_says(quantised):
     assert first.error == pytest.approx(expected, rel=1e-4)
 
 
-def multimodal(source, folder):
-    """The same text model as the 4B base holds it: below language_model, in a class that has an eye too."""
-    config = json.loads((source / "config.json").read_text())
-    quantised = config.pop("quantization_config", None)
-    eye = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 192}
-    whole = {
-        "architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": config,
-        "tie_word_embeddings": config["tie_word_embeddings"], "vision_config": {**eye, "model_type": "qwen3_5"},
-        "image_token_id": 8000, "video_token_id": 8001, "vision_start_token_id": 8002, "vision_end_token_id": 8003,
-    }  # fmt: skip
-    del config["architectures"]
-    if quantised:
-        names = [name.replace("model.layers", "model.language_model.layers") for name in quantised["ignore"]]
-        whole["quantization_config"] = {**quantised, "ignore": [*names, "re:.*visual.*"]}
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(whole))
-    tensors = {
-        name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name: tensor
-        for name, tensor in load_file(source / "model.safetensors").items()
-    }
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
 def test_a_multimodal_checkpoint_has_the_same_layers(quantised, tmp_path):
-    text = [[5, 600, 7000, 42, 3]]
-    ours = multimodal(quantised, tmp_path / "quantised")
-    theirs = multimodal(TINY, tmp_path / "baseline")
-    assert measure_layer_errors(ours, theirs, text) == measure_layer_errors(quantised, TINY, text)
+    text, folders = [[5, 600, 7000, 42, 3]], []
+    for number, source in enumerate((quantised, TINY)):
+        specimen = read_specimen(source)
+        multimodal()(specimen)
+        folders.append(specimen.write(tmp_path / str(number)))
+    assert measure_layer_errors(*folders, text) == measure_layer_errors(quantised, TINY, text)
 
 
 def test_a_layer_without_numbers_is_an_error(quantised, texts, tmp_path):

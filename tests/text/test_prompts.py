@@ -3,9 +3,11 @@ from itertools import count, islice
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from slimqwen.text import prompts
 from slimqwen.text.files import CorpusError
+from slimqwen.variant import repository_root
 
 
 def words(text):
@@ -66,3 +68,24 @@ def test_a_text_that_is_missing_or_empty_is_told(tmp_path):
 def test_a_digest_tells_prompts_and_their_order_apart():
     digests = {prompts.digest(p) for p in ([[1, 2], [3]], [[3], [1, 2]], [[1], [2, 3]])}
     assert len(digests) == 3
+
+
+def test_a_cutter_continues_where_another_one_stopped():
+    first = prompts.PromptCutter(numbered(), words)
+    before, used = first.cut(3, 10), first.documents_used
+    second = prompts.PromptCutter(numbered(), words)
+    second.cut(1, 5)
+    second.advance_to(used, before)
+    assert (used, second.documents_used) == (6, 6)
+    assert second.cut(2, 10) == first.cut(2, 10)
+
+    third = prompts.PromptCutter(iter(["used", "a b", "a b", "c d"]), words)
+    third.advance_to(1, [words("a b")])
+    assert third.cut(1, 2) == [words("c d")]
+
+
+def test_prompts_of_a_checkpoint_are_of_its_tokenizer(tmp_path):
+    (tmp_path / "text.jsonl").write_text('{"text": "The red boat."}\n')
+    weights = repository_root() / "weights" / "tiny"
+    cutter = prompts.PromptCutter.for_checkpoint(weights, "text.jsonl", 0, tmp_path)
+    assert cutter.cut(1, 4) == [AutoTokenizer.from_pretrained(weights)("The red boat.\n")["input_ids"][:4]]

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from slimqwen.models.shape import IMAGE_PROCESSOR
-from tests.checkpoints import TINY
+from tests.checkpoints import TINY, stored
 
 Tensors = dict[str, torch.Tensor]
 
@@ -101,14 +101,19 @@ def write_json(file: Path, content: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2), encoding="utf-8")
 
 
-def tiny() -> Specimen:
-    """The committed small Qwen3.5: text only, one file, BF16, with an MTP head."""
+def read_specimen(folder: Path) -> Specimen:
+    """A checkpoint of one file, to be edited into another form."""
     names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
     return Specimen(
-        config=json.loads((TINY / "config.json").read_text()),
-        tensors=load_file(TINY / "model.safetensors"),
-        files={name: (TINY / name).read_bytes() for name in names},
+        config=json.loads((folder / "config.json").read_text()),
+        tensors=stored(folder),
+        files={name: (folder / name).read_bytes() for name in names},
     )
+
+
+def tiny() -> Specimen:
+    """The committed small Qwen3.5: text only, one file, BF16, with an MTP head."""
+    return read_specimen(TINY)
 
 
 def qwen3() -> Specimen:

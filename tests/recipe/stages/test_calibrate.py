@@ -34,7 +34,7 @@ from slimqwen.recipe.stages import calibrate
 from slimqwen.recipe.stages.calibrate import CalibrateParameters, CalibrationText, CorpusError
 from tests.byte_tokenizer import byte_tokenizer
 from tests.checkpoints import edited_tensors, stage_output, stored, with_manifest
-from tests.zoo.specimen import Specimen, multimodal, outer
+from tests.zoo.specimen import multimodal, outer, read_specimen
 
 SHAPE = TinyShape(
     vocab_size=512,
@@ -64,14 +64,6 @@ class Calibrated:
     folder: Path
     outcome: runner.Outcome
     messages: list[tuple[str, float, float]]
-
-
-def specimen(folder: Path) -> Specimen:
-    """A checkpoint of one file, to be edited into another form."""
-    names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
-    return Specimen(
-        checkpoint.read_config(folder), stored(folder), {name: (folder / name).read_bytes() for name in names}
-    )
 
 
 def run_recipe(source: Path, root: Path) -> Calibrated:
@@ -404,7 +396,7 @@ def test_gptq_leaves_a_smaller_output_error_than_rounding_to_nearest(source: Pat
 def test_a_multimodal_checkpoint_is_calibrated_as_its_text_only_form(
     source: Path, calibrated: Calibrated, tmp_path: Path
 ) -> None:
-    seeing = specimen(source)
+    seeing = read_specimen(source)
     multimodal()(seeing)
     seeing.shards = 3
     folder = seeing.write(tmp_path / "seeing")
@@ -430,7 +422,7 @@ def test_a_multimodal_checkpoint_is_calibrated_as_its_text_only_form(
 def test_scales_have_the_dtype_of_the_weights_whatever_the_config_declares(
     source: Path, declared: dict[str, str], tmp_path: Path
 ) -> None:
-    animal = specimen(source)
+    animal = read_specimen(source)
     outer(dtype=..., **declared)(animal)
     out = calibrate_here(animal.write(tmp_path / "animal"), tmp_path / "out")
     checkpoint.verify(out, "cure")
