@@ -73,7 +73,7 @@ def fault(command):
     given = [word.partition("=")[0] for word in words[depth:] if word.startswith("--")]
     unknown = [option for option in given if option not in known]
     places = sum(param.param_type_name == "argument" for param in verb.params)
-    if words[depth:] and not given and not places:
+    if words[depth:] and not given and not places and "--variant" not in known:
         return f"{words[depth]!r} is no verb and no option"
     return f"no option {unknown}" if unknown else None
 
