@@ -23,7 +23,8 @@ from slimqwen.cli import (
 )
 from slimqwen.cli.variant_argument import with_variant_option
 
-_START, _MAKE, _MEASURE, _READ = "Start here", "Make a variant", "Measure it", "Read and ship"
+_MAKE, _SERVE = "Make a variant", "Try one, serve one"
+_MEASURE, _READ = "Will it run? Is it as good? Is it faster?", "Which one? Ship it"
 
 app = typer.Typer(
     name="slimqwen",
@@ -33,11 +34,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command(rich_help_panel=_START)(demo.demo)
-app.command(rich_help_panel=_START)(serve.serve)
-app.command(rich_help_panel=_START)(downloads.download)
 app.add_typer(variants.app, name="variant", rich_help_panel=_MAKE)
 app.add_typer(recipe.app, name="recipe", rich_help_panel=_MAKE)
+app.command(rich_help_panel=_MAKE)(downloads.download)
+app.command(rich_help_panel=_SERVE)(demo.demo)
+app.command(rich_help_panel=_SERVE)(serve.serve)
 app.command(rich_help_panel=_MEASURE)(plan.plan)
 app.add_typer(evals.app, name="eval", rich_help_panel=_MEASURE)
 app.command(rich_help_panel=_MEASURE, cls=console.Judge)(gate.gate)
