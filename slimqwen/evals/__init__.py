@@ -4,4 +4,4 @@ from slimqwen.errors import SlimqwenError
 
 
 class EvalError(SlimqwenError):
-    """An evaluation that cannot be made: unusable settings, suite or checkpoint, or an answer that is no result."""
+    """An evaluation that cannot be made: unusable settings, suite or checkpoint, or a response without a score."""

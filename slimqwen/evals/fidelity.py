@@ -2,7 +2,7 @@
 
 The baseline is evaluated by transformers in float32, the variant by vLLM as it is served. At every position of the same
 texts the whole distributions are compared, not only the top k. One minute detects differences that task scores need
-thousands of answers to detect.
+thousands of responses to detect.
 
 A pruned variant is compared on the texts whose tokens it kept, against the baseline's distribution over the kept
 tokens. Bits per byte are compared on every text, because they do not depend on the vocabulary.

@@ -1,6 +1,6 @@
 """The gate: is a variant as good as its baseline, and does its engine serve it correctly? Four checks, one verdict.
 
-Fidelity detects small damage to weights, acceptance damage to the MTP head, quality worse answers, and the engine
+Fidelity detects small damage to weights, acceptance damage to the MTP head, quality worse responses, and the engine
 modes wrong tokens of the variant's own combination. A check's record is reused while its inputs are unchanged;
 otherwise the check is measured.
 """

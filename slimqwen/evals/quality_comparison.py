@@ -61,7 +61,7 @@ def pair_quality_records(first: Path, second: Path) -> tuple[Path, Path]:
     """The quality records of two variants on the same items, each of the checkpoint that was scored last.
 
     Of several pairs the one with the most items is chosen, so that a sample does not hide a full run; of these one
-    from the same hardware, because other instruction sets change answers too; of these the newest.
+    from the same hardware, because other instruction sets change responses too; of these the newest.
 
     Raises:
         MissingRecordError: a variant has no quality record.

@@ -224,7 +224,7 @@ def test_a_measured_variant_has_a_valid_record_with_every_item(
     assert set(record.provenance.datasets) == {
         f"eval/tasks/{task}.{ending}" for task in record.tasks for ending in ("jsonl", "yaml")
     }
-    assert ("generating answers of small_facts", 4, 4) in messages
+    assert ("generating responses of small_facts", 4, 4) in messages
     assert ("scoring options of small_margin", 12, 12) in messages
     assert ("scoring texts of small_prose", 4, 4) in messages
     assert {request["headers"]["Authorization"] for request in server.requests} == {"Bearer hunter2"}

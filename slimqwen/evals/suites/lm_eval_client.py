@@ -98,13 +98,13 @@ class ServedCompletions(LocalCompletionsAPI):  # type: ignore[misc]  # lm_eval i
         return answer
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Generate answers."""
+        """Generate responses."""
         longest = max(request.args[1].get("max_gen_toks", self._max_gen_toks) for request in requests)
         self.timeout = max(_TIMEOUT_S, math.ceil(longest * _SLOWEST_TOKEN_S))
         # lm-eval would cut prompts from the left until both fit; _create_payload lowers the limit instead.
         self.max_length = sys.maxsize
         try:
-            return self._all_or_nothing("generating answers", requests, super().generate_until)
+            return self._all_or_nothing("generating responses", requests, super().generate_until)
         finally:
             self.timeout, self.max_length = _TIMEOUT_S, self._max_model_len - 1
 
@@ -131,7 +131,7 @@ class ServedCompletions(LocalCompletionsAPI):  # type: ignore[misc]  # lm_eval i
     def _journal_key(
         self, *, messages: Any, generate: bool, gen_kwargs: Any = None, ctxlens: Any = None, **_: Any
     ) -> dict[str, Any]:
-        """Everything that decides an answer: the request, and how the response is parsed. Key of the journal."""
+        """Everything that decides a response: the request, and how the response is parsed. Key of the journal."""
         payload = self._create_payload(
             self.create_message(messages),
             generate=generate,

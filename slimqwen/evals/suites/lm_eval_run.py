@@ -33,7 +33,7 @@ _QUESTION = [{"role": "user", "content": "?"}]
 
 @dataclass(frozen=True)
 class Item:
-    """One scored answer.
+    """One scored response.
 
     Attributes:
         index: position in the task's fixed order.
@@ -79,10 +79,10 @@ WHOLE = Part(0, 1)
 
 @dataclass(frozen=True)
 class TaskRun:
-    """All answers to one task.
+    """All scored responses to one task.
 
     Attributes:
-        items: one for each answer, by index and repeat.
+        items: one for each response, by index and repeat.
         available_count: items that the task has in all.
         rendered: whether its prompts went through a chat template.
     """
@@ -104,7 +104,7 @@ def run_suite(
     split: Split | None = None,
     progress: Progress = silent,
 ) -> tuple[list[TaskRun], list[Path]]:
-    """Ask a running server the items of a suite and score its answers.
+    """Ask a running server the items of a suite and score its responses.
 
     Args:
         limit: items of each task, AUTO, or None for all.
