@@ -1,18 +1,16 @@
-"""Several tests at once: p-values against published rules, and how often a family promotes what lies at its margin."""
-
-import math
+"""P-values: against published rules, and how often a family of finalists promotes what lies at its margin."""
 
 import numpy as np
 import pytest
 from scipy import stats
 
 from slimqwen.stats import intervals, multiplicity, non_inferiority
-from slimqwen.stats.estimates import Estimate, Z
+from slimqwen.stats.estimates import Estimate
 from slimqwen.stats.intervals import Discordance
 from slimqwen.stats.non_inferiority import ALPHA
 from slimqwen.stats.verdict import Verdict
 
-FAMILIES = 20_000
+FAMILIES = 5_000
 
 
 def test_holm_multiplies_the_smallest_by_the_number_that_is_left() -> None:
@@ -39,34 +37,17 @@ def test_a_p_value_is_the_level_at_which_the_interval_ends_at_the_margin(
             assert gained - lost == pytest.approx(-margin, abs=1e-6)
 
 
-def test_a_mean_at_its_limit_is_rejected_as_often_as_stated_and_its_interval_is_too_sure() -> None:
-    rng = np.random.default_rng(7)
-    samples = rng.normal(-0.15, 0.27, (FAMILIES, 37))
-    means, errors = samples.mean(1), samples.std(1, ddof=1) / math.sqrt(37)
-    p_values = [
-        intervals.p_value(mean, error, 37, -0.15, higher_is_better=True)
-        for mean, error in zip(means.tolist(), errors.tolist(), strict=True)
-    ]
-    within = 3 * (ALPHA / FAMILIES) ** 0.5
-    assert float(np.mean([each <= ALPHA for each in p_values])) == pytest.approx(ALPHA, abs=within)
-    assert float(np.mean(means - Z * errors > -0.15)) > ALPHA + within
-    # The same test from the other side, in the unit of a loss.
-    assert intervals.p_value(-means[0], errors[0], 37, 0.15, higher_is_better=False) == pytest.approx(
-        p_values[0]
-    )
-
-
 def test_a_ratio_at_its_limit_is_rejected_as_often_as_stated() -> None:
     """Acceptance lengths of 18 groups, the variant's 3 % shorter; both sides of a group go up and down together."""
     rng = np.random.default_rng(8)
     rejected = 0
-    for _ in range(FAMILIES // 4):
+    for _ in range(FAMILIES):
         ease = rng.normal(0, 0.3, 18)
         first, second = (scale * (4.5 + ease + rng.normal(0, 0.1, 18)) for scale in (1, 0.97))
         drafts = rng.integers(200, 400, 18)
         rejected += intervals.paired_ratio_p_value(first, second, drafts, drafts, 0.97) <= ALPHA
-    rate = rejected / (FAMILIES // 4)
-    assert rate == pytest.approx(ALPHA, abs=3 * (ALPHA / (FAMILIES // 4)) ** 0.5)
+    rate = rejected / (FAMILIES)
+    assert rate == pytest.approx(ALPHA, abs=3 * (ALPHA / (FAMILIES)) ** 0.5)
 
 
 def test_families_at_the_margin_promote_at_most_as_often_as_stated() -> None:
@@ -91,37 +72,6 @@ def test_families_at_the_margin_promote_at_most_as_often_as_stated() -> None:
     assert 0 < rate <= ALPHA
     assert each <= ALPHA
     assert without > rate
-
-
-def test_holm_spends_the_whole_level_on_exact_p_values() -> None:
-    """Uniform p-values are those of exact tests at the margin: nothing is conservative but Holm itself."""
-    rng = np.random.default_rng(5)
-    p_values = rng.uniform(size=(FAMILIES, 4))
-    rate = float(np.mean([min(multiplicity.holm(family)) <= ALPHA for family in p_values.tolist()]))
-    exact = 1 - (1 - ALPHA / 4) ** 4
-    assert rate == pytest.approx(exact, abs=3 * (exact / FAMILIES) ** 0.5)
-    assert float((p_values <= ALPHA).any(1).mean()) > 3 * ALPHA
-    # Worse finalists beside better ones: a better one that is promoted leaves the others the level of a smaller family.
-    p_values[:, 0] = 1e-9
-    wrongly = [multiplicity.holm(family)[1:] for family in p_values.tolist()]
-    assert float(np.mean([min(each) <= ALPHA for each in wrongly])) <= ALPHA + 3 * (ALPHA / FAMILIES) ** 0.5
-
-
-def test_finalists_that_share_a_baseline_promote_no_more_often() -> None:
-    """Means at the margin over the same few items: what all have in common is the baseline's noise."""
-    rng = np.random.default_rng(6)
-    items, finalists, margin, families = 37, 3, 0.15, FAMILIES // 4
-    baseline = rng.normal(0, 0.2, (families, 1, items))
-    differences = rng.normal(-margin, 0.2, (families, finalists, items)) - baseline
-    means, errors = differences.mean(2), differences.std(2, ddof=1) / math.sqrt(items)
-    promoted = 0
-    for family in zip(means.tolist(), errors.tolist(), strict=True):
-        p_values = [
-            intervals.p_value(mean, error, items, -margin, higher_is_better=True)
-            for mean, error in zip(*family, strict=True)
-        ]
-        promoted += min(multiplicity.holm(p_values)) <= ALPHA
-    assert 0 < promoted / families <= ALPHA
 
 
 def test_a_figure_that_a_p_value_rejects_has_passed() -> None:
