@@ -1,6 +1,7 @@
 """What was seen of every animal and verb: kept in outcomes.json, shown as a table in docs/checkpoints.md."""
 
 import json
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -39,17 +40,20 @@ def note_outcomes(animal: str, outcomes: Mapping[str, str]) -> None:
 
 
 def as_markdown(outcomes: Outcomes) -> str:
-    """A table of animals and verbs; refusals are numbered and listed below it."""
-    messages = list(
-        dict.fromkeys(text for seen in outcomes.values() for text in seen.values() if text != WORKS)
-    )
-    lines = [f"| checkpoint | {' | '.join(VERBS)} |", f"|---|{'---|' * len(VERBS)}"]
+    """Animals by the verbs that refuse them, with numbers of the messages below."""
+    messages = dict.fromkeys(text for seen in outcomes.values() for text in seen.values() if text != WORKS)
+    numbers = {text: number for number, text in enumerate(messages, 1)}
+    forms: dict[str, list[str]] = defaultdict(list)
     for name, seen in outcomes.items():
-        cells = ("" if verb not in seen else _cell(seen[verb], messages) for verb in VERBS)
-        lines.append(f"| {ANIMALS[name].form} | {' | '.join(cells)} |")
-    refusals = (f"{number}. {message}" for number, message in enumerate(messages, 1))
-    return "\n".join([*lines, "", *refusals, ""])
-
-
-def _cell(outcome: str, messages: list[str]) -> str:
-    return WORKS if outcome == WORKS else f"refuses ({messages.index(outcome) + 1})"
+        refused: dict[str, list[str]] = defaultdict(list)
+        for verb, text in seen.items():
+            if text != WORKS:
+                refused[text].append(verb)
+        cell = "; ".join(
+            f"{'all' if len(verbs) == len(seen) else ', '.join(verbs)} ({numbers[text]})"
+            for text, verbs in refused.items()
+        )
+        forms[cell or "none"].append(ANIMALS[name].form)
+    rows = [f"| {'; '.join(names)} | {cell} |" for cell, names in forms.items()]
+    listed = [f"{number}. {text}" for text, number in numbers.items()]
+    return "\n".join(["| checkpoints | refused |", "|---|---|", *rows, "", *listed, ""])

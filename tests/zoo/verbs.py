@@ -140,7 +140,7 @@ def write_outputs(folder: Path) -> None:
 QUICK: Mapping[str, Verb] = {
     "verify": verify,
     "serve": serve(drafts=False),
-    "serve, drafts": serve(drafts=True),
+    "serve with drafts": serve(drafts=True),
     "quantise_lm_head": stage("quantise_lm_head"),
     "prune_vocab": stage("prune_vocab", size=4096, corpus={"documents": 20}),
     "trim_draft_vocab": stage("trim_draft_vocab", outputs=True, size=256),
