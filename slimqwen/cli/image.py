@@ -30,7 +30,7 @@ def build(
     container_tool: ToolName = None,
     tag: Tag = None,
     wheelhouse: Annotated[
-        Path | None, typer.Option(help="fill this folder with the lock's wheels, and install from it alone")
+        Path | None, typer.Option(help="folder of the lock's wheels, to install from it alone")
     ] = None,
     cache: Annotated[
         Path | None,

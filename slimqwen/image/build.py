@@ -1,17 +1,15 @@
-"""Image build with docker, podman or buildah: base image, wheels, and the build itself."""
+"""Image build with docker, podman or buildah: base image, and the build itself."""
 
 import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from slimqwen import checkpoint
-from slimqwen.checkpoint.files import sha256
 from slimqwen.image import ImageError
 from slimqwen.image.context import Content, lay_out
 from slimqwen.image.tools import Tool, isolate_by_chroot
@@ -25,7 +23,6 @@ BOOTSTRAP = "debootstrap"
 
 _BOOTSTRAPPED = "localhost/slimqwen-base:bookworm"
 _LEFTOVERS = ("var/cache/apt/archives/*.deb", "var/lib/apt/lists/*", "var/log/*", "etc/hostname", "dev/*")
-_PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 _STEP = re.compile(r"^(?:\[\d+/\d+\] )?STEP (\d+)/(\d+)|^#\d+ \[.*?(\d+)/(\d+)\]")
 _ERROR = re.compile(r"(?:#\d+ [\d.]+ )?(?:error|Error|ERROR|E):? ")
 
@@ -81,37 +78,6 @@ def bootstrap_base(tool: Tool, log: Path, progress: Progress = silent) -> str:
     return _BOOTSTRAPPED
 
 
-def fill_wheelhouse(folder: Path, platform: Platform, log: Path, progress: Progress = silent) -> None:
-    """Fill a folder with a wheel of every pin of a platform's lock; a complete folder is left alone.
-
-    The wheels fit this machine's Python, so the image's Python must have the same minor version.
-
-    Raises:
-        ImageError: pip found no wheel, or could build none.
-    """
-    lock = repository_root() / "requirements" / f"{platform}.txt"
-    stamp, inputs = (
-        folder / "complete.sha256",
-        f"{sha256(lock)} python{sys.version_info[0]}.{sys.version_info[1]}\n",
-    )
-    if stamp.is_file() and stamp.read_text(encoding="utf-8") == inputs:
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    stamp.unlink(missing_ok=True)
-    pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--progress-bar=off", f"--wheel-dir={folder}"]
-    pins = dict(re.findall(r"^(torch|torchvision)==(\S+)$", lock.read_text(encoding="utf-8"), re.MULTILINE))
-    torch = f"torch=={pins['torch']}"
-    try:
-        _run([*pip, torch], log, "wheels: torch", progress)
-    except ImageError:
-        if platform != "cpu":
-            raise
-        vision = f"torchvision=={pins['torchvision']}+cpu"
-        _run([*pip, torch, vision, "--index-url", _PYTORCH_CPU_INDEX], log, "wheels: torch", progress)
-    _run([*pip, "--find-links", str(folder), "--requirement", str(lock)], log, "wheels: packages", progress)
-    stamp.write_text(inputs, encoding="utf-8")
-
-
 def build_command(
     tool: Tool, content: Content, *, folder: Path, base: str, tag: str, wheelhouse: Path
 ) -> list[str]:
@@ -150,16 +116,20 @@ def build_image(
     Args:
         base: an image with its digest, a local one, or BOOTSTRAP.
         log: receives the output of the tools.
-        wheelhouse: folder that receives the lock's wheels; the build then installs from it alone.
+        wheelhouse: folder of the lock's wheels; the build then installs from it alone.
 
     Raises:
-        ImageError: the base is not pinned, or a step failed.
+        ImageError: the base is not pinned, the wheelhouse is empty, or a step failed.
     """
     base = check_base(base)
     log.parent.mkdir(parents=True, exist_ok=True)
     log.write_text("", encoding="utf-8")
-    if wheelhouse is not None:
-        fill_wheelhouse(wheelhouse, content.command.platform, log, progress)
+    if wheelhouse is not None and not any(wheelhouse.glob("*.whl")):
+        lock = f"requirements/{content.command.platform}.txt"
+        raise ImageError(
+            f"{wheelhouse} holds no wheels; `.venv/bin/pip wheel --no-deps --wheel-dir {wheelhouse} --requirement {lock}` fills "
+            "it, with a Python of the image's minor version"
+        )
     if base == BOOTSTRAP:
         base = bootstrap_base(tool, log, progress)
     if tool == "buildah":

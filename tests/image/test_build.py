@@ -1,7 +1,5 @@
 """The commands of each container tool, the base they may start from, and what is refused before anything is built."""
 
-import hashlib
-import os
 import re
 import subprocess
 import sys
@@ -69,22 +67,13 @@ def test_a_base_that_was_not_finished_leaves_no_container_in_the_way(fake_tool, 
     assert commands[-1] == ["rm", made]
 
 
-def test_a_whole_wheelhouse_is_left_alone_and_what_pip_says_is_told(tmp_path, monkeypatch):
-    lock = hashlib.sha256((ROOT / "requirements" / "cpu.txt").read_bytes()).hexdigest()
-    python = f"python{sys.version_info[0]}.{sys.version_info[1]}"
-    (tmp_path / "complete.sha256").write_text(f"{lock} {python}\n")
-    build.fill_wheelhouse(tmp_path, "cpu", tmp_path / "log")
-    assert not (tmp_path / "log").exists()
-    (tmp_path / "complete.sha256").write_text("another lock\n")
-    monkeypatch.setattr(build, "_PYTORCH_CPU_INDEX", "file:///nowhere")
-    for name, value in {
-        "PIP_NO_INDEX": "1",
-        "PIP_FIND_LINKS": str(tmp_path),
-        "PIP_CONFIG_FILE": os.devnull,
-    }.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ImageError, match="wheels: torch: ERROR: Could not find"):
-        build.fill_wheelhouse(tmp_path, "cpu", tmp_path / "log")
+def test_an_empty_wheelhouse_is_refused_with_the_command_that_fills_it(content, tmp_path):
+    with pytest.raises(
+        ImageError, match=r"holds no wheels; `.venv/bin/pip wheel .* requirements/cpu\.txt` fills it"
+    ):
+        build.build_image(
+            content, tool="docker", base="localhost/x", tag="x", log=tmp_path / "log", wheelhouse=tmp_path
+        )
 
 
 @pytest.mark.parametrize(

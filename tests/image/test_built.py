@@ -8,6 +8,7 @@ import contextlib
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -48,13 +49,17 @@ def content() -> Content:
 
 @pytest.fixture(scope="module")
 def image(content: Content, tool: tools.Tool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    wheels = ROOT / ".cache" / "wheels" / "cpu"
+    lock = ROOT / "requirements" / "cpu.txt"
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", f"--find-links={wheels}"]
+    subprocess.run([*pip, f"--wheel-dir={wheels}", f"--requirement={lock}"], check=True)
     build.build_image(
         content,
         tool=tool,
         base=build.BOOTSTRAP,
         tag=TAG,
         log=tmp_path_factory.mktemp("image") / "build.log",
-        wheelhouse=ROOT / ".cache" / "wheels" / "cpu",
+        wheelhouse=wheels,
     )
     yield TAG
     subprocess.run([tool, "rmi", TAG], capture_output=True)
