@@ -127,8 +127,8 @@ def build_image(
     if wheelhouse is not None and not any(wheelhouse.glob("*.whl")):
         lock = f"requirements/{content.command.platform}.txt"
         raise ImageError(
-            f"{wheelhouse} holds no wheels; `.venv/bin/pip wheel --no-deps --wheel-dir {wheelhouse} --requirement {lock}` fills "
-            "it, with a Python of the image's minor version"
+            f"{wheelhouse} holds no wheels; `.venv/bin/pip wheel --no-deps --wheel-dir {wheelhouse} --requirement {lock}` "
+            "fills it, with a Python of the image's minor version"
         )
     if base == BOOTSTRAP:
         base = bootstrap_base(tool, log, progress)
