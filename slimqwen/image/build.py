@@ -126,9 +126,9 @@ def build_image(
     log.write_text("", encoding="utf-8")
     if wheelhouse is not None and not any(wheelhouse.glob("*.whl")):
         lock = f"requirements/{content.command.platform}.txt"
+        command = f".venv/bin/pip wheel --no-deps --wheel-dir {wheelhouse} --requirement {lock}"
         raise ImageError(
-            f"{wheelhouse} holds no wheels; `.venv/bin/pip wheel --no-deps --wheel-dir {wheelhouse} --requirement {lock}` "
-            "fills it, with a Python of the image's minor version"
+            f"{wheelhouse} holds no wheels; `{command}` fills it, with a Python of the image's minor version"
         )
     if base == BOOTSTRAP:
         base = bootstrap_base(tool, log, progress)
