@@ -89,14 +89,21 @@ def state(root):
     }
 
 
-def test_a_variant_whose_gate_passed_is_promoted_with_the_record_cited(one):
+def test_a_variant_whose_gate_passed_is_promoted_with_the_records_of_its_checkpoint(one):
+    present = gated(one)
+    other = described(one)["checkpoint"] | {"digest": "ef" * 32}
+    earlier = gated(one, checkpoint=other)
+    file = one.folder / "measurements.json"
+    cited = {"records": [earlier.name, present.name]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | cited))
     gate = gated(one)
     promoted = promotion.promote_variant(one)
     claimed = store.read_measurements(one.folder)
     assert promoted.changed
     assert promoted.gate == gate
     assert (claimed.status, claimed.verdict) == ("promoted", "pass")
-    assert claimed.records == tuple(sorted([gate.name, next(store.records(one.folder, Quality)).name]))
+    scores = next(store.records(one.folder, Quality))
+    assert claimed.records == tuple(sorted([present.name, gate.name, scores.name]))
     assert claimed.hypothesis == one.hypothesis
 
 
@@ -162,13 +169,19 @@ def test_a_second_promotion_changes_nothing(one):
 
 def test_a_promotion_that_was_cut_off_is_finished(one, monkeypatch):
     gated(one)
-    monkeypatch.setattr(store, "validate", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        promotion.promote_variant(one)
-    monkeypatch.undo()
-    promotion.promote_variant(one)
+    publish = store.publish
+
+    def publish_card_alone(path, content, **how):
+        if path.name == "measurements.json":
+            raise KeyboardInterrupt
+        publish(path, content, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "publish", publish_card_alone)
+        with pytest.raises(KeyboardInterrupt):
+            promotion.promote_variant(one)
+    assert promotion.promote_variant(one).changed
     assert store.read_measurements(one.folder).status == "promoted"
-    assert not list(one.folder.glob(".*"))
 
 
 def test_the_committed_checkpoint_and_others_that_no_recipe_made_get_no_card(one, add_variant):
