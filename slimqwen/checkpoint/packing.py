@@ -11,6 +11,8 @@ from slimqwen.checkpoint.tensors import NewTensor, TensorInfo
 
 LINEARS: Mapping[str, str] = {
     "mlp": r"re:^(?!mtp\.).*layers\.\d+\.mlp\.(gate|up|down)_proj$",
+    # Not the router, nor the shared expert and its gate.
+    "experts": r"re:^(?!mtp\.).*layers\.\d+\.mlp\.experts\.\d+\.(gate|up|down)_proj$",
     "attention": r"re:^(?!mtp\.).*layers\.\d+\.self_attn\.(q|k|v|o)_proj$",
     # Not in_proj_a and in_proj_b: they have one row per head, and they control the decay of the state.
     "linear_attention": r"re:^(?!mtp\.).*layers\.\d+\.linear_attn\.(in_proj_qkv|in_proj_z|out_proj)$",
@@ -34,12 +36,12 @@ BLOCK_BYTES = 8 * 2**20
 
 def linears(stored: Mapping[str, TensorInfo], kind: str) -> dict[str, TensorInfo]:
     """The unpacked weights of a kind of linears (a key of `LINEARS`) among the tensors of a checkpoint."""
-    pattern = re.compile(LINEARS[kind].removeprefix("re:"))
-    return {
-        name: info
-        for name, info in stored.items()
-        if name.endswith(".weight") and pattern.match(name.removesuffix(".weight"))
-    }
+    return {name: info for name, info in stored.items() if is_linear(name, kind)}
+
+
+def is_linear(name: str, kind: str) -> bool:
+    """Whether a tensor is the unpacked weight of a kind of linears (a key of `LINEARS`)."""
+    return name.endswith(".weight") and means(LINEARS[kind], name.removesuffix(".weight"))
 
 
 def tensor_pattern(kind: str) -> str:

@@ -206,7 +206,7 @@ def _parts(
         group = packing.group_of(module, form)
         if group is None:
             return {}
-        required = _compressed_parts(shape, group, str(group.get("format") or form.get("format")))
+        required = compressed_parts(shape, group, str(group.get("format") or form.get("format")))
         # Order of groups, scales of inputs: parts that a config does not promise by itself.
         optional = {part for part in stored if part.startswith("input_") or part == "weight_g_idx"}
         return {part: as_stored[part] for part in optional} | required if required else as_stored
@@ -224,7 +224,7 @@ def _parts(
     return as_stored
 
 
-def _compressed_parts(shape: tuple[int, ...], group: Mapping[str, Any], form: str) -> ExpectedTensors:
+def compressed_parts(shape: tuple[int, ...], group: Mapping[str, Any], form: str) -> ExpectedTensors:
     """Parts in a format of compressed-tensors; none for a format that is not known."""
     rows, columns = shape
     weights = group["weights"]

@@ -19,9 +19,7 @@ def plan(
     variant: VariantOption,
     gpu: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="GPU", help="GPU model of eval/simulated_gpus.yaml; repeat it (default: six of them)"
-        ),
+        typer.Option(metavar="GPU", help="GPU model of eval/devices.yaml; repeat it (default: six of them)"),
     ] = None,
     kernels: Annotated[
         bool,

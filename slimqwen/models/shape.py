@@ -6,10 +6,11 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from slimqwen.checkpoint import draft_head
+from slimqwen.checkpoint import draft_head, packing
 from slimqwen.checkpoint.config import text_config, untied
 from slimqwen.checkpoint.packing import UNPACKED_MTP, VISION_TOWER, config_group
 from slimqwen.errors import SlimqwenError
+from slimqwen.models.families import FULL_ATTENTION, Family, find_family
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
 """Name -> dtype as safetensors spells it, and shape."""
@@ -90,36 +91,23 @@ class Shape:
         return bool(self.config["architectures"][0].endswith("ForCausalLM"))
 
     @property
+    def _prefix(self) -> str:
+        """What the names of the language model's tensors begin with."""
+        return "model" if self._is_text_only else "model.language_model"
+
+    @property
     def tensors(self) -> Tensors:
         """Every tensor of the checkpoint but the vision tower's."""
-        text, quantised = self.text, self.quantised
-        prefix = "model" if self._is_text_only else "model.language_model"
-        hidden, rows = text["hidden_size"], text["vocab_size"]
-        stored: Tensors = {f"{prefix}.embed_tokens.weight": ("BF16", (rows, hidden))}
-        for layer, kind in enumerate(text["layer_types"]):
-            name = f"{prefix}.layers.{layer}"
-            stored |= _norms(name, hidden) | _mlp(f"{name}.mlp", text, quantised.get("mlp"))
-            if kind == "full_attention":
-                stored |= _attention(f"{name}.self_attn", text, quantised.get("attention"))
+        plain = _plain_tensors(self.text, find_family(self.config), self._prefix)
+        if "experts" in self.quantised:
+            plain = with_single_experts(plain)
+        stored: Tensors = {}
+        for name, (dtype, dimensions) in plain.items():
+            kind = next((kind for kind in self.quantised if packing.is_linear(name, kind)), None)
+            if kind is None:
+                stored[name] = dtype, dimensions
             else:
-                stored |= _linear_attention(f"{name}.linear_attn", text, quantised.get("linear_attention"))
-        stored[f"{prefix}.norm.weight"] = ("BF16", (hidden,))
-        if not text["tie_word_embeddings"]:
-            stored |= _linear("lm_head", rows, hidden, quantised.get("lm_head"))
-        if text.get("mtp_num_hidden_layers"):
-            stored |= {
-                f"mtp.{name}.weight": ("BF16", (hidden,))
-                for name in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")
-            }
-            mtp = quantised.get("mtp")
-            stored |= _linear("mtp.fc", hidden, 2 * hidden, mtp)
-            stored |= _norms("mtp.layers.0", hidden) | _mlp("mtp.layers.0.mlp", text, mtp)
-            stored |= _attention("mtp.layers.0.self_attn", text, mtp)
-        if draft_rows := text.get(draft_head.SIZE_KEY):
-            stored |= {
-                draft_head.WEIGHT: ("BF16", (draft_rows, hidden)),
-                draft_head.TOKEN_IDS: ("I64", (draft_rows,)),
-            }
+                stored |= packed_linear(name, dimensions, self.quantised[kind])
         return stored
 
     @property
@@ -149,54 +137,122 @@ def _quantization(quantised: Mapping[str, Packing]) -> dict[str, Any]:
     }
 
 
-def _linear(name: str, rows: int, columns: int, packing: Packing | None) -> Tensors:
-    if packing is None:
-        return {f"{name}.weight": ("BF16", (rows, columns))}
+def with_first_experts(tensors: Tensors) -> Tensors:
+    """The linears of a mixture that is stored as one tensor a layer: each under the name of the first expert's.
+
+    Their first dimension is the number of experts, so that sizes can be counted without tens of thousands of names.
+    """
+    split: Tensors = {}
+    for name, (dtype, dimensions) in tensors.items():
+        prefix, _, linear = name.rpartition(".experts.")
+        if linear not in ("gate_up_proj", "down_proj"):
+            split[name] = dtype, dimensions
+            continue
+        count, rows, columns = dimensions
+        linears = ("gate_proj", "up_proj") if linear == "gate_up_proj" else (linear,)
+        for each in linears:
+            split[f"{prefix}.experts.0.{each}.weight"] = dtype, (count, rows // len(linears), columns)
+    return split
+
+
+def with_single_experts(tensors: Tensors) -> Tensors:
+    """The experts of a mixture one by one, as they are stored where they are quantised."""
+    single: Tensors = {}
+    for name, (dtype, dimensions) in with_first_experts(tensors).items():
+        before, mark, linear = name.partition(".experts.0.")
+        if not mark:
+            single[name] = dtype, dimensions
+            continue
+        for expert in range(dimensions[0]):
+            single[f"{before}.experts.{expert}.{linear}"] = dtype, dimensions[1:]
+    return single
+
+
+def packed_linear(weight: str, dimensions: tuple[int, ...], form: Packing) -> Tensors:
+    """The tensors of a packed linear, from the name and dimensions of its weight."""
+    *experts, rows, columns = dimensions
     return {
-        f"{name}.weight_packed": ("I32", (rows, columns * packing.bits // 32)),
-        f"{name}.weight_scale": ("BF16", (rows, columns // (packing.group_size or columns))),
-        f"{name}.weight_shape": ("I64", (2,)),
+        f"{weight}_packed": ("I32", (*experts, rows, columns * form.bits // 32)),
+        f"{weight}_scale": ("BF16", (*experts, rows, columns // (form.group_size or columns))),
+        f"{weight}_shape": ("I64", (*experts, 2)),
     }
 
 
-def _norms(name: str, hidden: int) -> Tensors:
-    kinds = ("input_layernorm", "post_attention_layernorm")
-    return {f"{name}.{kind}.weight": ("BF16", (hidden,)) for kind in kinds}
+def _plain_tensors(text: Mapping[str, Any], family: Family, prefix: str) -> Tensors:
+    hidden, rows = text["hidden_size"], text["vocab_size"]
+    plain: Tensors = {f"{prefix}.embed_tokens.weight": ("BF16", (rows, hidden))}
+    layers = [(f"{prefix}.layers.{number}", kind) for number, kind in enumerate(family.layer_types(text))]
+    drafts = text.get("mtp_num_hidden_layers") or 0
+    for name, kind in (*layers, *((f"mtp.layers.{number}", FULL_ATTENTION) for number in range(drafts))):
+        plain |= {
+            f"{name}.{norm}.weight": ("BF16", (hidden,))
+            for norm in ("input_layernorm", "post_attention_layernorm")
+        }
+        plain |= _experts(name, text) if family.has_experts else _mlp(f"{name}.mlp", hidden, text)
+        if kind == FULL_ATTENTION:
+            plain |= _attention(f"{name}.self_attn", text, family)
+        else:
+            plain |= _linear_attention(f"{name}.linear_attn", text)
+    plain[f"{prefix}.norm.weight"] = ("BF16", (hidden,))
+    if not text["tie_word_embeddings"]:
+        plain |= _linear("lm_head", rows, hidden)
+    if drafts:
+        norms = ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")
+        plain |= {f"mtp.{name}.weight": ("BF16", (hidden,)) for name in norms}
+        plain |= _linear("mtp.fc", hidden, 2 * hidden)
+    if draft_rows := text.get(draft_head.SIZE_KEY):
+        plain[draft_head.WEIGHT] = ("BF16", (draft_rows, hidden))
+        plain[draft_head.TOKEN_IDS] = ("I64", (draft_rows,))
+    return plain
 
 
-def _mlp(name: str, text: Mapping[str, Any], packing: Packing | None) -> Tensors:
-    hidden, inner = text["hidden_size"], text["intermediate_size"]
+def _linear(name: str, rows: int, columns: int) -> Tensors:
+    return {f"{name}.weight": ("BF16", (rows, columns))}
+
+
+def _mlp(name: str, hidden: int, text: Mapping[str, Any], inner: str = "intermediate_size") -> Tensors:
     return {
-        **_linear(f"{name}.gate_proj", inner, hidden, packing),
-        **_linear(f"{name}.up_proj", inner, hidden, packing),
-        **_linear(f"{name}.down_proj", hidden, inner, packing),
+        **_linear(f"{name}.gate_proj", text[inner], hidden),
+        **_linear(f"{name}.up_proj", text[inner], hidden),
+        **_linear(f"{name}.down_proj", hidden, text[inner]),
     }
 
 
-def _attention(name: str, text: Mapping[str, Any], packing: Packing | None) -> Tensors:
+def _experts(layer: str, text: Mapping[str, Any]) -> Tensors:
+    hidden, inner, count = text["hidden_size"], text["moe_intermediate_size"], text["num_experts"]
+    return {
+        **_linear(f"{layer}.mlp.gate", count, hidden),
+        f"{layer}.mlp.experts.gate_up_proj": ("BF16", (count, 2 * inner, hidden)),
+        f"{layer}.mlp.experts.down_proj": ("BF16", (count, hidden, inner)),
+        **_mlp(f"{layer}.mlp.shared_expert", hidden, text, "shared_expert_intermediate_size"),
+        **_linear(f"{layer}.mlp.shared_expert_gate", 1, hidden),
+    }
+
+
+def _attention(name: str, text: Mapping[str, Any], family: Family) -> Tensors:
     hidden, dim = text["hidden_size"], text["head_dim"]
     heads, kv_heads = text["num_attention_heads"], text["num_key_value_heads"]
     return {
-        **_linear(f"{name}.q_proj", 2 * heads * dim, hidden, packing),  # query and output gate
-        **_linear(f"{name}.k_proj", kv_heads * dim, hidden, packing),
-        **_linear(f"{name}.v_proj", kv_heads * dim, hidden, packing),
-        **_linear(f"{name}.o_proj", hidden, heads * dim, packing),
+        **_linear(f"{name}.q_proj", (1 + family.has_query_gate) * heads * dim, hidden),
+        **_linear(f"{name}.k_proj", kv_heads * dim, hidden),
+        **_linear(f"{name}.v_proj", kv_heads * dim, hidden),
+        **_linear(f"{name}.o_proj", hidden, heads * dim),
         f"{name}.q_norm.weight": ("BF16", (dim,)),
         f"{name}.k_norm.weight": ("BF16", (dim,)),
     }
 
 
-def _linear_attention(name: str, text: Mapping[str, Any], packing: Packing | None) -> Tensors:
+def _linear_attention(name: str, text: Mapping[str, Any]) -> Tensors:
     hidden = text["hidden_size"]
     keys, values = text["linear_num_key_heads"], text["linear_num_value_heads"]
     key_width, value_width = keys * text["linear_key_head_dim"], values * text["linear_value_head_dim"]
     channels = 2 * key_width + value_width
     return {
-        **_linear(f"{name}.in_proj_qkv", channels, hidden, packing),
-        **_linear(f"{name}.in_proj_z", value_width, hidden, packing),
-        **_linear(f"{name}.in_proj_a", values, hidden, None),
-        **_linear(f"{name}.in_proj_b", values, hidden, None),
-        **_linear(f"{name}.out_proj", hidden, value_width, packing),
+        **_linear(f"{name}.in_proj_qkv", channels, hidden),
+        **_linear(f"{name}.in_proj_z", value_width, hidden),
+        **_linear(f"{name}.in_proj_a", values, hidden),
+        **_linear(f"{name}.in_proj_b", values, hidden),
+        **_linear(f"{name}.out_proj", hidden, value_width),
         f"{name}.conv1d.weight": ("BF16", (channels, 1, text["linear_conv_kernel_dim"])),
         f"{name}.A_log": ("F32", (values,)),
         f"{name}.dt_bias": ("BF16", (values,)),

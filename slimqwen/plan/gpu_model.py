@@ -1,14 +1,15 @@
-"""GPU models to simulate: eval/simulated_gpus.yaml."""
+"""GPU models as their drivers describe them: the part `driver` of eval/devices.yaml."""
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field
 
 from slimqwen.errors import SlimqwenError
 from slimqwen.records import settings
 
-FILE = Path("eval") / "simulated_gpus.yaml"
+FILE = Path("eval") / "devices.yaml"
 """Relative to the repository."""
 
 
@@ -23,7 +24,7 @@ class GpuModel(BaseModel):
 
     name: str = Field(description="as nvidia-smi shows it")
     compute_capability: str = Field(pattern=r"^\d+\.\d$")
-    memory_gib: float = Field(gt=0, description="total that nvidia-smi shows, in 2^30 bytes")
+    memory_gib: float = Field(gt=0, description="what CUDA can allocate in all, in 2^30 bytes")
     multiprocessors: int = Field(gt=0)
     shared_memory_kib: int = Field(gt=0, description="the most that one block may opt into, in 2^10 bytes")
 
@@ -41,9 +42,21 @@ class GpuModel(BaseModel):
 
 def read_gpu_models(root: Path) -> Mapping[str, GpuModel]:
     """The GPU models of a repository, by short name such as a10g; a SettingsError where the file cannot be used."""
-    form = TypeAdapter(dict[str, GpuModel])
     missing = f"is missing; `git checkout {FILE}` restores it"
-    return settings.read_yaml(root / FILE, root, form.validate_python, missing=missing)
+
+    def build(content: Mapping[str, Mapping[str, Any]]) -> dict[str, GpuModel]:
+        return {
+            name: GpuModel.model_validate(
+                {
+                    "name": (sheet.get("nvidia_smi") or [None])[0],
+                    "compute_capability": sheet.get("compute_capability"),
+                    **sheet.get("driver", {}),
+                }
+            )
+            for name, sheet in content.items()
+        }
+
+    return settings.read_yaml(root / FILE, root, build, missing=missing)
 
 
 def load_gpu_model(root: Path, name: str) -> GpuModel:

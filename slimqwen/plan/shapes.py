@@ -60,7 +60,7 @@ def published_shape(root: Path, name: str) -> Shape | None:
         reason = f"{'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}"
         raise ShapeError(f"{FOLDER / file.name}: {reason}; `git checkout` restores it") from None
     if content.config is not None:
-        return Shape(content.config, content.quantised, content.source)
+        return replace(Shape.of_config(content.config), quantised=content.quantised, source=content.source)
     base = published_shape(root, content.base) if content.base else None
     if base is None:
         raise ShapeError(

@@ -1,17 +1,18 @@
-"""Architecture of a Qwen3.5 checkpoint: bytes and FLOPs per token of its parts, read from tensor shapes."""
+"""Architecture of a checkpoint: bytes and FLOPs per token of its parts, read from tensor shapes."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, PositiveInt, ValidationError
+from pydantic import BaseModel, NonNegativeInt, PositiveInt, ValidationError
 
 from slimqwen import checkpoint
 from slimqwen.checkpoint import draft_head
 from slimqwen.checkpoint.packing import PACKED, packed_bits
 from slimqwen.checkpoint.tensors import TensorInfo, tensor_bytes
-from slimqwen.models.shape import Shape
+from slimqwen.models.families import FULL_ATTENTION, LINEAR_ATTENTION, find_family
+from slimqwen.models.shape import Shape, Tensors
 from slimqwen.roofline.gpu import GpuSheet, Precision, RooflineError
 
 SIXTEEN_BIT = 2
@@ -20,9 +21,15 @@ SIXTEEN_BIT = 2
 MEMORY_UTILIZATION = 0.92
 """vLLM's default of --gpu-memory-utilization."""
 
+BLOCK_TOKENS = 16
+"""vLLM's default of --block-size; blocks beside states are multiples of it."""
+
 _STATE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _KV_BYTES = {"float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 _PRECISIONS: Mapping[str, Precision] = {"F8_E4M3": "fp8", "F8_E5M2": "fp8", "I8": "int8"}
+
+_MATRICES = (".weight", PACKED, ".qweight")
+_SCALES = ("_scale", "_scale_inv", "_scale_2", "_zero_point", ".scales", ".qzeros", "_shape", ".g_idx")
 
 _STATE_FLOPS = 6
 """Per token and number of the recurrent state: key read, update, query read, one multiply-add each."""
@@ -30,10 +37,21 @@ _STATE_FLOPS = 6
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights that one pass reads whole: their bytes, and FLOPs per token by precision."""
+    """Weights that a pass reads: their bytes, and FLOPs per token by precision.
+
+    Attributes:
+        expert_bytes: those of `bytes` that belong to routed experts.
+        expert_share: share of the routed experts that one token is sent to.
+    """
 
     bytes: int
     flops: Mapping[Precision, int]
+    expert_bytes: int = 0
+    expert_share: float = 1.0
+
+    def read_bytes(self, tokens: int) -> float:
+        """Bytes that a pass over so many tokens reads, where each goes to experts independently of the others."""
+        return self.bytes - self.expert_bytes * (1 - self.expert_share) ** tokens
 
 
 @dataclass(frozen=True)
@@ -52,7 +70,9 @@ class Model:
     kv_bytes: int  # keys and values per token and layer
     attention_flops: int  # per query token, cached token and layer: QK and AV of all heads
     attention_precision: Precision  # that the dtype of the KV cache allows
+    linear_layers: int  # Gated DeltaNet
     state_bytes: int  # recurrent and convolution states per sequence, all Gated DeltaNet layers
+    conv_row_bytes: int  # of one token in the convolution state of one layer
     state_flops: int  # per token on recurrent states, all Gated DeltaNet layers
 
     @property
@@ -66,10 +86,6 @@ class Model:
         drafter = self.drafter.bytes + (self.draft_head.bytes if self.draft_head else 0)
         return self.body.bytes + self.head.bytes + embedding + (drafter if num_speculative_tokens else 0)
 
-    def sequence_bytes(self, context_len: int, num_speculative_tokens: int) -> int:
-        """Bytes of KV cache and states of one sequence in GPU memory."""
-        return self.cached_layers(num_speculative_tokens) * self.kv_bytes * context_len + self.state_bytes
-
     def cached_layers(self, num_speculative_tokens: int) -> int:
         """Number of layers with a KV cache; the MTP head has one only if it drafts."""
         return self.attention_layers + (self.drafter_layers if num_speculative_tokens else 0)
@@ -79,7 +95,7 @@ class Model:
     ) -> int:
         """Sequences that fit beside the weights into a share of GPU memory; a RooflineError where not even one does."""
         weights = self.resident_bytes(num_speculative_tokens)
-        sequence = self.sequence_bytes(context_len, num_speculative_tokens)
+        sequence = lay_out_cache(self, num_speculative_tokens).sequence_bytes(context_len)
         fitting = int((share * gpu.memory_gib * 2**30 - weights) // sequence)
         if fitting < 1:
             raise RooflineError(
@@ -89,18 +105,60 @@ class Model:
         return fitting
 
 
-class _TextShape(BaseModel):
-    """Fields of a Qwen3.5 text config that give the size of KV cache and states."""
+@dataclass(frozen=True)
+class CacheLayout:
+    """Blocks in which vLLM gives out the memory of KV cache and states.
 
-    layer_types: tuple[Literal["full_attention", "linear_attention"], ...]
+    vLLM pools one size of page for all layers. A page of keys and values is made as large as the states of one Gated
+    DeltaNet layer, and a block is a page of each layer of a group; groups have as many layers as there are with keys
+    and values. This is the arithmetic of vLLM's kv_cache_utils, so it agrees with plans.
+
+    Attributes:
+        block_size: tokens whose keys and values a block holds.
+        block_bytes: bytes of a block.
+        state_blocks: blocks that a sequence takes for its states, whatever its length.
+    """
+
+    block_size: int
+    block_bytes: int
+    state_blocks: int
+
+    def sequence_blocks(self, context_len: int) -> int:
+        """Blocks of a sequence of so many tokens."""
+        return -(-context_len // self.block_size) + self.state_blocks
+
+    def sequence_bytes(self, context_len: int) -> int:
+        """Bytes of a sequence of so many tokens."""
+        return self.sequence_blocks(context_len) * self.block_bytes
+
+
+def lay_out_cache(model: Model, num_speculative_tokens: int, *, prefix_caching: bool = False) -> CacheLayout:
+    """The blocks of a model's cache.
+
+    Args:
+        prefix_caching: whether the states at the end of blocks are kept for later requests (vLLM's mode `align`).
+    """
+    layers, block_size, state_blocks = model.cached_layers(num_speculative_tokens), BLOCK_TOKENS, 0
+    if model.linear_layers:
+        # The convolution state has a row more for each draft, so that a rejected one can be taken back.
+        page = model.state_bytes // model.linear_layers + num_speculative_tokens * model.conv_row_bytes
+        block_size = BLOCK_TOKENS * -(-page // (BLOCK_TOKENS * model.kv_bytes))
+        states = 1 + num_speculative_tokens + prefix_caching
+        state_blocks = states * -(-model.linear_layers // layers)
+    return CacheLayout(block_size, layers * block_size * model.kv_bytes, state_blocks)
+
+
+class _TextShape(BaseModel):
+    """Fields of a text config that give the size of KV cache and states; those of Gated DeltaNet are 0 without it."""
+
     num_attention_heads: PositiveInt
     num_key_value_heads: PositiveInt
     head_dim: PositiveInt
-    linear_num_key_heads: PositiveInt
-    linear_num_value_heads: PositiveInt
-    linear_key_head_dim: PositiveInt
-    linear_value_head_dim: PositiveInt
-    linear_conv_kernel_dim: PositiveInt
+    linear_num_key_heads: NonNegativeInt = 0
+    linear_num_value_heads: NonNegativeInt = 0
+    linear_key_head_dim: NonNegativeInt = 0
+    linear_value_head_dim: NonNegativeInt = 0
+    linear_conv_kernel_dim: PositiveInt = 1
     mamba_ssm_dtype: str | None = None
 
 
@@ -122,17 +180,16 @@ def read_model(
         state_dtype: value of vLLM's --mamba-ssm-cache-dtype; auto is the config's mamba_ssm_dtype, else 16 bits.
 
     Raises:
-        RooflineError: not a dense Qwen3.5 text model, no output head, or an unknown packing or dtype.
+        FamilyError: another family.
+        RooflineError: no output head, or an unknown packing or dtype.
     """
-    text = checkpoint.text_config(config)
-    if "num_experts" in text:
-        raise RooflineError("config.json has num_experts, and experts are not counted; use a dense model")
+    text, family = checkpoint.text_config(config), find_family(config)
     try:
         shape = _TextShape.model_validate(text)
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"]))
-        raise RooflineError(f"config.json: {field}: {first['msg']}; use a Qwen3.5 model") from None
+        raise RooflineError(f"config.json: {field}: {first['msg']}; correct it") from None
     form = checkpoint.quantisation(config)
     is_tied = bool(text.get("tie_word_embeddings"))
     embedding, head = _embedding_and_head(tensors, is_tied)
@@ -146,17 +203,19 @@ def read_model(
     if state_dtype == "auto":
         state_dtype = shape.mamba_ssm_dtype or "bfloat16"
     state_bytes = _number_bytes("a recurrent state", state_dtype, _STATE_BYTES)
-    linear_layers = shape.layer_types.count("linear_attention")
+    layer_types = family.layer_types(text)
+    linear_layers = layer_types.count(LINEAR_ATTENTION)
     state_numbers = shape.linear_num_value_heads * shape.linear_value_head_dim * shape.linear_key_head_dim
     conv_channels = (
         2 * shape.linear_num_key_heads * shape.linear_key_head_dim
         + shape.linear_num_value_heads * shape.linear_value_head_dim
     )
     conv_bytes = conv_channels * (shape.linear_conv_kernel_dim - 1) * SIXTEEN_BIT
+    expert_share = text["num_experts_per_tok"] / text["num_experts"] if family.has_experts else 1.0
     embedding_bytes = _served_bytes(tensors[embedding])
 
     def weights(names: Iterable[str]) -> Weights:
-        return _weights({name: tensors[name] for name in names}, form)
+        return _weights({name: tensors[name] for name in names}, form, expert_share)
 
     return Model(
         body=weights(body),
@@ -166,29 +225,30 @@ def read_model(
         tied=head == [embedding],
         embedding_bytes=embedding_bytes,
         embedding_row_bytes=embedding_bytes // tensors[embedding].shape[0],
-        attention_layers=shape.layer_types.count("full_attention"),
+        attention_layers=layer_types.count(FULL_ATTENTION),
         drafter_layers=len({name.split(".")[2] for name in drafter if name.startswith("mtp.layers.")}),
         kv_bytes=2 * shape.num_key_value_heads * shape.head_dim * kv_bytes,
         attention_flops=4 * shape.num_attention_heads * shape.head_dim,
         attention_precision="fp8" if kv_bytes == 1 else "bf16",
+        linear_layers=linear_layers,
         state_bytes=linear_layers * (state_numbers * state_bytes + conv_bytes),
+        conv_row_bytes=conv_channels * SIXTEEN_BIT,
         state_flops=linear_layers * _STATE_FLOPS * state_numbers,
     )
 
 
-def shape_tensors(shape: Shape) -> dict[str, TensorInfo]:
-    """The tensors of a checkpoint that need not exist, from its dimensions; they have no bytes to read."""
+def shape_tensors(tensors: Tensors) -> dict[str, TensorInfo]:
+    """The tensors of a checkpoint that need not exist; they have no bytes to read."""
     return {
         name: TensorInfo(dtype, size, Path(), 0, tensor_bytes(dtype, size))
-        for name, (dtype, size) in shape.tensors.items()
+        for name, (dtype, size) in tensors.items()
     }
 
 
 def shape_model(shape: Shape, *, kv_cache_dtype: str = "auto", state_dtype: str = "auto") -> Model:
     """The model of a checkpoint that need not exist, from its dimensions; dtypes and errors as for `read_model`."""
-    return read_model(
-        shape_tensors(shape), shape.config_json, kv_cache_dtype=kv_cache_dtype, state_dtype=state_dtype
-    )
+    tensors = shape_tensors(shape.tensors)
+    return read_model(tensors, shape.config_json, kv_cache_dtype=kv_cache_dtype, state_dtype=state_dtype)
 
 
 def _embedding_and_head(tensors: Mapping[str, TensorInfo], is_tied: bool) -> tuple[str, list[str]]:
@@ -220,23 +280,28 @@ def _served_bytes(info: TensorInfo) -> int:
     return info.elements * SIXTEEN_BIT if info.dtype in ("F32", "F64") else info.end - info.start
 
 
-def _weights(tensors: Mapping[str, TensorInfo], form: Mapping[str, Any]) -> Weights:
-    size = 0
+def _weights(tensors: Mapping[str, TensorInfo], form: Mapping[str, Any], expert_share: float) -> Weights:
+    size = expert_bytes = 0
     flops: dict[Precision, int] = {}
     for name, info in tensors.items():
-        if name.endswith("qweight"):
-            raise RooflineError(
-                f"{name} is packed in AutoAWQ's or GPTQ's layout; use a compressed-tensors checkpoint"
-            )
+        is_expert = ".experts." in name
         size += _served_bytes(info)
+        expert_bytes += is_expert * _served_bytes(info)
         # One-dimensional tensors are norms and gates; scales and zero points belong to their packed weights.
-        if len(info.shape) > 1 and name.endswith((".weight", ".weight_packed")):
-            numbers = info.elements
-            if name.endswith("_packed"):
-                numbers = (info.end - info.start) * 8 // packed_bits(name.removesuffix(PACKED), form)
+        if len(info.shape) > 1 and (is_expert or name.endswith(_MATRICES)) and not name.endswith(_SCALES):
             precision = _PRECISIONS.get(info.dtype, "bf16")
-            flops[precision] = flops.get(precision, 0) + 2 * numbers
-    return Weights(size, flops)
+            share = expert_share if is_expert else 1
+            flops[precision] = flops.get(precision, 0) + round(2 * share * _count_numbers(name, info, form))
+    return Weights(size, flops, expert_bytes, expert_share)
+
+
+def _count_numbers(name: str, info: TensorInfo, form: Mapping[str, Any]) -> int:
+    """Numbers of a matrix, however many are packed in a word."""
+    if name.endswith(PACKED) and info.dtype == "I32":
+        return info.elements * 32 // packed_bits(name.removesuffix(PACKED), form)
+    if name.endswith(".qweight"):
+        return info.elements * 32 // int(form["bits"])
+    return info.elements * (2 if info.dtype == "U8" else 1)
 
 
 def _number_bytes(what: str, dtype: str, known: Mapping[str, int]) -> int:

@@ -186,7 +186,7 @@ def _list_stages(variant: Variant) -> tuple[list[CheckpointStage], str]:
     source = f"weights/{variant.weights.name}"
     try:
         by_stage = shapes.shape_by_stage(variant)
-        stages = [(name, shape_tensors(shape), shape.config_json) for name, shape in by_stage]
+        stages = [(name, shape_tensors(shape.tensors), shape.config_json) for name, shape in by_stage]
         source = source if is_here else by_stage[-1][1].source
     except ShapeError:
         if not is_here:

@@ -122,8 +122,9 @@ def count_part_bytes(model: Model, num_speculative_tokens: int, context_len: int
     without_weights = replace(model, body=_NOTHING, head=_NOTHING, drafter=_NOTHING, draft_head=_NOTHING)
     other_bytes = count_verify_work(without_weights, 1, context_len, depth).bytes
     other_bytes += depth * count_draft_work(without_weights, 1, context_len).bytes
-    drafts = depth * model.drafter.bytes, depth * model.draft_output.bytes
-    return dict(zip(PARTS, (model.body.bytes, model.head.bytes, *drafts, round(other_bytes)), strict=True))
+    body = round(model.body.read_bytes(depth + 1))
+    drafts = depth * round(model.drafter.read_bytes(1)), depth * model.draft_output.bytes
+    return dict(zip(PARTS, (body, model.head.bytes, *drafts, round(other_bytes)), strict=True))
 
 
 def _attention(model: Model, layers: int, batch_size: int, tokens: int, context_len: int) -> PassWork:
@@ -135,5 +136,6 @@ def _attention(model: Model, layers: int, batch_size: int, tokens: int, context_
 
 
 def _weights(weights: Weights, tokens: int) -> PassWork:
-    """Weights that are read once, and their products with `tokens` tokens."""
-    return PassWork(weights.bytes, {precision: tokens * flops for precision, flops in weights.flops.items()})
+    """Weights that are read, and their products with `tokens` tokens."""
+    flops = {precision: tokens * flops for precision, flops in weights.flops.items()}
+    return PassWork(weights.read_bytes(tokens), flops)

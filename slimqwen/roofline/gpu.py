@@ -62,7 +62,10 @@ def read_gpus(root: Path) -> dict[str, GpuSheet]:
     return settings.read_yaml(
         root / FILE,
         root,
-        lambda content: {str(name): GpuSheet(name=str(name), **fields) for name, fields in content.items()},
+        lambda content: {
+            str(name): GpuSheet(name=str(name), **{key: fields[key] for key in fields if key != "driver"})
+            for name, fields in content.items()
+        },
         missing=f"is missing; `git checkout {FILE}` restores it",
     )
 

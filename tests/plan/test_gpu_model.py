@@ -19,14 +19,18 @@ def test_every_gpu_of_the_default_table_is_listed():
 
 
 def test_an_unknown_gpu_lists_those_that_there_are():
-    with pytest.raises(gpu_model.GpuModelError, match=r"no GPU model 'a11g'.*lists a10g, b200.*choose one"):
+    with pytest.raises(gpu_model.GpuModelError, match=r"no GPU model 'a11g'.*lists a10, a100, .*choose one"):
         gpu_model.load_gpu_model(ROOT, "a11g")
 
 
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ("a: {name: A}", "compute_capability: Field required"),
+        (
+            "a: {nvidia_smi: [A], compute_capability: '8.6', driver: {memory_gib: 1, multiprocessors: 1}}",
+            "shared_memory_kib: Field required",
+        ),
+        ("a: {nvidia_smi: [A], compute_capability: '8.6'}", "memory_gib: Field required"),
         ("[", "while parsing"),
         (None, "is missing; `git checkout"),
     ],

@@ -101,7 +101,7 @@ def test_a_line_written_into_the_config_env_takes_the_plan_away(resolve, record)
 
 def test_a_gpu_that_is_not_listed_has_no_plan(resolve, monkeypatch):
     monkeypatch.setattr(gpu, "all_gpus", lambda: [dataclasses.replace(A10G, name="NVIDIA T4")])
-    with pytest.raises(MissingPlanError, match=r"no plan on NVIDIA T4: eval/simulated_gpus\.yaml"):
+    with pytest.raises(MissingPlanError, match=r"no plan on NVIDIA T4: eval/devices\.yaml"):
         start.name_gpu_here(resolve())
 
 

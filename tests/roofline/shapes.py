@@ -59,7 +59,7 @@ SLOW = GpuSheet(
 
 
 def info(shape: tuple[int, ...], dtype: str = "BF16") -> TensorInfo:
-    width = {"BF16": 2, "F32": 4, "I32": 4, "I64": 8, "F8_E4M3": 1}[dtype]
+    width = {"BF16": 2, "F32": 4, "I32": 4, "I64": 8, "F8_E4M3": 1, "U8": 1}[dtype]
     return TensorInfo(dtype, shape, Path("none"), 0, width * math.prod(shape))
 
 

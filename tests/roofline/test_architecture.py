@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,10 +11,11 @@ from slimqwen.checkpoint import CorruptCheckpointError
 from slimqwen.checkpoint.config import write_config
 from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, list_tensors, write_tensors
 from slimqwen.roofline import cost
-from slimqwen.roofline.architecture import read_model
+from slimqwen.roofline.architecture import lay_out_cache, read_model
 from slimqwen.roofline.gpu import RooflineError
 from tests.roofline.shapes import (
     BODY_BYTES,
+    BODY_FLOPS,
     CONFIG,
     HEAD_BYTES,
     KV,
@@ -97,12 +99,53 @@ def test_packings_that_are_not_known_are_refused():
     given = tensors(**{name: None, **packed(name, 16, 8)})
     with pytest.raises(CorruptCheckpointError, match=f"no group of quantization_config has {name[:-7]}"):
         read_model(given, CONFIG)
-    with pytest.raises(RooflineError, match="AutoAWQ"):
-        read_model(tensors(**{name[:-6] + "qweight": info((1, 16), "I32")}), CONFIG)
-    with pytest.raises(RooflineError, match="use a dense model"):
-        read_model(tensors(), {**CONFIG, "num_experts": 8})
     with pytest.raises(RooflineError, match="head_dim: Field required"):
         read_model(tensors(), {key: value for key, value in CONFIG.items() if key != "head_dim"})
+
+
+def test_words_of_gptq_and_bytes_of_nvfp4_hold_many_numbers():
+    name = "model.layers.0.mlp.up_proj."
+    parts = {
+        "gptq": {"qweight": info((1, 16), "I32"), "scales": info((1, 16)), "qzeros": info((1, 2), "I32")},
+        "modelopt": {"weight": info((16, 4), "U8"), "weight_scale": info((16, 1), "F8_E4M3")},
+    }
+    for method, stored in parts.items():
+        linear = {f"{name}weight": None, **{f"{name}{part}": one for part, one in stored.items()}}
+        form = {"quant_method": method, "bits": 4}
+        found = read_model(tensors(**linear), {**CONFIG, "quantization_config": form})
+        assert found.body.flops == SMALL.body.flops
+        assert found.body.bytes == BODY_BYTES - 256 + sum(one.end for one in stored.values())
+
+
+def mixture(count: int = 8, used: int = 2) -> tuple[dict[str, TensorInfo], dict[str, Any]]:
+    """SMALL with routed experts in the place of its MLPs."""
+    names = [f"model.layers.{layer}.mlp.up_proj.weight" for layer in (0, 1)]
+    experts = {f"model.layers.{layer}.mlp.experts.gate_up_proj": info((count, 16, 8)) for layer in (0, 1)}
+    settings = {"num_experts": count, "num_experts_per_tok": used}
+    config = {**CONFIG, "architectures": ["Qwen3_5MoeForCausalLM"], **settings}
+    return tensors(**dict.fromkeys(names), **experts), config
+
+
+def test_a_token_reads_the_experts_that_it_is_sent_to_and_a_batch_most_of_them():
+    model = read_model(*mixture())
+    others, every = BODY_BYTES - 2 * 256, 2 * 8 * 256
+    assert (model.body.bytes, model.body.expert_bytes) == (others + every, every)
+    assert model.resident_bytes(0) == others + every + HEAD_BYTES
+    assert model.body.read_bytes(1) == others + every / 4
+    # A second token goes to a quarter of the experts too, three quarters of which the first did not read.
+    assert model.body.read_bytes(2) == pytest.approx(others + every * (1 / 4 + 3 / 16))
+    # A token is multiplied with two of the eight experts, each as large as the MLP of SMALL.
+    assert model.body.flops == {"bf16": BODY_FLOPS + 2 * 256}
+
+
+def test_a_model_without_gated_deltanet_has_small_blocks_and_no_states():
+    names = [name for name in SHAPES if "layers.0" in name or name.startswith("mtp.")]
+    config = {**CONFIG, "architectures": ["Qwen3ForCausalLM"], "layer_types": ["full_attention"]}
+    model = read_model(tensors(**dict.fromkeys(names)), config)
+    layout = lay_out_cache(model, 0)
+    assert (model.state_bytes, model.drafter.bytes, layout.state_blocks) == (0, 0, 0)
+    assert (layout.block_size, layout.block_bytes) == (16, 16 * KV)
+    assert (layout.sequence_blocks(16), layout.sequence_blocks(17)) == (1, 2)
 
 
 def test_floats_of_32_bits_are_served_in_16_and_a_vision_tower_is_not_read():

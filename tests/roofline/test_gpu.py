@@ -15,8 +15,8 @@ ROOT = variant.repository_root()
 def test_every_gpu_of_the_file_is_read_and_names_only_itself():
     known = gpu.read_gpus(ROOT)
     assert set(known) == {
-        *("a10", "a10g", "a100-40gb", "a100", "h100", "h200"),
-        *("l4", "l40s", "rtx-3090", "rtx-4090"),
+        *("a10", "a10g", "a100-40gb", "a100", "b200", "h100", "h200", "l4", "l40s", "t4"),
+        *("rtx-3060", "rtx-3090", "rtx-4060-ti", "rtx-4090", "rtx-5080", "rtx-5090", "rtx-pro-6000"),
     }
     names = [name for one in known.values() for name in one.nvidia_smi]
     assert len(names) == len(set(names))
@@ -24,7 +24,7 @@ def test_every_gpu_of_the_file_is_read_and_names_only_itself():
     assert known["a10g"].peak("fp8") == known["a10g"].peak("bf16")
     for one in known.values():
         # 8-bit floats have units of their own from compute capability 8.9 on.
-        assert (one.dense_peak_tflops.fp8 is not None) == (one.compute_capability >= "8.9")
+        assert (one.dense_peak_tflops.fp8 is not None) == (float(one.compute_capability) >= 8.9)
     assert [known[name].default_max_num_seqs for name in ("a10g", "a100", "h100")] == [256, 256, 1024]
 
 
@@ -33,7 +33,7 @@ def test_every_gpu_of_the_file_is_read_and_names_only_itself():
     [
         ("h1000", "choose h100,?"),
         ("rtx4090", "choose rtx-4090,?"),
-        ("tpu-v5", "choose a10g, a10, a100-40gb"),
+        ("zzz", "choose rtx-3060, rtx-3090"),
     ],
 )
 def test_an_unknown_gpu_names_the_nearest(name: str, said: str):
@@ -48,7 +48,10 @@ def test_a_faulty_file_of_gpus_is_one_line(tmp_path: Path):
     file.parent.mkdir()
     good = (ROOT / "eval" / "devices.yaml").read_text()
     for wrong, said in (
-        (good.replace("600", "-600", 1), "memory_bandwidth_gb_per_s: Input should be greater than 0"),
+        (
+            good.replace("second: 600", "second: -600", 1),
+            "memory_bandwidth_gb_per_s: Input should be greater than 0",
+        ),
         (good.replace("bf16: 70, ", "", 1), "dense_peak_tflops.bf16: Field required"),
         (good.replace("source:", "sauce:", 1), "source: Field required"),
         ("a10g: [", "unusable"),

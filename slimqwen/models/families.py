@@ -1,0 +1,120 @@
+"""Model families as data: what their layers are made of, what AWQ scales with them, whether they draft.
+
+A new family is an entry of `FAMILIES` here, its linears in `packing.LINEARS` where they have other names, and an animal
+of tests/zoo.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from slimqwen.checkpoint.config import text_config
+from slimqwen.errors import SlimqwenError
+
+FULL_ATTENTION, LINEAR_ATTENTION = "full_attention", "linear_attention"
+
+_KINDS = {
+    r"^mtp\.": "MTP head",
+    r"(^|\.)visual\.": "vision tower",
+    r"embed_tokens\.": "embedding",
+    r"^lm_head\.": "output head",
+    r"\.mlp\.experts\.": "experts",
+    r"\.mlp\.": "MLP",
+    r"\.(self_attn|linear_attn)\.": "attention",
+}
+
+
+class FamilyError(SlimqwenError):
+    """A checkpoint of a family, or with dimensions, that are not known."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models that differ in dimensions alone.
+
+    Attributes:
+        name: model_type of its language model, without `_text`.
+        architectures: classes in config.json, of text-only and of multimodal checkpoints.
+        scaled_with: kind of linears (`packing.LINEARS`) that its layers have -> modules of 16 bits that share an input
+            scale with them in AWQ; empty for a kind that AWQ cannot scale.
+        is_calibrated: whether llmcompressor can trace the model and knows its AWQ mappings.
+        has_query_gate: whether q_proj has a second half, the output gate of full attention.
+        acceptance_lengths: draft depth K -> acceptance length that is published for its MTP head; empty where models
+            have none.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    scaled_with: Mapping[str, tuple[str, ...]]
+    is_calibrated: bool
+    has_query_gate: bool
+    acceptance_lengths: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether its MLPs are mixtures of experts with a shared expert."""
+        return "experts" in self.scaled_with
+
+    def layer_types(self, text: Mapping[str, Any]) -> tuple[str, ...]:
+        """The kind of attention of each layer; files of Qwen3 and older ones of Qwen3.5 do not list it."""
+        if listed := text.get("layer_types"):
+            return tuple(listed)
+        interval = text.get("full_attention_interval", 4) if LINEAR_ATTENTION in self.scaled_with else 1
+        return tuple(
+            FULL_ATTENTION if number % interval == 0 else LINEAR_ATTENTION
+            for number in range(1, text["num_hidden_layers"] + 1)
+        )
+
+
+_NORM, _MLP_NORM = "input_layernorm", "post_attention_layernorm"
+_HYBRID = {
+    "attention": (_NORM,),
+    "linear_attention": (_NORM, "linear_attn.in_proj_a", "linear_attn.in_proj_b"),
+}
+# Of the Qwen3.5 family, reported for prompts of several domains.
+_ACCEPTANCE_LENGTHS = {1: 1.93, 2: 2.73, 3: 3.39, 4: 3.97, 5: 4.41}
+
+FAMILIES = (
+    Family(
+        name="qwen3",
+        architectures=("Qwen3ForCausalLM",),
+        scaled_with={"mlp": (_MLP_NORM,), "attention": (_NORM,)},
+        is_calibrated=True,
+        has_query_gate=False,
+    ),
+    Family(
+        name="qwen3_5",
+        architectures=("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
+        scaled_with={"mlp": (_MLP_NORM,), **_HYBRID},
+        is_calibrated=True,
+        has_query_gate=True,
+        acceptance_lengths=_ACCEPTANCE_LENGTHS,
+    ),
+    Family(
+        name="qwen3_5_moe",
+        architectures=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
+        scaled_with={"experts": (), **_HYBRID},
+        # transformers keeps all experts of a layer in one parameter, which llmcompressor's modifiers do not see.
+        is_calibrated=False,
+        has_query_gate=True,
+        acceptance_lengths=_ACCEPTANCE_LENGTHS,
+    ),
+)
+
+
+def find_family(config: Mapping[str, Any]) -> Family:
+    """The family of a config.json; a FamilyError that lists those that are known."""
+    architectures = config.get("architectures") or [str(text_config(config).get("model_type"))]
+    for family in FAMILIES:
+        if architectures[0] in family.architectures:
+            return family
+    known = ", ".join(name for family in FAMILIES for name in family.architectures)
+    raise FamilyError(
+        f"config.json is of a {architectures[0]}, a family that is not known here; take one of {known}"
+    )
+
+
+def find_kind(tensor: str) -> str:
+    """The kind of a tensor by its name, for tables of weights."""
+    return next((kind for pattern, kind in _KINDS.items() if re.search(pattern, tensor)), "norms")
