@@ -1,0 +1,249 @@
+"""A server on one GPU, or several of a kind: its weights, cache and activations, and how fast it could be.
+
+Of a GPU's memory vLLM takes --gpu-memory-utilization; weights and an assumed overhead for activations, CUDA context
+and graphs come off, the rest becomes blocks of KV cache and states (`roofline.architecture.CacheLayout`).
+"""
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from slimqwen import checkpoint
+from slimqwen.checkpoint.tensors import tensor_bytes
+from slimqwen.errors import SlimqwenError
+from slimqwen.fit.optimised import Optimised
+from slimqwen.fit.subject import Subject
+from slimqwen.models.families import find_kind
+from slimqwen.plan.gpu_model import GpuModel
+from slimqwen.plan.resolution import OVERHEAD_GIB
+from slimqwen.roofline import cost
+from slimqwen.roofline.architecture import CacheLayout, Model, lay_out_cache, read_model, shape_tensors
+from slimqwen.roofline.gpu import GpuSheet
+
+DRAFT_DEPTH, SEQUENCES, UTILIZATION, BATCHED_TOKENS = 4, 1, 0.90, 2048
+"""Of a server that is not described by a variant; the flags of qwen3.5-4b-best but for its sequences."""
+
+CONTEXT_LEN = 32_768
+"""Context of such a server, or the model's own where that is shorter."""
+
+SPEED_CONTEXT_LEN = 2048
+"""Cached tokens of the sequence whose speed is bounded."""
+
+
+class FitError(SlimqwenError):
+    """Settings with which no server can be laid out."""
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """What the flags of a server decide.
+
+    Attributes:
+        context_len: longest request, tokens.
+        sequences: requests at a time.
+        depth: drafted tokens of a step (K); 0 without drafts.
+        dtype, kv_cache_dtype, state_dtype: as vLLM's flags spell them; auto: as config.json says.
+        utilization: share of the GPU's memory that vLLM may use.
+        prefix_caching: whether blocks are kept for later requests.
+        batched_tokens: most tokens of a step.
+        gpus: of one kind that share the model (tensor parallel).
+    """
+
+    context_len: int
+    sequences: int
+    depth: int
+    dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
+    state_dtype: str = "auto"
+    utilization: float = UTILIZATION
+    prefix_caching: bool = False
+    batched_tokens: int = BATCHED_TOKENS
+    gpus: int = 1
+
+    @classmethod
+    def of(cls, subject: Subject, context_len: int | None, sequences: int | None) -> Self:
+        """Those of a variant's config.env, or of the server that this project would begin with.
+
+        Raises:
+            FitError: heads that the GPUs cannot share, or a length that the model was not made for.
+        """
+        flags = {key.removeprefix("VLLM_").lower(): value for key, value in subject.settings.items()}
+        native = int(subject.text.get("max_position_embeddings", CONTEXT_LEN))
+        length = context_len or int(flags.get("max_model_len", min(native, CONTEXT_LEN)))
+        if not 1 <= length <= native:
+            raise FitError(
+                f"{subject.name} was made for 1 to {native:,} tokens, not {length:,}; correct --context"
+            )
+        drafts = json.loads(flags.get("speculative_config", "{}")) if subject.variant else {}
+        depth = int(drafts.get("num_speculative_tokens", 0)) if subject.variant else DRAFT_DEPTH
+        gpus = int(flags.get("tensor_parallel_size", 1))
+        _check_heads(subject.text, gpus)
+        return cls(
+            context_len=length,
+            sequences=sequences or int(flags.get("max_num_seqs", SEQUENCES)),
+            depth=depth if subject.has_mtp else 0,
+            dtype=flags.get("dtype", "auto"),
+            kv_cache_dtype=flags.get("kv_cache_dtype", "auto"),
+            state_dtype=flags.get("mamba_ssm_cache_dtype", "auto"),
+            utilization=float(flags.get("gpu_memory_utilization", UTILIZATION)),
+            prefix_caching=flags.get("enable_prefix_caching", "0") != "0",
+            batched_tokens=int(flags.get("max_num_batched_tokens", BATCHED_TOKENS)),
+            gpus=gpus,
+        )
+
+
+def _check_heads(text: Mapping[str, Any], gpus: int) -> None:
+    for key in (
+        "num_attention_heads",
+        "num_key_value_heads",
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+    ):
+        heads = int(text.get(key, 0))
+        # Fewer KV heads than GPUs are copied, each to as many.
+        if heads % gpus and not (key == "num_key_value_heads" and gpus % heads == 0):
+            raise FitError(
+                f"{gpus} GPUs cannot share {heads} heads ({key}); set VLLM_TENSOR_PARALLEL_SIZE to a divisor"
+            )
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A checkpoint on a GPU.
+
+    Attributes:
+        weight_bytes: kind -> bytes on disk.
+        resident_bytes: weights in the memory of one GPU.
+        cache_bytes: memory that is left for blocks; negative where not even the weights fit.
+        sequence_bytes: of one sequence of full length.
+        state_bytes, token_bytes: of a sequence whatever its length, and more for each token.
+        missing_bytes: what all sequences of full length need beyond that; negative: what is left.
+        kv_tokens: tokens that the blocks hold in sequences of full length.
+        full_sequences: sequences of full length that they hold.
+        tokens_per_second: roofline of one sequence without drafts.
+        drafted: roofline with drafts at the published acceptance length; None without drafts.
+        break_even: acceptance length from which drafts pay.
+    """
+
+    step: Optimised
+    weight_bytes: Mapping[str, int]
+    resident_bytes: int
+    cache_bytes: int
+    sequence_bytes: int
+    state_bytes: int
+    token_bytes: int
+    missing_bytes: int
+    full_sequences: float
+    kv_tokens: int
+    tokens_per_second: float
+    drafted: float | None
+    break_even: float | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether all sequences fit at full length."""
+        return self.missing_bytes <= 0
+
+
+def measure_weights(step: Optimised) -> dict[str, int]:
+    """Bytes of a checkpoint by kind of weight, the largest first."""
+    sizes: dict[str, int] = defaultdict(int)
+    for name, each in step.tensors.items():
+        sizes[find_kind(name)] += tensor_bytes(*each)
+    return dict(sorted(sizes.items(), key=lambda item: -item[1]))
+
+
+def fit_checkpoint(
+    step: Optimised, settings: ServerSettings, sheet: GpuSheet, gpu: GpuModel, acceptance_length: float | None
+) -> Fit:
+    """Lay a server out on a GPU.
+
+    Args:
+        sheet: its data sheet.
+        gpu: the same GPU as its driver describes it.
+        acceptance_length: output tokens of a step with drafts; None where nothing is published.
+    """
+    whole = read_model(
+        shape_tensors(step.tensors),
+        step.config,
+        kv_cache_dtype=settings.kv_cache_dtype,
+        state_dtype=settings.state_dtype,
+    )
+    model = _share_of_one_gpu(whole, settings.gpus, checkpoint.text_config(step.config))
+    depth = settings.depth
+    resident = model.resident_bytes(depth)
+    cache = int(settings.utilization * gpu.memory_bytes - resident - OVERHEAD_GIB * 2**30)
+    layout = lay_out_cache(model, depth, prefix_caching=settings.prefix_caching)
+    sequence = layout.sequence_bytes(settings.context_len)
+    full = max(0, cache // layout.block_bytes) / layout.sequence_blocks(settings.context_len)
+    plain = cost.bound_decode_step(model, sheet, 1, SPEED_CONTEXT_LEN)
+    drafting = cost.bound_decode_step(model, sheet, 1, SPEED_CONTEXT_LEN, depth) if depth else None
+    return Fit(
+        step=step,
+        weight_bytes=measure_weights(step),
+        resident_bytes=resident,
+        cache_bytes=cache,
+        sequence_bytes=sequence,
+        state_bytes=layout.state_blocks * layout.block_bytes,
+        token_bytes=_token_bytes(layout),
+        missing_bytes=settings.sequences * sequence - cache,
+        full_sequences=full,
+        kv_tokens=int(full * settings.context_len),
+        tokens_per_second=plain.tokens_per_second,
+        drafted=acceptance_length / drafting.seconds if drafting and acceptance_length else None,
+        break_even=drafting.seconds / plain.seconds if drafting else None,
+    )
+
+
+def _token_bytes(layout: CacheLayout) -> int:
+    return layout.block_bytes // layout.block_size
+
+
+def _share_of_one_gpu(model: Model, gpus: int, text: Mapping[str, Any]) -> Model:
+    """What one of several GPUs holds and computes; norms, which each has whole, are too small to count."""
+    if gpus == 1:
+        return model
+
+    def share(value: Any) -> Any:
+        return replace(
+            value,
+            bytes=-(-value.bytes // gpus),
+            flops={precision: flops // gpus for precision, flops in value.flops.items()},
+            expert_bytes=value.expert_bytes // gpus,
+        )
+
+    kv_heads = int(text["num_key_value_heads"])
+    return replace(
+        model,
+        body=share(model.body),
+        head=share(model.head),
+        drafter=share(model.drafter),
+        draft_head=model.draft_head and share(model.draft_head),
+        embedding_bytes=model.embedding_bytes // gpus,
+        kv_bytes=model.kv_bytes // min(gpus, kv_heads),
+        attention_flops=model.attention_flops // gpus,
+        state_bytes=model.state_bytes // gpus,
+        conv_row_bytes=model.conv_row_bytes // gpus,
+        state_flops=model.state_flops // gpus,
+    )
+
+
+def estimate_activations(subject: Subject, settings: ServerSettings) -> int:
+    """Bytes of the largest step that vLLM profiles: one layer's inputs and products in 16 bits, and logits in 32.
+
+    Sampling copies the logits once. It is a part of the overhead that is set aside.
+    """
+    text = subject.text
+    widest = max(
+        3 * int(text.get("intermediate_size", 0)),
+        3 * int(text.get("num_experts_per_tok", 0)) * int(text.get("moe_intermediate_size", 0)),
+        2
+        * (2 * int(text["num_attention_heads"]) + 2 * int(text["num_key_value_heads"]))
+        * int(text["head_dim"]),
+    )
+    tokens = settings.batched_tokens * 2 * (4 * int(text["hidden_size"]) + widest)
+    logits = settings.sequences * (1 + settings.depth) * int(text["vocab_size"]) * 4 * 2
+    return math.ceil((tokens + logits) / settings.gpus)

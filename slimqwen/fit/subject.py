@@ -1,0 +1,204 @@
+"""What the MODEL of `slimqwen fit` names: its config.json and its tensors, without their content."""
+
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from slimqwen import checkpoint
+from slimqwen import variant as variants
+from slimqwen.checkpoint.config import quantisation, read_json_object
+from slimqwen.checkpoint.tensors import INDEX, list_tensors, tensor_bytes
+from slimqwen.errors import SlimqwenError
+from slimqwen.hub import HubError, Repository, download_files
+from slimqwen.models.families import Family, find_family
+from slimqwen.models.published import published_tensors
+from slimqwen.models.shape import Shape, Tensors
+from slimqwen.plan import shapes
+from slimqwen.progress import silent
+from slimqwen.variant import Variant
+
+_QUANTISED_PARTS = ("weight_packed", "qweight", "weight_scale", "weight_scale_inv")
+_LAYERS_ALONE = (
+    "bake_cache, prune_vocab, and trim_draft_vocab and redistill_mtp where the MTP head is in 16 bits"
+)
+
+
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+class SubjectError(SlimqwenError):
+    """A MODEL that names nothing."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A checkpoint that need not be on this machine.
+
+    Attributes:
+        name: as in messages.
+        source: where the dimensions come from.
+        config: config.json.
+        tensors: of the language model and its MTP head, as stored.
+        other_names: names of tensors that are known beside those, of a vision tower or renamed; None where no list of
+            tensors was at hand.
+        other_bytes: bytes of those.
+        settings: lines of a variant's config.env by key.
+        variant: the variant, where MODEL names one.
+    """
+
+    name: str
+    source: str
+    config: Mapping[str, Any]
+    tensors: Tensors
+    other_names: frozenset[str] | None = None
+    other_bytes: int = 0
+    settings: Mapping[str, str] = field(default_factory=dict)
+    variant: Variant | None = None
+
+    @property
+    def family(self) -> Family:
+        """Its family."""
+        return find_family(self.config)
+
+    @property
+    def text(self) -> Mapping[str, Any]:
+        """The language model's part of config.json."""
+        return checkpoint.text_config(self.config)
+
+    @property
+    def has_mtp(self) -> bool:
+        """Whether it can draft with an MTP head of its own."""
+        return "mtp.norm.weight" in self.tensors and bool(self.text.get("mtp_num_hidden_layers"))
+
+    def describe_mtp(self) -> str:
+        """The state of the MTP head: what users ask before they download."""
+        promised = self.text.get("mtp_num_hidden_layers")
+        renamed = sorted(name for name in self.other_names or () if "mtp" in name.split("."))
+        if self.has_mtp:
+            parts = {name.rpartition(".")[2] for name in self.tensors if name.startswith("mtp.")}
+            form = "quantised" if parts & set(_QUANTISED_PARTS) else "16 bits"
+            return f"present, {form}" + ("" if self.other_names is not None else ", by config.json alone")
+        if renamed:
+            return f"renamed ({renamed[0]}): vLLM does not find it"
+        return "lost: config.json promises one, the checkpoint has none" if promised else "none"
+
+    def describe_format(self) -> tuple[str, str]:
+        """The format of the weights, and which stages of a recipe take it."""
+        form = quantisation(self.config)
+        method = form.get("quant_method")
+        if not form:
+            stages = "all" if self.family.is_calibrated else "all but calibrate"
+            return str(self.text.get("dtype", "16 bits")), stages
+        if method == "compressed-tensors":
+            weights = [group["weights"] for group in form["config_groups"].values() if group.get("weights")]
+            widths = ", ".join(dict.fromkeys(f"{each['num_bits']}-bit {each['type']}" for each in weights))
+            return f"compressed-tensors, {widths}", "all but calibrate of what is packed"
+        return str(method), _LAYERS_ALONE
+
+
+def find_subject(model: str, root: Path) -> Subject:
+    """What a MODEL names, looked up in this order: variant, folder or config.json, shape of eval/shapes, hub.
+
+    Raises:
+        SubjectError: it names nothing.
+        HubError: the hub cannot be reached, hides the repository, or it has no safetensors checkpoint.
+        FamilyError, UnsupportedFormatError, CorruptCheckpointError, ShapeError, ConfigError: as of what it names.
+    """
+    path = Path(model)
+    if model in variants.names(root):
+        return _of_variant(variants.load(model, root))
+    if path.is_dir():
+        return _of_folder(path, model)
+    if path.is_file():
+        config = read_json_object(path)
+        return Subject(model, "config.json alone", config, published_tensors(config))
+    if shape := shapes.published_shape(root, model):
+        return _of_shape(shape, model)
+    if model.count("/") == 1 and not path.is_absolute():
+        return _of_hub(model)
+    known = ", ".join(sorted(file.stem for file in (root / shapes.FOLDER).glob("*.json")))
+    raise SubjectError(
+        f"{model} is no variant, folder, config.json, owner/name of the hub or shape; the shapes are {known}"
+    )
+
+
+def _of_variant(variant: Variant) -> Subject:
+    settings = {key: setting.value for key, setting in variant.settings.items()}
+    if (variant.weights / "config.json").is_file():
+        found = _of_folder(variant.weights, variant.name)
+    else:
+        found = _of_shape(shapes.variant_shape(variant), variant.name)
+    source = found.source
+    return Subject(
+        variant.name,
+        source,
+        found.config,
+        found.tensors,
+        found.other_names,
+        found.other_bytes,
+        settings,
+        variant,
+    )
+
+
+def _of_shape(shape: Shape, name: str) -> Subject:
+    tensors = shape.tensors
+    return Subject(name, shape.source, shape.config_json, tensors, frozenset())
+
+
+def _of_folder(folder: Path, name: str) -> Subject:
+    stored, config = list_tensors(folder), checkpoint.read_config(folder)
+    find_family(config)
+    others = frozenset(filter(_is_other, stored))
+    # As in `published_tensors`, the first expert of a layer stands for all.
+    counts = Counter(_EXPERT.sub(".experts.0.", tensor) for tensor in stored if tensor not in others)
+    served: Tensors = {
+        tensor: (info.dtype, (counts[tensor], *info.shape) if _EXPERT.search(tensor) else info.shape)
+        for tensor, info in stored.items()
+        if tensor in counts
+    }
+    size = sum(stored[tensor].end - stored[tensor].start for tensor in others)
+    return Subject(name, f"the tensors of {folder}", config, served, others, size)
+
+
+def _is_other(tensor: str) -> bool:
+    """Whether no text server loads a tensor: a vision tower, or an MTP head under a name that vLLM does not know."""
+    parts = tensor.split(".")
+    return "visual" in parts or ("mtp" in parts and parts[0] != "mtp")
+
+
+def _of_hub(name: str) -> Subject:
+    """A repository of the hub, of which only config.json and the safetensors index are fetched."""
+    config, index = _fetch_descriptions(name)
+    names = frozenset(index["weight_map"]) if index else None
+    tensors = published_tensors(config, names)
+    others = None if names is None else names - tensors.keys()
+    size = sum(tensor_bytes(*each) for each in tensors.values())
+    total = int((index or {}).get("metadata", {}).get("total_size", size))
+    source = "config.json and safetensors index" if index else "config.json, as it has no safetensors index"
+    return Subject(name, f"{source} of {name}", config, tensors, others, max(0, total - size))
+
+
+def _fetch_descriptions(name: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """config.json and the safetensors index of a repository, which has none where it has one file of weights."""
+    repository = Repository(name, "model", None, f"`slimqwen fit {name}`", "the name")
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "checkpoint"
+        with download_files(repository, target, partial(_select_descriptions, name), silent):
+            pass
+        config = checkpoint.read_config(target)
+        return config, read_json_object(target / INDEX) if (target / INDEX).is_file() else None
+
+
+def _select_descriptions(name: str, files: Sequence[str]) -> list[str]:
+    if not any(file.endswith(".safetensors") for file in files):
+        form = "GGUF files" if any(file.endswith(".gguf") for file in files) else "no safetensors"
+        raise HubError(f"{name} has {form}; name the repository of its safetensors checkpoint")
+    if "config.json" not in files:
+        raise HubError(f"{name} has no config.json; name the repository of the whole model")
+    return [file for file in ("config.json", INDEX) if file in files]
