@@ -11,6 +11,7 @@ from slimqwen.cli import (
     demo,
     downloads,
     evals,
+    fit,
     gate,
     image,
     plan,
@@ -39,6 +40,7 @@ app.add_typer(recipe.app, name="recipe", rich_help_panel=_MAKE)
 app.command(rich_help_panel=_MAKE)(downloads.download)
 app.command(rich_help_panel=_SERVE)(demo.demo)
 app.command(rich_help_panel=_SERVE)(serve.serve)
+app.command(rich_help_panel=_MEASURE)(fit.fit)
 app.command(rich_help_panel=_MEASURE)(plan.plan)
 app.add_typer(evals.app, name="eval", rich_help_panel=_MEASURE)
 app.command(rich_help_panel=_MEASURE, cls=console.Judge)(gate.gate)

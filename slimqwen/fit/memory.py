@@ -20,7 +20,7 @@ from slimqwen.models.families import find_kind
 from slimqwen.plan.gpu_model import GpuModel
 from slimqwen.plan.resolution import OVERHEAD_GIB
 from slimqwen.roofline import cost
-from slimqwen.roofline.architecture import CacheLayout, Model, lay_out_cache, read_model, shape_tensors
+from slimqwen.roofline.architecture import MEMORY_UTILIZATION, Model, lay_out_cache, read_model, shape_tensors
 from slimqwen.roofline.gpu import GpuSheet
 
 DRAFT_DEPTH, SEQUENCES, UTILIZATION, BATCHED_TOKENS = 4, 1, 0.90, 2048
@@ -77,8 +77,12 @@ class ServerSettings:
             raise FitError(
                 f"{subject.name} was made for 1 to {native:,} tokens, not {length:,}; correct --context"
             )
-        drafts = json.loads(flags.get("speculative_config", "{}")) if subject.variant else {}
-        depth = int(drafts.get("num_speculative_tokens", 0)) if subject.variant else DRAFT_DEPTH
+        # What a config.env leaves out has vLLM's own default.
+        depth, utilization, prefix_caching = DRAFT_DEPTH, UTILIZATION, "0"
+        if subject.variant:
+            drafts = json.loads(flags.get("speculative_config", "{}"))
+            depth = int(drafts.get("num_speculative_tokens", 0))
+            utilization, prefix_caching = MEMORY_UTILIZATION, "1"
         gpus = int(flags.get("tensor_parallel_size", 1))
         _check_heads(subject.text, gpus)
         return cls(
@@ -88,8 +92,8 @@ class ServerSettings:
             dtype=flags.get("dtype", "auto"),
             kv_cache_dtype=flags.get("kv_cache_dtype", "auto"),
             state_dtype=flags.get("mamba_ssm_cache_dtype", "auto"),
-            utilization=float(flags.get("gpu_memory_utilization", UTILIZATION)),
-            prefix_caching=flags.get("enable_prefix_caching", "0") != "0",
+            utilization=float(flags.get("gpu_memory_utilization", utilization)),
+            prefix_caching=flags.get("enable_prefix_caching", prefix_caching) != "0",
             batched_tokens=int(flags.get("max_num_batched_tokens", BATCHED_TOKENS)),
             gpus=gpus,
         )
@@ -115,6 +119,7 @@ class Fit:
     """A checkpoint on a GPU.
 
     Attributes:
+        optimisation: the last one of the checkpoint.
         weight_bytes: kind -> bytes on disk.
         resident_bytes: weights in the memory of one GPU.
         cache_bytes: memory that is left for blocks; negative where not even the weights fit.
@@ -128,7 +133,7 @@ class Fit:
         break_even: acceptance length from which drafts pay.
     """
 
-    step: Optimised
+    optimisation: str
     weight_bytes: Mapping[str, int]
     resident_bytes: int
     cache_bytes: int
@@ -148,16 +153,36 @@ class Fit:
         return self.missing_bytes <= 0
 
 
-def measure_weights(step: Optimised) -> dict[str, int]:
-    """Bytes of a checkpoint by kind of weight, the largest first."""
+@dataclass(frozen=True)
+class Sized:
+    """A checkpoint's sizes, the same on every GPU.
+
+    Attributes:
+        weight_bytes: kind -> bytes on disk.
+        model: what one of the server's GPUs holds and computes.
+    """
+
+    step: Optimised
+    weight_bytes: Mapping[str, int]
+    model: Model
+
+
+def size_checkpoint(step: Optimised, settings: ServerSettings) -> Sized:
+    """Bytes and FLOPs of a checkpoint as a server loads it; a RooflineError for a dtype that is not known."""
     sizes: dict[str, int] = defaultdict(int)
     for name, each in step.tensors.items():
         sizes[find_kind(name)] += tensor_bytes(*each)
-    return dict(sorted(sizes.items(), key=lambda item: -item[1]))
+    model = read_model(
+        shape_tensors(step.tensors),
+        step.config,
+        kv_cache_dtype=settings.kv_cache_dtype,
+        state_dtype=settings.state_dtype,
+    )
+    return Sized(step, sizes, _share_of_one_gpu(model, settings.gpus, checkpoint.text_config(step.config)))
 
 
 def fit_checkpoint(
-    step: Optimised, settings: ServerSettings, sheet: GpuSheet, gpu: GpuModel, acceptance_length: float | None
+    sized: Sized, settings: ServerSettings, sheet: GpuSheet, gpu: GpuModel, acceptance_length: float | None
 ) -> Fit:
     """Lay a server out on a GPU.
 
@@ -166,14 +191,7 @@ def fit_checkpoint(
         gpu: the same GPU as its driver describes it.
         acceptance_length: output tokens of a step with drafts; None where nothing is published.
     """
-    whole = read_model(
-        shape_tensors(step.tensors),
-        step.config,
-        kv_cache_dtype=settings.kv_cache_dtype,
-        state_dtype=settings.state_dtype,
-    )
-    model = _share_of_one_gpu(whole, settings.gpus, checkpoint.text_config(step.config))
-    depth = settings.depth
+    model, depth = sized.model, settings.depth
     resident = model.resident_bytes(depth)
     cache = int(settings.utilization * gpu.memory_bytes - resident - OVERHEAD_GIB * 2**30)
     layout = lay_out_cache(model, depth, prefix_caching=settings.prefix_caching)
@@ -182,13 +200,13 @@ def fit_checkpoint(
     plain = cost.bound_decode_step(model, sheet, 1, SPEED_CONTEXT_LEN)
     drafting = cost.bound_decode_step(model, sheet, 1, SPEED_CONTEXT_LEN, depth) if depth else None
     return Fit(
-        step=step,
-        weight_bytes=measure_weights(step),
+        optimisation=sized.step.optimisation,
+        weight_bytes=sized.weight_bytes,
         resident_bytes=resident,
         cache_bytes=cache,
         sequence_bytes=sequence,
         state_bytes=layout.state_blocks * layout.block_bytes,
-        token_bytes=_token_bytes(layout),
+        token_bytes=layout.block_bytes // layout.block_size,
         missing_bytes=settings.sequences * sequence - cache,
         full_sequences=full,
         kv_tokens=int(full * settings.context_len),
@@ -196,10 +214,6 @@ def fit_checkpoint(
         drafted=acceptance_length / drafting.seconds if drafting and acceptance_length else None,
         break_even=drafting.seconds / plain.seconds if drafting else None,
     )
-
-
-def _token_bytes(layout: CacheLayout) -> int:
-    return layout.block_bytes // layout.block_size
 
 
 def _share_of_one_gpu(model: Model, gpus: int, text: Mapping[str, Any]) -> Model:

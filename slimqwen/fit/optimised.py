@@ -46,17 +46,17 @@ def list_optimised(subject: Subject) -> list[Optimised]:
         kinds = {
             "4-bit experts" if subject.family.has_experts else "4-bit MLPs": ("mlp", "experts"),
             "4-bit attention": ("attention", "linear_attention"),
-            "4-bit output head": ("lm_head",),
-            "4-bit MTP head": ("mtp",),
+            "4-bit head": ("lm_head",),
+            "4-bit MTP": ("mtp",),
         }
         for optimisation, packed_kinds in kinds.items():
             add(optimisation, *_pack(steps[-1], packed_kinds))
     rows = int(subject.text["vocab_size"])
-    if rows > 2 * _VOCABULARY:
-        add(f"{_VOCABULARY:,} tokens", *_with_vocabulary(steps[-1], rows, _VOCABULARY))
     # vLLM builds the MTP head of a mixture by a class of its own, which has no draft vocabulary.
-    if subject.has_mtp and not subject.family.has_experts and rows > _VOCABULARY:
-        add(f"{_DRAFT_VOCABULARY:,} tokens drafted", *_with_draft_vocabulary(steps[-1], _DRAFT_VOCABULARY))
+    if subject.has_mtp and not subject.family.has_experts and rows > 2 * _DRAFT_VOCABULARY:
+        add("32k drafted", *_with_draft_vocabulary(steps[-1], _DRAFT_VOCABULARY))
+    if rows > 2 * _VOCABULARY:
+        add("64k tokens", *_with_vocabulary(steps[-1], rows, _VOCABULARY))
     return steps
 
 

@@ -14,6 +14,13 @@ from slimqwen.errors import SlimqwenError
 
 FULL_ATTENTION, LINEAR_ATTENTION = "full_attention", "linear_attention"
 
+SCALED_WITH: Mapping[str, tuple[str, ...]] = {
+    "mlp": ("post_attention_layernorm",),
+    "attention": ("input_layernorm",),
+    "linear_attention": ("input_layernorm", "linear_attn.in_proj_a", "linear_attn.in_proj_b"),
+}
+"""Kind of linears -> modules of 16 bits that share an input scale with them in AWQ."""
+
 _KINDS = {
     r"^mtp\.": "MTP head",
     r"(^|\.)visual\.": "vision tower",
@@ -36,9 +43,8 @@ class Family:
     Attributes:
         name: model_type of its language model, without `_text`.
         architectures: classes in config.json, of text-only and of multimodal checkpoints.
-        scaled_with: kind of linears (`packing.LINEARS`) that its layers have -> modules of 16 bits that share an input
-            scale with them in AWQ; empty for a kind that AWQ cannot scale.
-        is_calibrated: whether llmcompressor can trace the model and knows its AWQ mappings.
+        linears: kinds of linears (`packing.LINEARS`) that its layers have.
+        is_calibrated: whether llmcompressor sees all these linears and knows its AWQ mappings for them.
         has_query_gate: whether q_proj has a second half, the output gate of full attention.
         acceptance_lengths: draft depth K -> acceptance length that is published for its MTP head; empty where models
             have none.
@@ -46,7 +52,7 @@ class Family:
 
     name: str
     architectures: tuple[str, ...]
-    scaled_with: Mapping[str, tuple[str, ...]]
+    linears: tuple[str, ...]
     is_calibrated: bool
     has_query_gate: bool
     acceptance_lengths: Mapping[int, float] = field(default_factory=dict)
@@ -54,24 +60,19 @@ class Family:
     @property
     def has_experts(self) -> bool:
         """Whether its MLPs are mixtures of experts with a shared expert."""
-        return "experts" in self.scaled_with
+        return "experts" in self.linears
 
     def layer_types(self, text: Mapping[str, Any]) -> tuple[str, ...]:
         """The kind of attention of each layer; files of Qwen3 and older ones of Qwen3.5 do not list it."""
         if listed := text.get("layer_types"):
             return tuple(listed)
-        interval = text.get("full_attention_interval", 4) if LINEAR_ATTENTION in self.scaled_with else 1
+        interval = text.get("full_attention_interval", 4) if LINEAR_ATTENTION in self.linears else 1
         return tuple(
             FULL_ATTENTION if number % interval == 0 else LINEAR_ATTENTION
             for number in range(1, text["num_hidden_layers"] + 1)
         )
 
 
-_NORM, _MLP_NORM = "input_layernorm", "post_attention_layernorm"
-_HYBRID = {
-    "attention": (_NORM,),
-    "linear_attention": (_NORM, "linear_attn.in_proj_a", "linear_attn.in_proj_b"),
-}
 # Of the Qwen3.5 family, reported for prompts of several domains.
 _ACCEPTANCE_LENGTHS = {1: 1.93, 2: 2.73, 3: 3.39, 4: 3.97, 5: 4.41}
 
@@ -79,14 +80,14 @@ FAMILIES = (
     Family(
         name="qwen3",
         architectures=("Qwen3ForCausalLM",),
-        scaled_with={"mlp": (_MLP_NORM,), "attention": (_NORM,)},
+        linears=("mlp", "attention"),
         is_calibrated=True,
         has_query_gate=False,
     ),
     Family(
         name="qwen3_5",
         architectures=("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
-        scaled_with={"mlp": (_MLP_NORM,), **_HYBRID},
+        linears=("mlp", "attention", "linear_attention"),
         is_calibrated=True,
         has_query_gate=True,
         acceptance_lengths=_ACCEPTANCE_LENGTHS,
@@ -94,7 +95,7 @@ FAMILIES = (
     Family(
         name="qwen3_5_moe",
         architectures=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
-        scaled_with={"experts": (), **_HYBRID},
+        linears=("experts", "attention", "linear_attention"),
         # transformers keeps all experts of a layer in one parameter, which llmcompressor's modifiers do not see.
         is_calibrated=False,
         has_query_gate=True,

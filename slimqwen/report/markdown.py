@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from slimqwen.errors import SlimqwenError
+from slimqwen.fit.tables import shapes_table
 from slimqwen.plan.record import overview_table
 from slimqwen.records import registry, store
 from slimqwen.records.table import Table
@@ -30,6 +31,7 @@ TABLES: Mapping[str, tuple[str, Callable[..., Sequence[Table]]]] = MappingProxyT
             lambda root, *names: tables.comparison_tables(*(root / "experiments" / name for name in names)),
         ),
         "plans": ("", lambda root: [overview_table(root)]),
+        "fit": ("", lambda root: [shapes_table(root)]),
         "summary": ("BASELINE VARIANT", lambda root, *names: [tables.summary_table(root, *names)]),
     }
 )

@@ -12,12 +12,37 @@ from slimqwen.recipe.registry import STAGES
 ROOT = variant.repository_root()
 
 
-def test_a_published_model_has_the_parameters_of_its_name():
-    stored = shapes.published_shape(ROOT, "qwen3.5-4b").tensors
-    count = sum(math.prod(shape) for _, shape in stored.values())
-    assert (
-        4.2e9 < count < 4.4e9
-    )  # the language model of Qwen3.5-4B and its MTP head, without the vision tower
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("qwen3-0.6b", 0.596),
+        ("qwen3-4b", 4.022),
+        ("qwen3-8b", 8.191),
+        ("qwen3.5-0.8b", 0.752),
+        ("qwen3.5-2b", 1.882),
+        ("qwen3.5-4b", 4.206),
+        ("qwen3.5-9b", 8.954),
+        ("qwen3.5-27b", 26.896),
+        ("qwen3.5-35b-a3b", 34.661),
+    ],
+)
+def test_a_committed_shape_has_the_parameters_of_its_name(name: str, billions: float):
+    """Language models alone; those of Qwen3, and 8.95 of the 9B, are what their pages say."""
+    stored = shapes.published_shape(ROOT, name).tensors
+    count = sum(math.prod(shape) for tensor, (_, shape) in stored.items() if not tensor.startswith("mtp."))
+    assert count / 1e9 == pytest.approx(billions, abs=0.001)
+
+
+def test_packed_experts_are_stored_one_by_one_and_others_as_one_tensor_a_layer():
+    mixture = shapes.published_shape(ROOT, "qwen3.5-35b-a3b")
+    name = "model.language_model.layers.0.mlp.experts"
+    assert mixture.tensors[f"{name}.gate_up_proj"] == ("BF16", (256, 1024, 2048))
+    assert mixture.tensors["mtp.layers.0.mlp.experts.down_proj"] == ("BF16", (256, 2048, 512))
+    packed = mixture.with_packing({"experts": Packing(bits=4, group_size=32)}).tensors
+    assert packed[f"{name}.255.up_proj.weight_packed"] == ("I32", (512, 256))
+    assert packed[f"{name}.0.down_proj.weight_scale"] == ("BF16", (2048, 16))
+    assert packed["mtp.layers.0.mlp.experts.3.down_proj.weight"] == ("BF16", (2048, 512))
+    assert not any("experts" in tensor and tensor.endswith("gate_up_proj") for tensor in packed)
 
 
 def test_a_packed_linear_keeps_eight_weights_in_a_word_and_a_scale_a_group():

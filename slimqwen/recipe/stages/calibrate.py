@@ -25,6 +25,7 @@ from slimqwen.checkpoint.errors import UnsupportedFormatError
 from slimqwen.checkpoint.files import carry_side_files
 from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, from_torch, list_tensors, rewrite, torch_dtype
 from slimqwen.checkpoint.weights import TEXT_PART, text_name
+from slimqwen.models.families import SCALED_WITH, FamilyError, find_family
 from slimqwen.progress import Progress
 from slimqwen.recipe.outline import Outline
 from slimqwen.recipe.schemes import Targets, config_groups, packing_of
@@ -43,14 +44,6 @@ from slimqwen.recipe.text_check import inspect_text
 from slimqwen.text.chats import read_texts
 from slimqwen.text.corpus import END_OF_TEXT, TextSource, file_digest
 from slimqwen.text.files import CorpusError
-
-_ARCHITECTURES = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
-_SCALED_WITH = {
-    "mlp": ("post_attention_layernorm",),
-    "attention": ("input_layernorm",),
-    "linear_attention": ("input_layernorm", "linear_attn.in_proj_a", "linear_attn.in_proj_b"),
-}
-"""Modules of 16 bits that share an input scale with a target's linears."""
 
 _BESIDE = frozenset({"lm_head", "mtp"})
 """Config groups of linears that other steps of a recipe pack, before or after the layers."""
@@ -184,10 +177,15 @@ def needs(outline: Outline, parameters: CalibrateParameters) -> Needs:
 
 def inspect_calibration(outline: Outline, parameters: CalibrateParameters) -> Iterator[Fault]:
     """Find another model family, a quantised checkpoint, groups that do not divide, and what is wrong with the text."""
-    architecture = outline.config["architectures"][0]
-    if architecture not in _ARCHITECTURES:
+    try:
+        family = find_family(outline.config)
+    except FamilyError as error:
+        yield Fault(f"{outline.name}: {error}")
+        return
+    if not family.is_calibrated:
         yield Fault(
-            f"{outline.name} is a {architecture}, calibrate knows {' and '.join(_ARCHITECTURES)}; choose another base"
+            f"{outline.name} is of the family {family.name}, whose experts llmcompressor does not see; take a published "
+            "checkpoint with quantised experts as the base"
         )
         return
     form = checkpoint.quantisation(outline.config)
@@ -238,7 +236,7 @@ def data(parameters: CalibrateParameters) -> dict[str, str]:
 def changes(parameters: CalibrateParameters) -> tuple[str, ...]:
     """Names of the quantised linears, and of the norms and linears that AWQ scales with them."""
     linears = map(packing.tensor_pattern, parameters.targets.schemes)
-    scaled = [module for kind in parameters.targets.calibrated for module in _SCALED_WITH[kind]]
+    scaled = [module for kind in parameters.targets.calibrated for module in SCALED_WITH[kind]]
     return (*linears, *(rf"(?<!mtp\.)layers\.\d+\.{re.escape(module)}\." for module in scaled))
 
 

@@ -1,0 +1,76 @@
+"""`slimqwen fit`: whether a model fits on a GPU and how fast it could be there, in seconds and on any machine."""
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from slimqwen import variant as variants
+from slimqwen.cli.console import console, say, silence_hub_client
+
+
+def fit(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="variant, folder, config.json, shape of eval/shapes, or owner/name of the hub",
+        ),
+    ],
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="GPU of eval/devices.yaml (default: this machine's, else a table of all)"
+        ),
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(min=1, help="longest request in tokens (default: the variant's, else 32,768)"),
+    ] = None,
+    sequences: Annotated[
+        int | None, typer.Option(min=1, help="requests at a time (default: the variant's, else 1)")
+    ] = None,
+) -> None:
+    """Say whether a model fits on a GPU, as stored and after each recipe, and how fast it could be: arithmetic alone.
+
+    It loads no weights and needs no CUDA; of a hub repository it reads config.json and the safetensors index. Exit code
+    1: it does not fit on that GPU as stored.
+    """
+    from slimqwen.fit import tables
+    from slimqwen.fit.memory import ServerSettings
+    from slimqwen.fit.subject import find_subject
+    from slimqwen.roofline.gpu import read_gpu
+
+    silence_hub_client()
+    root = variants.repository_root()
+    name = read_gpu(gpu, root).name if gpu else _find_gpu_here(root)
+    subject = find_subject(model, root)
+    settings = ServerSettings.of(subject, context, sequences)
+    if name is None:
+        console.print(tables.gpus_table(subject, settings, root).as_rich())
+        say(tables.suggest_start(subject, root))
+        return
+    fits = tables.fit_on_gpu(subject, settings, name, root)
+    say(tables.give_verdict(subject, settings, name, fits))
+    console.print(tables.steps_table(subject, settings, name, fits).as_rich())
+    for line in (
+        *tables.list_notes(subject, settings, name, fits[0], root),
+        tables.suggest_start(subject, root),
+    ):
+        say(line)
+    raise typer.Exit(0 if fits[0].fits else 1)
+
+
+def _find_gpu_here(root: Path) -> str | None:
+    """The first GPU that nvidia-smi shows, by its name in eval/devices.yaml; None without one that is listed."""
+    from slimqwen.roofline.gpu import read_gpus
+
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
+    return next(
+        (name for name, sheet in read_gpus(root).items() if shown and shown[0] in sheet.nvidia_smi), None
+    )

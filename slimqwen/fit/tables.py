@@ -1,0 +1,230 @@
+"""What `slimqwen fit` shows: a checkpoint on one GPU, on all GPUs, and every committed shape on every GPU."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+
+from slimqwen import variant as variants
+from slimqwen.fit.memory import Fit, ServerSettings, estimate_activations, fit_checkpoint, size_checkpoint
+from slimqwen.fit.optimised import list_optimised
+from slimqwen.fit.subject import Subject, find_subject
+from slimqwen.models.families import LINEAR_ATTENTION
+from slimqwen.plan import trouble
+from slimqwen.plan.facts import EngineConfig, Plan
+from slimqwen.plan.gpu_model import GpuModel, read_gpu_models
+from slimqwen.plan.record import find_gpu_plan
+from slimqwen.plan.resolution import OVERHEAD_GIB
+from slimqwen.plan.shapes import FOLDER
+from slimqwen.records.table import Table
+from slimqwen.roofline.gpu import read_gpus
+from slimqwen.vllm_plugin.engine_facts import AttentionLayers
+
+_GB = 1e9
+_FIRST_BFLOAT16 = (8, 0)
+
+SHAPES_CONTEXT_LEN = 8192
+"""Context of the table of all shapes."""
+
+
+def fit_on_gpu(subject: Subject, settings: ServerSettings, gpu: str, root: Path) -> list[Fit]:
+    """A checkpoint and its optimised forms on a GPU of eval/devices.yaml."""
+    return _fit_all(subject, settings, [gpu], root)[gpu]
+
+
+def _fit_all(
+    subject: Subject, settings: ServerSettings, gpus: Iterable[str], root: Path
+) -> dict[str, list[Fit]]:
+    sheets, models = read_gpus(root), read_gpu_models(root)
+    length = subject.family.acceptance_lengths.get(settings.depth)
+    sized = [size_checkpoint(step, settings) for step in list_optimised(subject)]
+    return {
+        gpu: [fit_checkpoint(each, settings, sheets[gpu], models[gpu], length) for each in sized]
+        for gpu in gpus
+    }
+
+
+def give_verdict(subject: Subject, settings: ServerSettings, gpu: str, fits: Sequence[Fit]) -> str:
+    """One line: whether it fits as stored, by how much, and which optimisation makes it fit."""
+    requests = f"{settings.sequences} x {settings.context_len:,} tokens"
+    where = f"{subject.name} with {requests} on {settings.gpus if settings.gpus > 1 else 'one'} {gpu}"
+    first = fits[0]
+    if first.fits:
+        return f"{where}: fits, {-first.missing_bytes / _GB:.1f} GB left"
+    enough = next((fit for fit in fits if fit.fits), None)
+    cure = f"fits with {enough.optimisation} and what stands above" if enough else "no recipe makes it fit"
+    return f"{where}: does not fit as stored, {first.missing_bytes / _GB:.1f} GB too much; {cure}"
+
+
+def steps_table(subject: Subject, settings: ServerSettings, gpu: str, fits: Sequence[Fit]) -> Table:
+    """The checkpoint as stored and after each optimisation, on one GPU."""
+
+    def size(*kinds: str) -> Callable[[Fit], str]:
+        return lambda fit: f"{sum(fit.weight_bytes.get(kind, 0) for kind in kinds) / _GB:.2f}"
+
+    columns: dict[str, Callable[[Fit], object]] = {
+        "checkpoint": lambda fit: ("+ " if fit is not fits[0] else "") + fit.optimisation,
+        "MLP, GB": size("MLP", "experts"),
+        "attention": size("attention", "norms"),
+        "embedding": size("embedding"),
+        "head": size("output head"),
+        "MTP": size("MTP head"),
+        "left, GB": lambda fit: f"{-fit.missing_bytes / _GB:.1f}",
+        "KV tokens": lambda fit: f"{fit.kv_tokens:,}",
+        "sequences": lambda fit: f"{fit.full_sequences:.1f}",
+        "tok/s": lambda fit: f"{fit.tokens_per_second:.0f}",
+    }
+    if settings.depth:
+        columns["drafted"] = lambda fit: None if fit.drafted is None else f"{fit.drafted:.0f}"
+        columns["pay from"] = lambda fit: None if fit.break_even is None else f"{fit.break_even:.2f}"
+    return Table.from_rows(f"{subject.name} on {gpu}", fits, columns)
+
+
+def list_notes(subject: Subject, settings: ServerSettings, gpu: str, fit: Fit, root: Path) -> Iterator[str]:
+    """What else a server on that GPU has to know, a line each; `fit` is that of the stored checkpoint."""
+    model = read_gpu_models(root)[gpu]
+    states = f"{fit.state_bytes / _GB:.2f} GB of states and " if fit.state_bytes else ""
+    yield (
+        f"One sequence: {states}{fit.token_bytes / 1024:.0f} KiB a token, {fit.sequence_bytes / _GB:.2f} GB in all; "
+        f"vLLM may use {settings.utilization:.0%} of {model.memory_gib:g} GiB."
+    )
+    yield (
+        f"Left for activations, CUDA context and graphs: {OVERHEAD_GIB:g} GiB, assumed; a step of "
+        f"{settings.batched_tokens:,} tokens takes about {estimate_activations(subject, settings) / _GB:.2f} GB."
+    )
+    form, stages = subject.describe_format()
+    yield f"Format: {form}; stages that take it: {stages}. MTP head: {subject.describe_mtp()}."
+    if subject.other_bytes:
+        yield f"Not loaded by a text server: {subject.other_bytes / _GB:.2f} GB, such as a vision tower."
+    lengths = subject.family.acceptance_lengths
+    drafts = (
+        f"; with {settings.depth} drafts at the published acceptance length {lengths[settings.depth]:g}"
+        if settings.depth in lengths
+        else ""
+    )
+    yield f"tok/s: roofline of one sequence with 2,048 cached tokens{drafts}. Computed, not timed."
+    yield f"Dimensions: {subject.source}."
+    yield from _list_trouble(subject, settings, gpu, model, root)
+
+
+def _list_trouble(
+    subject: Subject, settings: ServerSettings, gpu: str, model: GpuModel, root: Path
+) -> Iterator[str]:
+    """Known trouble by a recorded plan of the variant, else by the facts that config.env alone decides."""
+    dtype = str(subject.text.get("dtype", "bfloat16")) if settings.dtype == "auto" else settings.dtype
+    if model.capability < _FIRST_BFLOAT16 and dtype == "bfloat16":
+        yield (
+            f"Known trouble (dies): vLLM refuses bfloat16 below compute capability 8.0, {gpu} has "
+            f"{model.compute_capability}; VLLM_DTYPE=float16."
+        )
+    recorded = find_gpu_plan(root, subject.variant.name, gpu) if subject.variant else None
+    plan = recorded or _plan_by_settings(subject, settings, gpu, dtype)
+    for known in trouble.match_trouble(plan, trouble.read_known_trouble(root)):
+        yield f"Known trouble ({known.effect}): {known.description} {known.instead}."
+
+
+def _plan_by_settings(subject: Subject, settings: ServerSettings, gpu: str, dtype: str) -> Plan:
+    """A plan with the facts that need no vLLM; a condition on any other fact does not hold for it."""
+    hybrid = LINEAR_ATTENTION in subject.family.linears
+    lines = {
+        "cudagraph-capture-sizes": "VLLM_CUDAGRAPH_CAPTURE_SIZES",
+        "speculative-config": "VLLM_SPECULATIVE_CONFIG",
+    }
+    flags = {flag: subject.settings[key] for flag, key in lines.items() if key in subject.settings}
+    if sizes := flags.get("cudagraph-capture-sizes"):
+        flags["cudagraph-capture-sizes"] = json.dumps(sizes.split(","))
+    engine = EngineConfig.model_construct(
+        dtype=dtype,
+        kv_cache_dtype=settings.kv_cache_dtype,
+        state_dtype=settings.state_dtype,
+        num_speculative_tokens=settings.depth,
+        prefix_caching=settings.prefix_caching,
+        max_num_seqs=settings.sequences,
+    )
+    layers = AttentionLayers.model_construct(backend="", prefill="any") if hybrid else None
+    return Plan.model_construct(
+        gpu=gpu, vllm=version("vllm"), flags=flags, engine=engine, attention=[layers] if layers else []
+    )
+
+
+def suggest_start(subject: Subject, root: Path) -> str:
+    """The variant to start from, and the command."""
+    names = variants.names(root)
+    if subject.variant:
+        verb = (
+            "serve"
+            if subject.variant.weights.is_dir()
+            else "recipe run"
+            if subject.variant.recipe
+            else "download"
+        )
+        return f"Start from {subject.name}: `slimqwen {verb} --variant {subject.name}`"
+    name = subject.name.rpartition("/")[2].lower()
+    for known in (f"{name}-best", name):
+        if known in names:
+            return f"Start from {known}: `slimqwen recipe run --variant {known}`"
+    base = "qwen3.5-4b-best" if subject.has_mtp else "qwen3.5-4b"
+    return (
+        f'Start from {base}: `slimqwen variant new --name mine --base {base} --hypothesis "It fits."`, then SOURCE and '
+        "VLLM_MODEL=weights/mine in experiments/mine/config.env"
+    )
+
+
+def gpus_table(subject: Subject, settings: ServerSettings, root: Path) -> Table:
+    """The checkpoint on every GPU: as stored, and with the first optimisations that make it fit."""
+    models = read_gpu_models(root)
+    rows = _fit_all(subject, settings, models, root)
+
+    def enough(cell: Callable[[Fit], str]) -> Callable[[str], object]:
+        return lambda gpu: next((cell(fit) for fit in rows[gpu] if fit.fits), None)
+
+    columns: dict[str, Callable[[str], object]] = {
+        "GPU": lambda gpu: gpu,
+        "GiB": lambda gpu: f"{models[gpu].memory_gib:g}",
+        "as stored": lambda gpu: _margin(rows[gpu][0]),
+        "fits with": enough(lambda fit: fit.optimisation),
+        "left, GB": enough(lambda fit: f"{-fit.missing_bytes / _GB:.1f}"),
+        "KV tokens": enough(lambda fit: f"{fit.kv_tokens:,}"),
+        "sequences": enough(lambda fit: f"{fit.full_sequences:.1f}"),
+        "tok/s": enough(lambda fit: f"{fit.tokens_per_second:.0f}"),
+        "with drafts": enough(lambda fit: f"{fit.drafted:.0f}" if fit.drafted else "-"),
+    }
+    requests = f"{settings.sequences} x {settings.context_len:,} tokens"
+    return Table.from_rows(f"{subject.name} with {requests} on every GPU", rows, columns, text_columns=1)
+
+
+def _margin(fit: Fit) -> str:
+    missing = fit.missing_bytes / _GB
+    return f"fits, {-missing:.1f} GB left" if fit.fits else f"{missing:.1f} GB too much"
+
+
+def shapes_table(root: Path) -> Table:
+    """Every committed shape of 16 bits on every GPU: the roofline of the first form that fits."""
+    models = read_gpu_models(root)
+    names = sorted(file.stem for file in (root / FOLDER).glob("*.json") if '"config"' in file.read_text())
+    cells: dict[str, Mapping[str, str]] = {}
+    for name in names:
+        subject = find_subject(name, root)
+        settings = replace(ServerSettings.of(subject, SHAPES_CONTEXT_LEN, 1), depth=0)
+        fits = _fit_all(subject, settings, models, root)
+        cells[name] = {gpu: _first_that_fits(each) for gpu, each in fits.items()}
+    columns: dict[str, Callable[[str], object]] = {
+        "GPU": str,
+        "GiB": lambda gpu: f"{models[gpu].memory_gib:g}",
+    }
+    for name in names:
+        columns[name] = lambda gpu, name=name: cells[name][gpu]  # type: ignore[misc]
+    return Table.from_rows(
+        "Tokens a second at the roofline of one sequence, by GPU and shape",
+        models,
+        columns,
+        f"Without drafts, of the first form that fits with {SHAPES_CONTEXT_LEN:,} tokens: no mark: as stored in 16 "
+        "bits; a: 4-bit MLPs or experts; b: and 4-bit attention; c: and a 4-bit output head; d: and a 4-bit MTP head; "
+        "-: none, or only with a smaller vocabulary. Computed, not timed.",
+    )
+
+
+def _first_that_fits(fits: Sequence[Fit]) -> str:
+    marked = zip(fits, ("", *"abcd"), strict=False)
+    return next((f"{fit.tokens_per_second:.0f}{mark}" for fit, mark in marked if fit.fits), "-")

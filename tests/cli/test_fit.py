@@ -1,0 +1,119 @@
+"""`slimqwen fit`: what it prints, its exit code, and what it does not import."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from slimqwen import variant
+from slimqwen.cli import app, console
+from slimqwen.cli import fit as verb
+
+ROOT = variant.repository_root()
+
+
+@pytest.fixture
+def fit(monkeypatch, capfd):
+    """fit(word, …): the verb on a machine without a GPU; returns exit code, stdout and stderr."""
+
+    def run(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(console.console, "file", sys.stdout)
+        monkeypatch.setattr(sys, "argv", ["slimqwen", "fit", *words])
+        with pytest.raises(SystemExit) as ended:
+            app.main()
+        return ended.value.code, *capfd.readouterr()
+
+    monkeypatch.setattr(verb, "_find_gpu_here", lambda root: None)
+    return run
+
+
+def test_a_model_that_does_not_fit_ends_with_one_and_the_first_recipe_that_makes_it_fit(fit):
+    code, said, _ = fit("qwen3.5-27b", "--gpu", "rtx-3090")
+    assert code == 1
+    assert said.startswith(
+        "qwen3.5-27b with 1 x 32,768 tokens on one rtx-3090: does not fit as stored, 36.5 GB too much; fits with "
+        "4-bit head and what stands above\n"
+    )
+    for line in (
+        "One sequence: 0.85 GB of states and 68 KiB a token, 3.18 GB in all; vLLM may use 90% of 23.69 GiB.",
+        "Format: bfloat16; stages that take it: all. MTP head: present, 16 bits.",
+        "with 4 drafts at the published acceptance length 3.97. Computed, not timed.",
+        "Start from qwen3.5-4b-best: `slimqwen variant new --name mine --base qwen3.5-4b-best",
+    ):
+        assert line in said
+    assert "Known trouble" not in said
+
+
+def test_a_model_that_fits_ends_with_zero_and_one_that_never_does_says_so(fit):
+    code, said, _ = fit("qwen3-4b", "--gpu", "l4", "--context", "8192", "--sequences", "4")
+    assert (code, said.partition("\n")[0]) == (
+        0, "qwen3-4b with 4 x 8,192 tokens on one l4: fits, 6.9 GB left"
+    )  # fmt: skip
+    assert "drafted" not in said
+    code, said, _ = fit("qwen3.5-27b", "--gpu", "rtx-3060")
+    assert (code, "no recipe makes it fit" in said) == (1, True)
+
+
+def test_trouble_is_that_of_the_recorded_plan_or_of_the_flags_alone(fit):
+    _, planned, _ = fit("cyankiwi-seq8-best", "--gpu", "a10g")
+    assert "Known trouble (dies): FlashInfer was chosen for attention and compiles its kernels" in planned
+    _, unplanned, _ = fit("cyankiwi-seq8-best", "--gpu", "rtx-4090")
+    assert "Known trouble (costs): Wrong answers after prefix hits are reported for MTP" in unplanned
+    assert "Known trouble (dies)" not in unplanned
+    _, turing, _ = fit("qwen3.5-0.8b", "--gpu", "t4")
+    assert "vLLM refuses bfloat16 below compute capability 8.0, t4 has 7.5; VLLM_DTYPE=float16." in turing
+
+
+def test_without_a_gpu_all_of_them_are_shown(fit):
+    code, said, _ = fit("qwen3.5-9b")
+    assert code == 0
+    rows = {line.split()[0]: line for line in said.splitlines() if line.startswith(" ")}
+    assert "10.2 GB too much" in rows["rtx-3060"]
+    assert "4-bit head" in rows["rtx-3060"]
+    assert "fits, 55.0 GB left" in rows["h100"]
+    assert said.rstrip().splitlines()[-1].startswith("Start from qwen3.5-4b-best")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["qwen9"], "qwen9 is no variant, folder, config.json"),
+        (["tiny", "--gpu", "rtx3090"], "there is no GPU 'rtx3090' in eval/devices.yaml; choose rtx-3090"),
+        (["qwen3-4b", "--context", "99999"], "made for 1 to 40,960 tokens"),
+        (["owner/name"], "forbids asking the hub"),
+    ],
+)
+def test_what_cannot_be_answered_is_one_line(fit, words: list[str], said: str):
+    code, _, error = fit(*words)
+    assert code == 2
+    assert said in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("shown", "name"),
+    [
+        ("NVIDIA GeForce RTX 3090\n", "rtx-3090"),
+        ("NVIDIA A100-PCIE-40GB\nNVIDIA L4\n", "a100-40gb"),
+        ("GPU\n", None),
+        ("", None),
+    ],
+)
+def test_the_gpu_of_this_machine_is_the_first_that_the_driver_shows(
+    monkeypatch, shown: str, name: str | None
+):
+    monkeypatch.setattr("shutil.which", lambda command: "/usr/bin/nvidia-smi")
+    monkeypatch.setattr("subprocess.run", lambda *words, **options: SimpleNamespace(stdout=shown))
+    assert verb._find_gpu_here(ROOT) == name
+    monkeypatch.setattr("shutil.which", lambda command: None)
+    assert verb._find_gpu_here(ROOT) is None
+
+
+def test_neither_torch_nor_vllm_is_imported():
+    script = (
+        "import sys\nfrom slimqwen.cli.app import app\nsys.argv[1:] = ['fit', 'qwen3.5-4b-best', '--gpu', 'a10g']\n"
+        "try:\n    app()\nexcept SystemExit:\n    print(sorted({'torch', 'vllm', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[-1] == "[]"

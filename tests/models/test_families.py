@@ -1,0 +1,66 @@
+"""Families: found by the class in config.json, and what their layers are made of."""
+
+import pytest
+
+from slimqwen.models.families import FAMILIES, FamilyError, find_family, find_kind
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_every_class_of_a_family_finds_it(family):
+    for architecture in family.architectures:
+        assert find_family({"architectures": [architecture]}) is family
+
+
+def test_another_family_is_one_line_with_those_that_are_known():
+    with pytest.raises(FamilyError, match=r"of a LlamaForCausalLM, .*Qwen3ForCausalLM, Qwen3_5ForCausalLM"):
+        find_family({"architectures": ["LlamaForCausalLM"]})
+    with pytest.raises(FamilyError, match="of a gpt2"):
+        find_family({"model_type": "gpt2"})
+
+
+@pytest.mark.parametrize(
+    ("architecture", "text", "full"),
+    [
+        ("Qwen3ForCausalLM", {}, [0, 1, 2, 3, 4, 5, 6, 7]),
+        ("Qwen3_5ForCausalLM", {}, [3, 7]),
+        ("Qwen3_5ForCausalLM", {"full_attention_interval": 2}, [1, 3, 5, 7]),
+        ("Qwen3_5MoeForCausalLM", {"layer_types": ["full_attention"] + ["linear_attention"] * 7}, [0]),
+    ],
+)
+def test_the_attention_of_each_layer_is_listed_or_follows_from_the_interval(architecture, text, full):
+    types = find_family({"architectures": [architecture]}).layer_types({"num_hidden_layers": 8, **text})
+    assert [number for number, kind in enumerate(types) if kind == "full_attention"] == full
+    assert len(types) == 8
+
+
+def test_families_differ_in_gate_experts_and_drafts():
+    facts = {
+        family.name: (
+            family.has_query_gate, family.has_experts, family.is_calibrated, bool(family.acceptance_lengths)
+        )
+        for family in FAMILIES
+    }  # fmt: skip
+    assert facts == {
+        "qwen3": (False, False, True, False),
+        "qwen3_5": (True, False, True, True),
+        "qwen3_5_moe": (True, True, False, True),
+    }
+
+
+@pytest.mark.parametrize(
+    ("tensor", "kind"),
+    [
+        ("model.embed_tokens.weight", "embedding"),
+        ("lm_head.weight_packed", "output head"),
+        ("model.layers.0.mlp.experts.3.up_proj.weight", "experts"),
+        ("model.layers.0.mlp.shared_expert.up_proj.weight", "MLP"),
+        ("model.language_model.layers.0.mlp.gate_proj.weight", "MLP"),
+        ("model.layers.0.self_attn.q_norm.weight", "attention"),
+        ("model.layers.0.linear_attn.A_log", "attention"),
+        ("model.layers.0.input_layernorm.weight", "norms"),
+        ("mtp.layers.0.mlp.up_proj.weight", "MTP head"),
+        ("model.visual.blocks.0.mlp.up_proj.weight", "vision tower"),
+    ],
+)
+def test_a_tensor_is_of_the_kind_that_its_name_says(tensor: str, kind: str):
+    assert find_kind(tensor) == kind
