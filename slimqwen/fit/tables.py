@@ -65,12 +65,12 @@ def steps_table(subject: Subject, settings: ServerSettings, gpu: str, fits: Sequ
 
     columns: dict[str, Callable[[Fit], object]] = {
         "checkpoint": lambda fit: ("+ " if fit is not fits[0] else "") + fit.optimisation,
-        "MLP, GB": size("MLP", "experts"),
+        "MLP": size("MLP", "experts"),
         "attention": size("attention", "norms"),
         "embedding": size("embedding"),
         "head": size("output head"),
         "MTP": size("MTP head"),
-        "left, GB": lambda fit: f"{-fit.missing_bytes / _GB:.1f}",
+        "left": lambda fit: f"{-fit.missing_bytes / _GB:.1f}",
         "KV tokens": lambda fit: f"{fit.kv_tokens:,}",
         "sequences": lambda fit: f"{fit.full_sequences:.1f}",
         "tok/s": lambda fit: f"{fit.tokens_per_second:.0f}",
@@ -78,7 +78,7 @@ def steps_table(subject: Subject, settings: ServerSettings, gpu: str, fits: Sequ
     if settings.depth:
         columns["drafted"] = lambda fit: None if fit.drafted is None else f"{fit.drafted:.0f}"
         columns["pay from"] = lambda fit: None if fit.break_even is None else f"{fit.break_even:.2f}"
-    return Table.from_rows(f"{subject.name} on {gpu}", fits, columns)
+    return Table.from_rows(f"{subject.name} on {gpu}, GB", fits, columns)
 
 
 def list_notes(subject: Subject, settings: ServerSettings, gpu: str, fit: Fit, root: Path) -> Iterator[str]:
