@@ -49,7 +49,7 @@ def test_a_faulty_file_of_gpus_is_one_line(tmp_path: Path):
     good = (ROOT / "eval" / "devices.yaml").read_text()
     for wrong, said in (
         (
-            good.replace("second: 600", "second: -600", 1),
+            good.replace("per_s: 600", "per_s: -600", 1),
             "memory_bandwidth_gb_per_s: Input should be greater than 0",
         ),
         (good.replace("bf16: 70, ", "", 1), "dense_peak_tflops.bf16: Field required"),

@@ -62,10 +62,13 @@ _NO_MTP = {
     "calibrate mtp": "no mtp layers; take mtp off",
     "redistill_mtp": "has no MTP head; take redistill_mtp out",
 }
-_OTHER_MODEL = _NO_MTP | dict.fromkeys(
-    ("calibrate", "calibrate mtp"), "calibrate knows .*; choose another base"
+_EXPERTS = (
+    _NO_MTP
+    | dict.fromkeys(
+        ("calibrate", "calibrate mtp"), "whose experts llmcompressor does not see; take a published"
+    )
+    | {"trim_draft_vocab": "is a mixture of experts"}
 )
-_EXPERTS = _OTHER_MODEL | {"trim_draft_vocab": "is a mixture of experts"}
 
 _TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
@@ -221,7 +224,7 @@ ANIMALS: dict[str, Animal] = {
     ),
     "auto-round": Animal("AutoRound in GPTQ's layout", (quantised.auto_round,), refuses=_FOREIGN),
     "awq": Animal("AWQ (gemm), zero points", (quantised.awq,), refuses=_FOREIGN),
-    "qwen3": Animal("Qwen3ForCausalLM, random", start=qwen3, refuses=_OTHER_MODEL),
+    "qwen3": Animal("Qwen3ForCausalLM, random", start=qwen3, refuses=_NO_MTP),
     "qwen3.5-moe": Animal("Qwen3_5MoeForCausalLM, random", start=qwen3_5_moe, refuses=_EXPERTS),
     "qwen3.5-moe-w4a16": Animal(
         "Qwen3_5MoeForCausalLM, experts in W4A16 one by one",

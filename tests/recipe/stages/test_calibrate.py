@@ -34,6 +34,7 @@ from slimqwen.recipe.stages import calibrate
 from slimqwen.recipe.stages.calibrate import CalibrateParameters, CalibrationText, CorpusError
 from tests.byte_tokenizer import byte_tokenizer
 from tests.checkpoints import edited_tensors, stage_output, stored, with_manifest
+from tests.zoo.animals import ANIMALS
 from tests.zoo.specimen import multimodal, outer, read_specimen
 
 SHAPE = TinyShape(
@@ -447,7 +448,8 @@ def test_the_layers_are_calibrated_before_or_after_the_output_head_is_packed(
 @pytest.mark.parametrize(
     ("changes", "parameters", "message"),
     [
-        ({"architectures": ["Llama"]}, {}, "is a Llama, calibrate knows Qwen3_5"),
+        ({"architectures": ["Llama"]}, {}, "of a Llama, a family that is not known here"),
+        ({"architectures": ["Qwen3_5MoeForCausalLM"]}, {}, "family qwen3_5_moe, whose experts llmcompressor"),
         ({"quantization_config": {"quant_method": "fp8"}}, {}, "is quantised already"),
         ({}, {"group_size": 128}, "group_size 128 does not divide the 64 inputs of"),
         ({}, {"targets": ("mlp", "linear_attention")}, "has no linear_attention layers"),
@@ -463,6 +465,22 @@ def test_an_unsuitable_checkpoint_is_refused_before_the_stage_starts(
     faults = calibrate.inspect_calibration(Outline.read(folder), CalibrateParameters(**parameters))
     with pytest.raises(StageError, match=message):
         require_fit(faults)
+
+
+def test_a_dense_qwen3_is_calibrated_and_keeps_what_is_not_a_target(tmp_path: Path) -> None:
+    qwen3 = ANIMALS["qwen3"].build(tmp_path / "qwen3")
+    targets = {"mlp": "W4A16", "attention": "W4A16"}
+    folder = calibrate_here(qwen3, tmp_path / "calibrated", targets=targets, corpus=FEW)
+    checkpoint.verify(with_manifest(folder), "cure")
+    parts = (
+        "mlp.",
+        "self_attn.q_proj",
+        "self_attn.k_proj",
+        "self_attn.v_proj",
+        "self_attn.o_proj",
+        "layernorm",
+    )
+    assert all(any(part in name for part in parts) for name in changed(qwen3, folder))
 
 
 def test_too_little_text_is_refused_with_both_counts(source: Path, tmp_path: Path) -> None:
