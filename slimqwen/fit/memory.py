@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from slimqwen import checkpoint
-from slimqwen.checkpoint.tensors import tensor_bytes
 from slimqwen.errors import SlimqwenError
 from slimqwen.fit.optimised import Optimised
 from slimqwen.fit.subject import Subject
@@ -20,7 +18,7 @@ from slimqwen.models.families import find_kind
 from slimqwen.plan.gpu_model import GpuModel
 from slimqwen.plan.resolution import OVERHEAD_GIB
 from slimqwen.roofline import cost
-from slimqwen.roofline.architecture import MEMORY_UTILIZATION, Model, lay_out_cache, read_model, shape_tensors
+from slimqwen.roofline.architecture import MEMORY_UTILIZATION, Model, lay_out_cache, read_model
 from slimqwen.roofline.gpu import GpuSheet
 
 DRAFT_DEPTH, SEQUENCES, UTILIZATION, BATCHED_TOKENS = 4, 1, 0.90, 2048
@@ -162,7 +160,7 @@ class Sized:
         model: what one of the server's GPUs holds and computes.
     """
 
-    step: Optimised
+    optimisation: str
     weight_bytes: Mapping[str, int]
     model: Model
 
@@ -170,15 +168,16 @@ class Sized:
 def size_checkpoint(step: Optimised, settings: ServerSettings) -> Sized:
     """Bytes and FLOPs of a checkpoint as a server loads it; a RooflineError for a dtype that is not known."""
     sizes: dict[str, int] = defaultdict(int)
-    for name, each in step.tensors.items():
-        sizes[find_kind(name)] += tensor_bytes(*each)
+    outline = step.outline
+    for name, info in outline.tensors.items():
+        sizes[find_kind(name)] += info.end - info.start
     model = read_model(
-        shape_tensors(step.tensors),
-        step.config,
+        outline.tensors,
+        outline.config,
         kv_cache_dtype=settings.kv_cache_dtype,
         state_dtype=settings.state_dtype,
     )
-    return Sized(step, sizes, _share_of_one_gpu(model, settings.gpus, checkpoint.text_config(step.config)))
+    return Sized(step.optimisation, sizes, _share_of_one_gpu(model, settings.gpus, outline.text))
 
 
 def fit_checkpoint(
@@ -200,7 +199,7 @@ def fit_checkpoint(
     plain = cost.bound_decode_step(model, sheet, 1, SPEED_CONTEXT_LEN)
     drafting = cost.bound_decode_step(model, sheet, 1, SPEED_CONTEXT_LEN, depth) if depth else None
     return Fit(
-        optimisation=sized.step.optimisation,
+        optimisation=sized.optimisation,
         weight_bytes=sized.weight_bytes,
         resident_bytes=resident,
         cache_bytes=cache,

@@ -4,7 +4,7 @@ import re
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from slimqwen.errors import SlimqwenError
 from slimqwen.hub import HubError, Repository, download_files
 from slimqwen.models.families import Family, find_family
 from slimqwen.models.published import published_tensors
-from slimqwen.models.shape import Shape, Tensors
+from slimqwen.models.shape import Shape, Tensors, with_first_experts
 from slimqwen.plan import shapes
 from slimqwen.progress import silent
 from slimqwen.variant import Variant
@@ -43,7 +43,7 @@ class Subject:
         name: as in messages.
         source: where the dimensions come from.
         config: config.json.
-        tensors: of the language model and its MTP head, as stored.
+        tensors: of the language model and its MTP head, as stored; the first expert of a layer stands for all.
         other_names: names of tensors that are known beside those, of a vision tower or renamed; None where no list of
             tensors was at hand.
         other_bytes: bytes of those.
@@ -116,7 +116,7 @@ def find_subject(model: str, root: Path) -> Subject:
         return _of_folder(path, model)
     if path.is_file():
         config = read_json_object(path)
-        return Subject(model, "config.json alone", config, published_tensors(config))
+        return Subject(model, "config.json alone", config, with_first_experts(published_tensors(config)))
     if shape := shapes.published_shape(root, model):
         return _of_shape(shape, model)
     if model.count("/") == 1 and not path.is_absolute():
@@ -133,22 +133,11 @@ def _of_variant(variant: Variant) -> Subject:
         found = _of_folder(variant.weights, variant.name)
     else:
         found = _of_shape(shapes.variant_shape(variant), variant.name)
-    source = found.source
-    return Subject(
-        variant.name,
-        source,
-        found.config,
-        found.tensors,
-        found.other_names,
-        found.other_bytes,
-        settings,
-        variant,
-    )
+    return replace(found, name=variant.name, settings=settings, variant=variant)
 
 
 def _of_shape(shape: Shape, name: str) -> Subject:
-    tensors = shape.tensors
-    return Subject(name, shape.source, shape.config_json, tensors, frozenset())
+    return Subject(name, shape.source, shape.config_json, with_first_experts(shape.tensors), frozenset())
 
 
 def _of_folder(folder: Path, name: str) -> Subject:
@@ -163,7 +152,7 @@ def _of_folder(folder: Path, name: str) -> Subject:
         if tensor in counts
     }
     size = sum(stored[tensor].end - stored[tensor].start for tensor in others)
-    return Subject(name, f"the tensors of {folder}", config, served, others, size)
+    return Subject(name, f"the tensors of {folder}", config, with_first_experts(served), others, size)
 
 
 def _is_other(tensor: str) -> bool:
@@ -181,7 +170,8 @@ def _of_hub(name: str) -> Subject:
     size = sum(tensor_bytes(*each) for each in tensors.values())
     total = int((index or {}).get("metadata", {}).get("total_size", size))
     source = "config.json and safetensors index" if index else "config.json, as it has no safetensors index"
-    return Subject(name, f"{source} of {name}", config, tensors, others, max(0, total - size))
+    first = with_first_experts(tensors)
+    return Subject(name, f"{source} of {name}", config, first, others, max(0, total - size))
 
 
 def _fetch_descriptions(name: str) -> tuple[dict[str, Any], dict[str, Any] | None]:

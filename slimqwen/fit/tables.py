@@ -1,6 +1,7 @@
 """What `slimqwen fit` shows: a checkpoint on one GPU, on all GPUs, and every committed shape on every GPU."""
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -164,11 +165,11 @@ def suggest_start(subject: Subject, root: Path) -> str:
     for known in (f"{name}-best", name):
         if known in names:
             return f"Start from {known}: `slimqwen recipe run --variant {known}`"
-    base = "qwen3.5-4b-best" if subject.has_mtp else "qwen3.5-4b"
-    return (
-        f'Start from {base}: `slimqwen variant new --name mine --base {base} --hypothesis "It fits."`, then SOURCE and '
-        "VLLM_MODEL=weights/mine in experiments/mine/config.env"
-    )
+    # The source of a committed shape begins with its repository.
+    checkpoint = subject.name if "/" in subject.name else re.split("[,: ]", subject.source)[0]
+    flags = "qwen3.5-4b-best" if subject.has_mtp else "qwen3.5-4b"
+    command = f"slimqwen variant new --name mine --checkpoint {checkpoint.removesuffix('/config.json')}"
+    return f"Start from its own baseline: `{command}`; flags for a GPU are in experiments/{flags}/config.env"
 
 
 def gpus_table(subject: Subject, settings: ServerSettings, root: Path) -> Table:

@@ -11,7 +11,7 @@ from slimqwen.checkpoint import draft_head, packing
 from slimqwen.checkpoint.config import quantised, read_json_object, untied
 from slimqwen.checkpoint.files import bytes_on_disk
 from slimqwen.checkpoint.tensors import INDEX, TensorInfo, list_tensors, tensor_bytes
-from slimqwen.models.shape import Packing, Shape
+from slimqwen.models.shape import Packing, Shape, packed_linear
 
 _TABLES = ("embed_tokens.weight", "lm_head.weight", "lm_head.weight_packed", "lm_head.weight_scale")
 
@@ -102,33 +102,25 @@ class Outline:
     def with_packing(self, kinds: Mapping[str, Packing]) -> "Outline":
         """With kinds of its linears (`packing.LINEARS`) packed; a packed output head is untied."""
         tensors, config = dict(self.tensors), dict(self.config)
-        form = dict(checkpoint.quantisation(config)) or {"quant_method": "compressed-tensors"}
         for kind, packed in kinds.items():
-            group = packing.config_group(kind, packed.bits, packed.group_size)
-            form["config_groups"] = {**form.get("config_groups", {}), kind: group}
             linears = packing.linears(tensors, kind)
             if kind == "lm_head":
                 config = untied(config)
                 tied = [info for name, info in tensors.items() if name.endswith(_TABLES[0])]
                 linears = linears or dict.fromkeys(["lm_head.weight"], tied[0])
+            group = packing.config_group(kind, packed.bits, packed.group_size)
+            modules = [name.removesuffix(".weight") for name in linears]
+            config = quantised(config, packing.with_group(config, kind, group, modules))
             for name, info in linears.items():
                 tensors.pop(name, None)
-                tensors |= _packed_linear(name.removesuffix(".weight"), info, packed)
-        return replace(self, config=quantised(config, form), tensors=tensors)
+                parts = packed_linear(name, info.shape, packed)
+                tensors |= {part: _predicted(dtype, size) for part, (dtype, size) in parts.items()}
+        return replace(self, config=config, tensors=tensors)
 
     def _with_text(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         if "text_config" in self.config:
             return {**self.config, "text_config": {**self.config["text_config"], **changes}}
         return {**self.config, **changes}
-
-
-def _packed_linear(module: str, info: TensorInfo, packed: Packing) -> dict[str, TensorInfo]:
-    rows, columns = info.shape
-    return {
-        f"{module}.weight_packed": _predicted("I32", (rows, columns * packed.bits // 32)),
-        f"{module}.weight_scale": _predicted("BF16", (rows, columns // (packed.group_size or columns))),
-        f"{module}.weight_shape": _predicted("I64", (2,)),
-    }
 
 
 def _predicted(dtype: str, shape: tuple[int, ...]) -> TensorInfo:

@@ -40,7 +40,7 @@ def test_a_model_that_does_not_fit_ends_with_one_and_the_first_recipe_that_makes
         "One sequence: 0.85 GB of states and 68 KiB a token, 3.18 GB in all; vLLM may use 90% of 23.69 GiB.",
         "Format: bfloat16; stages that take it: all. MTP head: present, 16 bits.",
         "with 4 drafts at the published acceptance length 3.97. Computed, not timed.",
-        "Start from qwen3.5-4b-best: `slimqwen variant new --name mine --base qwen3.5-4b-best",
+        "Start from its own baseline: `slimqwen variant new --name mine --checkpoint Qwen/Qwen3.5-27B`; flags for a GPU",
     ):
         assert line in said
     assert "Known trouble" not in said
@@ -74,7 +74,11 @@ def test_without_a_gpu_all_of_them_are_shown(fit):
     assert "10.2 GB too much" in rows["rtx-3060"]
     assert "4-bit head" in rows["rtx-3060"]
     assert "fits, 55.0 GB left" in rows["h100"]
-    assert said.rstrip().splitlines()[-1].startswith("Start from qwen3.5-4b-best")
+    assert (
+        said.rstrip()
+        .splitlines()[-1]
+        .startswith("Start from its own baseline: `slimqwen variant new --name mine --checkpoint Qwen")
+    )
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,18 @@ import pytest
 
 from slimqwen import variant
 from slimqwen.checkpoint.tensors import tensor_bytes
-from slimqwen.fit.optimised import list_optimised
+from slimqwen.fit.optimised import Optimised, list_optimised
 from slimqwen.fit.subject import find_subject
+from slimqwen.models.shape import Tensors
 from slimqwen.plan import shapes
 from tests.zoo.animals import ANIMALS
 
 ROOT = variant.repository_root()
 ALL = ["as stored", "4-bit MLPs", "4-bit attention", "4-bit head", "4-bit MTP", "32k drafted", "64k tokens"]
+
+
+def sizes(step: Optimised) -> Tensors:
+    return {name: (info.dtype, info.shape) for name, info in step.outline.tensors.items()}
 
 
 @pytest.mark.parametrize(
@@ -35,7 +40,7 @@ def test_the_recipe_of_the_4b_ends_with_the_tensors_of_its_steps():
     """In another order and with all rows of the output head in 16 bits, as that recipe has no packed head."""
     by_name = {step.optimisation: step for step in list_optimised(find_subject("qwen3.5-4b", ROOT))}
     made = shapes.variant_shape(variant.load("qwen3.5-4b-best", ROOT)).tensors
-    last = by_name["64k tokens"].tensors
+    last = sizes(by_name["64k tokens"])
     assert {name: each for name, each in last.items() if not name.startswith("lm_head.")} == made
     assert last["lm_head.weight_packed"] == ("I32", (65536, 2560 // 8))
 
@@ -46,20 +51,20 @@ def test_a_tied_head_is_packed_beside_its_embedding_and_unties_it():
         for step in list_optimised(find_subject("qwen3-4b", ROOT))
         if step.optimisation in ("4-bit attention", "4-bit head")
     )
-    added = after.tensors.keys() - before.tensors.keys()
+    added = after.outline.tensors.keys() - before.outline.tensors.keys()
     assert added == {"lm_head.weight_packed", "lm_head.weight_scale", "lm_head.weight_shape"}
-    assert (before.config["tie_word_embeddings"], after.config["tie_word_embeddings"]) == (True, False)
+    assert [each.outline.config["tie_word_embeddings"] for each in (before, after)] == [True, False]
 
 
 def test_experts_are_packed_and_router_and_shared_expert_are_not():
-    step = list_optimised(find_subject("qwen3.5-35b-a3b", ROOT))[1]
+    stored = sizes(list_optimised(find_subject("qwen3.5-35b-a3b", ROOT))[1])
     name = "model.language_model.layers.0.mlp"
-    assert step.tensors[f"{name}.experts.0.gate_proj.weight_packed"] == ("I32", (256, 512, 256))
-    assert step.tensors[f"{name}.gate.weight"] == ("BF16", (256, 2048))
-    assert step.tensors[f"{name}.shared_expert.up_proj.weight"] == ("BF16", (512, 2048))
+    assert stored[f"{name}.experts.0.gate_proj.weight_packed"] == ("I32", (256, 512, 256))
+    assert stored[f"{name}.gate.weight"] == ("BF16", (256, 2048))
+    assert stored[f"{name}.shared_expert.up_proj.weight"] == ("BF16", (512, 2048))
     numbers = 40 * 256 * 3 * 512 * 2048
     size = sum(
-        tensor_bytes(*each) for tensor, each in step.tensors.items() if tensor.startswith(f"{name}.experts.")
+        tensor_bytes(*each) for tensor, each in stored.items() if tensor.startswith(f"{name}.experts.")
     )
     assert 40 * size == pytest.approx(numbers * (1 / 2 + 1 / 16), rel=1e-3)
 
@@ -72,8 +77,8 @@ def test_nothing_more_is_packed_beside_a_foreign_format(animal: str, tmp_path: P
 
 def test_a_pruned_vocabulary_keeps_its_rows_everywhere():
     last = list_optimised(find_subject("qwen3.5-9b", ROOT))[-1]
-    assert last.config["text_config"]["vocab_size"] == 65536
-    assert last.tensors["model.language_model.embed_tokens.weight"] == ("BF16", (65536, 4096))
-    assert last.tensors["lm_head.weight_scale"] == ("BF16", (65536, 128))
-    assert last.tensors["mtp.draft_head.token_ids"] == ("I64", (32768,))
-    assert math.prod(last.tensors["lm_head.weight_shape"][1]) == 2
+    assert last.outline.config["text_config"]["vocab_size"] == 65536
+    assert sizes(last)["model.language_model.embed_tokens.weight"] == ("BF16", (65536, 4096))
+    assert sizes(last)["lm_head.weight_scale"] == ("BF16", (65536, 128))
+    assert sizes(last)["mtp.draft_head.token_ids"] == ("I64", (32768,))
+    assert math.prod(sizes(last)["lm_head.weight_shape"][1]) == 2

@@ -184,8 +184,8 @@ def inspect_calibration(outline: Outline, parameters: CalibrateParameters) -> It
         return
     if not family.is_calibrated:
         yield Fault(
-            f"{outline.name} is of the family {family.name}, whose experts llmcompressor does not see; take a published "
-            "checkpoint with quantised experts as the base"
+            f"{outline.name} is of the family {family.name}, whose experts llmcompressor does not see; take a "
+            "published checkpoint with quantised experts as the base"
         )
         return
     form = checkpoint.quantisation(outline.config)
