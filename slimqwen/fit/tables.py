@@ -151,20 +151,13 @@ def _plan_by_settings(subject: Subject, settings: ServerSettings, gpu: str, dtyp
 
 def suggest_start(subject: Subject, root: Path) -> str:
     """The variant to start from, and the command."""
-    names = variants.names(root)
-    if subject.variant:
-        verb = (
-            "serve"
-            if subject.variant.weights.is_dir()
-            else "recipe run"
-            if subject.variant.recipe
-            else "download"
-        )
-        return f"Start from {subject.name}: `slimqwen {verb} --variant {subject.name}`"
     name = subject.name.rpartition("/")[2].lower()
-    for known in (f"{name}-best", name):
-        if known in names:
-            return f"Start from {known}: `slimqwen recipe run --variant {known}`"
+    if f"{name}-best" in variants.names(root):
+        return f"Start from {name}-best: `slimqwen recipe run --variant {name}-best`"
+    if subject.variant:
+        made = "recipe run" if subject.variant.recipe else "download"
+        verb = "serve" if subject.variant.weights.is_dir() else made
+        return f"Start from {subject.name}: `slimqwen {verb} --variant {subject.name}`"
     # The source of a committed shape begins with its repository.
     checkpoint = subject.name if "/" in subject.name else re.split("[,: ]", subject.source)[0]
     flags = "qwen3.5-4b-best" if subject.has_mtp else "qwen3.5-4b"

@@ -40,7 +40,7 @@ def test_a_model_that_does_not_fit_ends_with_one_and_the_first_recipe_that_makes
         "One sequence: 0.85 GB of states and 68 KiB a token, 3.18 GB in all; vLLM may use 90% of 23.69 GiB.",
         "Format: bfloat16; stages that take it: all. MTP head: present, 16 bits.",
         "with 4 drafts at the published acceptance length 3.97. Computed, not timed.",
-        "Start from its own baseline: `slimqwen variant new --name mine --checkpoint Qwen/Qwen3.5-27B`; flags for a GPU",
+        "Start from its own baseline: `slimqwen variant new --name mine --checkpoint Qwen/Qwen3.5-27B`; flags",
     ):
         assert line in said
     assert "Known trouble" not in said
