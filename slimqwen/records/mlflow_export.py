@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -21,7 +22,7 @@ EXPERIMENT = "slimqwen"
 _DIGEST = "slimqwen.sha256"
 """Tag of a complete run: the SHA-256 of its record's file."""
 
-_LONGEST_PARAM, _RUNS_AT_ONCE, _METRICS_AT_ONCE = 6000, 1000, 1000  # limits of the tracking API
+_LONGEST_PARAM, _MOST_RUNS, _METRICS_AT_ONCE = 6000, 50_000, 1000  # limits of the tracking API
 
 
 class MlflowExportError(SlimqwenError):
@@ -60,11 +61,8 @@ def export_records(root: Path, uri: str, progress: Progress = silent) -> ExportR
         client = MlflowClient(tracking_uri=uri)
         experiment = client.get_experiment_by_name(EXPERIMENT)
         experiment_id = experiment.experiment_id if experiment else _create_experiment(client, uri)
-        known, token = set(), None
-        while token != "":
-            page = client.search_runs([experiment_id], max_results=_RUNS_AT_ONCE, page_token=token)
-            known |= {run.data.tags.get(_DIGEST) for run in page}
-            token = page.token or ""
+        runs = client.search_runs([experiment_id], max_results=_MOST_RUNS)
+        known = {run.data.tags.get(_DIGEST) for run in runs}
         new = [(entry, digest) for entry in records.records if (digest := sha256(entry.path)) not in known]
         for number, (entry, digest) in enumerate(new):
             progress("sending records", number, len(new))
@@ -92,36 +90,37 @@ def _send_record(client: Any, experiment_id: str, entry: StoredRecord[Record], d
     started, ended = (
         int(datetime.fromisoformat(moment).timestamp() * 1000) for moment in (block.started, block.ended)
     )
-    tags = {
-        "record": entry.location, "variant": entry.variant, "kind": entry.kind, "verdict": entry.record.outcome,
-        "checkpoint": block.checkpoint_digest, "hardware": provenance.hardware_name(block.hardware),
-        "commit": block.git.commit, "command": block.command, "sha256": digest,
-    }  # fmt: skip
-    run = client.create_run(
-        experiment_id, start_time=started, run_name=f"{entry.variant} {entry.path.stem}".strip()
-    )
+    run = client.create_run(experiment_id, start_time=started, run_name=f"{entry.variant} {entry.path.stem}")
     try:
-        metrics = []
-        for name, figure in entry.record.figures().items():
-            for end in ("value", "standard_error", "low", "high"):
-                if (number := getattr(figure, end)) is not None:
-                    key = re.sub(r"[^\w\-. :/]", "_", name if end == "value" else f"{name}.{end}")
-                    metrics.append(Metric(key, float(number), ended, 0))
+        metrics = [Metric(key, number, ended, 0) for key, number in _metrics(entry.record)]
         for first in range(0, len(metrics), _METRICS_AT_ONCE):
             client.log_batch(run.info.run_id, metrics=metrics[first : first + _METRICS_AT_ONCE])
-        texts = {
-            name: value if isinstance(value, str) else json.dumps(value)
+        params = [
+            Param(name, (value if isinstance(value, str) else json.dumps(value))[:_LONGEST_PARAM])
             for name, value in block.flags.items()
-        }
-        params = [Param(name, value[:_LONGEST_PARAM]) for name, value in texts.items()]
+        ]
         client.log_artifact(run.info.run_id, str(entry.path))
         if entry.record.items:
             client.log_artifact(run.info.run_id, str(entry.path.with_name(entry.record.items.file)))
-        run_tags = [
-            RunTag(f"slimqwen.{name}", str(value)) for name, value in tags.items() if value not in (None, "")
-        ]
-        client.log_batch(run.info.run_id, params=params, tags=run_tags)
+        tags = [RunTag(f"slimqwen.{name}", value) for name, value in _tags(entry).items() if value]
+        client.log_batch(run.info.run_id, params=params, tags=[*tags, RunTag(_DIGEST, digest)])
         client.set_terminated(run.info.run_id, "FINISHED", end_time=ended)
     except BaseException:
         client.delete_run(run.info.run_id)
         raise
+
+
+def _metrics(record: Record) -> Iterator[tuple[str, float]]:
+    for name, figure in record.figures().items():
+        for end in ("value", "standard_error", "low", "high"):
+            if (number := getattr(figure, end)) is not None:
+                yield re.sub(r"[^\w\-. :/]", "_", name if end == "value" else f"{name}.{end}"), float(number)
+
+
+def _tags(entry: StoredRecord[Record]) -> dict[str, str | None]:
+    block = entry.record.provenance
+    return {
+        "record": entry.location, "variant": entry.variant, "kind": entry.kind, "verdict": entry.record.outcome,
+        "checkpoint": block.checkpoint_digest, "hardware": provenance.hardware_name(block.hardware),
+        "commit": block.git.commit, "command": block.command,
+    }  # fmt: skip

@@ -2,18 +2,12 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 from slimqwen.errors import SlimqwenError
 from slimqwen.records import store
 from slimqwen.records.record import Record
-from slimqwen.records.split import split_of
 from slimqwen.records.store import AnyRecord
-
-if TYPE_CHECKING:
-    from slimqwen.records.collection import Collection
-
-_Comparison = TypeVar("_Comparison")
 
 
 class NotComparableError(SlimqwenError):
@@ -56,35 +50,6 @@ def newest_pair(
     a, b = candidates[0][1], others[0][1]
     require_same(*newest, basis(a), basis(b), command(b.variant, a))
     raise AssertionError("no pair fits, so the newest records differ")
-
-
-def against_baseline(
-    record: Record, path: Path, records: "Collection", compare: Callable[[Path, Path], _Comparison]
-) -> tuple[str, _Comparison] | None:
-    """Compare a record with a record of its baseline: the baseline's name and the comparison; None if none fits.
-
-    The baseline record measured in turns with the record goes first, then the newest earlier one, then later ones.
-
-    Args:
-        compare: compares the baseline's file with the record's; raises NotComparableError if they do not fit.
-    """
-    claims = records.measurements.get(record.variant)
-    if claims is None or claims.baseline is None:
-        return None
-    run, ended = _run(record), record.provenance.ended
-    candidates = sorted(
-        records.select(type(record), claims.baseline, split_of(record)),
-        key=lambda other: (
-            run is None or _run(other.record) != run,
-            other.record.provenance.ended > ended,
-        ),
-    )
-    for candidate in candidates:
-        try:
-            return claims.baseline, compare(candidate.path, path)
-        except NotComparableError:
-            continue
-    return None
 
 
 def require_quiet(*records: Record) -> None:

@@ -1,11 +1,9 @@
 """Which records of two variants are compared, with stored records that differ in what pairs them."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from slimqwen.bench.latency import Latency
-from slimqwen.records import collection, pairing, store
+from slimqwen.records import pairing, store
 from slimqwen.records.pairing import NotComparableError
 from tests.record_files import host_load, record_of, write
 
@@ -79,55 +77,6 @@ def test_where_none_fit_the_difference_of_the_newest_and_the_cure_are_named(keep
     with pytest.raises(NotComparableError) as error:
         pair(condition=lambda record: record.max_model_len != 1)
     assert "differ in context (2048 and 1024); `time second` makes one that fits" in str(error.value)
-
-
-@pytest.fixture
-def against(keep, tmp_path):
-    """The baseline's record that one of variant `second` is compared with; `unfit` names files that do not fit."""
-
-    def find(path, unfit=(), baseline="first"):
-        def compare(theirs, mine):
-            assert mine == path
-            if theirs in unfit:
-                raise NotComparableError("other requests")
-            return theirs
-
-        found = collection.collect(tmp_path)
-        claims = {"second": SimpleNamespace(baseline=baseline)} if baseline else {}
-        records = collection.Collection(tmp_path, found.records, claims, ())
-        return pairing.against_baseline(store.read_record(path, Latency), path, records, compare)
-
-    return find
-
-
-def test_a_record_is_compared_with_the_baselines_newest_before_it(keep, against):
-    keep("first", 1)
-    before, own = keep("first", 3), keep("second", 4)
-    after = keep("first", 5)
-    assert against(own) == ("first", before)
-    assert against(own, unfit=[before])[1] not in (before, after)
-
-
-def test_a_record_of_the_same_second_counts_as_one_from_before(keep, against):
-    keep("first", 1)
-    same, own = keep("first", 4), keep("second", 4)
-    assert against(own) == ("first", same)
-
-
-def test_a_later_record_of_the_baseline_does_where_no_earlier_one_fits(keep, against):
-    early, own, later = keep("first", 1), keep("second", 2), keep("first", 3)
-    assert against(own, unfit=[early]) == ("first", later)
-    assert against(own, unfit=[early, later]) is None
-
-
-def test_a_record_of_the_same_run_goes_before_every_other(keep, against):
-    keep("first", 1)
-    own, same = keep("second", 2, run="turns"), keep("first", 3, run="turns")
-    assert against(own) == ("first", same)
-
-
-def test_without_a_baseline_there_is_nothing_to_compare_with(keep, against):
-    assert against(keep("second", 2), baseline=None) is None
 
 
 def test_records_of_a_busy_host_are_refused_by_name(keep):
