@@ -35,7 +35,9 @@ def plan(
             help="compile what a first start on the GPU compiles, and pack it in .cache/compiled/VARIANT-GPU",
         ),
     ] = False,
-    record: Annotated[bool, typer.Option(help="write the plans into results/")] = True,
+    record: Annotated[
+        bool, typer.Option("--record", help="keep the plans in results/, where a start looks for them")
+    ] = False,
 ) -> None:
     """Predict how vLLM will be configured for a variant on a GPU: backends, graphs, KV cache, known trouble.
 

@@ -32,6 +32,9 @@ def report(
             "--tables", help="rewrite the tables of the Markdown files, docs/commands.md and stages.md"
         ),
     ] = False,
+    newest: Annotated[
+        bool, typer.Option("--newest", help="with --tables: newer records replace those that a table names")
+    ] = False,
     mlflow: Annotated[
         str | None,
         typer.Option(
@@ -44,11 +47,13 @@ def report(
     ] = False,
 ) -> None:
     """Build report/index.html: what to serve, the leaderboard, each variant; or do what the options say instead."""
+    if newest and not tables:
+        raise typer.BadParameter("--newest goes with --tables")
     root = variant.repository_root()
     if schemas:
         _write_schemas()
     if tables:
-        _rewrite_tables(root, context.find_root().command)
+        _rewrite_tables(root, context.find_root().command, newest=newest)
     if mlflow is not None:
         _export_records(root, mlflow)
     if check:
@@ -57,14 +62,14 @@ def report(
         _build_page(root, output or root / "report")
 
 
-def update_tables(root: Path) -> None:
-    """Rewrite every table that no longer agrees with its records; print the cause where that fails."""
+def update_list(root: Path) -> None:
+    """Rewrite the list of variants; print the cause where that fails."""
     from slimqwen.report import markdown
 
     try:
-        changed_files = markdown.update(root)
+        changed_files = markdown.update_tables(root, ["variants"])
     except SlimqwenError as error:
-        say(f"tables left as they are: {error}")
+        say(f"list of variants left as it is: {error}")
         return
     for file in changed_files:
         say(f"rewritten: {relative(file)}")
@@ -100,10 +105,10 @@ def _check_records(root: Path) -> None:
     raise typer.Exit(1 if result.faults else 0)
 
 
-def _rewrite_tables(root: Path, command: Any) -> None:
+def _rewrite_tables(root: Path, command: Any, *, newest: bool) -> None:
     from slimqwen.report import markdown
 
-    rewritten = markdown.update(root)
+    rewritten = markdown.update_tables(root, newest=newest)
     for file, content in (
         (commands_file(root), render_commands(command)),
         (stages_file(root), render_stages()),

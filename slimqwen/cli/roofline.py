@@ -1,10 +1,11 @@
 """`slimqwen roofline`: the fastest that a variant could run on a GPU, computed."""
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
-from slimqwen.cli.console import command, show_record
+from slimqwen.cli.console import command, console, show_record
 from slimqwen.cli.options import VariantOption
 from slimqwen.variant import Variant
 
@@ -18,14 +19,16 @@ def roofline(
     acceptance_length: Annotated[
         float | None, typer.Option(help="assumed where no record of `slimqwen eval acceptance` has one")
     ] = None,
+    keep: Annotated[bool, typer.Option("--record", help="write the roofline into results/")] = False,
 ) -> None:
     """Bound a variant's speed on a GPU, optimisation by optimisation, from the dimensions of its tensors."""
+    from slimqwen.records import store
     from slimqwen.roofline import bounds
 
     length, source = _newest_acceptance_length(variant)
     if length is None and acceptance_length is not None:
         length, source = acceptance_length, f"{acceptance_length:g}, assumed: {source}"
-    record = bounds.write_roofline(
+    record = bounds.compute_roofline(
         variant,
         gpu,
         context_lens=tuple(context or bounds.CONTEXT_LENS),
@@ -33,7 +36,13 @@ def roofline(
         acceptance_source=source,
         command=command(),
     )
-    show_record(record)
+    if keep:
+        show_record(store.write_record(variant.root / "results", record))
+        return
+    path = variant.root / "results" / f"{store.result_stem(record)}.json"
+    for shown in record.tables(path):
+        notes = tuple(note for note in shown.notes if path.name not in note)  # that file is not written
+        console.print(replace(shown, notes=notes).as_rich())
 
 
 def _newest_acceptance_length(variant: Variant) -> tuple[float | None, str]:

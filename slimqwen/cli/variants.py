@@ -9,7 +9,7 @@ import typer
 from slimqwen import variant as variants
 from slimqwen.cli.console import console, progress_bar, relative, say, silence_hub_client
 from slimqwen.cli.options import VariantOption
-from slimqwen.cli.report import update_tables
+from slimqwen.cli.report import update_list
 
 app = typer.Typer(help="List, create and promote variants.", no_args_is_help=True)
 
@@ -74,7 +74,7 @@ def new(
         say(
             f"next: `slimqwen serve {name}`, or `slimqwen variant new --name NAME --base {name} --stage STAGE`"
         )
-    update_tables(variants.repository_root())
+    update_list(variants.repository_root())
 
 
 _BASELINE = "The checkpoint as it is published: what every variant of it has to beat at equal quality."
@@ -128,4 +128,4 @@ def promote(variant: VariantOption) -> None:
         say(f"model card: {relative(promoted.card)}")
     else:
         say(f"no model card: no recipe made {relative(variant.weights)}")
-    update_tables(variant.root)
+    update_list(variant.root)

@@ -39,6 +39,7 @@ class PlanRecord(Record):
     kind = "plan"
     version = 3
     verb = "plan"
+    verb_options = "--record"
     looked_up = True
 
     plans: tuple[Plan, ...] = Field(min_length=1, description="the newest of each device")

@@ -70,7 +70,7 @@ def find_plan(command: ServerCommand, gpu_name: str) -> Plan:
                 return plan
             reason = f" that fits: {misfit}"
     raise MissingPlanError(
-        f"no plan of {name} on {gpu_name}{reason}; `slimqwen plan --variant {name} --gpu {gpu_name}` makes one"
+        f"no plan of {name} on {gpu_name}{reason}; `slimqwen plan --variant {name} --gpu {gpu_name} --record` makes one"
     )
 
 

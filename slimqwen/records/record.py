@@ -237,6 +237,7 @@ class Record(VersionedFile):
     Attributes:
         folder: experiments for records of one variant with items beside them, results for others.
         verb: the `slimqwen` verb that makes one, such as "bench startup"; empty if none does.
+        verb_options: what the verb needs beside --variant to make one, such as "--record".
         looked_up: whether commands read the newest record of a kind, so that git holds it although no page cites it.
         units: unit by the ending of a field's name, for endings that figures.py lacks.
         leaderboard_columns: heading of a leaderboard column by the name of the figure that it shows.
@@ -244,6 +245,7 @@ class Record(VersionedFile):
 
     folder: ClassVar[Literal["experiments", "results"]] = "results"
     verb: ClassVar[str] = ""
+    verb_options: ClassVar[str] = ""
     looked_up: ClassVar[bool] = False
     units: ClassVar[Mapping[str, str]] = {}
     leaderboard_columns: ClassVar[Mapping[str, str]] = {}
@@ -253,6 +255,11 @@ class Record(VersionedFile):
         default=None, description="Filled in by `store.write_record`; absent in results/."
     )
     provenance: Provenance
+
+    @classmethod
+    def making_command(cls, variant: str) -> str:
+        """The command that makes a record of a variant."""
+        return " ".join(filter(None, ("slimqwen", cls.verb, "--variant", variant, cls.verb_options)))
 
     def figures(self) -> Mapping[str, Figure]:
         """The named numbers of the record: every number in it but those of its provenance."""

@@ -12,6 +12,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar, overload
@@ -25,6 +26,8 @@ from slimqwen.records.split import split_of
 from slimqwen.text.files import CorpusError, read_json_lines
 
 AnyRecord = TypeVar("AnyRecord", bound=Record)
+
+_LISTED_ALONE: ContextVar[frozenset[str] | None] = ContextVar("listed alone", default=None)
 
 
 class RecordError(SlimqwenError):
@@ -223,9 +226,29 @@ def result_stem(record: Record) -> str:
     return "_".join(filter(None, (record.kind, record.variant, ended)))
 
 
-def records(folder: Path, kind: type[Record]) -> Iterator[Path]:
+@contextlib.contextmanager
+def list_only(names: Iterable[str]) -> Iterator[None]:
+    """Let `records` and `results` list no records but these, as a generated table keeps those that it names.
+
+    Args:
+        names: folder and file of each, such as tiny/quality_2026-01-01T000000Z.json.
+    """
+    token = _LISTED_ALONE.set(frozenset(names))
+    try:
+        yield
+    finally:
+        _LISTED_ALONE.reset(token)
+
+
+def _newest_first(paths: Iterable[Path]) -> list[Path]:
+    alone = _LISTED_ALONE.get()
+    listed = (path for path in paths if alone is None or f"{path.parent.name}/{path.name}" in alone)
+    return sorted(listed, reverse=True)
+
+
+def records(folder: Path, kind: type[Record]) -> list[Path]:
     """Files of the records of a kind in experiments/<variant>, newest first."""
-    yield from sorted(folder.glob(f"{kind.kind}_*.json"), reverse=True)
+    return _newest_first(folder.glob(f"{kind.kind}_*.json"))
 
 
 def comparable(
@@ -257,7 +280,7 @@ def latest(
 def results(root: Path, kind: type[Record], variant: str) -> list[Path]:
     """Files of the records of a kind and variant in results/ of a repository, newest first."""
     stem = glob.escape(f"{kind.kind}_{variant}")
-    return sorted((root / "results").glob(f"{stem}_????-??-??T??????Z.json"), reverse=True)
+    return _newest_first((root / "results").glob(f"{stem}_????-??-??T??????Z.json"))
 
 
 def latest_result(
@@ -278,7 +301,7 @@ def latest_result(
 
 
 def _cure(kind: type[Record], variant: str) -> str:
-    return f"; `slimqwen {kind.verb} --variant {variant}` makes one" if kind.verb else ""
+    return f"; `{kind.making_command(variant)}` makes one" if kind.verb else ""
 
 
 def publish(path: Path, content: bytes, *, replace: bool = False) -> None:

@@ -56,17 +56,20 @@ def _missing_evidence(row: Row) -> tuple[str, str] | None:
     for kind in row.missing:
         if kind == Latency.kind:
             break
-        suffix = f" --suite {next(iter(row.scores))[0]}" if kind == Quality.kind and row.scores else ""
-        return (
-            f"a current {kind} record",
-            f"slimqwen {registry.kinds()[kind].verb} --variant {row.variant}{suffix}",
-        )
+        return f"a current {kind} record", measuring_command(row, kind)
     if row.timed is None or row.timed.speed is None:
-        return (
-            "a timing in turns with its baseline",
-            f"slimqwen bench latency --variant {row.variant} --baseline",
-        )
+        return "a timing in turns with its baseline", measuring_command(row, Latency.kind)
     return None
+
+
+def measuring_command(row: Row, kind: str) -> str:
+    """The command that measures a variant so that its baseline's record fits: same suite, timed in turns."""
+    command = registry.kinds()[kind].making_command(row.variant)
+    if kind == Latency.kind and row.baseline:
+        return f"{command} --baseline"
+    return (
+        f"{command} --suite {next(iter(row.scores))[0]}" if kind == Quality.kind and row.scores else command
+    )
 
 
 def choose_variants(rows: Sequence[Row]) -> list[Choice]:

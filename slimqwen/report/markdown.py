@@ -3,11 +3,13 @@
     <!-- table:comparison tiny tiny-awq -->
     <!-- end -->
 
-`table:KIND VARIANT` is the newest record of a kind, with "-" for "_" in the kind; `TABLES` has the others.
+`table:KIND VARIANT` is the newest record of a kind, with "-" for "_" in the kind; `TABLES` has the others. A table that
+names the records that it is made of keeps them: newer ones replace it only where `newest` asks for them.
 """
 
+import contextlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -19,8 +21,10 @@ from slimqwen.records.table import Table
 from slimqwen.report import tables
 
 _BLOCK = re.compile(
-    r"(?P<open><!-- table:(?P<name>[\w-]+)(?P<words>[^\n]*?) -->\n).*?(?P<close><!-- end -->)", re.DOTALL
+    r"(?P<open><!-- table:(?P<name>[\w-]+)(?P<words>[^\n]*?) -->\n)(?P<text>.*?)(?P<close><!-- end -->)",
+    re.DOTALL,
 )
+_RECORD = re.compile(r"[\w.-]+/\w[\w.-]*_\d{4}-\d\d-\d\dT\d{6}Z\.json")
 
 TABLES: Mapping[str, tuple[str, Callable[..., Sequence[Table]]]] = MappingProxyType(
     {
@@ -51,14 +55,12 @@ def files(root: Path) -> list[Path]:
     ]
 
 
-def update(root: Path, *, write: bool = True) -> list[Path]:
-    """Rewrite every file whose tables differ from their records.
+def update_tables(root: Path, names: Container[str] | None = None, *, newest: bool = False) -> list[Path]:
+    """Rewrite every file whose tables differ from their records; returns these files.
 
     Args:
-        write: False only finds the files.
-
-    Returns:
-        The files that differed.
+        names: tables to rewrite; by default all.
+        newest: whether to replace the records that a table names by newer ones.
 
     Raises:
         MarkdownError: a block asks for an unknown table or is not closed; names the file.
@@ -66,16 +68,17 @@ def update(root: Path, *, write: bool = True) -> list[Path]:
     """
     changed = []
     for file in files(root):
-        text = fresh(root, file)
+        text = render_tables(root, file, names, newest=newest)
         if text != file.read_text(encoding="utf-8"):
             changed.append(file)
-            if write:
-                file.write_text(text, encoding="utf-8")
+            file.write_text(text, encoding="utf-8")
     return changed
 
 
-def fresh(root: Path, file: Path) -> str:
-    """The content of a Markdown file with tables made from the present records.
+def render_tables(
+    root: Path, file: Path, names: Container[str] | None = None, *, newest: bool = False
+) -> str:
+    """The content of a Markdown file with tables made from their records; arguments as for `update_tables`.
 
     Raises:
         MarkdownError: a block asks for an unknown table or is not closed; names the file.
@@ -85,15 +88,25 @@ def fresh(root: Path, file: Path) -> str:
     location = file.relative_to(root)
     if text.count("<!-- table:") != len(_BLOCK.findall(text)):
         raise MarkdownError(f"{location}: a <!-- table:… --> comment lacks its <!-- end -->")
+
+    def render(block: re.Match[str]) -> str:
+        if names is not None and block["name"] not in names:
+            return block[0]
+        named = [] if newest else _RECORD.findall(block["text"])
+        with store.list_only(named) if _exist(root, named) else contextlib.nullcontext():
+            return block["open"] + _content(root, block["name"], block["words"].split()) + block["close"]
+
     try:
-        return _BLOCK.sub(
-            lambda match: (
-                match["open"] + _content(root, match["name"], match["words"].split()) + match["close"]
-            ),
-            text,
-        )
+        return _BLOCK.sub(render, text)
     except MarkdownError as error:
         raise MarkdownError(f"{location}: {error}") from error
+
+
+def _exist(root: Path, named: Sequence[str]) -> bool:
+    """Whether all records that a table names are there; without one of them it is made from the newest."""
+    return bool(named) and all(
+        (root / ("" if name.startswith("results/") else "experiments") / name).is_file() for name in named
+    )
 
 
 def _content(root: Path, name: str, words: Sequence[str]) -> str:

@@ -125,10 +125,7 @@ def _variant_section(records: Collection, name: str, rows: Sequence[Row]) -> Map
     return {
         "row": row,
         "missing": [
-            (
-                evidence.kind.replace("_", " "),
-                f"slimqwen {registry.kinds()[evidence.kind].verb} --variant {name}",
-            )
+            (evidence.kind.replace("_", " "), choice.measuring_command(row, evidence.kind))
             for evidence in row.evidence
             if evidence.verdict == "missing"
         ],

@@ -1,5 +1,6 @@
 """Tables over several records of one or two variants."""
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -70,7 +71,7 @@ def variants_table(root: Path, *, with_weights: bool = False) -> Table:
     """Every variant: hypothesis, baseline, standing and latest figures.
 
     Args:
-        with_weights: whether to show if the checkpoint is on this machine; not for committed files.
+        with_weights: whether to show what this machine has: checkpoints, and records that no measurements.json cites.
 
     Raises:
         SlimqwenError: a variant or a record cannot be read.
@@ -79,16 +80,17 @@ def variants_table(root: Path, *, with_weights: bool = False) -> Table:
     for name in variants.names(root):
         variant = variants.load(name, root)
         claims = store.read_measurements(variant.folder)
+        decided = claims.status in ("promoted", "rejected")
+        cited = store.list_only(f"{name}/{record}" for record in claims.records)
+        with contextlib.nullcontext() if with_weights else cited:
+            figures = _latest_quality(variant.folder), _latest_latency(variant.folder)
         rows.append(
             (
                 name,
                 variant.hypothesis,
                 variant.baseline or "-",
-                claims.status
-                if claims.status in ("promoted", "rejected")
-                else claims.verdict or claims.status,
-                _latest_quality(variant.folder),
-                _latest_latency(variant.folder),
+                claims.status if decided else claims.verdict or claims.status,
+                *figures,
                 *(("yes" if variant.weights.is_dir() else "no",) if with_weights else ()),
             )
         )

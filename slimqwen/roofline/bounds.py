@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from slimqwen import checkpoint
@@ -10,7 +9,7 @@ from slimqwen.checkpoint.files import sha256
 from slimqwen.checkpoint.tensors import TensorInfo, list_tensors
 from slimqwen.models.shape import ShapeError
 from slimqwen.plan import shapes
-from slimqwen.records import provenance, store
+from slimqwen.records import provenance
 from slimqwen.roofline import cost
 from slimqwen.roofline import gpu as data_sheets
 from slimqwen.roofline.architecture import MEMORY_UTILIZATION, Model, read_model, shape_tensors
@@ -98,7 +97,7 @@ class ServedModel:
         yield f"KV cache in {kv_dtype}", self.model, depth
 
 
-def write_roofline(
+def compute_roofline(
     variant: Variant,
     gpu_name: str,
     *,
@@ -106,8 +105,8 @@ def write_roofline(
     acceptance_length: float | None = None,
     acceptance_source: str = "unknown",
     command: Sequence[str],
-) -> Path:
-    """Compute a variant's roofline and write its record.
+) -> Roofline:
+    """Compute a variant's roofline, as a record that is not written.
 
     Args:
         gpu_name: name of a GPU in eval/devices.yaml.
@@ -135,7 +134,7 @@ def write_roofline(
         )
     drafting = [(depth, acceptance_length)] if depth and acceptance_length is not None else []
     middle = lengths[len(lengths) // 2]
-    record = Roofline(
+    return Roofline(
         variant=variant.name,
         provenance=provenance.circumstances(
             variant.root, command, started, devices=sha256(variant.root / data_sheets.FILE)
@@ -157,7 +156,6 @@ def write_roofline(
             for context_len in lengths
         },
     )
-    return store.write_record(variant.root / "results", record)
 
 
 def bound_rate_by_depth(
@@ -169,7 +167,7 @@ def bound_rate_by_depth(
         acceptance_lengths: acceptance length by draft depth K, 1.0 at K = 0.
 
     Raises:
-        RooflineError, ShapeError: as `write_roofline`.
+        RooflineError, ShapeError: as `compute_roofline`.
     """
     gpu = data_sheets.read_gpu(gpu_name, variant.root)
     model = ServedModel.load(variant).model

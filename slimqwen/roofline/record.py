@@ -49,6 +49,7 @@ class Roofline(Record):
     kind = "roofline"
     version = 3
     verb = "roofline"
+    verb_options = "--gpu NAME --record"
 
     gpu: GpuSheet
     dimensions: str = Field(min_length=1, description="where the checkpoint's dimensions come from")

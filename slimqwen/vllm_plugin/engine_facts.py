@@ -191,7 +191,7 @@ async def compare_with_plan(app: Any) -> bool:
     elif expected.required:
         logger.error(
             "PlanError: REQUIRE_PLAN=1, and the engine differs from its plan (%s): %s; plan anew with "
-            "`slimqwen plan`, or serve without REQUIRE_PLAN",
+            "`slimqwen plan --record`, or serve without REQUIRE_PLAN",
             expected.plan,
             "; ".join(lines),
         )

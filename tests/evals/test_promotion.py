@@ -102,7 +102,7 @@ def test_a_variant_whose_gate_passed_is_promoted_with_the_records_of_its_checkpo
     assert promoted.changed
     assert promoted.gate == gate
     assert (claimed.status, claimed.verdict) == ("promoted", "pass")
-    scores = next(store.records(one.folder, Quality))
+    scores = store.records(one.folder, Quality)[0]
     assert claimed.records == tuple(sorted([present.name, gate.name, scores.name]))
     assert claimed.hypothesis == one.hypothesis
 
@@ -255,7 +255,7 @@ def test_a_failure_of_another_checkpoint_does_not_stand_against_this_one(one):
 
 def test_evidence_that_is_gone_is_named(one):
     gated(one)
-    gone = next(store.records(one.folder, Quality))
+    gone = store.records(one.folder, Quality)[0]
     gone.unlink()
     refused(
         one, rf"small/{gone.name}, which small/gate_\S+ cites, is missing or its data files have changed; run"

@@ -100,7 +100,7 @@ def test_a_new_kind_is_in_every_report_without_a_change_elsewhere(energy, tmp_pa
     assert location in page
 
     (repository / "README.md").write_text("<!-- table:energy a -->\n<!-- end -->\n")
-    markdown.update(repository)
+    markdown.update_tables(repository)
     assert "| joules_per_token | 0.25 |  | J/token |" in (repository / "README.md").read_text()
 
 

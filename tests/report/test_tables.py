@@ -66,7 +66,7 @@ def test_a_comparison_shows_scores_latency_sizes_and_where_they_come_from(reposi
     for table, kind in ((quality, Quality), (latency, Latency)):
         notes = " ".join(table.notes)
         for name in ("a", "b"):
-            assert f"{name}/{next(store.records(experiments / name, kind)).name}" in notes
+            assert f"{name}/{store.records(experiments / name, kind)[0].name}" in notes
         assert "python scripts/eval_" in notes
         assert "commit 0123456789" in notes
         assert "vLLM 0.32.0" in notes
@@ -82,7 +82,7 @@ def test_latency_on_a_cpu_says_that_it_is_no_evidence_about_a_gpu(repository, la
 
 
 def test_a_kind_that_was_not_measured_is_left_out_and_named(repository):
-    next(store.records(repository / "experiments" / "b", Latency)).unlink()
+    store.records(repository / "experiments" / "b", Latency)[0].unlink()
     (table,) = tables.comparison_tables(repository / "experiments" / "a", repository / "experiments" / "b")
     assert "slimqwen bench latency --variant b" in table.notes[-1]
 
@@ -96,7 +96,7 @@ def test_nothing_measured_is_an_error(repository, tmp_path):
 
 def test_results_show_each_figure_with_its_standard_error(repository):
     quality, latency = tables.results_tables(repository / "experiments" / "a")
-    assert quality.rows[0] == ("facts", "exact match", "0.500 ± 0.200", "4 of 500", "1", "0")
+    assert quality.rows[0] == ("facts", "exact match", "0.500 ± 0.200", "4 of 500", "1 of 4", "0 of 4")
     assert latency.rows[0][1] == "100.0 ± 5.0"
     assert latency.rows[0][-2:] == ("2.50", "12 (0 failed)")
 
@@ -178,7 +178,7 @@ def test_each_workload_has_a_table_of_its_own(repository, latency):
     assert load.rows[3][:5] == ("short 16 -> 16", "output tokens/s", "64.0", "64.0", "1.00x")
     assert load.rows[3][5] == "1.00 to 1.00"
     assert any("over 2 rounds with an interval by Student's t" in note for note in load.notes)
-    assert "short 250" in tables.variants_table(repository).rows[0][5]
+    assert "short 250" in tables.variants_table(repository, with_weights=True).rows[0][5]
 
 
 def test_a_workload_that_does_not_fit_is_named_beside_those_that_do(repository, latency):
@@ -209,7 +209,7 @@ def readme(repository):
     file.write_text(
         "# b\n\n<!-- table:comparison a b -->\n<!-- end -->\n\nText.\n\n<!-- table:results b -->\n<!-- end -->\n"
     )
-    markdown.update(repository)
+    markdown.update_tables(repository)
     return file
 
 
@@ -221,7 +221,7 @@ def test_scores_of_weights_that_are_gone_are_no_scores(repository, quality):
     for row in quality["tasks"].values():
         row["item_count"] //= 2
         row["value"] = 0.125
-    items = store.read_items(next(store.records(folder, Quality)))
+    items = store.read_items(store.records(folder, Quality)[0])
     record_files.write(folder, quality | {"variant": "a"}, items)
     after = tables.results_tables(folder)[0]
     assert "0.125 ±" not in before.rows[0][2]
@@ -232,25 +232,50 @@ def test_a_filled_readme_agrees_with_its_records(repository, readme):
     text = readme.read_text()
     assert text.startswith("# b\n\n<!-- table:comparison a b -->\n**Quality: a and b")
     assert "\nText.\n" in text
-    assert markdown.update(repository) == []
+    assert markdown.update_tables(repository) == []
 
 
 @pytest.mark.parametrize("figure", ["0.500", "100.0", "1.00x", "8.0 MB"])
 def test_a_changed_figure_is_noticed(repository, readme, figure):
     text = readme.read_text()
     readme.write_text(text.replace(figure, "9.999", 1))
-    assert markdown.update(repository) == [readme]
+    assert markdown.update_tables(repository) == [readme]
     assert readme.read_text() == text
 
 
-def test_a_newer_record_makes_the_readme_outdated(repository, readme, quality):
-    record_files.write(repository / "experiments" / "b", quality | {"variant": "b"}, ITEMS)
-    assert markdown.update(repository, write=False) == [readme]
+def test_a_newer_record_replaces_the_named_one_only_where_that_is_asked_for(repository, readme, quality):
+    named = readme.read_text()
+    path = record_files.write(repository / "experiments" / "b", quality | {"variant": "b"}, ITEMS)
+    assert markdown.update_tables(repository) == []
+    assert markdown.update_tables(repository, newest=True) == [readme]
+    assert f"b/{path.name}" in readme.read_text()
+    path.unlink()
+    path.with_suffix(".items.jsonl").unlink()
+    assert markdown.update_tables(repository) == [readme]  # without the record that it names, the newest
+    assert readme.read_text() == named
+
+
+def test_other_tables_than_the_named_are_left_alone(repository, readme):
+    readme.write_text(readme.read_text().replace("0.500", "9.999", 1))
+    assert markdown.update_tables(repository, ["variants"]) == []
+
+
+def test_the_list_of_variants_shows_the_records_that_they_cite(repository):
+    rows = {row[0]: row[4:] for row in tables.variants_table(repository).rows}
+    assert rows["a"] == ("-", "-")
+    claims = repository / "experiments" / "a" / "measurements.json"
+    (cited,) = store.records(claims.parent, Quality)
+    claims.write_text(json.dumps(json.loads(claims.read_text()) | {"records": [cited.name]}))
+    rows = {row[0]: row[4:] for row in tables.variants_table(repository).rows}
+    assert rows["a"][0].startswith("facts 0.500")
+    assert rows["a"][1] == "-"
+    rows = {row[0]: row[4:] for row in tables.variants_table(repository, with_weights=True).rows}
+    assert rows["a"][1] != "-"
 
 
 def test_text_outside_the_blocks_is_left_alone(repository, readme):
     readme.write_text(readme.read_text().replace("Text.", "0.500 typed by hand."))
-    assert markdown.update(repository) == []
+    assert markdown.update_tables(repository) == []
 
 
 @pytest.mark.parametrize(
@@ -265,17 +290,17 @@ def test_text_outside_the_blocks_is_left_alone(repository, readme):
 def test_a_bad_block_is_named_with_its_file(repository, text, cause):
     (repository / "README.md").write_text(text)
     with pytest.raises(markdown.MarkdownError, match=cause) as error:
-        markdown.update(repository)
+        markdown.update_tables(repository)
     assert str(error.value).startswith("README.md: ")
 
 
 def test_a_record_changed_by_hand_does_not_reach_a_table(repository, readme):
-    path = next(store.records(repository / "experiments" / "b", Quality))
+    path = store.records(repository / "experiments" / "b", Quality)[0]
     record = json.loads(path.read_text())
     record["tasks"]["example_facts"]["value"] = "great"
     path.write_text(json.dumps(record))
     with pytest.raises(store.RecordError, match=path.name):
-        markdown.update(repository)
+        markdown.update_tables(repository)
 
 
 def drafted(repository, one, accepted, digest="ab" * 32, **changes):

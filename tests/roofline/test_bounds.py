@@ -12,7 +12,7 @@ from slimqwen.records import store
 from slimqwen.roofline import bounds, cost
 from slimqwen.roofline import gpu as gpus
 from slimqwen.roofline.architecture import read_model
-from slimqwen.roofline.bounds import ServedModel, bound_rate_by_depth, write_roofline
+from slimqwen.roofline.bounds import ServedModel, bound_rate_by_depth, compute_roofline
 from slimqwen.roofline.gpu import RooflineError
 from slimqwen.roofline.record import Roofline
 
@@ -39,9 +39,8 @@ def served(name: str, root: Path = ROOT) -> ServedModel:
 
 
 def written(name: str, root: Path, **arguments) -> Roofline:
-    return store.read_record(
-        write_roofline(variant.load(name, root), "a10g", command=["x"], **arguments), Roofline
-    )
+    record = compute_roofline(variant.load(name, root), "a10g", command=["x"], **arguments)
+    return store.read_record(store.write_record(root / "results", record), Roofline)
 
 
 def test_each_optimisation_saves_the_bytes_that_it_is_for():

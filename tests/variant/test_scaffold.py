@@ -46,7 +46,7 @@ def test_a_variant_without_a_recipe_serves_what_its_base_serves(repository):
     assert store.read_measurements(folder).status == "planned"
     assert f"**Hypothesis.** {HYPOTHESIS}" in (folder / "README.md").read_text()
     # The list of variants, and the page's own tables: without records they name the commands that make some.
-    assert markdown.update(repository) == [repository / "README.md", folder / "README.md"]
+    assert markdown.update_tables(repository) == [repository / "README.md", folder / "README.md"]
     assert (folder / "README.md").read_text().count("` makes one.") == 2
 
 
@@ -68,7 +68,7 @@ def test_the_new_variant_passes_what_is_checked_of_all(repository):
     result = collection.collect(repository)
     assert result.problems == ()
     assert result.measurements["new"].hypothesis == HYPOTHESIS
-    markdown.update(repository)
+    markdown.update_tables(repository)
     assert f"| new | {HYPOTHESIS} | tiny | planned |" in (repository / "README.md").read_text()
     assert flags.resolve(variant.load("new", repository))
 

@@ -1,0 +1,45 @@
+"""Looking changes nothing: a verb that answers a question writes no tracked file and no record, unless asked to."""
+
+import subprocess
+import sys
+
+import pytest
+
+from slimqwen import variant
+from slimqwen.cli import app, console
+
+ROOT = variant.repository_root()
+QUESTIONS = [
+    "variant list",
+    "serve --variant tiny --dry-run",
+    "recipe run --variant tiny-best --dry-run",
+    "roofline --variant qwen3.5-4b-best --gpu rtx-3090",
+    "compare tiny tiny-best",
+    "report --check",
+    "report --output {folder}",
+    pytest.param("plan --variant qwen3.5-4b-best --gpu a10g", marks=pytest.mark.engine),
+]
+
+
+def state():
+    """What git sees, and every file among the records, those that git ignores too."""
+    words = ["git", "-C", str(ROOT), "-c", f"safe.directory={ROOT}", "status", "--porcelain"]
+    seen = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    files = {
+        file: file.stat().st_mtime_ns
+        for folder in ("experiments", "results")
+        for file in (ROOT / folder).rglob("*")
+    }
+    return seen, files
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_a_question_writes_nothing_that_git_sees_and_no_record(question, monkeypatch, capfd, tmp_path):
+    before = state()
+    monkeypatch.setattr(console.console, "file", sys.stdout)
+    monkeypatch.setattr(sys, "argv", ["slimqwen", *question.format(folder=tmp_path).split()])
+    with pytest.raises(SystemExit) as ended:
+        app.main()
+    assert ended.value.code == 0, capfd.readouterr().err
+    assert capfd.readouterr().out
+    assert state() == before
