@@ -66,7 +66,7 @@ eval-quality-full: | $(READY) ## score VARIANT on every item (SUITE=core PORT=80
 eval-latency: | $(READY) ## time VARIANT over WORKLOAD=classes|arrivals|poisson|… (BASELINE=1: in turns with its baseline)
 	@$(RUN) bench latency --variant $(VARIANT) $(call option,WORKLOAD,--workload) $(if $(filter 1,$(BASELINE)),--baseline) $(call option,ROUNDS,--rounds) $(call option,PORT,--port)
 
-gate: | $(READY) ## is VARIANT as good as its baseline? fidelity, acceptance, quality, engine modes: one verdict
+gate: | $(READY) ## is VARIANT as good as its baseline? fidelity, acceptance, quality, engine: one verdict
 	@$(RUN) gate --variant $(VARIANT)
 
 search: | $(READY) ## find the fastest variant of BASE for a GPU within its quality budget, and prove it (BASE=tiny GPU=a10g TRIALS=n MINUTES=n)

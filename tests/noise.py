@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-from slimqwen.evals.engine.scenarios import Answer, Request, measure_tie_noise
-from slimqwen.progress import silent
+from slimqwen.evals.engine_process import Request, Response, measure_tie_noise
 
 NOISE_FACTOR = 3
 """Most times that the noise of the unchanged model may be reached."""
 
 
-def near_tie_nats(llm: Any, requests: Sequence[Request], answers: Sequence[Answer]) -> float:
-    """Gap of two tokens up to which either is correct; the engine gave the answers, with log-probabilities."""
-    return measure_tie_noise(llm, {"all": requests}, {"all": answers}, silent).near_tie_nats(NOISE_FACTOR)
+def near_tie_nats(llm: Any, requests: Sequence[Request], responses: Sequence[Response]) -> float:
+    """Gap of two tokens up to which either is correct; the engine gave the responses, with log-probabilities."""
+    return NOISE_FACTOR * measure_tie_noise(llm, requests, responses)

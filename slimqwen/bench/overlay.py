@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from slimqwen.bench import BenchError
-from slimqwen.serving import unsafe_engines
+from slimqwen.plan import start
 from slimqwen.serving.command import ServerCommand
 from slimqwen.variant import Variant
 
@@ -41,10 +41,7 @@ def _conflict(command: ServerCommand, lines: Mapping[str, str]) -> str | None:
     for row in command.platform_changes:
         if row.key in lines:
             return f"{row.key}={row.value}: {row.why}"
-    variant = command.variant
-    unsafe = unsafe_engines.find(
-        variant.root, variant.weights, command.flags, command.platform, command.variables
-    )
-    if unsafe is None or variant.allow_unsafe:
+    dies = start.match_flag_trouble(command).dies
+    if not dies or command.variant.allow_unsafe:
         return None
-    return f"{unsafe.modes}: {unsafe.reason} ({unsafe.record})"
+    return f"it {dies[0].description} ({dies[0].evidence})"

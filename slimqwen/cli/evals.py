@@ -22,7 +22,7 @@ from slimqwen.cli.options import (
 )
 
 app = typer.Typer(
-    help="Is a variant's output right? Scores, distributions, drafts, engine modes.", no_args_is_help=True
+    help="Is a variant's output right? Scores, distributions, drafts, engine.", no_args_is_help=True
 )
 
 
@@ -85,18 +85,26 @@ def fidelity(
 
 
 @app.command(cls=Judge)
-def engine(variant: VariantOption, settings: GateSettingsName = None) -> None:
-    """Compare greedy tokens in every combination of engine modes with the reference engine's.
+def engine(
+    variant: VariantOption, settings: GateSettingsName = None, records_dir: RecordsFolder = None
+) -> None:
+    """Compare the greedy tokens of the served flags and their neighbours with a plain reference engine's.
 
-    Exit code 0: all safe, 1: a combination is unsafe, 3: error.
+    Exit code 0: those of the served flags are equal but for near ties, 1: wrong, 2: inconclusive, 3: error.
     """
-    from slimqwen.evals.engine import modes
+    from slimqwen.evals import engine
 
-    log = modes.log_file(variant)
+    log = variant.root / "logs" / f"engine-{variant.name}.log"
     with measuring(log) as progress:
-        path = modes.measure(variant, settings or variant.evaluation, command=command(), progress=progress)
+        path = engine.measure_engine(
+            variant,
+            settings or variant.evaluation,
+            command=command(),
+            records_folder=records_dir and records_dir / variant.name,
+            progress=progress,
+        )
     record = show_record(path, log)
-    raise typer.Exit(1 if record.unsafe else 0)
+    raise typer.Exit(EXIT_CODES[record.outcome])
 
 
 @app.command()

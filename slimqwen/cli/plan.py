@@ -41,7 +41,7 @@ def plan(
 ) -> None:
     """Predict how vLLM will be configured for a variant on a GPU: backends, graphs, KV cache, known trouble.
 
-    It needs no GPU and loads no weights. Exit code 1: the server would die on one of the GPUs.
+    It needs no GPU and loads no weights. Exit code 1: the server would not be started on one of the GPUs.
     """
     from slimqwen.plan import record as plans
     from slimqwen.plan import trouble
@@ -65,8 +65,8 @@ def plan(
     if record:
         path = plans.write_plans(variant, made, command=command(), started=started)
         say(f"record: {relative(path)}")
-    dies = any(entry.effect == "dies" for each in made for entry in trouble.match_trouble(each, known))
-    raise typer.Exit(1 if dies else 0)
+    refused = any(entry.prevents_start for each in made for entry in trouble.match_trouble(each, known))
+    raise typer.Exit(1 if refused else 0)
 
 
 def _compile_ahead(variant: Variant, gpu: str) -> None:
@@ -96,7 +96,7 @@ def find_recorded_plan(server: "ServerCommand") -> "tuple[Plan | None, Sequence[
     Prints one line for each known cost of the start, or one line where no plan fits a start on a GPU.
 
     Returns:
-        The plan, and the known trouble by which the start would die.
+        The plan, and the known trouble that prevents the start; without a plan that which flags alone decide.
 
     Raises:
         ServingError: there is no plan, and REQUIRE_PLAN=1.
@@ -109,10 +109,10 @@ def find_recorded_plan(server: "ServerCommand") -> "tuple[Plan | None, Sequence[
     except start.MissingPlanError as error:
         if server.variant.require_plan:
             raise ServingError(f"REQUIRE_PLAN=1, and {error}") from None
-        # Known trouble concerns GPUs alone, so a plan would change nothing of a start on a CPU.
+        # What is known of a CPU is known by the flags, so a plan would change nothing of a start there.
         if server.platform != "cpu":
             errors.print(f"{error}.", markup=False)
-        return None, ()
+        return None, start.match_flag_trouble(server).dies
     trouble = start.match_start_trouble(found, server, compiles=start.compiles_here(server))
     for line in trouble.costs:
         errors.print(f"Known trouble: {line}.", markup=False)

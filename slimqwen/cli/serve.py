@@ -32,7 +32,7 @@ def serve(
     ] = None,
     allow_unsafe: Annotated[
         Literal["1"] | None,
-        typer.Option(help="serve despite known trouble or unsafe engine modes, as ALLOW_UNSAFE=1 does"),
+        typer.Option(help="serve despite known trouble, as ALLOW_UNSAFE=1 does"),
     ] = None,
 ) -> None:
     """Serve a variant with vLLM, under the name "default"."""

@@ -1,4 +1,4 @@
-"""Evaluations: is a variant right? Quality, fidelity, acceptance, engine modes and the gate, each a record kind."""
+"""Evaluations: is a variant right? Quality, fidelity, acceptance, engine and the gate, each a record kind."""
 
 from slimqwen.errors import SlimqwenError
 

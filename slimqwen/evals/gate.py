@@ -1,7 +1,7 @@
 """The gate: is a variant as good as its baseline, and does its engine serve it correctly? Four checks, one verdict.
 
 Fidelity detects small damage to weights, acceptance damage to the MTP head, quality worse responses, and the engine
-modes wrong tokens of the variant's own combination. A check's record is reused while its inputs are unchanged;
+check wrong tokens of the served flags. A check's record is reused while its inputs are unchanged;
 otherwise the check is measured.
 """
 
@@ -12,12 +12,19 @@ from typing import Any, ClassVar
 from pydantic import Field, field_validator
 
 from slimqwen import variant as variants
-from slimqwen.evals import EvalError, acceptance, acceptance_share, fidelity, quality, quality_comparison
+from slimqwen.evals import (
+    EvalError,
+    acceptance,
+    acceptance_share,
+    engine,
+    fidelity,
+    quality,
+    quality_comparison,
+)
 from slimqwen.evals.acceptance import Acceptance
 from slimqwen.evals.drafting import AcceptanceSettings
-from slimqwen.evals.engine import modes
-from slimqwen.evals.engine.modes import EngineModes
-from slimqwen.evals.engine.scenarios import EngineSettings
+from slimqwen.evals.engine import EngineCheck
+from slimqwen.evals.engine_process import EngineSettings
 from slimqwen.evals.fidelity import Fidelity
 from slimqwen.evals.fidelity_figures import FIGURE_NAMES, FidelitySettings
 from slimqwen.evals.quality import Quality
@@ -142,8 +149,8 @@ def measure_gate(
         ],
         "quality": _measure_quality(sides, settings.quality, options),
         "engine": [
-            find_reusable(variant, EngineModes, settings_name=settings_name)
-            or modes.measure(variant, settings_name, **options)
+            find_reusable(variant, EngineCheck, settings_name=settings_name)
+            or engine.measure_engine(variant, settings_name, **options)
         ],
     }
     return write_gate_record(variant, settings_name, evidence, command=command, started=started)
@@ -174,7 +181,7 @@ def write_gate_record(
         *_recipe_findings(variant),
         _acceptance_finding(*evidence["acceptance"]),
         *_quality_findings(*evidence["quality"]),
-        _engine_finding(store.read_record(evidence["engine"][0], EngineModes)),
+        _engine_finding(store.read_record(evidence["engine"][0], EngineCheck)),
     ]
     verdicts = {
         check: overall([finding.verdict for finding in findings if finding.gate == check]) for check in CHECKS
@@ -299,7 +306,7 @@ def _has_current_sample_size(record: Quality, variant: Variant) -> bool:
 
 
 def _fidelity_findings(record: Fidelity) -> Iterator[Finding]:
-    """One finding for each figure: its largest value over the engine modes that were compared."""
+    """One finding for each figure: its largest value over the modes that were compared."""
     for figure in FIGURE_NAMES:
         estimates = [getattr(figures, figure) for figures in record.modes.values()]
         worst: Estimate | None = max(estimates, key=lambda each: each.value if each else 0.0)
@@ -372,10 +379,17 @@ def _quality_findings(first: Path, second: Path) -> Iterator[Finding]:
         )
 
 
-def _engine_finding(record: EngineModes) -> Finding:
-    """Unsafe combinations of engine modes among those that the variant is served with; others do not decide."""
-    figure = f"unsafe engine modes, of {len(record.served_cells)} served"
-    return _finding_without_interval("engine", figure, record.served_unsafe, 0, record.verdict)
+def _engine_finding(record: EngineCheck) -> Finding:
+    """The served engine alone decides: no server of the variant runs with the flags of its neighbours."""
+    served = record.served
+    figure = (
+        "breakdown of the served engine"
+        if served.failure
+        else f"wrong responses of the served engine, of {served.responses}"
+    )
+    return _finding_without_interval(
+        "engine", figure, 1 if served.failure else served.wrong_responses, 0, record.verdict
+    )
 
 
 def _finding_without_interval(

@@ -16,7 +16,7 @@ from slimqwen.plan import gpu_model, trouble
 from slimqwen.plan.record import PlanRecord
 from slimqwen.progress import Progress, silent
 from slimqwen.records import store
-from slimqwen.serving import baked_cache, unsafe_engines
+from slimqwen.serving import baked_cache
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.platform import Platform
 from slimqwen.variant import Variant, making_command, repository_root
@@ -98,7 +98,7 @@ def gather(
         cache, cache_folder = read_imported_cache(command, archive), archive.parent
     elif command.cache is not None and (needs_cache or command.cache.usable):
         cache = _baked_cache(command)
-    files = [root / name for name in (unsafe_engines.FILE, trouble.FILE, gpu_model.FILE)]
+    files = [root / name for name in (trouble.FILE, gpu_model.FILE)]
     for name in variant.lineage:
         files += [root / "experiments" / name / file for file in ("config.env", "measurements.json")]
     files += store.results(root, PlanRecord, variant.name)[:1]  # with which a start is compared

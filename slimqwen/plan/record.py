@@ -137,7 +137,8 @@ def overview_table(root: Path) -> Table:
 def _overview_cells(plan: Plan, known: Sequence[trouble.KnownTrouble]) -> tuple[str, ...]:
     facts, entries = list_facts(plan), trouble.match_trouble(plan, known)
     effects = (
-        _words(entry.name for entry in entries if entry.effect == effect) for effect in ("dies", "costs")
+        _words(entry.name for entry in entries if entry.prevents_start == prevents)
+        for prevents in (True, False)
     )
     return *(facts[name] for name in _OVERVIEW), *(effect or "-" for effect in effects)
 

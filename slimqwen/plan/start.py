@@ -27,7 +27,7 @@ class MissingPlanError(SlimqwenError):
 class StartTrouble:
     """Known trouble of a start, by its plan."""
 
-    dies: tuple[checks.Trouble, ...]  # causes that would end the start
+    dies: tuple[checks.Trouble, ...]  # causes that would end the start or change its tokens
     costs: tuple[str, ...]  # one line each, the cure last
 
 
@@ -74,6 +74,22 @@ def find_plan(command: ServerCommand, gpu_name: str) -> Plan:
     )
 
 
+def match_flag_trouble(command: ServerCommand) -> StartTrouble:
+    """The known trouble of a start that has no plan: what its flags alone decide."""
+    plan = Plan(
+        variant=command.variant.name,
+        gpu=CPU if command.platform == "cpu" else "",
+        planned="",
+        vllm=version("vllm"),
+        checkpoint="",
+        flags=rehearsal.decisive_flags(command),
+        weight_bytes={},
+        kernels=None,
+        failed_at=None,
+    )
+    return match_start_trouble(plan, command, compiles=True)
+
+
 def match_start_trouble(plan: Plan, command: ServerCommand, *, compiles: bool) -> StartTrouble:
     """The known trouble of a start by its plan, given the libraries of its compile cache.
 
@@ -91,8 +107,9 @@ def match_start_trouble(plan: Plan, command: ServerCommand, *, compiles: bool) -
     costs: list[str] = []
     for entry in trouble.match_trouble(plan, trouble.read_known_trouble(command.variant.root)):
         fact = f"{plan.gpu}: {entry.description.rstrip('.')}"
-        if entry.effect == "dies":
-            dies.append(checks.Trouble(f"would die on {fact}{error}", entry.instead, entry.evidence))
+        if entry.prevents_start:
+            effect = "die" if entry.effect == "dies" else "give other tokens"
+            dies.append(checks.Trouble(f"would {effect} on {fact}{error}", entry.instead, entry.evidence))
         else:
             costs.append(f"{fact}; {entry.instead}")
     return StartTrouble(tuple(dies), tuple(costs))

@@ -1,4 +1,4 @@
-"""Known trouble as data: eval/known_trouble.yaml, conditions on the facts of a plan."""
+"""Known trouble as data: eval/known_trouble.yaml, conditions on the facts and flags of a plan."""
 
 import json
 import re
@@ -20,6 +20,7 @@ FILE = Path("eval") / "known_trouble.yaml"
 Value = str | bool | int | float
 _COMPARISON = re.compile(r"(<=|>=|<|>)\s*(-?[\d.]+)")
 _PATTERN = "~"
+_FLAG = "--"
 
 
 class KnownTrouble(BaseModel):
@@ -29,9 +30,12 @@ class KnownTrouble(BaseModel):
 
     name: str
     vllm: str = Field(description="versions that it holds for, such as >=0.28,<0.34")
-    when: dict[str, Value | list[Value]] = Field(description="values of `FACTS`, all of which must hold")
-    effect: Literal["dies", "costs"] = Field(
-        description="dies: the server ends or answers with errors; costs: it serves, slower or with less"
+    when: dict[str, Value | list[Value]] = Field(
+        description="values of `FACTS` and of vLLM's flags, such as --kv-cache-dtype, all of which must hold"
+    )
+    effect: Literal["dies", "differs", "costs"] = Field(
+        description="dies: the server ends or responds with errors; differs: it gives other tokens; "
+        "costs: it serves, slower or with less"
     )
     description: str
     instead: str = Field(description="what to write into config.env, or to do")
@@ -52,7 +56,7 @@ class KnownTrouble(BaseModel):
         known = f"the facts are {', '.join(sorted(FACTS))}"
         if not value:
             raise ValueError(f"no condition; {known}")
-        unknown = sorted(set(value) - set(FACTS))
+        unknown = sorted(name for name in value if name not in FACTS and not name.startswith(_FLAG))
         if unknown:
             raise ValueError(f"unknown facts {', '.join(unknown)}; {known}")
         return value
@@ -62,7 +66,18 @@ class KnownTrouble(BaseModel):
         version = Version(plan.vllm)
         if not SpecifierSet(self.vllm).contains(version.base_version, prereleases=True):
             return False
-        return all(_holds(FACTS[name](plan), condition) for name, condition in self.when.items())
+        return all(_holds(_fact(plan, name), condition) for name, condition in self.when.items())
+
+    @property
+    def prevents_start(self) -> bool:
+        """Whether a server is not started where it applies."""
+        return self.effect != "costs"
+
+
+def _fact(plan: Plan, name: str) -> Any:
+    if name.startswith(_FLAG):
+        return json.loads(plan.flags.get(name.removeprefix(_FLAG), "null"))
+    return FACTS[name](plan)
 
 
 def _field(group: str, name: str) -> Callable[[Plan], Any]:
@@ -161,8 +176,8 @@ def read_known_trouble(root: Path) -> list[KnownTrouble]:
 
 
 def match_trouble(plan: Plan, known: Sequence[KnownTrouble]) -> list[KnownTrouble]:
-    """The known trouble whose conditions hold for a plan; trouble that ends the server comes first."""
+    """The known trouble whose conditions hold for a plan; trouble that prevents a start comes first."""
     return sorted(
         (trouble for trouble in known if trouble.applies_to(plan)),
-        key=lambda trouble: trouble.effect != "dies",
+        key=lambda trouble: not trouble.prevents_start,
     )

@@ -1,16 +1,15 @@
 """Checks before a start: refuse what vLLM would die of, in one line and before it loads anything."""
 
-import itertools
 import os
 import socket
 import ssl
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from slimqwen import checkpoint
 from slimqwen.checkpoint.tensors import weight_files
 from slimqwen.checkpoint.weights import has_mtp_head
-from slimqwen.serving import chat_template, gpu, unsafe_engines
+from slimqwen.serving import chat_template, gpu
 from slimqwen.serving import platform as machine
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
@@ -40,10 +39,10 @@ def check_command(command: ServerCommand, trouble: Iterable[Trouble] = ()) -> No
     """Refuse a command that cannot serve.
 
     Args:
-        trouble: what the plan of this start dies of.
+        trouble: what is known to prevent this start.
 
     Raises:
-        ServingError: no GPU, known trouble or unsafe engine modes, too long a context, a chat template that does not
+        ServingError: no GPU, known trouble, too long a context, a chat template that does not
             render, a required compile cache that does not fit, too little memory, a port in use, an API key that
             protects nothing, a certificate that cannot be read.
         slimqwen.checkpoint.MissingCheckpointError, CorruptCheckpointError: no weights, or cut short or incomplete.
@@ -57,7 +56,7 @@ def check_command(command: ServerCommand, trouble: Iterable[Trouble] = ()) -> No
             f"{variant.name} needs a GPU and there is none here; serve it on a GPU host, or try PLATFORM=cpu"
         )
     check_weights(command)
-    refuse_trouble(command, itertools.chain(trouble, _unsafe_modes(command)))
+    refuse_trouble(command, trouble)
     _check_requests(command)
     _check_cache(command)
     _check_memory(command)
@@ -112,21 +111,6 @@ def refuse_trouble(command: ServerCommand, trouble: Iterable[Trouble]) -> None:
         raise ServingError(
             f"{command.variant.name} {first.description}; {first.evidence} shows it; {first.cure}, or serve all "
             "the same with ALLOW_UNSAFE=1"
-        )
-
-
-def _unsafe_modes(command: ServerCommand) -> Iterator[Trouble]:
-    """The engine modes that eval/unsafe_engines.json lists; only looked up where they are not allowed."""
-    variant = command.variant
-    finding = unsafe_engines.find(
-        variant.root, variant.weights, command.flags, command.platform, command.variables
-    )
-    if finding is not None:
-        yield Trouble(
-            f"would run in modes found unsafe ({finding.modes}; {finding.build}): {finding.reason}",
-            "change one of these modes in its config.env, check again with "
-            f"`slimqwen eval engine --variant {variant.name}`",
-            finding.record,
         )
 
 

@@ -27,7 +27,7 @@ OWN_KEYS: Mapping[str, str] = MappingProxyType(
         "REQUIRE_WARMUP": "1 for a variant whose server stops if its warm-up fails",
         "MAX_BODY_BYTES": "largest accepted request body, bytes",
         "THINKING_TOKEN_BUDGET": "thinking tokens of a request that sets no budget; unset: unlimited",
-        "ALLOW_UNSAFE": "1 for a variant that is served even in engine modes known to be unsafe",
+        "ALLOW_UNSAFE": "1 for a variant that is served in spite of known trouble",
     }
 )
 """The keys of config.env that are neither a flag of vLLM nor an environment variable."""
@@ -37,7 +37,7 @@ _ONLY_VALUE = {
     "REQUIRE_BAKED": ("1", "compiling where nothing is baked"),
     "REQUIRE_PLAN": ("1", "serving without a plan, or otherwise than planned"),
     "REQUIRE_WARMUP": ("1", "serving cold where the warm-up fails"),
-    "ALLOW_UNSAFE": ("1", "refusing engine modes known to be unsafe"),
+    "ALLOW_UNSAFE": ("1", "refusing what is known to die or to give other tokens"),
 }
 """Key -> the only value it may have, and the behaviour if it is unset."""
 

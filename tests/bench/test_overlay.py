@@ -1,8 +1,8 @@
-from types import SimpleNamespace
-
 import pytest
 
 from slimqwen.bench import BenchError, overlay
+from slimqwen.plan import start
+from slimqwen.serving import checks
 from slimqwen.serving import platform as machine
 from slimqwen.variant import load
 
@@ -18,22 +18,20 @@ def test_a_workload_that_needs_prefix_caching_is_served_with_the_variants_own_dr
     assert lines == CONFIG
 
 
-def test_modes_found_unsafe_on_this_build_are_a_reason_to_serve_without_mtp(monkeypatch):
-    def find(root, weights, flags, *_):
-        if flags.get("speculative-config"):
-            return SimpleNamespace(modes="MTP K=4, prefix caching", reason="tokens differ", record="x.json")
-        return None
+def test_known_trouble_is_a_reason_to_serve_without_mtp(monkeypatch):
+    trouble = checks.Trouble("would give other tokens on cpu", "no drafts", "a record")
+
+    def match(plan, command):
+        return start.StartTrouble((trouble,) if "speculative-config" in plan.flags else (), ())
 
     # A platform that takes both, as a GPU does.
     monkeypatch.setattr(machine, "GPU_ONLY", ())
-    monkeypatch.setattr(overlay.unsafe_engines, "find", find)
+    monkeypatch.setattr(overlay.start, "match_start_trouble", match)
     changed, lines = overlay.servable(load("tiny-mtp4"), CONFIG, "prefix_cache")
     assert lines["VLLM_SPECULATIVE_CONFIG"] == ""
     assert "VLLM_SPECULATIVE_CONFIG" not in changed.settings
-    monkeypatch.setattr(
-        overlay.unsafe_engines, "find", lambda *_: find(None, None, {"speculative-config": 1})
-    )
-    with pytest.raises(BenchError, match=r"tokens differ \(x\.json\)"):
+    monkeypatch.setattr(overlay.start, "match_start_trouble", lambda *_: start.StartTrouble((trouble,), ()))
+    with pytest.raises(BenchError, match=r"it would give other tokens on cpu \(a record\)"):
         overlay.servable(load("tiny-mtp4"), CONFIG, "prefix_cache")
 
 

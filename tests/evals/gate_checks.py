@@ -2,10 +2,9 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from slimqwen.evals import acceptance
-from slimqwen.evals.engine.combinations import REFERENCE_MODES
 from slimqwen.evals.fidelity_figures import FIGURE_NAMES, FidelityLimits, Figures, judge_figures
 from slimqwen.evals.suites.suite import Suite
 from slimqwen.records import provenance
@@ -16,7 +15,6 @@ from slimqwen.variant import Variant
 from tests import record_files
 
 LIMITS = FidelityLimits(**dict.fromkeys(FIGURE_NAMES, 0.003))
-MODES = REFERENCE_MODES.model_dump()
 
 
 def figures_of(estimate: Estimate | None, joined_kl_nats: float | None = None) -> Figures:
@@ -47,8 +45,7 @@ class Checks:
         self.accepted = 8
         self.right = 200
         self.wrong: dict[tuple[str, str | None], int] = {}
-        self.state = "fine"
-        self.unsafe_elsewhere = 0
+        self.engine_is: Literal["fine", "wrong", "dead", "idle"] = "fine"
 
     def described(self, one: Variant, flags: dict[str, Any] | None = None) -> dict[str, Any]:
         server = ServerCommand.resolve(one)
@@ -108,24 +105,15 @@ class Checks:
 
     def engine(self, one: Variant, settings_name: str, **more: Any) -> Path:
         self.asked.append(("engine", one.name))
-        counts = dict.fromkeys(
-            ("items", "near_ties", "tokens_compared", "drafts", "accepted_drafts", "prefix_hits", "aborted"),
-            1,
-        )
-        cell = {
-            "modes": MODES, "served": True, "state": self.state, "reason": None if self.state == "fine" else "differs",
-            **counts, "preemptions": None, "notes": [], "seconds": 1.0,
+        wrong = {"alone": [7]} if self.engine_is == "wrong" else {}
+        engine = {
+            "name": "served", "draft_tokens": 4, "prefix_caching": False, "sequences": 1, "responses": 9,
+            "near_ties": 1, "wrong": wrong, "cached_tokens": 0, "accepted_drafts": 0 if self.engine_is == "idle" else 5,
+            "failure": "starting: SIGSEGV" if self.engine_is == "dead" else None, "seconds": 1.0,
         }  # fmt: skip
-        elsewhere = [
-            cell
-            | {"served": False, "state": "unsafe", "reason": "differs", "modes": MODES | {"draft_tokens": k}}
-            for k in range(1, 1 + self.unsafe_elsewhere)
-        ]
-        build = {
-            "platform": "cpu", "device": "x", "vllm": "1", "architecture": "a", "quantization": "none",
-        }  # fmt: skip
+        neighbour = engine | {"name": "without drafts", "draft_tokens": 0, "wrong": {"together": [1, 2]}}
         record = {
-            "schema": "engine/1", "variant": one.name, "plan": settings_name, "build": build, "near_tie_nats": 0.1,
-            "cells": [cell, *elsewhere], "provenance": self.described(one),
+            "schema": "engine/2", "variant": one.name, "plan": settings_name, "near_tie_nats": 0.1,
+            "engines": [engine, neighbour], "provenance": self.described(one),
         }  # fmt: skip
-        return record_files.write(more.get("records_folder") or one.folder, record, [{"cell": 1}])
+        return record_files.write(more.get("records_folder") or one.folder, record, [{"engine": "served"}])

@@ -9,8 +9,7 @@ import pytest
 
 from slimqwen import variant
 from slimqwen.checkpoint.files import carry_all
-from slimqwen.evals import EvalError, acceptance, fidelity, gate, quality
-from slimqwen.evals.engine import modes
+from slimqwen.evals import EvalError, acceptance, engine, fidelity, gate, quality
 from slimqwen.evals.gate import Gate
 from slimqwen.evals.suites.suite import Suite
 from slimqwen.records import store
@@ -28,7 +27,7 @@ def checks(monkeypatch: pytest.MonkeyPatch, stamps: None) -> Checks:
     for module in (fidelity, acceptance, quality):
         name = module.__name__.rpartition(".")[2]
         monkeypatch.setattr(module, f"measure_{name}", getattr(made, name))
-    monkeypatch.setattr(modes, "measure", made.engine)
+    monkeypatch.setattr(engine, "measure_engine", made.engine)
     return made
 
 
@@ -102,13 +101,10 @@ def test_damage_that_every_measurement_misses_fails_the_gate_where_no_stage_may_
     assert record.verdicts["fidelity"] == record.verdict
 
 
-def test_unsafe_modes_that_are_not_served_do_not_count_against_the_limit(
-    one: Variant, checks: Checks
-) -> None:
-    checks.unsafe_elsewhere = 3
+def test_only_the_served_engine_decides(one: Variant, checks: Checks) -> None:
     path = gate.measure_gate(one, "tinyworld", command=["x"])
-    page = store.read_record(path, Gate).tables(path)[0]
-    assert page.rows[-1] == ("engine", "unsafe engine modes, of 1 served", "0", "-", "0", "pass")
+    row = store.read_record(path, Gate).tables(path)[0].rows[-1]
+    assert row == ("engine", "wrong responses of the served engine, of 9", "0", "-", "0", "pass")
 
 
 @pytest.mark.parametrize(
@@ -119,8 +115,9 @@ def test_unsafe_modes_that_are_not_served_do_not_count_against_the_limit(
         ({"accepted": 4}, "acceptance", "fail"),
         ({"right": 100}, "quality", "fail"),
         ({"right": 192}, "quality", "inconclusive"),
-        ({"state": "unsafe"}, "engine", "fail"),
-        ({"state": "not available"}, "engine", "inconclusive"),
+        ({"engine_is": "wrong"}, "engine", "fail"),
+        ({"engine_is": "dead"}, "engine", "fail"),
+        ({"engine_is": "idle"}, "engine", "inconclusive"),
     ],
 )
 def test_one_check_decides(

@@ -16,7 +16,7 @@ from slimqwen.plan import gpu_model, rehearsal, start, trouble
 from slimqwen.plan.record import list_recorded_plans
 from slimqwen.plan.start import MissingPlanError
 from slimqwen.records import store
-from slimqwen.serving import baked_cache, checks, cuda_toolkit, gpu
+from slimqwen.serving import baked_cache, checks, cuda_toolkit, gpu, platform
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
 from slimqwen.serving.server import free_port
@@ -215,6 +215,15 @@ def test_a_module_whose_libraries_are_baked_needs_no_compiler(resolve, record):
     assert "FlashInfer" in death.description
     every = with_libraries(command, "prefill", "decode")
     assert start.match_start_trouble(plan, every, compiles=False).dies == ()
+
+
+def test_a_start_without_a_plan_is_refused_by_its_flags_alone(resolve, tmp_path, monkeypatch):
+    monkeypatch.setattr(platform, "has_avx512", lambda: True)
+    resolve("VLLM_CPU_KVCACHE_SPACE=1", "VLLM_ENFORCE_EAGER=1", kv_cache_dtype="fp8")
+    command = ServerCommand.resolve(variant.load("v", tmp_path), platform="cpu")
+    plan, (trouble_met,) = find_recorded_plan(command)
+    assert plan is None
+    assert trouble_met.description.startswith("would give other tokens on cpu: An FP8 KV cache")
 
 
 @pytest.mark.parametrize(("platform", "said"), [("cuda", "no plan of v on a10g"), ("cpu", "")])

@@ -84,6 +84,17 @@ def test_graphs_of_every_depth_of_a_schedule_are_multiples():
     assert "graphs-not-multiples" in names(plan(sizes=(5, 8), **by_load), "costs")
 
 
+def test_a_flag_is_a_condition_too():
+    flags = {"kv-cache-dtype": '"fp8"', "enforce-eager": "true"}
+    served = plan(gpu="cpu").model_copy(update={"flags": flags})
+    assert names(served, "differs") == ["fp8-kv-eager-on-cpu"]
+    for changes in ({"kv-cache-dtype": '"auto"'}, {"enforce-eager": "false"}):
+        assert names(served.model_copy(update={"flags": flags | changes}), "differs") == []
+    assert names(plan(gpu="a10g").model_copy(update={"flags": flags}), "differs") == []
+    (trouble_met,) = trouble.match_trouble(served, KNOWN)[:1]
+    assert trouble_met.prevents_start
+
+
 def test_trouble_of_other_versions_is_not_met():
     assert names(plan(dtype="float16", vllm="0.34.0"), "costs") == []
     assert names(plan(dtype="float16", vllm="0.32.0+cpu"), "costs") == ["float16-slow-decode"]

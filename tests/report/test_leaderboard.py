@@ -234,14 +234,13 @@ def test_what_a_person_rejected_or_a_verdict_failed_is_not_to_be_served(pair, cl
     assert (leaders.choices[0].serve, leaders.choices[0].candidate) == (None, None)
 
 
-def test_a_variant_whose_engine_is_unsafe_is_not_to_be_served(pair, add_record, board):
+def test_a_variant_whose_engine_responds_wrongly_is_not_to_be_served(pair, add_record, board):
     pair()
 
-    def unsafe(record):
-        for cell in record["cells"]:
-            cell["state"], cell["reason"] = ("unsafe", "other tokens") if cell["served"] else ("fine", None)
+    def respond_wrongly(record):
+        record["engines"][0]["wrong"] = {"alone": [513]}
 
-    add_record("quick", "engine", edit=unsafe)
+    add_record("quick", "engine", edit=respond_wrongly)
     leaders, _ = board()
 
     assert leaders.choices[0].serve is None

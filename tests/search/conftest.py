@@ -10,7 +10,6 @@ import pytest
 from slimqwen import variant
 from slimqwen.checkpoint.files import carry_all
 from slimqwen.evals import acceptance, fidelity, quality
-from slimqwen.evals.engine import modes
 from slimqwen.evals.quality import ScoredPart
 from slimqwen.evals.suites.lm_eval_run import Item, Part, TaskRun
 from slimqwen.evals.suites.suite import Suite
@@ -20,7 +19,7 @@ from slimqwen.search.candidate import make_overlay
 from slimqwen.search.ladder import Ladder
 from slimqwen.search.rungs import Budget
 from slimqwen.search.space import SearchSettings, Space
-from slimqwen.serving import unsafe_engines
+from slimqwen.search.sweep import tasks
 from slimqwen.variant import Variant
 from tests.evals.gate_checks import Checks
 
@@ -40,7 +39,7 @@ def checks(monkeypatch: pytest.MonkeyPatch, stamps: None) -> Checks:
     for module in (fidelity, acceptance):
         name = module.__name__.rpartition(".")[2]
         monkeypatch.setattr(module, f"measure_{name}", getattr(made, name))
-    monkeypatch.setattr(modes, "measure", made.engine)
+    monkeypatch.setattr(tasks, "measure_engine", made.engine)
 
     def ask(one: Variant, suite: Suite, part: Part, *, split: Split | None = None, **_: Any) -> ScoredPart:
         made.asked.append(("quality", one.name))
@@ -79,8 +78,7 @@ def root(tmp_path: Path, add_variant: Callable[..., Path]) -> Path:
         carry_all(ROOT / "weights" / "tiny", tmp_path / "weights" / name)
     (tmp_path / "eval").mkdir()
     for entry in (ROOT / "eval").iterdir():
-        if entry.name != unsafe_engines.FILE.name:
-            (tmp_path / "eval" / entry.name).symlink_to(entry)
+        (tmp_path / "eval" / entry.name).symlink_to(entry)
     return tmp_path
 
 

@@ -6,8 +6,7 @@ import pytest
 
 from slimqwen import variant
 from slimqwen.checkpoint import CorruptCheckpointError, MissingCheckpointError
-from slimqwen.evals.engine.combinations import REFERENCE_MODES
-from slimqwen.serving import checks, gpu, unsafe_engines
+from slimqwen.serving import checks, gpu
 from slimqwen.serving import platform as machine
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
@@ -119,47 +118,24 @@ def test_a_required_cache_of_a_variant_that_compiles_nothing_is_refused(servable
         servable("REQUIRE_BAKED=1")
 
 
-@pytest.fixture
-def found_unsafe(servable, tmp_path):
-    """The variant, its own engine modes found unsafe on this machine's platform or on another."""
-
-    def make(*lines, platform="cpu"):
-        command = servable("VLLM_MAX_NUM_SEQS=1", "VLLM_ENABLE_CHUNKED_PREFILL=1", *lines)
-        build = unsafe_engines.build(command.variant.weights, "cpu").model_copy(update={"platform": platform})
-        record = "experiments/v/engine_2026-01-01T000000Z.json"
-        finding = unsafe_engines.Finding(
-            build=build, modes=REFERENCE_MODES, reason="2 answers differ", record=record
-        )
-        unsafe_engines.update(tmp_path, build, finding.record, unsafe=[finding], fine=[])
-        return command
-
-    return make
+TROUBLE = checks.Trouble("would die on x: no compiler", "take another backend", "a log")
 
 
-def test_modes_that_were_found_unsafe_are_refused_with_the_record_and_the_cure(found_unsafe):
+def test_known_trouble_is_refused_with_its_evidence_and_cure(servable):
     with pytest.raises(
         ServingError,
-        match=r"no MTP, no prefix caching, .*2 answers differ; experiments/v/engine_2026.*ALLOW_UNSAFE=1",
+        match=r"v would die on x: no compiler; a log shows it; take another backend, .*ALLOW_UNSAFE=1",
     ):
-        checks.check_command(found_unsafe())
+        checks.check_command(servable(), [TROUBLE])
 
 
-def test_modes_that_were_found_unsafe_are_served_where_that_is_allowed(found_unsafe):
-    checks.check_command(found_unsafe("ALLOW_UNSAFE=1"))
+def test_known_trouble_is_served_where_that_is_allowed(servable):
+    checks.check_command(servable("ALLOW_UNSAFE=1"), [TROUBLE])
+    one = servable().variant.with_lines({"ALLOW_UNSAFE": "1"})
+    checks.check_command(ServerCommand.resolve(one, port=free_port(), platform="cpu"), [TROUBLE])
 
 
-def test_unsafe_modes_can_be_allowed_for_one_start(found_unsafe):
-    one = found_unsafe().variant
-    checks.check_command(
-        ServerCommand.resolve(one.with_lines({"ALLOW_UNSAFE": "1"}), port=free_port(), platform="cpu")
-    )
-
-
-def test_what_a_gpu_was_found_to_do_does_not_stop_a_cpu(found_unsafe):
-    checks.check_command(found_unsafe(platform="cuda"))
-
-
-def test_unsafe_modes_are_allowed_by_a_1_only(servable):
+def test_trouble_is_allowed_by_a_1_only(servable):
     with pytest.raises(variant.ConfigError, match="ALLOW_UNSAFE=yes: write ALLOW_UNSAFE=1"):
         servable("ALLOW_UNSAFE=yes")
 

@@ -17,8 +17,8 @@ from tinyworld.world import World
 from slimqwen import checkpoint, progress
 from slimqwen.checkpoint import draft_head
 from slimqwen.checkpoint.config import write_config
-from slimqwen.evals.engine.modes import compare
-from slimqwen.evals.engine.scenarios import Answer, Request, replay
+from slimqwen.evals.engine import compare_tokens
+from slimqwen.evals.engine_process import Request, Response, generate_responses
 from slimqwen.models.mtp_head import count_served_steps, load_drafting_model, summarise_acceptance
 from slimqwen.recipe.stages import quantise_lm_head, trim_draft_vocab
 from slimqwen.recipe.stages.quantise_lm_head import QuantiseLmHeadParameters
@@ -58,21 +58,21 @@ def requests(tokens: int) -> list[Request]:
 
 
 @pytest.fixture(scope="module")
-def undrafted() -> tuple[list[Answer], float]:
+def undrafted() -> tuple[list[Response], float]:
     """What the engine without speculation answers, and a few tokens after it; nats up to which two tokens tie in it."""
     asked = requests(TOKENS + DEPTH - 1)
     with engine(TINY) as llm:
-        answers = replay(llm, asked, log_probabilities=True)
+        answers = generate_responses(llm, asked, log_probabilities=True)
         return answers, near_tie_nats(llm, asked, answers)
 
 
 @pytest.fixture(scope="module")
-def answers(undrafted: tuple[list[Answer], float]) -> list[Answer]:
+def answers(undrafted: tuple[list[Response], float]) -> list[Response]:
     return undrafted[0]
 
 
 @pytest.fixture(scope="module")
-def trimmed(answers: list[Answer], tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+def trimmed(answers: list[Response], tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
     """trimmed(size): tiny with a draft head for the ids of half of the answers."""
     root = tmp_path_factory.mktemp("trimmed")
     source = shutil.copytree(TINY, root / "sampled")
@@ -106,7 +106,7 @@ class Served:
         with engine(folder, **speculation) as llm:
             model = drafting_model(llm)
             self.kind = type(model).__name__
-            self.tokens = [answer.tokens for answer in replay(llm, requests(TOKENS))]
+            self.tokens = [answer.tokens for answer in generate_responses(llm, requests(TOKENS))]
             self.drafts = counter(llm, "vllm:spec_decode_num_drafts")
             self.accepted = vector(llm, "vllm:spec_decode_num_accepted_tokens_per_pos")
             hidden = torch.randn(3, 192, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -142,7 +142,7 @@ def test_a_checkpoint_without_a_draft_head_gets_vllm_s_own_class(serve: Callable
 @pytest.mark.parametrize("size", [4096, 128])
 def test_no_greedy_answer_changes(
     size: int,
-    undrafted: tuple[list[Answer], float],
+    undrafted: tuple[list[Response], float],
     trimmed: Callable[[int], Path],
     serve: Callable[..., Served],
 ) -> None:
@@ -151,8 +151,8 @@ def test_no_greedy_answer_changes(
     assert served.kind == "DraftVocabularyMTP"
     same = 0
     for answer, tokens, untrimmed in zip(answers, served.tokens, whole.tokens, strict=True):
-        expected = Answer(answer.tokens[:TOKENS], answer.log_probabilities, 0)
-        comparison = compare(expected, tokens, tie_nats)
+        expected = Response(answer.tokens[:TOKENS], answer.log_probabilities)
+        comparison = compare_tokens(expected, tokens, tie_nats)
         assert comparison.near_tie or not comparison.differs, comparison
         same += tokens == untrimmed
     # Draft depths differ between the two, and with them the shapes of matrix products: a near tie may fall either way.
@@ -167,7 +167,7 @@ def test_fewer_ids_mean_shorter_drafts(trimmed: Callable[[int], Path], serve: Ca
 
 @pytest.mark.parametrize("size", [4096, 128])
 def test_acceptance_counted_by_vllm_agrees_with_the_drafting_model_s(
-    size: int, answers: list[Answer], trimmed: Callable[[int], Path], serve: Callable[..., Served]
+    size: int, answers: list[Response], trimmed: Callable[[int], Path], serve: Callable[..., Served]
 ) -> None:
     folder = trimmed(size)
     texts = [

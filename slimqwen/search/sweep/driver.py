@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 from slimqwen import variant as variants
 from slimqwen.errors import SlimqwenError
 from slimqwen.evals import gate, quality
-from slimqwen.evals.engine import modes
-from slimqwen.evals.engine.modes import EngineModes
+from slimqwen.evals.engine import EngineCheck
 from slimqwen.evals.gate import Gate, GateSettings
 from slimqwen.evals.quality import ScoredPart
 from slimqwen.evals.suites.suite import Suite
@@ -287,10 +286,7 @@ class _Driver:
         if check == "quality":
             return self._write_quality(side, tasks)
         (unwritten,) = self._values[tasks[0].key]
-        path = self._publish(unwritten, side)
-        if check == "engine":
-            modes.update_unsafe_engines(store.read_record(path, EngineModes), path, self._root)
-        return path
+        return self._publish(unwritten, side)
 
     def _write_quality(self, side: Variant, parts: Sequence[Task]) -> Path:
         suite = Suite.load(parts[0].argument["suite"], self._root)
@@ -320,7 +316,7 @@ class _Driver:
     def _conclude(self, subject: _Subject, paths: Mapping[str, Sequence[Path]]) -> Path:
         variant = subject.variant
         settings = GateSettings.load(variant.evaluation, variant.root)
-        engine = store.read_record(paths["engine"][0], EngineModes).provenance
+        engine = store.read_record(paths["engine"][0], EngineCheck).provenance
         block = provenance.describe_again(
             engine, self._options.command, subject.started, self._root, [settings.file(self._root)]
         )

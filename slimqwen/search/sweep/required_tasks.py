@@ -14,8 +14,8 @@ from slimqwen.checkpoint.files import bytes_on_disk
 from slimqwen.evals import gate
 from slimqwen.evals.acceptance import Acceptance
 from slimqwen.evals.drafting import AcceptanceSettings
-from slimqwen.evals.engine.modes import EngineModes
-from slimqwen.evals.engine.scenarios import EngineSettings
+from slimqwen.evals.engine import EngineCheck
+from slimqwen.evals.engine_process import EngineSettings
 from slimqwen.evals.fidelity import Fidelity
 from slimqwen.evals.fidelity_figures import FidelitySettings
 from slimqwen.evals.gate import GateSettings
@@ -41,7 +41,7 @@ Pair = tuple[Variant, Variant]
 _CHECKS: Mapping[str, tuple[type[Record], Callable[..., Any], type[Settings]]] = {
     "fidelity": (Fidelity, tasks.check_fidelity, FidelitySettings),
     "acceptance": (Acceptance, tasks.check_acceptance, AcceptanceSettings),
-    "engine": (EngineModes, tasks.check_engine, EngineSettings),
+    "engine": (EngineCheck, tasks.check_engine, EngineSettings),
 }
 """Record kind, task and settings of the gate's checks; quality is asked in parts."""
 

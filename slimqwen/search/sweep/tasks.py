@@ -14,7 +14,7 @@ from slimqwen.bench import latency
 from slimqwen.bench.workload import Workload
 from slimqwen.evals import acceptance, fidelity, quality
 from slimqwen.evals.drafting import AcceptanceSettings
-from slimqwen.evals.engine import modes
+from slimqwen.evals.engine import measure_engine
 from slimqwen.evals.suites.lm_eval_run import Part
 from slimqwen.evals.suites.suite import Suite
 from slimqwen.progress import Progress
@@ -58,11 +58,8 @@ def check_acceptance(root: Path, argument: Mapping[str, Any], progress: Progress
 
 
 def check_engine(root: Path, argument: Mapping[str, Any], progress: Progress) -> list[UnwrittenRecord]:
-    """Compare variants' engine modes; argument as for `_measure_all`.
-
-    eval/unsafe_engines.json is left to the driver.
-    """
-    return _measure_all(root, argument, progress, modes.measure)
+    """Compare variants' engines with plain ones; argument as for `_measure_all`."""
+    return _measure_all(root, argument, progress, measure_engine)
 
 
 def _measure_all(

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from slimqwen.evals.engine.modes import compare
-from slimqwen.evals.engine.scenarios import Answer, Request, replay
+from slimqwen.evals.engine import compare_tokens
+from slimqwen.evals.engine_process import Request, Response, generate_responses
 from slimqwen.serving.in_process import counter, engine
 from tests.noise import near_tie_nats
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.engine
 class Run:
     """What one engine answered."""
 
-    greedy: list[Answer]
+    greedy: list[Response]
     tie_nats: float | None  # of the engine without speculation
     drafted: int
     accepted: int
@@ -29,7 +29,7 @@ class Run:
 def answer_greedily(checkpoint, texts, depth):
     with engine(checkpoint, num_speculative_tokens=depth) as llm:
         requests = [Request(ids[:24], 48) for ids in texts]
-        greedy = replay(llm, requests, log_probabilities=not depth)
+        greedy = generate_responses(llm, requests, log_probabilities=not depth)
         drafted = counter(llm, "vllm:spec_decode_num_draft_tokens")
         accepted = counter(llm, "vllm:spec_decode_num_accepted_tokens")
         tie_nats = None if depth else near_tie_nats(llm, requests, greedy)
@@ -45,7 +45,7 @@ def plain(tiny, texts):
 def test_greedy_tokens_are_those_without_speculation(tiny_with_mrope, texts, plain, depth):
     run = answer_greedily(tiny_with_mrope, texts, depth)
     for expected, speculated in zip(plain.greedy, run.greedy, strict=True):
-        comparison = compare(expected, speculated.tokens, plain.tie_nats)
+        comparison = compare_tokens(expected, speculated.tokens, plain.tie_nats)
         assert comparison.near_tie or not comparison.differs, comparison
     # Else this would say nothing about one of the two paths.
     assert 0.05 * run.drafted < run.accepted < 0.95 * run.drafted

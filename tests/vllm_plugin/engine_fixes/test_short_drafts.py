@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slimqwen.evals.engine.modes import compare
-from slimqwen.evals.engine.scenarios import Request, replay
+from slimqwen.evals.engine import compare_tokens
+from slimqwen.evals.engine_process import Request, generate_responses
 from slimqwen.serving.in_process import engine
 from slimqwen.vllm_plugin.engine_fixes import short_drafts
 from tests.noise import near_tie_nats
@@ -38,11 +38,11 @@ def test_with_mtp_requests_run_to_the_end_of_their_context_with_the_same_tokens(
     answers = {}
     for drafts, folder in ((0, tiny), (K, tiny_with_mrope)):
         with engine(folder, num_speculative_tokens=drafts, max_model_len=CONTEXT, max_num_seqs=4) as llm:
-            answers[drafts] = replay(llm, requests, log_probabilities=not drafts)
+            answers[drafts] = generate_responses(llm, requests, log_probabilities=not drafts)
             if not drafts:
                 tie_nats = near_tie_nats(llm, requests, answers[drafts])
     comparisons = [
-        compare(plain, speculated.tokens, tie_nats)
+        compare_tokens(plain, speculated.tokens, tie_nats)
         for plain, speculated in zip(answers[0], answers[K], strict=True)
     ]
     for request, speculated, comparison in zip(requests, answers[K], comparisons, strict=True):

@@ -1,4 +1,4 @@
-"""Functions that the tests of `isolation` call in a process of its own."""
+"""Functions that the tests of `EngineProcesses` call in a process of its own."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ def double(weights, folder, task, progress):
 
 
 def raise_error(weights, folder, task, progress):
-    progress("greedy", 0, 1)
+    progress("alone", 0, 1)
     raise RuntimeError("sizes do\nnot match")
 
 
@@ -22,7 +22,7 @@ def refuse(weights, folder, task, progress):
 
 
 def end_by_signal(weights, folder, task, progress):
-    progress("aborts", 0, 1)
+    progress("cached", 0, 1)
     # Else the message may still be on its way.
     time.sleep(0.2)
     os.kill(os.getpid(), getattr(signal, task))
@@ -33,7 +33,7 @@ def end_before_it_begins(weights, folder, task, progress):
 
 
 def hang(weights, folder, task, progress):
-    progress("mixed", 0, 1)
+    progress("together", 0, 1)
     time.sleep(600)
 
 

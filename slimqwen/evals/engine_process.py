@@ -1,0 +1,288 @@
+"""What the process of one engine does: it responds to prompts of consecutive lengths, and measures the noise of ties.
+
+Each engine is vLLM without HTTP, with its scheduler in the same process (`slimqwen.serving.in_process`), so that every
+run gives the same tokens. Features of a server alone, such as asynchronous scheduling, are not covered.
+`slimqwen.evals.engine` starts the processes and compares the responses.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from slimqwen.evals import EvalError
+from slimqwen.progress import Progress, silent
+from slimqwen.records.settings import Settings
+from slimqwen.serving import in_process
+from slimqwen.text import prompts
+
+Tokens = tuple[int, ...]
+
+Way = Literal["alone", "cached", "together"]
+"""How a prompt is sent: alone; again, its prefix in the cache; with all the others. An engine may lack the last two."""
+
+_TOP_LOGPROBS = 20
+"""Log-probabilities per position that the reference engine returns: vLLM's default limit."""
+
+_CLOSE_NATS = math.log(100)
+"""Largest gap of two tokens that noise is measured on; further apart, nothing ties."""
+
+_REREAD_TOKENS = 1024
+"""Longest prompt with response that is reread: the log-probabilities of all its positions are in memory at once."""
+
+_REREAD_RESPONSES = 48
+
+SHORTEST = range(1, 17)
+"""Prompt lengths of which some are always short enough to be reread, whatever the size of a block."""
+
+
+class EngineSettings(Settings):
+    """Section engine of eval/gates/<name>.yaml; tinyworld.yaml explains each field."""
+
+    folder: ClassVar[str] = "gates"
+    section: ClassVar[str] = "engine"
+
+    text: str
+    seed: int
+    noise_factor: float = Field(ge=1)
+    draft_tokens: int = Field(ge=1)
+    concurrency: int = Field(ge=2)
+    lengths: int = Field(ge=1)
+    output_tokens: int = Field(ge=2)
+    timeout_s: float = Field(gt=0)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt, and the exact number of tokens to generate."""
+
+    prompt: Tokens
+    output_tokens: int
+
+
+@dataclass(frozen=True)
+class Response:
+    """The greedy continuation of a prompt.
+
+    Attributes:
+        log_probabilities: natural logarithms for the likeliest tokens, by position; empty unless requested.
+    """
+
+    tokens: Tokens
+    log_probabilities: tuple[Mapping[int, float], ...]
+
+
+@dataclass(frozen=True)
+class EngineRun:
+    """The responses of one engine, and its counters.
+
+    Attributes:
+        lengths: prompt lengths, tokens.
+        responses: tokens by way and prompt length.
+        prefix_caching: whether it has a prefix cache.
+        sequences: requests that it runs at a time.
+        cached_tokens: prompt tokens found in the prefix cache.
+        accepted_drafts: tokens drafted by MTP that the model accepted.
+    """
+
+    lengths: list[int]
+    responses: Mapping[tuple[Way, int], Tokens]
+    prefix_caching: bool
+    sequences: int
+    cached_tokens: int
+    accepted_drafts: int
+
+
+def choose_lengths(
+    settings: EngineSettings, *, block_size: int, token_budget: int, context_len: int
+) -> list[int]:
+    """Prompt lengths in tokens: the shortest, consecutive ones, and those at the token budget and the context's end.
+
+    A hybrid model keeps a recurrent state at the ends of blocks alone, so a fault of its copies breaks one length in
+    every block or in 128; a handful of lengths misses it. The consecutive lengths begin at two blocks, because with
+    drafts vLLM leaves out the last block of a prefix hit.
+
+    Args:
+        block_size: tokens in a block of the KV cache.
+        token_budget: most tokens in a step; longer prompts are computed in chunks.
+        context_len: most tokens of prompt and response together.
+    """
+    first = max(1, min(2 * block_size - 1, context_len - settings.lengths))
+    around_budget = range(token_budget - 1, token_budget + 2)
+    at_end = (context_len - settings.output_tokens, context_len - 1)
+    lengths = {*SHORTEST, *range(first, first + settings.lengths), *around_budget, *at_end}
+    return sorted(length for length in lengths if 0 < length < context_len)
+
+
+def cut_requests(
+    settings: EngineSettings, weights: Path, root: Path, lengths: Sequence[int], context_len: int
+) -> list[Request]:
+    """A request for each length: the first tokens of the same text, and as much output as the context has room for."""
+    cutter = prompts.PromptCutter.for_checkpoint(weights, settings.text, settings.seed, root)
+    text = tuple(cutter.cut(1, max(lengths))[0])
+    return [Request(text[:length], min(settings.output_tokens, context_len - length)) for length in lengths]
+
+
+def generate_responses(
+    llm: Any, requests: Sequence[Request], *, log_probabilities: bool = False
+) -> list[Response]:
+    """Send requests to an engine at once, and return its greedy responses in their order.
+
+    Args:
+        log_probabilities: whether responses carry the log-probabilities of the likeliest tokens.
+    """
+    from vllm import SamplingParams
+
+    sampling = [
+        SamplingParams(
+            max_tokens=request.output_tokens,
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=_TOP_LOGPROBS if log_probabilities else None,
+        )
+        for request in requests
+    ]
+    outputs = llm.generate(
+        [{"prompt_token_ids": list(request.prompt)} for request in requests], sampling, use_tqdm=False
+    )
+    return [
+        Response(
+            tuple(output.outputs[0].token_ids),
+            tuple(
+                {token: entry.logprob for token, entry in position.items()}
+                for position in output.outputs[0].logprobs or ()
+            ),
+        )
+        for output in outputs
+    ]
+
+
+def run_reference(
+    weights: Path,
+    _: Path,
+    task: tuple[EngineSettings, Mapping[str, Any], Sequence[int], Path],
+    progress: Progress,
+) -> tuple[list[Response], float]:
+    """Respond to each prompt length with the reference engine.
+
+    Args:
+        task: settings, flags of the engine, prompt lengths, the repository.
+
+    Returns:
+        Responses with log-probabilities in the order of the lengths, and the noise of ties in the first of them.
+    """
+    settings, flags, lengths, root = task
+    progress("starting", 0, 0)
+    requests = cut_requests(settings, weights, root, lengths, flags["max-model-len"])
+    with in_process.served_engine(weights, flags) as llm:
+        responses = []
+        for done, request in enumerate(requests):
+            progress("responding", done, len(requests))
+            responses += generate_responses(llm, [request], log_probabilities=True)
+        noise = measure_tie_noise(llm, requests[:_REREAD_RESPONSES], responses[:_REREAD_RESPONSES], progress)
+    return responses, noise
+
+
+def run_engine(
+    weights: Path,
+    _: Path,
+    task: tuple[EngineSettings, Mapping[str, Any], Sequence[Way], Sequence[int] | None, Path],
+    progress: Progress,
+) -> EngineRun:
+    """Respond to prompts in those of the ways that an engine has.
+
+    Args:
+        task: settings, flags of the engine, ways, prompt lengths or None to choose them, the repository.
+    """
+    settings, flags, ways, lengths, root = task
+    progress("starting", 0, 0)
+    with in_process.served_engine(weights, flags) as llm:
+        config = llm.llm_engine.vllm_config
+        context_len = config.model_config.max_model_len
+        if lengths is None:
+            lengths = choose_lengths(
+                settings,
+                block_size=config.cache_config.block_size,
+                token_budget=config.scheduler_config.max_num_batched_tokens,
+                context_len=context_len,
+            )
+        requests = cut_requests(settings, weights, root, lengths, context_len)
+        return EngineRun(
+            lengths=list(lengths),
+            responses=_respond(llm, requests, ways, progress),
+            prefix_caching=bool(config.cache_config.enable_prefix_caching),
+            sequences=config.scheduler_config.max_num_seqs,
+            cached_tokens=in_process.counter(llm, "vllm:prefix_cache_hits"),
+            accepted_drafts=in_process.counter(llm, "vllm:spec_decode_num_accepted_tokens"),
+        )
+
+
+def _respond(
+    llm: Any, requests: Sequence[Request], ways: Sequence[Way], progress: Progress
+) -> dict[tuple[Way, int], Tokens]:
+    config = llm.llm_engine.vllm_config
+    responses: dict[tuple[Way, int], Tokens] = {}
+    for done, request in enumerate(requests if "alone" in ways else ()):
+        progress("alone", done, len(requests))
+        length = len(request.prompt)
+        llm.reset_prefix_cache()
+        responses["alone", length] = generate_responses(llm, [request])[0].tokens
+        if config.cache_config.enable_prefix_caching and "cached" in ways:
+            responses["cached", length] = generate_responses(llm, [request])[0].tokens
+    if config.scheduler_config.max_num_seqs > 1 and "together" in ways:
+        progress("together", 0, 1)
+        llm.reset_prefix_cache()
+        for request, response in zip(requests, generate_responses(llm, requests), strict=True):
+            responses["together", len(request.prompt)] = response.tokens
+    return responses
+
+
+def measure_tie_noise(
+    llm: Any, requests: Sequence[Request], responses: Sequence[Response], progress: Progress = silent
+) -> float:
+    """How far the gap of the two likeliest tokens moves where the engine rereads its responses, each in a prompt.
+
+    An engine rounds differently where it computes a token step by step, several drafted ones at once, or as part of a
+    prompt. Compiled graphs and drafts move the gaps about as far as rereading (weights/tiny on AMX: root mean square
+    0.027 nats reread, 0.031 compiled, 0.027 with drafts and four at a time; all at most 0.19).
+
+    Args:
+        responses: with log-probabilities, in the order of the requests.
+
+    Returns:
+        The largest shift of a log-probability gap, nats.
+
+    Raises:
+        EvalError: no response is short enough, or nowhere are two tokens close.
+    """
+    from vllm import SamplingParams
+
+    pairs = [
+        pair
+        for pair in zip(requests, responses, strict=True)
+        if len(pair[0].prompt) + len(pair[1].tokens) <= _REREAD_TOKENS
+    ]
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=_TOP_LOGPROBS, detokenize=False)
+    shifts: list[float] = []
+    for done, (request, response) in enumerate(pairs):
+        progress("rereading responses", done, len(pairs))
+        # Without the last token: vLLM wants room for one more.
+        prompt = {"prompt_token_ids": [*request.prompt, *response.tokens[:-1]]}
+        (output,) = llm.generate([prompt], sampling, use_tqdm=False)
+        for before, position in zip(
+            response.log_probabilities[:-1], output.prompt_logprobs[len(request.prompt) :], strict=True
+        ):
+            first, second = sorted(before, key=lambda token: -before[token])[:2]
+            gap = before[first] - before[second]
+            if gap <= _CLOSE_NATS and first in position and second in position:
+                shifts.append(abs(gap - (position[first].logprob - position[second].logprob)))
+    if not shifts:
+        raise EvalError(
+            f"two likely tokens are nowhere close in {len(pairs)} responses, so the noise of a gap is unknown; ask for "
+            "more or shorter responses in the section engine of eval/gates/"
+        )
+    return max(shifts)

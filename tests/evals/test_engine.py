@@ -1,0 +1,346 @@
+"""The engine check: which engines there are, how responses are compared, and what a breakdown becomes."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import psutil
+import pytest
+
+from slimqwen import variant
+from slimqwen.evals import EvalError
+from slimqwen.evals.engine import (
+    EngineCheck,
+    EngineProcesses,
+    TokenComparison,
+    compare_engine,
+    compare_tokens,
+    list_engines,
+    measure_engine,
+    reference_flags,
+)
+from slimqwen.evals.engine_process import SHORTEST, EngineRun, Response, run_engine, run_reference
+from slimqwen.progress import silent
+from slimqwen.records import store
+from slimqwen.serving import platform
+from slimqwen.serving.command import ServerCommand
+from slimqwen.serving.errors import ServingError
+from slimqwen.stats.verdict import Verdict
+from slimqwen.variant import Variant
+from tests.evals import engine_jobs
+from tests.evals.test_engine_process import DRAFTS, SETTINGS, TINY
+
+
+def response(*tokens: int, gap: float | None = None) -> Response:
+    """The reference engine's; `gap` is how much less likely token 99 is at every position, in nats."""
+    likeliest = [{token: -1.0} | ({} if gap is None else {99: -1.0 - gap}) for token in tokens]
+    return Response(tokens, tuple(likeliest))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "gap", "expected"),
+    [
+        ((1, 2, 3), 0.5, TokenComparison(3, False, False, None)),
+        ((1, 99, 7), 0.5, TokenComparison(1, True, False, 0.5)),
+        ((1, 99, 7), 0.0625, TokenComparison(1, True, True, 0.0625)),
+        ((1, 2, 99), None, TokenComparison(2, True, False, None)),
+        ((1, 2), 0.0, TokenComparison(2, True, False, None)),
+    ],
+    ids=["same", "far from a tie", "near tie", "not among the likeliest", "cut short"],
+)
+def test_tokens_are_compared_up_to_the_first_difference(
+    tokens: Sequence[int], gap: float | None, expected: TokenComparison
+) -> None:
+    assert compare_tokens(response(1, 2, 3, gap=gap), tokens, 0.0625) == expected
+
+
+REFERENCE = {7: response(1, 2, 3, gap=0.06), 8: response(1, 2, 3, gap=0.5), 9: response(4, 5, 6)}
+
+
+def run_of(cached_tokens: int = 0, accepted_drafts: int = 0, **responses: tuple[int, ...]) -> EngineRun:
+    """A run with a prefix cache; a response is named by its way and prompt length."""
+    named = {
+        (way, int(length)): tokens
+        for name, tokens in responses.items()
+        for way, _, length in [name.partition("_")]
+    }
+    return EngineRun([7, 8, 9], named, True, 4, cached_tokens, accepted_drafts)  # type: ignore[arg-type]
+
+
+def test_wrong_responses_are_listed_by_way_and_near_ties_are_no_fault() -> None:
+    run = run_of(
+        cached_tokens=5, accepted_drafts=6,
+        alone_7=(1, 99, 9), alone_8=(1, 99, 9), cached_8=(1, 2, 3), cached_9=(4, 5), together_8=(99,),
+    )  # fmt: skip
+    flags = {"speculative-config": DRAFTS}
+    engine, items = compare_engine("with drafts", flags, run, REFERENCE, 0.1, 2.5)
+    assert engine.wrong == {"alone": (8,), "cached": (9,), "together": (8,)}
+    assert (engine.wrong_responses, engine.responses, engine.near_ties, engine.seconds) == (3, 5, 1, 2.5)
+    assert (engine.draft_tokens, engine.cached_tokens, engine.accepted_drafts) == (3, 5, 6)
+    assert (engine.sequences, engine.prefix_caching, engine.failure) == (4, True, None)
+    assert [(item["way"], item["prompt_tokens"], item["same"]) for item in items] == [
+        ("alone", 7, 1), ("alone", 8, 1), ("cached", 8, 3), ("cached", 9, 2), ("together", 8, 0),
+    ]  # fmt: skip
+    assert (items[1]["tokens"], items[1]["engine"]) == ((1, 99, 9), "with drafts")
+    assert "tokens" not in items[2]
+
+
+@pytest.mark.parametrize(
+    ("run", "flags", "verdict"),
+    [
+        (run_of(1, 1, alone_7=(1, 2, 3)), {"speculative-config": DRAFTS}, Verdict.PASS),
+        (run_of(1, 0, alone_7=(1, 2, 3)), {}, Verdict.PASS),
+        (run_of(1, 0, alone_7=(1, 2, 3)), {"speculative-config": DRAFTS}, Verdict.INCONCLUSIVE),
+        (run_of(0, 1, alone_7=(1, 2, 3)), {}, Verdict.INCONCLUSIVE),
+        (run_of(0, 0, alone_9=(1, 2, 3)), {"speculative-config": DRAFTS}, Verdict.FAIL),
+        ("alone: the process died (SIGSEGV)", {}, Verdict.FAIL),
+    ],
+    ids=["fine", "fine without drafts", "no draft accepted", "nothing cached", "wrong", "died"],
+)
+def test_an_engine_passes_where_what_it_has_was_tried_and_is_right(
+    run: EngineRun | str, flags: dict[str, Any], verdict: Verdict
+) -> None:
+    engine, _ = compare_engine("served", flags, run, REFERENCE, 0.1, 1.0)
+    assert engine.verdict == verdict
+    assert engine.failure == (run if isinstance(run, str) else None)
+
+
+CONFIG = "VLLM_MODEL=weights/v\nVLLM_MAX_MODEL_LEN=640\nVLLM_CPU_KVCACHE_SPACE=1\nVLLM_ENFORCE_EAGER=1\n"
+SEVERAL = "VLLM_MAX_NUM_SEQS=8\n"
+MTP = 'VLLM_SPECULATIVE_CONFIG=\'{"method": "mtp", "num_speculative_tokens": 2}\'\n'
+
+
+@pytest.fixture
+def one(add_variant: Callable[..., Path], tmp_path: Path) -> Callable[..., Variant]:
+    """A variant of the embedded checkpoint with more lines, and settings p."""
+
+    def make(*lines: str) -> Variant:
+        add_variant("v", CONFIG + "".join(lines))
+        (tmp_path / "weights").mkdir()
+        (tmp_path / "weights" / "v").symlink_to(TINY)
+        (tmp_path / "eval" / "gates").mkdir(parents=True)
+        settings = SETTINGS.model_dump(exclude={"name"})
+        (tmp_path / "eval" / "gates" / "p.yaml").write_text(json.dumps({"engine": settings}))
+        return variant.load("v", tmp_path)
+
+    return make
+
+
+def test_the_neighbours_have_drafts_and_prefix_cache_the_other_way_and_several_requests_at_a_time(
+    one: Callable[..., Variant],
+) -> None:
+    server = ServerCommand.resolve(one("VLLM_MAX_NUM_SEQS=1\n"))
+    engines = list_engines(server, SETTINGS)
+    assert list(engines) == ["served", "with drafts", "with prefix cache"]
+    assert engines["served"] == server.flags
+    drafting, caching = engines["with drafts"], engines["with prefix cache"]
+    assert (drafting["max-num-seqs"], caching["max-num-seqs"]) == (4, 4)
+    assert drafting["speculative-config"] == DRAFTS
+    assert not drafting.get("enable-prefix-caching")
+    assert caching["enable-prefix-caching"] is True
+    assert "speculative-config" not in caching
+
+
+def test_what_is_served_is_left_out_by_the_neighbours_and_the_reference(one: Callable[..., Variant]) -> None:
+    server = ServerCommand.resolve(one(SEVERAL, MTP, "VLLM_ENABLE_PREFIX_CACHING=1\n"))
+    sizes = {"cudagraph-capture-sizes": [3, 6], "compilation-config": {"mode": 3}, "enforce-eager": False}
+    server = dataclasses.replace(server, flags={**server.flags, **sizes})
+    engines = list_engines(server, SETTINGS)
+    assert list(engines) == ["served", "without drafts", "without prefix cache"]
+    assert engines["served"]["cudagraph-capture-sizes"] == [3, 6]
+    assert "speculative-config" not in engines["without drafts"]
+    assert engines["without drafts"]["enable-prefix-caching"]
+    assert engines["without prefix cache"]["enable-prefix-caching"] is False
+    assert engines["without prefix cache"]["speculative-config"]["num_speculative_tokens"] == 2
+    for name in ("without drafts", "without prefix cache"):
+        assert engines[name]["max-num-seqs"] == 8
+        assert "cudagraph-capture-sizes" not in engines[name]
+    plain = reference_flags(server)
+    assert not plain.keys() & {"speculative-config", "compilation-config", "cudagraph-capture-sizes"}
+    assert (plain["max-num-seqs"], plain["enforce-eager"], plain["enable-prefix-caching"]) == (1, True, False)
+    assert plain["max-model-len"] == plain["max-num-batched-tokens"] == 640
+    assert plain["model"] == server.flags["model"]
+
+
+@pytest.fixture
+def measure(
+    one: Callable[..., Variant], monkeypatch: pytest.MonkeyPatch, stamps: None
+) -> Callable[..., EngineCheck]:
+    """Measure a variant whose engines return these results for these lengths, the reference's last."""
+    subject = one(SEVERAL, MTP)
+
+    def measure(*results: Any, lengths: Sequence[Sequence[int] | None] | None = None) -> EngineCheck:
+        runs = Mock(side_effect=results)
+        monkeypatch.setattr(EngineProcesses, "run", runs)
+        path = measure_engine(subject, "p", command=["check"])
+        assert [call.args[0] for call in runs.call_args_list] == [run_engine] * 3 + [run_reference]
+        assert lengths in (None, [call.args[1][-2] for call in runs.call_args_list])
+        record = store.read_record(path, EngineCheck)
+        items = store.read_items(path)
+        assert [item["tokens"] for item in items[: len(results[-1][0])]] == [
+            list(response.tokens) for response in results[-1][0]
+        ]
+        assert len(items) == len(results[-1][0]) + sum(engine.responses for engine in record.engines)
+        return record
+
+    return measure
+
+
+FINE = run_of(1, 1, alone_7=(1, 2, 3), alone_8=(1, 2, 3))
+NOISE = 0.03
+
+
+def test_a_breakdown_is_a_finding_and_the_served_flags_decide(measure: Callable[..., EngineCheck]) -> None:
+    died = "alone: the process died (SIGSEGV)"
+    record = measure(FINE, died, FINE, (list(REFERENCE.values()), NOISE))
+    assert (record.verdict, record.outcome, record.served.name) == (Verdict.PASS, "pass", "served")
+    assert [engine.verdict for engine in record.engines] == ["pass", "fail", "pass"]
+    assert record.near_tie_nats == pytest.approx(0.09)
+    (table,) = record.tables(Path("x"))
+    assert f"Broke down, without drafts: {died}." in table.notes
+    record = measure(died, FINE, FINE, (list(REFERENCE.values()), NOISE))
+    assert record.verdict == Verdict.FAIL
+
+
+def test_lengths_are_those_of_the_first_engine_that_runs(measure: Callable[..., EngineCheck]) -> None:
+    responses = (list(REFERENCE.values()), NOISE)
+    measure("starting: died", FINE, FINE, responses, lengths=[None, None, [7, 8, 9], [7, 8, 9]])
+
+
+def test_where_every_engine_breaks_down_the_reference_shows_that_vllm_runs(
+    measure: Callable[..., EngineCheck],
+) -> None:
+    lengths = [None, None, None, list(SHORTEST)]
+    record = measure(*["starting: died"] * 3, ([response(1)] * 16, NOISE), lengths=lengths)
+    assert [engine.failure for engine in record.engines] == ["starting: died"] * 3
+    with pytest.raises(EvalError, match=r"v: the reference engine fails \(starting: no memory\); its log"):
+        measure("starting: died", FINE, FINE, "starting: no memory")
+
+
+def test_wrong_prompt_lengths_are_named_below_the_table(measure: Callable[..., EngineCheck]) -> None:
+    wrong = {("cached", length): (0,) for length in range(1, 16)}
+    run = dataclasses.replace(FINE, lengths=list(range(1, 16)), responses=wrong)
+    fine = dataclasses.replace(run, responses={})
+    record = measure(run, fine, fine, ([response(1)] * 15, NOISE))
+    (table,) = record.tables(Path("x"))
+    assert (
+        "Wrong, served, cached: prompts of 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12 and 3 more tokens."
+        in table.notes
+    )
+    assert table.rows[0][:7] == ("served", "fail", "2", "4", "15", "0", "15")
+
+
+def test_a_variant_for_another_platform_is_refused(
+    one: Callable[..., Variant], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = one("PLATFORM=cuda\n")
+    monkeypatch.setattr(platform, "detect", lambda: "cpu")
+    with pytest.raises(ServingError, match="v needs a GPU and there is none here; check it on a GPU host"):
+        measure_engine(subject, "p", command=["check"])
+
+
+@pytest.mark.engine
+def test_the_embedded_model_responds_in_processes_as_the_plain_engine_does(
+    one: Callable[..., Variant],
+) -> None:
+    heard: list[str] = []
+    path = measure_engine(
+        one(MTP, "VLLM_MAX_NUM_SEQS=1\nVLLM_DTYPE=bfloat16\n"),
+        "p",
+        command=["check"],
+        progress=lambda activity, *_: heard.append(activity),
+    )
+    record = store.read_record(path, EngineCheck)
+    assert [engine.name for engine in record.engines] == ["served", "without drafts", "with prefix cache"]
+    assert [engine.verdict for engine in record.engines] == ["pass"] * 3, record.tables(path)
+    served, undrafted, caching = record.engines
+    assert served.responses == undrafted.responses == caching.responses / 2
+    assert {item["way"] for item in store.read_items(path) if item["engine"] == "without drafts"} == {
+        "together"
+    }
+    assert heard[0] == "engine served: starting"
+    assert heard[-1] == "reference engine: rereading responses"
+
+
+def started(log: Path) -> Any:
+    return EngineProcesses.started(ServerCommand.resolve(variant.load("tiny")), 600, log)
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcesses]:
+    with started(tmp_path_factory.mktemp("logs") / "log") as processes:
+        yield processes
+
+
+def test_the_result_and_the_titled_progress_come_back(processes: EngineProcesses) -> None:
+    reports: list[tuple[str, float, float]] = []
+    assert processes.run(engine_jobs.double, 21, "title", lambda *report: reports.append(report)) == 42
+    assert reports == [("title: doubling", 1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("function", "task", "timeout_s", "line"),
+    [
+        (engine_jobs.raise_error, None, 600, "alone: RuntimeError: sizes do not match"),
+        (engine_jobs.end_by_signal, "SIGSEGV", 600, "cached: the process died (SIGSEGV)"),
+        (engine_jobs.hang, None, 8, "together: no end within 8 s"),
+    ],
+)
+def test_a_breakdown_is_one_line_that_names_the_activity(
+    processes: EngineProcesses, function: Any, task: Any, timeout_s: float, line: str
+) -> None:
+    assert dataclasses.replace(processes, timeout_s=timeout_s).run(function, task, "x", silent) == line
+
+
+@pytest.mark.parametrize(
+    ("function", "task", "message"),
+    [
+        (engine_jobs.refuse, None, "prompts do not fit"),
+        (
+            engine_jobs.end_by_signal,
+            "SIGKILL",
+            r"served: the process ended cached \(SIGKILL, as when memory runs",
+        ),
+        (engine_jobs.end_before_it_begins, None, r"ended before its first report \(exit code 3\)"),
+    ],
+)
+def test_what_is_no_fault_of_the_engine_is_an_error(
+    processes: EngineProcesses, function: Any, task: Any, message: str
+) -> None:
+    with pytest.raises(EvalError, match=message):
+        processes.run(function, task, "served", silent)
+
+
+def test_each_process_has_its_own_variables_and_threads(processes: EngineProcesses) -> None:
+    def variables(*names: str, is_served: bool = True, **environment: str) -> Any:
+        server = dataclasses.replace(processes.server, environment=environment)
+        own = dataclasses.replace(processes, server=server)
+        return own.run(engine_jobs.variables, names, "x", silent, is_served=is_served)
+
+    assert variables("OF_THE_ENGINE", OMP_NUM_THREADS="3", OF_THE_ENGINE="4") == (3, "4")
+    assert variables("OF_THE_ENGINE", OMP_NUM_THREADS="3") == (3, None)
+    compiled = ("VLLM_DISABLE_COMPILE_CACHE", "TORCHINDUCTOR_CACHE_DIR", "SLIMQWEN_COMPILE_CACHE")
+    watched = {"OMP_NUM_THREADS": "1", "SLIMQWEN_COMPILE_CACHE": "{}"}
+    assert variables(*compiled, **watched) == (1, None, None, None)
+    shared = str(variant.repository_root() / ".cache" / "engines")
+    assert variables(*compiled, is_served=False, **watched) == (1, "1", shared, None)
+
+
+def test_the_end_of_the_starting_process_is_an_error(tmp_path: Path) -> None:
+    with started(tmp_path / "log") as processes:
+        processes.worker._process.kill()
+        processes.worker._process.wait()
+        with pytest.raises(EvalError, match="the process that starts engines died"):
+            processes.run(engine_jobs.double, 21, "x", silent)
+
+
+def test_a_process_ends_with_its_starter(tmp_path: Path) -> None:
+    with started(tmp_path / "log") as processes:
+        process = psutil.Process(
+            processes.worker.give(dict(os.environ), engine_jobs.hang, TINY, tmp_path, None)
+        )
+    assert psutil.wait_procs([process], timeout=30)[1] == []

@@ -1,0 +1,151 @@
+"""What an engine's process does: prompt lengths, requests, the noise of ties; real engines of the embedded model."""
+
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slimqwen import variant
+from slimqwen.evals import EvalError
+from slimqwen.evals.engine import CheckedEngine, compare_engine
+from slimqwen.evals.engine_process import (
+    SHORTEST,
+    EngineSettings,
+    Request,
+    Response,
+    choose_lengths,
+    cut_requests,
+    measure_tie_noise,
+    run_engine,
+    run_reference,
+)
+from slimqwen.progress import silent
+
+ROOT = variant.repository_root()
+TINY = ROOT / "weights" / "tiny"
+CONTEXT_LEN = 640
+SETTINGS = EngineSettings(
+    text="tinyworld_passages", seed=5, noise_factor=3, draft_tokens=3, concurrency=4, lengths=6, output_tokens=8,
+    timeout_s=300,
+)  # fmt: skip
+PLAIN = {
+    "dtype": "bfloat16", "max-model-len": CONTEXT_LEN, "max-num-batched-tokens": CONTEXT_LEN, "max-num-seqs": 1,
+    "enforce-eager": True, "enable-prefix-caching": False,
+}  # fmt: skip
+WAYS = ("alone", "cached", "together")
+DRAFTS = {"method": "mtp", "num_speculative_tokens": 3}
+
+
+def test_lengths_are_short_consecutive_around_the_budget_and_at_the_end_of_the_context() -> None:
+    lengths = choose_lengths(SETTINGS, block_size=256, token_budget=2048, context_len=4096)
+    assert lengths == [*SHORTEST, *range(511, 517), 2047, 2048, 2049, 4088, 4095]
+    assert (SHORTEST[0], SHORTEST[-1]) == (1, 16)
+
+
+@pytest.mark.parametrize(
+    ("context_len", "consecutive"), [(515, range(509, 515)), (20, range(14, 20)), (5, range(1, 5))]
+)
+def test_no_length_reaches_beyond_a_short_context(context_len: int, consecutive: range) -> None:
+    lengths = choose_lengths(SETTINGS, block_size=256, token_budget=2048, context_len=context_len)
+    short = [length for length in SHORTEST if length < context_len]
+    assert lengths == sorted({*short, *consecutive, max(1, context_len - 8), context_len - 1})
+
+
+def test_prompts_are_beginnings_of_one_text_and_end_with_the_context() -> None:
+    requests = cut_requests(SETTINGS, TINY, ROOT, [3, 40, 60, 63], 64)
+    assert [len(each.prompt) for each in requests] == [3, 40, 60, 63]
+    assert [each.output_tokens for each in requests] == [8, 8, 4, 1]
+    assert all(requests[-1].prompt[: len(each.prompt)] == each.prompt for each in requests)
+
+
+class Rereading:
+    """An engine whose log-probabilities of a prompt are those of the responses, moved."""
+
+    def __init__(self, log_probabilities: Sequence[Mapping[int, float]], moved: Mapping[int, float]) -> None:
+        self.positions = [
+            {token: value + moved.get(token, 0) for token, value in row.items()}
+            for row in log_probabilities[:-1]  # the last token is not read again
+        ]
+        self.prompts: list[int] = []
+
+    def generate(self, prompts: Sequence[Any], sampling: Any, use_tqdm: bool) -> list[Any]:
+        (prompt,) = prompts
+        self.prompts.append(len(prompt["prompt_token_ids"]))
+        read = [
+            {token: SimpleNamespace(logprob=value) for token, value in row.items()} for row in self.positions
+        ]
+        before = len(prompt["prompt_token_ids"]) - len(read)
+        return [SimpleNamespace(prompt_logprobs=[None] * before + read)]
+
+
+LOG_PS = ({1: -0.5, 2: -1.0, 3: -9.0}, {4: -0.1, 5: -8.0}, {6: -0.1})
+"""At the second position nothing ties."""
+
+
+def noise(moved: Mapping[int, float]) -> float:
+    return measure_tie_noise(Rereading(LOG_PS, moved), [Request((7, 8, 9), 3)], [Response((1, 4, 6), LOG_PS)])
+
+
+def test_the_noise_of_a_tie_is_the_largest_shift_of_two_likely_tokens_on_a_second_reading() -> None:
+    assert noise({2: 0.2, 5: 3.0}) == pytest.approx(0.2)
+    assert noise({1: 0.3, 2: 0.1}) == pytest.approx(0.2)
+    assert noise({1: 0.1, 2: 0.1}) == pytest.approx(0.0)
+
+
+def test_long_responses_are_not_reread() -> None:
+    requests = [Request((7,) * length, 3) for length in (1021, 1022)]
+    engine = Rereading(LOG_PS, {})
+    measure_tie_noise(engine, requests, [Response((1, 4, 6), LOG_PS)] * 2)
+    assert engine.prompts == [1021 + 2]
+
+
+def test_without_two_likely_tokens_there_is_no_noise_to_measure() -> None:
+    response = Response((4, 6), ({4: -0.1, 5: -8.0}, {6: -0.1}))
+    with pytest.raises(EvalError, match="nowhere close in 1 responses"):
+        measure_tie_noise(Rereading(response.log_probabilities, {}), [Request((7,), 1)], [response])
+
+
+@pytest.fixture(scope="module")
+def reference() -> tuple[list[int], dict[int, Response], float]:
+    """Prompt lengths for this machine's blocks, the plain engine's responses to each, and what ties there."""
+    lengths = run_engine(TINY, TINY, (SETTINGS, PLAIN, ("together",), None, ROOT), silent).lengths
+    responses, noise = run_reference(TINY, TINY, (SETTINGS, PLAIN, lengths, ROOT), silent)
+    return lengths, dict(zip(lengths, responses, strict=True)), SETTINGS.noise_factor * noise
+
+
+def check(reference: tuple[list[int], dict[int, Response], float], **changes: Any) -> CheckedEngine:
+    lengths, by_length, tie_nats = reference
+    flags = PLAIN | {name.replace("_", "-"): value for name, value in changes.items()}
+    run = run_engine(TINY, TINY, (SETTINGS, flags, WAYS, lengths, ROOT), silent)
+    return compare_engine("served", flags, run, by_length, tie_nats, 1.0)[0]
+
+
+@pytest.mark.engine
+def test_drafts_cached_prefixes_chunks_and_batches_change_no_token(
+    reference: tuple[list[int], dict[int, Response], float],
+) -> None:
+    engine = check(
+        reference, max_num_seqs=4, max_num_batched_tokens=256, enable_prefix_caching=True, speculative_config=DRAFTS
+    )  # fmt: skip
+    assert (engine.verdict, engine.wrong) == ("pass", {})
+    assert engine.responses == 3 * len(reference[0])
+    assert (engine.sequences, engine.draft_tokens, engine.prefix_caching) == (4, 3, True)
+    assert engine.cached_tokens > 0
+    assert engine.accepted_drafts > 0
+
+
+@pytest.mark.engine
+def test_an_engine_that_is_wrong_for_several_requests_at_a_time_is_found(
+    reference: tuple[list[int], dict[int, Response], float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.sample.sampler import Sampler
+
+    def unlikeliest_of_several(logits: Any) -> Any:
+        return logits.argmin(dim=-1) if len(logits) > 1 else logits.argmax(dim=-1)
+
+    monkeypatch.setattr(Sampler, "greedy_sample", staticmethod(unlikeliest_of_several))
+    engine = check(reference, max_num_seqs=4)
+    assert engine.verdict == "fail"
+    assert set(engine.wrong) == {"together"}
+    assert len(engine.wrong["together"]) > len(reference[0]) / 2
