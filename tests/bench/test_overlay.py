@@ -21,16 +21,16 @@ def test_a_workload_that_needs_prefix_caching_is_served_with_the_variants_own_dr
 def test_known_trouble_is_a_reason_to_serve_without_mtp(monkeypatch):
     trouble = checks.Trouble("would give other tokens on cpu", "no drafts", "a record")
 
-    def match(plan, command):
-        return start.StartTrouble((trouble,) if "speculative-config" in plan.flags else (), ())
+    def match(command):
+        return start.StartTrouble((trouble,) if "speculative-config" in command.flags else (), ())
 
     # A platform that takes both, as a GPU does.
     monkeypatch.setattr(machine, "GPU_ONLY", ())
-    monkeypatch.setattr(overlay.start, "match_start_trouble", match)
+    monkeypatch.setattr(overlay.start, "match_flag_trouble", match)
     changed, lines = overlay.servable(load("tiny-mtp4"), CONFIG, "prefix_cache")
     assert lines["VLLM_SPECULATIVE_CONFIG"] == ""
     assert "VLLM_SPECULATIVE_CONFIG" not in changed.settings
-    monkeypatch.setattr(overlay.start, "match_start_trouble", lambda *_: start.StartTrouble((trouble,), ()))
+    monkeypatch.setattr(overlay.start, "match_flag_trouble", lambda *_: start.StartTrouble((trouble,), ()))
     with pytest.raises(BenchError, match=r"it would give other tokens on cpu \(a record\)"):
         overlay.servable(load("tiny-mtp4"), CONFIG, "prefix_cache")
 

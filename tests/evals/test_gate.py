@@ -133,7 +133,7 @@ def test_the_p_value_of_a_gate_is_that_of_its_weakest_figure(one: Variant, check
     path = gate.measure_gate(one, "tinyworld", command=["x"])
     p_values = [item["p_value"] for item in store.read_items(path) if item.get("p_value") is not None]
     assert 0 < gate.gate_p_value(path) == max(p_values) < 0.025
-    checks.state = "unsafe"
+    checks.engine_is = "wrong"
     settings = one.folder / "config.env"
     settings.write_text(settings.read_text() + "VLLM_MAX_NUM_SEQS=3\n")
     failed = gate.measure_gate(variant.load("small", one.root), "tinyworld", command=["x"])
