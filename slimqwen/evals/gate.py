@@ -333,8 +333,9 @@ def _fidelity_findings(record: Fidelity) -> Iterator[Finding]:
     joined = [each.joined_kl_nats for each in record.modes.values() if each.joined_kl_nats is not None]
     if joined:
         verdict = overall([verdicts["joined_kl_nats"] for verdicts in record.verdicts.values()])
-        yield _finding_without_interval(
-            "fidelity", "joined_kl_nats", max(joined), record.limits.kl_nats, verdict
+        limit = record.limits.kl_nats
+        yield Finding(
+            gate="fidelity", figure="joined_kl_nats", value=max(joined), limit=limit, verdict=verdict
         )
 
 
@@ -348,7 +349,7 @@ def _recipe_findings(variant: Variant) -> Iterator[Finding]:
     ):
         figure = f"{what} changed by no stage of the recipe"
         verdict = Verdict.FAIL if changes else Verdict.PASS
-        yield _finding_without_interval("fidelity", figure, len(changes), 0, verdict)
+        yield Finding(gate="fidelity", figure=figure, value=len(changes), limit=0, verdict=verdict)
 
 
 def _acceptance_finding(first: Path, second: Path) -> Finding:
@@ -387,12 +388,5 @@ def _engine_finding(record: EngineCheck) -> Finding:
         if served.failure
         else f"wrong responses of the served engine, of {served.responses}"
     )
-    return _finding_without_interval(
-        "engine", figure, 1 if served.failure else served.wrong_responses, 0, record.verdict
-    )
-
-
-def _finding_without_interval(
-    check: str, figure: str, value: float, limit: float, verdict: Verdict
-) -> Finding:
-    return Finding(gate=check, figure=figure, value=value, low=None, high=None, limit=limit, verdict=verdict)
+    value = 1 if served.failure else served.wrong_responses
+    return Finding(gate="engine", figure=figure, value=value, limit=0, verdict=record.verdict)

@@ -52,8 +52,8 @@ class Finding(Block):
     gate: str = Field(min_length=1)
     figure: str = Field(min_length=1, description="Its name, with its unit.")
     value: float | None
-    low: float | None = Field(description="Lower end of its interval; null without one.")
-    high: float | None = Field(description="Upper end of its interval; null without one.")
+    low: float | None = Field(default=None, description="Lower end of its interval; null without one.")
+    high: float | None = Field(default=None, description="Upper end of its interval; null without one.")
     limit: float = Field(description="What the interval is compared with.")
     verdict: Verdict
     p_value: Share | None = Field(
