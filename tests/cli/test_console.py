@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from slimqwen import variant
 from slimqwen.cli import app, console, gate
 from slimqwen.evals import gate as evaluation
 from slimqwen.serving.errors import ServingError
@@ -73,7 +72,9 @@ def test_sigterm_ends_a_command_as_ctrl_c_does(monkeypatch, capsys):
     [
         (["gate"], 3, "Missing option '--variant'"),
         (["gate", "--variant", "tiny-awq", "--no-such"], 3, "No such option"),
-        (["plan", "--gpu", "a10g"], 2, "name one variant with --variant, or take --all"),
+        (["plan", "--gpu", "a10g"], 2, "Missing option '--variant'"),
+        (["plan", "--variant", "tiny", "--compile"], 2, "--compile takes one GPU"),
+        (["plan", "--variant", "tiny", "--gpu", "cpu", "--kernels"], 2, "a CPU runs no Triton kernels"),
         (
             ["sweep", "--variants", "a", "--measure", "gate", "--ray", "auto", "--width", "2"],
             3,
@@ -87,15 +88,6 @@ def test_a_usage_error_is_no_verdict(monkeypatch, capsys, words, code, message):
         app.main()
     (line,) = capsys.readouterr().err.splitlines()
     assert (caught.value.code, message in line) == (code, True), line
-
-
-def test_a_plan_of_all_gpu_variants_where_there_is_none_is_a_usage_error(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["slimqwen", "plan", "--all"])
-    monkeypatch.setattr(variant, "names", lambda _: ["tiny"])
-    with pytest.raises(SystemExit) as caught:
-        app.main()
-    assert caught.value.code == 2
-    assert "there is none; use --variant" in capsys.readouterr().err
 
 
 def test_a_terminal_shows_one_bar_for_each_subject(monkeypatch):

@@ -11,6 +11,7 @@ import pytest
 from slimqwen import variant
 from slimqwen.cli import app, console, unexpected
 from slimqwen.evals import gate as evaluation
+from slimqwen.report import tables
 
 ROOT = variant.repository_root()
 LINE = re.compile(r"error: (?P<cause>.*); the traceback is in (?P<log>\S+)\n")
@@ -61,8 +62,8 @@ def fail_with(error):
     ],
 )
 def test_any_exception_is_one_line_with_its_cause_and_a_log(monkeypatch, capsys, logs, error, cause):
-    monkeypatch.setattr(variant, "names", fail_with(error))
-    assert end_of(monkeypatch, "plan", "--all") == 1
+    monkeypatch.setattr(tables, "variants_table", fail_with(error))
+    assert end_of(monkeypatch, "variant", "list") == 1
     line = LINE.fullmatch(capsys.readouterr().err)
     assert re.match(cause, line["cause"])
     [log] = logs.iterdir()
@@ -83,8 +84,8 @@ def test_where_no_log_can_be_written_the_cause_is_still_said(monkeypatch, capsys
     (tmp_path / "file").touch()
     monkeypatch.setattr(unexpected, "_ROOT", tmp_path / "file")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "file"))
-    monkeypatch.setattr(variant, "names", fail_with(ValueError("x")))
-    assert end_of(monkeypatch, "plan", "--all") == 1
+    monkeypatch.setattr(tables, "variants_table", fail_with(ValueError("x")))
+    assert end_of(monkeypatch, "variant", "list") == 1
     assert capsys.readouterr().err == "error: unexpected ValueError: x; its traceback could not be written\n"
 
 
