@@ -48,14 +48,6 @@ def texts(tiny):
     return list(itertools.chain.from_iterable(itertools.islice(pairs, 6)))
 
 
-@pytest.fixture(scope="session")
-def stock_expand():
-    """vLLM's own `_expand_kernel_impl`."""
-    from vllm.utils import cpu_triton_utils
-
-    return unwrapped(cpu_triton_utils._expand_kernel_impl)
-
-
 def patched_places():
     """(owner, name) of every attribute of vLLM or torch that a fix replaces, but those that `stock_vllm` names."""
     from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable
