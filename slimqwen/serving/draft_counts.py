@@ -34,11 +34,6 @@ class DraftCounts:
         """Acceptance length, tokens: 1 + accepted / drafts."""
         return 1 + sum(self.accepted_per_position) / self.drafts
 
-    @property
-    def rates(self) -> tuple[float, ...]:
-        """Share of the drafts accepted up to and including positions 1..K."""
-        return tuple(accepted / self.drafts for accepted in self.accepted_per_position)
-
 
 def count_drafts_in_vllm(
     weights: Path, prompts: Sequence[Sequence[int]], tokens: int, depth: int
